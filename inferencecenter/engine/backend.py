@@ -1,0 +1,97 @@
+"""The seam between the engine and what decodes: llama.cpp, or the echo backend that needs no model.
+
+Slots are sequence ids ``0 .. model.slots - 1``; each holds its own KV stream of at most ``model.n_ctx`` tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from inferencecenter.ipc.messages import ModelInfo, Piece, TokenLogprobs
+    from inferencecenter.protocol.params import Params
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Consecutive tokens of one slot in a batch: ``tokens[i]`` sits at position ``start + i``.
+
+    ``sample`` asks for the logits of the last token.
+    """
+
+    slot: int
+    start: int
+    tokens: Sequence[int]
+    sample: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """A sampled token id, with its logprobs when the turn asked for them."""
+
+    token: int
+    logprobs: TokenLogprobs | None = None
+
+
+class DecodeError(Exception):
+    """A batch could not be decoded; the KV of ``slots`` cannot be trusted any more."""
+
+    def __init__(self, slots: Sequence[int], message: str) -> None:
+        super().__init__(message)
+        self.slots = tuple(slots)
+
+
+class TurnSampler(Protocol):
+    """The sampler chain of one turn; different turns' samplers run at once on different threads."""
+
+    def sample(self, row: int) -> Sampled:
+        """Sample and accept a token from the last decode; ``row`` counts its chunks with ``sample`` set."""
+
+    def close(self) -> None:
+        """Free the chain."""
+
+
+class Backend(Protocol):
+    """What the executor needs. Only ``tokenize`` and ``token_bytes`` are called from worker threads."""
+
+    @property
+    def model(self) -> ModelInfo:
+        """Facts about the loaded model."""
+
+    def tokenize(self, pieces: Sequence[Piece], *, first: bool) -> list[int]:
+        """Return the token ids of ``pieces``, BOS included where the model wants one and ``first`` is set."""
+
+    def token_bytes(self, token: int) -> bytes:
+        """Return the bytes a token adds to the text; empty for control tokens."""
+
+    def token_text(self, token: int) -> str:
+        """Return a token's name as the template spells it, control tokens included."""
+
+    def is_end(self, token: int) -> bool:
+        """Tell whether the token ends a generation."""
+
+    def truncate(self, slot: int, n_tokens: int) -> bool:
+        """Keep the first ``n_tokens`` of a slot; ``False`` when the slot had to be emptied instead."""
+
+    def swap(self, a: int, b: int) -> None:
+        """Exchange the sequences of two slots."""
+
+    def decode(self, chunks: Sequence[Chunk]) -> None:
+        """Decode chunks sorted by ascending slot, at most one a slot.
+
+        Raises:
+            DecodeError: Some slots' KV is lost; the others are as before.
+        """
+
+    def sampler(self, params: Params, prompt: Sequence[int]) -> TurnSampler:
+        """Build a turn's sampler chain; the tail of ``prompt`` feeds the penalties.
+
+        Raises:
+            InferenceCenterError: ``invalid_request`` for a parameter this model cannot obey.
+        """
+
+    def close(self) -> None:
+        """Free everything."""

@@ -1,0 +1,137 @@
+"""The one error table: every failure a client, an HTTP caller or a shell script can meet.
+
+Wire frames, HTTP answers, close codes, CLI exit codes, metric labels and ``docs/errors.md`` derive from ``ERRORS``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+
+class ErrorCode(StrEnum):
+    """Stable names of failures; clients may branch on them."""
+
+    INVALID_JSON = "invalid_json"
+    INVALID_REQUEST = "invalid_request"
+    UNKNOWN_OP = "unknown_op"
+    NOT_AUTHENTICATED = "not_authenticated"
+    FORBIDDEN = "forbidden"
+    SESSION_NOT_FOUND = "session_not_found"
+    SESSION_LIMIT = "session_limit"
+    SESSION_BUSY = "session_busy"
+    NOTHING_TO_ABORT = "nothing_to_abort"
+    TURN_NOT_FOUND = "turn_not_found"
+    QUEUE_FULL = "queue_full"
+    QUEUE_TIMEOUT = "queue_timeout"
+    RATE_LIMITED = "rate_limited"
+    QUOTA_EXCEEDED = "quota_exceeded"
+    PROMPT_TOO_LONG = "prompt_too_long"
+    CONTEXT_FULL = "context_full"
+    INVALID_GRAMMAR = "invalid_grammar"
+    MODEL_NOT_FOUND = "model_not_found"
+    MODEL_LOADING = "model_loading"
+    ENGINE_UNAVAILABLE = "engine_unavailable"
+    ENGINE_CRASHED = "engine_crashed"
+    STORAGE_UNAVAILABLE = "storage_unavailable"
+    MESSAGE_TOO_LARGE = "message_too_large"
+    INTERNAL = "internal"
+    # Met by whoever runs the daemon or the command line, never sent over a socket.
+    INVALID_CONFIG = "invalid_config"
+    INVALID_MODEL_FILE = "invalid_model_file"
+    ADDRESS_IN_USE = "address_in_use"
+    DAEMON_UNREACHABLE = "daemon_unreachable"
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorSpec:
+    """One row of the table: what a code means and how each border reports it."""
+
+    code: ErrorCode
+    message: str
+    http_status: int
+    exit_code: int
+    retryable: bool = False
+    close_code: int | None = None
+    on_wire: bool = True
+
+
+# Exit codes follow sysexits(3): 64 usage, 65 data, 66 input missing, 69 unavailable, 70 software,
+# 73 cannot create, 75 try again later, 77 permission, 78 configuration.
+_ROWS = (
+    ErrorSpec(ErrorCode.INVALID_JSON, "The frame is not a JSON object.", 400, 65),
+    ErrorSpec(ErrorCode.INVALID_REQUEST, "A field is missing, unknown or out of range.", 400, 64),
+    ErrorSpec(ErrorCode.UNKNOWN_OP, "This op does not exist.", 404, 64),
+    ErrorSpec(ErrorCode.NOT_AUTHENTICATED, "Authenticate first.", 401, 77, close_code=4401),
+    ErrorSpec(ErrorCode.FORBIDDEN, "This token lacks the scope for that.", 403, 77),
+    ErrorSpec(ErrorCode.SESSION_NOT_FOUND, "No such session.", 404, 66),
+    ErrorSpec(ErrorCode.SESSION_LIMIT, "The client has as many sessions as it may have.", 429, 75, retryable=True),
+    ErrorSpec(ErrorCode.SESSION_BUSY, "The session is already generating.", 409, 75, retryable=True),
+    ErrorSpec(ErrorCode.NOTHING_TO_ABORT, "No turn is running in this session.", 409, 66),
+    ErrorSpec(ErrorCode.TURN_NOT_FOUND, "No such turn.", 404, 66),
+    ErrorSpec(ErrorCode.QUEUE_FULL, "Too many turns are waiting.", 503, 75, retryable=True),
+    ErrorSpec(ErrorCode.QUEUE_TIMEOUT, "The turn waited too long for a slot.", 503, 75, retryable=True),
+    ErrorSpec(ErrorCode.RATE_LIMITED, "Too many requests.", 429, 75, retryable=True, close_code=4429),
+    ErrorSpec(ErrorCode.QUOTA_EXCEEDED, "The token's quota is used up.", 429, 75),
+    ErrorSpec(ErrorCode.PROMPT_TOO_LONG, "The prompt does not fit the context.", 413, 65),
+    ErrorSpec(ErrorCode.CONTEXT_FULL, "The session's context is full.", 409, 65),
+    ErrorSpec(ErrorCode.INVALID_GRAMMAR, "The grammar cannot be compiled.", 400, 65),
+    ErrorSpec(ErrorCode.MODEL_NOT_FOUND, "No such model.", 404, 66),
+    ErrorSpec(ErrorCode.MODEL_LOADING, "The model is still loading.", 503, 75, retryable=True),
+    ErrorSpec(ErrorCode.ENGINE_UNAVAILABLE, "The engine is not running.", 503, 69, retryable=True),
+    ErrorSpec(ErrorCode.ENGINE_CRASHED, "The engine died during this turn.", 503, 69, retryable=True),
+    ErrorSpec(ErrorCode.STORAGE_UNAVAILABLE, "The state directory cannot be used.", 503, 73, retryable=True),
+    ErrorSpec(ErrorCode.MESSAGE_TOO_LARGE, "The frame is larger than allowed.", 413, 65, close_code=1009),
+    ErrorSpec(ErrorCode.INTERNAL, "An internal error; the log has the details.", 500, 70, close_code=1011),
+    ErrorSpec(ErrorCode.INVALID_CONFIG, "The configuration is not valid.", 500, 78, on_wire=False),
+    ErrorSpec(ErrorCode.INVALID_MODEL_FILE, "The model file cannot be loaded.", 500, 66, on_wire=False),
+    ErrorSpec(ErrorCode.ADDRESS_IN_USE, "The address is in use.", 500, 69, on_wire=False),
+    ErrorSpec(ErrorCode.DAEMON_UNREACHABLE, "No daemon answers there.", 503, 69, retryable=True, on_wire=False),
+)
+
+ERRORS: Mapping[ErrorCode, ErrorSpec] = MappingProxyType({row.code: row for row in _ROWS})
+
+
+class InferenceCenterError(Exception):
+    """A failure with a code from the table and whatever helps to mend it.
+
+    Args:
+        code: Row of ``ERRORS``.
+        message: What is wrong here; the row's own sentence when empty.
+        hint: What to do about it.
+        field: Path of the offending field, as ``params.temperature``.
+        retry_after_ms: Earliest useful retry, for codes that are retryable.
+    """
+
+    def __init__(
+        self,
+        code: ErrorCode,
+        message: str = "",
+        *,
+        hint: str | None = None,
+        field: str | None = None,
+        retry_after_ms: int | None = None,
+    ) -> None:
+        super().__init__(message or ERRORS[code].message)
+        self.code = code
+        self.hint = hint
+        self.field = field
+        self.retry_after_ms = retry_after_ms
+
+    @property
+    def message(self) -> str:
+        """The sentence shown to the person who caused or met the failure."""
+        return str(self)
+
+    @property
+    def spec(self) -> ErrorSpec:
+        """The table row of this failure's code."""
+        return ERRORS[self.code]
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.code.value}, {self.message!r}, field={self.field!r})"

@@ -1,0 +1,233 @@
+"""Frames between the front and the engine: msgspec structs, length-prefixed MessagePack on a socketpair.
+
+Token ids travel as little-endian int32 bytes (``pack_tokens``), text as UTF-8. Every message is a tagged, immutable
+struct; ``ToEngine`` and ``FromEngine`` are the two closed unions. All that one decode step produced travels in one
+``Step`` frame.
+"""
+
+from __future__ import annotations
+
+from array import array
+from typing import TYPE_CHECKING, TypeAlias
+
+import msgspec
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+def pack_tokens(tokens: Sequence[int]) -> bytes:
+    """Return token ids as little-endian int32 bytes, four a token."""
+    return array("i", tokens).tobytes()
+
+
+def unpack_tokens(packed: bytes) -> list[int]:
+    """Return the token ids in bytes made by ``pack_tokens``."""
+    tokens = array("i")
+    tokens.frombytes(packed)
+    return tokens.tolist()
+
+
+class Piece(msgspec.Struct, frozen=True, array_like=True):
+    """A run of prompt text; special tokens are recognised in it only when ``special`` (template text)."""
+
+    text: str
+    special: bool = False
+
+
+# --- front to engine
+
+
+class Submit(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Run one turn: continue ``tokens`` with the tokenized ``pieces``, then generate.
+
+    ``tokens`` is everything the session already holds (packed ids), so that the engine owes nobody any memory.
+    ``params_json`` is an effective ``protocol.params.Params`` with no level left to merge. ``priority`` is 0 for
+    interactive, 1 for normal, 2 for batch: lower goes first.
+    """
+
+    turn_id: str
+    session_id: str
+    client_id: str
+    priority: int
+    tokens: bytes
+    pieces: tuple[Piece, ...]
+    params_json: bytes
+
+
+class Abort(msgspec.Struct, frozen=True, tag=True):
+    """End a turn now; its ``Finished`` says ``aborted``. Unknown turns are ignored: they have just ended."""
+
+    turn_id: str
+
+
+class Release(msgspec.Struct, frozen=True, tag=True):
+    """Forget the KV of a session that is closed."""
+
+    session_id: str
+
+
+ToEngine: TypeAlias = Submit | Abort | Release
+
+
+# --- engine to front: the life of the process
+
+
+class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """What the front needs to know of a loaded model; it never opens the file itself.
+
+    ``n_ctx`` is tokens per slot. ``special_tokens`` are the texts of control tokens, which must never be recognised in
+    what a user or a model wrote. ``sampling_defaults_json`` is an object of parameters that the file recommends.
+    ``add_bos`` says that a sequence starts with ``bos_token``.
+    """
+
+    name: str
+    path: str
+    description: str
+    architecture: str
+    backend: str
+    n_params: int
+    size_bytes: int
+    n_vocab: int
+    n_layers: int
+    n_gpu_layers: int
+    n_ctx_train: int
+    n_ctx: int
+    slots: int
+    n_threads: int
+    chat_template: str
+    bos_token: str
+    eos_token: str
+    add_bos: bool
+    special_tokens: tuple[str, ...]
+    sampling_defaults_json: bytes
+    library: str
+
+
+class Loading(msgspec.Struct, frozen=True, tag=True):
+    """The model is being loaded; ``fraction`` runs from 0 to 1."""
+
+    fraction: float
+
+
+class Ready(msgspec.Struct, frozen=True, tag=True):
+    """The model is loaded and warm; turns may be submitted."""
+
+    model: ModelInfo
+
+
+class LoadFailed(msgspec.Struct, frozen=True, tag=True):
+    """The model cannot be loaded; the process ends after this. ``code`` is an ``errors.ErrorCode`` value."""
+
+    code: str
+    message: str
+    hint: str
+
+
+class Log(msgspec.Struct, frozen=True, tag=True):
+    """A line of the engine's or llama.cpp's log, to be written by the front with everything else."""
+
+    level: str
+    event: str
+    source: str
+
+
+# --- engine to front: what a step produced
+
+
+class Position(msgspec.Struct, frozen=True, tag=True):
+    """A waiting turn's place in the queue changed; 0 is running."""
+
+    turn_id: str
+    position: int
+
+
+class Started(msgspec.Struct, frozen=True, tag=True):
+    """A turn got a slot. ``tokens`` is its whole prompt; ``cached_tokens`` of them were still in KV."""
+
+    turn_id: str
+    tokens: bytes
+    cached_tokens: int
+
+
+class Progress(msgspec.Struct, frozen=True, tag=True):
+    """``done`` of ``total`` prompt tokens have been read; sent only while a prompt takes several steps."""
+
+    turn_id: str
+    done: int
+    total: int
+
+
+class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
+    """One token with its natural-log probability under the model, before any sampler."""
+
+    token: str
+    token_id: int
+    logprob: float
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """The sampled token and the ``n_probs`` likeliest ones at its position."""
+
+    sampled: TokenLogprob
+    top: tuple[TokenLogprob, ...]
+
+
+class Delta(msgspec.Struct, frozen=True, tag=True):
+    """Newly sampled tokens of a turn and the text that may now be shown (whole UTF-8, possibly empty)."""
+
+    turn_id: str
+    tokens: bytes
+    text: str
+    logprobs: tuple[TokenLogprobs, ...] = ()
+
+
+class Finished(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """A turn ended. Exactly one ``Finished`` or ``Failed`` per turn.
+
+    Of the generated tokens the first ``kept_tokens`` stay in the session's history: those whose text was shown whole,
+    plus the end token if there was one. They spell the first ``kept_chars`` characters of the shown text, followed by
+    ``end_text`` (the end token's own text, empty when the turn ended another way). ``reason`` is a wire
+    ``finish_reason``; ``stop`` the stop string or pattern that matched. Times are milliseconds: waiting for a slot,
+    first token since submission, whole turn since submission.
+    """
+
+    turn_id: str
+    reason: str
+    stop: str | None
+    kept_tokens: int
+    kept_chars: int
+    end_text: str
+    prompt_tokens: int
+    cached_tokens: int
+    generated_tokens: int
+    queue_ms: float
+    ttft_ms: float
+    total_ms: float
+    tokens_per_s: float
+    warnings: tuple[str, ...] = ()
+
+
+class Failed(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """A turn could not run or go on. ``code`` is an ``errors.ErrorCode`` value."""
+
+    turn_id: str
+    code: str
+    message: str
+    hint: str | None = None
+    field: str | None = None
+
+
+TurnEvent: TypeAlias = Position | Started | Progress | Delta | Finished | Failed
+
+
+class Step(msgspec.Struct, frozen=True, tag=True):
+    """Everything one step of the engine produced, in order, and the engine's gauges after it."""
+
+    events: tuple[TurnEvent, ...]
+    running: int
+    waiting: int
+    rss_bytes: int
+
+
+FromEngine: TypeAlias = Loading | Ready | LoadFailed | Log | Step
