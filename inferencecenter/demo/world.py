@@ -1,0 +1,201 @@
+"""The small world the demo model knows: word lists, made-up words, and what is held out.
+
+Held out of training are the values whose CRC-32 is divisible by `HELD_OUT_ONE_IN`: names and
+other told values (listed or made up), pairs of numbers in sums and counting, and pairs of a
+question's wording and its country. `Draw.unseen` picks the side of that split, so evaluation
+uses the very generators of training on values training never shows.
+"""
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+from zlib import crc32
+
+T = TypeVar("T")
+
+HELD_OUT_ONE_IN = 8
+
+
+def held_out(value: object) -> bool:
+    """Returns whether training never shows `value` (its `repr` decides, case ignored)."""
+    return crc32(repr(value).lower().encode()) % HELD_OUT_ONE_IN == 0
+
+
+@dataclass(frozen=True)
+class Draw:
+    """Random choices on one side of the held-out split."""
+
+    rng: random.Random
+    unseen: bool = False
+
+    def chance(self, probability: float) -> bool:
+        """Returns True with the given probability."""
+        return self.rng.random() < probability
+
+    def pick(self, options: Sequence[T]) -> T:
+        """Returns one of `options`, whichever side of the split it is on."""
+        return self.rng.choice(options)
+
+    def number(self, low: int, high: int) -> int:
+        """Returns a number in `low..high`, both included."""
+        return self.rng.randint(low, high)
+
+    def fresh(self, make: Callable[[], T]) -> T:
+        """Returns the first value made that lies on this side of the split."""
+        while True:
+            value = make()
+            if held_out(value) == self.unseen:
+                return value
+
+    def say(self, text: str) -> str:
+        """Returns `text` the way a user may type it: other casing, no final mark."""
+        roll = self.rng.random()
+        if roll < 0.68:
+            return text
+        if roll < 0.8:
+            return text.rstrip(".?!")
+        if roll < 0.9:
+            return text.lower()
+        return text.lower().rstrip(".?!")
+
+
+NAMES = (
+    "Ada Alan Alice Amir Ana Anna Arthur Ben Bela Bob Boris Carla Carlos Carol Cem Clara Dana "
+    "Daniel Dave David Diego Dora Edgar Elena Eli Ella Emil Emma Erik Eva Felix Finn Frank Fred "
+    "Gina Grace Greta Hana Hans Harry Hugo Ida Igor Ines Ingrid Ivan Jack Jacob James Jane Jin "
+    "Joe John Jonas Jorge Julia Kai Karl Kate Kenji Kim Lara Laura Lea Leo Lena Liam Lily Linus "
+    "Lisa Louis Lucas Lucy Luna Marco Maria Mark Marta Mary Max Maya Mei Mia Mila Mike Milo Mona "
+    "Nadia Nia Nico Nina Noah Nora Olga Oliver Omar Oscar Otto Paul Pavel Peter Petra Pia Priya "
+    "Rachel Rita Robert Rosa Ruth Sam Sara Sasha Simon Sofia Sonia Stella Sven Tara Theo Tim Tom "
+    "Tina Uma Vera Victor Viola Walter Wanda Yara Yuki Yusuf Zara Zoe"
+).split()
+COLOURS = (
+    "red blue green yellow purple orange pink black white brown grey silver gold turquoise"
+).split()
+ANIMALS = (
+    "dog cat bird fish horse rabbit hamster snake turtle parrot goat duck pig cow sheep frog "
+    "mouse fox bear lion tiger monkey"
+).split()
+PETS = "dog cat bird fish horse rabbit hamster snake turtle parrot goat duck pig".split()
+RELATIVES = "sister brother friend teacher mother father cousin neighbour boss uncle".split()
+FOODS = (
+    "pizza soup rice bread cheese pasta salad cake fish curry noodles potatoes pancakes sushi "
+    "tacos beans eggs chocolate"
+).split()
+FRUITS = "apple banana cherry grape lemon mango orange peach pear plum".split()
+JOBS = (
+    "baker doctor teacher farmer painter pilot nurse singer builder cook writer driver sailor "
+    "gardener dancer lawyer"
+).split()
+PLACES = "forest garden village castle river mountain desert island harbour market".split()
+THINGS = "key lamp book coin map stone boat hat bell box drum kite cup ring".split()
+DAYS = "Monday Tuesday Wednesday Thursday Friday Saturday Sunday".split()
+MONTHS = (
+    "January February March April May June July August September October November December"
+).split()
+SEASONS = "spring summer autumn winter".split()
+OPPOSITES = (
+    ("hot", "cold"),
+    ("big", "small"),
+    ("up", "down"),
+    ("day", "night"),
+    ("fast", "slow"),
+    ("old", "new"),
+    ("good", "bad"),
+    ("high", "low"),
+    ("happy", "sad"),
+    ("light", "dark"),
+    ("open", "closed"),
+    ("left", "right"),
+)
+CAPITALS = {
+    "Argentina": "Buenos Aires",
+    "Australia": "Canberra",
+    "Austria": "Vienna",
+    "Belgium": "Brussels",
+    "Brazil": "Brasilia",
+    "Bulgaria": "Sofia",
+    "Canada": "Ottawa",
+    "Chile": "Santiago",
+    "China": "Beijing",
+    "Croatia": "Zagreb",
+    "Cuba": "Havana",
+    "Denmark": "Copenhagen",
+    "Egypt": "Cairo",
+    "Finland": "Helsinki",
+    "France": "Paris",
+    "Germany": "Berlin",
+    "Greece": "Athens",
+    "Hungary": "Budapest",
+    "India": "New Delhi",
+    "Indonesia": "Jakarta",
+    "Ireland": "Dublin",
+    "Italy": "Rome",
+    "Japan": "Tokyo",
+    "Kenya": "Nairobi",
+    "Mexico": "Mexico City",
+    "Morocco": "Rabat",
+    "Nepal": "Kathmandu",
+    "Netherlands": "Amsterdam",
+    "Norway": "Oslo",
+    "Peru": "Lima",
+    "Poland": "Warsaw",
+    "Portugal": "Lisbon",
+    "Romania": "Bucharest",
+    "Russia": "Moscow",
+    "South Korea": "Seoul",
+    "Spain": "Madrid",
+    "Sweden": "Stockholm",
+    "Switzerland": "Bern",
+    "Thailand": "Bangkok",
+    "Turkey": "Ankara",
+    "Ukraine": "Kyiv",
+    "United Kingdom": "London",
+    "United States": "Washington",
+    "Vietnam": "Hanoi",
+}
+_ONSETS = "b br c ch d dr f g gr h j k kr l m n p pr qu r s sh st t th tr v w y z".split()
+_VOWELS = "a e i o u a e i o ai ea ee ie oo ou".split()
+_CODAS = ["", "", "", "", "l", "m", "n", "r", "s", "t", "x", "ck", "nd", "rt"]
+
+
+def made_up_word(draw: Draw) -> str:
+    """Returns a lower-case word of two or three syllables that no list holds."""
+    syllables = draw.pick((2, 2, 2, 3))
+    body = "".join(draw.pick(_ONSETS) + draw.pick(_VOWELS) for _ in range(syllables))
+    return body + draw.pick(_CODAS)
+
+
+def name(draw: Draw) -> str:
+    """Returns a name: listed or made up, now and then with a family name."""
+
+    def make() -> str:
+        first = draw.pick(NAMES) if draw.chance(0.4) else made_up_word(draw).capitalize()
+        return f"{first} {made_up_word(draw).capitalize()}" if draw.chance(0.08) else first
+
+    return draw.fresh(make)
+
+
+def city(draw: Draw) -> str:
+    """Returns a city: a capital or a made-up one."""
+    capitals = tuple(CAPITALS.values())
+    return draw.fresh(
+        lambda: draw.pick(capitals) if draw.chance(0.5) else made_up_word(draw).capitalize()
+    )
+
+
+def word(draw: Draw) -> str:
+    """Returns a made-up word or a common noun."""
+    nouns = (*THINGS, *ANIMALS, *FRUITS, *PLACES)
+    return draw.fresh(lambda: made_up_word(draw) if draw.chance(0.6) else draw.pick(nouns))
+
+
+def digits(draw: Draw) -> str:
+    """Returns a number as text, from one to five digits."""
+    return draw.fresh(lambda: str(draw.number(0, 10 ** draw.number(1, 5) - 1)))
+
+
+def listed_or_made_up(draw: Draw, options: Sequence[str]) -> str:
+    """Returns one of `options`, or in a quarter of the draws a made-up word."""
+    return draw.fresh(lambda: made_up_word(draw) if draw.chance(0.25) else draw.pick(options))
