@@ -1,0 +1,63 @@
+"""What every wire message shares: strictness, ``op``, the ``id`` echo, and the marks of the first protocol (†)."""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, Final
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+
+PROTOCOL_VERSION: Final = 1
+SUBPROTOCOL: Final = "inferencecenter.v1"
+TOKEN_SUBPROTOCOL_PREFIX: Final = "token."  # noqa: S105 - the prefix, not a token
+
+
+class Dagger:
+    """Marks a field that sockets of the first protocol know (written † in the documentation)."""
+
+
+DAGGER: Final = Dagger()
+
+RequestId = Annotated[str, StringConstraints(max_length=64)]
+SessionId = Annotated[str, StringConstraints(min_length=1, max_length=64)]
+TurnId = Annotated[str, StringConstraints(min_length=1, max_length=64)]
+
+
+class Request(BaseModel):
+    """A frame a client sends. Unknown fields and wrong types are errors; nothing is coerced."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    op: str
+    id: Annotated[RequestId | None, DAGGER] = Field(
+        default=None, description="Echoed in the direct reply and in every error this frame causes."
+    )
+
+    dagger: ClassVar[bool] = False
+    """Whether the op belongs to the first protocol."""
+
+
+class Event(BaseModel):
+    """A frame the daemon sends. Fields that are ``None`` are left out unless ``keeps_null`` is set."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    op: str
+    id: Annotated[str | None, DAGGER] = Field(default=None, description="The `id` of the frame this answers.")
+
+    dagger: ClassVar[bool] = False
+    """Whether sockets of the first protocol are sent this op."""
+    keeps_null: ClassVar[bool] = False
+    """Whether absent values are sent as null (readings that may be missing)."""
+
+
+class SessionEvent(Event):
+    """An event in a session's numbered history."""
+
+    session_id: Annotated[str, DAGGER] = Field(description="The session this belongs to.")
+    seq: int = Field(ge=1, description="Counter per session, never reused within an epoch.")
+
+
+class TurnEvent(SessionEvent):
+    """A session event that belongs to a turn."""
+
+    turn_id: str = Field(description="The turn this belongs to.")

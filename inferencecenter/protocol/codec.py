@@ -1,0 +1,173 @@
+"""Text frames to requests, events to text frames. Pure: no socket, no clock."""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, get_args
+
+import orjson
+from pydantic import BaseModel, ValidationError
+
+from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.protocol.base import Dagger, Event, Request
+from inferencecenter.protocol.events import AnyEvent
+from inferencecenter.protocol.requests import AnyRequest
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+_MAX_ID_CHARS: Final = 64
+_SHOWN_VALUE_CHARS: Final = 60
+_SECRET_FIELDS: Final = frozenset({"token", "api_key"})
+
+REQUESTS: Final[Mapping[str, type[Request]]] = MappingProxyType(
+    {get_args(kind.model_fields["op"].annotation)[0]: kind for kind in get_args(AnyRequest)}
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """A JSON object with an op, not yet validated; ``id`` is known before anything can fail."""
+
+    op: str
+    id: str | None
+    body: dict[str, Any]
+
+    def parse(self) -> Request:
+        """Validate the frame as the request its op names.
+
+        Raises:
+            InferenceCenterError: ``unknown_op``, or ``invalid_request`` with the first offending field.
+        """
+        kind = REQUESTS.get(self.op)
+        if kind is None:
+            raise InferenceCenterError(
+                ErrorCode.UNKNOWN_OP,
+                f"op {_shown(self.op)} does not exist",
+                field="op",
+                hint=_nearest(self.op, REQUESTS),
+            )
+        try:
+            return kind.model_validate({**self.body, "op": self.op})
+        except ValidationError as error:
+            raise invalid_request(error, known=kind.model_fields) from None
+
+
+def read_frame(text: str) -> Frame:
+    """Read a text frame as an object with a lower-case ``op`` and a usable ``id``.
+
+    Raises:
+        InferenceCenterError: ``invalid_json`` or ``invalid_request``.
+    """
+    try:
+        body = orjson.loads(text)
+    except orjson.JSONDecodeError as error:
+        raise InferenceCenterError(
+            ErrorCode.INVALID_JSON,
+            f"the frame is not JSON: {error.msg} at character {error.pos}",
+            hint="Send one JSON object per text frame.",
+        ) from None
+    if not isinstance(body, dict):
+        raise InferenceCenterError(
+            ErrorCode.INVALID_JSON,
+            f"the frame is a JSON {_json_type(body)}, not an object",
+            hint='Send an object such as {"op": "ping"}.',
+        )
+    request_id = body.get("id")
+    if not isinstance(request_id, str) or len(request_id) > _MAX_ID_CHARS:
+        request_id = None
+    op = body.get("op")
+    if not isinstance(op, str):
+        raise FrameError(
+            request_id,
+            "op is missing" if op is None else f"op is a JSON {_json_type(op)}, not a string",
+        )
+    return Frame(op=op.lower(), id=request_id, body=body)
+
+
+class FrameError(InferenceCenterError):
+    """A frame that names no op; it may still carry an ``id`` to echo."""
+
+    def __init__(self, request_id: str | None, message: str) -> None:
+        super().__init__(ErrorCode.INVALID_REQUEST, message, field="op", hint=f"One of: {', '.join(sorted(REQUESTS))}.")
+        self.request_id = request_id
+
+
+def invalid_request(
+    error: ValidationError, *, known: Mapping[str, object] = MappingProxyType({}), path: str = ""
+) -> InferenceCenterError:
+    """Turn the first problem of a validation into an error that names field, value and what is allowed.
+
+    Args:
+        error: What pydantic found.
+        known: Field names, to suggest the nearest for an unknown one.
+        path: Prefix of the field's path.
+    """
+    first = error.errors(include_url=False)[0]
+    location = ".".join([path, *(str(part) for part in first["loc"])] if path else [str(part) for part in first["loc"]])
+    if first["type"] == "extra_forbidden":
+        message, hint = f"unknown field {location}", _nearest(str(first["loc"][-1]), known)
+    elif first["type"] == "missing":
+        message, hint = f"{location} is missing", None
+    elif first["type"] == "value_error":
+        message, hint = str(first["ctx"]["error"]), None
+    else:
+        value = "not valid" if first["loc"][-1] in _SECRET_FIELDS else _shown(first["input"])
+        message, hint = f"{location} is {value}: {first['msg'][0].lower()}{first['msg'][1:]}", None
+    return InferenceCenterError(ErrorCode.INVALID_REQUEST, message, field=location or None, hint=hint)
+
+
+def encode(event: Event, *, dagger_only: bool = False) -> str | None:
+    """Return an event as a text frame.
+
+    Args:
+        event: What to say.
+        dagger_only: The socket speaks the first protocol: only ops and fields marked † are sent.
+
+    Returns:
+        The frame, or ``None`` when the socket's protocol does not know the op.
+    """
+    if dagger_only and not event.dagger:
+        return None
+    body = event.model_dump(
+        exclude_none=not event.keeps_null, include=_DAGGER_FIELDS[type(event)] if dagger_only else None
+    )
+    if body.get("id", "") is None:
+        del body["id"]
+    return orjson.dumps(body).decode()
+
+
+_Include: TypeAlias = "dict[str, _Include | bool]"
+
+
+def _dagger_fields(kind: type[BaseModel]) -> _Include:
+    """Fields of a message that the first protocol knows, as pydantic's nested ``include``."""
+    chosen: _Include = {"op": True} if issubclass(kind, Event) else {}
+    for name, field in kind.model_fields.items():
+        if any(isinstance(mark, Dagger) for mark in field.metadata):
+            nested = field.annotation
+            chosen[name] = (
+                _dagger_fields(nested) if isinstance(nested, type) and issubclass(nested, BaseModel) else True
+            )
+    return chosen
+
+
+def _json_type(value: object) -> str:
+    names = {dict: "object", list: "array", str: "string", bool: "boolean", int: "number", float: "number"}
+    return names.get(type(value), "null")
+
+
+def _shown(value: object) -> str:
+    """A value as a client would recognise it, shortened."""
+    text = orjson.dumps(value, default=lambda other: type(other).__name__).decode()
+    return text if len(text) <= _SHOWN_VALUE_CHARS else text[:_SHOWN_VALUE_CHARS] + "…"
+
+
+def _nearest(name: str, known: Mapping[str, object]) -> str | None:
+    close = difflib.get_close_matches(name[:_MAX_ID_CHARS], known, n=1)
+    return f"Did you mean {close[0]}?" if close else (f"One of: {', '.join(known)}." if known else None)
+
+
+_DAGGER_FIELDS: Final = {kind: _dagger_fields(kind) for kind in get_args(AnyEvent)}

@@ -1,0 +1,180 @@
+"""Every op a client may send."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field, StringConstraints, model_validator
+
+from inferencecenter.protocol.base import DAGGER, Request, SessionId, TurnId
+from inferencecenter.protocol.values import ChatMessage, Metadata, Mode, Priority, StatusType
+
+RawParams = dict[str, Any]
+"""Parameters as the client wrote them; ``params.parse_params`` gives them meaning."""
+
+Credential = Annotated[str, StringConstraints(min_length=1, max_length=256)]
+Protocol = Annotated[Literal[1] | None, Field(description="1 makes this a v1 socket; absent, an old one.")]
+
+
+class Hello(Request):
+    """Ask who answers; allowed at any time, also before authentication."""
+
+    dagger: ClassVar[bool] = True
+    op: Literal["hello"]
+    protocol: Protocol = None
+
+
+class Auth(Request):
+    """Authenticate with a token, or with a client id and its API key."""
+
+    dagger: ClassVar[bool] = True
+    op: Literal["auth"]
+    token: Credential | None = Field(default=None, description="`ic_<id>_<secret>`.")
+    client_id: Annotated[Credential | None, DAGGER] = Field(default=None, description="Account name.")
+    api_key: Annotated[Credential | None, DAGGER] = Field(default=None, description="The account's key.")
+    protocol: Protocol = None
+
+    @model_validator(mode="after")
+    def _one_way(self) -> Auth:
+        pair = self.client_id is not None and self.api_key is not None
+        partial = (self.client_id is None) != (self.api_key is None)
+        if partial or pair == (self.token is not None):
+            raise ValueError("give either token, or client_id and api_key")
+        return self
+
+
+class CreateSession(Request):
+    """Open a conversation with its own context."""
+
+    dagger: ClassVar[bool] = True
+    op: Literal["create_session"]
+    system: str | None = Field(default=None, description="System prompt.")
+    mode: Mode = Field(default="chat", description="`chat` applies the model's template, `raw` continues plain text.")
+    model: str | None = Field(default=None, max_length=256, description="Model name; the loaded one when absent.")
+    params: Annotated[RawParams | None, DAGGER] = Field(default=None, description="Session level of parameters.")
+    priority: Priority | None = Field(default=None, description="Class of this session's turns.")
+    on_full: Literal["stop"] = Field(default="stop", description="What happens when the context is full.")
+    on_disconnect: Literal["close"] = Field(default="close", description="What happens when the socket is gone.")
+    store: bool = Field(default=True, description="Whether the session may be written to disk.")
+    ttl_s: float | None = Field(default=None, gt=0, le=31_536_000, description="Idle seconds before it expires.")
+    metadata: Metadata | None = Field(default=None, description="Up to 16 strings of your own, given back as they are.")
+
+
+class Infer(Request):
+    """Start a turn: say something and have it answered."""
+
+    dagger: ClassVar[bool] = True
+    op: Literal["infer"]
+    session_id: Annotated[SessionId, DAGGER]
+    prompt: Annotated[str | None, DAGGER] = Field(default=None, min_length=1, description="What the user says.")
+    messages: list[ChatMessage] | None = Field(
+        default=None, min_length=1, max_length=1000, description="New messages, the last from `user` or `tool`."
+    )
+    params: Annotated[RawParams | None, DAGGER] = Field(default=None, description="Turn level of parameters.")
+    n_probs: int | None = Field(default=None, ge=0, le=20, description="Short for `params.n_probs`.")
+    priority: Priority | None = Field(default=None, description="Class of this turn; raising it needs the scope.")
+    turn_key: Annotated[str, StringConstraints(min_length=1, max_length=64)] | None = Field(
+        default=None, description="A second `infer` with the same key attaches to the first turn."
+    )
+
+    @model_validator(mode="after")
+    def _one_input(self) -> Infer:
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("give either prompt or messages")
+        if self.messages is not None and self.messages[-1].role not in ("user", "tool"):
+            raise ValueError("the last of messages must have role user or tool")
+        return self
+
+
+class Abort(Request):
+    """End the running turn; what was said stays unless `discard` is set."""
+
+    dagger: ClassVar[bool] = True
+    op: Literal["abort"]
+    session_id: Annotated[SessionId, DAGGER]
+    turn_id: TurnId | None = Field(default=None, description="Abort only if this turn is the running one.")
+    discard: bool = Field(default=False, description="Also forget the turn: its question and its partial answer.")
+
+
+class CloseSession(Request):
+    """End a session and forget it."""
+
+    dagger: ClassVar[bool] = True
+    op: Literal["close_session"]
+    session_id: Annotated[SessionId, DAGGER]
+
+
+class Append(Request):
+    """Add history without generating: few-shot examples, imports."""
+
+    op: Literal["append"]
+    session_id: SessionId
+    messages: list[ChatMessage] = Field(min_length=1, max_length=1000, description="Messages to add, in order.")
+
+
+class GetSession(Request):
+    """Read a session: transcript, usage, state."""
+
+    op: Literal["get_session"]
+    session_id: SessionId
+
+
+class ListSessions(Request):
+    """List the client's own sessions, oldest first."""
+
+    op: Literal["list_sessions"]
+    limit: int = Field(default=100, ge=1, le=1000, description="Page size.")
+    after: SessionId | None = Field(default=None, description="`next` of the page before.")
+
+
+class Metrics(Request):
+    """Ask for one metrics frame."""
+
+    dagger: ClassVar[bool] = True
+    op: Literal["metrics"]
+
+
+class SubscribeMetrics(Request):
+    """Ask for a metrics frame every interval."""
+
+    dagger: ClassVar[bool] = True
+    op: Literal["subscribe_metrics"]
+    interval_ms: int = Field(default=1000, ge=100, le=3_600_000, description="Milliseconds between frames.")
+
+
+class UnsubscribeMetrics(Request):
+    """Stop the metrics frames."""
+
+    dagger: ClassVar[bool] = True
+    op: Literal["unsubscribe_metrics"]
+
+
+class Status(Request):
+    """Ask about one side of the daemon; others' shares need the operator scope."""
+
+    op: Literal["status"]
+    type: StatusType = Field(default="queue", description="Which side.")
+
+
+class Ping(Request):
+    """Ask for a `pong`."""
+
+    op: Literal["ping"]
+
+
+AnyRequest = (
+    Hello
+    | Auth
+    | CreateSession
+    | Infer
+    | Abort
+    | CloseSession
+    | Append
+    | GetSession
+    | ListSessions
+    | Metrics
+    | SubscribeMetrics
+    | UnsubscribeMetrics
+    | Status
+    | Ping
+)
