@@ -67,7 +67,45 @@ class Release(msgspec.Struct, frozen=True, tag=True):
     session_id: str
 
 
-ToEngine: TypeAlias = Submit | Abort | Release
+class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything the engine process is told at its start.
+
+    ``backend`` is ``llama`` or ``echo``. ``parent_pid`` is the process that must be alive for the engine to go on.
+    ``n_ctx`` is tokens per slot, 0 the model's own; ``n_gpu_layers`` -1 is all of them; a thread count of 0 is one
+    a physical core. ``prefill_grid_tokens`` is the distance of the positions at which prompts are cut,
+    ``target_step_ms`` how long a step with prefill should take. ``echo_delay_ms`` is how long the echo backend takes
+    for each decode.
+    """
+
+    backend: str
+    parent_pid: int
+    model_path: str = ""
+    model_name: str = ""
+    slots: int = 8
+    n_ctx: int = 0
+    n_gpu_layers: int = -1
+    n_threads: int = 0
+    n_threads_batch: int = 0
+    n_batch: int = 2048
+    n_ubatch: int = 512
+    kv_type_k: str = "f16"
+    kv_type_v: str = "f16"
+    flash_attention: str = "auto"
+    use_mmap: bool = True
+    use_mlock: bool = False
+    prefill_grid_tokens: int = 64
+    target_step_ms: int = 150
+    worker_threads: int = 2
+    echo_delay_ms: int = 0
+
+
+class Configure(msgspec.Struct, frozen=True, tag=True):
+    """The first frame to a new engine process: what to load and how."""
+
+    options: EngineOptions
+
+
+ToEngine: TypeAlias = Configure | Submit | Abort | Release
 
 
 # --- engine to front: the life of the process
