@@ -1,0 +1,191 @@
+"""A real daemon in its own process, and a client that speaks the wire protocol and nothing more."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from websockets.asyncio.client import ClientConnection, connect
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Iterator
+
+START_TIMEOUT_S = 60.0
+REPLY_TIMEOUT_S = 60.0
+
+Message = dict[str, Any]
+
+
+def free_port() -> int:
+    """A port that nobody listened on a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+@dataclass
+class Daemon:
+    """A running daemon and where to find it."""
+
+    process: subprocess.Popen[bytes]
+    port: int
+    state_dir: Path
+    log: Path
+
+    @property
+    def url(self) -> str:
+        """The WebSocket address."""
+        return f"ws://127.0.0.1:{self.port}/"
+
+    @property
+    def admin_token(self) -> str:
+        """The token the first run wrote."""
+        return (self.state_dir / "admin.token").read_text().strip()
+
+    def get(self, path: str) -> tuple[int, str]:
+        """Fetch ``path`` over HTTP: status and body."""
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=5) as answer:
+                return answer.status, answer.read().decode()
+        except urllib.error.HTTPError as error:
+            return error.code, error.read().decode()
+
+    def ready(self) -> bool:
+        """Whether the daemon answers and its engine is ready."""
+        try:
+            return self.get("/readyz")[0] == 200
+        except OSError:
+            return False
+
+    def engine_pid(self) -> int:
+        """The pid of the daemon's engine child."""
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        engines = [
+            int(pid) for pid in children if b"inferencecenter.engine" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        ]
+        assert len(engines) == 1, f"expected one engine child, found {engines}"
+        return engines[0]
+
+    def wait_ready(self) -> None:
+        """Block until the engine is ready.
+
+        Raises:
+            AssertionError: The daemon ended or is not ready in time.
+        """
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while not self.ready():
+            assert self.process.poll() is None, f"the daemon ended:\n{self.log.read_text()}"
+            assert time.monotonic() < deadline, f"not ready in time:\n{self.log.read_text()}"
+            time.sleep(0.05)
+
+    def stop(self) -> int:
+        """End the daemon as an operator would and return its exit code."""
+        self.process.send_signal(signal.SIGTERM)
+        try:
+            return self.process.wait(timeout=20)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+            raise
+
+
+@contextlib.contextmanager
+def run_daemon(state_dir: Path, model: Path, **settings: str) -> Iterator[Daemon]:
+    """Start a daemon on a free port, wait until it is ready, and stop it at the end."""
+    port = free_port()
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("INFERENCECENTER_")}
+    environment |= {
+        "INFERENCECENTER_STATE_DIR": str(state_dir),
+        "INFERENCECENTER_SERVER__PORT": str(port),
+        "INFERENCECENTER_MODEL__PATH": str(model),
+        "INFERENCECENTER_LOG__FORMAT": "json",
+        **settings,
+    }
+    state_dir.mkdir(parents=True, exist_ok=True)
+    log = state_dir.parent / f"{state_dir.name}.log"
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "inferencecenter", "serve"], env=environment, stdout=output, stderr=output
+        )
+    daemon = Daemon(process=process, port=port, state_dir=state_dir, log=log)
+    try:
+        daemon.wait_ready()
+        yield daemon
+    finally:
+        if process.poll() is None:
+            daemon.stop()
+
+
+@dataclass
+class Talk:
+    """A connected socket with its unread frames sorted by what waits for them."""
+
+    socket: ClientConnection
+    seen: list[Message] = field(default_factory=list)
+
+    async def send(self, **message: Any) -> None:
+        """Send one frame."""
+        await self.socket.send(json.dumps(message))
+
+    async def receive(self) -> Message:
+        """The next frame."""
+        async with asyncio.timeout(REPLY_TIMEOUT_S):
+            message: Message = json.loads(await self.socket.recv())
+        self.seen.append(message)
+        return message
+
+    async def until(self, wanted: Callable[[Message], bool]) -> Message:
+        """Read frames up to and including the first that is ``wanted``."""
+        while True:
+            message = await self.receive()
+            if wanted(message):
+                return message
+
+    async def ask(self, **message: Any) -> Message:
+        """Send a frame with an id and return the frame that echoes it."""
+        request_id = f"r{len(self.seen)}-{message['op']}"
+        await self.send(id=request_id, **message)
+        return await self.until(lambda reply: reply.get("id") == request_id)
+
+    async def create(self, **options: Any) -> str:
+        """Create a session and return its id."""
+        created = await self.ask(op="create_session", **options)
+        assert created["op"] == "session_created", created
+        session_id: str = created["session_id"]
+        return session_id
+
+    async def turn(self, session_id: str, prompt: str, **params: Any) -> tuple[str, Message]:
+        """Run one turn to its end: the text, and the ``end`` frame."""
+        await self.send(op="infer", session_id=session_id, prompt=prompt, params=params)
+        text, end = "", None
+        while end is None:
+            message = await self.receive()
+            if message.get("session_id") != session_id:
+                continue
+            assert message["op"] != "error", message
+            text += message["content"] if message["op"] == "token" else ""
+            end = message if message["op"] == "end" else None
+        return text, end
+
+
+@contextlib.asynccontextmanager
+async def talk(daemon: Daemon) -> AsyncIterator[Talk]:
+    """A v1 socket, authenticated with the admin token."""
+    async with connect(daemon.url, max_size=2**22) as websocket:
+        conversation = Talk(websocket)
+        reply = await conversation.ask(op="auth", token=daemon.admin_token, protocol=1)
+        assert reply["op"] == "auth_success", reply
+        yield conversation

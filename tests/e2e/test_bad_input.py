@@ -1,0 +1,221 @@
+"""Bad input gets a clear error, and the socket, the session and its neighbours go on."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from websockets.asyncio.client import connect
+from websockets.exceptions import ConnectionClosed
+
+from tests.e2e.harness import free_port, talk
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.e2e.harness import Daemon, Talk
+
+FRAMES = [
+    ("", "invalid_json"),
+    ("{", "invalid_json"),
+    ("[]", "invalid_json"),
+    ("null", "invalid_json"),
+    ('{"op": "ping", "n": NaN}', "invalid_json"),
+    ('{"op": "ping", "text": "\\ud800"}', "invalid_json"),
+    ("[" * 100_000, "invalid_json"),
+    ('{"op": "ping", "x": ' + "[" * 500 + "]" * 500 + "}", "invalid_request"),
+    ("{}", "invalid_request"),
+    ('{"op": 5}', "invalid_request"),
+    ('{"op": "nonsense"}', "unknown_op"),
+    ('{"op": "resume_session", "session_id": "x"}', "unknown_op"),
+    ('{"op": "load_model", "name": "x"}', "unknown_op"),
+    ('{"op": "ping", "extra": 1}', "invalid_request"),
+    ('{"op": "ping", "id": 5}', "invalid_request"),
+    ('{"op": "ping", "id": "' + "x" * 65 + '"}', "invalid_request"),
+    ('{"op": "create_session", "on_full": "shift"}', "invalid_request"),
+    ('{"op": "create_session", "on_disconnect": "detach"}', "invalid_request"),
+    ('{"op": "create_session", "model": "no-such-model"}', "model_not_found"),
+    ('{"op": "create_session", "ttl_s": "5"}', "invalid_request"),
+    ('{"op": "create_session", "params": {"temperature": 9}}', "invalid_request"),
+    ('{"op": "subscribe_metrics", "interval_ms": 1}', "invalid_request"),
+    ('{"op": "status", "type": "weather"}', "invalid_request"),
+    ('{"op": "list_sessions", "limit": 0}', "invalid_request"),
+]
+
+BAD_PARAMS: list[tuple[dict[str, Any], str]] = [
+    ({"temperature": -1}, "params.temperature"),
+    ({"temperature": 5.01}, "params.temperature"),
+    ({"temperature": "0.5"}, "params.temperature"),
+    ({"temperature": True}, "params.temperature"),
+    ({"temp": 1, "temperature": 1}, "params.temp"),
+    ({"top_p": 1.5}, "params.top_p"),
+    ({"top_k": 1.5}, "params.top_k"),
+    ({"mirostat": 3}, "params.mirostat"),
+    ({"tfs_z": 0.5}, "params.tfs_z"),
+    ({"stop": [""]}, "params.stop"),
+    ({"stop_regex": ["("]}, "params.stop_regex"),
+    ({"samplers": ["magic"]}, "params.samplers"),
+    ({"max_tokens": 0}, "params.max_tokens"),
+    ({"max_time_ms": 0}, "params.max_time_ms"),
+    ({"sampling": {"warmth": 1}}, "params.sampling.warmth"),
+    ({"temprature": 1}, "params.temprature"),
+]
+
+
+async def _still_works(client: Talk, session: str) -> None:
+    text, end = await client.turn(session, "What is the capital of France?", temperature=0.0, max_tokens=40)
+    assert "Paris" in text
+    assert end["finish_reason"] == "stop"
+
+
+async def test_bad_frames(daemon: Daemon) -> None:
+    """Every malformed frame gets its code, and the same socket and session go on."""
+    async with talk(daemon) as client:
+        session = await client.create()
+        for frame, code in FRAMES:
+            await client.socket.send(frame)
+            reply = await client.receive()
+            assert (reply["op"], reply["code"]) == ("error", code), f"{frame[:80]} -> {reply}"
+            assert reply["message"]
+        await client.socket.send(b'{"op": "ping"}')
+        assert (await client.receive())["code"] == "invalid_request"
+        await _still_works(client, session)
+
+
+async def test_bad_parameters_name_the_field(daemon: Daemon) -> None:
+    """Each bad parameter is refused by name and nothing is generated."""
+    async with talk(daemon) as client:
+        session = await client.create()
+        for params, field in BAD_PARAMS:
+            reply = await client.ask(op="infer", session_id=session, prompt="Hi", params=params)
+            assert reply["code"] == "invalid_request", f"{params} -> {reply}"
+            assert reply["field"].startswith(field), f"{params} -> {reply}"
+        assert (await client.ask(op="get_session", session_id=session))["transcript"] == []
+        await _still_works(client, session)
+
+
+async def test_prompts_that_do_not_fit(daemon: Daemon) -> None:
+    """Empty, over-long and system-mimicking prompts are told apart and lose nothing."""
+    async with talk(daemon) as client:
+        session = await client.create()
+        assert (await client.ask(op="infer", session_id=session, prompt=""))["field"] == "prompt"
+        await client.send(op="infer", session_id=session, prompt="word " * 20_000, id="long")
+        error = await client.until(lambda message: message["op"] == "error")
+        assert error["code"] == "prompt_too_long"
+        assert error["hint"]
+        assert (await client.ask(op="get_session", session_id=session))["transcript"] == []
+        await _still_works(client, session)
+
+
+async def test_a_frame_over_the_limit_closes_with_1009(daemon: Daemon) -> None:
+    """A 10 MB prompt closes its own socket with 1009; another socket does not notice."""
+    async with talk(daemon) as neighbour, talk(daemon) as client:
+        session = await neighbour.create()
+        with pytest.raises(ConnectionClosed) as closed:
+            await client.send(op="infer", session_id="s", prompt="x" * 10_000_000)
+            while True:
+                await client.receive()
+        assert closed.value.rcvd is not None
+        assert closed.value.rcvd.code == 1009
+        await _still_works(neighbour, session)
+
+
+async def test_busy_sessions_and_idle_aborts(daemon: Daemon) -> None:
+    """A second infer is refused while one runs, without hurting it; abort of nothing says so."""
+    async with talk(daemon) as client:
+        session = await client.create()
+        assert (await client.ask(op="abort", session_id=session))["code"] == "nothing_to_abort"
+        await client.send(op="infer", session_id=session, prompt="Count from 1 to 20.", params={"temperature": 0.0})
+        await client.until(lambda message: message["op"] == "token")
+        assert (await client.ask(op="infer", session_id=session, prompt="Hi"))["code"] == "session_busy"
+        wrong = await client.ask(op="abort", session_id=session, turn_id="t_other")
+        assert wrong["code"] == "turn_not_found"
+        end = await client.until(lambda message: message["op"] == "end")
+        assert end["finish_reason"] == "stop"
+
+
+SESSION_OPS: list[dict[str, Any]] = [
+    {"op": "infer", "prompt": "Hi"},
+    {"op": "abort"},
+    {"op": "close_session"},
+    {"op": "append", "messages": [{"role": "user", "content": "x"}]},
+    {"op": "get_session"},
+]
+
+
+async def test_a_foreign_session_looks_like_a_random_one(daemon: Daemon) -> None:
+    """For every op, another client's session id and a made-up one get byte-identical answers."""
+    created = subprocess.run(
+        [sys.executable, "-m", "inferencecenter", "token", "create", "--client", "stranger", "--json"],
+        env={"INFERENCECENTER_STATE_DIR": str(daemon.state_dir), "PATH": "/usr/bin:/bin"},
+        check=True,
+        capture_output=True,
+    )
+    token = json.loads(created.stdout)["token"]
+    async with talk(daemon) as owner, connect(daemon.url) as stranger:
+        session = await owner.create()
+        await stranger.send(json.dumps({"op": "auth", "token": token, "protocol": 1}))
+        await stranger.recv()
+        await stranger.recv()
+        for op in SESSION_OPS:
+            answers = []
+            for session_id in (session, "s_" + "A" * (len(session) - 2)):
+                await stranger.send(json.dumps({**op, "session_id": session_id, "id": "same"}))
+                answers.append(await asyncio.wait_for(stranger.recv(), 10))
+            assert answers[0] == answers[1]
+            assert json.loads(answers[0])["code"] == "session_not_found"
+        await _still_works(owner, session)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (None, "does not exist"),
+        (b"", "empty"),
+        (b"this is no model at all, only words", "GGUF"),
+        (b"GGUF\x03\x00\x00\x00", "truncated"),
+    ],
+)
+def test_a_bad_model_file_ends_the_start_with_its_reason(tmp_path: Path, content: bytes | None, words: str) -> None:
+    """A missing, empty, foreign or truncated model file: exit code 66, the path and what is wrong."""
+    model = tmp_path / "model.gguf"
+    if content is not None:
+        model.write_bytes(content)
+    ended = _serve(tmp_path, "--model", str(model))
+    assert ended.returncode == 66, ended.stderr
+    # Rich wraps long lines, so the text is compared without line breaks.
+    told = " ".join(ended.stderr.split())
+    assert words in told
+    assert model.name in told
+
+
+def test_a_port_in_use_is_named(daemon: Daemon, demo_model_path: Path, tmp_path: Path) -> None:
+    """Starting on a taken port: exit code 69 and the port in the message."""
+    ended = _serve(tmp_path, "--model", str(demo_model_path), port=daemon.port)
+    assert ended.returncode == 69, ended.stderr
+    assert str(daemon.port) in ended.stderr
+
+
+def test_an_unreadable_configuration_is_named(tmp_path: Path) -> None:
+    """A configuration that is not TOML: exit code 78 with file and line."""
+    config = tmp_path / "broken.toml"
+    config.write_text("[server\nport = 1\n")
+    ended = _serve(tmp_path, "--config", str(config))
+    assert ended.returncode == 78, ended.stderr
+    assert "broken.toml" in ended.stderr
+
+
+def _serve(tmp_path: Path, *arguments: str, port: int | None = None) -> subprocess.CompletedProcess[str]:
+    """Run ``serve`` to its expected failure."""
+    return subprocess.run(
+        [sys.executable, "-m", "inferencecenter", "serve", "--port", str(port or free_port()), *arguments],
+        env={"INFERENCECENTER_STATE_DIR": str(tmp_path / "state"), "PATH": "/usr/bin:/bin", "COLUMNS": "200"},
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )

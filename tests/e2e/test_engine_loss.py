@@ -1,0 +1,67 @@
+"""The engine process may die; the front stays, and the next turn works."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.e2e.harness import run_daemon, talk
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from tests.e2e.harness import Daemon
+
+GREEDY = {"temperature": 0.0, "max_tokens": 60}
+
+
+@pytest.fixture
+def daemon(tmp_path: Path, demo_model_path: Path) -> Iterator[Daemon]:
+    """A daemon of this test's own: its engine will be killed."""
+    with run_daemon(
+        tmp_path / "state", demo_model_path, INFERENCECENTER_ENGINE__RESTART_BACKOFF_MIN_S="0.1"
+    ) as running:
+        yield running
+
+
+async def test_a_killed_engine_costs_a_turn_and_nothing_else(daemon: Daemon) -> None:
+    """SIGKILL mid-answer: the turn ends with engine_crashed, the socket stays, the session still knows the name."""
+    async with talk(daemon) as client:
+        session = await client.create()
+        await client.turn(session, "My name is Ada.", **GREEDY)
+        first_pid = daemon.engine_pid()
+        await client.send(op="infer", session_id=session, prompt="Count from 1 to 100.", params={"temperature": 0.0})
+        await client.until(lambda message: message["op"] == "token")
+        os.kill(first_pid, signal.SIGKILL)
+        error = await client.until(lambda message: message["op"] in ("error", "end"))
+        assert error["code"] == "engine_crashed"
+        assert error["session_id"] == session
+        assert error["retryable"] is True
+        assert daemon.get("/healthz")[0] == 200
+        await client.until(lambda message: message["op"] == "engine" and message["state"] == "ready")
+        assert daemon.engine_pid() != first_pid
+        text, _ = await client.turn(session, "What is my name?", **GREEDY)
+    assert "Ada" in text
+
+
+async def test_the_engine_ends_with_the_daemon(daemon: Daemon) -> None:
+    """SIGKILL of the daemon leaves no engine behind."""
+    pid = daemon.engine_pid()
+    engine = os.pidfd_open(pid)
+    try:
+        daemon.process.kill()
+        daemon.process.wait()
+        ended = _ends_within(engine, seconds=10)
+    finally:
+        os.close(engine)
+    assert ended, f"engine {pid} outlived its daemon"
+
+
+def _ends_within(pidfd: int, *, seconds: float) -> bool:
+    """Wait for a process by its pidfd, which becomes readable when it ends."""
+    return bool(select.select([pidfd], [], [], seconds)[0])

@@ -1,0 +1,117 @@
+"""What a session is for: each remembers its own conversation, on the real model."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from typing import TYPE_CHECKING
+
+from tests.e2e.harness import talk
+
+if TYPE_CHECKING:
+    from tests.e2e.harness import Daemon, Talk
+
+NAMES = ("Ada", "Nora", "Felix", "Oscar", "Clara", "Hugo", "Mira", "Leo")
+CITIES = ("Paris", "Rome", "Oslo", "Lima", "Cairo", "Vienna", "Madrid", "Tokyo")
+GREEDY = {"temperature": 0.0, "max_tokens": 60}
+
+
+async def test_a_session_remembers_a_name_over_three_other_turns(daemon: Daemon) -> None:
+    """A name told first is known after three turns about other things."""
+    async with talk(daemon) as client:
+        session = await client.create()
+        await client.turn(session, "My name is Ada.", **GREEDY)
+        for prompt in ("Count from 3 to 7.", "What is the capital of France?", "What is 4 plus 5?"):
+            await client.turn(session, prompt, **GREEDY)
+        text, end = await client.turn(session, "What is my name?", **GREEDY)
+    assert "Ada" in text
+    assert end["stats"]["cached_tokens"] > 0, "the history was read again instead of being kept in its slot"
+
+
+async def test_eight_sessions_at_once_keep_their_own_facts(daemon: Daemon) -> None:
+    """Eight sessions on one socket, all generating at once, answer with their own facts and no neighbour's."""
+    async with talk(daemon) as client:
+        sessions = [await client.create() for _ in NAMES]
+        for number, session in enumerate(sessions):
+            prompt = f"My name is {NAMES[number]} and I live in {CITIES[number]}."
+            await client.send(op="infer", session_id=session, prompt=prompt, params=GREEDY)
+        await _ends(client, len(sessions))
+        for session in sessions:
+            await client.send(op="infer", session_id=session, prompt="What is my name?", params=GREEDY)
+        answers = await _ends(client, len(sessions))
+    for number, session in enumerate(sessions):
+        told = [name for name in NAMES if name in answers[session]]
+        assert told == [NAMES[number]], f"session {number} answered {answers[session]!r}"
+
+
+async def test_more_sessions_than_slots_still_remember(daemon: Daemon) -> None:
+    """Sessions that lost their slot to others are computed again from their tokens."""
+    async with talk(daemon) as client:
+        sessions = [await client.create() for _ in range(12)]
+        for number, session in enumerate(sessions):
+            await client.turn(session, f"My name is {NAMES[number % 8]}.", **GREEDY)
+        for number, session in enumerate(sessions):
+            text, _ = await client.turn(session, "What is my name?", **GREEDY)
+            assert NAMES[number % 8] in text
+
+
+async def test_two_sockets_stream_at_the_same_time(daemon: Daemon) -> None:
+    """Tokens of two clients' turns arrive interleaved, not one turn after the other."""
+    async with talk(daemon) as one, talk(daemon) as two:
+        order: list[str] = []
+
+        async def run(name: str, client: Talk) -> None:
+            session = await client.create()
+            await client.send(op="infer", session_id=session, prompt="Count from 1 to 30.", params={"temperature": 0.0})
+            await client.until(lambda message: order.append(name) or message["op"] == "end")
+
+        await asyncio.gather(run("one", one), run("two", two))
+    switches = sum(first != second for first, second in itertools.pairwise(order))
+    assert switches > 10, f"the turns ran one after the other: {switches} switches in {len(order)} frames"
+
+
+async def test_abort_keeps_the_partial_answer(daemon: Daemon) -> None:
+    """After ABORT the part that was shown is in the transcript, and the session goes on."""
+    async with talk(daemon) as client:
+        session = await client.create()
+        await client.send(op="infer", session_id=session, prompt="Count from 1 to 100.", params={"temperature": 0.0})
+        shown = ""
+        while len(shown) < 10:
+            message = await client.receive()
+            shown += message["content"] if message["op"] == "token" else ""
+        await client.send(op="abort", session_id=session, id="stop")
+        while (message := await client.receive())["op"] != "end":
+            shown += message["content"] if message["op"] == "token" else ""
+        assert message["finish_reason"] == "aborted"
+        assert message["id"] == "stop"
+        transcript = (await client.ask(op="get_session", session_id=session))["transcript"]
+        assert transcript[-1] == {"role": "assistant", "content": shown}
+        text, end = await client.turn(session, "What is the capital of Italy?", **GREEDY)
+    assert "Rome" in text
+    assert end["finish_reason"] == "stop"
+
+
+async def test_abort_with_discard_forgets_the_turn(daemon: Daemon) -> None:
+    """``discard`` takes the question and the partial answer out of the history."""
+    async with talk(daemon) as client:
+        session = await client.create()
+        await client.turn(session, "My name is Nora.", **GREEDY)
+        before = (await client.ask(op="get_session", session_id=session))["transcript"]
+        await client.send(op="infer", session_id=session, prompt="Count from 1 to 100.", params={"temperature": 0.0})
+        await client.until(lambda message: message["op"] == "token")
+        await client.ask(op="abort", session_id=session, discard=True)
+        assert (await client.ask(op="get_session", session_id=session))["transcript"] == before
+        text, _ = await client.turn(session, "What is my name?", **GREEDY)
+    assert "Nora" in text
+
+
+async def _ends(client: Talk, count: int) -> dict[str, str]:
+    """Read until ``count`` turns have ended; the text of each by session."""
+    answers: dict[str, str] = {}
+    while count:
+        message = await client.receive()
+        assert message["op"] != "error", message
+        if message["op"] == "token":
+            answers[message["session_id"]] = answers.get(message["session_id"], "") + message["content"]
+        count -= message["op"] == "end"
+    return answers
