@@ -116,9 +116,7 @@ async def test_a_frame_over_the_limit_closes_with_1009(daemon: Daemon) -> None:
     async with talk(daemon) as neighbour, talk(daemon) as client:
         session = await neighbour.create()
         with pytest.raises(ConnectionClosed) as closed:
-            await client.send(op="infer", session_id="s", prompt="x" * 10_000_000)
-            while True:
-                await client.receive()
+            await client.ask(op="infer", session_id="s", prompt="x" * 10_000_000)
         assert closed.value.rcvd is not None
         assert closed.value.rcvd.code == 1009
         await _still_works(neighbour, session)
@@ -147,18 +145,24 @@ SESSION_OPS: list[dict[str, Any]] = [
 ]
 
 
-async def test_a_foreign_session_looks_like_a_random_one(daemon: Daemon) -> None:
-    """For every op, another client's session id and a made-up one get byte-identical answers."""
+@pytest.fixture
+def foreign_token(daemon: Daemon) -> str:
+    """A token of another client."""
     created = subprocess.run(
         [sys.executable, "-m", "inferencecenter", "token", "create", "--client", "stranger", "--json"],
         env={"INFERENCECENTER_STATE_DIR": str(daemon.state_dir), "PATH": "/usr/bin:/bin"},
         check=True,
         capture_output=True,
     )
-    token = json.loads(created.stdout)["token"]
+    token: str = json.loads(created.stdout)["token"]
+    return token
+
+
+async def test_a_foreign_session_looks_like_a_random_one(daemon: Daemon, foreign_token: str) -> None:
+    """For every op, another client's session id and a made-up one get byte-identical answers."""
     async with talk(daemon) as owner, connect(daemon.url) as stranger:
         session = await owner.create()
-        await stranger.send(json.dumps({"op": "auth", "token": token, "protocol": 1}))
+        await stranger.send(json.dumps({"op": "auth", "token": foreign_token, "protocol": 1}))
         await stranger.recv()
         await stranger.recv()
         for op in SESSION_OPS:
