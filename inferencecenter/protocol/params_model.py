@@ -1,0 +1,336 @@
+"""The parameters of a turn: names, ranges, defaults, aliases and what each does, declared once.
+
+Checking, the JSON schema, the documentation and both processes read this model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, TypeAlias
+
+import regex
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
+from pydantic_core import PydanticCustomError
+
+Group: TypeAlias = Literal["sampling", "stopping", "memory"]
+SamplerName: TypeAlias = Literal[
+    "penalties", "dry", "top_n_sigma", "top_k", "typ_p", "top_p", "min_p", "xtc", "temperature"
+]
+
+# The order of llama.cpp's own programs.
+SAMPLER_ORDER: tuple[SamplerName, ...] = (
+    "penalties",
+    "dry",
+    "top_n_sigma",
+    "top_k",
+    "typ_p",
+    "top_p",
+    "min_p",
+    "xtc",
+    "temperature",
+)
+SAMPLER_ALIASES = {"typical_p": "typ_p"}
+
+# llama.cpp takes the largest 32-bit seed as "draw one yourself", so it is no seed that could be obeyed.
+MAX_SEED = 2**32 - 2
+MAX_TOKENS = 2**20
+MAX_STOPS = 16
+MAX_STOP_CHARS = 256
+MAX_PATTERNS = 4
+MAX_PATTERN_CHARS = 512
+MAX_BIASES = 1024
+MAX_BREAKERS = 16
+# llama.cpp cuts longer sequence breakers off.
+MAX_BREAKER_BYTES = 40
+
+
+def _refused(reason: str) -> PydanticCustomError:
+    return PydanticCustomError("refused", "{reason}", {"reason": reason})
+
+
+def _as_list(value: object) -> object:
+    return (value,) if isinstance(value, str) else value
+
+
+def _minus_one_is_none(value: object) -> object:
+    return None if type(value) is int and value == -1 else value
+
+
+def _sampler_names(value: object) -> object:
+    if not isinstance(value, list | tuple):
+        return value
+    return tuple(SAMPLER_ALIASES.get(name, name) if isinstance(name, str) else name for name in value)
+
+
+def _each_once(names: tuple[SamplerName, ...]) -> tuple[SamplerName, ...]:
+    for name in names:
+        if names.count(name) > 1:
+            raise _refused(f"{name} stands in it twice")
+    return names
+
+
+def _bias_pairs(value: object) -> object:
+    pairs = list(value.items()) if isinstance(value, Mapping) else value
+    if not isinstance(pairs, list | tuple):
+        return value
+    if len(pairs) > MAX_BIASES:
+        raise _refused(f"it has {len(pairs)} entries")
+    result = tuple(_bias_pair(pair) for pair in pairs)
+    if len({token for token, _ in result}) < len(result):
+        raise _refused("a token stands in it twice")
+    return result
+
+
+def _bias_pair(pair: object) -> tuple[int, object]:
+    if not isinstance(pair, list | tuple) or len(pair) != 2:
+        raise _refused("a list must hold [token id, bias] pairs")
+    token, bias = pair
+    # JSON object keys are strings; int() alone would also take "+1", " 1" and "1_0".
+    if isinstance(token, str) and token.isascii() and token.isdigit() and len(token) <= 10:
+        token = int(token)
+    if type(token) is not int or not 0 <= token < 2**31:
+        raise _refused("a token id must be an integer from 0")
+    return token, bias
+
+
+def _breaker(text: str) -> str:
+    if not 0 < len(text.encode()) <= MAX_BREAKER_BYTES or "\0" in text:
+        raise _refused("a sequence breaker is empty, too long or contains NUL")
+    return text
+
+
+def _pattern(source: str) -> str:
+    try:
+        empty = regex.compile(source).search("", timeout=0.1)
+    except (regex.error, ValueError, OverflowError, RecursionError, MemoryError, TimeoutError) as error:
+        raise _refused(f"{source[:64]!r} does not compile: {str(error)[:128]}") from None
+    if empty is not None:
+        raise _refused(f"{source[:64]!r} matches the empty text, so it would end every answer at once")
+    return source
+
+
+def _repeats(value: int) -> int:
+    if value == 1:
+        raise _refused("everything occurs once")
+    return value
+
+
+# From left to right, because 0 equals False.
+_Bias: TypeAlias = Annotated[
+    Annotated[float, Field(ge=-100, le=100)] | Literal[False], Field(union_mode="left_to_right")
+]
+# JSON has no tuples: strict=False lets a list in, the items stay strict.
+_Biases: TypeAlias = Annotated[
+    tuple[tuple[int, _Bias], ...],
+    Field(strict=False),
+    BeforeValidator(_bias_pairs),
+    WithJsonSchema(
+        {
+            "type": "object",
+            "propertyNames": {"pattern": "^[0-9]+$"},
+            "additionalProperties": {"anyOf": [{"type": "number", "minimum": -100, "maximum": 100}, {"const": False}]},
+            "maxProperties": MAX_BIASES,
+        }
+    ),
+]
+_Samplers: TypeAlias = Annotated[
+    tuple[SamplerName, ...],
+    Field(strict=False),
+    BeforeValidator(_sampler_names),
+    AfterValidator(_each_once),
+]
+_Breakers: TypeAlias = Annotated[
+    tuple[Annotated[str, AfterValidator(_breaker)], ...], Field(strict=False, max_length=MAX_BREAKERS)
+]
+_Stops: TypeAlias = Annotated[
+    tuple[Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)], ...],
+    Field(strict=False, max_length=MAX_STOPS),
+    BeforeValidator(_as_list, json_schema_input_type=str | tuple[str, ...]),
+]
+_Patterns: TypeAlias = Annotated[
+    tuple[Annotated[str, Field(min_length=1, max_length=MAX_PATTERN_CHARS), AfterValidator(_pattern)], ...],
+    Field(strict=False, max_length=MAX_PATTERNS),
+    BeforeValidator(_as_list, json_schema_input_type=str | tuple[str, ...]),
+]
+_Seed: TypeAlias = Annotated[
+    Annotated[int, Field(ge=0, le=MAX_SEED)] | None, BeforeValidator(_minus_one_is_none, json_schema_input_type=int)
+]
+_MaxTokens: TypeAlias = Annotated[
+    Annotated[int, Field(ge=1, le=MAX_TOKENS)] | None, BeforeValidator(_minus_one_is_none, json_schema_input_type=int)
+]
+
+
+def _param(
+    default: object,
+    description: str,
+    allowed: str,
+    *,
+    aliases: Sequence[str] = (),
+    group: Group = "sampling",
+    **bounds: Any,
+) -> Any:
+    extra: dict[str, Any] = {"group": group, "aliases": list(aliases), "allowed": allowed}
+    return Field(default, description=description, json_schema_extra=extra, **bounds)
+
+
+def _number(default: float, bounds: tuple[float, float], description: str, *, aliases: Sequence[str] = ()) -> Any:
+    low, high = bounds
+    return _param(default, description, f"a number from {low:g} to {high:g}", aliases=aliases, ge=low, le=high)
+
+
+def _integer(default: int, bounds: tuple[int, int], description: str, *, aliases: Sequence[str] = ()) -> Any:
+    low, high = bounds
+    return _param(default, description, f"an integer from {low} to {high}", aliases=aliases, ge=low, le=high)
+
+
+class Params(BaseModel):
+    """Everything that decides how a turn samples and when it stops; ``model_fields_set`` is what was given."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+    temperature: float = _number(
+        0.8, (0, 5), "Divides the logits before sampling; 0 always takes the likeliest token.", aliases=("temp",)
+    )
+    dynatemp_range: float = _number(
+        0.0, (0, 5), "How far the temperature moves up and down with the distribution's entropy; 0 is off."
+    )
+    dynatemp_exponent: float = _number(1.0, (0.01, 10), "How entropy maps to the dynamic temperature; 1 is linear.")
+    top_k: int = _integer(40, (0, MAX_TOKENS), "Keeps the k likeliest tokens; 0 is off.")
+    top_p: float = _number(0.95, (0, 1), "Keeps the likeliest tokens that together reach this probability; 1 is off.")
+    min_p: float = _number(
+        0.05, (0, 1), "Keeps tokens at least this fraction as probable as the likeliest one; 0 is off."
+    )
+    typical_p: float = _number(
+        1.0, (0, 1), "Keeps the tokens whose surprise is nearest the expected one, up to this probability; 1 is off."
+    )
+    top_n_sigma: float = _number(
+        -1.0, (-1, 100), "Keeps logits within this many standard deviations of the largest; 0 and below is off."
+    )
+    xtc_probability: float = _number(
+        0.0, (0, 1), "Chance at each token of removing all but the least likely of the probable tokens; 0 is off."
+    )
+    xtc_threshold: float = _number(
+        0.1, (0, 1), "Probability from which xtc_probability counts a token as probable; above 0.5 is off."
+    )
+    repeat_penalty: float = _number(
+        1.0, (0.01, 10), "Makes tokens seen in the last repeat_last_n tokens less likely by this factor; 1 is off."
+    )
+    repeat_last_n: int = _integer(
+        64,
+        (-1, MAX_TOKENS),
+        "How many tokens back the repeat, presence and frequency penalties look; 0 is off, -1 is the whole context.",
+        aliases=("penalty_last_n",),
+    )
+    presence_penalty: float = _number(
+        0.0, (-10, 10), "Subtracted from the logit of each token seen in the last repeat_last_n tokens; 0 is off."
+    )
+    frequency_penalty: float = _number(
+        0.0, (-10, 10), "Subtracted from a token's logit for each time it was seen in repeat_last_n tokens; 0 is off."
+    )
+    dry_multiplier: float = _number(
+        0.0, (0, 100), "Strength of the penalty on tokens that would continue a repeated sequence; 0 is off."
+    )
+    dry_base: float = _number(
+        1.75, (1, 100), "Growth of the DRY penalty with each further token of the repeated sequence."
+    )
+    dry_allowed_length: int = _integer(2, (1, MAX_TOKENS), "Tokens a sequence may repeat before DRY penalises it.")
+    dry_penalty_last_n: int = _integer(
+        -1, (-1, MAX_TOKENS), "How many tokens back DRY looks; 0 is off, -1 is the whole context."
+    )
+    dry_sequence_breakers: _Breakers = _param(
+        ("\n", ":", '"', "*"),
+        "Texts that end a repeated sequence for DRY.",
+        f"a list of at most {MAX_BREAKERS} non-empty strings of at most {MAX_BREAKER_BYTES} bytes",
+    )
+    mirostat: int = _integer(0, (0, 2), "Holds the surprise steady instead of truncating: version 1 or 2; 0 is off.")
+    mirostat_tau: float = _number(5.0, (0, 100), "Surprise that mirostat aims at, in bits a token.")
+    mirostat_eta: float = _number(0.1, (0, 1), "How fast mirostat corrects itself.")
+    adaptive_target: float = _number(
+        -1.0, (-1, 1), "Prefers tokens near this probability (adaptive-p); below 0 is off."
+    )
+    adaptive_decay: float = _number(
+        0.9, (0, 0.99), "How much of the past adaptive-p remembers: about 1 / (1 - decay) tokens."
+    )
+    min_keep: int = _integer(0, (0, MAX_TOKENS), "Tokens that top_p, min_p, typical_p and xtc leave at least.")
+    seed: _Seed = _param(
+        None,
+        "Start of the random numbers: equal seeds give equal answers; without one each turn draws its own.",
+        f"an integer from 0 to {MAX_SEED}, or -1 for a random one",
+    )
+    logit_bias: _Biases = _param(
+        (),
+        "Added to the logits of single tokens; false bans a token.",
+        f"an object from token id to a number from -100 to 100 or false, with at most {MAX_BIASES} entries",
+    )
+    n_probs: int = _integer(
+        0, (0, 20), "How many of the likeliest tokens are reported with each token.", aliases=("logprobs",)
+    )
+    samplers: _Samplers = _param(
+        SAMPLER_ORDER,
+        "Which samplers run, in this order; one that is left out is off.",
+        f"a list, each at most once, of {', '.join(SAMPLER_ORDER)}",
+    )
+    ignore_eos: bool = _param(False, "Goes on where the model wants to end its answer.", "true or false")
+    stop: _Stops = _param(
+        (),
+        "Texts that end the answer where they begin; they are never shown.",
+        f"a string or a list of at most {MAX_STOPS} non-empty strings of at most {MAX_STOP_CHARS} characters",
+        group="stopping",
+    )
+    stop_regex: _Patterns = _param(
+        (),
+        "Regular expressions that end the answer where their match begins; the match is never shown.",
+        f"a string or a list of at most {MAX_PATTERNS} regular expressions of at most {MAX_PATTERN_CHARS} characters",
+        group="stopping",
+    )
+    max_tokens: _MaxTokens = _param(
+        None,
+        "Tokens to generate at most; without it the answer may fill the context.",
+        f"an integer from 1 to {MAX_TOKENS}, or -1 for as many as the context holds",
+        aliases=("n_predict",),
+        group="stopping",
+    )
+    max_time_ms: Annotated[int, Field(ge=1, le=86_400_000)] | None = _param(
+        None,
+        "Milliseconds of generating after which the answer ends.",
+        "an integer from 1 to 86400000",
+        group="stopping",
+    )
+    stop_on_repetition: Annotated[int, Field(ge=0, le=100), AfterValidator(_repeats)] = _param(
+        0,
+        "Ends the answer when the same run of tokens came this many times in a row; 0 is off.",
+        "0 or an integer from 2 to 100",
+        group="stopping",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class ParamDoc:
+    """One parameter for the docs; ``allowed`` completes the sentence "must be …", ``kind`` is its JSON type."""
+
+    name: str
+    aliases: tuple[str, ...]
+    kind: str
+    allowed: str
+    default: object
+    group: Group
+    description: str
+
+
+def _doc(name: str, schema: Mapping[str, Any]) -> ParamDoc:
+    options = schema.get("anyOf", [schema])
+    return ParamDoc(
+        name=name,
+        aliases=tuple(schema["aliases"]),
+        kind=" or ".join(option["type"] for option in options if option["type"] != "null"),
+        allowed=schema["allowed"],
+        default=Params.model_fields[name].default,
+        group=schema["group"],
+        description=schema["description"],
+    )
+
+
+PARAM_DOCS: tuple[ParamDoc, ...] = tuple(
+    _doc(name, schema) for name, schema in Params.model_json_schema()["properties"].items()
+)
