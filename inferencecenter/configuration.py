@@ -1,0 +1,210 @@
+"""Where settings come from: a TOML file, then ``INFERENCECENTER_*`` variables, then the command line; the later wins.
+
+A name that does not exist is an error wherever it stands. In a variable's name ``__`` stands between section and
+setting; lists and tables are written as JSON.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import json
+import os
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import platformdirs
+from pydantic import ValidationError
+from pydantic_settings import EnvSettingsSource
+
+from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.settings import APP_NAME, ENV_PREFIX, Settings, environment_name, expand, setting_fields
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from pydantic.fields import FieldInfo
+
+ENV_CONFIG: Final = "INFERENCECENTER_CONFIG"
+OTHER_ENVIRONMENT: Final[Mapping[str, str]] = {
+    ENV_CONFIG: "The configuration file, when `--config` is not given.",
+    "INFERENCECENTER_URL": "The daemon that `inferencecenter chat` talks to.",
+    "INFERENCECENTER_TOKEN": "The token that `inferencecenter chat` shows.",
+    "INFERENCECENTER_TEST_MODEL": "A model file for the tests, in place of the bundled one.",
+}
+SYSTEM_CONFIG: Final = Path("/etc/inferencecenter/inferencecenter.toml")
+
+
+class InvalidSettingsError(InferenceCenterError):
+    """Settings that cannot be used; ``problems`` has one error for each wrong value, this being the first."""
+
+    def __init__(self, problems: tuple[InferenceCenterError, ...]) -> None:
+        first = problems[0]
+        super().__init__(first.code, first.message, hint=first.hint, field=first.field)
+        self.problems = problems
+
+
+@dataclass(frozen=True, slots=True)
+class Layers:
+    """What each source says, as nested tables, weakest first; ``path`` is the file, if there is one."""
+
+    path: Path | None
+    file: Mapping[str, Any]
+    environment: Mapping[str, Any]
+    command_line: Mapping[str, Any]
+
+    def settings(self) -> Settings:
+        """Merge and validate.
+
+        Raises:
+            InvalidSettingsError: With every wrong value, each naming its source.
+        """
+        try:
+            return Settings(**_merge(_merge(self.file, self.environment), self.command_line))
+        except ValidationError as error:
+            problems = tuple(self._problem(dict(detail)) for detail in error.errors(include_url=False))
+            raise InvalidSettingsError(problems) from None
+
+    def origin(self, name: str) -> str:
+        """Return where the value of a dotted ``name`` comes from, in words."""
+        if _contains(self.command_line, name):
+            return "command line"
+        if _contains(self.environment, name):
+            return environment_name(name)
+        return str(self.path) if _contains(self.file, name) else "default"
+
+    def _problem(self, detail: Mapping[str, Any]) -> InferenceCenterError:
+        name = _setting_at(detail["loc"])
+        origin = self.origin(name)
+        if detail["type"] == "extra_forbidden":
+            return _invalid(f"{origin}: unknown setting {name}", name=name, hint=_nearest(name))
+        reason = str(detail["ctx"]["error"]) if detail["type"] == "value_error" else detail["msg"]
+        value = json.dumps(detail["input"], default=str)
+        return _invalid(f"{origin}: {name} is {value}: {reason[0].lower()}{reason[1:]}", name=name)
+
+
+def find_config(config: Path | None) -> Path | None:
+    """Return the configuration file: the one given, ``$INFERENCECENTER_CONFIG``, the user's, or the system's.
+
+    Returns:
+        ``None`` when none is named and neither default place has one.
+    """
+    if config is not None:
+        return config
+    if named := os.environ.get(ENV_CONFIG):
+        return Path(named)
+    places = (platformdirs.user_config_path(APP_NAME) / "inferencecenter.toml", SYSTEM_CONFIG)
+    return next((place for place in places if place.exists()), None)
+
+
+def read_layers(config: Path | None = None, overrides: Mapping[str, Any] | None = None) -> Layers:
+    """Read the file and the environment; ``overrides`` maps dotted names to values of the command line.
+
+    Raises:
+        InferenceCenterError: ``invalid_config`` when the file cannot be read, is not TOML, or a variable is unknown.
+    """
+    path = find_config(config)
+    command_line: dict[str, Any] = {}
+    for name, value in (overrides or {}).items():
+        section, _, key = name.rpartition(".")
+        (command_line.setdefault(section, {}) if section else command_line)[key] = value
+    return Layers(
+        path=path,
+        file={} if path is None else _read_toml(expand(path)),
+        environment=_read_environment(),
+        command_line=command_line,
+    )
+
+
+def load_settings(config: Path | None = None, overrides: Mapping[str, Any] | None = None) -> Settings:
+    """Return the settings in force.
+
+    Raises:
+        InferenceCenterError: ``invalid_config``, naming source, setting, value and what is allowed.
+    """
+    return read_layers(config, overrides).settings()
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise _invalid(
+            f"{path}: cannot be read: {error.strerror}",
+            hint="Name a readable file with --config or INFERENCECENTER_CONFIG.",
+        ) from None
+    except UnicodeDecodeError as error:
+        raise _invalid(f"{path}: is not UTF-8 at byte {error.start}") from None
+    except tomllib.TOMLDecodeError as error:
+        raise _invalid(f"{path}: is not TOML: {error}") from None
+
+
+class _Environment(EnvSettingsSource):
+    """Variables as nested tables; text that is not JSON stays text, for validation to name it."""
+
+    def decode_complex_value(self, field_name: str, field: FieldInfo, value: Any) -> Any:
+        """Return a list or table from its JSON, or the text itself."""
+        with contextlib.suppress(ValueError):
+            return super().decode_complex_value(field_name, field, value)
+        return value
+
+
+def _read_environment() -> dict[str, Any]:
+    known = {environment_name(name) for name, _ in setting_fields()} | set(OTHER_ENVIRONMENT)
+    params = environment_name("params.")
+    for name in sorted(name.upper() for name in os.environ):
+        if name.startswith(ENV_PREFIX) and name not in known and not name.startswith(params):
+            close = difflib.get_close_matches(name, sorted(known), n=1)
+            hint = f"Did you mean {close[0]}?" if close else "docs/configuration.md lists the names."
+            raise _invalid(f"environment: unknown variable {name}", hint=hint)
+    values = _Environment(Settings)()
+    if isinstance(given := values.get("params"), dict):
+        values["params"] = {name: _decoded(value) for name, value in given.items()}
+    return values
+
+
+def _decoded(value: Any) -> Any:
+    """A parameter's value: its type is not known here, so that JSON is read as JSON and the rest is text."""
+    with contextlib.suppress(ValueError, TypeError):
+        return json.loads(value)
+    return value
+
+
+def _invalid(message: str, *, name: str | None = None, hint: str | None = None) -> InferenceCenterError:
+    return InferenceCenterError(ErrorCode.INVALID_CONFIG, message, field=name, hint=hint)
+
+
+def _setting_at(location: tuple[str | int, ...]) -> str:
+    """The dotted setting that a validation error's location lies in, list positions included."""
+    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in location).lstrip(".")
+
+
+def _nearest(name: str) -> str:
+    """A hint with the setting meant: one spelled alike in the same section, else one whose last part is alike."""
+    names = [known for known, _ in setting_fields()]
+    section, _, key = name.rpartition(".")
+    siblings = [known for known in names if known.rpartition(".")[0] == section]
+    keys = {known.rpartition(".")[2]: known for known in reversed(names)}
+    close = difflib.get_close_matches(name, siblings, n=1, cutoff=0.7) or [
+        keys[near] for near in difflib.get_close_matches(key, keys, n=1, cutoff=0.7)
+    ]
+    return f"Did you mean {close[0]}?" if close else "docs/configuration.md lists the settings."
+
+
+def _merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(below)
+    for key, value in above.items():
+        inner = merged.get(key)
+        merged[key] = _merge(inner, value) if isinstance(inner, dict) and isinstance(value, dict) else value
+    return merged
+
+
+def _contains(table: Mapping[str, Any], name: str) -> bool:
+    here: Any = table
+    for part in name.split("[", maxsplit=1)[0].split("."):
+        if not isinstance(here, dict) or part not in here:
+            return False
+        here = here[part]
+    return True

@@ -1,0 +1,241 @@
+"""Every setting, described once.
+
+``configuration.load_settings`` reads them; ``docs/configuration.md`` and ``config/inferencecenter.toml`` are generated
+from the descriptions here.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal
+
+import platformdirs
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints, model_validator
+from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from pydantic.fields import FieldInfo
+
+APP_NAME: Final = "inferencecenter"
+ENV_PREFIX: Final = "INFERENCECENTER_"
+
+
+def expand(path: Path) -> Path:
+    """Return ``path`` absolute, with ``~`` and environment variables replaced."""
+    return Path(os.path.expandvars(path)).expanduser().absolute()
+
+
+def _base_path(value: str) -> str:
+    if value and (not value.startswith("/") or value.endswith("/")):
+        raise ValueError("must be empty or start with / and not end with it, as in /inference")
+    return value
+
+
+def _network(value: str) -> str:
+    ipaddress.ip_network(value, strict=False)
+    return value
+
+
+def _state_dir() -> Path:
+    given = os.environ.get("STATE_DIRECTORY", "").split(":")[0]
+    return Path(given) if given else platformdirs.user_state_path(APP_NAME)
+
+
+def bundled_model() -> Path:
+    """Return the path of the demo model that comes with the package."""
+    return Path(__file__).parent / "demo" / "demo.gguf"
+
+
+ExpandedPath = Annotated[Path, AfterValidator(expand)]
+Network = Annotated[str, AfterValidator(_network)]
+Origin = Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9+.-]*://[^/]+$")]
+KvType = Literal["f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0"]
+Priority = Literal["interactive", "normal", "batch"]
+
+
+class Section(BaseModel):
+    """A table of the configuration file."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class ServerSettings(Section):
+    """The port, its limits and who may reach it."""
+
+    host: str = Field("127.0.0.1", min_length=1, description="Address to listen on.")
+    port: int = Field(3000, ge=0, le=65535, description="Port to listen on; 0 takes a free one.")
+    base_path: Annotated[str, AfterValidator(_base_path)] = Field(
+        "", description="Path that a reverse proxy puts before every address, as /inference."
+    )
+    trusted_proxies: tuple[Network, ...] = Field(
+        (), description="Addresses or networks whose X-Forwarded-For and X-Forwarded-Proto are believed."
+    )
+    allowed_origins: tuple[Origin, ...] = Field(
+        (), description="Origins that browsers may connect from besides the daemon's own, as https://example.org."
+    )
+    max_frame_bytes: int = Field(2**20, ge=1024, le=2**28, description="Largest frame a client may send.")
+    auth_timeout_s: float = Field(5.0, gt=0, le=300, description="Seconds a socket has to authenticate.")
+    ping_interval_s: float = Field(20.0, gt=0, le=3600, description="Seconds between keepalive pings.")
+    ping_timeout_s: float = Field(20.0, gt=0, le=3600, description="Seconds a pong may take.")
+    max_connections: int = Field(10_000, ge=1, le=1_000_000, description="Open sockets, all clients together.")
+    max_connections_per_client: int = Field(32, ge=1, le=1_000_000, description="Open sockets of one client.")
+    outbox_bytes: int = Field(
+        2**20, ge=2**14, le=2**30, description="Bytes that may wait for a slow reader before its socket is aborted."
+    )
+    login_attempts_per_minute: int = Field(
+        10, ge=1, le=100_000, description="Failed logins allowed to one address per minute."
+    )
+    metrics_access: Literal["loopback", "token", "either"] = Field(
+        "either",
+        description="Who may read /metrics: callers on this machine, holders of a token with `operator`, or either.",
+    )
+    shutdown_timeout_s: float = Field(
+        10.0, ge=0, le=3600, description="Seconds that running turns get to finish when the daemon stops."
+    )
+
+
+class AuthSettings(Section):
+    """Accounts and what a new one gets."""
+
+    clients_file: ExpandedPath | None = Field(
+        None, description="A clients.toml with client_id, api_key (or its hash), max_sessions and priority."
+    )
+    default_max_sessions: int = Field(16, ge=1, le=100_000, description="Sessions of a client that sets no own limit.")
+    default_priority: Priority = Field("normal", description="Class of a client that sets none.")
+
+
+class SessionSettings(Section):
+    """Conversations."""
+
+    max_sessions: int = Field(1000, ge=1, le=1_000_000, description="Open sessions, all clients together.")
+    default_ttl_s: float | None = Field(
+        None, gt=0, le=31_536_000, description="Idle seconds after which a session expires that sets no own `ttl_s`."
+    )
+
+
+class EngineSettings(Section):
+    """The process that decodes."""
+
+    backend: Literal["llama", "echo"] = Field(
+        "llama", description="`llama` decodes with llama.cpp; `echo` repeats the prompt and needs no model."
+    )
+    slots: int = Field(8, ge=1, le=256, description="Sequences decoded at once, each with its own context.")
+    n_ctx: int = Field(0, ge=0, le=2**24, description="Tokens of context per slot; 0 takes the model's own.")
+    n_gpu_layers: int = Field(-1, ge=-1, le=10_000, description="Layers on the GPU; -1 is all of them.")
+    n_threads: int = Field(0, ge=0, le=1024, description="Threads for generation; 0 is one per physical core.")
+    n_threads_batch: int = Field(0, ge=0, le=1024, description="Threads for prompts; 0 is one per physical core.")
+    n_batch: int = Field(2048, ge=1, le=2**20, description="Most tokens in one decode call.")
+    n_ubatch: int = Field(512, ge=1, le=2**20, description="Most tokens computed at once inside a decode call.")
+    kv_type_k: KvType = Field("f16", description="Storage type of the K half of the KV cache.")
+    kv_type_v: KvType = Field("f16", description="Storage type of the V half; quantized needs flash attention.")
+    flash_attention: Literal["auto", "on", "off"] = Field("auto", description="Flash attention.")
+    use_mmap: bool = Field(True, description="Whether the model file is mapped rather than read.")
+    use_mlock: bool = Field(False, description="Whether the model's memory is locked against swapping.")
+    prefill_grid_tokens: int = Field(
+        64, ge=1, le=8192, description="Prompts are cut at multiples of this many tokens, whatever the load."
+    )
+    target_step_ms: int = Field(
+        150, ge=1, le=60_000, description="Milliseconds a step with prompt reading should take."
+    )
+    worker_threads: int = Field(
+        0, ge=0, le=256, description="Threads that tokenize and sample; 0 chooses by the cores."
+    )
+    max_queue: int = Field(1000, ge=1, le=1_000_000, description="Turns that may wait for a slot.")
+    load_timeout_s: float = Field(1800.0, gt=0, le=86_400, description="Seconds that loading a model may take.")
+    restart_backoff_min_s: float = Field(
+        0.5, gt=0, le=3600, description="Wait before the first restart of a dead engine."
+    )
+    restart_backoff_max_s: float = Field(30.0, gt=0, le=3600, description="Longest wait between restarts.")
+    echo_delay_ms: int = Field(0, ge=0, le=60_000, description="Milliseconds the echo backend takes for each decode.")
+
+    @model_validator(mode="after")
+    def _ordered(self) -> EngineSettings:
+        if self.n_ubatch > self.n_batch:
+            raise ValueError(f"n_ubatch ({self.n_ubatch}) must not exceed n_batch ({self.n_batch})")
+        if self.restart_backoff_min_s > self.restart_backoff_max_s:
+            raise ValueError("restart_backoff_min_s must not exceed restart_backoff_max_s")
+        return self
+
+
+class ModelSettings(Section):
+    """The model that is loaded."""
+
+    path: ExpandedPath = Field(
+        default_factory=bundled_model,
+        validate_default=True,
+        description="GGUF file.",
+        json_schema_extra={"default_text": "the bundled demo model"},
+    )
+    name: str | None = Field(
+        None,
+        min_length=1,
+        max_length=256,
+        description="Name shown to clients; the file's own, or its stem, when not set.",
+    )
+
+
+class LogSettings(Section):
+    """What is written to standard error."""
+
+    level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least severe level written.")
+    format: Literal["auto", "pretty", "json"] = Field("auto", description="`auto` is pretty on a terminal, else JSON.")
+
+
+class Settings(BaseSettings):
+    """All settings. ``load_settings`` reads them; constructing one directly reads nothing from outside."""
+
+    model_config: ClassVar[SettingsConfigDict] = SettingsConfigDict(
+        extra="forbid",
+        frozen=True,
+        env_prefix=ENV_PREFIX,
+        env_nested_delimiter="__",
+        nested_model_default_partial_update=True,
+    )
+
+    state_dir: ExpandedPath = Field(
+        default_factory=_state_dir,
+        validate_default=True,
+        description="Where tokens, accounts and the control socket are kept.",
+        json_schema_extra={"default_text": "$STATE_DIRECTORY, else the user's state directory"},
+    )
+    server: ServerSettings = Field(default_factory=ServerSettings)
+    auth: AuthSettings = Field(default_factory=AuthSettings)
+    sessions: SessionSettings = Field(default_factory=SessionSettings)
+    engine: EngineSettings = Field(default_factory=EngineSettings)
+    model: ModelSettings = Field(default_factory=ModelSettings)
+    params: dict[str, Any] = Field(
+        default_factory=dict,
+        description="Sampling and stopping parameters under those of sessions and turns; names as in docs/protocol.md.",
+    )
+    log: LogSettings = Field(default_factory=LogSettings)
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Take only what ``load_settings`` hands over: it merges the layers to know which one a value came from."""
+        return (init_settings,)
+
+
+def setting_fields() -> Iterator[tuple[str, FieldInfo]]:
+    """Yield the dotted name and the field of every setting, in the order of the documentation."""
+    for name, field in Settings.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
+            for inner, inner_field in field.annotation.model_fields.items():
+                yield f"{name}.{inner}", inner_field
+        else:
+            yield name, field
+
+
+def environment_name(name: str) -> str:
+    """Return the environment variable of a dotted setting name."""
+    return ENV_PREFIX + name.replace(".", "__").upper()
