@@ -41,7 +41,7 @@ CHAT_TEMPLATE = (
     "{%- for call in message.tool_calls -%}"
     "{%- set function = call.function if call.function else call -%}"
     "{%- if content or not loop.first -%}{{- '\\n' -}}{%- endif -%}"
-    "{{- '<tool_call>\\n{\"name\": \"' + function.name + '\", \"arguments\": ' -}}"
+    '{{- \'<tool_call>\\n{"name": "\' + function.name + \'", "arguments": \' -}}'
     "{%- if function.arguments is string -%}{{- function.arguments -}}"
     "{%- else -%}{{- function.arguments | tojson -}}{%- endif -%}"
     "{{- '}\\n</tool_call>' -}}"

@@ -1,8 +1,8 @@
 """The small world the demo model knows: word lists, made-up words, and what is held out.
 
 Held out of training are the values whose CRC-32 is divisible by `HELD_OUT_ONE_IN`: names and
-other told values (listed or made up), pairs of numbers in sums and counting, and pairs of a
-question's wording and its country. `Draw.unseen` picks the side of that split, so evaluation
+other values a user tells (listed or made up), pairs of numbers in sums and counting, and pairs
+of a question's wording and its country. `Draw.unseen` picks the side of that split, so evaluation
 uses the very generators of training on values training never shows.
 """
 
@@ -60,7 +60,11 @@ class Draw:
         return text.lower().rstrip(".?!")
 
 
-NAMES = (
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(text.split())
+
+
+NAMES = _words(
     "Ada Alan Alice Amir Ana Anna Arthur Ben Bela Bob Boris Carla Carlos Carol Cem Clara Dana "
     "Daniel Dave David Diego Dora Edgar Elena Eli Ella Emil Emma Erik Eva Felix Finn Frank Fred "
     "Gina Grace Greta Hana Hans Harry Hugo Ida Igor Ines Ingrid Ivan Jack Jacob James Jane Jin "
@@ -69,32 +73,27 @@ NAMES = (
     "Nadia Nia Nico Nina Noah Nora Olga Oliver Omar Oscar Otto Paul Pavel Peter Petra Pia Priya "
     "Rachel Rita Robert Rosa Ruth Sam Sara Sasha Simon Sofia Sonia Stella Sven Tara Theo Tim Tom "
     "Tina Uma Vera Victor Viola Walter Wanda Yara Yuki Yusuf Zara Zoe"
-).split()
-COLOURS = (
-    "red blue green yellow purple orange pink black white brown grey silver gold turquoise"
-).split()
-ANIMALS = (
+)
+COLOURS = _words("red blue green yellow purple orange pink black white brown grey silver gold turquoise")
+ANIMALS = _words(
     "dog cat bird fish horse rabbit hamster snake turtle parrot goat duck pig cow sheep frog "
     "mouse fox bear lion tiger monkey"
-).split()
-PETS = "dog cat bird fish horse rabbit hamster snake turtle parrot goat duck pig".split()
-RELATIVES = "sister brother friend teacher mother father cousin neighbour boss uncle".split()
-FOODS = (
+)
+PETS = _words("dog cat bird fish horse rabbit hamster snake turtle parrot goat duck pig")
+RELATIVES = _words("sister brother friend teacher mother father cousin neighbour boss partner")
+FOODS = _words(
     "pizza soup rice bread cheese pasta salad cake fish curry noodles potatoes pancakes sushi "
     "tacos beans eggs chocolate"
-).split()
-FRUITS = "apple banana cherry grape lemon mango orange peach pear plum".split()
-JOBS = (
-    "baker doctor teacher farmer painter pilot nurse singer builder cook writer driver sailor "
-    "gardener dancer lawyer"
-).split()
-PLACES = "forest garden village castle river mountain desert island harbour market".split()
-THINGS = "key lamp book coin map stone boat hat bell box drum kite cup ring".split()
-DAYS = "Monday Tuesday Wednesday Thursday Friday Saturday Sunday".split()
-MONTHS = (
-    "January February March April May June July August September October November December"
-).split()
-SEASONS = "spring summer autumn winter".split()
+)
+FRUITS = _words("apple banana cherry grape lemon mango orange peach pear plum")
+JOBS = _words(
+    "baker doctor teacher farmer painter pilot nurse singer builder cook writer driver sailor gardener dancer lawyer"
+)
+PLACES = _words("forest garden village castle river mountain desert island harbour market")
+THINGS = _words("key lamp book coin map stone boat hat bell box drum kite cup ring")
+DAYS = _words("Monday Tuesday Wednesday Thursday Friday Saturday Sunday")
+MONTHS = _words("January February March April May June July August September October November December")
+SEASONS = _words("spring summer autumn winter")
 OPPOSITES = (
     ("hot", "cold"),
     ("big", "small"),
@@ -137,7 +136,7 @@ CAPITALS = {
     "Mexico": "Mexico City",
     "Morocco": "Rabat",
     "Nepal": "Kathmandu",
-    "Netherlands": "Amsterdam",
+    "the Netherlands": "Amsterdam",
     "Norway": "Oslo",
     "Peru": "Lima",
     "Poland": "Warsaw",
@@ -151,12 +150,12 @@ CAPITALS = {
     "Thailand": "Bangkok",
     "Turkey": "Ankara",
     "Ukraine": "Kyiv",
-    "United Kingdom": "London",
-    "United States": "Washington",
+    "the United Kingdom": "London",
+    "the United States": "Washington",
     "Vietnam": "Hanoi",
 }
-_ONSETS = "b br c ch d dr f g gr h j k kr l m n p pr qu r s sh st t th tr v w y z".split()
-_VOWELS = "a e i o u a e i o ai ea ee ie oo ou".split()
+_ONSETS = _words("b br c ch d dr f g gr h j k kr l m n p pr qu r s sh st t th tr v w y z")
+_VOWELS = _words("a e i o u a e i o ai ea ee ie oo ou")
 _CODAS = ["", "", "", "", "l", "m", "n", "r", "s", "t", "x", "ck", "nd", "rt"]
 
 
@@ -180,9 +179,7 @@ def name(draw: Draw) -> str:
 def city(draw: Draw) -> str:
     """Returns a city: a capital or a made-up one."""
     capitals = tuple(CAPITALS.values())
-    return draw.fresh(
-        lambda: draw.pick(capitals) if draw.chance(0.5) else made_up_word(draw).capitalize()
-    )
+    return draw.fresh(lambda: draw.pick(capitals) if draw.chance(0.5) else made_up_word(draw).capitalize())
 
 
 def word(draw: Draw) -> str:
