@@ -1,0 +1,93 @@
+"""One turn as the scheduler sees it: its tokens, how many of them are in KV, and where it is in its life."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+
+class RequestState(StrEnum):
+    """Where a request is in its life."""
+
+    WAITING = "waiting"
+    PREFILL = "prefill"
+    DECODE = "decode"
+    DONE = "done"
+
+
+TRANSITIONS: Mapping[RequestState, frozenset[RequestState]] = MappingProxyType(
+    {
+        RequestState.WAITING: frozenset({RequestState.PREFILL, RequestState.DONE}),
+        RequestState.PREFILL: frozenset({RequestState.DECODE, RequestState.DONE}),
+        RequestState.DECODE: frozenset({RequestState.DONE}),
+        RequestState.DONE: frozenset(),
+    }
+)
+
+
+class IllegalTransitionError(Exception):
+    """A request was moved to a state that cannot follow its own."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Request:
+    """A turn's tokens and how far it got.
+
+    ``tokens`` is the prompt followed by what was sampled; the first ``kv_tokens`` of them are in the slot's KV, and
+    ``cached_tokens`` already were when the request got its slot. A lower ``priority`` goes first, then a lower
+    ``arrival``. ``served`` is the tick at which the prompt was last read on, for taking turns.
+    """
+
+    turn_id: str
+    session_id: str
+    priority: int
+    arrival: int
+    tokens: list[int]
+    kv_tokens: int = 0
+    cached_tokens: int = 0
+    slot: int | None = None
+    served: int = 0
+    prompt_tokens: int = field(init=False)
+    _state: RequestState = RequestState.WAITING
+
+    def __post_init__(self) -> None:
+        self.prompt_tokens = len(self.tokens)
+
+    @property
+    def state(self) -> RequestState:
+        """Where the request is in its life."""
+        return self._state
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Sort key of the queue: class first, then first come, first served."""
+        return (self.priority, self.arrival)
+
+    @property
+    def generated_tokens(self) -> int:
+        """How many tokens were sampled."""
+        return len(self.tokens) - self.prompt_tokens
+
+    @property
+    def pending_tokens(self) -> int:
+        """How many tokens are not in KV yet; 1 between two decodes."""
+        return len(self.tokens) - self.kv_tokens
+
+    def become(self, state: RequestState) -> None:
+        """Move on to ``state``.
+
+        Raises:
+            IllegalTransitionError: The table has no such step.
+        """
+        if state not in TRANSITIONS[self._state]:
+            raise IllegalTransitionError(f"turn {self.turn_id}: {self._state.value} -> {state.value}")
+        self._state = state
+
+    def chunk_end(self, start: int, grid_tokens: int) -> int:
+        """Return where the chunk that begins at ``start`` ends: at the grid's next line or with the tokens."""
+        return min(len(self.tokens), (start // grid_tokens + 1) * grid_tokens)
