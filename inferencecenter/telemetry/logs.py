@@ -1,0 +1,95 @@
+"""Log lines: structlog set up once, with the standard library's loggers (uvicorn, asyncio) written the same way."""
+
+from __future__ import annotations
+
+import logging
+import re
+import sys
+from typing import TYPE_CHECKING, Final, Literal
+
+import orjson
+import structlog
+
+if TYPE_CHECKING:
+    from typing import TextIO
+
+    from structlog.typing import EventDict, Processor, WrappedLogger
+
+LogFormat = Literal["auto", "pretty", "json"]
+LogLevel = Literal["debug", "info", "warning", "error"]
+
+REDACTED: Final = "***"
+_SECRET_KEYS: Final = frozenset({"token", "admin_token", "api_key", "authorization", "cookie", "password", "secret"})
+_TOKEN: Final = re.compile(r"\bic_([A-Za-z0-9]+)_[A-Za-z0-9_-]{8,}")
+_FOREIGN: Final = ("uvicorn", "uvicorn.error", "uvicorn.access", "uvicorn.asgi", "websockets", "asyncio")
+
+
+def configure(*, level: LogLevel = "info", log_format: LogFormat = "auto", stream: TextIO | None = None) -> None:
+    """Send every log line of this process to ``stream``, standard error when it is not given.
+
+    ``auto`` writes for people on a terminal and one JSON object a line elsewhere. May be called again.
+    """
+    output = stream or sys.stderr
+    pretty = log_format == "pretty" or (log_format == "auto" and output.isatty())
+    threshold = logging.getLevelNamesMapping()[level.upper()]
+    common: list[Processor] = [
+        structlog.contextvars.merge_contextvars,
+        structlog.processors.add_log_level,
+        structlog.processors.TimeStamper(fmt="iso", utc=not pretty),
+    ]
+    rendering = _pretty(colors=output.isatty()) if pretty else _json()
+    structlog.configure(
+        processors=[*common, *rendering],
+        wrapper_class=structlog.make_filtering_bound_logger(threshold),
+        logger_factory=structlog.PrintLoggerFactory(output),
+        cache_logger_on_first_use=False,
+    )
+    handler = logging.StreamHandler(output)
+    handler.setFormatter(
+        structlog.stdlib.ProcessorFormatter(
+            foreign_pre_chain=[*common, structlog.stdlib.add_logger_name],
+            processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, *rendering],
+        )
+    )
+    root = logging.getLogger()
+    root.handlers = [handler]
+    root.setLevel(threshold)
+    for name in _FOREIGN:
+        logger = logging.getLogger(name)
+        logger.handlers, logger.propagate = [], True
+        logger.setLevel(logging.NOTSET)
+    logging.captureWarnings(capture=True)
+
+
+def redact(_logger: WrappedLogger, _method: str, event: EventDict) -> EventDict:
+    """Replace what authenticates anybody: values under telling keys, and anything shaped like a token."""
+    for key, value in event.items():
+        if isinstance(value, str):
+            if key.lower() in _SECRET_KEYS:
+                event[key] = REDACTED
+            elif "ic_" in value:
+                event[key] = _TOKEN.sub(rf"ic_\1_{REDACTED}", value)
+    return event
+
+
+_SAFE: Final[tuple[Processor, ...]] = (structlog.processors.format_exc_info, redact)
+
+
+def _pretty(*, colors: bool) -> list[Processor]:
+    # Tracebacks with the values of locals, the renderer's default, would show secrets and prompts.
+    plain = structlog.dev.plain_traceback
+    return [*_SAFE, structlog.dev.ConsoleRenderer(colors=colors, exception_formatter=plain)]
+
+
+def _json() -> list[Processor]:
+    return [*_SAFE, _in_order, structlog.processors.JSONRenderer(_dumps)]
+
+
+def _in_order(_logger: WrappedLogger, _method: str, event: EventDict) -> EventDict:
+    """Put what every line has first, as people read these lines too."""
+    first = {key: event.pop(key) for key in ("timestamp", "level", "event") if key in event}
+    return {**first, **event}
+
+
+def _dumps(value: object, **_options: object) -> str:
+    return orjson.dumps(value, default=str, option=orjson.OPT_NON_STR_KEYS).decode()
