@@ -102,9 +102,12 @@ def _breaker(text: str) -> str:
 
 def _pattern(source: str) -> str:
     try:
-        empty = regex.compile(source).search("", timeout=0.1)
+        pattern = regex.compile(source)
+        empty = pattern.search("", timeout=0.1)
     except (regex.error, ValueError, OverflowError, RecursionError, MemoryError, TimeoutError) as error:
         raise _refused(f"{source[:64]!r} does not compile: {str(error)[:128]}") from None
+    if pattern.flags & regex.REVERSE:
+        raise _refused(f"{source[:64]!r} searches backwards, which a growing text does not allow")
     if empty is not None:
         raise _refused(f"{source[:64]!r} matches the empty text, so it would end every answer at once")
     return source

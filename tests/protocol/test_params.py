@@ -133,6 +133,7 @@ def test_an_integer_is_a_number() -> None:
         ({"stop": "\ud800"}, "'\\ud800'"),
         ({"stop_regex": "("}, "does not compile"),
         ({"stop_regex": "a*"}, "matches the empty text"),
+        ({"stop_regex": "(?r)ab"}, "searches backwards"),
         ({"stop_regex": ["a"] * 5}, "a list of 5 items"),
         ({"stop_regex": "a" * 513}, "'aaaa"),
         ({"dry_sequence_breakers": ["x" * 41]}, "a list of 1 items"),

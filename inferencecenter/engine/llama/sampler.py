@@ -1,0 +1,135 @@
+"""A turn's sampler chain in llama.cpp, built from the plan of ``engine.sampling.chain``."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import TYPE_CHECKING
+
+import numpy as np
+from llama_cpp import llama_cpp as lib
+
+from inferencecenter.engine.backend import Sampled
+from inferencecenter.engine.sampling import chain as plan
+from inferencecenter.ipc.messages import TokenLogprob, TokenLogprobs
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    import numpy.typing as npt
+
+    from inferencecenter.engine.sampling.chain import SamplerSpec
+
+
+class NativeSampler:
+    """Samples one turn's tokens. Different samplers may run at once on different threads; ctypes lets go of the GIL.
+
+    Args:
+        context: ``llama_context`` pointer; it must outlive the calls of ``sample``.
+        vocab: ``llama_vocab`` pointer.
+        specs: What ``plan_chain`` returned; the last one chooses the token.
+        n_vocab: Tokens in the vocabulary.
+        n_probs: How many of the likeliest tokens to report with each; 0 reports none.
+        prompt: Token ids before the first sampled one, whose tail feeds the penalties and DRY.
+        token_text: Gives a token's text, for the report.
+    """
+
+    def __init__(  # noqa: PLR0913 - keyword-only, and each a different thing
+        self,
+        *,
+        context: int,
+        vocab: int,
+        specs: Sequence[SamplerSpec],
+        n_vocab: int,
+        token_text: Callable[[int], str],
+        n_probs: int = 0,
+        prompt: Sequence[int] = (),
+    ) -> None:
+        self._context = context
+        self._n_vocab = n_vocab
+        self._n_probs = n_probs
+        self._token_text = token_text
+        settings = lib.llama_sampler_chain_default_params()
+        settings.no_perf = True
+        self._chain = lib.llama_sampler_chain_init(settings)
+        for spec in specs:
+            native = _build(spec, vocab=vocab, n_vocab=n_vocab)
+            if isinstance(spec, plan.Penalties | plan.Dry):
+                for token in prompt[-spec.last_n :]:
+                    lib.llama_sampler_accept(native, token)
+            # From here on the chain owns it and frees it.
+            lib.llama_sampler_chain_add(self._chain, native)
+
+    def sample(self, batch_index: int) -> Sampled:
+        """Sample and accept a token from the last decode.
+
+        ``batch_index`` is the position in that batch of a token decoded with its logits, as
+        ``llama_get_logits_ith`` counts; a negative one counts the rows with logits from the end. The thread that
+        decoded reads the logits once (``llama_get_logits``) before any sampler runs, because the first read reorders
+        them.
+        """
+        if self._chain is None:
+            raise RuntimeError("this sampler is closed")
+        # llama_sampler_sample aborts the process where this gives a null pointer.
+        row = lib.llama_get_logits_ith(self._context, batch_index)
+        if not row:
+            raise IndexError(f"token {batch_index} of the last batch has no logits")
+        token = int(lib.llama_sampler_sample(self._chain, self._context, batch_index))
+        if self._n_probs == 0:
+            return Sampled(token)
+        return Sampled(token, self._logprobs(np.ctypeslib.as_array(row, shape=(self._n_vocab,)), token))
+
+    def close(self) -> None:
+        """Free the chain; further calls do nothing."""
+        if self._chain is not None:
+            lib.llama_sampler_free(self._chain)
+            self._chain = None
+
+    def _logprobs(self, logits: npt.NDArray[np.float32], token: int) -> TokenLogprobs:
+        largest = logits.max()
+        log_total = float(largest) + float(np.log(np.exp(logits - largest).sum(dtype=np.float64)))
+
+        def report(index: int) -> TokenLogprob:
+            return TokenLogprob(self._token_text(index), index, float(logits[index]) - log_total)
+
+        count = min(self._n_probs, self._n_vocab)
+        top = np.argpartition(logits, -count)[-count:]
+        top = top[np.lexsort((top, -logits[top]))]
+        return TokenLogprobs(report(token), tuple(report(int(index)) for index in top))
+
+
+def _build(spec: SamplerSpec, *, vocab: int, n_vocab: int) -> lib.llama_sampler_p:  # noqa: C901, PLR0911, PLR0912
+    """Return a new ``llama_sampler`` that the caller owns."""
+    # One case a sampler: splitting the table would hide that it is complete.
+    match spec:
+        case plan.LogitBias(biases):
+            array = (lib.llama_logit_bias * len(biases))(*biases)
+            return lib.llama_sampler_init_logit_bias(n_vocab, len(biases), array)
+        case plan.Penalties(last_n, repeat, frequency, presence):
+            return lib.llama_sampler_init_penalties(n_vocab, last_n, repeat, frequency, presence)
+        case plan.Dry(multiplier, base, allowed_length, last_n, breakers):
+            texts = (ctypes.c_char_p * len(breakers))(*(text.encode() for text in breakers))
+            return lib.llama_sampler_init_dry(vocab, multiplier, base, allowed_length, last_n, texts, len(breakers))
+        case plan.TopNSigma(n):
+            return lib.llama_sampler_init_top_n_sigma(n)
+        case plan.TopK(k):
+            return lib.llama_sampler_init_top_k(k)
+        case plan.TypicalP(p, min_keep):
+            return lib.llama_sampler_init_typical(p, min_keep)
+        case plan.TopP(p, min_keep):
+            return lib.llama_sampler_init_top_p(p, min_keep)
+        case plan.MinP(p, min_keep):
+            return lib.llama_sampler_init_min_p(p, min_keep)
+        case plan.Xtc(probability, threshold, min_keep, seed):
+            return lib.llama_sampler_init_xtc(probability, threshold, min_keep, seed)
+        case plan.Temperature(temperature, dynamic_range, exponent):
+            return lib.llama_sampler_init_temp_ext(temperature, dynamic_range, exponent)
+        case plan.Greedy():
+            return lib.llama_sampler_init_greedy()
+        case plan.Dist(seed):
+            return lib.llama_sampler_init_dist(seed)
+        case plan.Mirostat(1, tau, eta, seed):
+            return lib.llama_sampler_init_mirostat(n_vocab, seed, tau, eta, plan.MIROSTAT_CANDIDATES)
+        case plan.Mirostat(_, tau, eta, seed):
+            return lib.llama_sampler_init_mirostat_v2(seed, tau, eta)
+        case plan.AdaptiveP(target, decay, seed):
+            return lib.llama_sampler_init_adaptive_p(target, decay, seed)

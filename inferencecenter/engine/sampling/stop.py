@@ -1,0 +1,168 @@
+"""Finding the end of an answer in its text, without ever showing any of what ends it.
+
+The text is judged character by character: the first character that completes a stop string or a match ends the
+answer, and of several completed at once the one that begins first. So the outcome does not depend on how the text was
+cut into tokens, and ``$`` or a negative lookahead mean the text as far as it has come.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import regex
+
+from inferencecenter.errors import ErrorCode, InferenceCenterError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+# Context for lookbehind and word boundaries; released text before it is forgotten.
+_CONTEXT_CHARS = 256
+_FORGET_AT_CHARS = 4096
+_MAX_HELD_CHARS = 16_384
+_SEARCH_TIMEOUT_S = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Scan:
+    """Text that may be shown now, and the stop string or pattern that ended the answer, if one did."""
+
+    text: str
+    stop: str | None = None
+
+
+@dataclass(slots=True)
+class _Node:
+    """A beginning of a stop string. ``longest`` is the longest stop string that ends here."""
+
+    depth: int
+    children: dict[str, _Node] = field(default_factory=dict)
+    fallback: _Node | None = None
+    longest: str | None = None
+
+
+def _automaton(strings: Iterable[str]) -> _Node:
+    """Build the trie of Aho and Corasick (1975): each node falls back to its longest suffix that is also a node."""
+    root = _Node(0)
+    for string in strings:
+        node = root
+        for char in string:
+            node = node.children.setdefault(char, _Node(node.depth + 1))
+        node.longest = string
+    queue = deque([root])
+    while queue:
+        node = queue.popleft()
+        for char, child in node.children.items():
+            child.fallback = root if node is root else _step(_fallback(node), char)
+            child.longest = child.longest or child.fallback.longest
+            queue.append(child)
+    return root
+
+
+def _fallback(node: _Node) -> _Node:
+    assert node.fallback is not None
+    return node.fallback
+
+
+def _step(node: _Node, char: str) -> _Node:
+    while (child := node.children.get(char)) is None:
+        if node.fallback is None:
+            return node
+        node = node.fallback
+    return child
+
+
+class _PatternSearch:
+    """One pattern's search in a growing text; ``start`` is where a match could still begin."""
+
+    def __init__(self, source: str) -> None:
+        self.source = source
+        self.start = 0
+        self._pattern = regex.compile(source)
+
+    def advance(self, text: str, end: int) -> bool:
+        """Search up to ``end`` and tell whether a match is complete, beginning at ``start``."""
+        try:
+            match = self._pattern.search(text, self.start, end, partial=True, timeout=_SEARCH_TIMEOUT_S)
+        except TimeoutError:
+            raise _too_slow(self.source, f"took longer than {_SEARCH_TIMEOUT_S:g} s to search") from None
+        self.start = end if match is None else match.start()
+        if end - self.start > _MAX_HELD_CHARS:
+            raise _too_slow(self.source, f"could still match after {_MAX_HELD_CHARS} characters")
+        return match is not None and not match.partial
+
+
+class StopScanner:
+    """Releases text as soon as it can no longer become part of a stop string or of a match.
+
+    Args:
+        strings: Stop strings, none empty.
+        patterns: Sources of regular expressions.
+    """
+
+    def __init__(self, strings: Iterable[str] = (), patterns: Iterable[str] = ()) -> None:
+        self._node = _automaton(strings)
+        self._searches = [_PatternSearch(source) for source in patterns]
+        self._text = ""
+        self._released = 0
+        self._stopped = False
+
+    def feed(self, text: str) -> Scan:
+        """Add text and return what may be shown of it and of what was held back; nothing after a stop.
+
+        Raises:
+            InferenceCenterError: ``invalid_request`` for a pattern that takes too long or holds back too much.
+        """
+        if self._stopped:
+            return Scan("")
+        end = len(self._text)
+        self._text += text
+        for char in text:
+            end += 1
+            self._node = _step(self._node, char)
+            if (stop := self._completed(end)) is not None:
+                self._stopped = True
+                start, source = stop
+                return Scan(self._release(start), source)
+        return Scan(self._release(self._safe(end)))
+
+    def finish(self) -> str:
+        """Return what was held back, now that no more text will come; nothing after a stop."""
+        if self._stopped:
+            return ""
+        self._stopped = True
+        return self._release(len(self._text))
+
+    def _completed(self, end: int) -> tuple[int, str] | None:
+        found = [] if self._node.longest is None else [(end - len(self._node.longest), self._node.longest)]
+        found += [(search.start, search.source) for search in self._searches if search.advance(self._text, end)]
+        return min(found, key=lambda place: place[0], default=None)
+
+    def _safe(self, end: int) -> int:
+        return min([end - self._node.depth, *(search.start for search in self._searches)])
+
+    def _release(self, to: int) -> str:
+        text = self._text[self._released : to]
+        self._released = to
+        self._forget()
+        return text
+
+    def _forget(self) -> None:
+        cut = self._released - _CONTEXT_CHARS
+        if cut < _FORGET_AT_CHARS:
+            return
+        self._text = self._text[cut:]
+        self._released -= cut
+        for search in self._searches:
+            search.start -= cut
+
+
+def _too_slow(source: str, what: str) -> InferenceCenterError:
+    return InferenceCenterError(
+        ErrorCode.INVALID_REQUEST,
+        f"params.stop_regex: {source[:64]!r} {what}.",
+        field="params.stop_regex",
+        hint="Bound the repetitions, as in [^\\n]{0,80}, and avoid nested ones.",
+    )
