@@ -73,8 +73,8 @@ class Plan:
 class Outcome:
     """What became of a plan, by turn id.
 
-        ``decoded`` counts the tokens that went into KV. ``emptied`` turns lost the KV they were to build on and read their
-        prompt from its start. ``ended`` turns are over; of them the ``lost`` ones left no KV behind. ``prefill_s`` is what
+    ``decoded`` counts the tokens that went into KV. ``emptied`` turns lost the KV they were to build on and read their
+    prompt from its start. ``ended`` turns are over; of them the ``lost`` ones left no KV behind. ``prefill_s`` is what
     reading ``prefill_tokens`` took, ``decode_s`` the pass of those that generate.
     """
 

@@ -1,0 +1,113 @@
+"""The engine process: ``python -m inferencecenter.engine --fd N``, N being its end of a socketpair."""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import os
+import queue
+import signal
+import socket
+import sys
+import threading
+import time
+from typing import TYPE_CHECKING
+
+from inferencecenter.engine.echo import EchoBackend
+from inferencecenter.engine.loop import Closed, Command, EngineLoop, Received
+from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.ipc.framing import FrameError
+from inferencecenter.ipc.messages import Configure, LoadFailed, Loading, Log, Ready
+from inferencecenter.ipc.pipe import Pipe
+
+if TYPE_CHECKING:
+    from inferencecenter.engine.backend import Backend
+    from inferencecenter.ipc.messages import EngineOptions
+
+_PR_SET_PDEATHSIG = 1
+_GRACE_S = 2.0
+
+
+def main() -> int:
+    """Run the engine until the front is gone; return the exit status."""
+    parser = argparse.ArgumentParser(prog="inferencecenter.engine", description=__doc__)
+    parser.add_argument("--fd", type=int, required=True, help="the inherited socket to the front")
+    pipe = Pipe(socket.socket(fileno=parser.parse_args().fd))
+    # Ctrl-C and a stop of the process group reach the engine too; the front drains first and then closes the pipe.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    _die_with_parent()
+    configure = pipe.read()
+    if not isinstance(configure, Configure):
+        return os.EX_PROTOCOL
+    if os.getppid() != configure.options.parent_pid:  # the parent died before the kernel was told to watch it
+        return os.EX_UNAVAILABLE
+    try:
+        return _serve(pipe, configure.options)
+    except ConnectionError:
+        return os.EX_OK
+
+
+def _serve(pipe: Pipe, options: EngineOptions) -> int:
+    commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
+    threading.Thread(target=_read, args=(pipe, commands), name="reader", daemon=True).start()
+    try:
+        backend = _load(pipe, options)
+    except InferenceCenterError as error:
+        pipe.send(LoadFailed(error.code.value, error.message, error.hint or ""))
+        return error.spec.exit_code
+    loop = EngineLoop(backend, options, commands=commands, send=pipe.send, clock=time.monotonic)
+    try:
+        pipe.send(Ready(backend.model))
+        loop.run()
+    finally:
+        backend.close()
+    return os.EX_OK
+
+
+def _load(pipe: Pipe, options: EngineOptions) -> Backend:
+    pipe.send(Loading(0.0))
+    if options.backend == "echo":
+        return EchoBackend(options)
+    if options.backend == "llama":
+        # llama.cpp's crash handler would start a debugger on the process, which takes longer than a restart.
+        os.environ["GGML_NO_BACKTRACE"] = "1"
+        from inferencecenter.engine.llama.backend import LlamaBackend  # noqa: PLC0415 - loads llama.cpp
+
+        return LlamaBackend.load(
+            options,
+            on_progress=lambda fraction: pipe.send(Loading(fraction)),
+            on_log=lambda level, text: pipe.send(Log(level, text, "llama.cpp")),
+        )
+    raise InferenceCenterError(
+        ErrorCode.INVALID_CONFIG, f"There is no backend {options.backend!r}.", hint="Choose llama or echo."
+    )
+
+
+def _read(pipe: Pipe, commands: queue.SimpleQueue[Command]) -> None:
+    """Queue what the front says; when it is gone, see to it that the process ends."""
+    status = os.EX_OK
+    try:
+        while (message := pipe.read()) is not None:
+            if isinstance(message, Configure):
+                raise FrameError("a second Configure")
+            commands.put(Received(message, time.monotonic()))
+    except FrameError as error:
+        sys.stderr.write(f"inferencecenter.engine: {error}\n")
+        status = os.EX_PROTOCOL
+    commands.put(Closed())
+    # The main thread may be loading a model or decode for many seconds and cannot be interrupted there, but whoever
+    # waits for this process wants the memory back now, and nothing here is the only copy of anything.
+    time.sleep(_GRACE_S)
+    os._exit(status)
+
+
+def _die_with_parent() -> None:
+    """Have the kernel kill this process when the thread that started it ends; to be called from the main thread."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,220 @@
+"""Carries a plan out on a backend: cuts and exchanges KV, decodes, samples, and says what came of it."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from inferencecenter.engine.backend import DecodeError
+from inferencecenter.engine.scheduler.plan import Outcome
+from inferencecenter.errors import ErrorCode, InferenceCenterError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from concurrent.futures import ThreadPoolExecutor
+
+    from inferencecenter.engine.backend import Backend, TurnSampler
+    from inferencecenter.engine.outputs import TurnOutput
+    from inferencecenter.engine.scheduler.plan import Admission, Pass, Plan, Row
+    from inferencecenter.ipc.messages import TurnEvent
+
+
+@dataclass(slots=True)
+class _Results:
+    """What the step has come to so far."""
+
+    events: list[TurnEvent] = field(default_factory=list)
+    decoded: dict[str, int] = field(default_factory=dict)
+    sampled: dict[str, int] = field(default_factory=dict)
+    emptied: set[str] = field(default_factory=set)
+    ended: set[str] = field(default_factory=set)
+    lost: set[str] = field(default_factory=set)
+    stalled: set[str] = field(default_factory=set)
+    prefill_tokens: int = 0
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+
+    def goes_on(self, turn_id: str) -> bool:
+        """Tell whether the turn's chunks still follow on what its slot holds."""
+        return turn_id not in self.emptied | self.ended | self.stalled
+
+    def outcome(self) -> Outcome:
+        return Outcome(
+            decoded=self.decoded,
+            sampled=self.sampled,
+            emptied=frozenset(self.emptied),
+            ended=frozenset(self.ended),
+            lost=frozenset(self.lost),
+            prefill_tokens=self.prefill_tokens,
+            prefill_s=self.prefill_s,
+            decode_s=self.decode_s,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Sample:
+    """What a row's turn made of its logits; no ``token`` when sampling failed."""
+
+    turn_id: str
+    token: int | None
+    events: tuple[TurnEvent, ...]
+
+
+class Executor:
+    """Owns the outputs and samplers of all turns, and ends each of them exactly once.
+
+    Args:
+        backend: What decodes.
+        pool: Threads that sample beside the caller's; other work may wait in it.
+        workers: How many rows are sampled at once at most.
+        clock: Monotonic seconds.
+        on_log: Called with level and text, from any thread.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        *,
+        pool: ThreadPoolExecutor,
+        workers: int,
+        clock: Callable[[], float],
+        on_log: Callable[[str, str], None],
+    ) -> None:
+        self._backend = backend
+        self._pool = pool
+        self._workers = workers
+        self._clock = clock
+        self._on_log = on_log
+        self._outputs: dict[str, TurnOutput] = {}
+        self._samplers: dict[str, TurnSampler] = {}
+
+    def __len__(self) -> int:
+        return len(self._outputs)
+
+    def add(self, output: TurnOutput) -> None:
+        """Take charge of a turn that now waits for its admission."""
+        self._outputs[output.turn_id] = output
+
+    def overdue(self, now: float) -> tuple[str, ...]:
+        """Return the turns whose time is up."""
+        return tuple(turn_id for turn_id, output in self._outputs.items() if output.overdue(now))
+
+    def end(self, turn_id: str, reason: str) -> tuple[TurnEvent, ...]:
+        """End a turn between two steps and return its last events."""
+        events = self._outputs[turn_id].end(reason, now=self._clock())
+        self._drop(turn_id)
+        return events
+
+    def run(self, plan: Plan) -> tuple[Outcome, tuple[TurnEvent, ...]]:
+        """Do what the plan says and return what came of it, with the turns' events in order."""
+        results = _Results()
+        for truncation in plan.truncations:
+            kept = self._backend.truncate(truncation.slot, truncation.n_tokens)
+            if not kept and truncation.n_tokens and truncation.turn_id is not None:
+                results.emptied.add(truncation.turn_id)
+        for swap in plan.swaps:
+            self._backend.swap(swap.a, swap.b)
+        for admission in plan.admissions:
+            self._admit(admission, results)
+        for each in plan.passes:
+            self._run_pass(each, results)
+        for turn_id in results.ended:
+            self._drop(turn_id)
+        return results.outcome(), tuple(results.events)
+
+    def close(self) -> None:
+        """Free the samplers of all turns, whose end nobody will hear of."""
+        for turn_id in tuple(self._outputs):
+            self._drop(turn_id)
+
+    def _admit(self, admission: Admission, results: _Results) -> None:
+        turn_id = admission.turn_id
+        output = self._outputs[turn_id]
+        try:
+            self._samplers[turn_id] = self._backend.sampler(output.params, admission.prompt)
+        except InferenceCenterError as error:
+            results.events.append(output.fail(error))
+            results.ended.add(turn_id)
+            return
+        cached_tokens = 0 if turn_id in results.emptied else admission.cached_tokens
+        results.events.append(output.start(admission.prompt, cached_tokens=cached_tokens, now=self._clock()))
+
+    def _run_pass(self, each: Pass, results: _Results) -> None:
+        rows = [row for row in each.rows if results.goes_on(row.turn_id)]
+        if not rows:
+            return
+        began_s = self._clock()
+        try:
+            self._backend.decode([row.chunk for row in rows])
+        except DecodeError as error:
+            self._decode_failed(rows, error, results)
+            return
+        for row in rows:
+            results.decoded[row.turn_id] = results.decoded.get(row.turn_id, 0) + len(row.chunk.tokens)
+        for sample in self._sample([row.turn_id for row in rows if row.chunk.sample]):
+            results.events += sample.events
+            if sample.token is not None:
+                results.sampled[sample.turn_id] = sample.token
+            if self._outputs[sample.turn_id].ended:
+                results.ended.add(sample.turn_id)
+        took_s = self._clock() - began_s
+        if each.prefill:
+            results.prefill_tokens += sum(len(row.chunk.tokens) for row in rows)
+            results.prefill_s += took_s
+        else:
+            results.decode_s += took_s
+
+    def _decode_failed(self, rows: Sequence[Row], error: DecodeError, results: _Results) -> None:
+        """Fail the turns whose KV is lost; the others did not move and try again with the next step."""
+        self._on_log("error", f"decode failed: {error}")
+        # An error that names none of the batch would be met again for ever.
+        lost = {row.chunk.slot for row in rows} & set(error.slots) or {row.chunk.slot for row in rows}
+        for row in rows:
+            if row.chunk.slot not in lost:
+                results.stalled.add(row.turn_id)
+                continue
+            self._backend.truncate(row.chunk.slot, 0)
+            failure = InferenceCenterError(ErrorCode.INTERNAL, "The batch with this turn could not be decoded.")
+            results.events.append(self._outputs[row.turn_id].fail(failure))
+            results.ended.add(row.turn_id)
+            results.lost.add(row.turn_id)
+
+    def _sample(self, turn_ids: Sequence[str]) -> list[_Sample]:
+        """Sample all rows of the last decode, the caller's thread and the pool's taking the next row in turn."""
+        rows = deque(enumerate(turn_ids))
+        samples: dict[int, _Sample] = {}
+
+        def work() -> None:
+            while rows:
+                try:
+                    row, turn_id = rows.popleft()
+                except IndexError:  # another thread took the last one
+                    return
+                samples[row] = self._sample_row(row, turn_id)
+
+        others = [self._pool.submit(work) for _ in range(min(self._workers, len(rows)) - 1)]
+        work()
+        for other in others:
+            # One that has not begun sits behind a long tokenization, and all rows are taken: do not wait for it.
+            if not other.cancel():
+                other.result()
+        return [samples[row] for row in range(len(turn_ids))]
+
+    def _sample_row(self, row: int, turn_id: str) -> _Sample:
+        output = self._outputs[turn_id]
+        try:
+            sampled = self._samplers[turn_id].sample(row)
+            return _Sample(turn_id, sampled.token, output.push(sampled, now=self._clock()))
+        except InferenceCenterError as error:
+            return _Sample(turn_id, None, (output.fail(error),))
+        except Exception as error:  # noqa: BLE001 - a border: one turn's sampler or stop pattern must not end the others
+            self._on_log("error", f"sampling failed: {error!r}")
+            failure = InferenceCenterError(ErrorCode.INTERNAL, "The next token could not be sampled.")
+            return _Sample(turn_id, None, (output.fail(failure),))
+
+    def _drop(self, turn_id: str) -> None:
+        del self._outputs[turn_id]
+        sampler = self._samplers.pop(turn_id, None)
+        if sampler is not None:
+            sampler.close()

@@ -1,0 +1,182 @@
+"""What a turn has said so far: which text may be shown, when it ends, and which of its tokens stay in the history."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from inferencecenter.engine.sampling.repetition import RepetitionDetector
+from inferencecenter.engine.sampling.stop import StopScanner
+from inferencecenter.engine.sampling.text import TokenText
+from inferencecenter.ipc.messages import Delta, Failed, Finished, Started, pack_tokens
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from inferencecenter.engine.backend import Sampled
+    from inferencecenter.errors import InferenceCenterError
+    from inferencecenter.ipc.messages import TurnEvent
+    from inferencecenter.protocol.params import Params
+
+
+class Vocabulary(Protocol):
+    """What an output asks about tokens, from any thread; every backend answers it."""
+
+    def token_bytes(self, token: int) -> bytes:
+        """Return the bytes a token adds to the text."""
+
+    def token_text(self, token: int) -> str:
+        """Return a token's name, control tokens included."""
+
+    def is_end(self, token: int) -> bool:
+        """Tell whether the token ends a generation."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """What a turn asks for. ``submitted_s`` is a monotonic second, ``prompt_tokens`` the length of its whole prompt."""
+
+    turn_id: str
+    params: Params
+    submitted_s: float
+    prompt_tokens: int
+
+
+class TurnOutput:
+    """One turn from its submission to its terminal event; used by one thread at a time.
+
+    Text that could become a stop string is held back. When the turn ends another way it was none, so it is shown.
+
+    Args:
+        turn: What is asked for; its stopping parameters are obeyed here, the others by the sampler.
+        vocabulary: Meaning of the tokens.
+        n_ctx: Tokens that prompt and answer may have together.
+    """
+
+    def __init__(self, turn: Turn, vocabulary: Vocabulary, *, n_ctx: int) -> None:
+        params = turn.params
+        self.turn_id = turn.turn_id
+        self.params = params
+        self.ended = False
+        self._vocabulary = vocabulary
+        self._prompt_tokens = turn.prompt_tokens
+        self._room_tokens = n_ctx - turn.prompt_tokens
+        self._cached_tokens = 0
+        self._generated_tokens = 0
+        self._end_text = ""
+        self._text = TokenText()
+        self._shown_chars = 0
+        self._scanner = StopScanner(params.stop, params.stop_regex)
+        self._repetition = RepetitionDetector(params.stop_on_repetition) if params.stop_on_repetition else None
+        self._submitted_s = turn.submitted_s
+        self._started_s: float | None = None
+        self._first_s: float | None = None
+
+    def overdue(self, now: float) -> bool:
+        """Tell whether ``max_time_ms``, counted from the submission, is over."""
+        limit_ms = self.params.max_time_ms
+        return limit_ms is not None and (now - self._submitted_s) * 1000 >= limit_ms
+
+    def start(self, prompt: Sequence[int], *, cached_tokens: int, now: float) -> Started:
+        """Note that the turn got its slot, with ``cached_tokens`` of the prompt in it."""
+        self._started_s = now
+        self._cached_tokens = cached_tokens
+        return Started(self.turn_id, pack_tokens(prompt), cached_tokens)
+
+    def push(self, sampled: Sampled, *, now: float) -> tuple[TurnEvent, ...]:
+        """Take in the next token and return what is to be told of it, the turn's end included.
+
+        Raises:
+            InferenceCenterError: ``invalid_request`` when a stop pattern proves too slow; the turn has not ended.
+        """
+        self._generated_tokens += 1
+        if self._first_s is None:
+            self._first_s = now
+        is_end = self._vocabulary.is_end(sampled.token)
+        scan = self._scanner.feed(self._text.push(b"" if is_end else self._vocabulary.token_bytes(sampled.token)))
+        text = scan.text
+        if is_end:
+            self._end_text = self._vocabulary.token_text(sampled.token)
+        reason = "stop" if is_end or scan.stop is not None else self._limit(sampled.token, now)
+        if reason is not None:
+            text += self._scanner.finish()
+        self._shown_chars += len(text)
+        logprobs = () if sampled.logprobs is None else (sampled.logprobs,)
+        delta = Delta(self.turn_id, pack_tokens((sampled.token,)), text, logprobs)
+        if reason is None:
+            return (delta,)
+        return delta, self._finish(reason, stop=scan.stop, now=now)
+
+    def end(self, reason: str, *, now: float) -> tuple[TurnEvent, ...]:
+        """End the turn between two tokens, as aborted or out of time, and return its last events."""
+        text = self._scanner.finish()
+        self._shown_chars += len(text)
+        finished = self._finish(reason, stop=None, now=now)
+        return (Delta(self.turn_id, b"", text), finished) if text else (finished,)
+
+    def fail(self, error: InferenceCenterError) -> Failed:
+        """End the turn with an error."""
+        self._mark_ended()
+        return failed(self.turn_id, error)
+
+    def _limit(self, token: int, now: float) -> str | None:
+        """Return the limit that this token reaches."""
+        if self._repetition is not None and self._repetition.push(token):
+            return "repetition"
+        if self._generated_tokens == self.params.max_tokens:
+            return "length"
+        if self._generated_tokens >= self._room_tokens:
+            return "context_full"
+        return "time" if self.overdue(now) else None
+
+    def _finish(self, reason: str, *, stop: str | None, now: float) -> Finished:
+        self._mark_ended()
+        kept_tokens, kept_chars = self._text.kept(self._shown_chars)
+        # Behind a character that was never completed the end token cannot stay: the history has no gaps.
+        end_text = self._end_text if kept_tokens == self._generated_tokens else ""
+        first_s = now if self._first_s is None else self._first_s
+        streamed = self._generated_tokens - 1
+        return Finished(
+            turn_id=self.turn_id,
+            reason=reason,
+            stop=stop,
+            kept_tokens=kept_tokens,
+            kept_chars=kept_chars,
+            end_text=end_text,
+            prompt_tokens=self._prompt_tokens,
+            cached_tokens=self._cached_tokens,
+            generated_tokens=self._generated_tokens,
+            queue_ms=((now if self._started_s is None else self._started_s) - self._submitted_s) * 1000,
+            ttft_ms=(first_s - self._submitted_s) * 1000,
+            total_ms=(now - self._submitted_s) * 1000,
+            tokens_per_s=streamed / (now - first_s) if streamed > 0 and now > first_s else 0.0,
+        )
+
+    def _mark_ended(self) -> None:
+        if self.ended:
+            raise ValueError(f"turn {self.turn_id} has ended already")
+        self.ended = True
+
+
+def failed(turn_id: str, error: InferenceCenterError) -> Failed:
+    """Return the terminal event of a turn that met ``error``."""
+    return Failed(turn_id=turn_id, code=error.code.value, message=error.message, hint=error.hint, field=error.field)
+
+
+def never_ran(turn_id: str, reason: str, *, waited_s: float) -> Finished:
+    """Return the terminal event of a turn that ended before its prompt had become tokens."""
+    return Finished(
+        turn_id=turn_id,
+        reason=reason,
+        stop=None,
+        kept_tokens=0,
+        kept_chars=0,
+        end_text="",
+        prompt_tokens=0,
+        cached_tokens=0,
+        generated_tokens=0,
+        queue_ms=waited_s * 1000,
+        ttft_ms=waited_s * 1000,
+        total_ms=waited_s * 1000,
+        tokens_per_s=0.0,
+    )
