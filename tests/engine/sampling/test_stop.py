@@ -1,0 +1,148 @@
+"""Stop strings and patterns in a text that arrives in pieces."""
+
+from __future__ import annotations
+
+import pytest
+import regex
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from inferencecenter.engine.sampling import stop
+from inferencecenter.engine.sampling.stop import Scan, StopScanner
+from inferencecenter.errors import ErrorCode, InferenceCenterError
+
+texts = st.text("ab\n", max_size=40)
+stop_strings = st.lists(st.text("ab\n", min_size=1, max_size=4), max_size=3)
+PATTERNS = ["ab{2,}a", "a(?!b)b?\n", "b$", r"(?<=\n)a", r"\bab\b", "(?=aab)", "^b", "(?m)^b", "a|ab", "(a|b)\\1{3}"]
+stop_patterns = st.lists(st.sampled_from(PATTERNS), max_size=2, unique=True)
+
+
+def cut(text: str, places: list[int]) -> list[str]:
+    """Cut a text at places, which may repeat or lie beyond its end."""
+    places = sorted(min(place, len(text)) for place in places)
+    return [text[a:b] for a, b in zip([0, *places], [*places, len(text)], strict=True)]
+
+
+def run(scanner: StopScanner, parts: list[str]) -> tuple[str, str | None]:
+    """Feed all parts and return the whole released text and the first stop."""
+    scans = [scanner.feed(part) for part in parts]
+    released = "".join(scan.text for scan in scans) + scanner.finish()
+    return released, next((scan.stop for scan in scans if scan.stop is not None), None)
+
+
+def reference(text: str, strings: list[str], patterns: list[str]) -> tuple[str, str | None]:
+    """Search every beginning of the text, the shortest first."""
+    for end in range(1, len(text) + 1):
+        found = [(end - len(string), string) for string in sorted(strings, key=len, reverse=True)]
+        found = [(start, string) for start, string in found if start >= 0 and text[start:end] == string]
+        for source in patterns:
+            if (match := regex.compile(source).search(text, 0, end)) is not None:
+                found.append((match.start(), source))
+        if found:
+            start, source = min(found, key=lambda place: place[0])
+            return text[:start], source
+    return text, None
+
+
+@settings(deadline=None)
+@given(texts, stop_strings, stop_patterns, st.lists(st.integers(0, 40), max_size=8))
+def test_the_cut_of_the_text_does_not_matter(
+    text: str, strings: list[str], patterns: list[str], places: list[int]
+) -> None:
+    """Any feeds give the released text and the stop of the whole at once."""
+    at_once = run(StopScanner(strings, patterns), [text])
+    assert run(StopScanner(strings, patterns), cut(text, places)) == at_once
+    assert run(StopScanner(strings, patterns), list(text)) == at_once
+
+
+@given(texts, stop_strings)
+def test_strings_stop_where_a_plain_search_finds_them(text: str, strings: list[str]) -> None:
+    """The first string to be complete ends the answer, the longest if several are."""
+    assert run(StopScanner(strings), list(text)) == reference(text, strings, [])
+
+
+@settings(deadline=None)
+@given(texts, st.sampled_from(["ab{2,}a", r"(?<=\n)a", "a|ab", "(a|b)\\1{3}", "ba?b", "[^a]{3}"]))
+def test_patterns_stop_where_a_plain_search_finds_them(text: str, source: str) -> None:
+    """The first character that completes a match ends the answer where the match begins."""
+    assert run(StopScanner([], [source]), list(text)) == reference(text, [], [source])
+
+
+@given(texts, stop_strings)
+def test_no_more_and_no_less_is_held_back_than_could_become_a_stop(text: str, strings: list[str]) -> None:
+    """After each character, what is held is the longest end that is the beginning of a stop string."""
+    scanner = StopScanner(strings)
+    released = ""
+    for end in range(1, len(text) + 1):
+        scan = scanner.feed(text[end - 1])
+        released += scan.text
+        if scan.stop is not None:
+            break
+        held = max(
+            (size for string in strings for size in range(len(string)) if text[:end].endswith(string[:size])), default=0
+        )
+        assert len(released) == end - held
+
+
+def test_without_stops_text_passes_at_once() -> None:
+    """Nothing is held back that need not be."""
+    scanner = StopScanner()
+    assert scanner.feed("any text") == Scan("any text")
+    assert scanner.finish() == ""
+
+
+def test_a_partial_match_is_held_until_it_fails() -> None:
+    """Digits wait for the full stop that would end them, and come out when it does not come."""
+    scanner = StopScanner([], [r"\d+\."])
+    assert scanner.feed("in 19") == Scan("in ")
+    assert scanner.feed("84 it") == Scan("1984 it")
+    assert scanner.feed(" 5") == Scan(" ")
+    assert scanner.feed(". x") == Scan("", r"\d+\.")
+
+
+def test_nothing_is_released_after_a_stop() -> None:
+    """What follows the stop is never seen."""
+    scanner = StopScanner(["END"])
+    assert scanner.feed("abENDcd") == Scan("ab", "END")
+    assert scanner.feed("more") == Scan("")
+    assert scanner.finish() == ""
+
+
+def test_finish_releases_a_beginning_of_a_stop_string() -> None:
+    """The answer's own last characters are not lost because they look like a stop."""
+    scanner = StopScanner(["END"])
+    assert scanner.feed("the EN") == Scan("the ")
+    assert scanner.finish() == "EN"
+
+
+def test_a_pattern_still_sees_what_was_released_before_it() -> None:
+    """Lookbehind and line starts work on text that is long gone, and the start of the text stays its start."""
+    long = "x" * 10_000
+    assert run(StopScanner([], ["(?<=x)END"]), [long, "END"]) == (long, "(?<=x)END")
+    assert run(StopScanner([], ["^END"]), [long, "END"]) == (f"{long}END", None)
+    assert run(StopScanner([], ["(?m)^END"]), [long, "\n", "END"]) == (f"{long}\n", "(?m)^END")
+
+
+def test_released_text_is_forgotten() -> None:
+    """Memory does not grow with the answer."""
+    scanner = StopScanner(["END"], ["E+N"])
+    for _ in range(100):
+        scanner.feed("no stop here. " * 20)
+        assert len(scanner._text) < 5000
+
+
+def test_a_pattern_that_takes_too_long_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catastrophic backtracking ends in an error, not in a hang."""
+    monkeypatch.setattr(stop, "_SEARCH_TIMEOUT_S", 0.01)
+    scanner = StopScanner([], ["(a+)+b"])
+    with pytest.raises(InferenceCenterError) as caught:
+        scanner.feed("a" * 5000 + "c")
+    assert (caught.value.code, caught.value.field) == (ErrorCode.INVALID_REQUEST, "params.stop_regex")
+
+
+def test_a_pattern_that_holds_back_everything_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An unbounded match would keep the answer from being shown at all."""
+    monkeypatch.setattr(stop, "_MAX_HELD_CHARS", 100)
+    scanner = StopScanner([], ["(?s)a.*z"])
+    with pytest.raises(InferenceCenterError, match="could still match after 100 characters"):
+        scanner.feed("a" + "b" * 101)
