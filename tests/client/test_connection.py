@@ -1,0 +1,260 @@
+"""Tests of the client's socket against a scripted daemon."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from inferencecenter.client import connect
+from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.protocol.events import End, Queued, Token
+from tests.client.conftest import HELLO
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from inferencecenter.client import ClientSession
+    from tests.client.conftest import Peer
+
+    Start = Callable[[Callable[[Peer], Awaitable[None]]], Awaitable[str]]
+
+
+async def _collect(session: ClientSession, prompt: str, **params: Any) -> list[Any]:
+    return [event async for event in session.infer(prompt, params=params or None)]
+
+
+async def test_connect_greets_and_authenticates(scripted: Start) -> None:
+    """The greeting and the account are there, the token went out in the auth frame of a v1 socket."""
+    heard: list[Any] = []
+
+    async def daemon(peer: Peer) -> None:
+        await peer.welcome()
+        heard.extend([*peer.heard, peer.socket.subprotocol])
+
+    async with connect(await scripted(daemon), token="ic_a_b") as client:
+        assert client.hello.model == "demo"
+        assert client.account.client_id == "admin"
+    auth, subprotocol = heard
+    assert (auth["op"], auth["token"], auth["protocol"]) == ("auth", "ic_a_b", 1)
+    assert subprotocol == "inferencecenter.v1"
+
+
+async def test_a_refused_credential_names_the_reason(scripted: Start) -> None:
+    """``auth_failed`` raises ``not_authenticated`` with the daemon's reason and when to try again."""
+
+    async def daemon(peer: Peer) -> None:
+        await peer.say(**HELLO)
+        auth = await peer.hear()
+        await peer.say(op="auth_failed", id=auth["id"], reason="unknown token", retry_after_ms=500)
+
+    with pytest.raises(InferenceCenterError, match="unknown token") as caught:
+        async with connect(await scripted(daemon), token="ic_a_b"):
+            pass
+    assert caught.value.code is ErrorCode.NOT_AUTHENTICATED
+    assert caught.value.retry_after_ms == 500
+
+
+@pytest.mark.parametrize("credential", [{}, {"client_id": "a"}, {"token": "t", "client_id": "a", "api_key": "b"}])
+async def test_half_a_credential_is_refused_before_it_is_sent(scripted: Start, credential: dict[str, str]) -> None:
+    """Neither, half a pair, or both ways at once is the caller's mistake."""
+
+    async def daemon(peer: Peer) -> None:
+        await peer.say(**HELLO)
+
+    with pytest.raises(ValueError, match="give either token"):
+        async with connect(await scripted(daemon), **credential):  # type: ignore[arg-type]
+            pass
+
+
+async def test_nobody_listening_is_daemon_unreachable() -> None:
+    """A refused connection names the address and what to do."""
+    with pytest.raises(InferenceCenterError, match=r"ws://127\.0\.0\.1:1/") as caught:
+        async with connect("ws://127.0.0.1:1/", token="ic_a_b"):
+            pass
+    assert caught.value.code is ErrorCode.DAEMON_UNREACHABLE
+    assert "inferencecenter serve" in str(caught.value.hint)
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:1/", "nonsense"])
+async def test_a_wrong_address_is_daemon_unreachable(url: str) -> None:
+    """An address that is no WebSocket's is named, not raised as a foreign error."""
+    with pytest.raises(InferenceCenterError, match=url):
+        async with connect(url, token="ic_a_b"):
+            pass
+
+
+async def test_another_program_is_told_apart(scripted: Start) -> None:
+    """A WebSocket that does not greet like the daemon is refused."""
+
+    async def echo(peer: Peer) -> None:
+        await peer.socket.send("welcome to something else")
+
+    with pytest.raises(InferenceCenterError, match="no InferenceCenter"):
+        async with connect(await scripted(echo), token="ic_a_b"):
+            pass
+
+
+async def test_a_turn_streams_to_its_end(scripted: Start) -> None:
+    """Events arrive in order, the last being ``End``; prompt and parameters went out as given."""
+
+    async def daemon(peer: Peer) -> None:
+        await peer.welcome()
+        await peer.open_session()
+        infer = await peer.hear()
+        assert (infer["prompt"], infer["params"]) == ("hi", {"temp": 0})
+        await peer.say(op="queued", id=infer["id"], session_id="s1", seq=1, turn_id="t1", position=0)
+        await peer.token("t1", "Hel")
+        await peer.token("t1", "lo")
+        await peer.end("t1")
+
+    async with connect(await scripted(daemon), token="ic_a_b") as client:
+        session = await client.create_session(system="short", params={"top_k": 1})
+        events = await _collect(session, "hi", temp=0)
+    assert [type(event) for event in events] == [Queued, Token, Token, End]
+    assert "".join(event.content for event in events[1:3]) == "Hello"
+    assert events[-1].stats.tokens == 2
+
+
+async def test_two_sessions_stream_on_one_socket(scripted: Start) -> None:
+    """Interleaved events of two turns reach the iterator of their own session."""
+
+    async def daemon(peer: Peer) -> None:
+        await peer.welcome()
+        await peer.open_session("s1")
+        await peer.open_session("s2")
+        turns = {(await peer.hear())["session_id"], (await peer.hear())["session_id"]}
+        assert turns == {"s1", "s2"}
+        for text in ("1", "2"):
+            for session_id in ("s2", "s1"):
+                await peer.token("t", f"{session_id}:{text} ", session_id)
+        await peer.end("t", "s1")
+        await peer.end("t", "s2")
+
+    async with connect(await scripted(daemon), token="ic_a_b") as client:
+        one, two = await client.create_session(), await client.create_session()
+        answers = await asyncio.gather(_collect(one, "a"), _collect(two, "b"))
+    texts = ["".join(event.content for event in events if isinstance(event, Token)) for events in answers]
+    assert texts == ["s1:1 s1:2 ", "s2:1 s2:2 "]
+
+
+async def test_abort_ends_the_turn_through_its_iterator(scripted: Start) -> None:
+    """The ``end`` that echoes the abort's id is still the turn's last event."""
+
+    async def daemon(peer: Peer) -> None:
+        await peer.welcome()
+        await peer.open_session()
+        await peer.hear()
+        await peer.token("t1", "One")
+        abort = await peer.hear()
+        await peer.end("t1", id=abort["id"], finish_reason="aborted")
+
+    async with connect(await scripted(daemon), token="ic_a_b") as client:
+        session = await client.create_session()
+        reasons = []
+        async for event in session.infer("count"):
+            if isinstance(event, Token):
+                await session.abort()
+            if isinstance(event, End):
+                reasons.append(event.finish_reason)
+    assert reasons == ["aborted"]
+
+
+async def test_a_late_refusal_of_an_abort_does_not_touch_the_next_turn(scripted: Start) -> None:
+    """``nothing_to_abort`` for a turn that had just ended is not an error of the turn after it."""
+
+    async def daemon(peer: Peer) -> None:
+        await peer.welcome()
+        await peer.open_session()
+        abort = await peer.hear()
+        await peer.hear()
+        text = {"code": "nothing_to_abort", "message": "nothing", "error": "nothing", "retryable": False}
+        await peer.say(op="error", id=abort["id"], session_id="s1", **text)
+        await peer.end("t2")
+
+    async with connect(await scripted(daemon), token="ic_a_b") as client:
+        session = await client.create_session()
+        await session.abort()
+        assert [type(event) for event in await _collect(session, "next")] == [End]
+
+
+@pytest.mark.parametrize("place", ["reply", "turn"])
+async def test_errors_raise_with_everything_the_daemon_said(scripted: Start, place: str) -> None:
+    """A refused ``infer`` and a turn that fails later both raise at the iterator."""
+
+    async def daemon(peer: Peer) -> None:
+        await peer.welcome()
+        await peer.open_session()
+        infer = await peer.hear()
+        where = {"id": infer["id"]} if place == "reply" else {"session_id": "s1", "turn_id": "t1", "seq": 2}
+        text = {"message": "too hot", "error": "too hot", "hint": "lower", "field": "params.temp", "retryable": False}
+        await peer.say(op="error", code="invalid_request", **text, **where)
+
+    async with connect(await scripted(daemon), token="ic_a_b") as client:
+        session = await client.create_session()
+        with pytest.raises(InferenceCenterError, match="too hot") as caught:
+            await _collect(session, "hi")
+    error = caught.value
+    assert (error.code, error.hint, error.field) == (ErrorCode.INVALID_REQUEST, "lower", "params.temp")
+
+
+async def test_a_lost_connection_reaches_everyone_who_waits(scripted: Start) -> None:
+    """When the daemon closes, a running turn raises with the close code, and so does the next request."""
+
+    async def daemon(peer: Peer) -> None:
+        await peer.welcome()
+        await peer.open_session()
+        await peer.hear()
+        await peer.socket.close(1012)
+
+    async with connect(await scripted(daemon), token="ic_a_b") as client:
+        session = await client.create_session()
+        with pytest.raises(InferenceCenterError, match=r"1012: restart") as caught:
+            await _collect(session, "hi")
+        assert caught.value.code is ErrorCode.DAEMON_UNREACHABLE
+        with pytest.raises(InferenceCenterError, match="1012"):
+            await session.close()
+
+
+async def test_a_revoked_token_is_told_apart_from_a_lost_daemon(scripted: Start) -> None:
+    """Close code 4401 raises ``not_authenticated``."""
+
+    async def daemon(peer: Peer) -> None:
+        await peer.welcome()
+        await peer.hear()
+        await peer.socket.close(4401, "token revoked")
+
+    async with connect(await scripted(daemon), token="ic_a_b") as client:
+        with pytest.raises(InferenceCenterError, match="token revoked") as caught:
+            await client.create_session()
+    assert caught.value.code is ErrorCode.NOT_AUTHENTICATED
+
+
+async def test_unknown_events_are_passed_over(scripted: Start) -> None:
+    """An op of a later version does not disturb the turn."""
+
+    async def daemon(peer: Peer) -> None:
+        await peer.welcome()
+        await peer.open_session()
+        await peer.hear()
+        await peer.say(op="weather", session_id="s1", sky="blue")
+        await peer.token("t1", "ok")
+        await peer.end("t1")
+
+    async with connect(await scripted(daemon), token="ic_a_b") as client:
+        session = await client.create_session()
+        assert [type(event) for event in await _collect(session, "hi")] == [Token, End]
+
+
+async def test_hello_can_be_asked_again(scripted: Start) -> None:
+    """``refresh_hello`` brings the loading progress of now."""
+
+    async def daemon(peer: Peer) -> None:
+        await peer.welcome()
+        again = await peer.hear()
+        await peer.say(**{**HELLO, "status": "loading", "message": "loading 40 %"}, id=again["id"])
+
+    async with connect(await scripted(daemon), token="ic_a_b") as client:
+        assert (await client.refresh_hello()).message == "loading 40 %"
+        assert client.hello.status == "loading"
