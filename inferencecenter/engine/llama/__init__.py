@@ -1,0 +1,1 @@
+"""llama.cpp behind the engine's seam; the only part that calls it, through its low-level API."""

@@ -1,0 +1,88 @@
+"""The arrays of a ``llama_batch``, allocated once, and the cutting of work that is too large for one."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import TYPE_CHECKING
+
+import numpy as np
+from llama_cpp import llama_cpp as lib
+
+from inferencecenter.engine.backend import Chunk
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+
+class BatchArrays:
+    """A ``llama_batch`` whose arrays stay where they are and are filled in place."""
+
+    def __init__(self, *, n_batch: int, slots: int) -> None:
+        self._token = np.zeros(n_batch, np.int32)
+        self._pos = np.zeros(n_batch, np.int32)
+        self._n_seq_id = np.ones(n_batch, np.int32)
+        self._logits = np.zeros(n_batch, np.int8)
+        # Each row points at the cell of ``slot_ids`` that holds its slot's number.
+        self._slot_ids = np.arange(slots, dtype=np.int32)
+        self._slot_pointers = [self._slot_ids.ctypes.data + slot * self._slot_ids.itemsize for slot in range(slots)]
+        self._seq_id = np.zeros(n_batch, np.uintp)
+        self.sampled: list[int] = []
+        self._batch = lib.llama_batch(
+            n_tokens=0,
+            token=_pointer(self._token, ctypes.c_int32),
+            embd=None,
+            pos=_pointer(self._pos, ctypes.c_int32),
+            n_seq_id=_pointer(self._n_seq_id, ctypes.c_int32),
+            seq_id=self._seq_id.ctypes.data_as(ctypes.POINTER(ctypes.POINTER(ctypes.c_int32))),
+            logits=_pointer(self._logits, ctypes.c_int8),
+        )
+
+    def fill(self, chunks: Sequence[Chunk]) -> lib.llama_batch:
+        """Write chunks into the arrays in order; ``sampled`` then lists the rows whose logits are asked for."""
+        tokens: list[int] = []
+        positions: list[int] = []
+        pointers: list[int] = []
+        sampled: list[int] = []
+        for chunk in chunks:
+            n_tokens = len(chunk.tokens)
+            tokens += chunk.tokens
+            positions += range(chunk.start, chunk.start + n_tokens)
+            pointers += [self._slot_pointers[chunk.slot]] * n_tokens
+            if chunk.sample:
+                sampled.append(len(tokens) - 1)
+        # One assignment an array: writing it chunk by chunk costs 10 µs a chunk.
+        n_rows = len(tokens)
+        self._token[:n_rows] = tokens
+        self._pos[:n_rows] = positions
+        self._seq_id[:n_rows] = pointers
+        self._logits[:n_rows] = 0
+        self._logits[sampled] = 1
+        self.sampled = sampled
+        self._batch.n_tokens = n_rows
+        return self._batch
+
+
+def split(chunks: Sequence[Chunk], n_batch: int) -> Iterator[Sequence[Chunk]]:
+    """Yield what goes into each call of at most ``n_batch`` rows.
+
+    Logits live until the next call, so every chunk keeps its last token for the last one. Before that the chunks
+    advance in equal strides, which llama.cpp can compute together.
+    """
+    while sum(len(chunk.tokens) for chunk in chunks) > n_batch:
+        growing = [chunk for chunk in chunks if len(chunk.tokens) > 1]
+        stride = max(1, n_batch // len(growing))
+        heads = [_slice(chunk, 0, min(stride, len(chunk.tokens) - 1), sample=False) for chunk in growing[:n_batch]]
+        yield heads
+        done = {head.slot: len(head.tokens) for head in heads}
+        chunks = [_slice(chunk, done.get(chunk.slot, 0), len(chunk.tokens), sample=chunk.sample) for chunk in chunks]
+    yield chunks
+
+
+def _slice(chunk: Chunk, begin: int, end: int, *, sample: bool) -> Chunk:
+    return Chunk(slot=chunk.slot, start=chunk.start + begin, tokens=chunk.tokens[begin:end], sample=sample)
+
+
+def _pointer(
+    array: np.ndarray, kind: type[ctypes.c_int32] | type[ctypes.c_int8]
+) -> ctypes._Pointer[ctypes.c_int32] | ctypes._Pointer[ctypes.c_int8]:
+    return array.ctypes.data_as(ctypes.POINTER(kind))

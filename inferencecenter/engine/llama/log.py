@@ -1,0 +1,81 @@
+"""llama.cpp's own log, line by line.
+
+Importing ``llama_cpp`` installs a callback that prints to stderr; importing this module replaces it at once.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections import deque
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from llama_cpp import llama_cpp as lib
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+# ``ggml_log_level`` of ggml.h; llama.cpp's INFO is some hundred lines a load, of interest only to who looks into it.
+_LEVELS = {1: "debug", 2: "debug", 3: "warning", 4: "error"}
+_CONTINUES = 5
+_KEPT_PROBLEMS = 6
+
+
+_discard = lib.llama_log_callback(lambda _level, _text, _user_data: None)
+lib.llama_log_set(_discard, ctypes.c_void_p(0))
+
+
+class LlamaLog:
+    """Joins the fragments that llama.cpp logs into lines and forwards them as ``(level, line)``.
+
+    There is one log callback a process, so one installed ``LlamaLog``. llama.cpp keeps a bare pointer to the callback:
+    whoever installs the object keeps it until ``close``.
+    """
+
+    def __init__(self, forward: Callable[[str, str], None]) -> None:
+        self._forward = forward
+        self._lock = threading.Lock()
+        self._level = "debug"
+        self._pending = ""
+        self._problems: deque[str] = deque(maxlen=_KEPT_PROBLEMS)
+        self._callback = lib.llama_log_callback(self._receive)
+
+    def install(self) -> None:
+        """Make llama.cpp log here."""
+        lib.llama_log_set(self._callback, ctypes.c_void_p(0))
+
+    def close(self) -> None:
+        """Make llama.cpp log nowhere, so that this object may be dropped."""
+        lib.llama_log_set(_discard, ctypes.c_void_p(0))
+
+    def take_problems(self) -> tuple[str, ...]:
+        """Return the last warnings and errors since the previous call, oldest first."""
+        with self._lock:
+            problems = tuple(self._problems)
+            self._problems.clear()
+        return problems
+
+    def write(self, level: int, text: str) -> None:
+        """Take a fragment at a ``ggml_log_level`` and forward the lines that it completes."""
+        with self._lock:
+            lines = self._complete(level, text)
+        for line_level, line in lines:
+            self._forward(line_level, line)
+
+    def _complete(self, level: int, text: str) -> list[tuple[str, str]]:
+        lines = []
+        if level != _CONTINUES:
+            if self._pending:
+                lines.append((self._level, self._pending))
+            self._pending, self._level = "", _LEVELS.get(level, "debug")
+        *whole, self._pending = (self._pending + text).split("\n")
+        lines += [(self._level, line) for line in whole]
+        lines = [(line_level, line.rstrip()) for line_level, line in lines if line.strip()]
+        self._problems.extend(line for line_level, line in lines if line_level != "debug")
+        return lines
+
+    def _receive(self, level: int, text: bytes, _user_data: int | None) -> None:
+        # C calls this, and nothing may be raised through it.
+        with suppress(Exception):
+            self.write(level, text.decode("utf-8", errors="replace"))

@@ -1,0 +1,199 @@
+"""Loading a GGUF model through llama.cpp, and what the file says of itself."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from contextlib import suppress
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+from llama_cpp import llama_cpp as lib
+
+from inferencecenter.engine.llama.model_file import available_memory_bytes, check_model_file, load_refusal, unusable
+from inferencecenter.engine.llama.vocab import Vocabulary
+from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.ipc.messages import ModelInfo
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from inferencecenter.engine.llama.log import LlamaLog
+    from inferencecenter.ipc.messages import EngineOptions
+
+N_CTX_DEFAULT_MAX = 4096
+
+# ``general.sampling.*`` keys of a GGUF file, the parameter each stands for, and its type.
+_SAMPLING_KEYS: tuple[tuple[str, str, type[int] | type[float]], ...] = (
+    ("temp", "temperature", float),
+    ("top_k", "top_k", int),
+    ("top_p", "top_p", float),
+    ("min_p", "min_p", float),
+    ("xtc_probability", "xtc_probability", float),
+    ("xtc_threshold", "xtc_threshold", float),
+    ("penalty_last_n", "repeat_last_n", int),
+    ("penalty_repeat", "repeat_penalty", float),
+    ("mirostat", "mirostat", int),
+    ("mirostat_tau", "mirostat_tau", float),
+    ("mirostat_eta", "mirostat_eta", float),
+)
+
+_LOAD_MODES = {
+    (True, False): lib.LLAMA_LOAD_MODE_AUTO,
+    (True, True): lib.LLAMA_LOAD_MODE_MMAP_MLOCK,
+    (False, False): lib.LLAMA_LOAD_MODE_NONE,
+    (False, True): lib.LLAMA_LOAD_MODE_MLOCK,
+}
+
+
+class Model:
+    """A loaded ``llama_model`` with its vocabulary; outlives every context made from it."""
+
+    def __init__(self, handle: int, *, path: Path, n_gpu_layers: int) -> None:
+        self.handle = handle
+        self.path = path
+        self.n_layers: int = lib.llama_model_n_layer(handle)
+        self.n_ctx_train: int = lib.llama_model_n_ctx_train(handle)
+        self.n_gpu_layers = self.n_layers if n_gpu_layers < 0 else min(n_gpu_layers, self.n_layers)
+        self.vocab = Vocabulary(lib.llama_model_get_vocab(handle))
+
+    @classmethod
+    def load(cls, options: EngineOptions, *, on_progress: Callable[[float], None], log: LlamaLog) -> Model:
+        """Load the file that ``options`` name; ``on_progress`` takes the fraction done, from 0 to 1.
+
+        Raises:
+            InferenceCenterError: ``invalid_model_file``, or ``invalid_config`` for GPU layers without a GPU.
+        """
+        offload: bool = lib.llama_supports_gpu_offload()
+        n_gpu_layers = resolve_gpu_layers(options.n_gpu_layers, offload=offload)
+        path = Path(options.model_path)
+        check_model_file(path, available_bytes=available_memory_bytes() if n_gpu_layers == 0 else None)
+        params = lib.llama_model_default_params()
+        params.n_gpu_layers = n_gpu_layers
+        params.load_mode = _LOAD_MODES[options.use_mmap, options.use_mlock]
+        progress = _progress_callback(on_progress)
+        params.progress_callback = progress
+        log.take_problems()
+        lib.llama_backend_init()
+        handle = lib.llama_model_load_from_file(str(path).encode(), params)
+        if not handle:
+            raise load_refusal(path, log.take_problems())
+        reason = _why_unusable(handle)
+        if reason:
+            lib.llama_model_free(handle)
+            raise unusable(path, reason)
+        return cls(handle, path=path, n_gpu_layers=n_gpu_layers)
+
+    def n_ctx(self, asked: int) -> int:
+        """Return the tokens per slot for a setting in which 0 leaves it to the model."""
+        return asked or min(self.n_ctx_train, N_CTX_DEFAULT_MAX)
+
+    def info(self, options: EngineOptions, *, n_threads: int) -> ModelInfo:
+        """Return what the front needs to know of this model, run as ``options`` say."""
+        vocab = self.vocab
+        return ModelInfo(
+            name=options.model_name or self.metadata("general.name") or self.path.stem,
+            path=str(self.path),
+            description=_read_text(lambda buffer, size: lib.llama_model_desc(self.handle, buffer, size)),
+            architecture=self.metadata("general.architecture"),
+            backend="llama",
+            n_params=lib.llama_model_n_params(self.handle),
+            size_bytes=lib.llama_model_size(self.handle),
+            n_vocab=vocab.n_tokens,
+            n_layers=self.n_layers,
+            n_gpu_layers=self.n_gpu_layers,
+            n_ctx_train=self.n_ctx_train,
+            n_ctx=self.n_ctx(options.n_ctx),
+            slots=options.slots,
+            n_threads=n_threads,
+            chat_template=(lib.llama_model_chat_template(self.handle, None) or b"").decode("utf-8", errors="replace"),
+            bos_token=vocab.token_text(vocab.bos),
+            eos_token=vocab.token_text(vocab.eos),
+            add_bos=vocab.add_bos,
+            special_tokens=vocab.special_texts,
+            sampling_defaults_json=msgspec.json.encode(self._sampling_defaults()),
+            library=f"llama.cpp {lib.llama_version().decode()} via llama-cpp-python {version('llama-cpp-python')}",
+        )
+
+    def metadata(self, key: str) -> str:
+        """Return a metadata value as text, empty where the file has none."""
+        name = key.encode()
+        return _read_text(lambda buffer, size: lib.llama_model_meta_val_str(self.handle, name, buffer, size))
+
+    def close(self) -> None:
+        """Free the model, after everything made from it."""
+        lib.llama_model_free(self.handle)
+
+    def _sampling_defaults(self) -> dict[str, int | float]:
+        found = ((name, self.metadata(f"general.sampling.{key}"), kind) for key, name, kind in _SAMPLING_KEYS)
+        values = {name: _number(text, kind) for name, text, kind in found}
+        return {name: value for name, value in values.items() if value is not None}
+
+
+def resolve_gpu_layers(asked: int, *, offload: bool) -> int:
+    """Return how many layers llama.cpp is asked to put on a GPU; -1 is all of them.
+
+    Raises:
+        InferenceCenterError: ``invalid_config`` when layers are asked for that no GPU can take.
+    """
+    if offload:
+        return asked
+    if asked > 0:
+        raise InferenceCenterError(
+            ErrorCode.INVALID_CONFIG,
+            f"n_gpu_layers is {asked}, but this build of llama.cpp finds no GPU.",
+            hint="Install with CUDA=1 on a machine with a GPU, or set n_gpu_layers to -1 (all that can be) or 0.",
+            field="n_gpu_layers",
+        )
+    return 0
+
+
+def _why_unusable(handle: int) -> str:
+    if lib.llama_vocab_type(lib.llama_model_get_vocab(handle)) == lib.LLAMA_VOCAB_TYPE_NONE:
+        return "has no vocabulary."
+    if lib.llama_model_has_encoder(handle) or not lib.llama_model_has_decoder(handle):
+        return "has an encoder, as translation and embedding models do."
+    if lib.llama_model_is_diffusion(handle):
+        return "is a diffusion model, which does not generate token by token."
+    return ""
+
+
+def _progress_callback(on_progress: Callable[[float], None]) -> ctypes._FuncPointer:
+    """Return a C callback that reports whole percents and always lets the loading go on."""
+    reported = -1
+
+    def receive(fraction: float, _user_data: int | None) -> bool:
+        nonlocal reported
+        percent = int(fraction * 100)
+        if percent > reported:
+            reported = percent
+            # C calls this, and nothing may be raised through it.
+            with suppress(Exception):
+                on_progress(percent / 100)
+        return True
+
+    callback: ctypes._FuncPointer = lib.llama_progress_callback(receive)
+    return callback
+
+
+def _read_text(read: Callable[[ctypes.Array[ctypes.c_char], int], int]) -> str:
+    """Return the text that a C function writes into a buffer, as snprintf does; empty when it fails."""
+    buffer = ctypes.create_string_buffer(256)
+    needed = read(buffer, len(buffer))
+    if needed >= len(buffer):
+        buffer = ctypes.create_string_buffer(needed + 1)
+        read(buffer, len(buffer))
+    return buffer.value.decode("utf-8", errors="replace") if needed > 0 else ""
+
+
+def _number(text: str, kind: type[int] | type[float]) -> int | float | None:
+    """Return metadata text as a number; None for a value that is absent or no finite number of its kind."""
+    try:
+        value = float(text)
+    except ValueError:
+        return None
+    if not math.isfinite(value) or (kind is int and value != int(value)):
+        return None
+    return kind(value)

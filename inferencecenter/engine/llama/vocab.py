@@ -1,0 +1,141 @@
+"""Text to tokens and back, by llama.cpp's tokenizer."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import TYPE_CHECKING
+
+from llama_cpp import llama_cpp as lib
+
+from inferencecenter.errors import ErrorCode, InferenceCenterError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from inferencecenter.ipc.messages import Piece
+
+_CONTROL = lib.LLAMA_TOKEN_ATTR_CONTROL | lib.LLAMA_TOKEN_ATTR_UNKNOWN
+_PARSED_AS_SPECIAL = _CONTROL | lib.LLAMA_TOKEN_ATTR_USER_DEFINED
+_FENCE = "\n"
+
+
+class Vocabulary:
+    """The vocabulary of a loaded model; all methods may be called from any thread.
+
+    SentencePiece vocabularies put a space before the first word of a text and after each special token, and
+    llama.cpp does so at the start of each call. A piece in the middle of a text therefore goes in behind a line feed
+    (the fence) whose tokens are dropped again. Where the vocabulary merges the fence into the text, which can only be
+    where the text starts with white space, the piece keeps its extra space.
+    """
+
+    def __init__(self, handle: int) -> None:
+        self._handle = handle
+        self.n_tokens: int = lib.llama_vocab_n_tokens(handle)
+        self.add_bos: bool = lib.llama_vocab_get_add_bos(handle)
+        self.bos: int = lib.llama_vocab_bos(handle)
+        self.eos: int = lib.llama_vocab_eos(handle)
+        tokens = range(self.n_tokens)
+        self._attributes = [lib.llama_vocab_get_attr(handle, token) for token in tokens]
+        self.end_tokens = frozenset(token for token in tokens if lib.llama_vocab_is_eog(handle, token))
+        self._bytes: list[bytes | None] = [None] * self.n_tokens
+        self._fence_tokens = self._fence()
+
+    @property
+    def handle(self) -> int:
+        """The ``llama_vocab`` pointer; valid as long as the model is."""
+        return self._handle
+
+    @property
+    def special_texts(self) -> tuple[str, ...]:
+        """Return the texts of control and unknown tokens, which must never be recognised in a person's text."""
+        texts = (self.token_text(token) for token, bits in enumerate(self._attributes) if bits & _CONTROL)
+        return tuple(text for text in texts if text)
+
+    def tokenize(self, pieces: Sequence[Piece], *, first: bool) -> list[int]:
+        """Return the token ids of ``pieces``, BOS included where the model wants one and ``first`` is set.
+
+        Template text that spells BOS itself does not get a second one.
+
+        Raises:
+            InferenceCenterError: ``invalid_request`` for text that is not Unicode (lone surrogates).
+        """
+        tokens = [self.bos] if first and self._wants_bos else []
+        for piece in pieces:
+            if not piece.text:
+                continue
+            follows_special = bool(self._attributes[tokens[-1]] & _PARSED_AS_SPECIAL) if tokens else first
+            new = self._tokenize_piece(piece.text, special=piece.special, fenced=not follows_special)
+            if first and self._wants_bos and tokens == [self.bos] == new[:1]:
+                new = new[1:]
+            tokens += new
+        return tokens
+
+    def token_bytes(self, token: int) -> bytes:
+        """Return the bytes a token adds to the text; empty for control tokens."""
+        known = self._bytes[token]
+        if known is None:
+            known = self._bytes[token] = self._piece(token, special=False)
+        return known
+
+    def token_text(self, token: int) -> str:
+        """Return a token's name as the template spells it, control tokens included; empty for no token."""
+        if not 0 <= token < self.n_tokens:
+            return ""
+        return self._piece(token, special=True).decode("utf-8", errors="replace")
+
+    def is_end(self, token: int) -> bool:
+        """Tell whether the token ends a generation."""
+        return token in self.end_tokens
+
+    @property
+    def _wants_bos(self) -> bool:
+        return self.add_bos and self.bos >= 0
+
+    def _fence(self) -> list[int]:
+        """Return the tokens of the fence where the vocabulary puts spaces before words, else none."""
+        if lib.llama_vocab_type(self._handle) != lib.LLAMA_VOCAB_TYPE_SPM:
+            return []
+        spaced = self._text_bytes(self._raw("a", special=False)).startswith(b" ")
+        return self._raw(_FENCE, special=False) if spaced else []
+
+    def _tokenize_piece(self, text: str, *, special: bool, fenced: bool) -> list[int]:
+        fence = self._fence_tokens
+        if fenced and fence:
+            tokens = self._raw(_FENCE + text, special=special)
+            if tokens[: len(fence)] == fence:
+                return tokens[len(fence) :]
+        return self._raw(text, special=special)
+
+    def _raw(self, text: str, *, special: bool) -> list[int]:
+        data = _encode(text)
+        # A text has at most as many tokens as bytes, but for a space put before it.
+        capacity = len(data) + 2
+        while True:
+            buffer = (ctypes.c_int32 * capacity)()
+            count = lib.llama_tokenize(self._handle, data, len(data), buffer, capacity, False, special)
+            if count >= 0:
+                return buffer[:count]
+            capacity = -count
+
+    def _text_bytes(self, tokens: Sequence[int]) -> bytes:
+        return b"".join(map(self.token_bytes, tokens))
+
+    def _piece(self, token: int, *, special: bool) -> bytes:
+        buffer = ctypes.create_string_buffer(32)
+        count = lib.llama_token_to_piece(self._handle, token, buffer, len(buffer), 0, special)
+        if count < 0:
+            buffer = ctypes.create_string_buffer(-count)
+            count = lib.llama_token_to_piece(self._handle, token, buffer, len(buffer), 0, special)
+        return buffer.raw[:count]
+
+
+def _encode(text: str) -> bytes:
+    try:
+        return text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise InferenceCenterError(
+            ErrorCode.INVALID_REQUEST,
+            f"The text holds a lone surrogate, {text[error.start]!a}, at character {error.start}.",
+            hint="Send whole Unicode characters: a surrogate pair stands for one character.",
+            field="prompt",
+        ) from None

@@ -1,0 +1,190 @@
+"""Tests of ``engine.llama.backend``."""
+
+from __future__ import annotations
+
+import gc
+import os
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+import msgspec
+import pytest
+
+from inferencecenter.engine.backend import Backend, Chunk
+from inferencecenter.engine.llama.backend import LlamaBackend, physical_cores
+from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.ipc.messages import EngineOptions, Piece
+from inferencecenter.protocol.params import Params
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+
+class _Heard:
+    """What a backend reported while it loaded."""
+
+    def __init__(self) -> None:
+        self.fractions: list[float] = []
+        self.lines: list[tuple[str, str]] = []
+
+
+@pytest.fixture(scope="module")
+def heard() -> _Heard:
+    """What the module's backend reported."""
+    return _Heard()
+
+
+@pytest.fixture(scope="module")
+def backend(options: EngineOptions, heard: _Heard) -> Iterator[LlamaBackend]:
+    """A loaded backend."""
+    backend = LlamaBackend.load(
+        options,
+        on_progress=heard.fractions.append,
+        on_log=lambda level, line: heard.lines.append((level, line)),
+    )
+    yield backend
+    backend.close()
+
+
+@pytest.fixture(autouse=True)
+def _empty_slots(backend: LlamaBackend) -> None:
+    for slot in range(backend.model.slots):
+        backend.truncate(slot, 0)
+
+
+def _prompt(backend: LlamaBackend, text: str) -> list[int]:
+    pieces = [
+        Piece("<|im_start|>user\n", special=True),
+        Piece(text),
+        Piece("<|im_end|>\n<|im_start|>assistant\n", special=True),
+    ]
+    return backend.tokenize(pieces, first=True)
+
+
+def _load(options: EngineOptions) -> LlamaBackend:
+    return LlamaBackend.load(options, on_progress=lambda _fraction: None, on_log=lambda _level, _line: None)
+
+
+def test_it_is_a_backend(backend: LlamaBackend) -> None:
+    """The seam's protocol is kept; mypy compares the signatures here."""
+    seam: Backend = backend
+    assert seam.model.backend == "llama"
+
+
+def test_loading_reports_progress_and_llama_cpps_log(backend: LlamaBackend, heard: _Heard) -> None:
+    """Fractions rise to one, and the log of the load arrives line by line."""
+    assert backend.model.n_vocab
+    assert heard.fractions == sorted(set(heard.fractions))
+    assert heard.fractions[-1] == 1.0
+    assert any("llama_model_loader" in line for _, line in heard.lines)
+    assert not any("\n" in line for _, line in heard.lines)
+
+
+def test_a_turn_from_prompt_to_end(backend: LlamaBackend) -> None:
+    """Tokenize, decode, sample greedily until the end token: the answer uses what the prompt said."""
+    prompt = _prompt(backend, "My name is Ada.")
+    sampler = backend.sampler(Params(temperature=0), prompt)
+    backend.decode([Chunk(0, 0, prompt, sample=True)])
+    answer: list[int] = []
+    while not answer or not backend.is_end(answer[-1]):
+        answer.append(sampler.sample(0).token)
+        assert len(answer) < 64
+        backend.decode([Chunk(0, len(prompt) + len(answer) - 1, answer[-1:], sample=True)])
+    sampler.close()
+    assert b"Ada" in b"".join(map(backend.token_bytes, answer))
+    assert backend.token_bytes(answer[-1]) == b""
+    assert backend.token_text(answer[-1]) == "<|im_end|>"
+
+
+def test_rows_are_sampled_in_parallel_by_their_own_chains(backend: LlamaBackend) -> None:
+    """Chains on several threads read their own rows, whatever lies between them in the batch."""
+    prompts = [_prompt(backend, f"My name is {name}.") for name in ("Ada", "Bob", "Carl", "Dora")]
+    expected = []
+    for prompt in prompts:
+        backend.truncate(0, 0)
+        backend.decode([Chunk(0, 0, prompt, sample=True)])
+        expected.append(backend.sampler(Params(temperature=0, n_probs=1), prompt).sample(0))
+    backend.truncate(0, 0)
+    backend.decode([Chunk(slot, 0, prompt, sample=True) for slot, prompt in enumerate(prompts)])
+    samplers = [backend.sampler(Params(temperature=0, n_probs=1), prompt) for prompt in prompts]
+    with ThreadPoolExecutor(4) as pool:
+        sampled = list(pool.map(lambda row: samplers[row].sample(row), range(4)))
+    for mine, alone in zip(sampled, expected, strict=True):
+        assert mine.logprobs is not None
+        assert alone.logprobs is not None
+        assert mine.logprobs.top[0].logprob == pytest.approx(alone.logprobs.top[0].logprob, abs=0.1)
+
+
+def test_prompt_feeds_the_penalties(backend: LlamaBackend) -> None:
+    """A token that the prompt holds already is sampled less readily under a repetition penalty."""
+    prompt = _prompt(backend, "My name is Ada.")
+    backend.decode([Chunk(0, 0, prompt, sample=True)])
+    plain = backend.sampler(Params(temperature=0), prompt).sample(0).token
+    params = Params(temperature=0, repeat_penalty=2.0, presence_penalty=2.0, frequency_penalty=2.0, repeat_last_n=64)
+    assert backend.sampler(params, [*prompt, *[plain] * 8]).sample(0).token != plain
+
+
+def test_ignore_eos_never_ends(backend: LlamaBackend) -> None:
+    """With ``ignore_eos`` no end token is sampled where the model would end."""
+    prompt = _prompt(backend, "My name is Ada.")
+    sampler = backend.sampler(Params(temperature=0, ignore_eos=True), prompt)
+    backend.decode([Chunk(0, 0, prompt, sample=True)])
+    for position in range(len(prompt), len(prompt) + 40):
+        token = sampler.sample(0).token
+        assert not backend.is_end(token)
+        backend.decode([Chunk(0, position, [token], sample=True)])
+
+
+def test_swap_through_the_seam(backend: LlamaBackend) -> None:
+    """Swapped slots continue each other's sequences."""
+    prompt = _prompt(backend, "My name is Ada.")
+    backend.decode([Chunk(0, 0, prompt, sample=True)])
+    first = backend.sampler(Params(temperature=0), prompt).sample(0).token
+    backend.swap(0, 1)
+    backend.decode([Chunk(1, len(prompt), [first], sample=True)])
+    with pytest.raises(ValueError, match="slot 0 holds 0"):
+        backend.decode([Chunk(0, len(prompt), [first], sample=True)])
+
+
+def test_close_frees_open_samplers_first(options: EngineOptions) -> None:
+    """Closing with a live chain frees it too, after which it samples no more; closing it again does nothing."""
+    backend = _load(msgspec.structs.replace(options, slots=1))
+    sampler = backend.sampler(Params(), [])
+    backend.decode([Chunk(0, 0, [5], sample=True)])
+    sampler.sample(0)
+    backend.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        sampler.sample(0)
+    sampler.close()
+
+
+def test_failed_load_leaves_nothing_behind(options: EngineOptions, tmp_path: Path) -> None:
+    """A refused file can be followed by a good one in the same process."""
+    broken = tmp_path / "broken.gguf"
+    broken.write_bytes(b"GGUF")
+    with pytest.raises(InferenceCenterError) as refusal:
+        _load(msgspec.structs.replace(options, model_path=str(broken)))
+    assert refusal.value.code is ErrorCode.INVALID_MODEL_FILE
+    gc.collect()
+    _load(msgspec.structs.replace(options, slots=1)).close()
+
+
+def test_n_batch_smaller_than_the_slots_still_decodes_them_all(options: EngineOptions) -> None:
+    """Every slot gets its row in a step, however small the batch is set."""
+    small = msgspec.structs.replace(options, n_batch=2, n_ubatch=2)
+    backend = _load(small)
+    backend.decode([Chunk(slot, 0, [5, 6, 7], sample=True) for slot in range(8)])
+    assert backend.sampler(Params(temperature=0), []).sample(7).token >= 0
+    backend.close()
+
+
+def test_hyper_threads_count_once(tmp_path: Path) -> None:
+    """CPUs that list the same siblings are one core; a CPU that lists none is a core of its own."""
+    allowed = sorted(os.sched_getaffinity(0))
+    assert physical_cores(tmp_path) == len(allowed)
+    for cpu in allowed:
+        topology = tmp_path / f"cpu{cpu}" / "topology"
+        topology.mkdir(parents=True)
+        (topology / "thread_siblings_list").write_text("0-63\n")
+    assert physical_cores(tmp_path) == 1

@@ -1,0 +1,46 @@
+"""Tests of ``engine.llama.batch``."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from inferencecenter.engine.backend import Chunk
+from inferencecenter.engine.llama.batch import BatchArrays, split
+
+
+def test_rows_follow_the_chunks() -> None:
+    """Every token gets its position, its slot and, at the end of a sampled chunk, its logits."""
+    arrays = BatchArrays(n_batch=8, slots=4)
+    arrays.fill([Chunk(0, 0, [9] * 8, sample=True)])
+    batch = arrays.fill([Chunk(1, 5, [10, 11], sample=True), Chunk(2, 0, [12], sample=False), Chunk(3, 7, [13], True)])
+    assert batch.n_tokens == 4
+    assert batch.token[:4] == [10, 11, 12, 13]
+    assert batch.pos[:4] == [5, 6, 0, 7]
+    assert [batch.seq_id[row][0] for row in range(4)] == [1, 1, 2, 3]
+    assert batch.n_seq_id[:4] == [1] * 4
+    assert batch.logits[:4] == [0, 1, 0, 1]
+    assert arrays.sampled == [1, 3]
+
+
+@given(lengths=st.lists(st.integers(1, 40), min_size=1, max_size=6), spare=st.integers(0, 20))
+def test_split_covers_every_token_once_and_keeps_the_last_for_the_end(lengths: list[int], spare: int) -> None:
+    """Parts fit, continue each other, and only the last one holds final tokens, so that all logits are there."""
+    n_batch = len(lengths) + spare
+    chunks = [Chunk(slot, 3 * slot, list(range(length)), sample=True) for slot, length in enumerate(lengths)]
+    parts = list(split(chunks, n_batch))
+    seen: dict[int, list[int]] = {chunk.slot: [] for chunk in chunks}
+    for part in parts:
+        assert 0 < sum(len(chunk.tokens) for chunk in part) <= n_batch
+        for chunk in part:
+            assert chunk.start == 3 * chunk.slot + len(seen[chunk.slot])
+            assert chunk.sample == (part is parts[-1])
+            seen[chunk.slot] += chunk.tokens
+    assert [chunk.slot for chunk in parts[-1]] == [chunk.slot for chunk in chunks]
+    assert seen == {chunk.slot: chunk.tokens for chunk in chunks}
+
+
+def test_split_leaves_what_fits_alone() -> None:
+    """Chunks that fit one call are that call."""
+    chunks = [Chunk(0, 0, [1, 2], sample=True)]
+    assert list(split(chunks, 2)) == [chunks]

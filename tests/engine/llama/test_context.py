@@ -1,0 +1,283 @@
+"""Tests of ``engine.llama.context`` on real models."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+import numpy as np
+import pytest
+from llama_cpp import llama_cpp as lib
+
+from inferencecenter.engine.backend import Chunk, DecodeError
+from inferencecenter.engine.llama.context import Context
+from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.ipc.messages import EngineOptions, Piece
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+    from inferencecenter.engine.llama.log import LlamaLog
+    from tests.engine.llama.conftest import Loaded
+
+NAMES = ("Ada", "Bob", "Carl", "Dora", "Eve", "Finn", "Gina", "Hugo")
+CLOSE = 0.1
+
+
+def _prompt(loaded: Loaded, text: str) -> list[int]:
+    pieces = [
+        Piece("<|im_start|>user\n", special=True),
+        Piece(text),
+        Piece("<|im_end|>\n<|im_start|>assistant\n", special=True),
+    ]
+    return loaded.model.vocab.tokenize(pieces, first=True)
+
+
+def _assert_same_or_close(
+    chosen: Sequence[int], expected: Sequence[int], logits: Sequence[NDArray[np.float32]]
+) -> None:
+    """Check that greedy answers are equal, or first differ where the two best tokens are nearly as good."""
+    for mine, theirs, row in zip(chosen, expected, logits, strict=True):
+        if mine != theirs:
+            assert abs(row[mine] - row[theirs]) < CLOSE
+            return
+
+
+def _fresh(loaded: Loaded, *parts: list[int]) -> NDArray[np.float32]:
+    """Return the logits after parts that an unused slot takes one by one."""
+    return [loaded.feed(6, part) for part in parts][-1]
+
+
+def test_greedy_answer_makes_sense(demo: Loaded) -> None:
+    """The demo model, told a name, uses it in its answer."""
+    chosen, _ = demo.greedy(0, _prompt(demo, "My name is Ada."), 24)
+    assert b"Ada" in b"".join(map(demo.model.vocab.token_bytes, chosen))
+
+
+def test_truncate_then_decode_equals_fresh_decode(demo: Loaded) -> None:
+    """A sequence that was cut and continued otherwise answers as if it had never gone the other way."""
+    prompt = _prompt(demo, "My name is Ada.")
+    expected, logits = demo.greedy(0, prompt, 16)
+    demo.greedy(1, prompt[:4] + _prompt(demo, "Count to seven."), 8)
+    assert demo.context.truncate(1, 4)
+    assert demo.context.length(1) == 4
+    chosen, _ = demo.greedy(1, prompt[4:], 16)
+    _assert_same_or_close(chosen, expected, logits)
+
+
+def test_truncate_bounds(demo: Loaded) -> None:
+    """Cutting to the present length or to nothing works; cutting to more than there is cannot be asked for."""
+    demo.feed(0, [1, 2, 3])
+    assert demo.context.truncate(0, 3)
+    assert demo.context.truncate(0, 0)
+    assert demo.context.length(0) == 0
+    with pytest.raises(ValueError, match="holds 0 tokens"):
+        demo.context.truncate(0, 1)
+
+
+def test_eight_slots_at_once_answer_as_alone(demo: Loaded) -> None:
+    """Decoding eight slots in one batch gives each the answer it gets alone."""
+    prompts = [_prompt(demo, f"My name is {name}.") for name in NAMES]
+    alone = []
+    for prompt in prompts:
+        alone.append(demo.greedy(0, prompt, 12))
+        demo.context.truncate(0, 0)
+    # The prompts together are longer than a batch, so this also crosses calls of llama_decode.
+    assert sum(map(len, prompts)) > 64
+    demo.context.decode([Chunk(slot, 0, prompt, sample=True) for slot, prompt in enumerate(prompts)])
+    together = [[int(demo.logits(row).argmax())] for row in range(8)]
+    for _ in range(11):
+        demo.context.decode(
+            [Chunk(slot, demo.context.length(slot), new[-1:], sample=True) for slot, new in enumerate(together)]
+        )
+        for row, new in enumerate(together):
+            new.append(int(demo.logits(row).argmax()))
+    for chosen, (expected, logits) in zip(together, alone, strict=True):
+        _assert_same_or_close(chosen, expected, logits)
+
+
+def test_logits_are_read_by_sampled_row(demo: Loaded) -> None:
+    """Row numbers count the chunks that asked for logits, whatever lies between them."""
+    expected = demo.feed(0, [5, 6, 7])
+    demo.context.truncate(0, 0)
+    demo.context.decode(
+        [Chunk(0, 0, [8, 9], sample=True), Chunk(1, 0, [3, 4], sample=False), Chunk(2, 0, [5, 6, 7], sample=True)]
+    )
+    assert np.allclose(demo.logits(1), expected, atol=CLOSE)
+    assert not np.allclose(demo.logits(0), expected, atol=CLOSE)
+
+
+def test_swap_moves_both_sequences_exactly(demo: Loaded) -> None:
+    """After a swap each slot continues the other's sequence, bit for bit."""
+    first, second = _prompt(demo, "My name is Ada."), _prompt(demo, "Count to seven, please.")
+    demo.feed(2, first)
+    demo.feed(5, second)
+    expected = [demo.feed(slot, [11]) for slot in (2, 5)]
+    for slot, prompt in ((2, first), (5, second)):
+        assert demo.context.truncate(slot, len(prompt))
+    demo.context.swap(2, 5)
+    assert (demo.context.length(5), demo.context.length(2)) == (len(first), len(second))
+    assert np.array_equal(demo.feed(5, [11]), expected[0])
+    assert np.array_equal(demo.feed(2, [11]), expected[1])
+
+
+def test_swap_with_an_empty_slot_and_with_itself(demo: Loaded) -> None:
+    """An empty slot takes the sequence and leaves emptiness; a slot swapped with itself stays as it is."""
+    demo.feed(0, [1, 2, 3])
+    demo.context.swap(0, 7)
+    assert (demo.context.length(0), demo.context.length(7)) == (0, 3)
+    demo.context.swap(7, 7)
+    demo.context.swap(0, 1)
+    assert demo.context.length(7) == 3
+    demo.context.swap(0, 7)
+    assert np.array_equal(demo.feed(0, [4]), _fresh(demo, [1, 2, 3], [4]))
+
+
+@pytest.mark.parametrize(
+    "chunks",
+    [
+        [],
+        [Chunk(1, 0, [1], sample=True), Chunk(0, 0, [1], sample=True)],
+        [Chunk(1, 0, [1], sample=True), Chunk(1, 1, [1], sample=True)],
+        [Chunk(8, 0, [1], sample=True)],
+        [Chunk(0, 1, [1], sample=True)],
+        [Chunk(0, 0, [], sample=False)],
+        [Chunk(0, 0, [1] * 257, sample=False)],
+    ],
+    ids=["none", "descending", "twice", "no such slot", "gap", "empty", "too long"],
+)
+def test_decode_refuses_chunks_that_break_the_contract(demo: Loaded, chunks: list[Chunk]) -> None:
+    """Chunks out of order, out of place or too long never reach llama.cpp, and no slot changes."""
+    with pytest.raises(ValueError, match=r"chunk|slot"):
+        demo.context.decode(chunks)
+    assert [demo.context.length(slot) for slot in range(8)] == [0] * 8
+
+
+def test_a_full_slot_is_the_end_of_it(demo: Loaded) -> None:
+    """A slot takes exactly ``n_ctx`` tokens."""
+    demo.feed(0, [1] * 256)
+    with pytest.raises(ValueError, match="holds 256 of 256"):
+        demo.feed(0, [1])
+
+
+@pytest.mark.parametrize("status", [1, 2, -1, -2, -3, 77])
+def test_failed_decode_empties_its_slots_and_no_other(
+    demo: Loaded, monkeypatch: pytest.MonkeyPatch, status: int
+) -> None:
+    """When llama_decode gives up half-way, the batch's slots are named and empty, and others go on as they were."""
+    demo.feed(3, [1, 2, 3])
+    demo.feed(0, [4, 5])
+    decode, calls = lib.llama_decode, iter((0, status))
+
+    def failing(handle: int, batch: lib.llama_batch) -> int:
+        decode(handle, batch)
+        return next(calls)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(lib, "llama_decode", failing)
+        with pytest.raises(DecodeError) as failure:
+            demo.context.decode([Chunk(0, 2, [6] * 70, sample=True), Chunk(1, 0, [7] * 50, sample=True)])
+    assert failure.value.slots == (0, 1)
+    assert [demo.context.length(slot) for slot in range(4)] == [0, 0, 0, 3]
+    assert np.array_equal(demo.feed(3, [4]), _fresh(demo, [1, 2, 3], [4]))
+    assert np.array_equal(demo.feed(0, [1, 2, 3]), demo.feed(1, [1, 2, 3]))
+
+
+def test_token_outside_the_vocabulary_is_refused_by_llama_cpp(demo: Loaded) -> None:
+    """A batch that llama.cpp refuses is a failed decode, not a crash."""
+    with pytest.raises(DecodeError, match="refused") as failure:
+        demo.feed(4, [demo.model.vocab.n_tokens])
+    assert failure.value.slots == (4,)
+
+
+def test_lost_tokens_are_noticed(demo: Loaded) -> None:
+    """A slot whose memory is not what it should be after a decode is emptied and reported."""
+    demo.feed(0, [1, 2, 3])
+    demo.feed(1, [1, 2, 3])
+    memory = lib.llama_get_memory(demo.context.handle)
+    decode = lib.llama_decode
+
+    def forgetful(handle: int, batch: lib.llama_batch) -> int:
+        status: int = decode(handle, batch)
+        lib.llama_memory_seq_rm(memory, 1, 2, -1)
+        return status
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lib, "llama_decode", forgetful)
+        with pytest.raises(DecodeError, match="lost count") as failure:
+            demo.context.decode([Chunk(0, 3, [4], sample=True), Chunk(1, 3, [4], sample=True)])
+    assert failure.value.slots == (1,)
+    assert (demo.context.length(0), demo.context.length(1)) == (4, 0)
+
+
+def test_failed_restore_empties_both_slots(demo: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A swap that cannot restore a state names both slots and leaves them empty."""
+    demo.feed(0, [1, 2, 3])
+    demo.feed(1, [4, 5])
+    monkeypatch.setattr(lib, "llama_state_seq_set_data", lambda *_arguments: 0)
+    with pytest.raises(DecodeError) as failure:
+        demo.context.swap(0, 1)
+    assert failure.value.slots == (0, 1)
+    assert (demo.context.length(0), demo.context.length(1)) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [({"kv_type_k": "q9"}, "kv_type_k"), ({"kv_type_v": ""}, "kv_type_v"), ({"flash_attention": "yes"}, "flash_")],
+)
+def test_unknown_choices_are_refused(
+    demo: Loaded, options: EngineOptions, log: LlamaLog, change: dict[str, str], field: str
+) -> None:
+    """A KV type or flash attention mode that does not exist is refused with what does."""
+    with pytest.raises(InferenceCenterError, match="allowed: ") as refusal:
+        Context(demo.model, msgspec.structs.replace(options, **change), n_threads=1, log=log)
+    assert refusal.value.code is ErrorCode.INVALID_CONFIG
+    assert (refusal.value.field or "").startswith(field)
+
+
+def test_context_that_cannot_be_made_says_why(demo: Loaded, options: EngineOptions, log: LlamaLog) -> None:
+    """A quantized V cache without flash attention is refused with llama.cpp's own reason."""
+    impossible = msgspec.structs.replace(options, kv_type_v="q8_0", flash_attention="off")
+    with pytest.raises(InferenceCenterError, match="flash_attn") as refusal:
+        Context(demo.model, impossible, n_threads=1, log=log)
+    assert refusal.value.code is ErrorCode.INVALID_CONFIG
+    assert refusal.value.hint
+
+
+def test_window_cut_within_reach_equals_fresh_decode(window: Loaded) -> None:
+    """With a sliding window, a cut that the kept cells still cover continues like a fresh sequence."""
+    tokens = [3 + 7 * number % 250 for number in range(120)]
+    window.feed(0, tokens)
+    assert window.context.truncate(0, 100)
+    assert np.allclose(window.feed(0, [5]), _fresh_window(window, [*tokens[:100], 5]), atol=1e-3)
+
+
+def test_window_that_has_passed_empties_the_slot(window: Loaded) -> None:
+    """A cut to where the window's cells are gone empties the slot instead of answering from a hole."""
+    tokens = [3 + 7 * number % 250 for number in range(700)]
+    window.feed(0, tokens)
+    assert not window.context.truncate(0, 300)
+    assert window.context.length(0) == 0
+    assert np.allclose(window.feed(0, tokens[:120]), _fresh_window(window, tokens[:120]), atol=1e-3)
+
+
+def test_window_after_a_swap_can_be_cut_by_one_token_only(window: Loaded) -> None:
+    """A restored sequence has just its window: one step back still finds all of it, two do not."""
+    tokens = [3 + 7 * number % 250 for number in range(120)]
+    for cut, kept in ((119, True), (118, False)):
+        window.context.truncate(0, 0)
+        window.context.truncate(1, 0)
+        window.feed(0, tokens)
+        window.context.swap(0, 1)
+        assert window.context.truncate(1, cut) is kept
+        if kept:
+            assert np.allclose(window.feed(1, [5]), _fresh_window(window, [*tokens[:cut], 5]), atol=1e-3)
+
+
+def _fresh_window(loaded: Loaded, tokens: list[int]) -> NDArray[np.float32]:
+    slot = next(slot for slot in range(2) if not loaded.context.length(slot))
+    logits = loaded.feed(slot, tokens)
+    loaded.context.truncate(slot, 0)
+    return logits

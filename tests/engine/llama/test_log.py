@@ -1,0 +1,77 @@
+"""Tests of ``engine.llama.log``."""
+
+from __future__ import annotations
+
+import ctypes
+
+import pytest
+from llama_cpp import llama_cpp as lib
+
+from inferencecenter.engine.llama.log import LlamaLog
+
+DEBUG, INFO, WARNING, ERROR, CONTINUES = range(1, 6)
+
+
+@pytest.fixture
+def lines() -> list[tuple[str, str]]:
+    """The lines forwarded so far."""
+    return []
+
+
+@pytest.fixture
+def log(lines: list[tuple[str, str]]) -> LlamaLog:
+    """A log that is not installed."""
+    return LlamaLog(lambda level, line: lines.append((level, line)))
+
+
+def test_continuations_join_their_line(log: LlamaLog, lines: list[tuple[str, str]]) -> None:
+    """Fragments at level CONT belong to the line before them and take its level."""
+    log.write(WARNING, "load: ")
+    log.write(CONTINUES, "..")
+    log.write(CONTINUES, ".\nnext\n")
+    assert lines == [("warning", "load: ..."), ("warning", "next")]
+
+
+def test_unfinished_line_ends_where_the_next_begins(log: LlamaLog, lines: list[tuple[str, str]]) -> None:
+    """A line without a line feed is forwarded when another one starts."""
+    log.write(ERROR, "half")
+    log.write(INFO, "whole\n\n")
+    assert lines == [("error", "half"), ("debug", "whole")]
+
+
+@pytest.mark.parametrize(
+    ("level", "name"), [(DEBUG, "debug"), (INFO, "debug"), (WARNING, "warning"), (ERROR, "error"), (0, "debug")]
+)
+def test_levels(log: LlamaLog, lines: list[tuple[str, str]], level: int, name: str) -> None:
+    """Only warnings and errors stand out: what llama.cpp calls information is for debugging."""
+    log.write(level, "text\n")
+    assert lines == [(name, "text")]
+
+
+def test_problems_are_kept_once(log: LlamaLog) -> None:
+    """The last warnings and errors can be taken, once."""
+    log.write(INFO, "fine\n")
+    for number in range(10):
+        log.write(ERROR, f"error {number}\n")
+    assert log.take_problems() == tuple(f"error {number}" for number in range(4, 10))
+    assert log.take_problems() == ()
+
+
+def test_installed_log_hears_llama_cpp_and_never_raises(capfd: pytest.CaptureFixture[str]) -> None:
+    """A forwarding callable that raises does not reach C or stderr, and bad UTF-8 is replaced."""
+    heard: list[str] = []
+
+    def forward(_level: str, line: str) -> None:
+        heard.append(line)
+        raise OSError("broken pipe")
+
+    log = LlamaLog(forward)
+    log.install()
+    callback, user_data = lib.llama_log_callback(), ctypes.c_void_p()
+    lib.llama_log_get(ctypes.byref(callback), ctypes.byref(user_data))
+    callback(WARNING, b"caf\xe9\n", None)
+    log.close()
+    lib.llama_log_get(ctypes.byref(callback), ctypes.byref(user_data))
+    callback(WARNING, b"unheard\n", None)
+    assert heard == ["caf\ufffd"]
+    assert capfd.readouterr() == ("", "")

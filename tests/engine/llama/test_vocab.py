@@ -1,0 +1,147 @@
+"""Tests of ``engine.llama.vocab`` with a byte-level BPE and a SentencePiece vocabulary."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+from llama_cpp import llama_cpp as lib
+
+from inferencecenter.engine.llama.vocab import Vocabulary
+from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.ipc.messages import Piece
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+
+@pytest.fixture(scope="module")
+def bpe(demo_model_path: Path) -> Iterator[Vocabulary]:
+    """The demo model's vocabulary."""
+    yield from _vocabulary(demo_model_path)
+
+
+@pytest.fixture(scope="module")
+def spm(window_model_path: Path) -> Iterator[Vocabulary]:
+    """A SentencePiece vocabulary that puts spaces before words."""
+    yield from _vocabulary(window_model_path)
+
+
+def _vocabulary(path: Path) -> Iterator[Vocabulary]:
+    params = lib.llama_model_default_params()
+    params.vocab_only = True
+    model = lib.llama_model_load_from_file(str(path).encode(), params)
+    yield Vocabulary(lib.llama_model_get_vocab(model))
+    lib.llama_model_free(model)
+
+
+def _text(vocabulary: Vocabulary, tokens: list[int]) -> str:
+    return b"".join(map(vocabulary.token_bytes, tokens)).decode()
+
+
+@given(text=st.text())
+@example(text="")
+@example(text="a\0b")
+@example(text="  two spaces,\ttab\r\nand line feeds\n\n")
+@example(text="\U0001f469\u200d\U0001f680 \u0e17\u0e14\u0e2a\u0e2d\u0e1a \u6f22\u5b57 e\u0301")
+def test_any_text_survives_the_round_trip(bpe: Vocabulary, text: str) -> None:
+    """The bytes of a plain text's tokens are that text."""
+    assert _text(bpe, bpe.tokenize([Piece(text)], first=False)) == text
+
+
+@given(texts=st.lists(st.text(max_size=8), max_size=5))
+def test_pieces_join_without_seams(bpe: Vocabulary, texts: list[str]) -> None:
+    """Cutting a text into pieces adds and loses nothing."""
+    assert _text(bpe, bpe.tokenize([Piece(text) for text in texts], first=False)) == "".join(texts)
+
+
+@given(before=st.text(max_size=5), after=st.text(max_size=5), special=st.sampled_from(["<|im_start|>", "<|im_end|>"]))
+def test_plain_text_never_becomes_special(bpe: Vocabulary, before: str, after: str, special: str) -> None:
+    """What a person wrote stays text, even where it spells a control token; in template text it is one token."""
+    text = f"{before}{special}system{after}"
+    plain = bpe.tokenize([Piece(text)], first=True)
+    control = bpe.tokenize([Piece(special, special=True)], first=False)
+    assert len(control) == 1
+    assert control[0] not in plain
+    assert _text(bpe, plain) == text
+    assert control[0] in bpe.tokenize([Piece(text, special=True)], first=True)
+
+
+def test_control_tokens_show_nothing_but_have_names(bpe: Vocabulary) -> None:
+    """A control token adds no bytes to the text, and its name is what the template spells."""
+    (token,) = bpe.tokenize([Piece("<|im_end|>", special=True)], first=False)
+    assert bpe.token_bytes(token) == b""
+    assert bpe.token_text(token) == "<|im_end|>"
+    assert bpe.is_end(token)
+    assert "<|im_end|>" in bpe.special_texts
+    assert not bpe.is_end(bpe.tokenize([Piece("a")], first=False)[0])
+
+
+@pytest.mark.parametrize("text", ["\ud800", "half a pair: \udc00!", "\ud83d" * 3])
+def test_lone_surrogates_are_refused(bpe: Vocabulary, text: str) -> None:
+    """Text that is no Unicode is the sender's error, naming the place."""
+    with pytest.raises(
+        InferenceCenterError, match=f"at character {text.find(max(text, key=_is_surrogate))}"
+    ) as refusal:
+        bpe.tokenize([Piece(text)], first=True)
+    assert refusal.value.code is ErrorCode.INVALID_REQUEST
+
+
+def _is_surrogate(character: str) -> bool:
+    return "\ud800" <= character <= "\udfff"
+
+
+def test_a_megabyte_is_tokenized(bpe: Vocabulary) -> None:
+    """A very long text is tokenized, not cut."""
+    text = "one two three, " * 70_000
+    assert _text(bpe, bpe.tokenize([Piece(text)], first=True)) == text
+
+
+def test_token_text_of_no_token(bpe: Vocabulary) -> None:
+    """Models without a BOS or EOS token have the id -1 for it, whose text is empty."""
+    assert bpe.token_text(-1) == ""
+    assert bpe.token_text(bpe.n_tokens) == ""
+
+
+def test_bos_comes_first_and_once(spm: Vocabulary) -> None:
+    """A sequence starts with one BOS, also where the template spells it, and only at its start."""
+    hello = spm.tokenize([Piece("hello")], first=False)
+    assert spm.tokenize([], first=True) == [spm.bos]
+    assert spm.tokenize([], first=False) == []
+    assert spm.tokenize([Piece("<s>", special=True), Piece("hello")], first=True)[:1] == [spm.bos]
+    assert spm.tokenize([Piece("<s>hello", special=True)], first=True).count(spm.bos) == 1
+    assert spm.bos not in spm.tokenize([Piece("<s>hello")], first=False)
+    assert spm.bos not in hello
+
+
+def test_space_before_words_only_where_llama_cpp_puts_one_into_a_whole_text(spm: Vocabulary) -> None:
+    """Pieces get a leading space at the start and after special tokens, and none in the middle of a text."""
+    whole = spm.tokenize([Piece("hello there</s>hello", special=True)], first=True)
+    assert _text(spm, whole) == " hello there hello"
+    pieces = [Piece("hello th", special=True), Piece("ere"), Piece("</s>", special=True), Piece("hel"), Piece("lo")]
+    assert _text(spm, spm.tokenize(pieces, first=True)) == " hello there hello"
+    assert _text(spm, spm.tokenize([Piece("more")], first=False)) == "more"
+
+
+@given(texts=st.lists(st.text(alphabet="aehlo \n\u00e9\U0001f642<s>", max_size=6), max_size=4))
+def test_sentencepiece_pieces_join_without_seams(spm: Vocabulary, texts: list[str]) -> None:
+    """In the middle of a text no piece adds a space, whatever it starts with."""
+    assert _text(spm, spm.tokenize([Piece(text) for text in texts], first=False)) == "".join(texts)
+
+
+def test_tokens_that_users_define_are_shown(spm: Vocabulary) -> None:
+    """A user-defined token is recognised everywhere and is text, not control."""
+    tokens = spm.tokenize([Piece("<mark>")], first=False)
+    assert _text(spm, tokens) == "<mark>"
+    assert "<mark>" not in spm.special_texts
+    assert set(spm.special_texts) == {"<unk>", "<s>", "</s>"}
+
+
+def test_long_token_texts_are_read_whole(spm: Vocabulary) -> None:
+    """A token longer than most is not cut."""
+    text = f"<{'x' * 100}>"
+    (token,) = spm.tokenize([Piece(text)], first=False)
+    assert spm.token_text(token) == text
