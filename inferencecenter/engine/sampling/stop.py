@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 # Context for lookbehind and word boundaries; released text before it is forgotten.
 _CONTEXT_CHARS = 256
 _FORGET_AT_CHARS = 4096
-_MAX_HELD_CHARS = 16_384
-_SEARCH_TIMEOUT_S = 0.1
+_MAX_HELD_CHARS = 8192
+_SEARCH_TIMEOUT_S = 0.05
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,11 +21,6 @@ class Utf8Stream:
         """Return the characters that ``data`` completes."""
         return self._decoder.decode(data)
 
-    def finish(self) -> str:
-        """Drop an incomplete character at the end and return what is left to show: nothing."""
-        self._decoder.reset()
-        return ""
-
 
 class TokenText:
     """The text of a growing run of tokens, and which of its tokens lie wholly in a beginning of that text."""
