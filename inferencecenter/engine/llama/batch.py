@@ -13,6 +13,8 @@ from inferencecenter.engine.backend import Chunk
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+_INT32 = ctypes.POINTER(ctypes.c_int32)
+
 
 class BatchArrays:
     """A ``llama_batch`` whose arrays stay where they are and are filled in place."""
@@ -29,12 +31,12 @@ class BatchArrays:
         self.sampled: list[int] = []
         self._batch = lib.llama_batch(
             n_tokens=0,
-            token=_pointer(self._token, ctypes.c_int32),
+            token=self._token.ctypes.data_as(_INT32),
             embd=None,
-            pos=_pointer(self._pos, ctypes.c_int32),
-            n_seq_id=_pointer(self._n_seq_id, ctypes.c_int32),
-            seq_id=self._seq_id.ctypes.data_as(ctypes.POINTER(ctypes.POINTER(ctypes.c_int32))),
-            logits=_pointer(self._logits, ctypes.c_int8),
+            pos=self._pos.ctypes.data_as(_INT32),
+            n_seq_id=self._n_seq_id.ctypes.data_as(_INT32),
+            seq_id=self._seq_id.ctypes.data_as(ctypes.POINTER(_INT32)),
+            logits=self._logits.ctypes.data_as(ctypes.POINTER(ctypes.c_int8)),
         )
 
     def fill(self, chunks: Sequence[Chunk]) -> lib.llama_batch:
@@ -80,9 +82,3 @@ def split(chunks: Sequence[Chunk], n_batch: int) -> Iterator[Sequence[Chunk]]:
 
 def _slice(chunk: Chunk, begin: int, end: int, *, sample: bool) -> Chunk:
     return Chunk(slot=chunk.slot, start=chunk.start + begin, tokens=chunk.tokens[begin:end], sample=sample)
-
-
-def _pointer(
-    array: np.ndarray, kind: type[ctypes.c_int32] | type[ctypes.c_int8]
-) -> ctypes._Pointer[ctypes.c_int32] | ctypes._Pointer[ctypes.c_int8]:
-    return array.ctypes.data_as(ctypes.POINTER(kind))

@@ -33,6 +33,7 @@ def test_split_covers_every_token_once_and_keeps_the_last_for_the_end(lengths: l
     for part in parts:
         assert 0 < sum(len(chunk.tokens) for chunk in part) <= n_batch
         for chunk in part:
+            assert chunk.tokens
             assert chunk.start == 3 * chunk.slot + len(seen[chunk.slot])
             assert chunk.sample == (part is parts[-1])
             seen[chunk.slot] += chunk.tokens

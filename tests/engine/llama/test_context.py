@@ -77,6 +77,21 @@ def test_truncate_bounds(demo: Loaded) -> None:
         demo.context.truncate(0, 1)
 
 
+def test_model_that_cannot_go_back_starts_anew(demo: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where llama.cpp refuses a partial cut, as for recurrent models, the slot is emptied and that is said."""
+    remove = lib.llama_memory_seq_rm
+
+    def whole_only(memory: int, slot: int, begin: int, end: int) -> bool:
+        return begin <= 0 and remove(memory, slot, begin, end)
+
+    demo.feed(0, [1, 2, 3])
+    with monkeypatch.context() as patch:
+        patch.setattr(lib, "llama_memory_seq_rm", whole_only)
+        assert not demo.context.truncate(0, 2)
+    assert demo.context.length(0) == 0
+    assert np.array_equal(demo.feed(0, [1, 2]), _fresh(demo, [1, 2]))
+
+
 def test_eight_slots_at_once_answer_as_alone(demo: Loaded) -> None:
     """Decoding eight slots in one batch gives each the answer it gets alone."""
     prompts = [_prompt(demo, f"My name is {name}.") for name in NAMES]
@@ -258,8 +273,12 @@ def test_window_that_has_passed_empties_the_slot(window: Loaded) -> None:
     """A cut to where the window's cells are gone empties the slot instead of answering from a hole."""
     tokens = [3 + 7 * number % 250 for number in range(700)]
     window.feed(0, tokens)
-    assert not window.context.truncate(0, 300)
+    first_kept = lib.llama_memory_seq_pos_min(lib.llama_get_memory(window.context.handle), 0)
+    # Here llama.cpp would cut and count right, and answer wrongly.
+    assert not window.context.truncate(0, first_kept + 10)
     assert window.context.length(0) == 0
+    window.feed(0, tokens)
+    assert not window.context.truncate(0, first_kept - 10)
     assert np.allclose(window.feed(0, tokens[:120]), _fresh_window(window, tokens[:120]), atol=1e-3)
 
 

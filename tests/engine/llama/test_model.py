@@ -197,6 +197,14 @@ def test_context_length_left_to_the_model_is_capped(demo: Loaded, window: Loaded
     assert window.model.n_ctx(5000) == 5000
 
 
+def test_refusal_repeats_no_earlier_problem(tmp_path: Path, options: EngineOptions, log: LlamaLog) -> None:
+    """Only what llama.cpp said about this file is reported."""
+    path = tmp_path / "model.gguf"
+    path.write_bytes(_header(3))
+    log.write(4, "trouble of yesterday\n")
+    assert "yesterday" not in _refusal(path, options, log).message
+
+
 @pytest.mark.parametrize(
     ("function", "answer"),
     [

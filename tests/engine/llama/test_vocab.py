@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import pytest
@@ -98,6 +99,14 @@ def test_a_megabyte_is_tokenized(bpe: Vocabulary) -> None:
     """A very long text is tokenized, not cut."""
     text = "one two three, " * 70_000
     assert _text(bpe, bpe.tokenize([Piece(text)], first=True)) == text
+
+
+def test_threads_tokenize_at_once(bpe: Vocabulary) -> None:
+    """Workers that share a vocabulary get what one alone gets."""
+    texts = [f"{number} plus {number} is {2 * number}. " * 50 for number in range(32)]
+    with ThreadPoolExecutor(4) as pool:
+        tokens = list(pool.map(lambda text: bpe.tokenize([Piece(text)], first=True), texts))
+    assert [_text(bpe, row) for row in tokens] == texts
 
 
 def test_token_text_of_no_token(bpe: Vocabulary) -> None:
