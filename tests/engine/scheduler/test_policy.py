@@ -1,0 +1,197 @@
+"""The choices of the scheduler."""
+
+from __future__ import annotations
+
+from itertools import groupby
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from inferencecenter.engine.scheduler.plan import Pass
+from inferencecenter.engine.scheduler.policy import (
+    PrefillBudget,
+    choose_slot,
+    compaction,
+    decode_pass,
+    prefill_passes,
+)
+from inferencecenter.engine.scheduler.request import Request
+from inferencecenter.engine.scheduler.slots import SlotTable
+
+
+def table_of(*slots: str) -> SlotTable:
+    """Return a table; ``a*`` is session a running, ``b`` session b idle, ``-`` empty; used in this order."""
+    table = SlotTable(len(slots))
+    for slot, text in zip(table, slots, strict=True):
+        if text != "-":
+            table.assign(slot, session_id=text.rstrip("*"), turn_id=f"turn-{text}", keep_tokens=0)
+            slot.tokens.append(1)
+            if not text.endswith("*"):
+                table.free(slot, now=float(slot.index))
+    return table
+
+
+@pytest.mark.parametrize(
+    ("slots", "chosen"),
+    [
+        (("-", "a", "-"), (1, "holds its session")),
+        (("b", "c", "-"), (2, "empty")),
+        (("-", "-", "b*", "-"), (1, "empty")),
+        (("b*", "c", "d"), (1, "least recently used")),
+        (("b*", "waits", "d"), (2, "least recently used")),
+        (("b*", "waits", "c*"), (1, "least recently used")),
+        (("b*", "c*"), None),
+        (("a*", "-"), None),
+    ],
+)
+def test_slot_for_session_a(slots: tuple[str, ...], chosen: tuple[int, str] | None) -> None:
+    """Own slot, else an empty one beside the busy ones, else the oldest idle one, sparing who is about to run."""
+    choice = choose_slot(table_of(*slots), "a", waiting={"a", "waits"})
+    assert (choice and (choice[0].index, choice[1])) == chosen
+
+
+@given(st.lists(st.booleans(), min_size=1, max_size=12))
+def test_swaps_make_busy_slots_consecutive_with_the_fewest_moves(busy: list[bool]) -> None:
+    """After the swaps the busy slots are one run, and no window would have needed fewer."""
+    after = busy.copy()
+    swaps = compaction(busy)
+    for swap in swaps:
+        assert after[swap.a]
+        assert not after[swap.b]
+        after[swap.a], after[swap.b] = after[swap.b], after[swap.a]
+    assert sum(1 for is_busy, _ in groupby(after) if is_busy) <= 1
+    width = sum(busy)
+    fewest = min(width - sum(busy[start : start + width]) for start in range(len(busy) - width + 1))
+    assert len(swaps) == fewest
+
+
+def test_the_lowest_of_equal_windows_is_filled() -> None:
+    """With one slot on either side, the lower run is completed."""
+    assert [(swap.a, swap.b) for swap in compaction([True, False, True, False, False])] == [(2, 1)]
+    assert compaction([False, True, True]) == ()
+
+
+requests_to_read = st.lists(
+    st.tuples(st.integers(1, 40), st.integers(0, 39), st.integers(0, 2)), min_size=1, max_size=6
+).map(
+    lambda rows: [
+        Request(
+            turn_id=f"t{slot}",
+            session_id=f"s{slot}",
+            priority=priority,
+            arrival=slot,
+            tokens=list(range(length)),
+            kv_tokens=min(done, length - 1),
+            slot=slot,
+        )
+        for slot, (length, done, priority) in enumerate(rows)
+    ]
+)
+
+
+def passes_of(requests: list[Request], *, budget_tokens: int, pass_tokens: int = 64, tick: int = 0) -> tuple[Pass, ...]:
+    """Plan one step on a grid of 8."""
+    return prefill_passes(requests, grid_tokens=8, budget_tokens=budget_tokens, pass_tokens=pass_tokens, tick=tick)
+
+
+@given(requests_to_read, st.integers(0, 200), st.integers(8, 40))
+def test_prefill_passes_are_well_formed(requests: list[Request], budget_tokens: int, pass_tokens: int) -> None:
+    """Each pass has equal chunks in ascending slots, cut at the grid, and each prompt is read without a gap."""
+    at = {request.turn_id: request.kv_tokens for request in requests}
+    lengths = {request.turn_id: request.prompt_tokens for request in requests}
+    read = 0
+    passes = passes_of(requests, budget_tokens=budget_tokens, pass_tokens=pass_tokens)
+    assert passes
+    for each in passes:
+        chunks = [row.chunk for row in each.rows]
+        slots = [chunk.slot for chunk in chunks]
+        assert slots == sorted(set(slots))
+        assert len({len(chunk.tokens) for chunk in chunks}) == 1
+        assert sum(len(chunk.tokens) for chunk in chunks) <= pass_tokens
+        for row in each.rows:
+            end = row.chunk.start + len(row.chunk.tokens)
+            assert row.chunk.start == at[row.turn_id]
+            assert end == min(lengths[row.turn_id], row.chunk.start // 8 * 8 + 8)
+            assert row.chunk.sample == (end == lengths[row.turn_id])
+            at[row.turn_id] = end
+            read += len(row.chunk.tokens)
+    single = sum(len(each.rows) for each in passes) == 1
+    assert read <= budget_tokens or single
+
+
+def new_request(slot: int, *, length: int = 80, priority: int = 0) -> Request:
+    """Return a request whose prompt has not been read."""
+    return Request(
+        turn_id=f"t{slot}", session_id=f"s{slot}", priority=priority, arrival=slot, tokens=[0] * length, slot=slot
+    )
+
+
+def test_prompts_share_the_budget_by_cells() -> None:
+    """Three prompts and four cells: everybody gets one, the first a second; next time the others are first."""
+    requests = [new_request(slot) for slot in range(3)]
+    passes = passes_of(requests, budget_tokens=32)
+    assert [[row.chunk.slot for row in each.rows] for each in passes] == [[0, 1, 2], [0]]
+    for request, done in zip(requests, (16, 8, 8), strict=True):
+        request.kv_tokens = done
+    passes = passes_of(requests, budget_tokens=16, tick=4)
+    assert [[row.chunk.slot for row in each.rows] for each in passes] == [[1, 2]]
+
+
+def test_a_higher_class_is_read_first() -> None:
+    """A batch prompt is not read on while an interactive one has more to read."""
+    requests = [new_request(0, priority=2), new_request(1, priority=0)]
+    slots = [[row.chunk.slot for row in each.rows] for each in passes_of(requests, budget_tokens=24)]
+    assert slots == [[1], [1], [1]]
+
+
+def test_the_step_does_not_move_the_cuts() -> None:
+    """Whether a prompt is read in one step or in many, its chunks are the same."""
+    at_once = [row.chunk for each in passes_of([new_request(0, length=30)], budget_tokens=999) for row in each.rows]
+    request, in_steps = new_request(0, length=30), []
+    while request.kv_tokens < 30:
+        chunks = [row.chunk for each in passes_of([request], budget_tokens=1) for row in each.rows]
+        in_steps += chunks
+        request.kv_tokens += sum(len(chunk.tokens) for chunk in chunks)
+    assert in_steps == at_once
+
+
+def test_generating_turns_get_one_row_each() -> None:
+    """The decode pass holds each turn's last token, in ascending slots."""
+    requests = [new_request(slot, length=4) for slot in (2, 0, 1)]
+    for request in requests:
+        request.kv_tokens = 3
+    each = decode_pass(requests)
+    assert [(row.chunk.slot, row.chunk.start, len(row.chunk.tokens), row.chunk.sample) for row in each.rows] == [
+        (0, 3, 1, True),
+        (1, 3, 1, True),
+        (2, 3, 1, True),
+    ]
+
+
+def test_the_budget_holds_the_target_step() -> None:
+    """Reading at 1,000 tokens/s with 50 ms of generating leaves 100 tokens of 150 ms, and 150 alone."""
+    budget = PrefillBudget(target_step_s=0.15, floor_tokens=64)
+    assert budget.tokens(decoding=True) == 64
+    budget.observe(prefill_tokens=100, prefill_s=0.1, decode_s=0.05)
+    assert budget.tokens(decoding=True) == pytest.approx(100, abs=1)
+    assert budget.tokens(decoding=False) == pytest.approx(150, abs=1)
+
+
+def test_the_budget_follows_a_slower_machine_down_to_the_floor() -> None:
+    """Steps that take longer shrink the budget, never below one cell."""
+    budget = PrefillBudget(target_step_s=0.15, floor_tokens=64)
+    budget.observe(prefill_tokens=1000, prefill_s=0.1, decode_s=0.0)
+    before = budget.tokens(decoding=False)
+    budget.observe(prefill_tokens=100, prefill_s=0.1, decode_s=0.0)
+    assert 64 < budget.tokens(decoding=False) < before
+    for _ in range(40):
+        budget.observe(prefill_tokens=100, prefill_s=1.0, decode_s=0.0)
+    assert budget.tokens(decoding=False) == 64
+
+
+def test_a_step_too_short_to_measure_teaches_nothing() -> None:
+    """A clock that did not move does not divide by zero."""
+    budget = PrefillBudget(target_step_s=0.15, floor_tokens=64)
+    budget.observe(prefill_tokens=100, prefill_s=0.0, decode_s=0.0)
+    assert budget.tokens(decoding=False) == 64

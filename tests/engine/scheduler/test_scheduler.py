@@ -1,0 +1,280 @@
+"""The scheduler, step by step."""
+
+from __future__ import annotations
+
+import pytest
+
+from inferencecenter.engine.scheduler.plan import Admission, Outcome, Plan, Swap, Truncation
+from inferencecenter.engine.scheduler.request import Request
+from inferencecenter.engine.scheduler.scheduler import Scheduler
+from inferencecenter.errors import ErrorCode, InferenceCenterError
+
+
+def make_scheduler(*, slots: int = 2, n_ctx: int = 64) -> Scheduler:
+    """Return a scheduler with a grid of 8 tokens."""
+    return Scheduler(slots=slots, n_ctx=n_ctx, grid_tokens=8, pass_tokens=64, target_step_s=0.1)
+
+
+class Driver:
+    """Adds turns and runs steps as a backend without faults would."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self.scheduler = scheduler
+        self.now = 0.0
+        self.arrivals = 0
+
+    def add(self, turn_id: str, tokens: list[int], *, session: str = "", priority: int = 1) -> None:
+        """Queue a turn; the session is named like the turn if not given."""
+        self.arrivals += 1
+        self.scheduler.add(
+            Request(
+                turn_id=turn_id,
+                session_id=session or turn_id,
+                priority=priority,
+                arrival=self.arrivals,
+                tokens=list(tokens),
+            )
+        )
+
+    def step(self, *, end: tuple[str, ...] = (), lost: tuple[str, ...] = (), emptied: tuple[str, ...] = ()) -> Plan:
+        """Run one step; everybody samples token 0, and the named turns end."""
+        plan = self.scheduler.step()
+        decoded: dict[str, int] = {}
+        sampled: dict[str, int] = {}
+        for row in (row for each in plan.passes for row in each.rows if row.turn_id not in lost + emptied):
+            decoded[row.turn_id] = decoded.get(row.turn_id, 0) + len(row.chunk.tokens)
+            if row.chunk.sample:
+                sampled[row.turn_id] = 0
+        self.now += 1
+        outcome = Outcome(
+            decoded=decoded,
+            sampled=sampled,
+            emptied=frozenset(emptied),
+            ended=frozenset(end + lost),
+            lost=frozenset(lost),
+        )
+        self.scheduler.completed(outcome, now=self.now)
+        self.scheduler.check_integrity()
+        return plan
+
+    def run_turn(self, turn_id: str, tokens: list[int], *, session: str = "") -> Plan:
+        """Run a turn of one generated token from beginning to end and return its first plan."""
+        self.add(turn_id, tokens, session=session)
+        first = plan = self.step(end=())
+        while not plan.passes[-1].rows[-1].chunk.sample:
+            plan = self.step()
+        self.scheduler.abort(turn_id, now=self.now)
+        return first
+
+
+@pytest.fixture
+def driver() -> Driver:
+    """Two slots of 64 tokens."""
+    return Driver(make_scheduler())
+
+
+def test_an_idle_scheduler_plans_nothing(driver: Driver) -> None:
+    """Without turns there is no work and the plan is empty."""
+    assert not driver.scheduler.has_work
+    assert driver.step() == Plan()
+
+
+def test_a_turn_is_read_in_cells_and_then_decodes_one_token_a_step(driver: Driver) -> None:
+    """The whole life of a turn: admission, cells, sampling at the prompt's end, decode rows."""
+    driver.add("t", list(range(10)))
+    plan = driver.step()
+    assert plan.admissions == (Admission("t", tuple(range(10)), 0),)
+    assert [len(each.rows[0].chunk.tokens) for each in plan.passes] == [8]
+    assert [each.rows[0].chunk.sample for each in driver.step().passes] == [True]
+    plan = driver.step()
+    chunk = plan.passes[0].rows[0].chunk
+    assert (chunk.start, list(chunk.tokens), chunk.sample, plan.passes[0].prefill) == (10, [0], True, False)
+
+
+def test_what_is_still_read_is_reported(driver: Driver) -> None:
+    """A prompt that takes several steps reports how far it is; one that is through does not."""
+    driver.add("t", list(range(10)))
+    driver.scheduler.step()
+    (reading,) = driver.scheduler.completed(Outcome(decoded={"t": 8}), now=1.0)
+    assert (reading.turn_id, reading.done, reading.total) == ("t", 8, 10)
+    driver.scheduler.step()
+    assert driver.scheduler.completed(Outcome(decoded={"t": 2}, sampled={"t": 5}), now=2.0) == ()
+
+
+def test_the_next_turn_keeps_the_common_prefix(driver: Driver) -> None:
+    """A session's next prompt is read from where it differs from what the slot holds."""
+    driver.run_turn("t1", [1, 2, 3, 4], session="s")
+    driver.add("t2", [1, 2, 9, 9], session="s")
+    plan = driver.step()
+    assert plan.truncations == (Truncation(0, 2, "t2"),)
+    assert plan.admissions[0].cached_tokens == 2
+    assert plan.passes[0].rows[0].chunk.start == 2
+    assert plan.reasons[0] == "turn t2 to slot 0: holds its session, 2 of 4 tokens in KV"
+
+
+def test_a_prompt_that_is_wholly_there_decodes_its_last_token(driver: Driver) -> None:
+    """Logits to start from need a decode, so the last token is read again."""
+    driver.run_turn("t1", [1, 2, 3, 4], session="s")
+    driver.add("t2", [1, 2, 3, 4], session="s")
+    plan = driver.step()
+    assert plan.truncations == (Truncation(0, 3, "t2"),)
+    assert list(plan.passes[0].rows[0].chunk.tokens) == [4]
+
+
+def test_nothing_is_cut_when_the_prompt_continues_the_slot(driver: Driver) -> None:
+    """The usual next turn needs no truncation."""
+    driver.run_turn("t1", [1, 2, 3, 4], session="s")
+    driver.add("t2", [1, 2, 3, 4, 0, 5], session="s")
+    plan = driver.step()
+    assert plan.truncations == ()
+    assert plan.admissions[0].cached_tokens == 4
+
+
+def test_another_session_never_inherits_kv(driver: Driver) -> None:
+    """An equal prompt of another session starts from nothing, in a slot that is emptied."""
+    for session in ("a", "b"):
+        driver.run_turn(f"t{session}", [1, 2, 3, 4], session=session)
+    plan = driver.run_turn("tc", [1, 2, 3, 4], session="c")
+    assert plan.truncations == (Truncation(0, 0, "tc"),)
+    assert plan.admissions[0].cached_tokens == 0
+
+
+def test_generating_comes_before_reading(driver: Driver) -> None:
+    """The first pass belongs to the turn that generates; the prompt gets at least a cell behind it."""
+    driver.add("a", [1, 2, 3])
+    driver.step()
+    driver.add("b", list(range(20)))
+    plan = driver.step()
+    assert [(each.prefill, [row.turn_id for row in each.rows]) for each in plan.passes] == [
+        (False, ["a"]),
+        (True, ["b"]),
+    ]
+
+
+def test_a_higher_class_overtakes_and_equals_do_not(driver: Driver) -> None:
+    """Of the waiting turns the highest class starts first, within it the oldest."""
+    for name in ("x", "y"):
+        driver.add(name, [1, 2])
+    driver.step()
+    driver.add("batch", [1], priority=2)
+    driver.add("first", [1], priority=0)
+    driver.add("second", [1], priority=0)
+    started = []
+    for ending in (("x",), ("y",), ("first",)):
+        driver.step(end=ending)
+        started += [admission.turn_id for admission in driver.step().admissions]
+    assert started == ["first", "second", "batch"]
+
+
+def test_two_turns_of_a_session_never_run_at_once(driver: Driver) -> None:
+    """The second waits for the first although a slot is free, and does not hold up others."""
+    driver.add("t1", [1, 2], session="s")
+    driver.add("t2", [1, 2, 3], session="s")
+    driver.add("other", [1, 2])
+    assert [admission.turn_id for admission in driver.step().admissions] == ["t1", "other"]
+    driver.step(end=("t1",))
+    assert [admission.turn_id for admission in driver.step().admissions] == ["t2"]
+
+
+def test_positions_are_told_when_they_change(driver: Driver) -> None:
+    """A waiting turn hears its place, hears it again when it moves, and hears 0 when it starts."""
+    for name in ("x", "y", "a", "b"):
+        driver.add(name, [1, 2])
+    driver.step(end=("x",))
+    assert driver.scheduler.positions() == (("a", 1), ("b", 2))
+    assert driver.scheduler.positions() == ()
+    driver.step()
+    assert driver.scheduler.positions() == (("a", 0), ("b", 1))
+
+
+def test_a_turn_that_never_waited_hears_no_position(driver: Driver) -> None:
+    """A turn that starts at once is not told a place, nor is one that is aborted while it waits."""
+    for name in ("x", "y", "z"):
+        driver.add(name, [1, 2])
+    driver.step()
+    driver.scheduler.positions()
+    driver.scheduler.abort("z", now=1.0)
+    assert driver.scheduler.positions() == ()
+
+
+def test_a_gap_between_busy_slots_is_closed() -> None:
+    """When the middle one of three ends, an outer one moves in; the idle session's tokens move out whole."""
+    driver = Driver(make_scheduler(slots=3))
+    for name in ("a", "b", "c"):
+        driver.add(name, [1, 2, 3])
+    driver.step(end=("b",))
+    assert driver.step().swaps == (Swap(2, 1),)
+    assert repr(driver.scheduler.slots) == "SlotTable(a*:4 c*:3 b:3)"
+    assert driver.step().swaps == ()
+
+
+def test_release_drops_kv_and_turns() -> None:
+    """A closed session's turns end, its slot is emptied by the next plan, and others keep theirs."""
+    driver = Driver(make_scheduler(slots=2))
+    driver.run_turn("idle", [5, 6], session="other")
+    driver.add("t1", [1, 2], session="s")
+    driver.add("t2", [1, 2], session="s")
+    driver.step()
+    assert driver.scheduler.release("s", now=1.0) == ("t1", "t2")
+    assert driver.scheduler.has_work
+    assert driver.step().truncations == (Truncation(1, 0, None),)
+    assert repr(driver.scheduler.slots) == "SlotTable(other:2 -:0)"
+    assert not driver.scheduler.has_work
+
+
+def test_release_of_a_session_without_kv_does_nothing(driver: Driver) -> None:
+    """There is nothing to forget and nothing to do."""
+    assert driver.scheduler.release("unknown", now=0.0) == ()
+    assert not driver.scheduler.has_work
+
+
+def test_abort_of_an_unknown_turn_says_so(driver: Driver) -> None:
+    """A turn that has just ended cannot be aborted again."""
+    assert not driver.scheduler.abort("gone", now=0.0)
+
+
+def test_a_turn_whose_kept_kv_was_lost_starts_over(driver: Driver) -> None:
+    """When cutting emptied the slot, the prompt is read from its first token."""
+    driver.run_turn("t1", [1, 2, 3, 4], session="s")
+    driver.add("t2", [1, 2, 9, 9], session="s")
+    driver.step(emptied=("t2",))
+    chunk = driver.step().passes[0].rows[0].chunk
+    assert (chunk.start, list(chunk.tokens)) == (0, [1, 2, 9, 9])
+
+
+def test_a_lost_turn_leaves_no_kv(driver: Driver) -> None:
+    """After a failed decode the slot is nobody's."""
+    driver.add("t", [1, 2, 3])
+    driver.step(lost=("t",))
+    assert driver.scheduler.slots.of_session("t") is None
+    assert not driver.scheduler.has_work
+
+
+@pytest.mark.parametrize("length", [64, 65, 1000])
+def test_a_prompt_that_fills_the_context_is_refused(driver: Driver, length: int) -> None:
+    """The refusal names both numbers and leaves nothing behind."""
+    with pytest.raises(InferenceCenterError, match=rf"{length} tokens; the context holds 64") as refused:
+        driver.add("t", [1] * length)
+    assert refused.value.code is ErrorCode.PROMPT_TOO_LONG
+    assert refused.value.hint
+    assert not driver.scheduler.has_work
+
+
+def test_the_longest_prompt_fits(driver: Driver) -> None:
+    """One token less than the context leaves room for an answer of one."""
+    driver.add("t", [1] * 63)
+    assert driver.step().admissions
+
+
+def test_an_empty_prompt_is_refused(driver: Driver) -> None:
+    """There is nothing to decode, so there would be no logits."""
+    with pytest.raises(InferenceCenterError) as refused:
+        driver.add("t", [])
+    assert refused.value.code is ErrorCode.INVALID_REQUEST
+
+
+def test_a_turn_cannot_be_added_twice(driver: Driver) -> None:
+    """Turn ids name one turn each."""
+    driver.add("t", [1])
+    with pytest.raises(ValueError, match="here already"):
+        driver.add("t", [1])

@@ -1,0 +1,87 @@
+"""The slot table."""
+
+from __future__ import annotations
+
+import pytest
+
+from inferencecenter.engine.scheduler.slots import SlotTable
+
+
+@pytest.fixture
+def table() -> SlotTable:
+    """Three slots; session a runs in 0, session b's tokens are idle in 1, 2 is empty."""
+    table = SlotTable(3)
+    table.assign(table[0], session_id="a", turn_id="t1", keep_tokens=0)
+    table[0].tokens += [1, 2, 3]
+    table.assign(table[1], session_id="b", turn_id="t2", keep_tokens=0)
+    table[1].tokens += [4, 5]
+    table.free(table[1], now=7.0)
+    table.check_integrity(n_ctx=8)
+    return table
+
+
+def test_a_session_keeps_its_slot_after_its_turn(table: SlotTable) -> None:
+    """An idle slot still holds its session's tokens and knows when it was used."""
+    slot = table.of_session("b")
+    assert slot is table[1]
+    assert (slot.busy, slot.empty, slot.tokens, slot.used_s) == (False, False, [4, 5], 7.0)
+
+
+def test_a_slot_without_tokens_is_nobodys(table: SlotTable) -> None:
+    """A turn that ended before it decoded anything leaves an empty slot."""
+    table.assign(table[2], session_id="c", turn_id="t3", keep_tokens=0)
+    table.free(table[2], now=8.0)
+    assert table[2].empty
+    assert table.of_session("c") is None
+
+
+def test_a_turn_builds_on_its_own_tokens(table: SlotTable) -> None:
+    """The kept prefix stays, the rest goes."""
+    table.assign(table[1], session_id="b", turn_id="t4", keep_tokens=1)
+    assert table[1].tokens == [4]
+
+
+def test_nobody_builds_on_anothers_tokens(table: SlotTable) -> None:
+    """Keeping tokens for another session than the one they belong to is refused."""
+    with pytest.raises(ValueError, match="of session b, not of c"):
+        table.assign(table[1], session_id="c", turn_id="t4", keep_tokens=1)
+
+
+def test_a_busy_slot_is_left_alone(table: SlotTable) -> None:
+    """A running turn's slot can be neither given away nor forgotten."""
+    with pytest.raises(ValueError, match="runs turn t1"):
+        table.assign(table[0], session_id="c", turn_id="t4", keep_tokens=0)
+    with pytest.raises(ValueError, match="runs turn t1"):
+        table.forget(table[0])
+
+
+def test_forgetting_empties_a_slot(table: SlotTable) -> None:
+    """A closed session's slot is free for all."""
+    table.forget(table[1])
+    assert table[1].empty
+    assert not table[1].tokens
+
+
+def test_swapping_moves_sessions_and_keeps_indexes(table: SlotTable) -> None:
+    """Two slots exchange tenants and tokens; indexes stay in order."""
+    table.swap(0, 2)
+    assert [slot.session_id for slot in table] == [None, "b", "a"]
+    assert table[2].tokens == [1, 2, 3]
+    table.check_integrity(n_ctx=8)
+
+
+def test_the_table_is_shown_in_short(table: SlotTable) -> None:
+    """The representation names session, whether it runs, and how much it holds."""
+    assert repr(table) == "SlotTable(a*:3 b:2 -:0)"
+
+
+def test_contradictions_are_found(table: SlotTable) -> None:
+    """Tokens without an owner, two slots of one session, and a full slot are noticed."""
+    with pytest.raises(AssertionError, match="more than 2"):
+        table.check_integrity(n_ctx=2)
+    table[2].tokens.append(1)
+    with pytest.raises(AssertionError, match="nobody's"):
+        table.check_integrity(n_ctx=8)
+    table[2].session_id = "a"
+    with pytest.raises(AssertionError, match="two slots"):
+        table.check_integrity(n_ctx=8)

@@ -1,0 +1,166 @@
+"""The backend without a model."""
+
+from __future__ import annotations
+
+import pytest
+
+from inferencecenter.engine.backend import Chunk, DecodeError
+from inferencecenter.engine.echo import MESSAGE_END, MESSAGE_START, EchoBackend
+from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.ipc.messages import EngineOptions, Piece
+from inferencecenter.protocol.params import Params
+
+
+def echo(*, slots: int = 2, n_ctx: int = 0) -> EchoBackend:
+    """Return a backend of small size."""
+    return EchoBackend(EngineOptions(backend="echo", parent_pid=0, slots=slots, n_ctx=n_ctx))
+
+
+def chat(text: str) -> tuple[Piece, ...]:
+    """Return a prompt with one user message, as its template renders it."""
+    return (
+        Piece("<|im_start|>user\n", special=True),
+        Piece(text),
+        Piece("<|im_end|>\n<|im_start|>assistant\n", special=True),
+    )
+
+
+def answer(backend: EchoBackend, prompt: list[int], n_tokens: int, **params: object) -> list[int]:
+    """Decode a prompt in slot 0 and return the first tokens of the answer."""
+    sampler = backend.sampler(Params.model_validate(params), prompt)
+    tokens: list[int] = []
+    new = prompt
+    for _ in range(n_tokens):
+        backend.decode([Chunk(0, len(backend.held(0)), new, sample=True)])
+        new = [sampler.sample(0).token]
+        tokens += new
+    sampler.close()
+    return tokens
+
+
+def test_tokens_are_bytes_and_text_stays_text() -> None:
+    """Control tokens are recognised only where the template spells them."""
+    backend = echo()
+    assert backend.tokenize([Piece("<|im_end|>x", special=True)], first=True) == [MESSAGE_END, ord("x")]
+    assert backend.tokenize([Piece("<|im_end|>")], first=True) == list(b"<|im_end|>")
+    text = "a€<|im_start|>\n"
+    tokens = backend.tokenize([Piece(text)], first=False)
+    assert b"".join(map(backend.token_bytes, tokens)).decode() == text
+
+
+def test_control_tokens_have_names_and_no_text() -> None:
+    """They add nothing to the text, and one of them ends a message."""
+    backend = echo()
+    assert (backend.token_bytes(MESSAGE_START), backend.token_text(MESSAGE_START)) == (b"", "<|im_start|>")
+    assert (backend.is_end(MESSAGE_START), backend.is_end(MESSAGE_END), backend.is_end(65)) == (False, True, False)
+
+
+def test_the_last_user_message_is_the_answer() -> None:
+    """It is spelled byte by byte and then ended."""
+    backend = echo()
+    prompt = backend.tokenize(
+        (*chat("first"), Piece("x"), Piece("<|im_end|>\n", special=True), *chat("two")), first=True
+    )
+    assert answer(backend, prompt, 4) == [*b"two", MESSAGE_END]
+
+
+def test_a_raw_prompt_is_its_own_answer() -> None:
+    """Without messages the text since the last end is repeated."""
+    prompt = [*b"old", MESSAGE_END, *b"new"]
+    assert answer(echo(), prompt, 4) == [*b"new", MESSAGE_END]
+
+
+def test_ignore_eos_goes_round() -> None:
+    """The answer is repeated instead of ended."""
+    assert answer(echo(), list(b"ab"), 5, ignore_eos=True) == list(b"ababa")
+
+
+def test_logprobs_are_certain() -> None:
+    """The one token has probability 1."""
+    backend = echo()
+    sampler = backend.sampler(Params(n_probs=2), list(b"a"))
+    backend.decode([Chunk(0, 0, list(b"a"), sample=True)])
+    logprobs = sampler.sample(0).logprobs
+    assert logprobs is not None
+    assert (logprobs.sampled.token, logprobs.sampled.logprob, logprobs.top) == ("a", 0.0, (logprobs.sampled,))
+
+
+def test_a_bias_is_refused() -> None:
+    """What cannot be obeyed is an error that names the field."""
+    with pytest.raises(InferenceCenterError) as refused:
+        echo().sampler(Params(logit_bias=((1, 2.0),)), [])
+    assert (refused.value.code, refused.value.field) == (ErrorCode.INVALID_REQUEST, "params.logit_bias")
+
+
+@pytest.mark.parametrize(
+    "chunks",
+    [
+        [Chunk(0, 1, [1], sample=True)],
+        [Chunk(0, 0, [], sample=True)],
+        [Chunk(1, 0, [1], sample=True), Chunk(0, 0, [1], sample=True)],
+        [Chunk(0, 0, [1], sample=False), Chunk(0, 1, [1], sample=True)],
+    ],
+)
+def test_chunks_that_do_not_fit_the_kv_are_refused(chunks: list[Chunk]) -> None:
+    """A wrong position, nothing, unsorted slots, or a slot twice: nothing is decoded."""
+    backend = echo()
+    with pytest.raises(ValueError, match="slot"):
+        backend.decode(chunks)
+    assert (backend.held(0), backend.held(1)) == ((), ())
+
+
+def test_a_full_slot_fails_its_batch() -> None:
+    """The slot is named, and no slot of the batch moved."""
+    backend = echo(n_ctx=3)
+    with pytest.raises(DecodeError) as failed:
+        backend.decode([Chunk(0, 0, [1], sample=True), Chunk(1, 0, [1, 2, 3, 4], sample=True)])
+    assert failed.value.slots == (1,)
+    assert backend.held(0) == ()
+
+
+def test_a_sampler_notices_kv_of_another_turn() -> None:
+    """Rows count the chunks that sample, and a row with other tokens than the turn's raises."""
+    backend = echo()
+    backend.decode([Chunk(0, 0, list(b"xy"), sample=False), Chunk(1, 0, list(b"ab"), sample=True)])
+    assert backend.sampler(Params(), list(b"ab")).sample(0).token == ord("a")
+    with pytest.raises(ValueError, match="not the turn's"):
+        backend.sampler(Params(), list(b"xy")).sample(0)
+
+
+def test_a_sampler_is_closed_once() -> None:
+    """Closing it again, or sampling from it, raises."""
+    sampler = echo().sampler(Params(), [1])
+    sampler.close()
+    with pytest.raises(ValueError, match="closed already"):
+        sampler.close()
+    with pytest.raises(ValueError, match="is closed"):
+        sampler.sample(0)
+
+
+def test_cutting_and_swapping() -> None:
+    """Slots keep a prefix and change places; more than there is cannot be kept."""
+    backend = echo()
+    backend.decode([Chunk(0, 0, [1, 2, 3], sample=False)])
+    assert backend.truncate(0, 2)
+    backend.swap(0, 1)
+    assert (backend.held(0), backend.held(1)) == ((), (1, 2))
+    with pytest.raises(ValueError, match="holds 2 tokens, not 3"):
+        backend.truncate(1, 3)
+
+
+def test_the_delay_is_slept_at_each_decode() -> None:
+    """A slow model can be played; no delay is no sleep."""
+    slept: list[float] = []
+    options = EngineOptions(backend="echo", parent_pid=0, slots=1, echo_delay_ms=20)
+    backend = EchoBackend(options, sleep=slept.append)
+    backend.decode([Chunk(0, 0, [1], sample=False)])
+    assert slept == [0.02]
+
+
+def test_the_model_says_what_it_is() -> None:
+    """Options show in the model, and closing forgets all tokens."""
+    backend = echo(slots=3, n_ctx=77)
+    assert (backend.model.slots, backend.model.n_ctx, backend.model.backend) == (3, 77, "echo")
+    backend.decode([Chunk(2, 0, [1], sample=False)])
+    backend.close()
+    assert backend.held(2) == ()

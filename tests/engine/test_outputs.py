@@ -1,0 +1,228 @@
+"""What a turn says, token by token."""
+
+from __future__ import annotations
+
+import pytest
+
+from inferencecenter.engine.backend import Sampled
+from inferencecenter.engine.outputs import Turn, TurnOutput, failed, never_ran
+from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.ipc.messages import (
+    Delta,
+    Failed,
+    Finished,
+    TokenLogprob,
+    TokenLogprobs,
+    TurnEvent,
+    pack_tokens,
+    unpack_tokens,
+)
+from inferencecenter.protocol.params import Params
+
+END = 0
+
+
+class Words:
+    """A vocabulary of given byte strings; token 0 ends."""
+
+    def __init__(self, *words: bytes) -> None:
+        self._words = (b"<end>", *words)
+
+    def token_bytes(self, token: int) -> bytes:
+        """Return the word."""
+        return self._words[token]
+
+    def token_text(self, token: int) -> str:
+        """Return the word as text."""
+        return self._words[token].decode()
+
+    def is_end(self, token: int) -> bool:
+        """Tell whether it is the end token."""
+        return token == END
+
+
+def output_of(*words: bytes, n_ctx: int = 100, **params: object) -> TurnOutput:
+    """Return the output of a turn with a prompt of ten tokens, submitted at second 0 and started at 1."""
+    turn = Turn(turn_id="t", params=Params.model_validate(params), submitted_s=0.0, prompt_tokens=10)
+    output = TurnOutput(turn, Words(*words), n_ctx=n_ctx)
+    output.start(range(10), cached_tokens=4, now=1.0)
+    return output
+
+
+def push_all(output: TurnOutput, *tokens: int) -> list[TurnEvent]:
+    """Push tokens, one each half second from second 2 on."""
+    return [event for n, token in enumerate(tokens) for event in output.push(Sampled(token), now=2 + n / 2)]
+
+
+def shown(events: list[TurnEvent]) -> str:
+    """Return the text of all deltas."""
+    return "".join(event.text for event in events if isinstance(event, Delta))
+
+
+def finished(events: list[TurnEvent]) -> Finished:
+    """Return the one terminal event, which is the last."""
+    *others, last = events
+    assert isinstance(last, Finished)
+    assert not any(isinstance(event, Finished) for event in others)
+    return last
+
+
+def test_start_tells_the_prompt() -> None:
+    """The front learns the prompt's tokens and how many were cached."""
+    turn = Turn(turn_id="t", params=Params(), submitted_s=0.0, prompt_tokens=2)
+    started = TurnOutput(turn, Words(), n_ctx=9).start([5, 6], cached_tokens=1, now=0.5)
+    assert (unpack_tokens(started.tokens), started.cached_tokens) == ([5, 6], 1)
+
+
+def test_tokens_become_text_at_once() -> None:
+    """Each token is a delta with its id and its text."""
+    output = output_of(b"Hello", b" world")
+    assert push_all(output, 1, 2) == [
+        Delta("t", pack_tokens([1]), "Hello"),
+        Delta("t", pack_tokens([2]), " world"),
+    ]
+
+
+def test_the_end_token_ends_and_stays() -> None:
+    """The end token belongs to the history; its text is not shown but told."""
+    events = push_all(output_of(b"Hello"), 1, END)
+    end = finished(events)
+    assert shown(events) == "Hello"
+    assert (end.reason, end.stop, end.kept_tokens, end.kept_chars, end.end_text) == ("stop", None, 2, 5, "<end>")
+
+
+def test_times_and_counts() -> None:
+    """Times count from the submission in milliseconds, speed from the first token on."""
+    end = finished(push_all(output_of(b"a"), 1, 1, 1, END))
+    assert (end.queue_ms, end.ttft_ms, end.total_ms) == (1000.0, 2000.0, 3500.0)
+    assert (end.prompt_tokens, end.cached_tokens, end.generated_tokens) == (10, 4, 4)
+    assert end.tokens_per_s == 2.0
+
+
+def test_a_character_in_several_tokens_is_shown_whole() -> None:
+    """No delta carries part of a character."""
+    events = push_all(output_of(b"\xe2\x82", b"\xac!"), 1, 2)
+    assert [event.text for event in events if isinstance(event, Delta)] == ["", "€!"]
+
+
+def test_a_stop_string_is_never_shown() -> None:
+    """What could become the stop string is held back; tokens that were shown whole are kept."""
+    output = output_of(b"Hi", b" there.\n", b"Us", b"er", stop=["\nUser"])
+    events = push_all(output, 1, 2, 3, 4)
+    end = finished(events)
+    assert [event.text for event in events if isinstance(event, Delta)] == ["Hi", " there.", "", ""]
+    # The second token's line feed belongs to the stop string, so that token is not kept.
+    assert (end.reason, end.stop, end.kept_tokens, end.kept_chars, end.end_text) == ("stop", "\nUser", 1, 2, "")
+
+
+def test_a_stop_pattern_ends_the_answer() -> None:
+    """The pattern's source is what is reported."""
+    events = push_all(output_of(b"a", b"1", b"2", stop_regex=["[0-9]{2}"]), 1, 2, 3)
+    end = finished(events)
+    assert shown(events) == "a"
+    assert (end.reason, end.stop, end.kept_tokens, end.kept_chars) == ("stop", "[0-9]{2}", 1, 1)
+
+
+def test_held_text_is_shown_when_the_answer_ends_otherwise() -> None:
+    """A beginning of a stop string that the end token cut off was no stop string."""
+    events = push_all(output_of(b"a\n", stop=["\nUser"]), 1, END)
+    end = finished(events)
+    assert shown(events) == "a\n"
+    assert (end.stop, end.kept_tokens, end.kept_chars, end.end_text) == (None, 2, 2, "<end>")
+
+
+@pytest.mark.parametrize("reason", ["aborted", "time"])
+def test_ending_between_tokens_releases_held_text(reason: str) -> None:
+    """An abort shows what was held back and keeps its tokens."""
+    output = output_of(b"a\n", stop=["\nUser"])
+    push_all(output, 1)
+    delta, end = output.end(reason, now=3.0)
+    assert delta == Delta("t", b"", "\n")
+    assert isinstance(end, Finished)
+    assert (end.reason, end.kept_tokens, end.kept_chars, end.end_text) == (reason, 1, 2, "")
+
+
+def test_ending_without_held_text_is_one_event() -> None:
+    """There is no empty delta, and a turn that said nothing has zero counts."""
+    (end,) = output_of().end("aborted", now=3.0)
+    assert isinstance(end, Finished)
+    assert (end.kept_tokens, end.generated_tokens, end.tokens_per_s, end.ttft_ms) == (0, 0, 0.0, 3000.0)
+
+
+def test_max_tokens_ends_with_the_token_that_reaches_it() -> None:
+    """The last token is shown and kept."""
+    events = push_all(output_of(b"a\n", stop=["\nUser"], max_tokens=2), 1, 1)
+    end = finished(events)
+    assert shown(events) == "a\na\n"
+    assert (end.reason, end.kept_tokens, end.kept_chars) == ("length", 2, 4)
+
+
+def test_a_full_context_ends_the_answer() -> None:
+    """Prompt and answer together fill the context, no more."""
+    end = finished(push_all(output_of(b"a", n_ctx=12), 1, 1))
+    assert (end.reason, end.generated_tokens, end.kept_tokens) == ("context_full", 2, 2)
+
+
+def test_a_loop_ends_the_answer() -> None:
+    """Two tokens in turn, three times over."""
+    end = finished(push_all(output_of(b"a", b"b", stop_on_repetition=3), 1, 2, 1, 2, 1, 2))
+    assert (end.reason, end.generated_tokens, end.kept_tokens) == ("repetition", 6, 6)
+
+
+def test_time_is_up_counts_from_the_submission() -> None:
+    """A turn is overdue from its limit on, and a token that comes later is its last."""
+    output = output_of(b"a", max_time_ms=2400)
+    assert not output.overdue(2.3)
+    assert output.overdue(2.4)
+    end = finished(push_all(output, 1, 1))
+    assert (end.reason, end.generated_tokens, end.kept_tokens) == ("time", 2, 2)
+
+
+def test_without_a_limit_no_turn_is_overdue() -> None:
+    """A turn may take for ever."""
+    assert not output_of().overdue(1e9)
+
+
+def test_the_end_token_counts_before_any_limit() -> None:
+    """An answer that ends with its last allowed token ended by itself."""
+    assert finished(push_all(output_of(b"a", max_tokens=2), 1, END)).reason == "stop"
+
+
+def test_an_unfinished_character_is_dropped_with_its_token() -> None:
+    """The history has no gaps: behind a token that is not kept, the end token is not kept either."""
+    events = push_all(output_of(b"a", b"\xe2\x82"), 1, 2, END)
+    end = finished(events)
+    assert shown(events) == "a"
+    assert (end.generated_tokens, end.kept_tokens, end.kept_chars, end.end_text) == (3, 1, 1, "")
+
+
+def test_logprobs_ride_with_their_token() -> None:
+    """A delta carries the logprobs of its token, also when its text is still held back."""
+    logprobs = TokenLogprobs(TokenLogprob("\n", 1, -0.1), ())
+    (delta,) = output_of(b"\n", stop=["\nUser"], n_probs=1).push(Sampled(1, logprobs), now=2.0)
+    assert delta == Delta("t", pack_tokens([1]), "", (logprobs,))
+
+
+def test_a_turn_ends_once() -> None:
+    """A second terminal event raises instead of being sent."""
+    output = output_of(b"a", max_tokens=1)
+    assert not output.ended
+    push_all(output, 1)
+    assert output.ended
+    with pytest.raises(ValueError, match="ended already"):
+        output.end("aborted", now=9.0)
+    with pytest.raises(ValueError, match="ended already"):
+        output.fail(InferenceCenterError(ErrorCode.INTERNAL))
+
+
+def test_a_failure_carries_what_helps() -> None:
+    """Code, message, hint and field reach the front."""
+    error = InferenceCenterError(ErrorCode.INVALID_REQUEST, "No.", hint="Try.", field="params.seed")
+    expected = Failed(turn_id="t", code="invalid_request", message="No.", hint="Try.", field="params.seed")
+    assert output_of().fail(error) == expected == failed("t", error)
+
+
+def test_a_turn_that_never_ran_spent_its_time_waiting() -> None:
+    """It has times and no tokens."""
+    end = never_ran("t", "aborted", waited_s=0.5)
+    assert (end.reason, end.queue_ms, end.total_ms, end.generated_tokens) == ("aborted", 500.0, 500.0, 0)

@@ -1,0 +1,131 @@
+"""Frames between the processes."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from inferencecenter.ipc.framing import MAX_FRAME_BYTES, FrameError, encode, from_engine_decoder, to_engine_decoder
+from inferencecenter.ipc.messages import (
+    Abort,
+    Configure,
+    Delta,
+    EngineOptions,
+    Failed,
+    Log,
+    Piece,
+    Position,
+    Progress,
+    Release,
+    Started,
+    Step,
+    Submit,
+    ToEngine,
+    TokenLogprob,
+    TokenLogprobs,
+    pack_tokens,
+    unpack_tokens,
+)
+
+SUBMIT = Submit(
+    turn_id="t",
+    session_id="s",
+    client_id="c",
+    priority=1,
+    tokens=pack_tokens([1, 2]),
+    pieces=(Piece("<|im_end|>", special=True), Piece("zwölf €")),
+    params_json=b"{}",
+)
+TO_ENGINE: list[ToEngine] = [
+    Configure(EngineOptions(backend="echo", parent_pid=1)),
+    SUBMIT,
+    Abort("t"),
+    Release("s"),
+]
+STEP = Step(
+    events=(
+        Position("t", 3),
+        Started("t", pack_tokens([1]), 0),
+        Progress("t", 1, 2),
+        Delta("t", pack_tokens([7]), "€", (TokenLogprobs(TokenLogprob("€", 7, -0.5), ()),)),
+        Failed(turn_id="t", code="internal", message="No."),
+    ),
+    running=1,
+    waiting=2,
+    rss_bytes=3,
+)
+
+
+@given(st.lists(st.integers(0, 2**31 - 1), max_size=20))
+def test_tokens_survive_packing(tokens: list[int]) -> None:
+    """Four bytes a token, little-endian, and back."""
+    packed = pack_tokens(tokens)
+    assert len(packed) == 4 * len(tokens)
+    assert unpack_tokens(packed) == tokens
+
+
+def test_packed_tokens_are_little_endian() -> None:
+    """The bytes are the same on any machine that reads them."""
+    assert pack_tokens([1, 256]) == b"\x01\0\0\0\0\x01\0\0"
+
+
+@given(st.lists(st.integers(1, 40), max_size=40))
+def test_messages_survive_any_cutting(cuts: list[int]) -> None:
+    """However the bytes are cut, the same messages come out, in order, and nothing is left over."""
+    data = b"".join(map(encode, TO_ENGINE))
+    decoder = to_engine_decoder()
+    received: list[ToEngine] = []
+    for cut in cuts:
+        received += decoder.feed(data[:cut])
+        data = data[cut:]
+    received += decoder.feed(data)
+    assert received == TO_ENGINE
+    assert decoder.pending_bytes == 0
+
+
+def test_a_step_carries_its_events_in_order() -> None:
+    """The union of events is told apart by tag."""
+    decoder = from_engine_decoder()
+    assert decoder.feed(encode(STEP) + encode(Log("info", "x", "engine"))) == [STEP, Log("info", "x", "engine")]
+
+
+def test_part_of_a_frame_waits_for_its_rest() -> None:
+    """A torn frame is known by what is pending."""
+    decoder = to_engine_decoder()
+    assert decoder.feed(encode(SUBMIT)[:-1]) == []
+    assert decoder.pending_bytes == len(encode(SUBMIT)) - 1
+
+
+def test_a_frame_beyond_the_limit_is_refused_by_its_length() -> None:
+    """The length alone is enough: nobody waits for 4 GiB."""
+    with pytest.raises(FrameError, match="4294967295 bytes exceeds"):
+        to_engine_decoder().feed(b"\xff\xff\xff\xff")
+    decoder = to_engine_decoder(max_frame_bytes=len(encode(SUBMIT)) - 5)
+    with pytest.raises(FrameError, match="exceeds"):
+        decoder.feed(encode(SUBMIT))
+
+
+def test_a_message_beyond_the_limit_is_not_sent() -> None:
+    """The sender learns it, not the receiver."""
+    with pytest.raises(FrameError, match="a Release of"):
+        encode(Release("x" * MAX_FRAME_BYTES))
+
+
+@given(st.binary(min_size=1, max_size=60))
+def test_garbage_is_refused_or_pending(garbage: bytes) -> None:
+    """No bytes make the decoder raise anything but its own error."""
+    decoder = to_engine_decoder()
+    try:
+        messages = decoder.feed(len(garbage).to_bytes(4, "little") + garbage)
+    except FrameError:
+        return
+    assert all(isinstance(message, ToEngine) for message in messages)
+
+
+def test_each_end_refuses_the_others_messages() -> None:
+    """A frame of the wrong direction is no message."""
+    with pytest.raises(FrameError, match="no message"):
+        to_engine_decoder().feed(encode(STEP))
+    with pytest.raises(FrameError, match="no message"):
+        from_engine_decoder().feed(encode(SUBMIT))
