@@ -1,0 +1,58 @@
+"""Who owns sessions, and where their events go."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Final, Protocol
+
+from inferencecenter.errors import ErrorCode, InferenceCenterError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from inferencecenter.protocol.base import Event
+    from inferencecenter.protocol.values import Priority
+
+PRIORITY_SCOPE: Final = "priority"
+
+PRIORITY_RANK: Final[Mapping[str, int]] = MappingProxyType({"interactive": 0, "normal": 1, "batch": 2})
+"""Lower goes first, as the engine orders turns."""
+
+
+@dataclass(frozen=True, slots=True)
+class Client:
+    """An account as sessions see it; any number of sockets may act for it."""
+
+    client_id: str
+    max_sessions: int
+    priority: Priority
+    scopes: frozenset[str]
+
+    def allow_priority(self, wanted: Priority | None, *, otherwise: Priority) -> Priority:
+        """Return the class to use.
+
+        Args:
+            wanted: What the frame asks for.
+            otherwise: What holds when it asks for none.
+
+        Raises:
+            InferenceCenterError: ``forbidden`` for a class above the client's own without the scope.
+        """
+        if wanted is None:
+            return otherwise
+        if PRIORITY_RANK[wanted] < PRIORITY_RANK[self.priority] and PRIORITY_SCOPE not in self.scopes:
+            raise InferenceCenterError(
+                ErrorCode.FORBIDDEN,
+                f"priority is {wanted}, above this client's {self.priority}",
+                field="priority",
+                hint=f"Leave it out, or use a token with the scope {PRIORITY_SCOPE}.",
+            )
+        return wanted
+
+
+class EventSink(Protocol):
+    """A socket as a session sees it."""
+
+    def send(self, event: Event) -> None:
+        """Take an event for the client; never blocks, never raises."""

@@ -1,0 +1,65 @@
+"""What is counted over all sessions, and what is told of each turn that ended."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+WINDOW_S: Final = 10
+
+
+@dataclass(frozen=True, slots=True)
+class TurnRecord:
+    """How one turn went. ``finish`` is the wire's ``finish_reason``, or the error code of a turn that failed."""
+
+    client_id: str
+    session_id: str
+    turn_id: str
+    finish: str
+    queue_ms: float
+    ttft_ms: float
+    total_ms: float
+    prompt_tokens: int
+    cached_tokens: int
+    tokens: int
+    tps: float
+
+
+class TurnObserver(Protocol):
+    """Whoever wants to hear of each turn that ended, as metrics do."""
+
+    def turn_ended(self, record: TurnRecord) -> None:
+        """Take note; never blocks, never raises."""
+
+
+@dataclass(frozen=True, slots=True)
+class Totals:
+    """Readings over all sessions; ``tokens_per_s`` is the mean of the last ten seconds."""
+
+    active_generations: int
+    total_sessions: int
+    last_tps: float
+    last_ttft_ms: float
+    total_tokens_generated: int
+    tokens_per_s: float
+
+
+class TokenMeter:
+    """Counts generated tokens, in all and over the last ten seconds; times are seconds of any clock that only rises."""
+
+    def __init__(self) -> None:
+        self.total = 0
+        self._seconds: deque[tuple[int, int]] = deque(maxlen=WINDOW_S + 1)
+
+    def add(self, n_tokens: int, *, now: float) -> None:
+        """Count ``n_tokens`` generated at ``now``."""
+        self.total += n_tokens
+        second = int(now)
+        if self._seconds and self._seconds[-1][0] == second:
+            n_tokens += self._seconds.pop()[1]
+        self._seconds.append((second, n_tokens))
+
+    def per_s(self, *, now: float) -> float:
+        """Return tokens a second over the last ten seconds."""
+        return sum(n_tokens for second, n_tokens in self._seconds if second > now - WINDOW_S) / WINDOW_S

@@ -1,0 +1,1 @@
+"""Keeps the engine process alive and speaks to it for everybody else."""

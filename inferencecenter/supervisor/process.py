@@ -1,0 +1,136 @@
+"""One engine process, from its start to the moment it is gone."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+import threading
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+import structlog
+
+from inferencecenter.ipc.channel import Channel
+from inferencecenter.ipc.messages import Configure
+from inferencecenter.tasks import TaskGroup
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from inferencecenter.ipc.messages import EngineOptions, FromEngine, ToEngine
+
+MODULE: Final = "inferencecenter.engine"
+EXIT_GRACE_S: Final = 3.0
+"""How long a process may outlive its pipe before it is killed."""
+_MAX_LINE_BYTES: Final = 16 * 1024
+_MAX_SHOWN_CHARS: Final = 400
+
+_log = structlog.get_logger("engine")
+
+
+class EngineProcess:
+    """A running ``python -m inferencecenter.engine`` and the channel to it; made by ``spawn``."""
+
+    def __init__(self, process: asyncio.subprocess.Process, channel: Channel) -> None:
+        self._process = process
+        self._channel = channel
+        self._tasks = TaskGroup("engine-process")
+        self._last_line = ""
+        self._output = self._tasks.spawn(self._log_output(), name="output")
+
+    @property
+    def pid(self) -> int:
+        """The process id."""
+        return self._process.pid
+
+    @classmethod
+    async def spawn(
+        cls, options: EngineOptions, *, on_message: Callable[[FromEngine], None], keep_open: Sequence[int] = ()
+    ) -> EngineProcess:
+        """Start an engine.
+
+        To be called from the main thread: the kernel kills the engine when the *thread* that started it ends.
+
+        Args:
+            options: Sent as the first frame, with this process as the parent.
+            on_message: Called on the event loop with whatever the engine says.
+            keep_open: File descriptors that stay open in the engine.
+
+        Raises:
+            OSError: The process cannot be started.
+        """
+        assert threading.current_thread() is threading.main_thread(), "PR_SET_PDEATHSIG watches the spawning thread"
+        ours, theirs = socket.socketpair()
+        channel = await Channel.open(ours, on_message)
+        try:
+            process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-m",
+                MODULE,
+                "--fd",
+                str(theirs.fileno()),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.STDOUT,
+                pass_fds=(theirs.fileno(), *keep_open),
+            )
+        except BaseException:
+            channel.abort()
+            raise
+        finally:
+            theirs.close()
+        channel.send(Configure(msgspec.structs.replace(options, parent_pid=os.getpid())))
+        return cls(process, channel)
+
+    def send(self, message: ToEngine) -> None:
+        """Send a message; nothing happens when the engine is gone.
+
+        Raises:
+            FrameError: The message is too large for a frame.
+        """
+        self._channel.send(message)
+
+    def close(self) -> None:
+        """Ask the engine to end by closing the pipe."""
+        self._channel.close()
+
+    def kill(self) -> None:
+        """End the engine at once."""
+        if self._process.returncode is None:
+            os.kill(self._process.pid, signal.SIGKILL)
+
+    async def gone(self) -> str:
+        """Wait until the pipe has been read to its end and the process is gone; return how it ended, in words."""
+        fault = await self._channel.lost()
+        try:
+            async with asyncio.timeout(EXIT_GRACE_S):
+                status = await self._process.wait()
+        except TimeoutError:
+            self.kill()
+            status = await self._process.wait()
+        await asyncio.wait([self._output])
+        reason = fault or self._last_line
+        how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
+        return f"the engine {how}: {reason}" if reason else f"the engine {how}"
+
+    async def _log_output(self) -> None:
+        """Log what the process writes outside the channel: Python's and llama.cpp's last words."""
+        stream = self._process.stdout
+        assert stream is not None, "the process was started with a pipe"
+        rest = b""
+        while chunk := await stream.read(_MAX_LINE_BYTES):
+            *lines, rest = (rest + chunk).split(b"\n")
+            if len(rest) > _MAX_LINE_BYTES:
+                lines, rest = [*lines, rest], b""
+            for line in lines:
+                self._log_line(line)
+        self._log_line(rest)
+
+    def _log_line(self, line: bytes) -> None:
+        text = line.decode(errors="replace").strip()
+        if text:
+            self._last_line = text[:_MAX_SHOWN_CHARS]
+            _log.warning("engine_output", line=text, pid=self.pid)
