@@ -90,17 +90,20 @@ class Context:
             ValueError: There are no chunks, they do not continue their slots, or they are out of order.
         """
         self._check(chunks)
+        full = [chunk.slot for chunk in chunks if chunk.start + len(chunk.tokens) > self.n_ctx]
+        if full:
+            self._fail(full, f"a slot holds {self.n_ctx} tokens at most")
+        slots = [chunk.slot for chunk in chunks]
         for part in split(chunks, self._n_batch):
             status = lib.llama_decode(self.handle, self._arrays.fill(part))
             if status:
-                self._fail([chunk.slot for chunk in chunks], _FAILURES.get(status, f"llama_decode gave {status}"))
+                self._fail(slots, _FAILURES.get(status, f"llama_decode gave {status}"))
         # The first read of the logits waits for the device and puts the rows in batch order.
         lib.llama_get_logits(self.handle)
         for chunk in chunks:
             self._lengths[chunk.slot] = chunk.start + len(chunk.tokens)
-        lost = [chunk.slot for chunk in chunks if not self._is_whole(chunk.slot)]
-        if lost:
-            self._fail(lost, "llama.cpp lost count of its tokens")
+        if not all(map(self._is_whole, slots)):
+            self._fail(slots, "llama.cpp lost count of its tokens")
 
     def batch_index(self, row: int) -> int:
         """Return where in the last batch the ``row``-th chunk with ``sample`` set has its logits."""
@@ -157,13 +160,13 @@ class Context:
             raise ValueError("a batch needs a chunk")
         previous = -1
         for chunk in chunks:
-            slot, end = chunk.slot, chunk.start + len(chunk.tokens)
+            slot = chunk.slot
             if not previous < slot < self.slots:
                 raise ValueError(f"slot {slot} after slot {previous}: chunks go by ascending slot, one a slot")
-            if chunk.start != self._lengths[slot] or not chunk.start < end <= self.n_ctx:
+            if chunk.start != self._lengths[slot] or not chunk.tokens:
                 raise ValueError(
-                    f"slot {slot} holds {self._lengths[slot]} of {self.n_ctx} tokens; "
-                    f"a chunk cannot be positions {chunk.start} to {end}"
+                    f"slot {slot} holds {self._lengths[slot]} tokens; "
+                    f"a chunk of {len(chunk.tokens)} at {chunk.start} does not continue it"
                 )
             previous = slot
 

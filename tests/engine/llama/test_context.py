@@ -159,22 +159,24 @@ def test_swap_with_an_empty_slot_and_with_itself(demo: Loaded) -> None:
         [Chunk(8, 0, [1], sample=True)],
         [Chunk(0, 1, [1], sample=True)],
         [Chunk(0, 0, [], sample=False)],
-        [Chunk(0, 0, [1] * 257, sample=False)],
     ],
-    ids=["none", "descending", "twice", "no such slot", "gap", "empty", "too long"],
+    ids=["none", "descending", "twice", "no such slot", "gap", "empty"],
 )
 def test_decode_refuses_chunks_that_break_the_contract(demo: Loaded, chunks: list[Chunk]) -> None:
-    """Chunks out of order, out of place or too long never reach llama.cpp, and no slot changes."""
+    """Chunks out of order, out of place or without tokens never reach llama.cpp, and no slot changes."""
     with pytest.raises(ValueError, match=r"chunk|slot"):
         demo.context.decode(chunks)
     assert [demo.context.length(slot) for slot in range(8)] == [0] * 8
 
 
 def test_a_full_slot_is_the_end_of_it(demo: Loaded) -> None:
-    """A slot takes exactly ``n_ctx`` tokens."""
+    """A slot takes exactly ``n_ctx`` tokens; one more fails it, and the rest of the batch is not decoded."""
     demo.feed(0, [1] * 256)
-    with pytest.raises(ValueError, match="holds 256 of 256"):
-        demo.feed(0, [1])
+    with pytest.raises(DecodeError, match="256 tokens at most") as failure:
+        demo.context.decode([Chunk(0, 256, [1], sample=True), Chunk(1, 0, [1], sample=True)])
+    assert failure.value.slots == (0,)
+    assert (demo.context.length(0), demo.context.length(1)) == (0, 0)
+    demo.feed(1, [1])
 
 
 @pytest.mark.parametrize("status", [1, 2, -1, -2, -3, 77])
@@ -208,7 +210,7 @@ def test_token_outside_the_vocabulary_is_refused_by_llama_cpp(demo: Loaded) -> N
 
 
 def test_lost_tokens_are_noticed(demo: Loaded) -> None:
-    """A slot whose memory is not what it should be after a decode is emptied and reported."""
+    """A batch after which a slot's memory is not what it should be has failed as a whole: all its slots moved."""
     demo.feed(0, [1, 2, 3])
     demo.feed(1, [1, 2, 3])
     memory = lib.llama_get_memory(demo.context.handle)
@@ -223,8 +225,8 @@ def test_lost_tokens_are_noticed(demo: Loaded) -> None:
         patch.setattr(lib, "llama_decode", forgetful)
         with pytest.raises(DecodeError, match="lost count") as failure:
             demo.context.decode([Chunk(0, 3, [4], sample=True), Chunk(1, 3, [4], sample=True)])
-    assert failure.value.slots == (1,)
-    assert (demo.context.length(0), demo.context.length(1)) == (4, 0)
+    assert failure.value.slots == (0, 1)
+    assert (demo.context.length(0), demo.context.length(1)) == (0, 0)
 
 
 def test_failed_restore_empties_both_slots(demo: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
