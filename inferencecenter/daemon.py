@@ -1,0 +1,253 @@
+"""Composition root: puts the parts of the daemon together, runs them, and takes them apart again.
+
+The only module that names the concrete classes. What can be wrong with a configuration (state directory, port, client
+file, parameters, model file) is found here, before or while the first engine starts, and ends the daemon.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import os
+import resource
+import signal
+import time
+from contextlib import AsyncExitStack, ExitStack
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+import structlog
+import uvloop
+
+from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.hardware.nvml import Gpu
+from inferencecenter.ipc.messages import EngineOptions
+from inferencecenter.protocol.params import Params, parse_params
+from inferencecenter.server.accounts import Accounts
+from inferencecenter.server.app import create_app
+from inferencecenter.server.clients_file import load_clients
+from inferencecenter.server.context import Context
+from inferencecenter.server.control import ControlSocket
+from inferencecenter.server.first_run import ensure_admin
+from inferencecenter.server.listener import Listener, bind
+from inferencecenter.sessions.registry import Sessions
+from inferencecenter.supervisor.backoff import RestartPolicy
+from inferencecenter.supervisor.supervisor import Supervisor
+from inferencecenter.telemetry.metrics import Metrics
+
+if TYPE_CHECKING:
+    import socket
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from inferencecenter.ipc.port import EngineStatus
+    from inferencecenter.settings import Settings
+
+ACCOUNTS_FILE: Final = "accounts.sqlite3"
+_LOCK_FILE: Final = "daemon.lock"
+_ENGINE_LOCK_FILE: Final = "engine.lock"
+_MAX_WORKER_THREADS: Final = 8
+
+_log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Announcement:
+    """What whoever started the daemon should know; ``admin_token`` only on the first run."""
+
+    address: str
+    admin_token: str | None
+    model: str
+
+
+def serve(settings: Settings, *, announce: Callable[[Announcement], None]) -> int:
+    """Run the daemon until SIGINT or SIGTERM and return the exit code.
+
+    The first signal lets running turns finish for ``server.shutdown_timeout_s``; a second one ends it at once.
+
+    Raises:
+        InferenceCenterError: What keeps the daemon from running: ``invalid_config``, ``invalid_model_file``,
+            ``address_in_use`` or ``storage_unavailable``.
+    """
+    _allow_many_sockets()
+    with ExitStack() as held:
+        held.enter_context(_only_daemon(settings.state_dir))
+        sockets = bind(settings.server.host, settings.server.port)
+        for listening in sockets:
+            held.callback(listening.close)
+        static = {}
+        if settings.auth.clients_file is not None:
+            static = load_clients(
+                settings.auth.clients_file,
+                default_max_sessions=settings.auth.default_max_sessions,
+                default_priority=settings.auth.default_priority,
+            )
+        accounts = Accounts.open(settings.state_dir / ACCOUNTS_FILE, clock=time.time, static=static)
+        held.callback(accounts.close)
+        config_params = parse_config_params(settings)
+        announcement = Announcement(
+            address=_address(settings, sockets),
+            admin_token=ensure_admin(accounts, settings.state_dir),
+            model=settings.model.name or settings.model.path.name,
+        )
+        with contextlib.suppress(KeyboardInterrupt):
+            uvloop.run(
+                _run(
+                    settings,
+                    accounts=accounts,
+                    config_params=config_params,
+                    sockets=sockets,
+                    on_listening=lambda: announce(announcement),
+                )
+            )
+    return 0
+
+
+def parse_config_params(settings: Settings) -> Params:
+    """Return the configuration's level of parameters.
+
+    Raises:
+        InferenceCenterError: ``invalid_config``.
+    """
+    try:
+        return parse_params(settings.params)
+    except InferenceCenterError as error:
+        raise InferenceCenterError(
+            ErrorCode.INVALID_CONFIG, error.message, hint=error.hint, field=error.field
+        ) from error
+
+
+async def _run(
+    settings: Settings,
+    *,
+    accounts: Accounts,
+    config_params: Params,
+    sockets: list[socket.socket],
+    on_listening: Callable[[], None],
+) -> None:
+    metrics = Metrics()
+    supervisor = Supervisor(
+        _engine_options(settings),
+        policy=RestartPolicy(
+            min_s=settings.engine.restart_backoff_min_s,
+            max_s=settings.engine.restart_backoff_max_s,
+        ),
+        max_queue=settings.engine.max_queue,
+        lock_path=settings.state_dir / _ENGINE_LOCK_FILE,
+    )
+    sessions = Sessions(
+        engine=supervisor,
+        config_params=config_params,
+        max_sessions=settings.sessions.max_sessions,
+        default_ttl_s=settings.sessions.default_ttl_s,
+        observer=metrics,
+    )
+    context = Context.create(
+        settings.server, engine=supervisor, sessions=sessions, accounts=accounts, gpu=Gpu(), metrics=metrics
+    )
+    listener = Listener(create_app(context), settings.server, drain=context.drain)
+
+    def stop_when_no_model(_: EngineStatus) -> None:
+        if supervisor.load_failure is not None:
+            listener.stop()
+
+    supervisor.subscribe(stop_when_no_model)
+    async with AsyncExitStack() as running:
+        control = ControlSocket(settings.state_dir, tokens_changed=context.tokens_changed)
+        control.open()
+        running.callback(control.close)
+        running.push_async_callback(context.close)
+        _stop_on_signals(listener)
+        await supervisor.start()
+        running.push_async_callback(supervisor.stop)
+        on_listening()
+        await listener.serve(sockets)
+    if supervisor.load_failure is not None:
+        raise supervisor.load_failure
+    _log.info("stopped")
+
+
+def _stop_on_signals(listener: Listener) -> None:
+    """Stop at the first signal, and give the second one back its usual effect."""
+    loop = asyncio.get_running_loop()
+    signals = (signal.SIGINT, signal.SIGTERM)
+
+    def stop(received: signal.Signals) -> None:
+        _log.info("stopping", signal=received.name)
+        for each in signals:
+            loop.remove_signal_handler(each)
+        listener.stop()
+
+    for each in signals:
+        loop.add_signal_handler(each, stop, each)
+
+
+def _engine_options(settings: Settings) -> EngineOptions:
+    engine = settings.engine
+    return EngineOptions(
+        backend=engine.backend,
+        parent_pid=os.getpid(),
+        model_path=str(settings.model.path),
+        model_name=settings.model.name or "",
+        slots=engine.slots,
+        n_ctx=engine.n_ctx,
+        n_gpu_layers=engine.n_gpu_layers,
+        n_threads=engine.n_threads,
+        n_threads_batch=engine.n_threads_batch,
+        n_batch=engine.n_batch,
+        n_ubatch=engine.n_ubatch,
+        kv_type_k=engine.kv_type_k,
+        kv_type_v=engine.kv_type_v,
+        flash_attention=engine.flash_attention,
+        use_mmap=engine.use_mmap,
+        use_mlock=engine.use_mlock,
+        prefill_grid_tokens=engine.prefill_grid_tokens,
+        target_step_ms=engine.target_step_ms,
+        worker_threads=engine.worker_threads or min(len(os.sched_getaffinity(0)), _MAX_WORKER_THREADS),
+        echo_delay_ms=engine.echo_delay_ms,
+    )
+
+
+def _address(settings: Settings, sockets: list[socket.socket]) -> str:
+    host = settings.server.host
+    shown = f"[{host}]" if ":" in host else host
+    return f"http://{shown}:{sockets[0].getsockname()[1]}{settings.server.base_path}/"
+
+
+def _allow_many_sockets() -> None:
+    """Raise the soft limit of open files to the hard one: each connection takes a descriptor."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+@contextlib.contextmanager
+def _only_daemon(state_dir: Path) -> Iterator[None]:
+    """Make the state directory, readable by its owner only, and hold it for this daemon alone.
+
+    Raises:
+        InferenceCenterError: ``storage_unavailable``.
+    """
+    path = state_dir / _LOCK_FILE
+    try:
+        state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise InferenceCenterError(
+            ErrorCode.STORAGE_UNAVAILABLE,
+            f"{path} cannot be opened: {error.strerror}",
+            hint="The state directory must be writable; choose another with state_dir.",
+            field="state_dir",
+        ) from error
+    with ExitStack() as held:
+        held.callback(os.close, descriptor)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise InferenceCenterError(
+                ErrorCode.STORAGE_UNAVAILABLE,
+                f"another daemon uses {state_dir}",
+                hint="Stop it, or give this one another state_dir.",
+                field="state_dir",
+            ) from None
+        yield
