@@ -1,0 +1,1 @@
+"""What the machine is made of and how it feels."""

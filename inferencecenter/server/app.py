@@ -1,0 +1,31 @@
+"""The ASGI application: which path leads where."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from starlette.applications import Starlette
+from starlette.routing import BaseRoute, Route, WebSocketRoute
+
+from inferencecenter.server.endpoint import WebSocketEndpoint
+from inferencecenter.server.pages import Pages
+
+if TYPE_CHECKING:
+    from inferencecenter.server.context import Context
+
+SOCKET_PATHS: Final = ("/", "/ws", "/api/inference", "/api/inference/")
+
+
+def create_app(context: Context) -> Starlette:
+    """Return the application for one port, under the base path of the settings."""
+    base, pages = context.settings.base_path, Pages(context)
+    paths = [base + path for path in SOCKET_PATHS] + ([base] if base else [])
+    endpoint = WebSocketEndpoint(context)
+    routes: list[BaseRoute] = [WebSocketRoute(path, endpoint) for path in paths]
+    routes += [Route(path, pages.about) for path in paths]
+    routes += [
+        Route(base + "/healthz", pages.healthz),
+        Route(base + "/readyz", pages.readyz),
+        Route(base + "/metrics", pages.metrics),
+    ]
+    return Starlette(routes=routes)

@@ -1,0 +1,187 @@
+"""What each op does: one table from op to handler and the scope it needs.
+
+Handlers are plain calls that return the answer at once or arrange for it: the task that reads a socket never waits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Final
+
+import structlog
+
+from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.protocol import events, requests
+from inferencecenter.protocol.close import CloseCode
+from inferencecenter.server import standing
+from inferencecenter.server.authentication import KeyCredential, TokenCredential
+from inferencecenter.server.scopes import Scope
+from inferencecenter.server.states import ConnectionState
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from inferencecenter.protocol.base import Event, Request
+    from inferencecenter.protocol.codec import Frame
+    from inferencecenter.server.connection import Connection
+
+_log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """What an op does. ``scope`` is what the client must hold; ``None`` is open to sockets not yet authenticated.
+
+    ``starts_work`` marks ops that a draining connection refuses.
+    """
+
+    handler: Callable[[Connection, Any], Event | None]
+    scope: Scope | None = Scope.USER
+    starts_work: bool = False
+
+
+def run(connection: Connection, frame: Frame) -> None:
+    """Do what a frame asks, and send its answer or what went wrong."""
+    request: Request | None = None
+    try:
+        command = COMMANDS.get(frame.op)
+        if not connection.authenticated and (command is None or command.scope is not None):
+            raise InferenceCenterError(
+                ErrorCode.NOT_AUTHENTICATED, hint='Send {"op": "auth", "token": …} or client_id with api_key.'
+            )
+        request = frame.parse()
+        command = COMMANDS[frame.op]
+        _admit(connection, command)
+        answer = command.handler(connection, request)
+    except InferenceCenterError as error:
+        connection.fail(error, request_id=frame.id, request=request)
+    except Exception:  # noqa: BLE001 - the border: a defect here must not take the other sessions' socket down
+        _log.exception("command_failed", op=frame.op)
+        connection.fail(InferenceCenterError(ErrorCode.INTERNAL), request_id=frame.id, request=request)
+    else:
+        if answer is not None:
+            connection.send(answer if frame.id is None else answer.model_copy(update={"id": frame.id}))
+
+
+def _admit(connection: Connection, command: Command) -> None:
+    if command.scope is not None and command.scope not in connection.client.scopes:
+        raise InferenceCenterError(
+            ErrorCode.FORBIDDEN, f"this needs the scope {command.scope}", hint="Use a token of a client that has it."
+        )
+    if command.starts_work and connection.state is ConnectionState.DRAINING:
+        raise InferenceCenterError(
+            ErrorCode.ENGINE_UNAVAILABLE, "the daemon is about to stop", hint="Reconnect when it is back."
+        )
+
+
+def _hello(connection: Connection, request: requests.Hello) -> Event:
+    if request.protocol is not None:
+        connection.speak_v1()
+    return connection.greeting()
+
+
+def _auth(connection: Connection, request: requests.Auth) -> Event | None:
+    if connection.authenticated:
+        raise InferenceCenterError(
+            ErrorCode.INVALID_REQUEST, "this socket is authenticated already", hint="Open another one."
+        )
+    if request.protocol is not None:
+        connection.speak_v1()
+    credential = (
+        TokenCredential(request.token)
+        if request.token is not None
+        else KeyCredential(request.client_id or "", request.api_key or "")
+    )
+    try:
+        account = connection.context.authenticator.authenticate(credential, address=connection.address)
+        connection.authenticate(account)
+    except InferenceCenterError as error:
+        if error.code not in (ErrorCode.NOT_AUTHENTICATED, ErrorCode.RATE_LIMITED):
+            raise
+        connection.send(events.AuthFailed(id=request.id, reason=error.message, retry_after_ms=error.retry_after_ms))
+        if error.code is ErrorCode.RATE_LIMITED:
+            connection.close(CloseCode.TOO_MANY, error.message)
+        return None
+    return connection.welcome()
+
+
+def _create_session(connection: Connection, request: requests.CreateSession) -> Event:
+    return connection.context.sessions.create(connection.client, request, connection)
+
+
+def _infer(connection: Connection, request: requests.Infer) -> None:
+    connection.context.sessions.infer(connection.client, request, connection)
+
+
+def _abort(connection: Connection, request: requests.Abort) -> Event | None:
+    connection.context.sessions.abort(connection.client, request)
+    return None if connection.v1 else events.AbortStatus(session_id=request.session_id, status="aborted")
+
+
+def _close_session(connection: Connection, request: requests.CloseSession) -> Event:
+    return connection.context.sessions.close(connection.client, request)
+
+
+def _append(connection: Connection, request: requests.Append) -> Event:
+    return connection.context.sessions.append(connection.client, request)
+
+
+def _get_session(connection: Connection, request: requests.GetSession) -> Event:
+    return connection.context.sessions.get(connection.client, request)
+
+
+def _list_sessions(connection: Connection, request: requests.ListSessions) -> Event:
+    return connection.context.sessions.list(connection.client, request)
+
+
+def _metrics(connection: Connection, request: requests.Metrics) -> None:
+    connection.context.feed.once(connection, request_id=request.id)
+
+
+def _subscribe_metrics(connection: Connection, request: requests.SubscribeMetrics) -> Event:
+    connection.context.feed.subscribe(connection, interval_ms=request.interval_ms)
+    return events.MetricsSubscribed(interval_ms=request.interval_ms)
+
+
+def _unsubscribe_metrics(connection: Connection, _request: requests.UnsubscribeMetrics) -> Event:
+    connection.context.feed.unsubscribe(connection)
+    return events.MetricsUnsubscribed()
+
+
+def _status(connection: Connection, request: requests.Status) -> Event:
+    context = connection.context
+    if Scope.OPERATOR in connection.client.scopes:
+        values = standing.of_all(
+            request.type, engine=context.engine.status, totals=context.sessions.totals(), connections=len(context.hub)
+        )
+    else:
+        page = context.sessions.list(connection.client, requests.ListSessions(op="list_sessions", limit=1000))
+        values = standing.of_one(
+            request.type, client=connection.client, sessions=page.sessions, engine=context.engine.status
+        )
+    return events.Status(type=request.type, values=values)
+
+
+def _ping(_connection: Connection, _request: requests.Ping) -> Event:
+    return events.Pong()
+
+
+COMMANDS: Final[Mapping[str, Command]] = MappingProxyType(
+    {
+        "hello": Command(_hello, scope=None),
+        "auth": Command(_auth, scope=None),
+        "create_session": Command(_create_session, starts_work=True),
+        "infer": Command(_infer, starts_work=True),
+        "abort": Command(_abort),
+        "close_session": Command(_close_session),
+        "append": Command(_append),
+        "get_session": Command(_get_session),
+        "list_sessions": Command(_list_sessions),
+        "metrics": Command(_metrics),
+        "subscribe_metrics": Command(_subscribe_metrics),
+        "unsubscribe_metrics": Command(_unsubscribe_metrics),
+        "status": Command(_status),
+        "ping": Command(_ping),
+    }
+)

@@ -1,0 +1,237 @@
+"""One WebSocket: its state, who it speaks for, and the way of frames in and events out."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Final
+
+import structlog
+
+from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.protocol import events
+from inferencecenter.protocol.close import CloseCode
+from inferencecenter.protocol.codec import FrameError, read_frame
+from inferencecenter.protocol.values import ClientLimits
+from inferencecenter.server import commands, replies
+from inferencecenter.server.outbox import Outbox
+from inferencecenter.server.states import ConnectionEvent, ConnectionState, Lifecycle
+from inferencecenter.server.websocket import LAST_WORD_S, LINGER_S
+from inferencecenter.sessions.client import Client
+
+if TYPE_CHECKING:
+    from inferencecenter.protocol.base import Event, Request
+    from inferencecenter.server.accounts import Account
+    from inferencecenter.server.context import Context
+    from inferencecenter.server.outbox import Wire
+
+_MAX_TIMER_S: Final = 7 * 86_400.0
+
+_log = structlog.get_logger(__name__)
+
+
+class Connection:
+    """A socket that was accepted; everything here runs on the event loop and nothing waits.
+
+    Args:
+        context: The rest of the daemon.
+        wire: The socket.
+        address: Whom failed logins are counted for.
+        v1: Whether the socket chose the subprotocol.
+    """
+
+    def __init__(self, context: Context, wire: Wire, *, address: str, v1: bool) -> None:
+        self.context = context
+        self.address = address
+        self.v1 = False
+        self._wire = wire
+        self._lifecycle = Lifecycle()
+        self._account: Account | None = None
+        self._client: Client | None = None
+        self._turns: set[str] = set()
+        self._timer: asyncio.TimerHandle | None = None
+        self._outbox = Outbox(
+            wire,
+            limit_bytes=context.settings.outbox_bytes,
+            overflowed=self._too_slow,
+            metrics=context.metrics,
+        )
+        wire.on_writable = self._outbox.flush
+        if v1:
+            self.speak_v1()
+
+    def __repr__(self) -> str:
+        client_id = self._account.client_id if self._account else None
+        return f"<Connection {self._lifecycle.state} {self.address} {client_id}>"
+
+    @property
+    def state(self) -> ConnectionState:
+        """Where the connection is in its life."""
+        return self._lifecycle.state
+
+    @property
+    def authenticated(self) -> bool:
+        """Whether the socket speaks for a client."""
+        return self.state in (ConnectionState.AUTHENTICATED, ConnectionState.DRAINING)
+
+    @property
+    def client(self) -> Client:
+        """Whom the socket speaks for; only once it is authenticated."""
+        assert self._client is not None
+        return self._client
+
+    @property
+    def token_id(self) -> str | None:
+        """The token that let the socket in."""
+        return self._account.token_id if self._account else None
+
+    def speak_v1(self) -> None:
+        """Send this socket all ops and fields from now on."""
+        self.v1 = True
+        self._outbox.speak_v1()
+
+    def greet(self) -> None:
+        """Say the first word on a socket: who it speaks for, or that it must say so in time."""
+        if self.authenticated:
+            self.send(self.welcome())
+        else:
+            self.send(self.greeting())
+            self._arm(self.context.settings.auth_timeout_s, "not authenticated in time")
+
+    def greeting(self) -> events.Hello:
+        """Return who answers."""
+        context = self.context
+        return replies.hello(context.engine.status, context.settings, uptime_s=context.uptime_s())
+
+    def authenticate(self, account: Account) -> None:
+        """Let the socket speak for ``account``.
+
+        Raises:
+            InferenceCenterError: ``rate_limited`` when the client has too many sockets.
+        """
+        self.context.hub.join(account.client_id)
+        self._lifecycle.apply(ConnectionEvent.AUTHENTICATE)
+        self._account = account
+        self._client = Client(
+            client_id=account.client_id,
+            max_sessions=account.max_sessions,
+            priority=account.priority,
+            scopes=account.scopes,
+        )
+        self._disarm()
+        if account.expires_at is not None:
+            self._arm(account.expires_at - self.context.clock(), "the token has expired")
+        _log.info("client_connected", client=account.client_id, address=self.address, v1=self.v1)
+
+    def welcome(self) -> events.AuthSuccess:
+        """Return what the client is told about itself."""
+        client = self.client
+        return events.AuthSuccess(
+            client_id=client.client_id,
+            max_sessions=client.max_sessions,
+            scopes=tuple(sorted(client.scopes)),
+            priority=client.priority,
+            limits=ClientLimits(
+                max_sessions=client.max_sessions, max_connections=self.context.settings.max_connections_per_client
+            ),
+        )
+
+    def receive(self, text: str | None) -> None:
+        """Take a frame; ``None`` stands for a binary one."""
+        if self.state is ConnectionState.CLOSED:
+            return
+        self.context.metrics.frames_in.inc()
+        try:
+            if text is None:
+                raise InferenceCenterError(
+                    ErrorCode.INVALID_REQUEST, "the frame is binary", hint="Send JSON in text frames."
+                )
+            frame = read_frame(text)
+        except InferenceCenterError as error:
+            self.fail(error, request_id=error.request_id if isinstance(error, FrameError) else None)
+        else:
+            commands.run(self, frame)
+
+    def send(self, event: Event) -> None:
+        """Send an event; never blocks. A closed connection sends nothing."""
+        self._outbox.send(event)
+        if type(event) is events.Token:
+            return
+        if isinstance(event, events.Queued):
+            self._turns.add(event.turn_id)
+        elif isinstance(event, events.End | events.Error) and event.turn_id is not None:
+            self._turns.discard(event.turn_id)
+            self._leave_if_drained()
+
+    def fail(
+        self, error: InferenceCenterError, *, request_id: str | None = None, request: Request | None = None
+    ) -> None:
+        """Tell the client what went wrong with one of its frames."""
+        self.context.metrics.errors.labels(error.code.value).inc()
+        if self.v1:
+            self.send(replies.failure(error, request_id=request_id, request=request))
+            return
+        for event in replies.old_failures(error, request_id=request_id, request=request):
+            self.send(event)
+
+    def drain(self, deadline_s: float) -> None:
+        """Ask the client to go, and close as soon as nothing runs for it."""
+        if self.state is ConnectionState.CONNECTED:
+            self.close(CloseCode.RESTART, "the daemon stops")
+        elif self.state is ConnectionState.AUTHENTICATED:
+            self.send(events.GoingAway(deadline_ms=int(deadline_s * 1000), resume=False))
+            self._lifecycle.apply(ConnectionEvent.DRAIN)
+            self._leave_if_drained()
+
+    def close(self, code: CloseCode, reason: str) -> None:
+        """Say good-bye after all that was sent; the socket takes and gives nothing more."""
+        if self.state is not ConnectionState.CLOSED:
+            self._end(write_rest=True)
+            self._wire.finish(code, reason, linger_s=LINGER_S)
+
+    def lost(self) -> None:
+        """Clean up: the socket is gone, whoever ended it."""
+        if self.state is not ConnectionState.CLOSED:
+            self._end(write_rest=False)
+
+    def _too_slow(self) -> None:
+        _log.warning("slow_reader", client=self._account and self._account.client_id, address=self.address)
+        # From within a session's own doing: it should not find itself detached halfway through.
+        asyncio.get_running_loop().call_soon(self._end_slow)
+
+    def _end_slow(self) -> None:
+        if self.state is not ConnectionState.CLOSED:
+            self._end(write_rest=False)
+            self._wire.finish(CloseCode.TOO_SLOW, "too slow a reader", linger_s=LAST_WORD_S)
+
+    def _end(self, *, write_rest: bool) -> None:
+        was_authenticated = self.authenticated
+        self._lifecycle.apply(ConnectionEvent.CLOSE)
+        self._disarm()
+        self._outbox.close(write_rest=write_rest)
+        self._wire.on_writable = None
+        if was_authenticated:
+            self.context.feed.unsubscribe(self)
+            self.context.hub.leave(self.client.client_id)
+            self.context.sessions.detach(self)
+            _log.info("client_disconnected", client=self.client.client_id, address=self.address)
+
+    def _leave_if_drained(self) -> None:
+        if self.state is ConnectionState.DRAINING and not self._turns:
+            # Not at once: a session may be halfway through telling the end of a turn.
+            asyncio.get_running_loop().call_soon(self.close, CloseCode.RESTART, "the daemon stops")
+
+    def _arm(self, delay_s: float, reason: str) -> None:
+        """Close with 4401 after ``delay_s``."""
+        # A deadline further away than a timer should be is looked at again when the timer ends.
+        if delay_s > _MAX_TIMER_S:
+            again = delay_s - _MAX_TIMER_S
+            self._timer = asyncio.get_running_loop().call_later(_MAX_TIMER_S, self._arm, again, reason)
+        else:
+            self._timer = asyncio.get_running_loop().call_later(
+                max(0.0, delay_s), self.close, CloseCode.NOT_AUTHENTICATED, reason
+            )
+
+    def _disarm(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None

@@ -1,0 +1,116 @@
+"""All live connections: how many there may be, and what concerns all of them at once."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from typing import TYPE_CHECKING
+
+import structlog
+
+from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.protocol.close import CloseCode
+
+if TYPE_CHECKING:
+    from inferencecenter.protocol.base import Event
+    from inferencecenter.server.connection import Connection
+    from inferencecenter.telemetry.metrics import Metrics
+
+_log = structlog.get_logger(__name__)
+
+
+class Hub:
+    """The live connections.
+
+    Args:
+        max_connections: Sockets of all clients together.
+        max_per_client: Sockets of one client.
+        metrics: Where they are counted.
+    """
+
+    def __init__(self, *, max_connections: int, max_per_client: int, metrics: Metrics) -> None:
+        self._max_connections = max_connections
+        self._max_per_client = max_per_client
+        self._metrics = metrics
+        self._connections: set[Connection] = set()
+        self._per_client: Counter[str] = Counter()
+        self._empty = asyncio.Event()
+        self._empty.set()
+        self.draining = False
+
+    def __len__(self) -> int:
+        return len(self._connections)
+
+    @property
+    def full(self) -> bool:
+        """Whether no further socket can be taken."""
+        return len(self._connections) >= self._max_connections
+
+    def add(self, connection: Connection) -> None:
+        """Take in a socket."""
+        self._connections.add(connection)
+        self._metrics.connections.inc()
+        self._empty.clear()
+
+    def remove(self, connection: Connection) -> None:
+        """Let a socket go."""
+        self._connections.discard(connection)
+        self._metrics.connections.dec()
+        if not self._connections:
+            self._empty.set()
+
+    def check_room(self, client_id: str) -> None:
+        """Refuse a client that has as many sockets as it may have.
+
+        Raises:
+            InferenceCenterError: ``rate_limited``.
+        """
+        if self._per_client[client_id] >= self._max_per_client:
+            raise InferenceCenterError(
+                ErrorCode.RATE_LIMITED,
+                f"this client has {self._max_per_client} connections, as many as it may have",
+                hint="Close one; one connection carries any number of sessions.",
+            )
+
+    def join(self, client_id: str) -> None:
+        """Count a socket of a client.
+
+        Raises:
+            InferenceCenterError: ``rate_limited`` when it has too many.
+        """
+        self.check_room(client_id)
+        self._per_client[client_id] += 1
+
+    def leave(self, client_id: str) -> None:
+        """Count a socket of a client no more."""
+        self._per_client[client_id] -= 1
+        if not self._per_client[client_id]:
+            del self._per_client[client_id]
+
+    def broadcast(self, event: Event) -> None:
+        """Send an event to every authenticated socket."""
+        for connection in list(self._connections):
+            if connection.authenticated:
+                connection.send(event)
+
+    def close_revoked(self, living_tokens: frozenset[str]) -> None:
+        """Close the sockets whose token is not among ``living_tokens`` any more."""
+        for connection in list(self._connections):
+            if connection.token_id is not None and connection.token_id not in living_tokens:
+                connection.close(CloseCode.NOT_AUTHENTICATED, "the token was revoked")
+
+    async def drain(self, deadline_s: float) -> None:
+        """Tell every client to go, and wait until all have, at most ``deadline_s``.
+
+        A socket closes when its running turns have ended; at the deadline it closes whatever runs.
+        """
+        self.draining = True
+        for connection in list(self._connections):
+            connection.drain(deadline_s)
+        try:
+            async with asyncio.timeout(deadline_s):
+                await self._empty.wait()
+        except TimeoutError:
+            _log.warning("drain_deadline", connections=len(self._connections))
+            for connection in list(self._connections):
+                connection.close(CloseCode.RESTART, "the daemon stops")

@@ -1,0 +1,148 @@
+"""uvicorn's server with our own end: no signal handlers, no tick, and a shutdown that lets turns finish first.
+
+uvicorn's own signal handler closes sockets within 30 ms of a signal, and its main loop wakes ten times a second to
+look at a flag and the clock.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import logging
+import socket
+from email.utils import formatdate
+from typing import TYPE_CHECKING, Final
+
+import uvicorn
+from uvicorn.server import ServerState
+
+from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.server.websocket import WebSocket
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Iterator
+
+    from starlette.types import ASGIApp
+
+    from inferencecenter.settings import ServerSettings
+
+_CLOSING_S: Final = 2.0
+_BACKLOG: Final = 2048
+_BIND_HINTS: Final = {
+    errno.EADDRINUSE: "Another program listens there; stop it or choose another server.port.",
+    errno.EACCES: "Ports below 1024 need CAP_NET_BIND_SERVICE; choose another server.port.",
+    errno.EADDRNOTAVAIL: "server.host is no address of this machine; use 127.0.0.1, 0.0.0.0 or one of its own.",
+}
+
+
+def bind(host: str, port: int) -> list[socket.socket]:
+    """Return listening sockets on every address that ``host`` names.
+
+    Raises:
+        InferenceCenterError: ``address_in_use`` when one cannot be had.
+    """
+    sockets: list[socket.socket] = []
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        for family, kind, protocol, _, address in dict.fromkeys(found):
+            # With port 0 the first address chooses and the others follow.
+            chosen = sockets[0].getsockname()[1] if sockets else port
+            listening = socket.socket(family, kind, protocol)
+            sockets.append(listening)
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if family == socket.AF_INET6:
+                listening.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            listening.bind((address[0], chosen, *address[2:]))
+            listening.listen(_BACKLOG)
+            listening.setblocking(False)
+    except OSError as error:
+        for listening in sockets:
+            listening.close()
+        raise InferenceCenterError(
+            ErrorCode.ADDRESS_IN_USE,
+            f"cannot listen on {host}:{port}: {error.strerror}",
+            field="server.port" if error.errno == errno.EADDRINUSE else "server.host",
+            hint=_BIND_HINTS.get(error.errno or 0),
+        ) from error
+    return sockets
+
+
+class _State(ServerState):
+    """What uvicorn's protocols share, with a Date header made when an answer needs one."""
+
+    @property
+    def default_headers(self) -> list[tuple[bytes, bytes]]:
+        return [(b"date", formatdate(usegmt=True).encode())]
+
+    @default_headers.setter
+    def default_headers(self, headers: list[tuple[bytes, bytes]]) -> None:
+        """Take uvicorn's initial list, which is empty: there are no other headers."""
+
+
+class Listener(uvicorn.Server):
+    """The one port.
+
+    Args:
+        app: The ASGI application.
+        settings: Limits and keepalive.
+        drain: Awaited when ``stop`` was called and nobody new is accepted: tells clients, and lets turns finish.
+    """
+
+    def __init__(self, app: ASGIApp, settings: ServerSettings, *, drain: Callable[[], Awaitable[None]]) -> None:
+        super().__init__(
+            uvicorn.Config(
+                app,
+                ws=WebSocket,
+                ws_max_size=settings.max_frame_bytes,
+                ws_ping_interval=settings.ping_interval_s,
+                ws_ping_timeout=settings.ping_timeout_s,
+                ws_per_message_deflate=False,
+                http="h11",
+                lifespan="off",
+                interface="asgi3",
+                proxy_headers=False,
+                server_header=False,
+                log_config=None,
+                # uvicorn logs whole request targets at info, and a query may hold what should not be logged.
+                log_level=logging.WARNING,
+                access_log=False,
+            )
+        )
+        self.server_state = _State()
+        self._drain = drain
+        self._stopping = asyncio.Event()
+
+    def stop(self) -> None:
+        """Begin the end: ``serve`` returns when clients have been told and have gone, or their time is up."""
+        self.should_exit = True
+        self._stopping.set()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leave signals alone; the daemon has its own handlers."""
+        yield
+
+    async def main_loop(self) -> None:
+        """Wait until ``stop``."""
+        await self._stopping.wait()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Accept nobody new, drain, close what is left, and abort what does not close."""
+        for server in self.servers:
+            server.close()
+        for listening in sockets or ():
+            listening.close()
+        await self._drain()
+        remaining = list(self.server_state.connections)
+        for connection in remaining:
+            connection.shutdown()
+        ends = [connection.lost for connection in remaining if isinstance(connection, WebSocket)]
+        if waiting := [*ends, *self.server_state.tasks]:
+            await asyncio.wait(waiting, timeout=_CLOSING_S)
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()
+        for task in self.server_state.tasks:
+            task.cancel()
+        for server in self.servers:
+            await server.wait_closed()

@@ -1,0 +1,188 @@
+"""The one writer of a connection: sends at once while the peer reads, and keeps a bounded rest while it does not.
+
+Control frames are never dropped. Token text of a turn that waits is joined into one frame. Past the limit of bytes the
+peer has stopped reading, and the connection is told to end.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING, Final, Protocol
+
+import orjson
+
+from inferencecenter.protocol.codec import encode
+from inferencecenter.protocol.events import SessionClosed, Token
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from inferencecenter.protocol.base import Event
+    from inferencecenter.telemetry.metrics import Metrics
+
+# Below what WebSocket clients accept by default (1 MiB), with room for JSON around it.
+MAX_JOINED_BYTES: Final = 64 * 1024
+
+
+class Wire(Protocol):
+    """What an outbox writes to."""
+
+    on_writable: Callable[[], None] | None
+
+    @property
+    def takes_frames(self) -> bool:
+        """Whether the peer keeps up."""
+
+    def write_text(self, frame: bytes) -> None:
+        """Write a text frame."""
+
+    def finish(self, code: int, reason: str, *, linger_s: float) -> None:
+        """Send a close frame, and abort the connection when it is not answered in time."""
+
+
+class TokenFrames:
+    """Makes the token frames of one turn, of which most bytes are always the same.
+
+    Equal to ``codec.encode`` of the event, at a tenth of its cost.
+    """
+
+    def __init__(self, session_id: str, turn_id: str, *, dagger_only: bool) -> None:
+        self.turn_id = turn_id
+        self._numbered = not dagger_only
+        head = b'{"op":"token","session_id":' + orjson.dumps(session_id)
+        if dagger_only:
+            self._head, self._middle = head + b',"content":"', b""
+        else:
+            self._head = head + b',"seq":'
+            self._middle = b',"turn_id":' + orjson.dumps(turn_id) + b',"content":"'
+
+    def frame(self, seq: int, content: bytes) -> bytes:
+        """Return the frame for ``content``, which is the inside of a JSON string."""
+        if self._numbered:
+            return b'%b%d%b%b"}' % (self._head, seq, self._middle, content)
+        return b'%b%b"}' % (self._head, content)
+
+
+class _Run:
+    """Text of one turn that waits to go out as one frame."""
+
+    __slots__ = ("content", "frames", "seq", "session_id")
+
+    def __init__(self, session_id: str, frames: TokenFrames) -> None:
+        self.session_id = session_id
+        self.frames = frames
+        self.seq = 0
+        self.content = bytearray()
+
+
+class Outbox:
+    """Events on their way to one client.
+
+    Args:
+        wire: The socket.
+        limit_bytes: What may wait.
+        overflowed: Called once, when more waits; the outbox takes nothing any more.
+        metrics: Where frames and bytes are counted.
+    """
+
+    def __init__(self, wire: Wire, *, limit_bytes: int, overflowed: Callable[[], None], metrics: Metrics) -> None:
+        self._wire = wire
+        self._limit_bytes = limit_bytes
+        self._overflowed = overflowed
+        self._metrics = metrics
+        self._dagger_only = True
+        self._queue: deque[bytes | _Run] = deque()
+        self._bytes = 0
+        self._runs: dict[str, _Run] = {}
+        self._frames: dict[str, TokenFrames] = {}
+        self._closed = False
+
+    def __repr__(self) -> str:
+        return f"<Outbox {len(self._queue)} frames, {self._bytes} bytes{', closed' if self._closed else ''}>"
+
+    @property
+    def waiting_bytes(self) -> int:
+        """Bytes that wait for the peer."""
+        return self._bytes
+
+    def speak_v1(self) -> None:
+        """From now on send all ops and fields, not only those of the first protocol."""
+        self._dagger_only = False
+        self._frames.clear()
+
+    def send(self, event: Event) -> None:
+        """Send an event now, or when the peer has caught up."""
+        if self._closed:
+            return
+        if type(event) is Token and event.logprobs is None and event.id is None:
+            self._send_token(event)
+            return
+        session_id: str | None = getattr(event, "session_id", None)
+        if session_id is not None:
+            # What comes later in this session must not be joined to text from before this event.
+            self._runs.pop(session_id, None)
+            if type(event) is SessionClosed:
+                self._frames.pop(session_id, None)
+        frame = encode(event, dagger_only=self._dagger_only)
+        if frame is not None:
+            self._put(frame.encode())
+
+    def flush(self) -> None:
+        """Write what waits for as long as the peer keeps up."""
+        while self._queue and self._wire.takes_frames:
+            self._write(self._take())
+
+    def close(self, *, write_rest: bool) -> None:
+        """Take nothing any more; what waits is handed to the transport or forgotten."""
+        self._closed = True
+        while self._queue:
+            frame = self._take()
+            if write_rest:
+                self._write(frame)
+        self._frames.clear()
+
+    def _send_token(self, event: Token) -> None:
+        frames = self._frames.get(event.session_id)
+        if frames is None or frames.turn_id != event.turn_id:
+            frames = TokenFrames(event.session_id, event.turn_id, dagger_only=self._dagger_only)
+            self._frames[event.session_id] = frames
+        content = orjson.dumps(event.content)[1:-1]
+        if not self._queue and self._wire.takes_frames:
+            self._write(frames.frame(event.seq, content))
+            return
+        run = self._runs.get(event.session_id)
+        if run is None or run.frames is not frames or len(run.content) + len(content) > MAX_JOINED_BYTES:
+            run = self._runs[event.session_id] = _Run(event.session_id, frames)
+            self._queue.append(run)
+        run.seq = event.seq
+        run.content += content
+        self._grow(len(content))
+
+    def _put(self, frame: bytes) -> None:
+        if not self._queue and self._wire.takes_frames:
+            self._write(frame)
+            return
+        self._queue.append(frame)
+        self._grow(len(frame))
+
+    def _take(self) -> bytes:
+        entry = self._queue.popleft()
+        if isinstance(entry, bytes):
+            self._grow(-len(entry))
+            return entry
+        if self._runs.get(entry.session_id) is entry:
+            del self._runs[entry.session_id]
+        self._grow(-len(entry.content))
+        return entry.frames.frame(entry.seq, bytes(entry.content))
+
+    def _write(self, frame: bytes) -> None:
+        self._wire.write_text(frame)
+        self._metrics.frames_out.inc()
+
+    def _grow(self, n_bytes: int) -> None:
+        self._bytes += n_bytes
+        self._metrics.outbox_bytes.inc(n_bytes)
+        if self._bytes > self._limit_bytes and not self._closed:
+            self.close(write_rest=False)
+            self._metrics.outbox_overflows.inc()
+            self._overflowed()

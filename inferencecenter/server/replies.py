@@ -1,0 +1,106 @@
+"""What the daemon says of itself and of failures, as events. Pure."""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Final, Literal
+
+import inferencecenter
+from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.ipc.port import EngineState, EngineStatus
+from inferencecenter.protocol import events, requests
+from inferencecenter.protocol.base import PROTOCOL_VERSION
+from inferencecenter.protocol.values import ServerLimits
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from inferencecenter.protocol.base import Event, Request
+    from inferencecenter.settings import ServerSettings
+
+_EngineWord = Literal["starting", "ready", "restarting", "asleep", "failed"]
+_HelloStatus = Literal["ready", "loading", "degraded"]
+
+# An engine that drains or has stopped belongs to a daemon that is ending, which ``going_away`` tells.
+_ENGINE_WORDS: Final[Mapping[EngineState, _EngineWord]] = MappingProxyType(
+    {
+        EngineState.STARTING: "starting",
+        EngineState.READY: "ready",
+        EngineState.FAILED: "failed",
+        EngineState.BACKOFF: "restarting",
+    }
+)
+
+_HELLO_STATUS: Final[Mapping[EngineState, _HelloStatus]] = MappingProxyType(
+    {
+        EngineState.STOPPED: "loading",
+        EngineState.STARTING: "loading",
+        EngineState.READY: "ready",
+        EngineState.DRAINING: "degraded",
+        EngineState.FAILED: "degraded",
+        EngineState.BACKOFF: "degraded",
+    }
+)
+
+
+def hello(engine: EngineStatus, settings: ServerSettings, *, uptime_s: float) -> events.Hello:
+    """Return who answers, and whether it is ready."""
+    return events.Hello(
+        status=_HELLO_STATUS[engine.state],
+        message=describe_engine(engine),
+        uptime_seconds=int(uptime_s),
+        requires_auth=True,
+        protocol=PROTOCOL_VERSION,
+        server="inferencecenter",
+        version=inferencecenter.__version__,
+        model=engine.model.name if engine.model else None,
+        limits=ServerLimits(max_frame_bytes=settings.max_frame_bytes, auth_timeout_s=settings.auth_timeout_s),
+    )
+
+
+def describe_engine(engine: EngineStatus) -> str:
+    """Return the engine's state in words."""
+    if engine.state is EngineState.READY and engine.model is not None:
+        return f"{engine.model.name} is ready"
+    if engine.state is EngineState.STARTING:
+        return f"loading the model: {engine.load_fraction:.0%}"
+    return f"the engine is {engine.state}" + (f": {engine.detail}" if engine.detail else "")
+
+
+def engine_changed(engine: EngineStatus) -> events.EngineChanged | None:
+    """Return the event for the engine's new state, ``None`` when clients need not know."""
+    word = _ENGINE_WORDS.get(engine.state)
+    if word is None:
+        return None
+    if engine.state is EngineState.STARTING and engine.restarts:
+        word = "restarting"
+    return events.EngineChanged(state=word, detail=engine.detail)
+
+
+def failure(error: InferenceCenterError, *, request_id: str | None, request: Request | None) -> events.Error:
+    """Return the ``error`` event for a request that could not be done."""
+    session_id: str | None = getattr(request, "session_id", None)
+    if error.code is ErrorCode.SESSION_NOT_FOUND:
+        session_id = None  # Nothing may tell a foreign session from one that does not exist.
+    return events.Error(
+        id=request_id,
+        code=error.code,
+        message=error.message,
+        error=error.message,
+        hint=error.hint,
+        field=error.field,
+        session_id=session_id,
+        retryable=error.spec.retryable,
+        retry_after_ms=error.retry_after_ms,
+    )
+
+
+def old_failures(error: InferenceCenterError, *, request_id: str | None, request: Request | None) -> list[Event]:
+    """Return what a socket of the first protocol is told of the same failure."""
+    plain = failure(error, request_id=request_id, request=request)
+    match request:
+        case requests.CreateSession():
+            return [events.SessionError(id=request_id, error=error.message)]
+        case requests.Abort(session_id=session_id):
+            return [events.AbortStatus(id=request_id, session_id=session_id, status="not_found"), plain]
+    return [plain]

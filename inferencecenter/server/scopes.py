@@ -1,0 +1,50 @@
+"""The one table of scopes: what a client may do beyond being connected."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Final
+
+from inferencecenter.errors import ErrorCode, InferenceCenterError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+
+class Scope(StrEnum):
+    """A right that an account may hold."""
+
+    USER = "user"
+    PRIORITY = "priority"
+    OPERATOR = "operator"
+    ADMIN = "admin"
+
+
+SCOPES: Final[Mapping[Scope, str]] = MappingProxyType(
+    {
+        Scope.USER: "Open sessions, generate, and read one's own sessions and the metrics.",
+        Scope.PRIORITY: "Raise the priority class of one's own turns above the account's.",
+        Scope.OPERATOR: "Read the status of everybody together and /metrics, swap models, drain the daemon.",
+        Scope.ADMIN: "Manage clients and tokens.",
+    }
+)
+
+
+def parse_scopes(names: Iterable[str]) -> frozenset[Scope]:
+    """Return the scopes that ``names`` spell.
+
+    Raises:
+        InferenceCenterError: ``invalid_request`` naming the first name that is no scope.
+    """
+    scopes = set()
+    for name in names:
+        if name not in SCOPES:
+            raise InferenceCenterError(
+                ErrorCode.INVALID_REQUEST,
+                f"scopes contains {name!r}, which is no scope",
+                field="scopes",
+                hint=f"One of: {', '.join(SCOPES)}.",
+            )
+        scopes.add(Scope(name))
+    return frozenset(scopes)

@@ -1,0 +1,86 @@
+"""How things stand, for ``status``: one's own share for a client, the whole for an operator. Pure."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, TypeAlias
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from inferencecenter.ipc.port import EngineStatus
+    from inferencecenter.protocol.values import SessionSummary, StatusType
+    from inferencecenter.sessions.client import Client
+    from inferencecenter.sessions.totals import Totals
+
+Values: TypeAlias = dict[str, float | int | str | None]
+"""Readings by name, as the wire's ``status`` carries them."""
+
+
+def of_all(kind: StatusType, *, engine: EngineStatus, totals: Totals, connections: int) -> Values:
+    """Return readings over all clients."""
+    match kind:
+        case "queue":
+            return {
+                "state": engine.state.value,
+                "running": engine.running,
+                "waiting": engine.waiting,
+                "slots": engine.model.slots if engine.model else 0,
+            }
+        case "memory":
+            return {
+                "engine_rss_bytes": engine.rss_bytes,
+                "model_bytes": engine.model.size_bytes if engine.model else None,
+                "n_ctx": engine.model.n_ctx if engine.model else None,
+                "slots": engine.model.slots if engine.model else 0,
+            }
+        case "sessions":
+            return {
+                "sessions": totals.total_sessions,
+                "busy": totals.active_generations,
+                "connections": connections,
+            }
+        case "performance":
+            return {
+                "last_tps": totals.last_tps,
+                "last_ttft_ms": totals.last_ttft_ms,
+                "tokens_per_s": totals.tokens_per_s,
+                "total_tokens_generated": totals.total_tokens_generated,
+                "restarts": engine.restarts,
+            }
+        case "model":
+            return _model(engine)
+
+
+def of_one(kind: StatusType, *, client: Client, sessions: Sequence[SessionSummary], engine: EngineStatus) -> Values:
+    """Return the readings of one client's own sessions."""
+    busy = sum(session.state == "busy" for session in sessions)
+    tokens = sum(session.tokens for session in sessions)
+    match kind:
+        case "queue":
+            return {"state": engine.state.value, "unfinished": busy}
+        case "memory":
+            return {"tokens": tokens, "n_ctx": engine.model.n_ctx if engine.model else None}
+        case "sessions":
+            return {"sessions": len(sessions), "busy": busy, "max_sessions": client.max_sessions}
+        case "performance":
+            return {"tokens": tokens, "messages": sum(session.messages for session in sessions)}
+        case "model":
+            return _model(engine)
+
+
+def _model(engine: EngineStatus) -> Values:
+    model = engine.model
+    if model is None:
+        return {"state": engine.state.value, "name": None, "load_fraction": engine.load_fraction}
+    return {
+        "state": engine.state.value,
+        "name": model.name,
+        "architecture": model.architecture,
+        "parameters": model.n_params,
+        "n_ctx": model.n_ctx,
+        "n_ctx_train": model.n_ctx_train,
+        "n_vocab": model.n_vocab,
+        "layers": model.n_layers,
+        "gpu_layers": model.n_gpu_layers,
+        "backend": model.backend,
+    }

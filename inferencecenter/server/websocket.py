@@ -1,0 +1,154 @@
+"""uvicorn's WebSocket protocol, made to bear clients that stop reading.
+
+Frames go out by plain calls rather than through ASGI's ``send``, which waits for a reader that may never come.
+Measured on Linux: without ``TCP_NOTSENT_LOWAT`` the kernel takes 4 MB before anybody notices a stopped reader, and
+closing such a socket politely takes forever; hence the limit, and hence ``abort``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from typing import TYPE_CHECKING, Final
+
+from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
+from websockets.protocol import State
+
+from inferencecenter.protocol.close import CloseCode
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from websockets.frames import Frame
+    from websockets.http11 import Request
+
+NOT_SENT_LOW_WATER_BYTES: Final = 16 * 1024
+_HIGH_WATER_BYTES: Final = 32 * 1024
+_LOW_WATER_BYTES: Final = 8 * 1024
+LINGER_S: Final = 5.0
+LAST_WORD_S: Final = 1.0
+"""How long a close frame gets to reach a peer that seems to have stopped reading."""
+SCOPE_KEY: Final = "websocket"
+
+
+class WebSocket(WebSocketsSansIOProtocol):
+    """One socket; the ASGI application finds it in ``scope["state"]["websocket"]``."""
+
+    on_writable: Callable[[], None] | None = None
+    """Called when the transport takes frames again."""
+    _alive: bool = False
+    _failed: bool = False
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Prepare the transport of a socket that was just upgraded."""
+        super().connection_made(transport)
+        self.lost: asyncio.Future[None] = self.loop.create_future()
+        self.transport.set_write_buffer_limits(high=_HIGH_WATER_BYTES, low=_LOW_WATER_BYTES)
+        raw = transport.get_extra_info("socket")
+        if raw is not None and raw.family in (socket.AF_INET, socket.AF_INET6):
+            raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, NOT_SENT_LOW_WATER_BYTES)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Let the application know that nobody is there any more."""
+        super().connection_lost(exc)
+        if not self.lost.done():
+            self.lost.set_result(None)
+
+    def handle_connect(self, event: Request) -> None:
+        """Hand this object to the application along with the upgrade."""
+        super().handle_connect(event)
+        if self.response.status_code == 101:
+            self.scope["state"][SCOPE_KEY] = self
+
+    def data_received(self, data: bytes) -> None:
+        """Take what the peer sent; after a protocol error it is thrown away until the peer has seen why."""
+        self._alive = True
+        if not self._failed:
+            super().data_received(data)
+
+    def resume_writing(self) -> None:
+        """Go on with what waits: the peer has caught up."""
+        super().resume_writing()
+        self._alive = True
+        if self.on_writable is not None:
+            self.on_writable()
+
+    @property
+    def takes_frames(self) -> bool:
+        """Whether a frame may be written now; while the peer is behind it should wait."""
+        return self.writable.is_set()
+
+    def write_text(self, frame: bytes) -> None:
+        """Write a text frame, whether the peer is behind or not; nothing happens once the socket is closing."""
+        if not self.close_sent and self.conn.state is State.OPEN and not self.transport.is_closing():
+            self.conn.send_text(frame)
+            self.transport.write(b"".join(self.conn.data_to_send()))
+
+    def finish(self, code: int, reason: str, *, linger_s: float = LINGER_S) -> None:
+        """Send a close frame after all that was written, and abort a peer that does not answer within ``linger_s``."""
+        if not self.handshake_complete:
+            self.send_500_response()
+            self.transport.close()
+        if self.close_sent or self.disconnected or self.transport.is_closing():
+            return
+        self.stop_keepalive()
+        self.queue.put_nowait({"type": "websocket.disconnect", "code": code, "reason": reason})
+        self.conn.send_close(code, reason)
+        self._linger(linger_s)
+
+    def handle_ping(self) -> None:
+        """Answer a ping; a peer that does not read its pongs gets no more of them."""
+        pong = b"".join(self.conn.data_to_send())
+        if self.takes_frames:
+            self.transport.write(pong)
+
+    def handle_close(self, event: Frame) -> None:
+        """Answer the peer's close, and do not wait forever for it to read the answer."""
+        super().handle_close(event)
+        if self.close_timer is None:
+            self.close_timer = self.loop.call_later(LINGER_S, self.abort)
+
+    def handle_parser_exception(self) -> None:
+        """Say what was wrong with what the peer sends: mostly a frame over the limit (1009).
+
+        The connection stays open for reading a while. Closed with unread bytes in it, it would be reset, and the peer,
+        still sending its large frame, would never see the reason.
+        """
+        self._failed = True
+        close = self.conn.close_sent
+        code, reason = (close.code, close.reason) if close is not None else (CloseCode.INTERNAL, "")
+        self.queue.put_nowait({"type": "websocket.disconnect", "code": code, "reason": reason})
+        self.stop_keepalive()
+        self._linger(LINGER_S)
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+
+    def keepalive_timeout(self) -> None:
+        """Abort a peer that gave no sign of life since the ping; one that reads, however slowly, gets more time."""
+        if self._alive and self.ping_timeout is not None:
+            self._alive = False
+            self.pong_timer = self.loop.call_later(self.ping_timeout, self.keepalive_timeout)
+            return
+        self.finish(CloseCode.INTERNAL, "keepalive ping timeout", linger_s=LAST_WORD_S)
+
+    def send_keepalive_ping(self) -> None:
+        """Ask for a sign of life."""
+        self._alive = False
+        super().send_keepalive_ping()
+
+    def shutdown(self) -> None:
+        """Close because the daemon stops."""
+        self.finish(CloseCode.RESTART, "the daemon stops")
+
+    def abort(self) -> None:
+        """Drop the connection with whatever it still holds."""
+        self.transport.abort()
+
+    def _linger(self, linger_s: float) -> None:
+        self.transport.write(b"".join(self.conn.data_to_send()))
+        self.close_sent = True
+        if self.read_paused:
+            self.read_paused = False
+            self.transport.resume_reading()
+        self.close_timer = self.loop.call_later(linger_s, self.abort)

@@ -1,0 +1,149 @@
+"""Every Prometheus metric, declared once. Labels take their values from closed tables, never from what clients send."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final, Protocol
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+_FIRST_TOKEN_BUCKETS_S: Final = (0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+_TOKEN_BUCKETS_S: Final = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1)
+_QUEUE_BUCKETS_S: Final = (0.001, 0.01, 0.1, 0.5, 1, 5, 10, 30, 60, 300)
+
+
+class TurnFigures(Protocol):
+    """What is counted of a turn. ``finish`` is its ``finish_reason``, or the error code of one that failed."""
+
+    @property
+    def finish(self) -> str: ...  # noqa: D102
+    @property
+    def queue_ms(self) -> float: ...  # noqa: D102
+    @property
+    def ttft_ms(self) -> float: ...  # noqa: D102
+    @property
+    def total_ms(self) -> float: ...  # noqa: D102
+    @property
+    def prompt_tokens(self) -> int: ...  # noqa: D102
+    @property
+    def cached_tokens(self) -> int: ...  # noqa: D102
+    @property
+    def tokens(self) -> int: ...  # noqa: D102
+
+
+class Metrics:
+    """The daemon's metrics in a registry of their own; two instances share nothing."""
+
+    def __init__(self) -> None:
+        self.registry = registry = CollectorRegistry()
+
+        self.connections = Gauge("inferencecenter_connections", "Open WebSockets.", registry=registry)
+        self.frames_in = Counter("inferencecenter_frames_in", "WebSocket frames received.", registry=registry)
+        self.frames_out = Counter("inferencecenter_frames_out", "WebSocket frames sent.", registry=registry)
+        self.outbox_bytes = Gauge(
+            "inferencecenter_outbox_bytes", "Bytes that wait for slow readers.", registry=registry
+        )
+        self.outbox_overflows = Counter(
+            "inferencecenter_outbox_overflows", "Sockets aborted because they stopped reading.", registry=registry
+        )
+        self.errors = Counter(
+            "inferencecenter_errors", "Errors sent to clients, by code of the error table.", ["code"], registry=registry
+        )
+        self.refused_connections = Counter(
+            "inferencecenter_refused_connections",
+            "WebSocket upgrades refused, by HTTP status.",
+            ["status"],
+            registry=registry,
+        )
+        self.login_failures = Counter("inferencecenter_login_failures", "Wrong credentials.", registry=registry)
+
+        self.sessions = Gauge("inferencecenter_sessions", "Open sessions.", registry=registry)
+        self.turns = Counter(
+            "inferencecenter_turns",
+            "Turns that ended, by finish_reason, or by code of the error table.",
+            ["finish"],
+            registry=registry,
+        )
+        self.tokens = Counter("inferencecenter_generated_tokens", "Tokens generated.", registry=registry)
+        self.prompt_tokens = Counter(
+            "inferencecenter_prompt_tokens", "Prompt tokens of finished turns.", registry=registry
+        )
+        self.cached_tokens = Counter(
+            "inferencecenter_cached_prompt_tokens",
+            "Prompt tokens of finished turns whose KV was reused.",
+            registry=registry,
+        )
+        self.first_token_s = Histogram(
+            "inferencecenter_time_to_first_token_seconds",
+            "From infer to the first token.",
+            buckets=_FIRST_TOKEN_BUCKETS_S,
+            registry=registry,
+        )
+        self.token_s = Histogram(
+            "inferencecenter_inter_token_seconds",
+            "Mean time between the tokens of a turn.",
+            buckets=_TOKEN_BUCKETS_S,
+            registry=registry,
+        )
+        self.queue_s = Histogram(
+            "inferencecenter_queue_wait_seconds", "From infer to a slot.", buckets=_QUEUE_BUCKETS_S, registry=registry
+        )
+
+        self.engine_ready = Gauge("inferencecenter_engine_ready", "1 while turns can be run.", registry=registry)
+        self.engine_state = Gauge(
+            "inferencecenter_engine_state", "1 for the state the engine process is in.", ["state"], registry=registry
+        )
+        self.engine_restarts = Gauge(
+            "inferencecenter_engine_restarts", "Starts of the engine process after the first.", registry=registry
+        )
+        self.engine_rss_bytes = Gauge(
+            "inferencecenter_engine_resident_memory_bytes", "Memory of the engine process.", registry=registry
+        )
+        self.running_turns = Gauge("inferencecenter_running_turns", "Turns that hold a slot.", registry=registry)
+        self.waiting_turns = Gauge("inferencecenter_waiting_turns", "Turns that wait for a slot.", registry=registry)
+
+        self.gpu_temperature_c = Gauge(
+            "inferencecenter_gpu_temperature_celsius", "Temperature of the GPU; NaN without one.", registry=registry
+        )
+        self.gpu_power_watts = Gauge(
+            "inferencecenter_gpu_power_watts", "Power drawn by the GPU; NaN without one.", registry=registry
+        )
+        self.gpu_memory_used_bytes = Gauge(
+            "inferencecenter_gpu_memory_used_bytes", "Used memory of the GPU; NaN without one.", registry=registry
+        )
+        self.gpu_memory_total_bytes = Gauge(
+            "inferencecenter_gpu_memory_total_bytes", "Memory of the GPU; NaN without one.", registry=registry
+        )
+        self.gpu_utilization_percent = Gauge(
+            "inferencecenter_gpu_utilization_percent",
+            "Share of time the GPU was busy; NaN without one.",
+            registry=registry,
+        )
+
+    def turn_ended(self, record: TurnFigures) -> None:
+        """Count a turn that ended, well or not."""
+        self.turns.labels(record.finish).inc()
+        self.tokens.inc(record.tokens)
+        self.prompt_tokens.inc(record.prompt_tokens)
+        self.cached_tokens.inc(record.cached_tokens)
+        self.queue_s.observe(record.queue_ms / 1000)
+        if record.tokens:
+            self.first_token_s.observe(record.ttft_ms / 1000)
+        if record.tokens > 1:
+            self.token_s.observe((record.total_ms - record.ttft_ms) / 1000 / (record.tokens - 1))
+
+    def set_engine_state(self, state: str, *, states: Iterable[str]) -> None:
+        """Mark ``state`` as the one of ``states`` that the engine is in."""
+        for each in states:
+            self.engine_state.labels(each).set(each == state)
+
+    def exposition(self) -> bytes:
+        """Return all metrics in Prometheus' text format."""
+        return generate_latest(self.registry)
+
+
+def or_nan(value: float | None) -> float:
+    """Return a reading for a gauge: NaN stands for one that is not there."""
+    return float("nan") if value is None else value
