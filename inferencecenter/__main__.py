@@ -1,0 +1,6 @@
+"""``python -m inferencecenter`` is the command line."""
+
+from inferencecenter.cli import main
+
+if __name__ == "__main__":
+    main()

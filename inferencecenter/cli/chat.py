@@ -1,0 +1,130 @@
+"""``inferencecenter chat``: talk to a daemon from a terminal or a script."""
+
+from __future__ import annotations
+
+import readline  # noqa: F401 - importing it gives input() line editing and history
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import anyio
+import typer
+from anyio.from_thread import start_blocking_portal
+
+from inferencecenter.cli.conversation import Conversation, read_value
+from inferencecenter.cli.options import ConfigOption, StateDirOption, given
+from inferencecenter.cli.output import stderr, stdout
+from inferencecenter.cli.view import PlainView, TerminalView
+from inferencecenter.client import connect
+from inferencecenter.configuration import load_settings
+from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.protocol.params import parse_params
+
+if TYPE_CHECKING:
+    from inferencecenter.client import Client
+    from inferencecenter.settings import Settings
+
+_LOADING_POLL_S = 0.5
+
+
+def chat(  # noqa: PLR0913 - one argument an option
+    *,
+    url: Annotated[
+        str | None, typer.Option(envvar="INFERENCECENTER_URL", help="The daemon's address.", show_default=False)
+    ] = None,
+    token: Annotated[
+        str | None, typer.Option(envvar="INFERENCECENTER_TOKEN", help="Token to show.", show_default=False)
+    ] = None,
+    token_file: Annotated[
+        Path | None, typer.Option(help="File with the token.", show_default="admin.token in the state directory")
+    ] = None,
+    system: Annotated[str | None, typer.Option(help="System prompt.", show_default=False)] = None,
+    params: Annotated[
+        list[str] | None,
+        typer.Option("--params", "-p", help="A parameter as name=value; may be repeated.", show_default=False),
+    ] = None,
+    config: ConfigOption = None,
+    state_dir: StateDirOption = None,
+) -> None:
+    """Talk to a daemon. From a pipe, every line is a turn and only the answers are written."""
+    turn_params = read_params(params or [])
+    settings = load_settings(config, given(state_dir=state_dir))
+    address = url or daemon_url(settings)
+    credential = token or read_token(token_file or settings.state_dir / "admin.token")
+    interactive = sys.stdin.isatty() and stdout.is_terminal
+    with (
+        start_blocking_portal() as portal,
+        portal.wrap_async_context_manager(connect(address, token=credential)) as client,
+    ):
+        portal.call(_wait_until_ready, client)
+        view = TerminalView(stdout) if interactive else PlainView()
+        conversation = Conversation(portal, client, view=view, system=system, params=turn_params)
+        if interactive:
+            stdout.print(f"{client.hello.model} at {address}; /help lists commands", style="dim", markup=False)
+        conversation.run(_prompt if interactive else _next_line, forgiving=interactive)
+
+
+def read_params(pairs: list[str]) -> dict[str, Any]:
+    """Return the parameters in ``name=value`` pairs.
+
+    Raises:
+        InferenceCenterError: ``invalid_request`` for what is no pair, no parameter, or out of range.
+    """
+    params: dict[str, Any] = {}
+    for pair in pairs:
+        name, equals, value = pair.partition("=")
+        if not equals:
+            raise InferenceCenterError(
+                ErrorCode.INVALID_REQUEST, f"--params is {pair!r}", hint="Write name=value, as temperature=0.2."
+            )
+        params[name] = read_value(value)
+    parse_params(params)
+    return params
+
+
+def daemon_url(settings: Settings) -> str:
+    """Return where the daemon of these settings is reached from this machine."""
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(settings.server.host, settings.server.host)  # noqa: S104
+    bracketed = f"[{host}]" if ":" in host else host
+    return f"ws://{bracketed}:{settings.server.port}{settings.server.base_path}/ws"
+
+
+def read_token(path: Path) -> str:
+    """Return the token in a file.
+
+    Raises:
+        InferenceCenterError: ``not_authenticated``, naming the file.
+    """
+    try:
+        return path.expanduser().read_text(encoding="ascii").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "is no text"
+        raise InferenceCenterError(
+            ErrorCode.NOT_AUTHENTICATED,
+            f"no token: {path}: {reason}",
+            hint="The first `inferencecenter serve` writes it; or give --token, --token-file, INFERENCECENTER_TOKEN.",
+        ) from None
+
+
+async def _wait_until_ready(client: Client) -> None:
+    if client.hello.status != "loading":
+        return
+    with stderr.status(client.hello.message) as status:
+        while (hello := await client.refresh_hello()).status == "loading":
+            status.update(hello.message)
+            await anyio.sleep(_LOADING_POLL_S)
+
+
+def _prompt() -> str:
+    try:
+        return input("> ")
+    except (EOFError, KeyboardInterrupt):
+        stdout.print()
+        raise
+
+
+def _next_line() -> str:
+    line = sys.stdin.readline()
+    if not line:
+        raise EOFError
+    return line

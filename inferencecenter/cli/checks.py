@@ -1,0 +1,154 @@
+"""What ``doctor`` looks at, one function a check."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import platform
+import socket
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING, Final
+
+from inferencecenter.errors import ErrorCode
+from inferencecenter.hardware.nvml import Gpu
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from inferencecenter.settings import Settings
+
+_PROBE_TIMEOUT_S: Final = 60
+_HTTP_TIMEOUT_S: Final = 3
+_MB: Final = 10**6
+# Loading llama.cpp can end a process; this one has nothing else to lose.
+_PROBE: Final = """
+import json, llama_cpp
+print(json.dumps({"version": llama_cpp.__version__, "gpu": llama_cpp.llama_supports_gpu_offload()}))
+"""
+
+
+class Verdict(StrEnum):
+    """How a check went."""
+
+    OK = "ok"
+    WARNING = "warning"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One finding; a failed one has the code that the daemon would report."""
+
+    name: str
+    verdict: Verdict
+    detail: str
+    hint: str = ""
+    code: ErrorCode | None = None
+
+
+def python() -> Check:
+    """Tell which Python runs."""
+    return Check("python", Verdict.OK, f"{platform.python_version()} at {sys.executable}")
+
+
+def llama_cpp(*, needed: bool, gpu: bool) -> Check:
+    """Load llama.cpp in a process of its own and ask for its version and GPU support."""
+    failed = Verdict.FAILED if needed else Verdict.WARNING
+    hint = "Install again with `make run`; CUDA=1 builds it for NVIDIA GPUs."
+    try:
+        done = subprocess.run(  # noqa: S603 - this Python and a constant
+            [sys.executable, "-c", _PROBE], capture_output=True, text=True, timeout=_PROBE_TIMEOUT_S, check=True
+        )
+        answer = json.loads(done.stdout.splitlines()[-1])
+    except (subprocess.SubprocessError, OSError, ValueError, IndexError) as error:
+        stderr = (getattr(error, "stderr", None) or "").strip().splitlines()
+        return Check("llama.cpp", failed, stderr[-1] if stderr else str(error), hint, ErrorCode.ENGINE_UNAVAILABLE)
+    detail = f"llama-cpp-python {answer['version']}, {'with' if answer['gpu'] else 'without'} GPU support"
+    if gpu and not answer["gpu"]:
+        return Check("llama.cpp", Verdict.WARNING, detail, "There is a GPU; `make run CUDA=1` builds for it.")
+    return Check("llama.cpp", Verdict.OK, detail)
+
+
+def gpu() -> Check:
+    """Ask NVML for the first GPU."""
+    reading = Gpu().read()
+    if reading.name is None:
+        return Check("gpu", Verdict.WARNING, "no NVIDIA GPU found by NVML", "The model runs on the processor.")
+    used, total = reading.vram_used_bytes or 0, reading.vram_total_bytes or 0
+    return Check("gpu", Verdict.OK, f"{reading.name}, {used // _MB} of {total // _MB} MB of memory in use")
+
+
+def cores() -> Check:
+    """Count the cores this process may use."""
+    return Check("cores", Verdict.OK, f"{len(os.sched_getaffinity(0))} usable of {os.cpu_count()}")
+
+
+def model_file(settings: Settings) -> Check:
+    """Open the model file and look at its first bytes."""
+    path = settings.model.path
+    if settings.engine.backend != "llama":
+        return Check("model file", Verdict.OK, f"the {settings.engine.backend} backend reads none")
+    try:
+        with path.open("rb") as file:
+            magic = file.read(4)
+    except OSError as error:
+        hint = "Name a readable GGUF file with --model or model.path."
+        return Check("model file", Verdict.FAILED, f"{path}: {error.strerror}", hint, ErrorCode.INVALID_MODEL_FILE)
+    if magic != b"GGUF":
+        hint = "The daemon reads GGUF files, which begin with the letters GGUF."
+        return Check("model file", Verdict.FAILED, f"{path}: is no GGUF file", hint, ErrorCode.INVALID_MODEL_FILE)
+    return Check("model file", Verdict.OK, f"{path}, {path.stat().st_size / _MB:.1f} MB")
+
+
+def memory(settings: Settings) -> Check:
+    """Compare available memory with the size of the model file."""
+    available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    try:
+        needed = settings.model.path.stat().st_size if settings.engine.backend == "llama" else 0
+    except OSError:
+        needed = 0
+    detail = f"{available // _MB} MB free, the model file takes {needed / _MB:.1f} MB"
+    if needed > available:
+        hint = "Memory that caches files counts as used here; if loading fails, take a smaller model or fewer slots."
+        return Check("memory", Verdict.WARNING, detail, hint)
+    return Check("memory", Verdict.OK, detail)
+
+
+def state_dir(path: Path) -> Check:
+    """See whether the state directory, or where it would be made, can be written."""
+    existing = next(place for place in (path, *path.parents) if place.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        hint = "Choose another with --state-dir, or change the permissions."
+        detail = f"{path}: {existing} cannot be written"
+        return Check("state directory", Verdict.FAILED, detail, hint, ErrorCode.STORAGE_UNAVAILABLE)
+    return Check("state directory", Verdict.OK, str(path) if existing == path else f"{path}, will be made")
+
+
+def port(host: str, number: int) -> Check:
+    """See whether the port is free, or who answers there."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, number, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE and _daemon_answers(host, number):
+            return Check("port", Verdict.OK, f"a daemon answers at {host}:{number}")
+        hint = "Choose another with --port or --host."
+        return Check("port", Verdict.FAILED, f"{host}:{number}: {error.strerror}", hint, ErrorCode.ADDRESS_IN_USE)
+    return Check("port", Verdict.OK, f"{host}:{number} is free")
+
+
+def _daemon_answers(host: str, number: int) -> bool:
+    bracketed = f"[{host}]" if ":" in host else host
+    try:
+        with urllib.request.urlopen(f"http://{bracketed}:{number}/healthz", timeout=_HTTP_TIMEOUT_S) as answer:
+            return bool(answer.status == 200)
+    except (OSError, urllib.error.URLError):
+        return False

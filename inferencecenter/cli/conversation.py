@@ -1,0 +1,154 @@
+"""A conversation line by line: prompts, commands that begin with a slash, and what Ctrl-C means at each moment."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from typing import TYPE_CHECKING, Any, Final
+
+from rich.table import Table
+
+from inferencecenter.cli.output import report, stdout
+from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.protocol.events import End
+from inferencecenter.protocol.params import parse_params
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from anyio.from_thread import BlockingPortal
+
+    from inferencecenter.cli.view import TurnView
+    from inferencecenter.client import Client, ClientSession
+
+_HELP: Final = """\
+/new                   begin a new conversation
+/params                show the parameters of the next turns
+/params name value     set one, as /params temperature 0.2
+/params reset          forget them all
+/stats                 figures of the last turn
+/help                  this list
+/quit                  leave; so does Ctrl-D, and Ctrl-C at the prompt
+Ctrl-C while an answer runs ends the answer. A line that begins with // is sent with one slash."""
+_LOST: Final = frozenset({ErrorCode.DAEMON_UNREACHABLE, ErrorCode.NOT_AUTHENTICATED})
+
+
+class Conversation:
+    """The state of one chat: its session, its parameters, the last turn's figures.
+
+    Args:
+        portal: Runs what talks to the daemon, in its own thread; this one may block at a prompt meanwhile.
+        client: The connection.
+        view: Shows answers.
+        system: System prompt of every session.
+        params: Parameters of every turn, as the user wrote them.
+    """
+
+    def __init__(
+        self, portal: BlockingPortal, client: Client, *, view: TurnView, system: str | None, params: dict[str, Any]
+    ) -> None:
+        self._portal = portal
+        self._client = client
+        self._view = view
+        self._system = system
+        self._params = params
+        self._last: End | None = None
+        self._session = self._new_session()
+        self._commands: dict[str, Callable[[list[str]], None]] = {
+            "/new": self._command_new,
+            "/params": self._command_params,
+            "/stats": self._command_stats,
+            "/help": lambda _words: stdout.print(_HELP, markup=False),
+        }
+
+    def run(self, read_line: Callable[[], str], *, forgiving: bool) -> None:
+        """Take lines until there are no more, ``/quit``, or Ctrl-C at the prompt.
+
+        Args:
+            read_line: Returns the next line, raises ``EOFError`` after the last.
+            forgiving: Report a refused turn and go on, as for a person; else raise it, as for a script.
+
+        Raises:
+            InferenceCenterError: The connection is lost, or anything else when not ``forgiving``.
+        """
+        with contextlib.suppress(EOFError, KeyboardInterrupt):
+            while (line := read_line().strip()) != "/quit":
+                try:
+                    self._take(line)
+                except InferenceCenterError as error:
+                    if not forgiving or error.code in _LOST:
+                        raise
+                    report(error)
+
+    def _take(self, line: str) -> None:
+        if not line:
+            return
+        if not line.startswith("/") or line.startswith("//"):
+            self._ask(line.removeprefix("/"))
+            return
+        name, *words = line.split(maxsplit=2)
+        command = self._commands.get(name)
+        if command is None:
+            raise InferenceCenterError(ErrorCode.INVALID_REQUEST, f"no command {name}", hint="/help lists them.")
+        command(words)
+
+    def _ask(self, prompt: str) -> None:
+        self._view.begin()
+        try:
+            turn = self._portal.start_task_soon(self._stream, prompt)
+            while True:
+                try:
+                    turn.result()
+                    return
+                except KeyboardInterrupt:
+                    self._portal.start_task_soon(self._session.abort)
+        finally:
+            self._view.finish()
+
+    async def _stream(self, prompt: str) -> None:
+        async for event in self._session.infer(prompt, params=self._params or None):
+            self._view.show(event)
+            if isinstance(event, End):
+                self._last = event
+
+    def _new_session(self) -> ClientSession:
+        async def create() -> ClientSession:
+            return await self._client.create_session(system=self._system)
+
+        return self._portal.call(create)
+
+    def _command_new(self, _words: list[str]) -> None:
+        self._portal.call(self._session.close)
+        self._session = self._new_session()
+        self._last = None
+
+    def _command_params(self, words: list[str]) -> None:
+        if words == ["reset"]:
+            self._params = {}
+        elif len(words) == 2:
+            changed = {**self._params, words[0]: read_value(words[1])}
+            parse_params(changed)
+            self._params = changed
+        elif words:
+            raise InferenceCenterError(
+                ErrorCode.INVALID_REQUEST, f"/params {words[0]} has no value", hint="Write /params name value."
+            )
+        shown = [f"{name} {json.dumps(value, ensure_ascii=False)}" for name, value in self._params.items()]
+        stdout.print("\n".join(shown) or "no parameters set; the model's and the daemon's hold", markup=False)
+
+    def _command_stats(self, _words: list[str]) -> None:
+        if self._last is None:
+            stdout.print("no turn yet")
+            return
+        table = Table(show_header=False)
+        for name, value in {**self._last.stats.model_dump(), "finish_reason": self._last.finish_reason}.items():
+            table.add_row(name, str(value))
+        stdout.print(table)
+
+
+def read_value(text: str) -> Any:
+    """Return a parameter's value: JSON where it is JSON, else the text itself."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text

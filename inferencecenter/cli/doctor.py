@@ -1,0 +1,57 @@
+"""``inferencecenter doctor``: look at this machine and say what would keep the daemon from running well."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Final
+
+import typer
+from rich.table import Table
+from rich.text import Text
+
+from inferencecenter.cli import checks
+from inferencecenter.cli.checks import Check, Verdict
+from inferencecenter.cli.options import ConfigOption, JsonOption, StateDirOption, given
+from inferencecenter.cli.output import print_json, stdout
+from inferencecenter.configuration import read_layers
+from inferencecenter.errors import ERRORS, ErrorCode, InferenceCenterError
+
+_STYLES: Final = {Verdict.OK: "green", Verdict.WARNING: "yellow", Verdict.FAILED: "bold red"}
+
+
+def doctor(*, config: ConfigOption = None, state_dir: StateDirOption = None, json: JsonOption = False) -> None:
+    """Check Python, llama.cpp, memory, files, port and GPU; exits with the code of the first failure."""
+    found = examine(config, state_dir)
+    if json:
+        print_json([asdict(check) for check in found])
+    else:
+        table = Table("check", "", "found")
+        for check in found:
+            detail = Text.assemble(check.detail, ("\n" + check.hint, "dim") if check.hint else "")
+            table.add_row(check.name, Text(check.verdict.value, style=_STYLES[check.verdict]), detail)
+        stdout.print(table)
+    failed = next((check for check in found if check.verdict is Verdict.FAILED), None)
+    if failed is not None:
+        raise typer.Exit(ERRORS[failed.code or ErrorCode.INTERNAL].exit_code)
+
+
+def examine(config: ConfigOption, state_dir: StateDirOption) -> list[Check]:
+    """Return the result of every check that can be made; without settings most cannot."""
+    found = [checks.python()]
+    try:
+        layers = read_layers(config, given(state_dir=state_dir))
+        settings = layers.settings()
+    except InferenceCenterError as error:
+        return [*found, Check("settings", Verdict.FAILED, error.message, error.hint or "", error.code)]
+    gpu = checks.gpu()
+    return [
+        *found,
+        Check("settings", Verdict.OK, str(layers.path or "no file; defaults and environment")),
+        checks.llama_cpp(needed=settings.engine.backend == "llama", gpu=gpu.verdict is Verdict.OK),
+        gpu,
+        checks.cores(),
+        checks.model_file(settings),
+        checks.memory(settings),
+        checks.state_dir(settings.state_dir),
+        checks.port(settings.server.host, settings.server.port),
+    ]

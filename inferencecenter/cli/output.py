@@ -1,0 +1,41 @@
+"""What commands write: text for people, JSON for scripts, one message for a failure."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+import orjson
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from inferencecenter.configuration import InvalidSettingsError
+
+if TYPE_CHECKING:
+    from inferencecenter.errors import InferenceCenterError
+
+stdout: Final = Console(highlight=False)
+stderr: Final = Console(highlight=False, stderr=True)
+
+
+def print_json(value: object) -> None:
+    """Write a value as indented JSON to standard output."""
+    typer.echo(orjson.dumps(value, default=str, option=orjson.OPT_INDENT_2).decode())
+
+
+def problems_of(error: InferenceCenterError) -> tuple[InferenceCenterError, ...]:
+    """Return every problem that one error stands for."""
+    return error.problems if isinstance(error, InvalidSettingsError) else (error,)
+
+
+def as_json(error: InferenceCenterError) -> dict[str, Any]:
+    """Return an error as scripts read it."""
+    return {"code": error.code.value, "message": error.message, "field": error.field, "hint": error.hint}
+
+
+def report(error: InferenceCenterError) -> None:
+    """Write code, message and hint of each problem to standard error."""
+    for problem in problems_of(error):
+        stderr.print(Text.assemble((problem.code.value, "bold red"), ": ", problem.message), soft_wrap=True)
+        if problem.hint:
+            stderr.print(Text.assemble(("hint: ", "bold"), problem.hint), soft_wrap=True)

@@ -1,0 +1,28 @@
+"""Documentation that is generated from the code, so that it cannot say anything else.
+
+``documents`` returns every generated file; ``inferencecenter docs`` writes them, ``docs --check`` compares.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from inferencecenter.cli.reference import configuration, errors, metrics, protocol, states
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+__all__ = ["documents"]
+
+
+def documents() -> Mapping[str, str]:
+    """Return the text of every generated file by its path from the root of the repository."""
+    return {
+        "docs/protocol.md": protocol.page(),
+        "docs/protocol.schema.json": protocol.schema(),
+        "docs/errors.md": errors.page(),
+        "docs/configuration.md": configuration.page(),
+        "docs/states.md": states.page(),
+        "docs/metrics.md": metrics.page(),
+        "config/inferencecenter.toml": configuration.default_toml(),
+    }

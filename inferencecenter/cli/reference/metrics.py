@@ -1,0 +1,18 @@
+"""The page of metrics, from their declarations."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from inferencecenter.cli.reference import markdown
+from inferencecenter.telemetry.metrics import Metrics
+
+_INTRODUCTION: Final = """\
+`GET /metrics` answers in Prometheus' text format; `server.metrics_access` says who may read it. A counter's samples
+end in `_total`; a histogram has `_bucket`, `_sum` and `_count`."""
+
+
+def page() -> str:
+    """Return ``docs/metrics.md``."""
+    rows = [(markdown.code(family.name), family.type, family.documentation) for family in Metrics().registry.collect()]
+    return markdown.page("Metrics", _INTRODUCTION, markdown.table(("name", "type", "meaning"), rows))

@@ -1,0 +1,78 @@
+"""``inferencecenter serve``: run the daemon."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.panel import Panel
+from rich.text import Text
+
+from inferencecenter.cli.options import ConfigOption, StateDirOption, given
+from inferencecenter.cli.output import stdout
+from inferencecenter.configuration import load_settings
+from inferencecenter.telemetry import logs
+
+if TYPE_CHECKING:
+    from inferencecenter.daemon import Announcement
+    from inferencecenter.settings import Settings
+
+
+def serve(  # noqa: PLR0913 - one argument an option
+    *,
+    config: ConfigOption = None,
+    state_dir: StateDirOption = None,
+    host: Annotated[str | None, typer.Option(help="Address to listen on.", show_default=False)] = None,
+    port: Annotated[int | None, typer.Option(help="Port to listen on; 0 takes a free one.", show_default=False)] = None,
+    model: Annotated[str | None, typer.Option(help="GGUF file.", metavar="FILE", show_default=False)] = None,
+    backend: Annotated[str | None, typer.Option(help="llama or echo.", show_default=False)] = None,
+    slots: Annotated[int | None, typer.Option(help="Sequences decoded at once.", show_default=False)] = None,
+    n_ctx: Annotated[
+        int | None, typer.Option("--n-ctx", help="Tokens of context per slot.", show_default=False)
+    ] = None,
+    n_gpu_layers: Annotated[
+        int | None, typer.Option("--n-gpu-layers", help="Layers on the GPU; -1 is all.", show_default=False)
+    ] = None,
+    log_level: Annotated[
+        str | None, typer.Option("--log-level", help="debug, info, warning or error.", show_default=False)
+    ] = None,
+    log_format: Annotated[
+        str | None, typer.Option("--log-format", help="auto, pretty or json.", show_default=False)
+    ] = None,
+) -> None:
+    """Run the daemon until it is stopped. Options win over the environment, which wins over the configuration file."""
+    overrides = given(
+        state_dir=state_dir,
+        server__host=host,
+        server__port=port,
+        model__path=model,
+        engine__backend=backend,
+        engine__slots=slots,
+        engine__n_ctx=n_ctx,
+        engine__n_gpu_layers=n_gpu_layers,
+        log__level=log_level,
+        log__format=log_format,
+    )
+    settings = load_settings(config, overrides)
+    logs.configure(level=settings.log.level, log_format=settings.log.format)
+    from inferencecenter import daemon  # noqa: PLC0415 - the other commands start faster without the server's imports
+
+    raise typer.Exit(daemon.serve(settings, announce=lambda announcement: announce(announcement, settings)))
+
+
+def announce(announcement: Announcement, settings: Settings) -> None:
+    """Say where the daemon listens and, on the first run, the administrator's token, this once."""
+    token_file = settings.state_dir / "admin.token"
+    lines = [("Address  ", announcement.address), ("Model    ", announcement.model)]
+    if announcement.admin_token is not None:
+        # Under systemd standard output ends in the journal, where a token has no place.
+        shown = None if "JOURNAL_STREAM" in os.environ else announcement.admin_token
+        lines += [("Token    ", shown)] if shown else []
+        lines += [("Token in ", f"{token_file} (shown once, kept hashed; this file is for the command line)")]
+    lines += [("Chat     ", "inferencecenter chat")]
+    text = Text("\n").join(Text.assemble((label, "dim"), value) for label, value in lines)
+    if stdout.is_terminal:
+        stdout.print(Panel(text, title="InferenceCenter", expand=False))
+    else:
+        stdout.print(text, soft_wrap=True)

@@ -1,0 +1,157 @@
+"""``inferencecenter token``: make, list and revoke tokens in the state directory; a running daemon learns at once."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import time
+from dataclasses import asdict
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Annotated, Final
+
+import typer
+from rich.table import Column, Table
+from rich.text import Text
+
+from inferencecenter.cli.options import ConfigOption, JsonOption, StateDirOption, given
+from inferencecenter.cli.output import print_json, stdout
+from inferencecenter.configuration import load_settings
+from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.server import control
+from inferencecenter.server.accounts import DATABASE_NAME, Accounts
+from inferencecenter.server.first_run import ensure_admin
+from inferencecenter.server.scopes import Scope
+from inferencecenter.settings import Priority
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from inferencecenter.settings import Settings
+
+_SECONDS: Final = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
+
+app = typer.Typer(help="Make, list and revoke tokens.", no_args_is_help=True)
+
+
+@app.command("create")
+def create(  # noqa: PLR0913 - one argument an option
+    client: Annotated[str, typer.Argument(help="The account; made when there is none of this name.")],
+    *,
+    name: Annotated[str, typer.Option(help="What the token is for, as phone or laptop.")] = "",
+    expires_in: Annotated[
+        str | None, typer.Option("--expires-in", help="Life of the token, as 30d, 12h, 45m.", show_default=False)
+    ] = None,
+    scope: Annotated[
+        list[Scope] | None, typer.Option(help="Right of a new account; may be repeated.", show_default="user")
+    ] = None,
+    max_sessions: Annotated[
+        int | None, typer.Option(help="Sessions of a new account.", min=1, show_default=False)
+    ] = None,
+    priority: Annotated[Priority | None, typer.Option(help="Class of a new account.", show_default=False)] = None,
+    config: ConfigOption = None,
+    state_dir: StateDirOption = None,
+    json: JsonOption = False,
+) -> None:
+    """Make a token and show it, this once."""
+    settings = load_settings(config, given(state_dir=state_dir))
+    expires_at = None if expires_in is None else time.time() + duration_s(expires_in)
+    with _accounts(settings) as accounts:
+        # Without this, a first token made here would keep the daemon from making its administrator.
+        ensure_admin(accounts, settings.state_dir)
+        if not accounts.has_client(client):
+            accounts.ensure_client(
+                client,
+                max_sessions=max_sessions or settings.auth.default_max_sessions,
+                priority=priority or settings.auth.default_priority,
+                scopes=scope or (Scope.USER,),
+            )
+        elif scope or max_sessions or priority:
+            raise InferenceCenterError(
+                ErrorCode.INVALID_REQUEST,
+                f"client {client!r} exists, with limits of its own",
+                hint="Leave out --scope, --max-sessions and --priority, or name a new client.",
+            )
+        made = accounts.create_token(client, name=name, expires_at=expires_at)
+    if json:
+        print_json({**asdict(made), "client_id": client, "name": name, "expires_at": expires_at})
+    elif stdout.is_terminal:
+        stdout.print(Text.assemble((made.token, "bold")), soft_wrap=True)
+        stdout.print("Shown this once. Revoke it with", f"`inferencecenter token revoke {made.token_id}`.")
+    else:
+        typer.echo(made.token)
+
+
+@app.command("list")
+def list_tokens(
+    *,
+    client: Annotated[str | None, typer.Option(help="Only this account's.", show_default=False)] = None,
+    config: ConfigOption = None,
+    state_dir: StateDirOption = None,
+    json: JsonOption = False,
+) -> None:
+    """List tokens, oldest first; a secret is not among what is kept."""
+    settings = load_settings(config, given(state_dir=state_dir))
+    with _accounts(settings) as accounts:
+        tokens = accounts.list_tokens(client)
+    if json:
+        print_json([asdict(token) for token in tokens])
+        return
+    table = Table(Column("token_id", no_wrap=True), "client", "name", "made", "expires", "last used", "state")
+    for token in tokens:
+        dates = [_date(at) for at in (token.created_at, token.expires_at, token.last_used_at)]
+        table.add_row(token.token_id, token.client_id, token.name, *dates, "revoked" if token.revoked else "valid")
+    stdout.print(table)
+
+
+@app.command("revoke")
+def revoke(
+    token_id: Annotated[str, typer.Argument(help="The token's id as `token list` shows it.")],
+    *,
+    config: ConfigOption = None,
+    state_dir: StateDirOption = None,
+    json: JsonOption = False,
+) -> None:
+    """Make a token useless and close the sockets that showed it."""
+    settings = load_settings(config, given(state_dir=state_dir))
+    with _accounts(settings) as accounts:
+        if not accounts.revoke(token_id):
+            raise InferenceCenterError(
+                ErrorCode.INVALID_REQUEST,
+                f"{token_id!r} is no token's id, or was revoked before",
+                field="token_id",
+                hint="`inferencecenter token list` shows the ids.",
+            )
+    told = control.notify(settings.state_dir)
+    if json:
+        print_json({"token_id": token_id, "revoked": True, "daemon_notified": told})
+    else:
+        stdout.print(f"Revoked {token_id};", "its sockets are closed." if told else "no daemon is running.")
+
+
+def duration_s(text: str) -> int:
+    """Return the seconds in ``30d``, ``12h``, ``45m`` or ``90s``.
+
+    Raises:
+        InferenceCenterError: ``invalid_request`` for anything else.
+    """
+    match = re.fullmatch(r"([1-9]\d{0,8})([smhd])", text)
+    if match is None:
+        raise InferenceCenterError(
+            ErrorCode.INVALID_REQUEST,
+            f"--expires-in is {text!r}",
+            field="expires_in",
+            hint="A number with s, m, h or d, as 30d.",
+        )
+    return int(match[1]) * _SECONDS[match[2]]
+
+
+@contextlib.contextmanager
+def _accounts(settings: Settings) -> Iterator[Accounts]:
+    path: Path = settings.state_dir / DATABASE_NAME
+    with contextlib.closing(Accounts.open(path, clock=time.time)) as accounts:
+        yield accounts
+
+
+def _date(at: float | None) -> str:
+    return "never" if at is None else datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%d %H:%M")
