@@ -5,8 +5,8 @@ its beginning and asked back at a moment drawn evenly from the rest, so that the
 model must bridge are spread up to the whole window. What is held out: see `world`.
 """
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from random import Random
 
 from inferencecenter.demo import facts, skills, tools, world
@@ -17,19 +17,34 @@ from inferencecenter.demo.world import Draw
 
 Measure = Callable[[Message], int]
 
-FILLERS: tuple[tuple[Callable[[Draw], Exchange], int], ...] = (
-    (skills.small_talk, 4),
-    (skills.counting, 5),
-    (skills.lists, 4),
-    (skills.sums, 7),
-    (skills.capitals, 6),
-    (skills.story, 2),
-    (skills.json_object, 4),
-    (skills.repeat, 3),
-    (skills.unknown, 3),
-    (skills.long_counting, 1),
-    (skills.long_story, 1),
-)
+Maker = Callable[[Draw], Exchange]
+Mixture = Mapping[Maker, int]
+
+# How often each skill fills the time between facts. Arithmetic and copying are learned last,
+# so the second mixture shows more of them.
+EVEN: Mixture = {
+    skills.small_talk: 4,
+    skills.counting: 5,
+    skills.lists: 4,
+    skills.sums: 7,
+    skills.capitals: 6,
+    skills.story: 2,
+    skills.json_object: 4,
+    skills.repeat: 3,
+    skills.unknown: 3,
+    skills.long_counting: 1,
+    skills.long_story: 1,
+}
+HARD: Mixture = {
+    **EVEN,
+    skills.small_talk: 3,
+    skills.counting: 6,
+    skills.sums: 14,
+    skills.json_object: 5,
+    skills.repeat: 5,
+    skills.unknown: 2,
+    skills.story: 1,
+}
 SYSTEM_PROMPTS = (
     "You are a helpful assistant.",
     "You are a helpful assistant.",
@@ -57,12 +72,13 @@ class Conversation:
 
 @dataclass(frozen=True)
 class Setting:
-    """What the system prompt fixes: its text, the assistant's name, tools, facts about the user."""
+    """What holds for a whole conversation: its system prompt, what that says, the mixture."""
 
     system: str = ""
     assistant: str = ""
     offered: tuple[tools.Tool, ...] = ()
     known: tuple[Fact, ...] = ()
+    mixture: Mixture = field(default_factory=lambda: EVEN)
 
 
 @dataclass
@@ -128,12 +144,12 @@ def any_setting(draw: Draw, budget: int) -> Setting:
 
 def filler(draw: Draw, setting: Setting | None = None) -> Exchange:
     """Returns an exchange that needs nothing told before, of any skill."""
+    mixture = setting.mixture if setting else EVEN
     if setting and setting.offered and draw.chance(0.6):
         return tools.call(draw, draw.pick(setting.offered), answered=draw.chance(0.6))
     if setting and draw.chance(0.25 if setting.assistant else 0.03):
         return own_name(draw, setting.assistant)
-    makers, weights = zip(*FILLERS, strict=True)
-    made: Exchange = draw.rng.choices(makers, weights)[0](draw)
+    made = draw.rng.choices(tuple(mixture), tuple(mixture.values()))[0](draw)
     if setting and setting.offered and made.skill in {"sums", "unknown"}:
         return skills.small_talk(draw)  # those requests may be what an offered tool is for
     return made
@@ -171,15 +187,17 @@ def _next(draw: Draw, setting: Setting, plan: Plan, position: int, budget: int) 
     return filler(draw, setting)
 
 
-def conversation(draw: Draw, budget: int, measure: Measure) -> Conversation:
+def conversation(draw: Draw, budget: int, measure: Measure, mixture: Mixture = EVEN) -> Conversation:
     """Returns a conversation whose messages measure at least `budget` together.
 
     Args:
         draw: The source of all choices.
         budget: The length to fill, in the unit of `measure` (tokens, in training).
         measure: Returns the length of a message, its ChatML frame included.
+        mixture: How often each skill fills the time between facts.
     """
     setting = any_setting(draw, budget) if draw.chance(0.97) else Setting()
+    setting = replace(setting, mixture=mixture)
     plan = Plan({fact.kind.key: fact for fact in setting.known})
     chatty = draw.chance(0.2)  # no facts at all: the skills from the first turn on
     exchanges: list[Exchange] = []
@@ -191,8 +209,8 @@ def conversation(draw: Draw, budget: int, measure: Measure) -> Conversation:
     return Conversation(setting.system, tuple(exchanges))
 
 
-def conversations(seed: str, budget: int, measure: Measure) -> Iterator[Conversation]:
+def conversations(seed: str, budget: int, measure: Measure, mixture: Mixture = EVEN) -> Iterator[Conversation]:
     """Yields endless training conversations; the same seed gives the same ones."""
     draw = Draw(Random(seed))  # noqa: S311 (no secrets here)
     while True:
-        yield conversation(draw, budget, measure)
+        yield conversation(draw, budget, measure, mixture)

@@ -36,23 +36,25 @@ class Stage:
 
     steps: int
     windows: tuple[int, ...]
+    mixture: corpus.Mixture
 
 
 # Skills and short recall are learned fastest on short windows; recall over the whole context
 # needs windows of that length, and early enough to be settled when the rate is low.
 STAGES = (
-    Stage(1200, (256,)),
-    Stage(1200, (256, 1024)),
-    Stage(2100, (256, 1024, 1024)),
+    Stage(1200, (256,), corpus.EVEN),
+    Stage(582, (256, 1024), corpus.EVEN),
+    Stage(618, (256, 1024), corpus.HARD),
+    Stage(2100, (256, 1024, 1024), corpus.HARD),
 )
 TOTAL_STEPS = sum(stage.steps for stage in STAGES)
 
 
-def window_at(step: int) -> int:
-    """Returns the window, in tokens, of `step`."""
+def stage_at(step: int) -> tuple[Stage, int]:
+    """Returns the stage of `step` and the step's window in tokens."""
     for stage in STAGES:
         if step < stage.steps:
-            return stage.windows[step % len(stage.windows)]
+            return stage, stage.windows[step % len(stage.windows)]
         step -= stage.steps
     raise ValueError("step lies after the last stage")
 
@@ -65,9 +67,9 @@ def rate_at(step: int) -> float:
     return PEAK_RATE * (0.02 + 0.98 * 0.5 * (1 + cos(pi * progress)))
 
 
-def rows(encoder: Encoder, seed: str, window: int) -> Iterator[tuple[list[int], list[bool]]]:
+def rows(encoder: Encoder, seed: str, window: int, mixture: corpus.Mixture) -> Iterator[tuple[list[int], list[bool]]]:
     """Yields conversations as ids and learned marks, cut to `window` tokens."""
-    for made in corpus.conversations(seed, window, encoder.length):
+    for made in corpus.conversations(seed, window, encoder.length, mixture):
         ids: list[int] = []
         learned: list[bool] = []
         for message in made.messages:
@@ -79,11 +81,11 @@ def rows(encoder: Encoder, seed: str, window: int) -> Iterator[tuple[list[int], 
 
 def batch_at(encoder: Encoder, padding: int, step: int) -> tuple[Tensor, Tensor]:
     """Returns ids and learned marks, each (rows, window), of `step`."""
-    window = window_at(step)
+    stage, window = stage_at(step)
     amount = STEP_TOKENS // window
     ids = torch.full((amount, window), padding)
     learned = torch.zeros((amount, window), dtype=torch.bool)
-    made = islice(rows(encoder, f"train:{SEED}:{step}", window), amount)
+    made = islice(rows(encoder, f"train:{SEED}:{step}", window, stage.mixture), amount)
     for row, (part, marks) in enumerate(made):
         ids[row, : len(part)] = torch.tensor(part)
         learned[row, : len(part)] = torch.tensor(marks)
@@ -150,7 +152,7 @@ def train(run: Run, encoder: Encoder, padding: int, last_step: int, console: Con
     while run.step < last_step:
         batch = batch_at(encoder, padding, run.step)
         loss = train_step(run.model, run.optimizer, batch, rate_at(run.step))
-        losses.setdefault(window_at(run.step), []).append(loss)
+        losses.setdefault(batch[0].shape[1], []).append(loss)
         run.step += 1
         now = time.monotonic()
         run.trained_s, before = run.trained_s + now - before, now

@@ -35,7 +35,7 @@ def test_a_position_does_not_see_what_follows_it() -> None:
 
 def test_the_schedule_covers_every_step() -> None:
     """Every step has a window and a rate, and long windows come before the rate is low."""
-    windows = [train.window_at(step) for step in range(train.TOTAL_STEPS)]
+    windows = [train.stage_at(step)[1] for step in range(train.TOTAL_STEPS)]
     rates = [train.rate_at(step) for step in range(train.TOTAL_STEPS)]
     assert set(windows) == {256, 1024}
     assert min(rates) > 0
@@ -45,4 +45,4 @@ def test_the_schedule_covers_every_step() -> None:
 def test_after_the_last_step_there_is_no_window() -> None:
     """The schedule is refused past its end."""
     with pytest.raises(ValueError, match="after the last stage"):
-        train.window_at(train.TOTAL_STEPS)
+        train.stage_at(train.TOTAL_STEPS)
