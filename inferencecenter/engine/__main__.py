@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from inferencecenter.ipc.messages import EngineOptions
 
 _PR_SET_PDEATHSIG = 1
-_GRACE_S = 2.0
+_GRACE_S = 1.0
 
 
 def main() -> int:
@@ -50,7 +50,7 @@ def main() -> int:
 
 def _serve(pipe: Pipe, options: EngineOptions) -> int:
     commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
-    threading.Thread(target=_read, args=(pipe, commands), name="reader", daemon=True).start()
+    watch(pipe, commands)
     try:
         backend = _load(pipe, options)
     except InferenceCenterError as error:
@@ -84,8 +84,12 @@ def _load(pipe: Pipe, options: EngineOptions) -> Backend:
     )
 
 
+def watch(pipe: Pipe, commands: queue.SimpleQueue[Command]) -> None:
+    """Start the thread that queues what the front says and that ends the process when the front is gone."""
+    threading.Thread(target=_read, args=(pipe, commands), name="reader", daemon=True).start()
+
+
 def _read(pipe: Pipe, commands: queue.SimpleQueue[Command]) -> None:
-    """Queue what the front says; when it is gone, see to it that the process ends."""
     status = os.EX_OK
     try:
         while (message := pipe.read()) is not None:

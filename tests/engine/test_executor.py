@@ -1,0 +1,373 @@
+"""Carrying out plans, with faults."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+import pytest
+
+from inferencecenter.engine.backend import Chunk, DecodeError, Sampled
+from inferencecenter.engine.echo import EchoBackend, EchoSampler
+from inferencecenter.engine.executor import Executor
+from inferencecenter.engine.outputs import Turn, TurnOutput
+from inferencecenter.engine.scheduler.plan import Admission, Outcome, Pass, Plan, Row, Swap, Truncation
+from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.ipc.messages import Delta, EngineOptions, Failed, Finished, Started, TurnEvent
+from inferencecenter.protocol.params import Params
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+PROMPT = list(b"hello")
+
+
+class FaultyEcho(EchoBackend):
+    """An echo backend whose next operations can be made to fail, and that counts its samplers."""
+
+    def __init__(self, *, slots: int = 4) -> None:
+        super().__init__(EngineOptions(backend="echo", parent_pid=0, slots=slots, n_ctx=64))
+        self.lose: tuple[int, ...] | None = None
+        self.refuse_cut = False
+        self.samplers: list[WatchedSampler] = []
+
+    def decode(self, chunks: Sequence[Chunk]) -> None:
+        """Decode, or lose the KV of some slots."""
+        if self.lose is not None:
+            raise DecodeError(self.lose, "planned")
+        super().decode(chunks)
+
+    def truncate(self, slot: int, n_tokens: int) -> bool:
+        """Truncate, or empty the slot."""
+        if self.refuse_cut:
+            super().truncate(slot, 0)
+            return False
+        return super().truncate(slot, n_tokens)
+
+    def sampler(self, params: Params, prompt: Sequence[int]) -> WatchedSampler:
+        """Return a sampler that the test can see."""
+        self.samplers.append(WatchedSampler(self, params, prompt))
+        return self.samplers[-1]
+
+    @property
+    def open_samplers(self) -> int:
+        """How many samplers were not closed; closing one twice raises."""
+        return sum(not sampler.closed for sampler in self.samplers)
+
+
+class WatchedSampler(EchoSampler):
+    """Remembers where it sampled and whether it was closed; ``error`` is raised instead of a token."""
+
+    def __init__(self, backend: FaultyEcho, params: Params, prompt: Sequence[int]) -> None:
+        super().__init__(backend, params, prompt)
+        self.error: Exception | None = None
+        self.closed = False
+        self.threads: list[int] = []
+        self.barrier: threading.Barrier | None = None
+
+    def sample(self, row: int) -> Sampled:
+        """Sample, or raise."""
+        self.threads.append(threading.get_ident())
+        if self.barrier is not None:
+            self.barrier.wait(timeout=5)
+        if self.error is not None:
+            raise self.error
+        return super().sample(row)
+
+    def close(self) -> None:
+        """Close it."""
+        super().close()
+        self.closed = True
+
+
+class Bench:
+    """An executor with two workers, its backend and its log."""
+
+    def __init__(self, pool: ThreadPoolExecutor) -> None:
+        self.backend = FaultyEcho()
+        self.log: list[str] = []
+        self.now = 0.0
+        self.executor = Executor(
+            self.backend, pool=pool, workers=2, clock=self.clock, on_log=lambda level, text: self.log.append(text)
+        )
+
+    def clock(self) -> float:
+        """Return a time that moves by a second each time it is read."""
+        self.now += 1
+        return self.now
+
+    def add(self, turn_id: str, **params: object) -> None:
+        """Give the executor a turn with the usual prompt."""
+        turn = Turn(turn_id=turn_id, params=Params.model_validate(params), submitted_s=0.0, prompt_tokens=len(PROMPT))
+        self.executor.add(TurnOutput(turn, self.backend, n_ctx=64))
+
+    def start(self, *turn_ids: str) -> tuple[Outcome, tuple[TurnEvent, ...]]:
+        """Admit turns to the slots from 0 on, and read their prompts at once."""
+        return self.executor.run(
+            Plan(
+                admissions=tuple(admission(turn_id) for turn_id in turn_ids),
+                passes=(prefill(*enumerate(turn_ids)),),
+            )
+        )
+
+    def decode(self, *turns: tuple[int, str, int]) -> tuple[Outcome, tuple[TurnEvent, ...]]:
+        """Decode one token for each (slot, turn, token)."""
+        rows = tuple(
+            Row(turn_id, Chunk(slot, len(self.backend.held(slot)), [token], sample=True))
+            for slot, turn_id, token in turns
+        )
+        return self.executor.run(Plan(passes=(Pass(rows, prefill=False),)))
+
+
+def admission(turn_id: str, *, cached_tokens: int = 0) -> Admission:
+    """Return the admission of a turn with the usual prompt."""
+    return Admission(turn_id, tuple(PROMPT), cached_tokens)
+
+
+def prefill(*turns: tuple[int, str]) -> Pass:
+    """Return a pass that reads the whole prompt of each (slot, turn)."""
+    return Pass(tuple(Row(turn_id, Chunk(slot, 0, PROMPT, sample=True)) for slot, turn_id in turns), prefill=True)
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[ThreadPoolExecutor]:
+    """Two threads."""
+    with ThreadPoolExecutor(2) as pool:
+        yield pool
+
+
+@pytest.fixture
+def bench(pool: ThreadPoolExecutor) -> Bench:
+    """A fresh executor."""
+    return Bench(pool)
+
+
+def test_a_prompt_is_read_and_its_first_token_sampled(bench: Bench) -> None:
+    """Started comes before the first delta; the outcome counts tokens and time."""
+    bench.add("t")
+    outcome, events = bench.start("t")
+    assert [type(event) for event in events] == [Started, Delta]
+    assert outcome.decoded == {"t": 5}
+    assert outcome.sampled == {"t": ord("h")}
+    assert outcome.ended == frozenset()
+    assert outcome.prefill_tokens == 5
+    assert outcome.prefill_s > 0
+    assert outcome.decode_s == 0
+
+
+def test_a_turn_that_ends_is_dropped_with_its_sampler(bench: Bench) -> None:
+    """The outcome names it, its last event is Finished, and its sampler is closed."""
+    bench.add("t", max_tokens=2)
+    bench.start("t")
+    outcome, events = bench.decode((0, "t", ord("h")))
+    assert isinstance(events[-1], Finished)
+    assert outcome.ended == frozenset({"t"})
+    assert outcome.lost == frozenset()
+    assert outcome.decode_s > 0
+    assert (len(bench.executor), bench.backend.open_samplers) == (0, 0)
+
+
+def test_rows_are_sampled_on_several_threads(bench: Bench) -> None:
+    """Two rows wait for each other while sampling, which only works when both are sampled at once."""
+    for turn_id in ("a", "b"):
+        bench.add(turn_id)
+    bench.start("a", "b")
+    barrier = threading.Barrier(2)
+    for sampler in bench.backend.samplers:
+        sampler.barrier = barrier
+    outcome, events = bench.decode((0, "a", ord("h")), (1, "b", ord("h")))
+    assert outcome.sampled == {"a": ord("e"), "b": ord("e")}
+    assert [event.turn_id for event in events] == ["a", "b"]
+
+
+def test_one_row_is_sampled_in_place(bench: Bench) -> None:
+    """No thread is woken for a single row."""
+    bench.add("t")
+    bench.start("t")
+    assert bench.backend.samplers[0].threads == [threading.get_ident()]
+
+
+def test_sampling_does_not_wait_for_busy_workers(bench: Bench, pool: ThreadPoolExecutor) -> None:
+    """With all workers tokenizing, the caller samples every row itself."""
+    for turn_id in ("a", "b", "c"):
+        bench.add(turn_id)
+    busy = threading.Event()
+    waiting = [pool.submit(busy.wait, 5) for _ in range(2)]
+    outcome, _ = bench.start("a", "b", "c")
+    assert not any(each.done() for each in waiting)
+    busy.set()
+    assert outcome.sampled.keys() == {"a", "b", "c"}
+
+
+def test_slots_are_cut_and_exchanged_before_decoding(bench: Bench) -> None:
+    """Truncations come first, then swaps, then chunks in the slots after them."""
+    bench.backend.decode([Chunk(0, 0, [*PROMPT, 9], sample=False), Chunk(2, 0, [7], sample=False)])
+    bench.add("t")
+    rows = (Row("t", Chunk(2, 3, PROMPT[3:], sample=True)),)
+    _, events = bench.executor.run(
+        Plan(
+            truncations=(Truncation(0, 3, "t"),),
+            swaps=(Swap(0, 2),),
+            admissions=(admission("t", cached_tokens=3),),
+            passes=(Pass(rows, prefill=True),),
+        )
+    )
+    assert isinstance(events[0], Started)
+    assert events[0].cached_tokens == 3
+    assert (bench.backend.held(0), bench.backend.held(2)) == ((7,), tuple(PROMPT))
+
+
+def test_a_slot_that_had_to_be_emptied_is_reported(bench: Bench) -> None:
+    """The turn starts with nothing cached and skips the step, whose chunks count on the lost prefix."""
+    bench.backend.decode([Chunk(0, 0, [*PROMPT, 9], sample=False)])
+    bench.backend.refuse_cut = True
+    bench.add("t")
+    rows = (Row("t", Chunk(0, 3, PROMPT[3:], sample=True)),)
+    outcome, events = bench.executor.run(
+        Plan(
+            truncations=(Truncation(0, 3, "t"),),
+            admissions=(admission("t", cached_tokens=3),),
+            passes=(Pass(rows, prefill=True),),
+        )
+    )
+    assert outcome.emptied == {"t"}
+    assert outcome.decoded == {}
+    (started,) = events
+    assert isinstance(started, Started)
+    assert started.cached_tokens == 0
+
+
+def test_emptying_a_slot_on_purpose_is_no_loss(bench: Bench) -> None:
+    """A slot cut to nothing is empty, however the backend did it."""
+    bench.backend.decode([Chunk(0, 0, [1], sample=False)])
+    bench.backend.refuse_cut = True
+    bench.add("t")
+    outcome, _ = bench.executor.run(
+        Plan(
+            truncations=(Truncation(0, 0, "t"),),
+            admissions=(admission("t"),),
+            passes=(prefill((0, "t")),),
+        )
+    )
+    assert outcome.emptied == frozenset()
+    assert outcome.decoded == {"t": 5}
+
+
+def test_a_sampler_that_cannot_be_built_fails_its_turn_alone(bench: Bench) -> None:
+    """The turn fails with the sampler's own error and is not decoded; its neighbour runs."""
+    bench.backend.sampler = EchoBackend.sampler.__get__(bench.backend)  # type: ignore[method-assign]
+    bench.add("bad", logit_bias={"1": 1.0})
+    bench.add("good")
+    outcome, events = bench.start("bad", "good")
+    assert isinstance(events[0], Failed)
+    assert (events[0].turn_id, events[0].code, events[0].field) == ("bad", "invalid_request", "params.logit_bias")
+    assert outcome.ended == {"bad"}
+    assert outcome.decoded == {"good": 5}
+    assert bench.backend.held(0) == ()
+
+
+def test_a_decode_error_fails_the_turns_whose_kv_is_lost(bench: Bench) -> None:
+    """Their slots are emptied and their samplers closed; the others did not move and go on with the next step."""
+    for turn_id in ("a", "b"):
+        bench.add(turn_id)
+    bench.start("a", "b")
+    bench.backend.lose = (0,)
+    outcome, events = bench.decode((0, "a", ord("h")), (1, "b", ord("h")))
+    (failure,) = events
+    assert isinstance(failure, Failed)
+    assert (failure.turn_id, failure.code) == ("a", "internal")
+    assert outcome.ended == frozenset({"a"})
+    assert outcome.lost == frozenset({"a"})
+    assert outcome.decoded == {}
+    assert (bench.backend.held(0), bench.backend.open_samplers) == ((), 1)
+    assert bench.log == ["decode failed: planned"]
+    bench.backend.lose = None
+    outcome, _ = bench.decode((1, "b", ord("h")))
+    assert outcome.sampled == {"b": ord("e")}
+
+
+def test_a_decode_error_that_names_nobody_fails_the_whole_batch(bench: Bench) -> None:
+    """Otherwise the same batch would be tried for ever."""
+    bench.add("t")
+    bench.backend.lose = ()
+    outcome, _ = bench.start("t")
+    assert outcome.lost == {"t"}
+
+
+def test_later_passes_of_a_failed_turn_are_skipped(bench: Bench) -> None:
+    """After a failed cell, neither the failed nor the stalled turn's next cell is decoded."""
+    for turn_id in ("a", "b"):
+        bench.add(turn_id)
+    bench.backend.lose = (0,)
+    cells = tuple(
+        Pass(
+            tuple(
+                Row(turn_id, Chunk(slot, start, PROMPT[start:end], sample=end == 5))
+                for slot, turn_id in enumerate(("a", "b"))
+            ),
+            prefill=True,
+        )
+        for start, end in ((0, 3), (3, 5))
+    )
+    outcome, _ = bench.executor.run(Plan(admissions=(admission("a"), admission("b")), passes=cells))
+    assert outcome.decoded == {}
+    assert outcome.ended == frozenset({"a"})
+    assert len(bench.log) == 1
+
+
+def test_a_sampler_that_raises_fails_its_turn_alone(bench: Bench) -> None:
+    """The turn fails with internal, the log says why, and the KV stays good."""
+    for turn_id in ("a", "b"):
+        bench.add(turn_id)
+    bench.start("a", "b")
+    bench.backend.samplers[0].error = RuntimeError("broken sampler")
+    outcome, events = bench.decode((0, "a", ord("h")), (1, "b", ord("h")))
+    assert [type(event) for event in events] == [Failed, Delta]
+    assert outcome.ended == frozenset({"a"})
+    assert outcome.lost == frozenset()
+    assert outcome.sampled == {"b": ord("e")}
+    assert bench.log == ["sampling failed: RuntimeError('broken sampler')"]
+
+
+def test_an_error_of_a_turn_keeps_its_code(bench: Bench) -> None:
+    """What a turn's own pattern or grammar runs into reaches the client as it is."""
+    bench.add("t")
+    bench.start("t")
+    bench.backend.samplers[0].error = InferenceCenterError(
+        ErrorCode.INVALID_REQUEST, "Slow.", field="params.stop_regex"
+    )
+    outcome, events = bench.decode((0, "t", ord("h")))
+    (failure,) = events
+    assert isinstance(failure, Failed)
+    assert (failure.code, failure.field) == ("invalid_request", "params.stop_regex")
+    assert outcome.ended == frozenset({"t"})
+    assert bench.log == []
+
+
+def test_ending_a_turn_between_steps_closes_its_sampler(bench: Bench) -> None:
+    """An aborted turn's last event is Finished, whether it ran or still waited."""
+    for turn_id in ("runs", "waits"):
+        bench.add(turn_id)
+    bench.start("runs")
+    for turn_id in ("runs", "waits"):
+        (end,) = bench.executor.end(turn_id, "aborted")
+        assert isinstance(end, Finished)
+        assert end.reason == "aborted"
+    assert (len(bench.executor), bench.backend.open_samplers) == (0, 0)
+
+
+def test_overdue_turns_are_named(bench: Bench) -> None:
+    """A turn whose time is up is found whether it runs or waits."""
+    bench.add("slow", max_time_ms=2000)
+    bench.add("patient")
+    assert bench.executor.overdue(1.9) == ()
+    assert bench.executor.overdue(2.0) == ("slow",)
+
+
+def test_closing_frees_every_sampler(bench: Bench) -> None:
+    """Nothing native outlives the executor."""
+    bench.add("t")
+    bench.start("t")
+    bench.executor.close()
+    assert bench.backend.open_samplers == 0

@@ -1,0 +1,458 @@
+"""The engine's loop over a real socket, with the echo backend; and the real process."""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+
+from inferencecenter.engine.echo import EchoBackend
+from inferencecenter.engine.loop import Closed, Command, EngineLoop, Received
+from inferencecenter.ipc.framing import encode, from_engine_decoder
+from inferencecenter.ipc.messages import (
+    Abort,
+    Configure,
+    Delta,
+    EngineOptions,
+    Failed,
+    Finished,
+    FromEngine,
+    LoadFailed,
+    Loading,
+    Log,
+    Piece,
+    Position,
+    Progress,
+    Ready,
+    Release,
+    Started,
+    Step,
+    Submit,
+    ToEngine,
+    TurnEvent,
+    pack_tokens,
+    unpack_tokens,
+)
+from inferencecenter.ipc.pipe import Pipe
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+TIMEOUT_S = 20
+
+
+def submit(
+    turn_id: str, text: str, *, session: str = "", tokens: bytes = b"", params: bytes = b"{}", priority: int = 1
+) -> Submit:
+    """Return a chat turn; the session is named like the turn if not given."""
+    pieces = (
+        Piece("<|im_start|>user\n", special=True),
+        Piece(text),
+        Piece("<|im_end|>\n<|im_start|>assistant\n", special=True),
+    )
+    return Submit(
+        turn_id=turn_id,
+        session_id=session or turn_id,
+        client_id="client",
+        priority=priority,
+        tokens=tokens,
+        pieces=pieces,
+        params_json=params,
+    )
+
+
+class Front:
+    """The other end of the socket: sends commands and collects events by turn."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        connection.settimeout(TIMEOUT_S)
+        self._connection = connection
+        self._decoder = from_engine_decoder()
+        self.frames: list[FromEngine] = []
+        self.events: dict[str, list[TurnEvent]] = {}
+
+    def send(self, *messages: ToEngine) -> None:
+        """Send frames in one piece."""
+        self._connection.sendall(b"".join(map(encode, messages)))
+
+    def read_until(self, done: Callable[[], bool]) -> None:
+        """Read frames until a condition holds."""
+        while not done():
+            data = self._connection.recv(65_536)
+            assert data, "the engine is gone"
+            for frame in self._decoder.feed(data):
+                self.frames.append(frame)
+                for event in frame.events if isinstance(frame, Step) else ():
+                    self.events.setdefault(event.turn_id, []).append(event)
+
+    def ended(self, turn_id: str) -> bool:
+        """Tell whether a turn's terminal event has come."""
+        events = self.events.get(turn_id, ())
+        return any(isinstance(event, Finished | Failed) for event in events)
+
+    def wait_for(self, *turn_ids: str) -> None:
+        """Read until these turns have ended."""
+        self.read_until(lambda: all(self.ended(turn_id) for turn_id in turn_ids))
+
+    def text(self, turn_id: str) -> str:
+        """Return what a turn showed."""
+        return "".join(event.text for event in self.events[turn_id] if isinstance(event, Delta))
+
+    def finished(self, turn_id: str) -> Finished:
+        """Return how a turn ended."""
+        self.wait_for(turn_id)
+        last = self.events[turn_id][-1]
+        assert isinstance(last, Finished), last
+        return last
+
+    def history(self, turn_id: str) -> bytes:
+        """Return the tokens that the turn leaves in its session's history."""
+        end = self.finished(turn_id)
+        events = self.events[turn_id]
+        prompt = next(event.tokens for event in events if isinstance(event, Started))
+        answer = b"".join(event.tokens for event in events if isinstance(event, Delta))
+        return prompt + pack_tokens(unpack_tokens(answer)[: end.kept_tokens])
+
+    def close(self) -> None:
+        """Hang up."""
+        self._connection.close()
+
+
+class SlowEcho(EchoBackend):
+    """An echo backend that tokenizes and decodes only as the test allows."""
+
+    def __init__(self, options: EngineOptions) -> None:
+        super().__init__(options, sleep=self._wait)
+        self.tokenizing: dict[str, threading.Event] = {}
+        self.decoding = threading.Event()
+        self.decoding.set()
+
+    def tokenize(self, pieces: Sequence[Piece], *, first: bool) -> list[int]:
+        """Tokenize, waiting for the event of this text if there is one; refuse the text ``unspeakable``."""
+        text = pieces[1].text
+        if text == "unspeakable":
+            raise RuntimeError("no token for it")
+        if text in self.tokenizing:
+            assert self.tokenizing[text].wait(TIMEOUT_S)
+        return super().tokenize(pieces, first=first)
+
+    def _wait(self, seconds: float) -> None:
+        assert self.decoding.wait(TIMEOUT_S)
+
+
+class Engine:
+    """A loop on a thread, the front at the other end of its socket."""
+
+    def __init__(self, **options: int) -> None:
+        ours, theirs = socket.socketpair()
+        settings = {"slots": 2, "n_ctx": 50_000, "prefill_grid_tokens": 64, "echo_delay_ms": 1} | options
+        configured = EngineOptions(backend="echo", parent_pid=0, **settings)  # type: ignore[arg-type]
+        self.backend = SlowEcho(configured)
+        self.front = Front(theirs)
+        self._pipe = Pipe(ours)
+        self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        self.loop = EngineLoop(
+            self.backend, configured, commands=self._commands, send=self._pipe.send, clock=time.monotonic
+        )
+        self._failure: BaseException | None = None
+        self._threads = [threading.Thread(target=each) for each in (self._read, self._run)]
+        for thread in self._threads:
+            thread.start()
+
+    def stop(self) -> None:
+        """Hang up, wait for the loop and raise what it raised."""
+        self.backend.decoding.set()
+        for event in self.backend.tokenizing.values():
+            event.set()
+        self.front.close()
+        for thread in self._threads:
+            thread.join(TIMEOUT_S)
+        self._pipe.close()
+        if self._failure is not None:
+            raise self._failure
+
+    def _read(self) -> None:
+        while (message := self._pipe.read()) is not None:
+            assert not isinstance(message, Configure)
+            self._commands.put(Received(message, time.monotonic()))
+        self._commands.put(Closed())
+
+    def _run(self) -> None:
+        try:
+            self.loop.run()
+        except ConnectionError:
+            pass
+        except BaseException as failure:  # noqa: BLE001 - raised again by stop(), on the test's thread
+            self._failure = failure
+
+
+@pytest.fixture
+def engine() -> Iterator[Engine]:
+    """An engine of two slots with room for endless turns."""
+    engine = Engine()
+    yield engine
+    engine.stop()
+
+
+def test_a_turn_is_answered(engine: Engine) -> None:
+    """The prompt's tokens come first, then the answer, then one end."""
+    engine.front.send(submit("t", "Grüße"))
+    end = engine.front.finished("t")
+    started, *deltas, _ = engine.front.events["t"]
+    assert isinstance(started, Started)
+    assert bytes(token for token in unpack_tokens(started.tokens) if token < 256).startswith("user\nGrüße".encode())
+    assert all(isinstance(delta, Delta) for delta in deltas)
+    assert engine.front.text("t") == "Grüße"
+    assert (end.reason, end.end_text, end.kept_chars, end.kept_tokens) == ("stop", "<|im_end|>", 5, 8)
+
+
+def test_many_turns_at_once_get_their_own_answers(engine: Engine) -> None:
+    """Eight sessions on two slots: everybody's text is their own, and each turn ends once."""
+    turns = [submit(f"t{n}", f"words of {n}") for n in range(8)]
+    engine.front.send(*turns)
+    engine.front.wait_for(*(turn.turn_id for turn in turns))
+    for n in range(8):
+        assert engine.front.text(f"t{n}") == f"words of {n}"
+        assert sum(isinstance(event, Finished) for event in engine.front.events[f"t{n}"]) == 1
+    assert any(isinstance(event, Position) for event in engine.front.events["t7"])
+    last = engine.front.frames[-1]
+    assert isinstance(last, Step)
+    assert (last.running, last.waiting) == (0, 0)
+    assert last.rss_bytes > 1_000_000
+
+
+def test_the_next_turn_finds_its_kv(engine: Engine) -> None:
+    """A turn that continues the history decodes only what is new, also with others in between."""
+    engine.front.send(submit("one", "first", session="s"))
+    history = engine.front.history("one")
+    engine.front.send(submit("other", "else"))
+    engine.front.wait_for("other")
+    engine.front.send(submit("two", "second", session="s", tokens=history))
+    end = engine.front.finished("two")
+    # All of the history but its end token, which was sampled and never decoded.
+    assert end.cached_tokens == len(history) // 4 - 1
+    assert engine.front.text("two") == "second"
+
+
+def test_a_released_session_leaves_nothing(engine: Engine) -> None:
+    """After a release the same history is read from its start."""
+    engine.front.send(submit("one", "first", session="s"))
+    history = engine.front.history("one")
+    engine.front.send(Release("s"), submit("two", "second", session="s", tokens=history))
+    assert engine.front.finished("two").cached_tokens == 0
+
+
+def test_a_running_turn_is_aborted(engine: Engine) -> None:
+    """What was said stays, and the other turn goes on."""
+    engine.front.send(submit("long", "ab", params=b'{"ignore_eos":true}'), submit("other", "fine"))
+    engine.front.read_until(lambda: "long" in engine.front.events and bool(engine.front.text("long")))
+    engine.front.send(Abort("long"))
+    end = engine.front.finished("long")
+    assert end.reason == "aborted"
+    assert end.kept_chars == len(engine.front.text("long")) == end.kept_tokens
+    assert engine.front.finished("other").reason == "stop"
+
+
+def test_a_waiting_turn_is_aborted(engine: Engine) -> None:
+    """It never ran, and ends with its prompt's length and no tokens."""
+    endless = [submit(name, "ab", params=b'{"ignore_eos":true}') for name in ("x", "y")]
+    engine.front.send(*endless, submit("waits", "text"))
+    engine.front.read_until(lambda: "waits" in engine.front.events)
+    engine.front.send(Abort("waits"))
+    end = engine.front.finished("waits")
+    assert (end.reason, end.generated_tokens) == ("aborted", 0)
+    engine.front.send(Release("x"), Abort("y"))
+    assert engine.front.finished("x").reason == engine.front.finished("y").reason == "aborted"
+
+
+@pytest.mark.parametrize("command", [Abort("t"), Release("s")])
+def test_a_turn_is_ended_while_it_is_tokenized(engine: Engine, command: ToEngine) -> None:
+    """It ends at once; its tokens, when they come, are forgotten, and the session goes on."""
+    engine.backend.tokenizing["slow"] = threading.Event()
+    engine.front.send(submit("t", "slow", session="s"), command)
+    assert engine.front.finished("t").reason == "aborted"
+    engine.backend.tokenizing["slow"].set()
+    engine.front.send(submit("next", "text", session="s"))
+    engine.front.finished("next")
+    assert engine.front.text("next") == "text"
+    assert len(engine.front.events["t"]) == 1
+
+
+def test_turns_of_a_session_keep_their_order(engine: Engine) -> None:
+    """A turn that is tokenized faster does not overtake its predecessor, but other sessions' turns."""
+    engine.backend.tokenizing["slow"] = threading.Event()
+    engine.front.send(submit("one", "slow", session="s"), submit("two", "fast", session="s"), submit("other", "x"))
+    engine.front.wait_for("other")
+    assert "two" not in engine.front.events
+    engine.backend.tokenizing["slow"].set()
+    engine.front.wait_for("one", "two")
+    order = [
+        (event.turn_id, type(event))
+        for frame in engine.front.frames
+        if isinstance(frame, Step)
+        for event in frame.events
+    ]
+    assert order.index(("two", Started)) > order.index(("one", Finished))
+
+
+def test_a_prompt_that_cannot_be_tokenized_fails_alone(engine: Engine) -> None:
+    """The turn fails with internal, the log says why, others run."""
+    engine.front.send(submit("bad", "unspeakable"), submit("good", "text"))
+    engine.front.wait_for("bad", "good")
+    (failure,) = engine.front.events["bad"]
+    assert isinstance(failure, Failed)
+    assert failure.code == "internal"
+    assert Log("error", "tokenizing failed: RuntimeError('no token for it')", "engine") in engine.front.frames
+    assert engine.front.text("good") == "text"
+
+
+def test_a_prompt_that_is_too_long_fails() -> None:
+    """The failure names the length of the prompt and of the context."""
+    engine = Engine(n_ctx=200)
+    engine.front.send(submit("t", "x" * 200))
+    engine.front.wait_for("t")
+    engine.stop()
+    (failure,) = engine.front.events["t"]
+    assert isinstance(failure, Failed)
+    assert failure.code == "prompt_too_long"
+    assert "the context holds 200" in failure.message
+
+
+def test_a_refused_parameter_fails_the_turn(engine: Engine) -> None:
+    """The backend's refusal names the field, and the slot is free again."""
+    engine.front.send(submit("t", "x", params=b'{"logit_bias":{"1":2.0}}'), submit("next", "text"))
+    engine.front.wait_for("t", "next")
+    failure = engine.front.events["t"][-1]
+    assert isinstance(failure, Failed)
+    assert (failure.code, failure.field) == ("invalid_request", "params.logit_bias")
+
+
+def test_a_long_prompt_reports_its_progress() -> None:
+    """With one cell a step, each step but the last tells how far reading is."""
+    engine = Engine(prefill_grid_tokens=16, target_step_ms=0)
+    engine.front.send(submit("t", "x" * 60, params=b'{"max_tokens":1}'))
+    total = engine.front.finished("t").prompt_tokens
+    done = [(event.done, event.total) for event in engine.front.events["t"] if isinstance(event, Progress)]
+    engine.stop()
+    assert done == [(position, total) for position in range(16, total, 16)]
+
+
+def test_time_is_up_for_running_and_waiting_turns() -> None:
+    """Turns end with reason time wherever they are; the answer so far is kept."""
+    engine = Engine(slots=1)
+    limited = b'{"ignore_eos":true,"max_time_ms":50}'
+    engine.front.send(submit("runs", "ab", params=limited), submit("waits", "ab", params=limited))
+    runs, waits = engine.front.finished("runs"), engine.front.finished("waits")
+    engine.stop()
+    assert runs.reason == waits.reason == "time"
+    assert runs.total_ms >= 50
+    assert runs.kept_tokens == runs.generated_tokens == len(engine.front.text("runs"))
+
+
+def test_one_step_is_one_frame(engine: Engine) -> None:
+    """Two turns that decode together send their tokens together, in slot order."""
+    engine.front.send(*(submit(name, "ab", params=b'{"ignore_eos":true}') for name in ("a", "b")))
+
+    def together() -> bool:
+        steps = [frame.events for frame in engine.front.frames if isinstance(frame, Step)]
+        return any(
+            [(event.turn_id, type(event)) for event in events] == [("a", Delta), ("b", Delta)] for events in steps
+        )
+
+    engine.front.read_until(together)
+    engine.front.send(Abort("a"), Abort("b"))
+    engine.front.wait_for("a", "b")
+
+
+def test_hanging_up_ends_the_loop_during_a_turn() -> None:
+    """A loop with running and waiting turns ends when the front is gone, and frees its samplers."""
+    engine = Engine(slots=1)
+    engine.front.send(*(submit(name, "ab", params=b'{"ignore_eos":true}') for name in ("x", "y")))
+    engine.front.read_until(lambda: "x" in engine.front.events)
+    engine.stop()
+    assert not any(thread.name.startswith("worker") for thread in threading.enumerate())
+
+
+class Child:
+    """The real process."""
+
+    def __init__(self, options: EngineOptions) -> None:
+        ours, theirs = socket.socketpair()
+        command = [sys.executable, "-m", "inferencecenter.engine", "--fd", str(theirs.fileno())]
+        self.process = subprocess.Popen(command, pass_fds=[theirs.fileno()])
+        theirs.close()
+        self.front = Front(ours)
+        self.front.send(Configure(options))
+
+    def wait(self) -> int:
+        """Return the exit status."""
+        return self.process.wait(TIMEOUT_S)
+
+
+def test_the_process_serves_and_ends_with_its_pipe() -> None:
+    """It says when it is ready, shrugs off signals meant for the front, answers, and ends when the front hangs up."""
+    child = Child(EngineOptions(backend="echo", parent_pid=os.getpid(), slots=2))
+    child.front.read_until(lambda: any(isinstance(frame, Ready) for frame in child.front.frames))
+    assert child.front.frames[0] == Loading(0.0)
+    child.process.send_signal(signal.SIGINT)
+    child.process.send_signal(signal.SIGTERM)
+    child.front.send(submit("t", "still here"))
+    child.front.finished("t")
+    assert child.front.text("t") == "still here"
+    child.front.close()
+    assert child.wait() == 0
+
+
+STUCK = """
+import queue, socket, sys, threading
+from inferencecenter.engine.__main__ import watch
+from inferencecenter.ipc.pipe import Pipe
+watch(Pipe(socket.socket(fileno=int(sys.argv[1]))), queue.SimpleQueue())
+threading.Event().wait()
+"""
+
+
+def test_the_process_ends_with_its_pipe_when_its_main_thread_is_stuck() -> None:
+    """A load or a decode that takes for ever does not keep the process alive."""
+    ours, theirs = socket.socketpair()
+    process = subprocess.Popen([sys.executable, "-c", STUCK, str(theirs.fileno())], pass_fds=[theirs.fileno()])
+    theirs.close()
+    ours.close()
+    assert process.wait(TIMEOUT_S) == 0
+
+
+def test_the_process_says_why_it_cannot_load() -> None:
+    """The failure carries code, message and hint, and the exit status is the error's."""
+    child = Child(EngineOptions(backend="abacus", parent_pid=os.getpid()))
+    child.front.read_until(lambda: any(isinstance(frame, LoadFailed) for frame in child.front.frames))
+    assert child.front.frames[-1] == LoadFailed(
+        "invalid_config", "There is no backend 'abacus'.", "Choose llama or echo."
+    )
+    child.front.close()
+    assert child.wait() == 78
+
+
+def test_an_orphan_does_not_start() -> None:
+    """When the parent is another than the one that made it, the process ends before it loads anything."""
+    child = Child(EngineOptions(backend="echo", parent_pid=1))
+    assert child.wait() == os.EX_UNAVAILABLE
+    child.front.close()
+
+
+def test_a_process_that_is_told_anything_but_its_options_ends() -> None:
+    """The first frame must be Configure."""
+    ours, theirs = socket.socketpair()
+    command = [sys.executable, "-m", "inferencecenter.engine", "--fd", str(theirs.fileno())]
+    process = subprocess.Popen(command, pass_fds=[theirs.fileno()])
+    theirs.close()
+    ours.sendall(encode(Abort("t")))
+    assert process.wait(TIMEOUT_S) == os.EX_PROTOCOL
+    ours.close()
