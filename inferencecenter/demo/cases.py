@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from random import Random
 
 from inferencecenter.demo import corpus, facts, skills, tools, world
@@ -69,6 +70,14 @@ def _single(made: Exchange, skill: str, judge: Judge | None = None) -> Case:
     return Case(skill, (Question((asked,), judge or _exactly(answered.content)),))
 
 
+def _plain(skill: str, maker: Callable[[Draw], Exchange], draw: Draw) -> Case:
+    return _single(maker(draw), skill)
+
+
+def _story(draw: Draw) -> Case:
+    return _single(skills.story(draw), "stories", _is_story)
+
+
 def _unseen_capital(draw: Draw) -> Case:
     # Made-up countries are asked too in training; the criterion is about the real ones.
     while True:
@@ -129,6 +138,11 @@ def _recall(draw: Draw, window: int, measure: Measure, kind: facts.FactKind | No
     return Case(f"recall at {window} tokens", (question,))
 
 
+def _name_recall(draw: Draw, window: int, measure: Measure) -> Case:
+    case = _recall(draw, window, measure, facts.NAME)
+    return Case(f"name recalled at {window} tokens", case.questions)
+
+
 def _several_facts(draw: Draw, window: int, measure: Measure) -> Case:
     """Returns four facts told in a row and all asked for later, each answer wanted."""
     kinds = {facts.NAME.key: facts.NAME}
@@ -160,47 +174,39 @@ def _two_conversations(draw: Draw, measure: Measure) -> Case:
     return Case("two conversations told apart", tuple(questions))
 
 
-def _plain(skill: str, maker: Callable[[Draw], Exchange]) -> Callable[[Draw], Case]:
-    return lambda draw: _single(maker(draw), skill)
-
-
-def makers(measure: Measure) -> dict[str, Callable[[Draw], Case]]:
-    """Returns what makes the cases of each skill, by the skill's name.
+def makers(measure: Measure) -> tuple[Callable[[Draw], Case], ...]:
+    """Returns what makes the cases of each skill.
 
     Args:
         measure: Returns the tokens a message takes, its ChatML frame included.
     """
-    made: dict[str, Callable[[Draw], Case]] = {
-        "small talk": _plain("small talk", skills.small_talk),
-        "counting": _plain("counting", skills.counting),
-        "counting up to 200": _plain("counting up to 200", skills.long_counting),
-        "lists": _plain("lists", skills.lists),
-        "sums": _plain("sums", skills.sums),
-        "capitals": _unseen_capital,
-        "stories": lambda draw: _single(skills.story(draw), "stories", _is_story),
-        "JSON object": _json,
-        "repeat": _plain("repeat", skills.repeat),
-        "tools": _tool_call,
-        "system": _named_assistant,
-        "unknown requests": _plain("unknown requests", skills.unknown),
-        "untold": _untold,
-        "several": lambda draw: _several_facts(draw, 512, measure),
-        "apart": lambda draw: _two_conversations(draw, measure),
+    plain = {
+        "small talk": skills.small_talk,
+        "counting": skills.counting,
+        "counting up to 200": skills.long_counting,
+        "lists": skills.lists,
+        "sums": skills.sums,
+        "repeat": skills.repeat,
+        "unknown requests": skills.unknown,
     }
-    for window in DISTANCES_TOKENS:
-        made[f"recall {window}"] = lambda draw, window=window: _recall(draw, window, measure)  # type: ignore[misc]
-        made[f"name {window}"] = lambda draw, window=window: _name_recall(draw, window, measure)  # type: ignore[misc]
-    return made
-
-
-def _name_recall(draw: Draw, window: int, measure: Measure) -> Case:
-    case = _recall(draw, window, measure, facts.NAME)
-    return Case(f"name recalled at {window} tokens", case.questions)
+    return (
+        *(partial(_plain, skill, maker) for skill, maker in plain.items()),
+        _unseen_capital,
+        _story,
+        _json,
+        _tool_call,
+        _named_assistant,
+        _untold,
+        partial(_several_facts, window=512, measure=measure),
+        partial(_two_conversations, measure=measure),
+        *(partial(_recall, window=window, measure=measure) for window in DISTANCES_TOKENS),
+        *(partial(_name_recall, window=window, measure=measure) for window in DISTANCES_TOKENS),
+    )
 
 
 def cases(seed: int, amount: int, measure: Measure) -> Iterator[Case]:
     """Yields `amount` cases of each skill; the same seed gives the same ones."""
-    for name, make in makers(measure).items():
-        draw = Draw(Random(f"evaluate:{seed}:{name}"), unseen=True)  # noqa: S311 (no secrets here)
+    for number, make in enumerate(makers(measure)):
+        draw = Draw(Random(f"evaluate:{seed}:{number}"), unseen=True)  # noqa: S311 (no secrets here)
         for _ in range(amount):
             yield make(draw)
