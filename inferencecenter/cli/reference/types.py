@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-_LIMITS: Final = (("Length", "characters"), ("Items", "of them"), ("Properties", "entries"))
+_LIMITS: Final = (("Length", "characters"), ("Items", "entries"), ("Properties", "entries"))
 
 
 def words(schema: Mapping[str, Any]) -> str:
@@ -41,10 +41,10 @@ def _bounds(schema: Mapping[str, Any]) -> Iterator[str]:
     if "maximum" in schema:
         yield f"to {schema['maximum']:g}" if isinstance(schema["maximum"], float) else f"to {schema['maximum']}"
     for what, unit in _LIMITS:
-        low, high = schema.get(f"min{what}"), schema.get(f"max{what}")
+        low, high = schema.get(f"min{what}", 0), schema.get(f"max{what}")
         if high is not None:
-            yield f"of {low or 0} to {high} {unit}"
-        elif low is not None:
-            yield f"of at least {low} {unit}"
+            yield f"({low} to {high} {unit})" if low else f"(at most {high} {unit})"
+        elif low:
+            yield f"(at least {low} {unit})"
     if "pattern" in schema:
         yield f"matching `{schema['pattern']}`"

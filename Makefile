@@ -1,0 +1,48 @@
+# `make` lists the targets. Everything is installed into VENV; llama.cpp is compiled there once.
+
+VENV ?= .venv
+PYTHON ?= python3
+BIN := $(VENV)/bin
+MODEL ?=
+PORT ?=
+CONFIG ?=
+CUDA ?=
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help run test test-all lint docs clean
+
+help: ## List the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+run: $(VENV)/.installed $(if $(CUDA),$(VENV)/.cuda) ## Install and start the daemon: MODEL=file.gguf PORT=3000 CONFIG=file.toml CUDA=1
+	@exec $(BIN)/inferencecenter serve $(if $(CONFIG),--config '$(CONFIG)') $(if $(MODEL),--model '$(MODEL)') $(if $(PORT),--port '$(PORT)')
+
+test: $(VENV)/.installed-dev ## Run the tests that take a few minutes together
+	$(BIN)/pytest
+
+test-all: $(VENV)/.installed-dev ## Run every test, the slow ones too
+	$(BIN)/pytest -m 'slow or not slow'
+
+lint: $(VENV)/.installed-dev ## Check style, types, imports and that the generated documentation is current
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/inferencecenter docs --check
+
+docs: $(VENV)/.installed-dev ## Write the generated documentation and the annotated default configuration
+	$(BIN)/inferencecenter docs
+
+clean: ## Remove the virtual environment, caches and what was built
+	rm -rf '$(VENV)' build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(VENV)/.installed: pyproject.toml tools/install
+	@PYTHON='$(PYTHON)' CUDA='$(CUDA)' tools/install '$(VENV)'
+
+$(VENV)/.installed-dev: $(VENV)/.installed
+	@PYTHON='$(PYTHON)' tools/install '$(VENV)' dev
+
+$(VENV)/.cuda: $(VENV)/.installed
+	@test -e $@ || PYTHON='$(PYTHON)' CUDA=1 tools/install '$(VENV)'
