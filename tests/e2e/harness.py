@@ -27,6 +27,9 @@ REPLY_TIMEOUT_S = 60.0
 
 Message = dict[str, Any]
 
+ENDLESS: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True}
+"""Parameters of a turn that runs until it is aborted, or for thousands of tokens."""
+
 
 def free_port() -> int:
     """A port that nobody listened on a moment ago."""
@@ -112,6 +115,7 @@ def run_daemon(state_dir: Path, model: Path, **settings: str) -> Iterator[Daemon
         "INFERENCECENTER_SERVER__PORT": str(port),
         "INFERENCECENTER_MODEL__PATH": str(model),
         "INFERENCECENTER_LOG__FORMAT": "json",
+        "INFERENCECENTER_ENGINE__N_CTX": "8192",  # so that an endless turn lasts for seconds on the small demo model
         **settings,
     }
     state_dir.mkdir(parents=True, exist_ok=True)

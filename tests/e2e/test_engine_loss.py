@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.e2e.harness import run_daemon, talk
+from tests.e2e.harness import ENDLESS, run_daemon, talk
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -35,7 +35,7 @@ async def test_a_killed_engine_costs_a_turn_and_nothing_else(daemon: Daemon) -> 
         session = await client.create()
         await client.turn(session, "My name is Ada.", **GREEDY)
         first_pid = daemon.engine_pid()
-        await client.send(op="infer", session_id=session, prompt="Count from 1 to 100.", params={"temperature": 0.0})
+        await client.send(op="infer", session_id=session, prompt="Count from 1 to 100.", params=ENDLESS)
         await client.until(lambda message: message["op"] == "token")
         os.kill(first_pid, signal.SIGKILL)
         error = await client.until(lambda message: message["op"] in ("error", "end"))

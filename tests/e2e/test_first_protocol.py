@@ -10,7 +10,7 @@ from websockets.asyncio.client import connect
 from websockets.exceptions import InvalidStatus
 
 from inferencecenter.protocol.events import AnyEvent
-from tests.e2e.harness import run_daemon
+from tests.e2e.harness import ENDLESS, run_daemon
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from tests.e2e.harness import Daemon
 
 CLIENTS = """
-[[clients]]
+[[client]]
 client_id = "desk"
 api_key = "a-key-of-the-first-protocol"
 max_sessions = 3
@@ -87,7 +87,13 @@ async def test_several_sessions_of_one_socket_generate_at_once(daemon: Daemon) -
             await _send(websocket, op="create_session")
             sessions.append((await _receive(websocket))["session_id"])
         for session_id in sessions:
-            await _send(websocket, op="infer", session_id=session_id, prompt="Count from 1 to 30.", params={"temp": 0})
+            await _send(
+                websocket,
+                op="infer",
+                session_id=session_id,
+                prompt="Count from 1 to 30.",
+                params={**ENDLESS, "max_tokens": 200},
+            )
         order, ends = [], 0
         while ends < 3:
             message = await _receive(websocket)
@@ -104,7 +110,7 @@ async def test_abort_is_answered_with_its_status(daemon: Daemon) -> None:
         await _receive(websocket)
         await _send(websocket, op="CREATE_SESSION")
         session_id = (await _receive(websocket))["session_id"]
-        await _send(websocket, op="INFER", session_id=session_id, prompt="Count from 1 to 100.", params={"temp": 0})
+        await _send(websocket, op="INFER", session_id=session_id, prompt="Count from 1 to 100.", params=ENDLESS)
         assert (await _receive(websocket))["op"] == "token"
         await _send(websocket, op="ABORT", session_id=session_id)
         rest = []

@@ -6,7 +6,7 @@ import asyncio
 import itertools
 from typing import TYPE_CHECKING
 
-from tests.e2e.harness import talk
+from tests.e2e.harness import ENDLESS, talk
 
 if TYPE_CHECKING:
     from tests.e2e.harness import Daemon, Talk
@@ -74,7 +74,7 @@ async def test_abort_keeps_the_partial_answer(daemon: Daemon) -> None:
     """After ABORT the part that was shown is in the transcript, and the session goes on."""
     async with talk(daemon) as client:
         session = await client.create()
-        await client.send(op="infer", session_id=session, prompt="Count from 1 to 100.", params={"temperature": 0.0})
+        await client.send(op="infer", session_id=session, prompt="Count from 1 to 100.", params=ENDLESS)
         shown = ""
         while len(shown) < 10:
             message = await client.receive()
@@ -97,7 +97,7 @@ async def test_abort_with_discard_forgets_the_turn(daemon: Daemon) -> None:
         session = await client.create()
         await client.turn(session, "My name is Nora.", **GREEDY)
         before = (await client.ask(op="get_session", session_id=session))["transcript"]
-        await client.send(op="infer", session_id=session, prompt="Count from 1 to 100.", params={"temperature": 0.0})
+        await client.send(op="infer", session_id=session, prompt="Count from 1 to 100.", params=ENDLESS)
         await client.until(lambda message: message["op"] == "token")
         await client.ask(op="abort", session_id=session, discard=True)
         assert (await client.ask(op="get_session", session_id=session))["transcript"] == before
