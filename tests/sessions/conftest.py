@@ -1,0 +1,287 @@
+"""An engine that does only what a test tells it, and sessions around it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from inferencecenter.ipc.messages import (
+    Delta,
+    Failed,
+    Finished,
+    ModelInfo,
+    Started,
+    Submit,
+    TurnEvent,
+    pack_tokens,
+)
+from inferencecenter.ipc.port import EngineState, EngineStatus
+from inferencecenter.protocol import events, requests
+from inferencecenter.protocol.params import Params
+from inferencecenter.sessions.client import Client
+from inferencecenter.sessions.registry import Sessions
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from inferencecenter.protocol.base import Event
+    from inferencecenter.sessions.totals import TurnRecord
+
+CONTROL_TOKENS = ("<|im_start|>", "<|im_end|>")
+
+
+def make_model(**changes: Any) -> ModelInfo:
+    """A model with two control tokens and no template of its own."""
+    facts: dict[str, Any] = {
+        "name": "toy",
+        "path": "",
+        "description": "",
+        "architecture": "toy",
+        "backend": "fake",
+        "n_params": 0,
+        "size_bytes": 0,
+        "n_vocab": 258,
+        "n_layers": 0,
+        "n_gpu_layers": 0,
+        "n_ctx_train": 1024,
+        "n_ctx": 1024,
+        "slots": 2,
+        "n_threads": 1,
+        "chat_template": "",
+        "bos_token": "",
+        "eos_token": "<|im_end|>",
+        "add_bos": False,
+        "special_tokens": CONTROL_TOKENS,
+        "sampling_defaults_json": b"{}",
+        "library": "",
+    }
+    return ModelInfo(**(facts | changes))
+
+
+def packed(text: str) -> bytes:
+    """Tokens that spell ``text``, one a character."""
+    return pack_tokens([ord(character) for character in text])
+
+
+@dataclass
+class FakeEngine:
+    """Takes turns and says what a test wants said."""
+
+    status: EngineStatus = field(default_factory=lambda: EngineStatus(state=EngineState.READY, model=make_model()))
+    submitted: list[Submit] = field(default_factory=list)
+    aborted: list[str] = field(default_factory=list)
+    released: list[str] = field(default_factory=list)
+    listeners: dict[str, Callable[[TurnEvent], None]] = field(default_factory=dict)
+    position: int = 0
+    refusal: Exception | None = None
+
+    def submit(self, turn: Submit, listener: Callable[[TurnEvent], None]) -> int:
+        """Take the turn, or refuse it."""
+        if self.refusal is not None:
+            raise self.refusal
+        self.submitted.append(turn)
+        self.listeners[turn.turn_id] = listener
+        return self.position
+
+    def abort(self, turn_id: str) -> None:
+        """Take note."""
+        self.aborted.append(turn_id)
+
+    def release(self, session_id: str) -> None:
+        """Take note."""
+        self.released.append(session_id)
+
+    def subscribe(self, listener: Callable[[EngineStatus], None]) -> None:
+        """The state never changes here."""
+
+    @property
+    def last(self) -> Submit:
+        """The turn submitted last."""
+        return self.submitted[-1]
+
+    @property
+    def last_text(self) -> str:
+        """The new text of the turn submitted last."""
+        return "".join(piece.text for piece in self.last.pieces)
+
+    def say(self, event: TurnEvent) -> None:
+        """Let the last turn's listener hear ``event``."""
+        self.listeners[self.last.turn_id](event)
+
+    def start(self) -> None:
+        """Give the last turn a slot."""
+        turn = self.last
+        self.say(Started(turn.turn_id, turn.tokens + packed(self.last_text), len(turn.tokens) // 4))
+
+    def generate(self, text: str) -> None:
+        """Let the last turn say ``text``."""
+        self.say(Delta(self.last.turn_id, packed(text), text))
+
+    def finish(self, reason: str = "stop", *, kept: str = "", end_text: str = "<|im_end|>", **changes: Any) -> None:
+        """End the last turn, of which ``kept`` stays; an end text counts as one token."""
+        if end_text:
+            self.say(Delta(self.last.turn_id, packed("\0"), ""))
+        facts: dict[str, Any] = {
+            "turn_id": self.last.turn_id,
+            "reason": reason,
+            "stop": None,
+            "kept_tokens": len(kept) + bool(end_text),
+            "kept_chars": len(kept),
+            "end_text": end_text,
+            "prompt_tokens": 7,
+            "cached_tokens": 3,
+            "generated_tokens": len(kept) + bool(end_text),
+            "queue_ms": 1.0,
+            "ttft_ms": 2.0,
+            "total_ms": 3.0,
+            "tokens_per_s": 4.0,
+        }
+        self.say(Finished(**(facts | changes)))
+
+    def answer(self, text: str) -> None:
+        """Run the last turn from start to end."""
+        self.start()
+        self.generate(text)
+        self.finish(kept=text)
+
+    def fail(self, code: str = "engine_crashed") -> None:
+        """Let the last turn fail."""
+        self.say(Failed(turn_id=self.last.turn_id, code=code, message="It failed."))
+
+
+@dataclass
+class FakeSink:
+    """A socket that keeps what it is sent."""
+
+    events: list[Event] = field(default_factory=list)
+
+    def send(self, event: Event) -> None:
+        """Keep the event."""
+        self.events.append(event)
+
+    @property
+    def ops(self) -> list[str]:
+        """The ops sent so far."""
+        return [event.op for event in self.events]
+
+    @property
+    def last(self) -> Any:
+        """The event sent last."""
+        return self.events[-1]
+
+    @property
+    def text(self) -> str:
+        """All text shown so far."""
+        return "".join(event.content for event in self.events if isinstance(event, events.Token))
+
+
+@dataclass
+class FakeTimer:
+    """A call that a test makes happen."""
+
+    delay_s: float
+    callback: Callable[[], None]
+    cancelled: bool = False
+
+    def cancel(self) -> None:
+        """Take note."""
+        self.cancelled = True
+
+
+@dataclass
+class World:
+    """Sessions with one client, an engine and a clock that a test moves."""
+
+    engine: FakeEngine = field(default_factory=FakeEngine)
+    sink: FakeSink = field(default_factory=FakeSink)
+    client: Client = field(default_factory=lambda: Client("ada", 4, "normal", frozenset({"user"})))
+    now: float = 1000.0
+    timers: list[FakeTimer] = field(default_factory=list)
+    records: list[TurnRecord] = field(default_factory=list)
+    config_params: Params = field(default_factory=Params)
+    max_sessions: int = 6
+    default_ttl_s: float | None = None
+    max_transcript_chars: int = 10_000
+    drawn: int = 0
+
+    def __post_init__(self) -> None:
+        self.sessions = self.reopen()
+
+    def reopen(self) -> Sessions:
+        """Sessions with the settings as they are now."""
+        self.sessions = Sessions(
+            engine=self.engine,
+            config_params=self.config_params,
+            max_sessions=self.max_sessions,
+            default_ttl_s=self.default_ttl_s,
+            max_transcript_chars=self.max_transcript_chars,
+            observer=self,
+            clock=lambda: self.now,
+            monotonic=lambda: self.now,
+            local_time=lambda: datetime.fromtimestamp(self.now, tz=UTC),
+            random_bytes=self._draw,
+            call_later=self._call_later,
+        )
+        return self.sessions
+
+    def turn_ended(self, record: TurnRecord) -> None:
+        """Keep the record."""
+        self.records.append(record)
+
+    def create(self, client: Client | None = None, **fields: Any) -> str:
+        """Open a session and return its id."""
+        request = requests.CreateSession(op="create_session", **fields)
+        return self.sessions.create(client or self.client, request, self.sink).session_id
+
+    def infer(self, session_id: str, prompt: str = "Hi", **fields: Any) -> None:
+        """Start a turn."""
+        given: dict[str, Any] = {"prompt": prompt} if "messages" not in fields else {}
+        self.sessions.infer(
+            self.client, requests.Infer(op="infer", session_id=session_id, **given, **fields), self.sink
+        )
+
+    def turn(self, session_id: str, prompt: str, answer: str) -> None:
+        """Run a turn to its end."""
+        self.infer(session_id, prompt)
+        self.engine.answer(answer)
+
+    def abort(self, session_id: str, **fields: Any) -> None:
+        """Ask for the running turn's end."""
+        self.sessions.abort(self.client, requests.Abort(op="abort", session_id=session_id, **fields))
+
+    def get(self, session_id: str) -> events.Session:
+        """Everything about a session."""
+        return self.sessions.get(self.client, requests.GetSession(op="get_session", session_id=session_id))
+
+    def transcript(self, session_id: str) -> list[tuple[str, str]]:
+        """Roles and contents of a session's messages."""
+        return [(message.role, message.content) for message in self.get(session_id).transcript]
+
+    def fire(self) -> None:
+        """Let the last timer's time come."""
+        timer = self.timers[-1]
+        assert not timer.cancelled
+        timer.callback()
+
+    def _draw(self, size: int) -> bytes:
+        self.drawn += 1
+        return self.drawn.to_bytes(size, "little")
+
+    def _call_later(self, delay_s: float, callback: Callable[[], None]) -> FakeTimer:
+        self.timers.append(FakeTimer(delay_s, callback))
+        return self.timers[-1]
+
+
+@pytest.fixture
+def world() -> World:
+    """Sessions with one client and an engine that is ready."""
+    return World()
+
+
+@pytest.fixture
+def model() -> ModelInfo:
+    """A model without a template of its own."""
+    return make_model()

@@ -1,0 +1,44 @@
+"""What a session remembers of its turns."""
+
+from __future__ import annotations
+
+from inferencecenter.protocol.events import End
+from inferencecenter.protocol.values import TurnStats, Usage
+from inferencecenter.sessions.ledger import MAX_TURN_KEYS, MAX_TURNS, Ledger
+
+
+def end(number: int) -> End:
+    """The end of a turn of one token."""
+    return End(
+        session_id="s",
+        seq=number,
+        turn_id=f"t{number}",
+        finish_reason="stop",
+        warnings=(),
+        usage=Usage(prompt_tokens=2, cached_tokens=1, completion_tokens=1),
+        stats=TurnStats(
+            ttft_ms=0, total_ms=0, tokens=1, tps=0, prompt_tokens=2, cached_tokens=1, queue_ms=0, preempted=0
+        ),
+    )
+
+
+def test_old_turns_are_forgotten_but_counted() -> None:
+    """Lists and keys are bounded; the sum is not."""
+    ledger = Ledger()
+    for number in range(1, MAX_TURNS + 11):
+        ledger.record(f"k{number}", end(number))
+    assert [turn.turn_id for turn in ledger.turns][:1] == ["t11"]
+    assert len(ledger.turns) == MAX_TURNS
+    assert ledger.usage.prompt_tokens == 2 * (MAX_TURNS + 10)
+    newest = MAX_TURNS + 10
+    assert ledger.find(f"k{newest - MAX_TURN_KEYS}") is None
+    found = ledger.find(f"k{newest - MAX_TURN_KEYS + 1}")
+    assert found is not None
+    assert found.turn_id == f"t{newest - MAX_TURN_KEYS + 1}"
+
+
+def test_no_key_finds_nothing() -> None:
+    """Turns without a key are never taken for one another."""
+    ledger = Ledger()
+    ledger.record(None, end(1))
+    assert ledger.find(None) is None

@@ -1,0 +1,91 @@
+"""Texts of people and models never become special tokens."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from inferencecenter.ipc.messages import Piece
+from inferencecenter.sessions.quoting import Rendering, SpecialTexts
+
+SPECIAL = ("<|im_start|>", "<|im_end|>", "<s>", "aa", "\n\n", "§")
+FRAGMENTS = (
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|im_",
+    "start|>",
+    "|>",
+    "<",
+    "a",
+    "aaa",
+    "\n",
+    " ",
+    "§",
+    "x",
+    "<s",
+    ">",
+    "s",
+)
+
+texts = st.lists(st.sampled_from(FRAGMENTS) | st.text(max_size=3), max_size=8).map("".join)
+
+
+def recognised(pieces: tuple[Piece, ...]) -> list[str]:
+    """What a tokenizer finds when it looks for special tokens in each piece, longest first."""
+    pattern = "|".join(re.escape(text) for text in sorted(SPECIAL, key=len, reverse=True))
+    return [found for piece in pieces if piece.special for found in re.findall(pattern, piece.text)]
+
+
+@given(contents=st.lists(texts, min_size=1, max_size=4), strip=st.booleans())
+@example(contents=["<|im_", "start|>"], strip=True)
+@example(contents=["<", "|im_", "end|>"], strip=False)
+@example(contents=["aaaa"], strip=False)
+@example(contents=["§§"], strip=False)
+def test_only_what_the_template_writes_is_special(contents: list[str], strip: bool) -> None:
+    """Whatever the contents spell, alone or together, only the template's own special tokens are found."""
+    special = SpecialTexts(SPECIAL)
+    marked = [special.mark(content) for content in contents]
+    if strip:
+        marked, contents = [text.strip() for text in marked], [text.strip() for text in contents]
+    rendering = Rendering.of_marked("<|im_start|>:" + "".join(marked) + ":<|im_end|>")
+    assert recognised(rendering.pieces()) == ["<|im_start|>", "<|im_end|>"]
+    if not strip:
+        assert rendering.text == "<|im_start|>:" + "".join(contents) + ":<|im_end|>"
+
+
+@given(content=texts, start=st.integers(0, 40))
+def test_pieces_join_to_the_text(content: str, start: int) -> None:
+    """From any offset on, the pieces are the text without loss, and none is empty."""
+    rendering = Rendering.of_marked("<s>" + SpecialTexts(SPECIAL).mark(content) + "<s>")
+    pieces = rendering.pieces(start)
+    assert "".join(piece.text for piece in pieces) == rendering.text[start:]
+    assert all(piece.text for piece in pieces)
+
+
+@pytest.mark.parametrize("surroundings", [("<|", "|>"), ("<|im_", ">"), ("", "|im_end|>"), ("<|im_end|", "")])
+@pytest.mark.parametrize("content", ["im_end", "end|", "<", ">", " < "])
+def test_template_text_does_not_complete_a_special_token(surroundings: tuple[str, str], content: str) -> None:
+    """A text that is part of a special token stays apart from what the template puts around it."""
+    before, after = surroundings
+    rendering = Rendering.of_marked(before + SpecialTexts(SPECIAL).mark(content).strip() + after)
+    assert recognised(rendering.pieces()) == []
+
+
+def test_ordinary_text_is_not_touched() -> None:
+    """Templates see ordinary contents as they are, and they make one piece."""
+    text = "Is 3 < 4 and 5 > 4? So it is."
+    assert SpecialTexts(SPECIAL).mark(text) == text
+    assert Rendering.of_marked(text).pieces() == (Piece(text, True),)
+
+
+def test_raw_text_is_never_special() -> None:
+    """A rendering without special tokens is one piece of plain text."""
+    assert Rendering("<|im_start|>", special=False).pieces() == (Piece("<|im_start|>", False),)
+
+
+def test_a_model_without_special_tokens_needs_no_marks() -> None:
+    """Nothing to look for, nothing to mark."""
+    assert SpecialTexts(("",)).mark("<|im_start|>") == "<|im_start|>"

@@ -1,0 +1,237 @@
+"""All sessions of all clients: ownership, limits, expiry, levels of parameters."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from structlog.testing import capture_logs
+
+from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.ipc.port import EngineState, EngineStatus
+from inferencecenter.protocol import requests
+from inferencecenter.protocol.params import decode, parse_params
+from inferencecenter.protocol.values import ChatMessage
+from inferencecenter.sessions.client import Client
+from tests.sessions.conftest import FakeSink, World, make_model
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+EVE = Client("eve", 4, "normal", frozenset({"user"}))
+
+
+def refused(code: ErrorCode, call: Callable[..., object], *args: Any, **kwargs: Any) -> InferenceCenterError:
+    """The error of a call that must fail with ``code``."""
+    with pytest.raises(InferenceCenterError) as caught:
+        call(*args, **kwargs)
+    assert caught.value.code is code
+    return caught.value
+
+
+def answers(world: World, client: Client, session_id: str) -> list[tuple[object, ...]]:
+    """What every op that names a session answers to ``client``."""
+    sessions, message = world.sessions, ChatMessage(role="user", content="x")
+    calls: list[Callable[[], object]] = [
+        lambda: sessions.infer(client, requests.Infer(op="infer", session_id=session_id, prompt="x"), world.sink),
+        lambda: sessions.abort(client, requests.Abort(op="abort", session_id=session_id)),
+        lambda: sessions.append(client, requests.Append(op="append", session_id=session_id, messages=[message])),
+        lambda: sessions.get(client, requests.GetSession(op="get_session", session_id=session_id)),
+        lambda: sessions.list(client, requests.ListSessions(op="list_sessions", after=session_id)),
+        lambda: sessions.close(client, requests.CloseSession(op="close_session", session_id=session_id)),
+    ]
+    return [
+        (error.code, error.message, error.hint, error.field, error.retry_after_ms)
+        for error in (refused(ErrorCode.SESSION_NOT_FOUND, call) for call in calls)
+    ]
+
+
+def test_a_foreign_session_and_none_are_the_same(world: World) -> None:
+    """No op tells a client whether another's session exists."""
+    session_id = world.create()
+    assert answers(world, EVE, session_id) == answers(world, EVE, "s_AAAAAAAAAAAAAAAAAAAAAA")
+    assert world.get(session_id).state == "idle"
+
+
+def test_names_are_given_by_the_server(world: World) -> None:
+    """Session and epoch differ, and differ again for the next session."""
+    made = [
+        world.sessions.create(world.client, requests.CreateSession(op="create_session"), world.sink) for _ in range(2)
+    ]
+    names = {name for created in made for name in (created.session_id, created.epoch)}
+    assert len(names) == 4
+    assert all(created.session_id.startswith("s_") and len(created.session_id) == 24 for created in made)
+
+
+def test_each_level_of_parameters_wins_over_the_one_before(world: World) -> None:
+    """Model, configuration, session, turn: what is not given comes from below."""
+    world.engine.status = EngineStatus(
+        state=EngineState.READY,
+        model=make_model(sampling_defaults_json=b'{"temp": 0.1, "top_k": 11, "top_p": 0.1, "min_p": 0.01}'),
+    )
+    world.config_params = parse_params({"top_k": 12, "top_p": 0.2, "min_p": 0.02})
+    world.reopen()
+    request = requests.CreateSession(op="create_session", params={"top_p": 0.3, "min_p": 0.03})
+    created = world.sessions.create(world.client, request, world.sink)
+    assert (created.params["temperature"], created.params["top_k"], created.params["top_p"]) == (0.1, 12, 0.3)
+    world.infer(created.session_id, params={"min_p": 0.04})
+    params = decode(world.engine.last.params_json)
+    assert (params.temperature, params.top_k, params.top_p, params.min_p) == (0.1, 12, 0.3, 0.04)
+
+
+def test_a_models_bad_recommendation_is_ignored_loudly(world: World) -> None:
+    """A file in error does not keep anybody from talking, but the log says so."""
+    world.engine.status = EngineStatus(
+        state=EngineState.READY, model=make_model(sampling_defaults_json=b'{"temp": "hot"}')
+    )
+    with capture_logs() as logs:
+        world.create()
+    assert "model_recommendation_ignored" in [line["event"] for line in logs]
+
+
+def test_what_is_wrong_with_parameters_is_named(world: World) -> None:
+    """A bad value and a value given twice are errors of the request; the session goes on."""
+    session_id = world.create()
+    error = refused(ErrorCode.INVALID_REQUEST, world.infer, session_id, params={"temp": 99})
+    assert error.field == "params.temp"
+    assert refused(ErrorCode.INVALID_REQUEST, world.infer, session_id, n_probs=1, params={"n_probs": 2}).field == (
+        "n_probs"
+    )
+    refused(ErrorCode.INVALID_REQUEST, world.create, params={"no_such": 1})
+    world.turn(session_id, "Hi", "Hello")
+
+
+def test_priority_comes_from_turn_session_or_client(world: World) -> None:
+    """Lowering is free for session and turn; raising is refused without the scope."""
+    session_id = world.create(priority="batch")
+    world.infer(session_id)
+    assert world.engine.last.priority == 2
+    world.engine.answer("x")
+    world.infer(session_id, priority="normal")
+    assert world.engine.last.priority == 1
+    world.engine.answer("x")
+    refused(ErrorCode.FORBIDDEN, world.infer, session_id, priority="interactive")
+    refused(ErrorCode.FORBIDDEN, world.create, priority="interactive")
+
+
+def test_only_the_loaded_model_can_be_named(world: World) -> None:
+    """Another name is answered with what there is."""
+    world.create(model="toy")
+    error = refused(ErrorCode.MODEL_NOT_FOUND, world.create, model="gpt")
+    assert "toy" in (error.hint or "")
+
+
+@pytest.mark.parametrize(
+    ("state", "code"),
+    [
+        (EngineState.STARTING, ErrorCode.MODEL_LOADING),
+        (EngineState.BACKOFF, ErrorCode.ENGINE_UNAVAILABLE),
+        (EngineState.FAILED, ErrorCode.ENGINE_UNAVAILABLE),
+    ],
+)
+def test_no_session_before_the_model_is_known(world: World, state: EngineState, code: ErrorCode) -> None:
+    """Without a model there is nothing to open a session on."""
+    world.engine.status = EngineStatus(state=state)
+    refused(code, world.create)
+
+
+def test_limits_are_per_client_and_for_all(world: World) -> None:
+    """Nobody's attached session is closed for another; a closed one makes room."""
+    own = [world.create() for _ in range(4)]
+    assert "4 sessions of 4" in refused(ErrorCode.SESSION_LIMIT, world.create).message
+    for _ in range(2):
+        world.create(EVE)
+    assert "all 6 sessions" in refused(ErrorCode.SESSION_LIMIT, world.create, EVE).message
+    world.sessions.close(world.client, requests.CloseSession(op="close_session", session_id=own[0]))
+    world.create(EVE)
+
+
+def test_a_lost_socket_closes_its_sessions_only(world: World) -> None:
+    """Running turns are aborted, other sockets' sessions go on, and nothing is sent to the lost one."""
+    mine = world.create()
+    world.infer(mine)
+    other = FakeSink()
+    world.sessions.create(world.client, requests.CreateSession(op="create_session"), other)
+    sent = len(world.sink.events)
+    world.sessions.detach(world.sink)
+    assert (world.engine.aborted, world.engine.released) == ([world.engine.last.turn_id], [mine])
+    assert len(world.sink.events) == sent
+    assert world.sessions.totals().total_sessions == 1
+
+
+def test_the_oldest_detached_session_makes_room(world: World) -> None:
+    """A session that was opened to outlive its socket is closed when its owner needs the place."""
+    detaching = requests.CreateSession.model_construct(
+        **(requests.CreateSession(op="create_session").model_dump() | {"on_disconnect": "detach"})
+    )
+    made = [world.sessions.create(world.client, detaching, world.sink).session_id for _ in range(4)]
+    world.infer(made[0])
+    world.sessions.detach(world.sink)
+    assert world.sessions.totals().total_sessions == 4
+    world.create()
+    assert world.engine.released == [made[1]]
+
+
+def test_an_unused_session_expires(world: World) -> None:
+    """Use puts the end off without moving the timer; a running turn keeps the session."""
+    session_id = world.create(ttl_s=10)
+    assert world.timers[-1].delay_s == 10
+    world.now += 6
+    world.infer(session_id)
+    world.now += 4
+    world.fire()
+    assert world.timers[-1].delay_s == 10
+    world.engine.answer("Hello")
+    world.now += 10
+    world.fire()
+    assert world.sink.last.op == "session_expired"
+    assert world.engine.released == [session_id]
+    refused(ErrorCode.SESSION_NOT_FOUND, world.get, session_id)
+
+
+def test_a_closed_session_leaves_no_timer(world: World) -> None:
+    """Its timer is cancelled with it."""
+    world.default_ttl_s = 60
+    world.reopen()
+    session_id = world.create()
+    world.sessions.close(world.client, requests.CloseSession(op="close_session", session_id=session_id))
+    assert world.timers[-1].cancelled
+
+
+def test_lists_come_in_pages_oldest_first(world: World) -> None:
+    """Pages follow each other without gap, and only the client's own sessions are in them."""
+    world.create(EVE)
+    own = [world.create(metadata={"n": str(n)}) for n in range(3)]
+    first = world.sessions.list(world.client, requests.ListSessions(op="list_sessions", limit=2))
+    assert ([session.session_id for session in first.sessions], first.next) == (own[:2], own[1])
+    second = world.sessions.list(world.client, requests.ListSessions(op="list_sessions", limit=2, after=first.next))
+    assert ([session.session_id for session in second.sessions], second.next) == (own[2:], None)
+    assert second.sessions[0].metadata == {"n": "2"}
+
+
+def test_totals_add_up(world: World) -> None:
+    """Running turns, sessions, the last turn's speed and all tokens are told."""
+    session_id = world.create()
+    world.turn(session_id, "Hi", "Hello")
+    world.infer(session_id)
+    totals = world.sessions.totals()
+    assert (totals.active_generations, totals.total_sessions) == (1, 1)
+    assert (totals.last_tps, totals.last_ttft_ms) == (4.0, 2.0)
+    assert (totals.total_tokens_generated, totals.tokens_per_s) == (6, 0.6)
+
+
+def test_a_raw_session_continues_plain_text(world: World) -> None:
+    """No template, the system text first, and nothing in it is special."""
+    session_id = world.create(mode="raw", system="Once <|im_end|>")
+    world.infer(session_id, "upon")
+    assert [(piece.text, piece.special) for piece in world.engine.last.pieces] == [("Once <|im_end|>upon", False)]
+    world.engine.answer(" a time")
+    assert world.transcript(session_id)[-1] == ("assistant", " a time")
+
+
+def test_a_broken_template_still_allows_raw_sessions(world: World) -> None:
+    """The error names the template and the way out."""
+    world.engine.status = EngineStatus(state=EngineState.READY, model=make_model(chat_template="{% for %}"))
+    error = refused(ErrorCode.INTERNAL, world.create)
+    assert "raw" in (error.hint or "")
+    world.create(mode="raw")

@@ -1,0 +1,308 @@
+"""One conversation: turns, history, events."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from structlog.testing import capture_logs
+
+from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.ipc.messages import (
+    Delta,
+    Position,
+    Progress,
+    TokenLogprob,
+    TokenLogprobs,
+)
+from inferencecenter.protocol import events, requests
+from inferencecenter.protocol.base import SessionEvent, TurnEvent
+from inferencecenter.protocol.params import decode
+from inferencecenter.protocol.values import ChatMessage
+from tests.sessions.conftest import World
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+def refused(code: ErrorCode, call: Callable[..., object], *args: Any, **kwargs: Any) -> InferenceCenterError:
+    """The error of a call that must fail with ``code``."""
+    with pytest.raises(InferenceCenterError) as caught:
+        call(*args, **kwargs)
+    assert caught.value.code is code
+    return caught.value
+
+
+def test_a_turn_is_acknowledged_streamed_and_ended(world: World) -> None:
+    """The events of a turn come in order, numbered from 1, each with the turn's id."""
+    session_id = world.create()
+    world.infer(session_id, id="i1")
+    world.engine.start()
+    world.engine.say(Progress(world.engine.last.turn_id, 3, 9))
+    world.engine.generate("Hel")
+    world.engine.generate("")
+    world.engine.generate("lo")
+    world.engine.finish(kept="Hello")
+    assert world.sink.ops == ["queued", "progress", "token", "token", "end"]
+    assert [event.seq for event in world.sink.events if isinstance(event, TurnEvent)] == [1, 2, 3, 4, 5]
+    assert {event.turn_id for event in world.sink.events if isinstance(event, TurnEvent)} == {world.engine.last.turn_id}
+    assert world.sink.events[0].id == "i1"
+    assert world.sink.text == "Hello"
+    assert world.sink.last.finish_reason == "stop"
+    assert world.sink.last.id is None
+    assert world.sink.last.stats.ttft_ms == 2.0
+    assert world.sink.last.usage.prompt_tokens == 7
+    assert world.transcript(session_id) == [("user", "Hi"), ("assistant", "Hello")]
+
+
+def test_the_next_turn_carries_the_tokens_of_the_last(world: World) -> None:
+    """Prompt and answer are submitted as tokens; only the new text is text."""
+    session_id = world.create(system="Be kind.")
+    world.turn(session_id, "Hi", "Hello")
+    world.infer(session_id, "Bye")
+    assert len(world.engine.last.tokens) > len("Hello") * 4
+    assert world.engine.last_text == "\n<|im_start|>user\nBye<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_places_in_the_queue_are_told_when_they_change(world: World) -> None:
+    """The same place is not told twice, and none after the start."""
+    world.engine.position = 3
+    session_id = world.create()
+    world.infer(session_id)
+    for position in (3, 2, 2, 0):
+        world.engine.say(Position(world.engine.last.turn_id, position))
+    world.engine.start()
+    assert [event.position for event in world.sink.events if isinstance(event, events.Queued)] == [3, 2, 0]
+
+
+def test_logprobs_are_passed_on_even_without_text(world: World) -> None:
+    """Every token's logprobs are reported, also of one whose text is held back."""
+    session_id = world.create()
+    world.infer(session_id, n_probs=1)
+    world.engine.start()
+    entry = TokenLogprobs(TokenLogprob("H", 72, -0.5), (TokenLogprob("H", 72, -0.5),))
+    world.engine.say(Delta(world.engine.last.turn_id, b"\0\0\0\0", "", (entry,)))
+    assert world.sink.last.content == ""
+    assert world.sink.last.logprobs[0].top[0].logprob == -0.5
+    assert decode(world.engine.last.params_json).n_probs == 1
+
+
+def test_a_busy_session_refuses_another_turn_and_goes_on(world: World) -> None:
+    """The running turn does not notice."""
+    session_id = world.create()
+    world.infer(session_id)
+    error = refused(ErrorCode.SESSION_BUSY, world.infer, session_id)
+    assert error.spec.retryable
+    append = requests.Append(op="append", session_id=session_id, messages=[ChatMessage(role="assistant", content="x")])
+    refused(ErrorCode.SESSION_BUSY, world.sessions.append, world.client, append)
+    world.engine.answer("Hello")
+    assert world.sink.ops == ["queued", "token", "end"]
+
+
+def test_abort_keeps_what_was_said(world: World) -> None:
+    """The partial answer stays, its ``end`` answers the abort, and the next turn closes it."""
+    session_id = world.create()
+    world.infer(session_id)
+    world.engine.start()
+    world.engine.generate("Hel")
+    world.abort(session_id, id="a1")
+    assert world.engine.aborted == [world.engine.last.turn_id]
+    world.engine.finish("aborted", kept="Hel", end_text="")
+    assert (world.sink.last.id, world.sink.last.finish_reason) == ("a1", "aborted")
+    assert world.transcript(session_id) == [("user", "Hi"), ("assistant", "Hel")]
+    world.infer(session_id, "Go on")
+    assert world.engine.last_text.startswith("<|im_end|>\n<|im_start|>user\nGo on")
+
+
+def test_abort_with_discard_forgets_the_turn(world: World) -> None:
+    """Question, partial answer and their tokens are gone."""
+    session_id = world.create()
+    world.turn(session_id, "Hi", "Hello")
+    before = world.get(session_id).n_tokens
+    world.infer(session_id, "Bad idea")
+    world.engine.start()
+    world.engine.generate("No")
+    world.abort(session_id, discard=True)
+    world.engine.finish("aborted", kept="No", end_text="")
+    assert world.transcript(session_id) == [("user", "Hi"), ("assistant", "Hello")]
+    assert world.get(session_id).n_tokens == before
+
+
+def test_what_cannot_be_aborted_is_said(world: World) -> None:
+    """Nothing running, another turn, a second abort: each has its answer."""
+    session_id = world.create()
+    refused(ErrorCode.NOTHING_TO_ABORT, world.abort, session_id)
+    world.infer(session_id)
+    refused(ErrorCode.TURN_NOT_FOUND, world.abort, session_id, turn_id="t_other")
+    world.abort(session_id, turn_id=world.engine.last.turn_id)
+    refused(ErrorCode.NOTHING_TO_ABORT, world.abort, session_id)
+    assert len(world.engine.aborted) == 1
+
+
+def test_a_failed_turn_leaves_nothing_behind(world: World) -> None:
+    """History is as before, the error names the frame that caused it, and the next turn works."""
+    session_id = world.create()
+    world.turn(session_id, "Hi", "Hello")
+    before = world.get(session_id)
+    world.infer(session_id, "Boom", id="i2")
+    world.engine.start()
+    world.engine.generate("Par")
+    world.engine.fail()
+    error = world.sink.last
+    assert (error.op, error.code, error.id, error.retryable) == ("error", "engine_crashed", "i2", True)
+    assert (error.turn_id, error.session_id) == (world.engine.last.turn_id, session_id)
+    after = world.get(session_id)
+    assert (after.transcript, after.n_tokens) == (before.transcript, before.n_tokens)
+    world.turn(session_id, "Again", "Yes")
+    assert world.sink.last.op == "end"
+
+
+def test_a_refused_turn_leaves_the_session_idle(world: World) -> None:
+    """What the engine refuses at once is no turn."""
+    session_id = world.create()
+    world.engine.refusal = InferenceCenterError(ErrorCode.QUEUE_FULL)
+    refused(ErrorCode.QUEUE_FULL, world.infer, session_id)
+    assert (world.get(session_id).state, world.sink.events) == ("idle", [])
+
+
+def test_a_turn_key_runs_once(world: World) -> None:
+    """While the turn runs it is acknowledged again; when it has ended, its end is repeated with its number."""
+    session_id = world.create()
+    world.infer(session_id, turn_key="k", id="i1")
+    world.infer(session_id, turn_key="k", id="i2")
+    assert [(event.op, event.id) for event in world.sink.events] == [("queued", "i1"), ("queued", "i2")]
+    refused(ErrorCode.SESSION_BUSY, world.infer, session_id, turn_key="other")
+    world.engine.answer("Hello")
+    end = world.sink.last
+    world.infer(session_id, turn_key="k", id="i3")
+    assert world.sink.last == end.model_copy(update={"id": "i3"})
+    assert len(world.engine.submitted) == 1
+
+
+def test_the_key_of_a_failed_turn_runs_again(world: World) -> None:
+    """A retry after a crash is a new turn."""
+    session_id = world.create()
+    world.infer(session_id, turn_key="k")
+    world.engine.fail()
+    world.infer(session_id, turn_key="k")
+    assert len(world.engine.submitted) == 2
+
+
+def test_each_turn_draws_its_own_seed_unless_told(world: World) -> None:
+    """Without a seed two turns differ; a given seed is obeyed."""
+    session_id = world.create()
+    seeds = []
+    for params in ({}, {}, {"seed": 7}):
+        world.infer(session_id, params=params)
+        seeds.append(decode(world.engine.last.params_json).seed)
+        world.engine.answer("x")
+    assert None not in seeds
+    assert seeds[0] != seeds[1]
+    assert seeds[2] == 7
+
+
+def test_settings_without_effect_are_named_at_the_end(world: World) -> None:
+    """A legal combination is obeyed, and the end says what did nothing."""
+    session_id = world.create()
+    world.infer(session_id, params={"mirostat": 2, "top_k": 5})
+    world.engine.start()
+    world.engine.finish(warnings=("from the engine",))
+    assert any("top_k" in warning for warning in world.sink.last.warnings)
+    assert world.sink.last.warnings[-1] == "from the engine"
+
+
+def test_history_is_bounded(world: World) -> None:
+    """What would make the transcript too long is refused before anything changes."""
+    session_id = world.create()
+    refused(ErrorCode.CONTEXT_FULL, world.infer, session_id, "x" * 10_001)
+    refused(ErrorCode.CONTEXT_FULL, world.create, system="x" * 10_001)
+    world.turn(session_id, "Hi", "Hello")
+
+
+def test_appended_messages_reach_the_model_with_the_next_turn(world: World) -> None:
+    """Nothing is generated for them."""
+    session_id = world.create()
+    messages = [ChatMessage(role="user", content="1+1?"), ChatMessage(role="assistant", content="2")]
+    appended = world.sessions.append(
+        world.client, requests.Append(op="append", session_id=session_id, messages=messages)
+    )
+    assert (appended.messages, appended.seq) == (2, 1)
+    assert world.engine.submitted == []
+    world.infer(session_id, messages=[ChatMessage(role="user", content="2+2?")])
+    assert "1+1?<|im_end|>\n<|im_start|>assistant\n2<|im_end|>" in world.engine.last_text
+
+
+def test_closing_ends_the_turn_first(world: World) -> None:
+    """The running turn has its one end, the engine forgets, and what it still says is not heard."""
+    session_id = world.create()
+    world.infer(session_id)
+    world.engine.start()
+    world.engine.generate("Hel")
+    world.now += 2
+    closed = world.sessions.close(world.client, requests.CloseSession(op="close_session", session_id=session_id))
+    assert closed.session_id == session_id
+    assert (world.sink.last.op, world.sink.last.finish_reason) == ("end", "aborted")
+    assert (world.sink.last.stats.tokens, world.sink.last.stats.total_ms) == (3, 2000.0)
+    world.engine.finish("aborted", kept="Hel")
+    assert world.sink.ops.count("end") == 1
+    assert (world.engine.aborted, world.engine.released) == ([world.engine.last.turn_id], [session_id])
+
+
+def test_each_turn_is_one_line_in_the_log_without_its_text(world: World) -> None:
+    """The line has the numbers; what was said is nowhere in the log."""
+    with capture_logs() as logs:
+        session_id = world.create(system="secret-system")
+        world.turn(session_id, "secret-question", "secret-answer")
+    (line,) = [entry for entry in logs if entry["event"] == "turn"]
+    assert line["finish"] == "stop"
+    assert {"client", "session", "turn", "queue_ms", "ttft_ms", "tokens", "tps", "cached"} <= line.keys()
+    assert "secret" not in str(logs)
+    assert [record.finish for record in world.records] == ["stop"]
+
+
+STEPS = st.lists(
+    st.sampled_from(
+        ["start", "delta", "progress", "position", "finish", "aborted", "fail", "abort", "discard", "infer", "close"]
+    ),
+    max_size=30,
+)
+
+
+@given(steps=STEPS)
+def test_every_turn_has_exactly_one_terminal_event(steps: list[str]) -> None:
+    """Whatever the engine says in whatever order, each turn ends once, and numbers rise by one."""
+    world = World()
+    session_id = world.create()
+    world.infer(session_id)
+    actions: dict[str, Callable[[], object]] = {
+        "start": world.engine.start,
+        "delta": lambda: world.engine.generate("x"),
+        "progress": lambda: world.engine.say(Progress(world.engine.last.turn_id, 1, 2)),
+        "position": lambda: world.engine.say(Position(world.engine.last.turn_id, 1)),
+        "finish": world.engine.finish,
+        "aborted": lambda: world.engine.finish("aborted", end_text=""),
+        "fail": world.engine.fail,
+        "abort": lambda: world.abort(session_id),
+        "discard": lambda: world.abort(session_id, discard=True),
+        "infer": lambda: world.infer(session_id),
+        "close": lambda: world.sessions.close(
+            world.client, requests.CloseSession(op="close_session", session_id=session_id)
+        ),
+    }
+    for step in [*steps, "close"]:
+        try:
+            actions[step]()
+        except InferenceCenterError as error:
+            assert error.code in {  # noqa: PT017
+                ErrorCode.SESSION_BUSY,
+                ErrorCode.NOTHING_TO_ABORT,
+                ErrorCode.SESSION_NOT_FOUND,
+            }
+    ended = [event.turn_id for event in world.sink.events if isinstance(event, events.End | events.Error)]
+    assert sorted(map(str, ended)) == sorted(turn.turn_id for turn in world.engine.submitted)
+    numbers = [event.seq for event in world.sink.events if isinstance(event, SessionEvent | events.Error)]
+    assert numbers == list(range(1, len(numbers) + 1))
+    assert len(world.records) == len(world.engine.submitted)
+    assert world.sessions.totals().active_generations == 0
