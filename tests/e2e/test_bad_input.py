@@ -151,7 +151,7 @@ SESSION_OPS: list[dict[str, Any]] = [
 def foreign_token(daemon: Daemon) -> str:
     """A token of another client."""
     created = subprocess.run(
-        [sys.executable, "-m", "inferencecenter", "token", "create", "--client", "stranger", "--json"],
+        [sys.executable, "-m", "inferencecenter", "token", "create", "stranger", "--json"],
         env={"INFERENCECENTER_STATE_DIR": str(daemon.state_dir), "PATH": "/usr/bin:/bin"},
         check=True,
         capture_output=True,
