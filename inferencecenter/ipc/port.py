@@ -66,4 +66,4 @@ class EnginePort(Protocol):
         """Let the engine forget a session's KV."""
 
     def subscribe(self, listener: Callable[[EngineStatus], None]) -> None:
-        """Call ``listener`` on the event loop whenever ``status.state`` changes."""
+        """Call ``listener`` on the event loop whenever ``status.state`` changes, and at each tenth of the loading."""

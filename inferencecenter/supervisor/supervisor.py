@@ -118,15 +118,15 @@ class Supervisor:
         """Start the engine; to be called once, from the main thread. It is ready when ``status`` says so."""
         self._keeper = self._tasks.spawn(self._keep_alive(), name="keep-alive")
 
-    async def stop(self) -> None:
-        """End the engine for good: ask it, and kill it when it takes too long. Turns end as failed."""
+    async def stop(self, *, deadline_s: float = STOP_DEADLINE_S) -> None:
+        """End the engine for good: ask it, and kill it after ``deadline_s``. Turns that still run end as failed."""
         if self._stop_asked.is_set():
             return
         self._stop_asked.set()
         self._change(EngineChange.STOP)
         self._fail_turns(ErrorCode.ENGINE_UNAVAILABLE, "the daemon is stopping")
         if self._process is not None:
-            await self._end_process(self._process)
+            await _end(self._process, deadline_s=deadline_s)
         if self._keeper is not None:
             await asyncio.wait([self._keeper])
         self._change(EngineChange.ENDED)
@@ -216,15 +216,6 @@ class Supervisor:
     def _ready_s(self) -> float:
         return 0.0 if self._ready_since is None else self._monotonic() - self._ready_since
 
-    async def _end_process(self, process: EngineProcess) -> None:
-        process.close()
-        try:
-            async with asyncio.timeout(STOP_DEADLINE_S):
-                await process.gone()
-        except TimeoutError:
-            process.kill()
-            await process.gone()
-
     # What it says.
 
     def _on_message(self, message: FromEngine) -> None:
@@ -300,6 +291,16 @@ class Supervisor:
             f"the engine is {self._state.value}{': ' if self._detail else ''}{self._detail}",
             retry_after_ms=1000,
         )
+
+
+async def _end(process: EngineProcess, *, deadline_s: float) -> None:
+    process.close()
+    try:
+        async with asyncio.timeout(deadline_s):
+            await process.gone()
+    except TimeoutError:
+        process.kill()
+        await process.gone()
 
 
 _LEVELS: Final = {"debug": 10, "info": 20, "warning": 30, "error": 40}

@@ -1,0 +1,41 @@
+"""One engine process."""
+
+from __future__ import annotations
+
+import asyncio
+
+from structlog.testing import capture_logs
+
+from inferencecenter.ipc.messages import Configure, EngineOptions, FromEngine, Ready
+from inferencecenter.supervisor.process import EngineProcess
+
+OPTIONS = EngineOptions(backend="echo", parent_pid=0)
+
+
+async def test_its_last_words_say_how_it_ended() -> None:
+    """What the process writes outside the channel is logged, and the last line is part of the reason."""
+    with capture_logs() as logs:
+        process = await EngineProcess.spawn(OPTIONS, on_message=lambda _: None)
+        process.send(Configure(OPTIONS))
+        async with asyncio.timeout(30):
+            ended = await process.gone()
+    assert ended.startswith("the engine ended with status ")
+    assert ended.endswith("a second Configure")
+    assert [line["pid"] for line in logs if line["event"] == "engine_output"] == [process.pid]
+
+
+async def test_it_ends_when_its_pipe_is_closed() -> None:
+    """No signal is needed, it ends well, and it knew its parent without being told its pid."""
+    messages: list[FromEngine] = []
+    ready = asyncio.Event()
+
+    def take(message: FromEngine) -> None:
+        messages.append(message)
+        if isinstance(message, Ready):
+            ready.set()
+
+    process = await EngineProcess.spawn(OPTIONS, on_message=take)
+    async with asyncio.timeout(30):
+        await ready.wait()
+        process.close()
+        assert await process.gone() == "the engine ended with status 0"

@@ -1,0 +1,273 @@
+"""The supervisor with a real engine process on the echo backend."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import pytest
+from structlog.testing import capture_logs
+
+from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.ipc.messages import Delta, EngineOptions, Failed, Finished, Piece, Submit, TurnEvent
+from inferencecenter.ipc.port import EngineState, EngineStatus
+from inferencecenter.protocol.params import Params, encode
+from inferencecenter.supervisor.backoff import RestartPolicy
+from inferencecenter.supervisor.supervisor import Supervisor
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+    from pathlib import Path
+
+TIMEOUT_S = 30.0
+PROMPT = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
+
+
+@dataclass
+class Heard:
+    """The events of one turn."""
+
+    events: list[TurnEvent] = field(default_factory=list)
+    spoke: asyncio.Event = field(default_factory=asyncio.Event)
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def __call__(self, event: TurnEvent) -> None:
+        """Keep the event."""
+        self.events.append(event)
+        if isinstance(event, Delta):
+            self.spoke.set()
+        if isinstance(event, Finished | Failed):
+            self.ended.set()
+
+    @property
+    def text(self) -> str:
+        """What the turn said."""
+        return "".join(event.text for event in self.events if isinstance(event, Delta))
+
+    @property
+    def terminal(self) -> list[Finished | Failed]:
+        """Its terminal events, of which there must be one."""
+        return [event for event in self.events if isinstance(event, Finished | Failed)]
+
+
+class Watched:
+    """A supervisor and the states it went through."""
+
+    def __init__(self, *, max_queue: int = 10, lock_path: Path | None = None, **options: object) -> None:
+        base = {"backend": "echo", "parent_pid": 0, "slots": 2}
+        self.supervisor = Supervisor(
+            EngineOptions(**(base | options)),  # type: ignore[arg-type]
+            policy=RestartPolicy(min_s=0.01, max_s=0.02),
+            max_queue=max_queue,
+            lock_path=lock_path,
+        )
+        self.states: list[EngineState] = []
+        self._changed = asyncio.Event()
+        self.supervisor.subscribe(self._see)
+
+    def _see(self, status: EngineStatus) -> None:
+        self.states.append(status.state)
+        self._changed.set()
+
+    async def until(self, state: EngineState) -> None:
+        """Wait for a state that has not been seen yet, and forget what came before it."""
+        async with asyncio.timeout(TIMEOUT_S):
+            while state not in self.states:
+                self._changed.clear()
+                await self._changed.wait()
+        del self.states[: self.states.index(state) + 1]
+
+    def submit(self, turn_id: str, text: str = "hello") -> Heard:
+        """Submit a turn that is answered with ``text``."""
+        heard = Heard()
+        turn = Submit(
+            turn_id=turn_id,
+            session_id=turn_id,
+            client_id="ada",
+            priority=1,
+            tokens=b"",
+            pieces=(Piece(PROMPT.format(text), True),),
+            params_json=encode(Params()),
+        )
+        self.supervisor.submit(turn, heard)
+        return heard
+
+
+@pytest.fixture
+async def slow() -> AsyncIterator[Watched]:
+    """An engine that is ready and takes its time for each token."""
+    watched = Watched(echo_delay_ms=20)
+    await watched.supervisor.start()
+    await watched.until(EngineState.READY)
+    yield watched
+    await watched.supervisor.stop()
+
+
+async def test_a_turn_runs_to_its_end(slow: Watched) -> None:
+    """Events come back to the turn's listener, the last is the end, and the gauges follow."""
+    heard = slow.submit("t1", "hi")
+    await asyncio.wait_for(heard.ended.wait(), TIMEOUT_S)
+    assert heard.text == "hi"
+    (end,) = heard.terminal
+    assert isinstance(end, Finished)
+    assert end.reason == "stop"
+    status = slow.supervisor.status
+    assert (status.state, status.detail, status.restarts, status.load_fraction) == (EngineState.READY, "", 0, 1.0)
+    assert status.model is not None
+    assert status.model.backend == "echo"
+
+
+async def test_a_killed_engine_comes_back(slow: Watched) -> None:
+    """Every turn it had fails exactly once, no turn is taken meanwhile, and the next one works."""
+    turns = [slow.submit(f"t{n}", "a long answer " * 20) for n in range(4)]
+    await asyncio.wait_for(turns[0].spoke.wait(), TIMEOUT_S)
+    refusals: list[InferenceCenterError] = []
+
+    def submit_when_lost(status: EngineStatus) -> None:
+        if status.state in (EngineState.FAILED, EngineState.BACKOFF, EngineState.STARTING):
+            with pytest.raises(InferenceCenterError) as caught:
+                slow.submit("early")
+            refusals.append(caught.value)
+
+    slow.supervisor.subscribe(submit_when_lost)
+    before = slow.supervisor.status
+    assert before.pid is not None
+    os.kill(before.pid, signal.SIGKILL)
+    await slow.until(EngineState.BACKOFF)
+    await slow.until(EngineState.READY)
+    for turn in turns:
+        (failed,) = turn.terminal
+        assert isinstance(failed, Failed)
+        assert failed.code == ErrorCode.ENGINE_CRASHED
+    assert {error.code for error in refusals} == {ErrorCode.ENGINE_UNAVAILABLE, ErrorCode.MODEL_LOADING}
+    assert "SIGKILL" in refusals[0].message
+    after = slow.supervisor.status
+    assert (after.restarts, after.detail) == (1, "")
+    assert after.pid != before.pid
+    heard = slow.submit("t9", "again")
+    await asyncio.wait_for(heard.ended.wait(), TIMEOUT_S)
+    assert heard.text == "again"
+
+
+async def test_an_aborted_turn_ends_as_aborted(slow: Watched) -> None:
+    """The engine hears of it and says what was kept; unknown turns are nobody's business."""
+    heard = slow.submit("t1", "a long answer " * 20)
+    await asyncio.wait_for(heard.spoke.wait(), TIMEOUT_S)
+    slow.supervisor.abort("t1")
+    slow.supervisor.abort("unknown")
+    slow.supervisor.release("t1")
+    await asyncio.wait_for(heard.ended.wait(), TIMEOUT_S)
+    (end,) = heard.terminal
+    assert isinstance(end, Finished)
+    assert end.reason == "aborted"
+    assert heard.text != "a long answer " * 20
+
+
+async def test_a_listener_that_fails_harms_nobody_else(slow: Watched) -> None:
+    """Its fault is logged, and the turn beside it goes on."""
+
+    def broken(event: TurnEvent) -> None:
+        raise RuntimeError(type(event).__name__)
+
+    turn = Submit(
+        turn_id="broken",
+        session_id="s",
+        client_id="ada",
+        priority=1,
+        tokens=b"",
+        pieces=(Piece(PROMPT.format("x"), True),),
+        params_json=encode(Params()),
+    )
+    with capture_logs() as logs:
+        slow.supervisor.submit(turn, broken)
+        heard = slow.submit("fine", "fine answer")
+        await asyncio.wait_for(heard.ended.wait(), TIMEOUT_S)
+    assert heard.text == "fine answer"
+    assert "turn_listener_failed" in {line["event"] for line in logs}
+
+
+async def test_the_queue_is_bounded_and_places_are_told() -> None:
+    """Beyond slots and queue a turn is refused; before that its place is the number of turns ahead in the queue."""
+    watched = Watched(max_queue=1, echo_delay_ms=50)
+    await watched.supervisor.start()
+    await watched.until(EngineState.READY)
+    turns = [watched.submit(f"t{n}", "a long answer " * 20) for n in range(3)]
+    with pytest.raises(InferenceCenterError) as caught:
+        watched.submit("t3")
+    assert caught.value.code is ErrorCode.QUEUE_FULL
+    await watched.supervisor.stop()
+    assert [[type(event) for event in turn.terminal] for turn in turns] == [[Failed]] * 3
+
+
+async def test_stopping_ends_turns_and_process() -> None:
+    """Turns fail as unavailable, the process is gone when stop returns, and stopping twice does nothing."""
+    watched = Watched(echo_delay_ms=20)
+    await watched.supervisor.start()
+    await watched.until(EngineState.READY)
+    pid = watched.supervisor.status.pid
+    assert pid is not None
+    heard = watched.submit("t1", "a long answer " * 20)
+    await watched.supervisor.stop()
+    await watched.supervisor.stop()
+    (failed,) = heard.terminal
+    assert isinstance(failed, Failed)
+    assert failed.code == ErrorCode.ENGINE_UNAVAILABLE
+    assert watched.states == [EngineState.DRAINING, EngineState.STOPPED]
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+    with pytest.raises(InferenceCenterError):
+        watched.submit("t2")
+
+
+async def test_an_engine_that_hangs_is_killed_at_the_end(slow: Watched) -> None:
+    """One that is stopped by a signal and cannot end by itself is gone after the deadline."""
+    pid = slow.supervisor.status.pid
+    assert pid is not None
+    os.kill(pid, signal.SIGSTOP)
+    async with asyncio.timeout(TIMEOUT_S):
+        await slow.supervisor.stop(deadline_s=0.1)
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+async def test_stopping_while_it_starts_leaves_no_process() -> None:
+    """A stop right after the start ends as any other."""
+    watched = Watched()
+    await watched.supervisor.start()
+    await asyncio.sleep(0)
+    await watched.supervisor.stop()
+    assert watched.states[-1] is EngineState.STOPPED
+    assert watched.supervisor.status.pid is None
+
+
+async def test_a_model_that_cannot_be_loaded_is_not_tried_again(tmp_path: Path) -> None:
+    """The reason is kept for whoever decides what to do about it."""
+    watched = Watched(backend="llama", model_path=str(tmp_path / "missing.gguf"))
+    await watched.supervisor.start()
+    await watched.until(EngineState.FAILED)
+    failure = watched.supervisor.load_failure
+    assert failure is not None
+    assert "missing.gguf" in failure.message
+    assert EngineState.BACKOFF not in watched.states
+    assert watched.supervisor.status.detail == failure.message
+    with pytest.raises(InferenceCenterError, match=r"missing\.gguf"):
+        watched.submit("t1")
+    await watched.supervisor.stop()
+
+
+async def test_the_engine_holds_the_lock_as_long_as_it_lives(tmp_path: Path) -> None:
+    """A restart takes the lock again, and the file names the engine that holds it."""
+    path = tmp_path / "engine.lock"
+    watched = Watched(lock_path=path)
+    await watched.supervisor.start()
+    await watched.until(EngineState.READY)
+    first = watched.supervisor.status.pid
+    assert first is not None
+    assert path.read_text() == str(first)
+    os.kill(first, signal.SIGKILL)
+    await watched.until(EngineState.READY)
+    assert path.read_text() == str(watched.supervisor.status.pid)
+    await watched.supervisor.stop()
