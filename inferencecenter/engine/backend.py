@@ -55,7 +55,7 @@ class TurnSampler(Protocol):
 
 
 class Backend(Protocol):
-    """What the executor needs. Only ``tokenize`` and ``token_bytes`` are called from worker threads."""
+    """What the executor needs. Worker threads call ``tokenize`` and the look-ups of tokens, and nothing else."""
 
     @property
     def model(self) -> ModelInfo:
@@ -77,7 +77,11 @@ class Backend(Protocol):
         """Keep the first ``n_tokens`` of a slot; ``False`` when the slot had to be emptied instead."""
 
     def swap(self, a: int, b: int) -> None:
-        """Exchange the sequences of two slots."""
+        """Exchange the sequences of two slots.
+
+        Raises:
+            DecodeError: The KV of both is lost.
+        """
 
     def decode(self, chunks: Sequence[Chunk]) -> None:
         """Decode chunks sorted by ascending slot, at most one a slot.

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from inferencecenter.engine.backend import Backend, TurnSampler
     from inferencecenter.engine.outputs import TurnOutput
-    from inferencecenter.engine.scheduler.plan import Admission, Pass, Plan, Row
+    from inferencecenter.engine.scheduler.plan import Admission, Pass, Plan, Row, Swap
     from inferencecenter.ipc.messages import TurnEvent
 
 
@@ -28,6 +28,7 @@ class _Results:
     decoded: dict[str, int] = field(default_factory=dict)
     sampled: dict[str, int] = field(default_factory=dict)
     emptied: set[str] = field(default_factory=set)
+    wiped: set[int] = field(default_factory=set)
     ended: set[str] = field(default_factory=set)
     lost: set[str] = field(default_factory=set)
     stalled: set[str] = field(default_factory=set)
@@ -44,6 +45,7 @@ class _Results:
             decoded=self.decoded,
             sampled=self.sampled,
             emptied=frozenset(self.emptied),
+            wiped=frozenset(self.wiped),
             ended=frozenset(self.ended),
             lost=frozenset(self.lost),
             prefill_tokens=self.prefill_tokens,
@@ -114,7 +116,7 @@ class Executor:
             if not kept and truncation.n_tokens and truncation.turn_id is not None:
                 results.emptied.add(truncation.turn_id)
         for swap in plan.swaps:
-            self._backend.swap(swap.a, swap.b)
+            self._swap(swap, results)
         for admission in plan.admissions:
             self._admit(admission, results)
         for each in plan.passes:
@@ -128,8 +130,19 @@ class Executor:
         for turn_id in tuple(self._outputs):
             self._drop(turn_id)
 
+    def _swap(self, swap: Swap, results: _Results) -> None:
+        try:
+            self._backend.swap(swap.a, swap.b)
+        except DecodeError as error:
+            self._on_log("error", f"slots {swap.a} and {swap.b} could not be exchanged: {error}")
+            self._backend.truncate(swap.a, 0)
+            results.wiped.add(swap.a)
+            self._lose(swap.turn_id, swap.b, results)
+
     def _admit(self, admission: Admission, results: _Results) -> None:
         turn_id = admission.turn_id
+        if turn_id in results.ended:
+            return
         output = self._outputs[turn_id]
         try:
             self._samplers[turn_id] = self._backend.sampler(output.params, admission.prompt)
@@ -174,11 +187,15 @@ class Executor:
             if row.chunk.slot not in lost:
                 results.stalled.add(row.turn_id)
                 continue
-            self._backend.truncate(row.chunk.slot, 0)
-            failure = InferenceCenterError(ErrorCode.INTERNAL, "The batch with this turn could not be decoded.")
-            results.events.append(self._outputs[row.turn_id].fail(failure))
-            results.ended.add(row.turn_id)
-            results.lost.add(row.turn_id)
+            self._lose(row.turn_id, row.chunk.slot, results)
+
+    def _lose(self, turn_id: str, slot: int, results: _Results) -> None:
+        """Fail a turn whose KV cannot be trusted any more."""
+        self._backend.truncate(slot, 0)
+        failure = InferenceCenterError(ErrorCode.INTERNAL, "The model's memory of this turn was lost.")
+        results.events.append(self._outputs[turn_id].fail(failure))
+        results.ended.add(turn_id)
+        results.lost.add(turn_id)
 
     def _sample(self, turn_ids: Sequence[str]) -> list[_Sample]:
         """Sample all rows of the last decode, the caller's thread and the pool's taking the next row in turn."""

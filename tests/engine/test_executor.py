@@ -30,6 +30,7 @@ class FaultyEcho(EchoBackend):
         super().__init__(EngineOptions(backend="echo", parent_pid=0, slots=slots, n_ctx=64))
         self.lose: tuple[int, ...] | None = None
         self.refuse_cut = False
+        self.refuse_swap = False
         self.samplers: list[WatchedSampler] = []
 
     def decode(self, chunks: Sequence[Chunk]) -> None:
@@ -44,6 +45,14 @@ class FaultyEcho(EchoBackend):
             super().truncate(slot, 0)
             return False
         return super().truncate(slot, n_tokens)
+
+    def swap(self, a: int, b: int) -> None:
+        """Swap, or lose both slots' KV."""
+        if self.refuse_swap:
+            super().truncate(a, 0)
+            super().truncate(b, 0)
+            raise DecodeError((a, b), "planned")
+        super().swap(a, b)
 
     def sampler(self, params: Params, prompt: Sequence[int]) -> WatchedSampler:
         """Return a sampler that the test can see."""
@@ -208,7 +217,7 @@ def test_slots_are_cut_and_exchanged_before_decoding(bench: Bench) -> None:
     _, events = bench.executor.run(
         Plan(
             truncations=(Truncation(0, 3, "t"),),
-            swaps=(Swap(0, 2),),
+            swaps=(Swap(0, 2, "t"),),
             admissions=(admission("t", cached_tokens=3),),
             passes=(Pass(rows, prefill=True),),
         )
@@ -252,6 +261,27 @@ def test_emptying_a_slot_on_purpose_is_no_loss(bench: Bench) -> None:
     )
     assert outcome.emptied == frozenset()
     assert outcome.decoded == {"t": 5}
+
+
+@pytest.mark.parametrize("running", [True, False])
+def test_a_swap_that_fails_loses_both_slots(bench: Bench, running: bool) -> None:
+    """The turn fails, running or just admitted, and the idle session's slot is reported empty."""
+    bench.add("t")
+    if running:
+        bench.start("t")
+    bench.backend.decode([Chunk(2, 0, [7], sample=False)])
+    bench.backend.refuse_swap = True
+    outcome, events = bench.executor.run(
+        Plan(
+            swaps=(Swap(0, 2, "t"),),
+            admissions=() if running else (admission("t"),),
+            passes=(Pass((Row("t", Chunk(2, 5, [104], sample=True)),), prefill=not running),),
+        )
+    )
+    assert [type(event) for event in events] == [Failed]
+    assert outcome.wiped == {0}
+    assert outcome.lost == outcome.ended == {"t"}
+    assert (len(bench.executor), bench.backend.open_samplers) == (0, 0)
 
 
 def test_a_sampler_that_cannot_be_built_fails_its_turn_alone(bench: Bench) -> None:

@@ -21,10 +21,11 @@ class Truncation:
 
 @dataclass(frozen=True, slots=True)
 class Swap:
-    """Exchange the sequences of two slots."""
+    """Exchange the sequences of two slots: ``turn_id`` runs in ``a``, ``b`` is idle."""
 
     a: int
     b: int
+    turn_id: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,13 +75,15 @@ class Outcome:
     """What became of a plan, by turn id.
 
     ``decoded`` counts the tokens that went into KV. ``emptied`` turns lost the KV they were to build on and read their
-    prompt from its start. ``ended`` turns are over; of them the ``lost`` ones left no KV behind. ``prefill_s`` is what
-    reading ``prefill_tokens`` took, ``decode_s`` the pass of those that generate.
+    prompt from its start; ``wiped`` slots, numbered as after the swaps, lost an idle session's KV. ``ended`` turns are
+    over; of them the ``lost`` ones left no KV behind. ``prefill_s`` is what reading ``prefill_tokens`` took,
+    ``decode_s`` the pass of those that generate.
     """
 
     decoded: Mapping[str, int] = field(default_factory=dict)
     sampled: Mapping[str, int] = field(default_factory=dict)
     emptied: frozenset[str] = frozenset()
+    wiped: frozenset[int] = frozenset()
     ended: frozenset[str] = frozenset()
     lost: frozenset[str] = frozenset()
     prefill_tokens: int = 0

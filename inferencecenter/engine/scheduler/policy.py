@@ -6,7 +6,7 @@ import heapq
 from typing import TYPE_CHECKING
 
 from inferencecenter.engine.backend import Chunk
-from inferencecenter.engine.scheduler.plan import Pass, Row, Swap
+from inferencecenter.engine.scheduler.plan import Pass, Row
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
@@ -41,8 +41,8 @@ def _distance(index: int, busy: Sequence[int]) -> int:
     return min((abs(index - other) for other in busy), default=0)
 
 
-def compaction(busy: Sequence[bool]) -> tuple[Swap, ...]:
-    """Return the fewest exchanges of a busy slot with an idle one that make the busy slots consecutive.
+def compaction(busy: Sequence[bool]) -> tuple[tuple[int, int], ...]:
+    """Return the fewest exchanges, busy slot first, idle one second, that make the busy slots consecutive.
 
     llama.cpp decodes only consecutive streams together; a gap costs another reading of all weights. The window that
     already holds most busy slots is filled, the lowest of them when several do.
@@ -57,7 +57,7 @@ def compaction(busy: Sequence[bool]) -> tuple[Swap, ...]:
     window = range(best, best + width)
     outside = (index for index, is_busy in enumerate(busy) if is_busy and index not in window)
     gaps = (index for index in window if not busy[index])
-    return tuple(Swap(index, gap) for index, gap in zip(outside, gaps, strict=True))
+    return tuple(zip(outside, gaps, strict=True))
 
 
 def decode_pass(requests: Iterable[Request]) -> Pass:

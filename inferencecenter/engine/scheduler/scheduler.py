@@ -144,6 +144,8 @@ class Scheduler:
             request = self._requests[turn_id]
             request.kv_tokens = request.cached_tokens = 0
             self._slot(request).tokens.clear()
+        for index in outcome.wiped:
+            self._slots.forget(self._slots[index])
         for turn_id, count in outcome.decoded.items():
             request = self._requests[turn_id]
             end = request.kv_tokens + count
@@ -221,14 +223,14 @@ class Scheduler:
         return Truncation(slot.index, keep, request.turn_id) if keep < held else None
 
     def _compact(self) -> tuple[Swap, ...]:
-        swaps = compaction([slot.busy for slot in self._slots])
-        for swap in swaps:
-            self._slots.swap(swap.a, swap.b)
-            for index in (swap.a, swap.b):
-                turn_id = self._slots[index].turn_id
-                if turn_id is not None:
-                    self._running[turn_id].slot = index
-        return swaps
+        swaps: list[Swap] = []
+        for busy, idle in compaction([slot.busy for slot in self._slots]):
+            self._slots.swap(busy, idle)
+            turn_id = self._slots[idle].turn_id
+            assert turn_id is not None
+            self._running[turn_id].slot = idle
+            swaps.append(Swap(busy, idle, turn_id))
+        return tuple(swaps)
 
     def _end(self, request: Request, *, now: float) -> None:
         if request.state is RequestState.WAITING:

@@ -68,10 +68,11 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(data=st.data(), step_s=st.sampled_from([0.0, 0.01, 1.0]))
     def step(self, data: st.DataObject, step_s: float) -> None:
-        """Run a step in which cutting or decoding may fail."""
+        """Run a step in which cutting, swapping or decoding may fail."""
         refuse_cut = data.draw(st.booleans())
+        fail_swap = data.draw(st.booleans())
         fail_pass = data.draw(st.integers(-3, 2))
-        self.run_step(refuse_cut=refuse_cut, fail_pass=fail_pass, step_s=step_s)
+        self.run_step(refuse_cut=refuse_cut, fail_swap=fail_swap, fail_pass=fail_pass, step_s=step_s)
 
     @invariant()
     def books_agree(self) -> None:
@@ -89,19 +90,21 @@ class SchedulerMachine(RuleBasedStateMachine):
         for _ in range(bound):
             if not self.scheduler.has_work:
                 break
-            self.run_step(refuse_cut=False, fail_pass=-1, step_s=0.01)
+            self.run_step(step_s=0.01)
         assert self.terminals == Counter(dict.fromkeys(self.requests, 1))
 
-    def run_step(self, *, refuse_cut: bool, fail_pass: int, step_s: float) -> None:
+    def run_step(
+        self, *, step_s: float, refuse_cut: bool = False, fail_swap: bool = False, fail_pass: int = -1
+    ) -> None:
         """Carry out one plan, checking each of its promises."""
         self.now += 1
         plan = self.scheduler.step()
         self.check_admissions(plan)
-        emptied = self.move_kv(plan, refuse_cut=refuse_cut)
+        emptied = self.cut_kv(plan, refuse_cut=refuse_cut)
+        lost, wiped = self.swap_kv(plan, fail=fail_swap)
         decoded: Counter[str] = Counter()
         sampled: dict[str, int] = {}
-        lost: set[str] = set()
-        stalled: set[str] = set(emptied)
+        stalled = emptied | lost
         for number, each in enumerate(plan.passes):
             slots = [row.chunk.slot for row in each.rows]
             assert slots == sorted(set(slots))
@@ -132,6 +135,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             decoded=decoded,
             sampled=sampled,
             emptied=frozenset(emptied),
+            wiped=frozenset(wiped),
             ended=frozenset(full | lost),
             lost=frozenset(lost),
             prefill_tokens=sum(decoded.values()),
@@ -155,8 +159,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         indexes = [slot.index for slot in self.scheduler.slots if slot.busy]
         assert not indexes or indexes == list(range(indexes[0], indexes[0] + len(indexes)))
 
-    def move_kv(self, plan: Plan, *, refuse_cut: bool) -> set[str]:
-        """Truncate and swap; return the turns whose prefix was lost."""
+    def cut_kv(self, plan: Plan, *, refuse_cut: bool) -> set[str]:
+        """Truncate; return the turns whose prefix was lost."""
         emptied: set[str] = set()
         for cut in plan.truncations:
             assert cut.n_tokens <= len(self.kv[cut.slot])
@@ -165,9 +169,17 @@ class SchedulerMachine(RuleBasedStateMachine):
                 emptied.add(cut.turn_id)
                 self.kv[cut.slot].clear()
             del self.kv[cut.slot][cut.n_tokens :]
+        return emptied
+
+    def swap_kv(self, plan: Plan, *, fail: bool) -> tuple[set[str], set[int]]:
+        """Swap; return the turns and the idle slots whose KV was lost by it."""
         for swap in plan.swaps:
             self.kv[swap.a], self.kv[swap.b] = self.kv[swap.b], self.kv[swap.a]
-        return emptied
+            if fail:
+                self.kv[swap.a].clear()
+                self.kv[swap.b].clear()
+        failed = plan.swaps if fail else ()
+        return {swap.turn_id for swap in failed}, {swap.a for swap in failed}
 
 
 TestSchedulerMachine = SchedulerMachine.TestCase

@@ -56,10 +56,10 @@ def test_swaps_make_busy_slots_consecutive_with_the_fewest_moves(busy: list[bool
     """After the swaps the busy slots are one run, and no window would have needed fewer."""
     after = busy.copy()
     swaps = compaction(busy)
-    for swap in swaps:
-        assert after[swap.a]
-        assert not after[swap.b]
-        after[swap.a], after[swap.b] = after[swap.b], after[swap.a]
+    for a, b in swaps:
+        assert after[a]
+        assert not after[b]
+        after[a], after[b] = after[b], after[a]
     assert sum(1 for is_busy, _ in groupby(after) if is_busy) <= 1
     width = sum(busy)
     fewest = min(width - sum(busy[start : start + width]) for start in range(len(busy) - width + 1))
@@ -68,7 +68,7 @@ def test_swaps_make_busy_slots_consecutive_with_the_fewest_moves(busy: list[bool
 
 def test_the_lowest_of_equal_windows_is_filled() -> None:
     """With one slot on either side, the lower run is completed."""
-    assert [(swap.a, swap.b) for swap in compaction([True, False, True, False, False])] == [(2, 1)]
+    assert compaction([True, False, True, False, False]) == ((2, 1),)
     assert compaction([False, True, True]) == ()
 
 
