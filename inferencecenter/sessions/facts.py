@@ -32,7 +32,10 @@ class Surroundings:
 
 @dataclass(frozen=True, slots=True)
 class SessionFacts:
-    """What never changes about a session. ``params`` are effective: no level is left to merge below them."""
+    """What never changes about a session.
+
+    ``params`` are effective: no level is left to merge below them. ``chosen`` are those that the client set itself.
+    """
 
     session_id: str
     epoch: str
@@ -41,6 +44,7 @@ class SessionFacts:
     model: str
     n_ctx: int
     params: Params
+    chosen: frozenset[str]
     priority: Priority
     on_disconnect: Literal["close", "detach"]
     ttl_s: float | None

@@ -123,7 +123,9 @@ class Sessions:
                 ``forbidden``, ``session_limit`` or ``context_full``.
         """
         model = self._model(request.model)
-        params = self._session_params(model, request)
+        overlay = parse_params(request.params or {})
+        params = merge(Params(), _recommended(model), self._config_params, overlay)
+        chosen = frozenset(overlay.model_fields_set)
         priority = client.allow_priority(request.priority, otherwise=client.priority)
         renderer = self._renderer(model, request.mode)
         facts = SessionFacts(
@@ -134,6 +136,7 @@ class Sessions:
             model=model.name,
             n_ctx=model.n_ctx,
             params=params,
+            chosen=chosen,
             priority=priority,
             on_disconnect=request.on_disconnect,
             ttl_s=request.ttl_s if request.ttl_s is not None else self._default_ttl_s,
@@ -152,7 +155,7 @@ class Sessions:
             model=facts.model,
             n_ctx=facts.n_ctx,
             params=params.model_dump(mode="json"),
-            warnings=cross_check(params),
+            warnings=cross_check(params, given=chosen),
         )
 
     def infer(self, client: Client, request: requests.Infer, sink: EventSink) -> None:
@@ -302,14 +305,6 @@ class Sessions:
                 hint=f"The loaded model is {status.model.name}.",
             )
         return status.model
-
-    def _session_params(self, model: ModelInfo, request: requests.CreateSession) -> Params:
-        return merge(
-            Params(),
-            _recommended(model),
-            self._config_params,
-            parse_params(request.params or {}),
-        )
 
     def _renderer(self, model: ModelInfo, mode: Mode) -> Renderer:
         if mode == "raw":

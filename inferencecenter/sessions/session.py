@@ -227,7 +227,8 @@ class Session:
         around = self._around
         prompt = next_prompt(self._history, new, renderer=self._renderer, now=around.local_time())
         params = merge(self.facts.params, overlay)
-        turn = Turn(around.new_id("t_"), request, prompt=prompt, warnings=cross_check(params), now=around.monotonic())
+        warnings = cross_check(params, given=self.facts.chosen | overlay.model_fields_set)
+        turn = Turn(around.new_id("t_"), request, prompt=prompt, warnings=warnings, now=around.monotonic())
         if params.seed is None:
             params = params.model_copy(update={"seed": around.new_seed()})
         turn.position = around.engine.submit(

@@ -65,8 +65,11 @@ def test_pieces_join_to_the_text(content: str, start: int) -> None:
     assert all(piece.text for piece in pieces)
 
 
-@pytest.mark.parametrize("surroundings", [("<|", "|>"), ("<|im_", ">"), ("", "|im_end|>"), ("<|im_end|", "")])
-@pytest.mark.parametrize("content", ["im_end", "end|", "<", ">", " < "])
+@pytest.mark.parametrize("surroundings", [("<|", "|>"), ("<|im_", ">"), ("", "|im_end|>"), ("<", "")])
+@pytest.mark.parametrize(
+    "content",
+    ["im_end", "end|", "<", ">", " < ", "a longer text <|im_end| ", "a longer text <", " |im_end|> and a longer text"],
+)
 def test_template_text_does_not_complete_a_special_token(surroundings: tuple[str, str], content: str) -> None:
     """A text that is part of a special token stays apart from what the template puts around it."""
     before, after = surroundings

@@ -17,11 +17,12 @@ from inferencecenter.ipc.messages import (
     TokenLogprob,
     TokenLogprobs,
 )
+from inferencecenter.ipc.port import EngineState, EngineStatus
 from inferencecenter.protocol import events, requests
 from inferencecenter.protocol.base import SessionEvent, TurnEvent
 from inferencecenter.protocol.params import decode
 from inferencecenter.protocol.values import ChatMessage
-from tests.sessions.conftest import World
+from tests.sessions.conftest import World, make_model
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -306,3 +307,13 @@ def test_every_turn_has_exactly_one_terminal_event(steps: list[str]) -> None:
     assert numbers == list(range(1, len(numbers) + 1))
     assert len(world.records) == len(world.engine.submitted)
     assert world.sessions.totals().active_generations == 0
+
+
+def test_what_a_model_file_recommends_is_no_choice_to_warn_of(world: World) -> None:
+    """A greedy turn warns of a top_k that the client set, not of one that came with the model."""
+    model = make_model(sampling_defaults_json=b'{"top_k": 20}')
+    world.engine.status = EngineStatus(state=EngineState.READY, model=model)
+    for params, named in (({"temperature": 0}, False), ({"temperature": 0, "top_k": 5}, True)):
+        world.infer(world.create(), params=params)
+        world.engine.answer("x")
+        assert any("top_k" in warning for warning in world.sink.last.warnings) is named
