@@ -296,7 +296,7 @@ class Params(BaseModel):
     )
     max_time_ms: Annotated[int, Field(ge=1, le=86_400_000)] | None = _param(
         None,
-        "Milliseconds, from the start of the turn, after which the answer ends.",
+        "Milliseconds, from `infer` on, after which the answer ends; waiting for a slot counts.",
         "an integer from 1 to 86400000",
         group="stopping",
     )
