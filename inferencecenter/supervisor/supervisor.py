@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import random
 import time
 from typing import TYPE_CHECKING, Final
@@ -303,9 +304,14 @@ async def _end(process: EngineProcess, *, deadline_s: float) -> None:
         await process.gone()
 
 
-_LEVELS: Final = {"debug": 10, "info": 20, "warning": 30, "error": 40}
+_LEVELS: Final = {
+    "debug": logging.DEBUG,
+    "info": logging.INFO,
+    "warning": logging.WARNING,
+    "error": logging.ERROR,
+}
 
 
 def _engine_log(message: Log) -> None:
-    """Write a line of the engine's log under the name of where it came from."""
-    structlog.get_logger(message.source).log(_LEVELS.get(message.level, 20), message.event)
+    """Write a line of the engine's log, with the name of what wrote it."""
+    _log.log(_LEVELS.get(message.level, logging.INFO), message.event, logger=message.source)

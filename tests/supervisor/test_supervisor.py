@@ -258,6 +258,44 @@ async def test_a_model_that_cannot_be_loaded_is_not_tried_again(tmp_path: Path) 
     await watched.supervisor.stop()
 
 
+async def test_loading_is_told_in_tenths_and_llama_cpp_is_logged(demo_model_path: Path) -> None:
+    """Listeners hear of progress a few times, and what llama.cpp says is in the log under its name."""
+    watched = Watched(backend="llama", model_path=str(demo_model_path), n_ctx=256)
+    fractions: list[float] = []
+    watched.supervisor.subscribe(lambda status: fractions.append(status.load_fraction))
+    with capture_logs() as logs:
+        await watched.supervisor.start()
+        await watched.until(EngineState.READY)
+    await watched.supervisor.stop()
+    assert fractions == sorted(fractions)
+    assert 3 <= len(set(fractions)) <= 12
+    assert "llama.cpp" in {line.get("logger") for line in logs}
+
+
+def _link(path: Path, target: Path) -> None:
+    path.symlink_to(target.resolve())
+
+
+async def test_a_model_that_was_loaded_once_is_tried_again(demo_model_path: Path, tmp_path: Path) -> None:
+    """Whatever keeps a known model from loading is taken to pass."""
+    path = tmp_path / "model.gguf"
+    _link(path, demo_model_path)
+    watched = Watched(backend="llama", model_path=str(path), n_ctx=256)
+    await watched.supervisor.start()
+    await watched.until(EngineState.READY)
+    path.unlink()
+    pid = watched.supervisor.status.pid
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+    for _ in range(2):
+        await watched.until(EngineState.BACKOFF)
+    assert watched.supervisor.load_failure is None
+    assert watched.supervisor.status.model is not None
+    _link(path, demo_model_path)
+    await watched.until(EngineState.READY)
+    await watched.supervisor.stop()
+
+
 async def test_the_engine_holds_the_lock_as_long_as_it_lives(tmp_path: Path) -> None:
     """A restart takes the lock again, and the file names the engine that holds it."""
     path = tmp_path / "engine.lock"
