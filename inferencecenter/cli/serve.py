@@ -12,6 +12,7 @@ from rich.text import Text
 from inferencecenter.cli.options import ConfigOption, StateDirOption, given
 from inferencecenter.cli.output import stdout
 from inferencecenter.configuration import load_settings
+from inferencecenter.settings import ServerSettings
 from inferencecenter.telemetry import logs
 
 if TYPE_CHECKING:
@@ -70,7 +71,9 @@ def announce(announcement: Announcement, settings: Settings) -> None:
         shown = None if "JOURNAL_STREAM" in os.environ else announcement.admin_token
         lines += [("Token    ", shown)] if shown else []
         lines += [("Token in ", f"{token_file} (shown once, kept hashed; this file is for the command line)")]
-    lines += [("Chat     ", "inferencecenter chat")]
+    usual = settings.server.port == ServerSettings().port
+    url = "" if usual else f" --url {announcement.address.replace('http', 'ws', 1)}"
+    lines += [("Chat     ", f"inferencecenter chat{url}")]
     text = Text("\n").join(Text.assemble((label, "dim"), value) for label, value in lines)
     if stdout.is_terminal:
         stdout.print(Panel(text, title="InferenceCenter", expand=False))

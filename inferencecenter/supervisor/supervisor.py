@@ -229,9 +229,17 @@ class Supervisor:
                 _engine_log(message)
             case Loading():
                 self._loading(message.fraction)
-            case Ready() if self._state is EngineState.STARTING:
-                self._model, self._load_fraction, self._detail = message.model, 1.0, ""
+            case Ready(model=model) if self._state is EngineState.STARTING:
+                self._model, self._load_fraction, self._detail = model, 1.0, ""
                 self._ready_since = self._monotonic()
+                _log.info(
+                    "engine_ready",
+                    model=model.name,
+                    slots=model.slots,
+                    n_ctx=model.n_ctx,
+                    gpu_layers=model.n_gpu_layers,
+                    threads=model.n_threads,
+                )
                 self._change(EngineChange.LOADED)
             case LoadFailed():
                 self._load_failed(message)
