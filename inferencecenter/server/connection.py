@@ -184,31 +184,32 @@ class Connection:
 
     def close(self, code: CloseCode, reason: str) -> None:
         """Say good-bye after all that was sent; the socket takes and gives nothing more."""
-        if self.state is not ConnectionState.CLOSED:
-            self._end(write_rest=True)
-            self._wire.finish(code, reason, linger_s=LINGER_S)
+        self._end((code, reason, LINGER_S), write_rest=True)
 
     def lost(self) -> None:
         """Clean up: the socket is gone, whoever ended it."""
-        if self.state is not ConnectionState.CLOSED:
-            self._end(write_rest=False)
+        self._end(None, write_rest=False)
 
     def _too_slow(self) -> None:
         _log.warning("slow_reader", client=self._account and self._account.client_id, address=self.address)
-        # From within a session's own doing: it should not find itself detached halfway through.
+        # Not at once: a session may be halfway through telling something.
         asyncio.get_running_loop().call_soon(self._end_slow)
 
     def _end_slow(self) -> None:
-        if self.state is not ConnectionState.CLOSED:
-            self._end(write_rest=False)
-            self._wire.finish(CloseCode.TOO_SLOW, "too slow a reader", linger_s=LAST_WORD_S)
+        self._end((CloseCode.TOO_SLOW, "too slow a reader", LAST_WORD_S), write_rest=False)
 
-    def _end(self, *, write_rest: bool) -> None:
+    def _end(self, farewell: tuple[CloseCode, str, float] | None, *, write_rest: bool) -> None:
+        """Close, if that has not happened: with a code, a reason and the seconds a peer has to answer, or silently."""
+        if self.state is ConnectionState.CLOSED:
+            return
         was_authenticated = self.authenticated
         self._lifecycle.apply(ConnectionEvent.CLOSE)
         self._disarm()
         self._outbox.close(write_rest=write_rest)
         self._wire.on_writable = None
+        if farewell is not None:
+            code, reason, linger_s = farewell
+            self._wire.finish(code, reason, linger_s=linger_s)
         if was_authenticated:
             self.context.feed.unsubscribe(self)
             self.context.hub.leave(self.client.client_id)

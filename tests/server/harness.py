@@ -1,0 +1,312 @@
+"""A whole server on a loopback port, with real accounts and sessions and an engine that says what a test tells it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, cast
+
+from websockets.asyncio.client import ClientConnection, connect
+from websockets.exceptions import ConnectionClosed
+
+from inferencecenter.hardware.nvml import NO_GPU, Gpu
+from inferencecenter.ipc.messages import Delta, Finished, ModelInfo, Started, pack_tokens
+from inferencecenter.ipc.port import EngineState, EngineStatus
+from inferencecenter.protocol.params import Params
+from inferencecenter.server.accounts import Account, Accounts, StaticClient
+from inferencecenter.server.app import create_app
+from inferencecenter.server.clients_file import load_clients
+from inferencecenter.server.context import Context
+from inferencecenter.server.listener import Listener, bind
+from inferencecenter.server.scopes import Scope
+from inferencecenter.sessions.registry import Sessions
+from inferencecenter.settings import ServerSettings
+from inferencecenter.tasks import TaskGroup
+from inferencecenter.telemetry.metrics import Metrics
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable
+    from pathlib import Path
+
+    from inferencecenter.hardware.nvml import GpuReading
+    from inferencecenter.ipc.messages import Submit, TurnEvent
+
+MODEL = ModelInfo(
+    name="stub",
+    path="/models/stub.gguf",
+    description="stub",
+    architecture="stub",
+    backend="stub",
+    n_params=1,
+    size_bytes=1,
+    n_vocab=256,
+    n_layers=1,
+    n_gpu_layers=0,
+    n_ctx_train=4096,
+    n_ctx=4096,
+    slots=4,
+    n_threads=1,
+    chat_template="",
+    bos_token="",
+    eos_token="",
+    add_bos=False,
+    special_tokens=(),
+    sampling_defaults_json=b"{}",
+    library="stub",
+)
+CLIENTS_TOML = """
+[[client]]
+client_id = "kitchen"
+api_key = "kitchen-key"
+max_sessions = 3
+
+[[client]]
+client_id = "desk"
+api_key = "desk-key"
+scopes = ["user", "operator"]
+"""
+
+
+class StubEngine:
+    """An engine whose turns go on when a test says so."""
+
+    def __init__(self) -> None:
+        self.status = EngineStatus(state=EngineState.READY, model=MODEL)
+        self.turns: dict[str, Callable[[TurnEvent], None]] = {}
+        self.submitted = asyncio.Event()
+        self._watchers: list[Callable[[EngineStatus], None]] = []
+
+    def submit(self, turn: Submit, listener: Callable[[TurnEvent], None]) -> int:
+        """Take a turn; it waits for ``say``."""
+        self.turns[turn.turn_id] = listener
+        self.submitted.set()
+        return 0
+
+    def abort(self, turn_id: str) -> None:
+        """End a turn, soon."""
+        asyncio.get_running_loop().call_soon(self._abort, turn_id)
+
+    def _abort(self, turn_id: str) -> None:
+        if turn_id in self.turns:
+            self.finish(turn_id, reason="aborted")
+
+    def release(self, session_id: str) -> None:
+        """Forget a session, of which nothing is known."""
+
+    def subscribe(self, listener: Callable[[EngineStatus], None]) -> None:
+        """Tell ``listener`` of every change."""
+        self._watchers.append(listener)
+
+    def become(self, status: EngineStatus) -> None:
+        """Change state."""
+        self.status = status
+        for watcher in self._watchers:
+            watcher(status)
+
+    def begin(self, turn_id: str) -> None:
+        """Give a turn its slot."""
+        self.turns[turn_id](Started(turn_id=turn_id, tokens=pack_tokens([1]), cached_tokens=0))
+
+    def say(self, turn_id: str, text: str) -> None:
+        """Generate a token whose text is ``text``."""
+        self.turns[turn_id](Delta(turn_id=turn_id, tokens=pack_tokens([2]), text=text))
+
+    def finish(self, turn_id: str, *, reason: str = "stop") -> None:
+        """End a turn."""
+        self.turns.pop(turn_id)(
+            Finished(
+                turn_id=turn_id,
+                reason=reason,
+                stop=None,
+                kept_tokens=0,
+                kept_chars=0,
+                end_text="",
+                prompt_tokens=1,
+                cached_tokens=0,
+                generated_tokens=1,
+                queue_ms=1.0,
+                ttft_ms=2.0,
+                total_ms=3.0,
+                tokens_per_s=4.0,
+            )
+        )
+
+
+class StubGpu(Gpu):
+    """A GPU that reads what a test tells it; by default there is none."""
+
+    def __init__(self) -> None:
+        self.reading = NO_GPU
+        self.reads = 0
+
+    def read(self) -> GpuReading:
+        """Return the reading, and count."""
+        self.reads += 1
+        return self.reading
+
+
+@dataclass
+class Running:
+    """A server that is up."""
+
+    context: Context
+    engine: StubEngine
+    gpu: StubGpu
+    accounts: Accounts
+    listener: Listener
+    port: int
+    token: str
+    token_id: str
+    serving: asyncio.Task[None] = field(repr=False)
+
+    def connect(self, path: str = "/", **options: Any) -> connect:
+        """Open a socket to a path."""
+        return connect(f"ws://127.0.0.1:{self.port}{path}", compression=None, **{"close_timeout": 0.1, **options})
+
+    def v1(self, **options: Any) -> connect:
+        """Open an authenticated v1 socket."""
+        return self.connect(
+            additional_headers={"Authorization": f"Bearer {self.token}"},
+            subprotocols=["inferencecenter.v1"],
+            **options,
+        )
+
+    async def http(self, path: str, headers: str = "") -> tuple[int, str, bytes]:
+        """Make a plain GET; returns status, head and body."""
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
+        writer.write(
+            f"GET {path} HTTP/1.1\r\nHost: 127.0.0.1:{self.port}\r\nConnection: close\r\n{headers}\r\n".encode()
+        )
+        answer = await reader.read()
+        writer.close()
+        head, _, body = answer.partition(b"\r\n\r\n")
+        return int(head.split()[1]), head.decode(), body
+
+
+async def ask(socket: ClientConnection, **frame: Any) -> dict[str, Any]:
+    """Send a frame and return the next one received."""
+    await socket.send(json.dumps(frame))
+    return await hear(socket)
+
+
+async def hear(socket: ClientConnection, op: str | None = None) -> dict[str, Any]:
+    """Return the next frame, or the next one with ``op``."""
+    while True:
+        frame: dict[str, Any] = json.loads(await socket.recv())
+        if op in (None, frame["op"]):
+            return frame
+
+
+async def close_code(socket: ClientConnection) -> int | None:
+    """Read to the end; return the close code received, ``None`` without one."""
+    try:
+        while True:
+            await socket.recv()
+    except ConnectionClosed as closed:
+        return closed.rcvd.code if closed.rcvd else None
+
+
+@asynccontextmanager
+async def running_server(tmp_path: Path, **settings: Any) -> AsyncIterator[Running]:
+    """Run a server with some settings changed; short deadlines otherwise."""
+    clients = tmp_path / "clients.toml"
+    clients.write_text(CLIENTS_TOML)
+    static: dict[str, StaticClient] = load_clients(clients, default_max_sessions=16, default_priority="normal")
+    accounts = Accounts.open(tmp_path / "accounts.sqlite3", clock=time.time, static=static)
+    accounts.ensure_client("ada", max_sessions=8, priority="normal")
+    new = accounts.create_token("ada", name="test")
+    engine, gpu, metrics = StubEngine(), StubGpu(), Metrics()
+    chosen = ServerSettings(**{"port": 0, "shutdown_timeout_s": 0, **settings})
+    context = Context.create(
+        chosen,
+        engine=engine,
+        sessions=Sessions(
+            engine=engine, config_params=Params(), max_sessions=100, default_ttl_s=None, observer=metrics
+        ),
+        accounts=accounts,
+        gpu=gpu,
+        metrics=metrics,
+    )
+    listener = Listener(create_app(context), chosen, drain=context.drain)
+    sockets = bind("127.0.0.1", 0)
+    port = sockets[0].getsockname()[1]
+    tasks = TaskGroup("server")
+    serving = tasks.spawn(listener.serve(sockets), name="serve")
+    try:
+        yield Running(
+            context=context,
+            engine=engine,
+            gpu=gpu,
+            accounts=accounts,
+            listener=listener,
+            port=port,
+            token=new.token,
+            token_id=new.token_id,
+            serving=serving,
+        )
+    finally:
+        listener.stop()
+        await serving
+        await context.close()
+        accounts.close()
+
+
+def ready(**changes: Any) -> EngineStatus:
+    """Return the stub's status with changes."""
+    return replace(EngineStatus(state=EngineState.READY, model=MODEL), **changes)
+
+
+class StubWire:
+    """A socket that a test opens and shuts."""
+
+    def __init__(self) -> None:
+        self.on_writable: Callable[[], None] | None = None
+        self.takes_frames = True
+        self.written: list[bytes] = []
+        self.finished: list[int] = []
+
+    def write_text(self, frame: bytes) -> None:
+        """Keep the frame."""
+        self.written.append(frame)
+
+    def finish(self, code: int, reason: str, *, linger_s: float) -> None:
+        """Keep the code."""
+        self.finished.append(code)
+
+    @property
+    def frames(self) -> list[dict[str, Any]]:
+        """What was written, read back."""
+        return [json.loads(frame) for frame in self.written]
+
+
+KITCHEN = Account(client_id="kitchen", max_sessions=3, priority="normal", scopes=frozenset({Scope.USER}))
+
+
+class StubAccounts:
+    """Accounts of one client, with a key and no file."""
+
+    def verify_token(self, token: str) -> Account | None:
+        """There are no tokens."""
+
+    def verify_key(self, client_id: str, api_key: str) -> Account | None:
+        """Return the one client for its key."""
+        return KITCHEN if (client_id, api_key) == ("kitchen", "key") else None
+
+    def write_last_used(self) -> None:
+        """There is nothing to write."""
+
+
+def stub_context() -> Context:
+    """Return a context with real sessions, and nothing outside this process."""
+    engine = StubEngine()
+    return Context.create(
+        ServerSettings(outbox_bytes=2**14),
+        engine=engine,
+        sessions=Sessions(engine=engine, config_params=Params(), max_sessions=10, default_ttl_s=None),
+        accounts=cast("Accounts", StubAccounts()),
+        gpu=StubGpu(),
+        metrics=Metrics(),
+    )

@@ -1,0 +1,132 @@
+"""Tests of the table of ops and of the border around handlers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, get_args
+
+import pytest
+
+from inferencecenter.protocol.codec import REQUESTS
+from inferencecenter.protocol.values import StatusType
+from inferencecenter.server.commands import COMMANDS
+from tests.server.harness import Running, ask, hear
+
+if TYPE_CHECKING:
+    from inferencecenter.protocol.requests import ListSessions
+    from inferencecenter.sessions.client import Client
+
+
+def test_every_request_has_a_command() -> None:
+    """The protocol's requests and the table's ops are the same."""
+    assert set(COMMANDS) == set(REQUESTS)
+
+
+def test_only_hello_and_auth_are_open_to_everybody() -> None:
+    """Every other op needs a scope."""
+    assert {op for op, command in COMMANDS.items() if command.scope is None} == {"hello", "auth"}
+
+
+@pytest.mark.parametrize("op", ["resume_session", "fork_session", "rewind_session", "load_model", "kick"])
+async def test_ops_that_do_not_exist_yet_are_unknown(server: Running, op: str) -> None:
+    """They are answered like any other unknown op."""
+    async with server.v1() as socket:
+        await hear(socket)
+        error = await ask(socket, op=op, id="1", session_id="s")
+        assert (error["code"], error["field"], error["id"]) == ("unknown_op", "op", "1")
+
+
+async def test_a_missing_scope_is_refused(server: Running) -> None:
+    """A client without ``user`` can do nothing but say hello."""
+    server.accounts.ensure_client("idle", max_sessions=1, priority="normal", scopes=["operator"])
+    token = server.accounts.create_token("idle").token
+    async with server.connect(additional_headers={"Authorization": f"Bearer {token}"}) as socket:
+        await hear(socket)
+        await ask(socket, op="hello", protocol=1)
+        error = await ask(socket, op="create_session")
+        assert (error["code"], error["message"]) == ("forbidden", "this needs the scope user")
+
+
+@pytest.mark.parametrize("op", ["infer", "abort", "close_session", "append", "get_session"])
+async def test_foreign_and_random_sessions_are_the_same(server: Running, op: str) -> None:
+    """Byte for byte: nothing tells one client of another's sessions."""
+    fields = {"infer": {"prompt": "x"}, "append": {"messages": [{"role": "user", "content": "x"}]}}.get(op, {})
+    key = {"X-Client-ID": "desk", "X-API-Key": "desk-key"}
+    async with server.v1() as owner, server.connect(additional_headers=key) as other:
+        await hear(owner)
+        await hear(other)
+        await ask(other, op="hello", protocol=1)
+        sid = (await ask(owner, op="create_session"))["session_id"]
+        answers = []
+        for target in (sid, "s_AAAAAAAAAAAAAAAAAAAAAA"):
+            await ask(other, op="ping")
+            answers.append(await ask(other, op=op, session_id=target, **fields))
+        assert answers[0] == answers[1]
+        assert answers[0]["code"] == "session_not_found"
+        assert "session_id" not in answers[0]
+
+
+async def test_errors_of_ones_own_session_name_it(server: Running) -> None:
+    """The client knows which of its sessions is meant."""
+    async with server.v1() as socket:
+        await hear(socket)
+        sid = (await ask(socket, op="create_session"))["session_id"]
+        error = await ask(socket, op="abort", session_id=sid, id="a")
+        assert (error["code"], error["session_id"], error["id"]) == ("nothing_to_abort", sid, "a")
+
+
+async def test_a_defect_is_internal_and_the_socket_goes_on(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The client learns nothing of the inside; the next request works."""
+
+    def broken(_client: Client, _request: ListSessions) -> None:
+        raise ZeroDivisionError("inside")
+
+    async with server.v1() as socket:
+        await hear(socket)
+        with monkeypatch.context() as patched:
+            patched.setattr(server.context.sessions, "list", broken)
+            error = await ask(socket, op="list_sessions", id="x")
+        assert (error["code"], error["id"]) == ("internal", "x")
+        assert "inside" not in str(error)
+        assert (await ask(socket, op="list_sessions"))["op"] == "sessions"
+    assert server.context.metrics.registry.get_sample_value("inferencecenter_errors_total", {"code": "internal"}) == 1
+
+
+@pytest.mark.parametrize("kind", get_args(StatusType))
+async def test_status_is_ones_own_share_or_the_whole(server: Running, kind: str) -> None:
+    """A user sees its own sessions only, an operator sees everybody's."""
+    key = {"X-Client-ID": "desk", "X-API-Key": "desk-key"}
+    async with server.v1() as user, server.connect(additional_headers=key) as operator:
+        await hear(user)
+        await hear(operator)
+        await ask(operator, op="hello", protocol=1)
+        for socket in (user, operator):
+            await ask(socket, op="create_session")
+        own = await ask(user, op="status", type=kind)
+        whole = await ask(operator, op="status", type=kind)
+    assert own["type"] == whole["type"] == kind
+    assert own["values"]
+    if kind == "sessions":
+        assert (own["values"]["sessions"], whole["values"]["sessions"]) == (1, 2)
+    elif kind == "model":
+        assert own["values"] == whole["values"]
+        assert own["values"]["name"] == "stub"
+    else:
+        assert own["values"] != whole["values"]
+
+
+async def test_a_whole_turn_on_a_v1_socket(server: Running) -> None:
+    """Acknowledged with the id, numbered, ended once."""
+    async with server.v1() as socket:
+        await hear(socket)
+        sid = (await ask(socket, op="create_session", id="c"))["session_id"]
+        queued = await ask(socket, op="infer", session_id=sid, prompt="hi", id="i")
+        assert (queued["op"], queued["id"], queued["position"], queued["seq"]) == ("queued", "i", 0, 1)
+        turn = queued["turn_id"]
+        server.engine.begin(turn)
+        server.engine.say(turn, "Hé")
+        server.engine.finish(turn)
+        token = await hear(socket)
+        assert token == {"op": "token", "session_id": sid, "seq": 2, "turn_id": turn, "content": "Hé"}
+        end = await hear(socket)
+        assert (end["op"], end["seq"], end["turn_id"], end["finish_reason"]) == ("end", 3, turn, "stop")
+        assert (await ask(socket, op="close_session", session_id=sid))["op"] == "session_closed"

@@ -1,0 +1,128 @@
+"""Tests of metrics frames."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from inferencecenter.hardware.nvml import GpuReading
+from tests.server.harness import Running, ask, hear
+
+if TYPE_CHECKING:
+    from websockets.asyncio.client import ClientConnection
+
+READING = GpuReading(
+    name="GPU",
+    temperature_c=61.0,
+    vram_total_bytes=8 * 2**30,
+    vram_used_bytes=2**30,
+    vram_free_bytes=7 * 2**30,
+    power_watts=55.5,
+    utilization_percent=12.0,
+    slowdowns=("sw_thermal",),
+)
+
+
+async def welcomed(socket: ClientConnection) -> None:
+    """Read the first frame."""
+    assert (await hear(socket))["op"] == "auth_success"
+
+
+async def test_one_frame_on_request(server: Running) -> None:
+    """The frame echoes the id; without a GPU every reading is there and null."""
+    async with server.v1() as socket:
+        await welcomed(socket)
+        frame = await ask(socket, op="metrics", id="m")
+    assert (frame["op"], frame["id"]) == ("metrics", "m")
+    assert set(frame["gpu"]) == {
+        "temp", "vram_total_mb", "vram_used_mb", "vram_free_mb", "power_watts", "fan_percent", "throttling", "name",
+        "utilization", "throttle_reasons",
+    }  # fmt: skip
+    assert set(frame["gpu"].values()) == {None}
+    assert frame["engine"] == {"state": "ready", "model": "stub", "gpu_layers": 0, "restarts": 0, "rss_mb": None}
+
+
+async def test_old_sockets_get_the_fields_they_know(server: Running) -> None:
+    """``gpu.temp`` is there without a GPU."""
+    async with server.connect(additional_headers={"X-Client-ID": "kitchen", "X-API-Key": "kitchen-key"}) as socket:
+        await welcomed(socket)
+        frame = await ask(socket, op="metrics")
+    assert set(frame) == {"op", "timestamp", "gpu", "inference"}
+    assert frame["gpu"]["temp"] is None
+    assert len(frame["gpu"]) == 7
+    assert set(frame["inference"]) == {
+        "active_generations", "total_sessions", "last_tps", "last_ttft_ms", "total_tokens_generated",
+    }  # fmt: skip
+
+
+async def test_readings_of_a_gpu(server: Running) -> None:
+    """Bytes become mebibytes, and a reading the GPU does not give stays null."""
+    server.gpu.reading = READING
+    async with server.v1() as socket:
+        await welcomed(socket)
+        gpu = (await ask(socket, op="metrics"))["gpu"]
+    assert gpu == {
+        "temp": 61.0, "vram_total_mb": 8192.0, "vram_used_mb": 1024.0, "vram_free_mb": 7168.0, "power_watts": 55.5,
+        "fan_percent": None, "throttling": True, "name": "GPU", "utilization": 12.0, "throttle_reasons": ["sw_thermal"],
+    }  # fmt: skip
+
+
+async def test_frames_come_only_while_subscribed(server: Running) -> None:
+    """Nothing before and nothing after, and nothing runs then."""
+    async with server.v1() as socket:
+        await welcomed(socket)
+        assert (await ask(socket, op="ping"))["op"] == "pong"
+        assert server.gpu.reads == 0
+        subscribed = await ask(socket, op="subscribe_metrics", interval_ms=100, id="s")
+        assert subscribed == {"op": "metrics_subscribed", "id": "s", "interval_ms": 100}
+        assert [(await hear(socket))["op"] for _ in range(2)] == ["metrics", "metrics"]
+        await socket.send('{"op": "unsubscribe_metrics"}')
+        await hear(socket, "metrics_unsubscribed")
+        await asyncio.sleep(0)
+        assert len(server.context.feed._tasks) == 0
+        assert (await ask(socket, op="ping"))["op"] == "pong"
+
+
+async def test_subscribers_of_one_interval_share_a_reading(server: Running) -> None:
+    """The GPU is read once for both."""
+    async with server.v1() as first, server.v1() as second:
+        for socket in (first, second):
+            await welcomed(socket)
+            await ask(socket, op="subscribe_metrics", interval_ms=100)
+        frames = [await hear(socket) for socket in (first, second)]
+        assert frames[0]["timestamp"] == frames[1]["timestamp"]
+        assert server.gpu.reads == 1
+
+
+async def test_a_new_interval_replaces_the_old(server: Running) -> None:
+    """One subscription a socket."""
+    async with server.v1() as socket:
+        await welcomed(socket)
+        await ask(socket, op="subscribe_metrics", interval_ms=3_600_000)
+        await ask(socket, op="subscribe_metrics", interval_ms=100)
+        await asyncio.sleep(0)
+        assert len(server.context.feed._tasks) == 1
+        assert (await hear(socket))["op"] == "metrics"
+
+
+async def test_a_lost_socket_is_not_subscribed_any_more(server: Running) -> None:
+    """Its ticker ends with it."""
+    async with server.v1() as socket:
+        await welcomed(socket)
+        await ask(socket, op="subscribe_metrics")
+        assert len(server.context.feed._tasks) == 1
+    async with server.v1() as other:
+        await welcomed(other)
+        await ask(other, op="ping")
+        assert len(server.context.feed._tasks) == 0
+
+
+async def test_requests_at_once_share_a_reading(server: Running) -> None:
+    """A client that asks many times before it is answered costs one reading, and gets every answer."""
+    async with server.v1() as socket:
+        await welcomed(socket)
+        connection = next(iter(server.context.hub._connections))
+        for number in range(5):
+            server.context.feed.once(connection, request_id=str(number))
+        assert [(await hear(socket))["id"] for _ in range(5)] == ["0", "1", "2", "3", "4"]
+        assert server.gpu.reads == 1

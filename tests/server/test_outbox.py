@@ -1,0 +1,233 @@
+"""Tests of the bounded writer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from inferencecenter.protocol import events
+from inferencecenter.protocol.codec import encode
+from inferencecenter.protocol.values import TokenLogprobs
+from inferencecenter.server.outbox import MAX_JOINED_BYTES, Outbox
+from inferencecenter.telemetry.metrics import Metrics
+from tests.server.harness import StubWire
+
+
+class Overflows:
+    """Counts calls."""
+
+    count = 0
+
+    def __call__(self) -> None:
+        """Count."""
+        self.count += 1
+
+
+@pytest.fixture
+def wire() -> StubWire:
+    """A socket that takes frames."""
+    return StubWire()
+
+
+@pytest.fixture
+def metrics() -> Metrics:
+    """Metrics of nobody else."""
+    return Metrics()
+
+
+@pytest.fixture
+def overflows() -> Overflows:
+    """What the outbox calls when it is full."""
+    return Overflows()
+
+
+@pytest.fixture
+def outbox(wire: StubWire, metrics: Metrics, overflows: Overflows) -> Outbox:
+    """An outbox of a v1 socket, for 1,000 bytes."""
+    outbox = Outbox(wire, limit_bytes=1000, overflowed=overflows, metrics=metrics)
+    outbox.speak_v1()
+    return outbox
+
+
+def token(content: str, seq: int, *, session: str = "s", turn: str = "t", **fields: Any) -> events.Token:
+    """Return a token event."""
+    return events.Token.model_construct(session_id=session, seq=seq, turn_id=turn, content=content, **fields)
+
+
+PONG = events.Pong()
+
+
+@settings(deadline=None)
+@given(st.text(), st.text(min_size=1), st.text(min_size=1), st.integers(min_value=1, max_value=2**53), st.booleans())
+def test_token_frames_equal_the_codecs(content: str, session: str, turn: str, seq: int, v1: bool) -> None:
+    """Byte for byte, for any text and both dialects."""
+    wire = StubWire()
+    outbox = Outbox(wire, limit_bytes=1000, overflowed=Overflows(), metrics=Metrics())
+    if v1:
+        outbox.speak_v1()
+    event = token(content, seq, session=session, turn=turn)
+    outbox.send(event)
+    assert [frame.decode() for frame in wire.written] == [encode(event, dagger_only=not v1)]
+
+
+def test_a_reading_socket_is_written_to_at_once(outbox: Outbox, wire: StubWire, metrics: Metrics) -> None:
+    """Every event is a frame of its own, and none waits."""
+    for event in (token("a", 1), token("b", 2), PONG):
+        outbox.send(event)
+    assert [frame["op"] for frame in wire.frames] == ["token", "token", "pong"]
+    assert outbox.waiting_bytes == 0
+    assert metrics.registry.get_sample_value("inferencecenter_frames_out_total") == 3
+
+
+def test_text_that_waits_is_joined(outbox: Outbox, wire: StubWire) -> None:
+    """One frame with the whole text and the last number."""
+    wire.takes_frames = False
+    for seq, content in enumerate(['say "', "é\n", "\\u0041"], start=4):
+        outbox.send(token(content, seq))
+    wire.takes_frames = True
+    outbox.flush()
+    assert wire.written == [str(encode(token('say "é\n\\u0041', 6))).encode()]
+    assert outbox.waiting_bytes == 0
+
+
+def test_sessions_are_joined_apart(outbox: Outbox, wire: StubWire) -> None:
+    """Text of two sessions that alternates becomes two frames."""
+    wire.takes_frames = False
+    for seq in range(1, 4):
+        outbox.send(token("a", seq, session="one", turn="t1"))
+        outbox.send(token("b", seq, session="two", turn="t2"))
+    wire.takes_frames = True
+    outbox.flush()
+    assert [(frame["session_id"], frame["content"], frame["seq"]) for frame in wire.frames] == [
+        ("one", "aaa", 3),
+        ("two", "bbb", 3),
+    ]
+
+
+def test_text_is_not_joined_across_another_event_of_its_session(outbox: Outbox, wire: StubWire) -> None:
+    """The order within a session is kept; events of other sessions and of none do not matter."""
+    wire.takes_frames = False
+    outbox.send(token("a", 1))
+    outbox.send(PONG)
+    outbox.send(events.Progress(session_id="other", seq=9, turn_id="o", done=1, total=2))
+    outbox.send(token("b", 2))
+    outbox.send(events.Progress(session_id="s", seq=3, turn_id="t", done=1, total=2))
+    outbox.send(token("c", 4))
+    outbox.send(token("d", 5, turn="next"))
+    wire.takes_frames = True
+    outbox.flush()
+    assert [(frame["op"], frame.get("content")) for frame in wire.frames] == [
+        ("token", "ab"), ("pong", None), ("progress", None), ("progress", None), ("token", "c"), ("token", "d"),
+    ]  # fmt: skip
+
+
+def test_tokens_with_logprobs_are_not_joined(outbox: Outbox, wire: StubWire) -> None:
+    """Each keeps its own probabilities."""
+    logprobs = (TokenLogprobs(token="a", token_id=1, logprob=-0.5, top=()),)
+    wire.takes_frames = False
+    outbox.send(token("a", 1, logprobs=logprobs))
+    outbox.send(token("b", 2, logprobs=logprobs))
+    outbox.send(token("c", 3))
+    wire.takes_frames = True
+    outbox.flush()
+    assert [(frame["content"], len(frame.get("logprobs", ()))) for frame in wire.frames] == [
+        ("a", 1),
+        ("b", 1),
+        ("c", 0),
+    ]
+
+
+def test_flushing_stops_when_the_socket_is_behind_again(outbox: Outbox, wire: StubWire) -> None:
+    """The rest waits for the next time, and what comes later queues behind it."""
+    wire.takes_frames = False
+    for _ in range(3):
+        outbox.send(PONG)
+    write = wire.write_text
+
+    def write_one(frame: bytes) -> None:
+        write(frame)
+        wire.takes_frames = False
+
+    wire.write_text = write_one  # type: ignore[method-assign]
+    wire.takes_frames = True
+    outbox.flush()
+    assert len(wire.written) == 1
+    wire.takes_frames = True
+    outbox.flush()
+    assert len(wire.written) == 2
+    outbox.send(token("a", 1))
+    assert len(wire.written) == 2
+    for _ in range(2):
+        wire.takes_frames = True
+        outbox.flush()
+    assert [frame["op"] for frame in wire.frames] == ["pong", "pong", "pong", "token"]
+
+
+def test_joined_frames_stay_small(wire: StubWire, metrics: Metrics) -> None:
+    """However much waits, a client with an ordinary frame limit can read each frame."""
+    outbox = Outbox(wire, limit_bytes=2**20, overflowed=Overflows(), metrics=metrics)
+    wire.takes_frames = False
+    for seq in range(1, 301):
+        outbox.send(token("x" * 1000, seq))
+    wire.takes_frames = True
+    outbox.flush()
+    assert len(wire.written) == 5
+    assert max(map(len, wire.written)) < MAX_JOINED_BYTES + 200
+    assert sum(len(frame["content"]) for frame in wire.frames) == 300_000
+
+
+def test_past_the_limit_the_outbox_gives_up_once(
+    outbox: Outbox, wire: StubWire, metrics: Metrics, overflows: Overflows
+) -> None:
+    """What waited is forgotten, what comes later is not taken, and the bytes are given back to the gauge."""
+    wire.takes_frames = False
+    outbox.send(token("x" * 1000, 1))
+    assert overflows.count == 0
+    assert metrics.registry.get_sample_value("inferencecenter_outbox_bytes") == 1000
+    outbox.send(PONG)
+    outbox.send(PONG)
+    assert overflows.count == 1
+    assert outbox.waiting_bytes == 0
+    wire.takes_frames = True
+    outbox.flush()
+    outbox.send(PONG)
+    assert wire.written == []
+    assert metrics.registry.get_sample_value("inferencecenter_outbox_bytes") == 0
+    assert metrics.registry.get_sample_value("inferencecenter_outbox_overflows_total") == 1
+
+
+@pytest.mark.parametrize(("write_rest", "n_written"), [(True, 1), (False, 0)])
+def test_closing_writes_the_rest_or_forgets_it(
+    outbox: Outbox, wire: StubWire, metrics: Metrics, write_rest: bool, n_written: int
+) -> None:
+    """Before a good-bye what waits goes out, ready or not; after a loss it does not."""
+    wire.takes_frames = False
+    outbox.send(PONG)
+    outbox.close(write_rest=write_rest)
+    assert len(wire.written) == n_written
+    assert metrics.registry.get_sample_value("inferencecenter_outbox_bytes") == 0
+
+
+def test_old_sockets_are_sent_only_what_they_know(wire: StubWire, metrics: Metrics) -> None:
+    """Until the socket speaks v1, other ops are left out; afterwards tokens carry their numbers."""
+    outbox = Outbox(wire, limit_bytes=1000, overflowed=Overflows(), metrics=metrics)
+    outbox.send(PONG)
+    outbox.send(token("a", 1))
+    outbox.speak_v1()
+    outbox.send(PONG)
+    outbox.send(token("b", 2))
+    assert wire.frames == [
+        {"op": "token", "session_id": "s", "content": "a"},
+        {"op": "pong"},
+        {"op": "token", "session_id": "s", "seq": 2, "turn_id": "t", "content": "b"},
+    ]
+
+
+def test_repr_shows_what_waits(outbox: Outbox, wire: StubWire) -> None:
+    """An outbox can be looked at in a debugger."""
+    wire.takes_frames = False
+    outbox.send(PONG)
+    assert repr(outbox) == "<Outbox 1 frames, 13 bytes>"

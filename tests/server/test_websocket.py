@@ -1,0 +1,137 @@
+"""Tests of what the WebSocket protocol adds: clients that stop reading, and those that only read slowly."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket as sockets
+from typing import TYPE_CHECKING
+
+from inferencecenter.server.websocket import NOT_SENT_LOW_WATER_BYTES, WebSocket
+from tests.server.harness import Running, ask, close_code, hear
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from contextlib import AbstractAsyncContextManager
+
+    from websockets.asyncio.client import ClientConnection
+
+    Serve = Callable[..., AbstractAsyncContextManager[Running]]
+
+
+async def start_turn(server: Running, socket: ClientConnection) -> str:
+    """Open a session and start a turn in it; returns the turn's id."""
+    await hear(socket)
+    session = await ask(socket, op="create_session")
+    queued = await ask(socket, op="infer", session_id=session["session_id"], prompt="hi")
+    server.engine.begin(queued["turn_id"])
+    return str(queued["turn_id"])
+
+
+def shrink(socket: ClientConnection, *, to_bytes: int) -> None:
+    """Let the client's kernel take little, so that a test need not send much."""
+    socket.transport.get_extra_info("socket").setsockopt(sockets.SOL_SOCKET, sockets.SO_RCVBUF, to_bytes)
+
+
+def only_websocket(server: Running) -> WebSocket:
+    """Return the server's end of its one socket."""
+    (found,) = [each for each in server.listener.server_state.connections if isinstance(each, WebSocket)]
+    return found
+
+
+async def test_sockets_are_tuned(server: Running) -> None:
+    """The kernel keeps little unsent, and small frames go out at once."""
+    async with server.v1() as socket:
+        await hear(socket)
+        raw = only_websocket(server).transport.get_extra_info("socket")
+        assert raw.getsockopt(sockets.IPPROTO_TCP, sockets.TCP_NOTSENT_LOWAT) == NOT_SENT_LOW_WATER_BYTES
+        assert raw.getsockopt(sockets.IPPROTO_TCP, sockets.TCP_NODELAY) == 1
+
+
+async def test_a_socket_that_stops_reading_is_aborted_and_nobody_else_notices(serve: Serve) -> None:
+    """Its sessions close; another client's stream goes on, frame by frame, all the while."""
+    async with serve(outbox_bytes=2**16) as server, server.v1(max_queue=1) as stuck, server.v1() as reading:
+        shrink(stuck, to_bytes=4096)
+        stuck_turn = await start_turn(server, stuck)
+        turn = await start_turn(server, reading)
+        stuck.transport.pause_reading()
+        said = 0
+        while stuck_turn in server.engine.turns and said < 2000:
+            server.engine.say(stuck_turn, "x" * 50_000)
+            server.engine.say(turn, "y")
+            frame = await hear(reading)
+            assert (frame["op"], frame["content"]) == ("token", "y")
+            said += 1
+        assert stuck_turn not in server.engine.turns, "the socket was never given up"
+        server.engine.finish(turn)
+        assert (await hear(reading))["op"] == "end"
+        stuck.transport.resume_reading()
+        assert await close_code(stuck) in (None, 4408)
+        overflows = server.context.metrics.registry.get_sample_value("inferencecenter_outbox_overflows_total")
+        assert overflows == 1
+
+
+async def test_a_socket_that_falls_behind_gets_everything_in_the_end(serve: Serve) -> None:
+    """Text is joined into fewer frames, and nothing is lost or twice."""
+    async with serve() as server, server.v1(max_queue=1) as socket:
+        shrink(socket, to_bytes=2**16)
+        turn = await start_turn(server, socket)
+        socket.transport.pause_reading()
+        said = [f"{number:6d}" + "x" * 1000 for number in range(600)]
+        for text in said:
+            server.engine.say(turn, text)
+            await asyncio.sleep(0)
+        server.engine.finish(turn)
+        socket.transport.resume_reading()
+        contents: list[str] = []
+        while (frame := await hear(socket))["op"] == "token":
+            contents.append(frame["content"])
+        assert "".join(contents) == "".join(said)
+        assert len(contents) < len(said)
+
+
+async def test_a_client_that_gives_no_sign_of_life_is_let_go(serve: Serve) -> None:
+    """Pings that are not answered end the connection."""
+    async with serve(ping_interval_s=0.02, ping_timeout_s=0.05) as server, server.v1() as socket:
+        await hear(socket)
+        socket.transport.pause_reading()
+        async with asyncio.timeout(5):
+            await only_websocket(server).lost
+
+
+async def test_a_client_that_is_heard_of_is_not_pinged_out(serve: Serve) -> None:
+    """Pongs that come too late do not matter while anything else comes."""
+    async with serve(ping_interval_s=0.02, ping_timeout_s=3600) as server, server.v1() as socket:
+        await hear(socket)
+        wire = only_websocket(server)
+        socket.transport.pause_reading()
+        wire.ping_timeout = 0.01
+        wire.send_keepalive_ping()
+        await socket.send(json.dumps({"op": "ping"}))
+        while not wire._alive:  # noqa: ASYNC110 - the loop turns until the frame has arrived
+            await asyncio.sleep(0)
+        assert wire.pong_timer is not None
+        wire.pong_timer.cancel()
+        wire.keepalive_timeout()
+        assert not wire.close_sent, "the frame was a sign of life"
+        assert wire.pong_timer is not None
+        wire.pong_timer.cancel()
+        wire.keepalive_timeout()
+        assert wire.close_sent, "nothing came since"
+
+
+async def test_pongs_are_kept_from_a_client_that_does_not_read_them(server: Running) -> None:
+    """A flood of pings by a client that is behind does not pile up in memory."""
+    async with server.v1() as socket:
+        await hear(socket)
+        wire = only_websocket(server)
+        wire.pause_writing()
+        before = wire.transport.get_write_buffer_size()
+        for _ in range(100):
+            await socket.ping()
+        await socket.send(json.dumps({"op": "nonsense"}))
+        while server.context.metrics.registry.get_sample_value("inferencecenter_frames_in_total") != 1:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        assert wire.transport.get_write_buffer_size() == before
+        wire.resume_writing()
+        assert (await hear(socket))["code"] == "unknown_op"
