@@ -10,15 +10,11 @@ import pytest
 from inferencecenter.client import connect
 from inferencecenter.errors import ErrorCode, InferenceCenterError
 from inferencecenter.protocol.events import End, Queued, Token
-from tests.client.conftest import HELLO
+from tests.client.peer import HELLO
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
-
     from inferencecenter.client import ClientSession
-    from tests.client.conftest import Peer
-
-    Start = Callable[[Callable[[Peer], Awaitable[None]]], Awaitable[str]]
+    from tests.client.peer import Peer, Start
 
 
 async def _collect(session: ClientSession, prompt: str, **params: Any) -> list[Any]:

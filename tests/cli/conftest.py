@@ -1,0 +1,73 @@
+"""The command line as it is called, away from this machine's own settings."""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import pytest
+
+from inferencecenter import configuration
+from inferencecenter.cli import main
+from tests.client.peer import scripted_daemon
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+    from pathlib import Path
+
+    from tests.client.peer import Start
+
+
+@pytest.fixture
+async def scripted() -> AsyncIterator[Start]:
+    """Start daemons that follow a script."""
+    async with scripted_daemon() as start:
+        yield start
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a command left behind."""
+
+    code: int
+    out: str
+    err: str
+
+
+class Cli:
+    """Calls the command line in this process."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+        self._monkeypatch = monkeypatch
+        self._capsys = capsys
+
+    def run(self, *arguments: str) -> Result:
+        """Run a command to its end."""
+        self._monkeypatch.setattr(sys, "argv", ["inferencecenter", *arguments])
+        self._capsys.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            main()
+        written = self._capsys.readouterr()
+        code = ended.value.code
+        return Result(code if isinstance(code, int) else 0, written.out, written.err)
+
+
+@pytest.fixture
+def state_dir(tmp_path: Path) -> Path:
+    """A state directory that does not exist yet."""
+    return tmp_path / "state"
+
+
+@pytest.fixture
+def cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, state_dir: Path) -> Cli:
+    """The command line with a state directory of its own and none of this machine's settings."""
+    for name in list(os.environ):
+        if name.startswith("INFERENCECENTER_"):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("INFERENCECENTER_STATE_DIR", str(state_dir))
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "xdg"))
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setattr(configuration, "SYSTEM_CONFIG", tmp_path / "etc" / "inferencecenter.toml")
+    return Cli(monkeypatch, capsys)

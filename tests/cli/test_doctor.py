@@ -1,0 +1,145 @@
+"""Tests of ``inferencecenter doctor``."""
+
+from __future__ import annotations
+
+import http.server
+import json
+import os
+import socket
+import threading
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from inferencecenter.cli import checks
+from inferencecenter.cli.checks import Check, Verdict
+from inferencecenter.errors import ErrorCode
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.cli.conftest import Cli
+
+
+@pytest.fixture
+def quick(cli: Cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """No probe of llama.cpp, a free port, and a model file that begins as one should; returns the file."""
+    monkeypatch.setattr(checks, "llama_cpp", lambda **_options: Check("llama.cpp", Verdict.OK, "not looked at"))
+    model = tmp_path / "model.gguf"
+    model.write_bytes(b"GGUF and more")
+    monkeypatch.setenv("INFERENCECENTER_MODEL__PATH", str(model))
+    monkeypatch.setenv("INFERENCECENTER_SERVER__PORT", "0")
+    return model
+
+
+def _found(cli: Cli) -> tuple[int, dict[str, Any]]:
+    result = cli.run("doctor", "--json")
+    return result.code, {check["name"]: check for check in json.loads(result.out)}
+
+
+def test_a_sound_machine(cli: Cli, quick: Path) -> None:
+    """Nothing fails, the exit code is 0, and a person gets the same as a table."""
+    code, found = _found(cli)
+    assert code == 0
+    assert {name for name, check in found.items() if check["verdict"] == "failed"} == set()
+    assert str(quick) in found["model file"]["detail"]
+    assert "model file" in cli.run("doctor").out
+
+
+@pytest.mark.parametrize("content", [None, b"", b"PK\x03\x04"])
+def test_a_model_file_that_is_none(cli: Cli, quick: Path, content: bytes | None) -> None:
+    """A missing, empty or foreign file fails with the code the daemon would report."""
+    quick.unlink()
+    if content is not None:
+        quick.write_bytes(content)
+    code, found = _found(cli)
+    assert code == 66
+    assert found["model file"]["code"] == ErrorCode.INVALID_MODEL_FILE
+    assert str(quick) in found["model file"]["detail"]
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_port_in_use_by_another_program(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A port that is taken, and does not answer like the daemon, fails."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        monkeypatch.setattr(checks, "_HTTP_TIMEOUT_S", 0.1)
+        monkeypatch.setenv("INFERENCECENTER_SERVER__PORT", str(taken.getsockname()[1]))
+        code, found = _found(cli)
+    assert code == 69
+    assert found["port"]["code"] == ErrorCode.ADDRESS_IN_USE
+
+
+class _Healthy(http.server.BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+
+    def log_message(self, *_arguments: object) -> None:
+        pass
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_port_at_which_the_daemon_answers(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A running daemon is no reason to complain."""
+    with http.server.HTTPServer(("127.0.0.1", 0), _Healthy) as daemon:
+        answering = threading.Thread(target=daemon.serve_forever)
+        answering.start()
+        try:
+            monkeypatch.setenv("INFERENCECENTER_SERVER__PORT", str(daemon.server_port))
+            code, found = _found(cli)
+        finally:
+            daemon.shutdown()
+            answering.join()
+    assert code == 0
+    assert "a daemon answers" in found["port"]["detail"]
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_state_directory_that_cannot_be(cli: Cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A file where a directory would be made fails."""
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("INFERENCECENTER_STATE_DIR", str(tmp_path / "file" / "state"))
+    code, found = _found(cli)
+    assert code == 73
+    assert "cannot be written" in found["state directory"]["detail"]
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+@pytest.mark.usefixtures("quick")
+def test_a_state_directory_without_permission(cli: Cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A directory that may not be written fails."""
+    (tmp_path / "sealed").mkdir(mode=0o500)
+    monkeypatch.setenv("INFERENCECENTER_STATE_DIR", str(tmp_path / "sealed" / "state"))
+    assert _found(cli)[0] == 73
+
+
+def test_wrong_settings_end_the_examination(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without settings there is nothing more to look at."""
+    monkeypatch.setenv("INFERENCECENTER_SERVER__PORT", "many")
+    code, found = _found(cli)
+    assert code == 78
+    assert list(found) == ["python", "settings"]
+
+
+def test_llama_cpp_is_asked_in_another_process() -> None:
+    """Its version is found without loading it here."""
+    check = checks.llama_cpp(needed=True, gpu=False)
+    assert check.verdict is Verdict.OK
+    assert "llama-cpp-python 0.3" in check.detail
+
+
+@pytest.mark.parametrize(("needed", "verdict"), [(True, Verdict.FAILED), (False, Verdict.WARNING)])
+def test_llama_cpp_that_does_not_load(monkeypatch: pytest.MonkeyPatch, *, needed: bool, verdict: Verdict) -> None:
+    """What the other process said last is the finding; it matters only where llama.cpp is needed."""
+    monkeypatch.setattr(checks, "_PROBE", "raise ImportError('libcudart.so is missing')")
+    check = checks.llama_cpp(needed=needed, gpu=False)
+    assert check.verdict is verdict
+    assert "libcudart.so is missing" in check.detail
+
+
+def test_a_gpu_that_llama_cpp_cannot_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU beside a build without GPU support is a warning that says how to build with it."""
+    monkeypatch.setattr(checks, "_PROBE", 'print(\'{"version": "1", "gpu": false}\')')
+    check = checks.llama_cpp(needed=True, gpu=True)
+    assert check.verdict is Verdict.WARNING
+    assert "CUDA=1" in check.hint

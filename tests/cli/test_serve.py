@@ -1,0 +1,105 @@
+"""Tests of ``inferencecenter serve``."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+import pytest
+import structlog
+
+from inferencecenter import daemon
+from inferencecenter.daemon import Announcement
+from inferencecenter.errors import ErrorCode, InferenceCenterError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from inferencecenter.settings import Settings
+    from tests.cli.conftest import Cli
+
+TOKEN = "ic_0123_4567"
+
+
+@pytest.fixture(autouse=True)
+def restored_logs() -> Iterator[None]:
+    """Leave the loggers of other tests as they were."""
+    root = logging.getLogger()
+    handlers, level = root.handlers, root.level
+    yield
+    logging.captureWarnings(capture=False)
+    root.handlers = handlers
+    root.setLevel(level)
+    structlog.reset_defaults()
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> list[Settings]:
+    """The settings the daemon was started with; it announces itself and ends."""
+    seen: list[Settings] = []
+
+    def serve(settings: Settings, *, announce: Callable[[Announcement], None]) -> int:
+        seen.append(settings)
+        first = len(seen) == 1
+        announce(Announcement(address="http://127.0.0.1:1/", admin_token=TOKEN if first else None, model="demo"))
+        return 0
+
+    monkeypatch.setattr(daemon, "serve", serve)
+    return seen
+
+
+def test_options_reach_the_settings(cli: Cli, served: list[Settings], tmp_path: Path) -> None:
+    """Each option overrides its setting."""
+    arguments = ["--host", "0.0.0.0", "--port", "4000", "--backend", "echo", "--slots", "2", "--n-ctx", "512"]
+    result = cli.run(
+        "serve", *arguments, "--n-gpu-layers", "3", "--log-level", "debug", "--state-dir", str(tmp_path / "here")
+    )
+    assert result.code == 0, result.err
+    (settings,) = served
+    assert (settings.server.host, settings.server.port) == ("0.0.0.0", 4000)
+    assert (settings.engine.backend, settings.engine.slots, settings.engine.n_ctx) == ("echo", 2, 512)
+    assert (settings.engine.n_gpu_layers, settings.log.level) == (3, "debug")
+    assert settings.state_dir == tmp_path / "here"
+
+
+@pytest.mark.usefixtures("served")
+def test_the_token_is_shown_on_the_first_run_only(cli: Cli, state_dir: Path) -> None:
+    """Address and model are always told; the token once, with the file it is in."""
+    first, second = cli.run("serve").out, cli.run("serve").out
+    for text in (first, second):
+        assert "http://127.0.0.1:1/" in text
+        assert "demo" in text
+    assert TOKEN in first
+    assert str(state_dir / "admin.token") in first
+    assert TOKEN not in second
+
+
+@pytest.mark.usefixtures("served")
+def test_the_journal_gets_no_token(cli: Cli, monkeypatch: pytest.MonkeyPatch, state_dir: Path) -> None:
+    """Under systemd only the file with the token is named."""
+    monkeypatch.setenv("JOURNAL_STREAM", "8:1")
+    text = cli.run("serve").out
+    assert TOKEN not in text
+    assert str(state_dir / "admin.token") in text
+
+
+@pytest.mark.parametrize("option", [["--port", "70000"], ["--slots", "0"], ["--log-level", "loud"]])
+def test_a_wrong_option_starts_nothing(cli: Cli, served: list[Settings], option: list[str]) -> None:
+    """Values are checked as everywhere else."""
+    result = cli.run("serve", *option)
+    assert result.code == 78
+    assert "command line" in result.err
+    assert served == []
+
+
+def test_what_keeps_the_daemon_from_running_is_told(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The daemon's own refusal becomes a message and its exit code."""
+
+    def serve(_settings: Settings, **_options: object) -> int:
+        raise InferenceCenterError(ErrorCode.ADDRESS_IN_USE, "127.0.0.1:3000 is in use")
+
+    monkeypatch.setattr(daemon, "serve", serve)
+    result = cli.run("serve")
+    assert result.code == 69
+    assert "address_in_use: 127.0.0.1:3000 is in use" in result.err

@@ -1,0 +1,144 @@
+"""Tests of ``inferencecenter token``."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from inferencecenter.cli.token import duration_s
+from inferencecenter.errors import InferenceCenterError
+from inferencecenter.server import control
+from inferencecenter.server.accounts import DATABASE_NAME, Account, Accounts
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.cli.conftest import Cli
+
+
+def _verify(state_dir: Path, token: str) -> Account | None:
+    with contextlib.closing(Accounts.open(state_dir / DATABASE_NAME, clock=time.time)) as accounts:
+        return accounts.verify_token(token)
+
+
+def _json(cli: Cli, *arguments: str) -> Any:
+    result = cli.run("token", *arguments, "--json")
+    assert result.code == 0, result.err
+    return json.loads(result.out)
+
+
+def test_create_makes_client_and_token(cli: Cli, state_dir: Path) -> None:
+    """In a pipe the token is all that is written, and it lets its client in with the defaults."""
+    token = cli.run("token", "create", "ada").out.strip()
+    account = _verify(state_dir, token)
+    assert account is not None
+    assert (account.client_id, account.max_sessions, account.priority) == ("ada", 16, "normal")
+    assert account.scopes == {"user"}
+
+
+def test_create_takes_the_limits_of_a_new_client(cli: Cli, state_dir: Path) -> None:
+    """Scopes, sessions, class and expiry are those given."""
+    limits = ["--scope", "user", "--scope", "operator", "--max-sessions", "3", "--priority", "batch"]
+    made = _json(cli, "create", "ops", "--name", "laptop", "--expires-in", "1h", *limits)
+    account = _verify(state_dir, made["token"])
+    assert account is not None
+    assert (account.max_sessions, account.priority) == (3, "batch")
+    assert account.scopes == {"user", "operator"}
+    assert made["expires_at"] > time.time()
+    assert (made["client_id"], made["name"]) == ("ops", "laptop")
+
+
+def test_a_second_token_leaves_the_clients_limits_alone(cli: Cli, state_dir: Path) -> None:
+    """A client may have several tokens; limits are given only with the first."""
+    _json(cli, "create", "ada", "--max-sessions", "3")
+    second = _json(cli, "create", "ada")
+    account = _verify(state_dir, second["token"])
+    assert account is not None
+    assert account.max_sessions == 3
+    refused = cli.run("token", "create", "ada", "--max-sessions", "4")
+    assert refused.code == 64
+    assert "'ada' exists" in refused.err
+
+
+def test_an_administrator_is_made_all_the_same(cli: Cli, state_dir: Path) -> None:
+    """A token made before the daemon's first run does not take its administrator away."""
+    cli.run("token", "create", "ada")
+    path = state_dir / "admin.token"
+    assert path.stat().st_mode & 0o777 == 0o600
+    admin = _verify(state_dir, path.read_text().strip())
+    assert admin is not None
+    assert "admin" in admin.scopes
+
+
+def test_list_shows_everything_but_secrets(cli: Cli) -> None:
+    """Ids, clients and states are listed, in JSON and as a table; no secret is kept to be shown."""
+    made = _json(cli, "create", "ada", "--name", "phone")
+    (listed,) = _json(cli, "list", "--client", "ada")
+    assert (listed["token_id"], listed["name"], listed["revoked"]) == (made["token_id"], "phone", False)
+    secret = made["token"].rpartition("_")[2]
+    table = cli.run("token", "list").out
+    assert made["token_id"] in table
+    assert "admin" in table
+    assert secret not in table
+
+
+def test_revoke_makes_a_token_useless(cli: Cli, state_dir: Path) -> None:
+    """The token lets nobody in afterwards, and the list says so; without a daemon nobody is told."""
+    made = _json(cli, "create", "ada")
+    assert _json(cli, "revoke", made["token_id"]) == {
+        "token_id": made["token_id"],
+        "revoked": True,
+        "daemon_notified": False,
+    }
+    assert _verify(state_dir, made["token"]) is None
+    assert [token["revoked"] for token in _json(cli, "list", "--client", "ada")] == [True]
+
+
+async def test_revoke_tells_a_running_daemon(cli: Cli, state_dir: Path) -> None:
+    """The daemon of the state directory hears of it through its control socket."""
+    made = _json(cli, "create", "ada")
+    told: list[bool] = []
+    listening = control.ControlSocket(state_dir, tokens_changed=lambda: told.append(True))
+    listening.open()
+    try:
+        assert _json(cli, "revoke", made["token_id"])["daemon_notified"] is True
+        listening._read()
+    finally:
+        listening.close()
+    assert told == [True]
+
+
+def test_revoking_what_is_not_there_is_an_error(cli: Cli) -> None:
+    """An unknown id, and one revoked before, exit with 64 and say how to find the right one."""
+    made = _json(cli, "create", "ada")
+    cli.run("token", "revoke", made["token_id"])
+    for token_id in ("0000", made["token_id"]):
+        result = cli.run("token", "revoke", token_id)
+        assert result.code == 64
+        assert token_id in result.err
+        assert "token list" in result.err
+
+
+def test_an_unusable_state_directory_is_told(cli: Cli, tmp_path: Path) -> None:
+    """The path and the reason are named; the exit code is the table's."""
+    (tmp_path / "file").touch()
+    result = cli.run("token", "list", "--state-dir", str(tmp_path / "file" / "state"))
+    assert result.code == 73
+    assert str(tmp_path / "file") in result.err
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("90s", 90), ("45m", 2700), ("12h", 43_200), ("30d", 2_592_000)])
+def test_durations(text: str, seconds: int) -> None:
+    """A number with its unit."""
+    assert duration_s(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "30", "d", "0d", "-1d", "1.5h", "1w", "1d ", "9999999999d"])
+def test_durations_that_are_none(text: str) -> None:
+    """Anything else is refused with an example."""
+    with pytest.raises(InferenceCenterError, match="expires-in"):
+        duration_s(text)

@@ -1,0 +1,95 @@
+"""Tests of the generated documentation."""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from pathlib import Path
+from typing import get_args
+
+import pytest
+
+from inferencecenter.cli.reference import documents
+from inferencecenter.configuration import load_settings
+from inferencecenter.errors import ErrorCode
+from inferencecenter.protocol.events import AnyEvent
+from inferencecenter.protocol.params import PARAM_DOCS
+from inferencecenter.protocol.requests import AnyRequest
+from inferencecenter.settings import Settings, setting_fields
+
+ROOT = Path(__file__).parents[1]
+DOCUMENTS = documents()
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_generated_files_are_current(name: str) -> None:
+    """What lies in the repository is what the code says; `make docs` writes it."""
+    assert (ROOT / name).read_text(encoding="utf-8") == DOCUMENTS[name]
+
+
+def test_no_page_knows_the_machine_it_was_made_on() -> None:
+    """Defaults that depend on a machine or a user are told in words."""
+    for name, text in DOCUMENTS.items():
+        assert str(ROOT) not in text, name
+        assert str(Path.home()) not in text or str(Path.home()) == "/", name
+
+
+def test_every_op_has_its_section() -> None:
+    """Requests and events are all there, marked † where the first protocol has them."""
+    page = DOCUMENTS["docs/protocol.md"]
+    for kind in (*get_args(AnyRequest), *get_args(AnyEvent)):
+        op = get_args(kind.model_fields["op"].annotation)[0]
+        assert f"### `{op}`{' †' if kind.dagger else ''}\n" in page
+
+
+def test_every_parameter_and_alias_is_listed() -> None:
+    """The table of parameters is complete."""
+    page = DOCUMENTS["docs/protocol.md"]
+    missing = [name for doc in PARAM_DOCS for name in (doc.name, *doc.aliases) if f"`{name}`" not in page]
+    assert missing == []
+
+
+def test_references_between_values_lead_somewhere() -> None:
+    """Each link inside the page of the protocol has its heading."""
+    page = DOCUMENTS["docs/protocol.md"]
+    headings = {line.removeprefix("### ").lower() for line in page.splitlines() if line.startswith("### ")}
+    links = set(re.findall(r"\]\(#(\w+)\)", page))
+    assert links
+    assert links <= headings
+
+
+def test_the_schema_resolves_its_own_references() -> None:
+    """Each ``$ref`` points into the document."""
+    document = json.loads(DOCUMENTS["docs/protocol.schema.json"])
+    references = set(re.findall(r'"\$ref": "#/([^"]+)"', DOCUMENTS["docs/protocol.schema.json"]))
+    assert references
+    for reference in references:
+        place = document
+        for part in reference.split("/"):
+            place = place[part]
+
+
+def test_every_error_is_listed() -> None:
+    """The table of errors is complete."""
+    assert [code for code in ErrorCode if f"| `{code.value}` |" not in DOCUMENTS["docs/errors.md"]] == []
+
+
+def test_every_setting_is_listed_with_its_variable() -> None:
+    """The page of settings and the annotated default name all of them."""
+    page, default = DOCUMENTS["docs/configuration.md"], DOCUMENTS["config/inferencecenter.toml"]
+    for name, _ in setting_fields():
+        assert f"| `{name}` |" in page
+        assert f"\n#{name.rpartition('.')[2]} = " in default
+
+
+def test_the_default_file_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it is, and with every setting that has a value uncommented, it gives the defaults."""
+    monkeypatch.delenv("INFERENCECENTER_TEST_MODEL", raising=False)
+    text = DOCUMENTS["config/inferencecenter.toml"]
+    uncommented = re.sub(r"^#(\w+ = (?!\.\.\.))", r"\1", text, flags=re.MULTILINE)
+    assert len(tomllib.loads(uncommented)["server"]) > 10
+    for version in (text, uncommented):
+        path = tmp_path / "inferencecenter.toml"
+        path.write_text(version)
+        assert load_settings(path) == Settings()

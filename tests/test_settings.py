@@ -1,0 +1,109 @@
+"""Tests of what can be set."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from inferencecenter.settings import Section, Settings, environment_name, setting_fields
+
+
+def test_every_setting_is_described() -> None:
+    """A setting without a sentence would leave a hole in the documentation."""
+    undescribed = [name for name, field in setting_fields() if not (field.description or "").endswith(".")]
+    assert undescribed == []
+
+
+def test_every_section_is_described() -> None:
+    """Each table of the file has a sentence of its own."""
+    sections = [field.annotation for field in Settings.model_fields.values()]
+    described = [
+        kind.__doc__
+        for kind in sections
+        if isinstance(kind, type) and issubclass(kind, Section) and kind is not Section
+    ]
+    assert len(described) >= 6
+    assert all(described)
+
+
+def test_numbers_have_bounds() -> None:
+    """No number may be set to what no machine can mean."""
+    unbounded = [
+        name
+        for name, field in setting_fields()
+        if field.annotation in (int, float) and not any(hasattr(each, "le") for each in field.metadata)
+    ]
+    assert unbounded == []
+
+
+def test_defaults_are_valid_and_read_nothing_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``Settings()`` ignores the environment: only ``load_settings`` looks there."""
+    monkeypatch.setenv("INFERENCECENTER_SERVER__PORT", "4000")
+    settings = Settings()
+    assert settings.server.port == 3000
+    assert settings.model.path.name == "demo.gguf"
+
+
+def test_settings_cannot_be_changed() -> None:
+    """Settings are a value that parts may share."""
+    with pytest.raises(ValidationError, match="frozen"):
+        Settings().server.port = 1  # type: ignore[misc]
+
+
+def test_paths_are_expanded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``~``, variables and relative paths become absolute ones."""
+    monkeypatch.setenv("HOME", "/home/ada")
+    monkeypatch.setenv("MODELS", "/srv/models")
+    assert Settings(state_dir=Path("~/state")).state_dir == Path("/home/ada/state")
+    settings = Settings(model={"path": "$MODELS/a.gguf"})
+    assert settings.model.path == Path("/srv/models/a.gguf")
+    assert Settings(state_dir=Path("state")).state_dir == Path.cwd() / "state"
+
+
+def test_systemd_names_the_state_directory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``STATE_DIRECTORY`` wins over the user's directory; of several the first is taken."""
+    monkeypatch.setenv("STATE_DIRECTORY", "/var/lib/inferencecenter:/var/lib/other")
+    assert Settings().state_dir == Path("/var/lib/inferencecenter")
+    monkeypatch.delenv("STATE_DIRECTORY")
+    monkeypatch.setenv("XDG_STATE_HOME", "/home/ada/.state")
+    assert Settings().state_dir == Path("/home/ada/.state/inferencecenter")
+
+
+@pytest.mark.parametrize(
+    ("section", "values"),
+    [
+        ("server", {"port": 65536}),
+        ("server", {"port": -1}),
+        ("server", {"host": ""}),
+        ("server", {"base_path": "inference"}),
+        ("server", {"base_path": "/inference/"}),
+        ("server", {"trusted_proxies": ["localhost"]}),
+        ("server", {"allowed_origins": ["example.org"]}),
+        ("server", {"allowed_origins": ["https://example.org/path"]}),
+        ("server", {"auth_timeout_s": 0}),
+        ("server", {"auth_timeout_s": float("nan")}),
+        ("server", {"ping_interval_s": float("inf")}),
+        ("auth", {"default_priority": "urgent"}),
+        ("sessions", {"default_ttl_s": 0}),
+        ("engine", {"backend": "vllm"}),
+        ("engine", {"slots": 0}),
+        ("engine", {"n_gpu_layers": -2}),
+        ("engine", {"kv_type_k": "q2"}),
+        ("engine", {"n_batch": 128, "n_ubatch": 256}),
+        ("engine", {"restart_backoff_min_s": 10, "restart_backoff_max_s": 5}),
+        ("model", {"name": ""}),
+        ("log", {"level": "trace"}),
+    ],
+)
+def test_values_out_of_range_are_refused(section: str, values: dict[str, object]) -> None:
+    """Each of these would fail later and less clearly."""
+    with pytest.raises(ValidationError):
+        Settings(**{section: values})  # type: ignore[arg-type]
+
+
+def test_environment_names() -> None:
+    """A dotted name becomes upper case with two underlines between its parts."""
+    assert environment_name("server.port") == "INFERENCECENTER_SERVER__PORT"
+    assert environment_name("state_dir") == "INFERENCECENTER_STATE_DIR"
