@@ -173,7 +173,7 @@ class Accounts:
             " FROM tokens WHERE ?1 IS NULL OR client_id = ?1 ORDER BY created_at, token_id",
             (client_id,),
         ) as rows:
-            return [TokenInfo(*fields, bool(revoked)) for *fields, revoked in rows]
+            return [TokenInfo(*row[:6], *map(bool, row[6:])) for row in rows]
 
     def revoke(self, token_id: str) -> bool:
         """Make a token useless; ``False`` when there is none, or it was revoked before."""

@@ -9,7 +9,8 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, cast
 
-from websockets.asyncio.client import ClientConnection, connect
+from websockets.asyncio import client
+from websockets.asyncio.client import ClientConnection
 from websockets.exceptions import ConnectionClosed
 
 from inferencecenter.hardware.nvml import NO_GPU, Gpu
@@ -162,11 +163,13 @@ class Running:
     token_id: str
     serving: asyncio.Task[None] = field(repr=False)
 
-    def connect(self, path: str = "/", **options: Any) -> connect:
+    def connect(self, path: str = "/", **options: Any) -> client.connect:
         """Open a socket to a path."""
-        return connect(f"ws://127.0.0.1:{self.port}{path}", compression=None, **{"close_timeout": 0.1, **options})
+        return client.connect(
+            f"ws://127.0.0.1:{self.port}{path}", compression=None, **{"close_timeout": 0.1, **options}
+        )
 
-    def v1(self, **options: Any) -> connect:
+    def v1(self, **options: Any) -> client.connect:
         """Open an authenticated v1 socket."""
         return self.connect(
             additional_headers={"Authorization": f"Bearer {self.token}"},

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import pytest
 
@@ -49,7 +49,11 @@ async def test_a_missing_scope_is_refused(server: Running) -> None:
 @pytest.mark.parametrize("op", ["infer", "abort", "close_session", "append", "get_session"])
 async def test_foreign_and_random_sessions_are_the_same(server: Running, op: str) -> None:
     """Byte for byte: nothing tells one client of another's sessions."""
-    fields = {"infer": {"prompt": "x"}, "append": {"messages": [{"role": "user", "content": "x"}]}}.get(op, {})
+    extra: dict[str, dict[str, Any]] = {
+        "infer": {"prompt": "x"},
+        "append": {"messages": [{"role": "user", "content": "x"}]},
+    }
+    fields = extra.get(op, {})
     key = {"X-Client-ID": "desk", "X-API-Key": "desk-key"}
     async with server.v1() as owner, server.connect(additional_headers=key) as other:
         await hear(owner)

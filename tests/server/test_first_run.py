@@ -32,7 +32,7 @@ def test_the_first_run_makes_an_admin(accounts: Accounts, tmp_path: Path) -> Non
     assert token is not None
     account = accounts.verify_token(token)
     assert account is not None
-    assert (account.client_id, account.scopes) == ("admin", set(Scope))
+    assert (account.client_id, account.scopes) == ("admin", frozenset(Scope))
     file = tmp_path / "admin.token"
     assert file.read_text() == token + "\n"
     assert stat.S_IMODE(file.stat().st_mode) == 0o600

@@ -22,7 +22,9 @@ JSON = st.recursive(
 )
 FIELDS = st.sampled_from(sorted({name for kind in REQUESTS.values() for name in kind.model_fields} | {"extra"}))
 OPS = st.sampled_from([*COMMANDS, "HELLO", "resume_session", ""])
-LIKELY = st.sampled_from(["s", "ada", 1, "user", "x" * 65, None, [], {}, 99, "key", "normal", True])
+LIKELY: st.SearchStrategy[object] = st.sampled_from(
+    ["s", "ada", 1, "user", "x" * 65, None, [], {}, 99, "key", "normal", True]
+)
 REQUEST_LIKE = st.builds(
     lambda op, fields: json.dumps({"op": op, **fields}), OPS, st.dictionaries(FIELDS, LIKELY | JSON, max_size=5)
 )

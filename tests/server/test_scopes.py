@@ -17,7 +17,7 @@ def test_every_scope_is_described() -> None:
 
 def test_sessions_ask_for_a_scope_of_the_table() -> None:
     """The scope that raises priorities is the one the table describes."""
-    assert PRIORITY_SCOPE == Scope.PRIORITY
+    assert Scope.PRIORITY.value == str(PRIORITY_SCOPE)
 
 
 def test_names_become_scopes() -> None:
