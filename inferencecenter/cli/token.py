@@ -17,10 +17,10 @@ from inferencecenter.cli.options import ConfigOption, JsonOption, StateDirOption
 from inferencecenter.cli.output import print_json, stdout
 from inferencecenter.configuration import load_settings
 from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.protocol.scopes import Scope
 from inferencecenter.server import control
 from inferencecenter.server.accounts import DATABASE_NAME, Accounts
 from inferencecenter.server.first_run import ensure_admin
-from inferencecenter.server.scopes import Scope
 from inferencecenter.settings import Priority
 
 if TYPE_CHECKING:

@@ -16,8 +16,8 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Final
 
 from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.protocol.scopes import Scope, parse_scopes
 from inferencecenter.server.accounts_file import AccountsFile
-from inferencecenter.server.scopes import Scope, parse_scopes
 
 if TYPE_CHECKING:
     import sqlite3

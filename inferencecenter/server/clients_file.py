@@ -19,9 +19,9 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints, Validation
 from inferencecenter.errors import ErrorCode, InferenceCenterError
 from inferencecenter.protocol.codec import invalid_request
 from inferencecenter.protocol.requests import Credential
+from inferencecenter.protocol.scopes import Scope, parse_scopes
 from inferencecenter.protocol.values import Priority
 from inferencecenter.server.accounts import Account, StaticClient
-from inferencecenter.server.scopes import Scope, parse_scopes
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -14,9 +14,9 @@ import structlog
 from inferencecenter.errors import ErrorCode, InferenceCenterError
 from inferencecenter.protocol import events, requests
 from inferencecenter.protocol.close import CloseCode
+from inferencecenter.protocol.scopes import Scope
 from inferencecenter.server import standing
 from inferencecenter.server.authentication import KeyCredential, TokenCredential
-from inferencecenter.server.scopes import Scope
 from inferencecenter.server.states import ConnectionState
 
 if TYPE_CHECKING:

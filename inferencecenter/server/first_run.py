@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Final
 
+from inferencecenter.protocol.scopes import Scope
 from inferencecenter.server.accounts_file import unusable
-from inferencecenter.server.scopes import Scope
 
 if TYPE_CHECKING:
     from pathlib import Path

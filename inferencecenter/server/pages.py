@@ -12,9 +12,9 @@ import inferencecenter
 from inferencecenter.errors import ErrorCode, InferenceCenterError
 from inferencecenter.ipc.port import EngineState
 from inferencecenter.protocol.base import PROTOCOL_VERSION, SUBPROTOCOL
+from inferencecenter.protocol.scopes import Scope
 from inferencecenter.server import replies
 from inferencecenter.server.endpoint import refusal_body, refusal_headers
-from inferencecenter.server.scopes import Scope
 from inferencecenter.server.upgrade import check_query, read_credential
 from inferencecenter.telemetry.metrics import or_nan
 

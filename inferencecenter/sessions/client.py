@@ -7,14 +7,13 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Final, Protocol
 
 from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.protocol.scopes import Scope
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from inferencecenter.protocol.base import Event
     from inferencecenter.protocol.values import Priority
-
-PRIORITY_SCOPE: Final = "priority"
 
 PRIORITY_RANK: Final[Mapping[str, int]] = MappingProxyType({"interactive": 0, "normal": 1, "batch": 2})
 """Lower goes first, as the engine orders turns."""
@@ -41,12 +40,12 @@ class Client:
         """
         if wanted is None:
             return otherwise
-        if PRIORITY_RANK[wanted] < PRIORITY_RANK[self.priority] and PRIORITY_SCOPE not in self.scopes:
+        if PRIORITY_RANK[wanted] < PRIORITY_RANK[self.priority] and Scope.PRIORITY not in self.scopes:
             raise InferenceCenterError(
                 ErrorCode.FORBIDDEN,
                 f"priority is {wanted}, above this client's {self.priority}",
                 field="priority",
-                hint=f"Leave it out, or use a token with the scope {PRIORITY_SCOPE}.",
+                hint=f"Leave it out, or use a token with the scope {Scope.PRIORITY}.",
             )
         return wanted
 

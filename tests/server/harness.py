@@ -17,12 +17,12 @@ from inferencecenter.hardware.nvml import NO_GPU, Gpu
 from inferencecenter.ipc.messages import Delta, Finished, ModelInfo, Started, pack_tokens
 from inferencecenter.ipc.port import EngineState, EngineStatus
 from inferencecenter.protocol.params import Params
+from inferencecenter.protocol.scopes import Scope
 from inferencecenter.server.accounts import Account, Accounts, StaticClient
 from inferencecenter.server.app import create_app
 from inferencecenter.server.clients_file import load_clients
 from inferencecenter.server.context import Context
 from inferencecenter.server.listener import Listener, bind
-from inferencecenter.server.scopes import Scope
 from inferencecenter.sessions.registry import Sessions
 from inferencecenter.settings import ServerSettings
 from inferencecenter.tasks import TaskGroup

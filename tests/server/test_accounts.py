@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.protocol.scopes import Scope
 from inferencecenter.server.accounts import Account, Accounts, StaticClient
-from inferencecenter.server.scopes import Scope
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.protocol.scopes import Scope
 from inferencecenter.server.clients_file import load_clients
-from inferencecenter.server.scopes import Scope
 
 if TYPE_CHECKING:
     from pathlib import Path

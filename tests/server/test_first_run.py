@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.protocol.scopes import Scope
 from inferencecenter.server.accounts import Accounts
 from inferencecenter.server.first_run import ensure_admin
-from inferencecenter.server.scopes import Scope
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -15,7 +15,7 @@ from inferencecenter.protocol.close import CLOSE_CODES
 from inferencecenter.protocol.events import AnyEvent
 from inferencecenter.protocol.params import PARAM_DOCS, json_schema
 from inferencecenter.protocol.requests import AnyRequest
-from inferencecenter.server.scopes import SCOPES
+from inferencecenter.protocol.scopes import SCOPES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

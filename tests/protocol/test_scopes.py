@@ -5,19 +5,13 @@ from __future__ import annotations
 import pytest
 
 from inferencecenter.errors import InferenceCenterError
-from inferencecenter.server.scopes import SCOPES, Scope, parse_scopes
-from inferencecenter.sessions.client import PRIORITY_SCOPE
+from inferencecenter.protocol.scopes import SCOPES, Scope, parse_scopes
 
 
 def test_every_scope_is_described() -> None:
     """The table has a row for each scope and no other."""
     assert set(SCOPES) == set(Scope)
     assert all(SCOPES.values())
-
-
-def test_sessions_ask_for_a_scope_of_the_table() -> None:
-    """The scope that raises priorities is the one the table describes."""
-    assert Scope.PRIORITY.value == str(PRIORITY_SCOPE)
 
 
 def test_names_become_scopes() -> None:
