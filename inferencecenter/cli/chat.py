@@ -58,10 +58,12 @@ def chat(  # noqa: PLR0913 - one argument an option
     ):
         portal.call(_wait_until_ready, client)
         view = TerminalView(stdout) if interactive else PlainView()
-        conversation = Conversation(portal, client, view=view, system=system, params=turn_params)
+        conversation = Conversation(
+            portal, client, view=view, system=system, params=turn_params, interactive=interactive
+        )
         if interactive:
             stdout.print(f"{client.hello.model} at {address}; /help lists commands", style="dim", markup=False)
-        conversation.run(_prompt if interactive else _next_line, forgiving=interactive)
+        conversation.run(_prompt if interactive else _next_line)
 
 
 def read_params(pairs: list[str]) -> dict[str, Any]:
@@ -120,7 +122,7 @@ def _prompt() -> str:
         return input("> ")
     except (EOFError, KeyboardInterrupt):
         stdout.print()
-        raise
+        raise EOFError from None
 
 
 def _next_line() -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import signal
 from typing import TYPE_CHECKING, Any, Final
 
 from rich.table import Table
@@ -14,7 +15,7 @@ from inferencecenter.protocol.events import End
 from inferencecenter.protocol.params import parse_params
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from anyio.from_thread import BlockingPortal
 
@@ -42,16 +43,26 @@ class Conversation:
         view: Shows answers.
         system: System prompt of every session.
         params: Parameters of every turn, as the user wrote them.
+        interactive: Somebody is there: Ctrl-C ends an answer and not the program, and a refused turn is reported where
+            a script would end. Needs the main thread.
     """
 
-    def __init__(
-        self, portal: BlockingPortal, client: Client, *, view: TurnView, system: str | None, params: dict[str, Any]
+    def __init__(  # noqa: PLR0913 - all by name
+        self,
+        portal: BlockingPortal,
+        client: Client,
+        *,
+        view: TurnView,
+        system: str | None,
+        params: dict[str, Any],
+        interactive: bool,
     ) -> None:
         self._portal = portal
         self._client = client
         self._view = view
         self._system = system
         self._params = params
+        self._interactive = interactive
         self._last: End | None = None
         self._session = self._new_session()
         self._commands: dict[str, Callable[[list[str]], None]] = {
@@ -61,22 +72,21 @@ class Conversation:
             "/help": lambda _words: stdout.print(_HELP, markup=False),
         }
 
-    def run(self, read_line: Callable[[], str], *, forgiving: bool) -> None:
-        """Take lines until there are no more, ``/quit``, or Ctrl-C at the prompt.
+    def run(self, read_line: Callable[[], str]) -> None:
+        """Take lines until there are no more, or ``/quit``.
 
         Args:
             read_line: Returns the next line, raises ``EOFError`` after the last.
-            forgiving: Report a refused turn and go on, as for a person; else raise it, as for a script.
 
         Raises:
-            InferenceCenterError: The connection is lost, or anything else when not ``forgiving``.
+            InferenceCenterError: The connection is lost, or anything else when nobody is there to go on.
         """
-        with contextlib.suppress(EOFError, KeyboardInterrupt):
+        with contextlib.suppress(EOFError):
             while (line := read_line().strip()) != "/quit":
                 try:
                     self._take(line)
                 except InferenceCenterError as error:
-                    if not forgiving or error.code in _LOST:
+                    if not self._interactive or error.code in _LOST:
                         raise
                     report(error)
 
@@ -93,17 +103,16 @@ class Conversation:
         command(words)
 
     def _ask(self, prompt: str) -> None:
-        self._view.begin()
-        try:
-            turn = self._portal.start_task_soon(self._stream, prompt)
-            while True:
-                try:
-                    turn.result()
-                    return
-                except KeyboardInterrupt:
-                    self._portal.start_task_soon(self._session.abort)
-        finally:
-            self._view.finish()
+        abort = _interrupts(self._abort) if self._interactive else contextlib.nullcontext()
+        with abort:
+            self._view.begin()
+            try:
+                self._portal.start_task_soon(self._stream, prompt).result()
+            finally:
+                self._view.finish()
+
+    def _abort(self) -> None:
+        self._portal.start_task_soon(self._session.abort)
 
     async def _stream(self, prompt: str) -> None:
         async for event in self._session.infer(prompt, params=self._params or None):
@@ -144,6 +153,16 @@ class Conversation:
         for name, value in {**self._last.stats.model_dump(), "finish_reason": self._last.finish_reason}.items():
             table.add_row(name, str(value))
         stdout.print(table)
+
+
+@contextlib.contextmanager
+def _interrupts(action: Callable[[], object]) -> Iterator[None]:
+    """Let Ctrl-C do ``action`` while inside, in place of an exception that may surface anywhere."""
+    before = signal.signal(signal.SIGINT, lambda _number, _frame: action())
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def read_value(text: str) -> Any:

@@ -1,0 +1,299 @@
+"""Tests of ``inferencecenter chat`` against a scripted daemon: in a pipe, and on a terminal in a process of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import io
+import os
+import pty
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from inferencecenter.cli.chat import daemon_url, read_params, read_token
+from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.settings import Settings
+from tests.client.peer import AUTH_SUCCESS, HELLO
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tests.cli.conftest import Cli, Result
+    from tests.client.peer import Peer, Start
+
+_TIMEOUT_S = 10
+
+
+async def _converse(cli: Cli, monkeypatch: pytest.MonkeyPatch, url: str, lines: str, *options: str) -> Result:
+    monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
+    return await asyncio.to_thread(cli.run, "chat", "--url", url, "--token", "ic_a_b", *options)
+
+
+async def _answer(peer: Peer, *pieces: str, session_id: str = "s1") -> dict[str, object]:
+    infer = await peer.hear()
+    for piece in pieces:
+        await peer.token("t", piece, session_id)
+    await peer.end("t", session_id)
+    return infer
+
+
+async def test_each_line_is_a_turn_and_only_answers_are_written(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch, scripted: Start
+) -> None:
+    """In a pipe, prompts go out one by one, blank lines are passed over, and the answers come back bare."""
+
+    async def daemon(peer: Peer) -> None:
+        await peer.welcome()
+        await peer.open_session()
+        assert peer.heard[-1]["system"] == "Be brief."
+        first = await _answer(peer, "Nice to meet you, ", "Ada!")
+        second = await _answer(peer, "Ada.")
+        assert [first["prompt"], second["prompt"]] == ["My name is Ada.", "What is my name?"]
+        assert first["params"] == {"temperature": 0, "stop": ["x"]}
+
+    result = await _converse(
+        cli,
+        monkeypatch,
+        await scripted(daemon),
+        "My name is Ada.\n\nWhat is my name?\n",
+        *("--system", "Be brief.", "--params", "temperature=0", "-p", 'stop=["x"]'),
+    )
+    assert (result.code, result.out, result.err) == (0, "Nice to meet you, Ada!\nAda.\n", "")
+
+
+async def test_commands(cli: Cli, monkeypatch: pytest.MonkeyPatch, scripted: Start) -> None:
+    """``/params`` holds for the next turns, ``/new`` opens one, ``/stats`` shows the last turn, ``//`` escapes."""
+    heard: list[dict[str, object]] = []
+
+    async def daemon(peer: Peer) -> None:
+        await peer.welcome()
+        await peer.open_session("s1")
+        heard.append(await _answer(peer, "one", session_id="s1"))
+        close = await peer.hear()
+        await peer.say(op="session_closed", id=close["id"], session_id="s1")
+        await peer.open_session("s2")
+        heard.append(await _answer(peer, "two", session_id="s2"))
+        heard.append(await _answer(peer, "three", session_id="s2"))
+
+    lines = [
+        *("/params temperature 0.5", "a", "/stats", "/new", "/params reset", "//b", "/params top_k 3", "c"),
+        *("/params", "/help", "/quit", "never"),
+    ]
+    result = await _converse(cli, monkeypatch, await scripted(daemon), "\n".join(lines))
+    assert result.code == 0, result.err
+    assert [(turn["session_id"], turn["prompt"], turn.get("params")) for turn in heard] == [
+        ("s1", "a", {"temperature": 0.5}),
+        ("s2", "/b", None),
+        ("s2", "c", {"top_k": 3}),
+    ]
+    assert "ttft_ms" in result.out
+    assert "top_k 3" in result.out
+    assert "/params name value" in result.out
+    assert "never" not in result.out
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [("/nwe", "no command /nwe"), ("/params temperature", "no value"), ("/params temperature 9", "temperature")],
+)
+async def test_a_wrong_command_ends_a_script(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch, scripted: Start, line: str, told: str
+) -> None:
+    """In a pipe nobody can mend it: the error is told and exits with the table's code."""
+
+    async def daemon(peer: Peer) -> None:
+        await peer.welcome()
+        await peer.open_session()
+
+    result = await _converse(cli, monkeypatch, await scripted(daemon), f"{line}\nhello\n")
+    assert result.code == 64
+    assert told in result.err
+
+
+async def test_a_refused_turn_ends_a_script(cli: Cli, monkeypatch: pytest.MonkeyPatch, scripted: Start) -> None:
+    """The daemon's code decides the exit code; message and hint are told."""
+
+    async def daemon(peer: Peer) -> None:
+        await peer.welcome()
+        await peer.open_session()
+        infer = await peer.hear()
+        text = {"message": "full", "error": "full", "hint": "Open another session.", "retryable": False}
+        await peer.say(op="error", id=infer["id"], code="context_full", **text)
+
+    result = await _converse(cli, monkeypatch, await scripted(daemon), "hello\n")
+    assert result.code == 65
+    assert result.err == "context_full: full\nhint: Open another session.\n"
+
+
+async def test_waiting_for_the_model(cli: Cli, monkeypatch: pytest.MonkeyPatch, scripted: Start) -> None:
+    """While the daemon loads its model, the chat asks again until it is ready, and then begins."""
+    monkeypatch.setattr("inferencecenter.cli.chat._LOADING_POLL_S", 0)
+
+    async def daemon(peer: Peer) -> None:
+        await peer.say(**{**HELLO, "status": "loading", "message": "loading 10 %"})
+        await peer.say(**AUTH_SUCCESS, id=(await peer.hear())["id"])
+        for status in ("loading", "ready"):
+            await peer.say(**{**HELLO, "status": status, "message": status}, id=(await peer.hear())["id"])
+        await peer.open_session()
+        await _answer(peer, "Here.")
+
+    result = await _converse(cli, monkeypatch, await scripted(daemon), "hello\n")
+    assert (result.code, result.out) == (0, "Here.\n")
+
+
+def test_no_daemon_and_no_token(cli: Cli, monkeypatch: pytest.MonkeyPatch, state_dir: Path) -> None:
+    """Without a token the file is named, without a daemon the address; both say what to do."""
+    monkeypatch.setattr(sys, "stdin", io.StringIO(""))
+    result = cli.run("chat")
+    assert result.code == 77
+    assert str(state_dir / "admin.token") in result.err
+    result = cli.run("chat", "--url", "ws://127.0.0.1:1/", "--token", "ic_a_b")
+    assert result.code == 69
+    assert "ws://127.0.0.1:1/" in result.err
+    assert "inferencecenter serve" in result.err
+
+
+@contextlib.contextmanager
+def _on_terminal(url: str) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
+    """A chat on a terminal of its own; gives the process and the terminal's other end."""
+    ours, theirs = pty.openpty()
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("INFERENCECENTER_")}
+    command = [sys.executable, "-m", "inferencecenter", "chat", "--url", url, "--token", "ic_a_b"]
+    # A session of its own makes the terminal the controlling one, so that ^C becomes a signal.
+    process = subprocess.Popen(
+        [sys.executable, "-c", _CONTROL, *command], stdin=theirs, stdout=theirs, stderr=theirs, env=environment
+    )
+    os.close(theirs)
+    try:
+        yield process, ours
+    finally:
+        process.kill()
+        process.wait()
+        os.close(ours)
+
+
+_CONTROL = """
+import fcntl, os, sys, termios
+os.setsid()
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+os.execv(sys.argv[1], sys.argv[1:])
+"""
+
+
+class Screen:
+    """What the terminal has shown so far."""
+
+    def __init__(self, terminal: int) -> None:
+        self._terminal = terminal
+        self._seen = 0
+        self.text = ""
+
+    async def until(self, wanted: str) -> None:
+        """Read until ``wanted`` has been shown after what was waited for before."""
+        async with asyncio.timeout(_TIMEOUT_S):
+            while (at := self.text.find(wanted, self._seen)) < 0:
+                chunk = await asyncio.to_thread(os.read, self._terminal, 4096)
+                self.text += chunk.decode(errors="replace")
+        self._seen = at + len(wanted)
+
+
+async def test_ctrl_c_ends_the_answer_and_then_the_program(scripted: Start) -> None:
+    """During an answer Ctrl-C sends an abort and the chat goes on; at the prompt it leaves with exit code 0."""
+    aborted = asyncio.Event()
+
+    async def daemon(peer: Peer) -> None:
+        await peer.welcome()
+        await peer.open_session()
+        await peer.hear()
+        await peer.token("t", "One, two")
+        abort = await peer.hear()
+        assert abort["op"] == "abort"
+        aborted.set()
+        await peer.end("t", id=abort["id"], finish_reason="aborted")
+        await _answer(peer, "Still here.")
+
+    with _on_terminal(await scripted(daemon)) as (process, terminal):
+        screen = Screen(terminal)
+        await screen.until("> ")
+        os.write(terminal, b"count\n")
+        await screen.until("One, two")
+        os.write(terminal, b"\x03")
+        await asyncio.wait_for(aborted.wait(), _TIMEOUT_S)
+        await screen.until("ended by aborted")
+        os.write(terminal, b"hello\n")
+        await screen.until("Still here.")
+        await screen.until("the first after")
+        await screen.until("> ")
+        # Python sees a signal that comes just before input() waits only at the next one, so one more may be needed.
+        for _attempt in range(_TIMEOUT_S):
+            os.write(terminal, b"\x03")
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                await asyncio.to_thread(process.wait, 1)
+                break
+        assert process.returncode == 0
+
+
+async def test_ctrl_d_leaves_and_a_refused_turn_does_not(scripted: Start) -> None:
+    """On a terminal an error is told and the prompt comes back; Ctrl-D leaves with exit code 0."""
+
+    async def daemon(peer: Peer) -> None:
+        await peer.welcome()
+        await peer.open_session()
+        infer = await peer.hear()
+        text = {"message": "the queue is full", "error": "the queue is full", "retryable": True}
+        await peer.say(op="error", id=infer["id"], code="queue_full", **text)
+        await _answer(peer, "\x1b[2JDone.")
+
+    with _on_terminal(await scripted(daemon)) as (process, terminal):
+        screen = Screen(terminal)
+        await screen.until("> ")
+        os.write(terminal, b"hello\n")
+        await screen.until("the queue is full")
+        os.write(terminal, b"again\n")
+        await screen.until("Done.")
+        assert "\x1b[2J" not in screen.text, "the model cleared the screen"
+        await screen.until("the first after")
+        await screen.until("> ")
+        os.write(terminal, b"\x04")
+        assert await asyncio.to_thread(process.wait, _TIMEOUT_S) == 0
+
+
+def test_params_of_the_command_line() -> None:
+    """Values are JSON where they are JSON, else text; aliases are known."""
+    assert read_params(["temp=0.2", "seed=7", 'samplers=["top_k"]']) == {"temp": 0.2, "seed": 7, "samplers": ["top_k"]}
+
+
+@pytest.mark.parametrize("pair", ["temperature", "temperature=9", "tfs_z=0.5", "nonsense=1"])
+def test_wrong_params_are_refused(pair: str) -> None:
+    """What is no pair, out of range, gone or unknown is refused before anything is sent."""
+    with pytest.raises(InferenceCenterError) as caught:
+        read_params([pair])
+    assert caught.value.code is ErrorCode.INVALID_REQUEST
+
+
+@pytest.mark.parametrize(
+    ("host", "base_path", "url"),
+    [
+        ("127.0.0.1", "", "ws://127.0.0.1:3000/ws"),
+        ("0.0.0.0", "/x", "ws://127.0.0.1:3000/x/ws"),
+        ("::", "", "ws://[::1]:3000/ws"),
+        ("box.lan", "", "ws://box.lan:3000/ws"),
+    ],
+)
+def test_address_of_the_settings(host: str, base_path: str, url: str) -> None:
+    """A daemon that listens everywhere is reached on the loopback."""
+    assert daemon_url(Settings(server={"host": host, "base_path": base_path})) == url
+
+
+def test_token_file(tmp_path: Path) -> None:
+    """Space around the token is cut; a file that is no text is named."""
+    path = tmp_path / "token"
+    path.write_text("ic_a_b\n")
+    assert read_token(path) == "ic_a_b"
+    path.write_bytes(b"\xff\xfe")
+    with pytest.raises(InferenceCenterError, match="token"):
+        read_token(path)
