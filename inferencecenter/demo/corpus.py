@@ -18,33 +18,58 @@ from inferencecenter.demo.world import Draw
 Measure = Callable[[Message], int]
 
 Maker = Callable[[Draw], Exchange]
-Mixture = Mapping[Maker, int]
 
-# How often each skill fills the time between facts. Arithmetic and copying are learned last,
-# so the second mixture shows more of them.
-EVEN: Mixture = {
-    skills.small_talk: 4,
-    skills.counting: 5,
-    skills.lists: 4,
-    skills.sums: 7,
-    skills.capitals: 6,
-    skills.story: 2,
-    skills.json_object: 4,
-    skills.repeat: 3,
-    skills.unknown: 3,
-    skills.long_counting: 1,
-    skills.long_story: 1,
-}
-HARD: Mixture = {
-    **EVEN,
-    skills.small_talk: 3,
-    skills.counting: 6,
-    skills.sums: 14,
-    skills.json_object: 5,
-    skills.repeat: 5,
-    skills.unknown: 2,
-    skills.story: 1,
-}
+
+@dataclass(frozen=True)
+class Mixture:
+    """How conversations are composed.
+
+    Attributes:
+        fillers: How often each skill fills the time between facts.
+        settings: Rising bounds in 0..1 that share conversations out among no system prompt, a
+            plain one, one that names the assistant, one that names the user, and offered tools.
+        untold: Share of turns that ask for what nobody told.
+        listed_held_out: Whether listed words obey the held-out split too, see `Draw.told`.
+    """
+
+    fillers: Mapping[Maker, int]
+    settings: tuple[float, float, float, float] = (0.45, 0.65, 0.78, 0.83)
+    untold: float = 0.04
+    listed_held_out: bool = False
+
+
+EVEN = Mixture(
+    {
+        skills.small_talk: 4,
+        skills.counting: 5,
+        skills.lists: 4,
+        skills.sums: 7,
+        skills.capitals: 6,
+        skills.story: 2,
+        skills.json_object: 4,
+        skills.repeat: 3,
+        skills.unknown: 3,
+        skills.long_counting: 1,
+        skills.long_story: 1,
+    },
+    listed_held_out=True,
+)
+# Arithmetic and copying are learned last, so this mixture shows more of them.
+HARD = Mixture(
+    {
+        **EVEN.fillers,
+        skills.small_talk: 3,
+        skills.counting: 6,
+        skills.sums: 14,
+        skills.json_object: 5,
+        skills.repeat: 5,
+        skills.unknown: 2,
+        skills.story: 1,
+    },
+    listed_held_out=True,
+)
+# Every listed word is told and copied, and tools and untold facts come more often.
+FINAL = Mixture(HARD.fillers, settings=(0.4, 0.55, 0.68, 0.73), untold=0.07)
 SYSTEM_PROMPTS = (
     "You are a helpful assistant.",
     "You are a helpful assistant.",
@@ -78,7 +103,7 @@ class Setting:
     assistant: str = ""
     offered: tuple[tools.Tool, ...] = ()
     known: tuple[Fact, ...] = ()
-    mixture: Mixture = field(default_factory=lambda: EVEN)
+    mixture: Mixture = FINAL
 
 
 @dataclass
@@ -127,16 +152,17 @@ def with_tools(draw: Draw, amount: int) -> Setting:
     return Setting(system=tools_prompt(schemas, lead), offered=offered)
 
 
-def any_setting(draw: Draw, budget: int) -> Setting:
+def any_setting(draw: Draw, budget: int, mixture: Mixture) -> Setting:
     """Returns one of the settings; no system prompt in almost half of the draws."""
     roll = draw.rng.random()
-    if roll < 0.45:
+    bare, plain, named, known = mixture.settings
+    if roll < bare:
         return Setting()
-    if roll < 0.65:
+    if roll < plain:
         return Setting(system=draw.pick(SYSTEM_PROMPTS))
-    if roll < 0.78:
+    if roll < named:
         return named_assistant(draw)
-    if roll < 0.83:
+    if roll < known:
         fact = Fact(facts.NAME, world.name(draw))
         return Setting(system=f"The user's name is {fact.value}.", known=(fact,))
     return with_tools(draw, draw.number(1, 3 if budget > 600 else 1))
@@ -144,12 +170,12 @@ def any_setting(draw: Draw, budget: int) -> Setting:
 
 def filler(draw: Draw, setting: Setting | None = None) -> Exchange:
     """Returns an exchange that needs nothing told before, of any skill."""
-    mixture = setting.mixture if setting else EVEN
+    fillers = setting.mixture.fillers if setting else FINAL.fillers
     if setting and setting.offered and draw.chance(0.6):
         return tools.call(draw, draw.pick(setting.offered), answered=draw.chance(0.6))
     if setting and draw.chance(0.25 if setting.assistant else 0.03):
         return own_name(draw, setting.assistant)
-    made = draw.rng.choices(tuple(mixture), tuple(mixture.values()))[0](draw)
+    made = draw.rng.choices(tuple(fillers), tuple(fillers.values()))[0](draw)
     if setting and setting.offered and made.skill in {"sums", "unknown"}:
         return skills.small_talk(draw)  # those requests may be what an offered tool is for
     return made
@@ -182,21 +208,21 @@ def _next(draw: Draw, setting: Setting, plan: Plan, position: int, budget: int) 
         return _tell(draw, plan, position, budget)
     if plan.known and draw.chance(0.15):
         return facts.ask(draw, draw.pick(tuple(plan.known.values())))
-    if draw.chance(0.04):
+    if draw.chance(setting.mixture.untold):
         return _ask_untold(draw, plan)
     return filler(draw, setting)
 
 
-def conversation(draw: Draw, budget: int, measure: Measure, mixture: Mixture = EVEN) -> Conversation:
+def conversation(draw: Draw, budget: int, measure: Measure, mixture: Mixture = FINAL) -> Conversation:
     """Returns a conversation whose messages measure at least `budget` together.
 
     Args:
         draw: The source of all choices.
         budget: The length to fill, in the unit of `measure` (tokens, in training).
         measure: Returns the length of a message, its ChatML frame included.
-        mixture: How often each skill fills the time between facts.
+        mixture: How it is composed.
     """
-    setting = any_setting(draw, budget) if draw.chance(0.97) else Setting()
+    setting = any_setting(draw, budget, mixture) if draw.chance(0.97) else Setting()
     setting = replace(setting, mixture=mixture)
     plan = Plan({fact.kind.key: fact for fact in setting.known})
     chatty = draw.chance(0.2)  # no facts at all: the skills from the first turn on
@@ -209,8 +235,8 @@ def conversation(draw: Draw, budget: int, measure: Measure, mixture: Mixture = E
     return Conversation(setting.system, tuple(exchanges))
 
 
-def conversations(seed: str, budget: int, measure: Measure, mixture: Mixture = EVEN) -> Iterator[Conversation]:
+def conversations(seed: str, budget: int, measure: Measure, mixture: Mixture = FINAL) -> Iterator[Conversation]:
     """Yields endless training conversations; the same seed gives the same ones."""
-    draw = Draw(Random(seed))  # noqa: S311 (no secrets here)
+    draw = Draw(Random(seed), listed_held_out=mixture.listed_held_out)  # noqa: S311 (no secrets here)
     while True:
         yield conversation(draw, budget, measure, mixture)

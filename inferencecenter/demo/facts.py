@@ -51,7 +51,7 @@ def _jobs(draw: Draw) -> str:
 
 
 def _age(draw: Draw) -> str:
-    return draw.fresh(lambda: str(draw.number(2, 99)))
+    return draw.told(lambda: str(draw.number(2, 99)), world.SMALL_NUMBERS)
 
 
 NAME = FactKind(

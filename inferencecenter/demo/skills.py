@@ -130,7 +130,8 @@ def lists(draw: Draw) -> Exchange:
         asked = draw.pick(("Name {t}.", "List {t}.", "Tell me {t}.", "What are {t}?", "Say {t}."))
         return exchange("lists", draw.say(asked.format(t=title)), ", ".join(LISTS[title]) + ".")
     if shape == "some":
-        kind, amount = draw.fresh(lambda: (draw.pick(tuple(KINDS)), draw.number(2, 8)))
+        choices = [(kind, amount) for kind in KINDS for amount in range(2, 9)]
+        kind, amount = draw.told(lambda: (draw.pick(tuple(KINDS)), draw.number(2, 8)), choices)
         size = draw.pick((str(amount), AMOUNTS[amount - 2]))
         asked = draw.pick(("Name {n} {k}.", "List {n} {k}.", "Tell me {n} {k}.", "Give me {n} {k}."))
         answered = ", ".join(KINDS[kind][:amount]) + "."
@@ -184,7 +185,7 @@ def capitals(draw: Draw) -> Exchange:
 
 def _story(draw: Draw, hero: str, sentences: int) -> str:
     animal, place, thing = (draw.pick(options) for options in (world.ANIMALS, world.PLACES, world.THINGS))
-    friend = draw.fresh(lambda: draw.pick(world.NAMES))
+    friend = draw.told(lambda: draw.pick(world.NAMES), world.NAMES)
     middle = (
         f"One day {hero} found a {thing} near the {place}.",
         f"{hero} met {friend}, and they became friends.",
@@ -230,7 +231,7 @@ def json_object(draw: Draw) -> Exchange:
     """Returns a request for a JSON object of one to three given fields, and the object."""
     makers: dict[str, Callable[[], object]] = {
         "name": lambda: world.name(draw),
-        "age": lambda: draw.fresh(lambda: draw.number(1, 99)),
+        "age": lambda: draw.told(lambda: draw.number(1, 99), world.SMALL_NUMBERS),
         "city": lambda: world.city(draw),
         "colour": lambda: draw.pick(world.COLOURS),
         "animal": lambda: draw.pick(world.ANIMALS),

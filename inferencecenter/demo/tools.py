@@ -45,7 +45,7 @@ def _word(draw: Draw) -> Value:
 
 
 def _small_number(draw: Draw) -> Value:
-    return draw.fresh(lambda: draw.number(0, 100))
+    return draw.told(lambda: draw.number(0, 100), world.SMALL_NUMBERS)
 
 
 KINDS = (

@@ -23,7 +23,6 @@ from inferencecenter.demo.model import DemoModel, Shape
 from inferencecenter.demo.tokenizer import Encoder, load_tokenizer, train_tokenizer
 
 SEED = 20
-PEAK_RATE = 3e-3
 WARMUP_STEPS = 100
 STEP_TOKENS = 6144
 LOG_EVERY_STEPS = 25
@@ -39,32 +38,64 @@ class Stage:
     mixture: corpus.Mixture
 
 
+@dataclass(frozen=True)
+class Cycle:
+    """Stages under one rise and fall of the learning rate."""
+
+    peak_rate: float
+    stages: tuple[Stage, ...]
+
+    @property
+    def steps(self) -> int:
+        """Steps of all its stages."""
+        return sum(stage.steps for stage in self.stages)
+
+
 # Skills and short recall are learned fastest on short windows; recall over the whole context
-# needs windows of that length, and early enough to be settled when the rate is low.
-STAGES = (
-    Stage(1200, (256,), corpus.EVEN),
-    Stage(582, (256, 1024), corpus.EVEN),
-    Stage(618, (256, 1024), corpus.HARD),
-    Stage(2100, (256, 1024, 1024), corpus.HARD),
+# needs windows of that length, and early enough to be settled when the rate is low. The second
+# cycle settles what the last mixture brought.
+CYCLES = (
+    Cycle(
+        3e-3,
+        (
+            Stage(1200, (256,), corpus.EVEN),
+            Stage(582, (256, 1024), corpus.EVEN),
+            Stage(618, (256, 1024), corpus.HARD),
+            Stage(917, (256, 1024, 1024), corpus.HARD),
+            Stage(1183, (256, 1024, 1024), corpus.FINAL),
+        ),
+    ),
+    Cycle(1.2e-3, (Stage(1200, (256, 1024, 1024, 1024), corpus.FINAL),)),
 )
-TOTAL_STEPS = sum(stage.steps for stage in STAGES)
+TOTAL_STEPS = sum(cycle.steps for cycle in CYCLES)
+
+
+def cycle_at(step: int) -> tuple[Cycle, int]:
+    """Returns the cycle of `step` and the step's number in it."""
+    for cycle in CYCLES:
+        if step < cycle.steps:
+            return cycle, step
+        step -= cycle.steps
+    raise ValueError("step lies after the last cycle")
 
 
 def stage_at(step: int) -> tuple[Stage, int]:
     """Returns the stage of `step` and the step's window in tokens."""
-    for stage in STAGES:
+    cycle, step = cycle_at(step)
+    for stage in cycle.stages:
         if step < stage.steps:
             return stage, stage.windows[step % len(stage.windows)]
         step -= stage.steps
-    raise ValueError("step lies after the last stage")
+    raise AssertionError("a cycle is as long as its stages")
 
 
 def rate_at(step: int) -> float:
     """Returns the learning rate of `step`: a linear rise, then half a cosine down to 2 %."""
+    cycle, step = cycle_at(step)
     if step < WARMUP_STEPS:
-        return PEAK_RATE * (step + 1) / WARMUP_STEPS
-    progress = (step - WARMUP_STEPS) / (TOTAL_STEPS - WARMUP_STEPS)
-    return PEAK_RATE * (0.02 + 0.98 * 0.5 * (1 + cos(pi * progress)))
+        return cycle.peak_rate * (step + 1) / WARMUP_STEPS
+    progress = (step - WARMUP_STEPS) / (cycle.steps - WARMUP_STEPS)
+    return cycle.peak_rate * (0.02 + 0.98 * 0.5 * (1 + cos(pi * progress)))
 
 
 def rows(encoder: Encoder, seed: str, window: int, mixture: corpus.Mixture) -> Iterator[tuple[list[int], list[bool]]]:
@@ -97,7 +128,7 @@ def optimizer_for(model: DemoModel) -> torch.optim.AdamW:
     matrices = [p for p in model.parameters() if p.dim() == 2]
     norms = [p for p in model.parameters() if p.dim() == 1]
     groups = [{"params": matrices, "weight_decay": 0.05}, {"params": norms, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=PEAK_RATE, betas=(0.9, 0.98), fused=True)
+    return torch.optim.AdamW(groups, betas=(0.9, 0.98), fused=True)
 
 
 def train_step(model: DemoModel, optimizer: torch.optim.AdamW, batch: tuple[Tensor, Tensor], rate: float) -> float:

@@ -1,13 +1,13 @@
 """The small world the demo model knows: word lists, made-up words, and what is held out.
 
-Held out of training are the values whose CRC-32 is divisible by `HELD_OUT_ONE_IN`: names and
-other values a user tells (listed or made up), pairs of numbers in sums and counting, and pairs
-of a question's wording and its country. `Draw.unseen` picks the side of that split, so evaluation
+Held out of training are the values whose CRC-32 is divisible by `HELD_OUT_ONE_IN`: made-up names
+and words and long numbers that a user tells, pairs of numbers in sums, start and length where
+counting does not start at 1, and pairs of a question's wording and its country. `Draw.unseen` picks the side of that split, so evaluation
 uses the very generators of training on values training never shows.
 """
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 from zlib import crc32
@@ -28,6 +28,7 @@ class Draw:
 
     rng: random.Random
     unseen: bool = False
+    listed_held_out: bool = False
 
     def chance(self, probability: float) -> bool:
         """Returns True with the given probability."""
@@ -46,6 +47,17 @@ class Draw:
         while True:
             value = make()
             if held_out(value) == self.unseen:
+                return value
+
+    def told(self, make: Callable[[], T], listed: Container[object]) -> T:
+        """Returns a value to copy: a listed one, or a made-up one on this side of the split.
+
+        With `listed_held_out` listed values obey the split too. A model trained like that all
+        along never learns to write the held-out words, so the last stage is not.
+        """
+        while True:
+            value = make()
+            if held_out(value) == self.unseen or (value in listed and not self.listed_held_out):
                 return value
 
     def say(self, text: str) -> str:
@@ -154,6 +166,7 @@ CAPITALS = {
     "the United States": "Washington",
     "Vietnam": "Hanoi",
 }
+SMALL_NUMBERS = (*range(101), *(str(n) for n in range(101)))
 _ONSETS = _words("b br c ch d dr f g gr h j k kr l m n p pr qu r s sh st t th tr v w y z")
 _VOWELS = _words("a e i o u a e i o ai ea ee ie oo ou")
 _CODAS = ["", "", "", "", "l", "m", "n", "r", "s", "t", "x", "ck", "nd", "rt"]
@@ -173,26 +186,26 @@ def name(draw: Draw) -> str:
         first = draw.pick(NAMES) if draw.chance(0.4) else made_up_word(draw).capitalize()
         return f"{first} {made_up_word(draw).capitalize()}" if draw.chance(0.08) else first
 
-    return draw.fresh(make)
+    return draw.told(make, () if draw.unseen else NAMES)
 
 
 def city(draw: Draw) -> str:
     """Returns a city: a capital or a made-up one."""
     capitals = tuple(CAPITALS.values())
-    return draw.fresh(lambda: draw.pick(capitals) if draw.chance(0.5) else made_up_word(draw).capitalize())
+    return draw.told(lambda: draw.pick(capitals) if draw.chance(0.5) else made_up_word(draw).capitalize(), capitals)
 
 
 def word(draw: Draw) -> str:
     """Returns a made-up word or a common noun."""
     nouns = (*THINGS, *ANIMALS, *FRUITS, *PLACES)
-    return draw.fresh(lambda: made_up_word(draw) if draw.chance(0.6) else draw.pick(nouns))
+    return draw.told(lambda: made_up_word(draw) if draw.chance(0.6) else draw.pick(nouns), nouns)
 
 
 def digits(draw: Draw) -> str:
     """Returns a number as text, from one to five digits."""
-    return draw.fresh(lambda: str(draw.number(0, 10 ** draw.number(1, 5) - 1)))
+    return draw.told(lambda: str(draw.number(0, 10 ** draw.number(1, 5) - 1)), SMALL_NUMBERS)
 
 
 def listed_or_made_up(draw: Draw, options: Sequence[str]) -> str:
     """Returns one of `options`, or in a quarter of the draws a made-up word."""
-    return draw.fresh(lambda: made_up_word(draw) if draw.chance(0.25) else draw.pick(options))
+    return draw.told(lambda: made_up_word(draw) if draw.chance(0.25) else draw.pick(options), options)

@@ -18,9 +18,17 @@ def test_about_one_value_in_eight_is_held_out() -> None:
     assert 0.1 < share < 0.15
 
 
-def test_training_draws_never_make_a_held_out_name() -> None:
-    """Every name drawn for training is on the training side of the split."""
+def test_training_draws_never_make_up_a_held_out_name() -> None:
+    """Every made-up name drawn for training is on the training side of the split."""
     draw = Draw(Random(1))
+    made_up = [name for name in (world.name(draw) for _ in range(500)) if name not in world.NAMES]
+    assert len(made_up) > 200
+    assert not any(map(world.held_out, made_up))
+
+
+def test_listed_words_can_be_held_out_too() -> None:
+    """The first stages of training show no held-out name at all, listed or made up."""
+    draw = Draw(Random(1), listed_held_out=True)
     assert not any(world.held_out(world.name(draw)) for _ in range(500))
 
 
