@@ -113,7 +113,7 @@ async def test_abort_is_answered_with_its_status(daemon: Daemon) -> None:
         await _send(websocket, op="INFER", session_id=session_id, prompt="Count from 1 to 100.", params=ENDLESS)
         assert (await _receive(websocket))["op"] == "token"
         await _send(websocket, op="ABORT", session_id=session_id)
-        rest = []
+        rest: list[dict[str, Any]] = []
         while {"abort", "end"} - {message["op"] for message in rest}:
             rest.append(await _receive(websocket))
         assert {"op": "abort", "session_id": session_id, "status": "aborted"} in rest
