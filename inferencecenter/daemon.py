@@ -134,6 +134,7 @@ async def _run(
             max_s=settings.engine.restart_backoff_max_s,
         ),
         max_queue=settings.engine.max_queue,
+        load_timeout_s=settings.engine.load_timeout_s,
         lock_path=settings.state_dir / _ENGINE_LOCK_FILE,
     )
     sessions = Sessions(

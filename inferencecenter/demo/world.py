@@ -2,8 +2,8 @@
 
 Held out of training are the values whose CRC-32 is divisible by `HELD_OUT_ONE_IN`: made-up names
 and words and long numbers that a user tells, pairs of numbers in sums, start and length where
-counting does not start at 1, and pairs of a question's wording and its country. `Draw.unseen` picks the side of that split, so evaluation
-uses the very generators of training on values training never shows.
+counting does not start at 1, and pairs of a question's wording and its country. `Draw.unseen`
+picks the side of that split: evaluation uses the generators of training on unseen values.
 """
 
 import random

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
 STOP_DEADLINE_S: Final = 3.0
 _SHOWN_LOADING_STEPS: Final = 10
+_LOADING_LOGGED_EVERY_S: Final = 1.0
 
 _log = structlog.get_logger(__name__)
 
@@ -53,17 +54,19 @@ class Supervisor:
         options: What each engine is told at its start.
         policy: Bounds of the wait before a restart.
         max_queue: Turns that may wait for a slot.
+        load_timeout_s: An engine that is not ready by then is killed and started again.
         lock_path: File by which the engine of a daemon that died is noticed; none to do without.
         jitter: Numbers from 0 to 1.
         monotonic: Seconds that only rise.
     """
 
-    def __init__(  # noqa: PLR0913 - keyword-only; the last three have defaults
+    def __init__(  # noqa: PLR0913 - keyword-only; the last four have defaults
         self,
         options: EngineOptions,
         *,
         policy: RestartPolicy,
         max_queue: int,
+        load_timeout_s: float = 1800.0,
         lock_path: Path | None = None,
         jitter: Callable[[], float] = random.random,
         monotonic: Callable[[], float] = time.monotonic,
@@ -71,6 +74,7 @@ class Supervisor:
         self._options = options
         self._backoff = Backoff(policy, random=jitter)
         self._max_queue = max_queue
+        self._load_timeout_s = load_timeout_s
         self._lock_path = lock_path
         self._monotonic = monotonic
         self._tasks = TaskGroup("supervisor")
@@ -80,6 +84,8 @@ class Supervisor:
         self._process: EngineProcess | None = None
         self._model: ModelInfo | None = None
         self._load_fraction = 0.0
+        self._load_logged_at = 0.0
+        self._loads_too_long = False
         self._load_failure: InferenceCenterError | None = None
         self._detail = ""
         self._starts = 0
@@ -184,17 +190,26 @@ class Supervisor:
     async def _live(self) -> str:
         """Run one engine until it is gone; return how it ended."""
         self._ready_since = None
+        self._loads_too_long = False
         try:
-            self._process = await self._spawn()
+            process = self._process = await self._spawn()
         except (OSError, OrphanError) as error:
             return f"the engine cannot be started: {error}"
-        _log.info("engine_started", pid=self._process.pid, backend=self._options.backend)
+        _log.info("engine_started", pid=process.pid, backend=self._options.backend)
         if self._stop_asked.is_set():
-            self._process.close()
+            process.close()
+        patience = asyncio.get_running_loop().call_later(self._load_timeout_s, self._give_up_loading, process)
         try:
-            return await self._process.gone()
+            ended = await process.gone()
         finally:
+            patience.cancel()
             self._process = None
+        return f"loading took longer than {self._load_timeout_s:g} s" if self._loads_too_long else ended
+
+    def _give_up_loading(self, process: EngineProcess) -> None:
+        if self._state is EngineState.STARTING:
+            self._loads_too_long = True
+            process.kill()
 
     async def _spawn(self) -> EngineProcess:
         if self._lock_path is None:
@@ -258,7 +273,10 @@ class Supervisor:
     def _loading(self, fraction: float) -> None:
         before, self._load_fraction = self._load_fraction, fraction
         if int(before * _SHOWN_LOADING_STEPS) != int(fraction * _SHOWN_LOADING_STEPS):
-            _log.info("model_loading", percent=round(fraction * 100))
+            now = self._monotonic()
+            if now - self._load_logged_at >= _LOADING_LOGGED_EVERY_S:
+                self._load_logged_at = now
+                _log.info("model_loading", percent=round(fraction * 100))
             self._tell()
 
     def _load_failed(self, message: LoadFailed) -> None:

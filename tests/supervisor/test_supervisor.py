@@ -56,12 +56,15 @@ class Heard:
 class Watched:
     """A supervisor and the states it went through."""
 
-    def __init__(self, *, max_queue: int = 10, lock_path: Path | None = None, **options: object) -> None:
+    def __init__(
+        self, *, max_queue: int = 10, load_timeout_s: float = 60.0, lock_path: Path | None = None, **options: object
+    ) -> None:
         base = {"backend": "echo", "parent_pid": 0, "slots": 2}
         self.supervisor = Supervisor(
             EngineOptions(**(base | options)),  # type: ignore[arg-type]
             policy=RestartPolicy(min_s=0.01, max_s=0.02),
             max_queue=max_queue,
+            load_timeout_s=load_timeout_s,
             lock_path=lock_path,
         )
         self.states: list[EngineState] = []
@@ -294,6 +297,17 @@ async def test_a_model_that_was_loaded_once_is_tried_again(demo_model_path: Path
     _link(path, demo_model_path)
     await watched.until(EngineState.READY)
     await watched.supervisor.stop()
+
+
+async def test_an_engine_that_takes_too_long_to_load_is_started_again() -> None:
+    """Past its time it is killed, the status says why, and another one is started."""
+    watched = Watched(load_timeout_s=0.001)
+    await watched.supervisor.start()
+    await watched.until(EngineState.BACKOFF)
+    detail = watched.supervisor.status.detail
+    await watched.until(EngineState.STARTING)
+    await watched.supervisor.stop()
+    assert detail == "loading took longer than 0.001 s"
 
 
 async def test_the_engine_holds_the_lock_as_long_as_it_lives(tmp_path: Path) -> None:
