@@ -30,15 +30,15 @@ class Hello(Event):
 
     dagger: ClassVar[bool] = True
     op: Literal["hello"] = "hello"
-    status: Annotated[Literal["ready", "loading", "degraded"], DAGGER]
+    status: Annotated[Literal["ready", "loading", "degraded"], DAGGER] = Field(description="Whether turns can run.")
     message: Annotated[str, DAGGER] = Field(description="The same in words, with loading progress.")
-    uptime_seconds: Annotated[int, DAGGER]
-    requires_auth: Annotated[bool, DAGGER]
-    protocol: int
-    server: str
-    version: str
-    model: str | None
-    limits: ServerLimits
+    uptime_seconds: Annotated[int, DAGGER] = Field(description="Since the daemon started.")
+    requires_auth: Annotated[bool, DAGGER] = Field(description="Always true.")
+    protocol: int = Field(description="The version of this protocol.")
+    server: str = Field(description="`inferencecenter`.")
+    version: str = Field(description="The daemon's version.")
+    model: str | None = Field(default=None, description="The loaded model, once there is one.")
+    limits: ServerLimits = Field(description="What is accepted from anyone.")
 
 
 class AuthSuccess(Event):
@@ -46,11 +46,11 @@ class AuthSuccess(Event):
 
     dagger: ClassVar[bool] = True
     op: Literal["auth_success"] = "auth_success"
-    client_id: Annotated[str, DAGGER]
-    max_sessions: Annotated[int, DAGGER]
-    scopes: tuple[str, ...]
-    priority: str
-    limits: ClientLimits
+    client_id: Annotated[str, DAGGER] = Field(description="The account.")
+    max_sessions: Annotated[int, DAGGER] = Field(description="Sessions it may have open.")
+    scopes: tuple[str, ...] = Field(description="Its rights.")
+    priority: str = Field(description="Class of its turns.")
+    limits: ClientLimits = Field(description="What it may have at once.")
 
 
 class AuthFailed(Event):
@@ -58,8 +58,8 @@ class AuthFailed(Event):
 
     dagger: ClassVar[bool] = True
     op: Literal["auth_failed"] = "auth_failed"
-    reason: Annotated[str, DAGGER]
-    retry_after_ms: int | None = None
+    reason: Annotated[str, DAGGER] = Field(description="What is wrong, in words.")
+    retry_after_ms: int | None = Field(default=None, description="Earliest useful retry.")
 
 
 class SessionCreated(Event):
@@ -67,9 +67,9 @@ class SessionCreated(Event):
 
     dagger: ClassVar[bool] = True
     op: Literal["session_created"] = "session_created"
-    session_id: Annotated[str, DAGGER]
-    epoch: str
-    model: str
+    session_id: Annotated[str, DAGGER] = Field(description="Its name in all that follows.")
+    epoch: str = Field(description="Incarnation of its event history.")
+    model: str = Field(description="The model that answers.")
     n_ctx: int = Field(description="Tokens the session's context holds.")
     params: dict[str, Any] = Field(description="Effective parameters of the session level.")
     warnings: tuple[str, ...] = Field(description="Legal settings of which one has no effect.")
@@ -80,7 +80,7 @@ class SessionError(Event):
 
     dagger: ClassVar[bool] = True
     op: Literal["session_error"] = "session_error"
-    error: Annotated[str, DAGGER]
+    error: Annotated[str, DAGGER] = Field(description="What is wrong, in words.")
 
 
 class Queued(TurnEvent):
@@ -104,7 +104,7 @@ class Token(TurnEvent):
 
     dagger: ClassVar[bool] = True
     op: Literal["token"] = "token"
-    content: Annotated[str, DAGGER]
+    content: Annotated[str, DAGGER] = Field(description="Text to append.")
     logprobs: tuple[TokenLogprobs, ...] | None = Field(default=None, description="When `n_probs` was asked for.")
 
 
@@ -113,11 +113,11 @@ class End(TurnEvent):
 
     dagger: ClassVar[bool] = True
     op: Literal["end"] = "end"
-    finish_reason: FinishReason
+    finish_reason: FinishReason = Field(description="Why it is over.")
     stop: str | None = Field(default=None, description="The stop string or pattern that matched.")
-    warnings: tuple[str, ...]
-    usage: Usage
-    stats: Annotated[TurnStats, DAGGER]
+    warnings: tuple[str, ...] = Field(description="Legal parameters of which one had no effect.")
+    usage: Usage = Field(description="Tokens of the turn.")
+    stats: Annotated[TurnStats, DAGGER] = Field(description="How it went.")
 
 
 class AbortStatus(Event):
@@ -125,8 +125,8 @@ class AbortStatus(Event):
 
     dagger: ClassVar[bool] = True
     op: Literal["abort"] = "abort"
-    session_id: Annotated[str, DAGGER]
-    status: Annotated[Literal["aborted", "not_found"], DAGGER]
+    session_id: Annotated[str, DAGGER] = Field(description="The session.")
+    status: Annotated[Literal["aborted", "not_found"], DAGGER] = Field(description="Whether a turn was running.")
 
 
 class SessionClosed(Event):
@@ -134,7 +134,7 @@ class SessionClosed(Event):
 
     dagger: ClassVar[bool] = True
     op: Literal["session_closed"] = "session_closed"
-    session_id: Annotated[str, DAGGER]
+    session_id: Annotated[str, DAGGER] = Field(description="The session.")
 
 
 class SessionExpired(SessionEvent):
@@ -154,25 +154,25 @@ class Session(Event):
     """Everything about one session."""
 
     op: Literal["session"] = "session"
-    session_id: str
-    epoch: str
+    session_id: str = Field(description="The session.")
+    epoch: str = Field(description="Incarnation of its event history.")
     seq: int = Field(ge=0, description="Number of the last event.")
-    state: SessionStateName
-    model: str
-    n_ctx: int
+    state: SessionStateName = Field(description="Whether it is answering.")
+    model: str = Field(description="The model that answers.")
+    n_ctx: int = Field(description="Tokens its context holds.")
     n_tokens: int = Field(description="Tokens of history.")
-    params: dict[str, Any]
-    metadata: dict[str, str]
-    transcript: tuple[ChatMessage, ...]
-    turns: tuple[TranscriptTurn, ...]
-    usage: Usage
+    params: dict[str, Any] = Field(description="Effective parameters of the session level.")
+    metadata: dict[str, str] = Field(description="What was given when it was created.")
+    transcript: tuple[ChatMessage, ...] = Field(description="All messages; a running turn is not part of it yet.")
+    turns: tuple[TranscriptTurn, ...] = Field(description="The latest finished turns.")
+    usage: Usage = Field(description="Tokens of all its turns.")
 
 
 class Sessions(Event):
     """A page of the client's own sessions."""
 
     op: Literal["sessions"] = "sessions"
-    sessions: tuple[SessionSummary, ...]
+    sessions: tuple[SessionSummary, ...] = Field(description="The page.")
     next: str | None = Field(default=None, description="Pass it as `after` for the next page.")
 
 
@@ -183,9 +183,9 @@ class Metrics(Event):
     keeps_null: ClassVar[bool] = True
     op: Literal["metrics"] = "metrics"
     timestamp: Annotated[float, DAGGER] = Field(description="Unix seconds.")
-    gpu: Annotated[GpuReadings, DAGGER]
-    inference: Annotated[InferenceReadings, DAGGER]
-    engine: EngineReadings
+    gpu: Annotated[GpuReadings, DAGGER] = Field(description="The first GPU.")
+    inference: Annotated[InferenceReadings, DAGGER] = Field(description="The work.")
+    engine: EngineReadings = Field(description="The engine process.")
 
 
 class MetricsSubscribed(Event):
@@ -193,7 +193,7 @@ class MetricsSubscribed(Event):
 
     dagger: ClassVar[bool] = True
     op: Literal["metrics_subscribed"] = "metrics_subscribed"
-    interval_ms: int
+    interval_ms: int = Field(description="Milliseconds between frames.")
 
 
 class MetricsUnsubscribed(Event):
@@ -207,8 +207,8 @@ class Status(Event):
     """One side of the daemon, as numbers by name."""
 
     op: Literal["status"] = "status"
-    type: StatusType
-    values: dict[str, float | int | str | None]
+    type: StatusType = Field(description="Which side.")
+    values: dict[str, float | int | str | None] = Field(description="Readings by name.")
 
 
 class Pong(Event):
@@ -221,16 +221,16 @@ class EngineChanged(Event):
     """The engine's state changed."""
 
     op: Literal["engine"] = "engine"
-    state: Literal["starting", "ready", "restarting", "asleep", "failed"]
-    detail: str = ""
+    state: Literal["starting", "ready", "restarting", "asleep", "failed"] = Field(description="Its new state.")
+    detail: str = Field(default="", description="The last failure, in words.")
 
 
 class GoingAway(Event):
     """The daemon is about to stop."""
 
     op: Literal["going_away"] = "going_away"
-    deadline_ms: int
-    resume: bool
+    deadline_ms: int = Field(description="Milliseconds that running turns have to finish.")
+    resume: bool = Field(description="Whether sessions can be resumed afterwards.")
 
 
 class Error(Event):
@@ -238,16 +238,16 @@ class Error(Event):
 
     dagger: ClassVar[bool] = True
     op: Literal["error"] = "error"
-    code: str
-    message: str
+    code: str = Field(description="A row of the error table.")
+    message: str = Field(description="What is wrong, in words.")
     error: Annotated[str, DAGGER] = Field(description="Equal to `message`.")
-    hint: str | None = None
-    field: str | None = None
-    session_id: Annotated[str | None, DAGGER] = None
+    hint: str | None = Field(default=None, description="What to do about it.")
+    field: str | None = Field(default=None, description="Path of the offending field.")
+    session_id: Annotated[str | None, DAGGER] = Field(default=None, description="The session concerned.")
     seq: int | None = Field(default=None, description="Set when the error is the end of a turn.")
-    turn_id: str | None = None
-    retryable: bool
-    retry_after_ms: int | None = None
+    turn_id: str | None = Field(default=None, description="The turn that this ends.")
+    retryable: bool = Field(description="Whether the same request may succeed later.")
+    retry_after_ms: int | None = Field(default=None, description="Earliest useful retry.")
 
 
 AnyEvent = (

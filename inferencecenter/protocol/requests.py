@@ -65,7 +65,7 @@ class Infer(Request):
 
     dagger: ClassVar[bool] = True
     op: Literal["infer"]
-    session_id: Annotated[SessionId, DAGGER]
+    session_id: Annotated[SessionId, DAGGER] = Field(description="The session.")
     prompt: Annotated[str | None, DAGGER] = Field(default=None, min_length=1, description="What the user says.")
     messages: list[ChatMessage] | None = Field(
         default=None, min_length=1, max_length=1000, description="New messages, the last from `user` or `tool`."
@@ -91,7 +91,7 @@ class Abort(Request):
 
     dagger: ClassVar[bool] = True
     op: Literal["abort"]
-    session_id: Annotated[SessionId, DAGGER]
+    session_id: Annotated[SessionId, DAGGER] = Field(description="The session.")
     turn_id: TurnId | None = Field(default=None, description="Abort only if this turn is the running one.")
     discard: bool = Field(default=False, description="Also forget the turn: its question and its partial answer.")
 
@@ -101,14 +101,14 @@ class CloseSession(Request):
 
     dagger: ClassVar[bool] = True
     op: Literal["close_session"]
-    session_id: Annotated[SessionId, DAGGER]
+    session_id: Annotated[SessionId, DAGGER] = Field(description="The session.")
 
 
 class Append(Request):
     """Add history without generating: few-shot examples, imports."""
 
     op: Literal["append"]
-    session_id: SessionId
+    session_id: SessionId = Field(description="The session.")
     messages: list[ChatMessage] = Field(min_length=1, max_length=1000, description="Messages to add, in order.")
 
 
@@ -116,7 +116,7 @@ class GetSession(Request):
     """Read a session: transcript, usage, state."""
 
     op: Literal["get_session"]
-    session_id: SessionId
+    session_id: SessionId = Field(description="The session.")
 
 
 class ListSessions(Request):

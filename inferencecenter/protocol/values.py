@@ -60,92 +60,92 @@ class TurnStats(Value):
 class TokenProbability(Value):
     """A token and its natural-log probability before any sampler."""
 
-    token: str
-    token_id: int
-    logprob: float
+    token: str = Field(description="The token's text; bytes that are no whole character are shown as U+FFFD.")
+    token_id: int = Field(description="Its number in the vocabulary.")
+    logprob: float = Field(description="Natural logarithm of its probability.")
 
 
 class TokenLogprobs(Value):
     """The sampled token and the likeliest ones at its position."""
 
-    token: str
-    token_id: int
-    logprob: float
-    top: tuple[TokenProbability, ...]
+    token: str = Field(description="The sampled token's text.")
+    token_id: int = Field(description="Its number in the vocabulary.")
+    logprob: float = Field(description="Natural logarithm of its probability.")
+    top: tuple[TokenProbability, ...] = Field(description="The `n_probs` likeliest tokens, the likeliest first.")
 
 
 class ClientLimits(Value):
     """What a client may have at once."""
 
-    max_sessions: int
-    max_connections: int
+    max_sessions: int = Field(description="Open sessions.")
+    max_connections: int = Field(description="Open sockets.")
 
 
 class ServerLimits(Value):
     """What the daemon accepts from anyone."""
 
-    max_frame_bytes: int
-    auth_timeout_s: float
+    max_frame_bytes: int = Field(description="Bytes of one frame.")
+    auth_timeout_s: float = Field(description="Seconds a socket has to authenticate.")
 
 
 class TranscriptTurn(Value):
     """What is known of one finished turn."""
 
-    turn_id: str
-    finish_reason: str
-    usage: Usage
+    turn_id: str = Field(description="The turn.")
+    finish_reason: str = Field(description="How it ended.")
+    usage: Usage = Field(description="Its tokens.")
 
 
 class SessionSummary(Value):
     """A session in a list."""
 
-    session_id: str
-    state: SessionStateName
-    mode: Mode
-    model: str
-    messages: int
-    tokens: int
+    session_id: str = Field(description="The session.")
+    state: SessionStateName = Field(description="Whether it is answering.")
+    mode: Mode = Field(description="As it was created.")
+    model: str = Field(description="The model that answers.")
+    messages: int = Field(description="Messages of history.")
+    tokens: int = Field(description="Tokens of history.")
     created_at: float = Field(description="Unix seconds.")
     last_used_at: float = Field(description="Unix seconds.")
-    metadata: dict[str, str]
+    metadata: dict[str, str] = Field(description="What was given when it was created.")
 
 
 class GpuReadings(Value):
     """The first GPU's readings; null where there is no GPU or no such reading."""
 
     temp: Annotated[float | None, DAGGER] = Field(description="Degrees Celsius.")
-    vram_total_mb: Annotated[float | None, DAGGER]
-    vram_used_mb: Annotated[float | None, DAGGER]
-    vram_free_mb: Annotated[float | None, DAGGER]
-    power_watts: Annotated[float | None, DAGGER]
-    fan_percent: Annotated[float | None, DAGGER]
-    throttling: Annotated[bool | None, DAGGER]
-    name: str | None
+    vram_total_mb: Annotated[float | None, DAGGER] = Field(description="Memory, in MiB.")
+    vram_used_mb: Annotated[float | None, DAGGER] = Field(description="Memory in use by anybody, in MiB.")
+    vram_free_mb: Annotated[float | None, DAGGER] = Field(description="Memory left, in MiB.")
+    power_watts: Annotated[float | None, DAGGER] = Field(description="Power drawn.")
+    fan_percent: Annotated[float | None, DAGGER] = Field(description="Fan speed.")
+    throttling: Annotated[bool | None, DAGGER] = Field(description="Whether the GPU slows itself down.")
+    name: str | None = Field(description="The device.")
     utilization: float | None = Field(description="Percent.")
-    throttle_reasons: tuple[str, ...] | None
+    throttle_reasons: tuple[str, ...] | None = Field(description="Why, as NVML names it.")
 
 
 class InferenceReadings(Value):
     """What the engine is doing."""
 
-    active_generations: Annotated[int, DAGGER]
-    total_sessions: Annotated[int, DAGGER]
-    last_tps: Annotated[float, DAGGER]
-    last_ttft_ms: Annotated[float, DAGGER]
-    total_tokens_generated: Annotated[int, DAGGER]
-    queue_depth: int
+    active_generations: Annotated[int, DAGGER] = Field(description="Turns that run or wait.")
+    total_sessions: Annotated[int, DAGGER] = Field(description="Open sessions.")
+    last_tps: Annotated[float, DAGGER] = Field(description="Tokens a second of the turn that ended last.")
+    last_ttft_ms: Annotated[float, DAGGER] = Field(description="Its time to the first token.")
+    total_tokens_generated: Annotated[int, DAGGER] = Field(description="Tokens since the daemon started.")
+    queue_depth: int = Field(description="Turns that wait for a slot.")
     tokens_per_s: float = Field(description="Over the last ten seconds.")
-    slots_used: int
-    slots: int
-    parked_sessions: int
-    parked_mb: float
+    slots_used: int = Field(description="Slots in which a turn runs.")
+    slots: int = Field(description="Sequences decoded at once at most.")
+    parked_sessions: int = Field(description="Sessions whose KV is kept outside the slots.")
+    parked_mb: float = Field(description="What that KV takes, in MiB.")
 
 
 class EngineReadings(Value):
     """The engine process."""
 
-    state: str
-    model: str | None
-    gpu_layers: int | None
-    restarts: int
-    rss_mb: float | None
+    state: str = Field(description="Where the process is in its life.")
+    model: str | None = Field(description="The loaded model.")
+    gpu_layers: int | None = Field(description="Layers on the GPU.")
+    restarts: int = Field(description="Times it was started again.")
+    rss_mb: float | None = Field(description="Resident memory, in MiB.")
