@@ -26,6 +26,7 @@ class Surroundings:
     new_id: Callable[[str], str]
     new_seed: Callable[[], int]
     meter: TokenMeter
+    eta_ms: Callable[[int], float | None]
     turn_ended: Callable[[TurnRecord], None]
     max_transcript_chars: int
 

@@ -21,7 +21,7 @@ from inferencecenter.sessions.facts import SessionFacts, Surroundings
 from inferencecenter.sessions.session import Session
 from inferencecenter.sessions.states import SessionState
 from inferencecenter.sessions.template import ChatTemplate, RawText
-from inferencecenter.sessions.totals import TokenMeter, Totals, TurnObserver, TurnRecord
+from inferencecenter.sessions.totals import TokenMeter, Totals, TurnObserver, TurnRecord, WaitEstimate
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -98,6 +98,7 @@ class Sessions:
         self._random_bytes = random_bytes
         self._call_later = call_later
         self._meter = TokenMeter()
+        self._waits = WaitEstimate()
         self._last: TurnRecord | None = None
         self._around = Surroundings(
             engine=engine,
@@ -107,6 +108,7 @@ class Sessions:
             new_id=self._new_id,
             new_seed=lambda: int.from_bytes(random_bytes(4), "little") >> 1,
             meter=self._meter,
+            eta_ms=self._eta_ms,
             turn_ended=self._turn_ended,
             max_transcript_chars=max_transcript_chars,
         )
@@ -315,6 +317,7 @@ class Sessions:
 
     def _turn_ended(self, record: TurnRecord) -> None:
         self._last = record
+        self._waits.observe(record)
         _turn_log.info(
             "turn",
             client=record.client_id,
@@ -329,6 +332,10 @@ class Sessions:
         )
         if self._observer is not None:
             self._observer.turn_ended(record)
+
+    def _eta_ms(self, position: int) -> float | None:
+        model = self._engine.status.model
+        return self._waits.eta_ms(position, slots=model.slots) if model is not None else None
 
     def _new_id(self, prefix: str) -> str:
         return prefix + base64.urlsafe_b64encode(self._random_bytes(16)).rstrip(b"=").decode()

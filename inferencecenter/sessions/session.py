@@ -101,7 +101,7 @@ class Session:
             turn = self._submit(request, overlay=overlay, priority=priority)
         self._stream.sink = sink
         if turn is not None:
-            self._stream.queued(turn, request_id=request.id)
+            self._stream.queued(turn, eta_ms=self._around.eta_ms(turn.position), request_id=request.id)
         elif ended is not None:
             self._stream.again(ended, request_id=request.id)
 
@@ -205,7 +205,7 @@ class Session:
             _log.warning("engine_event_before_start", engine_event=type(event).__name__, turn=turn.turn_id)
         elif event.position != turn.position:
             turn.position = event.position
-            self._stream.queued(turn)
+            self._stream.queued(turn, eta_ms=self._around.eta_ms(turn.position))
 
     def _hear_running(self, turn: Turn, event: ipc.TurnEvent) -> None:
         if isinstance(event, Delta):

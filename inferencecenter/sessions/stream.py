@@ -28,7 +28,7 @@ class EventStream:
         self.seq = 0
         self._session_id = session_id
 
-    def queued(self, turn: Turn, *, request_id: str | None = None) -> None:
+    def queued(self, turn: Turn, *, eta_ms: float | None, request_id: str | None = None) -> None:
         """Acknowledge a turn, or say that its place has changed."""
         self._send(
             events.Queued(
@@ -37,6 +37,7 @@ class EventStream:
                 seq=self._next(),
                 turn_id=turn.turn_id,
                 position=turn.position,
+                eta_ms=eta_ms,
             )
         )
 

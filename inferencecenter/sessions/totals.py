@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Final, Protocol
 
 WINDOW_S: Final = 10
+_NEWEST: Final = 0.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,3 +64,23 @@ class TokenMeter:
     def per_s(self, *, now: float) -> float:
         """Return tokens a second over the last ten seconds."""
         return sum(n_tokens for second, n_tokens in self._seconds if second > now - WINDOW_S) / WINDOW_S
+
+
+class WaitEstimate:
+    """Guesses how long a turn will wait, from how long the latest ones held their slots."""
+
+    def __init__(self) -> None:
+        self._held_ms: float | None = None
+
+    def observe(self, record: TurnRecord) -> None:
+        """Learn from a turn that ended; one that never ran says nothing."""
+        if record.prompt_tokens:
+            held_ms = record.total_ms - record.queue_ms
+            old_ms = held_ms if self._held_ms is None else self._held_ms
+            self._held_ms = old_ms + _NEWEST * (held_ms - old_ms)
+
+    def eta_ms(self, position: int, *, slots: int) -> float | None:
+        """Return the expected wait at a place in the queue; ``None`` for a turn that runs, or before any has ended."""
+        if not position or self._held_ms is None:
+            return None
+        return round(position * self._held_ms / slots)

@@ -317,3 +317,16 @@ def test_what_a_model_file_recommends_is_no_choice_to_warn_of(world: World) -> N
         world.infer(world.create(), params=params)
         world.engine.answer("x")
         assert any("top_k" in warning for warning in world.sink.last.warnings) is named
+
+
+def test_a_waiting_turn_is_told_how_long(world: World) -> None:
+    """Once a turn has ended, the next that waits hears its place and an expected wait; one that runs hears none."""
+    session_id = world.create()
+    world.infer(session_id)
+    world.engine.start()
+    world.engine.generate("x")
+    world.engine.finish(kept="x", queue_ms=0.0, total_ms=300.0)
+    world.engine.position = 2
+    world.infer(session_id)
+    queued = [event for event in world.sink.events if isinstance(event, events.Queued)]
+    assert [(event.position, event.eta_ms) for event in queued] == [(0, None), (2, 300)]

@@ -1,8 +1,8 @@
-"""Counting tokens."""
+"""Counting tokens, and guessing waits."""
 
 from __future__ import annotations
 
-from inferencecenter.sessions.totals import TokenMeter
+from inferencecenter.sessions.totals import TokenMeter, TurnRecord, WaitEstimate
 
 
 def test_the_rate_is_of_the_last_ten_seconds() -> None:
@@ -24,3 +24,38 @@ def test_the_window_holds_no_more_than_its_seconds() -> None:
         meter.add(1, now=float(second))
     assert meter.per_s(now=999.0) == 1
     assert meter.total == 1000
+
+
+def record(*, queue_ms: float, total_ms: float, prompt_tokens: int = 9) -> TurnRecord:
+    """A turn of which only the times matter."""
+    return TurnRecord(
+        client_id="c",
+        session_id="s",
+        turn_id="t",
+        finish="stop",
+        queue_ms=queue_ms,
+        ttft_ms=0.0,
+        total_ms=total_ms,
+        prompt_tokens=prompt_tokens,
+        cached_tokens=0,
+        tokens=1,
+        tps=0.0,
+    )
+
+
+def test_a_wait_is_guessed_from_how_long_slots_are_held() -> None:
+    """With two slots held for 400 ms each, one comes free every 200 ms."""
+    waits = WaitEstimate()
+    assert waits.eta_ms(1, slots=2) is None
+    waits.observe(record(queue_ms=600, total_ms=1000))
+    assert waits.eta_ms(0, slots=2) is None
+    assert waits.eta_ms(1, slots=2) == 200
+    assert waits.eta_ms(3, slots=2) == 600
+
+
+def test_a_turn_that_never_ran_does_not_change_the_guess() -> None:
+    """Aborted while it waited, it held no slot."""
+    waits = WaitEstimate()
+    waits.observe(record(queue_ms=0, total_ms=100))
+    waits.observe(record(queue_ms=5000, total_ms=9000, prompt_tokens=0))
+    assert waits.eta_ms(1, slots=1) == 100
