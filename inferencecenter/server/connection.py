@@ -14,7 +14,7 @@ from inferencecenter.protocol.codec import FrameError, read_frame
 from inferencecenter.protocol.values import ClientLimits
 from inferencecenter.server import commands, replies
 from inferencecenter.server.outbox import Outbox
-from inferencecenter.server.states import ConnectionEvent, ConnectionState, Lifecycle
+from inferencecenter.server.states import CONNECTION, ConnectionEvent, ConnectionState
 from inferencecenter.server.websocket import LAST_WORD_S, LINGER_S
 from inferencecenter.sessions.client import Client
 
@@ -32,6 +32,8 @@ _log = structlog.get_logger(__name__)
 class Connection:
     """A socket that was accepted; everything here runs on the event loop and nothing waits.
 
+    ``_move`` is the only writer of its state.
+
     Args:
         context: The rest of the daemon.
         wire: The socket.
@@ -44,7 +46,7 @@ class Connection:
         self.address = address
         self.v1 = False
         self._wire = wire
-        self._lifecycle = Lifecycle()
+        self._state = ConnectionState.CONNECTED
         self._account: Account | None = None
         self._client: Client | None = None
         self._turns: set[str] = set()
@@ -61,12 +63,12 @@ class Connection:
 
     def __repr__(self) -> str:
         client_id = self._account.client_id if self._account else None
-        return f"<Connection {self._lifecycle.state} {self.address} {client_id}>"
+        return f"<Connection {self._state} {self.address} {client_id}>"
 
     @property
     def state(self) -> ConnectionState:
         """Where the connection is in its life."""
-        return self._lifecycle.state
+        return self._state
 
     @property
     def authenticated(self) -> bool:
@@ -109,7 +111,7 @@ class Connection:
             InferenceCenterError: ``rate_limited`` when the client has too many sockets.
         """
         self.context.hub.join(account.client_id)
-        self._lifecycle.apply(ConnectionEvent.AUTHENTICATE)
+        self._move(ConnectionEvent.AUTHENTICATE)
         self._account = account
         self._client = Client(
             client_id=account.client_id,
@@ -179,7 +181,7 @@ class Connection:
             self.close(CloseCode.RESTART, "the daemon stops")
         elif self.state is ConnectionState.AUTHENTICATED:
             self.send(events.GoingAway(deadline_ms=int(deadline_s * 1000), resume=False))
-            self._lifecycle.apply(ConnectionEvent.DRAIN)
+            self._move(ConnectionEvent.DRAIN)
             self._leave_if_drained()
 
     def close(self, code: CloseCode, reason: str) -> None:
@@ -189,6 +191,9 @@ class Connection:
     def lost(self) -> None:
         """Clean up: the socket is gone, whoever ended it."""
         self._end(None, write_rest=False)
+
+    def _move(self, event: ConnectionEvent) -> None:
+        self._state = CONNECTION.after(self._state, event)
 
     def _too_slow(self) -> None:
         _log.warning("slow_reader", client=self._account and self._account.client_id, address=self.address)
@@ -203,7 +208,7 @@ class Connection:
         if self.state is ConnectionState.CLOSED:
             return
         was_authenticated = self.authenticated
-        self._lifecycle.apply(ConnectionEvent.CLOSE)
+        self._move(ConnectionEvent.CLOSE)
         self._disarm()
         self._outbox.close(write_rest=write_rest)
         self._wire.on_writable = None

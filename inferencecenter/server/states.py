@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping
+from inferencecenter.lifecycle import Lifecycle
 
 
 class ConnectionState(StrEnum):
@@ -27,44 +25,14 @@ class ConnectionEvent(StrEnum):
     CLOSE = "close"
 
 
-# A pair that is not here is illegal. A socket that never authenticated has nothing to drain.
-TRANSITIONS: Final[Mapping[tuple[ConnectionState, ConnectionEvent], ConnectionState]] = MappingProxyType(
+# A socket that never authenticated has nothing to drain.
+CONNECTION: Final = Lifecycle(
+    "connection",
     {
         (ConnectionState.CONNECTED, ConnectionEvent.AUTHENTICATE): ConnectionState.AUTHENTICATED,
         (ConnectionState.CONNECTED, ConnectionEvent.CLOSE): ConnectionState.CLOSED,
         (ConnectionState.AUTHENTICATED, ConnectionEvent.DRAIN): ConnectionState.DRAINING,
         (ConnectionState.AUTHENTICATED, ConnectionEvent.CLOSE): ConnectionState.CLOSED,
         (ConnectionState.DRAINING, ConnectionEvent.CLOSE): ConnectionState.CLOSED,
-    }
+    },
 )
-
-
-class IllegalTransitionError(Exception):
-    """The code asked a connection to do what its state does not allow."""
-
-
-class Lifecycle:
-    """The state of one connection; ``apply`` is its only writer."""
-
-    def __init__(self) -> None:
-        self._state = ConnectionState.CONNECTED
-
-    @property
-    def state(self) -> ConnectionState:
-        """The state now."""
-        return self._state
-
-    def apply(self, event: ConnectionEvent) -> ConnectionState:
-        """Move along the table and return the new state.
-
-        Raises:
-            IllegalTransitionError: The table has no such pair.
-        """
-        try:
-            self._state = TRANSITIONS[self._state, event]
-        except KeyError:
-            raise IllegalTransitionError(f"{event} while {self._state}") from None
-        return self._state
-
-    def __repr__(self) -> str:
-        return f"<Lifecycle {self._state}>"

@@ -14,7 +14,7 @@ from inferencecenter.protocol.values import ChatMessage, SessionSummary
 from inferencecenter.sessions.client import PRIORITY_RANK
 from inferencecenter.sessions.ledger import Ledger
 from inferencecenter.sessions.prompt import TOKEN_BYTES, History, after_turn, next_prompt
-from inferencecenter.sessions.states import SessionChange, SessionState, TurnChange, TurnState, session_after
+from inferencecenter.sessions.states import SESSION, SessionChange, SessionState, TurnChange, TurnState
 from inferencecenter.sessions.stream import EventStream
 from inferencecenter.sessions.totals import TurnRecord
 from inferencecenter.sessions.turn import Turn
@@ -296,7 +296,7 @@ class Session:
         self._around.engine.release(self.facts.session_id)
 
     def _change(self, change: SessionChange) -> None:
-        self._state = session_after(self._state, change)
+        self._state = SESSION.after(self._state, change)
 
     def _touch(self) -> None:
         self._last_used = self._around.monotonic()

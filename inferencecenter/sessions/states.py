@@ -6,11 +6,9 @@ Attached or detached is a property of a session, not a state.
 from __future__ import annotations
 
 from enum import StrEnum
-from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import Final
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping
+from inferencecenter.lifecycle import Lifecycle
 
 
 class SessionState(StrEnum):
@@ -55,24 +53,19 @@ class TurnChange(StrEnum):
     FAIL = "fail"
 
 
-class IllegalTransitionError(Exception):
-    """A change that the table does not know: a defect of the caller."""
-
-    def __init__(self, state: StrEnum, change: StrEnum) -> None:
-        super().__init__(f"{change.value} cannot happen to what is {state.value}")
-
-
-SESSION_TABLE: Mapping[tuple[SessionState, SessionChange], SessionState] = MappingProxyType(
+SESSION: Final = Lifecycle(
+    "session",
     {
         (SessionState.IDLE, SessionChange.TURN_QUEUED): SessionState.BUSY,
         (SessionState.BUSY, SessionChange.TURN_ENDED): SessionState.IDLE,
         (SessionState.IDLE, SessionChange.CLOSE): SessionState.CLOSED,
         (SessionState.IDLE, SessionChange.EXPIRE): SessionState.EXPIRED,
-    }
+    },
 )
 
 # A queued turn may end without having run: aborted while it waited, or refused by the engine.
-TURN_TABLE: Mapping[tuple[TurnState, TurnChange], TurnState] = MappingProxyType(
+TURN: Final = Lifecycle(
+    "turn",
     {
         (TurnState.QUEUED, TurnChange.START): TurnState.RUNNING,
         (TurnState.QUEUED, TurnChange.FINISH): TurnState.FINISHED,
@@ -81,29 +74,5 @@ TURN_TABLE: Mapping[tuple[TurnState, TurnChange], TurnState] = MappingProxyType(
         (TurnState.RUNNING, TurnChange.FINISH): TurnState.FINISHED,
         (TurnState.RUNNING, TurnChange.ABORT): TurnState.ABORTED,
         (TurnState.RUNNING, TurnChange.FAIL): TurnState.FAILED,
-    }
+    },
 )
-
-
-def session_after(state: SessionState, change: SessionChange) -> SessionState:
-    """Return the state that follows.
-
-    Raises:
-        IllegalTransitionError: The table has no such row.
-    """
-    try:
-        return SESSION_TABLE[state, change]
-    except KeyError:
-        raise IllegalTransitionError(state, change) from None
-
-
-def turn_after(state: TurnState, change: TurnChange) -> TurnState:
-    """Return the state that follows.
-
-    Raises:
-        IllegalTransitionError: The table has no such row.
-    """
-    try:
-        return TURN_TABLE[state, change]
-    except KeyError:
-        raise IllegalTransitionError(state, change) from None

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from inferencecenter.protocol.values import TurnStats
 from inferencecenter.sessions.prompt import TOKEN_BYTES, Answer
-from inferencecenter.sessions.states import TurnChange, TurnState, turn_after
+from inferencecenter.sessions.states import TURN, TurnChange, TurnState
 
 if TYPE_CHECKING:
     from inferencecenter.ipc.messages import Delta, Failed, Finished, Started
@@ -82,7 +82,7 @@ class Turn:
         Raises:
             IllegalTransitionError: The table of turns has no such row.
         """
-        self._state = turn_after(self._state, change)
+        self._state = TURN.after(self._state, change)
 
     def start(self, event: Started, *, now: float) -> None:
         """Take note that the turn has a slot, and of which tokens its prompt consists."""

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import Final
 
 from inferencecenter.ipc.port import EngineState
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
+from inferencecenter.lifecycle import Lifecycle
 
 
 class EngineChange(StrEnum):
@@ -23,15 +20,9 @@ class EngineChange(StrEnum):
     ENDED = "ended"
 
 
-class IllegalTransitionError(Exception):
-    """A change that the table does not know: a defect of the supervisor."""
-
-    def __init__(self, state: EngineState, change: EngineChange) -> None:
-        super().__init__(f"{change.value} cannot happen to an engine that is {state.value}")
-
-
 # A failure to load leaves the engine FAILED; every other loss goes on to BACKOFF.
-ENGINE_TABLE: Mapping[tuple[EngineState, EngineChange], EngineState] = MappingProxyType(
+ENGINE: Final = Lifecycle(
+    "engine",
     {
         (EngineState.STOPPED, EngineChange.START): EngineState.STARTING,
         (EngineState.STARTING, EngineChange.LOADED): EngineState.READY,
@@ -45,17 +36,5 @@ ENGINE_TABLE: Mapping[tuple[EngineState, EngineChange], EngineState] = MappingPr
         (EngineState.BACKOFF, EngineChange.STOP): EngineState.DRAINING,
         (EngineState.STOPPED, EngineChange.STOP): EngineState.DRAINING,
         (EngineState.DRAINING, EngineChange.ENDED): EngineState.STOPPED,
-    }
+    },
 )
-
-
-def engine_after(state: EngineState, change: EngineChange) -> EngineState:
-    """Return the state that follows.
-
-    Raises:
-        IllegalTransitionError: The table has no such row.
-    """
-    try:
-        return ENGINE_TABLE[state, change]
-    except KeyError:
-        raise IllegalTransitionError(state, change) from None

@@ -27,7 +27,7 @@ from inferencecenter.ipc.port import EngineState, EngineStatus
 from inferencecenter.supervisor.backoff import Backoff, RestartPolicy
 from inferencecenter.supervisor.orphan import OrphanError, engine_lock, record_holder
 from inferencecenter.supervisor.process import EngineProcess
-from inferencecenter.supervisor.states import EngineChange, engine_after
+from inferencecenter.supervisor.states import ENGINE, EngineChange
 from inferencecenter.tasks import TaskGroup
 
 if TYPE_CHECKING:
@@ -299,7 +299,7 @@ class Supervisor:
             )
 
     def _change(self, change: EngineChange) -> None:
-        self._state = engine_after(self._state, change)
+        self._state = ENGINE.after(self._state, change)
         _log.debug("engine_state", state=self._state.value, change=change.value)
         self._tell()
 

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from inferencecenter.cli.reference import markdown
-from inferencecenter.engine.scheduler import request as engine_request
-from inferencecenter.server import states as connection
-from inferencecenter.sessions import states as session
-from inferencecenter.supervisor import states as engine
+from inferencecenter.engine.scheduler.request import REQUEST
+from inferencecenter.server.states import CONNECTION
+from inferencecenter.sessions.states import SESSION, TURN
+from inferencecenter.supervisor.states import ENGINE
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-    from enum import StrEnum
+    from inferencecenter.lifecycle import Lifecycle
 
 _INTRODUCTION: Final = """\
 Each lifecycle is a table with one writer; a step that is not in the table raises. The diagrams are drawn from the
@@ -21,30 +20,28 @@ tables."""
 
 def page() -> str:
     """Return ``docs/states.md``."""
-    steps = [(state, "", after) for state, afters in engine_request.TRANSITIONS.items() for after in sorted(afters)]
     return markdown.page(
         "States",
         _INTRODUCTION,
         "## Connection",
-        _diagram((state, event, after) for (state, event), after in connection.TRANSITIONS.items()),
+        _diagram(CONNECTION),
         "## Session",
-        _diagram((state, change, after) for (state, change), after in session.SESSION_TABLE.items()),
+        _diagram(SESSION),
         "## Turn",
         "Exactly one terminal event is sent, on the way into the last state.",
-        _diagram((state, change, after) for (state, change), after in session.TURN_TABLE.items()),
+        _diagram(TURN),
         "## Engine process",
-        _diagram((state, event, after) for (state, event), after in engine.ENGINE_TABLE.items()),
+        _diagram(ENGINE),
         "## Request in the engine",
-        _diagram(steps),
+        _diagram(REQUEST),
     )
 
 
-def _diagram(steps: Iterable[tuple[StrEnum, StrEnum | str, StrEnum]]) -> str:
-    """A Mermaid state diagram; the first step's state is where it begins, states that nothing leaves are its ends."""
-    listed = [(state.value, str(event), after.value) for state, event, after in steps]
-    left = {state for state, _, _ in listed}
-    ends = dict.fromkeys(after for _, _, after in listed if after not in left)
-    lines = [f"[*] --> {listed[0][0]}"]
-    lines += [f"{state} --> {after}" + (f": {event}" if event else "") for state, event, after in listed]
+def _diagram(lifecycle: Lifecycle[Any, Any]) -> str:
+    """A Mermaid state diagram; the first row's state is where it begins, states that nothing leaves are its ends."""
+    left = {state for state, _ in lifecycle.rows}
+    ends = dict.fromkeys(after for after in lifecycle.rows.values() if after not in left)
+    lines = [f"[*] --> {next(iter(lifecycle.rows))[0]}"]
+    lines += [f"{state} --> {after}: {change}" for (state, change), after in lifecycle.rows.items()]
     lines += [f"{end} --> [*]" for end in ends]
     return "\n".join(["```mermaid", "stateDiagram-v2", *(f"    {line}" for line in lines), "```"])

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
-from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import Final
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping
+from inferencecenter.lifecycle import Lifecycle
 
 
 class RequestState(StrEnum):
@@ -20,18 +18,24 @@ class RequestState(StrEnum):
     DONE = "done"
 
 
-TRANSITIONS: Mapping[RequestState, frozenset[RequestState]] = MappingProxyType(
+class RequestChange(StrEnum):
+    """What can happen to a request."""
+
+    ADMIT = "admit"
+    PROMPT_READ = "prompt_read"
+    END = "end"
+
+
+REQUEST: Final = Lifecycle(
+    "request",
     {
-        RequestState.WAITING: frozenset({RequestState.PREFILL, RequestState.DONE}),
-        RequestState.PREFILL: frozenset({RequestState.DECODE, RequestState.DONE}),
-        RequestState.DECODE: frozenset({RequestState.DONE}),
-        RequestState.DONE: frozenset(),
-    }
+        (RequestState.WAITING, RequestChange.ADMIT): RequestState.PREFILL,
+        (RequestState.PREFILL, RequestChange.PROMPT_READ): RequestState.DECODE,
+        (RequestState.WAITING, RequestChange.END): RequestState.DONE,
+        (RequestState.PREFILL, RequestChange.END): RequestState.DONE,
+        (RequestState.DECODE, RequestChange.END): RequestState.DONE,
+    },
 )
-
-
-class IllegalTransitionError(Exception):
-    """A request was moved to a state that cannot follow its own."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -78,15 +82,13 @@ class Request:
         """How many tokens are not in KV yet; 1 between two decodes."""
         return len(self.tokens) - self.kv_tokens
 
-    def become(self, state: RequestState) -> None:
-        """Move on to ``state``.
+    def change(self, change: RequestChange) -> None:
+        """Move on; the only writer of the state.
 
         Raises:
-            IllegalTransitionError: The table has no such step.
+            IllegalTransitionError: The table has no such row.
         """
-        if state not in TRANSITIONS[self._state]:
-            raise IllegalTransitionError(f"turn {self.turn_id}: {self._state.value} -> {state.value}")
-        self._state = state
+        self._state = REQUEST.after(self._state, change)
 
     def chunk_end(self, start: int, grid_tokens: int) -> int:
         """Return where the chunk that begins at ``start`` ends: at the grid's next line or with the tokens."""

@@ -14,7 +14,7 @@ from inferencecenter.engine.scheduler.policy import (
     prefill_passes,
 )
 from inferencecenter.engine.scheduler.prefix import common_prefix_tokens
-from inferencecenter.engine.scheduler.request import Request, RequestState
+from inferencecenter.engine.scheduler.request import Request, RequestChange, RequestState
 from inferencecenter.engine.scheduler.slots import SlotTable
 from inferencecenter.errors import ErrorCode, InferenceCenterError
 
@@ -155,7 +155,7 @@ class Scheduler:
             request = self._requests[turn_id]
             request.tokens.append(token)
             if request.state is RequestState.PREFILL:
-                request.become(RequestState.DECODE)
+                request.change(RequestChange.PROMPT_READ)
         for turn_id in outcome.lost:
             self._slot(self._requests[turn_id]).tokens.clear()
         for turn_id in outcome.ended:
@@ -214,7 +214,7 @@ class Scheduler:
             # The last token is always decoded: its logits are what the answer starts from.
             keep = min(common_prefix_tokens(slot.tokens, request.tokens), request.prompt_tokens - 1)
         self._slots.assign(slot, session_id=request.session_id, turn_id=request.turn_id, keep_tokens=keep)
-        request.become(RequestState.PREFILL)
+        request.change(RequestChange.ADMIT)
         request.slot = slot.index
         request.kv_tokens = request.cached_tokens = keep
         request.served = self._tick
@@ -238,7 +238,7 @@ class Scheduler:
         else:
             self._slots.free(self._slot(request), now=now)
             del self._running[request.turn_id]
-        request.become(RequestState.DONE)
+        request.change(RequestChange.END)
         request.slot = None
         del self._requests[request.turn_id]
 
