@@ -12,6 +12,7 @@ import pytest
 from websockets.asyncio.client import connect
 from websockets.exceptions import ConnectionClosed
 
+from inferencecenter.protocol.codec import REQUESTS
 from tests.e2e.harness import ENDLESS, Talk, free_port, talk
 
 if TYPE_CHECKING:
@@ -138,13 +139,15 @@ async def test_busy_sessions_and_idle_aborts(daemon: Daemon) -> None:
         assert (end["op"], end["finish_reason"]) == ("end", "aborted")
 
 
-SESSION_OPS: list[dict[str, Any]] = [
-    {"op": "infer", "prompt": "Hi"},
-    {"op": "abort"},
-    {"op": "close_session"},
-    {"op": "append", "messages": [{"role": "user", "content": "x"}]},
-    {"op": "get_session"},
+REQUIRED: dict[str, dict[str, Any]] = {
+    "infer": {"prompt": "Hi"},
+    "append": {"messages": [{"role": "user", "content": "x"}]},
+}
+"""What an op needs besides a session."""
+SESSION_FIELDS = [
+    (op, field) for op, kind in REQUESTS.items() for field in ("session_id", "after") if field in kind.model_fields
 ]
+"""Every op that names a session, and the field by which it does."""
 
 
 @pytest.fixture
@@ -167,10 +170,10 @@ async def test_a_foreign_session_looks_like_a_random_one(daemon: Daemon, foreign
         await stranger.send(json.dumps({"op": "auth", "token": foreign_token, "protocol": 1}))
         await stranger.recv()
         await stranger.recv()
-        for op in SESSION_OPS:
+        for op, field in SESSION_FIELDS:
             answers = []
             for session_id in (session, "s_" + "A" * (len(session) - 2)):
-                await stranger.send(json.dumps({**op, "session_id": session_id, "id": "same"}))
+                await stranger.send(json.dumps({"op": op, **REQUIRED.get(op, {}), field: session_id, "id": "same"}))
                 answers.append(await asyncio.wait_for(stranger.recv(), 10))
             assert answers[0] == answers[1]
             assert json.loads(answers[0])["code"] == "session_not_found"
