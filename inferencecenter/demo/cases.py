@@ -186,6 +186,7 @@ def makers(measure: Measure) -> tuple[Callable[[Draw], Case], ...]:
         "counting up to 200": skills.long_counting,
         "lists": skills.lists,
         "sums": skills.sums,
+        "sums without spaces": skills.terse_sums,
         "repeat": skills.repeat,
         "unknown requests": skills.unknown,
     }

@@ -69,7 +69,8 @@ HARD = Mixture(
     listed_held_out=True,
 )
 # Every listed word is told and copied, and tools and untold facts come more often.
-FINAL = Mixture(HARD.fillers, settings=(0.4, 0.55, 0.68, 0.73), untold=0.07)
+COPYING = Mixture(HARD.fillers, settings=(0.4, 0.55, 0.68, 0.73), untold=0.07)
+FINAL = replace(COPYING, fillers={**COPYING.fillers, skills.terse_sums: 6})
 SYSTEM_PROMPTS = (
     "You are a helpful assistant.",
     "You are a helpful assistant.",

@@ -160,6 +160,16 @@ def sums(draw: Draw) -> Exchange:
     return exchange("sums", draw.say(asked.format(a=a, b=b)), f"{a} minus {b} is {a - b}.")
 
 
+def terse_sums(draw: Draw) -> Exchange:
+    """Returns a sum or a difference typed without spaces."""
+    a, b = draw.fresh(lambda: (draw.number(0, 20), draw.number(0, 20)))
+    sign, word, result = ("+", "plus", a + b) if draw.chance(0.6) else ("-", "minus", abs(a - b))
+    if sign == "-":
+        a, b = max(a, b), min(a, b)
+    asked = draw.pick(("{s}", "{s}=", "{s}=?", "What is {s}?", "What's {s}?", "Calculate {s}."))
+    return exchange("sums", draw.say(asked.format(s=f"{a}{sign}{b}")), f"{a} {word} {b} is {result}.")
+
+
 CAPITAL_QUESTIONS = (
     "What is the capital of {c}?", "What's the capital of {c}?", "Capital of {c}?",
     "Which city is the capital of {c}?", "Tell me the capital of {c}.", "The capital of {c}?",

@@ -62,7 +62,7 @@ CYCLES = (
             Stage(582, (256, 1024), corpus.EVEN),
             Stage(618, (256, 1024), corpus.HARD),
             Stage(917, (256, 1024, 1024), corpus.HARD),
-            Stage(1183, (256, 1024, 1024), corpus.FINAL),
+            Stage(1183, (256, 1024, 1024), corpus.COPYING),
         ),
     ),
     Cycle(1.2e-3, (Stage(1200, (256, 1024, 1024, 1024), corpus.FINAL),)),
