@@ -63,7 +63,7 @@ async def test_two_sockets_stream_at_the_same_time(daemon: Daemon) -> None:
         async def run(name: str, client: Talk) -> None:
             session = await client.create()
             await client.send(
-                op="infer", session_id=session, prompt="Count from 1 to 30.", params={**ENDLESS, "max_tokens": 300}
+                op="infer", session_id=session, prompt="Count from 1 to 30.", params={**ENDLESS, "max_tokens": 1000}
             )
             while (await client.receive())["op"] != "end":
                 order.append(name)
