@@ -1,0 +1,1 @@
+"""Measured speed: the same work on this daemon and on others, side by side."""

@@ -1,0 +1,121 @@
+"""What a benchmark drives: servers that run turns, and what is seen of each turn from outside.
+
+``peers`` implements the targets: ``detect(name, url, token=...)`` asks an address what it is and returns its
+``TargetSpec``; ``make_target(spec)`` returns the ``Target`` that speaks to it. A spec is plain data: the process that
+measures hands it to the one that makes the load.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
+
+if TYPE_CHECKING:
+    from contextlib import AbstractAsyncContextManager
+
+TargetKind: TypeAlias = Literal["inferencecenter", "llama-server", "openai"]
+
+
+@dataclass(frozen=True, slots=True)
+class TargetSpec:
+    """Where a server is and what it speaks.
+
+    ``token`` is the bearer or account token, where one is needed. ``model`` is the model name that an OpenAI-compatible
+    server wants in each request; empty where it is not needed.
+    """
+
+    name: str
+    kind: TargetKind
+    url: str
+    token: str | None = None
+    model: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class TargetFacts:
+    """What a server says of itself; ``None`` or an empty string where it does not.
+
+    ``library`` names the version of llama.cpp. ``threads`` are those that generate. ``n_ctx`` is tokens per slot.
+    """
+
+    name: str
+    kind: TargetKind
+    url: str
+    model: str
+    model_bytes: int | None
+    n_params: int | None
+    library: str
+    threads: int | None
+    slots: int | None
+    n_ctx: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """One turn to run.
+
+    The prompt is a function of ``seed`` and ``prompt_tokens``; prompts of different seeds differ from their first words
+    on, so that no prefix is found in a cache. Exactly ``max_tokens`` are generated: ends of text are ignored. Turns of
+    one ``history_id`` continue one conversation; ``None`` is a conversation of its own.
+    """
+
+    prompt_tokens: int
+    max_tokens: int
+    seed: int
+    history_id: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TurnTrace:
+    """One turn as its client saw it; times are seconds of the client's monotonic clock.
+
+    ``token_times_s`` has one entry for each piece of text that arrived, which may be fewer than ``tokens``: a piece
+    can hold several, and half a character is held back. ``prompt_tokens`` and ``tokens`` are the server's own count.
+    """
+
+    started_s: float
+    token_times_s: tuple[float, ...]
+    ended_s: float
+    prompt_tokens: int
+    tokens: int
+    cached_tokens: int | None = None
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AbortTrace:
+    """A turn that its client ended; ``aborted_s`` is when it asked, ``ended_s`` when the server had stopped."""
+
+    started_s: float
+    token_times_s: tuple[float, ...]
+    aborted_s: float
+    ended_s: float
+    error: str | None = None
+
+
+class TargetSession(Protocol):
+    """One client's connection."""
+
+    async def turn(self, work: Work) -> TurnTrace:
+        """Run a turn to its end; a failure of the turn is the trace's ``error``."""
+
+    async def turn_then_abort(self, work: Work, *, after_tokens: int | None) -> AbortTrace:
+        """Abort a turn after so many pieces of text, or while its prompt is read when ``None``."""
+
+
+class Target(Protocol):
+    """A server that runs turns."""
+
+    async def facts(self) -> TargetFacts:
+        """Ask the server what it runs.
+
+        Raises:
+            InferenceCenterError: ``daemon_unreachable`` or ``not_authenticated``.
+        """
+
+    def session(self) -> AbstractAsyncContextManager[TargetSession]:
+        """Open a connection for one client.
+
+        Raises:
+            InferenceCenterError: ``daemon_unreachable`` or ``not_authenticated``.
+        """
