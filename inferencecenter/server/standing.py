@@ -83,4 +83,6 @@ def _model(engine: EngineStatus) -> Values:
         "layers": model.n_layers,
         "gpu_layers": model.n_gpu_layers,
         "backend": model.backend,
+        "threads": model.n_threads,
+        "library": model.library,
     }

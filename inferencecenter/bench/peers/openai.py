@@ -1,0 +1,176 @@
+"""Any server with OpenAI's `/v1/completions` as a target: text prompts, over one kept connection for each client.
+
+It counts the tokens itself, in the usage that ends a stream. `ignore_eos`, `top_k` and `min_p` are not OpenAI's; the
+servers that people run themselves know them. Such a server cannot be asked whether it has stopped, so aborts are not
+measured.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+
+from inferencecenter.bench.peers.http import Http
+from inferencecenter.bench.peers.prompts import calibrate
+from inferencecenter.bench.peers.sampling import sampling
+from inferencecenter.bench.target import AbortTrace, TargetFacts, TurnTrace, Work
+from inferencecenter.errors import ErrorCode, InferenceCenterError
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from inferencecenter.bench.peers.prompts import Prompts
+    from inferencecenter.bench.target import TargetSpec
+
+_COUNTING: Final = Work(prompt_tokens=0, max_tokens=1, seed=0)
+
+
+class _Choice(msgspec.Struct):
+    """A piece of the answer."""
+
+    text: str = ""
+
+
+class _PromptDetails(msgspec.Struct):
+    """More about the prompt."""
+
+    cached_tokens: int | None = None
+
+
+class _Usage(msgspec.Struct):
+    """Token counts."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    prompt_tokens_details: _PromptDetails | None = None
+
+
+class _Error(msgspec.Struct):
+    """A failure in the middle of a stream."""
+
+    message: str = ""
+
+
+class _Event(msgspec.Struct):
+    """An event of a stream, or a whole answer."""
+
+    choices: list[_Choice] = msgspec.field(default_factory=list)
+    usage: _Usage | None = None
+    error: _Error | None = None
+
+
+_EVENTS: Final = msgspec.json.Decoder(_Event)
+
+
+class OpenAIServer:
+    """A running server with OpenAI's API.
+
+    Args:
+        spec: ``model`` is sent with each request.
+    """
+
+    def __init__(self, spec: TargetSpec) -> None:
+        self._spec = spec
+        self._prompts: Prompts | None = None
+        self._calibrating = asyncio.Lock()
+
+    async def facts(self) -> TargetFacts:
+        """Return the model's name: the API tells nothing else.
+
+        Raises:
+            InferenceCenterError: ``daemon_unreachable`` or ``not_authenticated``.
+        """
+        async with Http(self._spec) as http:
+            await http.get("/v1/models", msgspec.Raw)
+        return TargetFacts(
+            name=self._spec.name,
+            kind="openai",
+            url=self._spec.url,
+            model=self._spec.model,
+            model_bytes=None,
+            n_params=None,
+            library="",
+            threads=None,
+            slots=None,
+            n_ctx=None,
+        )
+
+    @contextlib.asynccontextmanager
+    async def session(self) -> AsyncIterator[OpenAISession]:
+        """Open a connection for one client; the first one also finds out which words are one token.
+
+        Raises:
+            InferenceCenterError: ``daemon_unreachable``, ``not_authenticated``, or what the server refused.
+        """
+        async with Http(self._spec) as http:
+            async with self._calibrating:
+                if self._prompts is None:
+                    self._prompts = await calibrate(lambda text: _count(http, text, model=self._spec.model))
+            yield OpenAISession(http, self._prompts, model=self._spec.model)
+
+
+class OpenAISession:
+    """One client's connection, and the conversations it tells again each time."""
+
+    def __init__(self, http: Http, prompts: Prompts, *, model: str) -> None:
+        self._http = http
+        self._prompts = prompts
+        self._model = model
+        self._conversations: dict[str, str] = {}
+
+    async def turn(self, work: Work) -> TurnTrace:
+        """Run a turn to its end; a failure of the turn is the trace's ``error``."""
+        started_s = time.monotonic()
+        times_s: list[float] = []
+        usage, error = None, None
+        try:
+            told = self._conversations.get(work.history_id, "") if work.history_id is not None else ""
+            prompt = told + self._prompts.text(work, first=not told)
+            answer: list[str] = []
+            started_s = time.monotonic()
+            stream = {"stream": True, "stream_options": {"include_usage": True}}
+            body = _body(work, prompt, model=self._model) | stream
+            async for now, event in self._http.stream("/v1/completions", body, _EVENTS):
+                text = "".join(choice.text for choice in event.choices)
+                if text:
+                    times_s.append(now)
+                    answer.append(text)
+                usage = event.usage or usage
+                error = event.error.message if event.error else error
+            ended_s = time.monotonic()
+            if error is None and usage is None:
+                error = "the server does not say how many tokens it made"
+            if work.history_id is not None and error is None:
+                self._conversations[work.history_id] = prompt + "".join(answer)
+        except InferenceCenterError as failure:
+            ended_s, error = time.monotonic(), str(failure)
+        details = usage.prompt_tokens_details if usage else None
+        return TurnTrace(
+            started_s=started_s,
+            token_times_s=tuple(times_s),
+            ended_s=ended_s,
+            prompt_tokens=usage.prompt_tokens if usage else 0,
+            tokens=usage.completion_tokens if usage else 0,
+            cached_tokens=details.cached_tokens if details else None,
+            error=error,
+        )
+
+    async def turn_then_abort(self, work: Work, *, after_tokens: int | None) -> AbortTrace:
+        """Return an error: when such a server has stopped cannot be seen from outside."""
+        now = time.monotonic()
+        return AbortTrace(now, (), now, now, error="when this server has stopped cannot be seen from outside")
+
+
+async def _count(http: Http, text: str, *, model: str) -> int:
+    answer = await http.post("/v1/completions", _body(_COUNTING, text, model=model), _Event)
+    if answer.usage is None:
+        raise InferenceCenterError(ErrorCode.INTERNAL, "the server does not say how many tokens a prompt has")
+    return answer.usage.prompt_tokens
+
+
+def _body(work: Work, prompt: str, *, model: str) -> dict[str, Any]:
+    return {**sampling(work), "model": model, "prompt": prompt, "max_tokens": work.max_tokens}

@@ -1,0 +1,368 @@
+"""Tests of ``bench.peers.llama_server`` and ``bench.peers.openai``, against servers with their answers' real shapes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from aiohttp import web
+
+from inferencecenter.bench.peers import detect, make_target
+from inferencecenter.bench.target import TargetSpec, Work
+from inferencecenter.errors import ErrorCode, InferenceCenterError
+from tests.e2e.harness import free_port
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+BOS = 1
+WORK = Work(prompt_tokens=30, max_tokens=4, seed=5)
+
+
+@dataclass
+class FakeServer:
+    """A server with one slot, whose tokenizer has a token for each byte but spaces, behind a BOS."""
+
+    url: str = ""
+    token: str | None = None
+    bodies: list[dict[str, Any]] = field(default_factory=list)
+    connections: set[Any] = field(default_factory=set)
+    busy: bool = False
+    endless: bool = False
+    """Generates until the client leaves."""
+    slow_prompt: bool = False
+    """Reads half of the prompt, and the rest never."""
+    failure: str = ""
+    """Said in the middle of the stream instead of the last event."""
+    left: asyncio.Event = field(default_factory=asyncio.Event)
+    """A client has left before the end."""
+
+    def tokens(self, text: str, *, add_special: bool) -> list[int]:
+        """Token ids of a text."""
+        return [BOS] * add_special + [byte for byte in text.encode() if byte != 0x20]
+
+    @contextlib.asynccontextmanager
+    async def streaming(self, request: web.Request) -> AsyncIterator[web.StreamResponse]:
+        """An event stream that notices when its client leaves."""
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        self.busy = True
+        try:
+            yield response
+        except (ConnectionResetError, asyncio.CancelledError):
+            self.left.set()
+            raise
+        finally:
+            self.busy = False
+
+    async def props(self, _request: web.Request) -> web.Response:
+        """`/props`."""
+        return web.json_response(
+            {
+                "default_generation_settings": {"params": {"n_predict": -1, "temperature": 0.8}, "n_ctx": 4096},
+                "total_slots": 1,
+                "model_alias": "tiny.gguf",
+                "model_path": "/models/tiny.gguf",
+                "modalities": {"vision": False},
+                "chat_template": "...",
+                "build_info": "b9001-0c1e57098",
+                "is_sleeping": False,
+            }
+        )
+
+    async def models(self, request: web.Request) -> web.Response:
+        """`/v1/models`."""
+        if self.token is not None and request.headers.get("authorization") != f"Bearer {self.token}":
+            error = {"message": "Invalid API Key", "type": "authentication_error", "code": 401}
+            return web.json_response({"error": error}, status=401)
+        meta = {"vocab_type": 2, "n_vocab": 512, "n_ctx_train": 2048, "n_params": 494, "size": 530}
+        entry = {"id": "tiny.gguf", "object": "model", "owned_by": "llamacpp", "meta": meta}
+        return web.json_response({"object": "list", "data": [entry]})
+
+    async def tokenize(self, request: web.Request) -> web.Response:
+        """`/tokenize`."""
+        body = await request.json()
+        assert body["parse_special"] is False
+        self.connections.add(request.transport)
+        return web.json_response({"tokens": self.tokens(body["content"], add_special=body["add_special"])})
+
+    async def slots(self, _request: web.Request) -> web.Response:
+        """`/slots`."""
+        slot = {"id": 0, "id_task": 7, "n_ctx": 4096, "speculative": False, "is_processing": self.busy}
+        return web.json_response([slot])
+
+    async def completion(self, request: web.Request) -> web.StreamResponse:
+        """`/completion`."""
+        body = await request.json()
+        self.bodies.append(body)
+        self.connections.add(request.transport)
+        n_prompt = len(body["prompt"])
+        base = {"index": 0, "id_slot": 0, "tokens_evaluated": n_prompt}
+        async with self.streaming(request) as response:
+
+            async def say(**event: Any) -> None:
+                await response.write(b"data: " + json.dumps(base | event).encode() + b"\n\n")
+
+            if body.get("return_progress"):
+                for processed in (0, n_prompt // 2):
+                    reading = {"total": n_prompt, "cache": 0, "processed": processed, "time_ms": 3}
+                    await say(content="", tokens=[], stop=False, tokens_predicted=0, prompt_progress=reading)
+            while self.slow_prompt:
+                await response.write(b":\n\n")
+                await asyncio.sleep(0)
+            made = 0
+            while made < body["n_predict"] or self.endless:
+                made += 1
+                # The second token is the first byte of a longer character: there is nothing to show yet.
+                text = "" if made == 2 else f" filler{made}"
+                await say(content=text, tokens=[1000 + made], stop=False, tokens_predicted=made)
+                await asyncio.sleep(0)
+            if self.failure:
+                await response.write(b'data: {"error":{"code":500,"message":"%b"}}\n\n' % self.failure.encode())
+            else:
+                timings = {"cache_n": 3, "prompt_n": n_prompt - 3, "prompt_ms": 1.0, "predicted_n": made}
+                ending = {"stop_type": "limit", "truncated": False, "prompt": "x" * 100_000, "timings": timings}
+                await say(content="", tokens=[], stop=True, tokens_predicted=made, **ending)
+        return response
+
+    async def completions(self, request: web.Request) -> web.StreamResponse:
+        """`/v1/completions`, whose stream comes with line ends of both kinds."""
+        body = await request.json()
+        self.bodies.append(body)
+        n_prompt = len(self.tokens(body["prompt"], add_special=True))
+        details = {"cached_tokens": 2}
+        usage = {"prompt_tokens": n_prompt, "completion_tokens": body["max_tokens"], "prompt_tokens_details": details}
+        if not body.get("stream"):
+            return web.json_response({"object": "text_completion", "choices": [{"text": "x"}], "usage": usage})
+        async with self.streaming(request) as response:
+            for made in range(body["max_tokens"]):
+                choice = {"text": f" w{made}", "index": 0, "logprobs": None, "finish_reason": None}
+                event = json.dumps({"object": "text_completion", "choices": [choice]}).encode()
+                await response.write(b"data: " + event[:20])
+                await response.write(event[20:] + b"\r\n\r\n")
+            if self.failure:
+                await response.write(b'data: {"error":{"message":"%b"}}\n\n' % self.failure.encode())
+            else:
+                await response.write(b"data: " + json.dumps({"choices": [], "usage": usage}).encode() + b"\n\n")
+            await response.write(b"data: [DONE]\n\n")
+        return response
+
+
+@contextlib.asynccontextmanager
+async def serving(server: FakeServer, *, speaks_llama: bool) -> AsyncIterator[FakeServer]:
+    """Run the server."""
+    app = web.Application()
+    app.router.add_get("/v1/models", server.models)
+    app.router.add_post("/v1/completions", server.completions)
+    if speaks_llama:
+        app.router.add_get("/props", server.props)
+        app.router.add_get("/slots", server.slots)
+        app.router.add_post("/tokenize", server.tokenize)
+        app.router.add_post("/completion", server.completion)
+    runner = web.AppRunner(app, handler_cancellation=True)
+    await runner.setup()
+    port = free_port()
+    await web.TCPSite(runner, "127.0.0.1", port).start()
+    server.url = f"http://127.0.0.1:{port}"
+    try:
+        yield server
+    finally:
+        await runner.cleanup()
+
+
+@pytest.fixture
+async def llama() -> AsyncIterator[FakeServer]:
+    """A llama-server."""
+    async with serving(FakeServer(), speaks_llama=True) as server:
+        yield server
+
+
+@pytest.fixture
+async def openai() -> AsyncIterator[FakeServer]:
+    """A server with OpenAI's API alone."""
+    async with serving(FakeServer(), speaks_llama=False) as server:
+        yield server
+
+
+async def test_servers_are_told_apart(llama: FakeServer, openai: FakeServer) -> None:
+    """What a server answers decides what it is; the end of an API address does not matter."""
+    assert await detect("a", llama.url) == TargetSpec("a", "llama-server", llama.url)
+    assert await detect("b", f"{openai.url}/v1/", token="t") == TargetSpec(
+        "b", "openai", openai.url, "t", model="tiny.gguf"
+    )
+    assert await detect("c", "ws://host:1/") == TargetSpec("c", "inferencecenter", "ws://host:1/")
+
+
+@pytest.mark.parametrize("url", ["localhost:8080", "ftp://host/", "http://"])
+async def test_what_is_no_address_is_refused(url: str) -> None:
+    """Only web and WebSocket addresses can be driven."""
+    with pytest.raises(InferenceCenterError) as refused:
+        await detect("a", url)
+
+    assert refused.value.code is ErrorCode.INVALID_REQUEST
+
+
+async def test_an_address_where_nobody_listens_is_unreachable() -> None:
+    """The probe and the target report it alike."""
+    url = f"http://127.0.0.1:{free_port()}"
+    with pytest.raises(InferenceCenterError) as probed:
+        await detect("a", url)
+    with pytest.raises(InferenceCenterError) as asked:
+        await make_target(TargetSpec("a", "llama-server", url)).facts()
+
+    assert probed.value.code is asked.value.code is ErrorCode.DAEMON_UNREACHABLE
+
+
+async def test_another_kind_of_server_is_not_driven() -> None:
+    """A web server that knows none of the three protocols is named as such."""
+    runner = web.AppRunner(web.Application())
+    await runner.setup()
+    port = free_port()
+    await web.TCPSite(runner, "127.0.0.1", port).start()
+    with pytest.raises(InferenceCenterError, match="neither InferenceCenter nor llama-server"):
+        await detect("a", f"http://127.0.0.1:{port}")
+    await runner.cleanup()
+
+
+async def test_a_key_is_sent_and_its_refusal_reported() -> None:
+    """The token of the target is its bearer token."""
+    async with serving(FakeServer(token="right"), speaks_llama=True) as server:
+        assert (await make_target(TargetSpec("a", "llama-server", server.url, "right")).facts()).n_params == 494
+        with pytest.raises(InferenceCenterError, match="Invalid API Key") as refused:
+            await make_target(TargetSpec("a", "llama-server", server.url, "wrong")).facts()
+
+    assert refused.value.code is ErrorCode.NOT_AUTHENTICATED
+
+
+async def test_llama_server_facts(llama: FakeServer) -> None:
+    """What llama-server tells of itself."""
+    facts = await make_target(TargetSpec("peer", "llama-server", llama.url)).facts()
+
+    assert (facts.model, facts.model_bytes, facts.n_params) == ("tiny.gguf", 530, 494)
+    assert (facts.library, facts.slots, facts.n_ctx, facts.threads) == ("b9001-0c1e57098", 1, 4096, None)
+
+
+async def test_llama_server_turn(llama: FakeServer) -> None:
+    """A turn sends exact ids and equal sampling parameters, and notes what had text, over one connection."""
+    async with make_target(TargetSpec("peer", "llama-server", llama.url)).session() as session:
+        trace = await session.turn(WORK)
+        again = await session.turn(WORK)
+
+    assert trace.error is None
+    assert (trace.prompt_tokens, trace.tokens, trace.cached_tokens) == (30, 4, 3)
+    assert len(trace.token_times_s) == 3
+    times = [trace.started_s, *trace.token_times_s, trace.ended_s]
+    assert times == sorted(times)
+    assert again.started_s >= trace.ended_s
+    body = llama.bodies[0]
+    assert body["prompt"][0] == BOS
+    assert len(body["prompt"]) == 30
+    assert {
+        name: body[name] for name in ("n_predict", "ignore_eos", "temperature", "top_k", "top_p", "min_p", "seed")
+    } == {
+        "n_predict": 4,
+        "ignore_eos": True,
+        "temperature": 0.8,
+        "top_k": 40,
+        "top_p": 0.95,
+        "min_p": 0.05,
+        "seed": 5,
+    }
+    assert body["cache_prompt"] is True
+    assert "id_slot" not in body
+    assert len(llama.connections) == 1
+
+
+async def test_llama_server_is_told_the_conversation_again(llama: FakeServer) -> None:
+    """The ids of a later turn begin with those of the turns before, answers included."""
+    async with make_target(TargetSpec("peer", "llama-server", llama.url)).session() as session:
+        await session.turn(Work(prompt_tokens=30, max_tokens=2, seed=1, history_id="h"))
+        later = await session.turn(Work(prompt_tokens=10, max_tokens=2, seed=2, history_id="h"))
+
+    first, second = (body["prompt"] for body in llama.bodies)
+    assert second[:32] == [*first, 1001, 1002]
+    assert BOS not in second[1:]
+    assert later.prompt_tokens == len(second) == 42
+
+
+async def test_llama_server_failing_in_a_turn(llama: FakeServer) -> None:
+    """What the server says in the middle of a stream is the turn's error."""
+    llama.failure = "context shift is disabled"
+    async with make_target(TargetSpec("peer", "llama-server", llama.url)).session() as session:
+        assert (await session.turn(WORK)).error == "context shift is disabled"
+
+
+async def test_llama_server_abort_while_generating(llama: FakeServer) -> None:
+    """The connection is closed after the pieces asked for, and the trace ends when the slot is free."""
+    llama.endless = True
+    async with make_target(TargetSpec("peer", "llama-server", llama.url)).session() as session:
+        trace = await session.turn_then_abort(WORK, after_tokens=3)
+
+        assert trace.error is None
+        assert len(trace.token_times_s) == 3
+        assert trace.started_s < trace.aborted_s < trace.ended_s
+        assert llama.left.is_set()
+        assert not llama.busy
+
+
+async def test_llama_server_abort_while_it_reads(llama: FakeServer) -> None:
+    """The connection is closed when part of the prompt has been read."""
+    llama.slow_prompt = True
+    async with make_target(TargetSpec("peer", "llama-server", llama.url)).session() as session:
+        trace = await session.turn_then_abort(WORK, after_tokens=None)
+
+        assert trace.error is None
+        assert trace.token_times_s == ()
+        assert llama.left.is_set()
+
+
+async def test_llama_server_turn_that_ends_first_was_not_aborted(llama: FakeServer) -> None:
+    """The trace says so, since its times measure nothing."""
+    async with make_target(TargetSpec("peer", "llama-server", llama.url)).session() as session:
+        trace = await session.turn_then_abort(WORK, after_tokens=99)
+
+    assert trace.error == "the turn ended by itself"
+    assert not llama.left.is_set()
+
+
+async def test_openai_turn(openai: FakeServer) -> None:
+    """A turn counts by the server's usage; the events' bytes may come in any portions."""
+    async with make_target(TargetSpec("peer", "openai", openai.url, model="m")).session() as session:
+        trace = await session.turn(WORK)
+
+    assert trace.error is None
+    assert (trace.prompt_tokens, trace.tokens, trace.cached_tokens) == (30, 4, 2)
+    assert len(trace.token_times_s) == 4
+    body = openai.bodies[-1]
+    assert (body["model"], body["max_tokens"], body["ignore_eos"], body["seed"]) == ("m", 4, True, 5)
+
+
+async def test_openai_server_is_told_the_conversation_again(openai: FakeServer) -> None:
+    """The text of a later turn begins with that of the turns before, answers included."""
+    async with make_target(TargetSpec("peer", "openai", openai.url)).session() as session:
+        await session.turn(Work(prompt_tokens=30, max_tokens=2, seed=1, history_id="h"))
+        await session.turn(Work(prompt_tokens=10, max_tokens=2, seed=2, history_id="h"))
+
+    first, second = (body["prompt"] for body in openai.bodies[-2:])
+    assert second.startswith(f"{first} w0 w1 ")
+    assert len(second.split()) == 29 + 2 + 10
+
+
+async def test_openai_server_failing_in_a_turn(openai: FakeServer) -> None:
+    """What the server says in the middle of a stream is the turn's error."""
+    async with make_target(TargetSpec("peer", "openai", openai.url)).session() as session:
+        openai.failure = "out of memory"
+        assert (await session.turn(WORK)).error == "out of memory"
+
+
+async def test_openai_aborts_are_not_measured(openai: FakeServer) -> None:
+    """There is no way to see that such a server has stopped, so nothing is claimed."""
+    async with make_target(TargetSpec("peer", "openai", openai.url)).session() as session:
+        trace = await session.turn_then_abort(WORK, after_tokens=1)
+
+    assert trace.error is not None
+    assert "cannot be seen" in trace.error
