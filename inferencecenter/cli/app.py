@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from inferencecenter import __version__
-from inferencecenter.cli import chat, config, docs, doctor, serve, token
+from inferencecenter.cli import bench, chat, config, docs, doctor, serve, token
 from inferencecenter.cli.output import report
 from inferencecenter.errors import InferenceCenterError
 
@@ -23,6 +23,7 @@ app.command("serve")(serve.serve)
 app.command("chat")(chat.chat)
 app.add_typer(token.app, name="token")
 app.add_typer(config.app, name="config")
+app.command("bench")(bench.bench)
 app.command("doctor")(doctor.doctor)
 app.command("docs", hidden=True)(docs.docs)
 

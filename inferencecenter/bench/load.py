@@ -1,0 +1,220 @@
+"""``python -m inferencecenter.bench.load``: the load generator, in a process of its own so that its CPU is its own.
+
+It reads one job a line on standard input, does it, and answers with one line on standard output.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import resource
+import sys
+import time
+from contextlib import AsyncExitStack
+from typing import TYPE_CHECKING, Final, TypeVar
+
+import msgspec
+import uvloop
+
+from inferencecenter.bench.jobs import (
+    Aborted,
+    Aborts,
+    Answer,
+    ClosedLoop,
+    Failed,
+    Hold,
+    Holding,
+    Job,
+    Release,
+    Rounds,
+    Turns,
+)
+from inferencecenter.bench.peers import make_target
+from inferencecenter.bench.target import AbortTrace, TurnTrace, Work
+from inferencecenter.client import connect
+from inferencecenter.errors import ErrorCode, InferenceCenterError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine, Iterable
+
+    from inferencecenter.bench.target import Target, TargetSession, TargetSpec
+
+Trace = TypeVar("Trace", TurnTrace, AbortTrace)
+
+_MAX_LINE_BYTES: Final = 2**20
+_OPENING_AT_ONCE: Final = 32
+
+
+class Generator:
+    """Does jobs one after the other; ``clock`` is seconds that only rise, ``cpu_clock`` this process's CPU seconds."""
+
+    def __init__(self, *, clock: Callable[[], float], cpu_clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._cpu_clock = cpu_clock
+        self._targets: dict[TargetSpec, Target] = {}
+        self._held = AsyncExitStack()
+        self._holding = 0
+
+    async def do(self, job: Job) -> Answer:
+        """Do a job; what keeps it from being done is the answer ``Failed``."""
+        began_s = self._cpu_clock()
+        try:
+            match job:
+                case ClosedLoop():
+                    loop = _ClosedLoop(job, self._clock)
+                    await self._together(loop.client, job.target, clients=job.clients)
+                    return Turns(_frozen(loop.traces), self._cpu_clock() - began_s)
+                case Rounds():
+                    rounds = _Rounds(job)
+                    await self._together(rounds.client, job.target, clients=job.clients)
+                    return Turns(_frozen(rounds.traces), self._cpu_clock() - began_s)
+                case Aborts():
+                    aborts = _Aborts(job)
+                    await self._together(aborts.client, job.target, clients=job.clients)
+                    return Aborted(tuple(aborts.traces), self._cpu_clock() - began_s)
+                case Hold():
+                    await self._hold(job)
+                case Release():
+                    await self.close()
+        except InferenceCenterError as error:
+            return Failed(error.code.value, error.message, error.hint)
+        return Holding(self._holding)
+
+    async def close(self) -> None:
+        """Close the connections that are held."""
+        await self._held.aclose()
+        self._holding = 0
+
+    async def _together(
+        self, client: Callable[[int, TargetSession], Coroutine[None, None, None]], spec: TargetSpec, *, clients: int
+    ) -> None:
+        """Run so many clients, each with a connection of its own, opened before any of them begins."""
+        if spec not in self._targets:  # kept, because a target finds out once how the model spells words
+            self._targets[spec] = make_target(spec)
+        async with AsyncExitStack() as open_sessions:
+            sessions = [await open_sessions.enter_async_context(self._targets[spec].session()) for _ in range(clients)]
+            await _all(client(index, session) for index, session in enumerate(sessions))
+
+    async def _hold(self, job: Hold) -> None:
+        for start in range(0, job.connections, _OPENING_AT_ONCE):
+            count = min(_OPENING_AT_ONCE, job.connections - start)
+            await _all(self._hold_one(job) for _ in range(count))
+
+    async def _hold_one(self, job: Hold) -> None:
+        client = await self._held.enter_async_context(connect(job.target.url, token=job.target.token))
+        for _ in range(job.sessions_each):
+            await client.create_session()
+        self._holding += 1
+
+
+class _ClosedLoop:
+    def __init__(self, job: ClosedLoop, clock: Callable[[], float]) -> None:
+        self._job = job
+        self._clock = clock
+        self._start = asyncio.Barrier(job.clients)
+        self._warming = job.clients
+        self._stop_s = math.inf
+        self.traces: list[list[TurnTrace]] = [[] for _ in range(job.clients)]
+
+    async def client(self, index: int, session: TargetSession) -> None:
+        job = self._job
+        await self._start.wait()
+        warm_up_tokens = math.ceil(job.max_tokens * (index + 1) / job.clients)
+        await self._turn(index, session, max_tokens=warm_up_tokens)
+        self._warming -= 1
+        if not self._warming:
+            self._stop_s = self._clock() + job.duration_s
+        while len(self.traces[index]) == 1 or self._clock() < self._stop_s:
+            await self._turn(index, session, max_tokens=job.max_tokens)
+
+    async def _turn(self, index: int, session: TargetSession, *, max_tokens: int) -> None:
+        turns = self.traces[index]
+        seed = self._job.first_seed + len(turns) * self._job.clients + index
+        turns.append(_sound(await session.turn(Work(self._job.prompt_tokens, max_tokens, seed))))
+
+
+class _Rounds:
+    def __init__(self, job: Rounds) -> None:
+        self._job = job
+        self._start = asyncio.Barrier(job.clients)
+        self.traces: list[list[TurnTrace]] = [[] for _ in range(job.clients)]
+
+    async def client(self, index: int, session: TargetSession) -> None:
+        job = self._job
+        history_id = f"{job.first_seed}-{index}" if job.continues else None
+        for number, each in enumerate(job.rounds):
+            await self._start.wait()
+            seed = job.first_seed + number * job.clients + index
+            work = Work(each.prompt_tokens, each.max_tokens, seed, history_id)
+            self.traces[index].append(_sound(await session.turn(work)))
+
+
+class _Aborts:
+    def __init__(self, job: Aborts) -> None:
+        self._job = job
+        self.traces: list[AbortTrace] = []
+
+    async def client(self, index: int, session: TargetSession) -> None:
+        job = self._job
+        for number in range(job.count):
+            work = Work(job.prompt_tokens, job.max_tokens, job.first_seed + number * job.clients + index)
+            self.traces.append(_sound(await session.turn_then_abort(work, after_tokens=job.after_tokens)))
+
+
+async def _all(coroutines: Iterable[Coroutine[None, None, None]]) -> None:
+    """Run coroutines at the same time; when one fails the others end and its error is raised."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            for coroutine in coroutines:
+                group.create_task(coroutine)
+    except BaseExceptionGroup as errors:
+        known = errors.subgroup(InferenceCenterError)
+        raise (_first(known) if known is not None else errors) from None
+
+
+def _first(error: BaseException) -> BaseException:
+    return _first(error.exceptions[0]) if isinstance(error, BaseExceptionGroup) else error
+
+
+def _sound(trace: Trace) -> Trace:
+    """Return the trace of a turn that went well: numbers that leave out failed turns would flatter.
+
+    Raises:
+        InferenceCenterError: ``engine_unavailable`` when the turn failed.
+    """
+    if trace.error is None:
+        return trace
+    raise InferenceCenterError(
+        ErrorCode.ENGINE_UNAVAILABLE, f"a turn failed, so that nothing is measured: {trace.error}"
+    )
+
+
+def _frozen(traces: list[list[TurnTrace]]) -> tuple[tuple[TurnTrace, ...], ...]:
+    return tuple(tuple(turns) for turns in traces)
+
+
+async def serve() -> None:
+    """Do the jobs on standard input until it ends."""
+    jobs = asyncio.StreamReader(limit=_MAX_LINE_BYTES)
+    loop = asyncio.get_running_loop()
+    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(jobs), sys.stdin.buffer)
+    decoder: msgspec.json.Decoder[Job] = msgspec.json.Decoder(Job)
+    encoder = msgspec.json.Encoder()
+    generator = Generator(clock=time.monotonic, cpu_clock=time.process_time)
+    while line := await jobs.readline():
+        answer = await generator.do(decoder.decode(line))
+        # Written in one blocking piece: nothing is being measured now, and the reader is waiting for it.
+        sys.stdout.buffer.write(encoder.encode(answer) + b"\n")
+        sys.stdout.buffer.flush()
+    await generator.close()
+
+
+def main() -> None:
+    """Run the generator, with as many open files as the system allows."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    uvloop.run(serve())
+
+
+if __name__ == "__main__":
+    main()

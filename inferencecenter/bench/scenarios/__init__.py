@@ -1,0 +1,34 @@
+"""The scenarios, one module each."""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Final
+
+from inferencecenter.bench.scenarios import abort, burst, context, gateway, idle, start, throughput
+from inferencecenter.errors import ErrorCode, InferenceCenterError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from inferencecenter.bench.scenario import Scenario
+
+SCENARIOS: Final[Mapping[str, Scenario]] = MappingProxyType(
+    {module.SCENARIO.name: module.SCENARIO for module in (throughput, burst, context, abort, gateway, idle, start)}
+)
+
+
+def find(name: str) -> Scenario:
+    """Return the scenario of that name.
+
+    Raises:
+        InferenceCenterError: ``invalid_request`` naming those that exist.
+    """
+    if name in SCENARIOS:
+        return SCENARIOS[name]
+    raise InferenceCenterError(
+        ErrorCode.INVALID_REQUEST,
+        f"there is no scenario {name!r}",
+        hint=f"Scenarios are {', '.join(SCENARIOS)}; `inferencecenter bench list` describes them.",
+        field="scenario",
+    )

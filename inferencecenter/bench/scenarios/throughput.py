@@ -1,0 +1,92 @@
+"""Closed loop: N clients, each starting its next turn when the last one ends.
+
+The question is how much a server gives when it is kept busy, and how smooth the streams are then. Tokens are counted
+over the time in which all clients have a turn running. The clients' first turns have different lengths, so that later
+turns start at different times, as they do among people: prompts are read while others decode.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+from inferencecenter.bench import timeline
+from inferencecenter.bench.jobs import ClosedLoop, Turns
+from inferencecenter.bench.options import Options
+from inferencecenter.bench.results import Metric, Parameter, Report, percentile_metrics
+from inferencecenter.bench.scenario import COMPARABLE, Scenario, context_tokens, one_prompt_length, required
+
+if TYPE_CHECKING:
+    from inferencecenter.bench.stage import Bench, Measured
+
+WARM_UP_TURNS = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Throughput:
+    """Tokens a second of all clients together, and each turn's delays."""
+
+    tok_s: float
+    ttft_ms: tuple[float, ...]
+    itl_ms: tuple[float, ...]
+    turns: int
+    cpu: tuple[Metric, ...]
+
+    def metrics(self) -> tuple[Metric, ...]:
+        """Return the numbers of one repetition."""
+        return (
+            Metric("generation", "tok/s", self.tok_s, "higher"),
+            *percentile_metrics("TTFT", "ms", self.ttft_ms),
+            *percentile_metrics("ITL", "ms", self.itl_ms),
+            Metric("turns", "", self.turns),
+            *self.cpu,
+        )
+
+
+def read(measured: Measured[Turns]) -> Throughput:
+    """Return what a closed loop gave, its warm-up left out."""
+    clients = measured.answer.clients
+    window = timeline.busy_window(clients, warm_up_turns=WARM_UP_TURNS)
+    every_turn = [turn for turns in clients for turn in turns]
+    counted = [turn for turns in clients for turn in turns[WARM_UP_TURNS:]]
+    return Throughput(
+        tok_s=timeline.tokens_in(every_turn, window) / window.length_s,
+        ttft_ms=tuple(timeline.ttft_ms(counted)),
+        itl_ms=tuple(timeline.itl_ms(counted)),
+        turns=len(counted),
+        cpu=measured.cpu_metrics(),
+    )
+
+
+async def run(bench: Bench) -> Report:
+    """Measure each number of clients."""
+    options = bench.options
+    clients, duration_s = required(options.clients), required(options.duration_s)
+    prompt_tokens, max_tokens = one_prompt_length(options), required(options.max_tokens)
+    settings = bench.settings(slots=max(clients), n_ctx=context_tokens(prompt_tokens + max_tokens))
+    async with bench.stage(settings, points=len(clients)) as stage:
+        for n_clients in clients:
+            await stage.measure(
+                Parameter("clients", n_clients),
+                job=partial(
+                    ClosedLoop,
+                    clients=n_clients,
+                    prompt_tokens=prompt_tokens,
+                    max_tokens=max_tokens,
+                    duration_s=duration_s,
+                ),
+                answer=Turns,
+                read=read,
+            )
+        return Report(SCENARIO.name, stage.sides, tuple(stage.points))
+
+
+SCENARIO = Scenario(
+    name="throughput",
+    summary="N clients, each starting its next turn when the last one ends",
+    run=run,
+    defaults=Options(clients=(1, 4, 8, 16, 32), prompt_tokens=(64,), max_tokens=64, duration_s=30.0, repeat=5),
+    takes=COMPARABLE | {"clients", "prompt_tokens", "max_tokens", "duration_s"},
+    plots=True,
+)

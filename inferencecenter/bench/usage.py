@@ -1,0 +1,37 @@
+"""What a process uses, as the kernel counts it."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+_TICKS_PER_S: Final = os.sysconf("SC_CLK_TCK")
+_PAGE_BYTES: Final = os.sysconf("SC_PAGE_SIZE")
+# Fields 14 and 15 of proc(5)'s stat, counted from the state, which follows the name in parentheses.
+_UTIME: Final = 11
+_STIME: Final = 12
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """CPU seconds since the process began, all its threads together, and the memory it holds now."""
+
+    cpu_s: float
+    rss_bytes: int
+
+
+def read_usage(pid: int) -> Usage:
+    """Return the usage of a process.
+
+    Raises:
+        OSError: There is no such process.
+    """
+    process = Path("/proc") / str(pid)
+    # The name may hold spaces and parentheses; what follows its last parenthesis does not.
+    fields = (process / "stat").read_text().rpartition(")")[2].split()
+    resident_pages = int((process / "statm").read_text().split()[1])
+    return Usage(
+        cpu_s=(int(fields[_UTIME]) + int(fields[_STIME])) / _TICKS_PER_S, rss_bytes=resident_pages * _PAGE_BYTES
+    )
