@@ -25,6 +25,10 @@ class FakeServer:
     url: str = ""
     token: str | None = None
     bodies: list[dict[str, Any]] = field(default_factory=list)
+    polls: list[bool] = field(default_factory=list)
+    """What `/slots` said each time about the slot being busy."""
+    busy_polls: int = 0
+    """How often `/slots` still calls an abandoned slot busy."""
     connections: set[Any] = field(default_factory=set)
     busy: bool = False
     endless: bool = False
@@ -87,8 +91,13 @@ class FakeServer:
 
     async def slots(self, _request: web.Request) -> web.Response:
         """`/slots`."""
-        slot = {"id": 0, "id_task": 7, "n_ctx": 4096, "speculative": False, "is_processing": self.busy}
-        return web.json_response([slot])
+        lingers = len(self.polls) < self.busy_polls
+        self.polls.append(self.busy or lingers)
+        slot: dict[str, Any] = {"id": 0, "n_ctx": 4096, "speculative": False, "is_processing": self.polls[-1]}
+        if self.bodies:
+            slot |= {"id_task": 7, "params": {"seed": self.bodies[-1]["seed"], "temperature": 0.8}}
+        unused = {"id": 1, "n_ctx": 4096, "speculative": False, "is_processing": False}
+        return web.json_response([slot, unused])
 
     async def completion(self, request: web.Request) -> web.StreamResponse:
         """`/completion`."""
@@ -96,7 +105,7 @@ class FakeServer:
         self.bodies.append(body)
         self.connections.add(request.transport)
         n_prompt = len(body["prompt"])
-        base = {"index": 0, "id_slot": 0, "tokens_evaluated": n_prompt}
+        base = {"index": 0, "id_slot": -1, "tokens_evaluated": n_prompt}
         async with self.streaming(request) as response:
 
             async def say(**event: Any) -> None:
@@ -105,7 +114,7 @@ class FakeServer:
             if body.get("return_progress"):
                 for processed in (0, n_prompt // 2):
                     reading = {"total": n_prompt, "cache": 0, "processed": processed, "time_ms": 3}
-                    await say(content="", tokens=[], stop=False, tokens_predicted=0, prompt_progress=reading)
+                    await say(content="", tokens=[0], stop=False, tokens_predicted=0, prompt_progress=reading)
             while self.slow_prompt:
                 await response.write(b":\n\n")
                 await asyncio.sleep(0)

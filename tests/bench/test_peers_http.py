@@ -144,6 +144,7 @@ async def test_llama_server_failing_in_a_turn(llama: FakeServer) -> None:
 async def test_llama_server_abort_while_generating(llama: FakeServer) -> None:
     """The connection is closed after the pieces asked for, and the trace ends when the slot is free."""
     llama.endless = True
+    llama.busy_polls = 3
     async with make_target(TargetSpec("peer", "llama-server", llama.url)).session() as session:
         trace = await session.turn_then_abort(WORK, after_tokens=3)
 
@@ -151,7 +152,8 @@ async def test_llama_server_abort_while_generating(llama: FakeServer) -> None:
         assert len(trace.token_times_s) == 3
         assert trace.started_s < trace.aborted_s < trace.ended_s
         assert llama.left.is_set()
-        assert not llama.busy
+        assert llama.polls[:3] == [True, True, True]
+        assert llama.polls[-1] is False
 
 
 async def test_llama_server_abort_while_it_reads(llama: FakeServer) -> None:

@@ -5,8 +5,9 @@ request of its own; a conversation is told again with each, by ids, and `cache_p
 holds. Slots are the server's to choose.
 
 A turn is aborted by closing the connection, the only way there is. It has ended when `/slots` shows its slot free,
-asked every few milliseconds and answered between steps. llama-server notices a closed connection when it next writes to
-it, or within a second while it has nothing to write; that time counts.
+asked every few milliseconds and answered between steps; the slot is known by the turn's seed, since events do not name
+theirs. llama-server notices a closed connection when it next writes to it, or within a second while it has nothing to
+write; that time counts.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from inferencecenter.bench.peers.http import Http
 from inferencecenter.bench.peers.prompts import calibrate
 from inferencecenter.bench.peers.sampling import sampling
 from inferencecenter.bench.target import AbortTrace, TargetFacts, TurnTrace
-from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.errors import InferenceCenterError
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -74,12 +75,17 @@ class _Tokens(msgspec.Struct):
     tokens: list[int]
 
 
-class _Slot(msgspec.Struct):
-    """An entry of `/slots`."""
+class _SlotParams(msgspec.Struct):
+    """Parameters of a slot's task, or of its last one."""
 
-    id: int
+    seed: int
+
+
+class _Slot(msgspec.Struct):
+    """An entry of `/slots`; one that never had a task has no parameters."""
+
     is_processing: bool
-    id_task: int = -1
+    params: _SlotParams | None = None
 
 
 class _Reading(msgspec.Struct):
@@ -113,7 +119,6 @@ class _Event(msgspec.Struct):
     content: str = ""
     tokens: list[int] = msgspec.field(default_factory=list)
     stop: bool = False
-    id_slot: int = -1
     tokens_predicted: int = 0
     tokens_evaluated: int = 0
     timings: _Timings | None = None
@@ -219,7 +224,6 @@ class LlamaServerSession:
         try:
             body = _body(work, await self._prompt(work)) | {"return_progress": after_tokens is None}
             started_s = time.monotonic()
-            slot = -1
             async with contextlib.aclosing(self._http.stream("/completion", body, _EVENTS)) as events:
                 async for now, event in events:
                     if event.content:
@@ -227,10 +231,10 @@ class LlamaServerSession:
                     if event.stop or event.error:
                         error = _why_not_whole(event) or "the turn ended by itself"
                     elif _is_due(event, after_tokens, n_pieces=len(times_s)):
-                        slot, aborted_s = event.id_slot, time.monotonic()
+                        aborted_s = time.monotonic()
                         break
             if aborted_s is not None:
-                await self._until_free(slot)
+                await self._until_free(body["seed"])
         except InferenceCenterError as failure:
             error = str(failure)
         ended_s = time.monotonic()
@@ -246,16 +250,11 @@ class LlamaServerSession:
         told = self._conversations.get(work.history_id, []) if work.history_id is not None else []
         return told + await _tokenize(self._http, self._prompts.text(work, first=not told), first=not told)
 
-    async def _until_free(self, slot_id: int) -> None:
-        """Wait until a slot has no task, or another one than it has now."""
-        tasks: set[int] = set()
+    async def _until_free(self, seed: int) -> None:
+        """Wait until no slot works on the task with this seed."""
         while True:
             slots = await self._http.get("/slots", list[_Slot])
-            slot = next((slot for slot in slots if slot.id == slot_id), None)
-            if slot is None:
-                raise InferenceCenterError(ErrorCode.INTERNAL, f"/slots does not list slot {slot_id}")
-            tasks.add(slot.id_task)
-            if not slot.is_processing or len(tasks) > 1:
+            if not any(slot.is_processing and slot.params is not None and slot.params.seed == seed for slot in slots):
                 return
             await asyncio.sleep(_SLOT_POLL_S)
 
