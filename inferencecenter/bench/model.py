@@ -147,7 +147,7 @@ class _Tensor:
         data = np.empty((blocks, 2 + weights.payload_bytes), np.uint8)
         scale = np.float16(1 / (weights.deviation * self.columns**0.5))
         data[:, :2] = np.frombuffer(scale.tobytes(), np.uint8)
-        data[:, 2:] = np.frombuffer(random.bytes(blocks * weights.payload_bytes), np.uint8).reshape(blocks, -1)
+        data[:, 2:] = random.integers(0, 256, (blocks, weights.payload_bytes), np.uint8)
         return data.reshape(self.rows, -1)
 
 
@@ -213,7 +213,7 @@ def _write_facts(writer: GGUFWriter, shape: Shape, *, name: str) -> None:
 
 
 def write_model(path: Path, shape: Shape, *, name: str, seed: int = 0) -> None:
-    """Write a model file; equal arguments give equal bytes. Memory holds one tensor at a time.
+    """Write a model file; equal arguments give equal bytes. Memory holds one tensor at a time, twice while it is made.
 
     Raises:
         OSError: The file cannot be written.
