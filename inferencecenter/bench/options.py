@@ -36,6 +36,7 @@ class Peer:
 
     name: str
     url: str
+    token: str | None = None
     command: str | None = None
 
 
@@ -142,18 +143,22 @@ def parse_backend(text: str | None) -> Literal["llama", "echo"] | None:
             raise refused("backend", f"{text!r} is neither llama nor echo")
 
 
-def parse_peers(peers: Sequence[str], commands: Sequence[str]) -> tuple[Peer, ...] | None:
-    """Return the peers of ``NAME=URL`` pairs, with the commands of ``NAME=COMMAND`` pairs.
+def parse_peers(
+    peers: Sequence[str], *, tokens: Sequence[str] = (), commands: Sequence[str] = ()
+) -> tuple[Peer, ...] | None:
+    """Return the peers of ``NAME=URL`` pairs, with what ``NAME=TOKEN`` and ``NAME=COMMAND`` pairs say of them.
 
     Raises:
         InferenceCenterError: ``invalid_request``.
     """
     addresses = _pairs("peers", peers)
-    starting = _pairs("peer_command", commands)
-    for name in starting:
-        if name not in addresses:
-            raise refused("peer_command", f"there is no --peer {name}=URL that it would start")
-    found = tuple(Peer(name=name, url=url, command=starting.get(name)) for name, url in addresses.items())
+    known, starting = _pairs("peer_token", tokens), _pairs("peer_command", commands)
+    for option, pairs in (("peer_token", known), ("peer_command", starting)):
+        for name in pairs.keys() - addresses.keys():
+            raise refused(option, f"there is no --peer {name}=URL")
+    found = tuple(
+        Peer(name=name, url=url, token=known.get(name), command=starting.get(name)) for name, url in addresses.items()
+    )
     for peer in found:
         if not peer.url.startswith(("http://", "https://", "ws://", "wss://")):
             raise refused("peers", f"{peer.url!r} is no address", hint="Write it as NAME=http://127.0.0.1:8080.")

@@ -36,13 +36,14 @@ class Line:
 def svg(report: Report) -> str:
     """Draw a report whose points differ in the number of clients."""
     panels = [(title, _lines(report, names)) for title, names in _PANELS]
-    drawn = [_panel(title, lines, left=index * _WIDTH) for index, (title, lines) in enumerate(panels) if any(lines)]
+    filled = [(title, lines) for title, lines in panels if any(line.points for line in lines)]
+    drawn = [_panel(title, lines, left=index * _WIDTH) for index, (title, lines) in enumerate(filled)]
     legend = "".join(
         f'<text x="{_LEFT + index * 140}" y="16" fill="{_colour(index)}">{escape(side.facts.name)}</text>'
         for index, side in enumerate(report.sides)
     )
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH * len(_PANELS)}" height="{_HEIGHT}" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH * len(filled)}" height="{_HEIGHT}" '
         f'font-family="sans-serif" font-size="11"><rect width="100%" height="100%" fill="white"/>'
         f"{legend}{''.join(drawn)}</svg>\n"
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -67,11 +67,12 @@ def record(report: Report, options: Options, *, machine: Machine, date: str) -> 
 
     Tokens are left out. ``date`` is ISO 8601.
     """
-    given = {name: value for name, value in asdict(options).items() if value is not None and name != "token"}
+    peers = tuple(replace(peer, token=None) for peer in options.peers) if options.peers else None
+    public = replace(options, token=None, peers=peers)
     return {
         "scenario": report.scenario,
         "date": date,
-        "options": given,
+        "options": {name: value for name, value in asdict(public).items() if value is not None},
         "machine": asdict(machine),
         "versions": versions(),
         "sides": [asdict(side) for side in report.sides],

@@ -199,7 +199,7 @@ class Bench:
                 ours = await started(await stack.enter_async_context(start_daemon(settings)))
             servers = [ours]
             for peer in self.options.peers or ():
-                theirs = await found(peer.name, peer.url)
+                theirs = await found(peer.name, peer.url, token=peer.token)
                 servers.append(replace(theirs, side=compared(ours.side.facts, theirs.side.facts, self.options)))
             yield Stage(self, tuple(servers))
 

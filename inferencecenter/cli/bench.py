@@ -63,6 +63,10 @@ def bench(  # noqa: PLR0913 - one argument an option
         list[str] | None,
         typer.Option(help="Another server as NAME=URL; may be repeated.", metavar="NAME=URL", show_default=False),
     ] = None,
+    peer_token: Annotated[
+        list[str] | None,
+        typer.Option(help="The token that a peer wants.", metavar="NAME=TOKEN", show_default=False),
+    ] = None,
     peer_command: Annotated[
         list[str] | None,
         typer.Option(help="What starts a peer, for `start`.", metavar="NAME=COMMAND", show_default=False),
@@ -104,7 +108,7 @@ def bench(  # noqa: PLR0913 - one argument an option
         count=count,
         connections=connections,
         sessions=sessions,
-        peers=parse_peers(peer or (), peer_command or ()),
+        peers=parse_peers(peer or (), tokens=peer_token or (), commands=peer_command or ()),
         assume_same=tuple(assume_same) if assume_same else None,
         url=url,
         token=token,

@@ -69,7 +69,7 @@ async def _start_peer(bench: Bench, peer: Peer) -> tuple[TargetFacts, Start]:
     assert peer.command is not None, "checked before the first start"
     with bench.run(f"{peer.name} starts"):
         async with start_peer(peer.command, url=peer.url) as ready_s:
-            return (await found(peer.name, peer.url)).side.facts, Start(ready_s)
+            return (await found(peer.name, peer.url, token=peer.token)).side.facts, Start(ready_s)
 
 
 SCENARIO = Scenario(

@@ -1,0 +1,69 @@
+"""Tests of ``bench.timeline``, against times worked out by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from inferencecenter.bench import timeline
+from inferencecenter.bench.target import TurnTrace
+from inferencecenter.bench.timeline import Window
+
+
+def turn(started_s: float, *token_times_s: float, tokens: int | None = None, cached: int | None = None) -> TurnTrace:
+    """A turn that ends with its last piece of text."""
+    return TurnTrace(
+        started_s=started_s,
+        token_times_s=token_times_s,
+        ended_s=token_times_s[-1],
+        prompt_tokens=100,
+        tokens=len(token_times_s) if tokens is None else tokens,
+        cached_tokens=cached,
+    )
+
+
+def test_the_busy_window_leaves_out_warm_up_and_what_comes_after() -> None:
+    """From the start of the last client's first counted turn to the end of the first client's last one."""
+    early = [turn(0, 1), turn(1, 2), turn(2, 9)]
+    late = [turn(0, 4), turn(4, 8), turn(8, 12)]
+
+    assert timeline.busy_window([early, late], warm_up_turns=1) == Window(4, 9)
+
+
+def test_the_decode_window_holds_only_decoding() -> None:
+    """From the last first text to the first last text."""
+    window = timeline.decode_window([turn(0, 2, 3, 10), turn(0, 4, 5, 8)])
+
+    assert window == Window(4, 8)
+    assert window.length_s == 4
+
+
+def test_tokens_are_counted_inside_the_window() -> None:
+    """The instant at which it begins belongs to what came before; the one at which it ends is part of it."""
+    assert timeline.tokens_in([turn(0, 1, 2, 3, 4), turn(0, 3.5, 9)], Window(2, 4)) == 3
+    assert timeline.pieces_in([turn(0, 1, 2, 3, 4), turn(0, 3.5, 9)], Window(2, 4)) == 3
+
+
+def test_a_piece_counts_for_the_tokens_it_holds() -> None:
+    """A turn of eight tokens in four pieces: two pieces are four tokens."""
+    assert timeline.tokens_in([turn(0, 1, 2, 3, 4, tokens=8)], Window(2, 4)) == 4
+
+
+def test_a_turn_without_text_counts_for_nothing() -> None:
+    """Nothing is divided by its pieces."""
+    silent = TurnTrace(started_s=0, token_times_s=(), ended_s=1, prompt_tokens=5, tokens=1)
+
+    assert timeline.tokens_in([silent], Window(0, 2)) == 0
+    assert timeline.ttft_ms([silent]) == []
+
+
+def test_delays() -> None:
+    """From the request to the first text, and between pieces of one turn, never from one turn to the next."""
+    turns = [turn(1, 1.5, 1.75), turn(2, 4, 4.5, 5.5)]
+
+    assert timeline.ttft_ms(turns) == [500, 2000]
+    assert timeline.itl_ms(turns) == [250, 500, 1000]
+
+
+def test_the_prefill_rate_ends_with_the_last_first_text() -> None:
+    """200 prompt tokens, of which 50 were not read, in three seconds."""
+    assert timeline.prefill_tok_s([turn(1, 2), turn(1, 4, cached=50)]) == pytest.approx(50)
