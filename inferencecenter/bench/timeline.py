@@ -1,4 +1,8 @@
-"""What traces of turns say about a server: pure functions from times to rates and delays."""
+"""What traces of turns say about a server: pure functions from times to rates and delays.
+
+Tokens may spell nothing: a control token, half a character. A turn that has no text at all counts as one piece of it,
+at its end.
+"""
 
 from __future__ import annotations
 
@@ -38,9 +42,7 @@ def busy_window(clients: Sequence[ClientTraces], *, warm_up_turns: int) -> Windo
 
 def decode_window(turns: Sequence[TurnTrace]) -> Window:
     """Return the time in which every one of the turns was decoding: all have begun to answer and none has ended."""
-    return Window(
-        start_s=max(turn.token_times_s[0] for turn in turns), end_s=min(turn.token_times_s[-1] for turn in turns)
-    )
+    return Window(start_s=max(_times_s(turn)[0] for turn in turns), end_s=min(_times_s(turn)[-1] for turn in turns))
 
 
 def tokens_in(turns: Iterable[TurnTrace], window: Window) -> float:
@@ -49,11 +51,8 @@ def tokens_in(turns: Iterable[TurnTrace], window: Window) -> float:
     A piece of text counts as its turn's tokens divided by its pieces, because a piece may hold several.
     """
     return sum(
-        turn.tokens
-        * sum(window.start_s < at_s <= window.end_s for at_s in turn.token_times_s)
-        / len(turn.token_times_s)
+        turn.tokens * sum(window.start_s < at_s <= window.end_s for at_s in _times_s(turn)) / len(_times_s(turn))
         for turn in turns
-        if turn.token_times_s
     )
 
 
@@ -64,7 +63,7 @@ def pieces_in(turns: Iterable[TurnTrace], window: Window) -> int:
 
 def ttft_ms(turns: Iterable[TurnTrace]) -> list[float]:
     """Return each turn's milliseconds from its request to its first text."""
-    return [(turn.token_times_s[0] - turn.started_s) * 1000 for turn in turns if turn.token_times_s]
+    return [(_times_s(turn)[0] - turn.started_s) * 1000 for turn in turns]
 
 
 def itl_ms(turns: Iterable[TurnTrace]) -> list[float]:
@@ -75,5 +74,9 @@ def itl_ms(turns: Iterable[TurnTrace]) -> list[float]:
 def prefill_tok_s(turns: Sequence[TurnTrace]) -> float:
     """Return the prompt tokens a second of turns that started together, until the last has begun to answer."""
     started_s = min(turn.started_s for turn in turns)
-    read_s = max(turn.token_times_s[0] for turn in turns) - started_s
+    read_s = max(_times_s(turn)[0] for turn in turns) - started_s
     return sum(turn.prompt_tokens - (turn.cached_tokens or 0) for turn in turns) / read_s
+
+
+def _times_s(turn: TurnTrace) -> tuple[float, ...]:
+    return turn.token_times_s or (turn.ended_s,)

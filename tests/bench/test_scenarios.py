@@ -95,7 +95,9 @@ def test_abort_delays_and_steps() -> None:
 
     assert found.abort_ms == (250, 500)
     assert found.step_ms == 500
-    assert abort.read(Measured(Aborted(traces[1:], cpu_s=0.1))).step_ms is None
+    reading = abort.read(Measured(Aborted(traces[1:], cpu_s=0.1)))
+    assert values(reading)["first chunk"] == 1000
+    assert "step" not in values(reading)
 
 
 def test_gateway_divides_the_fronts_cpu_by_all_frames() -> None:

@@ -48,12 +48,15 @@ def test_a_piece_counts_for_the_tokens_it_holds() -> None:
     assert timeline.tokens_in([turn(0, 1, 2, 3, 4, tokens=8)], Window(2, 4)) == 4
 
 
-def test_a_turn_without_text_counts_for_nothing() -> None:
-    """Nothing is divided by its pieces."""
-    silent = TurnTrace(started_s=0, token_times_s=(), ended_s=1, prompt_tokens=5, tokens=1)
+def test_a_turn_without_text_is_a_piece_at_its_end() -> None:
+    """Its token was a control token, or half a character."""
+    silent = TurnTrace(started_s=0, token_times_s=(), ended_s=2, prompt_tokens=5, tokens=1)
 
-    assert timeline.tokens_in([silent], Window(0, 2)) == 0
-    assert timeline.ttft_ms([silent]) == []
+    assert timeline.tokens_in([silent], Window(0, 2)) == 1
+    assert timeline.ttft_ms([silent]) == [2000]
+    assert timeline.itl_ms([silent]) == []
+    assert timeline.prefill_tok_s([silent]) == 2.5
+    assert timeline.decode_window([silent]) == Window(2, 2)
 
 
 def test_delays() -> None:

@@ -1,7 +1,8 @@
 """From the client's abort until the server has stopped: while decoding, and while reading a long prompt.
 
-The question is how long a slot stays taken by an answer that nobody wants. What is running when the abort arrives is
-one step of the model, so the step's own time is shown beside it: the middle distance between two pieces of text.
+The question is how long a slot stays taken by an answer that nobody wants. What runs when the abort arrives is one
+step of the model, so its own time is shown beside it: while decoding the middle distance between two pieces of text,
+while reading the time from the request to the word that the first chunk of the prompt has been read.
 """
 
 from __future__ import annotations
@@ -26,15 +27,18 @@ _PIECES_BEFORE = 8
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """Milliseconds from each abort to the end of its turn, and the middle step while decoding."""
+    """Milliseconds from each abort to the end of its turn, and the middle step; or chunk, when nothing was decoded."""
 
     abort_ms: tuple[float, ...]
     step_ms: float | None
+    chunk_ms: float
 
     def metrics(self) -> tuple[Metric, ...]:
         """Return the numbers of one repetition."""
-        step = () if self.step_ms is None else (Metric("step", "ms", self.step_ms),)
-        return (*percentile_metrics("abort", "ms", self.abort_ms), *step)
+        step = (
+            Metric("first chunk", "ms", self.chunk_ms) if self.step_ms is None else Metric("step", "ms", self.step_ms)
+        )
+        return (*percentile_metrics("abort", "ms", self.abort_ms), step)
 
 
 def read(measured: Measured[Aborted]) -> Abort:
@@ -48,6 +52,7 @@ def read(measured: Measured[Aborted]) -> Abort:
     return Abort(
         abort_ms=tuple((trace.ended_s - trace.aborted_s) * 1000 for trace in traces),
         step_ms=percentile(steps_ms, 50) if steps_ms else None,
+        chunk_ms=percentile([(trace.aborted_s - trace.started_s) * 1000 for trace in traces], 50),
     )
 
 
