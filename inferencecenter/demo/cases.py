@@ -100,6 +100,11 @@ def _tool_call(draw: Draw) -> Case:
     )
 
 
+def _tool_call_form(draw: Draw) -> Case:
+    exact = _tool_call(draw).questions[0]
+    return Case("tool call parses", (Question(exact.messages, lambda answer: isinstance(called(answer), dict)),))
+
+
 def _named_assistant(draw: Draw) -> Case:
     setting = corpus.named_assistant(draw)
     asked, answered = corpus.own_name(draw, setting.assistant).messages
@@ -202,6 +207,7 @@ def makers(measure: Measure) -> tuple[Callable[[Draw], Case], ...]:
         partial(_two_conversations, measure=measure),
         *(partial(_recall, window=window, measure=measure) for window in DISTANCES_TOKENS),
         *(partial(_name_recall, window=window, measure=measure) for window in DISTANCES_TOKENS),
+        _tool_call_form,
     )
 
 

@@ -71,6 +71,8 @@ HARD = Mixture(
 # Every listed word is told and copied, and tools and untold facts come more often.
 COPYING = Mixture(HARD.fillers, settings=(0.4, 0.55, 0.68, 0.73), untold=0.07)
 FINAL = replace(COPYING, fillers={**COPYING.fillers, skills.terse_sums: 6})
+# Fewer untold facts: far from a told one, "not told" is the tempting wrong answer.
+FAR = replace(FINAL, untold=0.03)
 SYSTEM_PROMPTS = (
     "You are a helpful assistant.",
     "You are a helpful assistant.",

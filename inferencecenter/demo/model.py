@@ -6,6 +6,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+# Tokens; training goes beyond the context so that recall holds up to its very end.
+LONGEST_WINDOW = 1152
+
 
 @dataclass(frozen=True)
 class Shape:
@@ -28,9 +31,9 @@ class Shape:
 
 
 def rope_tables(shape: Shape) -> tuple[Tensor, Tensor]:
-    """Returns cosines and sines of shape (context, head_width / 2)."""
+    """Returns cosines and sines of shape (LONGEST_WINDOW, head_width / 2)."""
     pairs = torch.arange(0, shape.head_width, 2, dtype=torch.float32) / shape.head_width
-    angles = torch.outer(torch.arange(shape.context).float(), shape.rope_base**-pairs)
+    angles = torch.outer(torch.arange(LONGEST_WINDOW).float(), shape.rope_base**-pairs)
     return angles.cos(), angles.sin()
 
 

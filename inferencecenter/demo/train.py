@@ -19,7 +19,7 @@ from torch import Tensor
 
 from inferencecenter.demo import corpus
 from inferencecenter.demo.chatml import END_OF_TEXT
-from inferencecenter.demo.model import DemoModel, Shape
+from inferencecenter.demo.model import LONGEST_WINDOW, DemoModel, Shape
 from inferencecenter.demo.tokenizer import Encoder, load_tokenizer, train_tokenizer
 
 SEED = 20
@@ -40,9 +40,16 @@ class Stage:
 
 @dataclass(frozen=True)
 class Cycle:
-    """Stages under one rise and fall of the learning rate."""
+    """Stages under one rise and fall of the learning rate.
+
+    Attributes:
+        peak_rate: The rate after the rise.
+        fall_until_step: The step, in the cycle, that the fall would end at; stages may end before.
+        stages: The stages in order.
+    """
 
     peak_rate: float
+    fall_until_step: int
     stages: tuple[Stage, ...]
 
     @property
@@ -53,10 +60,12 @@ class Cycle:
 
 # Skills and short recall are learned fastest on short windows; recall over the whole context
 # needs windows of that length, and early enough to be settled when the rate is low. The second
-# cycle settles what the last mixture brought.
+# cycle settles what the last mixture brought. Distances as long as the window are rare in it, so
+# the third one goes beyond the context.
 CYCLES = (
     Cycle(
         3e-3,
+        4500,
         (
             Stage(1200, (256,), corpus.EVEN),
             Stage(582, (256, 1024), corpus.EVEN),
@@ -65,7 +74,8 @@ CYCLES = (
             Stage(1183, (256, 1024, 1024), corpus.COPYING),
         ),
     ),
-    Cycle(1.2e-3, (Stage(1200, (256, 1024, 1024, 1024), corpus.FINAL),)),
+    Cycle(1.2e-3, 1200, (Stage(971, (256, 1024, 1024, 1024), corpus.FINAL),)),
+    Cycle(6e-4, 350, (Stage(350, (LONGEST_WINDOW,), corpus.FAR),)),
 )
 TOTAL_STEPS = sum(cycle.steps for cycle in CYCLES)
 
@@ -94,7 +104,7 @@ def rate_at(step: int) -> float:
     cycle, step = cycle_at(step)
     if step < WARMUP_STEPS:
         return cycle.peak_rate * (step + 1) / WARMUP_STEPS
-    progress = (step - WARMUP_STEPS) / (cycle.steps - WARMUP_STEPS)
+    progress = (step - WARMUP_STEPS) / (cycle.fall_until_step - WARMUP_STEPS)
     return cycle.peak_rate * (0.02 + 0.98 * 0.5 * (1 + cos(pi * progress)))
 
 

@@ -6,7 +6,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("tokenizers")
 
 from inferencecenter.demo import train  # noqa: E402 (needs torch)
-from inferencecenter.demo.model import DemoModel, Shape  # noqa: E402 (needs torch)
+from inferencecenter.demo.model import LONGEST_WINDOW, DemoModel, Shape  # noqa: E402 (needs torch)
 
 SMALL = Shape(vocabulary=50, layers=1, width=32, heads=4, kv_heads=2, feed_forward=32, context=16)
 
@@ -37,7 +37,7 @@ def test_the_schedule_covers_every_step() -> None:
     """Every step has a window and a rate, and long windows come before the rate is low."""
     windows = [train.stage_at(step)[1] for step in range(train.TOTAL_STEPS)]
     rates = [train.rate_at(step) for step in range(train.TOTAL_STEPS)]
-    assert set(windows) == {256, 1024}
+    assert set(windows) == {256, 1024, LONGEST_WINDOW}
     assert min(rates) > 0
     assert rates[windows.index(1024)] > max(rates) / 2
 
