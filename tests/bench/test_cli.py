@@ -171,7 +171,7 @@ async def test_every_scenario_runs(name: str, given: Options, metric: str) -> No
 async def test_aborts_are_measured_in_both_phases(demo_model_path: Path) -> None:
     """While decoding there is a step to hold the delay against, while reading a chunk."""
     scenario = find("abort")
-    given = Options(model=demo_model_path, clients=(1,), prompt_tokens=(2500,), max_tokens=400, count=1, repeat=1)
+    given = Options(model=demo_model_path, clients=(1,), prompt_tokens=(8000,), max_tokens=400, count=1, repeat=1)
     options = resolve("abort", given, defaults=scenario.defaults, takes=scenario.takes)
     report = await run_scenario(scenario, options, Heard())
 

@@ -92,7 +92,7 @@ async def test_llama_server_facts(llama: FakeServer) -> None:
 
 
 async def test_llama_server_turn(llama: FakeServer) -> None:
-    """A turn sends exact ids and equal sampling parameters, and notes what had text, over one connection."""
+    """A turn sends exact ids and equal sampling, and notes what had text; the connection is not used again."""
     async with make_target(TargetSpec("peer", "llama-server", llama.url)).session() as session:
         trace = await session.turn(WORK)
         again = await session.turn(WORK)
@@ -119,7 +119,7 @@ async def test_llama_server_turn(llama: FakeServer) -> None:
     }
     assert body["cache_prompt"] is True
     assert "id_slot" not in body
-    assert len(llama.connections) == 1
+    assert len(llama.connections) == 2
 
 
 async def test_llama_server_is_told_the_conversation_again(llama: FakeServer) -> None:

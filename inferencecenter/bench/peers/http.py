@@ -1,4 +1,4 @@
-"""What HTTP servers have in common: one kept connection, answers as structs, and streams of server-sent events."""
+"""What HTTP servers have in common: kept connections, answers as structs, and streams of server-sent events."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ T = TypeVar("T")
 
 # The last event of a turn repeats its prompt in one line.
 _READ_BUFFER_BYTES: Final = 2**20
+_LAST_REQUEST: Final = {"connection": "close"}
 
 
 class _Detail(msgspec.Struct):
@@ -73,14 +74,21 @@ class Http:
             raise _mapped(error, self._url + path) from error
 
     async def stream(
-        self, path: str, body: dict[str, Any], decoder: msgspec.json.Decoder[T]
+        self, path: str, body: dict[str, Any], decoder: msgspec.json.Decoder[T], *, keep_connection: bool = True
     ) -> AsyncGenerator[tuple[float, T], None]:
         """Send JSON and yield the events of the answer, each with the monotonic second in which its bytes came.
 
         Closing the iterator early closes the connection, which is how these servers are told to stop.
+
+        Args:
+            path: Where to send it.
+            body: What to send.
+            decoder: Reads an event.
+            keep_connection: Whether the connection may be used again after a whole answer.
         """
+        headers = None if keep_connection else _LAST_REQUEST
         try:
-            async with self._session.post(self._url + path, json=body) as response:
+            async with self._session.post(self._url + path, json=body, headers=headers) as response:
                 if response.status != 200:
                     await _checked(response)
                 rest = b""

@@ -1,8 +1,9 @@
-"""llama-server as a target: `/completion` with token ids, over one kept connection for each client.
+"""llama-server as a target: `/completion` with token ids.
 
-The prompt's ids come from `/tokenize` before the clock starts, so the server does not tokenize within it. A turn is a
-request of its own; a conversation is told again with each, by ids, and `cache_prompt` lets the server find what it
-holds. Slots are the server's to choose.
+The prompt's ids come from `/tokenize` before the clock starts, so the server does not tokenize within it, and the
+connection that the turn takes is open by then. A turn is a request of its own; a conversation is told again with each,
+by ids, and `cache_prompt` lets the server find what it holds. Slots are the server's to choose. After a stream the
+server closes the connection without having said so, so no request is sent on it that would be lost.
 
 A turn is aborted by closing the connection, the only way there is. It has ended when `/slots` shows its slot free,
 asked every few milliseconds and answered between steps; the slot is known by the turn's seed, since events do not name
@@ -27,7 +28,7 @@ from inferencecenter.bench.target import AbortTrace, TargetFacts, TurnTrace
 from inferencecenter.errors import InferenceCenterError
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncGenerator, AsyncIterator
 
     from inferencecenter.bench.peers.prompts import Prompts
     from inferencecenter.bench.target import TargetSpec, Work
@@ -195,7 +196,7 @@ class LlamaServerSession:
             prompt = await self._prompt(work)
             answer: list[int] = []
             started_s = time.monotonic()
-            async for now, event in self._http.stream("/completion", _body(work, prompt), _EVENTS):
+            async for now, event in self._stream(_body(work, prompt)):
                 if event.content:
                     times_s.append(now)
                 answer += event.tokens
@@ -224,7 +225,7 @@ class LlamaServerSession:
         try:
             body = _body(work, await self._prompt(work)) | {"return_progress": after_tokens is None}
             started_s = time.monotonic()
-            async with contextlib.aclosing(self._http.stream("/completion", body, _EVENTS)) as events:
+            async with contextlib.aclosing(self._stream(body)) as events:
                 async for now, event in events:
                     if event.content:
                         times_s.append(now)
@@ -245,6 +246,9 @@ class LlamaServerSession:
             ended_s=ended_s,
             error=error,
         )
+
+    def _stream(self, body: dict[str, Any]) -> AsyncGenerator[tuple[float, _Event], None]:
+        return self._http.stream("/completion", body, _EVENTS, keep_connection=False)
 
     async def _prompt(self, work: Work) -> list[int]:
         told = self._conversations.get(work.history_id, []) if work.history_id is not None else []
