@@ -10,7 +10,7 @@ import math
 import resource
 import sys
 import time
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from typing import TYPE_CHECKING, Final, TypeVar
 
 import msgspec
@@ -213,7 +213,8 @@ def main() -> None:
     """Run the generator, with as many open files as the system allows."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    uvloop.run(serve())
+    with suppress(KeyboardInterrupt):  # Ctrl-C reaches the whole foreground; whoever gives the jobs reports it
+        uvloop.run(serve())
 
 
 if __name__ == "__main__":
