@@ -72,9 +72,6 @@ def _load(pipe: Pipe, options: EngineOptions) -> Backend:
     if options.backend == "llama":
         # llama.cpp's crash handler would start a debugger on the process, which takes longer than a restart.
         os.environ["GGML_NO_BACKTRACE"] = "1"
-        # OpenMP's threads spin at each of a graph's hundreds of barriers. When one of them has to share its core with
-        # a sampling thread or another program, that cost up to 1 s a decode here; sleeping costs 6 us a barrier.
-        os.environ.setdefault("OMP_WAIT_POLICY", "passive")
         from inferencecenter.engine.llama.backend import LlamaBackend  # noqa: PLC0415 - loads llama.cpp
 
         return LlamaBackend.load(
