@@ -7,15 +7,14 @@ The front's CPU contains all it does for a turn: the request, the session, the a
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING
 
 from inferencecenter.bench import timeline
-from inferencecenter.bench.jobs import ClosedLoop, Hold, Holding, Release, Turns
+from inferencecenter.bench.jobs import Hold, Holding, Release, Turns
 from inferencecenter.bench.options import Options
 from inferencecenter.bench.results import Metric, Parameter, Point, Report
-from inferencecenter.bench.scenario import Scenario, context_tokens, one_prompt_length, required
-from inferencecenter.bench.scenarios.throughput import WARM_UP_TURNS
+from inferencecenter.bench.scenario import Scenario, required
+from inferencecenter.bench.scenarios.throughput import WARM_UP_TURNS, closed_loops, settings
 
 if TYPE_CHECKING:
     from inferencecenter.bench.stage import Bench, Measured, Stage
@@ -73,24 +72,9 @@ def read(measured: Measured[Turns]) -> Gateway:
 async def run(bench: Bench) -> Report:
     """Measure idle connections first, while the front's memory is fresh, then the frames of each number of clients."""
     options = bench.options
-    clients, duration_s = required(options.clients), required(options.duration_s)
-    prompt_tokens, max_tokens = one_prompt_length(options), required(options.max_tokens)
-    n_ctx = context_tokens(prompt_tokens + max_tokens)
-    async with bench.stage(bench.settings(slots=max(clients), n_ctx=n_ctx), points=len(clients)) as stage:
+    async with bench.stage(settings(bench), points=len(required(options.clients))) as stage:
         stage.points.append(await _idle_connections(bench, stage, required(options.connections)))
-        for n_clients in clients:
-            await stage.measure(
-                Parameter("clients", n_clients),
-                job=partial(
-                    ClosedLoop,
-                    clients=n_clients,
-                    prompt_tokens=prompt_tokens,
-                    max_tokens=max_tokens,
-                    duration_s=duration_s,
-                ),
-                answer=Turns,
-                read=read,
-            )
+        await closed_loops(stage, options, read=read)
         return Report(SCENARIO.name, stage.sides, tuple(stage.points))
 
 

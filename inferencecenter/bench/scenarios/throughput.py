@@ -18,7 +18,11 @@ from inferencecenter.bench.results import Metric, Parameter, Report, percentile_
 from inferencecenter.bench.scenario import COMPARABLE, Scenario, context_tokens, one_prompt_length, required
 
 if TYPE_CHECKING:
-    from inferencecenter.bench.stage import Bench, Measured
+    from collections.abc import Callable
+
+    from inferencecenter.bench.daemon_process import DaemonSettings
+    from inferencecenter.bench.results import Result
+    from inferencecenter.bench.stage import Bench, Measured, Stage
 
 WARM_UP_TURNS = 1
 
@@ -61,25 +65,33 @@ def read(measured: Measured[Turns]) -> Throughput:
 
 async def run(bench: Bench) -> Report:
     """Measure each number of clients."""
-    options = bench.options
-    clients, duration_s = required(options.clients), required(options.duration_s)
-    prompt_tokens, max_tokens = one_prompt_length(options), required(options.max_tokens)
-    settings = bench.settings(slots=max(clients), n_ctx=context_tokens(prompt_tokens + max_tokens))
-    async with bench.stage(settings, points=len(clients)) as stage:
-        for n_clients in clients:
-            await stage.measure(
-                Parameter("clients", n_clients),
-                job=partial(
-                    ClosedLoop,
-                    clients=n_clients,
-                    prompt_tokens=prompt_tokens,
-                    max_tokens=max_tokens,
-                    duration_s=duration_s,
-                ),
-                answer=Turns,
-                read=read,
-            )
+    async with bench.stage(settings(bench), points=len(required(bench.options.clients))) as stage:
+        await closed_loops(stage, bench.options, read=read)
         return Report(SCENARIO.name, stage.sides, tuple(stage.points))
+
+
+def settings(bench: Bench) -> DaemonSettings:
+    """Return our daemon's settings for closed loops: a slot for each of the most clients, and room for their turns."""
+    options = bench.options
+    n_tokens = one_prompt_length(options) + required(options.max_tokens)
+    return bench.settings(slots=max(required(options.clients)), n_ctx=context_tokens(n_tokens))
+
+
+async def closed_loops(stage: Stage, options: Options, *, read: Callable[[Measured[Turns]], Result]) -> None:
+    """Measure a closed loop of each number of clients; ``read`` turns one into the scenario's result."""
+    for n_clients in required(options.clients):
+        await stage.measure(
+            Parameter("clients", n_clients),
+            job=partial(
+                ClosedLoop,
+                clients=n_clients,
+                prompt_tokens=one_prompt_length(options),
+                max_tokens=required(options.max_tokens),
+                duration_s=required(options.duration_s),
+            ),
+            answer=Turns,
+            read=read,
+        )
 
 
 SCENARIO = Scenario(
