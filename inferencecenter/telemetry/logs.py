@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import re
 import sys
-from typing import TYPE_CHECKING, Final, Literal
+from typing import TYPE_CHECKING, Final, Literal, cast
 
 import orjson
 import structlog
@@ -41,7 +42,7 @@ def configure(*, level: LogLevel = "info", log_format: LogFormat = "auto", strea
     structlog.configure(
         processors=[*common, *rendering],
         wrapper_class=structlog.make_filtering_bound_logger(threshold),
-        logger_factory=structlog.PrintLoggerFactory(output),
+        logger_factory=structlog.PrintLoggerFactory(cast("TextIO", _Unfailing(output))),
         cache_logger_on_first_use=False,
     )
     handler = logging.StreamHandler(output)
@@ -59,6 +60,26 @@ def configure(*, level: LogLevel = "info", log_format: LogFormat = "auto", strea
         logger.handlers, logger.propagate = [], True
         logger.setLevel(logging.NOTSET)
     logging.captureWarnings(capture=True)
+
+
+class _Unfailing:
+    """A stream that drops what cannot be written: its terminal may be gone or its disk full.
+
+    A daemon whose terminal was closed must still stop when it is told to, and nobody's turn may end with a log line.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> None:
+        """Write ``text`` if that is possible."""
+        with contextlib.suppress(OSError):
+            self._stream.write(text)
+
+    def flush(self) -> None:
+        """Flush if that is possible."""
+        with contextlib.suppress(OSError):
+            self._stream.flush()
 
 
 def redact(_logger: WrappedLogger, _method: str, event: EventDict) -> EventDict:

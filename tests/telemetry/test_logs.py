@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import logging
@@ -155,3 +156,21 @@ def test_values_that_json_lacks_become_text() -> None:
     logs.configure(stream=stream)
     structlog.get_logger("x").info("a", value={1: {2}})
     assert _lines(stream)[0]["value"] == {"1": "{2}"}
+
+
+class GoneTerminal(Terminal):
+    """A terminal that was closed: whatever is written to it fails."""
+
+    def write(self, _text: str) -> int:
+        """Fail as the kernel does."""
+        raise OSError(errno.EIO, "Input/output error")
+
+    def flush(self) -> None:
+        """Fail as the kernel does."""
+        raise OSError(errno.EIO, "Input/output error")
+
+
+def test_a_terminal_that_is_gone_stops_nobody() -> None:
+    """A line that cannot be written is dropped; whoever logs it goes on."""
+    logs.configure(stream=GoneTerminal())
+    structlog.get_logger().info("stopping", signal="SIGTERM")
