@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import ctypes
 import os
-import queue
 import signal
 import socket
 import sys
@@ -14,7 +13,8 @@ import time
 from typing import TYPE_CHECKING
 
 from inferencecenter.engine.echo import EchoBackend
-from inferencecenter.engine.loop import Closed, Command, EngineLoop, Received
+from inferencecenter.engine.inbox import Closed, Inbox, Received
+from inferencecenter.engine.loop import EngineLoop
 from inferencecenter.errors import ErrorCode, InferenceCenterError
 from inferencecenter.ipc.framing import FrameError
 from inferencecenter.ipc.messages import Configure, LoadFailed, Loading, Log, Ready
@@ -49,14 +49,14 @@ def main() -> int:
 
 
 def _serve(pipe: Pipe, options: EngineOptions) -> int:
-    commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
-    watch(pipe, commands)
+    inbox = Inbox()
+    watch(pipe, inbox)
     try:
         backend = _load(pipe, options)
     except InferenceCenterError as error:
         pipe.send(LoadFailed(error.code.value, error.message, error.hint or ""))
         return error.spec.exit_code
-    loop = EngineLoop(backend, options, commands=commands, send=pipe.send, clock=time.monotonic)
+    loop = EngineLoop(backend, options, inbox=inbox, send=pipe.send, clock=time.monotonic)
     try:
         pipe.send(Ready(backend.model))
         loop.run()
@@ -84,22 +84,22 @@ def _load(pipe: Pipe, options: EngineOptions) -> Backend:
     )
 
 
-def watch(pipe: Pipe, commands: queue.SimpleQueue[Command]) -> None:
+def watch(pipe: Pipe, inbox: Inbox) -> None:
     """Start the thread that queues what the front says and that ends the process when the front is gone."""
-    threading.Thread(target=_read, args=(pipe, commands), name="reader", daemon=True).start()
+    threading.Thread(target=_read, args=(pipe, inbox), name="reader", daemon=True).start()
 
 
-def _read(pipe: Pipe, commands: queue.SimpleQueue[Command]) -> None:
+def _read(pipe: Pipe, inbox: Inbox) -> None:
     status = os.EX_OK
     try:
         while (message := pipe.read()) is not None:
             if isinstance(message, Configure):
                 raise FrameError("a second Configure")
-            commands.put(Received(message, time.monotonic()))
+            inbox.put(Received(message, time.monotonic()))
     except FrameError as error:
         sys.stderr.write(f"inferencecenter.engine: {error}\n")
         status = os.EX_PROTOCOL
-    commands.put(Closed())
+    inbox.put(Closed())
     # The main thread may be loading a model or decode for many seconds and cannot be interrupted there, but whoever
     # waits for this process wants the memory back now, and nothing here is the only copy of anything.
     time.sleep(_GRACE_S)

@@ -71,6 +71,7 @@ class Executor:
         pool: Threads that sample beside the caller's; other work may wait in it.
         workers: How many rows are sampled at once at most.
         clock: Monotonic seconds.
+        interrupted: Whether what is left of a step can wait, because a turn is to end.
         on_log: Called with level and text, from any thread.
     """
 
@@ -81,12 +82,14 @@ class Executor:
         pool: ThreadPoolExecutor,
         workers: int,
         clock: Callable[[], float],
+        interrupted: Callable[[], bool],
         on_log: Callable[[str, str], None],
     ) -> None:
         self._backend = backend
         self._pool = pool
         self._workers = workers
         self._clock = clock
+        self._interrupted = interrupted
         self._on_log = on_log
         self._outputs: dict[str, TurnOutput] = {}
         self._samplers: dict[str, TurnSampler] = {}
@@ -119,7 +122,9 @@ class Executor:
             self._swap(swap, results)
         for admission in plan.admissions:
             self._admit(admission, results)
-        for each in plan.passes:
+        for number, each in enumerate(plan.passes):
+            if number and self._interrupted():
+                break
             self._run_pass(each, results)
         for turn_id in results.ended:
             self._drop(turn_id)
@@ -135,9 +140,12 @@ class Executor:
             self._backend.swap(swap.a, swap.b)
         except DecodeError as error:
             self._on_log("error", f"slots {swap.a} and {swap.b} could not be exchanged: {error}")
-            self._backend.truncate(swap.a, 0)
-            results.wiped.add(swap.a)
-            self._lose(swap.turn_id, swap.b, results)
+            for turn_id, slot in ((swap.turn_a, swap.b), (swap.turn_b, swap.a)):
+                if turn_id is not None:
+                    self._lose(turn_id, slot, results)
+                else:
+                    self._backend.truncate(slot, 0)
+                    results.wiped.add(slot)
 
     def _admit(self, admission: Admission, results: _Results) -> None:
         turn_id = admission.turn_id

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-import queue
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
 from inferencecenter.engine.executor import Executor
+from inferencecenter.engine.inbox import Closed, Prepared, Received
 from inferencecenter.engine.outputs import Turn, TurnOutput, failed, never_ran
 from inferencecenter.engine.scheduler.request import Request
 from inferencecenter.engine.scheduler.scheduler import Scheduler
@@ -22,38 +22,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from inferencecenter.engine.backend import Backend
+    from inferencecenter.engine.inbox import Command, Inbox
     from inferencecenter.ipc.messages import EngineOptions, FromEngine, TurnEvent
     from inferencecenter.protocol.params import Params
 
 _STATM = Path("/proc/self/statm")
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _RSS_EVERY_S = 1.0
-
-
-@dataclass(frozen=True, slots=True)
-class Received:
-    """A command of the front, with the monotonic second at which it came."""
-
-    command: Submit | Abort | Release
-    at_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class Prepared:
-    """A submitted turn whose prompt has become tokens, or could not."""
-
-    turn_id: str
-    tokens: list[int]
-    params: Params | None
-    error: InferenceCenterError | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Closed:
-    """The front is gone."""
-
-
-Command: TypeAlias = Received | Prepared | Closed
 
 
 @dataclass(slots=True)
@@ -72,7 +47,7 @@ class EngineLoop:
     Args:
         backend: What decodes; the loop's thread is the only one that calls it, but for vocabulary look-ups.
         options: The grid, the target step, the batch sizes and the number of worker threads.
-        commands: What the reader thread and the workers put in.
+        inbox: What the reader thread and the workers put in.
         send: Sends a frame to the front; may block.
         clock: Monotonic seconds.
     """
@@ -82,13 +57,13 @@ class EngineLoop:
         backend: Backend,
         options: EngineOptions,
         *,
-        commands: queue.SimpleQueue[Command],
+        inbox: Inbox,
         send: Callable[[FromEngine], None],
         clock: Callable[[], float],
     ) -> None:
         self._backend = backend
         self._pool = ThreadPoolExecutor(options.worker_threads, thread_name_prefix="worker")
-        self._commands = commands
+        self._inbox = inbox
         self._send = send
         self._clock = clock
         self._scheduler = Scheduler(
@@ -99,7 +74,12 @@ class EngineLoop:
             target_step_s=options.target_step_ms / 1000,
         )
         self._executor = Executor(
-            backend, pool=self._pool, workers=options.worker_threads, clock=clock, on_log=self._on_log
+            backend,
+            pool=self._pool,
+            workers=options.worker_threads,
+            clock=clock,
+            interrupted=lambda: inbox.urgent,
+            on_log=self._on_log,
         )
         self._pending: dict[str, _Pending] = {}
         self._sessions: dict[str, deque[str]] = {}
@@ -127,13 +107,10 @@ class EngineLoop:
         """Handle what has come in, waiting for it when there is nothing else to do; ``False`` at the end."""
         if not self._scheduler.has_work:
             self._scheduler.check_integrity()
-            self._handle(self._commands.get())
-        while not self._closed:
-            try:
-                self._handle(self._commands.get_nowait())
-            except queue.Empty:
-                return True
-        return False
+            self._handle(self._inbox.get())
+        for command in self._inbox.drain():
+            self._handle(command)
+        return not self._closed
 
     def _step(self) -> None:
         now = self._clock()
@@ -182,7 +159,7 @@ class EngineLoop:
             self._on_log("error", f"tokenizing failed: {error!r}")
             failure = InferenceCenterError(ErrorCode.INTERNAL, "The prompt could not be turned into tokens.")
             prepared = Prepared(submit.turn_id, [], None, failure)
-        self._commands.put(prepared)
+        self._inbox.put(prepared)
 
     def _enqueue(self, prepared: Prepared) -> None:
         """Give the scheduler what is ready, each session's turns in the order in which they came."""

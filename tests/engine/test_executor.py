@@ -97,8 +97,14 @@ class Bench:
         self.backend = FaultyEcho()
         self.log: list[str] = []
         self.now = 0.0
+        self.interrupted = False
         self.executor = Executor(
-            self.backend, pool=pool, workers=2, clock=self.clock, on_log=lambda level, text: self.log.append(text)
+            self.backend,
+            pool=pool,
+            workers=2,
+            clock=self.clock,
+            interrupted=lambda: self.interrupted,
+            on_log=lambda level, text: self.log.append(text),
         )
 
     def clock(self) -> float:
@@ -217,7 +223,7 @@ def test_slots_are_cut_and_exchanged_before_decoding(bench: Bench) -> None:
     _, events = bench.executor.run(
         Plan(
             truncations=(Truncation(0, 3, "t"),),
-            swaps=(Swap(0, 2, "t"),),
+            swaps=(Swap(0, 2, "t", None),),
             admissions=(admission("t", cached_tokens=3),),
             passes=(Pass(rows, prefill=True),),
         )
@@ -273,15 +279,38 @@ def test_a_swap_that_fails_loses_both_slots(bench: Bench, running: bool) -> None
     bench.backend.refuse_swap = True
     outcome, events = bench.executor.run(
         Plan(
-            swaps=(Swap(0, 2, "t"),),
+            swaps=(Swap(0, 2, "t", None),),
             admissions=() if running else (admission("t"),),
             passes=(Pass((Row("t", Chunk(2, 5, [104], sample=True)),), prefill=not running),),
         )
     )
     assert [type(event) for event in events] == [Failed]
-    assert outcome.wiped == {0}
+    assert outcome.wiped == {0}  # the idle session had moved there
     assert outcome.lost == outcome.ended == {"t"}
     assert (len(bench.executor), bench.backend.open_samplers) == (0, 0)
+
+
+def test_a_swap_of_two_running_turns_that_fails_ends_both(bench: Bench) -> None:
+    """Neither can go on, and no idle session was hit."""
+    bench.add("a")
+    bench.add("b")
+    bench.start("a", "b")
+    bench.backend.refuse_swap = True
+    outcome, events = bench.executor.run(Plan(swaps=(Swap(0, 1, "a", "b"),)))
+    assert [type(event) for event in events] == [Failed, Failed]
+    assert outcome.wiped == frozenset()
+    assert outcome.lost == outcome.ended == {"a", "b"}
+
+
+def test_an_interrupted_step_ends_after_the_pass_it_is_in(bench: Bench) -> None:
+    """What was not decoded is not reported, so it is planned again."""
+    bench.add("a")
+    bench.add("b")
+    bench.interrupted = True
+    passes = (prefill((0, "a")), prefill((1, "b")))
+    outcome, _ = bench.executor.run(Plan(admissions=(admission("a"), admission("b")), passes=passes))
+    assert outcome.decoded == {"a": len(PROMPT)}
+    assert bench.backend.held(1) == ()
 
 
 def test_a_sampler_that_cannot_be_built_fails_its_turn_alone(bench: Bench) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import queue
 import signal
 import socket
 import subprocess
@@ -15,7 +14,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from inferencecenter.engine.echo import EchoBackend
-from inferencecenter.engine.loop import Closed, Command, EngineLoop, Received
+from inferencecenter.engine.inbox import Closed, Inbox, Received
+from inferencecenter.engine.loop import EngineLoop
 from inferencecenter.ipc.framing import encode, from_engine_decoder
 from inferencecenter.ipc.messages import (
     Abort,
@@ -158,9 +158,9 @@ class Engine:
         self.backend = SlowEcho(configured)
         self.front = Front(theirs)
         self._pipe = Pipe(ours)
-        self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        self._inbox = Inbox()
         self.loop = EngineLoop(
-            self.backend, configured, commands=self._commands, send=self._pipe.send, clock=time.monotonic
+            self.backend, configured, inbox=self._inbox, send=self._pipe.send, clock=time.monotonic
         )
         self._failure: BaseException | None = None
         self._threads = [threading.Thread(target=each) for each in (self._read, self._run)]
@@ -182,8 +182,8 @@ class Engine:
     def _read(self) -> None:
         while (message := self._pipe.read()) is not None:
             assert not isinstance(message, Configure)
-            self._commands.put(Received(message, time.monotonic()))
-        self._commands.put(Closed())
+            self._inbox.put(Received(message, time.monotonic()))
+        self._inbox.put(Closed())
 
     def _run(self) -> None:
         try:
@@ -412,10 +412,11 @@ def test_the_process_serves_and_ends_with_its_pipe() -> None:
 
 
 STUCK = """
-import queue, socket, sys, threading
+import socket, sys, threading
 from inferencecenter.engine.__main__ import watch
+from inferencecenter.engine.inbox import Inbox
 from inferencecenter.ipc.pipe import Pipe
-watch(Pipe(socket.socket(fileno=int(sys.argv[1]))), queue.SimpleQueue())
+watch(Pipe(socket.socket(fileno=int(sys.argv[1]))), Inbox())
 threading.Event().wait()
 """
 

@@ -21,11 +21,12 @@ class Truncation:
 
 @dataclass(frozen=True, slots=True)
 class Swap:
-    """Exchange the sequences of two slots: ``turn_id`` runs in ``a``, ``b`` is idle."""
+    """Exchange the sequences of two slots. ``turn_a`` runs in ``a`` before and in ``b`` after it, ``turn_b`` likewise."""
 
     a: int
     b: int
-    turn_id: str
+    turn_a: str | None
+    turn_b: str | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import heapq
+from enum import IntEnum
 from typing import TYPE_CHECKING
 
 from inferencecenter.engine.backend import Chunk
 from inferencecenter.engine.scheduler.plan import Pass, Row
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Sequence
+    from collections.abc import Collection, Iterable, Iterator, Sequence
 
     from inferencecenter.engine.scheduler.request import Request
     from inferencecenter.engine.scheduler.slots import Slot, SlotTable
 
 # Weight of the newest step in the running averages: a few steps to follow a change, one outlier forgiven.
 _NEWEST = 0.3
+_READING_SHARE = 4.0
 
 
 def choose_slot(slots: SlotTable, session_id: str, *, waiting: Collection[str]) -> tuple[Slot, str] | None:
@@ -41,22 +42,40 @@ def _distance(index: int, busy: Sequence[int]) -> int:
     return min((abs(index - other) for other in busy), default=0)
 
 
-def compaction(busy: Sequence[bool]) -> tuple[tuple[int, int], ...]:
-    """Return the fewest exchanges, busy slot first, idle one second, that make the busy slots consecutive.
+class Use(IntEnum):
+    """What a slot is doing."""
 
-    llama.cpp decodes only consecutive streams together; a gap costs another reading of all weights. The window that
-    already holds most busy slots is filled, the lowest of them when several do.
+    IDLE = 0
+    READING = 1
+    GENERATING = 2
+
+
+def compaction(uses: Sequence[Use]) -> tuple[tuple[int, int], ...]:
+    """Return exchanges, to be made in order, after which busy slots are consecutive and so are the generating ones.
+
+    llama.cpp decodes only consecutive streams together; a gap costs another reading of all weights, and so does a slot
+    that reads its prompt between two that generate. The busier slot of a pair is named first.
     """
-    width = sum(busy)
-    inside = sum(busy[:width])
-    best, most = 0, inside
-    for start in range(1, len(busy) - width + 1):
-        inside += busy[start + width - 1] - busy[start - 1]
-        if inside > most:
-            best, most = start, inside
-    window = range(best, best + width)
-    outside = (index for index, is_busy in enumerate(busy) if is_busy and index not in window)
-    gaps = (index for index in window if not busy[index])
+    uses = list(uses)
+    gather = _gather([use > Use.IDLE for use in uses], range(len(uses)))
+    for a, b in gather:
+        uses[a], uses[b] = uses[b], uses[a]
+    busy = [index for index, use in enumerate(uses) if use > Use.IDLE]
+    generating = [use is Use.GENERATING for use in uses]
+    return gather + _gather(generating, range(busy[0], busy[-1] + 1) if busy else range(0))
+
+
+def _gather(wanted: Sequence[bool], within: range) -> tuple[tuple[int, int], ...]:
+    """Return the fewest exchanges, wanted slot first, that make the wanted slots a run ``within`` the others.
+
+    The run that already holds most of them is filled, the lowest one when several do.
+    """
+    width = sum(wanted)
+    starts = range(within.start, within.stop - width + 1)
+    best = max(starts, key=lambda start: (sum(wanted[start : start + width]), -start), default=0)
+    run = range(best, best + width)
+    outside = (index for index, is_wanted in enumerate(wanted) if is_wanted and index not in run)
+    gaps = (index for index in run if not wanted[index])
     return tuple(zip(outside, gaps, strict=True))
 
 
@@ -67,37 +86,38 @@ def decode_pass(requests: Iterable[Request]) -> Pass:
 
 
 def prefill_passes(
-    requests: Iterable[Request], *, grid_tokens: int, budget_tokens: int, pass_tokens: int, tick: int
+    requests: Iterable[Request], *, grid_tokens: int, budget_tokens: int, pass_tokens: int
 ) -> tuple[Pass, ...]:
     """Return the passes that read prompts on, at least one chunk and at most ``budget_tokens``.
 
-    Each chunk is one cell of the grid, so an answer never depends on how many fit a step. Cells go round: the highest
-    class first, in it whoever waited longest since ``Request.served``, which is set from ``tick`` on. A pass holds
-    chunks of one length, because llama.cpp cuts the others to the shortest, and no more than ``pass_tokens``, which it
-    would cut as well.
+    Each chunk is one cell of the grid, so an answer never depends on how many fit a step. One prompt is read after the
+    other, the highest class first and in it by ``Request.due``: a short prompt overtakes a long one, but not for ever.
+    A pass holds chunks of one length, because llama.cpp cuts the others to the shortest, and no more than
+    ``pass_tokens``, which it would cut as well.
     """
-    queue = [(request.priority, request.served, request.arrival, request.kv_tokens, request) for request in requests]
-    heapq.heapify(queue)
     cells: dict[tuple[int, int], list[Row]] = {}
-    rounds: dict[str, int] = {}
-    while queue:
-        priority, _, arrival, start, request = heapq.heappop(queue)
-        end = request.chunk_end(start, grid_tokens)
-        if rounds and end - start > budget_tokens:
+    for nth, row in _cells(requests, grid_tokens):
+        n_tokens = len(row.chunk.tokens)
+        if cells and n_tokens > budget_tokens:
             break
-        budget_tokens -= end - start
-        tick += 1
-        request.served = tick
-        nth = rounds[request.turn_id] = rounds.get(request.turn_id, 0) + 1
-        cells.setdefault((nth, end - start), []).append(_row(request, start, end))
-        if end < len(request.tokens):
-            heapq.heappush(queue, (priority, tick, arrival, end, request))
+        budget_tokens -= n_tokens
+        cells.setdefault((nth, n_tokens), []).append(row)
     passes: list[Pass] = []
     for (_, length), rows in sorted(cells.items(), key=lambda item: item[0]):
         rows.sort(key=_slot_of)
         width = max(1, pass_tokens // length)
         passes.extend(Pass(tuple(rows[at : at + width]), prefill=True) for at in range(0, len(rows), width))
     return tuple(passes)
+
+
+def _cells(requests: Iterable[Request], grid_tokens: int) -> Iterator[tuple[int, Row]]:
+    """Yield what is left of the prompts, cell by cell in the order of reading, each with its number in its prompt."""
+    for request in sorted(requests, key=lambda request: (request.priority, request.due, request.arrival)):
+        start, nth = request.kv_tokens, 0
+        while start < len(request.tokens):
+            end = request.chunk_end(start, grid_tokens)
+            yield nth, _row(request, start, end)
+            start, nth = end, nth + 1
 
 
 def _row(request: Request, start: int, end: int) -> Row:
@@ -111,9 +131,11 @@ def _slot_of(row: Row) -> int:
 
 
 class PrefillBudget:
-    """How many prompt tokens a step may read so that it takes about ``target_step_s``.
+    """How many prompt tokens a step may read.
 
-    Learned from what reading and generating took lately; ``floor_tokens`` until something was read, and never less.
+    As many as make it take about ``target_step_s``, or, where generating takes long, ``_READING_SHARE`` times as long
+    as that: who waits for a first token keeps the batch small for everybody. Learned from what reading and generating
+    took lately; ``floor_tokens`` until something was read, and never less.
     """
 
     def __init__(self, *, target_step_s: float, floor_tokens: int) -> None:
@@ -124,8 +146,9 @@ class PrefillBudget:
 
     def tokens(self, *, decoding: bool) -> int:
         """Return the budget of the next step, in which others generate or not."""
-        left_s = self._target_step_s - (self._decode_s if decoding else 0.0)
-        return max(self._floor_tokens, int(self._tokens_per_s * left_s))
+        decode_s = self._decode_s if decoding else 0.0
+        reading_s = max(self._target_step_s - decode_s, _READING_SHARE * decode_s)
+        return max(self._floor_tokens, int(self._tokens_per_s * reading_s))
 
     def observe(self, *, prefill_tokens: int, prefill_s: float, decode_s: float) -> None:
         """Learn from a step; zero stands for a part that it did not have."""

@@ -44,7 +44,8 @@ class Request:
 
     ``tokens`` is the prompt followed by what was sampled; the first ``kv_tokens`` of them are in the slot's KV, and
     ``cached_tokens`` already were when the request got its slot. A lower ``priority`` goes first, then a lower
-    ``arrival``. ``served`` is the tick at which the prompt was last read on, for taking turns.
+    ``arrival``. ``due`` orders the reading of prompts: the tokens that all prompts together may have been read on before
+    this one is finished.
     """
 
     turn_id: str
@@ -55,7 +56,7 @@ class Request:
     kv_tokens: int = 0
     cached_tokens: int = 0
     slot: int | None = None
-    served: int = 0
+    due: int = 0
     prompt_tokens: int = field(init=False)
     _state: RequestState = RequestState.WAITING
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from inferencecenter.engine.scheduler.plan import Admission, Pass, Plan, Reading, Swap, Truncation
 from inferencecenter.engine.scheduler.policy import (
     PrefillBudget,
+    Use,
     choose_slot,
     compaction,
     decode_pass,
@@ -48,7 +49,7 @@ class Scheduler:
         self._running: dict[str, Request] = {}
         self._positions: dict[str, int] = {}
         self._released: list[Truncation] = []
-        self._tick = 0
+        self._read_tokens = 0
 
     def __repr__(self) -> str:
         return f"Scheduler(waiting={self.waiting}, running={self.running}, {self._slots!r})"
@@ -130,12 +131,10 @@ class Scheduler:
                 grid_tokens=self._grid_tokens,
                 budget_tokens=budget_tokens,
                 pass_tokens=self._pass_tokens,
-                tick=self._tick,
             )
-            self._tick += sum(len(each.rows) for each in prefill)
             passes.extend(prefill)
             reasons.append(f"{len(reading)} prompts share {budget_tokens} tokens")
-        reasons.extend(f"slots {swap.a} and {swap.b} exchanged: busy slots are consecutive" for swap in swaps)
+        reasons.extend(f"slots {swap.a} and {swap.b} exchanged: what runs together stays together" for swap in swaps)
         return Plan(tuple(truncations), swaps, tuple(admissions), tuple(passes), tuple(reasons))
 
     def completed(self, outcome: Outcome, *, now: float) -> tuple[Reading, ...]:
@@ -160,6 +159,7 @@ class Scheduler:
             self._slot(self._requests[turn_id]).tokens.clear()
         for turn_id in outcome.ended:
             self._end(self._requests[turn_id], now=now)
+        self._read_tokens += outcome.prefill_tokens
         self._budget.observe(
             prefill_tokens=outcome.prefill_tokens, prefill_s=outcome.prefill_s, decode_s=outcome.decode_s
         )
@@ -217,20 +217,25 @@ class Scheduler:
         request.change(RequestChange.ADMIT)
         request.slot = slot.index
         request.kv_tokens = request.cached_tokens = keep
-        request.served = self._tick
+        request.due = self._read_tokens + request.prompt_tokens - keep
         self._waiting.remove(request)
         self._running[request.turn_id] = request
         return Truncation(slot.index, keep, request.turn_id) if keep < held else None
 
     def _compact(self) -> tuple[Swap, ...]:
         swaps: list[Swap] = []
-        for busy, idle in compaction([slot.busy for slot in self._slots]):
-            self._slots.swap(busy, idle)
-            turn_id = self._slots[idle].turn_id
-            assert turn_id is not None
-            self._running[turn_id].slot = idle
-            swaps.append(Swap(busy, idle, turn_id))
+        for a, b in compaction([self._use(slot) for slot in self._slots]):
+            swaps.append(Swap(a, b, self._slots[a].turn_id, self._slots[b].turn_id))
+            self._slots.swap(a, b)
+            for slot in (self._slots[a], self._slots[b]):
+                if slot.turn_id is not None:
+                    self._running[slot.turn_id].slot = slot.index
         return tuple(swaps)
+
+    def _use(self, slot: Slot) -> Use:
+        if slot.turn_id is None:
+            return Use.IDLE
+        return Use.READING if self._running[slot.turn_id].state is RequestState.PREFILL else Use.GENERATING
 
     def _end(self, request: Request, *, now: float) -> None:
         if request.state is RequestState.WAITING:

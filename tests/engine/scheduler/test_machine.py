@@ -111,7 +111,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert len({len(row.chunk.tokens) for row in each.rows}) == 1
             if not each.prefill:
                 assert number == 0
-                assert slots == list(range(slots[0], slots[0] + len(slots))) or plan.passes[1:]
+                assert slots == list(range(slots[0], slots[0] + len(slots)))
             rows = [row for row in each.rows if row.turn_id not in stalled]
             if number == fail_pass and rows:
                 lost.add(rows[0].turn_id)
@@ -178,8 +178,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             if fail:
                 self.kv[swap.a].clear()
                 self.kv[swap.b].clear()
-        failed = plan.swaps if fail else ()
-        return {swap.turn_id for swap in failed}, {swap.a for swap in failed}
+        moved = [each for swap in plan.swaps for each in ((swap.turn_a, swap.b), (swap.turn_b, swap.a))] if fail else []
+        turns = {turn_id for turn_id, _ in moved if turn_id is not None}
+        return turns, {slot for turn_id, slot in moved if turn_id is None}
 
 
 TestSchedulerMachine = SchedulerMachine.TestCase

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from inferencecenter.engine.scheduler.plan import Pass
 from inferencecenter.engine.scheduler.policy import (
     PrefillBudget,
+    Use,
     choose_slot,
     compaction,
     decode_pass,
@@ -51,25 +52,44 @@ def test_slot_for_session_a(slots: tuple[str, ...], chosen: tuple[int, str] | No
     assert (choice and (choice[0].index, choice[1])) == chosen
 
 
-@given(st.lists(st.booleans(), min_size=1, max_size=12))
-def test_swaps_make_busy_slots_consecutive_with_the_fewest_moves(busy: list[bool]) -> None:
-    """After the swaps the busy slots are one run, and no window would have needed fewer."""
-    after = busy.copy()
-    swaps = compaction(busy)
-    for a, b in swaps:
-        assert after[a]
-        assert not after[b]
+def runs_of(uses: list[Use], *wanted: Use) -> int:
+    """Return in how many runs the slots with these uses lie."""
+    return sum(1 for is_wanted, _ in groupby(uses, key=lambda use: use in wanted) if is_wanted)
+
+
+@given(st.lists(st.sampled_from(Use), min_size=1, max_size=10))
+def test_exchanges_make_busy_slots_consecutive_and_generating_ones_among_them(uses: list[Use]) -> None:
+    """After the exchanges both are one run, idle slots moved no more than needed, and the pairs have an order."""
+    after = uses.copy()
+    to_idle = 0
+    for a, b in compaction(uses):
+        assert after[a] > after[b]
+        to_idle += after[b] is Use.IDLE
         after[a], after[b] = after[b], after[a]
-    assert sum(1 for is_busy, _ in groupby(after) if is_busy) <= 1
+    assert sorted(after) == sorted(uses)
+    assert runs_of(after, Use.READING, Use.GENERATING) <= 1
+    assert runs_of(after, Use.GENERATING) <= 1
+    busy = [use > Use.IDLE for use in uses]
     width = sum(busy)
-    fewest = min(width - sum(busy[start : start + width]) for start in range(len(busy) - width + 1))
-    assert len(swaps) == fewest
+    assert to_idle == min(width - sum(busy[start : start + width]) for start in range(len(busy) - width + 1))
 
 
-def test_the_lowest_of_equal_windows_is_filled() -> None:
-    """With one slot on either side, the lower run is completed."""
-    assert compaction([True, False, True, False, False]) == ((2, 1),)
-    assert compaction([False, True, True]) == ()
+@pytest.mark.parametrize(
+    ("uses", "exchanges"),
+    [
+        ("g-g--", ((2, 1),)),
+        ("-gg", ()),
+        ("grg", ((2, 1),)),
+        ("rgg", ()),
+        ("ggrgg", ((4, 2),)),
+        ("rgrg", ((3, 0),)),
+        ("g-rg", ((3, 1),)),
+        ("grg-g", ((4, 3), (3, 1))),
+    ],
+)
+def test_exchanges(uses: str, exchanges: tuple[tuple[int, int], ...]) -> None:
+    """The lowest of equal runs is filled; slots that read go to the edges of those that generate."""
+    assert compaction([{"-": Use.IDLE, "r": Use.READING, "g": Use.GENERATING}[use] for use in uses]) == exchanges
 
 
 requests_to_read = st.lists(
@@ -90,9 +110,9 @@ requests_to_read = st.lists(
 )
 
 
-def passes_of(requests: list[Request], *, budget_tokens: int, pass_tokens: int = 64, tick: int = 0) -> tuple[Pass, ...]:
+def passes_of(requests: list[Request], *, budget_tokens: int, pass_tokens: int = 64) -> tuple[Pass, ...]:
     """Plan one step on a grid of 8."""
-    return prefill_passes(requests, grid_tokens=8, budget_tokens=budget_tokens, pass_tokens=pass_tokens, tick=tick)
+    return prefill_passes(requests, grid_tokens=8, budget_tokens=budget_tokens, pass_tokens=pass_tokens)
 
 
 @given(requests_to_read, st.integers(0, 200), st.integers(8, 40))
@@ -120,22 +140,26 @@ def test_prefill_passes_are_well_formed(requests: list[Request], budget_tokens: 
     assert read <= budget_tokens or single
 
 
-def new_request(slot: int, *, length: int = 80, priority: int = 0) -> Request:
+def new_request(slot: int, *, length: int = 80, priority: int = 0, due: int = 0) -> Request:
     """Return a request whose prompt has not been read."""
     return Request(
-        turn_id=f"t{slot}", session_id=f"s{slot}", priority=priority, arrival=slot, tokens=[0] * length, slot=slot
+        turn_id=f"t{slot}",
+        session_id=f"s{slot}",
+        priority=priority,
+        arrival=slot,
+        tokens=[0] * length,
+        slot=slot,
+        due=due,
     )
 
 
-def test_prompts_share_the_budget_by_cells() -> None:
-    """Three prompts and four cells: everybody gets one, the first a second; next time the others are first."""
-    requests = [new_request(slot) for slot in range(3)]
+def test_prompts_are_read_one_after_the_other() -> None:
+    """The one that is due first takes what the budget gives, the next one what is left, and nobody overtakes."""
+    requests = [new_request(slot, length=length, due=due) for slot, (length, due) in enumerate([(8, 9), (24, 3), (4, 30)])]
     passes = passes_of(requests, budget_tokens=32)
-    assert [[row.chunk.slot for row in each.rows] for each in passes] == [[0, 1, 2], [0]]
-    for request, done in zip(requests, (16, 8, 8), strict=True):
-        request.kv_tokens = done
-    passes = passes_of(requests, budget_tokens=16, tick=4)
-    assert [[row.chunk.slot for row in each.rows] for each in passes] == [[1, 2]]
+    assert [[row.chunk.slot for row in each.rows] for each in passes] == [[0, 1], [1], [1]]
+    passes = passes_of(requests, budget_tokens=31)
+    assert [[row.chunk.slot for row in each.rows] for each in passes] == [[1], [1], [1]]
 
 
 def test_a_higher_class_is_read_first() -> None:
@@ -170,11 +194,19 @@ def test_generating_turns_get_one_row_each() -> None:
 
 
 def test_the_budget_holds_the_target_step() -> None:
-    """Reading at 1,000 tokens/s with 50 ms of generating leaves 100 tokens of 150 ms, and 150 alone."""
+    """Reading at 1,000 tokens/s with 20 ms of generating leaves 130 tokens of 150 ms, and 150 alone."""
     budget = PrefillBudget(target_step_s=0.15, floor_tokens=64)
     assert budget.tokens(decoding=True) == 64
-    budget.observe(prefill_tokens=100, prefill_s=0.1, decode_s=0.05)
-    assert budget.tokens(decoding=True) == pytest.approx(100, abs=1)
+    budget.observe(prefill_tokens=100, prefill_s=0.1, decode_s=0.02)
+    assert budget.tokens(decoding=True) == pytest.approx(130, abs=1)
+    assert budget.tokens(decoding=False) == pytest.approx(150, abs=1)
+
+
+def test_a_slow_batch_lets_prompts_take_four_times_as_long() -> None:
+    """Where generating alone takes longer than the target, newcomers are not read a cell at a time."""
+    budget = PrefillBudget(target_step_s=0.15, floor_tokens=64)
+    budget.observe(prefill_tokens=100, prefill_s=0.1, decode_s=0.2)
+    assert budget.tokens(decoding=True) == pytest.approx(800, abs=1)
     assert budget.tokens(decoding=False) == pytest.approx(150, abs=1)
 
 

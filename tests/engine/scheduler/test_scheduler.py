@@ -203,7 +203,7 @@ def test_a_gap_between_busy_slots_is_closed() -> None:
     for name in ("a", "b", "c"):
         driver.add(name, [1, 2, 3])
     driver.step(end=("b",))
-    assert driver.step().swaps == (Swap(2, 1, "c"),)
+    assert driver.step().swaps == (Swap(2, 1, "c", None),)
     assert repr(driver.scheduler.slots) == "SlotTable(a*:4 c*:3 b:3)"
     assert driver.step().swaps == ()
 

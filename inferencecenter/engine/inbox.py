@@ -1,0 +1,78 @@
+"""What waits to be handled by the engine's loop, put in by the reader thread and the workers."""
+
+from __future__ import annotations
+
+import queue
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias
+
+from inferencecenter.ipc.messages import Abort, Release, Submit
+
+if TYPE_CHECKING:
+    from inferencecenter.errors import InferenceCenterError
+    from inferencecenter.protocol.params import Params
+
+
+@dataclass(frozen=True, slots=True)
+class Received:
+    """A command of the front, with the monotonic second at which it came."""
+
+    command: Submit | Abort | Release
+    at_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A submitted turn whose prompt has become tokens, or could not."""
+
+    turn_id: str
+    tokens: list[int]
+    params: Params | None
+    error: InferenceCenterError | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Closed:
+    """The front is gone."""
+
+
+Command: TypeAlias = Received | Prepared | Closed
+
+
+class Inbox:
+    """An unbounded queue that knows whether something in it should not wait for the end of a step.
+
+    The front bounds how many turns there are, and with them how much can come in.
+    """
+
+    def __init__(self) -> None:
+        self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        self._urgent = False
+
+    @property
+    def urgent(self) -> bool:
+        """Whether a turn is to end; work done for it meanwhile is lost."""
+        return self._urgent
+
+    def put(self, command: Command) -> None:
+        """Add a command; from any thread."""
+        self._commands.put(command)
+        if isinstance(command, Closed) or (
+            isinstance(command, Received) and isinstance(command.command, Abort | Release)
+        ):
+            self._urgent = True
+
+    def get(self) -> Command:
+        """Wait for the next command."""
+        return self._commands.get()
+
+    def drain(self) -> list[Command]:
+        """Return all that has come in."""
+        # Before the queue is emptied: what is put meanwhile may be called urgent once too often, but never too seldom.
+        self._urgent = False
+        commands: list[Command] = []
+        while True:
+            try:
+                commands.append(self._commands.get_nowait())
+            except queue.Empty:
+                return commands
