@@ -73,6 +73,7 @@ class Model:
         params = lib.llama_model_default_params()
         params.n_gpu_layers = n_gpu_layers
         params.load_mode = _LOAD_MODES[options.use_mmap, options.use_mlock]
+        params.use_extra_bufts = may_repack(lib.llama_print_system_info().decode())
         progress = _progress_callback(on_progress)
         params.progress_callback = progress
         log.take_problems()
@@ -148,6 +149,16 @@ def resolve_gpu_layers(asked: int, *, offload: bool) -> int:
             field="n_gpu_layers",
         )
     return 0
+
+
+def may_repack(system_info: str) -> bool:
+    """Tell whether weights may be kept in the layout that the processor multiplies fastest.
+
+    Not where llama.cpp was built for AMX: its kernels for that layout crash when GCC has compiled them
+    (github.com/ggml-org/llama.cpp/issues/20824). ``tools/install`` builds without them; other builds run without any
+    repacking.
+    """
+    return "AMX_INT8 = 1" not in system_info
 
 
 def _why_unusable(handle: int) -> str:

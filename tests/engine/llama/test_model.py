@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from llama_cpp import llama_cpp as lib
 
-from inferencecenter.engine.llama.model import N_CTX_DEFAULT_MAX, Model, resolve_gpu_layers
+from inferencecenter.engine.llama.model import N_CTX_DEFAULT_MAX, Model, may_repack, resolve_gpu_layers
 from inferencecenter.engine.llama.model_file import available_memory_bytes, check_model_file
 from inferencecenter.errors import ErrorCode, InferenceCenterError
 from inferencecenter.ipc.messages import EngineOptions
@@ -126,6 +126,14 @@ def test_file_larger_than_memory_is_refused_with_both_sizes(demo_model_path: Pat
     assert refusal.value.code is ErrorCode.INVALID_MODEL_FILE
     assert check_model_file(demo_model_path, available_bytes=size) == size
     assert check_model_file(demo_model_path, available_bytes=None) == size
+
+
+@pytest.mark.parametrize(
+    ("system_info", "may"), [("CPU : AVX512 = 1 | AMX_INT8 = 1 | REPACK = 1 | ", False), ("CPU : AVX512 = 1 | ", True)]
+)
+def test_weights_are_not_repacked_for_amx(system_info: str, may: bool) -> None:
+    """A build whose AMX kernels would crash keeps the weights as they are in the file."""
+    assert may_repack(system_info) is may
 
 
 def test_shards_count_together(tmp_path: Path) -> None:
