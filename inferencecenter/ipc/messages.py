@@ -44,6 +44,11 @@ class Submit(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     ``tokens`` is everything the session already holds (packed ids), so that the engine owes nobody any memory.
     ``params_json`` is an effective ``protocol.params.Params`` with no level left to merge. ``priority`` is 0 for
     interactive, 1 for normal, 2 for batch: lower goes first.
+
+    The first ``shared_pieces`` pieces are a system prompt, whose KV other sessions of the client may use, and with
+    ``public`` everybody's. ``answer`` is what this turn generated before, when it goes on after its prompt was made
+    shorter. With ``may_shift`` a turn whose context is full hears ``Overflowed`` instead of its end. Without ``durable``
+    nothing of it may be written to a disk.
     """
 
     turn_id: str
@@ -53,6 +58,11 @@ class Submit(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     tokens: bytes
     pieces: tuple[Piece, ...]
     params_json: bytes
+    shared_pieces: int = 0
+    public: bool = False
+    answer: bytes = b""
+    may_shift: bool = False
+    durable: bool = True
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True):
@@ -75,6 +85,12 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
     a physical core. ``prefill_grid_tokens`` is the distance of the positions at which prompts are cut,
     ``target_step_ms`` how long a step with prefill should take. ``echo_delay_ms`` is how long the echo backend takes
     for each decode.
+
+    ``quantum_tokens`` is what a turn may generate before another that waits gets its slot, 0 to choose by what parking
+    costs; a waiting turn rises a class every ``ageing_s``, and fails after ``queue_timeout_s`` (0 is never). KV is parked
+    in the directories ``kv_ram_dir`` and ``kv_disk_dir``, at most so many bytes in each, and of these at most
+    ``kv_client_share`` for one client; a directory without bytes is not used. Files of an earlier engine are taken over
+    with ``kv_adopt``, else deleted.
     """
 
     backend: str
@@ -97,6 +113,15 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
     target_step_ms: int = 150
     worker_threads: int = 2
     echo_delay_ms: int = 0
+    quantum_tokens: int = 0
+    ageing_s: float = 30.0
+    queue_timeout_s: float = 0.0
+    kv_ram_dir: str = ""
+    kv_ram_bytes: int = 0
+    kv_disk_dir: str = ""
+    kv_disk_bytes: int = 0
+    kv_client_share: float = 0.5
+    kv_adopt: bool = False
 
 
 class Configure(msgspec.Struct, frozen=True, tag=True):
@@ -227,7 +252,7 @@ class Finished(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     plus the end token if there was one. They spell the first ``kept_chars`` characters of the shown text, followed by
     ``end_text`` (the end token's own text, empty when the turn ended another way). ``reason`` is a wire
     ``finish_reason``; ``stop`` the stop string or pattern that matched. Times are milliseconds: waiting for a slot,
-    first token since submission, whole turn since submission.
+    first token since submission, whole turn since submission. ``preempted`` counts how often others had its slot.
     """
 
     turn_id: str
@@ -243,7 +268,22 @@ class Finished(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     ttft_ms: float
     total_ms: float
     tokens_per_s: float
+    preempted: int = 0
     warnings: tuple[str, ...] = ()
+
+
+class Overflowed(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """A turn that may shift does not fit its context any more, and has left the engine.
+
+    It goes on when it is submitted again with a shorter prompt and all its tokens so far as ``answer``; the text that
+    was held back is told then. ``n_tokens`` are its prompt and answer. If it cannot be made shorter, it is over: as
+    ``end`` says, after the last of its text; without ``end`` it never began, and its prompt is too long.
+    """
+
+    turn_id: str
+    n_tokens: int
+    text: str = ""
+    end: Finished | None = None
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -256,7 +296,7 @@ class Failed(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     field: str | None = None
 
 
-TurnEvent: TypeAlias = Position | Started | Progress | Delta | Finished | Failed
+TurnEvent: TypeAlias = Position | Started | Progress | Delta | Overflowed | Finished | Failed
 
 
 class Step(msgspec.Struct, frozen=True, tag=True):
@@ -266,6 +306,8 @@ class Step(msgspec.Struct, frozen=True, tag=True):
     running: int
     waiting: int
     rss_bytes: int
+    parked_sessions: int = 0
+    parked_bytes: int = 0
 
 
 FromEngine: TypeAlias = Loading | Ready | LoadFailed | Log | Step
