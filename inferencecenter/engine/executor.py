@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from inferencecenter.engine.backend import DecodeError
-from inferencecenter.engine.scheduler.plan import Outcome
+from inferencecenter.engine.scheduler.plan import Outcome, Swap, Truncation
 from inferencecenter.errors import ErrorCode, InferenceCenterError
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from inferencecenter.engine.backend import Backend, TurnSampler
     from inferencecenter.engine.outputs import TurnOutput
-    from inferencecenter.engine.scheduler.plan import Admission, Pass, Plan, Row, Swap
+    from inferencecenter.engine.scheduler.plan import Admission, Pass, Plan, Row
     from inferencecenter.ipc.messages import TurnEvent
 
 
@@ -114,12 +114,12 @@ class Executor:
     def run(self, plan: Plan) -> tuple[Outcome, tuple[TurnEvent, ...]]:
         """Do what the plan says and return what came of it, with the turns' events in order."""
         results = _Results()
-        for truncation in plan.truncations:
-            kept = self._backend.truncate(truncation.slot, truncation.n_tokens)
-            if not kept and truncation.n_tokens and truncation.turn_id is not None:
-                results.emptied.add(truncation.turn_id)
-        for swap in plan.swaps:
-            self._swap(swap, results)
+        for move in plan.moves:
+            match move:
+                case Truncation():
+                    self._truncate(move, results)
+                case Swap():
+                    self._swap(move, results)
         for admission in plan.admissions:
             self._admit(admission, results)
         for number, each in enumerate(plan.passes):
@@ -134,6 +134,11 @@ class Executor:
         """Free the samplers of all turns, whose end nobody will hear of."""
         for turn_id in tuple(self._outputs):
             self._drop(turn_id)
+
+    def _truncate(self, truncation: Truncation, results: _Results) -> None:
+        kept = self._backend.truncate(truncation.slot, truncation.n_tokens)
+        if not kept and truncation.n_tokens and truncation.turn_id is not None:
+            results.emptied.add(truncation.turn_id)
 
     def _swap(self, swap: Swap, results: _Results) -> None:
         try:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from inferencecenter.engine.executor import Executor
 from inferencecenter.engine.inbox import Closed, Prepared, Received
 from inferencecenter.engine.outputs import Turn, TurnOutput, failed, never_ran
+from inferencecenter.engine.scheduler.parking import NoParking
 from inferencecenter.engine.scheduler.request import Request
 from inferencecenter.engine.scheduler.scheduler import Scheduler
 from inferencecenter.errors import ErrorCode, InferenceCenterError
@@ -72,6 +73,10 @@ class EngineLoop:
             grid_tokens=options.prefill_grid_tokens,
             pass_tokens=min(options.n_batch, options.n_ubatch),
             target_step_s=options.target_step_ms / 1000,
+            parked=NoParking(),
+            can_rewind=True,
+            quantum_tokens=options.quantum_tokens,
+            ageing_s=options.ageing_s,
         )
         self._executor = Executor(
             backend,
@@ -117,7 +122,7 @@ class EngineLoop:
         for turn_id in self._executor.overdue(now):
             self._end(turn_id, "time", now=now)
         if self._scheduler.has_work:
-            plan = self._scheduler.step()
+            plan = self._scheduler.step(now)
             outcome, events = self._executor.run(plan)
             readings = self._scheduler.completed(outcome, now=self._clock())
             self._events += [Position(turn_id, place) for turn_id, place in self._scheduler.positions()]
@@ -182,8 +187,12 @@ class EngineLoop:
         request = Request(
             turn_id=submit.turn_id,
             session_id=submit.session_id,
+            client_id=submit.client_id,
             priority=submit.priority,
             arrival=pending.arrival,
+            submitted_s=pending.at_s,
+            public=submit.public,
+            durable=submit.durable,
             tokens=prepared.tokens,
         )
         try:

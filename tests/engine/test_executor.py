@@ -222,8 +222,7 @@ def test_slots_are_cut_and_exchanged_before_decoding(bench: Bench) -> None:
     rows = (Row("t", Chunk(2, 3, PROMPT[3:], sample=True)),)
     _, events = bench.executor.run(
         Plan(
-            truncations=(Truncation(0, 3, "t"),),
-            swaps=(Swap(0, 2, "t", None),),
+            moves=(Truncation(0, 3, "t"), Swap(0, 2, "t", None)),
             admissions=(admission("t", cached_tokens=3),),
             passes=(Pass(rows, prefill=True),),
         )
@@ -241,7 +240,7 @@ def test_a_slot_that_had_to_be_emptied_is_reported(bench: Bench) -> None:
     rows = (Row("t", Chunk(0, 3, PROMPT[3:], sample=True)),)
     outcome, events = bench.executor.run(
         Plan(
-            truncations=(Truncation(0, 3, "t"),),
+            moves=(Truncation(0, 3, "t"),),
             admissions=(admission("t", cached_tokens=3),),
             passes=(Pass(rows, prefill=True),),
         )
@@ -260,7 +259,7 @@ def test_emptying_a_slot_on_purpose_is_no_loss(bench: Bench) -> None:
     bench.add("t")
     outcome, _ = bench.executor.run(
         Plan(
-            truncations=(Truncation(0, 0, "t"),),
+            moves=(Truncation(0, 0, "t"),),
             admissions=(admission("t"),),
             passes=(prefill((0, "t")),),
         )
@@ -279,7 +278,7 @@ def test_a_swap_that_fails_loses_both_slots(bench: Bench, running: bool) -> None
     bench.backend.refuse_swap = True
     outcome, events = bench.executor.run(
         Plan(
-            swaps=(Swap(0, 2, "t", None),),
+            moves=(Swap(0, 2, "t", None),),
             admissions=() if running else (admission("t"),),
             passes=(Pass((Row("t", Chunk(2, 5, [104], sample=True)),), prefill=not running),),
         )
@@ -296,7 +295,7 @@ def test_a_swap_of_two_running_turns_that_fails_ends_both(bench: Bench) -> None:
     bench.add("b")
     bench.start("a", "b")
     bench.backend.refuse_swap = True
-    outcome, events = bench.executor.run(Plan(swaps=(Swap(0, 1, "a", "b"),)))
+    outcome, events = bench.executor.run(Plan(moves=(Swap(0, 1, "a", "b"),)))
     assert [type(event) for event in events] == [Failed, Failed]
     assert outcome.wiped == frozenset()
     assert outcome.lost == outcome.ended == {"a", "b"}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 if TYPE_CHECKING:
     from inferencecenter.engine.backend import Chunk
@@ -21,7 +21,7 @@ class Truncation:
 
 @dataclass(frozen=True, slots=True)
 class Swap:
-    """Exchange the sequences of two slots. ``turn_a`` runs in ``a`` before and in ``b`` after it, ``turn_b`` likewise."""
+    """Exchange the sequences of two slots. ``turn_a`` runs in ``a`` before and in ``b`` after, ``turn_b`` likewise."""
 
     a: int
     b: int
@@ -30,8 +30,49 @@ class Swap:
 
 
 @dataclass(frozen=True, slots=True)
+class Park:
+    """Save what a slot holds, ``n_tokens`` spelt by ``tokens``, under ``key`` of ``scope``; the slot keeps its content.
+
+    That it fails is no error: what was not parked is read again. Without ``durable`` it may not be written to a disk.
+    """
+
+    slot: int
+    key: str
+    scope: str
+    n_tokens: int
+    tokens: tuple[int, ...]
+    durable: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Restore:
+    """Replace what a slot holds by the parked sequence ``key`` of ``n_tokens``; ``turn_id`` builds on it."""
+
+    slot: int
+    key: str
+    n_tokens: int
+    turn_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """Replace what ``target`` holds by the first ``n_tokens`` of slot ``source``; ``turn_id`` builds on them."""
+
+    source: int
+    target: int
+    n_tokens: int
+    turn_id: str
+
+
+Move: TypeAlias = Truncation | Swap | Park | Restore | Copy
+
+
+@dataclass(frozen=True, slots=True)
 class Admission:
-    """A turn gets a slot; ``cached_tokens`` of its ``prompt`` are there already."""
+    """A turn gets its first slot; ``cached_tokens`` of its ``prompt`` are there already.
+
+    A turn that was preempted and comes back is not admitted again: its sampler and its output live on.
+    """
 
     turn_id: str
     prompt: tuple[int, ...]
@@ -59,13 +100,14 @@ class Pass:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One step: truncate, then swap, then admit, then decode pass after pass.
+    """One step: make the moves in order, then admit, then decode pass after pass.
 
-    The chunks' slots are those after the swaps. ``reasons`` says in words why.
+    The chunks' slots are those after the moves. ``fetches`` are keys of parked sequences to read from disk
+    meanwhile. ``reasons`` says in words why.
     """
 
-    truncations: tuple[Truncation, ...] = ()
-    swaps: tuple[Swap, ...] = ()
+    moves: tuple[Move, ...] = ()
+    fetches: tuple[str, ...] = ()
     admissions: tuple[Admission, ...] = ()
     passes: tuple[Pass, ...] = ()
     reasons: tuple[str, ...] = ()
@@ -76,9 +118,10 @@ class Outcome:
     """What became of a plan, by turn id.
 
     ``decoded`` counts the tokens that went into KV. ``emptied`` turns lost the KV they were to build on and read their
-    prompt from its start; ``wiped`` slots, numbered as after the swaps, lost an idle session's KV. ``ended`` turns are
+    prompt from its start; ``wiped`` slots, numbered as after the moves, lost an idle session's KV. ``ended`` turns are
     over; of them the ``lost`` ones left no KV behind. ``prefill_s`` is what reading ``prefill_tokens`` took,
-    ``decode_s`` the pass of those that generate.
+    ``decode_s`` the pass of those that generate, ``moves_s`` parking, restoring and copying; ``n_parked`` sequences
+    were parked.
     """
 
     decoded: Mapping[str, int] = field(default_factory=dict)
@@ -90,6 +133,8 @@ class Outcome:
     prefill_tokens: int = 0
     prefill_s: float = 0.0
     decode_s: float = 0.0
+    moves_s: float = 0.0
+    n_parked: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,15 +44,25 @@ class Request:
 
     ``tokens`` is the prompt followed by what was sampled; the first ``kv_tokens`` of them are in the slot's KV, and
     ``cached_tokens`` already were when the request got its slot. A lower ``priority`` goes first, then a lower
-    ``arrival``. ``due`` orders the reading of prompts: the tokens that all prompts together may have been read on before
-    this one is finished.
+    ``arrival``. ``due`` orders the reading of prompts: the tokens that all prompts together may have been read on
+    before this one is finished.
+
+    The first ``prefix_tokens`` are a system prompt that other sessions of the client share, and with ``public`` other
+    clients too. Without ``durable`` nothing of the turn may be written to a disk. ``submitted_s`` is when it came,
+    ``preempted`` how often others got its slot.
     """
 
     turn_id: str
     session_id: str
+    client_id: str
     priority: int
     arrival: int
+    submitted_s: float
     tokens: list[int]
+    prefix_tokens: int = 0
+    public: bool = False
+    durable: bool = True
+    preempted: int = 0
     kv_tokens: int = 0
     cached_tokens: int = 0
     slot: int | None = None

@@ -20,7 +20,8 @@ from inferencecenter.engine.scheduler.slots import SlotTable
 from inferencecenter.errors import ErrorCode, InferenceCenterError
 
 if TYPE_CHECKING:
-    from inferencecenter.engine.scheduler.plan import Outcome
+    from inferencecenter.engine.scheduler.parking import ParkedKv
+    from inferencecenter.engine.scheduler.plan import Move, Outcome
     from inferencecenter.engine.scheduler.slots import Slot
 
 
@@ -36,9 +37,25 @@ class Scheduler:
         grid_tokens: Prompts are cut at multiples of this position.
         pass_tokens: Most tokens that the backend decodes without cutting them again.
         target_step_s: How long a step that reads prompts should take.
+        parked: Where KV is found that is in no slot.
+        can_rewind: Whether a sequence can be cut anywhere.
+        quantum_tokens: What a turn is served before another that waits gets its slot; 0 to learn it.
+        ageing_s: A waiting turn rises a class each time it has waited so long.
     """
 
-    def __init__(self, *, slots: int, n_ctx: int, grid_tokens: int, pass_tokens: int, target_step_s: float) -> None:
+    def __init__(  # noqa: PLR0913 - keyword-only, and each a different thing
+        self,
+        *,
+        slots: int,
+        n_ctx: int,
+        grid_tokens: int,
+        pass_tokens: int,
+        target_step_s: float,
+        parked: ParkedKv,
+        can_rewind: bool,
+        quantum_tokens: int,
+        ageing_s: float,
+    ) -> None:
         self._slots = SlotTable(slots)
         self._n_ctx = n_ctx
         self._grid_tokens = grid_tokens
@@ -47,6 +64,10 @@ class Scheduler:
         self._requests: dict[str, Request] = {}
         self._waiting: list[Request] = []
         self._running: dict[str, Request] = {}
+        self._parked = parked
+        self._can_rewind = can_rewind
+        self._quantum_tokens = quantum_tokens
+        self._ageing_s = ageing_s
         self._positions: dict[str, int] = {}
         self._released: list[Truncation] = []
         self._read_tokens = 0
@@ -114,7 +135,7 @@ class Scheduler:
             self._released.append(Truncation(slot.index, 0, None))
         return ended
 
-    def step(self) -> Plan:
+    def step(self, now: float) -> Plan:
         """Return what to do next; an empty plan when there is nothing."""
         truncations, self._released = self._released, []
         admissions, reasons = self._admit(truncations)
@@ -135,7 +156,8 @@ class Scheduler:
             passes.extend(prefill)
             reasons.append(f"{len(reading)} prompts share {budget_tokens} tokens")
         reasons.extend(f"slots {swap.a} and {swap.b} exchanged: what runs together stays together" for swap in swaps)
-        return Plan(tuple(truncations), swaps, tuple(admissions), tuple(passes), tuple(reasons))
+        moves: tuple[Move, ...] = (*truncations, *swaps)
+        return Plan(moves=moves, admissions=tuple(admissions), passes=tuple(passes), reasons=tuple(reasons))
 
     def completed(self, outcome: Outcome, *, now: float) -> tuple[Reading, ...]:
         """Book what became of the last plan and return the prompts that were read on and are not finished."""

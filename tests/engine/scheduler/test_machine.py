@@ -8,7 +8,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from inferencecenter.engine.scheduler.plan import Outcome, Plan
+from inferencecenter.engine.scheduler.parking import NoParking
+from inferencecenter.engine.scheduler.plan import Outcome, Plan, Swap, Truncation
 from inferencecenter.engine.scheduler.request import Request
 from inferencecenter.engine.scheduler.scheduler import Scheduler
 
@@ -33,7 +34,15 @@ class SchedulerMachine(RuleBasedStateMachine):
         """Begin with empty slots."""
         self.kv: list[list[int]] = [[] for _ in range(slots)]
         self.scheduler = Scheduler(
-            slots=slots, n_ctx=N_CTX, grid_tokens=GRID_TOKENS, pass_tokens=pass_tokens, target_step_s=0.1
+            slots=slots,
+            n_ctx=N_CTX,
+            grid_tokens=GRID_TOKENS,
+            pass_tokens=pass_tokens,
+            target_step_s=0.1,
+            parked=NoParking(),
+            can_rewind=True,
+            quantum_tokens=0,
+            ageing_s=30.0,
         )
 
     @rule(
@@ -47,7 +56,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         number = len(self.requests)
         tokens = self.history[session][:keep] + new
         request = Request(
-            turn_id=f"t{number}", session_id=session, priority=priority, arrival=number, tokens=tokens.copy()
+            turn_id=f"t{number}",
+            session_id=session,
+            client_id=session,
+            priority=priority,
+            arrival=number,
+            submitted_s=self.now,
+            tokens=tokens.copy(),
         )
         self.history[session] = tokens
         self.requests[request.turn_id] = request
@@ -98,7 +113,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     ) -> None:
         """Carry out one plan, checking each of its promises."""
         self.now += 1
-        plan = self.scheduler.step()
+        plan = self.scheduler.step(self.now)
         self.check_admissions(plan)
         emptied = self.cut_kv(plan, refuse_cut=refuse_cut)
         lost, wiped = self.swap_kv(plan, fail=fail_swap)
@@ -162,7 +177,9 @@ class SchedulerMachine(RuleBasedStateMachine):
     def cut_kv(self, plan: Plan, *, refuse_cut: bool) -> set[str]:
         """Truncate; return the turns whose prefix was lost."""
         emptied: set[str] = set()
-        for cut in plan.truncations:
+        for cut in plan.moves:
+            if not isinstance(cut, Truncation):
+                continue
             assert cut.n_tokens <= len(self.kv[cut.slot])
             if refuse_cut and cut.n_tokens:
                 assert cut.turn_id is not None
@@ -173,12 +190,13 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def swap_kv(self, plan: Plan, *, fail: bool) -> tuple[set[str], set[int]]:
         """Swap; return the turns and the idle slots whose KV was lost by it."""
-        for swap in plan.swaps:
+        swaps = [move for move in plan.moves if isinstance(move, Swap)]
+        for swap in swaps:
             self.kv[swap.a], self.kv[swap.b] = self.kv[swap.b], self.kv[swap.a]
             if fail:
                 self.kv[swap.a].clear()
                 self.kv[swap.b].clear()
-        moved = [each for swap in plan.swaps for each in ((swap.turn_a, swap.b), (swap.turn_b, swap.a))] if fail else []
+        moved = [each for swap in swaps for each in ((swap.turn_a, swap.b), (swap.turn_b, swap.a))] if fail else []
         turns = {turn_id for turn_id, _ in moved if turn_id is not None}
         return turns, {slot for turn_id, slot in moved if turn_id is None}
 

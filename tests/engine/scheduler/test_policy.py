@@ -99,6 +99,8 @@ requests_to_read = st.lists(
         Request(
             turn_id=f"t{slot}",
             session_id=f"s{slot}",
+            client_id="c",
+            submitted_s=0.0,
             priority=priority,
             arrival=slot,
             tokens=list(range(length)),
@@ -145,6 +147,8 @@ def new_request(slot: int, *, length: int = 80, priority: int = 0, due: int = 0)
     return Request(
         turn_id=f"t{slot}",
         session_id=f"s{slot}",
+        client_id="c",
+        submitted_s=0.0,
         priority=priority,
         arrival=slot,
         tokens=[0] * length,
@@ -155,7 +159,9 @@ def new_request(slot: int, *, length: int = 80, priority: int = 0, due: int = 0)
 
 def test_prompts_are_read_one_after_the_other() -> None:
     """The one that is due first takes what the budget gives, the next one what is left, and nobody overtakes."""
-    requests = [new_request(slot, length=length, due=due) for slot, (length, due) in enumerate([(8, 9), (24, 3), (4, 30)])]
+    requests = [
+        new_request(slot, length=length, due=due) for slot, (length, due) in enumerate([(8, 9), (24, 3), (4, 30)])
+    ]
     passes = passes_of(requests, budget_tokens=32)
     assert [[row.chunk.slot for row in each.rows] for each in passes] == [[0, 1], [1], [1]]
     passes = passes_of(requests, budget_tokens=31)

@@ -10,7 +10,9 @@ from inferencecenter.lifecycle import IllegalTransitionError
 
 def make_request(n_tokens: int) -> Request:
     """A waiting request with a prompt of ``n_tokens``."""
-    return Request(turn_id="t", session_id="s", priority=0, arrival=1, tokens=list(range(n_tokens)))
+    return Request(
+        turn_id="t", session_id="s", client_id="c", priority=0, arrival=1, submitted_s=0.0, tokens=list(range(n_tokens))
+    )
 
 
 def test_a_request_moves_along_its_table() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from inferencecenter.engine.scheduler.parking import NoParking
 from inferencecenter.engine.scheduler.plan import Admission, Outcome, Plan, Swap, Truncation
 from inferencecenter.engine.scheduler.request import Request
 from inferencecenter.engine.scheduler.scheduler import Scheduler
@@ -12,7 +13,17 @@ from inferencecenter.errors import ErrorCode, InferenceCenterError
 
 def make_scheduler(*, slots: int = 2, n_ctx: int = 64) -> Scheduler:
     """Return a scheduler with a grid of 8 tokens."""
-    return Scheduler(slots=slots, n_ctx=n_ctx, grid_tokens=8, pass_tokens=64, target_step_s=0.1)
+    return Scheduler(
+        slots=slots,
+        n_ctx=n_ctx,
+        grid_tokens=8,
+        pass_tokens=64,
+        target_step_s=0.1,
+        parked=NoParking(),
+        can_rewind=True,
+        quantum_tokens=0,
+        ageing_s=30.0,
+    )
 
 
 class Driver:
@@ -30,6 +41,8 @@ class Driver:
             Request(
                 turn_id=turn_id,
                 session_id=session or turn_id,
+                client_id=session or turn_id,
+                submitted_s=self.now,
                 priority=priority,
                 arrival=self.arrivals,
                 tokens=list(tokens),
@@ -38,7 +51,7 @@ class Driver:
 
     def step(self, *, end: tuple[str, ...] = (), lost: tuple[str, ...] = (), emptied: tuple[str, ...] = ()) -> Plan:
         """Run one step; everybody samples token 0, and the named turns end."""
-        plan = self.scheduler.step()
+        plan = self.scheduler.step(0.0)
         decoded: dict[str, int] = {}
         sampled: dict[str, int] = {}
         for row in (row for each in plan.passes for row in each.rows if row.turn_id not in lost + emptied):
@@ -94,10 +107,10 @@ def test_a_turn_is_read_in_cells_and_then_decodes_one_token_a_step(driver: Drive
 def test_what_is_still_read_is_reported(driver: Driver) -> None:
     """A prompt that takes several steps reports how far it is; one that is through does not."""
     driver.add("t", list(range(10)))
-    driver.scheduler.step()
+    driver.scheduler.step(0.0)
     (reading,) = driver.scheduler.completed(Outcome(decoded={"t": 8}), now=1.0)
     assert (reading.turn_id, reading.done, reading.total) == ("t", 8, 10)
-    driver.scheduler.step()
+    driver.scheduler.step(0.0)
     assert driver.scheduler.completed(Outcome(decoded={"t": 2}, sampled={"t": 5}), now=2.0) == ()
 
 
@@ -106,7 +119,7 @@ def test_the_next_turn_keeps_the_common_prefix(driver: Driver) -> None:
     driver.run_turn("t1", [1, 2, 3, 4], session="s")
     driver.add("t2", [1, 2, 9, 9], session="s")
     plan = driver.step()
-    assert plan.truncations == (Truncation(0, 2, "t2"),)
+    assert plan.moves == (Truncation(0, 2, "t2"),)
     assert plan.admissions[0].cached_tokens == 2
     assert plan.passes[0].rows[0].chunk.start == 2
     assert plan.reasons[0] == "turn t2 to slot 0: holds its session, 2 of 4 tokens in KV"
@@ -117,7 +130,7 @@ def test_a_prompt_that_is_wholly_there_decodes_its_last_token(driver: Driver) ->
     driver.run_turn("t1", [1, 2, 3, 4], session="s")
     driver.add("t2", [1, 2, 3, 4], session="s")
     plan = driver.step()
-    assert plan.truncations == (Truncation(0, 3, "t2"),)
+    assert plan.moves == (Truncation(0, 3, "t2"),)
     assert list(plan.passes[0].rows[0].chunk.tokens) == [4]
 
 
@@ -126,7 +139,7 @@ def test_nothing_is_cut_when_the_prompt_continues_the_slot(driver: Driver) -> No
     driver.run_turn("t1", [1, 2, 3, 4], session="s")
     driver.add("t2", [1, 2, 3, 4, 0, 5], session="s")
     plan = driver.step()
-    assert plan.truncations == ()
+    assert plan.moves == ()
     assert plan.admissions[0].cached_tokens == 4
 
 
@@ -135,7 +148,7 @@ def test_another_session_never_inherits_kv(driver: Driver) -> None:
     for session in ("a", "b"):
         driver.run_turn(f"t{session}", [1, 2, 3, 4], session=session)
     plan = driver.run_turn("tc", [1, 2, 3, 4], session="c")
-    assert plan.truncations == (Truncation(0, 0, "tc"),)
+    assert plan.moves == (Truncation(0, 0, "tc"),)
     assert plan.admissions[0].cached_tokens == 0
 
 
@@ -203,9 +216,9 @@ def test_a_gap_between_busy_slots_is_closed() -> None:
     for name in ("a", "b", "c"):
         driver.add(name, [1, 2, 3])
     driver.step(end=("b",))
-    assert driver.step().swaps == (Swap(2, 1, "c", None),)
+    assert driver.step().moves == (Swap(2, 1, "c", None),)
     assert repr(driver.scheduler.slots) == "SlotTable(a*:4 c*:3 b:3)"
-    assert driver.step().swaps == ()
+    assert driver.step().moves == ()
 
 
 def test_release_drops_kv_and_turns() -> None:
@@ -217,7 +230,7 @@ def test_release_drops_kv_and_turns() -> None:
     driver.step()
     assert driver.scheduler.release("s", now=1.0) == ("t1", "t2")
     assert driver.scheduler.has_work
-    assert driver.step().truncations == (Truncation(1, 0, None),)
+    assert driver.step().moves == (Truncation(1, 0, None),)
     assert repr(driver.scheduler.slots) == "SlotTable(other:2 -:0)"
     assert not driver.scheduler.has_work
 
