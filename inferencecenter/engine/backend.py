@@ -55,11 +55,27 @@ class TurnSampler(Protocol):
 
 
 class Backend(Protocol):
-    """What the executor needs. Worker threads call ``tokenize`` and the look-ups of tokens, and nothing else."""
+    """What the executor needs. Worker threads call ``tokenize`` and the look-ups of tokens, and nothing else.
+
+    A saved sequence belongs to whoever saved it. It can be restored into any slot of any engine whose backend has the
+    same ``fingerprint``, but is not guarded against changed bytes: who keeps it keeps a checksum.
+    """
 
     @property
     def model(self) -> ModelInfo:
         """Facts about the loaded model."""
+
+    @property
+    def fingerprint(self) -> str:
+        """A hex digest that is equal where a saved sequence means the same, whatever the number of slots and tokens."""
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Roughly how many bytes a token takes in a saved sequence; at least 1."""
+
+    @property
+    def can_rewind(self) -> bool:
+        """Whether ``truncate`` can cut anywhere: not so with recurrent layers and sliding windows."""
 
     def tokenize(self, pieces: Sequence[Piece], *, first: bool) -> list[int]:
         """Return the token ids of ``pieces``, BOS included where the model wants one and ``first`` is set."""
@@ -83,6 +99,28 @@ class Backend(Protocol):
             DecodeError: The KV of both is lost.
         """
 
+    def copy(self, source: int, target: int, n_tokens: int) -> bool:
+        """Replace what ``target`` holds by the first ``n_tokens`` of ``source``; ``False`` when it is empty now.
+
+        Raises:
+            ValueError: The slots are the same, or ``source`` holds fewer tokens.
+        """
+
+    def state_bytes(self, slot: int) -> int:
+        """Return how many bytes ``save`` would write now; 0 for an empty slot."""
+
+    def save(self, slot: int, buffer: memoryview) -> int:
+        """Write the slot's sequence into ``buffer`` and return its bytes; 0 when it could not.
+
+        The slot stays as it is. ``buffer`` is writable bytes, at least ``state_bytes(slot)`` of them.
+        """
+
+    def restore(self, slot: int, data: memoryview, n_tokens: int) -> bool:
+        """Replace what a slot holds by a saved sequence of ``n_tokens``; ``False`` when the slot is empty now.
+
+        ``data`` is only read, and may go on after the sequence.
+        """
+
     def decode(self, chunks: Sequence[Chunk]) -> None:
         """Decode chunks sorted by ascending slot, at most one a slot.
 
@@ -90,8 +128,12 @@ class Backend(Protocol):
             DecodeError: Some slots' KV is lost; the others are as before.
         """
 
-    def sampler(self, params: Params, prompt: Sequence[int]) -> TurnSampler:
+    def sampler(self, params: Params, prompt: Sequence[int], answer: Sequence[int] = ()) -> TurnSampler:
         """Build a turn's sampler chain; the tail of ``prompt`` feeds the penalties.
+
+        ``answer`` is what the turn generated before its prompt was made shorter to ``prompt``; the slot holds it after
+        the prompt. The penalties see it as if it had been sampled here. A seed does not start over: the rest is drawn
+        with another one, made of the seed and the length of ``answer``.
 
         Raises:
             InferenceCenterError: ``invalid_request`` for a parameter this model cannot obey.

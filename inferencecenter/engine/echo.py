@@ -5,7 +5,10 @@ Everything but decoding can be tried with it. A token is a byte; two more ids ar
 
 from __future__ import annotations
 
+import hashlib
+import struct
 import time
+import zlib
 from typing import TYPE_CHECKING
 
 from inferencecenter.engine.backend import DecodeError, Sampled
@@ -25,6 +28,10 @@ _CONTROL_TOKENS = {"<|im_start|>": MESSAGE_START, "<|im_end|>": MESSAGE_END}
 _NAMES = {token: text for text, token in _CONTROL_TOKENS.items()}
 _VOCABULARY = 258
 _DEFAULT_CONTEXT_TOKENS = 4096
+# A saved sequence: a mark, the number of tokens and their checksum, then two bytes a token.
+_STATE_HEADER = struct.Struct("<4sII")
+_STATE_MARK = b"ECHO"
+_TOKEN_BYTES = 2
 _USER_HEADER = [MESSAGE_START, *b"user\n"]
 _TEMPLATE = (
     "{% for message in messages %}"
@@ -77,6 +84,21 @@ class EchoBackend:
         """Facts about the model that is not there."""
         return self._model
 
+    @property
+    def fingerprint(self) -> str:
+        """The same digest for all echo backends: their states are tokens."""
+        return hashlib.sha256(_STATE_MARK).hexdigest()
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Bytes that a token takes in a saved sequence."""
+        return _TOKEN_BYTES
+
+    @property
+    def can_rewind(self) -> bool:
+        """Whether ``truncate`` can cut anywhere, which it can."""
+        return True
+
     def held(self, slot: int) -> tuple[int, ...]:
         """Return the tokens in a slot's KV."""
         return tuple(self._held[slot])
@@ -112,6 +134,48 @@ class EchoBackend:
         """Exchange the tokens of two slots."""
         self._held[a], self._held[b] = self._held[b], self._held[a]
 
+    def copy(self, source: int, target: int, n_tokens: int) -> bool:
+        """Replace what ``target`` holds by the first ``n_tokens`` of ``source``, which always works.
+
+        Raises:
+            ValueError: The slots are the same, or ``source`` holds fewer tokens.
+        """
+        held = self._held[source]
+        if source == target or not 0 <= n_tokens <= len(held):
+            raise ValueError(f"slot {source} holds {len(held)} tokens; slot {target} cannot get {n_tokens} of them")
+        self._held[target] = held[:n_tokens]
+        return True
+
+    def state_bytes(self, slot: int) -> int:
+        """Return how many bytes ``save`` would write now; 0 for an empty slot."""
+        held = self._held[slot]
+        return _STATE_HEADER.size + _TOKEN_BYTES * len(held) if held else 0
+
+    def save(self, slot: int, buffer: memoryview) -> int:
+        """Write the slot's tokens into ``buffer`` and return their bytes; 0 for an empty slot or too little room.
+
+        Raises:
+            ValueError: The buffer is read-only.
+        """
+        if buffer.readonly:
+            raise ValueError("the buffer is read-only")
+        size = self.state_bytes(slot)
+        if not size or size > len(buffer):
+            return 0
+        tokens = struct.pack(f"<{len(self._held[slot])}H", *self._held[slot])
+        _STATE_HEADER.pack_into(buffer, 0, _STATE_MARK, len(self._held[slot]), zlib.crc32(tokens))
+        buffer[_STATE_HEADER.size : size] = tokens
+        return size
+
+    def restore(self, slot: int, data: memoryview, n_tokens: int) -> bool:
+        """Replace what a slot holds by saved tokens; ``False`` for foreign, torn or too many ones: it is empty now."""
+        self._held[slot] = []
+        tokens = _saved_tokens(data)
+        if tokens is None or len(tokens) != n_tokens or n_tokens > self._model.n_ctx:
+            return False
+        self._held[slot] = tokens
+        return True
+
     def decode(self, chunks: Sequence[Chunk]) -> None:
         """Append the chunks to their slots.
 
@@ -135,8 +199,8 @@ class EchoBackend:
             self._held[chunk.slot] += chunk.tokens
         self._rows = [chunk.slot for chunk in chunks if chunk.sample]
 
-    def sampler(self, params: Params, prompt: Sequence[int]) -> EchoSampler:
-        """Return the sampler that spells the answer to ``prompt``.
+    def sampler(self, params: Params, prompt: Sequence[int], answer: Sequence[int] = ()) -> EchoSampler:
+        """Return the sampler that spells the answer to ``prompt``, of which ``answer`` has been spelled already.
 
         Raises:
             InferenceCenterError: ``invalid_request`` for a bias: there are no logits to add it to.
@@ -148,7 +212,7 @@ class EchoBackend:
                 hint="Leave logit_bias out, or serve a model.",
                 field="params.logit_bias",
             )
-        return EchoSampler(self, params, prompt)
+        return EchoSampler(self, params, prompt, answer)
 
     def row(self, row: int) -> tuple[int, ...]:
         """Return the tokens in KV under a row of the last decode."""
@@ -161,14 +225,17 @@ class EchoBackend:
 
 
 class EchoSampler:
-    """Spells one answer, and checks at each token that the KV is the prompt and what was sampled."""
+    """Spells one answer, and checks at each token that the KV is the prompt and what was sampled.
 
-    def __init__(self, backend: EchoBackend, params: Params, prompt: Sequence[int]) -> None:
+    ``answer`` was sampled before, and follows the prompt in the KV.
+    """
+
+    def __init__(self, backend: EchoBackend, params: Params, prompt: Sequence[int], answer: Sequence[int] = ()) -> None:
         self._backend = backend
         self._n_probs = params.n_probs
-        self._expected = list(prompt)
+        self._expected = [*prompt, *answer]
         self._prompt_tokens = len(prompt)
-        self._answer = _last_message(self._expected)
+        self._answer = _last_message(prompt)
         if not params.ignore_eos or not self._answer:
             self._answer = [*self._answer, MESSAGE_END]
         self._closed = False
@@ -200,6 +267,17 @@ class EchoSampler:
         if self._closed:
             raise ValueError("the sampler is closed already")
         self._closed = True
+
+
+def _saved_tokens(data: memoryview) -> list[int] | None:
+    """Return the tokens of a saved sequence, which ``data`` may go on after; None where it is not one."""
+    if len(data) < _STATE_HEADER.size:
+        return None
+    mark, n_tokens, checksum = _STATE_HEADER.unpack_from(data)
+    saved = data[_STATE_HEADER.size : _STATE_HEADER.size + _TOKEN_BYTES * n_tokens]
+    if mark != _STATE_MARK or not n_tokens or len(saved) != _TOKEN_BYTES * n_tokens or zlib.crc32(saved) != checksum:
+        return None
+    return list(struct.unpack(f"<{n_tokens}H", saved))
 
 
 def _with_control_tokens(text: str) -> list[int]:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from inferencecenter.engine.llama.context import Context
+from inferencecenter.engine.llama.fingerprint import fingerprint
 from inferencecenter.engine.llama.log import LlamaLog
 from inferencecenter.engine.llama.model import Model
 from inferencecenter.engine.llama.sampler import NativeSampler
-from inferencecenter.engine.sampling.chain import plan_chain
+from inferencecenter.engine.sampling.chain import RANDOM_SEED, plan_chain
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -26,12 +28,23 @@ _CPUS = Path("/sys/devices/system/cpu")
 class LlamaBackend:
     """A loaded model behind the engine's seam (``engine.backend.Backend``)."""
 
-    def __init__(self, options: EngineOptions, model: Model, context: Context, *, resources: ExitStack) -> None:
+    def __init__(  # noqa: PLR0913 - called by ``load`` alone, with what it has made
+        self,
+        options: EngineOptions,
+        model: Model,
+        context: Context,
+        *,
+        digest: str,
+        kv_bytes_per_token: int,
+        resources: ExitStack,
+    ) -> None:
         self._model = model
         self._context = context
         self._resources = resources
         self._samplers: set[LlamaTurnSampler] = set()
         self._info = model.info(options, n_threads=context.n_threads)
+        self._fingerprint = digest
+        self._kv_bytes_per_token = kv_bytes_per_token
 
     @classmethod
     def load(
@@ -53,13 +66,36 @@ class LlamaBackend:
             resources.callback(model.close)
             context = Context(model, options, n_threads=options.n_threads or physical_cores(), log=log)
             resources.callback(context.close)
-            context.warm_up(max(model.vocab.bos, 0))
-            return cls(options, model, context, resources=resources.pop_all())
+            kv_bytes_per_token = context.warm_up(max(model.vocab.bos, 0))
+            digest = fingerprint(model, options)
+            return cls(
+                options,
+                model,
+                context,
+                digest=digest,
+                kv_bytes_per_token=kv_bytes_per_token,
+                resources=resources.pop_all(),
+            )
 
     @property
     def model(self) -> ModelInfo:
         """Facts about the loaded model."""
         return self._info
+
+    @property
+    def fingerprint(self) -> str:
+        """A hex digest that is equal where a saved sequence means the same, whatever the number of slots and tokens."""
+        return self._fingerprint
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Bytes that a token of a full slot takes in a saved sequence, on average."""
+        return self._kv_bytes_per_token
+
+    @property
+    def can_rewind(self) -> bool:
+        """Whether ``truncate`` can cut anywhere: not so with recurrent layers and sliding windows."""
+        return self._context.can_rewind
 
     def tokenize(self, pieces: Sequence[Piece], *, first: bool) -> list[int]:
         """Return the token ids of ``pieces``, BOS included where the model wants one and ``first`` is set.
@@ -93,6 +129,30 @@ class LlamaBackend:
         """
         self._context.swap(a, b)
 
+    def copy(self, source: int, target: int, n_tokens: int) -> bool:
+        """Replace what ``target`` holds by the first ``n_tokens`` of ``source``; ``False`` when it is empty now.
+
+        Raises:
+            ValueError: The slots are the same, or ``source`` holds fewer tokens.
+        """
+        return self._context.copy(source, target, n_tokens)
+
+    def state_bytes(self, slot: int) -> int:
+        """Return how many bytes ``save`` would write now; 0 for an empty slot."""
+        return self._context.state_bytes(slot)
+
+    def save(self, slot: int, buffer: memoryview) -> int:
+        """Write the slot's sequence into ``buffer`` and return its bytes; 0 when it could not.
+
+        Raises:
+            ValueError: The buffer is read-only.
+        """
+        return self._context.save(slot, buffer)
+
+    def restore(self, slot: int, data: memoryview, n_tokens: int) -> bool:
+        """Replace what a slot holds by a saved sequence of ``n_tokens``; ``False`` when the slot is empty now."""
+        return self._context.restore(slot, data, n_tokens)
+
     def decode(self, chunks: Sequence[Chunk]) -> None:
         """Decode chunks sorted by ascending slot, at most one a slot.
 
@@ -101,13 +161,18 @@ class LlamaBackend:
         """
         self._context.decode(chunks)
 
-    def sampler(self, params: Params, prompt: Sequence[int]) -> LlamaTurnSampler:
-        """Build a turn's sampler chain; the tail of ``prompt`` feeds the penalties.
+    def sampler(self, params: Params, prompt: Sequence[int], answer: Sequence[int] = ()) -> LlamaTurnSampler:
+        """Build a turn's sampler chain; the tail of ``prompt`` and ``answer`` feeds the penalties.
+
+        ``answer`` is what the turn generated before its prompt was made shorter. Mirostat and adaptive-p, which learn
+        from the probabilities of what they drew, start over: llama.cpp cannot tell them.
 
         Raises:
             InferenceCenterError: ``invalid_request`` for a parameter this model cannot obey.
         """
         vocab, context = self._model.vocab, self._context
+        if answer and params.seed is not None:
+            params = params.model_copy(update={"seed": continued_seed(params.seed, len(answer))})
         specs = plan_chain(params, n_vocab=vocab.n_tokens, n_ctx=context.n_ctx, end_tokens=vocab.end_tokens)
         native = NativeSampler(
             context=context.handle,
@@ -116,7 +181,7 @@ class LlamaBackend:
             n_vocab=vocab.n_tokens,
             token_text=vocab.token_text,
             n_probs=params.n_probs,
-            prompt=prompt,
+            prompt=[*prompt, *answer],
         )
         sampler = LlamaTurnSampler(native, context, on_close=self._samplers.discard)
         self._samplers.add(sampler)
@@ -147,6 +212,12 @@ class LlamaTurnSampler:
         """Free the chain."""
         self._native.close()
         self._on_close(self)
+
+
+def continued_seed(seed: int, n_answer: int) -> int:
+    """Return the seed for the rest of an answer: the same for the same beginning, and not ``seed`` again."""
+    digest = hashlib.sha256(f"{seed} {n_answer}".encode()).digest()
+    return int.from_bytes(digest[:4]) % RANDOM_SEED
 
 
 def physical_cores(cpus: Path = _CPUS) -> int:

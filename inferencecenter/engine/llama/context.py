@@ -1,4 +1,4 @@
-"""One llama context with a KV stream for each slot: decoding, cutting and exchanging sequences."""
+"""One llama context with a KV stream for each slot: decoding, cutting, saving and moving sequences."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import numpy as np
 from llama_cpp import llama_cpp as lib
 
 from inferencecenter.engine.backend import Chunk, DecodeError
+from inferencecenter.engine.llama import state
 from inferencecenter.engine.llama.batch import BatchArrays, split
 from inferencecenter.errors import ErrorCode, InferenceCenterError
 
@@ -44,7 +45,6 @@ _FAILURES = {
     -2: "memory for the batch could not be had",
     -3: "computing the batch failed",
 }
-_BYTES = ctypes.POINTER(ctypes.c_uint8)
 
 
 class Context:
@@ -73,10 +73,13 @@ class Context:
                 field="model_path",
             )
         self._window: int = lib.llama_model_n_swa(model.handle)
+        self._recurrent: bool = lib.llama_model_is_recurrent(model.handle)
+        self._hybrid: bool = lib.llama_model_is_hybrid(model.handle)
+        self.can_rewind = not (self._window or self._recurrent or self._hybrid)
         self._n_batch: int = lib.llama_n_batch(handle)
         self._arrays = BatchArrays(n_batch=self._n_batch, slots=self.slots)
         self._lengths = [0] * self.slots
-        self._state = [np.empty(0, np.uint8), np.empty(0, np.uint8)]
+        self._buffers = [np.empty(0, np.uint8), np.empty(0, np.uint8)]
 
     def length(self, slot: int) -> int:
         """Return how many tokens a slot holds."""
@@ -140,16 +143,85 @@ class Context:
         if a == b:
             return
         lengths = self._lengths[a], self._lengths[b]
-        saved = self._save(a, self._state[0]), self._save(b, self._state[1])
-        self._state = [saved[0][0], saved[1][0]]
-        restored = self._restore(a, saved[1], lengths[1]) and self._restore(b, saved[0], lengths[0])
-        if not restored:
-            self._fail([a, b], "a saved sequence could not be restored")
+        saved = [self._save_aside(slot, number) for number, slot in enumerate((a, b))]
+        for slot, data, n_tokens in ((a, saved[1], lengths[1]), (b, saved[0], lengths[0])):
+            if n_tokens and not self.restore(slot, data, n_tokens):
+                self._fail([a, b], "a saved sequence could not be restored")
+            if not n_tokens:
+                self._empty(slot)
 
-    def warm_up(self, token: int) -> None:
-        """Decode one token and forget it, so that the first turn does not pay for page faults and set-up."""
-        self.decode([Chunk(slot=0, start=0, tokens=[token], sample=True)])
+    def copy(self, source: int, target: int, n_tokens: int) -> bool:
+        """Replace what ``target`` holds by the first ``n_tokens`` of ``source``; ``False`` when it is empty now.
+
+        Raises:
+            ValueError: The slots are the same, or ``source`` holds fewer tokens.
+        """
+        length = self._lengths[source]
+        if source == target or not 0 <= n_tokens <= length:
+            raise ValueError(f"slot {source} holds {length} tokens; slot {target} cannot get {n_tokens} of them")
+        if not n_tokens:
+            return self.truncate(target, 0)
+        return self.restore(target, self._save_aside(source, 0), length) and self.truncate(target, n_tokens)
+
+    def state_bytes(self, slot: int) -> int:
+        """Return how many bytes ``save`` writes now; 0 for an empty slot."""
+        if not self._lengths[slot]:
+            return 0
+        size: int = lib.llama_state_seq_get_size(self.handle, slot)
+        return state.HEADER_BYTES + size if size else 0
+
+    def save(self, slot: int, buffer: memoryview) -> int:
+        """Write the slot's sequence into ``buffer`` and return its bytes; 0 for an empty slot or too little room.
+
+        Raises:
+            ValueError: The buffer is read-only; llama.cpp would write there all the same.
+        """
+        if buffer.readonly:
+            raise ValueError("the buffer is read-only")
+        if not self._lengths[slot] or len(buffer) <= state.HEADER_BYTES:
+            return 0
+        room = buffer[state.HEADER_BYTES :]
+        size: int = lib.llama_state_seq_get_data(self.handle, _start(room), len(room), slot)
+        if not size:
+            return 0
+        parts = state.streamed_bytes(*self._sizes(slot, size), recurrent=self._recurrent, hybrid=self._hybrid)
+        state.Layout(self._lengths[slot], self.slots, size, parts).write(buffer)
+        return state.HEADER_BYTES + size
+
+    def restore(self, slot: int, data: memoryview, n_tokens: int) -> bool:
+        """Replace what a slot holds by a saved sequence of ``n_tokens``; ``False`` when the slot is empty now.
+
+        ``data`` may be longer than what was saved. It is only read, straight into the cache where the number of slots
+        is as it was, else by way of a copy for the number that there is.
+        """
+        self._empty(slot)
+        layout = state.Layout.read(data)
+        if layout is None or layout.n_tokens != n_tokens or not 0 < n_tokens <= self.n_ctx:
+            return False
+        payload = data[state.HEADER_BYTES : state.HEADER_BYTES + layout.size_bytes]
+        if layout.slots != self.slots and any(layout.streamed_bytes):
+            rewritten = self._buffer(1, layout.size_with(self.slots))
+            if not state.rewrite(payload, layout, slots=self.slots, into=rewritten):
+                return False
+            payload = rewritten.data[: layout.size_with(self.slots)]
+        taken = lib.llama_state_seq_set_data(self.handle, _start(payload), len(payload), slot)
+        self._lengths[slot] = n_tokens
+        if taken == len(payload) and self._is_whole(slot) and self._window_covers(slot, n_tokens):
+            return True
+        self._empty(slot)
+        return False
+
+    def warm_up(self, token: int) -> int:
+        """Decode two tokens and forget them, so that the first turn does not pay for page faults and set-up.
+
+        Returns the bytes that a token of a full slot takes in a saved sequence, on average.
+        """
+        sizes = []
+        for position in range(min(2, self.n_ctx)):
+            self.decode([Chunk(slot=0, start=position, tokens=[token], sample=True)])
+            sizes.append(self._sizes(0, lib.llama_state_seq_get_size(self.handle, 0)))
         self._empty(0)
+        return state.bytes_per_token(sizes[0], sizes[-1], window=self._window, n_ctx=self.n_ctx)
 
     def close(self) -> None:
         """Free the context, after the samplers that were used on it."""
@@ -172,7 +244,8 @@ class Context:
 
     def _window_covers(self, slot: int, n_tokens: int) -> bool:
         """Tell whether the token at position ``n_tokens`` would find all that its sliding window shows it."""
-        if not self._window:
+        # A hybrid model's first position is that of its recurrent layers, which are never cut: nor is its window.
+        if not self._window or self._hybrid:
             return True
         first_kept: int = lib.llama_memory_seq_pos_min(self._memory, slot)
         return first_kept <= max(0, n_tokens - self._window + 1)
@@ -190,26 +263,28 @@ class Context:
             self._empty(slot)
         raise DecodeError(slots, message)
 
-    def _save(self, slot: int, buffer: NDArray[np.uint8]) -> tuple[NDArray[np.uint8], int]:
-        """Return a buffer with the state of a slot and the state's size in bytes, 0 for an empty slot."""
-        if not self._lengths[slot]:
-            return buffer, 0
-        needed: int = lib.llama_state_seq_get_size(self.handle, slot)
-        if needed > buffer.size:
-            # Room to grow keeps the next save of a longer sequence in memory that is already mapped.
-            buffer = np.empty(needed + needed // 2, np.uint8)
-        size = lib.llama_state_seq_get_data(self.handle, buffer.ctypes.data_as(_BYTES), buffer.size, slot)
-        return buffer, size
+    def _sizes(self, slot: int, full: int) -> tuple[int, int]:
+        """Return ``full``, and how much of it is not of a cache that can be cut anywhere."""
+        if self.can_rewind:
+            return full, full
+        return full, lib.llama_state_seq_get_size_ext(self.handle, slot, lib.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY)
 
-    def _restore(self, slot: int, saved: tuple[NDArray[np.uint8], int], length: int) -> bool:
-        self._empty(slot)
-        if not length:
-            return True
-        buffer, size = saved
-        if not size or not lib.llama_state_seq_set_data(self.handle, buffer.ctypes.data_as(_BYTES), size, slot):
-            return False
-        self._lengths[slot] = length
-        return self._is_whole(slot)
+    def _save_aside(self, slot: int, number: int) -> memoryview:
+        """Save a slot into a buffer of the context, valid until that buffer's next use; empty for an empty slot."""
+        buffer = self._buffer(number, self.state_bytes(slot)).data
+        return buffer[: self.save(slot, buffer)]
+
+    def _buffer(self, number: int, n_bytes: int) -> NDArray[np.uint8]:
+        if self._buffers[number].size < n_bytes:
+            # Room to grow keeps the next use for a longer sequence in memory that is already mapped.
+            self._buffers[number] = np.empty(n_bytes + n_bytes // 2, np.uint8)
+        return self._buffers[number]
+
+
+def _start(data: memoryview) -> object:
+    """Return a pointer to the first byte, which does not keep ``data`` from being released."""
+    address: int = np.frombuffer(data, np.uint8).__array_interface__["data"][0]
+    return ctypes.byref(ctypes.c_uint8.from_address(address))
 
 
 def _context_params(options: EngineOptions, n_ctx: int, n_threads: int) -> lib.llama_context_params:

@@ -123,6 +123,17 @@ class Model:
         name = key.encode()
         return _read_text(lambda buffer, size: lib.llama_model_meta_val_str(self.handle, name, buffer, size))
 
+    def all_metadata(self) -> tuple[str, ...]:
+        """Return every metadata entry that is no array as ``key=value``, sorted."""
+        handle = self.handle
+
+        def entry(index: int) -> str:
+            key = _read_text(lambda *buffer: lib.llama_model_meta_key_by_index(handle, index, *buffer))
+            value = _read_text(lambda *buffer: lib.llama_model_meta_val_str_by_index(handle, index, *buffer))
+            return f"{key}={value}"
+
+        return tuple(sorted(map(entry, range(lib.llama_model_meta_count(handle)))))
+
     def close(self) -> None:
         """Free the model, after everything made from it."""
         lib.llama_model_free(self.handle)

@@ -37,7 +37,7 @@ def check_model_file(path: Path, *, available_bytes: int | None) -> int:
     _check_is_file(path)
     header = _read_header(path)
     _check_header(path, header)
-    size_bytes = sum(shard.stat().st_size for shard in _shards(path))
+    size_bytes = sum(shard.stat().st_size for shard in shards(path))
     if available_bytes is not None and size_bytes > available_bytes:
         raise _refusal(
             f"{path} needs {_gib(size_bytes)} of memory for its weights, and {_gib(available_bytes)} are available.",
@@ -110,7 +110,8 @@ def _check_header(path: Path, header: bytes) -> None:
         )
 
 
-def _shards(path: Path) -> list[Path]:
+def shards(path: Path) -> list[Path]:
+    """Return the files of a model, of which ``path`` is the first."""
     split = _SHARD.match(path.name)
     if split is None:
         return [path]
