@@ -1,11 +1,12 @@
-"""Loaded models for the llama backend's tests: the demo model, and a tiny one written here."""
+"""Loaded models for the llama backend's tests: the demo model, and tiny ones with random weights."""
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import gguf
+import msgspec
 import numpy as np
 import pytest
 from llama_cpp import llama_cpp as lib
@@ -15,14 +16,13 @@ from inferencecenter.engine.llama.context import Context
 from inferencecenter.engine.llama.log import LlamaLog
 from inferencecenter.engine.llama.model import Model
 from inferencecenter.ipc.messages import EngineOptions
+from tests.engine.llama.tiny_models import write_hybrid_model, write_recurrent_model, write_window_model
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
 
     from numpy.typing import NDArray
-
-WINDOW_TOKENS = 32
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,15 @@ class Loaded:
 
     model: Model
     context: Context
+    options: EngineOptions
+
+    @contextmanager
+    def with_slots(self, slots: int) -> Iterator[Loaded]:
+        """Make another context of the same model, with another number of slots."""
+        options = msgspec.structs.replace(self.options, slots=slots)
+        context = Context(self.model, options, n_threads=1, log=LlamaLog(lambda _level, _line: None))
+        yield Loaded(self.model, context, options)
+        context.close()
 
     def feed(self, slot: int, tokens: Sequence[int]) -> NDArray[np.float32]:
         """Append tokens to a slot and return the logits after the last."""
@@ -81,9 +90,15 @@ def _loaded(options: EngineOptions) -> Iterator[Loaded]:
     log = LlamaLog(lambda _level, _line: None)
     model = Model.load(options, on_progress=lambda _fraction: None, log=log)
     context = Context(model, options, n_threads=1, log=log)
-    yield Loaded(model, context)
+    yield Loaded(model, context, options)
     context.close()
     model.close()
+
+
+def _emptied(loaded: Loaded) -> Loaded:
+    for slot in range(loaded.context.slots):
+        loaded.context.truncate(slot, 0)
+    return loaded
 
 
 @pytest.fixture(scope="session")
@@ -94,9 +109,7 @@ def _demo_session(options: EngineOptions) -> Iterator[Loaded]:
 @pytest.fixture
 def demo(_demo_session: Loaded) -> Loaded:
     """The demo model with all slots empty."""
-    for slot in range(_demo_session.context.slots):
-        _demo_session.context.truncate(slot, 0)
-    return _demo_session
+    return _emptied(_demo_session)
 
 
 @pytest.fixture(scope="session")
@@ -107,84 +120,51 @@ def window_model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.fixture(scope="session")
-def _window_session(window_model_path: Path) -> Iterator[Loaded]:
-    options = EngineOptions(
+def _tiny_options(path: Path) -> EngineOptions:
+    return EngineOptions(
         backend="llama",
         parent_pid=1,
-        model_path=str(window_model_path),
+        model_path=str(path),
         slots=2,
         n_ctx=1024,
         n_threads=1,
         n_batch=64,
         n_ubatch=64,
     )
-    yield from _loaded(options)
+
+
+@pytest.fixture(scope="session")
+def _window_session(window_model_path: Path) -> Iterator[Loaded]:
+    yield from _loaded(_tiny_options(window_model_path))
 
 
 @pytest.fixture
 def window(_window_session: Loaded) -> Loaded:
     """The sliding-window model with both slots empty."""
-    for slot in range(2):
-        _window_session.context.truncate(slot, 0)
-    return _window_session
+    return _emptied(_window_session)
 
 
-def write_window_model(path: Path) -> None:
-    """Write a gemma2-shaped model of two layers, 32 wide, with metadata that recommends sampling parameters."""
-    width, heads, ffn = 32, 2, 64
-    texts, scores, types = _sentencepiece_vocabulary()
-    writer = gguf.GGUFWriter(path, "gemma2")
-    writer.add_name("window")
-    writer.add_context_length(8192)
-    writer.add_embedding_length(width)
-    writer.add_block_count(2)
-    writer.add_feed_forward_length(ffn)
-    writer.add_head_count(heads)
-    writer.add_head_count_kv(heads)
-    writer.add_key_length(width // heads)
-    writer.add_value_length(width // heads)
-    writer.add_layer_norm_rms_eps(1e-6)
-    writer.add_sliding_window(WINDOW_TOKENS)
-    writer.add_float32("general.sampling.temp", 0.75)
-    writer.add_int32("general.sampling.top_k", 12)
-    writer.add_int32("general.sampling.penalty_last_n", 32)
-    writer.add_string("general.sampling.top_p", "plenty")
-    writer.add_tokenizer_model("llama")
-    writer.add_token_list(texts)
-    writer.add_token_scores(scores)
-    writer.add_token_types(types)
-    writer.add_bos_token_id(1)
-    writer.add_eos_token_id(2)
-    random = np.random.default_rng(7)
-
-    def tensor(name: str, *shape: int) -> None:
-        writer.add_tensor(name, random.normal(0, 0.3, shape).astype(np.float32))
-
-    tensor("token_embd.weight", len(texts), width)
-    tensor("output_norm.weight", width)
-    for layer in range(2):
-        for name in ("attn_norm", "post_attention_norm", "ffn_norm", "post_ffw_norm"):
-            tensor(f"blk.{layer}.{name}.weight", width)
-        for name in ("attn_q", "attn_k", "attn_v", "attn_output"):
-            tensor(f"blk.{layer}.{name}.weight", width, width)
-        tensor(f"blk.{layer}.ffn_gate.weight", ffn, width)
-        tensor(f"blk.{layer}.ffn_up.weight", ffn, width)
-        tensor(f"blk.{layer}.ffn_down.weight", width, ffn)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+@pytest.fixture(scope="session")
+def _recurrent_session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Loaded]:
+    path = tmp_path_factory.mktemp("recurrent") / "recurrent.gguf"
+    write_recurrent_model(path)
+    yield from _loaded(_tiny_options(path))
 
 
-def _sentencepiece_vocabulary() -> tuple[list[str], list[float], list[int]]:
-    """Return the texts, scores and types of control tokens, all bytes, some words, and what users define."""
-    control, unknown, byte = gguf.TokenType.CONTROL, gguf.TokenType.UNKNOWN, gguf.TokenType.BYTE
-    normal, user_defined = gguf.TokenType.NORMAL, gguf.TokenType.USER_DEFINED
-    rows: list[tuple[str, float, int]] = [("<unk>", 0.0, unknown), ("<s>", 0.0, control), ("</s>", 0.0, control)]
-    rows += [(f"<0x{value:02X}>", 0.0, byte) for value in range(256)]
-    words = ["\u2581", *"abcdefghijklmnopqrstuvwxyz", "he", "ll", "hell", "hello", "\u2581hello"]
-    rows += [(word, -float(rank), normal) for rank, word in enumerate(words, start=1)]
-    rows += [("<mark>", 0.0, user_defined), (f"<{'x' * 100}>", 0.0, user_defined)]
-    texts, scores, types = zip(*rows, strict=True)
-    return list(texts), list(scores), list(types)
+@pytest.fixture
+def recurrent(_recurrent_session: Loaded) -> Loaded:
+    """A model of recurrent layers only, with both slots empty."""
+    return _emptied(_recurrent_session)
+
+
+@pytest.fixture(scope="session")
+def _hybrid_session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Loaded]:
+    path = tmp_path_factory.mktemp("hybrid") / "hybrid.gguf"
+    write_hybrid_model(path)
+    yield from _loaded(_tiny_options(path))
+
+
+@pytest.fixture
+def hybrid(_hybrid_session: Loaded) -> Loaded:
+    """A model with an attention and a recurrent layer, with both slots empty."""
+    return _emptied(_hybrid_session)
