@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from inferencecenter.engine.backend import Chunk, DecodeError
+from inferencecenter.engine.backend import Backend, Chunk, DecodeError
 from inferencecenter.engine.echo import MESSAGE_END, MESSAGE_START, EchoBackend
 from inferencecenter.errors import ErrorCode, InferenceCenterError
 from inferencecenter.ipc.messages import EngineOptions, Piece
@@ -148,6 +150,92 @@ def test_cutting_and_swapping() -> None:
         backend.truncate(1, 3)
 
 
+def saved(backend: EchoBackend, slot: int) -> bytearray:
+    """Return a slot's saved state."""
+    buffer = bytearray(backend.state_bytes(slot))
+    assert backend.save(slot, memoryview(buffer)) == len(buffer)
+    return buffer
+
+
+@given(st.lists(st.integers(0, MESSAGE_END), min_size=1, max_size=60))
+def test_saved_tokens_are_restored_into_any_slot_of_any_backend(tokens: list[int]) -> None:
+    """A state holds all tokens, control tokens too, and leaves its slot as it is."""
+    backend, other = echo(), echo(slots=5, n_ctx=100)
+    assert backend.fingerprint == other.fingerprint
+    backend.decode([Chunk(1, 0, tokens, sample=False)])
+    state = saved(backend, 1)
+    assert len(state) <= 16 + backend.kv_bytes_per_token * len(tokens)
+    other.decode([Chunk(4, 0, [9], sample=False)])
+    assert other.restore(4, memoryview(state + b"more").toreadonly(), len(tokens))
+    assert backend.held(1) == other.held(4) == tuple(tokens)
+
+
+@given(st.data())
+def test_a_state_that_is_not_whole_is_refused(data: st.DataObject) -> None:
+    """Torn, changed in any bit, or of another length than asked for: the slot is empty, and nothing raises."""
+    backend = echo()
+    backend.decode([Chunk(0, 0, list(b"hello"), sample=False), Chunk(1, 0, [1], sample=False)])
+    state, n_tokens = saved(backend, 0), 5
+    match data.draw(st.sampled_from(["torn", "flipped", "length"])):
+        case "torn":
+            del state[data.draw(st.integers(0, len(state) - 1)) :]
+        case "flipped":
+            bit = data.draw(st.integers(0, 8 * len(state) - 1))
+            state[bit // 8] ^= 1 << bit % 8
+        case _:
+            n_tokens = data.draw(st.integers(0, 100).filter(lambda n: n != 5))
+    assert not backend.restore(1, memoryview(state), n_tokens)
+    assert (backend.held(0), backend.held(1)) == (tuple(b"hello"), ())
+
+
+def test_a_state_longer_than_a_slot_is_refused() -> None:
+    """A backend with less room takes no more than fits."""
+    backend, small = echo(), echo(n_ctx=4)
+    backend.decode([Chunk(0, 0, list(b"hello"), sample=False)])
+    assert not small.restore(0, memoryview(saved(backend, 0)), 5)
+    backend.truncate(0, 4)
+    assert small.restore(0, memoryview(saved(backend, 0)), 4)
+
+
+def test_what_cannot_be_saved() -> None:
+    """An empty slot and a small buffer give no bytes; a read-only buffer is refused."""
+    backend = echo()
+    assert backend.state_bytes(0) == backend.save(0, memoryview(bytearray(100))) == 0
+    backend.decode([Chunk(0, 0, [1, 2], sample=False)])
+    assert backend.save(0, memoryview(bytearray(backend.state_bytes(0) - 1))) == 0
+    with pytest.raises(ValueError, match="read-only"):
+        backend.save(0, memoryview(bytes(100)))
+
+
+def test_copying_a_beginning() -> None:
+    """The target holds it alone, and later changes of one slot do not show in the other."""
+    backend = echo()
+    backend.decode([Chunk(0, 0, [1, 2, 3], sample=False), Chunk(1, 0, [9], sample=False)])
+    assert backend.can_rewind
+    assert backend.copy(0, 1, 2)
+    backend.truncate(0, 1)
+    assert (backend.held(0), backend.held(1)) == ((1,), (1, 2))
+    for source, target, n_tokens in ((0, 1, 2), (0, 0, 1), (0, 1, -1)):
+        with pytest.raises(ValueError, match="slot 0 holds 1 tokens"):
+            backend.copy(source, target, n_tokens)
+
+
+def test_an_answer_goes_on_where_it_was() -> None:
+    """After the prompt was made shorter, the sampler spells the rest of what it had begun."""
+    backend = echo()
+    old = backend.tokenize((*chat("first"), Piece("x<|im_end|>", special=True), *chat("second")), first=True)
+    begun = answer(backend, old, 3)
+    shorter = backend.tokenize(chat("second"), first=True)
+    backend.truncate(0, 0)
+    backend.decode([Chunk(0, 0, [*shorter, *begun], sample=True)])
+    sampler = backend.sampler(Params(), shorter, begun)
+    rest = [sampler.sample(0).token]
+    while not backend.is_end(rest[-1]):
+        backend.decode([Chunk(0, len(backend.held(0)), rest[-1:], sample=True)])
+        rest.append(sampler.sample(0).token)
+    assert bytes([*begun, *rest[:-1]]) == b"second"
+
+
 def test_the_delay_is_slept_at_each_decode() -> None:
     """A slow model can be played; no delay is no sleep."""
     slept: list[float] = []
@@ -155,6 +243,12 @@ def test_the_delay_is_slept_at_each_decode() -> None:
     backend = EchoBackend(options, sleep=slept.append)
     backend.decode([Chunk(0, 0, [1], sample=False)])
     assert slept == [0.02]
+
+
+def test_it_is_a_backend() -> None:
+    """The seam's protocol is kept; mypy compares the signatures here."""
+    seam: Backend = echo()
+    assert seam.model.backend == "echo"
 
 
 def test_the_model_says_what_it_is() -> None:

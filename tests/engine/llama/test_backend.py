@@ -11,7 +11,8 @@ import msgspec
 import pytest
 
 from inferencecenter.engine.backend import Backend, Chunk
-from inferencecenter.engine.llama.backend import LlamaBackend, physical_cores
+from inferencecenter.engine.llama.backend import LlamaBackend, continued_seed, physical_cores
+from inferencecenter.engine.sampling.chain import RANDOM_SEED
 from inferencecenter.errors import ErrorCode, InferenceCenterError
 from inferencecenter.ipc.messages import EngineOptions, Piece
 from inferencecenter.protocol.params import Params
@@ -145,6 +146,72 @@ def test_swap_through_the_seam(backend: LlamaBackend) -> None:
     backend.decode([Chunk(1, len(prompt), [first], sample=True)])
     with pytest.raises(ValueError, match="slot 0 holds 0"):
         backend.decode([Chunk(0, len(prompt), [first], sample=True)])
+
+
+def test_parking_through_the_seam(backend: LlamaBackend) -> None:
+    """A saved slot goes on in another one, and a copy of its beginning in a third."""
+    prompt = _prompt(backend, "My name is Ada.")
+    backend.decode([Chunk(0, 0, prompt, sample=False)])
+    buffer = bytearray(backend.state_bytes(0))
+    assert backend.save(0, memoryview(buffer)) == len(buffer)
+    assert abs(len(buffer) / len(prompt) / backend.kv_bytes_per_token - 1) < 0.1
+    assert backend.restore(1, memoryview(buffer), len(prompt))
+    assert backend.copy(1, 2, len(prompt) - 1)
+    assert not backend.restore(3, memoryview(b"foreign"), len(prompt))
+    assert backend.can_rewind
+    assert backend.truncate(1, len(prompt) - 1)
+    backend.decode([Chunk(slot, len(prompt) - 1, prompt[-1:], sample=True) for slot in (1, 2)])
+    sampled = [backend.sampler(Params(temperature=0, n_probs=1), prompt).sample(row) for row in (0, 1)]
+    assert sampled[0].token == sampled[1].token
+
+
+def test_backends_of_one_model_share_a_fingerprint(backend: LlamaBackend, options: EngineOptions) -> None:
+    """The number and length of the slots may differ; what one saved the other restores."""
+    other = _load(msgspec.structs.replace(options, slots=2, n_ctx=128))
+    assert other.fingerprint == backend.fingerprint
+    prompt = _prompt(backend, "My name is Ada.")
+    backend.decode([Chunk(5, 0, prompt, sample=False)])
+    buffer = bytearray(backend.state_bytes(5))
+    assert backend.save(5, memoryview(buffer)) == len(buffer)
+    assert other.restore(1, memoryview(buffer), len(prompt))
+    other.close()
+
+
+def test_an_answer_begun_before_feeds_the_penalties(backend: LlamaBackend) -> None:
+    """Tokens of the answer so far count as if this sampler had drawn them: the next one is the same."""
+    prompt = _prompt(backend, "My name is Ada.")
+    params = Params(
+        temperature=0, repeat_penalty=1.5, presence_penalty=1.0, dry_multiplier=1.0, dry_allowed_length=1, n_probs=1
+    )
+    whole = backend.sampler(params, prompt)
+    answer: list[int] = []
+    new = prompt
+    for _ in range(8):
+        backend.decode([Chunk(0, len(prompt) + len(answer) - len(new) if answer else 0, new, sample=True)])
+        resumed = backend.sampler(params, prompt, answer).sample(0)
+        sampled = whole.sample(0)
+        assert resumed == sampled
+        new = [sampled.token]
+        answer += new
+
+
+def test_the_seed_of_an_answer_goes_on(backend: LlamaBackend) -> None:
+    """The rest of an answer is drawn with a seed of its own, the same each time, and another after more tokens."""
+    assert continued_seed(7, 1) == continued_seed(7, 1)
+    seeds = {continued_seed(seed, n_answer) for seed in (0, 7, 2**32 - 2) for n_answer in (1, 2, 3)}
+    assert len(seeds | {0, 7, 2**32 - 2}) == 12
+    assert all(0 <= seed < RANDOM_SEED for seed in seeds)
+    prompt = _prompt(backend, "My name is Ada.")
+    backend.decode([Chunk(0, 0, prompt, sample=True)])
+    params = Params(seed=7, temperature=5.0, top_k=0, top_p=1.0, min_p=0.0)
+
+    def draw(answer: list[int]) -> list[int]:
+        sampler = backend.sampler(params, prompt, answer)
+        return [sampler.sample(0).token for _ in range(8)]
+
+    assert draw([]) == draw([])
+    assert draw([5]) == draw([5])
+    assert len({tuple(draw(answer)) for answer in ([], [5], [5, 6])}) == 3
 
 
 def test_close_frees_open_samplers_first(options: EngineOptions) -> None:

@@ -150,6 +150,69 @@ def test_swap_with_an_empty_slot_and_with_itself(demo: Loaded) -> None:
     assert np.array_equal(demo.feed(0, [4]), _fresh(demo, [1, 2, 3], [4]))
 
 
+@pytest.mark.parametrize("n_tokens", [120, 119, 64, 1])
+def test_a_copy_goes_on_as_its_beginning_would(demo: Loaded, n_tokens: int) -> None:
+    """The target holds the first tokens of the source, bit for bit as read there, and the source keeps all of them."""
+    tokens = [3 + 7 * number % 250 for number in range(120)]
+    demo.feed(0, tokens)
+    demo.feed(3, [1, 2, 3])
+    assert demo.context.copy(0, 3, n_tokens)
+    assert (demo.context.length(0), demo.context.length(3)) == (120, n_tokens)
+    demo.context.truncate(0, n_tokens)
+    assert np.array_equal(demo.feed(3, [5]), demo.feed(0, [5]))
+
+
+def test_a_copy_of_nothing_is_nothing(demo: Loaded) -> None:
+    """No tokens of a slot, or all of an empty one, leave the target empty, as was asked for."""
+    demo.feed(0, [1, 2, 3])
+    demo.feed(1, [4, 5])
+    assert demo.context.copy(0, 1, 0)
+    assert demo.context.length(1) == 0
+    demo.feed(1, [4, 5])
+    assert demo.context.copy(7, 1, 0)
+    assert demo.context.length(1) == 0
+
+
+@pytest.mark.parametrize(("source", "target", "n_tokens"), [(0, 1, 4), (0, 1, -1), (0, 0, 2)])
+def test_copies_that_cannot_be_are_refused(demo: Loaded, source: int, target: int, n_tokens: int) -> None:
+    """More than there is, fewer than none, or onto itself: nothing changes."""
+    demo.feed(0, [1, 2, 3])
+    demo.feed(1, [4, 5])
+    with pytest.raises(ValueError, match="slot 0 holds 3 tokens"):
+        demo.context.copy(source, target, n_tokens)
+    assert (demo.context.length(0), demo.context.length(1)) == (3, 2)
+
+
+def test_a_failed_copy_empties_its_target_alone(demo: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A state that cannot be restored costs what the target held; the source stays."""
+    demo.feed(0, [1, 2, 3])
+    demo.feed(1, [4, 5])
+    with monkeypatch.context() as patch:
+        patch.setattr(lib, "llama_state_seq_set_data", lambda *_arguments: 0)
+        assert not demo.context.copy(0, 1, 3)
+    assert (demo.context.length(0), demo.context.length(1)) == (3, 0)
+    assert np.array_equal(demo.feed(0, [4]), _fresh(demo, [1, 2, 3], [4]))
+
+
+@pytest.mark.parametrize(("n_tokens", "kept"), [(120, True), (119, True), (118, False), (20, False)])
+def test_a_copied_window_is_whole_or_not_there(window: Loaded, n_tokens: int, kept: bool) -> None:
+    """Of a sliding-window model only what its one window covers is copied; the rest is said not to be there."""
+    tokens = [3 + 7 * number % 250 for number in range(120)]
+    window.feed(0, tokens)
+    assert window.context.copy(0, 1, n_tokens) is kept
+    assert window.context.length(1) == (n_tokens if kept else 0)
+    if kept:
+        logits = window.feed(1, [5])
+        window.context.truncate(0, 0)
+        assert np.allclose(logits, _fresh_window(window, [*tokens[:n_tokens], 5]), atol=1e-3)
+
+
+def test_only_plain_memory_can_be_cut_anywhere(demo: Loaded, window: Loaded, recurrent: Loaded, hybrid: Loaded) -> None:
+    """Windows and recurrent layers forget what a cut would need."""
+    loaded = (demo, window, recurrent, hybrid)
+    assert [each.context.can_rewind for each in loaded] == [True, False, False, False]
+
+
 @pytest.mark.parametrize(
     "chunks",
     [
@@ -238,6 +301,25 @@ def test_failed_restore_empties_both_slots(demo: Loaded, monkeypatch: pytest.Mon
         demo.context.swap(0, 1)
     assert failure.value.slots == (0, 1)
     assert (demo.context.length(0), demo.context.length(1)) == (0, 0)
+
+
+def test_failed_save_empties_both_slots(demo: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A swap that cannot save one of its sequences has lost it, and does not keep the other in the wrong place."""
+    demo.feed(0, [1, 2, 3])
+    demo.feed(1, [4, 5])
+    monkeypatch.setattr(lib, "llama_state_seq_get_data", lambda *_arguments: 0)
+    with pytest.raises(DecodeError) as failure:
+        demo.context.swap(0, 1)
+    assert failure.value.slots == (0, 1)
+    assert (demo.context.length(0), demo.context.length(1)) == (0, 0)
+
+
+def test_a_context_of_one_token_warms_up(demo: Loaded, options: EngineOptions, log: LlamaLog) -> None:
+    """However few tokens a slot is given, warming up stays within them."""
+    context = Context(demo.model, msgspec.structs.replace(options, slots=1, n_ctx=1), n_threads=1, log=log)
+    assert context.warm_up(1) > 0
+    assert context.length(0) == 0
+    context.close()
 
 
 @pytest.mark.parametrize(
