@@ -168,3 +168,11 @@ def _hybrid_session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Loaded
 def hybrid(_hybrid_session: Loaded) -> Loaded:
     """A model with an attention and a recurrent layer, with both slots empty."""
     return _emptied(_hybrid_session)
+
+
+@pytest.fixture
+def hybrid_window(tmp_path: Path) -> Iterator[Loaded]:
+    """A model with a recurrent layer, and a sliding window in the other."""
+    path = tmp_path / "hybrid_window.gguf"
+    write_hybrid_model(path, window=True)
+    yield from _loaded(_tiny_options(path))

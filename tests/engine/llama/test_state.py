@@ -233,6 +233,18 @@ def test_recurrent_layers_are_restored_whole_or_not_at_all(request: pytest.Fixtu
     assert np.array_equal(loaded.feed(1, [5]), expected)
 
 
+def test_a_window_beside_recurrent_layers_moves_between_slots(hybrid_window: Loaded) -> None:
+    """Within a context it is restored bit for bit; with other slots its streams are not found, and nothing is taken."""
+    hybrid_window.feed(0, TOKENS)
+    saved = _saved(hybrid_window, 0)
+    assert hybrid_window.context.restore(1, memoryview(saved), len(TOKENS))
+    assert np.array_equal(hybrid_window.feed(1, [5]), hybrid_window.feed(0, [5]))
+    with hybrid_window.with_slots(3) as three:
+        assert not three.context.restore(1, memoryview(saved), len(TOKENS))
+        assert three.context.length(1) == 0
+    assert not hybrid_window.context.truncate(1, 100)
+
+
 def test_memory_that_counts_streams_elsewhere_fits_its_own_number_of_slots_only(
     two: Loaded, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -101,9 +101,11 @@ def write_recurrent_model(path: Path) -> None:
     model.close()
 
 
-def write_hybrid_model(path: Path) -> None:
+def write_hybrid_model(path: Path, *, window: bool = False) -> None:
     """Write an lfm2-shaped model: a short convolution in the first layer, attention in the second."""
     model = _TinyModel(path, "lfm2")
+    if window:
+        model.writer.add_sliding_window(WINDOW_TOKENS)
     model.writer.add_head_count_kv([0, _HEADS])
     model.writer.add_shortconv_l_cache(3)
     model.writer.add_rope_freq_base(10_000.0)
