@@ -50,13 +50,17 @@ class ErrorCode(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ErrorSpec:
-    """One row of the table: what a code means and how each border reports it."""
+    """One row of the table: what a code means and how each border reports it.
+
+    ``retry_after_ms`` is the earliest useful retry where the place that failed knows none.
+    """
 
     code: ErrorCode
     message: str
     http_status: int
     exit_code: int
     retryable: bool = False
+    retry_after_ms: int | None = None
     close_code: int | None = None
     on_wire: bool = True
 
@@ -74,8 +78,10 @@ _ROWS = (
     ErrorSpec(ErrorCode.SESSION_BUSY, "The session is already generating.", 409, 75, retryable=True),
     ErrorSpec(ErrorCode.NOTHING_TO_ABORT, "No turn is running in this session.", 409, 66),
     ErrorSpec(ErrorCode.TURN_NOT_FOUND, "No such turn.", 404, 66),
-    ErrorSpec(ErrorCode.QUEUE_FULL, "Too many turns are waiting.", 503, 75, retryable=True),
-    ErrorSpec(ErrorCode.QUEUE_TIMEOUT, "The turn waited too long for a slot.", 503, 75, retryable=True),
+    ErrorSpec(ErrorCode.QUEUE_FULL, "Too many turns are waiting.", 503, 75, retryable=True, retry_after_ms=1000),
+    ErrorSpec(
+        ErrorCode.QUEUE_TIMEOUT, "The turn waited too long for a slot.", 503, 75, retryable=True, retry_after_ms=1000
+    ),
     ErrorSpec(ErrorCode.RATE_LIMITED, "Too many requests.", 429, 75, retryable=True, close_code=4429),
     ErrorSpec(ErrorCode.QUOTA_EXCEEDED, "The token's quota is used up.", 429, 75),
     ErrorSpec(ErrorCode.PROMPT_TOO_LONG, "The prompt does not fit the context.", 413, 65),
@@ -105,7 +111,7 @@ class InferenceCenterError(Exception):
         message: What is wrong here; the row's own sentence when empty.
         hint: What to do about it.
         field: Path of the offending field, as ``params.temperature``.
-        retry_after_ms: Earliest useful retry, for codes that are retryable.
+        retry_after_ms: Earliest useful retry, for codes that are retryable; the row's own when not given.
     """
 
     def __init__(
@@ -121,7 +127,7 @@ class InferenceCenterError(Exception):
         self.code = code
         self.hint = hint
         self.field = field
-        self.retry_after_ms = retry_after_ms
+        self.retry_after_ms = ERRORS[code].retry_after_ms if retry_after_ms is None else retry_after_ms
 
     @property
     def message(self) -> str:

@@ -14,6 +14,7 @@ from inferencecenter.protocol.values import (
     FinishReason,
     GpuReadings,
     InferenceReadings,
+    OnFull,
     ServerLimits,
     SessionStateName,
     SessionSummary,
@@ -68,6 +69,7 @@ class SessionCreated(Event):
     dagger: ClassVar[bool] = True
     op: Literal["session_created"] = "session_created"
     session_id: Annotated[str, DAGGER] = Field(description="Its name in all that follows.")
+    parent: str | None = Field(default=None, description="The session that it is a fork of.")
     epoch: str = Field(description="Incarnation of its event history.")
     model: str = Field(description="The model that answers.")
     n_ctx: int = Field(description="Tokens the session's context holds.")
@@ -97,6 +99,17 @@ class Progress(TurnEvent):
     op: Literal["progress"] = "progress"
     done: int = Field(description="Prompt tokens read.")
     total: int = Field(description="Prompt tokens.")
+
+
+class ContextShifted(TurnEvent):
+    """The context was full: the oldest turns are no longer read, the transcript keeps them, and the turn goes on.
+
+    Its `end` counts all prompts that were read for it.
+    """
+
+    op: Literal["context_shifted"] = "context_shifted"
+    dropped_turns: int = Field(ge=0, description="Turns that are no longer read.")
+    tokens: int = Field(ge=0, description="Tokens that these took, about.")
 
 
 class Token(TurnEvent):
@@ -150,6 +163,14 @@ class Appended(SessionEvent):
     messages: int = Field(description="Messages the session holds now.")
 
 
+class SessionRewound(SessionEvent):
+    """What came after the turn is gone."""
+
+    op: Literal["session_rewound"] = "session_rewound"
+    turn: str = Field(description="The turn that is the last one now, or `start`.")
+    messages: int = Field(description="Messages the session holds now.")
+
+
 class Session(Event):
     """Everything about one session."""
 
@@ -161,10 +182,12 @@ class Session(Event):
     model: str = Field(description="The model that answers.")
     n_ctx: int = Field(description="Tokens its context holds.")
     n_tokens: int = Field(description="Tokens of history.")
+    on_full: OnFull = Field(description="What happens when the context is full.")
+    dropped_messages: int = Field(description="Messages of the transcript that are no longer read.")
     params: dict[str, Any] = Field(description="Effective parameters of the session level.")
     metadata: dict[str, str] = Field(description="What was given when it was created.")
     transcript: tuple[ChatMessage, ...] = Field(description="All messages; a running turn is not part of it yet.")
-    turns: tuple[TranscriptTurn, ...] = Field(description="The latest finished turns.")
+    turns: tuple[TranscriptTurn, ...] = Field(description="The latest of its turns that have ended.")
     usage: Usage = Field(description="Tokens of all its turns.")
 
 
@@ -258,12 +281,14 @@ AnyEvent = (
     | SessionError
     | Queued
     | Progress
+    | ContextShifted
     | Token
     | End
     | AbortStatus
     | SessionClosed
     | SessionExpired
     | Appended
+    | SessionRewound
     | Session
     | Sessions
     | Metrics

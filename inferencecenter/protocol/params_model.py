@@ -35,6 +35,7 @@ SAMPLER_ALIASES = {"typical_p": "typ_p"}
 # llama.cpp takes the largest 32-bit seed as "draw one yourself", so it is no seed that could be obeyed.
 MAX_SEED = 2**32 - 2
 MAX_TOKENS = 2**20
+MAX_KEPT = 1000
 MAX_STOPS = 16
 MAX_STOP_CHARS = 256
 MAX_PATTERNS = 4
@@ -305,6 +306,12 @@ class Params(BaseModel):
         "Ends the answer when the same run of tokens came this many times in a row; 0 is off.",
         "0 or an integer from 2 to 100",
         group="stopping",
+    )
+    n_keep: Annotated[int, Field(ge=0, le=MAX_KEPT)] = _param(
+        0,
+        "How many of the first messages after the system prompt stay when the context is shifted.",
+        f"an integer from 0 to {MAX_KEPT}",
+        group="memory",
     )
 
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Final, Literal
 
 from pydantic import Field, StringConstraints, model_validator
 
 from inferencecenter.protocol.base import DAGGER, Request, SessionId, TurnId
-from inferencecenter.protocol.values import ChatMessage, Metadata, Mode, Priority, StatusType
+from inferencecenter.protocol.values import ChatMessage, Metadata, Mode, OnFull, Priority, StatusType
 
 RawParams = dict[str, Any]
 """Parameters as the client wrote them; ``params.parse_params`` gives them meaning."""
+
+START: Final = "start"
+"""Stands for the place before the first turn, where a turn's id is asked for."""
 
 Credential = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 Protocol = Annotated[Literal[1] | None, Field(description="1 makes this a v1 socket; absent, an old one.")]
@@ -53,7 +56,13 @@ class CreateSession(Request):
     model: str | None = Field(default=None, max_length=256, description="Model name; the loaded one when absent.")
     params: Annotated[RawParams | None, DAGGER] = Field(default=None, description="Session level of parameters.")
     priority: Priority | None = Field(default=None, description="Class of this session's turns.")
-    on_full: Literal["stop"] = Field(default="stop", description="What happens when the context is full.")
+    on_full: OnFull | None = Field(
+        default=None,
+        description=(
+            "What happens when the context is full: `shift` goes on without the oldest turns, `stop` ends the answer. "
+            "Without it `shift` in mode `chat`, `stop` in mode `raw`."
+        ),
+    )
     on_disconnect: Literal["close"] = Field(default="close", description="What happens when the socket is gone.")
     store: bool = Field(default=True, description="Whether the session may be written to disk.")
     ttl_s: float | None = Field(default=None, gt=0, le=31_536_000, description="Idle seconds before it expires.")
@@ -110,6 +119,33 @@ class Append(Request):
     op: Literal["append"]
     session_id: SessionId = Field(description="The session.")
     messages: list[ChatMessage] = Field(min_length=1, max_length=1000, description="Messages to add, in order.")
+
+
+class ForkSession(Request):
+    """Open another session with the same beginning; `session_created` answers, with `parent`.
+
+    Everything that was chosen for the session holds for the new one. Its turns keep their ids, so that it can be taken
+    back to any of them.
+    """
+
+    op: Literal["fork_session"]
+    session_id: SessionId = Field(description="The session to copy.")
+    turn: TurnId | None = Field(
+        default=None,
+        description="Id of the last turn to take over; `start` takes over what came before the first turn. Without it "
+        "everything is taken over.",
+    )
+
+
+class RewindSession(Request):
+    """Take a session back to where it was when a turn ended: what came later is gone.
+
+    The turns that stay are not read again.
+    """
+
+    op: Literal["rewind_session"]
+    session_id: SessionId = Field(description="The session.")
+    turn: TurnId = Field(description="Id of the last turn to keep; `start` goes back to before the first turn.")
 
 
 class GetSession(Request):
@@ -170,6 +206,8 @@ AnyRequest = (
     | Abort
     | CloseSession
     | Append
+    | ForkSession
+    | RewindSession
     | GetSession
     | ListSessions
     | Metrics

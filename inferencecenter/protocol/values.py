@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 from inferencecenter.protocol.base import DAGGER
 
 Mode = Literal["chat", "raw"]
+OnFull = Literal["shift", "stop"]
 Priority = Literal["interactive", "normal", "batch"]
 StatusType = Literal["queue", "memory", "sessions", "performance", "model"]
 Role = Literal["system", "user", "assistant", "tool"]

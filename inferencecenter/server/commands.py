@@ -127,6 +127,14 @@ def _append(connection: Connection, request: requests.Append) -> Event:
     return connection.context.sessions.append(connection.client, request)
 
 
+def _fork_session(connection: Connection, request: requests.ForkSession) -> Event:
+    return connection.context.sessions.fork(connection.client, request, connection)
+
+
+def _rewind_session(connection: Connection, request: requests.RewindSession) -> Event:
+    return connection.context.sessions.rewind(connection.client, request)
+
+
 def _get_session(connection: Connection, request: requests.GetSession) -> Event:
     return connection.context.sessions.get(connection.client, request)
 
@@ -176,6 +184,8 @@ COMMANDS: Final[Mapping[str, Command]] = MappingProxyType(
         "abort": Command(_abort),
         "close_session": Command(_close_session),
         "append": Command(_append),
+        "fork_session": Command(_fork_session, starts_work=True),
+        "rewind_session": Command(_rewind_session),
         "get_session": Command(_get_session),
         "list_sessions": Command(_list_sessions),
         "metrics": Command(_metrics),

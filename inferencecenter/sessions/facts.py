@@ -5,13 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from inferencecenter.protocol.params import cross_check
+
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection
     from datetime import datetime
 
     from inferencecenter.ipc.port import EnginePort
     from inferencecenter.protocol.params import Params
-    from inferencecenter.protocol.values import Mode, Priority
+    from inferencecenter.protocol.values import Mode, OnFull, Priority
     from inferencecenter.sessions.totals import TokenMeter, TurnRecord
 
 
@@ -29,6 +31,7 @@ class Surroundings:
     eta_ms: Callable[[int], float | None]
     turn_ended: Callable[[TurnRecord], None]
     max_transcript_chars: int
+    shared_prompts: frozenset[str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +39,7 @@ class SessionFacts:
     """What never changes about a session.
 
     ``params`` are effective: no level is left to merge below them. ``chosen`` are those that the client set itself.
+    Without ``store`` nothing of the session may be written to a disk.
     """
 
     session_id: str
@@ -47,7 +51,20 @@ class SessionFacts:
     params: Params
     chosen: frozenset[str]
     priority: Priority
+    on_full: OnFull
     on_disconnect: Literal["close", "detach"]
+    store: bool
     ttl_s: float | None
     metadata: dict[str, str]
     created_at: float
+
+    def warnings(self, params: Params, *, chosen: Collection[str]) -> tuple[str, ...]:
+        """Return a sentence for each of the ``chosen`` that has no effect.
+
+        Raises:
+            InferenceCenterError: ``invalid_request`` for two parameters that exclude each other.
+        """
+        warnings = cross_check(params, given=chosen)
+        if self.on_full == "stop" and "n_keep" in chosen:
+            warnings = (*warnings, "n_keep has no effect: on_full is stop.")
+        return warnings

@@ -2,41 +2,42 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import OrderedDict
+from functools import reduce
 from typing import TYPE_CHECKING, Final
 
+from inferencecenter.protocol.requests import START
 from inferencecenter.protocol.values import TranscriptTurn, Usage
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from inferencecenter.protocol.events import End
 
 MAX_TURNS: Final = 1000
-"""Turns that are listed; older ones count in the sum only."""
+"""Turns that are listed."""
 MAX_TURN_KEYS: Final = 64
 """Turns that a repeated ``turn_key`` finds."""
+_NOTHING: Final = Usage(prompt_tokens=0, cached_tokens=0, completion_tokens=0)
 
 
 class Ledger:
-    """The last turns, the sum of all turns, and the ends that a repeated ``turn_key`` is answered with."""
+    """A session's turns, the sum of them, and the ends that a repeated ``turn_key`` is answered with."""
 
-    def __init__(self) -> None:
-        self.usage = Usage(prompt_tokens=0, cached_tokens=0, completion_tokens=0)
-        self._turns: deque[TranscriptTurn] = deque(maxlen=MAX_TURNS)
+    def __init__(self, turns: Iterable[TranscriptTurn] = ()) -> None:
+        self._turns = list(turns)
         self._ends: OrderedDict[str, End] = OrderedDict()
+        self.usage = _sum(self._turns)
 
     @property
     def turns(self) -> tuple[TranscriptTurn, ...]:
         """The last turns, oldest first."""
-        return tuple(self._turns)
+        return tuple(self._turns[-MAX_TURNS:])
 
     def record(self, turn_key: str | None, end: End) -> None:
         """Take note of a turn that did not fail."""
         self._turns.append(TranscriptTurn(turn_id=end.turn_id, finish_reason=end.finish_reason, usage=end.usage))
-        self.usage = Usage(
-            prompt_tokens=self.usage.prompt_tokens + end.usage.prompt_tokens,
-            cached_tokens=self.usage.cached_tokens + end.usage.cached_tokens,
-            completion_tokens=self.usage.completion_tokens + end.usage.completion_tokens,
-        )
+        self.usage = _add(self.usage, end.usage)
         if turn_key is not None:
             self._ends[turn_key] = end
             if len(self._ends) > MAX_TURN_KEYS:
@@ -45,3 +46,36 @@ class Ledger:
     def find(self, turn_key: str | None) -> End | None:
         """Return how the turn with this key ended, if it is still known."""
         return None if turn_key is None else self._ends.get(turn_key)
+
+    def until(self, turn: str | None) -> Ledger:
+        """Return what is known of the turns up to ``turn``, which is there; of none for ``START``, of all without it.
+
+        The keys stay behind: what they are answered with belongs to this session's events.
+        """
+        return Ledger(self._turns if turn is None else self._turns[: self._length(turn)])
+
+    def rewind(self, turn: str) -> None:
+        """Forget all turns after ``turn``, which is there, or all of them for ``START``."""
+        length = self._length(turn)
+        gone = {later.turn_id for later in self._turns[length:]}
+        del self._turns[length:]
+        self.usage = _sum(self._turns)
+        for key in [key for key, end in self._ends.items() if end.turn_id in gone]:
+            del self._ends[key]
+
+    def _length(self, turn: str) -> int:
+        if turn == START:
+            return 0
+        return next(index for index, known in enumerate(self._turns, start=1) if known.turn_id == turn)
+
+
+def _sum(turns: Iterable[TranscriptTurn]) -> Usage:
+    return reduce(_add, (turn.usage for turn in turns), _NOTHING)
+
+
+def _add(total: Usage, usage: Usage) -> Usage:
+    return Usage(
+        prompt_tokens=total.prompt_tokens + usage.prompt_tokens,
+        cached_tokens=total.cached_tokens + usage.cached_tokens,
+        completion_tokens=total.completion_tokens + usage.completion_tokens,
+    )

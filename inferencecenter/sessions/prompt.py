@@ -2,102 +2,146 @@
 
 A session's tokens stay exactly as they were given and generated. A turn renders the whole conversation and submits,
 after the tokens it already has, only the text that they do not spell yet. Where a template rewrites what was there
-before, everything is rendered again; the engine then reuses the KV of what is still the same.
+before, everything is rendered again; the engine then reuses the KV of what is still the same. So it is where the
+context was full: what is left of the conversation is rendered again, and positions stay true.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
+from inferencecenter.errors import InferenceCenterError
 from inferencecenter.protocol.values import ChatMessage
+from inferencecenter.sessions.history import TOKEN_BYTES, History, View
 
 if TYPE_CHECKING:
     from datetime import datetime
 
     from inferencecenter.ipc.messages import Finished, Piece
+    from inferencecenter.protocol.requests import Infer
+    from inferencecenter.sessions.quoting import Rendering
     from inferencecenter.sessions.template import Renderer
-
-TOKEN_BYTES: Final = 4
-"""Bytes of one packed token id."""
-
-
-@dataclass(frozen=True, slots=True)
-class History:
-    """What a session holds: its messages, and the packed tokens that spell the text ``covered``."""
-
-    messages: tuple[ChatMessage, ...] = ()
-    tokens: bytes = b""
-    covered: str = ""
-
-    @property
-    def n_tokens(self) -> int:
-        """Tokens held."""
-        return len(self.tokens) // TOKEN_BYTES
-
-    @property
-    def n_chars(self) -> int:
-        """Characters of all messages."""
-        return sum(len(message.content) for message in self.messages)
-
-    def appended(self, messages: tuple[ChatMessage, ...]) -> History:
-        """Return the history with more messages; their tokens follow with the next turn."""
-        return History(self.messages + messages, self.tokens, self.covered)
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """What a turn submits: kept ``tokens`` and the ``pieces`` after them; together they spell ``text``."""
+    """What a turn submits: kept ``tokens`` and the ``pieces`` after them; together they spell ``text``.
+
+    ``messages`` are all there are, ``view`` is what was rendered of them. The first ``shared_pieces`` pieces spell the
+    system prompt and nothing else.
+    """
 
     messages: tuple[ChatMessage, ...]
+    view: View
     text: str
     tokens: bytes
     pieces: tuple[Piece, ...]
+    shared_pieces: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
     """What the engine said in a turn: its text, its packed tokens, and the packed tokens of the prompt if it began."""
 
+    turn_id: str
     text: str
     tokens: bytes
     prompt_tokens: bytes | None
 
 
-def next_prompt(history: History, new: tuple[ChatMessage, ...], *, renderer: Renderer, now: datetime) -> Prompt:
+def messages_of(request: Infer) -> tuple[ChatMessage, ...]:
+    """Return what a turn says."""
+    if request.messages is not None:
+        return tuple(request.messages)
+    assert request.prompt is not None, "the request model demands one of the two"
+    return (ChatMessage(role="user", content=request.prompt),)
+
+
+def n_kept(messages: tuple[ChatMessage, ...], n_keep: int) -> int:
+    """Return how many of the first messages are always read: the system prompt and ``n_keep`` more."""
+    n_system = next((index for index, message in enumerate(messages) if message.role != "system"), len(messages))
+    return min(n_system + n_keep, len(messages))
+
+
+def next_prompt(
+    history: History, new: tuple[ChatMessage, ...], *, renderer: Renderer, now: datetime, n_keep: int = 0
+) -> Prompt:
     """Return what to submit to have ``new`` answered.
 
     Raises:
         InferenceCenterError: See ``Renderer.render``.
     """
     messages = history.messages + new
-    rendering = renderer.render(messages, now=now)
-    tokens, start = history.tokens, len(history.covered)
-    if not tokens or not rendering.text.startswith(history.covered):
-        # The engine puts the BOS token before what comes first; the template's own would be a second one.
-        bos = renderer.implied_bos
-        tokens, start = b"", len(bos) if rendering.text.startswith(bos) else 0
-    return Prompt(messages=messages, text=rendering.text, tokens=tokens, pieces=rendering.pieces(start))
+    view = View(n_kept(messages, n_keep), history.view.resumes_at)
+    rendering = renderer.render(view.of(messages), now=now)
+    covered = len(history.covered)
+    if history.tokens and rendering.text.startswith(history.covered):
+        return Prompt(messages, view, rendering.text, history.tokens, rendering.pieces(covered))
+    return _from_the_start(messages, view, rendering, renderer=renderer, now=now)
 
 
-def after_turn(history: History, prompt: Prompt, *, answer: Answer, end: Finished, keeps_end: bool) -> History:
+def whole_prompt(messages: tuple[ChatMessage, ...], view: View, *, renderer: Renderer, now: datetime) -> Prompt:
+    """Return what to submit to have the last of ``messages`` answered, of which only ``view`` is read.
+
+    Raises:
+        InferenceCenterError: See ``Renderer.render``.
+    """
+    rendering = renderer.render(view.of(messages), now=now)
+    return _from_the_start(messages, view, rendering, renderer=renderer, now=now)
+
+
+def after_turn(history: History, prompt: Prompt, *, answer: Answer, end: Finished | None, keeps_end: bool) -> History:
     """Return the history once a turn has ended, with whatever of the answer was shown.
 
     Args:
         history: As it was before the turn.
-        prompt: What the turn submitted.
+        prompt: What the turn submitted last.
         answer: What came back.
-        end: How it ended.
+        end: How it ended; not needed for a prompt that did not begin.
         keeps_end: Whether the token that ended the answer is part of the text.
     """
     messages = (*prompt.messages, ChatMessage(role="assistant", content=answer.text))
-    if answer.prompt_tokens is None:
-        return History(messages, history.tokens, history.covered)
+    if answer.prompt_tokens is None or end is None:
+        if prompt.view.n_dropped == history.view.n_dropped:
+            now = History(messages, history.tokens, history.covered, prompt.view)
+            return history.after(answer.turn_id, now, goes_on=True)
+        return history.after(answer.turn_id, History(messages, view=prompt.view), goes_on=False)
     kept_tokens, end_text = end.kept_tokens, end.end_text
     if end_text and not keeps_end:
         kept_tokens, end_text = kept_tokens - 1, ""
-    return History(
+    now = History(
         messages,
         answer.prompt_tokens + answer.tokens[: kept_tokens * TOKEN_BYTES],
         prompt.text + answer.text[: end.kept_chars] + end_text,
+        prompt.view,
     )
+    return history.after(answer.turn_id, now, goes_on=bool(prompt.tokens))
+
+
+def _from_the_start(
+    messages: tuple[ChatMessage, ...], view: View, rendering: Rendering, *, renderer: Renderer, now: datetime
+) -> Prompt:
+    # The engine puts the BOS token before what comes first; the template's own would be a second one.
+    start = len(renderer.implied_bos) if rendering.text.startswith(renderer.implied_bos) else 0
+    shared: tuple[Piece, ...] = ()
+    end = _system_end(messages, rendering, renderer=renderer, now=now)
+    if end > start:
+        shared, start = rendering.pieces(start, end), end
+    pieces = shared + rendering.pieces(start)
+    return Prompt(messages, view, rendering.text, b"", pieces, len(shared))
+
+
+def _system_end(messages: tuple[ChatMessage, ...], rendering: Rendering, *, renderer: Renderer, now: datetime) -> int:
+    """Return how many characters at the beginning come from the system prompt alone, 0 when that cannot be told.
+
+    A template may need more than a system prompt, or write it elsewhere. And what is cut where no special token begins
+    might be other tokens than it is uncut.
+    """
+    if messages[0].role != "system" or len(messages) == 1:
+        return 0
+    try:
+        alone = renderer.render(messages[:1], now=now, asks=False).text
+    except InferenceCenterError:
+        return 0
+    return len(alone) if rendering.text.startswith(alone) and rendering.begins_special(len(alone)) else 0

@@ -8,7 +8,7 @@ that came as UTF-8, so they never stand for themselves.
 from __future__ import annotations
 
 import re
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Final
@@ -29,15 +29,17 @@ class Rendering:
 
     ``cuts`` are ascending offsets between two characters that must not be read together; the characters at
     ``literals`` are special tokens by themselves and must be read as text. With ``special`` unset all of it is text.
+    ``tokens`` are the texts of special tokens that ``begins_special`` knows.
     """
 
     text: str
     cuts: tuple[int, ...] = ()
     literals: frozenset[int] = frozenset()
     special: bool = True
+    tokens: tuple[str, ...] = ()
 
     @classmethod
-    def of_marked(cls, marked: str) -> Rendering:
+    def of_marked(cls, marked: str, *, tokens: tuple[str, ...] = ()) -> Rendering:
         """Read a rendering whose contents were marked by ``SpecialTexts.mark``."""
         cuts: list[int] = []
         literals: set[int] = set()
@@ -49,16 +51,23 @@ class Rendering:
             else:
                 cuts.append(offset)
         text = _MARK.sub("", marked) if cuts else marked
-        return cls(text, tuple(sorted(set(cuts))), frozenset(literals))
+        return cls(text, tuple(sorted(set(cuts))), frozenset(literals), tokens=tokens)
 
-    def pieces(self, start: int = 0) -> tuple[Piece, ...]:
-        """Return the text from ``start`` on, cut into pieces; joined they are that text."""
-        bounds = [start, *self.cuts[bisect_right(self.cuts, start) :], len(self.text)]
+    def pieces(self, start: int = 0, end: int | None = None) -> tuple[Piece, ...]:
+        """Return the text from ``start`` to ``end``, cut into pieces; joined they are that text."""
+        end = len(self.text) if end is None else end
+        inside = self.cuts[bisect_right(self.cuts, start) : bisect_left(self.cuts, end)]
+        bounds = [start, *inside, end]
         return tuple(
             Piece(self.text[begin:end], self.special and begin not in self.literals)
             for begin, end in pairwise(bounds)
             if begin < end
         )
+
+    def begins_special(self, offset: int) -> bool:
+        """Tell whether a special token begins at ``offset``, so that a cut there changes no token."""
+        following = next(iter(self.cuts[bisect_right(self.cuts, offset) :]), len(self.text))
+        return any(self.text.startswith(token, offset, following) for token in self.tokens)
 
 
 class SpecialTexts:
@@ -70,6 +79,7 @@ class SpecialTexts:
 
     def __init__(self, texts: Iterable[str]) -> None:
         known = sorted({text for text in texts if text})
+        self.texts = tuple(known)
         self._long = tuple(text for text in known if len(text) > 1)
         self._max_chars = max(map(len, self._long), default=0)
         self._heads = frozenset(text[:size] for text in self._long for size in range(1, len(text)))

@@ -7,35 +7,34 @@ import base64
 import secrets
 import time
 from collections import defaultdict
+from dataclasses import replace
 from datetime import datetime
 from typing import TYPE_CHECKING, Final, Protocol
 
-import orjson
 import structlog
 
 from inferencecenter.errors import ErrorCode, InferenceCenterError
-from inferencecenter.ipc.port import EngineState
 from inferencecenter.protocol import events
-from inferencecenter.protocol.params import Params, cross_check, merge, parse_params
+from inferencecenter.protocol.params import Params, merge, parse_params
+from inferencecenter.protocol.values import ChatMessage
 from inferencecenter.sessions.facts import SessionFacts, Surroundings
+from inferencecenter.sessions.history import History
+from inferencecenter.sessions.ledger import Ledger
+from inferencecenter.sessions.models import Renderers, loaded_model, recommended_params
 from inferencecenter.sessions.session import Session
 from inferencecenter.sessions.states import SessionState
-from inferencecenter.sessions.template import ChatTemplate, RawText
+from inferencecenter.sessions.submission import turn_params
 from inferencecenter.sessions.totals import TokenMeter, Totals, TurnObserver, TurnRecord, WaitEstimate
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection
 
-    from inferencecenter.ipc.messages import ModelInfo
     from inferencecenter.ipc.port import EnginePort
     from inferencecenter.protocol import requests
-    from inferencecenter.protocol.values import Mode
     from inferencecenter.sessions.client import Client, EventSink
-    from inferencecenter.sessions.template import Renderer
 
 DEFAULT_MAX_TRANSCRIPT_CHARS: Final = 16 * 1024 * 1024
 
-_log = structlog.get_logger(__name__)
 _turn_log = structlog.get_logger("turn")
 
 
@@ -65,6 +64,7 @@ class Sessions:
         max_sessions: Open sessions of all clients together.
         default_ttl_s: Idle seconds after which a session expires that sets no own.
         max_transcript_chars: Characters of history that one session may hold.
+        shared_prompts: System prompts whose KV sessions of different clients may share.
         observer: Hears of each turn that ended.
         clock: Unix seconds.
         monotonic: Seconds that only rise.
@@ -82,6 +82,7 @@ class Sessions:
         max_sessions: int,
         default_ttl_s: float | None,
         max_transcript_chars: int = DEFAULT_MAX_TRANSCRIPT_CHARS,
+        shared_prompts: Collection[str] = (),
         # Surroundings
         observer: TurnObserver | None = None,
         clock: Callable[[], float] = time.time,
@@ -111,11 +112,12 @@ class Sessions:
             eta_ms=self._eta_ms,
             turn_ended=self._turn_ended,
             max_transcript_chars=max_transcript_chars,
+            shared_prompts=frozenset(shared_prompts),
         )
         self._sessions: dict[str, Session] = {}
         self._of_client: defaultdict[str, dict[str, Session]] = defaultdict(dict)
         self._expiries: dict[str, Timer] = {}
-        self._template: tuple[ModelInfo, ChatTemplate] | None = None
+        self._renderers = Renderers()
 
     def create(self, client: Client, request: requests.CreateSession, sink: EventSink) -> events.SessionCreated:
         """Open a session.
@@ -124,12 +126,10 @@ class Sessions:
             InferenceCenterError: ``model_loading``, ``engine_unavailable``, ``model_not_found``, ``invalid_request``,
                 ``forbidden``, ``session_limit`` or ``context_full``.
         """
-        model = self._model(request.model)
+        model = loaded_model(self._engine.status, request.model)
         overlay = parse_params(request.params or {})
-        params = merge(Params(), _recommended(model), self._config_params, overlay)
-        chosen = frozenset(overlay.model_fields_set)
         priority = client.allow_priority(request.priority, otherwise=client.priority)
-        renderer = self._renderer(model, request.mode)
+        renderer = self._renderers.of(model, request.mode)
         facts = SessionFacts(
             session_id=self._new_id("s_"),
             epoch=self._new_id("e_"),
@@ -137,28 +137,46 @@ class Sessions:
             mode=request.mode,
             model=model.name,
             n_ctx=model.n_ctx,
-            params=params,
-            chosen=chosen,
+            params=merge(Params(), recommended_params(model), self._config_params, overlay),
+            chosen=frozenset(overlay.model_fields_set),
             priority=priority,
+            on_full=request.on_full or ("shift" if request.mode == "chat" else "stop"),
             on_disconnect=request.on_disconnect,
+            store=request.store,
             ttl_s=request.ttl_s if request.ttl_s is not None else self._default_ttl_s,
             metadata=dict(request.metadata or {}),
             created_at=self._around.clock(),
         )
-        session = Session(facts, system=request.system, renderer=renderer, around=self._around, sink=sink)
-        self._make_room(client)
-        self._sessions[facts.session_id] = session
-        self._of_client[client.client_id][facts.session_id] = session
-        if facts.ttl_s is not None:
-            self._arm(session, facts.ttl_s)
-        return events.SessionCreated(
-            session_id=facts.session_id,
-            epoch=facts.epoch,
-            model=facts.model,
-            n_ctx=facts.n_ctx,
-            params=params.model_dump(mode="json"),
-            warnings=cross_check(params, given=chosen),
+        history = History()
+        if request.system is not None:
+            system = ChatMessage(role="system", content=request.system)
+            history = history.appended((system,), max_chars=self._around.max_transcript_chars)
+        session = Session(facts, renderer=renderer, around=self._around, sink=sink, history=history, ledger=Ledger())
+        return self._open(client, session)
+
+    def fork(self, client: Client, request: requests.ForkSession, sink: EventSink) -> events.SessionCreated:
+        """Open a session that begins as another one does.
+
+        Raises:
+            InferenceCenterError: ``session_not_found``, ``session_busy``, ``turn_not_found`` or ``session_limit``.
+        """
+        parent = self._own(client, request.session_id)
+        facts = replace(
+            parent.facts,
+            session_id=self._new_id("s_"),
+            epoch=self._new_id("e_"),
+            created_at=self._around.clock(),
         )
+        session = parent.fork(facts, turn=request.turn, sink=sink)
+        return self._open(client, session, parent=parent)
+
+    def rewind(self, client: Client, request: requests.RewindSession) -> events.SessionRewound:
+        """Take a session back to the end of a turn.
+
+        Raises:
+            InferenceCenterError: ``session_not_found``, ``session_busy`` or ``turn_not_found``.
+        """
+        return self._own(client, request.session_id).rewind(request.turn)
 
     def infer(self, client: Client, request: requests.Infer, sink: EventSink) -> None:
         """Start a turn; its events, ``queued`` first, go to ``sink``.
@@ -167,13 +185,7 @@ class Sessions:
             InferenceCenterError: ``session_not_found``, ``invalid_request``, ``forbidden``, and see ``Session.infer``.
         """
         session = self._own(client, request.session_id)
-        overlay = parse_params(request.params or {})
-        if request.n_probs is not None:
-            if "n_probs" in overlay.model_fields_set:
-                raise InferenceCenterError(
-                    ErrorCode.INVALID_REQUEST, "n_probs is given twice: also in params", field="n_probs"
-                )
-            overlay = merge(overlay, Params(n_probs=request.n_probs))
+        overlay = turn_params(request)
         priority = client.allow_priority(request.priority, otherwise=session.facts.priority)
         session.infer(request, overlay=overlay, priority=priority, sink=sink)
 
@@ -199,7 +211,7 @@ class Sessions:
         Raises:
             InferenceCenterError: ``session_not_found``.
         """
-        return self._own(client, request.session_id).describe()
+        return self._own(client, request.session_id).standing.describe()
 
     def list(self, client: Client, request: requests.ListSessions) -> events.Sessions:
         """Return a page of the client's own sessions, oldest first.
@@ -212,7 +224,8 @@ class Sessions:
         page = own[start : start + request.limit]
         more = len(own) > start + len(page)
         return events.Sessions(
-            sessions=tuple(session.summary() for session in page), next=page[-1].facts.session_id if more else None
+            sessions=tuple(session.standing.summary() for session in page),
+            next=page[-1].facts.session_id if more else None,
         )
 
     def close(self, client: Client, request: requests.CloseSession) -> events.SessionClosed:
@@ -250,12 +263,30 @@ class Sessions:
             raise InferenceCenterError(ErrorCode.SESSION_NOT_FOUND)
         return session
 
-    def _make_room(self, client: Client) -> None:
+    def _open(self, client: Client, session: Session, *, parent: Session | None = None) -> events.SessionCreated:
+        facts = session.facts
+        created = events.SessionCreated(
+            session_id=facts.session_id,
+            parent=parent.facts.session_id if parent else None,
+            epoch=facts.epoch,
+            model=facts.model,
+            n_ctx=facts.n_ctx,
+            params=facts.params.model_dump(mode="json"),
+            warnings=facts.warnings(facts.params, chosen=facts.chosen),
+        )
+        self._make_room(client, keeping=parent)
+        self._sessions[facts.session_id] = session
+        self._of_client[facts.client_id][facts.session_id] = session
+        if facts.ttl_s is not None:
+            self._arm(session, facts.ttl_s)
+        return created
+
+    def _make_room(self, client: Client, *, keeping: Session | None) -> None:
         own = self._of_client.get(client.client_id, {})
         if len(own) < client.max_sessions and len(self._sessions) < self._max_sessions:
             return
         for session in own.values():
-            if session.sink is None and session.state is SessionState.IDLE:
+            if session.sink is None and session.state is SessionState.IDLE and session is not keeping:
                 self._forget(session)
                 session.close()
                 return
@@ -291,30 +322,6 @@ class Sessions:
             self._forget(session)
             session.expire()
 
-    def _model(self, wanted: str | None) -> ModelInfo:
-        status = self._engine.status
-        if status.model is None:
-            if status.state is EngineState.STARTING:
-                raise InferenceCenterError(
-                    ErrorCode.MODEL_LOADING, f"the model is loading: {status.load_fraction:.0%}", retry_after_ms=1000
-                )
-            raise InferenceCenterError(ErrorCode.ENGINE_UNAVAILABLE, status.detail, retry_after_ms=1000)
-        if wanted not in (None, status.model.name):
-            raise InferenceCenterError(
-                ErrorCode.MODEL_NOT_FOUND,
-                f"no model is named {wanted[:64]!r}" if wanted else "the model's name is empty",
-                field="model",
-                hint=f"The loaded model is {status.model.name}.",
-            )
-        return status.model
-
-    def _renderer(self, model: ModelInfo, mode: Mode) -> Renderer:
-        if mode == "raw":
-            return RawText()
-        if self._template is None or self._template[0] != model:
-            self._template = (model, ChatTemplate(model))
-        return self._template[1]
-
     def _turn_ended(self, record: TurnRecord) -> None:
         self._last = record
         self._waits.observe(record)
@@ -339,12 +346,3 @@ class Sessions:
 
     def _new_id(self, prefix: str) -> str:
         return prefix + base64.urlsafe_b64encode(self._random_bytes(16)).rstrip(b"=").decode()
-
-
-def _recommended(model: ModelInfo) -> Params:
-    """What the model file recommends; a file in error recommends nothing."""
-    try:
-        return parse_params(orjson.loads(model.sampling_defaults_json or b"{}"), path="general.sampling")
-    except (InferenceCenterError, orjson.JSONDecodeError) as error:
-        _log.warning("model_recommendation_ignored", model=model.name, reason=str(error))
-        return Params()

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import msgspec
 import structlog
 
 from inferencecenter.errors import ErrorCode, InferenceCenterError
-from inferencecenter.ipc.messages import Delta, Failed, Finished, Position, Progress, Started, Submit
+from inferencecenter.ipc.messages import Delta, Failed, Finished, Overflowed, Position, Progress, Started
 from inferencecenter.protocol import events
-from inferencecenter.protocol.params import cross_check, encode, merge
-from inferencecenter.protocol.values import ChatMessage, SessionSummary
+from inferencecenter.protocol.params import merge
 from inferencecenter.sessions.client import PRIORITY_RANK
+from inferencecenter.sessions.description import Standing
+from inferencecenter.sessions.history import TOKEN_BYTES, History
 from inferencecenter.sessions.ledger import Ledger
-from inferencecenter.sessions.prompt import TOKEN_BYTES, History, after_turn, next_prompt
+from inferencecenter.sessions.prompt import after_turn, messages_of, next_prompt, whole_prompt
+from inferencecenter.sessions.shift import plan_shift
 from inferencecenter.sessions.states import SESSION, SessionChange, SessionState, TurnChange, TurnState
 from inferencecenter.sessions.stream import EventStream
-from inferencecenter.sessions.totals import TurnRecord
+from inferencecenter.sessions.submission import never_began, submission
 from inferencecenter.sessions.turn import Turn
 
 if TYPE_CHECKING:
@@ -26,6 +29,7 @@ if TYPE_CHECKING:
     from inferencecenter.protocol.values import Priority
     from inferencecenter.sessions.client import EventSink
     from inferencecenter.sessions.facts import SessionFacts, Surroundings
+    from inferencecenter.sessions.prompt import Prompt
     from inferencecenter.sessions.template import Renderer
     from inferencecenter.sessions.turn import Outcome
 
@@ -39,21 +43,26 @@ class Session:
     its state.
     """
 
-    def __init__(
-        self, facts: SessionFacts, *, system: str | None, renderer: Renderer, around: Surroundings, sink: EventSink
+    def __init__(  # noqa: PLR0913 - keyword-only
+        self,
+        facts: SessionFacts,
+        *,
+        renderer: Renderer,
+        around: Surroundings,
+        sink: EventSink,
+        history: History,
+        ledger: Ledger,
     ) -> None:
         self.facts = facts
         self._renderer = renderer
         self._around = around
         self._stream = EventStream(facts.session_id, sink)
         self._state = SessionState.IDLE
-        self._history = History()
+        self._history = history
         self._turn: Turn | None = None
-        self._ledger = Ledger()
+        self._ledger = ledger
         self._last_used_at = facts.created_at
         self._last_used = around.monotonic()
-        if system is not None:
-            self._extend_history((ChatMessage(role="system", content=system),))
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.facts.session_id}, {self._state.value}, turn={self._turn!r})"
@@ -111,14 +120,9 @@ class Session:
         Raises:
             InferenceCenterError: ``nothing_to_abort`` or ``turn_not_found``.
         """
-        turn = self._turn
-        if turn is None:
+        if (turn := self._turn) is None:
             raise InferenceCenterError(ErrorCode.NOTHING_TO_ABORT)
-        if request.turn_id not in (None, turn.turn_id):
-            raise InferenceCenterError(ErrorCode.TURN_NOT_FOUND, f"the running turn is {turn.turn_id}", field="turn_id")
-        if turn.abort_request is not None:
-            raise InferenceCenterError(ErrorCode.NOTHING_TO_ABORT, "the turn is being aborted already")
-        turn.abort_request = request
+        turn.take_abort(request)
         self._around.engine.abort(turn.turn_id)
 
     def append(self, request: Append) -> events.Appended:
@@ -127,11 +131,46 @@ class Session:
         Raises:
             InferenceCenterError: ``session_busy`` or ``context_full``.
         """
-        if self._turn is not None:
-            raise InferenceCenterError(ErrorCode.SESSION_BUSY, hint="Append when its turn has ended.")
-        self._extend_history(tuple(request.messages))
+        self._check_idle("Append")
+        self._history = self._history.appended(tuple(request.messages), max_chars=self._around.max_transcript_chars)
         self._touch()
         return self._stream.appended(len(self._history.messages))
+
+    def fork(self, facts: SessionFacts, *, turn: str | None, sink: EventSink) -> Session:
+        """Return another session that begins as this one does.
+
+        Args:
+            facts: What holds for the new one.
+            turn: Its last turn, or ``START``; without it everything is taken over.
+            sink: Where its events go.
+
+        Raises:
+            InferenceCenterError: ``session_busy`` or ``turn_not_found``.
+        """
+        self._check_idle("Fork it")
+        history = self._history if turn is None else self._history.until(turn)
+        forked = Session(
+            facts,
+            renderer=self._renderer,
+            around=self._around,
+            sink=sink,
+            history=history,
+            ledger=self._ledger.until(turn),
+        )
+        self._touch()
+        return forked
+
+    def rewind(self, turn: str) -> events.SessionRewound:
+        """Forget all that came after a turn, or after ``START``.
+
+        Raises:
+            InferenceCenterError: ``session_busy`` or ``turn_not_found``.
+        """
+        self._check_idle("Rewind it")
+        self._history = self._history.until(turn)
+        self._ledger.rewind(turn)
+        self._touch()
+        return self._stream.rewound(turn, len(self._history.messages))
 
     def detach(self) -> None:
         """Go on without a socket."""
@@ -141,7 +180,7 @@ class Session:
         """End the session, its running turn as aborted, and let the engine forget it."""
         if (turn := self._turn) is not None:
             self._around.engine.abort(turn.turn_id)
-            self._end(turn, turn.cut_short(now=self._around.monotonic()))
+            self._end(turn, turn.cut_short("aborted", now=self._around.monotonic()))
         self._leave(SessionChange.CLOSE)
         return events.SessionClosed(session_id=self.facts.session_id)
 
@@ -150,141 +189,153 @@ class Session:
         self._leave(SessionChange.EXPIRE)
         self._stream.expired()
 
-    def describe(self) -> events.Session:
-        """Return everything about the session; a running turn is not yet part of it."""
-        facts = self.facts
-        return events.Session(
-            session_id=facts.session_id,
-            epoch=facts.epoch,
+    @property
+    def standing(self) -> Standing:
+        """The session as it stands; a running turn is not yet part of it."""
+        return Standing(
+            facts=self.facts,
+            state=self._state,
             seq=self._stream.seq,
-            state=self._state.value,
-            model=facts.model,
-            n_ctx=facts.n_ctx,
-            n_tokens=self._history.n_tokens,
-            params=facts.params.model_dump(mode="json"),
-            metadata=facts.metadata,
-            transcript=self._history.messages,
-            turns=self._ledger.turns,
-            usage=self._ledger.usage,
-        )
-
-    def summary(self) -> SessionSummary:
-        """Return what a list of sessions shows."""
-        facts = self.facts
-        return SessionSummary(
-            session_id=facts.session_id,
-            state=self._state.value,
-            mode=facts.mode,
-            model=facts.model,
-            messages=len(self._history.messages),
-            tokens=self._history.n_tokens,
-            created_at=facts.created_at,
             last_used_at=self._last_used_at,
-            metadata=facts.metadata,
+            history=self._history,
+            ledger=self._ledger,
         )
 
     # What the engine says.
 
     def _hear(self, turn: Turn, event: ipc.TurnEvent) -> None:
         """Take an event of ``turn``; whatever comes after the turn's end is late and means nothing."""
-        if turn.state.is_terminal:
+        state = turn.state
+        if state.is_terminal:
             return
-        if isinstance(event, Failed):
-            self._fail(turn, event)
-        elif isinstance(event, Finished):
-            self._finish(turn, event)
-        elif turn.state is TurnState.QUEUED:
-            self._hear_queued(turn, event)
-        else:
-            self._hear_running(turn, event)
+        match event:
+            case Delta() if state is TurnState.RUNNING:
+                self._tell(turn, event)
+            case Progress() if state is TurnState.RUNNING:
+                self._stream.progress(event)
+            case Position() if state is TurnState.QUEUED:
+                self._move(turn, event.position)
+            case Started() if state is TurnState.QUEUED:
+                turn.start(event, now=self._around.monotonic())
+            case Overflowed():
+                self._overflow(turn, event)
+            case Finished():
+                self._finish(turn, event)
+            case Failed():
+                self._fail(turn, event)
+            case _:
+                _log.warning("engine_event_misplaced", engine_event=type(event).__name__, turn=turn.turn_id)
 
-    def _hear_queued(self, turn: Turn, event: ipc.TurnEvent) -> None:
-        if isinstance(event, Started):
-            turn.start(event, now=self._around.monotonic())
-        elif not isinstance(event, Position):
-            _log.warning("engine_event_before_start", engine_event=type(event).__name__, turn=turn.turn_id)
-        elif event.position != turn.position:
-            turn.position = event.position
-            self._stream.queued(turn, eta_ms=self._around.eta_ms(turn.position))
+    def _tell(self, turn: Turn, event: Delta) -> None:
+        now = self._around.monotonic()
+        turn.extend(event, now=now)
+        self._around.meter.add(len(event.tokens) // TOKEN_BYTES, now=now)
+        if event.text or event.logprobs:
+            self._stream.token(event)
 
-    def _hear_running(self, turn: Turn, event: ipc.TurnEvent) -> None:
-        if isinstance(event, Delta):
-            now = self._around.monotonic()
-            turn.extend(event, now=now)
-            self._around.meter.add(len(event.tokens) // TOKEN_BYTES, now=now)
-            if event.text or event.logprobs:
-                self._stream.token(event)
-        elif isinstance(event, Progress):
-            self._stream.progress(event)
-        else:
-            _log.warning("engine_event_after_start", engine_event=type(event).__name__, turn=turn.turn_id)
+    def _move(self, turn: Turn, position: int) -> None:
+        if position != turn.position:
+            turn.position = position
+            self._stream.queued(turn, eta_ms=self._around.eta_ms(position))
 
     # How it changes.
 
     def _submit(self, request: Infer, *, overlay: Params, priority: Priority) -> Turn:
-        new = _messages_of(request)
-        self._check_room(new)
+        new = messages_of(request)
         around = self._around
-        prompt = next_prompt(self._history, new, renderer=self._renderer, now=around.local_time())
+        self._history.check_room(new, max_chars=around.max_transcript_chars)
         params = merge(self.facts.params, overlay)
-        warnings = cross_check(params, given=self.facts.chosen | overlay.model_fields_set)
-        turn = Turn(around.new_id("t_"), request, prompt=prompt, warnings=warnings, now=around.monotonic())
+        prompt = next_prompt(self._history, new, renderer=self._renderer, now=around.local_time(), n_keep=params.n_keep)
+        warnings = self.facts.warnings(params, chosen=self.facts.chosen | overlay.model_fields_set)
         if params.seed is None:
             params = params.model_copy(update={"seed": around.new_seed()})
-        turn.position = around.engine.submit(
-            Submit(
-                turn_id=turn.turn_id,
-                session_id=self.facts.session_id,
-                client_id=self.facts.client_id,
-                priority=PRIORITY_RANK[priority],
-                tokens=prompt.tokens,
-                pieces=prompt.pieces,
-                params_json=encode(params),
-            ),
-            lambda event: self._hear(turn, event),
+        turn = Turn(
+            around.new_id("t_"),
+            request,
+            prompt=prompt,
+            params=params,
+            rank=PRIORITY_RANK[priority],
+            warnings=warnings,
+            now=around.monotonic(),
         )
+        turn.position = self._hand_over(turn, prompt)
         self._turn = turn
         self._change(SessionChange.TURN_QUEUED)
         self._touch()
         return turn
 
+    def _hand_over(self, turn: Turn, prompt: Prompt) -> int:
+        """Submit the turn, or what is left of it, and return its place in the queue."""
+        return self._around.engine.submit(
+            submission(turn, prompt, facts=self.facts, around=self._around), lambda event: self._hear(turn, event)
+        )
+
+    def _overflow(self, turn: Turn, event: Overflowed) -> None:
+        """Let the turn go on with a shorter prompt, or end it if it cannot."""
+        refusal = None
+        if turn.abort_request is None:
+            try:
+                if self._shift(turn, event):
+                    return
+            except InferenceCenterError as error:
+                refusal = error
+        self._end_overflowed(turn, event, refusal)
+
+    def _shift(self, turn: Turn, event: Overflowed) -> bool:
+        """Submit the turn again without the oldest ones; ``False`` if there are none to give up."""
+        n_ctx = self.facts.n_ctx
+        shift = plan_shift(self._history, turn.prompt, total=event.n_tokens, answered=turn.n_tokens, n_ctx=n_ctx)
+        if shift is None:
+            return False
+        now = self._around.local_time()
+        prompt = whole_prompt(turn.prompt.messages, shift.view, renderer=self._renderer, now=now)
+        position = self._hand_over(turn, prompt)
+        turn.shift(prompt, event, now=self._around.monotonic())
+        self._stream.context_shifted(turn, shift)
+        self._move(turn, position)
+        return True
+
+    def _end_overflowed(self, turn: Turn, event: Overflowed, refusal: InferenceCenterError | None) -> None:
+        """End a turn whose context is full: what was said of it stays; one that said nothing fails."""
+        aborted = turn.abort_request is not None
+        if event.end is None and not turn.n_tokens and not aborted:
+            self._fail(turn, never_began(event, refusal, n_ctx=self.facts.n_ctx))
+            return
+        if text := turn.take_held_back(event):
+            self._tell(turn, Delta(turn.turn_id, b"", text))
+        if event.end is None:
+            self._keep(turn, None)
+            self._end(turn, turn.cut_short("aborted" if aborted else "context_full", now=self._around.monotonic()))
+            return
+        reason = "aborted" if aborted else event.end.reason
+        warnings = event.end.warnings
+        if refusal is not None:
+            warnings = (*warnings, f"The context could not be shifted: {refusal.message}")
+        self._finish(turn, msgspec.structs.replace(event.end, reason=reason, warnings=warnings))
+
     def _finish(self, turn: Turn, end: Finished) -> None:
+        self._keep(turn, end)
+        self._end(turn, turn.reported(end, now=self._around.monotonic()))
+
+    def _keep(self, turn: Turn, end: Finished | None) -> None:
         if turn.abort_request is None or not turn.abort_request.discard:
             self._history = after_turn(
                 self._history, turn.prompt, answer=turn.answer, end=end, keeps_end=self._renderer.keeps_end
             )
-        self._end(turn, turn.reported(end))
 
     def _end(self, turn: Turn, outcome: Outcome) -> None:
         turn.change(TurnChange.ABORT if outcome.finish == "aborted" else TurnChange.FINISH)
         self._turn_is_over()
         event = self._stream.end(turn, outcome)
         self._ledger.record(turn.turn_key, event)
-        self._report(turn, outcome)
+        self._around.turn_ended(outcome.record(self.facts, turn.turn_id))
 
     def _fail(self, turn: Turn, failure: Failed) -> None:
         turn.change(TurnChange.FAIL)
         self._turn_is_over()
         self._stream.failed(turn, failure)
-        self._report(turn, turn.failed(failure, now=self._around.monotonic()))
-
-    def _report(self, turn: Turn, outcome: Outcome) -> None:
-        stats = outcome.stats
-        self._around.turn_ended(
-            TurnRecord(
-                client_id=self.facts.client_id,
-                session_id=self.facts.session_id,
-                turn_id=turn.turn_id,
-                finish=outcome.finish,
-                queue_ms=stats.queue_ms,
-                ttft_ms=stats.ttft_ms,
-                total_ms=stats.total_ms,
-                prompt_tokens=stats.prompt_tokens,
-                cached_tokens=stats.cached_tokens,
-                tokens=stats.tokens,
-                tps=stats.tps,
-            )
-        )
+        outcome = turn.failed(failure, now=self._around.monotonic())
+        self._around.turn_ended(outcome.record(self.facts, turn.turn_id))
 
     def _turn_is_over(self) -> None:
         self._turn = None
@@ -302,23 +353,6 @@ class Session:
         self._last_used = self._around.monotonic()
         self._last_used_at = self._around.clock()
 
-    def _extend_history(self, new: tuple[ChatMessage, ...]) -> None:
-        self._check_room(new)
-        self._history = self._history.appended(new)
-
-    def _check_room(self, new: tuple[ChatMessage, ...]) -> None:
-        n_chars = self._history.n_chars + sum(len(message.content) for message in new)
-        if n_chars > self._around.max_transcript_chars:
-            raise InferenceCenterError(
-                ErrorCode.CONTEXT_FULL,
-                f"the session's history would hold {n_chars} characters; "
-                f"{self._around.max_transcript_chars} are allowed",
-                hint="Open a new session.",
-            )
-
-
-def _messages_of(request: Infer) -> tuple[ChatMessage, ...]:
-    if request.messages is not None:
-        return tuple(request.messages)
-    assert request.prompt is not None, "the request model demands one of the two"
-    return (ChatMessage(role="user", content=request.prompt),)
+    def _check_idle(self, doing: str) -> None:
+        if self._turn is not None:
+            raise InferenceCenterError(ErrorCode.SESSION_BUSY, hint=f"{doing} when its turn has ended.")

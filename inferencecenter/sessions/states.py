@@ -48,6 +48,7 @@ class TurnChange(StrEnum):
     """What can happen to a turn."""
 
     START = "start"
+    SHIFT = "shift"
     FINISH = "finish"
     ABORT = "abort"
     FAIL = "fail"
@@ -63,14 +64,17 @@ SESSION: Final = Lifecycle(
     },
 )
 
-# A queued turn may end without having run: aborted while it waited, or refused by the engine.
+# A queued turn may end without having run: aborted while it waited, or refused by the engine. One whose context is full
+# is queued again, with a shorter prompt.
 TURN: Final = Lifecycle(
     "turn",
     {
         (TurnState.QUEUED, TurnChange.START): TurnState.RUNNING,
+        (TurnState.QUEUED, TurnChange.SHIFT): TurnState.QUEUED,
         (TurnState.QUEUED, TurnChange.FINISH): TurnState.FINISHED,
         (TurnState.QUEUED, TurnChange.ABORT): TurnState.ABORTED,
         (TurnState.QUEUED, TurnChange.FAIL): TurnState.FAILED,
+        (TurnState.RUNNING, TurnChange.SHIFT): TurnState.QUEUED,
         (TurnState.RUNNING, TurnChange.FINISH): TurnState.FINISHED,
         (TurnState.RUNNING, TurnChange.ABORT): TurnState.ABORTED,
         (TurnState.RUNNING, TurnChange.FAIL): TurnState.FAILED,

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from inferencecenter.ipc import messages as ipc
     from inferencecenter.protocol.base import Event
     from inferencecenter.sessions.client import EventSink
+    from inferencecenter.sessions.shift import Shift
     from inferencecenter.sessions.turn import Outcome, Turn
 
 
@@ -50,6 +51,18 @@ class EventStream:
                 turn_id=event.turn_id,
                 done=event.done,
                 total=event.total,
+            )
+        )
+
+    def context_shifted(self, turn: Turn, shift: Shift) -> None:
+        """Say that the oldest turns are no longer read."""
+        self._send(
+            events.ContextShifted(
+                session_id=self._session_id,
+                seq=self._next(),
+                turn_id=turn.turn_id,
+                dropped_turns=shift.dropped_turns,
+                tokens=shift.dropped_tokens,
             )
         )
 
@@ -109,12 +122,17 @@ class EventStream:
                 seq=self._next(),
                 turn_id=turn.turn_id,
                 retryable=ERRORS[code].retryable,
+                retry_after_ms=ERRORS[code].retry_after_ms,
             )
         )
 
     def appended(self, n_messages: int) -> events.Appended:
         """Return the event that answers ``append``."""
         return events.Appended(session_id=self._session_id, seq=self._next(), messages=n_messages)
+
+    def rewound(self, turn: str, n_messages: int) -> events.SessionRewound:
+        """Return the event that answers ``rewind_session``."""
+        return events.SessionRewound(session_id=self._session_id, seq=self._next(), turn=turn, messages=n_messages)
 
     def expired(self) -> None:
         """Say that the session is gone because nobody used it."""

@@ -35,8 +35,8 @@ class Renderer(Protocol):
     keeps_end: bool
     """Whether the token that ended an answer is part of the rendered history."""
 
-    def render(self, messages: Sequence[ChatMessage], *, now: datetime) -> Rendering:
-        """Return the whole conversation as text.
+    def render(self, messages: Sequence[ChatMessage], *, now: datetime, asks: bool = True) -> Rendering:
+        """Return the whole conversation as text, which ``asks`` for an answer or just ends.
 
         Raises:
             InferenceCenterError: ``invalid_request`` when the conversation does not suit the template, ``internal``
@@ -50,7 +50,7 @@ class RawText:
     implied_bos = ""
     keeps_end = False
 
-    def render(self, messages: Sequence[ChatMessage], *, now: datetime) -> Rendering:
+    def render(self, messages: Sequence[ChatMessage], *, now: datetime, asks: bool = True) -> Rendering:
         """Return all contents one after the other."""
         return Rendering("".join(message.content for message in messages), special=False)
 
@@ -76,8 +76,8 @@ class ChatTemplate:
         except (TemplateError, RecursionError) as error:
             raise _broken(error) from error
 
-    def render(self, messages: Sequence[ChatMessage], *, now: datetime) -> Rendering:
-        """Return the conversation as the template writes it, up to where the model answers.
+    def render(self, messages: Sequence[ChatMessage], *, now: datetime, asks: bool = True) -> Rendering:
+        """Return the conversation as the template writes it, up to where the model answers if it ``asks``.
 
         Raises:
             InferenceCenterError: See ``Renderer``.
@@ -87,10 +87,10 @@ class ChatTemplate:
             "messages": [
                 {"role": message.role, "content": self._special.mark(message.content)} for message in messages
             ],
-            "add_generation_prompt": True,
+            "add_generation_prompt": asks,
         }
         try:
-            return Rendering.of_marked(self._sandbox.run(self._template, values, now=now))
+            return Rendering.of_marked(self._sandbox.run(self._template, values, now=now), tokens=self._special.texts)
         except TemplateRefusalError as error:
             raise InferenceCenterError(
                 ErrorCode.INVALID_REQUEST,

@@ -25,6 +25,7 @@ class TurnRecord:
     cached_tokens: int
     tokens: int
     tps: float
+    preempted: int = 0
 
 
 class TurnObserver(Protocol):

@@ -5,13 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from inferencecenter.errors import ErrorCode, InferenceCenterError
 from inferencecenter.protocol.values import TurnStats
-from inferencecenter.sessions.prompt import TOKEN_BYTES, Answer
+from inferencecenter.sessions.history import TOKEN_BYTES
+from inferencecenter.sessions.prompt import Answer
 from inferencecenter.sessions.states import TURN, TurnChange, TurnState
+from inferencecenter.sessions.totals import TurnRecord
 
 if TYPE_CHECKING:
-    from inferencecenter.ipc.messages import Delta, Failed, Finished, Started
+    from inferencecenter.ipc.messages import Delta, Failed, Finished, Overflowed, Started
+    from inferencecenter.protocol.params import Params
     from inferencecenter.protocol.requests import Abort, Infer
+    from inferencecenter.sessions.facts import SessionFacts
     from inferencecenter.sessions.prompt import Prompt
 
 
@@ -24,6 +29,24 @@ class Outcome:
     stop: str | None = None
     warnings: tuple[str, ...] = ()
 
+    def record(self, facts: SessionFacts, turn_id: str) -> TurnRecord:
+        """Return what is told of the turn when it is over."""
+        stats = self.stats
+        return TurnRecord(
+            client_id=facts.client_id,
+            session_id=facts.session_id,
+            turn_id=turn_id,
+            finish=self.finish,
+            queue_ms=stats.queue_ms,
+            ttft_ms=stats.ttft_ms,
+            total_ms=stats.total_ms,
+            prompt_tokens=stats.prompt_tokens,
+            cached_tokens=stats.cached_tokens,
+            tokens=stats.tokens,
+            tps=stats.tps,
+            preempted=stats.preempted,
+        )
+
 
 class Turn:
     """What is known of a turn so far. ``change`` is the only writer of its state.
@@ -32,25 +55,44 @@ class Turn:
         turn_id: Its name on the wire and in the engine.
         request: The frame that caused it.
         prompt: What was submitted.
+        params: Effective parameters.
+        rank: Its class as the engine orders turns.
         warnings: Legal settings without effect.
         now: Seconds of the clock that all later times are of.
     """
 
-    def __init__(self, turn_id: str, request: Infer, *, prompt: Prompt, warnings: tuple[str, ...], now: float) -> None:
+    def __init__(  # noqa: PLR0913 - keyword-only
+        self,
+        turn_id: str,
+        request: Infer,
+        *,
+        prompt: Prompt,
+        params: Params,
+        rank: int,
+        warnings: tuple[str, ...],
+        now: float,
+    ) -> None:
         self.turn_id = turn_id
         self.request_id = request.id
         self.turn_key = request.turn_key
         self.prompt = prompt
+        self.params = params
+        self.rank = rank
         self._warnings = warnings
         self.position = 0
         self.abort_request: Abort | None = None
         self._state = TurnState.QUEUED
+        self._shifted = False
         self._texts: list[str] = []
         self._tokens = bytearray()
+        self._held_back = ""
         self._prompt_tokens: bytes | None = None
+        self._n_prompt_tokens = 0
         self._cached_tokens = 0
+        self._preempted = 0
         self._submitted_at = now
-        self._started_at: float | None = None
+        self._queued_at: float | None = now
+        self._queue_s = 0.0
         self._first_token_at: float | None = None
 
     def __repr__(self) -> str:
@@ -69,7 +111,12 @@ class Turn:
     @property
     def answer(self) -> Answer:
         """What was said so far."""
-        return Answer(text="".join(self._texts), tokens=bytes(self._tokens), prompt_tokens=self._prompt_tokens)
+        return Answer(
+            turn_id=self.turn_id,
+            text="".join(self._texts),
+            tokens=bytes(self._tokens),
+            prompt_tokens=self._prompt_tokens,
+        )
 
     @property
     def ending_id(self) -> str | None:
@@ -87,9 +134,23 @@ class Turn:
     def start(self, event: Started, *, now: float) -> None:
         """Take note that the turn has a slot, and of which tokens its prompt consists."""
         self.change(TurnChange.START)
+        self._leave_queue(now)
+        self._held_back = ""
         self._prompt_tokens = event.tokens
-        self._cached_tokens = event.cached_tokens
-        self._started_at = now
+        self._n_prompt_tokens += len(event.tokens) // TOKEN_BYTES
+        self._cached_tokens += event.cached_tokens
+
+    def shift(self, prompt: Prompt, event: Overflowed, *, now: float) -> None:
+        """Take note that the turn waits for a slot again, with a shorter prompt."""
+        self.change(TurnChange.SHIFT)
+        self.prompt = prompt
+        self._shifted = True
+        self._prompt_tokens = None
+        if event.end is not None:
+            self._held_back = event.text
+            self._preempted += event.end.preempted
+        self._leave_queue(now)
+        self._queued_at = now
 
     def extend(self, event: Delta, *, now: float) -> None:
         """Take in what was generated."""
@@ -98,8 +159,38 @@ class Turn:
         self._texts.append(event.text)
         self._tokens += event.tokens
 
-    def reported(self, end: Finished) -> Outcome:
-        """Return how the turn ended as the engine says."""
+    def take_held_back(self, event: Overflowed) -> str:
+        """Return the last of the text, which a turn that goes on is told with its next start."""
+        held_back = self._held_back if event.end is None else event.text
+        self._held_back = ""
+        return held_back
+
+    def take_abort(self, request: Abort) -> None:
+        """Take note that a client wants the turn to end.
+
+        Raises:
+            InferenceCenterError: ``turn_not_found`` when another turn is meant, ``nothing_to_abort`` the second time.
+        """
+        if request.turn_id not in (None, self.turn_id):
+            raise InferenceCenterError(ErrorCode.TURN_NOT_FOUND, f"the running turn is {self.turn_id}", field="turn_id")
+        if self.abort_request is not None:
+            raise InferenceCenterError(ErrorCode.NOTHING_TO_ABORT, "the turn is being aborted already")
+        self.abort_request = request
+
+    def params_left(self, *, now: float) -> Params:
+        """Return the parameters with what is left of the turn's time; the engine counts it from each submission."""
+        limit_ms = self.params.max_time_ms
+        if limit_ms is None:
+            return self.params
+        left_ms = max(1, limit_ms - round((now - self._submitted_at) * 1000))
+        return self.params.model_copy(update={"max_time_ms": left_ms})
+
+    def reported(self, end: Finished, *, now: float) -> Outcome:
+        """Return how the turn ended as the engine says, which knows of it since it was submitted last."""
+        warnings = (*self._warnings, *end.warnings)
+        if self._shifted:
+            stats = self._measured(now=now, preempted=self._preempted + end.preempted)
+            return Outcome(end.reason, stats, stop=end.stop, warnings=warnings)
         stats = TurnStats(
             ttft_ms=round(end.ttft_ms, 2),
             total_ms=round(end.total_ms, 2),
@@ -108,31 +199,37 @@ class Turn:
             prompt_tokens=end.prompt_tokens,
             cached_tokens=end.cached_tokens,
             queue_ms=round(end.queue_ms, 2),
-            preempted=0,
+            preempted=end.preempted,
         )
-        return Outcome(end.reason, stats, stop=end.stop, warnings=(*self._warnings, *end.warnings))
+        return Outcome(end.reason, stats, stop=end.stop, warnings=warnings)
 
-    def cut_short(self, *, now: float) -> Outcome:
-        """Return how the turn ended that is aborted without waiting for the engine."""
-        return Outcome("aborted", self._measured(now=now), warnings=self._warnings)
+    def cut_short(self, finish: str, *, now: float) -> Outcome:
+        """Return how the turn ended of which the engine tells no end: it is not waited for, or lacks the turn."""
+        return Outcome(finish, self._measured(now=now, preempted=self._preempted), warnings=self._warnings)
 
     def failed(self, failure: Failed, *, now: float) -> Outcome:
         """Return how the turn ended that could not go on."""
-        return Outcome(failure.code, self._measured(now=now))
+        return Outcome(failure.code, self._measured(now=now, preempted=self._preempted))
 
-    def _measured(self, *, now: float) -> TurnStats:
+    def _leave_queue(self, now: float) -> None:
+        if self._queued_at is not None:
+            self._queue_s += now - self._queued_at
+            self._queued_at = None
+
+    def _measured(self, *, now: float, preempted: int) -> TurnStats:
         """How the turn went as seen from here."""
-        first, started = self._first_token_at, self._started_at
+        first = self._first_token_at
         generating_s = now - first if first is not None else 0.0
+        waiting_s = now - self._queued_at if self._queued_at is not None else 0.0
         return TurnStats(
             ttft_ms=_ms(first - self._submitted_at) if first is not None else 0.0,
             total_ms=_ms(now - self._submitted_at),
             tokens=self.n_tokens,
             tps=round((self.n_tokens - 1) / generating_s, 2) if generating_s > 0 else 0.0,
-            prompt_tokens=len(self._prompt_tokens or b"") // TOKEN_BYTES,
+            prompt_tokens=self._n_prompt_tokens,
             cached_tokens=self._cached_tokens,
-            queue_ms=_ms((started if started is not None else now) - self._submitted_at),
-            preempted=0,
+            queue_ms=_ms(self._queue_s + waiting_s),
+            preempted=preempted,
         )
 
 

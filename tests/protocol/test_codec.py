@@ -129,6 +129,7 @@ def test_unknown_fields_are_refused_in_every_request(op: str) -> None:
         "auth": {"token": "t"},
         "infer": {"session_id": "s", "prompt": "p"},
         "append": {"session_id": "s", "messages": [{"role": "user", "content": "c"}]},
+        "rewind_session": {"session_id": "s", "turn": "start"},
     }
     least = special.get(op, {"session_id": "s"} if "session_id" in REQUESTS[op].model_fields else {})
     assert read_frame(json.dumps({"op": op, **least})).parse().op == op
@@ -163,7 +164,7 @@ def test_unknown_fields_are_refused_in_every_request(op: str) -> None:
         ({"op": "create_session", "ttl_s": "60"}, "ttl_s"),
         ({"op": "create_session", "ttl_s": 0}, "ttl_s"),
         ({"op": "create_session", "ttl_s": 1e300}, "ttl_s"),
-        ({"op": "create_session", "on_full": "shift"}, "on_full"),
+        ({"op": "create_session", "on_full": "drop"}, "on_full"),
         ({"op": "create_session", "on_disconnect": "detach"}, "on_disconnect"),
         ({"op": "create_session", "store": 1}, "store"),
         ({"op": "create_session", "metadata": {"k": 1}}, "metadata.k"),

@@ -53,6 +53,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "max_tokens": (1, 2**20),
     "max_time_ms": (1, 86_400_000),
     "stop_on_repetition": (0, 100),
+    "n_keep": (0, 1000),
 }
 INTEGERS = {name for name in RANGES if Params.model_json_schema()["properties"][name].get("type") == "integer"} | {
     "max_time_ms"
@@ -221,11 +222,12 @@ def test_groups_and_nested_forms_equal_the_flat_form() -> None:
                 "adaptive": {"target": -1, "decay": 0.5},
             },
             "stopping": {"stop": ["x"], "n_predict": 5},
-            "memory": {},
+            "memory": {"n_keep": 2},
         }
     )
     flat = parse_params(
         {
+            "n_keep": 2,
             "temperature": 1.5,
             "dynatemp_range": 0.5,
             "dynatemp_exponent": 2,
@@ -443,7 +445,7 @@ def test_docs_and_schema_come_from_the_model() -> None:
     assert schema["additionalProperties"] is False
     orjson.dumps(schema)
     for doc in PARAM_DOCS:
-        assert doc.group in {"sampling", "stopping"}
+        assert doc.group in {"sampling", "stopping", "memory"}
         assert doc.description.endswith(".")
         assert doc.kind
         assert schema["properties"][doc.name]["group"] == doc.group

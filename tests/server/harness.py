@@ -14,7 +14,7 @@ from websockets.asyncio.client import ClientConnection
 from websockets.exceptions import ConnectionClosed
 
 from inferencecenter.hardware.nvml import NO_GPU, Gpu
-from inferencecenter.ipc.messages import Delta, Finished, ModelInfo, Started, pack_tokens
+from inferencecenter.ipc.messages import Delta, Finished, ModelInfo, Overflowed, Started, pack_tokens
 from inferencecenter.ipc.port import EngineState, EngineStatus
 from inferencecenter.protocol.params import Params
 from inferencecenter.protocol.scopes import Scope
@@ -114,6 +114,10 @@ class StubEngine:
     def say(self, turn_id: str, text: str) -> None:
         """Generate a token whose text is ``text``."""
         self.turns[turn_id](Delta(turn_id=turn_id, tokens=pack_tokens([2]), text=text))
+
+    def overflow(self, turn_id: str, *, n_tokens: int) -> None:
+        """Say that a turn's prompt does not fit; it may come back shorter."""
+        self.turns.pop(turn_id)(Overflowed(turn_id=turn_id, n_tokens=n_tokens))
 
     def finish(self, turn_id: str, *, reason: str = "stop") -> None:
         """End a turn."""

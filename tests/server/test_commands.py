@@ -26,7 +26,7 @@ def test_only_hello_and_auth_are_open_to_everybody() -> None:
     assert {op for op, command in COMMANDS.items() if command.scope is None} == {"hello", "auth"}
 
 
-@pytest.mark.parametrize("op", ["resume_session", "fork_session", "rewind_session", "load_model", "kick"])
+@pytest.mark.parametrize("op", ["resume_session", "load_model", "kick"])
 async def test_ops_that_do_not_exist_yet_are_unknown(server: Running, op: str) -> None:
     """They are answered like any other unknown op."""
     async with server.v1() as socket:
@@ -46,12 +46,15 @@ async def test_a_missing_scope_is_refused(server: Running) -> None:
         assert (error["code"], error["message"]) == ("forbidden", "this needs the scope user")
 
 
-@pytest.mark.parametrize("op", ["infer", "abort", "close_session", "append", "get_session"])
+@pytest.mark.parametrize(
+    "op", ["infer", "abort", "close_session", "append", "fork_session", "rewind_session", "get_session"]
+)
 async def test_foreign_and_random_sessions_are_the_same(server: Running, op: str) -> None:
     """Byte for byte: nothing tells one client of another's sessions."""
     extra: dict[str, dict[str, Any]] = {
         "infer": {"prompt": "x"},
         "append": {"messages": [{"role": "user", "content": "x"}]},
+        "rewind_session": {"turn": "start"},
     }
     fields = extra.get(op, {})
     key = {"X-Client-ID": "desk", "X-API-Key": "desk-key"}
@@ -134,3 +137,51 @@ async def test_a_whole_turn_on_a_v1_socket(server: Running) -> None:
         end = await hear(socket)
         assert (end["op"], end["seq"], end["turn_id"], end["finish_reason"]) == ("end", 3, turn, "stop")
         assert (await ask(socket, op="close_session", session_id=sid))["op"] == "session_closed"
+
+
+async def test_fork_and_rewind_on_a_socket(server: Running) -> None:
+    """The fork names its parent, the rewind the turn; an unknown turn is an error of the session."""
+    async with server.v1() as socket:
+        await hear(socket)
+        sid = (await ask(socket, op="create_session"))["session_id"]
+        turn = (await ask(socket, op="infer", session_id=sid, prompt="hi"))["turn_id"]
+        busy = await ask(socket, op="fork_session", session_id=sid, id="b")
+        assert (busy["code"], busy["id"], busy["retryable"]) == ("session_busy", "b", True)
+        server.engine.begin(turn)
+        server.engine.finish(turn)
+        await hear(socket, "end")
+        created = await ask(socket, op="fork_session", session_id=sid, turn=turn, id="f")
+        assert (created["op"], created["id"], created["parent"]) == ("session_created", "f", sid)
+        rewound = await ask(socket, op="rewind_session", session_id=sid, turn="start", id="r")
+        assert rewound == {
+            "op": "session_rewound", "id": "r", "session_id": sid, "seq": 3, "turn": "start", "messages": 0,
+        }  # fmt: skip
+        unknown = await ask(socket, op="rewind_session", session_id=sid, turn=turn)
+        assert (unknown["code"], unknown["session_id"], unknown["field"]) == ("turn_not_found", sid, "turn")
+        fork = await ask(socket, op="get_session", session_id=created["session_id"])
+        assert [message["content"] for message in fork["transcript"]] == ["hi", ""]
+
+
+async def test_a_shift_is_told_to_v1_sockets_only(server: Running) -> None:
+    """An old socket sees its answer go on, and its end."""
+    key = {"X-Client-ID": "desk", "X-API-Key": "desk-key"}
+    async with server.v1() as new, server.connect(additional_headers=key) as old:
+        for socket, expected in ((new, ["context_shifted", "token", "end"]), (old, ["token", "end"])):
+            await hear(socket)
+            sid = (await ask(socket, op="create_session"))["session_id"]
+            for number in range(3):
+                server.engine.submitted.clear()
+                await socket.send(f'{{"op": "infer", "session_id": "{sid}", "prompt": "q{number}"}}')
+                await server.engine.submitted.wait()
+                turn = next(reversed(server.engine.turns))
+                if number == 2:
+                    server.engine.overflow(turn, n_tokens=5000)
+                    server.engine.begin(turn)
+                    server.engine.say(turn, "x")
+                else:
+                    server.engine.begin(turn)
+                server.engine.finish(turn)
+                heard = [await hear(socket)]
+                while heard[-1]["op"] != "end":
+                    heard.append(await hear(socket))
+            assert [frame["op"] for frame in heard if frame["op"] != "queued"] == expected

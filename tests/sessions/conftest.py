@@ -13,6 +13,7 @@ from inferencecenter.ipc.messages import (
     Failed,
     Finished,
     ModelInfo,
+    Overflowed,
     Started,
     Submit,
     TurnEvent,
@@ -21,6 +22,7 @@ from inferencecenter.ipc.messages import (
 from inferencecenter.ipc.port import EngineState, EngineStatus
 from inferencecenter.protocol import events, requests
 from inferencecenter.protocol.params import Params
+from inferencecenter.protocol.values import ChatMessage
 from inferencecenter.sessions.client import Client
 from inferencecenter.sessions.registry import Sessions
 
@@ -124,6 +126,10 @@ class FakeEngine:
         """End the last turn, of which ``kept`` stays; an end text counts as one token."""
         if end_text:
             self.say(Delta(self.last.turn_id, packed("\0"), ""))
+        self.say(self.finished(reason, kept=kept, end_text=end_text, **changes))
+
+    def finished(self, reason: str, *, kept: str, end_text: str = "", **changes: Any) -> Finished:
+        """The end of the last turn, of which ``kept`` stays."""
         facts: dict[str, Any] = {
             "turn_id": self.last.turn_id,
             "reason": reason,
@@ -139,7 +145,12 @@ class FakeEngine:
             "total_ms": 3.0,
             "tokens_per_s": 4.0,
         }
-        self.say(Finished(**(facts | changes)))
+        return Finished(**(facts | changes))
+
+    def overflow(self, n_tokens: int, *, said: str | None = None, text: str = "", **changes: Any) -> None:
+        """Let the last turn not fit its context; without anything ``said`` it never began."""
+        end = None if said is None else self.finished("context_full", kept=said + text, **changes)
+        self.say(Overflowed(turn_id=self.last.turn_id, n_tokens=n_tokens, text=text, end=end))
 
     def answer(self, text: str) -> None:
         """Run the last turn from start to end."""
@@ -205,6 +216,7 @@ class World:
     max_sessions: int = 6
     default_ttl_s: float | None = None
     max_transcript_chars: int = 10_000
+    shared_prompts: tuple[str, ...] = ()
     drawn: int = 0
 
     def __post_init__(self) -> None:
@@ -218,6 +230,7 @@ class World:
             max_sessions=self.max_sessions,
             default_ttl_s=self.default_ttl_s,
             max_transcript_chars=self.max_transcript_chars,
+            shared_prompts=self.shared_prompts,
             observer=self,
             clock=lambda: self.now,
             monotonic=lambda: self.now,
@@ -243,10 +256,30 @@ class World:
             self.client, requests.Infer(op="infer", session_id=session_id, **given, **fields), self.sink
         )
 
-    def turn(self, session_id: str, prompt: str, answer: str) -> None:
-        """Run a turn to its end."""
-        self.infer(session_id, prompt)
+    def turn(self, session_id: str, prompt: str, answer: str, **fields: Any) -> str:
+        """Run a turn to its end, and return its id."""
+        self.infer(session_id, prompt, **fields)
         self.engine.answer(answer)
+        return self.engine.last.turn_id
+
+    def append(self, session_id: str, *messages: tuple[Any, str]) -> None:
+        """Add messages, each a role and what is said."""
+        said = [ChatMessage(role=role, content=content) for role, content in messages]
+        self.sessions.append(self.client, requests.Append(op="append", session_id=session_id, messages=said))
+
+    def fork(self, session_id: str, turn: str | None = None, client: Client | None = None) -> str:
+        """Fork a session and return the new one's id."""
+        request = requests.ForkSession(op="fork_session", session_id=session_id, turn=turn)
+        return self.sessions.fork(client or self.client, request, self.sink).session_id
+
+    def rewind(self, session_id: str, turn: str) -> events.SessionRewound:
+        """Rewind a session."""
+        request = requests.RewindSession(op="rewind_session", session_id=session_id, turn=turn)
+        return self.sessions.rewind(self.client, request)
+
+    def close(self, session_id: str) -> None:
+        """Close a session."""
+        self.sessions.close(self.client, requests.CloseSession(op="close_session", session_id=session_id))
 
     def abort(self, session_id: str, **fields: Any) -> None:
         """Ask for the running turn's end."""

@@ -36,6 +36,10 @@ def answers(world: World, client: Client, session_id: str) -> list[tuple[object,
         lambda: sessions.infer(client, requests.Infer(op="infer", session_id=session_id, prompt="x"), world.sink),
         lambda: sessions.abort(client, requests.Abort(op="abort", session_id=session_id)),
         lambda: sessions.append(client, requests.Append(op="append", session_id=session_id, messages=[message])),
+        lambda: sessions.fork(client, requests.ForkSession(op="fork_session", session_id=session_id), world.sink),
+        lambda: sessions.rewind(
+            client, requests.RewindSession(op="rewind_session", session_id=session_id, turn="start")
+        ),
         lambda: sessions.get(client, requests.GetSession(op="get_session", session_id=session_id)),
         lambda: sessions.list(client, requests.ListSessions(op="list_sessions", after=session_id)),
         lambda: sessions.close(client, requests.CloseSession(op="close_session", session_id=session_id)),
@@ -99,6 +103,13 @@ def test_what_is_wrong_with_parameters_is_named(world: World) -> None:
     )
     refused(ErrorCode.INVALID_REQUEST, world.create, params={"no_such": 1})
     world.turn(session_id, "Hi", "Hello")
+
+
+def test_a_refused_session_is_not_opened(world: World) -> None:
+    """Parameters that exclude each other leave no session behind."""
+    error = refused(ErrorCode.INVALID_REQUEST, world.create, params={"mirostat": 2, "adaptive_target": 0.5})
+    assert error.field == "params.adaptive_target"
+    assert world.sessions.totals().total_sessions == 0
 
 
 def test_priority_comes_from_turn_session_or_client(world: World) -> None:

@@ -330,3 +330,39 @@ def test_a_waiting_turn_is_told_how_long(world: World) -> None:
     world.infer(session_id)
     queued = [event for event in world.sink.events if isinstance(event, events.Queued)]
     assert [(event.position, event.eta_ms) for event in queued] == [(0, None), (2, 300)]
+
+
+def test_the_engine_is_told_what_it_may_share_and_store(world: World) -> None:
+    """A listed system prompt is everybody's; ``store: false`` keeps a session off the disk."""
+    world.shared_prompts = ("Be kind.",)
+    world.reopen()
+    for fields, told in (
+        ({"system": "Be kind."}, (1, True, True)),
+        ({"system": "Be rude.", "store": False}, (1, False, False)),
+        ({"mode": "raw", "system": "Be kind."}, (0, False, True)),
+    ):
+        world.infer(world.create(**fields))
+        turn = world.engine.last
+        assert (turn.shared_pieces, turn.public, turn.durable) == told
+        world.engine.answer("x")
+    session_id = world.create()
+    world.infer(session_id, "Be kind.")
+    assert not world.engine.last.public
+
+
+def test_a_turn_that_waited_too_long_may_be_sent_again(world: World) -> None:
+    """The error says that a retry may help, and when."""
+    session_id = world.create()
+    world.infer(session_id, id="i")
+    world.engine.fail("queue_timeout")
+    error = world.sink.last
+    assert (error.code, error.id, error.retryable, error.retry_after_ms) == ("queue_timeout", "i", True, 1000)
+    world.turn(session_id, "Hi", "Hello")
+
+
+def test_preemptions_are_counted(world: World) -> None:
+    """The end says how often others had the turn's slot."""
+    world.infer(world.create())
+    world.engine.start()
+    world.engine.finish(preempted=3)
+    assert world.sink.last.stats.preempted == 3

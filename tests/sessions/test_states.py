@@ -11,8 +11,8 @@ def test_nothing_follows_a_terminal_state() -> None:
     assert {state for state, _ in TURN.rows} == {state for state in TurnState if not state.is_terminal}
 
 
-def test_a_running_turn_never_waits_again() -> None:
-    """No row leads from a running turn to a queued one, and none starts it twice."""
+def test_a_running_turn_waits_again_only_with_a_shorter_prompt() -> None:
+    """Nothing but a shift leads back to the queue, and nothing starts a running turn twice."""
     assert TURN.rows[TurnState.QUEUED, TurnChange.START] is TurnState.RUNNING
     assert (TurnState.RUNNING, TurnChange.START) not in TURN.rows
-    assert TurnState.QUEUED not in TURN.rows.values()
+    assert {change for (_, change), after in TURN.rows.items() if after is TurnState.QUEUED} == {TurnChange.SHIFT}

@@ -1,0 +1,143 @@
+"""What a session holds: what was said, the tokens that spell it, and where each turn ended. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Final
+
+from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.protocol.requests import START
+
+if TYPE_CHECKING:
+    from inferencecenter.protocol.values import ChatMessage
+
+TOKEN_BYTES: Final = 4
+"""Bytes of one packed token id."""
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """Which messages the model is given: the first ``kept``, and those from ``resumes_at`` on."""
+
+    kept: int = 0
+    resumes_at: int = 0
+
+    @property
+    def n_dropped(self) -> int:
+        """Messages between the two."""
+        return max(0, self.resumes_at - self.kept)
+
+    def of(self, messages: tuple[ChatMessage, ...]) -> tuple[ChatMessage, ...]:
+        """Return what the model is given of ``messages``."""
+        return messages[: self.kept] + messages[max(self.kept, self.resumes_at) :]
+
+
+@dataclass(frozen=True, slots=True)
+class TurnMark:
+    """Where a turn stands in its session's history.
+
+    ``n_before`` messages came before it, ``n_messages`` were there at its end. Then the first ``n_tokens`` of the
+    history's tokens spelled the first ``n_chars`` of its covered text; both are 0 once the conversation was rendered
+    anew, since when other tokens spell it.
+    """
+
+    turn_id: str
+    n_before: int
+    n_messages: int
+    n_tokens: int
+    n_chars: int
+    view: View
+
+
+@dataclass(frozen=True, slots=True)
+class History:
+    """Messages, the packed tokens that spell the text ``covered``, and the turns that have ended.
+
+    ``view`` is what of the messages was last rendered.
+    """
+
+    messages: tuple[ChatMessage, ...] = ()
+    tokens: bytes = b""
+    covered: str = ""
+    view: View = View()
+    turns: tuple[TurnMark, ...] = ()
+
+    @property
+    def n_tokens(self) -> int:
+        """Tokens held."""
+        return len(self.tokens) // TOKEN_BYTES
+
+    @property
+    def n_chars(self) -> int:
+        """Characters of all messages."""
+        return sum(len(message.content) for message in self.messages)
+
+    def appended(self, messages: tuple[ChatMessage, ...], *, max_chars: int) -> History:
+        """Return the history with more messages; their tokens follow with the next turn.
+
+        Raises:
+            InferenceCenterError: See ``check_room``.
+        """
+        self.check_room(messages, max_chars=max_chars)
+        return replace(self, messages=self.messages + messages)
+
+    def check_room(self, messages: tuple[ChatMessage, ...], *, max_chars: int) -> None:
+        """Refuse messages that would make the history longer than ``max_chars``.
+
+        Raises:
+            InferenceCenterError: ``context_full``.
+        """
+        n_chars = self.n_chars + sum(len(message.content) for message in messages)
+        if n_chars > max_chars:
+            raise InferenceCenterError(
+                ErrorCode.CONTEXT_FULL,
+                f"the session's history would hold {n_chars} characters; {max_chars} are allowed",
+                hint="Open a new session.",
+            )
+
+    def after(self, turn_id: str, now: History, *, goes_on: bool) -> History:
+        """Return the history with one turn more.
+
+        Args:
+            turn_id: The turn.
+            now: What is held at its end, without turns.
+            goes_on: Whether the tokens held now begin with those held before.
+        """
+        earlier = self.turns if goes_on else tuple(replace(turn, n_tokens=0, n_chars=0) for turn in self.turns)
+        mark = TurnMark(
+            turn_id=turn_id,
+            n_before=len(self.messages),
+            n_messages=len(now.messages),
+            n_tokens=now.n_tokens,
+            n_chars=len(now.covered),
+            view=now.view,
+        )
+        return replace(now, turns=(*earlier, mark))
+
+    def until(self, turn: str) -> History:
+        """Return the history as it was when a turn ended, or before the first one for ``START``.
+
+        Its tokens are the very ones of then, unless the conversation was rendered anew since; then it has none.
+
+        Raises:
+            InferenceCenterError: ``turn_not_found``.
+        """
+        if turn == START:
+            n_messages = self.turns[0].n_before if self.turns else len(self.messages)
+            return History(self.messages[:n_messages])
+        for index in range(len(self.turns) - 1, -1, -1):
+            mark = self.turns[index]
+            if mark.turn_id == turn:
+                return History(
+                    self.messages[: mark.n_messages],
+                    self.tokens[: mark.n_tokens * TOKEN_BYTES],
+                    self.covered[: mark.n_chars],
+                    mark.view,
+                    self.turns[: index + 1],
+                )
+        raise InferenceCenterError(
+            ErrorCode.TURN_NOT_FOUND,
+            "no turn of this session's history has this id",
+            field="turn",
+            hint=f"get_session lists them; {START} stands for the place before the first one.",
+        )

@@ -1,0 +1,66 @@
+"""A turn on its way to the engine: its own parameters, what is submitted, and the end of one that never fits. Pure."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.ipc.messages import Failed, Submit
+from inferencecenter.protocol.params import Params, encode, merge, parse_params
+
+if TYPE_CHECKING:
+    from inferencecenter.ipc.messages import Overflowed
+    from inferencecenter.protocol.requests import Infer
+    from inferencecenter.sessions.facts import SessionFacts, Surroundings
+    from inferencecenter.sessions.prompt import Prompt
+    from inferencecenter.sessions.turn import Turn
+
+
+def turn_params(request: Infer) -> Params:
+    """Return the turn's own parameters.
+
+    Raises:
+        InferenceCenterError: ``invalid_request``.
+    """
+    params = parse_params(request.params or {})
+    if request.n_probs is None:
+        return params
+    if "n_probs" in params.model_fields_set:
+        raise InferenceCenterError(ErrorCode.INVALID_REQUEST, "n_probs is given twice: also in params", field="n_probs")
+    return merge(params, Params(n_probs=request.n_probs))
+
+
+def submission(turn: Turn, prompt: Prompt, *, facts: SessionFacts, around: Surroundings) -> Submit:
+    """Return the turn, or what is left of it, as it is submitted now."""
+    is_shared = prompt.shared_pieces > 0 and prompt.messages[0].content in around.shared_prompts
+    return Submit(
+        turn_id=turn.turn_id,
+        session_id=facts.session_id,
+        client_id=facts.client_id,
+        priority=turn.rank,
+        tokens=prompt.tokens,
+        pieces=prompt.pieces,
+        params_json=encode(turn.params_left(now=around.monotonic())),
+        shared_pieces=prompt.shared_pieces,
+        public=is_shared,
+        answer=turn.answer.tokens,
+        may_shift=facts.on_full == "shift",
+        durable=facts.store,
+    )
+
+
+def never_began(event: Overflowed, refusal: InferenceCenterError | None, *, n_ctx: int) -> Failed:
+    """Return the end of a turn whose prompt does not fit and cannot be made shorter.
+
+    Args:
+        event: What the engine says of it.
+        refusal: Why its shorter prompt was not taken, if there was one.
+        n_ctx: Tokens that prompt and answer may have.
+    """
+    error = refusal or InferenceCenterError(
+        ErrorCode.PROMPT_TOO_LONG,
+        f"The prompt has {event.n_tokens} tokens and cannot be made shorter; "
+        f"the context holds {n_ctx}, answer included.",
+        hint="Shorten the prompt, start a new session, or serve the model with a larger n_ctx.",
+    )
+    return Failed(turn_id=event.turn_id, code=error.code.value, message=error.message, hint=error.hint)

@@ -1,0 +1,324 @@
+"""Forks, rewinds and what they take along: the history up to a turn, exactly as it was then."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.protocol import requests
+from inferencecenter.protocol.params import decode
+from inferencecenter.protocol.requests import START
+from inferencecenter.sessions.client import Client
+from tests.sessions.conftest import World, packed
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+EVE = Client("eve", 4, "normal", frozenset({"user"}))
+
+
+def refused(code: ErrorCode, call: Callable[..., object], *args: Any, **kwargs: Any) -> InferenceCenterError:
+    """The error of a call that must fail with ``code``."""
+    with pytest.raises(InferenceCenterError) as caught:
+        call(*args, **kwargs)
+    assert caught.value.code is code
+    return caught.value
+
+
+def talk(world: World, **fields: Any) -> tuple[str, list[str]]:
+    """A session of three turns, and their ids."""
+    session_id = world.create(**fields)
+    turns = [world.turn(session_id, prompt, answer) for prompt, answer in (("a", "one"), ("b", "two"), ("c", "three"))]
+    return session_id, turns
+
+
+def test_a_rewound_session_goes_on_with_the_tokens_of_then(world: World) -> None:
+    """What was generated is not tokenized again: the next turn submits the very tokens, and only the new question."""
+    session_id, turns = talk(world, system="Be kind.")
+    world.infer(session_id, "b again")
+    kept = world.engine.last.tokens
+    world.engine.answer("x")
+    rewound = world.rewind(session_id, turns[2])
+    assert (rewound.turn, rewound.messages, rewound.session_id) == (turns[2], 7, session_id)
+    world.infer(session_id, "d")
+    assert world.engine.last.tokens == kept
+    assert world.engine.last_text == "\n<|im_start|>user\nd<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_editing_the_last_question_reads_only_new_words(world: World) -> None:
+    """A rewind to the turn before and another question submit what that turn left, and no word of the old question."""
+    session_id, turns = talk(world)
+    world.rewind(session_id, turns[1])
+    world.infer(session_id, "C")
+    assert packed("two") in world.engine.last.tokens
+    assert packed("three") not in world.engine.last.tokens
+    assert world.engine.last_text == "\n<|im_start|>user\nC<|im_end|>\n<|im_start|>assistant\n"
+    world.engine.answer("drei")
+    assert [content for _, content in world.transcript(session_id)] == ["a", "one", "b", "two", "C", "drei"]
+
+
+def test_a_rewind_forgets_turns_usage_and_keys(world: World) -> None:
+    """The list of turns, the sum of tokens and the answers to repeated keys end with the named turn."""
+    session_id = world.create()
+    first = world.turn(session_id, "a", "one", turn_key="k1")
+    usage = world.get(session_id).usage
+    world.turn(session_id, "b", "two", turn_key="k2")
+    world.rewind(session_id, first)
+    session = world.get(session_id)
+    assert ([turn.turn_id for turn in session.turns], session.usage) == ([first], usage)
+    submitted = len(world.engine.submitted)
+    world.infer(session_id, "a", turn_key="k1")
+    assert (len(world.engine.submitted), world.sink.last.turn_id) == (submitted, first)
+    world.infer(session_id, "b", turn_key="k2")
+    assert len(world.engine.submitted) == submitted + 1
+
+
+def test_events_keep_their_numbers_over_a_rewind(world: World) -> None:
+    """The answer to the rewind has the next number, and so has what comes after it."""
+    session_id, turns = talk(world)
+    last = world.sink.last.seq
+    assert world.rewind(session_id, turns[0]).seq == last + 1
+    world.infer(session_id)
+    assert world.sink.last.seq == last + 2
+
+
+def test_the_start_is_before_the_first_turn(world: World) -> None:
+    """System prompt and what was appended before the first turn stay; what was appended later goes."""
+    session_id = world.create(system="Be kind.")
+    world.append(session_id, ("user", "1+1?"), ("assistant", "2"))
+    world.turn(session_id, "2+2?", "4")
+    world.append(session_id, ("assistant", "By the way"))
+    assert world.rewind(session_id, START).messages == 3
+    session = world.get(session_id)
+    assert (session.turns, session.n_tokens, session.usage.prompt_tokens) == ((), 0, 0)
+    assert world.rewind(session_id, START).messages == 3
+    world.turn(session_id, "3+3?", "6")
+    assert [content for _, content in world.transcript(session_id)] == ["Be kind.", "1+1?", "2", "3+3?", "6"]
+
+
+def test_what_was_appended_after_a_turn_is_later(world: World) -> None:
+    """A rewind to the last turn takes it out."""
+    session_id, turns = talk(world)
+    world.append(session_id, ("user", "x"), ("assistant", "y"))
+    assert world.rewind(session_id, turns[2]).messages == 6
+
+
+def test_a_fork_goes_its_own_way(world: World) -> None:
+    """Both begin with the same tokens; neither hears of what the other says."""
+    parent, turns = talk(world)
+    child = world.fork(parent, turns[1])
+    assert world.transcript(child) == world.transcript(parent)[:4]
+    world.infer(child, "C")
+    in_child = world.engine.last
+    world.engine.answer("drei")
+    world.infer(parent, "d")
+    assert world.engine.last.tokens.startswith(in_child.tokens)
+    assert (in_child.session_id, world.engine.last.session_id) == (child, parent)
+    world.engine.answer("four")
+    assert [content for _, content in world.transcript(child)][-2:] == ["C", "drei"]
+    assert [content for _, content in world.transcript(parent)][-2:] == ["d", "four"]
+
+
+def test_a_fork_takes_over_what_was_chosen(world: World) -> None:
+    """Parameters, class, metadata, time to live and what happens at the limits hold for the fork too."""
+    parent = world.create(
+        params={"top_k": 7}, priority="batch", metadata={"a": "b"}, ttl_s=9, on_full="stop", store=False, mode="raw"
+    )
+    world.turn(parent, "a", "one")
+    created = world.sessions.fork(world.client, requests.ForkSession(op="fork_session", session_id=parent), world.sink)
+    assert (created.parent, created.params["top_k"], created.model, created.n_ctx) == (parent, 7, "toy", 1024)
+    assert created.session_id != parent
+    assert created.epoch != world.get(parent).epoch
+    assert (world.get(created.session_id).metadata, world.get(created.session_id).on_full) == ({"a": "b"}, "stop")
+    assert world.timers[-1].delay_s == 9
+    world.infer(created.session_id, "b")
+    turn = world.engine.last
+    assert (turn.priority, turn.may_shift, turn.durable, decode(turn.params_json).top_k) == (2, False, False, 7)
+    assert [(piece.text, piece.special) for piece in turn.pieces] == [("b", False)]
+
+
+def test_a_fork_of_everything_or_of_the_start(world: World) -> None:
+    """Without a turn also what was appended last is taken over; the start leaves the opening."""
+    parent, turns = talk(world, system="Be kind.")
+    world.append(parent, ("user", "x"), ("assistant", "y"))
+    whole = world.get(world.fork(parent))
+    assert whole.transcript == world.get(parent).transcript
+    assert ([turn.turn_id for turn in whole.turns], whole.usage) == (turns, world.get(parent).usage)
+    opening = world.get(world.fork(parent, START))
+    assert ([message.content for message in opening.transcript], opening.turns) == (["Be kind."], ())
+
+
+def test_a_fork_can_be_rewound_to_its_parents_turns(world: World) -> None:
+    """The turns keep their ids; the keys they were asked with stay with the parent."""
+    parent = world.create()
+    first = world.turn(parent, "a", "one", turn_key="k")
+    world.turn(parent, "b", "two")
+    child = world.fork(parent)
+    assert world.rewind(child, first).messages == 2
+    assert world.rewind(child, first).seq == 2
+    submitted = len(world.engine.submitted)
+    world.infer(child, "a", turn_key="k")
+    assert len(world.engine.submitted) == submitted + 1
+
+
+def test_a_busy_session_is_neither_forked_nor_rewound(world: World) -> None:
+    """While it waits and while it answers; afterwards both work."""
+    session_id, turns = talk(world)
+    world.infer(session_id, "d")
+    steps: list[Callable[[], None]] = [lambda: None, world.engine.start, lambda: world.engine.generate("f")]
+    for step in steps:
+        step()
+        refused(ErrorCode.SESSION_BUSY, world.fork, session_id, turns[0])
+        refused(ErrorCode.SESSION_BUSY, world.rewind, session_id, turns[0])
+    world.engine.finish(kept="f")
+    world.fork(session_id, turns[0])
+    world.rewind(session_id, turns[0])
+
+
+@pytest.mark.parametrize("turn", ["t_unknown", "START", "s_1"])
+def test_an_unknown_turn_changes_nothing(world: World, turn: str) -> None:
+    """It is named as such, and the session is as before."""
+    session_id, _ = talk(world)
+    before = world.get(session_id)
+    for call in (world.fork, world.rewind):
+        assert refused(ErrorCode.TURN_NOT_FOUND, call, session_id, turn).field == "turn"
+    assert world.get(session_id) == before
+    assert world.sessions.totals().total_sessions == 1
+
+
+def test_turns_that_left_nothing_behind_are_unknown(world: World) -> None:
+    """A failed turn and a discarded one are not part of the history, and neither is one that was rewound."""
+    session_id = world.create()
+    first = world.turn(session_id, "a", "one")
+    world.infer(session_id, "b")
+    failed = world.engine.last.turn_id
+    world.engine.fail()
+    world.infer(session_id, "c")
+    discarded = world.engine.last.turn_id
+    world.engine.start()
+    world.abort(session_id, discard=True)
+    world.engine.finish("aborted", end_text="")
+    second = world.turn(session_id, "d", "two")
+    world.rewind(session_id, first)
+    for turn in (failed, discarded, second):
+        refused(ErrorCode.TURN_NOT_FOUND, world.rewind, session_id, turn)
+
+
+def test_an_aborted_turn_can_be_gone_back_to(world: World) -> None:
+    """What was shown of it is part of the history."""
+    session_id = world.create()
+    world.infer(session_id, "a")
+    world.engine.start()
+    world.engine.generate("par")
+    world.abort(session_id)
+    world.engine.finish("aborted", kept="par", end_text="")
+    aborted = world.engine.last.turn_id
+    world.turn(session_id, "b", "two")
+    world.rewind(session_id, aborted)
+    world.infer(session_id, "c")
+    assert world.engine.last.tokens.endswith(packed("par"))
+    assert world.engine.last_text.startswith("<|im_end|>\n<|im_start|>user\nc")
+
+
+def test_a_turn_aborted_while_it_waited_can_be_gone_back_to(world: World) -> None:
+    """It held no tokens of its own; those before it stay."""
+    session_id = world.create()
+    world.turn(session_id, "a", "one")
+    world.infer(session_id, "b")
+    kept, waited = world.engine.last.tokens, world.engine.last.turn_id
+    world.abort(session_id)
+    world.engine.finish("aborted", end_text="")
+    world.turn(session_id, "c", "three")
+    world.rewind(session_id, waited)
+    world.infer(session_id, "d")
+    assert world.engine.last.tokens == kept
+    assert "b<|im_end|>" in world.engine.last_text
+
+
+def test_forks_count_as_sessions(world: World) -> None:
+    """At the client's limit a fork is refused, and what it would have forked stays."""
+    parent, _ = talk(world)
+    for _ in range(3):
+        world.fork(parent)
+    refused(ErrorCode.SESSION_LIMIT, world.fork, parent)
+    assert world.sessions.totals().total_sessions == 4
+
+
+def test_no_fork_pushes_out_its_own_parent(world: World) -> None:
+    """The oldest detached session makes room, unless it is the one that is forked."""
+    made = [
+        world.sessions.create(
+            world.client,
+            requests.CreateSession.model_construct(
+                **(requests.CreateSession(op="create_session").model_dump() | {"on_disconnect": "detach"})
+            ),
+            world.sink,
+        ).session_id
+        for _ in range(4)
+    ]
+    world.sessions.detach(world.sink)
+    world.fork(made[0])
+    assert world.engine.released == [made[1]]
+
+
+def test_a_session_of_somebody_else_is_not_there(world: World) -> None:
+    """Whatever its state and whatever turn is named, the answer is that for a random id."""
+    session_id, turns = talk(world)
+    answers = set()
+    for target in (session_id, "s_AAAAAAAAAAAAAAAAAAAAAA"):
+        for turn in (turns[0], START, "t_unknown", None):
+            error = refused(ErrorCode.SESSION_NOT_FOUND, world.fork, target, turn, EVE)
+            answers.add((error.message, error.hint, error.field, error.retry_after_ms))
+    assert len(answers) == 1
+    world.infer(session_id)
+    refused(ErrorCode.SESSION_NOT_FOUND, world.fork, session_id, None, EVE)
+
+
+STEPS = st.lists(
+    st.one_of(
+        st.sampled_from(["turn", "append", "fork", "discard"]),
+        st.tuples(st.just("rewind"), st.integers(min_value=0, max_value=9)),
+    ),
+    max_size=14,
+)
+
+
+@given(steps=STEPS)
+def test_going_back_is_as_if_nothing_had_come_after(steps: list[Any]) -> None:
+    """After any mixture of turns, forks and rewinds a session holds what a plain list of its turns says."""
+    world = World(max_sessions=1000, client=Client("ada", 1000, "normal", frozenset({"user"})))
+    session_id = world.create(system="s")
+    model = [(START, ["s"])]
+    now = ["s"]
+    for number, step in enumerate(steps):
+        if step == "turn":
+            turn = world.turn(session_id, f"q{number}", f"a{number}")
+            now = [*now, f"q{number}", f"a{number}"]
+            model.append((turn, now))
+        elif step == "append":
+            world.append(session_id, ("assistant", f"n{number}"))
+            now = [*now, f"n{number}"]
+            if len(model) == 1:
+                model[0] = (START, now)
+        elif step == "fork":
+            session_id = world.fork(session_id)
+        elif step == "discard":
+            world.infer(session_id, "no")
+            world.engine.start()
+            world.abort(session_id, discard=True)
+            world.engine.finish("aborted", end_text="")
+        else:
+            del model[1 + step[1] % len(model) :]
+            world.rewind(session_id, model[-1][0])
+            now = model[-1][1]
+        assert [content for _, content in world.transcript(session_id)] == now
+    known = {turn for turn, _ in model} - {START}
+    listed = [turn.turn_id for turn in world.get(session_id).turns]
+    assert known <= set(listed)
+    world.infer(session_id, "last")
+    spelled = "".join(map(chr, memoryview(world.engine.last.tokens).cast("i"))).replace("\0", "<|im_end|>")
+    assert (spelled + world.engine.last_text).count("<|im_start|>") == len(now) + 2

@@ -1,0 +1,476 @@
+"""Turns that do not fit their context any more: shifted, stopped, refused."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.ipc.messages import Position, unpack_tokens
+from inferencecenter.ipc.port import EngineState, EngineStatus
+from inferencecenter.protocol import events
+from inferencecenter.protocol.base import SessionEvent, TurnEvent
+from inferencecenter.protocol.params import decode
+from inferencecenter.protocol.requests import START
+from tests.sessions.conftest import World, make_model, packed
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+N_CTX = 400
+SYSTEM = "Be kind."
+
+
+@pytest.fixture
+def world() -> World:
+    """Sessions on a model with a small context."""
+    return small_world()
+
+
+def small_world() -> World:
+    """Sessions on a model with a small context."""
+    world = World()
+    world.engine.status = EngineStatus(state=EngineState.READY, model=make_model(n_ctx=N_CTX))
+    return world
+
+
+def fill(world: World, **fields: Any) -> str:
+    """A session whose three turns take most of its context."""
+    session_id = world.create(**{"system": SYSTEM, **fields})
+    for number in (1, 2, 3):
+        world.turn(session_id, f"question {number}", f"answer {number}")
+    return session_id
+
+
+def length(world: World) -> int:
+    """Tokens of the last submission: those it had, one for each new character, and its answer so far."""
+    turn = world.engine.last
+    return (len(turn.tokens) + len(turn.answer)) // 4 + len(world.engine.last_text)
+
+
+def spelled(tokens: bytes) -> str:
+    """What tokens spell."""
+    return "".join(map(chr, unpack_tokens(tokens)))
+
+
+def test_an_answer_that_fills_the_context_goes_on(world: World) -> None:
+    """The oldest turns are no longer read, the turn keeps its id, and what it said is handed over as tokens."""
+    session_id = fill(world)
+    world.infer(session_id, "question 4", id="i4")
+    world.engine.start()
+    first = world.engine.last
+    world.engine.generate("Half an ")
+    seen = len(world.sink.events)
+    world.engine.overflow(length(world) + len("Half an "), said="Half an ")
+    again = world.engine.last
+    assert (again.turn_id, again.answer, again.tokens) == (first.turn_id, packed("Half an "), b"")
+    assert again.may_shift
+    assert (again.params_json, again.priority, again.client_id) == (first.params_json, first.priority, first.client_id)
+    assert world.engine.last_text.startswith(f"<|im_start|>system\n{SYSTEM}<|im_end|>\n<|im_start|>user\nquestion ")
+    assert "question 1" not in world.engine.last_text
+    assert world.engine.last_text.endswith("question 4<|im_end|>\n<|im_start|>assistant\n")
+    world.engine.start()
+    world.engine.generate("answer 4")
+    world.engine.finish(kept="Half an answer 4")
+    told = world.sink.events[seen:]
+    assert [event.op for event in told] == ["context_shifted", "token", "end"]
+    shifted, end = told[0], told[-1]
+    assert isinstance(shifted, events.ContextShifted)
+    assert isinstance(end, events.End)
+    assert shifted.dropped_turns >= 1
+    assert 0 < shifted.tokens < N_CTX
+    assert [event.seq for event in told if isinstance(event, TurnEvent)] == [
+        shifted.seq, shifted.seq + 1, shifted.seq + 2,
+    ]  # fmt: skip
+    assert world.transcript(session_id)[-1] == ("assistant", "Half an answer 4")
+    assert len(world.transcript(session_id)) == 9
+    session = world.get(session_id)
+    assert session.dropped_messages == 2 * shifted.dropped_turns
+    assert session.n_tokens < N_CTX
+
+
+def test_the_turns_after_a_shift_go_on_from_it(world: World) -> None:
+    """The next prompt keeps all tokens of the shifted turn, its answer in both halves, and adds only what is new."""
+    session_id = fill(world)
+    world.infer(session_id, "question 4")
+    world.engine.start()
+    world.engine.generate("ab")
+    world.engine.overflow(N_CTX, said="ab")
+    shifted = world.engine.last_text
+    world.engine.start()
+    world.engine.generate("cd")
+    world.engine.finish(kept="abcd")
+    world.infer(session_id, "question 5")
+    assert spelled(world.engine.last.tokens) == shifted + "abcd\0"
+    assert world.engine.last_text == "\n<|im_start|>user\nquestion 5<|im_end|>\n<|im_start|>assistant\n"
+    assert world.engine.last.shared_pieces == 0
+
+
+def test_figures_are_of_the_whole_turn(world: World) -> None:
+    """Tokens, time, waiting and preemptions add up over both submissions; prompts are counted as often as read."""
+    session_id = fill(world)
+    world.infer(session_id, "question 4")
+    prompt = length(world)
+    world.now += 1
+    world.engine.start()
+    world.now += 2
+    world.engine.generate("ab")
+    world.now += 3
+    world.engine.overflow(N_CTX, said="ab", preempted=2)
+    shorter = length(world) - 2
+    world.now += 4
+    world.engine.start()
+    world.now += 5
+    world.engine.generate("cd")
+    world.engine.finish(kept="abcd", preempted=1, stop="x", warnings=("slow",))
+    end = world.sink.last
+    assert (end.finish_reason, end.stop, end.warnings) == ("stop", "x", ("slow",))
+    assert (end.stats.tokens, end.usage.completion_tokens, end.stats.preempted) == (5, 5, 3)
+    assert (end.stats.ttft_ms, end.stats.total_ms, end.stats.queue_ms) == (3000.0, 15000.0, 5000.0)
+    assert end.usage.prompt_tokens == prompt + shorter
+    assert end.stats.tps == pytest.approx(4 / 12, abs=0.01)
+    assert world.records[-1].preempted == 3
+
+
+def test_a_prompt_that_never_began_is_made_shorter(world: World) -> None:
+    """It is submitted again as soon as the engine says that it is too long."""
+    session_id = fill(world)
+    world.infer(session_id, "question 4")
+    world.engine.overflow(length(world) + 100)
+    assert world.sink.last.op == "context_shifted"
+    assert (world.engine.last.answer, world.engine.last.tokens) == (b"", b"")
+    world.engine.answer("answer 4")
+    assert world.sink.last.finish_reason == "stop"
+    assert world.sink.last.usage.prompt_tokens == len(world.engine.last_text)
+    assert world.transcript(session_id)[-2:] == [("user", "question 4"), ("assistant", "answer 4")]
+
+
+def test_a_turn_can_be_shifted_again(world: World) -> None:
+    """Each shift gives up more, and says so."""
+    session_id = world.create(system=SYSTEM)
+    for number in range(1, 9):
+        world.turn(session_id, f"question {number}", f"answer {number}")
+    world.infer(session_id, "question 9")
+    world.engine.start()
+    world.engine.generate("ab")
+    world.engine.overflow(N_CTX, said="ab")
+    first = world.engine.last_text
+    world.engine.start()
+    world.engine.generate("cd")
+    world.engine.overflow(N_CTX, said="abcd")
+    assert world.engine.last.answer == packed("abcd")
+    assert len(world.engine.last_text) < len(first)
+    assert world.engine.last_text.startswith(f"<|im_start|>system\n{SYSTEM}")
+    world.engine.start()
+    world.engine.finish(kept="abcd")
+    shifts = [event for event in world.sink.events if isinstance(event, events.ContextShifted)]
+    assert len(shifts) == 2
+    assert world.get(session_id).dropped_messages == 2 * sum(shift.dropped_turns for shift in shifts)
+    assert world.transcript(session_id)[-1] == ("assistant", "abcd")
+
+
+def test_with_nothing_to_drop_the_answer_ends(world: World) -> None:
+    """Its last text is shown, then its end with ``context_full``; it stays in the history."""
+    session_id = world.create(system=SYSTEM)
+    world.infer(session_id, "Tell me all")
+    world.engine.start()
+    world.engine.generate("All is")
+    world.engine.overflow(N_CTX, said="All is", text=" this")
+    assert world.sink.ops[-2:] == ["token", "end"]
+    assert world.sink.last.finish_reason == "context_full"
+    assert world.sink.text == "All is this"
+    assert world.transcript(session_id)[-1] == ("assistant", "All is this")
+    assert len(world.engine.submitted) == 1
+
+
+def test_with_nothing_to_drop_a_prompt_that_never_began_is_too_long(world: World) -> None:
+    """The turn fails, the history is as before, and the session goes on."""
+    session_id = fill(world)
+    before = world.get(session_id)
+    world.infer(session_id, "x" * 400, id="i")
+    world.engine.overflow(700)
+    error = world.sink.last
+    assert (error.op, error.code, error.id, error.retryable) == ("error", "prompt_too_long", "i", False)
+    assert "700 tokens" in error.message
+    after = world.get(session_id)
+    assert (after.transcript, after.n_tokens, after.dropped_messages) == (before.transcript, before.n_tokens, 0)
+    world.turn(session_id, "short", "yes")
+
+
+def test_a_session_that_stops_is_not_shifted(world: World) -> None:
+    """The engine is not told that it may shift, and its ``context_full`` is the end."""
+    session_id = fill(world, on_full="stop")
+    world.infer(session_id, "question 4")
+    assert not world.engine.last.may_shift
+    world.engine.start()
+    world.engine.generate("ab")
+    world.engine.finish("context_full", kept="ab", end_text="")
+    assert (world.sink.last.finish_reason, len(world.engine.submitted)) == ("context_full", 4)
+
+
+@pytest.mark.parametrize(
+    ("fields", "on_full"),
+    [({}, "shift"), ({"mode": "raw"}, "stop"), ({"mode": "raw", "on_full": "shift"}, "shift")],
+)
+def test_chats_shift_and_raw_text_stops_unless_told(world: World, fields: dict[str, Any], on_full: str) -> None:
+    """The mode decides where the client does not."""
+    session_id = world.create(**fields)
+    assert world.get(session_id).on_full == on_full
+    world.infer(session_id)
+    assert world.engine.last.may_shift is (on_full == "shift")
+
+
+def test_raw_text_loses_its_oldest_prompts(world: World) -> None:
+    """What is left is submitted as it was, without a template."""
+    world.engine.status = EngineStatus(state=EngineState.READY, model=make_model(n_ctx=40))
+    session_id = world.create(mode="raw", on_full="shift", system="Once ")
+    for number in (1, 2, 3):
+        world.turn(session_id, f"q{number} ", f"a{number} ")
+    world.infer(session_id, "q4 ")
+    world.engine.start()
+    world.engine.generate("a4")
+    world.engine.overflow(length(world) + 2, said="a4")
+    assert world.engine.last_text == "Once q3 a3 q4 "
+    assert not any(piece.special for piece in world.engine.last.pieces)
+    world.engine.start()
+    world.engine.finish(kept="a4", end_text="")
+    world.infer(session_id, "q5 ")
+    assert spelled(world.engine.last.tokens) == "Once q3 a3 q4 a4"
+    assert len(world.transcript(session_id)) == 9
+
+
+def test_first_messages_are_kept_on_demand(world: World) -> None:
+    """``n_keep`` holds for the session or a turn, and with ``stop`` it is named as without effect."""
+    session_id = fill(world, params={"memory": {"n_keep": 2}})
+    world.infer(session_id, "question 4")
+    world.engine.overflow(length(world))
+    assert "question 1<|im_end|>\n<|im_start|>assistant\nanswer 1" in world.engine.last_text
+    assert "question 2" not in world.engine.last_text
+    world.engine.answer("answer 4")
+    world.turn(session_id, "question 5", "answer 5", params={"n_keep": 0})
+    assert "question 1" not in world.engine.last_text
+    assert world.engine.last.tokens == b""
+    world.infer(world.create(on_full="stop"), params={"n_keep": 2})
+    world.engine.answer("x")
+    assert world.sink.last.warnings == ("n_keep has no effect: on_full is stop.",)
+
+
+def test_an_abort_that_meets_an_overflow_ends_the_turn(world: World) -> None:
+    """Whether it had begun or not: nothing is submitted again, and what was shown stays."""
+    for said, shown in (("ab", "abc"), (None, "")):
+        session_id = fill(world)
+        world.infer(session_id, "question 4")
+        submitted = len(world.engine.submitted)
+        if said is not None:
+            world.engine.start()
+            world.engine.generate(said)
+        world.abort(session_id, id="a")
+        world.engine.overflow(N_CTX, said=said, text="c" if said else "")
+        assert (world.sink.last.finish_reason, world.sink.last.id) == ("aborted", "a")
+        assert world.transcript(session_id)[-1] == ("assistant", shown)
+        assert len(world.engine.submitted) == submitted
+
+
+def test_an_abort_with_discard_leaves_the_whole_history(world: World) -> None:
+    """A shift that happened for the discarded turn is forgotten with it."""
+    session_id = fill(world)
+    before = world.get(session_id)
+    world.infer(session_id, "question 4")
+    world.engine.start()
+    world.engine.generate("ab")
+    world.engine.overflow(N_CTX, said="ab")
+    world.engine.start()
+    world.abort(session_id, discard=True)
+    world.engine.finish("aborted", kept="ab", end_text="")
+    after = world.get(session_id)
+    assert (after.transcript, after.n_tokens, after.dropped_messages) == (before.transcript, before.n_tokens, 0)
+
+
+def test_an_abort_while_a_shifted_turn_waits_keeps_its_text(world: World) -> None:
+    """The next turn reads the shorter conversation, the partial answer included."""
+    session_id = fill(world)
+    world.infer(session_id, "question 4")
+    world.engine.start()
+    world.engine.generate("ab")
+    world.engine.overflow(N_CTX, said="ab")
+    world.abort(session_id)
+    world.engine.finish("aborted", end_text="", generated_tokens=0)
+    assert (world.sink.last.finish_reason, world.sink.last.stats.tokens) == ("aborted", 2)
+    assert world.transcript(session_id)[-1] == ("assistant", "ab")
+    assert world.get(session_id).dropped_messages > 0
+    world.infer(session_id, "question 5")
+    assert world.engine.last.tokens == b""
+    assert "question 1" not in world.engine.last_text
+    assert "question 4<|im_end|>\n<|im_start|>assistant\nab<|im_end|>" in world.engine.last_text
+
+
+def test_a_shifted_turn_that_fails_leaves_the_history_as_it_was(world: World) -> None:
+    """A crash after a shift takes both back."""
+    session_id = fill(world)
+    before = world.get(session_id)
+    world.infer(session_id, "question 4")
+    world.engine.start()
+    world.engine.generate("ab")
+    world.engine.overflow(N_CTX, said="ab")
+    world.engine.fail()
+    after = world.get(session_id)
+    assert (after.transcript, after.n_tokens, after.dropped_messages) == (before.transcript, before.n_tokens, 0)
+
+
+def test_an_engine_that_refuses_the_shorter_prompt_ends_the_turn(world: World) -> None:
+    """What was said stays, with the reason as a warning; a turn that said nothing fails with the engine's code."""
+    session_id = fill(world)
+    world.infer(session_id, "question 4")
+    world.engine.start()
+    world.engine.generate("ab")
+    world.engine.refusal = InferenceCenterError(ErrorCode.QUEUE_FULL, "too many")
+    world.engine.overflow(N_CTX, said="ab")
+    assert world.sink.last.finish_reason == "context_full"
+    assert world.sink.last.warnings == ("The context could not be shifted: too many",)
+    assert world.transcript(session_id)[-1] == ("assistant", "ab")
+    world.engine.refusal = None
+    world.infer(session_id, "question 5")
+    world.engine.refusal = InferenceCenterError(ErrorCode.QUEUE_FULL, "too many")
+    world.engine.overflow(length(world))
+    assert (world.sink.last.code, world.sink.last.retryable, world.sink.last.retry_after_ms) == (
+        "queue_full", True, 1000,
+    )  # fmt: skip
+    assert "context_shifted" not in world.sink.ops
+
+
+def test_a_template_that_refuses_what_is_left_ends_the_turn(world: World) -> None:
+    """A conversation that may not begin without its first question is not shifted."""
+    source = (
+        "{% if messages[0].content != 'question 1' %}{{ raise_exception('question 1 is missing') }}{% endif %}"
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    )
+    world.engine.status = EngineStatus(state=EngineState.READY, model=make_model(n_ctx=N_CTX, chat_template=source))
+    session_id = fill(world, system=None)
+    world.infer(session_id, "question 4")
+    world.engine.start()
+    world.engine.generate("ab")
+    world.engine.overflow(N_CTX, said="ab")
+    assert world.sink.last.finish_reason == "context_full"
+    assert "question 1 is missing" in world.sink.last.warnings[0]
+
+
+def test_a_shorter_prompt_that_does_not_fit_either_ends_what_was_said(world: World) -> None:
+    """An answer is never lost as a prompt that is too long; the text that was held back is shown."""
+    session_id = fill(world)
+    world.infer(session_id, "question 4")
+    world.engine.start()
+    world.engine.generate("ab")
+    world.engine.overflow(N_CTX, said="ab", text="c")
+    world.engine.overflow(N_CTX * 3)
+    assert (world.sink.last.op, world.sink.last.finish_reason) == ("end", "context_full")
+    assert world.transcript(session_id)[-1] == ("assistant", "abc")
+
+
+def test_the_place_in_the_queue_is_told_again(world: World) -> None:
+    """A shifted turn that has to wait says so, and only changes are told."""
+    session_id = fill(world)
+    world.infer(session_id, "question 4")
+    world.engine.start()
+    world.engine.generate("ab")
+    world.engine.position = 2
+    seen = len(world.sink.events)
+    world.engine.overflow(N_CTX, said="ab")
+    for position in (2, 1, 0):
+        world.engine.say(Position(world.engine.last.turn_id, position))
+    world.engine.start()
+    told = world.sink.events[seen:]
+    assert [getattr(event, "position", event.op) for event in told] == ["context_shifted", 2, 1, 0]
+
+
+def test_time_that_has_passed_is_not_given_again(world: World) -> None:
+    """``max_time_ms`` counts from ``infer``; what is submitted again has what is left of it."""
+    session_id = fill(world)
+    world.infer(session_id, "question 4", params={"max_time_ms": 10_000})
+    world.engine.start()
+    world.engine.generate("ab")
+    world.now += 4
+    world.engine.overflow(N_CTX, said="ab")
+    assert decode(world.engine.last.params_json).max_time_ms == 6000
+    world.engine.start()
+    world.engine.finish("time", kept="ab", end_text="")
+    world.infer(session_id, "question 5", params={"max_time_ms": 10_000})
+    world.now += 40
+    world.engine.overflow(length(world))
+    assert decode(world.engine.last.params_json).max_time_ms == 1
+
+
+def test_going_back_over_a_shift_brings_the_old_turns_back(world: World) -> None:
+    """What the model reads is as it was when the turn ended; tokens that spell something else by now are gone."""
+    session_id = fill(world)
+    first, last = (world.get(session_id).turns[index].turn_id for index in (0, 2))
+    world.infer(session_id, "question 4")
+    world.engine.overflow(length(world))
+    world.engine.answer("answer 4")
+    shifted = world.engine.last.turn_id
+    child = world.fork(session_id, shifted)
+    assert world.get(child).dropped_messages == world.get(session_id).dropped_messages > 0
+    world.rewind(session_id, last)
+    assert (world.get(session_id).dropped_messages, world.get(session_id).n_tokens) == (0, 0)
+    world.infer(session_id, "question 4b")
+    assert world.engine.last.tokens == b""
+    assert "question 1" in world.engine.last_text
+    world.engine.answer("answer 4b")
+    world.rewind(session_id, first)
+    world.rewind(session_id, START)
+    assert world.transcript(session_id) == [("system", SYSTEM)]
+
+
+STEPS = st.lists(
+    st.sampled_from(["start", "delta", "overflow", "too_long", "finish", "fail", "abort", "infer", "rewind", "refuse"]),
+    max_size=40,
+)
+
+
+@given(steps=STEPS)
+def test_overflows_never_lose_or_double_an_end(steps: list[str]) -> None:
+    """Whatever is mixed with overflows: every turn ends once, numbers rise by one, the system prompt is always read."""
+    world = small_world()
+    session_id = fill(world)
+    world.infer(session_id)
+
+    def said() -> str:
+        turn_id = world.engine.last.turn_id
+        return "".join(
+            event.content for event in world.sink.events if isinstance(event, events.Token) and event.turn_id == turn_id
+        )
+
+    def refuse() -> None:
+        world.engine.refusal = None if world.engine.refusal else InferenceCenterError(ErrorCode.QUEUE_FULL)
+
+    actions: dict[str, Callable[[], object]] = {
+        "start": world.engine.start,
+        "delta": lambda: world.engine.generate("x"),
+        "overflow": lambda: world.engine.overflow(N_CTX, said=said()),
+        "too_long": lambda: world.engine.overflow(length(world)),
+        "finish": lambda: world.engine.finish(kept=said()),
+        "fail": world.engine.fail,
+        "abort": lambda: world.abort(session_id),
+        "infer": lambda: world.infer(session_id),
+        "rewind": lambda: world.rewind(session_id, START),
+        "refuse": refuse,
+    }
+    for step in [*steps, "fail"]:
+        try:
+            actions[step]()
+        except InferenceCenterError as error:
+            assert error.code in {  # noqa: PT017
+                ErrorCode.SESSION_BUSY,
+                ErrorCode.NOTHING_TO_ABORT,
+                ErrorCode.QUEUE_FULL,
+            }
+    world.close(session_id)
+    turn_ids = list(dict.fromkeys(turn.turn_id for turn in world.engine.submitted))
+    ended = [event.turn_id for event in world.sink.events if isinstance(event, events.End | events.Error)]
+    assert sorted(map(str, ended)) == sorted(turn_ids)
+    numbers = [event.seq for event in world.sink.events if isinstance(event, SessionEvent | events.Error)]
+    assert len(set(numbers)) == len(numbers)
+    assert numbers == sorted(numbers, key=lambda number: number or 0)
+    assert all(SYSTEM in spelled(turn.tokens) + "".join(p.text for p in turn.pieces) for turn in world.engine.submitted)
