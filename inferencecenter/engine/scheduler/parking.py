@@ -28,7 +28,10 @@ class ParkedKv(Protocol):
     """Finds parked sequences for the scheduler."""
 
     def find(self, scope: str, tokens: Sequence[int]) -> Match | None:
-        """Return the best match among the entries of ``scope`` and of the public scope ``""``, or ``None``."""
+        """Return the best match among the entries of ``scope`` and of the public scope ``""``, or ``None``.
+
+        The best has the longest common prefix; of equal ones the shortest, which need not be cut.
+        """
 
     def fits(self, n_tokens: int) -> bool:
         """Tell whether a sequence of ``n_tokens`` could be parked at all."""

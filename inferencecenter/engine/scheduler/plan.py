@@ -103,11 +103,12 @@ class Plan:
     """One step: make the moves in order, then admit, then decode pass after pass.
 
     The chunks' slots are those after the moves. ``fetches`` are keys of parked sequences to read from disk
-    meanwhile. ``reasons`` says in words why.
+    meanwhile. ``preemptions`` are turns that lose their slot and wait again. ``reasons`` says in words why.
     """
 
     moves: tuple[Move, ...] = ()
     fetches: tuple[str, ...] = ()
+    preemptions: tuple[str, ...] = ()
     admissions: tuple[Admission, ...] = ()
     passes: tuple[Pass, ...] = ()
     reasons: tuple[str, ...] = ()
