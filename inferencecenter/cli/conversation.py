@@ -13,6 +13,7 @@ from inferencecenter.cli.output import report, stdout
 from inferencecenter.errors import ErrorCode, InferenceCenterError
 from inferencecenter.protocol.events import End
 from inferencecenter.protocol.params import parse_params
+from inferencecenter.protocol.requests import START
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
 
 _HELP: Final = """\
 /new                   begin a new conversation
+/undo                  take back the last question and its answer
+/fork                  go on in a copy of this conversation
+/back                  leave the copy for the conversation it was made of
 /params                show the parameters of the next turns
 /params name value     set one, as /params temperature 0.2
 /params reset          forget them all
@@ -65,8 +69,13 @@ class Conversation:
         self._interactive = interactive
         self._last: End | None = None
         self._session = self._new_session()
+        self._turns: list[str] = []
+        self._left: list[tuple[ClientSession, list[str]]] = []
         self._commands: dict[str, Callable[[list[str]], None]] = {
             "/new": self._command_new,
+            "/undo": self._command_undo,
+            "/fork": self._command_fork,
+            "/back": self._command_back,
             "/params": self._command_params,
             "/stats": self._command_stats,
             "/help": lambda _words: stdout.print(_HELP, markup=False),
@@ -119,6 +128,7 @@ class Conversation:
             self._view.show(event)
             if isinstance(event, End):
                 self._last = event
+                self._turns.append(event.turn_id)
 
     def _new_session(self) -> ClientSession:
         async def create() -> ClientSession:
@@ -129,7 +139,27 @@ class Conversation:
     def _command_new(self, _words: list[str]) -> None:
         self._portal.call(self._session.close)
         self._session = self._new_session()
+        self._turns = []
         self._last = None
+
+    def _command_undo(self, _words: list[str]) -> None:
+        if not self._turns:
+            raise InferenceCenterError(ErrorCode.INVALID_REQUEST, "nothing was said yet that could be taken back")
+        self._portal.call(self._session.rewind, self._turns[-2] if len(self._turns) > 1 else START)
+        self._turns.pop()
+
+    def _command_fork(self, _words: list[str]) -> None:
+        fork = self._portal.call(self._session.fork)
+        self._left.append((self._session, self._turns))
+        self._session, self._turns = fork, list(self._turns)
+
+    def _command_back(self, _words: list[str]) -> None:
+        if not self._left:
+            raise InferenceCenterError(
+                ErrorCode.INVALID_REQUEST, "this conversation is no copy", hint="/fork makes one."
+            )
+        self._portal.call(self._session.close)
+        self._session, self._turns = self._left.pop()
 
     def _command_params(self, words: list[str]) -> None:
         if words == ["reset"]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 
 from rich.text import Text
 
-from inferencecenter.protocol.events import End, Progress, Queued, Token
+from inferencecenter.protocol.events import ContextShifted, End, Progress, Queued, Token
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -68,6 +68,11 @@ class TerminalView:
                 self._status.update(f"number {position} in the queue")
             case Progress(done=done, total=total):
                 self._status.update(f"reading {done} of {total} tokens")
+            case ContextShifted():
+                self._status.stop()
+                self._console.print(Text(f"\n{describe_shift(event)}", style="dim"), soft_wrap=True)
+                self._status.update("reading what is left")
+                self._status.start()
             case Token(content=content):
                 self._status.stop()
                 self._console.print(Text(content.translate(_CONTROLS)), end="", soft_wrap=True)
@@ -79,6 +84,12 @@ class TerminalView:
         """Stop the spinner and end the line."""
         self._status.stop()
         self._console.print()
+
+
+def describe_shift(shift: ContextShifted) -> str:
+    """Return in one line what is no longer read."""
+    turns = "the oldest turn is" if shift.dropped_turns == 1 else f"the oldest {shift.dropped_turns} turns are"
+    return f"the context was full: {turns} no longer read"
 
 
 def describe(end: End) -> str:

@@ -12,7 +12,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 from websockets.asyncio.client import connect as open_socket
 from websockets.typing import Subprotocol
 
-from inferencecenter.client.session import ClientSession
+from inferencecenter.client.session import ClientSession, expect
 from inferencecenter.errors import ErrorCode, InferenceCenterError
 from inferencecenter.protocol import requests
 from inferencecenter.protocol.base import PROTOCOL_VERSION, SUBPROTOCOL, TurnEvent
@@ -26,10 +26,9 @@ if TYPE_CHECKING:
     from websockets.asyncio.client import ClientConnection
 
     from inferencecenter.protocol.base import Event, Request
-    from inferencecenter.protocol.values import Mode
+    from inferencecenter.protocol.values import Mode, OnFull
 
 R = TypeVar("R", bound="Request")
-E = TypeVar("E", bound="Event")
 
 _EVENTS: Final[TypeAdapter[AnyEvent]] = TypeAdapter(Annotated[AnyEvent, Field(discriminator="op")])
 _MAX_FRAME_BYTES: Final = 2**26
@@ -53,17 +52,22 @@ class Client:
         self._lost: InferenceCenterError | None = None
 
     async def create_session(
-        self, *, system: str | None = None, mode: Mode = "chat", params: dict[str, Any] | None = None
+        self,
+        *,
+        system: str | None = None,
+        mode: Mode = "chat",
+        params: dict[str, Any] | None = None,
+        on_full: OnFull | None = None,
     ) -> ClientSession:
-        """Open a session.
+        """Open a session; without ``on_full`` the mode decides what happens when its context is full.
 
         Raises:
             InferenceCenterError: What the daemon refused, or ``daemon_unreachable``.
         """
         created = await self.request(
-            requests.CreateSession(op="create_session", system=system, mode=mode, params=params)
+            requests.CreateSession(op="create_session", system=system, mode=mode, params=params, on_full=on_full)
         )
-        return ClientSession(self, _expect(created, SessionCreated))
+        return ClientSession(self, expect(created, SessionCreated))
 
     async def refresh_hello(self) -> Hello:
         """Ask again who answers and whether it is ready.
@@ -72,7 +76,7 @@ class Client:
             InferenceCenterError: ``daemon_unreachable``.
         """
         answer = await self.request(requests.Hello(op="hello", protocol=PROTOCOL_VERSION))
-        self.hello = _expect(answer, Hello)
+        self.hello = expect(answer, Hello)
         return self.hello
 
     async def request(self, request: Request) -> Event:
@@ -138,7 +142,7 @@ class Client:
                 f"the daemon refuses the credential: {answer.reason}",
                 retry_after_ms=answer.retry_after_ms,
             )
-        self.account = _expect(answer, AuthSuccess)
+        self.account = expect(answer, AuthSuccess)
 
     async def read_hello(self) -> None:
         """Take the greeting that opens every socket."""
@@ -206,12 +210,6 @@ def _parse(text: str | bytes) -> Event | None:
         return _EVENTS.validate_json(text)
     except ValidationError:
         return None
-
-
-def _expect(event: Event, kind: type[E]) -> E:
-    if isinstance(event, kind):
-        return event
-    raise InferenceCenterError(ErrorCode.INTERNAL, f"the daemon answered with an unexpected op, {event.op}")
 
 
 def _as_exception(event: Error) -> InferenceCenterError:

@@ -96,9 +96,62 @@ async def test_commands(cli: Cli, monkeypatch: pytest.MonkeyPatch, scripted: Sta
     assert "never" not in result.out
 
 
+async def test_commands_that_go_back(cli: Cli, monkeypatch: pytest.MonkeyPatch, scripted: Start) -> None:
+    """``/undo`` rewinds to the turn before, ``/fork`` goes on in a copy, ``/back`` closes it and returns."""
+    heard: list[tuple[object, ...]] = []
+
+    async def turn(peer: Peer, turn_id: str) -> None:
+        infer = await peer.hear()
+        heard.append((infer["session_id"], infer["prompt"]))
+        await peer.end(turn_id, str(infer["session_id"]))
+
+    async def undo(peer: Peer) -> None:
+        frame = await peer.hear()
+        heard.append((frame["session_id"], frame["op"], frame["turn"]))
+        rewound = {"session_id": frame["session_id"], "seq": 9, "turn": frame["turn"], "messages": 0}
+        await peer.say(op="session_rewound", id=frame["id"], **rewound)
+
+    async def daemon(peer: Peer) -> None:
+        await peer.welcome()
+        await peer.open_session("s1")
+        await turn(peer, "t1")
+        await turn(peer, "t2")
+        await peer.open_session("s2")
+        heard.append((peer.heard[-1]["session_id"], peer.heard[-1]["op"], peer.heard[-1].get("turn")))
+        await undo(peer)
+        await turn(peer, "t3")
+        close = await peer.hear()
+        heard.append((close["session_id"], close["op"]))
+        await peer.say(op="session_closed", id=close["id"], session_id="s2")
+        await undo(peer)
+        await undo(peer)
+        await turn(peer, "t4")
+
+    lines = ["a", "b", "/fork", "/undo", "c", "/back", "/undo", "/undo", "d"]
+    result = await _converse(cli, monkeypatch, await scripted(daemon), "\n".join(lines))
+    assert result.code == 0, result.err
+    assert heard == [
+        ("s1", "a"),
+        ("s1", "b"),
+        ("s1", "fork_session", None),
+        ("s2", "rewind_session", "t1"),
+        ("s2", "c"),
+        ("s2", "close_session"),
+        ("s1", "rewind_session", "t1"),
+        ("s1", "rewind_session", "start"),
+        ("s1", "d"),
+    ]
+
+
 @pytest.mark.parametrize(
     ("line", "told"),
-    [("/nwe", "no command /nwe"), ("/params temperature", "no value"), ("/params temperature 9", "temperature")],
+    [
+        ("/undo", "taken back"),
+        ("/back", "no copy"),
+        ("/nwe", "no command /nwe"),
+        ("/params temperature", "no value"),
+        ("/params temperature 9", "temperature"),
+    ],
 )
 async def test_a_wrong_command_ends_a_script(
     cli: Cli, monkeypatch: pytest.MonkeyPatch, scripted: Start, line: str, told: str
@@ -260,6 +313,26 @@ async def test_ctrl_d_leaves_and_a_refused_turn_does_not(scripted: Start) -> Non
         await screen.until("> ")
         os.write(terminal, b"\x04")
         assert await asyncio.to_thread(process.wait, _TIMEOUT_S) == 0
+
+
+async def test_a_shifted_context_is_told_on_a_terminal(scripted: Start) -> None:
+    """How many turns are no longer read stands between the two halves of the answer."""
+
+    async def daemon(peer: Peer) -> None:
+        await peer.welcome()
+        await peer.open_session()
+        await peer.hear()
+        await peer.token("t", "First half")
+        await peer.say(op="context_shifted", session_id="s1", seq=3, turn_id="t", dropped_turns=2, tokens=90)
+        await peer.token("t", "second half.")
+        await peer.end("t")
+
+    with _on_terminal(await scripted(daemon)) as (_process, terminal):
+        screen = Screen(terminal)
+        await screen.until("> ")
+        os.write(terminal, b"hello\n")
+        for text in ("First half", "the oldest 2 turns are no longer read", "second half.", "> "):
+            await screen.until(text)
 
 
 def test_params_of_the_command_line() -> None:

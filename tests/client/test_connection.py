@@ -10,6 +10,8 @@ import pytest
 from inferencecenter.client import connect
 from inferencecenter.errors import ErrorCode, InferenceCenterError
 from inferencecenter.protocol.events import End, Queued, Token
+from inferencecenter.protocol.requests import START
+from inferencecenter.protocol.values import ChatMessage
 from tests.client.peer import HELLO
 
 if TYPE_CHECKING:
@@ -254,3 +256,38 @@ async def test_hello_can_be_asked_again(scripted: Start) -> None:
     async with connect(await scripted(daemon), token="ic_a_b") as client:
         assert (await client.refresh_hello()).message == "loading 40 %"
         assert client.hello.status == "loading"
+
+
+async def test_fork_rewind_and_append(scripted: Start) -> None:
+    """Each sends its op and returns the daemon's answer; a fork is a session of its own."""
+
+    async def daemon(peer: Peer) -> None:
+        await peer.welcome()
+        await peer.open_session("s1")
+        assert peer.heard[-1]["on_full"] == "stop"
+        append = await peer.hear()
+        assert append["messages"] == [{"role": "user", "content": "hi"}]
+        await peer.say(op="appended", id=append["id"], session_id="s1", seq=1, messages=1)
+        await peer.open_session("s2")
+        assert (peer.heard[-1]["op"], peer.heard[-1]["turn"]) == ("fork_session", "t1")
+        rewind = await peer.hear()
+        assert (rewind["op"], rewind["session_id"], rewind["turn"]) == ("rewind_session", "s2", "start")
+        await peer.say(op="session_rewound", id=rewind["id"], session_id="s2", seq=1, turn="start", messages=0)
+        await peer.open_session("s3")
+        assert "turn" not in peer.heard[-1]
+        refusal = {"code": "turn_not_found", "message": "no turn", "error": "no turn", "retryable": False}
+        await peer.say(op="error", id=(await peer.hear())["id"], session_id="s1", **refusal)
+        await peer.say(op="pong", id=(await peer.hear())["id"])
+
+    async with connect(await scripted(daemon), token="ic_a_b") as client:
+        session = await client.create_session(on_full="stop")
+        assert (await session.append([ChatMessage(role="user", content="hi")])).messages == 1
+        fork = await session.fork("t1")
+        assert fork.session_id == "s2"
+        assert (await fork.rewind(START)).messages == 0
+        assert (await session.fork()).session_id == "s3"
+        with pytest.raises(InferenceCenterError, match="no turn") as caught:
+            await session.rewind("t9")
+        assert caught.value.code is ErrorCode.TURN_NOT_FOUND
+        with pytest.raises(InferenceCenterError, match="unexpected op, pong"):
+            await session.rewind("t1")
