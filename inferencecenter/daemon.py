@@ -33,6 +33,7 @@ from inferencecenter.server.first_run import ensure_admin
 from inferencecenter.server.listener import Listener, bind
 from inferencecenter.sessions.registry import Sessions
 from inferencecenter.supervisor.backoff import RestartPolicy
+from inferencecenter.supervisor.kv_places import kv_places
 from inferencecenter.supervisor.supervisor import Supervisor
 from inferencecenter.telemetry.metrics import Metrics
 
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
 
     from inferencecenter.ipc.port import EngineStatus
     from inferencecenter.settings import Settings
+    from inferencecenter.supervisor.kv_places import KvPlaces
 
 ACCOUNTS_FILE: Final = "accounts.sqlite3"
 _LOCK_FILE: Final = "daemon.lock"
@@ -127,13 +129,15 @@ async def _run(
     on_listening: Callable[[], None],
 ) -> None:
     metrics = Metrics()
+    kv = kv_places(settings.kv, settings.state_dir)
     supervisor = Supervisor(
-        _engine_options(settings),
+        _engine_options(settings, kv),
         policy=RestartPolicy(
             min_s=settings.engine.restart_backoff_min_s,
             max_s=settings.engine.restart_backoff_max_s,
         ),
         max_queue=settings.engine.max_queue,
+        queue_warning=settings.engine.queue_warning,
         load_timeout_s=settings.engine.load_timeout_s,
         lock_path=settings.state_dir / _ENGINE_LOCK_FILE,
     )
@@ -142,6 +146,7 @@ async def _run(
         config_params=config_params,
         max_sessions=settings.sessions.max_sessions,
         default_ttl_s=settings.sessions.default_ttl_s,
+        shared_prompts=settings.sessions.shared_prompts,
         observer=metrics,
     )
     context = Context.create(
@@ -160,6 +165,7 @@ async def _run(
         running.callback(control.close)
         running.push_async_callback(context.close)
         _stop_on_signals(listener)
+        running.callback(kv.remove_ram)
         await supervisor.start()
         running.push_async_callback(supervisor.stop)
         on_listening()
@@ -184,7 +190,7 @@ def _stop_on_signals(listener: Listener) -> None:
         loop.add_signal_handler(each, stop, each)
 
 
-def _engine_options(settings: Settings) -> EngineOptions:
+def _engine_options(settings: Settings, kv: KvPlaces) -> EngineOptions:
     engine = settings.engine
     return EngineOptions(
         backend=engine.backend,
@@ -207,6 +213,14 @@ def _engine_options(settings: Settings) -> EngineOptions:
         target_step_ms=engine.target_step_ms,
         worker_threads=engine.worker_threads or min(len(os.sched_getaffinity(0)), _MAX_WORKER_THREADS),
         echo_delay_ms=engine.echo_delay_ms,
+        quantum_tokens=engine.quantum_tokens,
+        ageing_s=engine.ageing_s,
+        queue_timeout_s=engine.queue_timeout_s or 0.0,
+        kv_ram_dir=str(kv.ram_dir),
+        kv_ram_bytes=kv.ram_bytes,
+        kv_disk_dir=str(kv.disk_dir),
+        kv_disk_bytes=kv.disk_bytes,
+        kv_client_share=settings.kv.client_share,
     )
 
 

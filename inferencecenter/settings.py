@@ -45,6 +45,11 @@ def _state_dir() -> Path:
     return Path(given) if given else platformdirs.user_state_path(APP_NAME)
 
 
+def _kv_ram_dir() -> Path:
+    given = os.environ.get("RUNTIME_DIRECTORY", "").split(":")[0]
+    return Path(given) / "kv" if given else Path(f"/dev/shm/{APP_NAME}-{os.getuid()}")  # noqa: S108 - made with mode 0700
+
+
 def bundled_model() -> Path:
     """Return the path of the demo model that comes with the package."""
     return Path(__file__).parent / "demo" / "demo.gguf"
@@ -115,6 +120,11 @@ class SessionSettings(Section):
     default_ttl_s: float | None = Field(
         None, gt=0, le=31_536_000, description="Idle seconds after which a session expires that sets no own `ttl_s`."
     )
+    shared_prompts: tuple[Annotated[str, StringConstraints(min_length=1)], ...] = Field(
+        (),
+        description="System prompts, word for word, whose computed state sessions of different clients share; how fast "
+        "an answer begins then tells whether somebody used the prompt before.",
+    )
 
 
 class EngineSettings(Section):
@@ -144,7 +154,25 @@ class EngineSettings(Section):
     worker_threads: int = Field(
         0, ge=0, le=256, description="Threads that tokenize and sample; 0 chooses by the cores."
     )
+    quantum_tokens: int = Field(
+        0,
+        ge=0,
+        le=1_000_000,
+        description="Tokens a turn may generate before one that waits gets its slot; 0 chooses by what parking costs.",
+    )
+    ageing_s: float = Field(
+        30.0, gt=0, le=86_400, description="Seconds of waiting after which a turn counts as one of the next class up."
+    )
     max_queue: int = Field(1000, ge=1, le=1_000_000, description="Turns that may wait for a slot.")
+    queue_timeout_s: float | None = Field(
+        None,
+        gt=0,
+        le=86_400,
+        description="Seconds after which a turn fails that has not had a slot yet; without it none does.",
+    )
+    queue_warning: int = Field(
+        100, ge=0, le=1_000_000, description="Turns that wait when a warning is logged; 0 logs none."
+    )
     load_timeout_s: float = Field(1800.0, gt=0, le=86_400, description="Seconds that loading a model may take.")
     restart_backoff_min_s: float = Field(
         0.5, gt=0, le=3600, description="Wait before the first restart of a dead engine."
@@ -159,6 +187,28 @@ class EngineSettings(Section):
         if self.restart_backoff_min_s > self.restart_backoff_max_s:
             raise ValueError("restart_backoff_min_s must not exceed restart_backoff_max_s")
         return self
+
+
+class KvSettings(Section):
+    """Where the KV of sessions without a slot is kept."""
+
+    parking: bool = Field(True, description="Whether it is kept at all; if not, a returning session is read again.")
+    ram_dir: ExpandedPath = Field(
+        default_factory=_kv_ram_dir,
+        validate_default=True,
+        description="Directory in memory (tmpfs); each daemon uses one of its own in it.",
+        json_schema_extra={"default_text": "$RUNTIME_DIRECTORY/kv, else /dev/shm/inferencecenter-<uid>"},
+    )
+    ram_mib: int = Field(
+        1024, ge=0, le=2**30, description="MiB of it to use, or what is free there if that is less; 0 uses none."
+    )
+    disk_dir: ExpandedPath | None = Field(
+        None,
+        description="Directory on disk; each daemon uses one of its own in it.",
+        json_schema_extra={"default_text": "kv in the state directory"},
+    )
+    disk_mib: int = Field(4096, ge=0, le=2**30, description="MiB of it to use; 0 uses none.")
+    client_share: float = Field(0.5, gt=0, le=1, description="Most that one client may have of either.")
 
 
 class ModelSettings(Section):
@@ -206,6 +256,7 @@ class Settings(BaseSettings):
     auth: AuthSettings = Field(default_factory=AuthSettings)
     sessions: SessionSettings = Field(default_factory=SessionSettings)
     engine: EngineSettings = Field(default_factory=EngineSettings)
+    kv: KvSettings = Field(default_factory=KvSettings)
     model: ModelSettings = Field(default_factory=ModelSettings)
     params: dict[str, Any] = Field(
         default_factory=dict,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -71,6 +72,14 @@ def test_systemd_names_the_state_directory(monkeypatch: pytest.MonkeyPatch) -> N
     assert Settings().state_dir == Path("/home/ada/.state/inferencecenter")
 
 
+def test_systemd_names_the_directory_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``RUNTIME_DIRECTORY`` wins over the user's own place in /dev/shm; of several the first is taken."""
+    monkeypatch.setenv("RUNTIME_DIRECTORY", "/run/inferencecenter:/run/other")
+    assert Settings().kv.ram_dir == Path("/run/inferencecenter/kv")
+    monkeypatch.delenv("RUNTIME_DIRECTORY")
+    assert Settings().kv.ram_dir == Path(f"/dev/shm/inferencecenter-{os.getuid()}")
+
+
 @pytest.mark.parametrize(
     ("section", "values"),
     [
@@ -93,6 +102,16 @@ def test_systemd_names_the_state_directory(monkeypatch: pytest.MonkeyPatch) -> N
         ("engine", {"kv_type_k": "q2"}),
         ("engine", {"n_batch": 128, "n_ubatch": 256}),
         ("engine", {"restart_backoff_min_s": 10, "restart_backoff_max_s": 5}),
+        ("engine", {"quantum_tokens": -1}),
+        ("engine", {"quantum_tokens": 1_000_001}),
+        ("engine", {"ageing_s": 0}),
+        ("engine", {"queue_timeout_s": 0}),
+        ("engine", {"queue_warning": -1}),
+        ("kv", {"ram_mib": -1}),
+        ("kv", {"disk_mib": 2**31}),
+        ("kv", {"client_share": 0}),
+        ("kv", {"client_share": 1.01}),
+        ("kv", {"tier": "ram"}),
         ("model", {"name": ""}),
         ("log", {"level": "trace"}),
     ],

@@ -28,7 +28,8 @@ class EngineStatus:
     """A snapshot of the engine for hello, readiness, metrics and status.
 
     ``load_fraction`` runs from 0 to 1; ``detail`` is the last failure in words, empty when all is well.
-    ``running`` and ``waiting`` count turns, ``rss_bytes`` is the child's resident memory.
+    ``running`` and ``waiting`` count turns, ``rss_bytes`` is the child's resident memory. ``parked_sessions`` have
+    their KV outside the slots, and with shared prefixes it takes ``parked_bytes``.
     """
 
     state: EngineState
@@ -40,6 +41,8 @@ class EngineStatus:
     running: int = 0
     waiting: int = 0
     rss_bytes: int = 0
+    parked_sessions: int = 0
+    parked_bytes: int = 0
 
 
 class EnginePort(Protocol):
@@ -52,8 +55,9 @@ class EnginePort(Protocol):
     def submit(self, turn: Submit, listener: Callable[[TurnEvent], None]) -> int:
         """Hand over a turn and return its place in the queue, 0 when a slot is free.
 
-        ``listener`` is called on the event loop with each event, the last being ``Finished`` or ``Failed``: exactly
-        one of them, also when the engine dies (``Failed`` with ``engine_crashed``).
+        ``listener`` is called on the event loop with each event, the last being ``Finished``, ``Failed`` or, for a turn
+        that may shift, ``Overflowed``: exactly one of them, also when the engine dies (``Failed`` with
+        ``engine_crashed``). A turn that overflowed may be submitted again.
 
         Raises:
             InferenceCenterError: ``model_loading``, ``engine_unavailable`` or ``queue_full``.

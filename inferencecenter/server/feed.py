@@ -120,8 +120,8 @@ def readings(*, timestamp: float, gpu: GpuReading, engine: EngineStatus, totals:
             tokens_per_s=totals.tokens_per_s,
             slots_used=engine.running,
             slots=model.slots if model else 0,
-            parked_sessions=0,
-            parked_mb=0.0,
+            parked_sessions=engine.parked_sessions,
+            parked_mb=round(engine.parked_bytes / _MB, 1),
         ),
         engine=EngineReadings(
             state=engine.state.value,

@@ -101,6 +101,8 @@ class Pages:
         metrics.engine_rss_bytes.set(engine.rss_bytes)
         metrics.running_turns.set(engine.running)
         metrics.waiting_turns.set(engine.waiting)
+        metrics.parked_sessions.set(engine.parked_sessions)
+        metrics.parked_bytes.set(engine.parked_bytes)
         metrics.gpu_temperature_c.set(or_nan(gpu.temperature_c))
         metrics.gpu_power_watts.set(or_nan(gpu.power_watts))
         metrics.gpu_memory_used_bytes.set(or_nan(gpu.vram_used_bytes))

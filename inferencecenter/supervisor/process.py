@@ -102,6 +102,16 @@ class EngineProcess:
         if self._process.returncode is None:
             os.kill(self._process.pid, signal.SIGKILL)
 
+    async def end(self, *, deadline_s: float) -> None:
+        """Ask the engine to end, kill it after ``deadline_s``, and wait until it is gone."""
+        self.close()
+        try:
+            async with asyncio.timeout(deadline_s):
+                await self.gone()
+        except TimeoutError:
+            self.kill()
+            await self.gone()
+
     async def gone(self) -> str:
         """Wait until the pipe has been read to its end and the process is gone; return how it ended, in words."""
         fault = await self._channel.lost()

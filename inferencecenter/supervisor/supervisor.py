@@ -8,6 +8,7 @@ import random
 import time
 from typing import TYPE_CHECKING, Final
 
+import msgspec
 import structlog
 
 from inferencecenter.errors import ERRORS, ErrorCode, InferenceCenterError
@@ -19,6 +20,7 @@ from inferencecenter.ipc.messages import (
     LoadFailed,
     Loading,
     Log,
+    Overflowed,
     Ready,
     Release,
     Step,
@@ -27,6 +29,7 @@ from inferencecenter.ipc.port import EngineState, EngineStatus
 from inferencecenter.supervisor.backoff import Backoff, RestartPolicy
 from inferencecenter.supervisor.orphan import OrphanError, engine_lock, record_holder
 from inferencecenter.supervisor.process import EngineProcess
+from inferencecenter.supervisor.queue_watch import QueueWatch
 from inferencecenter.supervisor.states import ENGINE, EngineChange
 from inferencecenter.tasks import TaskGroup
 
@@ -54,18 +57,20 @@ class Supervisor:
         options: What each engine is told at its start.
         policy: Bounds of the wait before a restart.
         max_queue: Turns that may wait for a slot.
+        queue_warning: Turns that wait when a warning is logged; 0 logs none.
         load_timeout_s: An engine that is not ready by then is killed and started again.
         lock_path: File by which the engine of a daemon that died is noticed; none to do without.
         jitter: Numbers from 0 to 1.
         monotonic: Seconds that only rise.
     """
 
-    def __init__(  # noqa: PLR0913 - keyword-only; the last four have defaults
+    def __init__(  # noqa: PLR0913 - keyword-only; the last five have defaults
         self,
         options: EngineOptions,
         *,
         policy: RestartPolicy,
         max_queue: int,
+        queue_warning: int = 0,
         load_timeout_s: float = 1800.0,
         lock_path: Path | None = None,
         jitter: Callable[[], float] = random.random,
@@ -74,6 +79,7 @@ class Supervisor:
         self._options = options
         self._backoff = Backoff(policy, random=jitter)
         self._max_queue = max_queue
+        self._queue_watch = QueueWatch(queue_warning)
         self._load_timeout_s = load_timeout_s
         self._lock_path = lock_path
         self._monotonic = monotonic
@@ -110,6 +116,8 @@ class Supervisor:
             running=self._gauges.running,
             waiting=self._gauges.waiting,
             rss_bytes=self._gauges.rss_bytes,
+            parked_sessions=self._gauges.parked_sessions,
+            parked_bytes=self._gauges.parked_bytes,
         )
 
     @property
@@ -133,7 +141,7 @@ class Supervisor:
         self._change(EngineChange.STOP)
         self._fail_turns(ErrorCode.ENGINE_UNAVAILABLE, "the daemon is stopping")
         if self._process is not None:
-            await _end(self._process, deadline_s=deadline_s)
+            await self._process.end(deadline_s=deadline_s)
         if self._keeper is not None:
             await asyncio.wait([self._keeper])
         self._change(EngineChange.ENDED)
@@ -212,10 +220,13 @@ class Supervisor:
             process.kill()
 
     async def _spawn(self) -> EngineProcess:
+        # What another daemon's engine parked belongs to sessions that nobody knows any more; one that got ready here
+        # has deleted it, so that what is there now was parked for sessions that are still open.
+        options = msgspec.structs.replace(self._options, kv_adopt=self._model is not None)
         if self._lock_path is None:
-            return await EngineProcess.spawn(self._options, on_message=self._on_message)
+            return await EngineProcess.spawn(options, on_message=self._on_message)
         async with engine_lock(self._lock_path) as fd:
-            process = await EngineProcess.spawn(self._options, on_message=self._on_message, keep_open=(fd,))
+            process = await EngineProcess.spawn(options, on_message=self._on_message, keep_open=(fd,))
             record_holder(fd, process.pid)
             return process
 
@@ -238,6 +249,8 @@ class Supervisor:
         match message:
             case Step():
                 self._gauges = message
+                if self._queue_watch.warns(message.waiting):
+                    _log.warning("queue_long", waiting=message.waiting, running=message.running)
                 for event in message.events:
                     self._dispatch(event)
             case Log():
@@ -260,7 +273,7 @@ class Supervisor:
                 self._load_failed(message)
 
     def _dispatch(self, event: TurnEvent) -> None:
-        terminal = isinstance(event, Finished | Failed)
+        terminal = isinstance(event, Finished | Failed | Overflowed)
         listener = self._turns.pop(event.turn_id, None) if terminal else self._turns.get(event.turn_id)
         if listener is None:
             return
@@ -318,16 +331,6 @@ class Supervisor:
             f"the engine is {self._state.value}{': ' if self._detail else ''}{self._detail}",
             retry_after_ms=1000,
         )
-
-
-async def _end(process: EngineProcess, *, deadline_s: float) -> None:
-    process.close()
-    try:
-        async with asyncio.timeout(deadline_s):
-            await process.gone()
-    except TimeoutError:
-        process.kill()
-        await process.gone()
 
 
 _LEVELS: Final = {

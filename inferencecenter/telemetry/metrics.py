@@ -31,6 +31,8 @@ class TurnFigures(Protocol):
     def cached_tokens(self) -> int: ...  # noqa: D102
     @property
     def tokens(self) -> int: ...  # noqa: D102
+    @property
+    def preempted(self) -> int: ...  # noqa: D102
 
 
 class Metrics:
@@ -75,6 +77,11 @@ class Metrics:
             "Prompt tokens of finished turns whose KV was reused.",
             registry=registry,
         )
+        self.preemptions = Counter(
+            "inferencecenter_preemptions",
+            "How often turns that ended had given their slot to others.",
+            registry=registry,
+        )
         self.first_token_s = Histogram(
             "inferencecenter_time_to_first_token_seconds",
             "From infer to the first token.",
@@ -104,6 +111,13 @@ class Metrics:
         self.running_turns = Gauge("inferencecenter_running_turns", "Turns that hold a slot.", registry=registry)
         self.waiting_turns = Gauge("inferencecenter_waiting_turns", "Turns that wait for a slot.", registry=registry)
 
+        self.parked_sessions = Gauge(
+            "inferencecenter_parked_sessions", "Sessions whose KV is kept outside the slots.", registry=registry
+        )
+        self.parked_bytes = Gauge(
+            "inferencecenter_parked_bytes", "Bytes of KV kept outside the slots.", registry=registry
+        )
+
         self.gpu_temperature_c = Gauge(
             "inferencecenter_gpu_temperature_celsius", "Temperature of the GPU; NaN without one.", registry=registry
         )
@@ -128,6 +142,7 @@ class Metrics:
         self.tokens.inc(record.tokens)
         self.prompt_tokens.inc(record.prompt_tokens)
         self.cached_tokens.inc(record.cached_tokens)
+        self.preemptions.inc(record.preempted)
         self.queue_s.observe(record.queue_ms / 1000)
         if record.tokens:
             self.first_token_s.observe(record.ttft_ms / 1000)

@@ -21,6 +21,7 @@ class Figures:
     prompt_tokens: int = 30
     cached_tokens: int = 10
     tokens: int = 11
+    preempted: int = 2
 
 
 def value(metrics: Metrics, name: str, **labels: str) -> float | None:
@@ -53,6 +54,7 @@ def test_a_turn_is_counted() -> None:
     metrics.turn_ended(Figures())
     assert value(metrics, "turns_total", finish="stop") == 1
     assert value(metrics, "generated_tokens_total") == 11
+    assert value(metrics, "preemptions_total") == 2
     assert value(metrics, "prompt_tokens_total") == 30
     assert value(metrics, "cached_prompt_tokens_total") == 10
     assert math.isclose(value(metrics, "queue_wait_seconds_sum") or 0, 0.04)
