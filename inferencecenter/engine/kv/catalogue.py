@@ -1,0 +1,190 @@
+"""Which sequences are parked, where, how they are found and which have to go. Does no I/O."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING
+
+from inferencecenter.engine.kv.ledger import PUBLIC, Ledger
+from inferencecenter.engine.kv.record import TOKEN_BYTES
+from inferencecenter.engine.scheduler.parking import Match
+from inferencecenter.engine.scheduler.prefix import common_prefix_tokens
+from inferencecenter.ipc.messages import pack_tokens
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterator, Sequence
+
+    from inferencecenter.engine.kv.ledger import Limits
+
+
+class Place(Enum):
+    """Whether an entry is in a tier."""
+
+    ABSENT = "absent"
+    ARRIVING = "arriving"
+    THERE = "there"
+
+
+@dataclass(slots=True, eq=False)
+class Entry:
+    """One parked sequence; a later one of the same key is another entry.
+
+    ``tokens`` are packed; ``file_bytes`` is header and payload. ``verified``: the copy in RAM is known to be what was
+    saved. ``durable``: it may be copied to disk; ``refused``: that was tried and failed.
+    """
+
+    key: str
+    scope: str
+    tokens: bytes
+    durable: bool
+    stamp: int
+    payload_start: int
+    payload_bytes: int
+    verified: bool = True
+    refused: bool = False
+    ram: Place = Place.ABSENT
+    disk: Place = Place.ABSENT
+    used: int = 0
+
+    @property
+    def n_tokens(self) -> int:
+        """How long the sequence is."""
+        return len(self.tokens) // TOKEN_BYTES
+
+    @property
+    def file_bytes(self) -> int:
+        """What a copy on disk takes."""
+        return self.payload_start + self.payload_bytes
+
+
+class Catalogue:
+    """The entries by key and scope, with what they take of each tier's budget.
+
+    Entries may stay in a ledger after they were removed: while a worker still fills their place.
+
+    Args:
+        ram: Limits of the RAM tier.
+        disk: Limits of the disk tier.
+        can_rewind: Whether a part of a sequence is of use; otherwise only whole ones are found.
+    """
+
+    def __init__(self, *, ram: Limits, disk: Limits, can_rewind: bool) -> None:
+        self.ram: Ledger[Entry] = Ledger(ram)
+        self.disk: Ledger[Entry] = Ledger(disk)
+        self._can_rewind = can_rewind
+        self._entries: dict[str, Entry] = {}
+        self._scopes: dict[str, dict[str, Entry]] = {}
+        self._uses = 0
+
+    def __iter__(self) -> Iterator[Entry]:
+        return iter(self._entries.values())
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def get(self, key: str) -> Entry | None:
+        """Return the entry of ``key``."""
+        return self._entries.get(key)
+
+    def add(self, entry: Entry) -> None:
+        """Enter an entry whose key is free, as the one used last."""
+        assert entry.key not in self._entries, f"{entry.key} is taken"
+        self._entries[entry.key] = entry
+        self._scopes.setdefault(entry.scope, {})[entry.key] = entry
+        self.touch(entry)
+
+    def remove(self, entry: Entry) -> None:
+        """Take an entry out; the ledgers are left alone."""
+        del self._entries[entry.key]
+        siblings = self._scopes[entry.scope]
+        del siblings[entry.key]
+        if not siblings:
+            del self._scopes[entry.scope]
+
+    def touch(self, entry: Entry) -> None:
+        """Make an entry the one used last, in both tiers."""
+        self._uses += 1
+        entry.used = self._uses
+        self.ram.touch(entry)
+        self.disk.touch(entry)
+
+    def find(self, scope: str, tokens: Sequence[int]) -> Match | None:
+        """Return the entry of ``scope`` or of the public one that shares most tokens, or ``None`` if none shares any.
+
+        Of equal ones the first is that in RAM, then the shortest, then the one parked last.
+        """
+        candidates = [*self._scopes.get(scope, {}).values()]
+        if scope != PUBLIC:
+            candidates += self._scopes.get(PUBLIC, {}).values()
+        if not candidates:
+            return None
+        wanted = pack_tokens(tokens[: max(entry.n_tokens for entry in candidates)])
+        best: tuple[tuple[int, bool, int, int], Entry] | None = None
+        shared = b""
+        for entry in candidates:
+            if not entry.tokens.startswith(shared):  # shares less than the best so far, seen by one comparison
+                continue
+            common = common_prefix_tokens(entry.tokens, wanted) // TOKEN_BYTES
+            if common == 0 or (common < entry.n_tokens and not self._can_rewind):
+                continue
+            merit = (common, entry.ram is Place.THERE, -entry.n_tokens, entry.stamp)
+            if best is None or merit > best[0]:
+                best = (merit, entry)
+                shared = wanted[: common * TOKEN_BYTES]
+        if best is None:
+            return None
+        (common, ready, _, _), entry = best
+        return Match(key=entry.key, common_tokens=common, n_tokens=entry.n_tokens, ready=ready)
+
+    def room_in_ram(
+        self, scope: str, n_bytes: int, *, without: Entry | None, keep: Collection[str]
+    ) -> tuple[Entry, ...] | None:
+        """Return the entries that leave RAM for one of ``scope`` and ``n_bytes``; ``None`` when it finds no room.
+
+        ``without`` leaves anyway. Those with a key in ``keep`` stay. Those that could still be copied to disk go last.
+        """
+
+        def rank(entry: Entry) -> int | None:
+            if entry.key in keep or entry.ram is Place.ARRIVING or entry.disk is Place.ARRIVING:
+                return None
+            return 1 if self._awaits_copy(entry) else 0
+
+        return self.ram.room(scope, n_bytes, without=without, rank=rank)
+
+    def room_on_disk(self, entry: Entry) -> tuple[Entry, ...] | None:
+        """Return the entries that leave the disk for a copy of ``entry``; only those used before it do."""
+
+        def rank(other: Entry) -> int | None:
+            settled = other.disk is Place.THERE and other.ram is not Place.ARRIVING
+            return 0 if settled and other.used < entry.used else None
+
+        return self.disk.room(entry.scope, entry.file_bytes, without=None, rank=rank)
+
+    def to_copy(self, spare_bytes: int) -> list[Entry]:
+        """Return the entries to be copied to disk now, so that ``spare_bytes`` of RAM can be had at no loss."""
+        chosen: list[Entry] = []
+        spare = self.ram.limits.budget_bytes - self.ram.total_bytes
+        for entry in self.ram:
+            if spare >= spare_bytes:
+                break
+            spare += self.ram.bytes_of(entry)
+            if self._awaits_copy(entry) and entry.ram is Place.THERE:
+                chosen.append(entry)
+        return chosen
+
+    def check_integrity(self) -> None:
+        """Raise ``AssertionError`` when the books contradict each other."""
+        self.ram.check_integrity()
+        self.disk.check_integrity()
+        assert sum(map(len, self._scopes.values())) == len(self._entries), "an entry is lost"
+        for key, entry in self._entries.items():
+            assert entry.key == key, f"{key} is entered under another key"
+            assert self._scopes[entry.scope][key] is entry, f"{key} is entered under another scope"
+            assert Place.THERE in {entry.ram, entry.disk}, f"{key} is nowhere"
+            assert (entry in self.ram) == (entry.ram is not Place.ABSENT), f"{key} is miscounted in RAM"
+            assert (entry in self.disk) == (entry.disk is not Place.ABSENT), f"{key} is miscounted on disk"
+
+    def _awaits_copy(self, entry: Entry) -> bool:
+        may_be_copied = entry.durable and not entry.refused and entry.file_bytes <= self.disk.limits.of(entry.scope)
+        return may_be_copied and entry.disk is Place.ABSENT

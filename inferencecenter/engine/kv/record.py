@@ -1,0 +1,125 @@
+"""The format of a parked sequence: a header that says what it is, then the bytes of its KV.
+
+Little endian: a start (mark, version, length of the header, checksum of its rest), the facts, the key, the scope and
+the tokens as packed int32, zeros up to a multiple of 64 bytes, the payload. A file of the RAM tier may go on after it.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from dataclasses import dataclass, replace
+from hashlib import sha256
+
+_MARK = b"ICKV\r\n\x1a\n"
+_VERSION = 1
+# Mark, version, length of the header, checksum of the header after this.
+_START = struct.Struct("<8sHxxII")
+# Fingerprint, flags, checksum and length of the payload, stamp, lengths of key, scope and tokens.
+_FACTS = struct.Struct("<32sIIQQIII")
+_DURABLE = 1
+_ALIGNMENT_BYTES = 64
+_MAX_HEADER_BYTES = 64 * 1024 * 1024
+START_BYTES = _START.size
+TOKEN_BYTES = 4
+
+
+class RecordError(Exception):
+    """A file is not what this engine has parked; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """What a header says. ``tokens`` are packed; the higher of two ``stamp`` was parked later."""
+
+    key: str
+    scope: str
+    tokens: bytes
+    durable: bool
+    stamp: int
+    payload_bytes: int
+    payload_crc: int
+
+    @property
+    def header_bytes(self) -> int:
+        """The length of the header, which is where the payload starts."""
+        return header_bytes(self.key, self.scope, len(self.tokens) // TOKEN_BYTES)
+
+    def with_crc(self, payload_crc: int) -> Record:
+        """Return the record with the checksum of its payload."""
+        return replace(self, payload_crc=payload_crc)
+
+
+def header_bytes(key: str, scope: str, n_tokens: int) -> int:
+    """Return the length of a sequence's header."""
+    length = _START.size + _FACTS.size + len(key.encode()) + len(scope.encode()) + TOKEN_BYTES * n_tokens
+    return -(-length // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+
+
+def digest(fingerprint: str) -> bytes:
+    """Return the 32 bytes that stand for a fingerprint in headers."""
+    return sha256(fingerprint.encode()).digest()
+
+
+def encode(record: Record, fingerprint: bytes) -> bytes:
+    """Return the header of a sequence whose payload was saved under a ``fingerprint`` (see ``digest``)."""
+    key, scope = record.key.encode(), record.scope.encode()
+    facts = _FACTS.pack(
+        fingerprint,
+        _DURABLE if record.durable else 0,
+        record.payload_crc,
+        record.payload_bytes,
+        record.stamp,
+        len(key),
+        len(scope),
+        len(record.tokens),
+    )
+    length = record.header_bytes
+    rest = (facts + key + scope + record.tokens).ljust(length - _START.size, b"\0")
+    return _START.pack(_MARK, _VERSION, length, zlib.crc32(rest)) + rest
+
+
+def announced_bytes(start: bytes | memoryview) -> int:
+    """Return the length of the header that begins with ``start``.
+
+    Raises:
+        RecordError: No header begins so.
+    """
+    if len(start) < _START.size:
+        raise RecordError("it is too short")
+    mark, version, length, _ = _START.unpack_from(start)
+    if mark != _MARK:
+        raise RecordError("it was not finished, or is no parked KV")
+    if version != _VERSION:
+        raise RecordError(f"it has format version {version}")
+    if not _START.size + _FACTS.size <= length <= _MAX_HEADER_BYTES:
+        raise RecordError("its header is damaged")
+    return int(length)
+
+
+def decode(data: bytes | memoryview, fingerprint: bytes) -> Record:
+    """Read the header at the beginning of ``data``, which may go on after it.
+
+    Raises:
+        RecordError: It is damaged, of another version, or was saved under another ``fingerprint``.
+    """
+    length = announced_bytes(data)
+    rest = bytes(data[_START.size : length])
+    if len(rest) != length - _START.size or zlib.crc32(rest) != _START.unpack_from(data)[3]:
+        raise RecordError("its header is damaged")
+    found, flags, crc, payload_bytes, stamp, *lengths = _FACTS.unpack_from(rest)
+    if found != fingerprint:
+        raise RecordError("it belongs to another model or version")
+    fields: list[bytes] = []
+    at = _FACTS.size
+    for field_bytes in lengths:
+        fields.append(rest[at : at + field_bytes])
+        at += field_bytes
+    key, scope, tokens = fields
+    try:
+        record = Record(key.decode(), scope.decode(), tokens, bool(flags & _DURABLE), stamp, payload_bytes, crc)
+    except UnicodeDecodeError:
+        raise RecordError("its header is damaged") from None
+    if record.header_bytes != length or len(tokens) != lengths[-1] or len(tokens) % TOKEN_BYTES:
+        raise RecordError("its header is damaged")
+    return record
