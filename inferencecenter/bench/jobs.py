@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import msgspec
 
 from inferencecenter.bench.target import AbortTrace, TargetSpec, TurnTrace
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 
 class ClosedLoop(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -24,20 +27,58 @@ class ClosedLoop(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     first_seed: int
 
 
-class Round(msgspec.Struct, frozen=True):
-    """One turn that every client starts at the same moment."""
+class TurnSize(msgspec.Struct, frozen=True):
+    """What a turn reads, and what it generates."""
 
     prompt_tokens: int
     max_tokens: int
 
 
+class Round(TurnSize, frozen=True):
+    """One turn of each client, started at the same moment.
+
+    ``clients`` are those that take part, by their numbers from 0, all when unset. With ``at_once`` only so many begin,
+    the lowest numbers, and when all of them have ended so many more. All prompts begin with the same
+    ``opening_tokens``, which are part of their tokens.
+    """
+
+    clients: tuple[int, ...] | None = None
+    at_once: int | None = None
+    opening_tokens: int = 0
+
+    def speakers(self, n_clients: int) -> tuple[int, ...]:
+        """Return the numbers of those that take part, of so many clients."""
+        return tuple(range(n_clients)) if self.clients is None else self.clients
+
+
 class Rounds(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Turns that all clients start together, round after round; with ``continues`` each stays in its conversation."""
+    """Turns that clients start together, round after round; with ``continues`` each stays in its conversation.
+
+    With ``pinned`` client i asks for slot i at servers where one can. ``warm_up`` is a turn of every client before the
+    first round, in a conversation of its own.
+    """
 
     target: TargetSpec
     clients: int
     rounds: tuple[Round, ...]
     continues: bool
+    first_seed: int
+    pinned: bool = False
+    warm_up: TurnSize | None = None
+
+
+class Arrival(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """``streams`` clients start a turn each; when all have had ``after_tokens`` pieces of text, one more client comes.
+
+    The newcomer is the last client of the answer. ``warm_up`` is as in ``Rounds``.
+    """
+
+    target: TargetSpec
+    streams: int
+    stream: TurnSize
+    newcomer: TurnSize
+    after_tokens: int
+    warm_up: TurnSize
     first_seed: int
 
 
@@ -65,14 +106,22 @@ class Release(msgspec.Struct, frozen=True, tag=True):
     """Close what is held."""
 
 
-Job: TypeAlias = ClosedLoop | Rounds | Aborts | Hold | Release
+Job: TypeAlias = ClosedLoop | Rounds | Arrival | Aborts | Hold | Release
 
 
 class Turns(msgspec.Struct, frozen=True, tag=True):
-    """The turns of each client, in order, warm-up first; ``cpu_s`` is what the generator used for them."""
+    """The turns of each client, in order; ``cpu_s`` is what the generator used for them and for their warm-up.
+
+    The warm-up of a closed loop is among the turns, that of other jobs is not.
+    """
 
     clients: tuple[tuple[TurnTrace, ...], ...]
     cpu_s: float
+
+    def by_round(self, rounds: Sequence[Round]) -> tuple[tuple[TurnTrace, ...], ...]:
+        """Return the turns of each round, in the order of their clients, of a job that had these rounds."""
+        coming = [iter(turns) for turns in self.clients]
+        return tuple(tuple(next(coming[index]) for index in each.speakers(len(self.clients))) for each in rounds)
 
 
 class Aborted(msgspec.Struct, frozen=True, tag=True):

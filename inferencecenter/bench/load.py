@@ -10,7 +10,7 @@ import math
 import resource
 import sys
 import time
-from contextlib import AsyncExitStack, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from typing import TYPE_CHECKING, Final, TypeVar
 
 import msgspec
@@ -20,6 +20,7 @@ from inferencecenter.bench.jobs import (
     Aborted,
     Aborts,
     Answer,
+    Arrival,
     ClosedLoop,
     Failed,
     Hold,
@@ -30,19 +31,23 @@ from inferencecenter.bench.jobs import (
     Turns,
 )
 from inferencecenter.bench.peers import make_target
-from inferencecenter.bench.target import AbortTrace, TurnTrace, Work
+from inferencecenter.bench.target import AbortTrace, Opening, TurnTrace, Work
 from inferencecenter.client import connect
 from inferencecenter.errors import ErrorCode, InferenceCenterError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Iterable
+    from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
 
+    from inferencecenter.bench.jobs import Round, TurnSize
     from inferencecenter.bench.target import Target, TargetSession, TargetSpec
 
 Trace = TypeVar("Trace", TurnTrace, AbortTrace)
 
 _MAX_LINE_BYTES: Final = 2**20
-_OPENING_AT_ONCE: Final = 32
+_CONNECTING_AT_ONCE: Final = 32
+# Of the million seeds of a job, those that are not counted up from the first.
+_WARM_UP_SEEDS: Final = 800_000
+_OPENING_SEEDS: Final = 900_000
 
 
 class Generator:
@@ -65,9 +70,13 @@ class Generator:
                     await self._together(loop.client, job.target, clients=job.clients)
                     return Turns(_frozen(loop.traces), self._cpu_clock() - began_s)
                 case Rounds():
-                    rounds = _Rounds(job)
-                    await self._together(rounds.client, job.target, clients=job.clients)
-                    return Turns(_frozen(rounds.traces), self._cpu_clock() - began_s)
+                    async with self._sessions(job.target, job.clients) as sessions:
+                        traces = await _rounds(job, sessions)
+                    return Turns(_frozen(traces), self._cpu_clock() - began_s)
+                case Arrival():
+                    async with self._sessions(job.target, job.streams + 1) as sessions:
+                        traces = await _Arrival(job).run(sessions)
+                    return Turns(_frozen(traces), self._cpu_clock() - began_s)
                 case Aborts():
                     aborts = _Aborts(job)
                     await self._together(aborts.client, job.target, clients=job.clients)
@@ -88,16 +97,21 @@ class Generator:
     async def _together(
         self, client: Callable[[int, TargetSession], Coroutine[None, None, None]], spec: TargetSpec, *, clients: int
     ) -> None:
-        """Run so many clients, each with a connection of its own, opened before any of them begins."""
+        """Run so many clients at the same time."""
+        async with self._sessions(spec, clients) as sessions:
+            await _all(client(index, session) for index, session in enumerate(sessions))
+
+    @asynccontextmanager
+    async def _sessions(self, spec: TargetSpec, clients: int) -> AsyncIterator[list[TargetSession]]:
+        """Open a connection for each of so many clients."""
         if spec not in self._targets:  # kept, because a target finds out once how the model spells words
             self._targets[spec] = make_target(spec)
         async with AsyncExitStack() as open_sessions:
-            sessions = [await open_sessions.enter_async_context(self._targets[spec].session()) for _ in range(clients)]
-            await _all(client(index, session) for index, session in enumerate(sessions))
+            yield [await open_sessions.enter_async_context(self._targets[spec].session()) for _ in range(clients)]
 
     async def _hold(self, job: Hold) -> None:
-        for start in range(0, job.connections, _OPENING_AT_ONCE):
-            count = min(_OPENING_AT_ONCE, job.connections - start)
+        for start in range(0, job.connections, _CONNECTING_AT_ONCE):
+            count = min(_CONNECTING_AT_ONCE, job.connections - start)
             await _all(self._hold_one(job) for _ in range(count))
 
     async def _hold_one(self, job: Hold) -> None:
@@ -133,20 +147,93 @@ class _ClosedLoop:
         turns.append(_sound(await session.turn(Work(self._job.prompt_tokens, max_tokens, seed))))
 
 
-class _Rounds:
-    def __init__(self, job: Rounds) -> None:
-        self._job = job
-        self._start = asyncio.Barrier(job.clients)
-        self.traces: list[list[TurnTrace]] = [[] for _ in range(job.clients)]
+async def _rounds(job: Rounds, sessions: Sequence[TargetSession]) -> list[list[TurnTrace]]:
+    traces: list[list[TurnTrace]] = [[] for _ in sessions]
 
-    async def client(self, index: int, session: TargetSession) -> None:
+    async def turn(number: int, index: int) -> None:
+        traces[index].append(_sound(await sessions[index].turn(_work(job, number, index))))
+
+    if job.warm_up is not None:
+        await _warm_up(sessions, job.warm_up, first_seed=job.first_seed)
+    for number, each in enumerate(job.rounds):
+        for group in _groups(each, job.clients):
+            await _all(turn(number, index) for index in group)
+    return traces
+
+
+def _groups(each: Round, n_clients: int) -> list[tuple[int, ...]]:
+    """Return the clients of a round, those together that begin together."""
+    speakers = each.speakers(n_clients)
+    size = each.at_once or len(speakers)
+    return [speakers[start : start + size] for start in range(0, len(speakers), size)]
+
+
+def _work(job: Rounds, number: int, index: int) -> Work:
+    each = job.rounds[number]
+    opening = Opening(each.opening_tokens, job.first_seed + _OPENING_SEEDS + number) if each.opening_tokens else None
+    return Work(
+        each.prompt_tokens,
+        each.max_tokens,
+        seed=job.first_seed + number * job.clients + index,
+        history_id=f"{job.first_seed}-{index}" if job.continues else None,
+        opening=opening,
+        slot=index if job.pinned else None,
+    )
+
+
+async def _warm_up(sessions: Sequence[TargetSession], size: TurnSize, *, first_seed: int) -> None:
+    async def turn(index: int, session: TargetSession) -> None:
+        seed = first_seed + _WARM_UP_SEEDS + index
+        _sound(await session.turn(Work(size.prompt_tokens, size.max_tokens, seed)))
+
+    await _all(turn(index, session) for index, session in enumerate(sessions))
+
+
+class _Arrival:
+    def __init__(self, job: Arrival) -> None:
+        self._job = job
+        self._behind = job.streams
+        self._due = asyncio.Event()
+
+    async def run(self, sessions: Sequence[TargetSession]) -> list[list[TurnTrace]]:
         job = self._job
-        history_id = f"{job.first_seed}-{index}" if job.continues else None
-        for number, each in enumerate(job.rounds):
-            await self._start.wait()
-            seed = job.first_seed + number * job.clients + index
-            work = Work(each.prompt_tokens, each.max_tokens, seed, history_id)
-            self.traces[index].append(_sound(await session.turn(work)))
+        await _warm_up(sessions, job.warm_up, first_seed=job.first_seed)
+        traces: list[list[TurnTrace]] = [[] for _ in sessions]
+
+        async def client(index: int, session: TargetSession) -> None:
+            turn = self._newcomer(session) if index == job.streams else self._stream(index, session)
+            traces[index].append(_sound(await turn))
+
+        await _all(client(index, session) for index, session in enumerate(sessions))
+        return traces
+
+    async def _newcomer(self, session: TargetSession) -> TurnTrace:
+        size = self._job.newcomer
+        await self._due.wait()
+        return await session.turn(
+            Work(size.prompt_tokens, size.max_tokens, seed=self._job.first_seed + self._job.streams)
+        )
+
+    async def _stream(self, index: int, session: TargetSession) -> TurnTrace:
+        size, missing = self._job.stream, self._job.after_tokens
+
+        def heard() -> None:
+            nonlocal missing
+            missing -= 1
+            if missing == 0:
+                self._behind -= 1
+                if not self._behind:
+                    self._due.set()
+
+        work = Work(size.prompt_tokens, size.max_tokens, seed=self._job.first_seed + index)
+        trace = await session.turn(work, on_text=heard)
+        if missing > 0 and trace.error is None:
+            raise InferenceCenterError(
+                ErrorCode.INVALID_REQUEST,
+                f"a stream of {trace.tokens} tokens ended after {len(trace.token_times_s)} pieces of text; "
+                f"the newcomer comes after {self._job.after_tokens}",
+            )
+        return trace
 
 
 class _Aborts:

@@ -96,6 +96,11 @@ def percentile_metrics(name: str, unit: str, values: Sequence[float]) -> tuple[M
     return tuple(Metric(f"{name} {which}", unit, value, "lower") for which, value in shown)
 
 
+def metrics_if_known(name: str, unit: str, value: float | None, better: Better | None = None) -> tuple[Metric, ...]:
+    """Return one metric; none for ``None``."""
+    return () if value is None else (Metric(name, unit, value, better),)
+
+
 def _rows_of(point: Point, sides: Sequence[Side]) -> list[Row]:
     ours = point.repetitions[0]
     return [

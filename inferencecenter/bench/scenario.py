@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, TypeVar
 
+from inferencecenter.bench.jobs import TurnSize
 from inferencecenter.bench.options import refused
 
 if TYPE_CHECKING:
@@ -19,6 +20,8 @@ OWN: Final = frozenset({"model", "backend", "slots", "n_ctx", "threads", "repeat
 """Options of every scenario that starts our daemon with a model."""
 COMPARABLE: Final = OWN | {"peers", "assume_same", "url", "token"}
 """Options of every scenario that runs the same work on other servers too."""
+WARM_UP: Final = TurnSize(prompt_tokens=16, max_tokens=8)
+"""A turn of each client before what is measured."""
 _CONTEXT_STEP: Final = 256
 _SPARE_TOKENS: Final = 256
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from contextlib import AbstractAsyncContextManager
 
 TargetKind: TypeAlias = Literal["inferencecenter", "llama-server", "openai"]
@@ -51,18 +52,30 @@ class TargetFacts:
 
 
 @dataclass(frozen=True, slots=True)
+class Opening:
+    """The words with which several prompts begin: their first ``tokens``, a function of ``seed``."""
+
+    tokens: int
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
 class Work:
     """One turn to run.
 
     The prompt is a function of ``seed`` and ``prompt_tokens``; prompts of different seeds differ from their first words
-    on, so that no prefix is found in a cache. Exactly ``max_tokens`` are generated: ends of text are ignored. Turns of
-    one ``history_id`` continue one conversation; ``None`` is a conversation of its own.
+    on, so that no prefix is found in a cache, unless they have the same ``opening``, whose tokens are part of
+    ``prompt_tokens``. Exactly ``max_tokens`` are generated: ends of text are ignored. Turns of one ``history_id``
+    continue one conversation; ``None`` is a conversation of its own. ``slot`` is where the conversation's KV is, for
+    servers that clients may name a slot to; others find it by themselves.
     """
 
     prompt_tokens: int
     max_tokens: int
     seed: int
     history_id: str | None = None
+    opening: Opening | None = None
+    slot: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,8 +109,13 @@ class AbortTrace:
 class TargetSession(Protocol):
     """One client's connection."""
 
-    async def turn(self, work: Work) -> TurnTrace:
-        """Run a turn to its end; a failure of the turn is the trace's ``error``."""
+    async def turn(self, work: Work, *, on_text: Callable[[], None] | None = None) -> TurnTrace:
+        """Run a turn to its end; a failure of the turn is the trace's ``error``.
+
+        Args:
+            work: What to run.
+            on_text: Called when a piece of text arrives, after its time was noted.
+        """
 
     async def turn_then_abort(self, work: Work, *, after_tokens: int | None) -> AbortTrace:
         """Abort a turn after so many pieces of text, or while its prompt is read when ``None``."""

@@ -11,7 +11,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, TypeAlias
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from inferencecenter.bench.target import TurnTrace
 
@@ -68,7 +68,53 @@ def ttft_ms(turns: Iterable[TurnTrace]) -> list[float]:
 
 def itl_ms(turns: Iterable[TurnTrace]) -> list[float]:
     """Return the milliseconds between consecutive pieces of text of a turn, all turns together."""
-    return [(later - earlier) * 1000 for turn in turns for earlier, later in pairwise(turn.token_times_s)]
+    return [gap.length_s * 1000 for gap in _gaps(turns)]
+
+
+def itl_inside_ms(turns: Iterable[TurnTrace], window: Window) -> list[float]:
+    """Return the ``itl_ms`` of gaps that lie inside the window with both ends."""
+    return [gap.length_s * 1000 for gap in _gaps(turns) if window.start_s <= gap.start_s and gap.end_s <= window.end_s]
+
+
+def itl_touching_ms(turns: Iterable[TurnTrace], window: Window) -> list[float]:
+    """Return the ``itl_ms`` of gaps that have a part inside the window, at their whole length."""
+    return [gap.length_s * 1000 for gap in _gaps(turns) if gap.start_s < window.end_s and window.start_s < gap.end_s]
+
+
+def span(turns: Sequence[TurnTrace]) -> Window:
+    """Return the time from the first request to the end of the last turn."""
+    return Window(min(turn.started_s for turn in turns), max(turn.ended_s for turn in turns))
+
+
+def spread_tokens(turns: Sequence[TurnTrace]) -> float:
+    """Return the greatest difference in generated tokens between two turns that were unfinished at the same moment.
+
+    A turn is unfinished from its request until its last piece of text, which is not counted any more: who is done is
+    ahead of nobody. Pieces count as in ``tokens_in``.
+    """
+    moments = sorted((at_s, index) for index, turn in enumerate(turns) for at_s in (turn.started_s, *_times_s(turn)))
+    to_come = [1 + len(_times_s(turn)) for turn in turns]
+    made: dict[int, float] = {}
+    widest = 0.0
+    for _, index in moments:
+        to_come[index] -= 1
+        pieces = len(_times_s(turns[index]))
+        made[index] = turns[index].tokens * (pieces - to_come[index]) / pieces
+        if not to_come[index]:
+            del made[index]
+        if made:
+            widest = max(widest, max(made.values()) - min(made.values()))
+    return widest
+
+
+def tokens_read(turns: Iterable[TurnTrace]) -> int | None:
+    """Return the prompt tokens that were not found in a cache; ``None`` when a server does not tell."""
+    read = 0
+    for turn in turns:
+        if turn.cached_tokens is None:
+            return None
+        read += turn.prompt_tokens - turn.cached_tokens
+    return read
 
 
 def prefill_tok_s(turns: Sequence[TurnTrace]) -> float:
@@ -76,6 +122,10 @@ def prefill_tok_s(turns: Sequence[TurnTrace]) -> float:
     started_s = min(turn.started_s for turn in turns)
     read_s = max(_times_s(turn)[0] for turn in turns) - started_s
     return sum(turn.prompt_tokens - (turn.cached_tokens or 0) for turn in turns) / read_s
+
+
+def _gaps(turns: Iterable[TurnTrace]) -> Iterator[Window]:
+    return (Window(earlier, later) for turn in turns for earlier, later in pairwise(turn.token_times_s))
 
 
 def _times_s(turn: TurnTrace) -> tuple[float, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -13,6 +13,7 @@ from inferencecenter.bench.options import Options, Peer, resolve
 from inferencecenter.bench.runner import run_scenario
 from inferencecenter.bench.scenarios import SCENARIOS, find
 from inferencecenter.cli import main
+from inferencecenter.errors import InferenceCenterError
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -151,6 +152,36 @@ async def test_a_peer_with_other_slots_gets_no_ratio(daemon: RunningDaemon) -> N
     ("name", "given", "metric"),
     [
         ("context", Options(backend="echo", clients=(1, 2), prompt_tokens=(300,), max_tokens=8), "prefill"),
+        (
+            "overload",
+            Options(backend="echo", clients=(2, 5), slots=2, max_tokens=32, repeat=2),
+            "users apart",
+        ),
+        (
+            "interference",
+            Options(backend="echo", clients=(2,), prompt_tokens=(100,), max_tokens=1500, repeat=1),
+            "ITL meanwhile worst",
+        ),
+        (
+            "shared-prefix",
+            Options(backend="echo", clients=(2, 3), prompt_tokens=(50, 80), max_tokens=2, repeat=1),
+            "until all have text",
+        ),
+        (
+            "returning",
+            Options(backend="echo", sessions=5, slots=2, prompt_tokens=(50,), max_tokens=2, repeat=1),
+            "TTFT later turns p50",
+        ),
+        (
+            "sparse",
+            Options(backend="echo", sessions=4, clients=(2,), count=2, prompt_tokens=(30, 60), max_tokens=8, repeat=1),
+            "tokens read a turn",
+        ),
+        (
+            "parking",
+            Options(backend="echo", clients=(4,), slots=2, prompt_tokens=(100,), max_tokens=40, repeat=1),
+            "all at once / in groups",
+        ),
         ("gateway", Options(clients=(2,), duration_s=0.1, connections=20, repeat=1), "front CPU a frame"),
         ("idle", Options(backend="echo", sessions=3, duration_s=0.1), "CPU"),
         ("start", Options(backend="echo", repeat=1), "time to ready"),
@@ -166,6 +197,26 @@ async def test_every_scenario_runs(name: str, given: Options, metric: str) -> No
     names = {each.name for point in report.points for run in point.repetitions[0] for each in run}
     assert metric in names
     assert heard.finished == heard.expected > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "said"),
+    [
+        ("returning", Options(sessions=4, slots=4), "--sessions: 4 sessions do not lose their slots"),
+        ("returning", Options(count=1), "--count: nobody comes back"),
+        ("sparse", Options(sessions=6, clients=(2,), slots=4), "--sessions: 6 sessions have no slot each"),
+        ("sparse", Options(sessions=4, clients=(5,)), "--clients: 5 of 4 sessions cannot speak"),
+        ("parking", Options(clients=(4,), slots=4), "--clients: 4 turns are no whole number of groups of 4"),
+        ("parking", Options(clients=(6,), slots=4), "--clients: 6 turns are no whole number of groups of 4"),
+        ("interference", Options(clients=(2,), max_tokens=8), "a stream of 8 tokens ended"),
+    ],
+)
+async def test_a_question_that_a_run_could_not_answer_is_refused(name: str, given: Options, said: str) -> None:
+    """What would be measured is not what the scenario is about."""
+    scenario = find(name)
+    options = resolve(name, replace(given, backend="echo"), defaults=scenario.defaults, takes=scenario.takes)
+    with pytest.raises(InferenceCenterError, match=said):
+        await run_scenario(scenario, options, Heard())
 
 
 async def test_aborts_are_measured_in_both_phases(demo_model_path: Path) -> None:

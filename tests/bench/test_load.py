@@ -11,12 +11,26 @@ from typing import TYPE_CHECKING
 import pytest
 
 from inferencecenter.bench.daemon_process import start_daemon
-from inferencecenter.bench.jobs import Aborted, Aborts, ClosedLoop, Hold, Holding, Release, Round, Rounds, Turns
+from inferencecenter.bench.jobs import (
+    Aborted,
+    Aborts,
+    Arrival,
+    ClosedLoop,
+    Hold,
+    Holding,
+    Release,
+    Round,
+    Rounds,
+    Turns,
+    TurnSize,
+)
+from inferencecenter.bench.load import Generator
 from inferencecenter.bench.target import TargetSpec
 from inferencecenter.client import connect
 from inferencecenter.errors import ErrorCode, InferenceCenterError
 from inferencecenter.protocol.events import Status
 from inferencecenter.protocol.requests import Status as AskStatus
+from tests.bench.peer_server import FakeServer, serving
 from tests.e2e.harness import free_port
 
 if TYPE_CHECKING:
@@ -33,6 +47,19 @@ async def reading(daemon: RunningDaemon, kind: StatusType, name: str) -> float |
         status = await client.request(AskStatus(op="status", type=kind))
         assert isinstance(status, Status)
         return status.values[name]
+
+
+def arrival(target: TargetSpec, *, stream: TurnSize, after_tokens: int) -> Arrival:
+    """Three streams and a newcomer with 300 tokens."""
+    return Arrival(
+        target=target,
+        streams=3,
+        stream=stream,
+        newcomer=TurnSize(300, 4),
+        after_tokens=after_tokens,
+        warm_up=TurnSize(16, 4),
+        first_seed=1,
+    )
 
 
 async def test_a_closed_loop_keeps_each_client_busy(daemon: RunningDaemon, generator: LoadGenerator) -> None:
@@ -75,6 +102,88 @@ async def test_rounds_that_continue_keep_their_context(daemon: RunningDaemon, ge
         assert second.prompt_tokens == 200 + 1 + 16
         assert second.cached_tokens is not None
         assert second.cached_tokens >= 200
+
+
+async def test_a_round_in_groups_runs_them_one_after_the_other(daemon: RunningDaemon, generator: LoadGenerator) -> None:
+    """The lowest numbers first, and the next only when all of a group have ended; the last group may be smaller."""
+    rounds = (Round(30, 4, at_once=2),)
+    job = Rounds(target=daemon.spec, clients=5, rounds=rounds, continues=False, first_seed=1)
+    turns = [turn for (turn,) in (await generator.do(job, Turns)).clients]
+
+    for group, following in pairwise((turns[:2], turns[2:4], turns[4:])):
+        assert max(turn.ended_s for turn in group) <= min(turn.started_s for turn in following)
+    assert turns[1].started_s < turns[0].ended_s
+
+
+async def test_only_the_clients_of_a_round_take_part(daemon: RunningDaemon, generator: LoadGenerator) -> None:
+    """The others keep silent, and their conversations wait for them; the answer can be sorted by rounds."""
+    rounds = (Round(30, 1), Round(10, 2, clients=(0, 2)), Round(20, 3, clients=(1, 2)))
+    job = Rounds(target=daemon.spec, clients=3, rounds=rounds, continues=True, first_seed=1)
+    found = await generator.do(job, Turns)
+
+    assert [len(turns) for turns in found.clients] == [2, 2, 3]
+    by_round = found.by_round(rounds)
+    assert [[turn.tokens for turn in turns] for turns in by_round] == [[1, 1, 1], [2, 2], [3, 3]]
+    assert [[turn.prompt_tokens for turn in turns] for turns in by_round] == [[30, 30, 30], [41, 41], [51, 63]]
+
+
+async def test_a_warm_up_is_not_answered(daemon: RunningDaemon, generator: LoadGenerator) -> None:
+    """Nor does it belong to the conversations."""
+    job = Rounds(
+        target=daemon.spec, clients=2, rounds=(Round(30, 4),), continues=True, first_seed=1, warm_up=TurnSize(16, 8)
+    )
+    found = await generator.do(job, Turns)
+
+    assert [[(turn.prompt_tokens, turn.tokens) for turn in turns] for turns in found.clients] == [[(30, 4)]] * 2
+
+
+async def test_a_newcomer_arrives_when_all_streams_run(daemon: RunningDaemon, generator: LoadGenerator) -> None:
+    """After so many pieces of text of each, which go on meanwhile; it is the last of the answer."""
+    job = arrival(daemon.spec, stream=TurnSize(20, 800), after_tokens=16)
+    *streams, newcomer = [turn for (turn,) in (await generator.do(job, Turns)).clients]
+
+    assert [turn.tokens for turn in streams] == [800] * 3
+    assert (newcomer.prompt_tokens, newcomer.tokens) == (300, 4)
+    assert all(turn.token_times_s[15] <= newcomer.started_s < turn.ended_s for turn in streams)
+
+
+async def test_a_newcomer_does_not_wait_for_streams_that_are_over(
+    daemon: RunningDaemon, generator: LoadGenerator
+) -> None:
+    """The job fails and says why."""
+    job = arrival(daemon.spec, stream=TurnSize(20, 8), after_tokens=16)
+    with pytest.raises(InferenceCenterError, match="a stream of 8 tokens ended after 8 pieces") as failed:
+        await generator.do(job, Turns)
+
+    assert failed.value.code is ErrorCode.INVALID_REQUEST
+
+
+async def test_what_a_job_says_of_slots_and_openings_reaches_the_server() -> None:
+    """Each client has its slot and its words; an opening is that of its round; a warm-up has neither."""
+    rounds = (Round(30, 1, opening_tokens=20), Round(25, 1, opening_tokens=20))
+    async with serving(FakeServer(), speaks_llama=True) as server:
+        job = Rounds(
+            target=TargetSpec("peer", "llama-server", server.url),
+            clients=2,
+            rounds=rounds,
+            continues=True,
+            pinned=True,
+            first_seed=1_000_001,
+            warm_up=TurnSize(16, 1),
+        )
+        found = await Generator(clock=lambda: 0.0, cpu_clock=lambda: 0.0).do(job)
+
+    assert isinstance(found, Turns)
+    *warm_ups, first, second, first_again, second_again = server.bodies
+    assert ["id_slot" in body for body in warm_ups] == [False, False]
+    assert [body["id_slot"] for body in (first, second, first_again, second_again)] == [0, 1, 0, 1]
+    assert first["prompt"][:20] == second["prompt"][:20]
+    assert first["prompt"][20:] != second["prompt"][20:]
+    assert first_again["prompt"][:31] == [*first["prompt"], 1001]
+    assert first_again["prompt"][31:51] == second_again["prompt"][31:51]
+    assert first_again["prompt"][31:50] != first["prompt"][1:20]
+    assert len({body["seed"] for body in server.bodies}) == 6
+    assert all(1_000_001 <= body["seed"] < 2_000_001 for body in server.bodies)
 
 
 async def test_prompts_of_different_seeds_share_nothing(daemon: RunningDaemon, generator: LoadGenerator) -> None:

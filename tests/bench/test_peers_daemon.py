@@ -61,10 +61,11 @@ async def test_a_turn_has_exactly_the_tokens_asked_for(kind: str, request: pytes
 
 async def test_a_piece_is_noted_for_each_token_that_is_text(echo: Daemon) -> None:
     """A client that keeps up sees as many pieces as there are tokens."""
+    heard: list[None] = []
     async with _target(echo).session() as session:
-        trace = await session.turn(Work(prompt_tokens=10, max_tokens=30, seed=1))
+        trace = await session.turn(Work(prompt_tokens=10, max_tokens=30, seed=1), on_text=lambda: heard.append(None))
 
-    assert len(trace.token_times_s) == trace.tokens == 30
+    assert len(trace.token_times_s) == trace.tokens == len(heard) == 30
 
 
 async def test_turns_of_one_history_continue_it(random_weights: Daemon) -> None:

@@ -8,7 +8,7 @@ import pytest
 from aiohttp import web
 
 from inferencecenter.bench.peers import detect, make_target
-from inferencecenter.bench.target import TargetSpec, Work
+from inferencecenter.bench.target import Opening, TargetSpec, Work
 from inferencecenter.errors import ErrorCode, InferenceCenterError
 from tests.bench.peer_server import BOS, FakeServer, serving
 from tests.e2e.harness import free_port
@@ -122,6 +122,29 @@ async def test_llama_server_turn(llama: FakeServer) -> None:
     assert len(llama.connections) == 2
 
 
+async def test_llama_server_keeps_a_named_slot(llama: FakeServer) -> None:
+    """Who pins a conversation says so in each request; each piece with text is told at once."""
+    heard: list[None] = []
+    async with make_target(TargetSpec("peer", "llama-server", llama.url)).session() as session:
+        await session.turn(Work(30, 4, seed=1, slot=0), on_text=lambda: heard.append(None))
+
+    assert llama.bodies[0]["id_slot"] == 0
+    assert len(heard) == 3
+
+
+async def test_llama_server_prompts_share_an_opening(llama: FakeServer) -> None:
+    """As ids, the same ones up to its end."""
+    opening = Opening(tokens=20, seed=7)
+    async with make_target(TargetSpec("peer", "llama-server", llama.url)).session() as session:
+        for seed in (1, 2):
+            await session.turn(Work(30, 1, seed=seed, opening=opening))
+
+    one, other = (body["prompt"] for body in llama.bodies)
+    assert one[:20] == other[:20]
+    assert one[20:] != other[20:]
+    assert len(one) == len(other) == 30
+
+
 async def test_llama_server_is_told_the_conversation_again(llama: FakeServer) -> None:
     """The ids of a later turn begin with those of the turns before, answers included."""
     async with make_target(TargetSpec("peer", "llama-server", llama.url)).session() as session:
@@ -178,10 +201,12 @@ async def test_llama_server_turn_that_ends_first_was_not_aborted(llama: FakeServ
 
 async def test_openai_turn(openai: FakeServer) -> None:
     """A turn counts by the server's usage; the events' bytes may come in any portions."""
+    heard: list[None] = []
     async with make_target(TargetSpec("peer", "openai", openai.url, model="m")).session() as session:
-        trace = await session.turn(WORK)
+        trace = await session.turn(WORK, on_text=lambda: heard.append(None))
 
     assert trace.error is None
+    assert len(heard) == 4
     assert (trace.prompt_tokens, trace.tokens, trace.cached_tokens) == (30, 4, 2)
     assert len(trace.token_times_s) == 4
     body = openai.bodies[-1]

@@ -8,7 +8,7 @@ import string
 import pytest
 
 from inferencecenter.bench.peers.prompts import calibrate
-from inferencecenter.bench.target import Work
+from inferencecenter.bench.target import Opening, Work
 from inferencecenter.errors import InferenceCenterError
 
 
@@ -56,6 +56,23 @@ async def test_the_seed_decides_the_words() -> None:
     assert len({text[:20] for text in texts}) == 30
 
 
+async def test_prompts_with_one_opening_begin_alike() -> None:
+    """The opening's tokens are the first of the prompt's, what the server adds among them; the rest is their own."""
+    tokenizer = _Tokenizer(overhead_tokens=2)
+    prompts = await calibrate(tokenizer.count)
+    opening = Opening(tokens=30, seed=99)
+
+    one, other = (prompts.text(Work(50, 1, seed=seed, opening=opening), first=True) for seed in (1, 2))
+
+    assert await tokenizer.count(one) == await tokenizer.count(other) == 50
+    words, others = one.split(), other.split()
+    assert words[:28] == others[:28]
+    assert words[28:40] != others[28:40]
+    changed = prompts.text(Work(50, 1, seed=1, opening=Opening(tokens=30, seed=98)), first=True).split()
+    assert changed[:20] != words[:20]
+    assert changed[28:] == words[28:]
+
+
 async def test_a_vocabulary_without_letters_is_refused() -> None:
     """Where no text costs a token a word, there is no exact prompt."""
 
@@ -72,3 +89,7 @@ async def test_a_prompt_without_room_for_a_word_is_refused() -> None:
 
     with pytest.raises(InferenceCenterError, match="no room for a word"):
         prompts.text(Work(prompt_tokens=1, max_tokens=1, seed=0), first=True)
+    with pytest.raises(InferenceCenterError, match="20 tokens, 20 of them shared, has no room"):
+        prompts.text(Work(20, 1, seed=0, opening=Opening(tokens=20, seed=1)), first=True)
+    with pytest.raises(InferenceCenterError, match="no room for a word"):
+        prompts.text(Work(20, 1, seed=0, opening=Opening(tokens=1, seed=1)), first=True)

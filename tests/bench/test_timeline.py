@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from inferencecenter.bench import timeline
 from inferencecenter.bench.target import TurnTrace
@@ -65,6 +69,63 @@ def test_delays() -> None:
 
     assert timeline.ttft_ms(turns) == [500, 2000]
     assert timeline.itl_ms(turns) == [250, 500, 1000]
+
+
+def test_gaps_inside_a_window_have_both_ends_in_it() -> None:
+    """A gap that ends on the window's edge belongs to it; one that reaches out on either side does not."""
+    turns = [turn(0, 1, 2, 4, 7), turn(0, 1.5, 3.5, 5)]
+
+    assert timeline.itl_inside_ms(turns, Window(2, 5)) == [2000, 1500]
+    assert timeline.itl_inside_ms(turns, Window(1, 2)) == [1000]
+
+
+def test_gaps_that_touch_a_window_count_whole() -> None:
+    """A pause that began before the window and ended after it is its length; one that meets its edge is outside."""
+    turns = [turn(0, 1, 2, 9), turn(0, 3, 4, 6, 7)]
+
+    assert timeline.itl_touching_ms(turns, Window(4, 6)) == [7000, 2000]
+    assert timeline.itl_touching_ms(turns, Window(1, 3.5)) == [1000, 7000, 1000]
+
+
+def test_a_span_is_from_the_first_request_to_the_last_end() -> None:
+    """Whoever they belong to."""
+    assert timeline.span([turn(1, 2, 3), turn(0.5, 2.5), turn(2, 9)]) == Window(0.5, 9)
+
+
+def test_turns_that_wait_for_others_are_an_answer_apart() -> None:
+    """The second has nothing until the first is done: two tokens apart before the first one's third and last."""
+    assert timeline.spread_tokens([turn(0, 1, 2, 3), turn(0, 4, 5, 6)]) == 2
+
+
+def test_turns_that_alternate_are_a_quantum_apart() -> None:
+    """Two tokens each in turn: 2-0, 2-2, 4-2, 4-4, then the first is done with its sixth."""
+    first, second = turn(0, 1, 2, 5, 6, 9, 10), turn(0, 3, 4, 7, 8, 11, 12)
+
+    assert timeline.spread_tokens([first, second]) == 2
+
+
+def test_a_spread_is_among_those_who_are_there() -> None:
+    """Nobody is apart from who has not come or has ended; a piece counts for the tokens it holds."""
+    assert timeline.spread_tokens([turn(0, 1, 2, 3)]) == 0
+    assert timeline.spread_tokens([turn(0, 1, 2, 3), turn(4, 5, 6)]) == 0
+    # At 1.5 the second comes, at 2 the first has 6 of 9 tokens.
+    assert timeline.spread_tokens([turn(0, 1, 2, 3, tokens=9), turn(1.5, 4)]) == 6
+    # At 4 the second has 3 tokens and the third none yet.
+    assert timeline.spread_tokens([turn(0, 1, 6), turn(0, 2, 3, 4, 7), turn(0, 5, 8)]) == 3
+
+
+@given(st.lists(st.lists(st.floats(0.001, 10), min_size=1, max_size=20), min_size=1, max_size=6))
+def test_a_spread_is_at_most_the_longest_answer_less_its_last_token(gaps_s: list[list[float]]) -> None:
+    """And never negative, whenever the pieces come."""
+    turns = [turn(0, *itertools.accumulate(each)) for each in gaps_s]
+
+    assert 0 <= timeline.spread_tokens(turns) <= max(each.tokens for each in turns) - 1
+
+
+def test_tokens_read() -> None:
+    """What was not cached, all turns together; unknown when one of them is."""
+    assert timeline.tokens_read([turn(0, 1, cached=0), turn(0, 1, cached=70)]) == 130
+    assert timeline.tokens_read([turn(0, 1, cached=0), turn(0, 1)]) is None
 
 
 def test_the_prefill_rate_ends_with_the_last_first_text() -> None:

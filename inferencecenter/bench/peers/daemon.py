@@ -24,7 +24,7 @@ from inferencecenter.errors import ErrorCode, InferenceCenterError
 from inferencecenter.protocol.base import PROTOCOL_VERSION, SUBPROTOCOL
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Callable
 
     from websockets.asyncio.client import ClientConnection
 
@@ -165,12 +165,12 @@ class _Line:
         return frame
 
     async def create_session(self) -> str:
-        """Open a session in raw mode.
+        """Open a session in raw mode that ends with the connection, so that no repetition finds those of another.
 
         Raises:
             InferenceCenterError: ``session_limit`` when the daemon refuses.
         """
-        created = await self.ask(op="create_session", mode="raw", store=False)
+        created = await self.ask(op="create_session", mode="raw", store=False, on_disconnect="close")
         if created.op != "session_created" or created.session_id is None:
             raise InferenceCenterError(ErrorCode.SESSION_LIMIT, created.message)
         return created.session_id
@@ -208,7 +208,7 @@ class DaemonSession:
         self._prompts = prompts
         self._conversations: dict[str, str] = {}
 
-    async def turn(self, work: Work) -> TurnTrace:
+    async def turn(self, work: Work, *, on_text: Callable[[], None] | None = None) -> TurnTrace:
         """Run a turn to its end; a failure of the turn is the trace's ``error``."""
         started_s = time.monotonic()
         times_s: list[float] = []
@@ -219,6 +219,8 @@ class DaemonSession:
             async for frame in self._line.turn(session_id, text, work):
                 if frame.op == "token":
                     times_s.append(time.monotonic())
+                    if on_text is not None:
+                        on_text()
                 elif frame.op in _LAST_OPS:
                     usage, error = frame.usage, frame.message or None
             ended_s = time.monotonic()

@@ -2,8 +2,9 @@
 
 The prompt's ids come from `/tokenize` before the clock starts, so the server does not tokenize within it, and the
 connection that the turn takes is open by then. A turn is a request of its own; a conversation is told again with each,
-by ids, and `cache_prompt` lets the server find what it holds. Slots are the server's to choose. After a stream the
-server closes the connection without having said so, so no request is sent on it that would be lost.
+by ids, and `cache_prompt` lets the server find what it holds. Slots are the server's to choose, unless a turn names one
+(`id_slot`): then the server takes no other, and waits when that one is busy. After a stream the server closes the
+connection without having said so, so no request is sent on it that would be lost.
 
 A turn is aborted by closing the connection, the only way there is. It has ended when `/slots` shows its slot free,
 asked every few milliseconds and answered between steps; the slot is known by the turn's seed, since events do not name
@@ -28,7 +29,7 @@ from inferencecenter.bench.target import AbortTrace, TargetFacts, TurnTrace
 from inferencecenter.errors import InferenceCenterError
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, AsyncIterator
+    from collections.abc import AsyncGenerator, AsyncIterator, Callable
 
     from inferencecenter.bench.peers.prompts import Prompts
     from inferencecenter.bench.target import TargetSpec, Work
@@ -187,7 +188,7 @@ class LlamaServerSession:
         self._prompts = prompts
         self._conversations: dict[str, list[int]] = {}
 
-    async def turn(self, work: Work) -> TurnTrace:
+    async def turn(self, work: Work, *, on_text: Callable[[], None] | None = None) -> TurnTrace:
         """Run a turn to its end; a failure of the turn is the trace's ``error``."""
         started_s = time.monotonic()
         times_s: list[float] = []
@@ -199,6 +200,8 @@ class LlamaServerSession:
             async for now, event in self._stream(_body(work, prompt)):
                 if event.content:
                     times_s.append(now)
+                    if on_text is not None:
+                        on_text()
                 answer += event.tokens
                 last = event
             ended_s = time.monotonic()
@@ -269,7 +272,7 @@ async def _tokenize(http: Http, text: str, *, first: bool) -> list[int]:
 
 
 def _body(work: Work, prompt: list[int]) -> dict[str, Any]:
-    return {
+    body = {
         **sampling(work),
         "prompt": prompt,
         "n_predict": work.max_tokens,
@@ -277,6 +280,7 @@ def _body(work: Work, prompt: list[int]) -> dict[str, Any]:
         "cache_prompt": True,
         "return_tokens": True,
     }
+    return body if work.slot is None else body | {"id_slot": work.slot}
 
 
 def _is_due(event: _Event, after_tokens: int | None, *, n_pieces: int) -> bool:

@@ -21,7 +21,7 @@ from inferencecenter.bench.target import AbortTrace, TargetFacts, TurnTrace, Wor
 from inferencecenter.errors import ErrorCode, InferenceCenterError
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Callable
 
     from inferencecenter.bench.peers.prompts import Prompts
     from inferencecenter.bench.target import TargetSpec
@@ -122,7 +122,7 @@ class OpenAISession:
         self._model = model
         self._conversations: dict[str, str] = {}
 
-    async def turn(self, work: Work) -> TurnTrace:
+    async def turn(self, work: Work, *, on_text: Callable[[], None] | None = None) -> TurnTrace:
         """Run a turn to its end; a failure of the turn is the trace's ``error``."""
         started_s = time.monotonic()
         times_s: list[float] = []
@@ -139,6 +139,8 @@ class OpenAISession:
                 if text:
                     times_s.append(now)
                     answer.append(text)
+                    if on_text is not None:
+                        on_text()
                 usage = event.usage or usage
                 error = event.error.message if event.error else error
             ended_s = time.monotonic()

@@ -42,17 +42,24 @@ class Prompts:
     def text(self, work: Work, *, first: bool) -> str:
         """Return the text that brings ``work.prompt_tokens`` tokens, as the ``first`` of a conversation or a later one.
 
+        What the server puts before it counts as part of the opening, where there is one.
+
         Raises:
-            InferenceCenterError: ``invalid_request`` when it would be empty.
+            InferenceCenterError: ``invalid_request`` when no word, or none beside the opening, would be left.
         """
-        n_words = work.prompt_tokens - (self.overhead_tokens if first else 0)
-        if n_words < 1:
+        overhead_tokens = self.overhead_tokens if first else 0
+        parts = [(work.prompt_tokens - overhead_tokens, work.seed)]
+        if work.opening is not None:
+            own_tokens = work.prompt_tokens - work.opening.tokens
+            parts = [(work.opening.tokens - overhead_tokens, work.opening.seed), (own_tokens, work.seed)]
+        if min(n_words for n_words, _ in parts) < 1:
+            shared = f", {work.opening.tokens} of them shared," if work.opening is not None else ""
             raise InferenceCenterError(
                 ErrorCode.INVALID_REQUEST,
-                f"a prompt of {work.prompt_tokens} tokens has no room for a word beside the {self.overhead_tokens} "
+                f"a prompt of {work.prompt_tokens} tokens{shared} has no room for a word beside the {overhead_tokens} "
                 "tokens that the server adds",
             )
-        return _row(self.words, n_words, seed=work.seed)
+        return "".join(_row(self.words, n_words, seed=seed) for n_words, seed in parts)
 
 
 async def calibrate(count: Callable[[str], Awaitable[int]]) -> Prompts:

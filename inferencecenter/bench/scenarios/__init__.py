@@ -5,7 +5,21 @@ from __future__ import annotations
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Final
 
-from inferencecenter.bench.scenarios import abort, burst, context, gateway, idle, start, throughput
+from inferencecenter.bench.scenarios import (
+    abort,
+    burst,
+    context,
+    gateway,
+    idle,
+    interference,
+    overload,
+    parking,
+    returning,
+    shared_prefix,
+    sparse,
+    start,
+    throughput,
+)
 from inferencecenter.errors import ErrorCode, InferenceCenterError
 
 if TYPE_CHECKING:
@@ -14,7 +28,24 @@ if TYPE_CHECKING:
     from inferencecenter.bench.scenario import Scenario
 
 SCENARIOS: Final[Mapping[str, Scenario]] = MappingProxyType(
-    {module.SCENARIO.name: module.SCENARIO for module in (throughput, burst, context, abort, gateway, idle, start)}
+    {
+        module.SCENARIO.name: module.SCENARIO
+        for module in (
+            throughput,
+            burst,
+            overload,
+            interference,
+            shared_prefix,
+            returning,
+            sparse,
+            parking,
+            context,
+            abort,
+            gateway,
+            idle,
+            start,
+        )
+    }
 )
 
 

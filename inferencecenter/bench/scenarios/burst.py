@@ -14,13 +14,11 @@ from typing import TYPE_CHECKING
 from inferencecenter.bench import timeline
 from inferencecenter.bench.jobs import Round, Rounds, Turns
 from inferencecenter.bench.options import Options
-from inferencecenter.bench.results import Metric, Parameter, Report, percentile_metrics
-from inferencecenter.bench.scenario import COMPARABLE, Scenario, context_tokens, one_prompt_length, required
+from inferencecenter.bench.results import Metric, Parameter, Report, metrics_if_known, percentile_metrics
+from inferencecenter.bench.scenario import COMPARABLE, WARM_UP, Scenario, context_tokens, one_prompt_length, required
 
 if TYPE_CHECKING:
     from inferencecenter.bench.stage import Bench, Measured
-
-_WARM_UP = Round(prompt_tokens=16, max_tokens=8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,10 +33,9 @@ class Burst:
 
     def metrics(self) -> tuple[Metric, ...]:
         """Return the numbers of one repetition; without the decode rate when the turns never all decoded."""
-        decode = () if self.decode_tok_s is None else (Metric("decode only", "tok/s", self.decode_tok_s, "higher"),)
         return (
             Metric("from first to last", "tok/s", self.total_tok_s, "higher"),
-            *decode,
+            *metrics_if_known("decode only", "tok/s", self.decode_tok_s, "higher"),
             *percentile_metrics("TTFT", "ms", self.ttft_ms),
             *percentile_metrics("ITL", "ms", self.itl_ms),
             *self.cpu,
@@ -46,12 +43,11 @@ class Burst:
 
 
 def read(measured: Measured[Turns]) -> Burst:
-    """Return what the clients saw of their last turn; the ones before are warm-up."""
-    turns = [turns[-1] for turns in measured.answer.clients]
+    """Return what the clients saw of their turn."""
+    turns = [turn for (turn,) in measured.answer.clients]
     window = timeline.decode_window(turns)
-    total_s = max(turn.ended_s for turn in turns) - min(turn.started_s for turn in turns)
     return Burst(
-        total_tok_s=sum(turn.tokens for turn in turns) / total_s,
+        total_tok_s=sum(turn.tokens for turn in turns) / timeline.span(turns).length_s,
         decode_tok_s=timeline.tokens_in(turns, window) / window.length_s if window.length_s > 0 else None,
         ttft_ms=tuple(timeline.ttft_ms(turns)),
         itl_ms=tuple(timeline.itl_ms(turns)),
@@ -70,7 +66,11 @@ async def run(bench: Bench) -> Report:
             await stage.measure(
                 Parameter("clients", n_clients),
                 job=partial(
-                    Rounds, clients=n_clients, rounds=(_WARM_UP, Round(prompt_tokens, max_tokens)), continues=False
+                    Rounds,
+                    clients=n_clients,
+                    rounds=(Round(prompt_tokens, max_tokens),),
+                    continues=False,
+                    warm_up=WARM_UP,
                 ),
                 answer=Turns,
                 read=read,
