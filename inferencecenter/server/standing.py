@@ -29,6 +29,8 @@ def of_all(kind: StatusType, *, engine: EngineStatus, totals: Totals, connection
         case "memory":
             return {
                 "engine_rss_bytes": engine.rss_bytes,
+                "parked_sessions": engine.parked_sessions,
+                "parked_bytes": engine.parked_bytes,
                 "model_bytes": engine.model.size_bytes if engine.model else None,
                 "n_ctx": engine.model.n_ctx if engine.model else None,
                 "slots": engine.model.slots if engine.model else 0,

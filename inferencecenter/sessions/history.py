@@ -103,7 +103,9 @@ class History:
             now: What is held at its end, without turns.
             goes_on: Whether the tokens held now begin with those held before.
         """
-        earlier = self.turns if goes_on else tuple(replace(turn, n_tokens=0, n_chars=0) for turn in self.turns)
+        earlier = self.turns
+        if not goes_on:
+            earlier = tuple(replace(turn, n_tokens=0, n_chars=0) if turn.n_chars else turn for turn in earlier)
         mark = TurnMark(
             turn_id=turn_id,
             n_before=len(self.messages),

@@ -6,7 +6,7 @@ import asyncio
 from typing import TYPE_CHECKING
 
 from inferencecenter.hardware.nvml import GpuReading
-from tests.server.harness import Running, ask, hear
+from tests.server.harness import Running, ask, hear, ready
 
 if TYPE_CHECKING:
     from websockets.asyncio.client import ClientConnection
@@ -65,6 +65,19 @@ async def test_readings_of_a_gpu(server: Running) -> None:
         "temp": 61.0, "vram_total_mb": 8192.0, "vram_used_mb": 1024.0, "vram_free_mb": 7168.0, "power_watts": 55.5,
         "fan_percent": None, "throttling": True, "name": "GPU", "utilization": 12.0, "throttle_reasons": ["sw_thermal"],
     }  # fmt: skip
+
+
+async def test_parked_sessions_are_told(server: Running) -> None:
+    """How many there are and what they take, in ``metrics`` and in an operator's ``status``."""
+    server.engine.become(ready(parked_sessions=3, parked_bytes=5 * 2**19))
+    key = {"X-Client-ID": "desk", "X-API-Key": "desk-key"}
+    async with server.connect(additional_headers=key) as socket:
+        await welcomed(socket)
+        await ask(socket, op="hello", protocol=1)
+        inference = (await ask(socket, op="metrics"))["inference"]
+        values = (await ask(socket, op="status", type="memory"))["values"]
+    assert (inference["parked_sessions"], inference["parked_mb"]) == (3, 2.5)
+    assert (values["parked_sessions"], values["parked_bytes"]) == (3, 5 * 2**19)
 
 
 async def test_frames_come_only_while_subscribed(server: Running) -> None:
