@@ -48,25 +48,25 @@ def values(result: Result) -> dict[str, float]:
 
 
 def test_throughput_counts_the_busy_time() -> None:
-    """Window from 4 to 8 seconds: 6 pieces of 12 tokens; the warm-up's delays are left out."""
-    early = [turn(0, 1), turn(1, 5, 6, 8, tokens=6)]
+    """Window from 4 to 8 seconds: 5 pieces of 10 tokens; delays before it are left out, and of turns begun before it."""
+    early = [turn(0, 1), turn(1, 3, 6, 8, tokens=6)]
     late = [turn(0, 4), turn(4, 6, 7, 8, tokens=6)]
     found = throughput.read(measured(early, late))
 
-    assert found.tok_s == pytest.approx(12 / 4)
-    assert found.ttft_ms == (4000, 2000)
-    assert found.itl_ms == (1000, 2000, 1000, 1000)
+    assert found.tok_s == pytest.approx(10 / 4)
+    assert found.ttft_ms == (2000,)
+    assert found.itl_ms == (2000, 1000, 1000)
     assert values(found) == {
-        "generation": 3.0,
+        "generation": 2.5,
         "TTFT p50": 2000,
-        "TTFT p95": 4000,
-        "TTFT p99": 4000,
-        "TTFT worst": 4000,
+        "TTFT p95": 2000,
+        "TTFT p99": 2000,
+        "TTFT worst": 2000,
         "ITL p50": 1000,
         "ITL p95": 2000,
         "ITL p99": 2000,
         "ITL worst": 2000,
-        "turns": 2,
+        "turns": 1,
         "CPU generator": 0.25,
         "CPU front": 0.5,
         "CPU engine": 4.0,

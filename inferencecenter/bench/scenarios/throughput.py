@@ -1,8 +1,8 @@
 """Closed loop: N clients, each starting its next turn when the last one ends.
 
-The question is how much a server gives when it is kept busy, and how smooth the streams are then. Tokens are counted
-over the time in which all clients have a turn running. The clients' first turns have different lengths, so that later
-turns start at different times, as they do among people: prompts are read while others decode.
+The question is how much a server gives when it is kept busy, and how smooth the streams are then. Tokens and delays
+count in the time in which all clients have a turn running that is not their first: the first ones come all at once and
+have different lengths, so that later turns start at different times, as they do among people.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ WARM_UP_TURNS = 1
 
 @dataclass(frozen=True, slots=True)
 class Throughput:
-    """Tokens a second of all clients together, and each turn's delays."""
+    """Tokens a second of all clients together, and the delays of those ``turns`` that began meanwhile."""
 
     tok_s: float
     ttft_ms: tuple[float, ...]
@@ -53,12 +53,12 @@ def read(measured: Measured[Turns]) -> Throughput:
     clients = measured.answer.clients
     window = timeline.busy_window(clients, warm_up_turns=WARM_UP_TURNS)
     every_turn = [turn for turns in clients for turn in turns]
-    counted = [turn for turns in clients for turn in turns[WARM_UP_TURNS:]]
+    begun = [turn for turn in every_turn if window.start_s <= turn.started_s < window.end_s]
     return Throughput(
         tok_s=timeline.tokens_in(every_turn, window) / window.length_s,
-        ttft_ms=tuple(timeline.ttft_ms(counted)),
-        itl_ms=tuple(timeline.itl_ms(counted)),
-        turns=len(counted),
+        ttft_ms=tuple(timeline.ttft_ms(begun)),
+        itl_ms=tuple(timeline.itl_inside_ms(every_turn, window)),
+        turns=len(begun),
         cpu=measured.cpu_metrics(),
     )
 
