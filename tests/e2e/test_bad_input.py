@@ -145,6 +145,7 @@ async def test_busy_sessions_and_idle_aborts(daemon: Daemon) -> None:
 REQUIRED: dict[str, dict[str, Any]] = {
     "infer": {"prompt": "Hi"},
     "append": {"messages": [{"role": "user", "content": "x"}]},
+    "rewind_session": {"turn": "start"},
 }
 """What an op needs besides a session."""
 SESSION_FIELDS = [
