@@ -48,7 +48,7 @@ def values(result: Result) -> dict[str, float]:
 
 
 def test_throughput_counts_the_busy_time() -> None:
-    """Window from 4 to 8 seconds: 5 pieces of 10 tokens; delays before it are left out, and of turns begun before it."""
+    """Window from 4 to 8 seconds: 5 pieces of 10 tokens; delays before it, and turns begun before it, are left out."""
     early = [turn(0, 1), turn(1, 3, 6, 8, tokens=6)]
     late = [turn(0, 4), turn(4, 6, 7, 8, tokens=6)]
     found = throughput.read(measured(early, late))
