@@ -92,6 +92,7 @@ def prefill_passes(
 
     Each chunk is one cell of the grid, so an answer never depends on how many fit a step. One prompt is read after the
     other, the highest class first and in it by ``Request.due``: a short prompt overtakes a long one, but not for ever.
+    None is read past its ``step_end``.
     A pass holds chunks of one length, because llama.cpp cuts the others to the shortest, and no more than
     ``pass_tokens``, which it would cut as well.
     """
@@ -112,9 +113,9 @@ def prefill_passes(
 
 def _cells(requests: Iterable[Request], grid_tokens: int) -> Iterator[tuple[int, Row]]:
     """Yield what is left of the prompts, cell by cell in the order of reading, each with its number in its prompt."""
-    for request in sorted(requests, key=lambda request: (request.priority, request.due, request.arrival)):
+    for request in sorted(requests, key=lambda request: (request.rank, request.due, request.arrival)):
         start, nth = request.kv_tokens, 0
-        while start < len(request.tokens):
+        while start < request.step_end:
             end = request.chunk_end(start, grid_tokens)
             yield nth, _row(request, start, end)
             start, nth = end, nth + 1

@@ -8,11 +8,15 @@ from typing import Final
 
 from inferencecenter.lifecycle import Lifecycle
 
+LOWEST_CLASS: Final = 2
+"""Turns come in the classes 0 (interactive), 1 (normal) and 2 (batch); lower goes first."""
+
 
 class RequestState(StrEnum):
     """Where a request is in its life."""
 
     WAITING = "waiting"
+    RESTORING = "restoring"
     PREFILL = "prefill"
     DECODE = "decode"
     DONE = "done"
@@ -22,7 +26,12 @@ class RequestChange(StrEnum):
     """What can happen to a request."""
 
     ADMIT = "admit"
+    FETCH = "fetch"
+    FETCHED = "fetched"
+    RESUME = "resume"
     PROMPT_READ = "prompt_read"
+    KV_LOST = "kv_lost"
+    PREEMPT = "preempt"
     END = "end"
 
 
@@ -30,15 +39,22 @@ REQUEST: Final = Lifecycle(
     "request",
     {
         (RequestState.WAITING, RequestChange.ADMIT): RequestState.PREFILL,
+        (RequestState.WAITING, RequestChange.FETCH): RequestState.RESTORING,
+        (RequestState.RESTORING, RequestChange.FETCHED): RequestState.WAITING,
+        (RequestState.WAITING, RequestChange.RESUME): RequestState.DECODE,
         (RequestState.PREFILL, RequestChange.PROMPT_READ): RequestState.DECODE,
+        (RequestState.DECODE, RequestChange.KV_LOST): RequestState.PREFILL,
+        (RequestState.PREFILL, RequestChange.PREEMPT): RequestState.WAITING,
+        (RequestState.DECODE, RequestChange.PREEMPT): RequestState.WAITING,
         (RequestState.WAITING, RequestChange.END): RequestState.DONE,
+        (RequestState.RESTORING, RequestChange.END): RequestState.DONE,
         (RequestState.PREFILL, RequestChange.END): RequestState.DONE,
         (RequestState.DECODE, RequestChange.END): RequestState.DONE,
     },
 )
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, eq=False)
 class Request:
     """A turn's tokens and how far it got.
 
@@ -50,6 +66,12 @@ class Request:
     The first ``prefix_tokens`` are a system prompt that other sessions of the client share, and with ``public`` other
     clients too. Without ``durable`` nothing of the turn may be written to a disk. ``submitted_s`` is when it came,
     ``preempted`` how often others got its slot.
+
+    ``waits_since_s`` is when it last began to wait, ``rank`` the class to which it has risen since, ``claimed`` what it
+    then counts as served. ``served`` and ``used`` are service units (see ``fairness``), of its whole life and since it
+    got its slot; ``read_tokens`` of its prompt have been paid for. ``cut_tokens`` is a position at which its prompt is
+    cut beside the grid, and while ``snapshot`` is set no step reads past it, because what the slot holds there is to be
+    parked. ``fetches`` and ``follows`` count what it waited for on its way to a slot.
     """
 
     turn_id: str
@@ -67,11 +89,24 @@ class Request:
     cached_tokens: int = 0
     slot: int | None = None
     due: int = 0
+    started: bool = False
+    waits_since_s: float = field(init=False)
+    rank: int = field(init=False)
+    claimed: int = 0
+    served: int = 0
+    used: int = 0
+    read_tokens: int = 0
+    cut_tokens: int = 0
+    snapshot: bool = False
+    fetches: int = 0
+    follows: int = 0
     prompt_tokens: int = field(init=False)
     _state: RequestState = RequestState.WAITING
 
     def __post_init__(self) -> None:
         self.prompt_tokens = len(self.tokens)
+        self.waits_since_s = self.submitted_s
+        self.rank = self.base_class
 
     @property
     def state(self) -> RequestState:
@@ -79,9 +114,9 @@ class Request:
         return self._state
 
     @property
-    def order(self) -> tuple[int, int]:
-        """Sort key of the queue: class first, then first come, first served."""
-        return (self.priority, self.arrival)
+    def base_class(self) -> int:
+        """The class it was submitted in; what lies outside the three counts as the nearest."""
+        return min(max(self.priority, 0), LOWEST_CLASS)
 
     @property
     def generated_tokens(self) -> int:
@@ -93,6 +128,22 @@ class Request:
         """How many tokens are not in KV yet; 1 between two decodes."""
         return len(self.tokens) - self.kv_tokens
 
+    @property
+    def step_end(self) -> int:
+        """How far a step may read."""
+        return self.cut_tokens if self.snapshot and self.kv_tokens < self.cut_tokens else len(self.tokens)
+
+    def periods(self, now: float, ageing_s: float) -> int:
+        """Return how often it has waited ``ageing_s`` since it began to, at most once more than makes a difference."""
+        periods = 0
+        while periods <= self.base_class and self.rises_at(periods, ageing_s) <= now:
+            periods += 1
+        return periods
+
+    def rises_at(self, periods: int, ageing_s: float) -> float:
+        """Return when one more period than ``periods`` is over."""
+        return self.waits_since_s + (periods + 1) * ageing_s
+
     def change(self, change: RequestChange) -> None:
         """Move on; the only writer of the state.
 
@@ -102,5 +153,6 @@ class Request:
         self._state = REQUEST.after(self._state, change)
 
     def chunk_end(self, start: int, grid_tokens: int) -> int:
-        """Return where the chunk that begins at ``start`` ends: at the grid's next line or with the tokens."""
-        return min(len(self.tokens), (start // grid_tokens + 1) * grid_tokens)
+        """Return where the chunk that begins at ``start`` ends: at the grid's next line, at the cut, or at the end."""
+        end = min(len(self.tokens), (start // grid_tokens + 1) * grid_tokens)
+        return self.cut_tokens if start < self.cut_tokens < end else end

@@ -2,26 +2,37 @@
 
 from __future__ import annotations
 
-from bisect import insort
 from typing import TYPE_CHECKING
 
-from inferencecenter.engine.scheduler.plan import Admission, Pass, Plan, Reading, Swap, Truncation
+from inferencecenter.engine.scheduler.dispatch import Dispatcher
+from inferencecenter.engine.scheduler.fairness import (
+    GENERATED_UNITS,
+    Exchanges,
+    Ledger,
+    charge_generating,
+    charge_reading,
+)
+from inferencecenter.engine.scheduler.fetching import Fetches
+from inferencecenter.engine.scheduler.following import Followers
+from inferencecenter.engine.scheduler.placement import Draft, Placement
+from inferencecenter.engine.scheduler.plan import Copy, Park, Reading, Restore, Swap, Truncation
 from inferencecenter.engine.scheduler.policy import (
     PrefillBudget,
     Use,
-    choose_slot,
     compaction,
     decode_pass,
     prefill_passes,
 )
-from inferencecenter.engine.scheduler.prefix import common_prefix_tokens
+from inferencecenter.engine.scheduler.quantum import Quantum
 from inferencecenter.engine.scheduler.request import Request, RequestChange, RequestState
 from inferencecenter.engine.scheduler.slots import SlotTable
+from inferencecenter.engine.scheduler.sources import Sources
+from inferencecenter.engine.scheduler.turn_queue import TurnQueue
 from inferencecenter.errors import ErrorCode, InferenceCenterError
 
 if TYPE_CHECKING:
     from inferencecenter.engine.scheduler.parking import ParkedKv
-    from inferencecenter.engine.scheduler.plan import Move, Outcome
+    from inferencecenter.engine.scheduler.plan import Outcome, Pass, Plan
     from inferencecenter.engine.scheduler.slots import Slot
 
 
@@ -56,21 +67,31 @@ class Scheduler:
         quantum_tokens: int,
         ageing_s: float,
     ) -> None:
-        self._slots = SlotTable(slots)
         self._n_ctx = n_ctx
         self._grid_tokens = grid_tokens
         self._pass_tokens = pass_tokens
-        self._budget = PrefillBudget(target_step_s=target_step_s, floor_tokens=grid_tokens)
-        self._requests: dict[str, Request] = {}
-        self._waiting: list[Request] = []
-        self._running: dict[str, Request] = {}
-        self._parked = parked
-        self._can_rewind = can_rewind
-        self._quantum_tokens = quantum_tokens
         self._ageing_s = ageing_s
-        self._positions: dict[str, int] = {}
+        self._budget = PrefillBudget(target_step_s=target_step_s, floor_tokens=grid_tokens)
+        self._quantum = Quantum(quantum_tokens)
+        self._slots = SlotTable(slots)
+        self._ledger = Ledger()
+        self._requests: dict[str, Request] = {}
+        self._running: dict[str, Request] = {}
+        self._queue = TurnQueue(
+            self._ledger,
+            fetches=Fetches(parked, most=slots),
+            followers=Followers(can_rewind=can_rewind, grid_tokens=grid_tokens),
+            ageing_s=ageing_s,
+        )
+        sources = Sources(self._slots, parked, can_rewind=can_rewind, grid_tokens=grid_tokens)
+        self._placement = Placement(self._slots, sources, parked, can_rewind=can_rewind, grid_tokens=grid_tokens)
+        self._dispatcher = Dispatcher(
+            self._slots, self._running, self._queue, sources=sources, placement=self._placement
+        )
         self._released: list[Truncation] = []
         self._read_tokens = 0
+        self._moves = 0
+        self._generating = 0
 
     def __repr__(self) -> str:
         return f"Scheduler(waiting={self.waiting}, running={self.running}, {self._slots!r})"
@@ -82,13 +103,27 @@ class Scheduler:
 
     @property
     def waiting(self) -> int:
-        """How many turns wait for a slot."""
-        return len(self._waiting)
+        """How many turns wait, for a slot or for what they need before."""
+        return len(self._requests) - len(self._running)
+
+    @property
+    def quantum_tokens(self) -> int:
+        """What a turn is served now before another that waits gets its slot."""
+        return self._quantum.tokens
 
     @property
     def has_work(self) -> bool:
-        """Whether ``step`` would plan anything."""
+        """Whether there is anything to plan, now or after a fetch."""
         return bool(self._requests or self._released)
+
+    @property
+    def blocked(self) -> bool:
+        """Whether ``step`` would plan nothing until a fetch ends, although there are turns.
+
+        To be asked between steps; who sleeps on it wakes for every end of a fetch, and now and then: a turn gives up
+        waiting for a disk that does not answer.
+        """
+        return not (self._running or self._released) and self._queue.stuck
 
     @property
     def slots(self) -> SlotTable:
@@ -103,6 +138,8 @@ class Scheduler:
         """
         if request.turn_id in self._requests:
             raise ValueError(f"turn {request.turn_id} is here already")
+        if not request.client_id:
+            raise ValueError("a turn without a client would share everybody's KV")
         if request.prompt_tokens == 0:
             raise InferenceCenterError(
                 ErrorCode.INVALID_REQUEST, "The prompt has no tokens.", hint="Send some text.", field="prompt"
@@ -114,7 +151,7 @@ class Scheduler:
                 hint="Shorten the prompt, start a new session, or serve the model with a larger n_ctx.",
             )
         self._requests[request.turn_id] = request
-        insort(self._waiting, request, key=lambda waiting: waiting.order)
+        self._queue.add(request, self._running.values())
 
     def abort(self, turn_id: str, *, now: float) -> bool:
         """End a turn; what it decoded stays in KV. ``False`` when there is no such turn."""
@@ -126,8 +163,8 @@ class Scheduler:
 
     def release(self, session_id: str, *, now: float) -> tuple[str, ...]:
         """End a session's turns, let the next plan drop its KV, and return the ids of those turns."""
-        ended = tuple(request.turn_id for request in self._requests.values() if request.session_id == session_id)
-        for turn_id in ended:
+        ended = tuple(self._queue.sessions.get(session_id, ()))
+        for turn_id in reversed(ended):
             self.abort(turn_id, now=now)
         slot = self._slots.of_session(session_id)
         if slot is not None:
@@ -135,124 +172,122 @@ class Scheduler:
             self._released.append(Truncation(slot.index, 0, None))
         return ended
 
+    def overdue(self, now: float, timeout_s: float) -> tuple[str, ...]:
+        """Return the turns that never had a slot and were submitted ``timeout_s`` ago or earlier."""
+        return self._queue.overdue(now, timeout_s)
+
+    def positions(self) -> tuple[tuple[str, int], ...]:
+        """Return the places in the queue that changed since the last call; 0 for a turn that waited and now runs.
+
+        Only turns that never had a slot have a place. See ``Places`` for how closely a long queue is told.
+        """
+        return self._queue.positions()
+
     def step(self, now: float) -> Plan:
         """Return what to do next; an empty plan when there is nothing."""
-        truncations, self._released = self._released, []
-        admissions, reasons = self._admit(truncations)
-        swaps = self._compact()
-        passes: list[Pass] = []
-        decoding = [request for request in self._running.values() if request.state is RequestState.DECODE]
-        reading = [request for request in self._running.values() if request.state is RequestState.PREFILL]
-        if decoding:
-            passes.append(decode_pass(decoding))
-        if reading:
-            budget_tokens = self._budget.tokens(decoding=bool(decoding))
-            prefill = prefill_passes(
-                reading,
-                grid_tokens=self._grid_tokens,
-                budget_tokens=budget_tokens,
-                pass_tokens=self._pass_tokens,
-            )
-            passes.extend(prefill)
-            reasons.append(f"{len(reading)} prompts share {budget_tokens} tokens")
-        reasons.extend(f"slots {swap.a} and {swap.b} exchanged: what runs together stays together" for swap in swaps)
-        moves: tuple[Move, ...] = (*truncations, *swaps)
-        return Plan(moves=moves, admissions=tuple(admissions), passes=tuple(passes), reasons=tuple(reasons))
+        draft = Draft(self._read_tokens, [*self._released])
+        self._released = []
+        for request in self._running.values():
+            self._placement.snapshot(draft, request)
+        self._queue.advance(now)
+        exchanges = Exchanges(self._ledger, self._quantum.tokens * GENERATED_UNITS)
+        self._dispatcher.run(draft, exchanges, now=now)
+        self._moves = sum(isinstance(move, Park | Restore | Copy) for move in draft.moves)
+        self._compact(draft)
+        return draft.plan(self._passes(draft, now=now))
 
     def completed(self, outcome: Outcome, *, now: float) -> tuple[Reading, ...]:
         """Book what became of the last plan and return the prompts that were read on and are not finished."""
-        for turn_id in outcome.emptied:
-            request = self._requests[turn_id]
-            request.kv_tokens = request.cached_tokens = 0
-            self._slot(request).tokens.clear()
-        for index in outcome.wiped:
-            self._slots.forget(self._slots[index])
+        self._book_losses(outcome)
         for turn_id, count in outcome.decoded.items():
             request = self._requests[turn_id]
             end = request.kv_tokens + count
             self._slot(request).tokens += request.tokens[request.kv_tokens : end]
             request.kv_tokens = end
+            charge_reading(self._ledger, request)
         for turn_id, token in outcome.sampled.items():
             request = self._requests[turn_id]
             request.tokens.append(token)
+            charge_generating(self._ledger, request)
             if request.state is RequestState.PREFILL:
                 request.change(RequestChange.PROMPT_READ)
         for turn_id in outcome.lost:
             self._slot(self._requests[turn_id]).tokens.clear()
         for turn_id in outcome.ended:
             self._end(self._requests[turn_id], now=now)
+        self._observe(outcome)
+        readers = (self._running.get(turn_id) for turn_id in outcome.decoded)
+        return tuple(
+            Reading(reader.turn_id, reader.kv_tokens, reader.prompt_tokens)
+            for reader in readers
+            if reader is not None and reader.state is RequestState.PREFILL and reader.generated_tokens == 0
+        )
+
+    def check_integrity(self) -> None:
+        """Raise ``AssertionError`` when requests, slots and counters contradict each other."""
+        self._slots.check_integrity(n_ctx=self._n_ctx)
+        self._queue.check_integrity(self._requests)
+        assert self._running.keys() <= self._requests.keys(), f"a strange turn runs: {self!r}"
+        assert {slot.turn_id for slot in self._slots if slot.busy} == self._running.keys(), f"strange tenant: {self!r}"
+        for request in self._running.values():
+            slot = self._slot(request)
+            assert slot.session_id == request.session_id, f"slot {slot.index} is another session's: {self!r}"
+            held = slot.tokens
+            assert held == request.tokens[: request.kv_tokens], f"other tokens in KV of {request.turn_id}: {self!r}"
+            assert 0 <= request.used <= request.served, f"{request.turn_id} used more than it was served: {self!r}"
+
+    def _passes(self, draft: Draft, *, now: float) -> list[Pass]:
+        decoding = [request for request in self._running.values() if request.state is RequestState.DECODE]
+        reading = [request for request in self._running.values() if request.state is RequestState.PREFILL]
+        self._generating = len(decoding)
+        passes = [decode_pass(decoding)] if decoding else []
+        if reading:
+            for request in reading:
+                # Who has a slot but is not read on rises as if it still waited for one.
+                risen = request.base_class - request.periods(now, self._ageing_s)
+                request.rank = min(request.rank, max(0, risen))
+            budget_tokens = self._budget.tokens(decoding=bool(decoding))
+            passes += prefill_passes(
+                reading,
+                grid_tokens=self._grid_tokens,
+                budget_tokens=budget_tokens,
+                pass_tokens=self._pass_tokens,
+            )
+            draft.reasons.append(f"{len(reading)} prompts share {budget_tokens} tokens")
+        return passes
+
+    def _book_losses(self, outcome: Outcome) -> None:
+        for turn_id in outcome.emptied:
+            request = self._requests[turn_id]
+            request.kv_tokens = 0
+            if request.preempted == 0:
+                request.cached_tokens = 0
+            if request.state is RequestState.DECODE:
+                request.change(RequestChange.KV_LOST)
+            self._slot(request).tokens.clear()
+        for index in outcome.wiped:
+            self._slots.forget(self._slots[index])
+
+    def _observe(self, outcome: Outcome) -> None:
         self._read_tokens += outcome.prefill_tokens
         self._budget.observe(
             prefill_tokens=outcome.prefill_tokens, prefill_s=outcome.prefill_s, decode_s=outcome.decode_s
         )
-        return tuple(
-            Reading(turn_id, reader.kv_tokens, reader.prompt_tokens)
-            for turn_id in outcome.decoded
-            if (reader := self._running.get(turn_id)) is not None and reader.state is RequestState.PREFILL
+        self._quantum.observe(
+            moves=self._moves,
+            moves_s=outcome.moves_s,
+            generated_tokens=self._generating,
+            decode_s=outcome.decode_s,
         )
 
-    def positions(self) -> tuple[tuple[str, int], ...]:
-        """Return the places in the queue that changed since the last call; 0 for a turn that waited and now runs."""
-        places = {request.turn_id: place for place, request in enumerate(self._waiting, start=1)}
-        changes = [(turn_id, 0) for turn_id in self._positions if turn_id not in places and turn_id in self._running]
-        changes.extend(place for place in places.items() if self._positions.get(place[0]) != place[1])
-        self._positions = places
-        return tuple(changes)
-
-    def check_integrity(self) -> None:
-        """Raise ``AssertionError`` when requests and slots contradict each other."""
-        self._slots.check_integrity(n_ctx=self._n_ctx)
-        assert len(self._requests) == len(self._waiting) + len(self._running), f"a turn is lost: {self!r}"
-        assert {slot.turn_id for slot in self._slots if slot.busy} == self._running.keys(), f"strange tenant: {self!r}"
-        for request in self._running.values():
-            held = self._slot(request).tokens
-            assert held == request.tokens[: request.kv_tokens], f"other tokens in KV of {request.turn_id}: {self!r}"
-
-    def _admit(self, truncations: list[Truncation]) -> tuple[list[Admission], list[str]]:
-        admissions: list[Admission] = []
-        reasons: list[str] = []
-        sessions = {request.session_id for request in self._waiting}
-        for request in tuple(self._waiting):
-            if len(self._running) == len(self._slots):
-                break
-            choice = choose_slot(self._slots, request.session_id, waiting=sessions)
-            if choice is None:
-                continue
-            slot, why = choice
-            truncation = self._start(request, slot)
-            if truncation is not None:
-                truncations.append(truncation)
-            admissions.append(Admission(request.turn_id, tuple(request.tokens), request.cached_tokens))
-            reasons.append(
-                f"turn {request.turn_id} to slot {slot.index}: {why}, "
-                f"{request.cached_tokens} of {request.prompt_tokens} tokens in KV"
-            )
-        return admissions, reasons
-
-    def _start(self, request: Request, slot: Slot) -> Truncation | None:
-        held = len(slot.tokens)
-        keep = 0
-        if slot.session_id == request.session_id:
-            # The last token is always decoded: its logits are what the answer starts from.
-            keep = min(common_prefix_tokens(slot.tokens, request.tokens), request.prompt_tokens - 1)
-        self._slots.assign(slot, session_id=request.session_id, turn_id=request.turn_id, keep_tokens=keep)
-        request.change(RequestChange.ADMIT)
-        request.slot = slot.index
-        request.kv_tokens = request.cached_tokens = keep
-        request.due = self._read_tokens + request.prompt_tokens - keep
-        self._waiting.remove(request)
-        self._running[request.turn_id] = request
-        return Truncation(slot.index, keep, request.turn_id) if keep < held else None
-
-    def _compact(self) -> tuple[Swap, ...]:
-        swaps: list[Swap] = []
+    def _compact(self, draft: Draft) -> None:
         for a, b in compaction([self._use(slot) for slot in self._slots]):
-            swaps.append(Swap(a, b, self._slots[a].turn_id, self._slots[b].turn_id))
+            draft.moves.append(Swap(a, b, self._slots[a].turn_id, self._slots[b].turn_id))
+            draft.reasons.append(f"slots {a} and {b} exchanged: what runs together stays together")
             self._slots.swap(a, b)
             for slot in (self._slots[a], self._slots[b]):
                 if slot.turn_id is not None:
                     self._running[slot.turn_id].slot = slot.index
-        return tuple(swaps)
 
     def _use(self, slot: Slot) -> Use:
         if slot.turn_id is None:
@@ -260,13 +295,12 @@ class Scheduler:
         return Use.READING if self._running[slot.turn_id].state is RequestState.PREFILL else Use.GENERATING
 
     def _end(self, request: Request, *, now: float) -> None:
-        if request.state is RequestState.WAITING:
-            self._waiting.remove(request)
-        else:
+        if request.slot is not None:
             self._slots.free(self._slot(request), now=now)
             del self._running[request.turn_id]
+            request.slot = None
+        self._queue.end(request, now=now)
         request.change(RequestChange.END)
-        request.slot = None
         del self._requests[request.turn_id]
 
     def _slot(self, request: Request) -> Slot:

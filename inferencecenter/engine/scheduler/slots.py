@@ -8,15 +8,22 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from inferencecenter.engine.scheduler.request import Request
 
-@dataclass(slots=True)
+
+@dataclass(slots=True, eq=False)
 class Slot:
-    """One KV stream: ``tokens`` are what it holds, ``turn_id`` the turn that runs in it, ``used_s`` its last use."""
+    """One KV stream: ``tokens`` are what it holds, ``turn_id`` the turn that runs in it, ``used_s`` its last use.
+
+    ``durable`` tells whether what it holds may be written to a disk.
+    """
 
     index: int
     session_id: str | None = None
+    client_id: str = ""
     turn_id: str | None = None
     tokens: list[int] = field(default_factory=list)
+    durable: bool = True
     used_s: float = 0.0
 
     @property
@@ -35,6 +42,7 @@ class SlotTable:
 
     def __init__(self, count: int) -> None:
         self._slots = [Slot(index) for index in range(count)]
+        self._of_session: dict[str, Slot] = {}
 
     def __len__(self) -> int:
         return len(self._slots)
@@ -51,28 +59,33 @@ class SlotTable:
 
     def of_session(self, session_id: str) -> Slot | None:
         """Return the slot that holds a session's KV."""
-        return next((slot for slot in self if slot.session_id == session_id), None)
+        return self._of_session.get(session_id)
 
-    def assign(self, slot: Slot, *, session_id: str, turn_id: str, keep_tokens: int) -> None:
+    def assign(self, slot: Slot, request: Request, *, keep_tokens: int) -> None:
         """Let a turn run in an idle slot, on top of the first ``keep_tokens`` of what it holds."""
         if slot.busy:
             raise ValueError(f"slot {slot.index} runs turn {slot.turn_id}")
-        if keep_tokens and slot.session_id != session_id:
-            raise ValueError(f"slot {slot.index} holds tokens of session {slot.session_id}, not of {session_id}")
-        slot.session_id, slot.turn_id = session_id, turn_id
+        if keep_tokens and slot.client_id != request.client_id:
+            raise ValueError(f"slot {slot.index} holds tokens of client {slot.client_id}, not of {request.client_id}")
+        if self.of_session(request.session_id) not in (None, slot):
+            raise ValueError(f"session {request.session_id} has a slot already")
+        self._disown(slot)
+        slot.session_id, slot.client_id, slot.turn_id = request.session_id, request.client_id, request.turn_id
+        slot.durable = request.durable
+        self._of_session[request.session_id] = slot
         del slot.tokens[keep_tokens:]
 
     def free(self, slot: Slot, *, now: float) -> None:
         """End the slot's turn; the session keeps its KV."""
         slot.turn_id, slot.used_s = None, now
         if not slot.tokens:
-            slot.session_id = None
+            self._disown(slot)
 
     def forget(self, slot: Slot) -> None:
         """Make an idle slot nobody's."""
         if slot.busy:
             raise ValueError(f"slot {slot.index} runs turn {slot.turn_id}")
-        slot.session_id = None
+        self._disown(slot)
         slot.tokens.clear()
 
     def swap(self, a: int, b: int) -> None:
@@ -84,10 +97,17 @@ class SlotTable:
     def check_integrity(self, *, n_ctx: int) -> None:
         """Raise ``AssertionError`` when the table contradicts itself."""
         assert [slot.index for slot in self] == list(range(len(self))), f"slots are out of order: {self!r}"
-        owners = [slot.session_id for slot in self if slot.session_id is not None]
-        assert len(owners) == len(set(owners)), f"a session holds two slots: {self!r}"
+        owners = {slot.session_id: slot for slot in self if slot.session_id is not None}
+        assert len(owners) == sum(not slot.empty for slot in self), f"a session holds two slots: {self!r}"
+        assert owners == self._of_session, f"a session's slot is not where it should be: {self!r}"
         for slot in self:
             assert len(slot.tokens) <= n_ctx, f"slot {slot.index} holds more than {n_ctx} tokens: {self!r}"
             in_use = slot.busy or bool(slot.tokens)
             assert in_use or slot.empty, f"slot {slot.index} is unused, but somebody's: {self!r}"
             assert not in_use or not slot.empty, f"slot {slot.index} is in use, but nobody's: {self!r}"
+            assert slot.empty == (not slot.client_id), f"slot {slot.index} has a session, but no client: {self!r}"
+
+    def _disown(self, slot: Slot) -> None:
+        if slot.session_id is not None:
+            del self._of_session[slot.session_id]
+        slot.session_id, slot.client_id = None, ""

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from inferencecenter.engine.scheduler.parking import NoParking
-from inferencecenter.engine.scheduler.plan import Outcome, Plan, Swap, Truncation
-from inferencecenter.engine.scheduler.request import Request
-from inferencecenter.engine.scheduler.scheduler import Scheduler
+from tests.engine.scheduler.world import GRID_TOKENS, N_CTX, FakeStore, Faults, World
 
-SESSIONS = ("a", "b", "c", "d", "e")
-GRID_TOKENS = 4
-N_CTX = 40
-ANSWER_TOKENS = 5
+SESSIONS = ("a", "b", "c", "d", "e", "f")
+CLIENTS = {"a": "x", "b": "x", "c": "x", "d": "y", "e": "y", "f": "z"}
+ANSWER_TOKENS = 7
+SYSTEM_PROMPT = [9] * 9 + [8] * 4
+
+booleans = st.booleans()
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -24,181 +21,137 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.requests: dict[str, Request] = {}
-        self.terminals: Counter[str] = Counter()
         self.history: dict[str, list[int]] = {session: [] for session in SESSIONS}
-        self.now = 0.0
 
-    @initialize(slots=st.integers(1, 4), pass_tokens=st.sampled_from([4, 8, 64]))
-    def start(self, slots: int, pass_tokens: int) -> None:
-        """Begin with empty slots."""
-        self.kv: list[list[int]] = [[] for _ in range(slots)]
-        self.scheduler = Scheduler(
+    @initialize(
+        slots=st.integers(1, 4),
+        quantum_tokens=st.sampled_from([0, 1, 2, 4]),
+        can_rewind=booleans,
+        pass_tokens=st.sampled_from([4, 8, 64]),
+        limit_tokens=st.sampled_from([0, 20, N_CTX]),
+        ageing_s=st.sampled_from([0.5, 3.0, 1000.0]),
+        target_step_s=st.sampled_from([0.0, 0.05]),
+    )
+    def start(  # noqa: PLR0917 - hypothesis passes them by name
+        self,
+        slots: int,
+        quantum_tokens: int,
+        can_rewind: bool,
+        pass_tokens: int,
+        limit_tokens: int,
+        ageing_s: float,
+        target_step_s: float,
+    ) -> None:
+        """Begin with empty slots and an empty store."""
+        self.world = World(
             slots=slots,
-            n_ctx=N_CTX,
-            grid_tokens=GRID_TOKENS,
+            quantum_tokens=quantum_tokens,
+            store=FakeStore(limit_tokens=limit_tokens),
+            can_rewind=can_rewind,
+            ageing_s=ageing_s,
             pass_tokens=pass_tokens,
-            target_step_s=0.1,
-            parked=NoParking(),
-            can_rewind=True,
-            quantum_tokens=0,
-            ageing_s=30.0,
+            answer_tokens=ANSWER_TOKENS,
+            target_step_s=target_step_s,
         )
 
     @rule(
         session=st.sampled_from(SESSIONS),
-        priority=st.integers(0, 2),
-        keep=st.integers(0, 20),
+        priority=st.sampled_from([-3, 0, 1, 1, 2, 10**9]),
+        keep=st.integers(0, 40),
         new=st.lists(st.integers(1, 3), min_size=1, max_size=15),
+        prompted=booleans,
+        public=booleans,
+        durable=booleans,
     )
-    def add(self, session: str, priority: int, keep: int, new: list[int]) -> None:
-        """Queue a turn that continues some of what its session said before."""
-        number = len(self.requests)
-        tokens = self.history[session][:keep] + new
-        request = Request(
-            turn_id=f"t{number}",
-            session_id=session,
-            client_id=session,
+    def add(  # noqa: PLR0917 - hypothesis passes them by name
+        self, session: str, priority: int, keep: int, new: list[int], prompted: bool, public: bool, durable: bool
+    ) -> None:
+        """Queue a turn that continues some of what its session said before, or begins with the system prompt."""
+        tokens = (SYSTEM_PROMPT if prompted else self.history[session][:keep]) + new
+        request = self.world.add(
+            tokens,
+            session=session,
+            client=CLIENTS[session],
             priority=priority,
-            arrival=number,
-            submitted_s=self.now,
-            tokens=tokens.copy(),
+            prefix_tokens=len(SYSTEM_PROMPT) if prompted else 0,
+            public=prompted and public,
+            durable=durable,
         )
-        self.history[session] = tokens
-        self.requests[request.turn_id] = request
-        self.scheduler.add(request)
+        self.history[session] = request.tokens
 
-    @precondition(lambda self: self.requests)
+    @precondition(lambda self: self.world.requests)
     @rule(data=st.data())
     def abort(self, data: st.DataObject) -> None:
         """Abort a turn in whatever state it is; one that has ended stays ended."""
-        turn_id = data.draw(st.sampled_from(sorted(self.requests)))
-        if self.scheduler.abort(turn_id, now=self.now):
-            self.terminals[turn_id] += 1
+        self.world.abort(data.draw(st.sampled_from(sorted(self.world.requests))))
 
     @rule(session=st.sampled_from(SESSIONS))
     def release(self, session: str) -> None:
         """Close a session."""
-        self.terminals.update(self.scheduler.release(session, now=self.now))
+        self.world.release(session)
 
-    @rule(data=st.data(), step_s=st.sampled_from([0.0, 0.01, 1.0]))
-    def step(self, data: st.DataObject, step_s: float) -> None:
-        """Run a step in which cutting, swapping or decoding may fail."""
-        refuse_cut = data.draw(st.booleans())
-        fail_swap = data.draw(st.booleans())
-        fail_pass = data.draw(st.integers(-3, 2))
-        self.run_step(refuse_cut=refuse_cut, fail_swap=fail_swap, fail_pass=fail_pass, step_s=step_s)
+    @precondition(lambda self: self.world.store.entries)
+    @rule(data=st.data(), evict=booleans)
+    def lose_parked(self, data: st.DataObject, evict: bool) -> None:
+        """A parked sequence is dropped, or only its file is left."""
+        key = data.draw(st.sampled_from(sorted(self.world.store.entries)))
+        if evict:
+            del self.world.store.entries[key]
+        else:
+            self.world.store.entries[key].ready = False
+
+    @rule()
+    def finish_fetches(self) -> None:
+        """The disk has answered."""
+        self.world.finish_fetches()
+
+    @rule(
+        faults=st.builds(
+            Faults,
+            cut=booleans,
+            swap=booleans,
+            park=booleans,
+            restore=booleans,
+            copy=booleans,
+            broken_pass=st.integers(-3, 2),
+        )
+    )
+    def faulty_step(self, faults: Faults) -> None:
+        """Run a step in which any move or pass may fail."""
+        self.world.step(faults)
+
+    @rule(count=st.integers(1, 4))
+    def steps(self, count: int) -> None:
+        """Run steps in which all goes well."""
+        for _ in range(count):
+            self.world.step()
+
+    @rule(move_s=st.sampled_from([0.001, 0.5]))
+    def slow_moves(self, move_s: float) -> None:
+        """Moves take their time, from which the quantum is learned."""
+        self.world.step(move_s=move_s)
 
     @invariant()
     def books_agree(self) -> None:
         """Slots are conserved, and no turn ever ended twice."""
-        if hasattr(self, "scheduler"):
-            self.scheduler.check_integrity()
-            assert all(count == 1 for count in self.terminals.values())
-            assert len(self.requests) == len(self.terminals) + self.scheduler.waiting + self.scheduler.running
+        if hasattr(self, "world"):
+            world = self.world
+            world.scheduler.check_integrity()
+            assert all(count == 1 for count in world.terminals.values())
+            assert len(world.requests) == len(world.terminals) + world.scheduler.waiting + world.scheduler.running
 
     def teardown(self) -> None:
         """Without new turns all that are left end, in bounded time."""
-        if not hasattr(self, "scheduler"):
+        if not hasattr(self, "world"):
             return
-        bound = sum(request.prompt_tokens + ANSWER_TOKENS + 2 for request in self.requests.values()) + 1
-        for _ in range(bound):
-            if not self.scheduler.has_work:
-                break
-            self.run_step(step_s=0.01)
-        assert self.terminals == Counter(dict.fromkeys(self.requests, 1))
+        self.world.finish_fetches()
+        self.world.run_to_end(most_steps=self.bound_steps())
+        assert set(self.world.terminals) == set(self.world.requests)
 
-    def run_step(
-        self, *, step_s: float, refuse_cut: bool = False, fail_swap: bool = False, fail_pass: int = -1
-    ) -> None:
-        """Carry out one plan, checking each of its promises."""
-        self.now += 1
-        plan = self.scheduler.step(self.now)
-        self.check_admissions(plan)
-        emptied = self.cut_kv(plan, refuse_cut=refuse_cut)
-        lost, wiped = self.swap_kv(plan, fail=fail_swap)
-        decoded: Counter[str] = Counter()
-        sampled: dict[str, int] = {}
-        stalled = emptied | lost
-        for number, each in enumerate(plan.passes):
-            slots = [row.chunk.slot for row in each.rows]
-            assert slots == sorted(set(slots))
-            assert len({len(row.chunk.tokens) for row in each.rows}) == 1
-            if not each.prefill:
-                assert number == 0
-                assert slots == list(range(slots[0], slots[0] + len(slots)))
-            rows = [row for row in each.rows if row.turn_id not in stalled]
-            if number == fail_pass and rows:
-                lost.add(rows[0].turn_id)
-                self.kv[rows[0].chunk.slot].clear()
-                stalled.update(row.turn_id for row in rows)
-                continue
-            for row in rows:
-                held = self.kv[row.chunk.slot]
-                assert row.chunk.start == len(held)
-                held += row.chunk.tokens
-                decoded[row.turn_id] += len(row.chunk.tokens)
-                request = self.requests[row.turn_id]
-                assert held == request.tokens[: len(held)]
-                assert row.chunk.sample == (held == request.tokens)
-                if row.chunk.sample:
-                    sampled[row.turn_id] = 7
-                else:
-                    assert len(held) % GRID_TOKENS == 0
-        full = {turn_id for turn_id in sampled if self.requests[turn_id].generated_tokens + 1 >= ANSWER_TOKENS}
-        outcome = Outcome(
-            decoded=decoded,
-            sampled=sampled,
-            emptied=frozenset(emptied),
-            wiped=frozenset(wiped),
-            ended=frozenset(full | lost),
-            lost=frozenset(lost),
-            prefill_tokens=sum(decoded.values()),
-            prefill_s=step_s,
-        )
-        self.scheduler.completed(outcome, now=self.now)
-        self.terminals.update(full | lost)
-        assert [slot.tokens for slot in self.scheduler.slots] == self.kv
-
-    def check_admissions(self, plan: Plan) -> None:
-        """Nobody waits behind a turn of a lower class, a later one, or a free slot, unless its session runs."""
-        busy = {slot.session_id for slot in self.scheduler.slots if slot.busy}
-        waiting = [
-            request
-            for request in self.requests.values()
-            if request.state == "waiting" and request.session_id not in busy
-        ]
-        started = [self.requests[admission.turn_id] for admission in plan.admissions]
-        assert not waiting or all(slot.busy for slot in self.scheduler.slots)
-        assert all(first.order < other.order for first in started for other in waiting)
-        indexes = [slot.index for slot in self.scheduler.slots if slot.busy]
-        assert not indexes or indexes == list(range(indexes[0], indexes[0] + len(indexes)))
-
-    def cut_kv(self, plan: Plan, *, refuse_cut: bool) -> set[str]:
-        """Truncate; return the turns whose prefix was lost."""
-        emptied: set[str] = set()
-        for cut in plan.moves:
-            if not isinstance(cut, Truncation):
-                continue
-            assert cut.n_tokens <= len(self.kv[cut.slot])
-            if refuse_cut and cut.n_tokens:
-                assert cut.turn_id is not None
-                emptied.add(cut.turn_id)
-                self.kv[cut.slot].clear()
-            del self.kv[cut.slot][cut.n_tokens :]
-        return emptied
-
-    def swap_kv(self, plan: Plan, *, fail: bool) -> tuple[set[str], set[int]]:
-        """Swap; return the turns and the idle slots whose KV was lost by it."""
-        swaps = [move for move in plan.moves if isinstance(move, Swap)]
-        for swap in swaps:
-            self.kv[swap.a], self.kv[swap.b] = self.kv[swap.b], self.kv[swap.a]
-            if fail:
-                self.kv[swap.a].clear()
-                self.kv[swap.b].clear()
-        moved = [each for swap in swaps for each in ((swap.turn_a, swap.b), (swap.turn_b, swap.a))] if fail else []
-        turns = {turn_id for turn_id, _ in moved if turn_id is not None}
-        return turns, {slot for turn_id, slot in moved if turn_id is None}
+    def bound_steps(self) -> int:
+        """Each stay in a slot brings a turn on by a token at least, after reading again at most its whole context."""
+        stays = sum(request.prompt_tokens + ANSWER_TOKENS for request in self.world.requests.values())
+        return stays * (N_CTX // GRID_TOKENS + 2) + 100
 
 
 TestSchedulerMachine = SchedulerMachine.TestCase

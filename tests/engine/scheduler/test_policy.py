@@ -26,7 +26,7 @@ def table_of(*slots: str) -> SlotTable:
     table = SlotTable(len(slots))
     for slot, text in zip(table, slots, strict=True):
         if text != "-":
-            table.assign(slot, session_id=text.rstrip("*"), turn_id=f"turn-{text}", keep_tokens=0)
+            table.assign(slot, new_request(slot.index, session=text.rstrip("*")), keep_tokens=0)
             slot.tokens.append(1)
             if not text.endswith("*"):
                 table.free(slot, now=float(slot.index))
@@ -142,11 +142,11 @@ def test_prefill_passes_are_well_formed(requests: list[Request], budget_tokens: 
     assert read <= budget_tokens or single
 
 
-def new_request(slot: int, *, length: int = 80, priority: int = 0, due: int = 0) -> Request:
+def new_request(slot: int, *, length: int = 80, priority: int = 0, due: int = 0, session: str = "") -> Request:
     """Return a request whose prompt has not been read."""
     return Request(
         turn_id=f"t{slot}",
-        session_id=f"s{slot}",
+        session_id=session or f"s{slot}",
         client_id="c",
         submitted_s=0.0,
         priority=priority,

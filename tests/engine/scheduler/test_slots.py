@@ -4,16 +4,24 @@ from __future__ import annotations
 
 import pytest
 
+from inferencecenter.engine.scheduler.request import Request
 from inferencecenter.engine.scheduler.slots import SlotTable
+
+
+def request(turn: str, *, session: str, client: str = "x") -> Request:
+    """Return a turn of a session."""
+    return Request(
+        turn_id=turn, session_id=session, client_id=client, priority=0, arrival=1, submitted_s=0.0, tokens=[1]
+    )
 
 
 @pytest.fixture
 def table() -> SlotTable:
     """Three slots; session a runs in 0, session b's tokens are idle in 1, 2 is empty."""
     table = SlotTable(3)
-    table.assign(table[0], session_id="a", turn_id="t1", keep_tokens=0)
+    table.assign(table[0], request("t1", session="a"), keep_tokens=0)
     table[0].tokens += [1, 2, 3]
-    table.assign(table[1], session_id="b", turn_id="t2", keep_tokens=0)
+    table.assign(table[1], request("t2", session="b"), keep_tokens=0)
     table[1].tokens += [4, 5]
     table.free(table[1], now=7.0)
     table.check_integrity(n_ctx=8)
@@ -29,7 +37,7 @@ def test_a_session_keeps_its_slot_after_its_turn(table: SlotTable) -> None:
 
 def test_a_slot_without_tokens_is_nobodys(table: SlotTable) -> None:
     """A turn that ended before it decoded anything leaves an empty slot."""
-    table.assign(table[2], session_id="c", turn_id="t3", keep_tokens=0)
+    table.assign(table[2], request("t3", session="c"), keep_tokens=0)
     table.free(table[2], now=8.0)
     assert table[2].empty
     assert table.of_session("c") is None
@@ -37,20 +45,29 @@ def test_a_slot_without_tokens_is_nobodys(table: SlotTable) -> None:
 
 def test_a_turn_builds_on_its_own_tokens(table: SlotTable) -> None:
     """The kept prefix stays, the rest goes."""
-    table.assign(table[1], session_id="b", turn_id="t4", keep_tokens=1)
+    table.assign(table[1], request("t4", session="b"), keep_tokens=1)
     assert table[1].tokens == [4]
 
 
 def test_nobody_builds_on_anothers_tokens(table: SlotTable) -> None:
-    """Keeping tokens for another session than the one they belong to is refused."""
-    with pytest.raises(ValueError, match="of session b, not of c"):
-        table.assign(table[1], session_id="c", turn_id="t4", keep_tokens=1)
+    """Keeping tokens for another client than the one they belong to is refused; its other sessions may."""
+    with pytest.raises(ValueError, match="of client x, not of y"):
+        table.assign(table[1], request("t4", session="c", client="y"), keep_tokens=1)
+    table.assign(table[1], request("t4", session="c"), keep_tokens=1)
+    assert table.of_session("b") is None
+    assert table.of_session("c") is table[1]
+
+
+def test_a_session_has_one_slot(table: SlotTable) -> None:
+    """A turn whose session holds a slot gets no other."""
+    with pytest.raises(ValueError, match="session b has a slot already"):
+        table.assign(table[2], request("t4", session="b"), keep_tokens=0)
 
 
 def test_a_busy_slot_is_left_alone(table: SlotTable) -> None:
     """A running turn's slot can be neither given away nor forgotten."""
     with pytest.raises(ValueError, match="runs turn t1"):
-        table.assign(table[0], session_id="c", turn_id="t4", keep_tokens=0)
+        table.assign(table[0], request("t4", session="c"), keep_tokens=0)
     with pytest.raises(ValueError, match="runs turn t1"):
         table.forget(table[0])
 
@@ -66,6 +83,7 @@ def test_swapping_moves_sessions_and_keeps_indexes(table: SlotTable) -> None:
     """Two slots exchange tenants and tokens; indexes stay in order."""
     table.swap(0, 2)
     assert [slot.session_id for slot in table] == [None, "b", "a"]
+    assert table.of_session("a") is table[2]
     assert table[2].tokens == [1, 2, 3]
     table.check_integrity(n_ctx=8)
 

@@ -1,0 +1,351 @@
+"""A backend and a store of parked KV made of lists, on which the scheduler's plans are carried out and checked."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from inferencecenter.engine.scheduler.parking import Match
+from inferencecenter.engine.scheduler.plan import Copy, Outcome, Park, Plan, Restore, Swap, Truncation
+from inferencecenter.engine.scheduler.prefix import common_prefix_tokens
+from inferencecenter.engine.scheduler.request import Request, RequestState
+from inferencecenter.engine.scheduler.scheduler import Scheduler
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Sequence
+
+    from inferencecenter.engine.scheduler.plan import Move, Pass
+
+GRID_TOKENS = 4
+N_CTX = 64
+STEP_S = 1.0
+
+# A token in KV and the client whose turn computed it, nobody's once it was parked as public.
+Cell = tuple[int, str]
+
+
+@dataclass
+class Entry:
+    """A parked sequence; not ``ready`` while it is on disk only."""
+
+    scope: str
+    cells: list[Cell]
+    durable: bool
+    ready: bool = True
+
+    @property
+    def tokens(self) -> list[int]:
+        """What it spells."""
+        return [token for token, _ in self.cells]
+
+
+class FakeStore:
+    """Parks lists. ``limit_tokens`` is the longest sequence that fits."""
+
+    def __init__(self, *, limit_tokens: int = N_CTX) -> None:
+        self.entries: dict[str, Entry] = {}
+        self.limit_tokens = limit_tokens
+        self.finds = 0
+
+    def find(self, scope: str, tokens: Sequence[int]) -> Match | None:
+        """Return the longest match, of equal ones the shortest sequence, of those one that is ready."""
+        self.finds += 1
+        matches = [
+            Match(key, common, len(entry.cells), entry.ready)
+            for key, entry in self.entries.items()
+            if entry.scope in ("", scope) and (common := common_prefix_tokens(entry.tokens, tokens))
+        ]
+        return max(matches, key=lambda match: (match.common_tokens, -match.n_tokens, match.ready), default=None)
+
+    def fits(self, n_tokens: int) -> bool:
+        """Tell whether a sequence is short enough."""
+        return n_tokens <= self.limit_tokens
+
+
+@dataclass(frozen=True)
+class Faults:
+    """What goes wrong in a step; ``broken_pass`` is the number of the pass that fails."""
+
+    cut: bool = False
+    swap: bool = False
+    park: bool = False
+    restore: bool = False
+    copy: bool = False
+    broken_pass: int = -1
+
+
+@dataclass
+class Results:
+    """What a step has come to so far."""
+
+    emptied: set[str] = field(default_factory=set)
+    wiped: set[int] = field(default_factory=set)
+    lost: set[str] = field(default_factory=set)
+    stalled: set[str] = field(default_factory=set)
+    decoded: Counter[str] = field(default_factory=Counter)
+    sampled: dict[str, int] = field(default_factory=dict)
+    parked: int = 0
+
+
+class World:
+    """Slots and parked sequences beside the scheduler's books.
+
+    Args:
+        slots: Number of slots.
+        quantum_tokens: The quantum; 0 is learned.
+        store: Where sequences are parked.
+        can_rewind: Whether a sequence can be cut anywhere.
+        ageing_s: A turn rises a class each time it waited so long; a step takes ``STEP_S``.
+        pass_tokens: Most tokens of a pass.
+        answer_tokens: How long each turn's answer is.
+    """
+
+    def __init__(
+        self,
+        *,
+        slots: int = 2,
+        quantum_tokens: int = 4,
+        store: FakeStore | None = None,
+        can_rewind: bool = True,
+        ageing_s: float = 1000.0,
+        pass_tokens: int = 64,
+        answer_tokens: int = 5,
+        target_step_s: float = 0.0,
+        n_ctx: int = N_CTX,
+    ) -> None:
+        self.store = FakeStore() if store is None else store
+        self.can_rewind = can_rewind
+        self.answer_tokens = answer_tokens
+        self.kv: list[list[Cell]] = [[] for _ in range(slots)]
+        self.scheduler = Scheduler(
+            slots=slots,
+            n_ctx=n_ctx,
+            grid_tokens=GRID_TOKENS,
+            pass_tokens=pass_tokens,
+            target_step_s=target_step_s,
+            parked=self.store,
+            can_rewind=can_rewind,
+            quantum_tokens=quantum_tokens,
+            ageing_s=ageing_s,
+        )
+        self.requests: dict[str, Request] = {}
+        self.answers: dict[str, int] = {}
+        self.terminals: Counter[str] = Counter()
+        self.now = 0.0
+
+    def add(
+        self,
+        tokens: Sequence[int],
+        *,
+        turn: str = "",
+        session: str = "",
+        client: str = "c",
+        priority: int = 1,
+        prefix_tokens: int = 0,
+        public: bool = False,
+        durable: bool = True,
+        answer_tokens: int = 0,
+    ) -> Request:
+        """Queue a turn; turn and session are named by number if not given."""
+        number = len(self.requests)
+        request = Request(
+            turn_id=turn or f"t{number}",
+            session_id=session or turn or f"s{number}",
+            client_id=client,
+            priority=priority,
+            arrival=number,
+            submitted_s=self.now,
+            tokens=list(tokens),
+            prefix_tokens=prefix_tokens,
+            public=public,
+            durable=durable,
+        )
+        self.scheduler.add(request)
+        self.requests[request.turn_id] = request
+        self.answers[request.turn_id] = answer_tokens or self.answer_tokens
+        return request
+
+    def abort(self, turn_id: str) -> None:
+        """End a turn."""
+        if self.scheduler.abort(turn_id, now=self.now):
+            self.terminals[turn_id] += 1
+
+    def release(self, session_id: str) -> None:
+        """Close a session, in the scheduler and in the store."""
+        self.terminals.update(self.scheduler.release(session_id, now=self.now))
+        self.store.entries.pop(session_id, None)
+
+    def finish_fetches(self) -> None:
+        """Bring what is on disk to RAM."""
+        for entry in self.store.entries.values():
+            entry.ready = True
+
+    def run(self, steps: int, *, until: Callable[[], bool] = lambda: False) -> int:
+        """Run steps without faults, and return after how many ``until`` held."""
+        for step in range(steps):
+            if until():
+                return step
+            self.step()
+        return steps
+
+    def run_to_end(self, *, most_steps: int = 10_000) -> None:
+        """Run until no turn is left."""
+        steps = self.run(most_steps, until=lambda: not self.scheduler.has_work)
+        assert not self.scheduler.has_work, f"still at work after {steps} steps: {self.scheduler!r}"
+
+    def step(self, faults: Faults = Faults(), *, move_s: float = 0.0) -> Plan:
+        """Carry out one plan, checking each of its promises."""
+        self.now += STEP_S
+        plan = self.scheduler.step(self.now)
+        self._check_idle_slots(plan)
+        results = Results()
+        slots_moved: Counter[int] = Counter()
+        for move in plan.moves:
+            slots_moved.update([move.slot] if isinstance(move, Park) and not move.key.startswith("prefix-") else [])
+            self._move(move, faults, results)
+        assert all(count == 1 for count in slots_moved.values()), "a slot changed hands twice in a step"
+        for turn_id in plan.preemptions:
+            assert self.requests[turn_id].slot is None
+            assert turn_id not in {row.turn_id for each in plan.passes for row in each.rows}
+        results.stalled |= results.emptied | results.lost
+        self._check_tenants(results.stalled)
+        for number, each in enumerate(plan.passes):
+            self._pass(each, number, broken=number == faults.broken_pass, results=results)
+        self._complete(plan, results, move_s=move_s)
+        return plan
+
+    def _move(self, move: Move, faults: Faults, results: Results) -> None:
+        match move:
+            case Truncation():
+                self._cut(move, faults, results)
+            case Swap():
+                self._swap(move, faults, results)
+            case Park():
+                assert [token for token, _ in self.kv[move.slot]] == list(move.tokens)
+                assert move.n_tokens == len(move.tokens) > 0
+                if not faults.park:
+                    self.store.entries[move.key] = Entry(move.scope, self._cells_to_park(move), move.durable)
+                    results.parked += 1
+            case Restore():
+                entry = self.store.entries.get(move.key)
+                client = self.requests[move.turn_id].client_id
+                assert entry is None or entry.scope in ("", client), "another client's KV is restored"
+                # A park of this step may have pushed the sequence out, or have replaced it.
+                good = entry is not None and entry.ready and len(entry.cells) == move.n_tokens and not faults.restore
+                self.kv[move.slot] = list(entry.cells) if entry is not None and good else []
+                results.emptied |= set() if good else {move.turn_id}
+            case Copy():
+                assert move.source != move.target
+                assert 0 < move.n_tokens <= len(self.kv[move.source])
+                assert self.can_rewind or move.n_tokens == len(self.kv[move.source])
+                self.kv[move.target] = [] if faults.copy else self.kv[move.source][: move.n_tokens]
+                results.emptied |= {move.turn_id} if faults.copy else set()
+
+    def _cells_to_park(self, park: Park) -> list[Cell]:
+        if park.scope:
+            assert all(client in ("", park.scope) for _, client in self.kv[park.slot])
+            return list(self.kv[park.slot])
+        prefixes = [request.tokens[: request.prefix_tokens] for request in self.requests.values() if request.public]
+        assert list(park.tokens) in prefixes, "what is not public is parked for everybody"
+        return [(token, "") for token in park.tokens]
+
+    def _cut(self, cut: Truncation, faults: Faults, results: Results) -> None:
+        if cut.turn_id in results.emptied:
+            return
+        held = self.kv[cut.slot]
+        assert cut.n_tokens < len(held), "a cut that cuts nothing"
+        if cut.n_tokens and (faults.cut or not self.can_rewind):
+            assert cut.turn_id is not None
+            results.emptied.add(cut.turn_id)
+            held.clear()
+        del held[cut.n_tokens :]
+
+    def _swap(self, swap: Swap, faults: Faults, results: Results) -> None:
+        self.kv[swap.a], self.kv[swap.b] = self.kv[swap.b], self.kv[swap.a]
+        if not faults.swap:
+            return
+        for turn_id, slot in ((swap.turn_a, swap.b), (swap.turn_b, swap.a)):
+            self.kv[slot].clear()
+            if turn_id is None:
+                results.wiped.add(slot)
+            else:
+                results.lost.add(turn_id)
+                results.emptied.discard(turn_id)
+
+    def _check_idle_slots(self, plan: Plan) -> None:
+        """Beside an idle slot a turn waits only for the disk, for its session, or for a prefix that is being read."""
+        slots = list(self.scheduler.slots)
+        requests = [request for request in self.requests.values() if request.state is not RequestState.DONE]
+        restoring = [request for request in requests if request.state is RequestState.RESTORING]
+        if all(slot.busy for slot in slots) or len(restoring) >= len(slots):
+            return
+        assert not plan.preemptions
+        readers = [request for request in requests if request.state is RequestState.PREFILL]
+        taken = {request.session_id for request in requests if request.state is not RequestState.WAITING}
+        for request in requests:
+            if request.session_id not in taken:
+                shared = request.tokens[: 2 * GRID_TOKENS]
+                assert any(reader.tokens[: 2 * GRID_TOKENS] == shared for reader in readers), "waits for nothing"
+            taken.add(request.session_id)
+
+    def _check_tenants(self, unsure: Collection[str]) -> None:
+        """What a turn builds on is its own tokens, computed for its client or parked as a public prefix."""
+        for slot in self.scheduler.slots:
+            if slot.turn_id is None or slot.turn_id in unsure:
+                continue
+            request = self.requests[slot.turn_id]
+            cells = self.kv[slot.index]
+            assert [token for token, _ in cells] == request.tokens[: request.kv_tokens]
+            assert {client for _, client in cells} <= {"", request.client_id}
+
+    def _pass(self, each: Pass, number: int, *, broken: bool, results: Results) -> None:
+        slots = [row.chunk.slot for row in each.rows]
+        assert slots == sorted(set(slots))
+        assert len({len(row.chunk.tokens) for row in each.rows}) == 1
+        if not each.prefill:
+            assert number == 0
+            assert slots == list(range(slots[0], slots[0] + len(slots)))
+        rows = [row for row in each.rows if row.turn_id not in results.stalled]
+        if broken and rows:
+            results.lost.add(rows[0].turn_id)
+            self.kv[rows[0].chunk.slot].clear()
+            results.stalled.update(row.turn_id for row in rows)
+            return
+        for row in rows:
+            request = self.requests[row.turn_id]
+            held = self.kv[row.chunk.slot]
+            assert row.chunk.start == len(held)
+            held += [(token, request.client_id) for token in row.chunk.tokens]
+            results.decoded[row.turn_id] += len(row.chunk.tokens)
+            assert [token for token, _ in held] == request.tokens[: len(held)]
+            assert row.chunk.sample == (len(held) == len(request.tokens))
+            if row.chunk.sample:
+                results.sampled[row.turn_id] = 100 + request.arrival
+            else:
+                assert len(held) % GRID_TOKENS == 0 or len(held) == request.prefix_tokens
+
+    def _complete(self, plan: Plan, results: Results, *, move_s: float) -> None:
+        full = {
+            turn_id
+            for turn_id in results.sampled
+            if self.requests[turn_id].generated_tokens + 1 >= self.answers[turn_id]
+        }
+        moves = sum(isinstance(move, Park | Restore | Copy) for move in plan.moves)
+        outcome = Outcome(
+            decoded=results.decoded,
+            sampled=results.sampled,
+            emptied=frozenset(results.emptied),
+            wiped=frozenset(results.wiped),
+            ended=frozenset(full | results.lost),
+            lost=frozenset(results.lost),
+            prefill_tokens=sum(results.decoded.values()),
+            prefill_s=0.01,
+            decode_s=0.1,
+            moves_s=moves * move_s,
+            n_parked=results.parked,
+        )
+        self.scheduler.completed(outcome, now=self.now)
+        self.terminals.update(full | results.lost)
+        self.scheduler.check_integrity()
+        assert [slot.tokens for slot in self.scheduler.slots] == [[token for token, _ in cells] for cells in self.kv]
