@@ -62,13 +62,10 @@ class RamTier:
             OSError: It would have to be a new one, which cannot be made.
         """
         mapping = self.take_warm(need_bytes, at_most_bytes=at_most_bytes, room_bytes=room_bytes)
-        if mapping is None:
-            self.trim(room_bytes - need_bytes)
-            mapping = self.create(need_bytes)
-        return mapping
+        return mapping or self.create(need_bytes)
 
     def take_warm(self, need_bytes: int, *, at_most_bytes: int, room_bytes: int) -> Mapping | None:
-        """Do what ``take`` does, without making a new one."""
+        """Do what ``take`` does, but leave it to the caller to make a new one."""
         for mapping in self._best_first(need_bytes):
             if mapping not in self._warm:  # trimmed for the sake of one that could not be resized
                 continue
@@ -78,6 +75,7 @@ class RamTier:
             if fits or mapping.resize(need_bytes):
                 return mapping
             self._warm.append(mapping)
+        self.trim(room_bytes - need_bytes)
         return None
 
     def give_back(self, mapping: Mapping) -> Mapping | None:

@@ -178,10 +178,7 @@ class Tiers:
             return False
         for victim in victims:
             self._leave_ram(victim)
-        room = self._room_bytes
-        warm = self._ram.take_warm(need, at_most_bytes=ram.spare_bytes(entry.scope), room_bytes=room)
-        if warm is None:
-            self._ram.trim(room - need)
+        warm = self._ram.take_warm(need, at_most_bytes=ram.spare_bytes(entry.scope), room_bytes=self._room_bytes)
         entry.ram = Place.ARRIVING
         ram.put(entry, entry.scope, need if warm is None else warm.capacity_bytes)
         wanted = Wanted(entry.key, entry.scope, entry.tokens)

@@ -1,0 +1,105 @@
+"""Finding the best parked sequence."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from inferencecenter.engine.kv.catalogue import Catalogue, Entry, Place
+from inferencecenter.engine.kv.ledger import PUBLIC, Limits
+from inferencecenter.ipc.messages import pack_tokens
+
+TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=8)
+# Token ids that differ in one byte only, which a comparison of bytes must not take for half a token.
+WIDE = st.lists(st.sampled_from([1, 257, 65537, 1 + 2**24]), min_size=1, max_size=6)
+
+
+def catalogue_of(entries: list[tuple[str, list[int], bool]], *, can_rewind: bool = True) -> Catalogue:
+    """Return a catalogue of entries of a scope, each in RAM or on disk."""
+    catalogue = Catalogue(ram=Limits(10_000), disk=Limits(10_000), can_rewind=can_rewind)
+    for number, (scope, tokens, ready) in enumerate(entries):
+        entry = Entry(str(number), scope, pack_tokens(tokens), True, number, 64, 10)
+        catalogue.add(entry)
+        entry.ram, entry.disk = (Place.THERE, Place.ABSENT) if ready else (Place.ABSENT, Place.THERE)
+        (catalogue.ram if ready else catalogue.disk).put(entry, scope, 10)
+    catalogue.check_integrity()
+    return catalogue
+
+
+def common(a: list[int], b: list[int]) -> int:
+    """Count equal tokens at the beginning."""
+    pairs = list(zip(a, b, strict=False))
+    return next((n for n, (x, y) in enumerate(pairs) if x != y), len(pairs))
+
+
+@given(
+    entries=st.lists(st.tuples(st.sampled_from([PUBLIC, "a", "b"]), TOKENS | WIDE, st.booleans()), max_size=12),
+    scope=st.sampled_from([PUBLIC, "a", "b", "nobody"]),
+    wanted=TOKENS | WIDE,
+    can_rewind=st.booleans(),
+)
+def test_find_is_the_best_there_is(
+    entries: list[tuple[str, list[int], bool]], scope: str, wanted: list[int], *, can_rewind: bool
+) -> None:
+    """The most shared tokens win, then what is in RAM, then the shortest; other scopes' entries do not exist."""
+    match = catalogue_of(entries, can_rewind=can_rewind).find(scope, wanted)
+    usable = [
+        (common(tokens, wanted), ready, -len(tokens), number)
+        for number, (owner, tokens, ready) in enumerate(entries)
+        if owner in {scope, PUBLIC} and common(tokens, wanted) >= (1 if can_rewind else len(tokens))
+    ]
+    if not usable:
+        assert match is None
+        return
+    shared, ready, length, number = max(usable)
+    assert match is not None
+    assert (match.key, match.common_tokens, match.n_tokens, match.ready) == (str(number), shared, -length, ready)
+
+
+def test_removed_entries_are_not_found() -> None:
+    """An entry that was taken out is gone from its scope too."""
+    catalogue = catalogue_of([("a", [1, 2], True)])
+    entry = catalogue.get("0")
+    assert entry is not None
+    catalogue.remove(entry)
+    catalogue.ram.drop(entry)
+    assert catalogue.find("a", [1, 2]) is None
+    assert len(catalogue) == 0
+    catalogue.check_integrity()
+
+
+def test_a_copy_pushes_out_only_what_was_used_before_it() -> None:
+    """The disk is not written to over and over by sequences that take turns in pushing each other out."""
+    catalogue = Catalogue(ram=Limits(100), disk=Limits(74), can_rewind=True)
+    entries = [Entry(str(number), "a", pack_tokens([1]), True, number, 64, 10) for number in range(3)]
+    for entry in entries:
+        catalogue.add(entry)
+        catalogue.ram.put(entry, "a", 10)
+        entry.ram = Place.THERE
+    oldest, middle, newest = entries
+    catalogue.disk.put(middle, "a", 74)
+    middle.disk = Place.THERE
+    assert catalogue.room_on_disk(oldest) is None
+    assert catalogue.room_on_disk(newest) == (middle,)
+    middle.disk = Place.ARRIVING
+    assert catalogue.room_on_disk(newest) is None
+    middle.disk, middle.ram = Place.THERE, Place.ARRIVING
+    assert catalogue.room_on_disk(newest) is None
+
+
+def test_what_can_still_be_copied_leaves_ram_last() -> None:
+    """Entries with a copy go first, those being copied stay, and of the rest the oldest goes."""
+    catalogue = Catalogue(ram=Limits(40), disk=Limits(1000), can_rewind=True)
+    places = [Place.ABSENT, Place.ARRIVING, Place.ABSENT, Place.THERE]
+    entries = [Entry(str(number), "a", pack_tokens([1]), True, number, 64, 10) for number in range(4)]
+    for entry, place in zip(entries, places, strict=True):
+        catalogue.add(entry)
+        catalogue.ram.put(entry, "a", 10)
+        entry.ram, entry.disk = Place.THERE, place
+    first, copying, third, copied = entries
+    assert catalogue.room_in_ram("a", 10, without=None, keep=()) == (copied,)
+    assert catalogue.room_in_ram("a", 30, without=None, keep=()) == (copied, first, third)
+    assert catalogue.room_in_ram("a", 30, without=copying, keep=()) == (copied, first)
+    assert catalogue.room_in_ram("a", 40, without=None, keep=()) is None
+    assert catalogue.to_copy(20) == [first]
+    assert catalogue.to_copy(40) == [first, third]
