@@ -10,10 +10,14 @@ import socket
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from inferencecenter.engine.echo import EchoBackend
-from inferencecenter.engine.inbox import Closed, Inbox, Received
+from inferencecenter.engine.inbox import Closed, Fetched, Inbox, Received
+from inferencecenter.engine.kv.store import KvStore, TierOptions
 from inferencecenter.engine.loop import EngineLoop
 from inferencecenter.errors import ErrorCode, InferenceCenterError
 from inferencecenter.ipc.framing import FrameError
@@ -21,6 +25,9 @@ from inferencecenter.ipc.messages import Configure, LoadFailed, Loading, Log, Re
 from inferencecenter.ipc.pipe import Pipe
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+    from concurrent.futures import Executor
+
     from inferencecenter.engine.backend import Backend
     from inferencecenter.ipc.messages import EngineOptions
 
@@ -56,13 +63,47 @@ def _serve(pipe: Pipe, options: EngineOptions) -> int:
     except InferenceCenterError as error:
         pipe.send(LoadFailed(error.code.value, error.message, error.hint or ""))
         return error.spec.exit_code
-    loop = EngineLoop(backend, options, inbox=inbox, send=pipe.send, clock=time.monotonic)
-    try:
+    with ExitStack() as held:
+        held.callback(backend.close)
+        disk_worker = held.enter_context(ThreadPoolExecutor(1, thread_name_prefix="kv"))
+        kv = open_kv(
+            backend,
+            options,
+            worker=disk_worker,
+            on_fetched=lambda: inbox.put(Fetched()),
+            on_log=lambda level, text: pipe.send(Log(level, text, "engine")),
+        )
+        held.callback(kv.close)
+        loop = EngineLoop(backend, options, kv=kv, inbox=inbox, send=pipe.send, clock=time.monotonic)
         pipe.send(Ready(backend.model))
         loop.run()
-    finally:
-        backend.close()
     return os.EX_OK
+
+
+def open_kv(
+    backend: Backend,
+    options: EngineOptions,
+    *,
+    worker: Executor,
+    on_fetched: Callable[[], None],
+    on_log: Callable[[str, str], None],
+) -> KvStore:
+    """Return the store of parked KV as the options want it.
+
+    ``worker`` has one thread, on which ``on_fetched`` is called; ``on_log`` takes a level and a line.
+    """
+    return KvStore(
+        fingerprint=backend.fingerprint,
+        bytes_per_token=backend.kv_bytes_per_token,
+        ram=TierOptions(Path(options.kv_ram_dir), options.kv_ram_bytes),
+        disk=TierOptions(Path(options.kv_disk_dir), options.kv_disk_bytes),
+        client_share=options.kv_client_share,
+        adopt=options.kv_adopt,
+        can_rewind=backend.can_rewind,
+        worker=worker,
+        on_fetched=on_fetched,
+        on_log=on_log,
+    )
 
 
 def _load(pipe: Pipe, options: EngineOptions) -> Backend:

@@ -1,4 +1,4 @@
-"""Carries a plan out on a backend: cuts and exchanges KV, decodes, samples, and says what came of it."""
+"""Carries a plan out on a backend: moves KV, decodes, samples, and says what came of it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from inferencecenter.engine.backend import DecodeError
-from inferencecenter.engine.scheduler.plan import Outcome, Swap, Truncation
+from inferencecenter.engine.moves import Mover
+from inferencecenter.engine.scheduler.plan import Outcome
 from inferencecenter.errors import ErrorCode, InferenceCenterError
 
 if TYPE_CHECKING:
@@ -15,7 +16,8 @@ if TYPE_CHECKING:
     from concurrent.futures import ThreadPoolExecutor
 
     from inferencecenter.engine.backend import Backend, TurnSampler
-    from inferencecenter.engine.outputs import TurnOutput
+    from inferencecenter.engine.kv.store import KvStore
+    from inferencecenter.engine.outputs import Lapse, TurnOutput
     from inferencecenter.engine.scheduler.plan import Admission, Pass, Plan, Row
     from inferencecenter.ipc.messages import TurnEvent
 
@@ -35,6 +37,8 @@ class _Results:
     prefill_tokens: int = 0
     prefill_s: float = 0.0
     decode_s: float = 0.0
+    moves_s: float = 0.0
+    n_parked: int = 0
 
     def goes_on(self, turn_id: str) -> bool:
         """Tell whether the turn's chunks still follow on what its slot holds."""
@@ -51,6 +55,8 @@ class _Results:
             prefill_tokens=self.prefill_tokens,
             prefill_s=self.prefill_s,
             decode_s=self.decode_s,
+            moves_s=self.moves_s,
+            n_parked=self.n_parked,
         )
 
 
@@ -66,8 +72,11 @@ class _Sample:
 class Executor:
     """Owns the outputs and samplers of all turns, and ends each of them exactly once.
 
+    A turn that is preempted keeps both: when it comes back it is not admitted again.
+
     Args:
         backend: What decodes.
+        kv: Where sequences are parked.
         pool: Threads that sample beside the caller's; other work may wait in it.
         workers: How many rows are sampled at once at most.
         clock: Monotonic seconds.
@@ -75,9 +84,10 @@ class Executor:
         on_log: Called with level and text, from any thread.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - keyword-only but for what it works on
         self,
         backend: Backend,
+        kv: KvStore,
         *,
         pool: ThreadPoolExecutor,
         workers: int,
@@ -86,6 +96,7 @@ class Executor:
         on_log: Callable[[str, str], None],
     ) -> None:
         self._backend = backend
+        self._mover = Mover(backend, kv, clock=clock, on_log=on_log)
         self._pool = pool
         self._workers = workers
         self._clock = clock
@@ -101,9 +112,10 @@ class Executor:
         """Take charge of a turn that now waits for its admission."""
         self._outputs[output.turn_id] = output
 
-    def overdue(self, now: float) -> tuple[str, ...]:
-        """Return the turns whose time is up."""
-        return tuple(turn_id for turn_id, output in self._outputs.items() if output.overdue(now))
+    def lapse(self, turn_id: str, now: float) -> Lapse | None:
+        """Return which of its times has run out on a turn; ``None`` also when there is no such turn any more."""
+        output = self._outputs.get(turn_id)
+        return None if output is None else output.lapse(now)
 
     def end(self, turn_id: str, reason: str) -> tuple[TurnEvent, ...]:
         """End a turn between two steps and return its last events."""
@@ -111,15 +123,18 @@ class Executor:
         self._drop(turn_id)
         return events
 
+    def fail(self, turn_id: str, error: InferenceCenterError) -> TurnEvent:
+        """End a turn between two steps with an error and return its last event."""
+        failure = self._outputs[turn_id].fail(error)
+        self._drop(turn_id)
+        return failure
+
     def run(self, plan: Plan) -> tuple[Outcome, tuple[TurnEvent, ...]]:
         """Do what the plan says and return what came of it, with the turns' events in order."""
         results = _Results()
-        for move in plan.moves:
-            match move:
-                case Truncation():
-                    self._truncate(move, results)
-                case Swap():
-                    self._swap(move, results)
+        for turn_id in plan.preemptions:
+            self._outputs[turn_id].preempt()
+        self._move(plan, results)
         for admission in plan.admissions:
             self._admit(admission, results)
         for number, each in enumerate(plan.passes):
@@ -135,36 +150,28 @@ class Executor:
         for turn_id in tuple(self._outputs):
             self._drop(turn_id)
 
-    def _truncate(self, truncation: Truncation, results: _Results) -> None:
-        kept = self._backend.truncate(truncation.slot, truncation.n_tokens)
-        if not kept and truncation.n_tokens and truncation.turn_id is not None:
-            results.emptied.add(truncation.turn_id)
-
-    def _swap(self, swap: Swap, results: _Results) -> None:
-        try:
-            self._backend.swap(swap.a, swap.b)
-        except DecodeError as error:
-            self._on_log("error", f"slots {swap.a} and {swap.b} could not be exchanged: {error}")
-            for turn_id, slot in ((swap.turn_a, swap.b), (swap.turn_b, swap.a)):
-                if turn_id is not None:
-                    self._lose(turn_id, slot, results)
-                else:
-                    self._backend.truncate(slot, 0)
-                    results.wiped.add(slot)
+    def _move(self, plan: Plan, results: _Results) -> None:
+        moved = self._mover.run(plan.moves)
+        results.emptied, results.wiped = moved.emptied, moved.wiped
+        results.moves_s, results.n_parked = moved.took_s, moved.n_parked
+        for turn_id in sorted(moved.lost):
+            self._lose(turn_id, results)
 
     def _admit(self, admission: Admission, results: _Results) -> None:
         turn_id = admission.turn_id
         if turn_id in results.ended:
             return
         output = self._outputs[turn_id]
+        begins_at = len(admission.prompt) - output.n_answered
+        prompt, answer = admission.prompt[:begins_at], admission.prompt[begins_at:]
         try:
-            self._samplers[turn_id] = self._backend.sampler(output.params, admission.prompt)
+            self._samplers[turn_id] = self._backend.sampler(output.params, prompt, answer)
         except InferenceCenterError as error:
             results.events.append(output.fail(error))
             results.ended.add(turn_id)
             return
         cached_tokens = 0 if turn_id in results.emptied else admission.cached_tokens
-        results.events.append(output.start(admission.prompt, cached_tokens=cached_tokens, now=self._clock()))
+        results.events.append(output.start(prompt, cached_tokens=cached_tokens, now=self._clock()))
 
     def _run_pass(self, each: Pass, results: _Results) -> None:
         rows = [row for row in each.rows if results.goes_on(row.turn_id)]
@@ -200,11 +207,11 @@ class Executor:
             if row.chunk.slot not in lost:
                 results.stalled.add(row.turn_id)
                 continue
-            self._lose(row.turn_id, row.chunk.slot, results)
+            self._backend.truncate(row.chunk.slot, 0)
+            self._lose(row.turn_id, results)
 
-    def _lose(self, turn_id: str, slot: int, results: _Results) -> None:
+    def _lose(self, turn_id: str, results: _Results) -> None:
         """Fail a turn whose KV cannot be trusted any more."""
-        self._backend.truncate(slot, 0)
         failure = InferenceCenterError(ErrorCode.INTERNAL, "The model's memory of this turn was lost.")
         results.events.append(self._outputs[turn_id].fail(failure))
         results.ended.add(turn_id)

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, TypeAlias
 from inferencecenter.ipc.messages import Abort, Release, Submit
 
 if TYPE_CHECKING:
+    from inferencecenter.engine.outputs import TurnOutput
     from inferencecenter.errors import InferenceCenterError
-    from inferencecenter.protocol.params import Params
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,12 +23,28 @@ class Received:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A submitted turn whose prompt has become tokens, or could not."""
+    """A submitted turn whose prompt has become ``tokens``, of which the first ``prefix_tokens`` are shared.
+
+    ``tokens`` go on with what the turn answered before, if it did, and ``output`` knows of that.
+    """
 
     turn_id: str
     tokens: list[int]
-    params: Params | None
-    error: InferenceCenterError | None = None
+    prefix_tokens: int
+    output: TurnOutput
+
+
+@dataclass(frozen=True, slots=True)
+class Unprepared:
+    """A submitted turn whose prompt could not become tokens."""
+
+    turn_id: str
+    error: InferenceCenterError
+
+
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    """A parked sequence was read from disk, or could not be."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +52,7 @@ class Closed:
     """The front is gone."""
 
 
-Command: TypeAlias = Received | Prepared | Closed
+Command: TypeAlias = Received | Prepared | Unprepared | Fetched | Closed
 
 
 class Inbox:
@@ -62,9 +78,12 @@ class Inbox:
         ):
             self._urgent = True
 
-    def get(self) -> Command:
-        """Wait for the next command."""
-        return self._commands.get()
+    def get(self, *, timeout_s: float | None) -> Command | None:
+        """Wait for the next command; ``None`` when ``timeout_s`` is over before there is one."""
+        try:
+            return self._commands.get(timeout=timeout_s)
+        except queue.Empty:
+            return None
 
     def drain(self) -> list[Command]:
         """Return all that has come in."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
@@ -9,10 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from inferencecenter.engine.deadlines import Deadlines
 from inferencecenter.engine.executor import Executor
-from inferencecenter.engine.inbox import Closed, Prepared, Received
+from inferencecenter.engine.inbox import Closed, Fetched, Prepared, Received, Unprepared
 from inferencecenter.engine.outputs import Turn, TurnOutput, failed, never_ran
-from inferencecenter.engine.scheduler.parking import NoParking
+from inferencecenter.engine.scheduler.plan import Restore
 from inferencecenter.engine.scheduler.request import Request
 from inferencecenter.engine.scheduler.scheduler import Scheduler
 from inferencecenter.errors import ErrorCode, InferenceCenterError
@@ -24,12 +26,13 @@ if TYPE_CHECKING:
 
     from inferencecenter.engine.backend import Backend
     from inferencecenter.engine.inbox import Command, Inbox
+    from inferencecenter.engine.kv.store import KvStore
     from inferencecenter.ipc.messages import EngineOptions, FromEngine, TurnEvent
-    from inferencecenter.protocol.params import Params
 
 _STATM = Path("/proc/self/statm")
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _RSS_EVERY_S = 1.0
+_BLOCKED_S = 1.0
 
 
 @dataclass(slots=True)
@@ -39,7 +42,7 @@ class _Pending:
     submit: Submit
     arrival: int
     at_s: float
-    prepared: Prepared | None = None
+    prepared: Prepared | Unprepared | None = None
 
 
 class EngineLoop:
@@ -47,22 +50,26 @@ class EngineLoop:
 
     Args:
         backend: What decodes; the loop's thread is the only one that calls it, but for vocabulary look-ups.
-        options: The grid, the target step, the batch sizes and the number of worker threads.
+        options: How steps are planned, how long turns may wait, and the number of worker threads.
+        kv: Where sequences are parked; what it fetches is announced in the inbox.
         inbox: What the reader thread and the workers put in.
         send: Sends a frame to the front; may block.
         clock: Monotonic seconds.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - keyword-only
         self,
         backend: Backend,
         options: EngineOptions,
         *,
+        kv: KvStore,
         inbox: Inbox,
         send: Callable[[FromEngine], None],
         clock: Callable[[], float],
     ) -> None:
         self._backend = backend
+        self._kv = kv
+        self._queue_timeout_s = options.queue_timeout_s or math.inf
         self._pool = ThreadPoolExecutor(options.worker_threads, thread_name_prefix="worker")
         self._inbox = inbox
         self._send = send
@@ -73,13 +80,14 @@ class EngineLoop:
             grid_tokens=options.prefill_grid_tokens,
             pass_tokens=min(options.n_batch, options.n_ubatch),
             target_step_s=options.target_step_ms / 1000,
-            parked=NoParking(),
-            can_rewind=True,
+            parked=kv,
+            can_rewind=backend.can_rewind,
             quantum_tokens=options.quantum_tokens,
             ageing_s=options.ageing_s,
         )
         self._executor = Executor(
             backend,
+            kv,
             pool=self._pool,
             workers=options.worker_threads,
             clock=clock,
@@ -88,9 +96,10 @@ class EngineLoop:
         )
         self._pending: dict[str, _Pending] = {}
         self._sessions: dict[str, deque[str]] = {}
+        self._deadlines = Deadlines()
         self._arrivals = 0
         self._events: list[TurnEvent] = []
-        self._gauges = (0, 0)
+        self._gauges = (0, 0, 0, 0)
         self._rss_bytes = 0
         self._rss_at_s = float("-inf")
         self._closed = False
@@ -110,27 +119,55 @@ class EngineLoop:
 
     def _take_commands(self) -> bool:
         """Handle what has come in, waiting for it when there is nothing else to do; ``False`` at the end."""
-        if not self._scheduler.has_work:
+        idle = not self._scheduler.has_work
+        if idle:
             self._scheduler.check_integrity()
-            self._handle(self._inbox.get())
+            self._kv.check_integrity()
+            if not self._pending:
+                self._deadlines.clear()
+        if idle or self._scheduler.blocked:
+            command = self._inbox.get(timeout_s=self._sleep_s(idle=idle))
+            if command is not None:
+                self._handle(command)
         for command in self._inbox.drain():
             self._handle(command)
         return not self._closed
 
+    def _sleep_s(self, *, idle: bool) -> float | None:
+        """Return how long nothing has to be done; ``None`` for as long as nothing comes in."""
+        wait_s = self._deadlines.wait_s(self._clock())
+        if idle:
+            return wait_s
+        # The scheduler gives up a disk that does not answer.
+        return _BLOCKED_S if wait_s is None else min(wait_s, _BLOCKED_S)
+
     def _step(self) -> None:
         now = self._clock()
-        for turn_id in self._executor.overdue(now):
-            self._end(turn_id, "time", now=now)
+        for turn_id in self._deadlines.passed(now):
+            self._lapse(turn_id, now=now)
         if self._scheduler.has_work:
             plan = self._scheduler.step(now)
+            restored = {move.key for move in plan.moves if isinstance(move, Restore)}
+            for key in plan.fetches:
+                self._kv.fetch(key, keep=restored)
             outcome, events = self._executor.run(plan)
             readings = self._scheduler.completed(outcome, now=self._clock())
             self._events += [Position(turn_id, place) for turn_id, place in self._scheduler.positions()]
             self._events += events
             self._events += [Progress(reading.turn_id, reading.done, reading.total) for reading in readings]
-        gauges = (self._scheduler.running, self._scheduler.waiting + len(self._pending))
+        running, waiting = self._scheduler.running, self._scheduler.waiting + len(self._pending)
+        gauges = (running, waiting, self._kv.sessions, self._kv.bytes)
         if self._events or gauges != self._gauges:
-            self._send(Step(tuple(self._events), *gauges, self._read_rss_bytes(now)))
+            self._send(
+                Step(
+                    events=tuple(self._events),
+                    running=running,
+                    waiting=waiting,
+                    rss_bytes=self._read_rss_bytes(now),
+                    parked_sessions=self._kv.sessions,
+                    parked_bytes=self._kv.bytes,
+                )
+            )
             self._events, self._gauges = [], gauges
 
     def _handle(self, command: Command) -> None:
@@ -141,8 +178,10 @@ class EngineLoop:
                 self._end(turn_id, "aborted", now=self._clock())
             case Received(command=Release(session_id=session_id)):
                 self._release(session_id)
-            case Prepared():
+            case Prepared() | Unprepared():
                 self._enqueue(command)
+            case Fetched():
+                pass  # it woke the loop, and the next plan finds what it has become
             case Closed():
                 self._closed = True
 
@@ -150,23 +189,44 @@ class EngineLoop:
         self._arrivals += 1
         self._pending[submit.turn_id] = _Pending(submit, self._arrivals, at_s)
         self._sessions.setdefault(submit.session_id, deque()).append(submit.turn_id)
-        self._pool.submit(self._prepare, submit)
+        if not submit.answer:
+            self._deadlines.add(submit.turn_id, (at_s + self._queue_timeout_s,))
+        self._pool.submit(self._prepare, submit, at_s=at_s)
 
-    def _prepare(self, submit: Submit) -> None:
+    def _prepare(self, submit: Submit, *, at_s: float) -> None:
         """Turn a submission into tokens, on a worker thread."""
         try:
-            history = unpack_tokens(submit.tokens)
-            tokens = history + self._backend.tokenize(submit.pieces, first=not history)
-            prepared = Prepared(submit.turn_id, tokens, turn_params.decode(submit.params_json))
+            self._inbox.put(self._prepared(submit, at_s=at_s))
         except InferenceCenterError as error:
-            prepared = Prepared(submit.turn_id, [], None, error)
+            self._inbox.put(Unprepared(submit.turn_id, error))
         except Exception as error:  # noqa: BLE001 - a border: what one turn sent must not end the others
             self._on_log("error", f"tokenizing failed: {error!r}")
             failure = InferenceCenterError(ErrorCode.INTERNAL, "The prompt could not be turned into tokens.")
-            prepared = Prepared(submit.turn_id, [], None, failure)
-        self._inbox.put(prepared)
+            self._inbox.put(Unprepared(submit.turn_id, failure))
 
-    def _enqueue(self, prepared: Prepared) -> None:
+    def _prepared(self, submit: Submit, *, at_s: float) -> Prepared:
+        history = unpack_tokens(submit.tokens)
+        prompt = history + self._backend.tokenize(submit.pieces, first=not history)
+        answer = unpack_tokens(submit.answer)
+        turn = Turn(
+            turn_id=submit.turn_id,
+            params=turn_params.decode(submit.params_json),
+            submitted_s=at_s,
+            prompt_tokens=len(prompt),
+            answer=tuple(answer),
+            may_shift=submit.may_shift,
+        )
+        output = TurnOutput(turn, self._backend, n_ctx=self._backend.model.n_ctx, queue_timeout_s=self._queue_timeout_s)
+        return Prepared(submit.turn_id, prompt + answer, self._prefix_tokens(submit, prompt), output)
+
+    def _prefix_tokens(self, submit: Submit, prompt: list[int]) -> int:
+        """Return how many tokens the shared pieces are; none where a token reaches over their end."""
+        if submit.tokens or not submit.shared_pieces:
+            return 0
+        prefix = self._backend.tokenize(submit.pieces[: submit.shared_pieces], first=True)
+        return len(prefix) if prompt[: len(prefix)] == prefix else 0
+
+    def _enqueue(self, prepared: Prepared | Unprepared) -> None:
         """Give the scheduler what is ready, each session's turns in the order in which they came."""
         pending = self._pending.get(prepared.turn_id)
         if pending is None:  # ended while it was tokenized
@@ -182,8 +242,11 @@ class EngineLoop:
         if not turns:
             del self._sessions[session_id]
 
-    def _schedule(self, pending: _Pending, prepared: Prepared) -> None:
+    def _schedule(self, pending: _Pending, prepared: Prepared | Unprepared) -> None:
         submit = pending.submit
+        if isinstance(prepared, Unprepared):
+            self._events.append(failed(submit.turn_id, prepared.error))
+            return
         request = Request(
             turn_id=submit.turn_id,
             session_id=submit.session_id,
@@ -191,36 +254,54 @@ class EngineLoop:
             priority=submit.priority,
             arrival=pending.arrival,
             submitted_s=pending.at_s,
+            prefix_tokens=prepared.prefix_tokens,
             public=submit.public,
             durable=submit.durable,
             tokens=prepared.tokens,
         )
         try:
-            if prepared.error is not None:
-                raise prepared.error
             self._scheduler.add(request)
         except InferenceCenterError as error:
-            self._events.append(failed(submit.turn_id, error))
+            shifts = submit.may_shift and error.code is ErrorCode.PROMPT_TOO_LONG
+            output = prepared.output
+            self._events.append(output.overflow(now=self._clock()) if shifts else output.fail(error))
             return
-        assert prepared.params is not None
-        turn = Turn(
-            turn_id=submit.turn_id,
-            params=prepared.params,
-            submitted_s=pending.at_s,
-            prompt_tokens=request.prompt_tokens,
-        )
-        self._executor.add(TurnOutput(turn, self._backend, n_ctx=self._backend.model.n_ctx))
+        self._executor.add(prepared.output)
+        self._deadlines.add(submit.turn_id, prepared.output.deadlines_s)
 
     def _end(self, turn_id: str, reason: str, *, now: float) -> None:
         """End a turn wherever it is; one that is unknown has just ended."""
-        pending = self._pending.pop(turn_id, None)
+        pending = self._withdraw(turn_id)
         if pending is not None:
             self._events.append(never_ran(turn_id, reason, waited_s=now - pending.at_s))
+        elif self._scheduler.abort(turn_id, now=now):
+            self._events += self._executor.end(turn_id, reason)
+
+    def _withdraw(self, turn_id: str) -> _Pending | None:
+        """Forget a turn that the scheduler does not have yet, if it is one, and return it."""
+        pending = self._pending.pop(turn_id, None)
+        if pending is not None:
             session_id = pending.submit.session_id
             self._sessions[session_id].remove(turn_id)
             self._advance(session_id)
-        elif self._scheduler.abort(turn_id, now=now):
-            self._events += self._executor.end(turn_id, reason)
+        return pending
+
+    def _lapse(self, turn_id: str, *, now: float) -> None:
+        """End a turn of which a time has run out, if it has: it may have begun or ended, or been submitted again."""
+        pending = self._pending.get(turn_id)
+        lapse = self._executor.lapse(turn_id, now)
+        if pending is not None and not pending.submit.answer and now >= pending.at_s + self._queue_timeout_s:
+            lapse = "queue_timeout"
+        if lapse == "time":
+            self._end(turn_id, lapse, now=now)
+        elif lapse == "queue_timeout":
+            error = InferenceCenterError(
+                ErrorCode.QUEUE_TIMEOUT, f"The turn waited {self._queue_timeout_s:g} s and got no slot."
+            )
+            if self._withdraw(turn_id) is not None:
+                self._events.append(failed(turn_id, error))
+            elif self._scheduler.abort(turn_id, now=now):
+                self._events.append(self._executor.fail(turn_id, error))
 
     def _release(self, session_id: str) -> None:
         now = self._clock()
@@ -228,6 +309,7 @@ class EngineLoop:
             self._end(turn_id, "aborted", now=now)
         for turn_id in self._scheduler.release(session_id, now=now):
             self._events += self._executor.end(turn_id, "aborted")
+        self._kv.forget_session(session_id)
 
     def _read_rss_bytes(self, now: float) -> int:
         if now - self._rss_at_s >= _RSS_EVERY_S:

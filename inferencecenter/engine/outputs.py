@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
 
 from inferencecenter.engine.sampling.repetition import RepetitionDetector
 from inferencecenter.engine.sampling.stop import StopScanner
 from inferencecenter.engine.sampling.text import TokenText
-from inferencecenter.ipc.messages import Delta, Failed, Finished, Started, pack_tokens
+from inferencecenter.ipc.messages import Delta, Failed, Finished, Overflowed, Started, pack_tokens
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from inferencecenter.engine.backend import Sampled
+    from inferencecenter.engine.sampling.stop import Scan
     from inferencecenter.errors import InferenceCenterError
     from inferencecenter.ipc.messages import TurnEvent
     from inferencecenter.protocol.params import Params
+
+
+Lapse: TypeAlias = Literal["time", "queue_timeout"]
 
 
 class Vocabulary(Protocol):
@@ -34,34 +39,52 @@ class Vocabulary(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """What a turn asks for. ``submitted_s`` is a monotonic second, ``prompt_tokens`` the length of its whole prompt."""
+    """What a turn asks for. ``submitted_s`` is a monotonic second, ``prompt_tokens`` the length of its whole prompt.
+
+    ``answer`` is what the turn generated before its prompt was made shorter. With ``may_shift`` a full context is not
+    its end.
+    """
 
     turn_id: str
     params: Params
     submitted_s: float
     prompt_tokens: int
+    answer: tuple[int, ...] = ()
+    may_shift: bool = False
 
 
 class TurnOutput:
-    """One turn from its submission to its terminal event; used by one thread at a time.
+    """One turn from its submission to its last event; used by one thread at a time.
 
     Text that could become a stop string is held back. When the turn ends another way it was none, so it is shown.
+
+    A turn that goes on after its prompt was made shorter takes its earlier answer in again without a word: what was
+    shown is not shown twice, and what had been held back is held back again. Counts and the text that stays in the
+    history are of the whole answer. Times are not: the engine has known of the turn only since it was submitted last,
+    and ``max_time_ms`` counts from there.
 
     Args:
         turn: What is asked for; its stopping parameters are obeyed here, the others by the sampler.
         vocabulary: Meaning of the tokens.
         n_ctx: Tokens that prompt and answer may have together.
+        queue_timeout_s: Seconds in which the turn must have had a slot; infinite to let it wait.
+
+    Raises:
+        InferenceCenterError: ``invalid_request`` when a stop pattern proves too slow for the earlier answer.
     """
 
-    def __init__(self, turn: Turn, vocabulary: Vocabulary, *, n_ctx: int) -> None:
+    def __init__(self, turn: Turn, vocabulary: Vocabulary, *, n_ctx: int, queue_timeout_s: float = math.inf) -> None:
         params = turn.params
         self.turn_id = turn.turn_id
         self.params = params
         self.ended = False
+        self.n_answered = len(turn.answer)
+        self._may_shift = turn.may_shift
         self._vocabulary = vocabulary
         self._prompt_tokens = turn.prompt_tokens
         self._room_tokens = n_ctx - turn.prompt_tokens
         self._cached_tokens = 0
+        self._preempted = 0
         self._generated_tokens = 0
         self._end_text = ""
         self._text = TokenText()
@@ -69,19 +92,36 @@ class TurnOutput:
         self._scanner = StopScanner(params.stop, params.stop_regex)
         self._repetition = RepetitionDetector(params.stop_on_repetition) if params.stop_on_repetition else None
         self._submitted_s = turn.submitted_s
+        limit_ms = params.max_time_ms
+        self._ends_s = math.inf if limit_ms is None else turn.submitted_s + limit_ms / 1000
+        # A turn that goes on has had a slot.
+        self._starts_s = math.inf if turn.answer else turn.submitted_s + queue_timeout_s
         self._started_s: float | None = None
         self._first_s: float | None = None
+        for token in turn.answer:
+            self._shown_chars += len(self._take(token).text)
+            self._repeats(token)
 
-    def overdue(self, now: float) -> bool:
-        """Tell whether ``max_time_ms``, counted from the submission, is over."""
-        limit_ms = self.params.max_time_ms
-        return limit_ms is not None and (now - self._submitted_s) * 1000 >= limit_ms
+    @property
+    def deadlines_s(self) -> tuple[float, float]:
+        """The monotonic seconds at which it must have had a slot and must have ended; infinite for no such limit."""
+        return self._starts_s, self._ends_s
+
+    def lapse(self, now: float) -> Lapse | None:
+        """Return which time has run out: ``max_time_ms``, counted from the submission, or that for getting a slot."""
+        if now >= self._ends_s:
+            return "time"
+        return "queue_timeout" if self._started_s is None and now >= self._starts_s else None
 
     def start(self, prompt: Sequence[int], *, cached_tokens: int, now: float) -> Started:
         """Note that the turn got its slot, with ``cached_tokens`` of the prompt in it."""
         self._started_s = now
-        self._cached_tokens = cached_tokens
-        return Started(self.turn_id, pack_tokens(prompt), cached_tokens)
+        self._cached_tokens = min(cached_tokens, len(prompt))  # the rest of them is the earlier answer's
+        return Started(self.turn_id, pack_tokens(prompt), self._cached_tokens)
+
+    def preempt(self) -> None:
+        """Note that another turn got the slot."""
+        self._preempted += 1
 
     def push(self, sampled: Sampled, *, now: float) -> tuple[TurnEvent, ...]:
         """Take in the next token and return what is to be told of it, the turn's end included.
@@ -89,23 +129,23 @@ class TurnOutput:
         Raises:
             InferenceCenterError: ``invalid_request`` when a stop pattern proves too slow; the turn has not ended.
         """
-        self._generated_tokens += 1
         if self._first_s is None:
             self._first_s = now
-        is_end = self._vocabulary.is_end(sampled.token)
-        scan = self._scanner.feed(self._text.push(b"" if is_end else self._vocabulary.token_bytes(sampled.token)))
+        scan = self._take(sampled.token)
         text = scan.text
+        is_end = self._vocabulary.is_end(sampled.token)
         if is_end:
             self._end_text = self._vocabulary.token_text(sampled.token)
         reason = "stop" if is_end or scan.stop is not None else self._limit(sampled.token, now)
-        if reason is not None:
+        shifts = reason == "context_full" and self._may_shift
+        if reason is not None and not shifts:
             text += self._scanner.finish()
         self._shown_chars += len(text)
         logprobs = () if sampled.logprobs is None else (sampled.logprobs,)
         delta = Delta(self.turn_id, pack_tokens((sampled.token,)), text, logprobs)
         if reason is None:
             return (delta,)
-        return delta, self._finish(reason, stop=scan.stop, now=now)
+        return delta, self.overflow(now=now) if shifts else self._finish(reason, stop=scan.stop, now=now)
 
     def end(self, reason: str, *, now: float) -> tuple[TurnEvent, ...]:
         """End the turn between two tokens, as aborted or out of time, and return its last events."""
@@ -114,20 +154,43 @@ class TurnOutput:
         finished = self._finish(reason, stop=None, now=now)
         return (Delta(self.turn_id, b"", text), finished) if text else (finished,)
 
+    def overflow(self, *, now: float) -> Overflowed:
+        """End the turn as far as the engine knows it: it does not fit its context, but may go on with less before it.
+
+        ``n_tokens`` are prompt and answer. A turn that has not said anything ends as one that never began.
+        """
+        n_tokens = self._prompt_tokens + self._generated_tokens
+        if not self._generated_tokens:
+            self._mark_ended()
+            return Overflowed(turn_id=self.turn_id, n_tokens=n_tokens)
+        text = self._scanner.finish()
+        self._shown_chars += len(text)
+        end = self._finish("context_full", stop=None, now=now)
+        return Overflowed(turn_id=self.turn_id, n_tokens=n_tokens, text=text, end=end)
+
     def fail(self, error: InferenceCenterError) -> Failed:
         """End the turn with an error."""
         self._mark_ended()
         return failed(self.turn_id, error)
 
+    def _take(self, token: int) -> Scan:
+        """Add a token to the answer and return what may be shown of its text."""
+        self._generated_tokens += 1
+        is_end = self._vocabulary.is_end(token)
+        return self._scanner.feed(self._text.push(b"" if is_end else self._vocabulary.token_bytes(token)))
+
+    def _repeats(self, token: int) -> bool:
+        return self._repetition is not None and self._repetition.push(token)
+
     def _limit(self, token: int, now: float) -> str | None:
         """Return the limit that this token reaches."""
-        if self._repetition is not None and self._repetition.push(token):
+        if self._repeats(token):
             return "repetition"
         if self._generated_tokens == self.params.max_tokens:
             return "length"
         if self._generated_tokens >= self._room_tokens:
             return "context_full"
-        return "time" if self.overdue(now) else None
+        return "time" if now >= self._ends_s else None
 
     def _finish(self, reason: str, *, stop: str | None, now: float) -> Finished:
         self._mark_ended()
@@ -135,7 +198,7 @@ class TurnOutput:
         # Behind a character that was never completed the end token cannot stay: the history has no gaps.
         end_text = self._end_text if kept_tokens == self._generated_tokens else ""
         first_s = now if self._first_s is None else self._first_s
-        streamed = self._generated_tokens - 1
+        streamed = self._generated_tokens - self.n_answered - 1
         return Finished(
             turn_id=self.turn_id,
             reason=reason,
@@ -150,6 +213,7 @@ class TurnOutput:
             ttft_ms=(first_s - self._submitted_s) * 1000,
             total_ms=(now - self._submitted_s) * 1000,
             tokens_per_s=streamed / (now - first_s) if streamed > 0 and now > first_s else 0.0,
+            preempted=self._preempted,
         )
 
     def _mark_ended(self) -> None:

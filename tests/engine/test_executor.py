@@ -12,13 +12,26 @@ from inferencecenter.engine.backend import Chunk, DecodeError, Sampled
 from inferencecenter.engine.echo import EchoBackend, EchoSampler
 from inferencecenter.engine.executor import Executor
 from inferencecenter.engine.outputs import Turn, TurnOutput
-from inferencecenter.engine.scheduler.plan import Admission, Outcome, Pass, Plan, Row, Swap, Truncation
+from inferencecenter.engine.scheduler.plan import (
+    Admission,
+    Copy,
+    Outcome,
+    Park,
+    Pass,
+    Plan,
+    Restore,
+    Row,
+    Swap,
+    Truncation,
+)
 from inferencecenter.errors import ErrorCode, InferenceCenterError
-from inferencecenter.ipc.messages import Delta, EngineOptions, Failed, Finished, Started, TurnEvent
+from inferencecenter.ipc.messages import Delta, EngineOptions, Failed, Finished, Started, TurnEvent, unpack_tokens
 from inferencecenter.protocol.params import Params
+from tests.engine.parked import open_store
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+    from pathlib import Path
 
 PROMPT = list(b"hello")
 
@@ -31,6 +44,7 @@ class FaultyEcho(EchoBackend):
         self.lose: tuple[int, ...] | None = None
         self.refuse_cut = False
         self.refuse_swap = False
+        self.refuse_copy = False
         self.samplers: list[WatchedSampler] = []
 
     def decode(self, chunks: Sequence[Chunk]) -> None:
@@ -46,6 +60,13 @@ class FaultyEcho(EchoBackend):
             return False
         return super().truncate(slot, n_tokens)
 
+    def copy(self, source: int, target: int, n_tokens: int) -> bool:
+        """Copy, or empty the target."""
+        if self.refuse_copy:
+            super().truncate(target, 0)
+            return False
+        return super().copy(source, target, n_tokens)
+
     def swap(self, a: int, b: int) -> None:
         """Swap, or lose both slots' KV."""
         if self.refuse_swap:
@@ -54,9 +75,9 @@ class FaultyEcho(EchoBackend):
             raise DecodeError((a, b), "planned")
         super().swap(a, b)
 
-    def sampler(self, params: Params, prompt: Sequence[int]) -> WatchedSampler:
+    def sampler(self, params: Params, prompt: Sequence[int], answer: Sequence[int] = ()) -> WatchedSampler:
         """Return a sampler that the test can see."""
-        self.samplers.append(WatchedSampler(self, params, prompt))
+        self.samplers.append(WatchedSampler(self, params, prompt, answer))
         return self.samplers[-1]
 
     @property
@@ -68,8 +89,8 @@ class FaultyEcho(EchoBackend):
 class WatchedSampler(EchoSampler):
     """Remembers where it sampled and whether it was closed; ``error`` is raised instead of a token."""
 
-    def __init__(self, backend: FaultyEcho, params: Params, prompt: Sequence[int]) -> None:
-        super().__init__(backend, params, prompt)
+    def __init__(self, backend: FaultyEcho, params: Params, prompt: Sequence[int], answer: Sequence[int]) -> None:
+        super().__init__(backend, params, prompt, answer)
         self.error: Exception | None = None
         self.closed = False
         self.threads: list[int] = []
@@ -93,13 +114,15 @@ class WatchedSampler(EchoSampler):
 class Bench:
     """An executor with two workers, its backend and its log."""
 
-    def __init__(self, pool: ThreadPoolExecutor) -> None:
+    def __init__(self, pool: ThreadPoolExecutor, path: Path) -> None:
         self.backend = FaultyEcho()
+        self.kv = open_store(self.backend, path)
         self.log: list[str] = []
         self.now = 0.0
         self.interrupted = False
         self.executor = Executor(
             self.backend,
+            self.kv,
             pool=pool,
             workers=2,
             clock=self.clock,
@@ -114,7 +137,17 @@ class Bench:
 
     def add(self, turn_id: str, **params: object) -> None:
         """Give the executor a turn with the usual prompt."""
-        turn = Turn(turn_id=turn_id, params=Params.model_validate(params), submitted_s=0.0, prompt_tokens=len(PROMPT))
+        self.go_on(turn_id, (), **params)
+
+    def go_on(self, turn_id: str, answer: tuple[int, ...], **params: object) -> None:
+        """Give the executor a turn with the usual prompt that has been answered in part."""
+        turn = Turn(
+            turn_id=turn_id,
+            params=Params.model_validate(params),
+            submitted_s=0.0,
+            prompt_tokens=len(PROMPT),
+            answer=answer,
+        )
         self.executor.add(TurnOutput(turn, self.backend, n_ctx=64))
 
     def start(self, *turn_ids: str) -> tuple[Outcome, tuple[TurnEvent, ...]]:
@@ -153,9 +186,9 @@ def pool() -> Iterator[ThreadPoolExecutor]:
 
 
 @pytest.fixture
-def bench(pool: ThreadPoolExecutor) -> Bench:
+def bench(pool: ThreadPoolExecutor, tmp_path: Path) -> Bench:
     """A fresh executor."""
-    return Bench(pool)
+    return Bench(pool, tmp_path)
 
 
 def test_a_prompt_is_read_and_its_first_token_sampled(bench: Bench) -> None:
@@ -415,12 +448,12 @@ def test_ending_a_turn_between_steps_closes_its_sampler(bench: Bench) -> None:
     assert (len(bench.executor), bench.backend.open_samplers) == (0, 0)
 
 
-def test_overdue_turns_are_named(bench: Bench) -> None:
+def test_a_turn_whose_time_is_up_is_known(bench: Bench) -> None:
     """A turn whose time is up is found whether it runs or waits."""
     bench.add("slow", max_time_ms=2000)
     bench.add("patient")
-    assert bench.executor.overdue(1.9) == ()
-    assert bench.executor.overdue(2.0) == ("slow",)
+    assert bench.executor.lapse("slow", 1.9) is None
+    assert bench.executor.lapse("slow", 2.0) == "time"
 
 
 def test_closing_frees_every_sampler(bench: Bench) -> None:
@@ -429,3 +462,82 @@ def test_closing_frees_every_sampler(bench: Bench) -> None:
     bench.start("t")
     bench.executor.close()
     assert bench.backend.open_samplers == 0
+
+
+def test_a_preempted_turn_goes_on_where_it_was(bench: Bench) -> None:
+    """Parked, out of its slot and back in another one, without an admission: its sampler and its text live on."""
+    bench.add("t", max_tokens=3)
+    bench.start("t")
+    tokens = tuple(PROMPT)
+    bench.add("other", max_tokens=1)
+    outcome, _ = bench.executor.run(
+        Plan(
+            moves=(Park(0, "s", "ada", len(tokens), tokens, True), Truncation(0, 0, "other")),
+            preemptions=("t",),
+            admissions=(admission("other"),),
+            passes=(prefill((0, "other")),),
+        )
+    )
+    assert outcome.n_parked == 1
+    assert outcome.ended == {"other"}
+    assert outcome.moves_s > 0
+    outcome, _ = bench.executor.run(
+        Plan(
+            moves=(Restore(2, "s", len(tokens), "t"),),
+            passes=(Pass((Row("t", Chunk(2, len(tokens), [ord("h")], sample=True)),), prefill=False),),
+        )
+    )
+    assert (outcome.sampled, outcome.n_parked) == ({"t": ord("e")}, 0)
+    outcome, events = bench.decode((2, "t", ord("e")))
+    end = events[-1]
+    assert isinstance(end, Finished)
+    assert (end.generated_tokens, end.preempted) == (3, 1)
+    assert (len(bench.executor), bench.backend.open_samplers) == (0, 0)
+
+
+@pytest.mark.parametrize("move", [Restore(0, "gone", 5, "t"), Copy(1, 0, 5, "t")])
+def test_a_turn_whose_kv_did_not_arrive_skips_the_step(bench: Bench, move: Restore | Copy) -> None:
+    """Nothing is cached, nothing decoded on top of it, and the outcome says that its slot is empty."""
+    bench.backend.decode([Chunk(0, 0, [9, 9], sample=False), Chunk(1, 0, [*PROMPT, 9], sample=False)])
+    bench.backend.refuse_copy = True
+    bench.add("t")
+    outcome, (started,) = bench.executor.run(
+        Plan(
+            moves=(move, Truncation(0, 4, "t")),
+            admissions=(admission("t", cached_tokens=4),),
+            passes=(Pass((Row("t", Chunk(0, 4, PROMPT[4:], sample=True)),), prefill=True),),
+        )
+    )
+    assert outcome.emptied == {"t"}
+    assert outcome.decoded == {}
+    assert isinstance(started, Started)
+    assert started.cached_tokens == 0
+    assert bench.backend.held(0) == ()
+
+
+def test_an_answer_goes_on_after_its_prompt_was_made_shorter(bench: Bench) -> None:
+    """The sampler knows the earlier answer, which is read with the prompt but is not told as part of it."""
+    bench.go_on("t", tuple(b"he"), max_tokens=4)
+    tokens = [*PROMPT, *b"he"]
+    outcome, events = bench.executor.run(
+        Plan(
+            admissions=(Admission("t", tuple(tokens), 0),),
+            passes=(Pass((Row("t", Chunk(0, 0, tokens, sample=True)),), prefill=True),),
+        )
+    )
+    started, delta = events
+    assert isinstance(started, Started)
+    assert unpack_tokens(started.tokens) == PROMPT
+    assert isinstance(delta, Delta)
+    assert delta.text == "l"
+    assert outcome.decoded == {"t": 7}
+
+
+def test_a_turn_is_failed_between_two_steps(bench: Bench) -> None:
+    """Its error is its last event."""
+    bench.add("t")
+    failure = bench.executor.fail("t", InferenceCenterError(ErrorCode.QUEUE_TIMEOUT))
+    assert isinstance(failure, Failed)
+    assert failure.code == "queue_timeout"
+    assert len(bench.executor) == 0
+    assert bench.executor.lapse("t", 1e9) is None

@@ -8,15 +8,11 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from typing import TYPE_CHECKING
 
 import pytest
 
-from inferencecenter.engine.echo import EchoBackend
-from inferencecenter.engine.inbox import Closed, Inbox, Received
-from inferencecenter.engine.loop import EngineLoop
-from inferencecenter.ipc.framing import encode, from_engine_decoder
+from inferencecenter.ipc.framing import encode
 from inferencecenter.ipc.messages import (
     Abort,
     Configure,
@@ -24,174 +20,22 @@ from inferencecenter.ipc.messages import (
     EngineOptions,
     Failed,
     Finished,
-    FromEngine,
     LoadFailed,
     Loading,
     Log,
-    Piece,
     Position,
     Progress,
     Ready,
     Release,
     Started,
     Step,
-    Submit,
     ToEngine,
-    TurnEvent,
-    pack_tokens,
     unpack_tokens,
 )
-from inferencecenter.ipc.pipe import Pipe
+from tests.engine.harness import TIMEOUT_S, Engine, Front, submit
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
-TIMEOUT_S = 20
-
-
-def submit(
-    turn_id: str, text: str, *, session: str = "", tokens: bytes = b"", params: bytes = b"{}", priority: int = 1
-) -> Submit:
-    """Return a chat turn; the session is named like the turn if not given."""
-    pieces = (
-        Piece("<|im_start|>user\n", special=True),
-        Piece(text),
-        Piece("<|im_end|>\n<|im_start|>assistant\n", special=True),
-    )
-    return Submit(
-        turn_id=turn_id,
-        session_id=session or turn_id,
-        client_id="client",
-        priority=priority,
-        tokens=tokens,
-        pieces=pieces,
-        params_json=params,
-    )
-
-
-class Front:
-    """The other end of the socket: sends commands and collects events by turn."""
-
-    def __init__(self, connection: socket.socket) -> None:
-        connection.settimeout(TIMEOUT_S)
-        self._connection = connection
-        self._decoder = from_engine_decoder()
-        self.frames: list[FromEngine] = []
-        self.events: dict[str, list[TurnEvent]] = {}
-
-    def send(self, *messages: ToEngine) -> None:
-        """Send frames in one piece."""
-        self._connection.sendall(b"".join(map(encode, messages)))
-
-    def read_until(self, done: Callable[[], bool]) -> None:
-        """Read frames until a condition holds."""
-        while not done():
-            data = self._connection.recv(65_536)
-            assert data, "the engine is gone"
-            for frame in self._decoder.feed(data):
-                self.frames.append(frame)
-                for event in frame.events if isinstance(frame, Step) else ():
-                    self.events.setdefault(event.turn_id, []).append(event)
-
-    def ended(self, turn_id: str) -> bool:
-        """Tell whether a turn's terminal event has come."""
-        events = self.events.get(turn_id, ())
-        return any(isinstance(event, Finished | Failed) for event in events)
-
-    def wait_for(self, *turn_ids: str) -> None:
-        """Read until these turns have ended."""
-        self.read_until(lambda: all(self.ended(turn_id) for turn_id in turn_ids))
-
-    def text(self, turn_id: str) -> str:
-        """Return what a turn showed."""
-        return "".join(event.text for event in self.events[turn_id] if isinstance(event, Delta))
-
-    def finished(self, turn_id: str) -> Finished:
-        """Return how a turn ended."""
-        self.wait_for(turn_id)
-        last = self.events[turn_id][-1]
-        assert isinstance(last, Finished), last
-        return last
-
-    def history(self, turn_id: str) -> bytes:
-        """Return the tokens that the turn leaves in its session's history."""
-        end = self.finished(turn_id)
-        events = self.events[turn_id]
-        prompt = next(event.tokens for event in events if isinstance(event, Started))
-        answer = b"".join(event.tokens for event in events if isinstance(event, Delta))
-        return prompt + pack_tokens(unpack_tokens(answer)[: end.kept_tokens])
-
-    def close(self) -> None:
-        """Hang up."""
-        self._connection.close()
-
-
-class SlowEcho(EchoBackend):
-    """An echo backend that tokenizes and decodes only as the test allows."""
-
-    def __init__(self, options: EngineOptions) -> None:
-        super().__init__(options, sleep=self._wait)
-        self.tokenizing: dict[str, threading.Event] = {}
-        self.decoding = threading.Event()
-        self.decoding.set()
-
-    def tokenize(self, pieces: Sequence[Piece], *, first: bool) -> list[int]:
-        """Tokenize, waiting for the event of this text if there is one; refuse the text ``unspeakable``."""
-        text = pieces[1].text
-        if text == "unspeakable":
-            raise RuntimeError("no token for it")
-        if text in self.tokenizing:
-            assert self.tokenizing[text].wait(TIMEOUT_S)
-        return super().tokenize(pieces, first=first)
-
-    def _wait(self, seconds: float) -> None:
-        assert self.decoding.wait(TIMEOUT_S)
-
-
-class Engine:
-    """A loop on a thread, the front at the other end of its socket."""
-
-    def __init__(self, **options: int) -> None:
-        ours, theirs = socket.socketpair()
-        settings = {"slots": 2, "n_ctx": 50_000, "prefill_grid_tokens": 64, "echo_delay_ms": 1} | options
-        configured = EngineOptions(backend="echo", parent_pid=0, **settings)  # type: ignore[arg-type]
-        self.backend = SlowEcho(configured)
-        self.front = Front(theirs)
-        self._pipe = Pipe(ours)
-        self._inbox = Inbox()
-        self.loop = EngineLoop(
-            self.backend, configured, inbox=self._inbox, send=self._pipe.send, clock=time.monotonic
-        )
-        self._failure: BaseException | None = None
-        self._threads = [threading.Thread(target=each) for each in (self._read, self._run)]
-        for thread in self._threads:
-            thread.start()
-
-    def stop(self) -> None:
-        """Hang up, wait for the loop and raise what it raised."""
-        self.backend.decoding.set()
-        for event in self.backend.tokenizing.values():
-            event.set()
-        self.front.close()
-        for thread in self._threads:
-            thread.join(TIMEOUT_S)
-        self._pipe.close()
-        if self._failure is not None:
-            raise self._failure
-
-    def _read(self) -> None:
-        while (message := self._pipe.read()) is not None:
-            assert not isinstance(message, Configure)
-            self._inbox.put(Received(message, time.monotonic()))
-        self._inbox.put(Closed())
-
-    def _run(self) -> None:
-        try:
-            self.loop.run()
-        except ConnectionError:
-            pass
-        except BaseException as failure:  # noqa: BLE001 - raised again by stop(), on the test's thread
-            self._failure = failure
+    from collections.abc import Iterator
 
 
 @pytest.fixture

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
+from typing import Any
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from inferencecenter.engine.backend import Sampled
 from inferencecenter.engine.outputs import Turn, TurnOutput, failed, never_ran
@@ -11,6 +17,8 @@ from inferencecenter.ipc.messages import (
     Delta,
     Failed,
     Finished,
+    Overflowed,
+    Started,
     TokenLogprob,
     TokenLogprobs,
     TurnEvent,
@@ -172,15 +180,16 @@ def test_a_loop_ends_the_answer() -> None:
 def test_time_is_up_counts_from_the_submission() -> None:
     """A turn is overdue from its limit on, and a token that comes later is its last."""
     output = output_of(b"a", max_time_ms=2400)
-    assert not output.overdue(2.3)
-    assert output.overdue(2.4)
+    assert output.deadlines_s == (math.inf, 2.4)
+    assert (output.lapse(2.3), output.lapse(2.4)) == (None, "time")
     end = finished(push_all(output, 1, 1))
     assert (end.reason, end.generated_tokens, end.kept_tokens) == ("time", 2, 2)
 
 
 def test_without_a_limit_no_turn_is_overdue() -> None:
     """A turn may take for ever."""
-    assert not output_of().overdue(1e9)
+    assert output_of().deadlines_s == (math.inf, math.inf)
+    assert output_of().lapse(1e9) is None
 
 
 def test_the_end_token_counts_before_any_limit() -> None:
@@ -226,3 +235,128 @@ def test_a_turn_that_never_ran_spent_its_time_waiting() -> None:
     """It has times and no tokens."""
     end = never_ran("t", "aborted", waited_s=0.5)
     assert (end.reason, end.queue_ms, end.total_ms, end.generated_tokens) == ("aborted", 500.0, 500.0, 0)
+
+
+def test_a_turn_must_get_its_slot_in_time() -> None:
+    """Until it has one; a turn that goes on has had one, and its whole time still counts."""
+    turn = Turn(turn_id="t", params=Params(max_time_ms=9000), submitted_s=1.0, prompt_tokens=1)
+    output = TurnOutput(turn, Words(), n_ctx=9, queue_timeout_s=2.0)
+    assert output.deadlines_s == (3.0, 10.0)
+    assert [output.lapse(now) for now in (2.9, 3.0, 10.0)] == [None, "queue_timeout", "time"]
+    output.start([1], cached_tokens=0, now=2.0)
+    assert [output.lapse(now) for now in (3.0, 10.0)] == [None, "time"]
+    goes_on = TurnOutput(dataclasses.replace(turn, answer=(END,)), Words(), n_ctx=9, queue_timeout_s=2.0)
+    assert goes_on.deadlines_s == (math.inf, 10.0)
+
+
+def test_preemptions_are_counted() -> None:
+    """The end says how often others had the slot."""
+    output = output_of(b"a")
+    output.preempt()
+    output.preempt()
+    assert finished(push_all(output, END)).preempted == 2
+
+
+def shifting(*words: bytes, answer: tuple[int, ...] = (), n_ctx: int = 100, **params: object) -> TurnOutput:
+    """Return the output of a turn that may shift, with a prompt of ten tokens and an earlier ``answer``."""
+    turn = Turn(
+        turn_id="t",
+        params=Params.model_validate(params),
+        submitted_s=0.0,
+        prompt_tokens=10,
+        answer=answer,
+        may_shift=True,
+    )
+    return TurnOutput(turn, Words(*words), n_ctx=n_ctx)
+
+
+def test_a_full_context_overflows_when_it_may_shift() -> None:
+    """The held-back text and the end that it would have been travel with it, and the turn is over here."""
+    output = shifting(b"a", b"\n", n_ctx=12, stop=["\nUser"])
+    delta, overflowed = push_all(output, 1, 2)[1:]
+    assert delta == Delta("t", pack_tokens([2]), "")
+    assert isinstance(overflowed, Overflowed)
+    assert (overflowed.n_tokens, overflowed.text) == (12, "\n")
+    assert overflowed.end is not None
+    assert (overflowed.end.reason, overflowed.end.kept_tokens, overflowed.end.kept_chars) == ("context_full", 2, 2)
+    assert output.ended
+
+
+def test_other_limits_end_a_turn_that_may_shift() -> None:
+    """What ends by itself with the last token that fits has ended."""
+    end = finished(push_all(shifting(b"a", n_ctx=12, max_tokens=2), 1, 1))
+    assert end.reason == "length"
+    assert finished(push_all(shifting(b"a", n_ctx=12), 1, END)).reason == "stop"
+
+
+def test_a_prompt_that_does_not_fit_overflows_without_an_end() -> None:
+    """It never began."""
+    output = shifting(b"a")
+    assert output.overflow(now=1.0) == Overflowed(turn_id="t", n_tokens=10)
+    assert output.ended
+
+
+def test_an_answer_that_does_not_fit_any_more_overflows_with_its_end() -> None:
+    """The text that was held back is there again, and the end is of the whole answer."""
+    overflowed = shifting(b"a", b"\n", answer=(1, 2), stop=["\nUser"]).overflow(now=1.0)
+    assert (overflowed.n_tokens, overflowed.text) == (12, "\n")
+    assert overflowed.end is not None
+    assert (overflowed.end.generated_tokens, overflowed.end.kept_chars) == (2, 2)
+
+
+def test_a_turn_that_goes_on_counts_its_whole_answer() -> None:
+    """Its limits and its end are of everything it said; its prompt is told without that, and its speed too."""
+    output = shifting(b"a", answer=(1, 1), max_tokens=5)
+    started = output.start(range(10), cached_tokens=11, now=1.0)
+    assert isinstance(started, Started)
+    assert started.cached_tokens == 10
+    end = finished(push_all(output, 1, 1, 1))
+    assert (end.reason, end.generated_tokens, end.prompt_tokens, end.kept_tokens) == ("length", 5, 10, 5)
+    assert end.tokens_per_s == 2.0
+
+
+def test_a_loop_is_seen_across_the_cut() -> None:
+    """The earlier answer counts towards repetition."""
+    output = shifting(b"a", b"b", answer=(1, 2, 1), stop_on_repetition=3)
+    assert finished(push_all(output, 2, 1, 2)).reason == "repetition"
+
+
+WORDS = (b"a", b"b", b"\n", b"ab", b"\xe2\x82", b"\xac", b"\xf0\x9f", b"", b"aba\n", b"\xc3\xa9\xe2")
+
+
+@given(
+    tokens=st.lists(st.integers(1, len(WORDS)), min_size=1, max_size=40),
+    cut=st.integers(0, 40),
+    stop=st.lists(st.sampled_from(["ab", "aba", "\n\nb", "b\n", "\u20acb"]), max_size=2, unique=True),
+    patterns=st.lists(st.sampled_from(["ab{2,3}", "\\n+b", "(?<=a)\\u20ac"]), max_size=1),
+    repeats=st.none() | st.just(3),
+)
+def test_a_cut_anywhere_changes_nothing_that_is_shown(
+    tokens: list[int], cut: int, stop: list[str], patterns: list[str], repeats: int | None
+) -> None:
+    """What was told before the cut and what is told after it make up the uninterrupted answer, and so does the end."""
+    params: dict[str, Any] = {"stop": stop, "stop_regex": patterns, "max_tokens": 30}
+    if repeats is not None:
+        params["stop_on_repetition"] = repeats
+    whole = _spoken(shifting(*WORDS, **params), [*tokens, END])
+    cut = min(cut, finished(whole).generated_tokens - 1)
+    before = _spoken(shifting(*WORDS, **params), tokens[:cut])
+    after = _spoken(shifting(*WORDS, answer=tuple(tokens[:cut]), **params), [*tokens[cut:], END])
+    assert shown(before) + shown(after) == shown(whole)
+    assert [event for event in before + after if isinstance(event, Delta)] == [
+        event for event in whole if isinstance(event, Delta)
+    ]
+    first, second = finished(whole), finished(after)
+    for name in ("reason", "stop", "kept_tokens", "kept_chars", "end_text", "generated_tokens"):
+        assert getattr(first, name) == getattr(second, name), name
+
+
+def _spoken(output: TurnOutput, tokens: list[int]) -> list[TurnEvent]:
+    """Push tokens until the turn has ended."""
+    output.start(range(10), cached_tokens=0, now=0.0)
+    events: list[TurnEvent] = []
+    for token in tokens:
+        if output.ended:
+            break
+        events += output.push(Sampled(token), now=1.0)
+    return events

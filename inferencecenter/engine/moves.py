@@ -1,0 +1,141 @@
+"""Carries the moves of a plan out: KV that is cut, exchanged, parked, restored and copied before a step decodes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from inferencecenter.engine.backend import DecodeError
+from inferencecenter.engine.scheduler.plan import Copy, Park, Restore, Swap, Truncation
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection
+
+    from inferencecenter.engine.backend import Backend
+    from inferencecenter.engine.kv.store import KvStore
+    from inferencecenter.engine.scheduler.plan import Move
+
+
+@dataclass(slots=True)
+class Moved:
+    """What came of a plan's moves.
+
+    ``emptied`` turns read their tokens from the first one again, ``lost`` ones cannot go on; both have empty slots, as
+    have the idle sessions whose slots, numbered as after the moves, are ``wiped``. ``took_s`` is what parking,
+    restoring and copying took; ``n_parked`` sequences were parked.
+    """
+
+    emptied: set[str] = field(default_factory=set)
+    lost: set[str] = field(default_factory=set)
+    wiped: set[int] = field(default_factory=set)
+    n_parked: int = 0
+    took_s: float = 0.0
+
+
+class Mover:
+    """Makes moves on a backend, each of which may fail: then the slot is empty, and the moves behind it know.
+
+    Args:
+        backend: What holds the slots.
+        kv: Where sequences are parked.
+        clock: Monotonic seconds.
+        on_log: Called with level and text.
+    """
+
+    def __init__(
+        self, backend: Backend, kv: KvStore, *, clock: Callable[[], float], on_log: Callable[[str, str], None]
+    ) -> None:
+        self._backend = backend
+        self._kv = kv
+        self._clock = clock
+        self._on_log = on_log
+        # Slots that are empty though the plan counts on what they held.
+        self._empty: set[int] = set()
+        # Parked sequences that what is parked before them may not push out.
+        self._wanted: set[str] = set()
+
+    def run(self, moves: Collection[Move]) -> Moved:
+        """Make the moves in order and return what came of them."""
+        moved = Moved()
+        self._empty.clear()
+        self._wanted = {move.key for move in moves if isinstance(move, Restore)}
+        for move in moves:
+            match move:
+                case Truncation():
+                    self._truncate(move, moved)
+                case Swap():
+                    self._swap(move, moved)
+                case Park() | Restore() | Copy():
+                    began_s = self._clock()
+                    self._transfer(move, moved)
+                    moved.took_s += self._clock() - began_s
+        return moved
+
+    def _transfer(self, move: Park | Restore | Copy, moved: Moved) -> None:
+        match move:
+            case Park():
+                moved.n_parked += self._park(move)
+            case Restore(slot=slot):
+                self._filled(slot, move.turn_id, moved, filled=self._restore(move))
+            case Copy(target=slot):
+                self._filled(slot, move.turn_id, moved, filled=self._copy(move))
+
+    def _truncate(self, truncation: Truncation, moved: Moved) -> None:
+        slot = truncation.slot
+        if slot in self._empty:
+            return
+        if self._backend.truncate(slot, truncation.n_tokens) or not truncation.n_tokens:
+            return
+        self._empty.add(slot)
+        if truncation.turn_id is None:
+            moved.wiped.add(slot)
+        else:
+            moved.emptied.add(truncation.turn_id)
+
+    def _swap(self, swap: Swap, moved: Moved) -> None:
+        for slots in (self._empty, moved.wiped):
+            _exchange(slots, swap.a, swap.b)
+        try:
+            self._backend.swap(swap.a, swap.b)
+        except DecodeError as error:
+            self._on_log("error", f"slots {swap.a} and {swap.b} could not be exchanged: {error}")
+            for turn_id, slot in ((swap.turn_a, swap.b), (swap.turn_b, swap.a)):
+                self._backend.truncate(slot, 0)
+                self._empty.add(slot)
+                if turn_id is None:
+                    moved.wiped.add(slot)
+                else:
+                    moved.lost.add(turn_id)
+
+    def _park(self, park: Park) -> bool:
+        # An empty slot has no bytes: what was to be parked is not there.
+        size_bytes = self._backend.state_bytes(park.slot)
+        return size_bytes > 0 and self._kv.park(
+            park.key,
+            scope=park.scope,
+            tokens=park.tokens,
+            size_bytes=size_bytes,
+            write=lambda buffer: self._backend.save(park.slot, buffer),
+            durable=park.durable,
+            keep=self._wanted,
+        )
+
+    def _restore(self, restore: Restore) -> bool:
+        return self._kv.load(restore.key, lambda data: self._backend.restore(restore.slot, data, restore.n_tokens))
+
+    def _copy(self, copy: Copy) -> bool:
+        return copy.source not in self._empty and self._backend.copy(copy.source, copy.target, copy.n_tokens)
+
+    def _filled(self, slot: int, turn_id: str, moved: Moved, *, filled: bool) -> None:
+        if filled:
+            self._empty.discard(slot)
+            return
+        # Whoever was there before may still be: a file that is gone is not even tried.
+        self._backend.truncate(slot, 0)
+        self._empty.add(slot)
+        moved.emptied.add(turn_id)
+
+
+def _exchange(slots: set[int], a: int, b: int) -> None:
+    if (a in slots) != (b in slots):
+        slots ^= {a, b}

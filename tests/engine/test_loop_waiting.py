@@ -1,0 +1,173 @@
+"""Turns that wait, overflow, share and return, in the engine's loop on the echo backend."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING
+
+import msgspec
+import pytest
+
+from inferencecenter.ipc.messages import (
+    Abort,
+    Delta,
+    Failed,
+    Finished,
+    Overflowed,
+    Release,
+    Started,
+    Step,
+    pack_tokens,
+    unpack_tokens,
+)
+from tests.engine.harness import Engine, submit
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+ENDLESS = b'{"ignore_eos":true}'
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> Iterator[Engine]:
+    """An engine of one slot that parks."""
+    engine = Engine(tmp_path, slots=1, prefill_grid_tokens=16)
+    yield engine
+    engine.stop()
+
+
+def started(engine: Engine, turn_id: str) -> Started:
+    """Return what was told when a turn got its first slot."""
+    (event,) = (event for event in engine.front.events[turn_id] if isinstance(event, Started))
+    return event
+
+
+def test_a_turn_that_got_no_slot_in_time_fails() -> None:
+    """While another holds the only slot and nothing else happens; the one that runs is not meant."""
+    engine = Engine(slots=1, queue_timeout_s=0.05, quantum_tokens=1_000_000)
+    engine.front.send(submit("runs", "ab", params=ENDLESS), submit("waits", "text"))
+    engine.front.wait_for("waits")
+    failure = engine.front.events["waits"][-1]
+    assert isinstance(failure, Failed)
+    assert failure.code == "queue_timeout"
+    engine.front.send(Abort("runs"))
+    assert engine.front.finished("runs").reason == "aborted"
+    engine.stop()
+
+
+def test_a_turn_fails_while_it_is_tokenized_and_the_loop_sleeps() -> None:
+    """The loop wakes by itself; the tokens, when they come, are forgotten, and the session goes on."""
+    engine = Engine(queue_timeout_s=0.05)
+    engine.backend.tokenizing["slow"] = threading.Event()
+    engine.front.send(submit("t", "slow", session="s"))
+    engine.front.wait_for("t")
+    (failure,) = engine.front.events["t"]
+    assert isinstance(failure, Failed)
+    assert failure.code == "queue_timeout"
+    engine.backend.tokenizing["slow"].set()
+    engine.front.send(submit("next", "text", session="s"))
+    assert engine.front.finished("next").reason == "stop"
+    engine.stop()
+
+
+def test_a_turn_whose_context_is_full_overflows_and_goes_on() -> None:
+    """Submitted again with less before it and what it said, it says the rest and nothing twice."""
+    engine = Engine(n_ctx=64)
+    endless = b'{"ignore_eos":true,"max_tokens":50,"stop":["Z"]}'
+    engine.front.send(submit("t", "abc", params=endless, may_shift=True))
+    engine.front.wait_for("t")
+    overflowed = engine.front.events["t"][-1]
+    assert isinstance(overflowed, Overflowed)
+    assert overflowed.n_tokens == 64
+    assert overflowed.end is not None
+    assert overflowed.end.reason == "context_full"
+    said = b"".join(event.tokens for event in engine.front.events["t"] if isinstance(event, Delta))
+    before = engine.front.text("t")
+    assert len(said) // 4 == overflowed.end.generated_tokens < 50
+    shorter = msgspec.structs.replace(submit("t", "abc", params=endless, may_shift=True, answer=said), pieces=())
+    engine.front.events.clear()
+    engine.front.send(msgspec.structs.replace(shorter, tokens=pack_tokens([256, *b"user\nabc", 257])))
+    end = engine.front.finished("t")
+    assert unpack_tokens(started(engine, "t").tokens) == [256, *b"user\nabc", 257]
+    assert (end.reason, end.generated_tokens) == ("length", 50)
+    assert before + engine.front.text("t") == ("abc" * 20)[:50]
+    engine.stop()
+
+
+@pytest.mark.parametrize(("answer", "n_tokens"), [(b"", 219), (b"ab", 221)])
+def test_a_prompt_that_is_too_long_overflows_when_it_may_shift(answer: bytes, n_tokens: int) -> None:
+    """With an answer it has an end, without one it never began."""
+    engine = Engine(n_ctx=200)
+    engine.front.send(submit("t", "x" * 200, may_shift=True, answer=pack_tokens(list(answer))))
+    engine.front.wait_for("t")
+    engine.stop()
+    (overflowed,) = engine.front.events["t"]
+    assert isinstance(overflowed, Overflowed)
+    assert overflowed.n_tokens == n_tokens
+    assert (overflowed.end is None) == (not answer)
+    if overflowed.end is not None:
+        assert (overflowed.end.kept_chars, overflowed.end.generated_tokens) == (2, 2)
+
+
+def test_a_session_that_lost_its_slot_is_restored(engine: Engine) -> None:
+    """Its next turn finds what was parked, and the gauges tell of it."""
+    engine.front.send(submit("one", "first", session="s"))
+    history = engine.front.history("one")
+    engine.front.send(submit("other", "else"))
+    engine.front.wait_for("other")
+    last = engine.front.frames[-1]
+    assert isinstance(last, Step)
+    assert last.parked_sessions == 1
+    assert last.parked_bytes > 0
+    engine.front.send(submit("two", "second", session="s", tokens=history))
+    assert engine.front.finished("two").cached_tokens == len(history) // 4 - 1
+    assert engine.front.text("two") == "second"
+
+
+def test_a_released_session_is_not_parked_any_more(engine: Engine) -> None:
+    """After a release the same history is read from its start."""
+    engine.front.send(submit("one", "first", session="s"))
+    history = engine.front.history("one")
+    engine.front.send(submit("other", "else"))
+    engine.front.wait_for("other")
+    engine.front.send(Release("s"), submit("two", "second", session="s", tokens=history))
+    assert engine.front.finished("two").cached_tokens == 0
+
+
+def test_a_system_prompt_is_read_once(engine: Engine) -> None:
+    """Two sessions of a client whose first piece is shared; the second finds its tokens in KV."""
+    system = "<|im_start|>system\nYou are brief, friendly and precise in everything you say.<|im_end|>\n"
+    turns = []
+    for name in ("a", "b"):
+        turn = submit(name, name)
+        shared = msgspec.structs.replace(turn.pieces[0], text=system)
+        turns.append(msgspec.structs.replace(turn, pieces=(shared, *turn.pieces), shared_pieces=1))
+    engine.front.send(turns[0])
+    engine.front.wait_for("a")
+    engine.front.send(turns[1])
+    prefix_tokens = len(engine.backend.tokenize(turns[1].pieces[:1], first=True))
+    assert engine.front.finished("b").cached_tokens >= prefix_tokens
+    assert engine.front.text("b") == "b"
+
+
+def test_long_turns_take_turns(tmp_path: Path) -> None:
+    """Three endless turns on one slot, a few tokens each time: everybody speaks, and everybody's text is right."""
+    engine = Engine(tmp_path, slots=1, quantum_tokens=4)
+    texts = {"a": "abc", "b": "defg", "c": "hi"}
+    limited = b'{"ignore_eos":true,"max_tokens":24}'
+    engine.front.send(*(submit(name, text, params=limited) for name, text in texts.items()))
+    ends = {name: engine.front.finished(name) for name in texts}
+    engine.stop()
+    for name, text in texts.items():
+        assert engine.front.text(name) == (text * 24)[:24]
+        assert isinstance(ends[name], Finished)
+    assert all(end.preempted >= 2 for end in ends.values())
+    deltas = [
+        event.turn_id
+        for frame in engine.front.frames
+        if isinstance(frame, Step)
+        for event in frame.events
+        if isinstance(event, Delta)
+    ]
+    assert set(deltas[: len(deltas) // 2]) == set(texts)

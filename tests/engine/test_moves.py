@@ -1,0 +1,208 @@
+"""Moving KV, with faults."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from inferencecenter.engine.backend import Chunk, DecodeError
+from inferencecenter.engine.echo import EchoBackend
+from inferencecenter.engine.moves import Moved, Mover
+from inferencecenter.engine.scheduler.plan import Copy, Move, Park, Restore, Swap, Truncation
+from inferencecenter.ipc.messages import EngineOptions
+from tests.engine.parked import open_store
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+class Faulty(EchoBackend):
+    """An echo backend of four slots in which each kind of move can be made to fail."""
+
+    def __init__(self) -> None:
+        super().__init__(EngineOptions(backend="echo", parent_pid=0, slots=4, n_ctx=64))
+        self.refuse: set[str] = set()
+
+    def truncate(self, slot: int, n_tokens: int) -> bool:
+        """Truncate, or empty the slot."""
+        return super().truncate(slot, 0 if "truncate" in self.refuse else n_tokens) and "truncate" not in self.refuse
+
+    def swap(self, a: int, b: int) -> None:
+        """Swap, or lose both."""
+        if "swap" in self.refuse:
+            raise DecodeError((a, b), "planned")
+        super().swap(a, b)
+
+    def copy(self, source: int, target: int, n_tokens: int) -> bool:
+        """Copy, or empty the target."""
+        done = super().copy(source, target, n_tokens)
+        return done if "copy" not in self.refuse else not super().truncate(target, 0)
+
+    def save(self, slot: int, buffer: memoryview) -> int:
+        """Save, or say that it could not."""
+        return 0 if "save" in self.refuse else super().save(slot, buffer)
+
+    def restore(self, slot: int, data: memoryview, n_tokens: int) -> bool:
+        """Restore, or empty the slot."""
+        done = super().restore(slot, data, n_tokens)
+        return done if "restore" not in self.refuse else not super().truncate(slot, 0)
+
+
+class Bench:
+    """A mover and what it works on."""
+
+    def __init__(self, path: Path) -> None:
+        self.backend = Faulty()
+        self.log: list[str] = []
+        self.kv = open_store(self.backend, path)
+        self.now = 0.0
+        self.mover = Mover(self.backend, self.kv, clock=self.clock, on_log=lambda level, text: self.log.append(text))
+
+    def clock(self) -> float:
+        """Return a time that moves by a second each time it is read."""
+        self.now += 1
+        return self.now
+
+    def fill(self, **slots: list[int]) -> None:
+        """Let slots hold tokens: ``fill(s0=[1, 2])``."""
+        for name, tokens in slots.items():
+            self.backend.decode([Chunk(int(name[1:]), 0, tokens, sample=False)])
+
+    def run(self, *moves: Move) -> Moved:
+        """Make the moves; the store stays in order."""
+        moved = self.mover.run(moves)
+        self.kv.check_integrity()
+        return moved
+
+    def held(self, slot: int) -> list[int]:
+        """Return what a slot holds."""
+        return list(self.backend.held(slot))
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Bench:
+    """A fresh one."""
+    return Bench(tmp_path)
+
+
+def park(slot: int, *tokens: int, key: str = "s", scope: str = "ada") -> Park:
+    """Return the parking of ``tokens`` that a slot holds."""
+    return Park(slot, key, scope, len(tokens), tokens, True)
+
+
+def test_what_is_parked_can_be_restored_elsewhere(bench: Bench) -> None:
+    """The slot keeps its content, the other one gets it, and what that took is measured."""
+    bench.fill(s0=[1, 2, 3], s1=[9])
+    moved = bench.run(park(0, 1, 2, 3), Restore(1, "s", 3, "t"), Truncation(1, 2, "t"))
+    assert (bench.held(0), bench.held(1)) == ([1, 2, 3], [1, 2])
+    assert moved == Moved(n_parked=1, took_s=2.0)
+    assert bench.kv.sessions == 1
+
+
+def test_what_cannot_be_parked_is_no_error(bench: Bench) -> None:
+    """Neither an empty slot nor one that cannot be saved; both stay as they are."""
+    bench.fill(s0=[1, 2])
+    bench.backend.refuse = {"save"}
+    assert bench.run(park(0, 1, 2), park(1)).n_parked == 0
+    assert bench.held(0) == [1, 2]
+    assert bench.kv.sessions == 0
+
+
+def test_a_sequence_that_is_not_there_leaves_an_empty_slot(bench: Bench) -> None:
+    """Nothing of the slot's former tenant stays, and the cut that follows is left out."""
+    bench.fill(s0=[7, 7, 7])
+    moved = bench.run(Restore(0, "s", 3, "t"), Truncation(0, 2, "t"))
+    assert bench.held(0) == []
+    assert moved.emptied == {"t"}
+
+
+def test_a_sequence_that_cannot_be_restored_is_dropped(bench: Bench) -> None:
+    """The turn reads its tokens again, once."""
+    bench.fill(s0=[1, 2], s1=[9])
+    bench.backend.refuse = {"restore"}
+    assert bench.run(park(0, 1, 2), Restore(1, "s", 2, "t")).emptied == {"t"}
+    assert bench.held(1) == []
+    assert bench.kv.sessions == 0
+    assert bench.kv.find("ada", [1, 2]) is None
+
+
+def test_a_copy_and_its_failure(bench: Bench) -> None:
+    """A failed one empties its target and leaves its source."""
+    bench.fill(s0=[1, 2, 3], s1=[9])
+    assert bench.run(Copy(0, 1, 2, "t")) == Moved(took_s=1.0)
+    assert bench.held(1) == [1, 2]
+    bench.backend.refuse = {"copy"}
+    assert bench.run(Copy(0, 1, 3, "t")).emptied == {"t"}
+    assert (bench.held(0), bench.held(1)) == ([1, 2, 3], [])
+
+
+def test_nothing_is_copied_from_a_slot_that_was_emptied(bench: Bench) -> None:
+    """Both turns read their tokens again; nothing that is not there is cut."""
+    bench.fill(s0=[7, 7], s1=[9])
+    moved = bench.run(Restore(0, "gone", 4, "a"), Copy(0, 1, 3, "b"), Truncation(0, 3, "a"))
+    assert (bench.held(0), bench.held(1)) == ([], [])
+    assert moved.emptied == {"a", "b"}
+
+
+def test_a_slot_that_is_filled_after_it_was_emptied_is_cut(bench: Bench) -> None:
+    """What failed before does not matter to the next tenant."""
+    bench.fill(s1=[1, 2, 3])
+    moved = bench.run(Restore(0, "gone", 2, "a"), Copy(1, 0, 3, "b"), Truncation(0, 1, "b"))
+    assert bench.held(0) == [1]
+    assert moved.emptied == {"a"}
+
+
+def test_an_emptied_slot_is_known_after_an_exchange(bench: Bench) -> None:
+    """The cut of the slot that its turn moved to is left out, the other one's is made."""
+    bench.fill(s0=[7, 7], s2=[1, 2, 3])
+    moved = bench.run(Restore(0, "gone", 4, "a"), Swap(0, 2, "a", "b"), Truncation(2, 3, "a"), Truncation(0, 2, "b"))
+    assert (bench.held(0), bench.held(2)) == ([1, 2], [])
+    assert moved.emptied == {"a"}
+
+
+def test_an_idle_slot_that_cannot_be_cut_is_wiped(bench: Bench) -> None:
+    """It is told by its number after the exchanges that follow."""
+    bench.fill(s0=[1, 2], s3=[9])
+    bench.backend.refuse = {"truncate"}
+    moved = bench.run(Truncation(0, 1, None), Swap(3, 0, "t", None))
+    assert moved.wiped == {3}
+    assert bench.held(0) == [9]
+
+
+@pytest.mark.parametrize("turn_id", ["t", None])
+def test_a_cut_to_nothing_cannot_fail(bench: Bench, turn_id: str | None) -> None:
+    """However the backend did it, the slot is as planned."""
+    bench.fill(s0=[1, 2])
+    bench.backend.refuse = {"truncate"}
+    assert bench.run(Truncation(0, 0, turn_id)) == Moved()
+
+
+def test_an_exchange_that_fails_empties_both_slots(bench: Bench) -> None:
+    """The turn is lost, the idle session's slot wiped, what follows in them left out, and nothing of them is parked."""
+    bench.fill(s0=[1, 2], s1=[3, 4])
+    bench.backend.refuse = {"swap"}
+    moved = bench.run(Swap(0, 1, "t", None), Truncation(1, 1, "t"), park(0, 3, 4))
+    assert (moved.lost, moved.wiped, moved.n_parked) == ({"t"}, {0}, 0)
+    assert (bench.held(0), bench.held(1)) == ([], [])
+    assert bench.log == ["slots 0 and 1 could not be exchanged: planned"]
+
+
+def test_what_the_plan_restores_is_not_pushed_out(tmp_path: Path) -> None:
+    """With room for one sequence, the one that is needed stays and the other is not parked."""
+    bench = Bench(tmp_path)
+    bench.kv = open_store(bench.backend, tmp_path / "small", ram_bytes=8192)
+    bench.mover = Mover(bench.backend, bench.kv, clock=bench.clock, on_log=lambda level, text: None)
+    bench.fill(s0=[1, 2], s1=[8, 9])
+    assert bench.run(park(0, 1, 2, key="old")).n_parked == 1
+    moved = bench.run(park(1, 8, 9, key="new"), Restore(1, "old", 2, "t"))
+    assert (moved.n_parked, moved.emptied) == (0, set())
+    assert bench.held(1) == [1, 2]
+
+
+def test_each_plan_begins_afresh(bench: Bench) -> None:
+    """A slot emptied in one step may be cut in the next, when something is in it again."""
+    bench.run(Restore(0, "gone", 2, "a"))
+    bench.fill(s0=[1, 2])
+    assert bench.run(Truncation(0, 1, "a")) == Moved()
+    assert bench.held(0) == [1]
