@@ -61,7 +61,11 @@ def one_prompt_length(options: Options) -> int:
     """
     lengths = required(options.prompt_tokens)
     if len(lengths) != 1:
-        raise refused("prompt_tokens", "this scenario takes one length", hint="`context` takes several.")
+        raise refused(
+            "prompt_tokens",
+            "this scenario takes one length",
+            hint="`context`, `shared-prefix` and `sparse` take several.",
+        )
     return lengths[0]
 
 
