@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from enum import Enum, auto
 from typing import TYPE_CHECKING, Final
 
 from inferencecenter.engine.scheduler.policy import choose_slot
 from inferencecenter.engine.scheduler.request import RequestChange
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from inferencecenter.engine.scheduler.fairness import Exchanges
     from inferencecenter.engine.scheduler.parking import Match
     from inferencecenter.engine.scheduler.placement import Draft, Placement
@@ -16,8 +19,17 @@ if TYPE_CHECKING:
     from inferencecenter.engine.scheduler.sources import Source, Sources
     from inferencecenter.engine.scheduler.turn_queue import TurnQueue
 
-# Turns looked at in a step beside as many as there are slots: those that come first may have to wait for something.
+# Turns looked at in a step that do not get a slot: the first ones may have to wait for something.
 _LOOKAHEAD_TURNS: Final = 16
+
+
+class _Verdict(Enum):
+    """What became of a turn that was looked at; ``HOPELESS``: of those behind it nothing else can."""
+
+    PLACED = auto()
+    HELD = auto()
+    STAYS = auto()
+    HOPELESS = auto()
 
 
 class Dispatcher:
@@ -49,58 +61,67 @@ class Dispatcher:
     def run(self, draft: Draft, exchanges: Exchanges, *, now: float) -> None:
         """Give away the slots that can be had; who loses one waits again."""
         line = self._queue.line
-        for _ in range(len(self._slots) + _LOOKAHEAD_TURNS):
-            request = line.first()
-            if request is None or not self._has_slot(exchanges):
+        exhausted = [request for request in self._running.values() if exchanges.possible(request)]
+        looked_at = 0
+        while looked_at < _LOOKAHEAD_TURNS and (request := line.first()) is not None:
+            verdict = self._dispatch(draft, exchanges, request, exhausted, now=now)
+            if verdict is _Verdict.HOPELESS:
                 break
-            if not self._dispatch(draft, exchanges, request, now=now):
+            looked_at += verdict is not _Verdict.PLACED
+            if verdict is _Verdict.STAYS:
                 line.skip_first()
         line.unskip()
         for request in draft.preempted:
             self._queue.wait_again(request, now=now)
 
-    def _has_slot(self, exchanges: Exchanges) -> bool:
-        return len(self._running) < len(self._slots) or any(map(exchanges.possible, self._running.values()))
+    def _dispatch(
+        self, draft: Draft, exchanges: Exchanges, request: Request, exhausted: list[Request], *, now: float
+    ) -> _Verdict:
+        """Take a turn out of the line, into a slot or to wait for something else, if that is possible.
 
-    def _dispatch(self, draft: Draft, exchanges: Exchanges, request: Request, *, now: float) -> bool:
-        """Take a turn out of the line, into a slot or to wait for something else; ``False`` when it stays."""
+        ``exhausted`` are those who may lose their slots.
+        """
         choice = choose_slot(self._slots, request.session_id, waiting=self._queue.sessions)
-        victims = [] if choice is not None else self._victims(exchanges, request)
+        victims = [] if choice is not None else self._victims(exchanges, request, exhausted)
         if choice is None and not victims:
-            return False
-        source = self._sources.best(request, unsettled=draft.unsettled, fetch=self._queue.fetches.worthwhile(request))
+            # The claims behind it are weaker, and nobody can be newer than one that was never served.
+            return _Verdict.STAYS if request.served else _Verdict.HOPELESS
+        fetch = self._queue.fetches.worthwhile(request)
+        source = self._sources.best(request, unsettled=draft.unsettled, fetch=fetch)
         if source.match is not None and not source.match.ready:
             return self._fetch(draft, request, source.match, now=now)
         if self._follow(draft, request, source):
-            return True
-        if choice is None:
-            victims = [
-                victim for victim in victims if exchanges.overtakes(request, victim, cached_tokens=source.n_tokens)
-            ]
-            if not victims:
-                return False
-            choice = self._preempt(draft, max(victims, key=exchanges.weakness), now=now)
-        else:
+            return _Verdict.HELD
+        if choice is not None:
             self._placement.evict(draft, choice[0], request)
-        self._start(draft, request, *choice, source)
-        return True
+            self._start(draft, request, *choice, source)
+            return _Verdict.PLACED
+        cached_tokens = source.n_tokens
+        victims = [victim for victim in victims if exchanges.overtakes(request, victim, cached_tokens=cached_tokens)]
+        if not victims:
+            return _Verdict.STAYS
+        victim = max(victims, key=exchanges.weakness)
+        exhausted.remove(victim)
+        slot = self._preempt(draft, victim, now=now)
+        self._start(draft, request, slot, f"in the place of turn {victim.turn_id}", source)
+        return _Verdict.PLACED
 
-    def _victims(self, exchanges: Exchanges, request: Request) -> list[Request]:
+    def _victims(self, exchanges: Exchanges, request: Request, exhausted: Iterable[Request]) -> list[Request]:
         return [
             victim
-            for victim in self._running.values()
+            for victim in exhausted
             if exchanges.allowed(request, victim) and self._placement.can_park(victim.kv_tokens)
         ]
 
-    def _fetch(self, draft: Draft, request: Request, match: Match, *, now: float) -> bool:
+    def _fetch(self, draft: Draft, request: Request, match: Match, *, now: float) -> _Verdict:
         fetches = self._queue.fetches
         if fetches.full:
-            return False
+            return _Verdict.STAYS
         self._queue.line.discard(request)
         if fetches.hold(request, match, now=now):
             draft.fetches.append(match.key)
         draft.reasons.append(f"turn {request.turn_id} waits for {match.n_tokens} parked tokens from disk")
-        return True
+        return _Verdict.HELD
 
     def _follow(self, draft: Draft, request: Request, source: Source) -> bool:
         reader = self._queue.followers.follow(request, self._running.values(), cached_tokens=source.n_tokens)
@@ -110,7 +131,7 @@ class Dispatcher:
         draft.reasons.append(f"turn {request.turn_id} waits for turn {reader}, which reads the same")
         return True
 
-    def _preempt(self, draft: Draft, victim: Request, *, now: float) -> tuple[Slot, str]:
+    def _preempt(self, draft: Draft, victim: Request, *, now: float) -> Slot:
         assert victim.slot is not None
         slot = self._slots[victim.slot]
         self._placement.vacate(draft, slot, now=now)
@@ -123,7 +144,7 @@ class Dispatcher:
         victim.waits_since_s = now
         del self._running[victim.turn_id]
         draft.preempted.append(victim)
-        return slot, f"in the place of turn {victim.turn_id}"
+        return slot
 
     def _start(self, draft: Draft, request: Request, slot: Slot, why: str, source: Source) -> None:
         self._queue.start(request)

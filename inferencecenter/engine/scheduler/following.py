@@ -68,10 +68,11 @@ class Followers:
         followings = [
             following
             for reader in running
-            if reader.rank <= request.rank and (following := self._following(request, reader)) is not None
+            if reader.rank <= request.rank
+            and (following := self._following(request, reader, least=cached_tokens + self._least_tokens)) is not None
         ]
         best = max(followings, key=lambda following: (following.n_tokens, following.reader.kv_tokens), default=None)
-        if best is None or best.n_tokens - cached_tokens < self._least_tokens:
+        if best is None:
             return None
         request.follows += 1
         self._followings[request.turn_id] = best
@@ -88,23 +89,27 @@ class Followers:
             del self._followings[request.turn_id]
         return over
 
-    def _following(self, request: Request, reader: Request) -> _Following | None:
-        limit = len(request.tokens) - 1
+    def _following(self, request: Request, reader: Request, *, least: int) -> _Following | None:
+        """Return what waiting for a reader would be, ``None`` if it spares less than ``least`` tokens."""
         own = request.client_id == reader.client_id
-        if own and self._can_rewind:
-            n_tokens = min(self._common(request.tokens, reader.tokens), limit)
-            following = _Following(request, reader, n_tokens, by_snapshot=False)
+        if reader.state is RequestState.PREFILL and own and self._can_rewind:
+            n_tokens = _common(request.tokens[:-1], reader.tokens, least)
+            by_snapshot = False
         elif reader.snapshot and (own or (request.public and reader.public)):
-            shared = request.tokens if own else request.tokens[: request.prefix_tokens]
-            n_tokens = min(self._common(shared, reader.tokens[: reader.cut_tokens]), limit)
+            shared = (
+                request.tokens[:-1] if own else request.tokens[: min(request.prefix_tokens, request.prompt_tokens - 1)]
+            )
+            n_tokens = _common(shared, reader.tokens[: reader.cut_tokens], least)
+            by_snapshot = True
             if n_tokens < reader.cut_tokens and not self._can_rewind:
                 return None
-            following = _Following(request, reader, n_tokens, by_snapshot=True)
         else:
             return None
-        return None if following.over or reader.kv_tokens >= n_tokens else following
+        if n_tokens < least or reader.kv_tokens >= n_tokens:
+            return None
+        return _Following(request, reader, n_tokens, by_snapshot=by_snapshot)
 
-    def _common(self, a: list[int], b: list[int]) -> int:
-        """Return the length of the common prefix, 0 when it is too short to matter."""
-        least = self._least_tokens
-        return common_prefix_tokens(a, b) if a[:least] == b[:least] else 0
+
+def _common(a: list[int], b: list[int], least: int) -> int:
+    """Return the length of the common prefix, 0 when it is less than ``least``."""
+    return common_prefix_tokens(a, b) if a[least - 1 : least] == b[least - 1 : least] else 0

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from inferencecenter.engine.scheduler.prefix import common_prefix_tokens
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Sequence
+    from collections.abc import Collection, Sequence
 
     from inferencecenter.engine.scheduler.parking import Match, ParkedKv
     from inferencecenter.engine.scheduler.request import Request
@@ -56,15 +56,17 @@ class Sources:
         limit = len(request.tokens) - 1
         best, gain = self._own(request, limit)
         parked = self._find(request, limit)
+        needed = 1 if request.started and best.n_tokens == 0 else self._grid_tokens
         ready = parked.match is None or parked.match.ready
-        others = [parked] if ready else []
-        others.extend(self._neighbours(request, limit, unsettled))
-        if not ready and fetch:
-            others.append(parked)
-        for source in others:
-            returns = request.started and best.n_tokens == 0
-            if source.n_tokens >= gain + (1 if returns else self._grid_tokens):
-                best, gain = source, source.n_tokens
+        if ready and parked.n_tokens >= gain + needed:
+            best, gain, needed = parked, parked.n_tokens, self._grid_tokens
+        for slot in self._slots:
+            if slot.client_id == request.client_id and slot.session_id != request.session_id and slot not in unsettled:
+                n_tokens = self._shared(slot, request, limit, least=gain + needed)
+                if n_tokens:
+                    best, gain, needed = Source(n_tokens, slot=slot), n_tokens, self._grid_tokens
+        if not ready and fetch and parked.n_tokens >= gain + needed:
+            best = parked
         return best
 
     def is_parked(self, scope: str, tokens: Sequence[int]) -> bool:
@@ -96,10 +98,9 @@ class Sources:
         n_tokens = min(match.common_tokens, limit)
         return Source(n_tokens, match=match) if self._can_rewind or n_tokens == match.n_tokens else Source()
 
-    def _neighbours(self, request: Request, limit: int, unsettled: Collection[Slot]) -> Iterator[Source]:
-        for slot in self._slots:
-            if slot.client_id != request.client_id or slot.session_id == request.session_id or slot in unsettled:
-                continue
-            n_tokens = min(common_prefix_tokens(slot.tokens, request.tokens), limit)
-            if self._can_rewind or n_tokens == len(slot.tokens):
-                yield Source(n_tokens, slot=slot)
+    def _shared(self, slot: Slot, request: Request, limit: int, *, least: int) -> int:
+        """Return how much a neighbour spares, 0 if that is less than ``least``."""
+        if least > limit or slot.tokens[least - 1 : least] != request.tokens[least - 1 : least]:
+            return 0
+        n_tokens = min(common_prefix_tokens(slot.tokens, request.tokens), limit)
+        return n_tokens if n_tokens >= least and (self._can_rewind or n_tokens == len(slot.tokens)) else 0

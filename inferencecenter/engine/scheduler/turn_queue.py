@@ -102,7 +102,7 @@ class TurnQueue:
         """Return the places of turns that were never started, as far as they changed; 0 for one that was started."""
         if not self.places.dirty:
             return ()
-        return self.places.tell(self._ranked() if self.places.counted_through else self._head())
+        return self.places.tell(self._ranked() if len(self.places) <= HEAD_TURNS else self._head())
 
     def overdue(self, now: float, timeout_s: float) -> tuple[str, ...]:
         """Return the turns that were never started within ``timeout_s``, the oldest first.

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from inferencecenter.engine.scheduler.request import Request
 
 _SPARE_AGES: Final = 64
+_MOST_RISING: Final = 64
 
 
 @dataclass(slots=True, eq=False)
@@ -145,12 +146,14 @@ class WaitingLine:
         return True
 
     def age(self, now: float) -> None:
-        """Let those rise whose time has come."""
-        while self._ages and self._ages[0][0] <= now:
+        """Let those rise whose time has come, a few at once: of thousands the last ones some steps later."""
+        risen = 0
+        while risen < _MOST_RISING and self._ages and self._ages[0][0] <= now:
             _, _, entry = heappop(self._ages)
             if not entry.gone:
                 self.discard(entry.request)
                 self.push(entry.request, now=now)
+                risen += 1
 
     def first(self) -> Request | None:
         """Return the turn with the strongest claim of those that are not skipped."""
