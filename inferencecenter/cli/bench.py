@@ -33,7 +33,7 @@ def bench(  # noqa: PLR0913 - one argument an option
         Path | None, typer.Option(help="GGUF file.", metavar="FILE", show_default="the bundled one")
     ] = None,
     backend: Annotated[str | None, typer.Option(help="llama or echo.", show_default=False)] = None,
-    slots: Annotated[int | None, typer.Option(help="Slots of our daemon.", show_default="the most clients")] = None,
+    slots: Annotated[int | None, typer.Option(help="Slots of our daemon.", show_default="the scenario's")] = None,
     n_ctx: Annotated[
         int | None, typer.Option("--n-ctx", help="Tokens of context per slot.", show_default="what the turns need")
     ] = None,
@@ -45,7 +45,9 @@ def bench(  # noqa: PLR0913 - one argument an option
     ] = None,
     prompt_tokens: Annotated[
         str | None,
-        typer.Option(help="Tokens of a prompt; several for `context`, as 512,4096.", show_default="the scenario's"),
+        typer.Option(
+            help="Tokens of a prompt; some scenarios take several, as 512,4096.", show_default="the scenario's"
+        ),
     ] = None,
     max_tokens: Annotated[
         int | None, typer.Option(help="Tokens that each turn generates.", show_default="the scenario's")
@@ -56,9 +58,11 @@ def bench(  # noqa: PLR0913 - one argument an option
     repeat: Annotated[
         int | None, typer.Option(help="Repetitions, the sides alternating.", show_default="the scenario's")
     ] = None,
-    count: Annotated[int | None, typer.Option(help="Aborts of each client.", show_default="20")] = None,
+    count: Annotated[
+        int | None, typer.Option(help="Aborts, turns or rounds of each client.", show_default="the scenario's")
+    ] = None,
     connections: Annotated[int | None, typer.Option(help="Idle connections.", show_default="5000")] = None,
-    sessions: Annotated[int | None, typer.Option(help="Idle sessions.", show_default="100")] = None,
+    sessions: Annotated[int | None, typer.Option(help="Open sessions.", show_default="the scenario's")] = None,
     peer: Annotated[
         list[str] | None,
         typer.Option(help="Another server as NAME=URL; may be repeated.", metavar="NAME=URL", show_default=False),
