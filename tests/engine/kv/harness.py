@@ -142,12 +142,15 @@ class Bench:
         match = self.store.find(scope, tokens)
         return match.ready if match is not None and match.key == key else None
 
-    def push_out(self, n_pages: int) -> None:
-        """Park and forget something so large that ``n_pages`` of RAM are free of anything else."""
-        self.settle()
-        assert self.park("filler", [-1], scope="", n_bytes=n_pages * PAGE_BYTES - 200, durable=False)
-        self.store.forget("filler")
-        self.settle()
+    def park_on_disk(self) -> Path:
+        """Park ``s1``, push it out of RAM with others and return its file."""
+        assert self.park("s1", [1, 2, 3])
+        for number in range(20):
+            self.park(f"other{number}", [9, number])
+            self.settle()
+        assert self.ready("s1", [1]) is False
+        (path,) = (path for path in self.disk_files() if b"s1:" in path.read_bytes())
+        return path
 
     def ram_files(self) -> list[Path]:
         """The files of the RAM tier."""
