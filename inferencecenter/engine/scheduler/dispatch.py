@@ -35,6 +35,11 @@ class _Verdict(Enum):
 class Dispatcher:
     """Finds the waiting turns that get a slot, the strongest claims first, and drafts their way into it.
 
+    Nobody waits for ever. A turn of class ``c`` that has waited ``(c + 1) * ageing_s`` is of the highest class and
+    counts as never served. From then on only older turns of its client come before it, each for one quantum, and of
+    other clients those that were served less, until they have caught up. A slot can be had when its turn has used up
+    its quantum and does not read a prompt of which less is left; or, where it cannot be parked, when it ends.
+
     Args:
         slots: What the slots hold.
         running: The turns that hold a slot, by id.
@@ -84,8 +89,8 @@ class Dispatcher:
         choice = choose_slot(self._slots, request.session_id, waiting=self._queue.sessions)
         victims = [] if choice is not None else self._victims(exchanges, request, exhausted)
         if choice is None and not victims:
-            # The claims behind it are weaker, and nobody can be newer than one that was never served.
-            return _Verdict.STAYS if request.served else _Verdict.HOPELESS
+            # The claims behind it are weaker, and none of them can be newer than one that was never served.
+            return _Verdict.STAYS if request.claimed else _Verdict.HOPELESS
         fetch = self._queue.fetches.worthwhile(request)
         source = self._sources.best(request, unsettled=draft.unsettled, fetch=fetch)
         if source.match is not None and not source.match.ready:

@@ -92,8 +92,9 @@ class Exchanges:
 
     A turn that has used up its quantum yields to any claim that is at least equal: class, then what its client was
     served, then what it was served itself. After a quarter of it a generating turn yields to an equal claim of a turn
-    that was never served, so that this gets its first token soon, and every turn yields to a higher class. A turn that
-    rose a class by waiting keeps it for one quantum.
+    that counts as never served, so that this gets its first token soon, and of one whose client is more than a quantum
+    behind, so that new turns do not keep it out; and every turn yields to a higher class. A turn that rose a class by
+    waiting keeps it for one quantum.
 
     A turn that still reads yields only to one with less to read: prompts that take turns would all be late.
 
@@ -117,10 +118,13 @@ class Exchanges:
         rank = self._rank(running)
         if waiting.rank != rank:
             return waiting.rank < rank
-        if (self._ledger.served(waiting.client_id), waiting.claimed) > self._claim(running):
+        claim, other = (self._ledger.served(waiting.client_id), waiting.claimed), self._claim(running)
+        if claim > other:
             return False
-        full = running.used >= self._quantum_units
-        return full or (waiting.served == 0 and running.state is RequestState.DECODE)
+        if running.used >= self._quantum_units:
+            return True
+        soon = waiting.claimed == 0 or claim[0] + self._quantum_units < other[0]
+        return soon and running.state is RequestState.DECODE
 
     def overtakes(self, waiting: Request, running: Request, *, cached_tokens: int) -> bool:
         """Tell whether a waiting turn with so much in KV may stop a turn from reading, where ``allowed`` says so."""

@@ -30,7 +30,7 @@ class Places:
         self._waiting: dict[str, Request] = {}
         self._classes: Counter[int] = Counter()
         self._told: dict[str, int] = {}
-        self._new: deque[Request] = deque()
+        self._new: deque[tuple[Request, int]] = deque()
         self._started: list[str] = []
         self._recount: Iterator[tuple[Request, int]] = iter(())
         self._gone = 0
@@ -53,7 +53,7 @@ class Places:
         """Let a turn queue."""
         self._waiting[request.turn_id] = request
         self._classes[request.base_class] += 1
-        self._new.append(request)
+        self._new.append((request, sum(self._classes[rank] for rank in range(request.base_class + 1))))
         self._dirty = True
 
     def remove(self, request: Request, *, started: bool) -> None:
@@ -88,8 +88,7 @@ class Places:
 
     def _newcomers(self) -> Iterator[tuple[Request, int]]:
         for _ in range(min(len(self._new), _COUNTED_AT_ONCE)):
-            request = self._new.popleft()
-            yield request, sum(self._classes[rank] for rank in range(request.base_class + 1))
+            yield self._new.popleft()
 
     def _recounted(self) -> Iterator[tuple[Request, int]]:
         if self._gone * _RECOUNT_SHARE >= len(self):

@@ -105,6 +105,7 @@ class Request:
 
     def __post_init__(self) -> None:
         self.prompt_tokens = len(self.tokens)
+        self.prefix_tokens = min(self.prefix_tokens, self.prompt_tokens)
         self.waits_since_s = self.submitted_s
         self.rank = self.base_class
 

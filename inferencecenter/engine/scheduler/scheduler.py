@@ -92,6 +92,7 @@ class Scheduler:
         self._read_tokens = 0
         self._moves = 0
         self._generating = 0
+        self._in_vain = False
 
     def __repr__(self) -> str:
         return f"Scheduler(waiting={self.waiting}, running={self.running}, {self._slots!r})"
@@ -123,7 +124,9 @@ class Scheduler:
         To be asked between steps; who sleeps on it wakes for every end of a fetch, and now and then: a turn gives up
         waiting for a disk that does not answer.
         """
-        return not (self._running or self._released) and self._queue.stuck
+        if self._running or self._released or self._queue.followers or not self._queue.fetches:
+            return False
+        return self._in_vain or not self._queue.line
 
     @property
     def slots(self) -> SlotTable:
@@ -150,6 +153,7 @@ class Scheduler:
                 f"The prompt has {request.prompt_tokens} tokens; the context holds {self._n_ctx}, answer included.",
                 hint="Shorten the prompt, start a new session, or serve the model with a larger n_ctx.",
             )
+        self._in_vain = False
         self._requests[request.turn_id] = request
         self._queue.add(request, self._running.values())
 
@@ -187,14 +191,17 @@ class Scheduler:
         """Return what to do next; an empty plan when there is nothing."""
         draft = Draft(self._read_tokens, [*self._released])
         self._released = []
+        # Those who wait for a snapshot come back to the line a step after it was planned, when it is there.
+        self._queue.advance(now)
         for request in self._running.values():
             self._placement.snapshot(draft, request)
-        self._queue.advance(now)
         exchanges = Exchanges(self._ledger, self._quantum.tokens * GENERATED_UNITS)
         self._dispatcher.run(draft, exchanges, now=now)
         self._moves = sum(isinstance(move, Park | Restore | Copy) for move in draft.moves)
         self._compact(draft)
-        return draft.plan(self._passes(draft, now=now))
+        plan = draft.plan(self._passes(draft, now=now))
+        self._in_vain = not (plan.moves or plan.passes)
+        return plan
 
     def completed(self, outcome: Outcome, *, now: float) -> tuple[Reading, ...]:
         """Book what became of the last plan and return the prompts that were read on and are not finished."""
@@ -295,6 +302,7 @@ class Scheduler:
         return Use.READING if self._running[slot.turn_id].state is RequestState.PREFILL else Use.GENERATING
 
     def _end(self, request: Request, *, now: float) -> None:
+        self._in_vain = False
         if request.slot is not None:
             self._slots.free(self._slot(request), now=now)
             del self._running[request.turn_id]

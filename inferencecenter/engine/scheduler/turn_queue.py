@@ -49,11 +49,6 @@ class TurnQueue:
         """Each session's turns by their ids, the first one first, running ones included."""
         return self._sessions
 
-    @property
-    def stuck(self) -> bool:
-        """Whether all who wait for a slot wait for the disk first."""
-        return bool(self.fetches) and not self.line and not self.followers
-
     def add(self, request: Request, running: Iterable[Request]) -> None:
         """Let a new turn wait, behind its session's other turns if it has any."""
         least = self.line.least_served(request.base_class)
@@ -81,8 +76,9 @@ class TurnQueue:
         turns = self._sessions[request.session_id]
         is_first = next(iter(turns)) == request.turn_id
         del turns[request.turn_id]
-        if is_first:
-            assert self.line.discard(request) + self.followers.discard(request) + self.fetches.discard(request) <= 1
+        # A turn is in one of these at most, and one that has a slot or waits behind another is in none.
+        for holder in (self.line, self.followers, self.fetches):
+            holder.discard(request)
         self.places.remove(request, started=False)
         self._ledger.leave(request.client_id)
         if not turns:

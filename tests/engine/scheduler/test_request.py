@@ -30,6 +30,26 @@ def test_a_request_moves_along_its_table() -> None:
     assert request.state is RequestState.DONE
 
 
+def test_a_request_loses_its_slot_and_goes_on() -> None:
+    """A turn that others displace waits again, perhaps for the disk, and generates at once if nothing is missing."""
+    request = make_request(10)
+    for change, state in (
+        (RequestChange.ADMIT, RequestState.PREFILL),
+        (RequestChange.PREEMPT, RequestState.WAITING),
+        (RequestChange.FETCH, RequestState.RESTORING),
+        (RequestChange.FETCHED, RequestState.WAITING),
+        (RequestChange.RESUME, RequestState.DECODE),
+        (RequestChange.KV_LOST, RequestState.PREFILL),
+        (RequestChange.PROMPT_READ, RequestState.DECODE),
+        (RequestChange.PREEMPT, RequestState.WAITING),
+    ):
+        request.change(change)
+        assert request.state is state
+    for change in (RequestChange.FETCHED, RequestChange.KV_LOST, RequestChange.PREEMPT, RequestChange.PROMPT_READ):
+        with pytest.raises(IllegalTransitionError):
+            request.change(change)
+
+
 def test_every_state_can_end_but_the_end() -> None:
     """A turn can be aborted wherever it is, and nothing follows its end."""
     ending = {state for state, change in REQUEST.rows if change is RequestChange.END}
@@ -51,3 +71,37 @@ def test_chunks_end_at_the_grid_or_with_the_prompt(start: int, end: int) -> None
     """A chunk never crosses a multiple of the grid."""
     request = make_request(10)
     assert request.chunk_end(start, 4) == end
+
+
+@pytest.mark.parametrize(("start", "end"), [(0, 4), (4, 6), (5, 6), (6, 8), (8, 10)])
+def test_a_cut_beside_the_grid_ends_a_chunk(start: int, end: int) -> None:
+    """The chunk after it goes on to the grid's next line."""
+    request = make_request(10)
+    request.cut_tokens = 6
+    assert request.chunk_end(start, 4) == end
+
+
+def test_no_step_reads_past_a_snapshot_that_is_to_be_taken() -> None:
+    """Once what is to be parked was read, the step may go on to the end."""
+    request = make_request(10)
+    assert request.step_end == 10
+    request.cut_tokens, request.snapshot = 6, True
+    assert request.step_end == 6
+    request.kv_tokens = 6
+    assert request.step_end == 10
+
+
+@pytest.mark.parametrize(("priority", "base_class"), [(-(10**9), 0), (0, 0), (1, 1), (2, 2), (10**9, 2)])
+def test_there_are_three_classes(priority: int, base_class: int) -> None:
+    """Whatever else a front says counts as the nearest."""
+    request = make_request(1)
+    request.priority = priority
+    assert request.base_class == base_class
+
+
+@pytest.mark.parametrize(("now", "periods"), [(0.0, 0), (2.9, 0), (3.0, 1), (8.9, 2), (9.0, 3), (1e9, 3)])
+def test_a_request_ages(now: float, periods: int) -> None:
+    """Two periods of 3 s lead from the lowest class to the highest, one more makes it the first there."""
+    request = make_request(1)
+    request.priority = 2
+    assert request.periods(now, 3.0) == periods

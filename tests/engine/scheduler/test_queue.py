@@ -1,0 +1,221 @@
+"""What waiting turns are told, and how long they may wait."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from inferencecenter.engine.scheduler.fairness import Ledger
+from inferencecenter.engine.scheduler.places import HEAD_TURNS
+from inferencecenter.engine.scheduler.request import Request
+from inferencecenter.engine.scheduler.waiting import WaitingLine
+from tests.engine.scheduler.world import World
+
+
+def new_request(number: int, *, client: str = "c", priority: int = 1, since_s: float = 0.0, served: int = 0) -> Request:
+    """Return a turn that waits."""
+    return Request(
+        turn_id=f"t{number}",
+        session_id=f"s{number}",
+        client_id=client,
+        priority=priority,
+        arrival=number,
+        submitted_s=since_s,
+        tokens=[1],
+        served=served,
+    )
+
+
+def drain(line: WaitingLine) -> list[str]:
+    """Take all turns out, the strongest claim first."""
+    order = []
+    while (request := line.first()) is not None:
+        order.append(request.turn_id)
+        assert line.discard(request)
+    assert len(line) == 0
+    return order
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from("abc"), st.integers(0, 2), st.integers(0, 3), st.floats(0, 50), st.booleans()),
+        max_size=20,
+    ),
+    st.dictionaries(st.sampled_from("abc"), st.integers(1, 5)),
+    st.dictionaries(st.sampled_from("abc"), st.integers(1, 5)),
+)
+def test_the_line_is_in_the_order_of_claims(
+    turns: list[tuple[str, int, int, float, bool]], served: dict[str, int], served_since: dict[str, int]
+) -> None:
+    """Class less one for each period waited, then the client's counter as it is now, then own service, then arrival."""
+    now, ageing_s = 50.0, 10.0
+    ledger = Ledger()
+    for client, units in served.items():
+        ledger.raise_to(client, units)
+    line = WaitingLine(ledger, ageing_s=ageing_s)
+    requests = []
+    for number, (client, priority, own, since_s, leaves) in enumerate(turns):
+        request = new_request(number, client=client, priority=priority, since_s=since_s, served=own)
+        line.push(request, now=since_s)
+        if leaves:
+            assert line.discard(request)
+            assert not line.discard(request)
+        else:
+            requests.append(request)
+    for client, units in served_since.items():
+        ledger.raise_to(client, ledger.served(client) + units)
+    line.age(now)
+    # Some are looked at first, and put back.
+    for _ in range(3):
+        line.skip_first()
+    line.unskip()
+
+    def claim(request: Request) -> tuple[int, int, int, int]:
+        periods = int((now - request.waits_since_s) / ageing_s)
+        own = 0 if periods > request.priority else request.served
+        return (max(0, request.priority - periods), ledger.served(request.client_id), own, request.arrival)
+
+    assert len(line) == len(requests)
+    assert drain(line) == [request.turn_id for request in sorted(requests, key=claim)]
+
+
+def test_skipped_turns_let_others_go_first_and_may_leave_meanwhile() -> None:
+    """A turn that was skipped is where it was afterwards, or gone."""
+    line = WaitingLine(Ledger(), ageing_s=10.0)
+    requests = [new_request(number) for number in range(3)]
+    for request in requests:
+        line.push(request, now=0.0)
+    line.skip_first()
+    line.skip_first()
+    first = line.first()
+    assert first is requests[2]
+    line.discard(requests[0])
+    line.unskip()
+    assert drain(line) == ["t1", "t2"]
+
+
+def test_turns_that_come_and_go_leave_nothing_behind() -> None:
+    """What is kept for the turns' ageing does not grow with those that left."""
+    line = WaitingLine(Ledger(), ageing_s=1e6)
+    for number in range(1000):
+        request = new_request(number)
+        line.push(request, now=0.0)
+        line.discard(request)
+    assert len(line._ages) <= 66
+
+
+@pytest.mark.parametrize("ageing_s", [0.0, -1.0])
+def test_ageing_needs_a_time(ageing_s: float) -> None:
+    """A class is not risen at once."""
+    with pytest.raises(ValueError, match="nobody rises"):
+        WaitingLine(Ledger(), ageing_s=ageing_s)
+
+
+def test_a_turn_cannot_wait_twice() -> None:
+    """It has one place."""
+    line = WaitingLine(Ledger(), ageing_s=1.0)
+    request = new_request(1)
+    line.push(request, now=0.0)
+    with pytest.raises(ValueError, match="here already"):
+        line.push(request, now=0.0)
+
+
+def test_a_preempted_turn_is_told_no_place() -> None:
+    """It has begun: only those that never had a slot hear where they are."""
+    world = World(slots=1, quantum_tokens=2, answer_tokens=30)
+    first = world.add([1, 2])
+    world.run(5)
+    world.scheduler.positions()
+    world.add([11, 12])
+    world.add([21, 22])
+    told: Counter[str] = Counter()
+    for _ in range(20):
+        world.step()
+        told.update(turn_id for turn_id, _ in world.scheduler.positions())
+    assert first.preempted
+    assert told == {"t2": 2}
+
+
+def test_places_count_those_that_wait_for_something_else() -> None:
+    """A turn that waits for a reader is before those that wait for a slot."""
+    world = World(slots=2)
+    world.add([*range(20), 1])
+    world.add([*range(20), 2], turn="follower")
+    world.add([77, 78], turn="second")
+    world.add([87, 88], turn="third")
+    world.step()
+    assert world.scheduler.positions() == (("follower", 1), ("third", 2))
+
+
+def test_everybody_in_a_long_queue_is_told_a_place_and_is_not_told_too_often() -> None:
+    """The head is told each change; those far back hear when an eighth has gone."""
+    world = World(slots=1, quantum_tokens=100, answer_tokens=1)
+    told: Counter[str] = Counter()
+    places: dict[str, int] = {}
+    for number in range(400):
+        world.add([number, number + 1], client=f"c{number}")
+    for _ in range(8):
+        changes = world.scheduler.positions()
+        assert len(changes) <= HEAD_TURNS + 2 * 64 + 1
+        places.update(changes)
+    assert places == {f"t{number}": number + 1 for number in range(400)}
+    for _ in range(200):
+        world.step()
+        changes = world.scheduler.positions()
+        told.update(turn_id for turn_id, _ in changes)
+        places.update(changes)
+        assert len(changes) <= HEAD_TURNS + 2 * 64 + 1
+    assert [places[f"t{number}"] for number in range(200, 200 + HEAD_TURNS)] == list(range(1, HEAD_TURNS + 1))
+    # Far back a place is at most an eighth old.
+    assert abs(places["t399"] - 200) <= 200 // 8 + 8
+    assert told["t399"] <= 10
+
+
+def test_turns_that_waited_too_long_are_named() -> None:
+    """Only those that never had a slot, the oldest first."""
+    world = World(slots=1, quantum_tokens=100, answer_tokens=50)
+    world.add([1, 2])
+    world.step()
+    world.add([3, 4], turn="old")
+    world.run(5)
+    world.add([5, 6], turn="young")
+    world.run(4)
+    assert world.scheduler.overdue(world.now, 9.0) == ("old",)
+    assert world.scheduler.overdue(world.now, 4.0) == ("old", "young")
+    assert world.scheduler.overdue(world.now, 9.5) == ()
+
+
+def test_a_session_with_many_turns_runs_them_in_order() -> None:
+    """However they are classed: each builds on the one before."""
+    world = World(slots=3, answer_tokens=1)
+    for number, priority in enumerate((2, 0, 1, 0)):
+        world.add([number, 1], session="s", priority=priority)
+    started: list[str] = []
+    while world.scheduler.has_work:
+        started += [admission.turn_id for admission in world.step().admissions]
+    assert started == ["t0", "t1", "t2", "t3"]
+
+
+def test_releasing_a_session_with_thousands_of_turns() -> None:
+    """All end once, and quickly."""
+    world = World(slots=1)
+    for number in range(2000):
+        world.add([number, 1], session="s")
+    world.step()
+    assert world.scheduler.release("s", now=world.now) == tuple(f"t{number}" for number in range(2000))
+    world.scheduler.check_integrity()
+
+
+def test_the_ledger_forgets_when_everybody_is_gone() -> None:
+    """Counters are there to compare those that are here."""
+    ledger = Ledger()
+    request = new_request(1, client="a")
+    ledger.enter("a")
+    ledger.charge(request, 10)
+    ledger.raise_to("a", 5)
+    assert (ledger.served("a"), ledger.most(["a", "b"]), len(ledger)) == (10, 10, 1)
+    ledger.leave("a")
+    assert (ledger.served("a"), len(ledger)) == (0, 0)

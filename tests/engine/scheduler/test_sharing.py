@@ -1,0 +1,422 @@
+"""Where KV comes from: slots, neighbours, parked sequences, snapshots of system prompts, and another's reading."""
+
+from __future__ import annotations
+
+import pytest
+
+from inferencecenter.engine.scheduler.parking import NoParking, prefix_key
+from inferencecenter.engine.scheduler.plan import Copy, Park, Plan, Restore, Truncation
+from inferencecenter.engine.scheduler.request import RequestState
+from tests.engine.scheduler.world import GRID_TOKENS, Entry, FakeStore, Faults, World
+
+SYSTEM = list(range(500, 514))
+
+
+def park(world: World, key: str, tokens: list[int], *, scope: str = "c", ready: bool = True) -> None:
+    """Put a sequence into the store."""
+    world.store.entries[key] = Entry(scope, [(token, scope) for token in tokens], durable=True, ready=ready)
+
+
+def moves_of(plan: Plan, turn_id: str) -> list[object]:
+    """Return what a plan moves for a turn."""
+    return [move for move in plan.moves if getattr(move, "turn_id", None) == turn_id]
+
+
+def used_slots(*prompts: list[int], slots: int = 2, client: str = "c", can_rewind: bool = True) -> World:
+    """Return a world in whose slots idle sessions ``s0``, ``s1`` … hold these prompts."""
+    world = World(slots=slots, answer_tokens=1, can_rewind=can_rewind)
+    for prompt in prompts:
+        world.add(prompt, client=client)
+        world.run_to_end()
+    return world
+
+
+def test_a_parked_session_goes_on_where_it_was() -> None:
+    """What was parked is restored into whichever slot is free, and only what is new is read."""
+    world = World()
+    park(world, "s", list(range(20)))
+    world.add(list(range(24)), turn="t", session="s")
+    plan = world.step()
+    assert moves_of(plan, "t") == [Restore(0, "s", 20, "t")]
+    assert plan.admissions[0].cached_tokens == 20
+    assert plan.reasons[0] == "turn t to slot 0: empty, 20 of 24 tokens in KV"
+
+
+def test_what_is_parked_beyond_the_common_prefix_is_cut() -> None:
+    """An edited question keeps what came before it."""
+    world = World()
+    park(world, "s", list(range(20)))
+    world.add([*range(12), 99, 98], turn="t", session="s")
+    assert moves_of(world.step(), "t") == [Restore(0, "s", 20, "t"), Truncation(0, 12, "t")]
+
+
+def test_the_last_token_is_never_taken_from_a_store() -> None:
+    """A prompt that is parked whole decodes its last token, whose logits the answer starts from."""
+    world = World()
+    park(world, "s", list(range(20)))
+    world.add(list(range(20)), turn="t", session="s")
+    plan = world.step()
+    assert moves_of(plan, "t")[-1] == Truncation(0, 19, "t")
+    assert plan.passes[0].rows[0].chunk.tokens == [19]
+
+
+def test_a_fork_copies_its_siblings_kv() -> None:
+    """A new session of the same client takes the common beginning out of the other's slot, busy or not."""
+    world = World(answer_tokens=40)
+    world.add(list(range(16)), session="parent")
+    world.run(6)
+    world.add([*range(14), 99], turn="fork")
+    plan = world.step()
+    assert moves_of(plan, "fork") == [Copy(0, 1, 14, "fork")]
+    assert plan.admissions[0].cached_tokens == 14
+
+
+def test_a_fork_takes_over_the_slot_that_it_would_copy_from() -> None:
+    """When that slot is the one to be given away, its session is parked and nothing is copied."""
+    world = used_slots(list(range(16)), slots=1)
+    world.add([*range(12), 99], turn="fork")
+    plan = world.step()
+    assert plan.moves == (Park(0, "s0", "c", 16, tuple(range(16)), durable=True), Truncation(0, 12, "fork"))
+    assert world.store.entries.keys() == {"s0"}
+
+
+def test_another_clients_slot_is_never_copied() -> None:
+    """The same prompt of another client is read from its first token."""
+    world = used_slots(list(range(16)))
+    world.add(list(range(16)), turn="t", client="other")
+    plan = world.step()
+    assert moves_of(plan, "t") == []
+    assert plan.admissions[0].cached_tokens == 0
+
+
+def test_another_clients_parked_kv_is_never_restored() -> None:
+    """Nor is it when it is parked; what is public is everybody's."""
+    world = World(slots=2)
+    park(world, "s", list(range(16)))
+    park(world, "prefix-x", list(range(8)), scope="")
+    world.add(list(range(16)), turn="t", client="other")
+    plan = world.step()
+    assert moves_of(plan, "t") == [Restore(0, "prefix-x", 8, "t")]
+
+
+@pytest.mark.parametrize(("parked_tokens", "restored"), [(15, False), (16, True)])
+def test_less_than_a_cell_is_not_worth_a_move(parked_tokens: int, restored: bool) -> None:
+    """The own slot is kept unless what is parked spares a cell of the grid more."""
+    world = used_slots([*range(12), 99, 98])
+    park(world, "s0", list(range(parked_tokens)))
+    world.add([*range(20)], turn="t", session="s0")
+    moves = moves_of(world.step(), "t")
+    assert moves == ([Restore(0, "s0", 16, "t")] if restored else [Truncation(0, 12, "t")])
+
+
+def test_what_is_ready_comes_before_a_copy_and_a_copy_before_the_disk() -> None:
+    """Of sources that are about as good the cheapest is taken."""
+    world = used_slots(list(range(16)))
+    park(world, "old", list(range(16)))
+    world.add([*range(16), 99], turn="t")
+    assert moves_of(world.step(), "t") == [Restore(1, "old", 16, "t")]
+    world = used_slots(list(range(16)))
+    park(world, "old", list(range(17)), ready=False)
+    world.add([*range(17), 99], turn="t")
+    assert moves_of(world.step(), "t") == [Copy(0, 1, 16, "t")]
+
+
+def test_a_restore_that_fails_costs_reading() -> None:
+    """The turn reads its prompt from the first token, and is not read on in the step that failed."""
+    world = World()
+    park(world, "s", list(range(20)))
+    turn = world.add(list(range(22)), session="s")
+    world.step(Faults(restore=True))
+    assert (turn.kv_tokens, turn.cached_tokens, turn.state) == (0, 0, RequestState.PREFILL)
+    world.run_to_end()
+
+
+def test_a_turn_that_comes_back_to_nothing_reads_again() -> None:
+    """It was about to generate; now it reads its prompt and its answer so far, and goes on."""
+    world = World(slots=1, quantum_tokens=2, answer_tokens=10)
+    first = world.add([1, 2, 3], turn="a")
+    world.run(4)
+    world.add([4, 5, 6], answer_tokens=1)
+    world.run(1)
+    assert first.preempted == 1
+    plan = world.step(Faults(restore=True))
+    assert moves_of(plan, "a")
+    assert (first.state, first.kv_tokens) == (RequestState.PREFILL, 0)
+    world.run_to_end()
+    assert first.generated_tokens == 10
+
+
+def test_what_gives_way_is_parked_once() -> None:
+    """An idle session whose very tokens are parked already, or too few to matter, is not parked again."""
+    world = used_slots(list(range(16)), slots=1)
+    park(world, "s0", list(range(16)))
+    world.add([99, 98, 97])
+    assert not any(isinstance(move, Park) for move in world.step().moves)
+    world.run_to_end()
+    world.add([77, 76])
+    assert world.step().moves[0] == Truncation(0, 0, "t2")
+
+
+def test_without_parking_slots_change_hands_as_ever() -> None:
+    """Nothing is found and nothing is parked."""
+    parked = NoParking()
+    assert parked.find("c", [1, 2]) is None
+    assert not parked.fits(1)
+
+
+def test_what_is_on_disk_is_fetched_while_others_run() -> None:
+    """The turn waits without a slot, the key is named once, and when it is there it is restored."""
+    world = World(slots=2)
+    park(world, "s", list(range(20)), ready=False)
+    turn = world.add(list(range(24)), turn="t", session="s")
+    other = world.add([1, 2, 3])
+    plan = world.step()
+    assert plan.fetches == ("s",)
+    assert (turn.state, other.slot) == (RequestState.RESTORING, 0)
+    assert world.step().fetches == ()
+    assert world.scheduler.waiting == 1
+    world.finish_fetches()
+    assert moves_of(world.step(), "t") == [Restore(1, "s", 20, "t")]
+
+
+def test_a_loop_may_sleep_when_everything_waits_for_the_disk() -> None:
+    """There is work, but nothing to plan until the fetch ends."""
+    world = World(slots=1)
+    assert not world.scheduler.blocked
+    park(world, "s", list(range(20)), ready=False)
+    world.add(list(range(24)), session="s")
+    assert not world.scheduler.blocked
+    world.step()
+    assert world.scheduler.blocked
+    assert world.scheduler.has_work
+    assert world.step() == Plan()
+    world.add([1, 2, 3])
+    assert not world.scheduler.blocked
+    world.finish_fetches()
+    world.run_to_end()
+
+
+def test_one_fetch_serves_all_who_need_it() -> None:
+    """Two turns that share a parked prefix name its key once, and both go on."""
+    world = World(slots=2)
+    park(world, "prefix-p", SYSTEM, ready=False)
+    turns = [world.add([*SYSTEM, n], prefix_tokens=len(SYSTEM)) for n in range(2)]
+    assert world.step().fetches == ("prefix-p",)
+    assert [turn.state for turn in turns] == [RequestState.RESTORING] * 2
+    world.finish_fetches()
+    assert sum(isinstance(move, Restore) for move in world.step().moves) == 2
+
+
+@pytest.mark.parametrize("vanishes", [True, False])
+def test_a_fetch_that_comes_to_nothing_is_given_up(vanishes: bool) -> None:
+    """When the sequence is gone, or the disk does not answer, the tokens are read."""
+    world = World(slots=1)
+    park(world, "s", list(range(20)), ready=False)
+    turn = world.add(list(range(24)), session="s")
+    world.step()
+    if vanishes:
+        world.store.entries.clear()
+    assert 0 < world.run(20, until=lambda: turn.slot is not None) <= (1 if vanishes else 11)
+    assert turn.cached_tokens == 0
+    world.run_to_end()
+
+
+def test_what_leaves_ram_again_and_again_is_read() -> None:
+    """A turn does not wait for the disk more than twice."""
+    world = World(slots=1)
+    park(world, "s", list(range(20)), ready=False)
+    turn = world.add(list(range(24)), session="s")
+    fetches = 0
+    while not turn.started:
+        plan = world.step()
+        fetches += len(plan.fetches)
+        world.finish_fetches()
+        world.scheduler._queue.advance(world.now)
+        world.store.entries["s"].ready = False
+        assert world.now < 9
+    assert fetches == 2
+    assert turn.cached_tokens == 0
+
+
+def test_few_turns_wait_for_the_disk_at_once() -> None:
+    """No more than there are slots: what comes from disk needs room in RAM until it is used."""
+    world = World(slots=2)
+    for n in range(5):
+        park(world, f"s{n}", [100 * n + i for i in range(20)], ready=False)
+        world.add([100 * n + i for i in range(22)], session=f"s{n}")
+    assert len(world.step().fetches) == 2
+    assert world.scheduler.blocked
+    assert world.step().fetches == ()
+    world.abort("t0")
+    assert not world.scheduler.blocked
+    assert len(world.step().fetches) == 1
+    world.finish_fetches()
+    world.run_to_end()
+
+
+@pytest.mark.parametrize("end", ["abort", "release"])
+def test_a_turn_that_waits_for_the_disk_is_ended(end: str) -> None:
+    """It leaves nothing behind."""
+    world = World(slots=1)
+    park(world, "s", list(range(20)), ready=False)
+    world.add(list(range(24)), turn="t", session="s")
+    world.step()
+    if end == "abort":
+        world.abort("t")
+    else:
+        world.release("s")
+    assert not world.scheduler.has_work
+    world.scheduler.check_integrity()
+
+
+def test_a_prefix_is_read_once_for_many_turns() -> None:
+    """Of four turns with one long system prompt one reads it, and the others copy it then."""
+    world = World(slots=4)
+    turns = [world.add([*SYSTEM, 1000 + n, n], prefix_tokens=len(SYSTEM)) for n in range(4)]
+    read = 0
+    while any(turn.generated_tokens == 0 for turn in turns):
+        plan = world.step()
+        read += sum(len(row.chunk.tokens) for each in plan.passes if each.prefill for row in each.rows)
+    assert read == len(SYSTEM) + 4 * 2
+    assert [turn.cached_tokens for turn in turns] == [0, 14, 14, 14]
+
+
+def test_waiting_for_a_reader_blocks_nobody_else() -> None:
+    """A turn with another prompt starts meanwhile."""
+    world = World(slots=4)
+    reader, follower = (world.add([*SYSTEM, n]) for n in range(2))
+    other = world.add([1, 2])
+    plan = world.step()
+    assert (reader.slot is None, follower.slot, other.slot is None) == (False, None, False)
+    assert "turn t1 waits for turn t0, which reads the same" in plan.reasons
+
+
+def test_less_than_two_cells_are_not_waited_for() -> None:
+    """A short common beginning is read by each."""
+    world = World(slots=2)
+    turns = [world.add([*SYSTEM[: 2 * GRID_TOKENS - 1], 10 * n, *range(20)]) for n in range(1, 3)]
+    world.step()
+    assert all(turn.slot is not None for turn in turns)
+
+
+def test_a_follower_of_a_reader_that_ends_reads_itself() -> None:
+    """It waits no longer than there is somebody to wait for."""
+    world = World(slots=2)
+    world.add([*SYSTEM, 1], turn="reader")
+    follower = world.add([*SYSTEM, 2])
+    world.step()
+    world.abort("reader")
+    world.step()
+    assert follower.slot is not None
+    assert follower.cached_tokens == GRID_TOKENS
+
+
+def test_a_follower_is_ended() -> None:
+    """A turn that waits for a reader is aborted like any other."""
+    world = World(slots=2)
+    world.add([*SYSTEM, 1])
+    world.add([*SYSTEM, 2], turn="follower")
+    world.step()
+    world.abort("follower")
+    world.scheduler.check_integrity()
+    world.run_to_end()
+
+
+def test_a_higher_class_does_not_wait_for_a_lower_one_to_read() -> None:
+    """A batch prompt may be read late."""
+    world = World(slots=2)
+    world.add([*SYSTEM, 1], priority=2)
+    urgent = world.add([*SYSTEM, 2], priority=0)
+    world.step()
+    assert urgent.slot is not None
+
+
+def test_a_public_system_prompt_is_shared_between_clients() -> None:
+    """One reads it, a snapshot is parked where it ends, and the other, who waited, starts from that."""
+    world = World(slots=2)
+    reader = world.add([*SYSTEM, 1, 2], client="a", prefix_tokens=len(SYSTEM), public=True)
+    follower = world.add([*SYSTEM, 3, 4], turn="f", client="b", prefix_tokens=len(SYSTEM), public=True)
+    plans = [world.step() for _ in range(5)]
+    key = prefix_key("", SYSTEM)
+    assert [len(row.chunk.tokens) for plan in plans[:4] for row in plan.passes[0].rows] == [4, 4, 4, 2]
+    assert plans[4].moves[0] == Park(0, key, "", len(SYSTEM), tuple(SYSTEM), durable=True)
+    assert reader.kv_tokens > len(SYSTEM)
+    assert follower.slot is None
+    assert moves_of(world.step(), "f") == [Restore(1, key, len(SYSTEM), "f")]
+    world.run_to_end()
+
+
+def test_a_private_system_prompt_is_not() -> None:
+    """Two clients that happen to say the same read it each, at once."""
+    world = World(slots=2)
+    turns = [world.add([*SYSTEM, 1], client=client, prefix_tokens=len(SYSTEM)) for client in ("a", "b")]
+    world.step()
+    assert all(turn.slot is not None for turn in turns)
+    world.run_to_end()
+    assert not world.store.entries
+
+
+def test_a_snapshot_is_parked_once() -> None:
+    """The next turn finds it and parks none."""
+    world = World(slots=1)
+    for n in range(3):
+        world.add([*SYSTEM, n], client=f"c{n}", prefix_tokens=len(SYSTEM), public=True)
+        world.run_to_end()
+    assert [key for key in world.store.entries if key.startswith("prefix-")] == [prefix_key("", SYSTEM)]
+
+
+def test_a_model_that_cannot_rewind_starts_from_a_snapshot() -> None:
+    """Its sequences cannot be cut, so that what another session holds is of no use, but a snapshot is."""
+    world = World(slots=2, can_rewind=False)
+    world.add([*SYSTEM, 1, 2], prefix_tokens=len(SYSTEM))
+    world.run_to_end()
+    assert prefix_key("c", SYSTEM) in world.store.entries
+    world.add([*SYSTEM, 3, 4], turn="t", prefix_tokens=len(SYSTEM))
+    assert moves_of(world.step(), "t") == [Restore(1, prefix_key("c", SYSTEM), len(SYSTEM), "t")]
+
+
+def test_a_model_that_cannot_rewind_finds_the_snapshot_behind_a_longer_match() -> None:
+    """A parked session that shares more would have to be cut."""
+    world = World(slots=2, can_rewind=False)
+    park(world, "s", [*SYSTEM, 7, 8, 9])
+    park(world, "prefix-p", SYSTEM)
+    world.add([*SYSTEM, 7, 5], turn="t", prefix_tokens=len(SYSTEM))
+    assert moves_of(world.step(), "t") == [Restore(0, "prefix-p", len(SYSTEM), "t")]
+
+
+def test_a_model_that_cannot_rewind_prefers_a_snapshot_to_a_cut_that_may_be_refused() -> None:
+    """Unless half of what the cut would spare is about as much."""
+    for kept, source in ((4, Restore), (40, Truncation)):
+        world = World(slots=1, can_rewind=False, answer_tokens=1)
+        held = [*SYSTEM, *range(kept)]
+        world.add(held, session="s", prefix_tokens=len(SYSTEM))
+        world.run_to_end()
+        world.add([*held[:-1], 77, 78], turn="t", session="s", prefix_tokens=len(SYSTEM))
+        assert isinstance(moves_of(world.step(), "t")[0], source)
+
+
+def test_cuts_do_not_depend_on_what_is_parked() -> None:
+    """A public prompt is cut where its prefix ends, whether or not anybody needs a snapshot of it."""
+    cells = []
+    for is_parked in (False, True):
+        world = World(slots=1, store=FakeStore(limit_tokens=0 if is_parked else 64), answer_tokens=1)
+        world.add([*SYSTEM, *range(8)], prefix_tokens=len(SYSTEM), public=True)
+        chunks = []
+        while world.scheduler.has_work:
+            chunks += [row.chunk for each in world.step().passes for row in each.rows]
+        cells.append([chunk.start for chunk in chunks])
+    assert cells[0] == cells[1] == [0, 4, 8, 12, 14, 16, 20]
+
+
+def test_prefix_keys_tell_scopes_and_tokens_apart() -> None:
+    """Equal for equal prefixes, and different for another client or another token."""
+    keys = {prefix_key(scope, tokens) for scope in ("", "a") for tokens in ([1, 2], [1, 3], [12])}
+    assert len(keys) == 6
+    assert all(key.startswith("prefix-") and len(key) == 7 + 64 for key in keys)
+    assert prefix_key("a", (1, 2)) == prefix_key("a", [1, 2])
+
+
+def test_a_turn_without_a_client_is_refused() -> None:
+    """Its KV would be everybody's."""
+    with pytest.raises(ValueError, match="without a client"):
+        World().add([1, 2], client="")

@@ -1,0 +1,296 @@
+"""More turns than slots: who runs when, who yields to whom, and that nobody waits for ever."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+
+from inferencecenter.engine.scheduler.plan import Park, Plan, Restore, Swap
+from inferencecenter.engine.scheduler.request import Request, RequestState
+from tests.engine.scheduler.world import STEP_S, FakeStore, World
+
+QUANTUM = 8
+ROOMY = 4000
+
+
+def crowd(*, slots: int, quantum_tokens: int = QUANTUM, answer_tokens: int = 200, ageing_s: float = 1e6) -> World:
+    """Return a world of long contexts in which everything can be parked and prompts are read at once."""
+    return World(
+        slots=slots,
+        quantum_tokens=quantum_tokens,
+        answer_tokens=answer_tokens,
+        ageing_s=ageing_s,
+        store=FakeStore(limit_tokens=ROOMY),
+        n_ctx=ROOMY,
+        target_step_s=10.0,
+    )
+
+
+def prompt(number: int, *, length: int = 4) -> list[int]:
+    """Return a prompt that shares nothing with those of other numbers."""
+    return [1000 * number + n for n in range(length)]
+
+
+def kinds(plan: Plan) -> list[str]:
+    """Return what a plan moves, exchanges for compactness aside."""
+    return [type(move).__name__ for move in plan.moves if not isinstance(move, Swap)]
+
+
+def test_a_turn_that_used_its_quantum_yields_to_an_equal_one() -> None:
+    """It is parked under its session's key, the other gets the slot, and later it goes on where it was."""
+    world = crowd(slots=1, quantum_tokens=4)
+    first = world.add(prompt(1), turn="a")
+    world.add(prompt(2), turn="b")
+    world.step()
+    plan = world.step()
+    assert plan.preemptions == ("a",)
+    assert plan.moves[0] == Park(0, "a", "c", len(first.tokens) - 1, tuple(first.tokens[:-1]), durable=True)
+    assert [admission.turn_id for admission in plan.admissions] == ["b"]
+    assert (first.preempted, first.slot, first.state) == (1, None, RequestState.WAITING)
+    while not (plan := world.step()).preemptions:
+        assert first.slot is None
+    assert plan.preemptions == ("b",)
+    assert plan.moves[-1] == Restore(0, "a", len(first.tokens) - 2, "a")
+    assert plan.admissions == ()
+    assert first.state is RequestState.DECODE
+    assert [row.chunk.tokens for row in plan.passes[0].rows] == [first.tokens[-2:-1]]
+
+
+def test_a_new_turn_takes_over_after_a_quarter_of_a_quantum() -> None:
+    """So that it gets its first token soon; then it waits for a whole one like everybody else."""
+    world = crowd(slots=1, quantum_tokens=40)
+    old = world.add(prompt(1))
+    world.run(20)
+    new = world.add(prompt(2))
+    assert world.run(99, until=lambda: new.generated_tokens > 0) <= 2
+    assert old.preempted == 1
+    assert 38 <= world.run(99, until=lambda: old.slot is not None) <= 41
+
+
+@pytest.mark.parametrize("same_client", [True, False])
+@pytest.mark.parametrize(("users", "slots"), [(2, 1), (5, 4), (9, 4), (16, 3)])
+def test_equal_users_stay_within_two_quanta(users: int, slots: int, same_client: bool) -> None:
+    """However many share however few slots, nobody is ever further ahead, and no stay is shorter than a quantum."""
+    world = crowd(slots=slots)
+    turns = [world.add(prompt(n), client="c" if same_client else f"c{n}") for n in range(users)]
+    preemptions = 0
+    while not world.terminals:
+        preemptions += len(world.step().preemptions)
+        generated = [turn.generated_tokens for turn in turns]
+        assert max(generated) - min(generated) <= 2 * QUANTUM
+    # Each newcomer may cut one stay short.
+    assert preemptions <= sum(turn.generated_tokens for turn in turns) / QUANTUM + users
+    world.run_to_end()
+    assert all(turn.generated_tokens == 200 for turn in turns)
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+def test_ten_turns_get_no_more_than_one(slots: int) -> None:
+    """A client with ten turns and one with a single turn share the slots equally."""
+    world = crowd(slots=slots, answer_tokens=ROOMY)
+    many = [world.add(prompt(n), client="many") for n in range(10)]
+    world.run(50)
+    before = sum(turn.generated_tokens for turn in many)
+    single = world.add(prompt(99), client="single")
+    for _ in range(500):
+        world.step()
+        got = sum(turn.generated_tokens for turn in many) - before
+        assert abs(got - single.generated_tokens) <= 2 * QUANTUM + 4
+
+
+def test_idling_saves_nothing_up() -> None:
+    """A client that comes back after others were served for long shares with them, and does not have it all."""
+    world = crowd(slots=1, answer_tokens=ROOMY)
+    steady = [world.add(prompt(n), client=f"c{n}") for n in range(2)]
+    world.add(prompt(7), client="idler", answer_tokens=1)
+    world.run(300)
+    before = [turn.generated_tokens for turn in steady]
+    back = world.add(prompt(8), client="idler")
+    world.run(300)
+    shares = [back.generated_tokens, *(turn.generated_tokens - had for turn, had in zip(steady, before, strict=True))]
+    assert max(shares) - min(shares) <= 2 * QUANTUM
+
+
+def test_what_was_used_while_nobody_lacked_anything_is_not_owed() -> None:
+    """A client that had the machine to itself shares equally with one that comes."""
+    world = crowd(slots=1, answer_tokens=ROOMY)
+    alone = world.add(prompt(1), client="alone")
+    world.run(200)
+    had = alone.generated_tokens
+    newcomer = world.add(prompt(2), client="new")
+    world.run(200)
+    assert abs(alone.generated_tokens - had - newcomer.generated_tokens) <= 2 * QUANTUM
+
+
+def test_a_higher_class_takes_a_lower_ones_slot() -> None:
+    """After a quarter of a quantum, and the lower class has it again when the higher one is through."""
+    world = crowd(slots=1, quantum_tokens=40)
+    batch = world.add(prompt(1), priority=2)
+    world.run(5)
+    urgent = world.add(prompt(2), priority=0, answer_tokens=100)
+    assert 0 < world.run(99, until=lambda: urgent.slot is not None) <= 10
+    world.run(99, until=lambda: urgent.state is RequestState.DONE)
+    world.step()
+    assert batch.slot is not None
+    assert batch.preempted == 1
+
+
+def test_a_lower_class_does_not_disturb_a_higher_one() -> None:
+    """However long it runs, while nobody ages."""
+    world = crowd(slots=1)
+    urgent = world.add(prompt(1), priority=0)
+    world.step()
+    world.add(prompt(2), priority=1)
+    world.run(150)
+    assert (urgent.preempted, urgent.slot) == (0, 0)
+
+
+def test_a_prompt_being_read_yields_only_to_a_shorter_one() -> None:
+    """Two long prompts that take turns would both be late; a short one need not wait for a long one."""
+    world = World(slots=1, quantum_tokens=1, n_ctx=ROOMY, store=FakeStore(limit_tokens=ROOMY), ageing_s=1e6)
+    reader = world.add(prompt(1, length=400))
+    world.run(5)
+    equal = world.add(prompt(2, length=400))
+    world.run(10)
+    assert (reader.preempted, equal.slot) == (0, None)
+    short = world.add(prompt(3, length=12))
+    world.run(2)
+    assert (reader.preempted, short.slot) == (1, 0)
+
+
+def waits(world: World, request: Request, *, steps: int) -> list[float]:
+    """Run, and return how long the turn waited each time until it had generated another token."""
+    seen, times = request.generated_tokens, [world.now]
+    for _ in range(steps):
+        newcomer(world)
+        world.step()
+        if request.generated_tokens > seen:
+            seen = request.generated_tokens
+            times.append(world.now)
+    return [after - before for before, after in pairwise([*times, world.now])]
+
+
+def newcomer(world: World) -> None:
+    """Add a short turn of the client ``crowd``."""
+    world.add(prompt(len(world.requests)), client="crowd", priority=0, answer_tokens=2)
+
+
+@pytest.mark.parametrize("client", ["crowd", "other"])
+@pytest.mark.parametrize("priority", [0, 1, 2])
+def test_an_endless_stream_of_new_turns_starves_nobody(client: str, priority: int) -> None:
+    """Twice as much comes in as can be done, and yet each wait ends.
+
+    After ``ageing_s`` for each class up to the highest and once more, only older turns of the client come before it,
+    and of other clients those that were served less. Here there is none of either, so it has a slot after a quantum.
+    """
+    ageing_s = 20.0
+    world = crowd(slots=1, quantum_tokens=4, ageing_s=ageing_s)
+    newcomer(world)
+    patient = world.add(prompt(999), client=client, priority=priority)
+    bound_s = (priority + 1) * ageing_s + 4 * STEP_S + 5
+    assert max(waits(world, patient, steps=400)) <= bound_s
+    assert patient.generated_tokens > 4
+
+
+def test_an_aged_turn_is_read_although_higher_classes_keep_coming() -> None:
+    """Having a slot is no service: a prompt in a slot goes on ageing until it is read."""
+    world = crowd(slots=8, quantum_tokens=64, ageing_s=5.0)
+    world.scheduler._budget._target_step_s = 0.0  # a cell a step
+    batch = world.add(prompt(999, length=12), client="batch", priority=2)
+    for _ in range(60):
+        world.add(prompt(len(world.requests), length=8), client="crowd", priority=0, answer_tokens=1)
+        world.step()
+    assert batch.generated_tokens > 0
+
+
+def test_nothing_is_preempted_without_parking() -> None:
+    """Where a sequence cannot be parked, a turn keeps its slot until it ends."""
+    world = World(slots=1, quantum_tokens=1, store=FakeStore(limit_tokens=0), answer_tokens=20)
+    first, second = world.add(prompt(1)), world.add(prompt(2))
+    world.run(15)
+    assert (first.preempted, second.slot) == (0, None)
+    world.run_to_end()
+
+
+def test_only_what_fits_is_preempted() -> None:
+    """Of two turns the one that is too long to be parked stays, although it used more."""
+    world = World(slots=2, quantum_tokens=2, store=FakeStore(limit_tokens=12), answer_tokens=40)
+    long, short = world.add(prompt(1, length=12), turn="long"), world.add(prompt(2, length=2), turn="short")
+    world.run(6)
+    world.add(prompt(3))
+    world.run(2)
+    assert (long.preempted, short.preempted) == (0, 1)
+
+
+def test_a_turn_whose_parked_kv_is_lost_is_read_again_and_gets_on() -> None:
+    """A store that forgets everything at once costs time and nothing else, even at the smallest quantum."""
+    world = World(slots=1, quantum_tokens=1, answer_tokens=10)
+    turns = [world.add(prompt(n, length=9)) for n in range(3)]
+    while world.scheduler.has_work:
+        world.step()
+        world.store.entries.clear()
+        assert world.now < 400
+    assert all(turn.generated_tokens == 10 for turn in turns)
+    assert all(turn.preempted for turn in turns)
+
+
+def test_what_is_read_again_is_not_reported_as_progress() -> None:
+    """The client has heard of its prompt; that it is read again is nothing to it."""
+    world = World(slots=1, quantum_tokens=2, answer_tokens=12)
+    first = world.add(prompt(1, length=20))
+    world.run(9)
+    world.add(prompt(2), answer_tokens=2)
+    world.run(1)
+    assert first.preempted == 1
+    world.store.entries.clear()
+    world.run(99, until=lambda: first.state is RequestState.PREFILL)
+    plan = world.scheduler.step(world.now)
+    assert plan.passes[0].prefill
+
+
+def test_a_preempted_turn_is_aborted_or_released() -> None:
+    """Wherever a turn is when it ends, it ends once, and its place is free."""
+    world = crowd(slots=1, quantum_tokens=2)
+    first = world.add(prompt(1), turn="a")
+    world.run(4)
+    second = world.add(prompt(2), turn="b")
+    world.run(1)
+    assert first.preempted == 1
+    world.abort("a")
+    world.run(4)
+    assert second.preempted == 0
+    third = world.add(prompt(3), turn="d")
+    world.run(3)
+    assert (second.preempted, third.slot) == (1, 0)
+    world.release("b")
+    world.release("d")
+    assert world.terminals == {"a": 1, "b": 1, "d": 1}
+    world.step()
+    assert not world.scheduler.has_work
+
+
+def test_an_idle_session_gives_way_before_a_turn_does() -> None:
+    """As long as somebody's KV lies idle, nobody's turn is interrupted; what lay idle is parked and found again."""
+    world = crowd(slots=2, quantum_tokens=1, answer_tokens=4)
+    world.add(prompt(1), session="idle")
+    world.run_to_end()
+    runs = world.add(prompt(2), answer_tokens=100)
+    world.run(10)
+    plan_moves = []
+    world.add(prompt(3), answer_tokens=100)
+    plan_moves += kinds(world.step())
+    assert plan_moves == ["Park", "Truncation"]
+    assert runs.preempted == 0
+    assert "idle" in world.store.entries
+
+
+def test_prompts_of_waiting_turns_are_looked_at_a_few_a_step() -> None:
+    """A step's cost does not grow with the queue: the store is asked for the few turns that can get a slot."""
+    world = crowd(slots=4)
+    for n in range(1000):
+        world.add(prompt(n), client=f"c{n % 7}")
+    for _ in range(30):
+        before = world.store.finds
+        world.step()
+        assert world.store.finds - before <= 3 * 4
