@@ -93,6 +93,7 @@ class Scheduler:
         self._moves = 0
         self._generating = 0
         self._in_vain = False
+        self._reads_next = False
 
     def __repr__(self) -> str:
         return f"Scheduler(waiting={self.waiting}, running={self.running}, {self._slots!r})"
@@ -244,24 +245,32 @@ class Scheduler:
             assert 0 <= request.used <= request.served, f"{request.turn_id} used more than it was served: {self!r}"
 
     def _passes(self, draft: Draft, *, now: float) -> list[Pass]:
+        """Return a pass of those who generate or passes that read prompts, in turn: never both.
+
+        So a turn that comes in while others generate is read right after that, and its first token goes into the next
+        pass; and what was generated is told before prompts are read.
+        """
         decoding = [request for request in self._running.values() if request.state is RequestState.DECODE]
         reading = [request for request in self._running.values() if request.state is RequestState.PREFILL]
-        self._generating = len(decoding)
-        passes = [decode_pass(decoding)] if decoding else []
-        if reading:
-            for request in reading:
-                # Who has a slot but is not read on rises as if it still waited for one.
-                risen = request.base_class - request.periods(now, self._ageing_s)
-                request.rank = min(request.rank, max(0, risen))
-            budget_tokens = self._budget.tokens(decoding=bool(decoding))
-            passes += prefill_passes(
-                reading,
-                grid_tokens=self._grid_tokens,
-                budget_tokens=budget_tokens,
-                pass_tokens=self._pass_tokens,
-            )
-            draft.reasons.append(f"{len(reading)} prompts share {budget_tokens} tokens")
-        return passes
+        if decoding and not (reading and self._reads_next):
+            self._reads_next = True
+            self._generating = len(decoding)
+            return [decode_pass(decoding)]
+        self._reads_next = False
+        self._generating = 0
+        return self._read(draft, reading, decoding=bool(decoding), now=now) if reading else []
+
+    def _read(self, draft: Draft, reading: list[Request], *, decoding: bool, now: float) -> list[Pass]:
+        for request in reading:
+            # Who has a slot but is not read on rises as if it still waited for one.
+            risen = request.base_class - request.periods(now, self._ageing_s)
+            request.rank = min(request.rank, max(0, risen))
+        budget_tokens = self._budget.tokens(decoding=decoding)
+        draft.reasons.append(f"{len(reading)} prompts share {budget_tokens} tokens")
+        passes = prefill_passes(
+            reading, grid_tokens=self._grid_tokens, budget_tokens=budget_tokens, pass_tokens=self._pass_tokens
+        )
+        return list(passes)
 
     def _book_losses(self, outcome: Outcome) -> None:
         for turn_id in outcome.emptied:

@@ -152,16 +152,27 @@ def test_another_session_never_inherits_kv(driver: Driver) -> None:
     assert plan.admissions[0].cached_tokens == 0
 
 
-def test_generating_comes_before_reading(driver: Driver) -> None:
-    """The first pass belongs to the turn that generates; the prompt gets at least a cell behind it."""
+def test_generating_and_reading_take_turns(driver: Driver) -> None:
+    """A newcomer is read after the next token of those who generate, and their token after that is not later still."""
     driver.add("a", [1, 2, 3])
     driver.step()
     driver.add("b", list(range(20)))
-    plan = driver.step()
-    assert [(each.prefill, [row.turn_id for row in each.rows]) for each in plan.passes] == [
-        (False, ["a"]),
-        (True, ["b"]),
+    plans = [driver.step() for _ in range(4)]
+    assert [[(each.prefill, [row.turn_id for row in each.rows]) for each in plan.passes] for plan in plans] == [
+        [(False, ["a"])],
+        [(True, ["b"])],
+        [(False, ["a"])],
+        [(True, ["b"])],
     ]
+
+
+def test_who_comes_while_others_generate_is_read_next(driver: Driver) -> None:
+    """The pass in which it came was the others' turn."""
+    driver.add("a", [1, 2, 3])
+    driver.step()
+    driver.step()
+    driver.add("b", [1, 2])
+    assert [row.turn_id for row in driver.step().passes[0].rows] == ["b"]
 
 
 def test_a_higher_class_overtakes_and_equals_do_not(driver: Driver) -> None:
@@ -217,7 +228,7 @@ def test_a_gap_between_busy_slots_is_closed() -> None:
         driver.add(name, [1, 2, 3])
     driver.step(end=("b",))
     assert driver.step().moves == (Swap(2, 1, "c", None),)
-    assert repr(driver.scheduler.slots) == "SlotTable(a*:4 c*:3 b:3)"
+    assert repr(driver.scheduler.slots) == "SlotTable(a*:4 c*:0 b:3)"
     assert driver.step().moves == ()
 
 
