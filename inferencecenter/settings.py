@@ -47,7 +47,9 @@ def _state_dir() -> Path:
 
 def _kv_ram_dir() -> Path:
     given = os.environ.get("RUNTIME_DIRECTORY", "").split(":")[0]
-    return Path(given) / "kv" if given else Path(f"/dev/shm/{APP_NAME}-{os.getuid()}")  # noqa: S108 - made with mode 0700
+    if given:
+        return Path(given) / "kv"
+    return Path(f"/dev/shm/{APP_NAME}-{os.getuid()}")  # noqa: S108 - what others may write to is refused
 
 
 def bundled_model() -> Path:

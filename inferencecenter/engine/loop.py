@@ -111,8 +111,10 @@ class EngineLoop:
             ConnectionError: The front is gone.
         """
         try:
+            self._report()
             while self._take_commands():
                 self._step()
+                self._report()
         finally:
             self._pool.shutdown(cancel_futures=True)
             self._executor.close()
@@ -155,17 +157,21 @@ class EngineLoop:
             self._events += [Position(turn_id, place) for turn_id, place in self._scheduler.positions()]
             self._events += events
             self._events += [Progress(reading.turn_id, reading.done, reading.total) for reading in readings]
+
+    def _report(self) -> None:
+        """Send all that has happened since the last time in one frame, if anything has."""
         running, waiting = self._scheduler.running, self._scheduler.waiting + len(self._pending)
-        gauges = (running, waiting, self._kv.sessions, self._kv.bytes)
+        parked_sessions, parked_bytes = self._kv.sessions, self._kv.bytes
+        gauges = (running, waiting, parked_sessions, parked_bytes)
         if self._events or gauges != self._gauges:
             self._send(
                 Step(
                     events=tuple(self._events),
                     running=running,
                     waiting=waiting,
-                    rss_bytes=self._read_rss_bytes(now),
-                    parked_sessions=self._kv.sessions,
-                    parked_bytes=self._kv.bytes,
+                    rss_bytes=self._read_rss_bytes(),
+                    parked_sessions=parked_sessions,
+                    parked_bytes=parked_bytes,
                 )
             )
             self._events, self._gauges = [], gauges
@@ -311,7 +317,8 @@ class EngineLoop:
             self._events += self._executor.end(turn_id, "aborted")
         self._kv.forget_session(session_id)
 
-    def _read_rss_bytes(self, now: float) -> int:
+    def _read_rss_bytes(self) -> int:
+        now = self._clock()
         if now - self._rss_at_s >= _RSS_EVERY_S:
             self._rss_bytes = int(_STATM.read_text().split()[1]) * _PAGE_BYTES
             self._rss_at_s = now

@@ -335,6 +335,7 @@ class Sessions:
             tokens=record.tokens,
             tps=record.tps,
             cached=record.cached_tokens,
+            preempted=record.preempted,
             finish=record.finish,
         )
         if self._observer is not None:

@@ -115,6 +115,7 @@ def run_daemon(state_dir: Path, model: Path, **settings: str) -> Iterator[Daemon
         "INFERENCECENTER_SERVER__PORT": str(port),
         "INFERENCECENTER_MODEL__PATH": str(model),
         "INFERENCECENTER_LOG__FORMAT": "json",
+        "INFERENCECENTER_KV__RAM_DIR": str(state_dir.parent / "ram"),  # a daemon that is killed leaves files there
         "INFERENCECENTER_ENGINE__N_CTX": "8192",  # so that an endless turn lasts for seconds on the small demo model
         **settings,
     }

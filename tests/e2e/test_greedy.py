@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.e2e.harness import talk
+from tests.e2e.answers import Answer, answers_of, ask
+from tests.e2e.harness import run_daemon, talk
 
 if TYPE_CHECKING:
-    from tests.e2e.harness import Daemon, Talk
+    from collections.abc import Iterator
+    from pathlib import Path
 
-NEAR = 0.1
-"""Logits this close may swap places when the batch has another shape: sums are taken in another order."""
+    from tests.e2e.harness import Daemon, Talk
 
 GREEDY = {"temperature": 0.0, "max_tokens": 48, "n_probs": 2}
 PROMPTS = (
@@ -28,50 +28,11 @@ PROMPTS = (
 )
 
 
-@dataclass(frozen=True)
-class Answer:
-    """A turn's tokens, and for each how far its logit was above the runner-up's."""
-
-    tokens: tuple[int, ...]
-    margins: tuple[float, ...]
-
-    def agrees_with(self, other: Answer) -> bool:
-        """Equal, or first different where the choice was close."""
-        for mine, theirs, margin in zip(self.tokens, other.tokens, self.margins, strict=False):
-            if mine != theirs:
-                return margin <= NEAR
-        return True
-
-
-def _answers(frames: list[dict[str, Any]]) -> dict[str, Answer]:
-    """Tokens and margins by session. Logprobs differ by a constant from logits, so their differences are equal."""
-    tokens: dict[str, list[int]] = {}
-    margins: dict[str, list[float]] = {}
-    for frame in frames:
-        for sampled in frame.get("logprobs", ()):
-            first, second = sampled["top"]
-            tokens.setdefault(frame["session_id"], []).append(sampled["token_id"])
-            margins.setdefault(frame["session_id"], []).append(first["logprob"] - second["logprob"])
-    return {session: Answer(tuple(tokens[session]), tuple(margins[session])) for session in tokens}
-
-
-async def _ask(client: Talk, sessions: list[str], prompts: tuple[str, ...]) -> list[Answer]:
-    """Ask every session its prompt at once."""
-    for session, prompt in zip(sessions, prompts, strict=True):
-        await client.send(op="infer", session_id=session, prompt=prompt, params=GREEDY)
-    frames: list[dict[str, Any]] = []
-    while sum(frame["op"] == "end" for frame in frames) < len(sessions):
-        frames.append(await client.receive())
-        assert frames[-1]["op"] != "error", frames[-1]
-    answers = _answers(frames)
-    return [answers[session] for session in sessions]
-
-
 async def _alone(client: Talk, *prompts: str) -> Answer:
     """The answer to the last of ``prompts`` in a session of its own, with nobody else generating."""
     session = await client.create()
     for prompt in prompts:
-        (answer,) = await _ask(client, [session], (prompt,))
+        (answer,) = await ask(client, [session], (prompt,), **GREEDY)
     await client.ask(op="close_session", session_id=session)
     return answer
 
@@ -80,25 +41,33 @@ async def test_alone_and_in_a_batch_of_eight(daemon: Daemon) -> None:
     """Eight prompts asked at once are answered as each is alone."""
     async with talk(daemon) as client:
         alone = [await _alone(client, prompt) for prompt in PROMPTS]
-        together = await _ask(client, [await client.create() for _ in PROMPTS], PROMPTS)
+        together = await ask(client, [await client.create() for _ in PROMPTS], PROMPTS, **GREEDY)
     for prompt, one, eight in zip(PROMPTS, alone, together, strict=True):
         assert one.tokens, f"no tokens for {prompt!r}"
         assert one.agrees_with(eight), f"{prompt!r}: {one} alone, {eight} in a batch"
 
 
+@pytest.fixture(scope="module")
+def forgetful(tmp_path_factory: pytest.TempPathFactory, demo_model_path: Path) -> Iterator[Daemon]:
+    """A daemon that parks nothing: who loses a slot is read again."""
+    state_dir = tmp_path_factory.mktemp("forgetful") / "state"
+    with run_daemon(state_dir, demo_model_path, INFERENCECENTER_KV__PARKING="false") as running:
+        yield running
+
+
 @pytest.mark.parametrize("question", ["What is my name?", "What is 3 plus 9?"])
-async def test_kept_kv_and_a_recomputed_history(daemon: Daemon, question: str) -> None:
+async def test_kept_kv_and_a_recomputed_history(forgetful: Daemon, question: str) -> None:
     """A second turn on kept KV answers as one whose slot was taken by others in between."""
     first = "My name is Clara. I live in Vienna."
-    async with talk(daemon) as client:
+    async with talk(forgetful) as client:
         kept = await _alone(client, first, question)
         session = await client.create()
-        await _ask(client, [session], (first,))
+        await ask(client, [session], (first,), **GREEDY)
         others = [await client.create() for _ in range(8)]
-        await _ask(client, others, PROMPTS)
+        await ask(client, others, PROMPTS, **GREEDY)
         await client.send(op="infer", session_id=session, prompt=question, params=GREEDY)
         frames = [await client.receive()]
         while frames[-1]["op"] != "end":
             frames.append(await client.receive())
     assert frames[-1]["stats"]["cached_tokens"] == 0, "the session kept its slot, so nothing was compared"
-    assert kept.agrees_with(_answers(frames)[session])
+    assert kept.agrees_with(answers_of(frames)[session])

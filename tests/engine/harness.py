@@ -167,6 +167,7 @@ class Engine:
             self.backend,
             kv or Path(),
             ram_bytes=0 if kv is None else MIB,
+            adopt=True,
             on_fetched=lambda: self._inbox.put(Fetched()),
         )
         self.loop = EngineLoop(
@@ -185,6 +186,7 @@ class Engine:
         self.front.close()
         for thread in self._threads:
             thread.join(TIMEOUT_S)
+        self.kv.close()
         self._pipe.close()
         if self._failure is not None:
             raise self._failure

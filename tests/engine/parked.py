@@ -38,6 +38,7 @@ def open_store(
     *,
     ram_bytes: int = MIB,
     disk_bytes: int = 0,
+    adopt: bool = False,
     on_fetched: Callable[[], None] = lambda: None,
     on_log: Callable[[str, str], None] = lambda level, text: None,
 ) -> KvStore:
@@ -47,6 +48,7 @@ def open_store(
         bytes_per_token=backend.kv_bytes_per_token,
         ram=TierOptions(path / "ram", ram_bytes),
         disk=TierOptions(path / "disk", disk_bytes),
+        adopt=adopt,
         worker=AtOnce(),
         on_fetched=on_fetched,
         on_log=on_log,

@@ -125,6 +125,21 @@ def test_a_session_that_lost_its_slot_is_restored(engine: Engine) -> None:
     assert engine.front.text("two") == "second"
 
 
+def test_what_an_earlier_engine_parked_is_told_at_once(engine: Engine, tmp_path: Path) -> None:
+    """Before the first turn, so that nobody thinks it is lost."""
+    engine.front.send(submit("one", "first", session="s"))
+    engine.front.wait_for("one")
+    engine.front.send(submit("other", "else"))
+    engine.front.wait_for("other")
+    engine.stop()
+    following = Engine(tmp_path, slots=1)
+    following.front.read_until(lambda: bool(following.front.frames))
+    first = following.front.frames[0]
+    following.stop()
+    assert isinstance(first, Step)
+    assert (first.events, first.parked_sessions) == ((), 1)
+
+
 def test_a_released_session_is_not_parked_any_more(engine: Engine) -> None:
     """After a release the same history is read from its start."""
     engine.front.send(submit("one", "first", session="s"))

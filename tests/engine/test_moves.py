@@ -6,54 +6,21 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from inferencecenter.engine.backend import Chunk, DecodeError
-from inferencecenter.engine.echo import EchoBackend
+from inferencecenter.engine.backend import Chunk
 from inferencecenter.engine.moves import Moved, Mover
 from inferencecenter.engine.scheduler.plan import Copy, Move, Park, Restore, Swap, Truncation
-from inferencecenter.ipc.messages import EngineOptions
+from tests.engine.faulty_echo import FaultyEcho
 from tests.engine.parked import open_store
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 
-class Faulty(EchoBackend):
-    """An echo backend of four slots in which each kind of move can be made to fail."""
-
-    def __init__(self) -> None:
-        super().__init__(EngineOptions(backend="echo", parent_pid=0, slots=4, n_ctx=64))
-        self.refuse: set[str] = set()
-
-    def truncate(self, slot: int, n_tokens: int) -> bool:
-        """Truncate, or empty the slot."""
-        return super().truncate(slot, 0 if "truncate" in self.refuse else n_tokens) and "truncate" not in self.refuse
-
-    def swap(self, a: int, b: int) -> None:
-        """Swap, or lose both."""
-        if "swap" in self.refuse:
-            raise DecodeError((a, b), "planned")
-        super().swap(a, b)
-
-    def copy(self, source: int, target: int, n_tokens: int) -> bool:
-        """Copy, or empty the target."""
-        done = super().copy(source, target, n_tokens)
-        return done if "copy" not in self.refuse else not super().truncate(target, 0)
-
-    def save(self, slot: int, buffer: memoryview) -> int:
-        """Save, or say that it could not."""
-        return 0 if "save" in self.refuse else super().save(slot, buffer)
-
-    def restore(self, slot: int, data: memoryview, n_tokens: int) -> bool:
-        """Restore, or empty the slot."""
-        done = super().restore(slot, data, n_tokens)
-        return done if "restore" not in self.refuse else not super().truncate(slot, 0)
-
-
 class Bench:
     """A mover and what it works on."""
 
     def __init__(self, path: Path) -> None:
-        self.backend = Faulty()
+        self.backend = FaultyEcho(slots=4, n_ctx=64)
         self.log: list[str] = []
         self.kv = open_store(self.backend, path)
         self.now = 0.0

@@ -1,0 +1,221 @@
+"""Any sequence of turns, forks, aborts and faults, on scheduler, executor, store and a backend that checks its KV."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from inferencecenter.engine.executor import Executor
+from inferencecenter.engine.outputs import Turn, TurnOutput
+from inferencecenter.engine.scheduler.request import Request
+from inferencecenter.engine.scheduler.scheduler import Scheduler
+from inferencecenter.ipc.messages import Delta, Finished, Started, TurnEvent, unpack_tokens
+from inferencecenter.protocol.params import Params
+from tests.engine.faulty_echo import FaultyEcho
+from tests.engine.parked import open_store
+
+N_CTX = 200
+GRID_TOKENS = 8
+SYSTEM = list(b"the system prompt of everybody\n")
+PAGE_BYTES = 4096
+
+
+@dataclass
+class Session:
+    """A conversation and the turn that runs in it."""
+
+    session_id: str
+    client_id: str
+    tokens: list[int] = field(default_factory=list)
+    turn_id: str | None = None
+
+
+class Turns(RuleBasedStateMachine):
+    """Sessions of two clients on two slots; memory for a few sequences, and a disk that answers at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.path = Path(tempfile.mkdtemp())
+        self.pool = ThreadPoolExecutor(1)
+        self.backend = FaultyEcho(slots=2, n_ctx=N_CTX)
+        self.kv = open_store(self.backend, self.path, ram_bytes=4 * PAGE_BYTES, disk_bytes=12 * PAGE_BYTES)
+        self.now = 0.0
+        self.scheduler = Scheduler(
+            slots=2,
+            n_ctx=N_CTX,
+            grid_tokens=GRID_TOKENS,
+            pass_tokens=32,
+            target_step_s=0.001,
+            parked=self.kv,
+            can_rewind=True,
+            quantum_tokens=3,
+            ageing_s=50.0,
+        )
+        self.executor = Executor(
+            self.backend,
+            self.kv,
+            pool=self.pool,
+            workers=1,
+            clock=lambda: self.now,
+            interrupted=lambda: False,
+            on_log=lambda level, text: None,
+        )
+        self.sessions: list[Session] = []
+        self.running: dict[str, tuple[Session, bytes, int]] = {}
+        self.events: dict[str, list[TurnEvent]] = {}
+        self.n_turns = 0
+
+    def teardown(self) -> None:
+        """Let everything run to its end without faults, and look at the whole."""
+        self.backend.refuse.clear()
+        for _ in range(4000):
+            if not self.running:
+                break
+            self.step()
+        assert not self.running, f"never ended: {self.scheduler!r}"
+        self.check()
+        self.executor.close()
+        self.kv.close()
+        self.pool.shutdown()
+        shutil.rmtree(self.path)
+
+    @initialize()
+    def begin(self) -> None:
+        """Open a few sessions, so that there is something to ask."""
+        for client in ("ada", "bob", "ada", "bob"):
+            self.open(client, system=True)
+
+    @rule(client=st.sampled_from(["ada", "bob"]), system=st.booleans())
+    def open(self, client: str, system: bool) -> None:
+        """Open a session, with the system prompt of everybody or with none."""
+        self.sessions.append(Session(f"s{len(self.sessions)}", client, list(SYSTEM) if system else []))
+
+    @precondition(lambda self: self.sessions)
+    @rule(
+        data=st.data(),
+        text=st.text("abc", min_size=1, max_size=40),
+        max_tokens=st.integers(1, 30),
+        priority=st.integers(0, 2),
+    )
+    def ask(self, data: st.DataObject, text: str, max_tokens: int, priority: int) -> None:
+        """Begin a turn in an idle session, if it still has room."""
+        idle = [session for session in self.sessions if session.turn_id is None]
+        session = data.draw(st.sampled_from(idle)) if idle else None
+        if session is None or len(session.tokens) + len(text) + 10 + max_tokens >= N_CTX:
+            return
+        self.n_turns += 1
+        session.turn_id = turn_id = f"t{self.n_turns}"
+        tokens = [*session.tokens, 256, *b"user\n", *text.encode(), 257]
+        params = Params(max_tokens=max_tokens, ignore_eos=True)
+        turn = Turn(turn_id=turn_id, params=params, submitted_s=self.now, prompt_tokens=len(tokens))
+        public = session.client_id == "ada"
+        self.scheduler.add(
+            Request(
+                turn_id=turn_id,
+                session_id=session.session_id,
+                client_id=session.client_id,
+                priority=priority,
+                arrival=self.n_turns,
+                submitted_s=self.now,
+                tokens=tokens,
+                prefix_tokens=len(SYSTEM) if session.tokens[: len(SYSTEM)] == SYSTEM else 0,
+                public=public,
+            )
+        )
+        self.executor.add(TurnOutput(turn, self.backend, n_ctx=N_CTX))
+        self.running[turn_id] = (session, text.encode(), max_tokens)
+        self.events[turn_id] = []
+
+    @precondition(lambda self: self.sessions)
+    @rule(data=st.data(), keep=st.floats(0, 1))
+    def fork(self, data: st.DataObject, keep: float) -> None:
+        """Open a session that shares some of another's tokens."""
+        parent = data.draw(st.sampled_from(self.sessions))
+        shared = parent.tokens[: int(len(parent.tokens) * keep)]
+        self.sessions.append(Session(f"s{len(self.sessions)}", parent.client_id, shared))
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        """End a turn wherever it is."""
+        turn_id = data.draw(st.sampled_from(sorted(self.running)))
+        assert self.scheduler.abort(turn_id, now=self.now)
+        self._tell(self.executor.end(turn_id, "aborted"))
+
+    @precondition(lambda self: self.sessions)
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        """Close a session, with its turn."""
+        session = data.draw(st.sampled_from(self.sessions))
+        for turn_id in self.scheduler.release(session.session_id, now=self.now):
+            self._tell(self.executor.end(turn_id, "aborted"))
+        self.kv.forget_session(session.session_id)
+        self.sessions.remove(session)
+        self.sessions.append(Session(f"{session.session_id}'", session.client_id))
+
+    @rule(refuse=st.sets(st.sampled_from(["save", "restore", "copy", "truncate"]), min_size=1), n=st.integers(1, 12))
+    def work_with_faults(self, refuse: set[str], n: int) -> None:
+        """Let the engine work while moves fail."""
+        self.backend.refuse = refuse
+        self.work(n)
+        self.backend.refuse = set()
+
+    @rule(n_steps=st.integers(1, 12))
+    def work(self, n_steps: int) -> None:
+        """Let the engine work."""
+        for _ in range(n_steps):
+            self.step()
+
+    @invariant()
+    def check(self) -> None:
+        """Books and KV agree, and no turn has said anything wrong."""
+        self.scheduler.check_integrity()
+        self.kv.check_integrity()
+        for slot in self.scheduler.slots:
+            assert list(self.backend.held(slot.index)) == slot.tokens or self.scheduler.has_work
+        assert len(self.executor) == len(self.running)
+
+    def step(self) -> None:
+        """Plan and carry out one step."""
+        self.now += 1
+        if not self.scheduler.has_work:
+            return
+        plan = self.scheduler.step(self.now)
+        for key in plan.fetches:
+            self.kv.fetch(key)
+        outcome, events = self.executor.run(plan)
+        self.scheduler.completed(outcome, now=self.now)
+        self._tell(events)
+
+    def _tell(self, events: tuple[TurnEvent, ...]) -> None:
+        for event in events:
+            self.events[event.turn_id].append(event)
+            if not isinstance(event, Started | Delta):
+                self._end(event)
+
+    def _end(self, end: TurnEvent) -> None:
+        """A turn ends once, well or aborted, having said the beginning of what it had to say; its session goes on."""
+        assert isinstance(end, Finished), end
+        session, text, max_tokens = self.running.pop(end.turn_id)
+        events = self.events[end.turn_id]
+        kinds = Counter(type(event) for event in events)
+        assert kinds[Finished] == 1
+        assert kinds[Started] <= 1
+        said = [token for event in events if isinstance(event, Delta) for token in unpack_tokens(event.tokens)]
+        assert bytes(said) == (text * max_tokens)[: len(said)]
+        assert end.reason == "aborted" or len(said) == max_tokens
+        session.turn_id = None
+        if kinds[Started]:
+            session.tokens = [*session.tokens, 256, *b"user\n", *text, 257, *said]
+
+
+Turns.TestCase.settings = settings(max_examples=200, stateful_step_count=60, deadline=None)
+TestTurns = Turns.TestCase
