@@ -9,7 +9,7 @@ from inferencecenter.engine.scheduler.policy import choose_slot
 from inferencecenter.engine.scheduler.request import RequestChange
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Collection, Iterable
 
     from inferencecenter.engine.scheduler.fairness import Exchanges
     from inferencecenter.engine.scheduler.parking import Match
@@ -91,13 +91,13 @@ class Dispatcher:
         if choice is None and not victims:
             # The claims behind it are weaker, and none of them can be newer than one that was never served.
             return _Verdict.STAYS if request.claimed else _Verdict.HOPELESS
-        fetch = self._queue.fetches.worthwhile(request)
-        source = self._sources.best(request, unsettled=draft.unsettled, fetch=fetch)
+        source = self._source(draft, request)
         if source.match is not None and not source.match.ready:
             return self._fetch(draft, request, source.match, now=now)
         if self._follow(draft, request, source):
             return _Verdict.HELD
         if choice is not None:
+            source = self._kept(draft, request, choice[0], source)
             self._placement.evict(draft, choice[0], request)
             self._start(draft, request, *choice, source)
             return _Verdict.PLACED
@@ -107,9 +107,27 @@ class Dispatcher:
             return _Verdict.STAYS
         victim = max(victims, key=exchanges.weakness)
         exhausted.remove(victim)
-        slot = self._preempt(draft, victim, now=now)
+        assert victim.slot is not None
+        slot = self._slots[victim.slot]
+        source = self._kept(draft, request, slot, source)
+        self._preempt(draft, victim, slot, now=now)
         self._start(draft, request, slot, f"in the place of turn {victim.turn_id}", source)
         return _Verdict.PLACED
+
+    def _source(self, draft: Draft, request: Request, *, replaced: Collection[str] = ()) -> Source:
+        return self._sources.best(
+            request,
+            unsettled=draft.unsettled,
+            replaced={*draft.replaced, *replaced},
+            fetch=self._queue.fetches.worthwhile(request),
+        )
+
+    def _kept(self, draft: Draft, request: Request, slot: Slot, source: Source) -> Source:
+        """Return the source, or another if it is an older state of the session that is to be parked from this slot."""
+        match = source.match
+        if match is None or match.key != slot.session_id or match.key == request.session_id:
+            return source
+        return self._source(draft, request, replaced=(match.key,))
 
     def _victims(self, exchanges: Exchanges, request: Request, exhausted: Iterable[Request]) -> list[Request]:
         return [
@@ -136,9 +154,7 @@ class Dispatcher:
         draft.reasons.append(f"turn {request.turn_id} waits for turn {reader}, which reads the same")
         return True
 
-    def _preempt(self, draft: Draft, victim: Request, *, now: float) -> Slot:
-        assert victim.slot is not None
-        slot = self._slots[victim.slot]
+    def _preempt(self, draft: Draft, victim: Request, slot: Slot, *, now: float) -> None:
         self._placement.vacate(draft, slot, now=now)
         victim.change(RequestChange.PREEMPT)
         victim.slot = None
@@ -149,7 +165,6 @@ class Dispatcher:
         victim.waits_since_s = now
         del self._running[victim.turn_id]
         draft.preempted.append(victim)
-        return slot
 
     def _start(self, draft: Draft, request: Request, slot: Slot, why: str, source: Source) -> None:
         self._queue.start(request)

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 class Draft:
     """A plan in the making, before which ``read_tokens`` of prompts were read in all.
 
-    What the ``unsettled`` slots hold depends on moves that may fail. The ``preempted`` turns go back to the line when
+    What the ``unsettled`` slots hold depends on moves that may fail, and what was found under the ``replaced`` keys is
+    parked no more when the plan gets there. The ``preempted`` turns go back to the line when
     the slots are given away, not before: none takes part in the exchange that it lost.
     """
 
@@ -32,6 +33,7 @@ class Draft:
     reasons: list[str] = field(default_factory=list)
     preempted: list[Request] = field(default_factory=list)
     unsettled: set[Slot] = field(default_factory=set)
+    replaced: set[str] = field(default_factory=set)
 
     def plan(self, passes: list[Pass]) -> Plan:
         """Return the plan with its passes."""
@@ -88,13 +90,12 @@ class Placement:
         if n_tokens < self._grid_tokens or not self._parked.fits(n_tokens):
             return
         if not self._sources.is_parked(slot.client_id, slot.tokens):
-            draft.moves.append(_park(slot, slot.session_id, slot.client_id, slot.durable))
+            self._park(draft, slot)
 
     def vacate(self, draft: Draft, slot: Slot, *, now: float) -> None:
         """Park the KV of a preempted turn and free its slot."""
-        assert slot.session_id is not None
         if slot.tokens:
-            draft.moves.append(_park(slot, slot.session_id, slot.client_id, slot.durable))
+            self._park(draft, slot)
         self._slots.free(slot, now=now)
 
     def put(self, draft: Draft, request: Request, slot: Slot, source: Source) -> None:
@@ -120,6 +121,11 @@ class Placement:
             slot, scope = self._slots[request.slot], _prefix_scope(request)
             draft.moves.append(_park(slot, prefix_key(scope, slot.tokens), scope, slot.durable))
             draft.reasons.append(f"the system prompt of turn {request.turn_id} parked: {len(slot.tokens)} tokens")
+
+    def _park(self, draft: Draft, slot: Slot) -> None:
+        assert slot.session_id is not None
+        draft.moves.append(_park(slot, slot.session_id, slot.client_id, slot.durable))
+        draft.replaced.add(slot.session_id)
 
     def _begin(self, draft: Draft, request: Request, slot: Slot) -> None:
         n_tokens = len(slot.tokens)

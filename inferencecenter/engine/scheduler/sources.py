@@ -42,7 +42,7 @@ class Sources:
         self._can_rewind = can_rewind
         self._grid_tokens = grid_tokens
 
-    def best(self, request: Request, *, unsettled: Collection[Slot], fetch: bool) -> Source:
+    def best(self, request: Request, *, unsettled: Collection[Slot], replaced: Collection[str], fetch: bool) -> Source:
         """Return where to take a turn's KV from.
 
         What makes no difference of a cell of the grid is not moved, except for a turn that comes back, which goes on
@@ -51,11 +51,12 @@ class Sources:
         Args:
             request: The turn.
             unsettled: Slots whose content is not certain before the plan is carried out.
+            replaced: Keys under which something else will be parked by then.
             fetch: Whether a sequence may come from disk.
         """
         limit = len(request.tokens) - 1
         best, gain = self._own(request, limit)
-        parked = self._find(request, limit)
+        parked = self._find(request, limit, replaced)
         needed = 1 if request.started and best.n_tokens == 0 else self._grid_tokens
         ready = parked.match is None or parked.match.ready
         if ready and parked.n_tokens >= gain + needed:
@@ -84,8 +85,11 @@ class Sources:
         certain = self._can_rewind or n_tokens == len(slot.tokens)
         return Source(n_tokens, slot=slot), n_tokens if certain else n_tokens // 2
 
-    def _find(self, request: Request, limit: int) -> Source:
-        source = self._usable(self._parked.find(request.client_id, request.tokens), limit)
+    def _find(self, request: Request, limit: int, replaced: Collection[str]) -> Source:
+        match = self._parked.find(request.client_id, request.tokens)
+        if match is not None and match.key in replaced:
+            return Source()
+        source = self._usable(match, limit)
         if source.match is None and not self._can_rewind and request.prefix_tokens:
             # The longest match has to be cut; the snapshot of the system prompt has not.
             prefix = request.tokens[: request.prefix_tokens]

@@ -11,7 +11,7 @@ from tests.engine.scheduler.world import GRID_TOKENS, N_CTX, FakeStore, Faults, 
 SESSIONS = ("a", "b", "c", "d", "e", "f")
 CLIENTS = {"a": "x", "b": "x", "c": "x", "d": "y", "e": "y", "f": "z"}
 ANSWER_TOKENS = 7
-SYSTEM_PROMPT = [9] * 9 + [8] * 4
+SYSTEM_PROMPT = [9] * 13 + [8] * 6
 
 booleans = st.booleans()
 
@@ -56,25 +56,45 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(
         session=st.sampled_from(SESSIONS),
+        begins_like=st.sampled_from(SESSIONS),
         priority=st.sampled_from([-3, 0, 1, 1, 2, 10**9]),
         keep=st.integers(0, 40),
-        new=st.lists(st.integers(1, 3), min_size=1, max_size=15),
-        prompted=booleans,
-        public=booleans,
+        new=st.lists(st.integers(1, 3), min_size=1, max_size=20),
         durable=booleans,
     )
-    def add(  # noqa: PLR0917 - hypothesis passes them by name
-        self, session: str, priority: int, keep: int, new: list[int], prompted: bool, public: bool, durable: bool
+    def add(self, *, session: str, begins_like: str, priority: int, keep: int, new: list[int], durable: bool) -> None:
+        """Queue a turn that continues some of what its own or another session said before."""
+        self.submit(session, self.history[begins_like][:keep] + new, priority=priority, durable=durable)
+
+    @rule(
+        sessions=st.lists(st.sampled_from(SESSIONS), min_size=1, max_size=4, unique=True),
+        public=booleans,
+        priority=st.integers(0, 2),
+    )
+    def add_with_system_prompt(self, sessions: list[str], public: bool, priority: int) -> None:
+        """Several begin with the same system prompt at once."""
+        for number, session in enumerate(sessions):
+            tokens = [*SYSTEM_PROMPT, number, number, 1]
+            self.submit(session, tokens, priority=priority, prefix_tokens=len(SYSTEM_PROMPT), public=public)
+
+    def submit(
+        self,
+        session: str,
+        tokens: list[int],
+        *,
+        priority: int,
+        durable: bool = True,
+        prefix_tokens: int = 0,
+        public: bool = False,
     ) -> None:
-        """Queue a turn that continues some of what its session said before, or begins with the system prompt."""
-        tokens = (SYSTEM_PROMPT if prompted else self.history[session][:keep]) + new
+        """Queue a turn, and remember what its session then says."""
         request = self.world.add(
             tokens,
             session=session,
             client=CLIENTS[session],
             priority=priority,
-            prefix_tokens=len(SYSTEM_PROMPT) if prompted else 0,
-            public=prompted and public,
+            prefix_tokens=prefix_tokens,
+            public=public,
             durable=durable,
         )
         self.history[session] = request.tokens
@@ -91,14 +111,17 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.world.release(session)
 
     @precondition(lambda self: self.world.store.entries)
-    @rule(data=st.data(), evict=booleans)
-    def lose_parked(self, data: st.DataObject, evict: bool) -> None:
-        """A parked sequence is dropped, or only its file is left."""
-        key = data.draw(st.sampled_from(sorted(self.world.store.entries)))
-        if evict:
-            del self.world.store.entries[key]
-        else:
-            self.world.store.entries[key].ready = False
+    @rule(data=st.data())
+    def lose_parked(self, data: st.DataObject) -> None:
+        """A parked sequence is dropped."""
+        del self.world.store.entries[data.draw(st.sampled_from(sorted(self.world.store.entries)))]
+
+    @precondition(lambda self: self.world.store.entries)
+    @rule()
+    def leave_ram(self) -> None:
+        """All that is parked is left on disk only."""
+        for entry in self.world.store.entries.values():
+            entry.ready = False
 
     @rule()
     def finish_fetches(self) -> None:

@@ -157,6 +157,17 @@ def test_what_gives_way_is_parked_once() -> None:
     assert world.step().moves[0] == Truncation(0, 0, "t2")
 
 
+def test_nothing_is_restored_that_is_just_being_replaced() -> None:
+    """An older state of the session that gives way was found, but under its key the newer one is parked before."""
+    world = used_slots([*range(12), 77, 78, 79, 80], slots=1)
+    park(world, "s0", list(range(16)))
+    turn = world.add([*range(16), 99], turn="t")
+    plan = world.step()
+    assert [type(move) for move in plan.moves] == [Park, Truncation]
+    assert turn.cached_tokens == 12
+    assert world.store.entries["s0"].tokens == [*range(12), 77, 78, 79, 80]
+
+
 def test_without_parking_slots_change_hands_as_ever() -> None:
     """Nothing is found and nothing is parked."""
     parked = NoParking()
