@@ -37,20 +37,6 @@ class ParkedKv(Protocol):
         """Tell whether a sequence of ``n_tokens`` could be parked at all."""
 
 
-class NoParking:
-    """Parking turned off: nothing is there and nothing fits."""
-
-    def find(self, scope: str, tokens: Sequence[int]) -> Match | None:
-        """Find nothing."""
-        del scope, tokens
-        return None
-
-    def fits(self, n_tokens: int) -> bool:
-        """Refuse."""
-        del n_tokens
-        return False
-
-
 def prefix_key(scope: str, tokens: Sequence[int]) -> str:
     """Return the key under which the KV of a shared prefix is parked; equal for equal ``scope`` and ``tokens``."""
     digest = sha256(scope.encode() + b"\0" + array("i", tokens).tobytes())

@@ -41,7 +41,7 @@ class Places:
 
     @property
     def waiting(self) -> Iterable[Request]:
-        """The turns that were never started, in the order in which they were added."""
+        """The turns that were never started."""
         return self._waiting.values()
 
     @property

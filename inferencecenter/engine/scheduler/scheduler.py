@@ -177,10 +177,6 @@ class Scheduler:
             self._released.append(Truncation(slot.index, 0, None))
         return ended
 
-    def overdue(self, now: float, timeout_s: float) -> tuple[str, ...]:
-        """Return the turns that never had a slot and were submitted ``timeout_s`` ago or earlier."""
-        return self._queue.overdue(now, timeout_s)
-
     def positions(self) -> tuple[tuple[str, int], ...]:
         """Return the places in the queue that changed since the last call; 0 for a turn that waited and now runs.
 

@@ -100,18 +100,6 @@ class TurnQueue:
             return ()
         return self.places.tell(self._ranked() if len(self.places) <= HEAD_TURNS else self._head())
 
-    def overdue(self, now: float, timeout_s: float) -> tuple[str, ...]:
-        """Return the turns that were never started within ``timeout_s``, the oldest first.
-
-        They were added about in the order of their submission, so that the first young one ends the search.
-        """
-        late: list[str] = []
-        for request in self.places.waiting:
-            if now - request.submitted_s < timeout_s:
-                break
-            late.append(request.turn_id)
-        return tuple(late)
-
     def check_integrity(self, requests: Mapping[str, Request]) -> None:
         """Raise ``AssertionError`` when a turn is in no place, or in two."""
         self._ledger.check_integrity(requests.values())

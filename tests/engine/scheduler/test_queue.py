@@ -1,4 +1,4 @@
-"""What waiting turns are told, and how long they may wait."""
+"""In which order turns wait, and what they are told of it."""
 
 from __future__ import annotations
 
@@ -172,20 +172,6 @@ def test_everybody_in_a_long_queue_is_told_a_place_and_is_not_told_too_often() -
     # Far back a place is at most an eighth old.
     assert abs(places["t399"] - 200) <= 200 // 8 + 8
     assert told["t399"] <= 10
-
-
-def test_turns_that_waited_too_long_are_named() -> None:
-    """Only those that never had a slot, the oldest first."""
-    world = World(slots=1, quantum_tokens=100, answer_tokens=50)
-    world.add([1, 2])
-    world.step()
-    world.add([3, 4], turn="old")
-    world.run(5)
-    world.add([5, 6], turn="young")
-    world.run(4)
-    assert world.scheduler.overdue(world.now, 9.0) == ("old",)
-    assert world.scheduler.overdue(world.now, 4.0) == ("old", "young")
-    assert world.scheduler.overdue(world.now, 9.5) == ()
 
 
 def test_a_session_with_many_turns_runs_them_in_order() -> None:

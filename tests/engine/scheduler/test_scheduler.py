@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from inferencecenter.engine.scheduler.parking import NoParking
 from inferencecenter.engine.scheduler.plan import Admission, Outcome, Plan, Swap, Truncation
 from inferencecenter.engine.scheduler.request import Request
 from inferencecenter.engine.scheduler.scheduler import Scheduler
 from inferencecenter.errors import ErrorCode, InferenceCenterError
+from tests.engine.scheduler.world import FakeStore
 
 
 def make_scheduler(*, slots: int = 2, n_ctx: int = 64) -> Scheduler:
@@ -19,7 +19,7 @@ def make_scheduler(*, slots: int = 2, n_ctx: int = 64) -> Scheduler:
         grid_tokens=8,
         pass_tokens=64,
         target_step_s=0.1,
-        parked=NoParking(),
+        parked=FakeStore(limit_tokens=0),
         can_rewind=True,
         quantum_tokens=0,
         ageing_s=30.0,

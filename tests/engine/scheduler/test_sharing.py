@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from inferencecenter.engine.scheduler.parking import NoParking, prefix_key
+from inferencecenter.engine.scheduler.parking import prefix_key
 from inferencecenter.engine.scheduler.plan import Copy, Park, Plan, Restore, Truncation
 from inferencecenter.engine.scheduler.request import RequestState
 from tests.engine.scheduler.world import GRID_TOKENS, Entry, FakeStore, Faults, World
@@ -166,13 +166,6 @@ def test_nothing_is_restored_that_is_just_being_replaced() -> None:
     assert [type(move) for move in plan.moves] == [Park, Truncation]
     assert turn.cached_tokens == 12
     assert world.store.entries["s0"].tokens == [*range(12), 77, 78, 79, 80]
-
-
-def test_without_parking_slots_change_hands_as_ever() -> None:
-    """Nothing is found and nothing is parked."""
-    parked = NoParking()
-    assert parked.find("c", [1, 2]) is None
-    assert not parked.fits(1)
 
 
 def test_what_is_on_disk_is_fetched_while_others_run() -> None:
