@@ -47,8 +47,8 @@ class Submit(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
     The first ``shared_pieces`` pieces are a system prompt, whose KV other sessions of the client may use, and with
     ``public`` everybody's. ``answer`` is what this turn generated before, when it goes on after its prompt was made
-    shorter. With ``may_shift`` a turn whose context is full hears ``Overflowed`` instead of its end. Without ``durable``
-    nothing of it may be written to a disk.
+    shorter. With ``may_shift`` a turn whose context is full hears ``Overflowed`` instead of its end. Without
+    ``durable`` nothing of it may be written to a disk.
     """
 
     turn_id: str
@@ -87,8 +87,8 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
     for each decode.
 
     ``quantum_tokens`` is what a turn may generate before another that waits gets its slot, 0 to choose by what parking
-    costs; a waiting turn rises a class every ``ageing_s``, and fails after ``queue_timeout_s`` (0 is never). KV is parked
-    in the directories ``kv_ram_dir`` and ``kv_disk_dir``, at most so many bytes in each, and of these at most
+    costs; a waiting turn rises a class every ``ageing_s``, and fails after ``queue_timeout_s`` (0 is never). KV is
+    parked in the directories ``kv_ram_dir`` and ``kv_disk_dir``, at most so many bytes in each, and of these at most
     ``kv_client_share`` for one client; a directory without bytes is not used. Files of an earlier engine are taken over
     with ``kv_adopt``, else deleted.
     """
