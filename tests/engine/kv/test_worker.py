@@ -190,7 +190,9 @@ def test_with_a_real_thread(tmp_path: Path) -> None:
                 parked.pop(key, None)
             bench.store.check_integrity()
         bench.store.close()
-    sizes = [sum(path.stat().st_size for path in (tmp_path / tier).iterdir()) for tier in ("ram", "disk")]
-    assert 0 < sizes[0] <= 60 * PAGE_BYTES
-    assert 0 < sizes[1] <= 200 * PAGE_BYTES
     assert log == []
+    sizes = [sum(path.stat().st_size for path in (tmp_path / tier).iterdir()) for tier in ("ram", "disk")]
+    # In which of them a sequence is in the end depends on the pace of the worker.
+    assert sum(sizes) > 0
+    assert sizes[0] <= 60 * PAGE_BYTES
+    assert sizes[1] <= 200 * PAGE_BYTES
