@@ -229,10 +229,12 @@ def _on_terminal(url: str) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
         os.close(ours)
 
 
+# As a shell on a terminal starts its programs; what runs the tests may ignore ^C, which would be inherited.
 _CONTROL = """
-import fcntl, os, sys, termios
+import fcntl, os, signal, sys, termios
 os.setsid()
 fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+signal.signal(signal.SIGINT, signal.SIG_DFL)
 os.execv(sys.argv[1], sys.argv[1:])
 """
 
