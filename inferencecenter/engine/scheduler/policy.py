@@ -6,6 +6,7 @@ from enum import IntEnum
 from typing import TYPE_CHECKING
 
 from inferencecenter.engine.backend import Chunk
+from inferencecenter.engine.scheduler.average import moved
 from inferencecenter.engine.scheduler.plan import Pass, Row
 
 if TYPE_CHECKING:
@@ -154,10 +155,6 @@ class PrefillBudget:
     def observe(self, *, prefill_tokens: int, prefill_s: float, decode_s: float) -> None:
         """Learn from a step; zero stands for a part that it did not have."""
         if prefill_tokens and prefill_s > 0:
-            self._tokens_per_s = _average(self._tokens_per_s, prefill_tokens / prefill_s)
+            self._tokens_per_s = moved(self._tokens_per_s, prefill_tokens / prefill_s, weight=_NEWEST)
         if decode_s > 0:
-            self._decode_s = _average(self._decode_s, decode_s)
-
-
-def _average(old: float, new: float) -> float:
-    return old + _NEWEST * (new - old) if old else new
+            self._decode_s = moved(self._decode_s, decode_s, weight=_NEWEST)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from math import ceil
 from typing import Final
 
+from inferencecenter.engine.scheduler.average import moved
+
 _FIRST_TOKENS: Final = 32
 _LEAST_TOKENS: Final = 16
 _MOST_TOKENS: Final = 512
@@ -44,10 +46,6 @@ class Quantum:
     def observe(self, *, moves: int, moves_s: float, generated_tokens: int, decode_s: float) -> None:
         """Learn from a step; zero stands for a part that it did not have."""
         if moves and moves_s > 0:
-            self._move_s = _average(self._move_s, moves_s / moves)
+            self._move_s = moved(self._move_s, moves_s / moves, weight=_NEWEST)
         if generated_tokens and decode_s > 0:
-            self._token_s = _average(self._token_s, decode_s / generated_tokens)
-
-
-def _average(old: float, new: float) -> float:
-    return old + _NEWEST * (new - old) if old else new
+            self._token_s = moved(self._token_s, decode_s / generated_tokens, weight=_NEWEST)
