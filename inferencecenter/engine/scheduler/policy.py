@@ -137,24 +137,26 @@ class PrefillBudget:
 
     As many as make it take about ``target_step_s``, or, where generating takes long, ``_READING_SHARE`` times as long
     as that: who waits for a first token keeps the batch small for everybody. Learned from what reading and generating
-    took lately; ``floor_tokens`` until something was read, and never less.
+    took lately, for one prompt and for several apart, since a pass of several reads faster; ``floor_tokens`` until
+    something was read so, and never less.
     """
 
     def __init__(self, *, target_step_s: float, floor_tokens: int) -> None:
         self._target_step_s = target_step_s
         self._floor_tokens = floor_tokens
-        self._tokens_per_s = 0.0
+        self._tokens_per_s = {True: 0.0, False: 0.0}
         self._decode_s = 0.0
 
-    def tokens(self, *, decoding: bool) -> int:
-        """Return the budget of the next step, in which others generate or not."""
+    def tokens(self, *, decoding: bool, alone: bool) -> int:
+        """Return the budget of the next step, in which others generate or not, for one prompt ``alone`` or several."""
         decode_s = self._decode_s if decoding else 0.0
         reading_s = max(self._target_step_s - decode_s, _READING_SHARE * decode_s)
-        return max(self._floor_tokens, int(self._tokens_per_s * reading_s))
+        tokens_per_s = self._tokens_per_s[True] if alone else max(self._tokens_per_s.values())
+        return max(self._floor_tokens, int(tokens_per_s * reading_s))
 
-    def observe(self, *, prefill_tokens: int, prefill_s: float, decode_s: float) -> None:
-        """Learn from a step; zero stands for a part that it did not have."""
+    def observe(self, *, prefill_tokens: int, prefill_s: float, decode_s: float, alone: bool) -> None:
+        """Learn from a step; zero stands for a part that it did not have, ``alone`` for a single prompt read."""
         if prefill_tokens and prefill_s > 0:
-            self._tokens_per_s = moved(self._tokens_per_s, prefill_tokens / prefill_s, weight=_NEWEST)
+            self._tokens_per_s[alone] = moved(self._tokens_per_s[alone], prefill_tokens / prefill_s, weight=_NEWEST)
         if decode_s > 0:
             self._decode_s = moved(self._decode_s, decode_s, weight=_NEWEST)

@@ -154,6 +154,9 @@ class Request:
         self._state = REQUEST.after(self._state, change)
 
     def chunk_end(self, start: int, grid_tokens: int) -> int:
-        """Return where the chunk that begins at ``start`` ends: at the grid's next line, at the cut, or at the end."""
-        end = min(len(self.tokens), (start // grid_tokens + 1) * grid_tokens)
+        """Return where the chunk that begins at ``start`` ends: at the grid's next line, at the cut, or at the end.
+
+        A line less than half a cell away is passed over: a pass costs about as much for a few tokens as for a cell.
+        """
+        end = min(len(self.tokens), ((start + grid_tokens // 2) // grid_tokens + 1) * grid_tokens)
         return self.cut_tokens if start < self.cut_tokens < end else end

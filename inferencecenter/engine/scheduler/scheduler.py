@@ -261,7 +261,7 @@ class Scheduler:
             # Who has a slot but is not read on rises as if it still waited for one.
             risen = request.base_class - request.periods(now, self._ageing_s)
             request.rank = min(request.rank, max(0, risen))
-        budget_tokens = self._budget.tokens(decoding=decoding)
+        budget_tokens = self._budget.tokens(decoding=decoding, alone=len(reading) == 1)
         draft.reasons.append(f"{len(reading)} prompts share {budget_tokens} tokens")
         passes = prefill_passes(
             reading, grid_tokens=self._grid_tokens, budget_tokens=budget_tokens, pass_tokens=self._pass_tokens
@@ -283,7 +283,10 @@ class Scheduler:
     def _observe(self, outcome: Outcome) -> None:
         self._read_tokens += outcome.prefill_tokens
         self._budget.observe(
-            prefill_tokens=outcome.prefill_tokens, prefill_s=outcome.prefill_s, decode_s=outcome.decode_s
+            prefill_tokens=outcome.prefill_tokens,
+            prefill_s=outcome.prefill_s,
+            decode_s=outcome.decode_s,
+            alone=len(outcome.decoded) == 1,
         )
         self._quantum.observe(
             moves=self._moves,

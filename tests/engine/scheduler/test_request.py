@@ -66,14 +66,14 @@ def test_lengths_follow_from_the_tokens() -> None:
     assert (request.prompt_tokens, request.generated_tokens, request.pending_tokens) == (3, 1, 1)
 
 
-@pytest.mark.parametrize(("start", "end"), [(0, 4), (1, 4), (3, 4), (4, 8), (8, 10), (9, 10)])
+@pytest.mark.parametrize(("start", "end"), [(0, 4), (1, 4), (2, 8), (3, 8), (4, 8), (6, 10), (8, 10), (9, 10)])
 def test_chunks_end_at_the_grid_or_with_the_prompt(start: int, end: int) -> None:
-    """A chunk never crosses a multiple of the grid."""
+    """A chunk ends at the next multiple of the grid that is more than half a cell away."""
     request = make_request(10)
     assert request.chunk_end(start, 4) == end
 
 
-@pytest.mark.parametrize(("start", "end"), [(0, 4), (4, 6), (5, 6), (6, 8), (8, 10)])
+@pytest.mark.parametrize(("start", "end"), [(0, 4), (3, 6), (4, 6), (5, 6), (6, 10), (8, 10)])
 def test_a_cut_beside_the_grid_ends_a_chunk(start: int, end: int) -> None:
     """The chunk after it goes on to the grid's next line."""
     request = make_request(10)
