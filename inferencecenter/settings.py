@@ -113,6 +113,7 @@ class AuthSettings(Section):
     )
     default_max_sessions: int = Field(16, ge=1, le=100_000, description="Sessions of a client that sets no own limit.")
     default_priority: Priority = Field("normal", description="Class of a client that sets none.")
+    audit_days: int = Field(90, ge=1, le=36_500, description="Days that the audit log goes back.")
 
 
 class SessionSettings(Section):
@@ -121,6 +122,24 @@ class SessionSettings(Section):
     max_sessions: int = Field(1000, ge=1, le=1_000_000, description="Open sessions, all clients together.")
     default_ttl_s: float | None = Field(
         None, gt=0, le=31_536_000, description="Idle seconds after which a session expires that sets no own `ttl_s`."
+    )
+    store: bool = Field(
+        True, description="Whether sessions are kept in the state directory; if not, they end with the daemon."
+    )
+    retention_days: float | None = Field(
+        None,
+        gt=0,
+        le=36_500,
+        description="Days after its last use at which a session is deleted, whatever its `ttl_s`; without it none is.",
+    )
+    replay_kib: int = Field(
+        256, ge=0, le=2**20, description="KiB of events that a session keeps for clients that come back."
+    )
+    detached_turn_s: float = Field(
+        900.0,
+        ge=0,
+        le=86_400,
+        description="Seconds that a running turn keeps its events while nobody listens; then only its text is kept.",
     )
     shared_prompts: tuple[Annotated[str, StringConstraints(min_length=1)], ...] = Field(
         (),
@@ -180,6 +199,14 @@ class EngineSettings(Section):
         0.5, gt=0, le=3600, description="Wait before the first restart of a dead engine."
     )
     restart_backoff_max_s: float = Field(30.0, gt=0, le=3600, description="Longest wait between restarts.")
+    hang_timeout_s: float = Field(
+        60.0, gt=0, le=3600, description="Seconds without progress after which a working engine counts as hung."
+    )
+    max_restarts: int = Field(
+        5, ge=0, le=1000, description="Restarts within the window after which the engine is given up as failed."
+    )
+    restart_window_s: float = Field(600.0, gt=0, le=86_400, description="The window, in seconds.")
+    exit_when_failed: bool = Field(False, description="Whether the daemon ends, with status 1, when that happens.")
     echo_delay_ms: int = Field(0, ge=0, le=60_000, description="Milliseconds the echo backend takes for each decode.")
 
     @model_validator(mode="after")

@@ -47,7 +47,7 @@ class Submit(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
     The first ``shared_pieces`` pieces are a system prompt, whose KV other sessions of the client may use, and with
     ``public`` everybody's. ``answer`` is what this turn generated before, when it goes on after its prompt was made
-    shorter. With ``may_shift`` a turn whose context is full hears ``Overflowed`` instead of its end. Without
+    shorter or its engine was lost; the first ``shown_chars`` characters of its text have been told. With ``may_shift`` a turn whose context is full hears ``Overflowed`` instead of its end. Without
     ``durable`` nothing of it may be written to a disk.
     """
 
@@ -61,6 +61,7 @@ class Submit(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     shared_pieces: int = 0
     public: bool = False
     answer: bytes = b""
+    shown_chars: int = 0
     may_shift: bool = False
     durable: bool = True
 
@@ -77,6 +78,16 @@ class Release(msgspec.Struct, frozen=True, tag=True):
     session_id: str
 
 
+class Keep(msgspec.Struct, frozen=True, tag=True):
+    """Forget the parked KV of all sessions but these; the first frame after ``Ready``."""
+
+    session_ids: tuple[str, ...]
+
+
+class Suspend(msgspec.Struct, frozen=True, tag=True):
+    """Stop all turns without a word, bring the KV of durable sessions to disk, and answer ``Suspended``."""
+
+
 class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Everything the engine process is told at its start.
 
@@ -90,7 +101,10 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
     costs; a waiting turn rises a class every ``ageing_s``, and fails after ``queue_timeout_s`` (0 is never). KV is
     parked in the directories ``kv_ram_dir`` and ``kv_disk_dir``, at most so many bytes in each, and of these at most
     ``kv_client_share`` for one client; a directory without bytes is not used. Files of an earlier engine are taken over
-    with ``kv_adopt``, else deleted.
+    with ``kv_adopt``: ``all``, those that may be on a disk with ``durable``; the others are deleted.
+
+    ``pulse_fd`` is an inherited descriptor of the page in which the engine tells what it is doing (``ipc.pulse``), -1
+    for none.
     """
 
     backend: str
@@ -121,7 +135,8 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
     kv_disk_dir: str = ""
     kv_disk_bytes: int = 0
     kv_client_share: float = 0.5
-    kv_adopt: bool = False
+    kv_adopt: str = "none"
+    pulse_fd: int = -1
 
 
 class Configure(msgspec.Struct, frozen=True, tag=True):
@@ -130,7 +145,7 @@ class Configure(msgspec.Struct, frozen=True, tag=True):
     options: EngineOptions
 
 
-ToEngine: TypeAlias = Configure | Submit | Abort | Release
+ToEngine: TypeAlias = Configure | Submit | Abort | Release | Keep | Suspend
 
 
 # --- engine to front: the life of the process
@@ -168,9 +183,10 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Loading(msgspec.Struct, frozen=True, tag=True):
-    """The model is being loaded; ``fraction`` runs from 0 to 1."""
+    """The model is being loaded; ``fraction`` runs from 0 to 1. ``offloads``: there is a GPU that takes layers."""
 
     fraction: float
+    offloads: bool = False
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
@@ -185,6 +201,12 @@ class LoadFailed(msgspec.Struct, frozen=True, tag=True):
     code: str
     message: str
     hint: str
+
+
+class Suspended(msgspec.Struct, frozen=True, tag=True):
+    """All turns have stopped and what was to be kept is on disk; the process may be ended. ``sessions`` are there."""
+
+    sessions: int
 
 
 class Log(msgspec.Struct, frozen=True, tag=True):
@@ -310,4 +332,4 @@ class Step(msgspec.Struct, frozen=True, tag=True):
     parked_bytes: int = 0
 
 
-FromEngine: TypeAlias = Loading | Ready | LoadFailed | Log | Step
+FromEngine: TypeAlias = Loading | Ready | LoadFailed | Suspended | Log | Step

@@ -45,6 +45,31 @@ class EngineStatus:
     parked_bytes: int = 0
 
 
+class EngineTurn(Protocol):
+    """A turn as the engine's side sees it. Its session owns it and all that it has generated."""
+
+    @property
+    def turn_id(self) -> str:
+        """Its name."""
+
+    @property
+    def n_tokens(self) -> int:
+        """Tokens it has generated so far."""
+
+    def submission(self) -> Submit:
+        """Return the turn, or what is left of it, as it is to run now; asked for each time an engine takes it.
+
+        Raises:
+            InferenceCenterError: It cannot run; it is told ``Failed`` with this.
+        """
+
+    def hear(self, event: TurnEvent) -> None:
+        """Take an event; the last is ``Finished``, ``Failed`` or, for a turn that may shift, ``Overflowed``."""
+
+    def interrupted(self) -> None:
+        """Take note that its engine is gone: it waits until it is submitted to another."""
+
+
 class EnginePort(Protocol):
     """What sessions and the server may ask of the engine. Called on the event loop; nothing here blocks or awaits."""
 
@@ -52,15 +77,16 @@ class EnginePort(Protocol):
     def status(self) -> EngineStatus:
         """The engine's state now."""
 
-    def submit(self, turn: Submit, listener: Callable[[TurnEvent], None]) -> int:
+    def submit(self, turn: EngineTurn) -> int:
         """Hand over a turn and return its place in the queue, 0 when a slot is free.
 
-        ``listener`` is called on the event loop with each event, the last being ``Finished``, ``Failed`` or, for a turn
-        that may shift, ``Overflowed``: exactly one of them, also when the engine dies (``Failed`` with
-        ``engine_crashed``). A turn that overflowed may be submitted again.
+        It is called on the event loop with each event, the last being ``Finished``, ``Failed`` or, for a turn that may
+        shift, ``Overflowed``: exactly one of them. While no engine is ready the turn waits for one; when an engine dies
+        its turns are ``interrupted`` and go on with the next. Only a turn that ends engines by itself hears ``Failed``
+        with ``engine_crashed``. A turn that overflowed may be submitted again.
 
         Raises:
-            InferenceCenterError: ``model_loading``, ``engine_unavailable`` or ``queue_full``.
+            InferenceCenterError: ``engine_unavailable``, ``queue_full``, or what ``submission`` says.
         """
 
     def abort(self, turn_id: str) -> None:

@@ -156,6 +156,38 @@ class SessionExpired(SessionEvent):
     op: Literal["session_expired"] = "session_expired"
 
 
+class SessionResumed(Event):
+    """The session's events come to this socket from now on.
+
+    With `resumed` the events after `last_seq` follow, those of neighbouring tokens as one. Without it events were lost
+    for good: the transcript stands in for all up to `seq`, and `content` for what a running turn has said.
+    """
+
+    op: Literal["session_resumed"] = "session_resumed"
+    session_id: str = Field(description="The session.")
+    resumed: bool = Field(description="Whether the missing events follow.")
+    reason: Literal["no_position", "other_epoch", "unknown_position", "too_old"] | None = Field(
+        default=None, description="Why they do not."
+    )
+    state: SessionStateName = Field(description="Whether it is answering.")
+    epoch: str = Field(description="Incarnation of its event history.")
+    seq: int = Field(ge=0, description="Number of its last event.")
+    turn_id: str | None = Field(default=None, description="The turn that is being answered.")
+    content: str | None = Field(default=None, description="What that turn has said up to `seq`, when not resumed.")
+    transcript: tuple[ChatMessage, ...] | None = Field(default=None, description="All messages, when not resumed.")
+    turns: tuple[TranscriptTurn, ...] | None = Field(
+        default=None, description="The latest of its turns that have ended, when not resumed."
+    )
+
+
+class SessionDetached(Event):
+    """The session's events come to this socket no more; the socket stays open for its other sessions."""
+
+    op: Literal["session_detached"] = "session_detached"
+    session_id: str = Field(description="The session.")
+    reason: Literal["resumed_elsewhere"] = Field(description="Why.")
+
+
 class Appended(SessionEvent):
     """The messages are part of the history."""
 
@@ -287,6 +319,8 @@ AnyEvent = (
     | AbortStatus
     | SessionClosed
     | SessionExpired
+    | SessionResumed
+    | SessionDetached
     | Appended
     | SessionRewound
     | Session

@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Final, Literal
 from pydantic import Field, StringConstraints, model_validator
 
 from inferencecenter.protocol.base import DAGGER, Request, SessionId, TurnId
-from inferencecenter.protocol.values import ChatMessage, Metadata, Mode, OnFull, Priority, StatusType
+from inferencecenter.protocol.values import ChatMessage, Metadata, Mode, OnDisconnect, OnFull, Priority, StatusType
 
 RawParams = dict[str, Any]
 """Parameters as the client wrote them; ``params.parse_params`` gives them meaning."""
@@ -63,7 +63,13 @@ class CreateSession(Request):
             "Without it `shift` in mode `chat`, `stop` in mode `raw`."
         ),
     )
-    on_disconnect: Literal["close"] = Field(default="close", description="What happens when the socket is gone.")
+    on_disconnect: OnDisconnect | None = Field(
+        default=None,
+        description=(
+            "What happens when the socket is gone: `detach` lets the session and its turn go on, `close` ends both. "
+            "Without it `detach` on v1 sockets, `close` on sockets of the first protocol."
+        ),
+    )
     store: bool = Field(default=True, description="Whether the session may be written to disk.")
     ttl_s: float | None = Field(default=None, gt=0, le=31_536_000, description="Idle seconds before it expires.")
     metadata: Metadata | None = Field(default=None, description="Up to 16 strings of your own, given back as they are.")
@@ -111,6 +117,21 @@ class CloseSession(Request):
     dagger: ClassVar[bool] = True
     op: Literal["close_session"]
     session_id: Annotated[SessionId, DAGGER] = Field(description="The session.")
+
+
+class ResumeSession(Request):
+    """Come back to a session from this socket; `session_resumed` answers, then the events that were missed.
+
+    The socket that had the session gets `session_detached`.
+    """
+
+    op: Literal["resume_session"]
+    session_id: SessionId = Field(description="The session.")
+    epoch: Annotated[str, StringConstraints(min_length=1, max_length=64)] | None = Field(
+        default=None,
+        description="As `session_created` or `session_resumed` said last; without it nothing is missed.",
+    )
+    last_seq: int = Field(default=0, ge=0, description="Number of the last event that arrived; 0 if none did.")
 
 
 class Append(Request):
@@ -205,6 +226,7 @@ AnyRequest = (
     | Infer
     | Abort
     | CloseSession
+    | ResumeSession
     | Append
     | ForkSession
     | RewindSession

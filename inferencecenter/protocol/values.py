@@ -10,6 +10,7 @@ from inferencecenter.protocol.base import DAGGER
 
 Mode = Literal["chat", "raw"]
 OnFull = Literal["shift", "stop"]
+OnDisconnect = Literal["detach", "close"]
 Priority = Literal["interactive", "normal", "batch"]
 StatusType = Literal["queue", "memory", "sessions", "performance", "model"]
 Role = Literal["system", "user", "assistant", "tool"]
@@ -94,6 +95,7 @@ class TranscriptTurn(Value):
 
     turn_id: str = Field(description="The turn.")
     finish_reason: str = Field(description="How it ended.")
+    messages: int = Field(ge=0, description="Messages of the transcript at its end, the last of them its answer.")
     usage: Usage = Field(description="Its tokens.")
 
 

@@ -1,0 +1,141 @@
+"""What is written down of sessions, and what comes back of it at the next start. Plain values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from inferencecenter.protocol.events import End
+    from inferencecenter.protocol.params import Params
+    from inferencecenter.protocol.requests import Infer
+    from inferencecenter.protocol.values import TranscriptTurn
+    from inferencecenter.sessions.facts import SessionFacts
+    from inferencecenter.sessions.history import History, View
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TurnOrder:
+    """A turn that has not ended: all that it takes to run it, or what is left of it.
+
+    ``warnings`` are about its parameters, ``rank`` is its class as the engine orders turns. ``submitted_at`` is Unix
+    seconds. ``rendered_at`` is the local time that its template was told, in ISO 8601 with offset. ``view`` is set once
+    its prompt was made shorter: which messages are read since.
+    """
+
+    turn_id: str
+    request: Infer
+    params: Params
+    rank: int
+    warnings: tuple[str, ...]
+    submitted_at: float
+    rendered_at: str
+    view: View | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Opened:
+    """A session begins, as a fork with a history and turns."""
+
+    facts: SessionFacts
+    history: History
+    turns: tuple[TranscriptTurn, ...]
+    last_used_at: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ordered:
+    """A turn begins to wait, or goes on with a shorter prompt; ``seq`` is the number of the session's last event."""
+
+    session_id: str
+    seq: int
+    last_used_at: float
+    order: TurnOrder
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Said:
+    """A turn generated packed ``tokens``, and ``text`` is about to be shown."""
+
+    session_id: str
+    seq: int
+    turn_id: str
+    tokens: bytes
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ended:
+    """A turn is over and its history holds. ``turn_key`` is the client's name for it, ``end`` what it was told."""
+
+    session_id: str
+    client_id: str
+    seq: int
+    last_used_at: float
+    history: History
+    turn: TranscriptTurn
+    turn_key: str | None
+    end: End
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dropped:
+    """A turn failed and leaves nothing behind."""
+
+    session_id: str
+    seq: int
+    last_used_at: float
+    turn_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Changed:
+    """The history changed without a turn: appended to, or rewound to the turns that are left."""
+
+    session_id: str
+    seq: int
+    last_used_at: float
+    history: History
+    turns: tuple[TranscriptTurn, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Renamed:
+    """The events of a session up to now are lost for good: its history of events has another ``epoch``."""
+
+    session_id: str
+    epoch: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gone:
+    """A session is closed, has expired or was purged."""
+
+    session_id: str
+
+
+Record: TypeAlias = Opened | Ordered | Said | Ended | Dropped | Changed | Renamed | Gone
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unfinished:
+    """A turn that was running or waiting when the daemon ended, with all it had generated and shown."""
+
+    order: TurnOrder
+    tokens: bytes
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kept:
+    """A session as it was written down. ``ends`` are the ends of turns by their keys, the latest last."""
+
+    facts: SessionFacts
+    seq: int
+    last_used_at: float
+    history: History
+    turns: tuple[TranscriptTurn, ...]
+    ends: Mapping[str, End]
+    unfinished: Unfinished | None
