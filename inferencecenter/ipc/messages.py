@@ -47,9 +47,9 @@ class Submit(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
     The first ``shared_pieces`` pieces are a system prompt, whose KV other sessions of the client may use, and with
     ``public`` everybody's. ``answer`` is what this turn generated before, when it goes on after its prompt was made
-    shorter or its engine was lost; the first ``shown_chars`` characters of its text have been told. With ``may_shift`` a
-    turn whose context is full hears ``Overflowed`` instead of its end. Without ``durable`` nothing of it may be written
-    to a disk.
+    shorter or its engine was lost; the first ``shown_chars`` characters of its text have been told. With ``may_shift``
+    a turn whose context is full hears ``Overflowed`` instead of its end. Without ``durable`` nothing of it may be
+    written to a disk.
     """
 
     turn_id: str
