@@ -53,7 +53,7 @@ class TurnMark:
 class History:
     """Messages, the packed tokens that spell the text ``covered``, and the turns that have ended.
 
-    ``view`` is what of the messages was last rendered.
+    ``view`` is what of the messages was last rendered. ``made_by`` names the model whose tokens they are.
     """
 
     messages: tuple[ChatMessage, ...] = ()
@@ -61,6 +61,7 @@ class History:
     covered: str = ""
     view: View = View()
     turns: tuple[TurnMark, ...] = ()
+    made_by: str = ""
 
     @property
     def n_tokens(self) -> int:
@@ -71,6 +72,14 @@ class History:
     def n_chars(self) -> int:
         """Characters of all messages."""
         return sum(len(message.content) for message in self.messages)
+
+    def made_for(self, model: str) -> History:
+        """Return the history as ``model`` goes on with it: another model's tokens mean nothing to it."""
+        if self.made_by == model:
+            return self
+        if not self.made_by:
+            return replace(self, made_by=model)
+        return replace(self, tokens=b"", covered="", turns=_unspelled(self.turns), made_by=model)
 
     def appended(self, messages: tuple[ChatMessage, ...], *, max_chars: int) -> History:
         """Return the history with more messages; their tokens follow with the next turn.
@@ -103,9 +112,7 @@ class History:
             now: What is held at its end, without turns.
             goes_on: Whether the tokens held now begin with those held before.
         """
-        earlier = self.turns
-        if not goes_on:
-            earlier = tuple(replace(turn, n_tokens=0, n_chars=0) if turn.n_chars else turn for turn in earlier)
+        earlier = self.turns if goes_on else _unspelled(self.turns)
         mark = TurnMark(
             turn_id=turn_id,
             n_before=len(self.messages),
@@ -126,7 +133,7 @@ class History:
         """
         if turn == START:
             n_messages = self.turns[0].n_before if self.turns else len(self.messages)
-            return History(self.messages[:n_messages])
+            return History(self.messages[:n_messages], made_by=self.made_by)
         for index in range(len(self.turns) - 1, -1, -1):
             mark = self.turns[index]
             if mark.turn_id == turn:
@@ -136,6 +143,7 @@ class History:
                     self.covered[: mark.n_chars],
                     mark.view,
                     self.turns[: index + 1],
+                    self.made_by,
                 )
         raise InferenceCenterError(
             ErrorCode.TURN_NOT_FOUND,
@@ -143,3 +151,8 @@ class History:
             field="turn",
             hint=f"get_session lists them; {START} stands for the place before the first one.",
         )
+
+
+def _unspelled(turns: tuple[TurnMark, ...]) -> tuple[TurnMark, ...]:
+    """Return the marks of turns whose tokens are no longer held."""
+    return tuple(replace(turn, n_tokens=0, n_chars=0) if turn.n_chars else turn for turn in turns)

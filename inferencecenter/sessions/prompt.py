@@ -95,7 +95,7 @@ def after_turn(history: History, prompt: Prompt, *, answer: Answer, end: Finishe
     """Return the history once a turn has ended, with whatever of the answer was shown.
 
     Args:
-        history: As it was before the turn.
+        history: As it was before the turn, made for the model that answered.
         prompt: What the turn submitted last.
         answer: What came back.
         end: How it ended; not needed for a prompt that did not begin.
@@ -104,9 +104,10 @@ def after_turn(history: History, prompt: Prompt, *, answer: Answer, end: Finishe
     messages = (*prompt.messages, ChatMessage(role="assistant", content=answer.text))
     if answer.prompt_tokens is None or end is None:
         if prompt.view.n_dropped == history.view.n_dropped:
-            now = History(messages, history.tokens, history.covered, prompt.view)
+            now = History(messages, history.tokens, history.covered, prompt.view, made_by=history.made_by)
             return history.after(answer.turn_id, now, goes_on=True)
-        return history.after(answer.turn_id, History(messages, view=prompt.view), goes_on=False)
+        now = History(messages, view=prompt.view, made_by=history.made_by)
+        return history.after(answer.turn_id, now, goes_on=False)
     kept_tokens, end_text = end.kept_tokens, end.end_text
     if end_text and not keeps_end:
         kept_tokens, end_text = kept_tokens - 1, ""
@@ -115,6 +116,7 @@ def after_turn(history: History, prompt: Prompt, *, answer: Answer, end: Finishe
         answer.prompt_tokens + answer.tokens[: kept_tokens * TOKEN_BYTES],
         prompt.text + answer.text[: end.kept_chars] + end_text,
         prompt.view,
+        made_by=history.made_by,
     )
     return history.after(answer.turn_id, now, goes_on=bool(prompt.tokens))
 

@@ -21,8 +21,8 @@ class TurnOrder:
     """A turn that has not ended: all that it takes to run it, or what is left of it.
 
     ``warnings`` are about its parameters, ``rank`` is its class as the engine orders turns. ``submitted_at`` is Unix
-    seconds. ``rendered_at`` is the local time that its template was told, in ISO 8601 with offset. ``view`` is set once
-    its prompt was made shorter: which messages are read since.
+    seconds. ``rendered_at`` is the local time that its template was told, in ISO 8601 with offset. ``made_by`` names the
+    model whose tokens it is made of. ``view`` is set once its prompt was made shorter: which messages are read since.
     """
 
     turn_id: str
@@ -32,6 +32,7 @@ class TurnOrder:
     warnings: tuple[str, ...]
     submitted_at: float
     rendered_at: str
+    made_by: str
     view: View | None = None
 
 
@@ -57,7 +58,10 @@ class Ordered:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Said:
-    """A turn generated packed ``tokens``, and ``text`` is about to be shown."""
+    """A turn generated packed ``tokens``, and ``text`` is about to be shown.
+
+    With neither of them the session only told something that leaves no other trace, as a place in the queue.
+    """
 
     session_id: str
     seq: int
