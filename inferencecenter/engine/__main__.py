@@ -17,12 +17,14 @@ from typing import TYPE_CHECKING
 
 from inferencecenter.engine.echo import EchoBackend
 from inferencecenter.engine.inbox import Closed, Fetched, Inbox, Received
+from inferencecenter.engine.kv.adoption import Adoption
 from inferencecenter.engine.kv.store import KvStore, TierOptions
 from inferencecenter.engine.loop import EngineLoop
 from inferencecenter.errors import ErrorCode, InferenceCenterError
 from inferencecenter.ipc.framing import FrameError
 from inferencecenter.ipc.messages import Configure, LoadFailed, Loading, Log, Ready
 from inferencecenter.ipc.pipe import Pipe
+from inferencecenter.ipc.pulse import Pulse
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -58,8 +60,11 @@ def main() -> int:
 def _serve(pipe: Pipe, options: EngineOptions) -> int:
     inbox = Inbox()
     watch(pipe, inbox)
+    # Without a page of the front's, progress is counted in one that nobody looks at.
+    pulse = Pulse.create() if options.pulse_fd < 0 else Pulse.attach(options.pulse_fd)
     try:
-        backend = _load(pipe, options)
+        adopt = adoption(options)
+        backend = _load(pipe, options, pulse)
     except InferenceCenterError as error:
         pipe.send(LoadFailed(error.code.value, error.message, error.hint or ""))
         return error.spec.exit_code
@@ -69,21 +74,40 @@ def _serve(pipe: Pipe, options: EngineOptions) -> int:
         kv = open_kv(
             backend,
             options,
+            adopt=adopt,
             worker=disk_worker,
             on_fetched=lambda: inbox.put(Fetched()),
             on_log=lambda level, text: pipe.send(Log(level, text, "engine")),
         )
         held.callback(kv.close)
-        loop = EngineLoop(backend, options, kv=kv, inbox=inbox, send=pipe.send, clock=time.monotonic)
+        loop = EngineLoop(backend, options, kv=kv, inbox=inbox, pulse=pulse, send=pipe.send, clock=time.monotonic)
         pipe.send(Ready(backend.model))
         loop.run()
     return os.EX_OK
 
 
-def open_kv(
+def adoption(options: EngineOptions) -> Adoption:
+    """Return what of an earlier engine's parked KV is taken over.
+
+    Raises:
+        InferenceCenterError: ``invalid_config`` where the options say nothing that there is.
+    """
+    try:
+        return Adoption(options.kv_adopt)
+    except ValueError:
+        raise InferenceCenterError(
+            ErrorCode.INVALID_CONFIG,
+            f"kv_adopt is {options.kv_adopt!r}.",
+            hint=f"Choose {', '.join(Adoption)}.",
+            field="kv_adopt",
+        ) from None
+
+
+def open_kv(  # noqa: PLR0913 - a store and what it is told, all by name
     backend: Backend,
     options: EngineOptions,
     *,
+    adopt: Adoption,
     worker: Executor,
     on_fetched: Callable[[], None],
     on_log: Callable[[str, str], None],
@@ -98,7 +122,7 @@ def open_kv(
         ram=TierOptions(Path(options.kv_ram_dir), options.kv_ram_bytes),
         disk=TierOptions(Path(options.kv_disk_dir), options.kv_disk_bytes),
         client_share=options.kv_client_share,
-        adopt=options.kv_adopt,
+        adopt=adopt,
         can_rewind=backend.can_rewind,
         worker=worker,
         on_fetched=on_fetched,
@@ -106,7 +130,7 @@ def open_kv(
     )
 
 
-def _load(pipe: Pipe, options: EngineOptions) -> Backend:
+def _load(pipe: Pipe, options: EngineOptions, pulse: Pulse) -> Backend:
     pipe.send(Loading(0.0))
     if options.backend == "echo":
         return EchoBackend(options)
@@ -114,10 +138,15 @@ def _load(pipe: Pipe, options: EngineOptions) -> Backend:
         # llama.cpp's crash handler would start a debugger on the process, which takes longer than a restart.
         os.environ["GGML_NO_BACKTRACE"] = "1"
         from inferencecenter.engine.llama.backend import LlamaBackend  # noqa: PLC0415 - loads llama.cpp
+        from inferencecenter.engine.llama.devices import offloads  # noqa: PLC0415
+
+        def progressed(fraction: float) -> None:
+            pulse.beat()
+            pipe.send(Loading(fraction, offloads()))
 
         return LlamaBackend.load(
             options,
-            on_progress=lambda fraction: pipe.send(Loading(fraction)),
+            on_progress=progressed,
             on_log=lambda level, text: pipe.send(Log(level, text, "llama.cpp")),
         )
     raise InferenceCenterError(

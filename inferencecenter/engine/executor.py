@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from inferencecenter.engine.backend import Backend, TurnSampler
     from inferencecenter.engine.kv.store import KvStore
     from inferencecenter.engine.outputs import Lapse, TurnOutput
-    from inferencecenter.engine.scheduler.plan import Admission, Pass, Plan, Row
+    from inferencecenter.engine.scheduler.plan import Admission, Park, Pass, Plan, Row
     from inferencecenter.ipc.messages import TurnEvent
 
 
@@ -81,6 +81,7 @@ class Executor:
         workers: How many rows are sampled at once at most.
         clock: Monotonic seconds.
         interrupted: Whether what is left of a step can wait, because a turn is to end.
+        progressed: Called after each move and each pass.
         on_log: Called with level and text, from any thread.
     """
 
@@ -93,14 +94,16 @@ class Executor:
         workers: int,
         clock: Callable[[], float],
         interrupted: Callable[[], bool],
+        progressed: Callable[[], None],
         on_log: Callable[[str, str], None],
     ) -> None:
         self._backend = backend
-        self._mover = Mover(backend, kv, clock=clock, on_log=on_log)
+        self._mover = Mover(backend, kv, clock=clock, progressed=progressed, on_log=on_log)
         self._pool = pool
         self._workers = workers
         self._clock = clock
         self._interrupted = interrupted
+        self._progressed = progressed
         self._on_log = on_log
         self._outputs: dict[str, TurnOutput] = {}
         self._samplers: dict[str, TurnSampler] = {}
@@ -141,9 +144,14 @@ class Executor:
             if number and self._interrupted():
                 break
             self._run_pass(each, results)
+            self._progressed()
         for turn_id in results.ended:
             self._drop(turn_id)
         return results.outcome(), tuple(results.events)
+
+    def park(self, park: Park) -> bool:
+        """Park what a slot holds, between two steps; ``False`` when it could not be."""
+        return self._mover.run((park,)).n_parked > 0
 
     def close(self) -> None:
         """Free the samplers of all turns, whose end nobody will hear of."""
@@ -168,6 +176,12 @@ class Executor:
             self._samplers[turn_id] = self._backend.sampler(output.params, prompt, answer)
         except InferenceCenterError as error:
             results.events.append(output.fail(error))
+            results.ended.add(turn_id)
+            return
+        except Exception as error:  # noqa: BLE001 - a border: what one turn asks for must not end the others
+            self._on_log("error", f"a sampler could not be made: {error!r}")
+            failure = InferenceCenterError(ErrorCode.INTERNAL, "The turn's sampler could not be made.")
+            results.events.append(output.fail(failure))
             results.ended.add(turn_id)
             return
         cached_tokens = 0 if turn_id in results.emptied else admission.cached_tokens

@@ -6,7 +6,7 @@ import queue
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
-from inferencecenter.ipc.messages import Abort, Release, Submit
+from inferencecenter.ipc.messages import Abort, Keep, Release, Submit, Suspend
 
 if TYPE_CHECKING:
     from inferencecenter.engine.outputs import TurnOutput
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 class Received:
     """A command of the front, with the monotonic second at which it came."""
 
-    command: Submit | Abort | Release
+    command: Submit | Abort | Release | Keep | Suspend
     at_s: float
 
 
@@ -32,6 +32,11 @@ class Prepared:
     tokens: list[int]
     prefix_tokens: int
     output: TurnOutput
+
+    @property
+    def prompt(self) -> list[int]:
+        """The tokens without those that the turn answered before."""
+        return self.tokens[: len(self.tokens) - self.output.n_answered]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +79,7 @@ class Inbox:
         """Add a command; from any thread."""
         self._commands.put(command)
         if isinstance(command, Closed) or (
-            isinstance(command, Received) and isinstance(command.command, Abort | Release)
+            isinstance(command, Received) and isinstance(command.command, Abort | Release | Suspend)
         ):
             self._urgent = True
 

@@ -4,22 +4,31 @@ from __future__ import annotations
 
 import math
 import os
-from collections import deque
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from inferencecenter.engine.deadlines import Deadlines
 from inferencecenter.engine.executor import Executor
 from inferencecenter.engine.inbox import Closed, Fetched, Prepared, Received, Unprepared
-from inferencecenter.engine.outputs import Turn, TurnOutput, failed, never_ran
+from inferencecenter.engine.outputs import failed, never_ran
+from inferencecenter.engine.preparation import Preparation
 from inferencecenter.engine.scheduler.plan import Restore
 from inferencecenter.engine.scheduler.request import Request
 from inferencecenter.engine.scheduler.scheduler import Scheduler
 from inferencecenter.errors import ErrorCode, InferenceCenterError
-from inferencecenter.ipc.messages import Abort, Log, Position, Progress, Release, Step, Submit, unpack_tokens
-from inferencecenter.protocol import params as turn_params
+from inferencecenter.ipc.messages import (
+    Abort,
+    Keep,
+    Log,
+    Position,
+    Progress,
+    Release,
+    Step,
+    Submit,
+    Suspend,
+    Suspended,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -27,22 +36,15 @@ if TYPE_CHECKING:
     from inferencecenter.engine.backend import Backend
     from inferencecenter.engine.inbox import Command, Inbox
     from inferencecenter.engine.kv.store import KvStore
+    from inferencecenter.engine.preparation import Pending
+    from inferencecenter.engine.scheduler.plan import Outcome, Plan
     from inferencecenter.ipc.messages import EngineOptions, FromEngine, TurnEvent
+    from inferencecenter.ipc.pulse import Pulse
 
 _STATM = Path("/proc/self/statm")
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _RSS_EVERY_S = 1.0
 _BLOCKED_S = 1.0
-
-
-@dataclass(slots=True)
-class _Pending:
-    """A submitted turn until the scheduler has it."""
-
-    submit: Submit
-    arrival: int
-    at_s: float
-    prepared: Prepared | Unprepared | None = None
 
 
 class EngineLoop:
@@ -53,6 +55,7 @@ class EngineLoop:
         options: How steps are planned, how long turns may wait, and the number of worker threads.
         kv: Where sequences are parked; what it fetches is announced in the inbox.
         inbox: What the reader thread and the workers put in.
+        pulse: Where it counts its progress: a loop that sleeps, or turns without moving anything, makes none.
         send: Sends a frame to the front; may block.
         clock: Monotonic seconds.
     """
@@ -64,6 +67,7 @@ class EngineLoop:
         *,
         kv: KvStore,
         inbox: Inbox,
+        pulse: Pulse,
         send: Callable[[FromEngine], None],
         clock: Callable[[], float],
     ) -> None:
@@ -72,6 +76,7 @@ class EngineLoop:
         self._queue_timeout_s = options.queue_timeout_s or math.inf
         self._pool = ThreadPoolExecutor(options.worker_threads, thread_name_prefix="worker")
         self._inbox = inbox
+        self._pulse = pulse
         self._send = send
         self._clock = clock
         self._scheduler = Scheduler(
@@ -92,16 +97,24 @@ class EngineLoop:
             workers=options.worker_threads,
             clock=clock,
             interrupted=lambda: inbox.urgent,
+            progressed=pulse.beat,
             on_log=self._on_log,
         )
-        self._pending: dict[str, _Pending] = {}
-        self._sessions: dict[str, deque[str]] = {}
+        self._preparation = Preparation(
+            backend,
+            pool=self._pool,
+            inbox=inbox,
+            pulse=pulse,
+            queue_timeout_s=self._queue_timeout_s,
+            on_ready=self._schedule,
+            on_log=self._on_log,
+        )
         self._deadlines = Deadlines()
-        self._arrivals = 0
         self._events: list[TurnEvent] = []
         self._gauges = (0, 0, 0, 0)
         self._rss_bytes = 0
         self._rss_at_s = float("-inf")
+        self._suspended = False
         self._closed = False
 
     def run(self) -> None:
@@ -125,12 +138,14 @@ class EngineLoop:
         if idle:
             self._scheduler.check_integrity()
             self._kv.check_integrity()
-            if not self._pending:
+            if not self._preparation:
                 self._deadlines.clear()
         if idle or self._scheduler.blocked:
             command = self._inbox.get(timeout_s=self._sleep_s(idle=idle))
             if command is not None:
                 self._handle(command)
+            elif not idle:
+                self._pulse.beat()  # a disk that does not answer is given up, which is no hang
         for command in self._inbox.drain():
             self._handle(command)
         return not self._closed
@@ -152,16 +167,25 @@ class EngineLoop:
             restored = {move.key for move in plan.moves if isinstance(move, Restore)}
             for key in plan.fetches:
                 self._kv.fetch(key, keep=restored)
-            outcome, events = self._executor.run(plan)
+            outcome, events = self._run(plan)
             readings = self._scheduler.completed(outcome, now=self._clock())
             self._events += [Position(turn_id, place) for turn_id, place in self._scheduler.positions()]
             self._events += events
             self._events += [Progress(reading.turn_id, reading.done, reading.total) for reading in readings]
 
+    def _run(self, plan: Plan) -> tuple[Outcome, tuple[TurnEvent, ...]]:
+        """Carry a plan out, with its turns named beforehand: what ends the process meanwhile may be their fault."""
+        if plan.empty:
+            return self._executor.run(plan)
+        self._pulse.step(plan.turn_ids)
+        ran = self._executor.run(plan)
+        self._pulse.step(())
+        return ran
+
     def _report(self) -> None:
         """Send all that has happened since the last time in one frame, if anything has."""
-        running, waiting = self._scheduler.running, self._scheduler.waiting + len(self._pending)
-        parked_sessions, parked_bytes = self._kv.sessions, self._kv.bytes
+        running, waiting = self._scheduler.running, self._scheduler.waiting + len(self._preparation)
+        parked_sessions, parked_bytes = self._kv.sessions, self._kv.total_bytes
         gauges = (running, waiting, parked_sessions, parked_bytes)
         if self._events or gauges != self._gauges:
             self._send(
@@ -177,6 +201,9 @@ class EngineLoop:
             self._events, self._gauges = [], gauges
 
     def _handle(self, command: Command) -> None:
+        self._pulse.beat()
+        if self._suspended and not isinstance(command, Closed):
+            return
         match command:
             case Received(command=Submit() as submit, at_s=at_s):
                 self._submit(submit, at_s=at_s)
@@ -184,117 +211,58 @@ class EngineLoop:
                 self._end(turn_id, "aborted", now=self._clock())
             case Received(command=Release(session_id=session_id)):
                 self._release(session_id)
+            case Received(command=Keep(session_ids=session_ids)):
+                self._kv.keep(session_ids)
+            case Received(command=Suspend()):
+                self._suspend()
             case Prepared() | Unprepared():
-                self._enqueue(command)
+                self._preparation.take(command)
             case Fetched():
                 pass  # it woke the loop, and the next plan finds what it has become
             case Closed():
                 self._closed = True
 
     def _submit(self, submit: Submit, *, at_s: float) -> None:
-        self._arrivals += 1
-        self._pending[submit.turn_id] = _Pending(submit, self._arrivals, at_s)
-        self._sessions.setdefault(submit.session_id, deque()).append(submit.turn_id)
         if not submit.answer:
             self._deadlines.add(submit.turn_id, (at_s + self._queue_timeout_s,))
-        self._pool.submit(self._prepare, submit, at_s=at_s)
+        self._preparation.add(submit, at_s=at_s)
 
-    def _prepare(self, submit: Submit, *, at_s: float) -> None:
-        """Turn a submission into tokens, on a worker thread."""
-        try:
-            self._inbox.put(self._prepared(submit, at_s=at_s))
-        except InferenceCenterError as error:
-            self._inbox.put(Unprepared(submit.turn_id, error))
-        except Exception as error:  # noqa: BLE001 - a border: what one turn sent must not end the others
-            self._on_log("error", f"tokenizing failed: {error!r}")
-            failure = InferenceCenterError(ErrorCode.INTERNAL, "The prompt could not be turned into tokens.")
-            self._inbox.put(Unprepared(submit.turn_id, failure))
-
-    def _prepared(self, submit: Submit, *, at_s: float) -> Prepared:
-        history = unpack_tokens(submit.tokens)
-        prompt = history + self._backend.tokenize(submit.pieces, first=not history)
-        answer = unpack_tokens(submit.answer)
-        turn = Turn(
-            turn_id=submit.turn_id,
-            params=turn_params.decode(submit.params_json),
-            submitted_s=at_s,
-            prompt_tokens=len(prompt),
-            answer=tuple(answer),
-            may_shift=submit.may_shift,
-        )
-        output = TurnOutput(turn, self._backend, n_ctx=self._backend.model.n_ctx, queue_timeout_s=self._queue_timeout_s)
-        return Prepared(submit.turn_id, prompt + answer, self._prefix_tokens(submit, prompt), output)
-
-    def _prefix_tokens(self, submit: Submit, prompt: list[int]) -> int:
-        """Return how many tokens the shared pieces are; none where a token reaches over their end."""
-        if submit.tokens or not submit.shared_pieces:
-            return 0
-        prefix = self._backend.tokenize(submit.pieces[: submit.shared_pieces], first=True)
-        return len(prefix) if prompt[: len(prefix)] == prefix else 0
-
-    def _enqueue(self, prepared: Prepared | Unprepared) -> None:
-        """Give the scheduler what is ready, each session's turns in the order in which they came."""
-        pending = self._pending.get(prepared.turn_id)
-        if pending is None:  # ended while it was tokenized
-            return
-        pending.prepared = prepared
-        self._advance(pending.submit.session_id)
-
-    def _advance(self, session_id: str) -> None:
-        turns = self._sessions[session_id]
-        while turns and (prepared := self._pending[turns[0]].prepared) is not None:
-            pending = self._pending.pop(turns.popleft())
-            self._schedule(pending, prepared)
-        if not turns:
-            del self._sessions[session_id]
-
-    def _schedule(self, pending: _Pending, prepared: Prepared | Unprepared) -> None:
+    def _schedule(self, pending: Pending, prepared: Prepared | Unprepared) -> None:
+        """Give the scheduler a turn that is ready, unless it is over."""
         submit = pending.submit
         if isinstance(prepared, Unprepared):
             self._events.append(failed(submit.turn_id, prepared.error))
             return
-        request = Request(
-            turn_id=submit.turn_id,
-            session_id=submit.session_id,
-            client_id=submit.client_id,
-            priority=submit.priority,
-            arrival=pending.arrival,
-            submitted_s=pending.at_s,
-            prefix_tokens=prepared.prefix_tokens,
-            public=submit.public,
-            durable=submit.durable,
-            tokens=prepared.tokens,
-        )
+        output, now = prepared.output, self._clock()
+        if output.complete:
+            self._events += output.conclude(prepared.prompt, now=now)
+            return
+        if pending.ending is not None:
+            self._events += output.end(pending.ending, now=now)
+            return
         try:
-            self._scheduler.add(request)
+            self._scheduler.add(_request(pending, prepared))
         except InferenceCenterError as error:
             shifts = submit.may_shift and error.code is ErrorCode.PROMPT_TOO_LONG
-            output = prepared.output
-            self._events.append(output.overflow(now=self._clock()) if shifts else output.fail(error))
+            self._events.append(output.overflow(now=now) if shifts else output.fail(error))
             return
-        self._executor.add(prepared.output)
-        self._deadlines.add(submit.turn_id, prepared.output.deadlines_s)
+        self._executor.add(output)
+        self._deadlines.add(submit.turn_id, output.deadlines_s)
 
     def _end(self, turn_id: str, reason: str, *, now: float) -> None:
         """End a turn wherever it is; one that is unknown has just ended."""
-        pending = self._withdraw(turn_id)
-        if pending is not None:
+        pending = self._preparation.get(turn_id)
+        if pending is not None and pending.submit.answer:
+            pending.ending = reason  # what of its answer stays is known when it is prepared
+        elif pending is not None:
+            self._preparation.withdraw(turn_id)
             self._events.append(never_ran(turn_id, reason, waited_s=now - pending.at_s))
         elif self._scheduler.abort(turn_id, now=now):
             self._events += self._executor.end(turn_id, reason)
 
-    def _withdraw(self, turn_id: str) -> _Pending | None:
-        """Forget a turn that the scheduler does not have yet, if it is one, and return it."""
-        pending = self._pending.pop(turn_id, None)
-        if pending is not None:
-            session_id = pending.submit.session_id
-            self._sessions[session_id].remove(turn_id)
-            self._advance(session_id)
-        return pending
-
     def _lapse(self, turn_id: str, *, now: float) -> None:
         """End a turn of which a time has run out, if it has: it may have begun or ended, or been submitted again."""
-        pending = self._pending.get(turn_id)
+        pending = self._preparation.get(turn_id)
         lapse = self._executor.lapse(turn_id, now)
         if pending is not None and not pending.submit.answer and now >= pending.at_s + self._queue_timeout_s:
             lapse = "queue_timeout"
@@ -304,18 +272,32 @@ class EngineLoop:
             error = InferenceCenterError(
                 ErrorCode.QUEUE_TIMEOUT, f"The turn waited {self._queue_timeout_s:g} s and got no slot."
             )
-            if self._withdraw(turn_id) is not None:
+            if self._preparation.withdraw(turn_id) is not None:
                 self._events.append(failed(turn_id, error))
             elif self._scheduler.abort(turn_id, now=now):
                 self._events.append(self._executor.fail(turn_id, error))
 
     def _release(self, session_id: str) -> None:
         now = self._clock()
-        for turn_id in tuple(self._sessions.get(session_id, ())):
+        for turn_id in self._preparation.of_session(session_id):
             self._end(turn_id, "aborted", now=now)
         for turn_id in self._scheduler.release(session_id, now=now):
             self._events += self._executor.end(turn_id, "aborted")
         self._kv.forget_session(session_id)
+
+    def _suspend(self) -> None:
+        """Stop all turns without a word, bring their KV to disk, and take no more of them."""
+        self._suspended = True
+        self._preparation.clear()
+        self._deadlines.clear()
+        self._events.clear()
+        self._executor.close()
+        for park in self._scheduler.suspend(now=self._clock()):
+            if not self._executor.park(park):  # memory is full of what is on its way to the disk
+                self._kv.save(self._pulse.beat)
+                self._executor.park(park)
+        self._kv.save(self._pulse.beat)
+        self._send(Suspended(self._kv.sessions_on_disk))
 
     def _read_rss_bytes(self) -> int:
         now = self._clock()
@@ -326,3 +308,19 @@ class EngineLoop:
 
     def _on_log(self, level: str, text: str) -> None:
         self._send(Log(level, text, "engine"))
+
+
+def _request(pending: Pending, prepared: Prepared) -> Request:
+    submit = pending.submit
+    return Request(
+        turn_id=submit.turn_id,
+        session_id=submit.session_id,
+        client_id=submit.client_id,
+        priority=submit.priority,
+        arrival=pending.arrival,
+        submitted_s=pending.at_s,
+        prefix_tokens=prepared.prefix_tokens,
+        public=submit.public,
+        durable=submit.durable,
+        tokens=prepared.tokens,
+    )

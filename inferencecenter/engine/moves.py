@@ -39,15 +39,23 @@ class Mover:
         backend: What holds the slots.
         kv: Where sequences are parked.
         clock: Monotonic seconds.
+        progressed: Called after each move.
         on_log: Called with level and text.
     """
 
     def __init__(
-        self, backend: Backend, kv: KvStore, *, clock: Callable[[], float], on_log: Callable[[str, str], None]
+        self,
+        backend: Backend,
+        kv: KvStore,
+        *,
+        clock: Callable[[], float],
+        progressed: Callable[[], None],
+        on_log: Callable[[str, str], None],
     ) -> None:
         self._backend = backend
         self._kv = kv
         self._clock = clock
+        self._progressed = progressed
         self._on_log = on_log
         # Slots that are empty though the plan counts on what they held.
         self._empty: set[int] = set()
@@ -69,6 +77,7 @@ class Mover:
                     began_s = self._clock()
                     self._transfer(move, moved)
                     moved.took_s += self._clock() - began_s
+            self._progressed()
         return moved
 
     def _transfer(self, move: Park | Restore | Copy, moved: Moved) -> None:
@@ -121,7 +130,11 @@ class Mover:
         )
 
     def _restore(self, restore: Restore) -> bool:
-        return self._kv.load(restore.key, lambda data: self._backend.restore(restore.slot, data, restore.n_tokens))
+        return self._kv.load(
+            restore.key,
+            restore.tokens,
+            lambda data: self._backend.restore(restore.slot, data, restore.n_tokens),
+        )
 
     def _copy(self, copy: Copy) -> bool:
         return copy.source not in self._empty and self._backend.copy(copy.source, copy.target, copy.n_tokens)

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
 
+from inferencecenter.engine.sampling.chain import learns
 from inferencecenter.engine.sampling.repetition import RepetitionDetector
 from inferencecenter.engine.sampling.stop import StopScanner
 from inferencecenter.engine.sampling.text import TokenText
@@ -41,8 +42,8 @@ class Vocabulary(Protocol):
 class Turn:
     """What a turn asks for. ``submitted_s`` is a monotonic second, ``prompt_tokens`` the length of its whole prompt.
 
-    ``answer`` is what the turn generated before its prompt was made shorter. With ``may_shift`` a full context is not
-    its end.
+    ``answer`` is what the turn generated before its prompt was made shorter or its engine was lost, and the first
+    ``shown_chars`` characters of its text have been told. With ``may_shift`` a full context is not its end.
     """
 
     turn_id: str
@@ -50,7 +51,16 @@ class Turn:
     submitted_s: float
     prompt_tokens: int
     answer: tuple[int, ...] = ()
+    shown_chars: int = 0
     may_shift: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _End:
+    """Why an answer is complete, and the stop string or pattern that matched."""
+
+    reason: str
+    stop: str | None
 
 
 class TurnOutput:
@@ -58,10 +68,12 @@ class TurnOutput:
 
     Text that could become a stop string is held back. When the turn ends another way it was none, so it is shown.
 
-    A turn that goes on after its prompt was made shorter takes its earlier answer in again without a word: what was
-    shown is not shown twice, and what had been held back is held back again. Counts and the text that stays in the
+    A turn that goes on after its prompt was made shorter or its engine was lost takes its earlier answer in again
+    without a word: what had been held back is held back again, and what is told begins at the first character that has
+    not been told, be that in the earlier answer or in what is generated next. Counts and the text that stays in the
     history are of the whole answer. Times are not: the engine has known of the turn only since it was submitted last,
-    and ``max_time_ms`` counts from there.
+    and ``max_time_ms`` counts from there. An earlier answer that is complete, because the turn was lost with its last
+    token and before its end was heard, is ``complete`` here too, and nothing more is generated.
 
     Args:
         turn: What is asked for; its stopping parameters are obeyed here, the others by the sampler.
@@ -88,7 +100,8 @@ class TurnOutput:
         self._generated_tokens = 0
         self._end_text = ""
         self._text = TokenText()
-        self._shown_chars = 0
+        self._shown_chars = turn.shown_chars
+        self._warnings: tuple[str, ...] = ()
         self._scanner = StopScanner(params.stop, params.stop_regex)
         self._repetition = RepetitionDetector(params.stop_on_repetition) if params.stop_on_repetition else None
         self._submitted_s = turn.submitted_s
@@ -98,9 +111,14 @@ class TurnOutput:
         self._starts_s = math.inf if turn.answer else turn.submitted_s + queue_timeout_s
         self._started_s: float | None = None
         self._first_s: float | None = None
-        for token in turn.answer:
-            self._shown_chars += len(self._take(token).text)
-            self._repeats(token)
+        self._end: _End | None = None
+        # Text that was released but not told, and how many characters have been told that were not released.
+        self._unsaid, self._ahead_chars = self._replay(turn)
+
+    @property
+    def complete(self) -> bool:
+        """Whether the earlier answer has come to its end; then the turn is to be concluded, not started."""
+        return self._end is not None
 
     @property
     def deadlines_s(self) -> tuple[float, float]:
@@ -117,7 +135,19 @@ class TurnOutput:
         """Note that the turn got its slot, with ``cached_tokens`` of the prompt in it."""
         self._started_s = now
         self._cached_tokens = min(cached_tokens, len(prompt))  # the rest of them is the earlier answer's
+        if self.n_answered and (learner := learns(self.params)) is not None:
+            self._warnings = (f"the answer was interrupted after {self.n_answered} tokens, and {learner} began afresh",)
         return Started(self.turn_id, pack_tokens(prompt), self._cached_tokens)
+
+    def conclude(self, prompt: Sequence[int], *, now: float) -> tuple[TurnEvent, ...]:
+        """End a turn whose earlier answer is complete, as after its last token; nothing of its prompt is read."""
+        assert self._end is not None
+        end = self._end
+        if end.reason == "context_full" and self._may_shift:
+            return (self.overflow(now=now),)
+        started = self.start(prompt, cached_tokens=len(prompt), now=now)
+        self._warnings = ()
+        return started, *self._ended(end.reason, stop=end.stop, now=now)
 
     def preempt(self) -> None:
         """Note that another turn got the slot."""
@@ -132,27 +162,24 @@ class TurnOutput:
         if self._first_s is None:
             self._first_s = now
         scan = self._take(sampled.token)
-        text = scan.text
-        is_end = self._vocabulary.is_end(sampled.token)
-        if is_end:
-            self._end_text = self._vocabulary.token_text(sampled.token)
-        reason = "stop" if is_end or scan.stop is not None else self._limit(sampled.token, now)
-        shifts = reason == "context_full" and self._may_shift
-        if reason is not None and not shifts:
-            text += self._scanner.finish()
-        self._shown_chars += len(text)
+        end = self._reached(sampled.token, scan)
+        if end is None and now >= self._ends_s:
+            end = _End("time", None)
+        shifts = end is not None and end.reason == "context_full" and self._may_shift
+        text = self._say(scan.text if end is None or shifts else scan.text + self._scanner.finish())
         logprobs = () if sampled.logprobs is None else (sampled.logprobs,)
         delta = Delta(self.turn_id, pack_tokens((sampled.token,)), text, logprobs)
-        if reason is None:
+        if end is None:
             return (delta,)
-        return delta, self.overflow(now=now) if shifts else self._finish(reason, stop=scan.stop, now=now)
+        return delta, self.overflow(now=now) if shifts else self._finish(end.reason, stop=end.stop, now=now)
 
     def end(self, reason: str, *, now: float) -> tuple[TurnEvent, ...]:
-        """End the turn between two tokens, as aborted or out of time, and return its last events."""
-        text = self._scanner.finish()
-        self._shown_chars += len(text)
-        finished = self._finish(reason, stop=None, now=now)
-        return (Delta(self.turn_id, b"", text), finished) if text else (finished,)
+        """End the turn between two tokens, as aborted or out of time, and return its last events.
+
+        A turn whose earlier answer is complete has ended by itself.
+        """
+        end = self._end or _End(reason, None)
+        return self._ended(end.reason, stop=end.stop, now=now)
 
     def overflow(self, *, now: float) -> Overflowed:
         """End the turn as far as the engine knows it: it does not fit its context, but may go on with less before it.
@@ -163,8 +190,7 @@ class TurnOutput:
         if not self._generated_tokens:
             self._mark_ended()
             return Overflowed(turn_id=self.turn_id, n_tokens=n_tokens)
-        text = self._scanner.finish()
-        self._shown_chars += len(text)
+        text = self._say(self._scanner.finish())
         end = self._finish("context_full", stop=None, now=now)
         return Overflowed(turn_id=self.turn_id, n_tokens=n_tokens, text=text, end=end)
 
@@ -173,32 +199,56 @@ class TurnOutput:
         self._mark_ended()
         return failed(self.turn_id, error)
 
+    def _replay(self, turn: Turn) -> tuple[str, int]:
+        """Take the earlier answer in; return what of its text is to be told, and how much more has been told."""
+        texts: list[str] = []
+        for token in turn.answer:
+            scan = self._take(token)
+            texts.append(scan.text)
+            # The prompt may have been shorter before: an end behind a full context is the end.
+            if self._end is None or self._end.reason == "context_full":
+                self._end = self._reached(token, scan)
+        text = "".join(texts)
+        return text[turn.shown_chars :], max(0, turn.shown_chars - len(text))
+
     def _take(self, token: int) -> Scan:
         """Add a token to the answer and return what may be shown of its text."""
         self._generated_tokens += 1
-        is_end = self._vocabulary.is_end(token)
-        return self._scanner.feed(self._text.push(b"" if is_end else self._vocabulary.token_bytes(token)))
+        if self._vocabulary.is_end(token):
+            self._end_text = self._vocabulary.token_text(token)
+            return self._scanner.feed(self._text.push(b""))
+        return self._scanner.feed(self._text.push(self._vocabulary.token_bytes(token)))
 
-    def _repeats(self, token: int) -> bool:
-        return self._repetition is not None and self._repetition.push(token)
+    def _say(self, released: str) -> str:
+        """Return what is told when text is released."""
+        text = self._unsaid + released
+        told = text[self._ahead_chars :]
+        self._unsaid, self._ahead_chars = "", max(0, self._ahead_chars - len(text))
+        self._shown_chars += len(told)
+        return told
 
-    def _limit(self, token: int, now: float) -> str | None:
-        """Return the limit that this token reaches."""
-        if self._repeats(token):
-            return "repetition"
-        if self._generated_tokens == self.params.max_tokens:
-            return "length"
-        if self._generated_tokens >= self._room_tokens:
-            return "context_full"
-        return "time" if now >= self._ends_s else None
+    def _reached(self, token: int, scan: Scan) -> _End | None:
+        """Return the end that the answer has reached with this token, if it is one."""
+        if self._vocabulary.is_end(token) or scan.stop is not None:
+            return _End("stop", scan.stop)
+        if self._repetition is not None and self._repetition.push(token):
+            return _End("repetition", None)
+        if self.params.max_tokens is not None and self._generated_tokens >= self.params.max_tokens:
+            return _End("length", None)
+        return _End("context_full", None) if self._generated_tokens >= self._room_tokens else None
+
+    def _ended(self, reason: str, *, stop: str | None, now: float) -> tuple[TurnEvent, ...]:
+        text = self._say(self._scanner.finish())
+        finished = self._finish(reason, stop=stop, now=now)
+        return (Delta(self.turn_id, b"", text), finished) if text else (finished,)
 
     def _finish(self, reason: str, *, stop: str | None, now: float) -> Finished:
-        self._mark_ended()
         kept_tokens, kept_chars = self._text.kept(self._shown_chars)
         # Behind a character that was never completed the end token cannot stay: the history has no gaps.
         end_text = self._end_text if kept_tokens == self._generated_tokens else ""
         first_s = now if self._first_s is None else self._first_s
         streamed = self._generated_tokens - self.n_answered - 1
+        self._mark_ended()
         return Finished(
             turn_id=self.turn_id,
             reason=reason,
@@ -214,6 +264,7 @@ class TurnOutput:
             total_ms=(now - self._submitted_s) * 1000,
             tokens_per_s=streamed / (now - first_s) if streamed > 0 and now > first_s else 0.0,
             preempted=self._preempted,
+            warnings=self._warnings,
         )
 
     def _mark_ended(self) -> None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import socket
 import threading
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from inferencecenter.engine.echo import EchoBackend
 from inferencecenter.engine.inbox import Closed, Fetched, Inbox, Received
+from inferencecenter.engine.kv.adoption import Adoption
 from inferencecenter.engine.loop import EngineLoop
 from inferencecenter.ipc.framing import encode, from_engine_decoder
 from inferencecenter.ipc.messages import (
@@ -30,6 +32,7 @@ from inferencecenter.ipc.messages import (
     unpack_tokens,
 )
 from inferencecenter.ipc.pipe import Pipe
+from inferencecenter.ipc.pulse import Pulse
 from tests.engine.parked import MIB, open_store
 
 if TYPE_CHECKING:
@@ -47,6 +50,7 @@ def submit(
     params: bytes = b"{}",
     priority: int = 1,
     answer: bytes = b"",
+    shown_chars: int = 0,
     may_shift: bool = False,
 ) -> Submit:
     """Return a chat turn; the session is named like the turn if not given."""
@@ -64,6 +68,7 @@ def submit(
         pieces=pieces,
         params_json=params,
         answer=answer,
+        shown_chars=shown_chars,
         may_shift=may_shift,
     )
 
@@ -167,11 +172,20 @@ class Engine:
             self.backend,
             kv or Path(),
             ram_bytes=0 if kv is None else MIB,
-            adopt=True,
+            adopt=Adoption.ALL,
             on_fetched=lambda: self._inbox.put(Fetched()),
         )
+        self._held = ExitStack()
+        self.pulse = Pulse.create()
+        self._held.callback(self.pulse.close)
         self.loop = EngineLoop(
-            self.backend, configured, kv=self.kv, inbox=self._inbox, send=self._pipe.send, clock=time.monotonic
+            self.backend,
+            configured,
+            kv=self.kv,
+            inbox=self._inbox,
+            pulse=self.pulse,
+            send=self._pipe.send,
+            clock=time.monotonic,
         )
         self._failure: BaseException | None = None
         self._threads = [threading.Thread(target=each, daemon=True) for each in (self._read, self._run)]
@@ -188,6 +202,7 @@ class Engine:
             thread.join(TIMEOUT_S)
         self.kv.close()
         self._pipe.close()
+        self._held.close()
         if self._failure is not None:
             raise self._failure
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from concurrent.futures import Executor, Future
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
+from inferencecenter.engine.kv.adoption import Adoption
 from inferencecenter.engine.kv.store import KvStore, TierOptions
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ def open_store(
     *,
     ram_bytes: int = MIB,
     disk_bytes: int = 0,
-    adopt: bool = False,
+    adopt: Adoption = Adoption.NONE,
     on_fetched: Callable[[], None] = lambda: None,
     on_log: Callable[[str, str], None] = lambda level, text: None,
 ) -> KvStore:

@@ -25,7 +25,16 @@ from inferencecenter.engine.scheduler.plan import (
     Truncation,
 )
 from inferencecenter.errors import ErrorCode, InferenceCenterError
-from inferencecenter.ipc.messages import Delta, EngineOptions, Failed, Finished, Started, TurnEvent, unpack_tokens
+from inferencecenter.ipc.messages import (
+    Delta,
+    EngineOptions,
+    Failed,
+    Finished,
+    Started,
+    TurnEvent,
+    pack_tokens,
+    unpack_tokens,
+)
 from inferencecenter.protocol.params import Params
 from tests.engine.parked import open_store
 
@@ -120,6 +129,7 @@ class Bench:
         self.log: list[str] = []
         self.now = 0.0
         self.interrupted = False
+        self.progress = 0
         self.executor = Executor(
             self.backend,
             self.kv,
@@ -127,8 +137,12 @@ class Bench:
             workers=2,
             clock=self.clock,
             interrupted=lambda: self.interrupted,
+            progressed=self._progressed,
             on_log=lambda level, text: self.log.append(text),
         )
+
+    def _progressed(self) -> None:
+        self.progress += 1
 
     def clock(self) -> float:
         """Return a time that moves by a second each time it is read."""
@@ -140,13 +154,14 @@ class Bench:
         self.go_on(turn_id, (), **params)
 
     def go_on(self, turn_id: str, answer: tuple[int, ...], **params: object) -> None:
-        """Give the executor a turn with the usual prompt that has been answered in part."""
+        """Give the executor a turn with the usual prompt that has been answered in part, all of which was told."""
         turn = Turn(
             turn_id=turn_id,
             params=Params.model_validate(params),
             submitted_s=0.0,
             prompt_tokens=len(PROMPT),
             answer=answer,
+            shown_chars=len(answer),
         )
         self.executor.add(TurnOutput(turn, self.backend, n_ctx=64))
 
@@ -483,7 +498,7 @@ def test_a_preempted_turn_goes_on_where_it_was(bench: Bench) -> None:
     assert outcome.moves_s > 0
     outcome, _ = bench.executor.run(
         Plan(
-            moves=(Restore(2, "s", len(tokens), "t"),),
+            moves=(Restore(2, "s", len(tokens), pack_tokens(tokens), "t"),),
             passes=(Pass((Row("t", Chunk(2, len(tokens), [ord("h")], sample=True)),), prefill=False),),
         )
     )
@@ -495,7 +510,7 @@ def test_a_preempted_turn_goes_on_where_it_was(bench: Bench) -> None:
     assert (len(bench.executor), bench.backend.open_samplers) == (0, 0)
 
 
-@pytest.mark.parametrize("move", [Restore(0, "gone", 5, "t"), Copy(1, 0, 5, "t")])
+@pytest.mark.parametrize("move", [Restore(0, "gone", 5, b"", "t"), Copy(1, 0, 5, "t")])
 def test_a_turn_whose_kv_did_not_arrive_skips_the_step(bench: Bench, move: Restore | Copy) -> None:
     """Nothing is cached, nothing decoded on top of it, and the outcome says that its slot is empty."""
     bench.backend.decode([Chunk(0, 0, [9, 9], sample=False), Chunk(1, 0, [*PROMPT, 9], sample=False)])

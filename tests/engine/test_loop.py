@@ -15,7 +15,6 @@ import pytest
 from inferencecenter.ipc.framing import encode
 from inferencecenter.ipc.messages import (
     Abort,
-    Configure,
     Delta,
     EngineOptions,
     Failed,
@@ -32,7 +31,8 @@ from inferencecenter.ipc.messages import (
     ToEngine,
     unpack_tokens,
 )
-from tests.engine.harness import TIMEOUT_S, Engine, Front, submit
+from tests.engine.harness import TIMEOUT_S, Engine, submit
+from tests.engine.process import Child
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -223,22 +223,6 @@ def test_hanging_up_ends_the_loop_during_a_turn() -> None:
     engine.front.read_until(lambda: "x" in engine.front.events)
     engine.stop()
     assert not any(thread.name.startswith("worker") for thread in threading.enumerate())
-
-
-class Child:
-    """The real process."""
-
-    def __init__(self, options: EngineOptions) -> None:
-        ours, theirs = socket.socketpair()
-        command = [sys.executable, "-m", "inferencecenter.engine", "--fd", str(theirs.fileno())]
-        self.process = subprocess.Popen(command, pass_fds=[theirs.fileno()])
-        theirs.close()
-        self.front = Front(ours)
-        self.front.send(Configure(options))
-
-    def wait(self) -> int:
-        """Return the exit status."""
-        return self.process.wait(TIMEOUT_S)
 
 
 def test_the_process_serves_and_ends_with_its_pipe() -> None:

@@ -85,7 +85,8 @@ def test_a_turn_whose_context_is_full_overflows_and_goes_on() -> None:
     said = b"".join(event.tokens for event in engine.front.events["t"] if isinstance(event, Delta))
     before = engine.front.text("t")
     assert len(said) // 4 == overflowed.end.generated_tokens < 50
-    shorter = msgspec.structs.replace(submit("t", "abc", params=endless, may_shift=True, answer=said), pieces=())
+    again = submit("t", "abc", params=endless, may_shift=True, answer=said, shown_chars=len(before))
+    shorter = msgspec.structs.replace(again, pieces=())
     engine.front.events.clear()
     engine.front.send(msgspec.structs.replace(shorter, tokens=pack_tokens([256, *b"user\nabc", 257])))
     end = engine.front.finished("t")
@@ -99,7 +100,7 @@ def test_a_turn_whose_context_is_full_overflows_and_goes_on() -> None:
 def test_a_prompt_that_is_too_long_overflows_when_it_may_shift(answer: bytes, n_tokens: int) -> None:
     """With an answer it has an end, without one it never began."""
     engine = Engine(n_ctx=200)
-    engine.front.send(submit("t", "x" * 200, may_shift=True, answer=pack_tokens(list(answer))))
+    engine.front.send(submit("t", "x" * 200, may_shift=True, answer=pack_tokens(list(answer)), shown_chars=len(answer)))
     engine.front.wait_for("t")
     engine.stop()
     (overflowed,) = engine.front.events["t"]

@@ -9,6 +9,7 @@ import pytest
 from inferencecenter.engine.backend import Chunk
 from inferencecenter.engine.moves import Moved, Mover
 from inferencecenter.engine.scheduler.plan import Copy, Move, Park, Restore, Swap, Truncation
+from inferencecenter.ipc.messages import pack_tokens
 from tests.engine.faulty_echo import FaultyEcho
 from tests.engine.parked import open_store
 
@@ -24,7 +25,13 @@ class Bench:
         self.log: list[str] = []
         self.kv = open_store(self.backend, path)
         self.now = 0.0
-        self.mover = Mover(self.backend, self.kv, clock=self.clock, on_log=lambda level, text: self.log.append(text))
+        self.mover = Mover(
+            self.backend,
+            self.kv,
+            clock=self.clock,
+            progressed=lambda: None,
+            on_log=lambda level, text: self.log.append(text),
+        )
 
     def clock(self) -> float:
         """Return a time that moves by a second each time it is read."""
@@ -61,7 +68,7 @@ def park(slot: int, *tokens: int, key: str = "s", scope: str = "ada") -> Park:
 def test_what_is_parked_can_be_restored_elsewhere(bench: Bench) -> None:
     """The slot keeps its content, the other one gets it, and what that took is measured."""
     bench.fill(s0=[1, 2, 3], s1=[9])
-    moved = bench.run(park(0, 1, 2, 3), Restore(1, "s", 3, "t"), Truncation(1, 2, "t"))
+    moved = bench.run(park(0, 1, 2, 3), Restore(1, "s", 3, pack_tokens([1, 2, 3]), "t"), Truncation(1, 2, "t"))
     assert (bench.held(0), bench.held(1)) == ([1, 2, 3], [1, 2])
     assert moved == Moved(n_parked=1, took_s=2.0)
     assert bench.kv.sessions == 1
@@ -79,7 +86,7 @@ def test_what_cannot_be_parked_is_no_error(bench: Bench) -> None:
 def test_a_sequence_that_is_not_there_leaves_an_empty_slot(bench: Bench) -> None:
     """Nothing of the slot's former tenant stays, and the cut that follows is left out."""
     bench.fill(s0=[7, 7, 7])
-    moved = bench.run(Restore(0, "s", 3, "t"), Truncation(0, 2, "t"))
+    moved = bench.run(Restore(0, "s", 3, b"", "t"), Truncation(0, 2, "t"))
     assert bench.held(0) == []
     assert moved.emptied == {"t"}
 
@@ -88,7 +95,7 @@ def test_a_sequence_that_cannot_be_restored_is_dropped(bench: Bench) -> None:
     """The turn reads its tokens again, once."""
     bench.fill(s0=[1, 2], s1=[9])
     bench.backend.refuse = {"restore"}
-    assert bench.run(park(0, 1, 2), Restore(1, "s", 2, "t")).emptied == {"t"}
+    assert bench.run(park(0, 1, 2), Restore(1, "s", 2, pack_tokens([1, 2]), "t")).emptied == {"t"}
     assert bench.held(1) == []
     assert bench.kv.sessions == 0
     assert bench.kv.find("ada", [1, 2]) is None
@@ -107,7 +114,7 @@ def test_a_copy_and_its_failure(bench: Bench) -> None:
 def test_nothing_is_copied_from_a_slot_that_was_emptied(bench: Bench) -> None:
     """Both turns read their tokens again; nothing that is not there is cut."""
     bench.fill(s0=[7, 7], s1=[9])
-    moved = bench.run(Restore(0, "gone", 4, "a"), Copy(0, 1, 3, "b"), Truncation(0, 3, "a"))
+    moved = bench.run(Restore(0, "gone", 4, b"", "a"), Copy(0, 1, 3, "b"), Truncation(0, 3, "a"))
     assert (bench.held(0), bench.held(1)) == ([], [])
     assert moved.emptied == {"a", "b"}
 
@@ -115,7 +122,7 @@ def test_nothing_is_copied_from_a_slot_that_was_emptied(bench: Bench) -> None:
 def test_a_slot_that_is_filled_after_it_was_emptied_is_cut(bench: Bench) -> None:
     """What failed before does not matter to the next tenant."""
     bench.fill(s1=[1, 2, 3])
-    moved = bench.run(Restore(0, "gone", 2, "a"), Copy(1, 0, 3, "b"), Truncation(0, 1, "b"))
+    moved = bench.run(Restore(0, "gone", 2, b"", "a"), Copy(1, 0, 3, "b"), Truncation(0, 1, "b"))
     assert bench.held(0) == [1]
     assert moved.emptied == {"a"}
 
@@ -123,7 +130,9 @@ def test_a_slot_that_is_filled_after_it_was_emptied_is_cut(bench: Bench) -> None
 def test_an_emptied_slot_is_known_after_an_exchange(bench: Bench) -> None:
     """The cut of the slot that its turn moved to is left out, the other one's is made."""
     bench.fill(s0=[7, 7], s2=[1, 2, 3])
-    moved = bench.run(Restore(0, "gone", 4, "a"), Swap(0, 2, "a", "b"), Truncation(2, 3, "a"), Truncation(0, 2, "b"))
+    moved = bench.run(
+        Restore(0, "gone", 4, b"", "a"), Swap(0, 2, "a", "b"), Truncation(2, 3, "a"), Truncation(0, 2, "b")
+    )
     assert (bench.held(0), bench.held(2)) == ([1, 2], [])
     assert moved.emptied == {"a"}
 
@@ -159,17 +168,19 @@ def test_what_the_plan_restores_is_not_pushed_out(tmp_path: Path) -> None:
     """With room for one sequence, the one that is needed stays and the other is not parked."""
     bench = Bench(tmp_path)
     bench.kv = open_store(bench.backend, tmp_path / "small", ram_bytes=8192)
-    bench.mover = Mover(bench.backend, bench.kv, clock=bench.clock, on_log=lambda level, text: None)
+    bench.mover = Mover(
+        bench.backend, bench.kv, clock=bench.clock, progressed=lambda: None, on_log=lambda level, text: None
+    )
     bench.fill(s0=[1, 2], s1=[8, 9])
     assert bench.run(park(0, 1, 2, key="old")).n_parked == 1
-    moved = bench.run(park(1, 8, 9, key="new"), Restore(1, "old", 2, "t"))
+    moved = bench.run(park(1, 8, 9, key="new"), Restore(1, "old", 2, pack_tokens([1, 2]), "t"))
     assert (moved.n_parked, moved.emptied) == (0, set())
     assert bench.held(1) == [1, 2]
 
 
 def test_each_plan_begins_afresh(bench: Bench) -> None:
     """A slot emptied in one step may be cut in the next, when something is in it again."""
-    bench.run(Restore(0, "gone", 2, "a"))
+    bench.run(Restore(0, "gone", 2, b"", "a"))
     bench.fill(s0=[1, 2])
     assert bench.run(Truncation(0, 1, "a")) == Moved()
     assert bench.held(0) == [1]

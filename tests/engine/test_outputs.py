@@ -257,7 +257,9 @@ def test_preemptions_are_counted() -> None:
     assert finished(push_all(output, END)).preempted == 2
 
 
-def shifting(*words: bytes, answer: tuple[int, ...] = (), n_ctx: int = 100, **params: object) -> TurnOutput:
+def shifting(
+    *words: bytes, answer: tuple[int, ...] = (), shown_chars: int = 0, n_ctx: int = 100, **params: object
+) -> TurnOutput:
     """Return the output of a turn that may shift, with a prompt of ten tokens and an earlier ``answer``."""
     turn = Turn(
         turn_id="t",
@@ -265,6 +267,7 @@ def shifting(*words: bytes, answer: tuple[int, ...] = (), n_ctx: int = 100, **pa
         submitted_s=0.0,
         prompt_tokens=10,
         answer=answer,
+        shown_chars=shown_chars,
         may_shift=True,
     )
     return TurnOutput(turn, Words(*words), n_ctx=n_ctx)
@@ -298,7 +301,7 @@ def test_a_prompt_that_does_not_fit_overflows_without_an_end() -> None:
 
 def test_an_answer_that_does_not_fit_any_more_overflows_with_its_end() -> None:
     """The text that was held back is there again, and the end is of the whole answer."""
-    overflowed = shifting(b"a", b"\n", answer=(1, 2), stop=["\nUser"]).overflow(now=1.0)
+    overflowed = shifting(b"a", b"\n", answer=(1, 2), shown_chars=1, stop=["\nUser"]).overflow(now=1.0)
     assert (overflowed.n_tokens, overflowed.text) == (12, "\n")
     assert overflowed.end is not None
     assert (overflowed.end.generated_tokens, overflowed.end.kept_chars) == (2, 2)
@@ -306,7 +309,7 @@ def test_an_answer_that_does_not_fit_any_more_overflows_with_its_end() -> None:
 
 def test_a_turn_that_goes_on_counts_its_whole_answer() -> None:
     """Its limits and its end are of everything it said; its prompt is told without that, and its speed too."""
-    output = shifting(b"a", answer=(1, 1), max_tokens=5)
+    output = shifting(b"a", answer=(1, 1), shown_chars=2, max_tokens=5)
     started = output.start(range(10), cached_tokens=11, now=1.0)
     assert isinstance(started, Started)
     assert started.cached_tokens == 10
@@ -317,7 +320,7 @@ def test_a_turn_that_goes_on_counts_its_whole_answer() -> None:
 
 def test_a_loop_is_seen_across_the_cut() -> None:
     """The earlier answer counts towards repetition."""
-    output = shifting(b"a", b"b", answer=(1, 2, 1), stop_on_repetition=3)
+    output = shifting(b"a", b"b", answer=(1, 2, 1), shown_chars=3, stop_on_repetition=3)
     assert finished(push_all(output, 2, 1, 2)).reason == "repetition"
 
 
@@ -326,29 +329,131 @@ WORDS = (b"a", b"b", b"\n", b"ab", b"\xe2\x82", b"\xac", b"\xf0\x9f", b"", b"aba
 
 @given(
     tokens=st.lists(st.integers(1, len(WORDS)), min_size=1, max_size=40),
-    cut=st.integers(0, 40),
+    cut=st.integers(0, 41),
+    told=st.none() | st.integers(0, 80),
     stop=st.lists(st.sampled_from(["ab", "aba", "\n\nb", "b\n", "\u20acb"]), max_size=2, unique=True),
     patterns=st.lists(st.sampled_from(["ab{2,3}", "\\n+b", "(?<=a)\\u20ac"]), max_size=1),
     repeats=st.none() | st.just(3),
+    n_ctx=st.sampled_from([22, 100]),
 )
-def test_a_cut_anywhere_changes_nothing_that_is_shown(
-    tokens: list[int], cut: int, stop: list[str], patterns: list[str], repeats: int | None
+def test_a_cut_anywhere_changes_nothing_that_is_shown(  # noqa: PLR0913, PLR0917 - drawn
+    tokens: list[int],
+    cut: int,
+    told: int | None,
+    stop: list[str],
+    patterns: list[str],
+    repeats: int | None,
+    n_ctx: int,
 ) -> None:
-    """What was told before the cut and what is told after it make up the uninterrupted answer, and so does the end."""
-    params: dict[str, Any] = {"stop": stop, "stop_regex": patterns, "max_tokens": 30}
+    """However much was told before the cut, what is told after it is the rest of the uninterrupted answer, and its end.
+
+    That holds for a cut behind the last token too: then the end is all that was lost.
+    """
+    params: dict[str, Any] = {"stop": stop, "stop_regex": patterns, "max_tokens": 30, "n_ctx": n_ctx}
     if repeats is not None:
         params["stop_on_repetition"] = repeats
-    whole = _spoken(shifting(*WORDS, **params), [*tokens, END])
-    cut = min(cut, finished(whole).generated_tokens - 1)
-    before = _spoken(shifting(*WORDS, **params), tokens[:cut])
-    after = _spoken(shifting(*WORDS, answer=tuple(tokens[:cut]), **params), [*tokens[cut:], END])
-    assert shown(before) + shown(after) == shown(whole)
-    assert [event for event in before + after if isinstance(event, Delta)] == [
-        event for event in whole if isinstance(event, Delta)
-    ]
+    tokens = [*tokens, END]
+    whole = _spoken(going_on(*WORDS, **params), tokens)
+    cut = min(cut, finished(whole).generated_tokens)
+    before = _spoken(going_on(*WORDS, **params), tokens[:cut])
+    shown_chars = len(shown(before)) if told is None else min(told, len(shown(whole)))
+    output = going_on(*WORDS, answer=tuple(tokens[:cut]), shown_chars=shown_chars, **params)
+    assert output.complete == (cut == finished(whole).generated_tokens)
+    after = list(output.conclude(range(10), now=1.0)) if output.complete else _spoken(output, tokens[cut:])
+    assert shown(whole)[:shown_chars] + shown(after) == shown(whole)
+    if told is None and not output.complete:
+        assert [event for event in before + after if isinstance(event, Delta)] == [
+            event for event in whole if isinstance(event, Delta)
+        ]
     first, second = finished(whole), finished(after)
     for name in ("reason", "stop", "kept_tokens", "kept_chars", "end_text", "generated_tokens"):
         assert getattr(first, name) == getattr(second, name), name
+
+
+def going_on(
+    *words: bytes, answer: tuple[int, ...] = (), shown_chars: int = 0, n_ctx: int, **params: object
+) -> TurnOutput:
+    """Return the output of a turn whose context ends it, with a prompt of ten tokens and an earlier ``answer``."""
+    turn = Turn(
+        turn_id="t",
+        params=Params.model_validate(params),
+        submitted_s=0.0,
+        prompt_tokens=10,
+        answer=answer,
+        shown_chars=shown_chars,
+    )
+    return TurnOutput(turn, Words(*words), n_ctx=n_ctx)
+
+
+def test_an_answer_that_was_complete_is_concluded() -> None:
+    """Its prompt is told, with nothing of it read, then its end; nothing is left to be said."""
+    output = going_on(b"a", b"b", answer=(1, 2), shown_chars=2, n_ctx=100, max_tokens=2)
+    started, end = output.conclude(range(10), now=3.0)
+    assert started == Started("t", pack_tokens(range(10)), 10)
+    assert isinstance(end, Finished)
+    assert (end.reason, end.generated_tokens, end.kept_tokens, end.cached_tokens) == ("length", 2, 2, 10)
+    assert output.ended
+
+
+def test_a_complete_answer_that_may_shift_overflows() -> None:
+    """A full context is not its end, and what was not told travels with it."""
+    output = shifting(b"a", b"\n", answer=(1, 2), shown_chars=1, n_ctx=12, stop=["\nUser"])
+    assert output.complete
+    (overflowed,) = output.conclude(range(10), now=1.0)
+    assert isinstance(overflowed, Overflowed)
+    assert (overflowed.n_tokens, overflowed.text) == (12, "\n")
+
+
+def test_a_prompt_that_was_shorter_does_not_hide_the_end() -> None:
+    """An end token behind a context that would be full by now is the end."""
+    output = shifting(b"a", answer=(1, 1, END), shown_chars=2, n_ctx=12)
+    assert finished(list(output.conclude(range(10), now=1.0))).reason == "stop"
+
+
+@pytest.mark.parametrize(("shown_chars", "told"), [(0, "ab"), (1, "b"), (2, "")])
+def test_what_was_not_told_is_told_when_a_turn_that_waits_is_aborted(shown_chars: int, told: str) -> None:
+    """None of it is lost, although the turn never runs again."""
+    output = going_on(b"ab", answer=(1,), shown_chars=shown_chars, n_ctx=100)
+    events = list(output.end("aborted", now=1.0))
+    assert shown(events) == told
+    assert (finished(events).kept_tokens, finished(events).kept_chars) == (1, 2)
+
+
+def test_an_abort_does_not_change_how_an_answer_ended() -> None:
+    """A turn whose answer was complete ended before anybody could abort it."""
+    output = going_on(b"a", answer=(1, END), shown_chars=1, n_ctx=100)
+    assert finished(list(output.end("aborted", now=1.0))).reason == "stop"
+
+
+def test_text_that_was_told_too_early_is_not_told_again() -> None:
+    """What the next tokens spell is told from the first character on that nobody has heard."""
+    output = going_on(b"\n", b"U", b"x", answer=(1,), shown_chars=2, n_ctx=100, stop=["\nUser"])
+    events = push_all(output, 2, 3, END)
+    assert shown(events) == "x"
+    assert finished(events).kept_chars == 3
+
+
+@pytest.mark.parametrize(
+    ("params", "warned"),
+    [
+        ({"mirostat": 1}, "mirostat"),
+        ({"mirostat": 2}, "mirostat"),
+        ({"adaptive_target": 0.5}, "adaptive-p"),
+        ({"mirostat": 2, "temperature": 0}, None),
+        ({"seed": 1, "repeat_penalty": 1.5, "dry_multiplier": 1.0}, None),
+    ],
+)
+def test_a_sampler_that_learns_is_told_to_have_begun_afresh(params: dict[str, Any], warned: str | None) -> None:
+    """Only where there is one, and only after an interruption."""
+    undisturbed = going_on(b"a", n_ctx=100, **params)
+    undisturbed.start(range(10), cached_tokens=0, now=0.0)
+    assert finished(push_all(undisturbed, END)).warnings == ()
+    output = going_on(b"a", answer=(1, 1), shown_chars=2, n_ctx=100, **params)
+    output.start(range(10), cached_tokens=0, now=0.0)
+    warnings = finished(push_all(output, END)).warnings
+    assert warnings == (
+        () if warned is None else (f"the answer was interrupted after 2 tokens, and {warned} began afresh",)
+    )
 
 
 def _spoken(output: TurnOutput, tokens: list[int]) -> list[TurnEvent]:

@@ -66,6 +66,7 @@ class Turns(RuleBasedStateMachine):
             workers=1,
             clock=lambda: self.now,
             interrupted=lambda: False,
+            progressed=lambda: None,
             on_log=lambda level, text: None,
         )
         self.sessions: list[Session] = []

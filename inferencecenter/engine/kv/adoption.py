@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from inferencecenter.engine.kv.catalogue import Entry
@@ -15,6 +16,14 @@ if TYPE_CHECKING:
     from inferencecenter.engine.kv.mapping import Mapping
     from inferencecenter.engine.kv.ram import RamTier
     from inferencecenter.engine.kv.record import Record
+
+
+class Adoption(StrEnum):
+    """What a new engine takes over: nothing, what may be on a disk, or everything."""
+
+    NONE = "none"
+    DURABLE = "durable"
+    ALL = "all"
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,10 +44,13 @@ def clear(tiers: Iterable[RamTier | DiskTier], on_log: Callable[[str, str], None
             on_log("warning", f"parked KV of an earlier engine cannot be deleted: {error}")
 
 
-def take_over(ram: RamTier | None, disk: DiskTier | None, on_log: Callable[[str, str], None]) -> list[Found]:
+def take_over(
+    ram: RamTier | None, disk: DiskTier | None, on_log: Callable[[str, str], None], *, durable_only: bool
+) -> list[Found]:
     """Return what was left and is of use, what was parked first in front; everything else is deleted.
 
-    Of several versions of a sequence the last one counts.
+    Of several versions of a sequence the last one counts. With ``durable_only`` a sequence that may not be on a disk
+    is of no use.
     """
     faults: list[str] = []
     try:
@@ -59,8 +71,18 @@ def take_over(ram: RamTier | None, disk: DiskTier | None, on_log: Callable[[str,
             copy = None
         record = in_ram or copy
         assert record is not None
+        if durable_only and not record.durable:
+            _discard(key, mapping, disk if copy is not None else None)
+            continue
         found.append(Found(_entry(record), mapping, copy is not None))
     return sorted(found, key=lambda each: each.entry.stamp)
+
+
+def _discard(key: str, mapping: Mapping | None, disk: DiskTier | None) -> None:
+    if mapping is not None:
+        mapping.discard()
+    if disk is not None:
+        disk.delete(key)
 
 
 def _last_versions(

@@ -135,7 +135,7 @@ class Catalogue:
         if best is None:
             return None
         (common, ready, _, _), entry = best
-        return Match(key=entry.key, common_tokens=common, n_tokens=entry.n_tokens, ready=ready)
+        return Match(entry.key, common_tokens=common, n_tokens=entry.n_tokens, ready=ready, tokens=entry.tokens)
 
     def room_in_ram(
         self, scope: str, n_bytes: int, *, without: Entry | None, keep: Collection[str]
@@ -172,6 +172,11 @@ class Catalogue:
             if self._awaits_copy(entry) and entry.ram is Place.THERE:
                 chosen.append(entry)
         return chosen
+
+    def unsaved(self) -> list[Entry]:
+        """Return the entries that may be copied to disk and were not, the one used last first."""
+        entries = [entry for entry in self.ram if self._awaits_copy(entry) and entry.ram is Place.THERE]
+        return sorted(entries, key=lambda entry: entry.used, reverse=True)
 
     def check_integrity(self) -> None:
         """Raise ``AssertionError`` when the books contradict each other."""

@@ -67,6 +67,13 @@ class Jobs:
                 result = error
             job.finished(result)
 
+    def drain(self, progressed: Callable[[], None]) -> None:
+        """Wait for all jobs, and settle each as soon as it is done; ``progressed`` is called after each."""
+        while self._jobs:
+            wait([self._jobs[0].future])
+            self.settle()
+            progressed()
+
     def finish(self) -> None:
         """Wait for all jobs but the optional ones that have not begun, and settle."""
         for job in self._jobs:

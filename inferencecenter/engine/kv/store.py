@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from inferencecenter.engine.kv import folder, record
-from inferencecenter.engine.kv.adoption import clear, take_over
+from inferencecenter.engine.kv.adoption import Adoption, clear, take_over
 from inferencecenter.engine.kv.catalogue import Catalogue, Entry, Place
 from inferencecenter.engine.kv.disk import DiskTier
-from inferencecenter.engine.kv.ledger import Limits
+from inferencecenter.engine.kv.ledger import PUBLIC, Limits
 from inferencecenter.engine.kv.ram import RamTier, whole_pages
 from inferencecenter.engine.kv.tiers import Tiers
 from inferencecenter.ipc.messages import pack_tokens
@@ -52,7 +52,7 @@ class KvStore:
         ram: The tier whose files are mapped, on tmpfs. Without it sequences pass through at most four buffers.
         disk: The tier for what leaves RAM.
         client_share: The part of a tier's budget that one scope other than the public one may hold.
-        adopt: Whether files of an earlier engine are taken over; otherwise they are deleted.
+        adopt: Which files of an earlier engine are taken over; the others are deleted.
         can_rewind: Whether a part of a sequence is of use (``Backend.can_rewind``).
         worker: Has one thread of its own.
         on_fetched: Called on the worker when a ``fetch`` has come to an end, good or bad.
@@ -67,7 +67,7 @@ class KvStore:
         ram: TierOptions | None,
         disk: TierOptions | None,
         client_share: float = 0.5,
-        adopt: bool = False,
+        adopt: Adoption = Adoption.NONE,
         can_rewind: bool = True,
         worker: Executor,
         on_fetched: Callable[[], None],
@@ -104,7 +104,13 @@ class KvStore:
         return sum(not entry.key.startswith(_PREFIX_KEY) for entry in self._tiers.catalogue)
 
     @property
-    def bytes(self) -> int:
+    def sessions_on_disk(self) -> int:
+        """How many of them are on disk, wherever else they are."""
+        entries = (entry for entry in self._tiers.catalogue if not entry.key.startswith(_PREFIX_KEY))
+        return sum(entry.disk is Place.THERE for entry in entries)
+
+    @property
+    def total_bytes(self) -> int:
         """What the files of both tiers take together."""
         return self._tiers.total_bytes
 
@@ -165,14 +171,15 @@ class KvStore:
         self._tiers.enter(Entry(key, scope, packed, durable, self._stamp, start, written), mapping)
         return True
 
-    def load(self, key: str, read: Callable[[memoryview], bool]) -> bool:
+    def load(self, key: str, tokens: bytes, read: Callable[[memoryview], bool]) -> bool:
         """Have ``read`` restore the sequence of ``key`` from memory that it must not keep.
 
-        ``False``: it is not in RAM, or it is dropped, because ``read`` could not or because it was damaged.
+        ``False``: it is not in RAM, it does not spell ``tokens`` (packed) any more, or it is dropped, because ``read``
+        could not or because it was damaged.
         """
         self._tiers.settle()
         entry = self._tiers.catalogue.get(key)
-        if entry is None or entry.ram is not Place.THERE:
+        if entry is None or entry.ram is not Place.THERE or entry.tokens != tokens:
             return False
         mapping = self._tiers.mapping_of(entry)
         if mapping is None:
@@ -209,6 +216,28 @@ class KvStore:
         """Delete what is parked of a session; prefixes that it shares with others stay."""
         self.forget(session_id)
 
+    def keep(self, session_ids: Collection[str]) -> None:
+        """Delete what is parked of all sessions but these.
+
+        Of the shared prefixes the public ones stay, and those of clients of which a session stays: a client that has
+        nothing left here leaves nothing behind.
+        """
+        self._tiers.settle()
+        wanted = frozenset(session_ids)
+        scopes = {PUBLIC, *(entry.scope for entry in self._tiers.catalogue if entry.key in wanted)}
+        for entry in tuple(self._tiers.catalogue):
+            stays = entry.scope in scopes if entry.key.startswith(_PREFIX_KEY) else entry.key in wanted
+            if not stays:
+                self._tiers.remove(entry)
+
+    def save(self, progressed: Callable[[], None]) -> None:
+        """Copy to disk what may be there and is not, what was used last first, as far as there is room; wait for that.
+
+        ``progressed`` is called after each file.
+        """
+        self._tiers.settle()
+        self._tiers.save(progressed)
+
     def check_integrity(self) -> None:
         """Raise ``AssertionError`` when the books contradict each other."""
         self._tiers.settle()
@@ -222,11 +251,11 @@ class KvStore:
         """
         self._tiers.close()
 
-    def _take_over(self, ram: RamTier | None, disk: DiskTier | None, *, adopt: bool) -> None:
-        if not adopt:
+    def _take_over(self, ram: RamTier | None, disk: DiskTier | None, *, adopt: Adoption) -> None:
+        if adopt is Adoption.NONE:
             clear([tier for tier in (ram, disk) if tier is not None], self._on_log)
             return
-        found = take_over(ram, disk, self._on_log)
+        found = take_over(ram, disk, self._on_log, durable_only=adopt is Adoption.DURABLE)
         if found:
             self._stamp = found[-1].entry.stamp
             self._tiers.adopt(found)

@@ -140,6 +140,13 @@ class Tiers:
         self._jobs.submit(partial(seal, mapping, mapping.generation, header, self._fingerprint), self._finished)
         self._copy_ahead()
 
+    def save(self, progressed: Callable[[], None]) -> None:
+        """Copy to disk what may be there and is not, what was used last first, and wait for all that is under way."""
+        if self._disk is not None:
+            for entry in self.catalogue.unsaved():
+                self._copy(self._disk, entry, optional=False)
+        self._jobs.drain(progressed)
+
     def check_integrity(self) -> None:
         """Raise ``AssertionError`` when the books contradict each other."""
         self.catalogue.check_integrity()
@@ -211,19 +218,23 @@ class Tiers:
             return
         budget = self.catalogue.ram.limits.budget_bytes
         for entry in self.catalogue.to_copy(budget if self._passes_through else int(budget * _COPIED_SHARE)):
-            victims = self.catalogue.room_on_disk(entry)
-            if victims is None:
-                continue
-            for victim in victims:
-                self._leave_disk(victim)
-            entry.disk = Place.ARRIVING
-            self.catalogue.disk.put(entry, entry.scope, entry.file_bytes)
-            mapping = self._mappings[entry]
-            self._jobs.submit(
-                partial(self._disk.write, entry.key, mapping, mapping.generation, entry.file_bytes),
-                partial(self._copied, entry),
-                optional=not self._passes_through,
-            )
+            self._copy(self._disk, entry, optional=not self._passes_through)
+
+    def _copy(self, disk: DiskTier, entry: Entry, *, optional: bool) -> None:
+        """Have an entry copied to disk, if there is room among those used before it."""
+        victims = self.catalogue.room_on_disk(entry)
+        if victims is None:
+            return
+        for victim in victims:
+            self._leave_disk(victim)
+        entry.disk = Place.ARRIVING
+        self.catalogue.disk.put(entry, entry.scope, entry.file_bytes)
+        mapping = self._mappings[entry]
+        self._jobs.submit(
+            partial(disk.write, entry.key, mapping, mapping.generation, entry.file_bytes),
+            partial(self._copied, entry),
+            optional=optional,
+        )
 
     def _copied(self, entry: Entry, result: bool | Exception) -> None:
         if self.catalogue.get(entry.key) is not entry:

@@ -78,6 +78,7 @@ class Model:
         params.progress_callback = progress
         log.take_problems()
         lib.llama_backend_init()
+        progress(0.0, None)  # before any layer is on its way to a GPU, where loading may end the process
         handle = lib.llama_model_load_from_file(str(path).encode(), params)
         if not handle:
             raise load_refusal(path, log.take_problems())

@@ -178,6 +178,19 @@ def plan_chain(
     return (*bias, *(spec for spec in built if spec is not None), _final(params))
 
 
+def learns(params: Params) -> str | None:
+    """Return the name of the sampler that goes by what it drew before, which no replay can tell it; ``None`` if none.
+
+    All others are as they were once they have accepted the same tokens.
+    """
+    match _final(params):
+        case Mirostat():
+            return "mirostat"
+        case AdaptiveP():
+            return "adaptive-p"
+    return None
+
+
 def _logit_bias(params: Params, *, n_vocab: int, end_tokens: Collection[int]) -> tuple[LogitBias, ...]:
     biases = {token: float("-inf") if bias is False else bias for token, bias in params.logit_bias}
     for token in biases:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """A parked sequence of ``n_tokens`` whose first ``common_tokens`` are the wanted ones.
+    """A parked sequence of ``n_tokens`` whose first ``common_tokens`` are the wanted ones; ``tokens``, packed, are all.
 
     ``ready``: in RAM, usable now. Not ready: on disk only, to be fetched first.
     """
@@ -22,6 +22,7 @@ class Match:
     common_tokens: int
     n_tokens: int
     ready: bool
+    tokens: bytes
 
 
 class ParkedKv(Protocol):

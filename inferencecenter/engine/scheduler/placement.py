@@ -84,13 +84,17 @@ class Placement:
 
         Not if it is parked already, too long, or too short to be worth it.
         """
-        n_tokens = len(slot.tokens)
-        if slot.session_id is None or slot.session_id == request.session_id:
-            return
-        if n_tokens < self._grid_tokens or not self._parked.fits(n_tokens):
-            return
-        if not self._sources.is_parked(slot.client_id, slot.tokens):
+        if slot.session_id not in (None, request.session_id) and self._worth_parking(slot):
             self._park(draft, slot)
+
+    def suspension(self) -> tuple[Park, ...]:
+        """Return how to park what the slots hold and a disk may hold, what was used last at the end."""
+        slots = sorted(self._slots, key=lambda slot: slot.used_s)
+        return tuple(
+            _park(slot, slot.session_id, slot.client_id, slot.durable)
+            for slot in slots
+            if slot.session_id is not None and slot.durable and self._worth_parking(slot)
+        )
 
     def vacate(self, draft: Draft, slot: Slot, *, now: float) -> None:
         """Park the KV of a preempted turn and free its slot."""
@@ -122,6 +126,12 @@ class Placement:
             draft.moves.append(_park(slot, prefix_key(scope, slot.tokens), scope, slot.durable))
             draft.reasons.append(f"the system prompt of turn {request.turn_id} parked: {len(slot.tokens)} tokens")
 
+    def _worth_parking(self, slot: Slot) -> bool:
+        n_tokens = len(slot.tokens)
+        if n_tokens < self._grid_tokens or not self._parked.fits(n_tokens):
+            return False
+        return not self._sources.is_parked(slot.client_id, slot.tokens)
+
     def _park(self, draft: Draft, slot: Slot) -> None:
         assert slot.session_id is not None
         draft.moves.append(_park(slot, slot.session_id, slot.client_id, slot.durable))
@@ -152,8 +162,9 @@ def _moves(request: Request, slot: Slot, source: Source) -> list[Move]:
     if source.match is None:
         assert source.slot is not None
         return [Copy(source.slot.index, slot.index, source.n_tokens, request.turn_id)]
-    moves: list[Move] = [Restore(slot.index, source.match.key, source.match.n_tokens, request.turn_id)]
-    if source.n_tokens < source.match.n_tokens:
+    match = source.match
+    moves: list[Move] = [Restore(slot.index, match.key, match.n_tokens, match.tokens, request.turn_id)]
+    if source.n_tokens < match.n_tokens:
         moves.append(Truncation(slot.index, source.n_tokens, request.turn_id))
     return moves
 

@@ -18,6 +18,11 @@ class Truncation:
     n_tokens: int
     turn_id: str | None
 
+    @property
+    def turn_ids(self) -> tuple[str, ...]:
+        """The turn for which it is made, if it is for one."""
+        return () if self.turn_id is None else (self.turn_id,)
+
 
 @dataclass(frozen=True, slots=True)
 class Swap:
@@ -27,6 +32,11 @@ class Swap:
     b: int
     turn_a: str | None
     turn_b: str | None
+
+    @property
+    def turn_ids(self) -> tuple[str, ...]:
+        """The turns that change their slots."""
+        return tuple(turn_id for turn_id in (self.turn_a, self.turn_b) if turn_id is not None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,15 +53,29 @@ class Park:
     tokens: tuple[int, ...]
     durable: bool
 
+    @property
+    def turn_ids(self) -> tuple[str, ...]:
+        """No turn: it is for whoever comes back."""
+        return ()
+
 
 @dataclass(frozen=True, slots=True)
 class Restore:
-    """Replace what a slot holds by the parked sequence ``key`` of ``n_tokens``; ``turn_id`` builds on it."""
+    """Replace what a slot holds by the parked sequence ``key`` of ``n_tokens``; ``turn_id`` builds on it.
+
+    It must spell ``tokens``, packed: when something else is parked there by then, nothing is restored.
+    """
 
     slot: int
     key: str
     n_tokens: int
+    tokens: bytes
     turn_id: str
+
+    @property
+    def turn_ids(self) -> tuple[str, ...]:
+        """The turn for which it is made."""
+        return (self.turn_id,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +86,11 @@ class Copy:
     target: int
     n_tokens: int
     turn_id: str
+
+    @property
+    def turn_ids(self) -> tuple[str, ...]:
+        """The turn for which it is made."""
+        return (self.turn_id,)
 
 
 Move: TypeAlias = Truncation | Swap | Park | Restore | Copy
@@ -112,6 +141,21 @@ class Plan:
     admissions: tuple[Admission, ...] = ()
     passes: tuple[Pass, ...] = ()
     reasons: tuple[str, ...] = ()
+
+    @property
+    def empty(self) -> bool:
+        """Whether there is nothing for the backend to do."""
+        return not (self.moves or self.passes)
+
+    @property
+    def turn_ids(self) -> tuple[str, ...]:
+        """The turns for which anything is done, each once."""
+        ids = [row.turn_id for each in self.passes for row in each.rows]
+        ids += [admission.turn_id for admission in self.admissions]
+        ids += self.preemptions
+        for move in self.moves:
+            ids += move.turn_ids
+        return tuple(dict.fromkeys(ids))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -177,6 +177,15 @@ class Scheduler:
             self._released.append(Truncation(slot.index, 0, None))
         return ended
 
+    def suspend(self, *, now: float) -> tuple[Park, ...]:
+        """End all turns and return how to park what the slots hold and a disk may hold, what was used last at the end.
+
+        To be called between steps.
+        """
+        for request in reversed(tuple(self._requests.values())):
+            self._end(request, now=now)
+        return self._placement.suspension()
+
     def positions(self) -> tuple[tuple[str, int], ...]:
         """Return the places in the queue that changed since the last call; 0 for a turn that waited and now runs.
 

@@ -7,6 +7,7 @@ from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from inferencecenter.engine.kv.adoption import Adoption
 from inferencecenter.engine.kv.store import KvStore, TierOptions
 
 if TYPE_CHECKING:
@@ -66,7 +67,7 @@ class Bench:
     fetched: int = 0
 
     def __post_init__(self) -> None:
-        self.store = self.open(adopt=False)
+        self.store = self.open(adopt=Adoption.NONE)
 
     @property
     def ram_dir(self) -> Path:
@@ -83,7 +84,7 @@ class Bench:
         """The lines of the log."""
         return [line for _, line in self.log]
 
-    def open(self, *, adopt: bool) -> KvStore:
+    def open(self, *, adopt: Adoption) -> KvStore:
         """Make a store, as a new engine does; jobs of the one before are lost."""
         self.worker = ManualWorker()
         self.store = KvStore(
@@ -127,7 +128,7 @@ class Bench:
         )
 
     def load(self, key: str) -> bytes | None:
-        """Return the payload of a key."""
+        """Return the payload of a key, of which the tokens that are parked are expected."""
         taken: list[bytes] = []
 
         def read(data: memoryview) -> bool:
@@ -135,7 +136,8 @@ class Bench:
             taken.append(bytes(data))
             return True
 
-        return taken[0] if self.store.load(key, read) else None
+        entry = self.store._tiers.catalogue.get(key)
+        return taken[0] if self.store.load(key, b"" if entry is None else entry.tokens, read) else None
 
     def ready(self, key: str, tokens: Sequence[int], scope: str = "client") -> bool | None:
         """Tell whether the tokens are found under the key, and in RAM."""

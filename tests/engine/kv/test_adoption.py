@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from inferencecenter.engine.kv.adoption import Adoption
 from tests.engine.kv.harness import PAGE_BYTES, Bench, payload_of
 
 if TYPE_CHECKING:
@@ -20,10 +21,10 @@ def test_after_a_crash(bench: Bench) -> None:
     ready = [bench.ready(f"s{number}", [number]) for number in range(30)]
     assert True in ready
     assert False in ready
-    held_bytes = bench.store.bytes
-    bench.open(adopt=True)
+    held_bytes = bench.store.total_bytes
+    bench.open(adopt=Adoption.ALL)
     assert [bench.ready(f"s{number}", [number]) for number in range(30)] == ready
-    assert bench.store.bytes == held_bytes
+    assert bench.store.total_bytes == held_bytes
     bench.settle()
     for number in (10, 29):
         assert bench.load(f"s{number}") == payload_of(f"s{number}", [number], 3000)
@@ -39,7 +40,7 @@ def test_after_closing(bench: Bench) -> None:
     bench.park("s1", [1], durable=False)
     bench.settle()
     bench.store.close()
-    bench.open(adopt=True)
+    bench.open(adopt=Adoption.ALL)
     assert bench.load("s1") == payload_of("s1", [1], 3000)
 
 
@@ -49,9 +50,9 @@ def test_unwanted(bench: Bench) -> None:
         bench.park(f"s{number}", [number])
     bench.settle()
     (bench.disk_dir / f"kv-{'0' * 32}.part").write_bytes(b"half")
-    bench.open(adopt=False)
+    bench.open(adopt=Adoption.NONE)
     assert bench.ram_files() == bench.disk_files() == []
-    assert bench.store.bytes == 0
+    assert bench.store.total_bytes == 0
 
 
 def test_crash_while_saving(bench: Bench) -> None:
@@ -64,7 +65,7 @@ def test_crash_while_saving(bench: Bench) -> None:
 
     def write(buffer: memoryview) -> int:
         buffer[:100] = bytes(100)
-        bench.open(adopt=True)
+        bench.open(adopt=Adoption.ALL)
         assert bench.store.find("client", [1]) is None
         raise Killed
 
@@ -79,7 +80,7 @@ def test_crash_before_the_checksum(bench: Bench) -> None:
     bench.park("s1", [1])
     bench.settle()
     bench.park("s1", [1, 2])
-    bench.open(adopt=True)
+    bench.open(adopt=Adoption.ALL)
     assert bench.store.find("client", [1]) is None
     assert len(bench.warnings) == 1
 
@@ -91,7 +92,7 @@ def test_forgotten_memory_is_not_taken_over(bench: Bench) -> None:
         bench.settle()
     bench.store.forget("s19")
     assert len(bench.ram_files()) == 20
-    bench.open(adopt=True)
+    bench.open(adopt=Adoption.ALL)
     assert bench.store.find("client", [19]) is None
     assert bench.store.sessions == 19
 
@@ -108,7 +109,7 @@ def test_the_later_version_counts(bench: Bench) -> None:
     bench.worker.run(2)
     assert not older.exists()
     older.write_bytes(data)
-    bench.open(adopt=True)
+    bench.open(adopt=Adoption.ALL)
     assert not older.exists()
     assert bench.load("s0") == payload_of("s0", [0, 0], 3000)
 
@@ -122,7 +123,7 @@ def test_two_files_of_one_key(bench: Bench) -> None:
     bench.park("s1", [1, 2])
     bench.settle()
     (bench.ram_dir / f"kv-{'0' * 32}.ram").write_bytes(data)
-    bench.open(adopt=True)
+    bench.open(adopt=Adoption.ALL)
     assert len(bench.ram_files()) == 1
     assert bench.load("s1") == payload_of("s1", [1, 2], 3000)
 
@@ -133,7 +134,7 @@ def test_smaller_budgets(bench: Bench) -> None:
         bench.park(f"s{number}", [number])
         bench.settle()
     bench.ram_bytes = bench.disk_bytes = 5 * PAGE_BYTES
-    bench.open(adopt=True)
+    bench.open(adopt=Adoption.ALL)
     bench.settle()
     assert sum(path.stat().st_size for path in bench.ram_files()) <= 5 * PAGE_BYTES
     assert sum(path.stat().st_size for path in bench.disk_files()) <= 5 * PAGE_BYTES
@@ -147,7 +148,7 @@ def test_one_tier_less(bench: Bench, tmp_path: Path) -> None:
         bench.park(f"s{number}", [number])
         bench.settle()
     bench.ram_bytes = 0
-    bench.open(adopt=True)
+    bench.open(adopt=Adoption.ALL)
     assert bench.ready("s0", [0]) is False
     bench.store.fetch("s0")
     bench.settle()

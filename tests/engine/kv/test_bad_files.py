@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from inferencecenter.engine.kv.adoption import Adoption
 from tests.engine.kv.harness import PAGE_BYTES
 
 if TYPE_CHECKING:
@@ -80,7 +81,7 @@ def test_bad_file_is_fetched(bench: Bench, damage: Callable[[Path], None]) -> No
 def test_bad_file_is_adopted(bench: Bench, damage: Callable[[Path], None]) -> None:
     """A bad file that another engine left is never loaded: it is deleted when it is found, or when it is read."""
     damage(bench.park_on_disk())
-    bench.open(adopt=True)
+    bench.open(adopt=Adoption.ALL)
     if bench.ready("s1", [1]) is not None:
         bench.store.fetch("s1")
     bench.settle()
@@ -98,7 +99,7 @@ def test_bad_ram_file_is_adopted(bench: Bench, damage: Callable[[Path], None], c
     bench.settle()
     (path,) = bench.ram_files()
     damage(path)
-    bench.open(adopt=True)
+    bench.open(adopt=Adoption.ALL)
     if checked_by == "worker":
         bench.settle()
     assert bench.load("s1") is None
@@ -118,20 +119,20 @@ def test_a_file_under_another_name(bench: Bench) -> None:
     bench.settle()
     assert bench.load("s1") is None
     assert bench.warnings == ["parked KV of s1 is dropped: it is of another sequence"]
-    bench.open(adopt=True)
+    bench.open(adopt=Adoption.ALL)
     bench.settle()
     assert bench.store.find("client", [1]) is None
 
 
-@pytest.mark.parametrize("adopt", [False, True])
-def test_files_of_another_model(bench: Bench, *, adopt: bool) -> None:
+@pytest.mark.parametrize("adopt", Adoption)
+def test_files_of_another_model(bench: Bench, adopt: Adoption) -> None:
     """Another model's sequences are deleted, whether files are taken over or not."""
     bench.park_on_disk()
     bench.fingerprint = "another"
     bench.open(adopt=adopt)
     assert bench.ram_files() == bench.disk_files() == []
     assert bench.store.find("client", [1, 2, 3]) is None
-    assert len(bench.warnings) == adopt
+    assert len(bench.warnings) == (adopt is not Adoption.NONE)
 
 
 def test_other_files_are_left_alone(bench: Bench) -> None:
@@ -140,8 +141,8 @@ def test_other_files_are_left_alone(bench: Bench) -> None:
         (directory / "letter.txt").write_text("dear")
         (directory / "kv-short.ram").write_text("dear")
         (directory / f"kv-{'0' * 32}.disk").mkdir()
-    bench.open(adopt=True)
-    bench.open(adopt=False)
+    bench.open(adopt=Adoption.ALL)
+    bench.open(adopt=Adoption.NONE)
     assert (bench.ram_dir / "letter.txt").exists()
     assert (bench.disk_dir / "kv-short.ram").exists()
 
@@ -152,6 +153,6 @@ def test_links_are_not_followed(bench: Bench, tmp_path: Path) -> None:
     precious.write_text("mine")
     link = bench.ram_dir / f"kv-{'a' * 32}.ram"
     link.symlink_to(precious)
-    bench.open(adopt=True)
+    bench.open(adopt=Adoption.ALL)
     assert not link.is_symlink()
     assert precious.read_text() == "mine"

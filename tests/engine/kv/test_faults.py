@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from inferencecenter.engine.kv import folder
+from inferencecenter.engine.kv.adoption import Adoption
 from inferencecenter.engine.kv.mapping import Mapping
 from tests.engine.kv.harness import PAGE_BYTES, Bench, payload_of
 
@@ -114,7 +115,7 @@ def test_ram_is_full(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(bench.warnings) == 1
     bench.settle()
     assert len(bench.ram_files()) == 1
-    assert bench.ram_files()[0].stat().st_size == PAGE_BYTES == bench.store.bytes
+    assert bench.ram_files()[0].stat().st_size == PAGE_BYTES == bench.store.total_bytes
 
 
 @pytest.mark.parametrize("function", ["write", "open"])
@@ -181,7 +182,7 @@ def test_full_ram_while_fetching(bench: Bench, monkeypatch: pytest.MonkeyPatch) 
     """A sequence for which no memory can be had is dropped, so that nobody fetches it for ever."""
     bench.park_on_disk()
     bench.ram_bytes = 0
-    bench.open(adopt=True)
+    bench.open(adopt=Adoption.ALL)
     monkeypatch.setattr(Mapping, "anonymous", failing(errno.ENOMEM))
     bench.store.fetch("s1")
     bench.settle()
@@ -193,7 +194,7 @@ def test_too_large_for_the_ram_of_now(bench: Bench) -> None:
     """A sequence that an engine with more RAM left on disk is dropped when it is wanted."""
     bench.park_on_disk()
     bench.ram_bytes = 100
-    bench.open(adopt=True)
+    bench.open(adopt=Adoption.ALL)
     assert bench.ready("s1", [1]) is False
     bench.store.fetch("s1")
     bench.settle()
@@ -209,10 +210,10 @@ def test_unreadable_directory(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> 
         raise PermissionError(f"no listing of {args[0]}")
 
     monkeypatch.setattr(folder, "parked_files", refuse)
-    bench.open(adopt=True)
+    bench.open(adopt=Adoption.ALL)
     assert bench.store.find("client", [1]) is None
     assert len(bench.warnings) == 1
-    bench.open(adopt=False)
+    bench.open(adopt=Adoption.NONE)
     assert len(bench.warnings) == 3
 
 

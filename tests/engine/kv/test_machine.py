@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from inferencecenter.engine.kv import disk
+from inferencecenter.engine.kv.adoption import Adoption
 from inferencecenter.engine.kv.record import decode, digest
 from tests.engine.kv.harness import PAGE_BYTES, Bench, payload_of
 
@@ -95,7 +96,7 @@ class StoreMachine(RuleBasedStateMachine):
             self.bench.store.check_integrity()
         sizes = [path.stat().st_size for path in (*self.bench.ram_files(), *self.bench.disk_files())]
         if self.bench.ram_bytes:
-            assert self.bench.store.bytes == sum(sizes)
+            assert self.bench.store.total_bytes == sum(sizes)
         assert sum(path.stat().st_size for path in self.bench.ram_files()) <= self.bench.ram_bytes
         for path in self.bench.disk_files():
             record = decode(path.read_bytes(), digest("model"))
@@ -107,15 +108,17 @@ class StoreMachine(RuleBasedStateMachine):
         """Let writing to the disk fail from now on, or work again."""
         self.disk_works = works
 
-    @rule(adopt=st.booleans(), in_order=st.booleans())
-    def restart(self, *, adopt: bool, in_order: bool) -> None:
+    @rule(adopt=st.sampled_from(Adoption), in_order=st.booleans())
+    def restart(self, *, adopt: Adoption, in_order: bool) -> None:
         """End in order or by a crash; what the next engine finds was parked, though it may be an older version."""
         if in_order:
             self.settle()
             self.bench.store.close()
         self.bench.open(adopt=adopt)
-        if not adopt:
+        if adopt is Adoption.NONE:
             assert self.bench.ram_files() == self.bench.disk_files() == []
+        elif adopt is Adoption.DURABLE:
+            assert all(entry.durable for entry in self.bench.store._tiers.catalogue)
         self.parked = {
             entry.key: (list(memoryview(entry.tokens).cast("i")), entry.payload_bytes)
             for entry in self.bench.store._tiers.catalogue

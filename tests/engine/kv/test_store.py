@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from inferencecenter.ipc.messages import pack_tokens
 from tests.engine.kv.harness import PAGE_BYTES, Bench, payload_of
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ def test_parked_is_loaded(bench: Bench) -> None:
     assert (match.key, match.common_tokens, match.n_tokens, match.ready) == ("s1", 2, 3, True)
     assert bench.load("s1") == payload_of("s1", [1, 2, 3], 3000)
     assert bench.store.sessions == 1
-    assert bench.store.bytes == PAGE_BYTES
+    assert bench.store.total_bytes == PAGE_BYTES
 
 
 def test_fewer_bytes_than_announced(bench: Bench) -> None:
@@ -61,7 +62,7 @@ def test_parking_again_uses_the_same_memory(bench: Bench) -> None:
     assert bench.park("s1", [1, 2], n_bytes=9000)
     assert bench.ram_files() == [before]
     assert bench.load("s1") == payload_of("s1", [1, 2], 9000)
-    assert bench.store.bytes == before.stat().st_size == 3 * PAGE_BYTES
+    assert bench.store.total_bytes == before.stat().st_size == 3 * PAGE_BYTES
 
 
 def test_forgotten_memory_is_used_again(bench: Bench) -> None:
@@ -69,10 +70,10 @@ def test_forgotten_memory_is_used_again(bench: Bench) -> None:
     bench.park("s1", [1], n_bytes=5 * PAGE_BYTES)
     (before,) = bench.ram_files()
     bench.store.forget("s1")
-    assert bench.store.bytes == 6 * PAGE_BYTES
+    assert bench.store.total_bytes == 6 * PAGE_BYTES
     bench.park("s2", [2])
     assert bench.ram_files() == [before]
-    assert bench.store.bytes == PAGE_BYTES
+    assert bench.store.total_bytes == PAGE_BYTES
     assert bench.load("s2") == payload_of("s2", [2], 3000)
 
 
@@ -84,7 +85,7 @@ def test_few_mappings_are_kept_warm(bench: Bench) -> None:
         bench.store.forget_session(f"s{number}")
     bench.settle()
     assert len(bench.ram_files()) == 4
-    assert bench.store.bytes == 4 * PAGE_BYTES
+    assert bench.store.total_bytes == 4 * PAGE_BYTES
     assert bench.store.sessions == 0
 
 
@@ -111,7 +112,7 @@ def test_write_that_raises(bench: Bench) -> None:
 def test_read_that_fails(bench: Bench) -> None:
     """A sequence that cannot be restored is dropped with one line of the log."""
     bench.park("s1", [1])
-    assert not bench.store.load("s1", lambda _: False)
+    assert not bench.store.load("s1", pack_tokens([1]), lambda _: False)
     assert bench.store.find("client", [1]) is None
     assert bench.warnings == ["parked KV of s1 is dropped: it could not be restored"]
     bench.settle()
@@ -128,7 +129,7 @@ def test_a_borrower_that_keeps_a_piece(bench: Bench) -> None:
         kept.append(data[:2])
         return True
 
-    assert bench.store.load("s1", read)
+    assert bench.store.load("s1", pack_tokens([1]), read)
     assert bench.park("s1", [1, 2], n_bytes=3 * PAGE_BYTES)
     assert bench.load("s1") == payload_of("s1", [1, 2], 3 * PAGE_BYTES)
     bench.store.check_integrity()

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from inferencecenter.engine.kv.store import KvStore, TierOptions
+from inferencecenter.ipc.messages import pack_tokens
 from tests.engine.kv.harness import PAGE_BYTES, Bench, payload_of
 
 if TYPE_CHECKING:
@@ -130,7 +131,7 @@ def test_close_waits_for_the_worker(tmp_path: Path) -> None:
     assert store.find("c", [1]) is None
     assert not store.fits(1)
     assert not store.park("s", scope="c", tokens=[1], size_bytes=1, write=lambda _: 1, durable=True)
-    assert not store.load("s1", lambda _: True)
+    assert not store.load("s1", pack_tokens([1]), lambda _: True)
 
 
 def test_worker_that_was_shut_down(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import pytest
 from inferencecenter.engine.scheduler.parking import prefix_key
 from inferencecenter.engine.scheduler.plan import Copy, Park, Plan, Restore, Truncation
 from inferencecenter.engine.scheduler.request import RequestState
-from tests.engine.scheduler.world import GRID_TOKENS, Entry, FakeStore, Faults, World
+from tests.engine.scheduler.world import GRID_TOKENS, Entry, FakeStore, Faults, World, restore
 
 SYSTEM = list(range(500, 514))
 
@@ -37,7 +37,7 @@ def test_a_parked_session_goes_on_where_it_was() -> None:
     park(world, "s", list(range(20)))
     world.add(list(range(24)), turn="t", session="s")
     plan = world.step()
-    assert moves_of(plan, "t") == [Restore(0, "s", 20, "t")]
+    assert moves_of(plan, "t") == [restore(0, "s", range(20), "t")]
     assert plan.admissions[0].cached_tokens == 20
     assert plan.reasons[0] == "turn t to slot 0: empty, 20 of 24 tokens in KV"
 
@@ -47,7 +47,7 @@ def test_what_is_parked_beyond_the_common_prefix_is_cut() -> None:
     world = World()
     park(world, "s", list(range(20)))
     world.add([*range(12), 99, 98], turn="t", session="s")
-    assert moves_of(world.step(), "t") == [Restore(0, "s", 20, "t"), Truncation(0, 12, "t")]
+    assert moves_of(world.step(), "t") == [restore(0, "s", range(20), "t"), Truncation(0, 12, "t")]
 
 
 def test_the_last_token_is_never_taken_from_a_store() -> None:
@@ -96,7 +96,7 @@ def test_another_clients_parked_kv_is_never_restored() -> None:
     park(world, "prefix-x", list(range(8)), scope="")
     world.add(list(range(16)), turn="t", client="other")
     plan = world.step()
-    assert moves_of(plan, "t") == [Restore(0, "prefix-x", 8, "t")]
+    assert moves_of(plan, "t") == [restore(0, "prefix-x", range(8), "t")]
 
 
 @pytest.mark.parametrize(("parked_tokens", "restored"), [(15, False), (16, True)])
@@ -106,7 +106,7 @@ def test_less_than_a_cell_is_not_worth_a_move(parked_tokens: int, restored: bool
     park(world, "s0", list(range(parked_tokens)))
     world.add([*range(20)], turn="t", session="s0")
     moves = moves_of(world.step(), "t")
-    assert moves == ([Restore(0, "s0", 16, "t")] if restored else [Truncation(0, 12, "t")])
+    assert moves == ([restore(0, "s0", range(16), "t")] if restored else [Truncation(0, 12, "t")])
 
 
 def test_what_is_ready_comes_before_a_copy_and_a_copy_before_the_disk() -> None:
@@ -114,7 +114,7 @@ def test_what_is_ready_comes_before_a_copy_and_a_copy_before_the_disk() -> None:
     world = used_slots(list(range(16)))
     park(world, "old", list(range(16)))
     world.add([*range(16), 99], turn="t")
-    assert moves_of(world.step(), "t") == [Restore(1, "old", 16, "t")]
+    assert moves_of(world.step(), "t") == [restore(1, "old", range(16), "t")]
     world = used_slots(list(range(16)))
     park(world, "old", list(range(17)), ready=False)
     world.add([*range(17), 99], turn="t")
@@ -180,7 +180,7 @@ def test_what_is_on_disk_is_fetched_while_others_run() -> None:
     assert world.step().fetches == ()
     assert world.scheduler.waiting == 1
     world.finish_fetches()
-    assert moves_of(world.step(), "t") == [Restore(1, "s", 20, "t")]
+    assert moves_of(world.step(), "t") == [restore(1, "s", range(20), "t")]
 
 
 def test_a_loop_may_sleep_when_everything_waits_for_the_disk() -> None:
@@ -346,7 +346,7 @@ def test_a_public_system_prompt_is_shared_between_clients() -> None:
     assert plans[4].moves[0] == Park(0, key, "", len(SYSTEM), tuple(SYSTEM), durable=True)
     assert reader.kv_tokens > len(SYSTEM)
     assert follower.slot is None
-    assert moves_of(world.step(), "f") == [Restore(1, key, len(SYSTEM), "f")]
+    assert moves_of(world.step(), "f") == [restore(1, key, SYSTEM, "f")]
     world.run_to_end()
 
 
@@ -376,7 +376,7 @@ def test_a_model_that_cannot_rewind_starts_from_a_snapshot() -> None:
     world.run_to_end()
     assert prefix_key("c", SYSTEM) in world.store.entries
     world.add([*SYSTEM, 3, 4], turn="t", prefix_tokens=len(SYSTEM))
-    assert moves_of(world.step(), "t") == [Restore(1, prefix_key("c", SYSTEM), len(SYSTEM), "t")]
+    assert moves_of(world.step(), "t") == [restore(1, prefix_key("c", SYSTEM), SYSTEM, "t")]
 
 
 def test_a_model_that_cannot_rewind_finds_the_snapshot_behind_a_longer_match() -> None:
@@ -385,7 +385,7 @@ def test_a_model_that_cannot_rewind_finds_the_snapshot_behind_a_longer_match() -
     park(world, "s", [*SYSTEM, 7, 8, 9])
     park(world, "prefix-p", SYSTEM)
     world.add([*SYSTEM, 7, 5], turn="t", prefix_tokens=len(SYSTEM))
-    assert moves_of(world.step(), "t") == [Restore(0, "prefix-p", len(SYSTEM), "t")]
+    assert moves_of(world.step(), "t") == [restore(0, "prefix-p", SYSTEM, "t")]
 
 
 def test_a_model_that_cannot_rewind_prefers_a_snapshot_to_a_cut_that_may_be_refused() -> None:

@@ -6,9 +6,9 @@ from itertools import pairwise
 
 import pytest
 
-from inferencecenter.engine.scheduler.plan import Park, Plan, Restore, Swap
+from inferencecenter.engine.scheduler.plan import Park, Plan, Swap
 from inferencecenter.engine.scheduler.request import Request, RequestState
-from tests.engine.scheduler.world import STEP_S, FakeStore, World
+from tests.engine.scheduler.world import STEP_S, FakeStore, World, restore
 
 QUANTUM = 8
 ROOMY = 4000
@@ -51,7 +51,7 @@ def test_a_turn_that_used_its_quantum_yields_to_an_equal_one() -> None:
     while not (plan := world.step()).preemptions:
         assert first.slot is None
     assert plan.preemptions == ("b",)
-    assert plan.moves[-1] == Restore(0, "a", len(first.tokens) - 2, "a")
+    assert plan.moves[-1] == restore(0, "a", first.tokens[:-2], "a")
     assert plan.admissions == ()
     assert first.state is RequestState.DECODE
     assert [row.chunk.tokens for row in plan.passes[0].rows] == [first.tokens[-2:-1]]

@@ -11,6 +11,7 @@ from inferencecenter.engine.scheduler.plan import Copy, Outcome, Park, Plan, Res
 from inferencecenter.engine.scheduler.prefix import common_prefix_tokens
 from inferencecenter.engine.scheduler.request import Request, RequestState
 from inferencecenter.engine.scheduler.scheduler import Scheduler
+from inferencecenter.ipc.messages import pack_tokens
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
@@ -40,6 +41,11 @@ class Entry:
         return [token for token, _ in self.cells]
 
 
+def restore(slot: int, key: str, tokens: Sequence[int], turn_id: str) -> Restore:
+    """Return the move that brings these tokens back."""
+    return Restore(slot, key, len(tokens), pack_tokens(tokens), turn_id)
+
+
 class FakeStore:
     """Parks lists. ``limit_tokens`` is the longest sequence that fits."""
 
@@ -52,7 +58,7 @@ class FakeStore:
         """Return the longest match, of equal ones the shortest sequence, of those one that is ready."""
         self.finds += 1
         matches = [
-            Match(key, common, len(entry.cells), entry.ready)
+            Match(key, common, len(entry.cells), entry.ready, pack_tokens(entry.tokens))
             for key, entry in self.entries.items()
             if entry.scope in ("", scope) and (common := common_prefix_tokens(entry.tokens, tokens))
         ]
@@ -232,7 +238,12 @@ class World:
                 client = self.requests[move.turn_id].client_id
                 assert entry is None or entry.scope in ("", client), "another client's KV is restored"
                 # A park of this step may have pushed the sequence out, or have replaced it.
-                good = entry is not None and entry.ready and len(entry.cells) == move.n_tokens and not faults.restore
+                good = (
+                    entry is not None
+                    and entry.ready
+                    and pack_tokens(entry.tokens) == move.tokens
+                    and not faults.restore
+                )
                 self.kv[move.slot] = list(entry.cells) if entry is not None and good else []
                 results.emptied |= set() if good else {move.turn_id}
             case Copy():
