@@ -319,7 +319,13 @@ class Failed(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     field: str | None = None
 
 
-TurnEvent: TypeAlias = Position | Started | Progress | Delta | Overflowed | Finished | Failed
+class Withdrawn(msgspec.Struct, frozen=True, tag=True):
+    """A turn that no engine had was aborted: it is over, and its session alone knows what was said. Made in the front."""
+
+    turn_id: str
+
+
+TurnEvent: TypeAlias = Position | Started | Progress | Delta | Overflowed | Finished | Failed | Withdrawn
 
 
 class Step(msgspec.Struct, frozen=True, tag=True):

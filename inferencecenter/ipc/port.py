@@ -64,7 +64,7 @@ class EngineTurn(Protocol):
         """
 
     def hear(self, event: TurnEvent) -> None:
-        """Take an event; the last is ``Finished``, ``Failed`` or, for a turn that may shift, ``Overflowed``."""
+        """Take an event; the last is ``Finished``, ``Failed``, ``Withdrawn`` or, if it may shift, ``Overflowed``."""
 
     def interrupted(self) -> None:
         """Take note that its engine is gone: it waits until it is submitted to another."""
@@ -80,17 +80,17 @@ class EnginePort(Protocol):
     def submit(self, turn: EngineTurn) -> int:
         """Hand over a turn and return its place in the queue, 0 when a slot is free.
 
-        It is called on the event loop with each event, the last being ``Finished``, ``Failed`` or, for a turn that may
-        shift, ``Overflowed``: exactly one of them. While no engine is ready the turn waits for one; when an engine dies
-        its turns are ``interrupted`` and go on with the next. Only a turn that ends engines by itself hears ``Failed``
-        with ``engine_crashed``. A turn that overflowed may be submitted again.
+        It is called on the event loop with each event, the last being ``Finished``, ``Failed``, ``Withdrawn`` or, for a
+        turn that may shift, ``Overflowed``: exactly one of them. While no engine is ready the turn waits for one; when
+        an engine dies its turns are ``interrupted`` and go on with the next. Only a turn that ends engines by itself
+        hears ``Failed`` with ``engine_crashed``. A turn that overflowed may be submitted again.
 
         Raises:
             InferenceCenterError: ``engine_unavailable``, ``queue_full``, or what ``submission`` says.
         """
 
     def abort(self, turn_id: str) -> None:
-        """Ask for the turn's end; its listener hears ``Finished`` with ``aborted``."""
+        """Ask for the turn's end: it hears ``Finished`` with ``aborted``, or ``Withdrawn`` where no engine has it."""
 
     def release(self, session_id: str) -> None:
         """Let the engine forget a session's KV."""
