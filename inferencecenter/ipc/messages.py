@@ -320,7 +320,7 @@ class Failed(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class Withdrawn(msgspec.Struct, frozen=True, tag=True):
-    """A turn that no engine had was aborted: it is over, and its session alone knows what was said. Made in the front."""
+    """A turn that no engine had was aborted: it is over, and its session knows what was said. Made in the front."""
 
     turn_id: str
 
