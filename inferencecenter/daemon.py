@@ -20,12 +20,14 @@ from typing import TYPE_CHECKING, Final
 import structlog
 import uvloop
 
+from inferencecenter import __version__
 from inferencecenter.errors import ErrorCode, InferenceCenterError
 from inferencecenter.hardware.nvml import Gpu
 from inferencecenter.ipc.messages import EngineOptions
 from inferencecenter.protocol.params import Params, parse_params
 from inferencecenter.server.accounts import Accounts
 from inferencecenter.server.app import create_app
+from inferencecenter.server.audit import AuditEvent
 from inferencecenter.server.clients_file import load_clients
 from inferencecenter.server.context import Context
 from inferencecenter.server.control import ControlSocket
@@ -85,8 +87,12 @@ def serve(settings: Settings, *, announce: Callable[[Announcement], None]) -> in
                 default_max_sessions=settings.auth.default_max_sessions,
                 default_priority=settings.auth.default_priority,
             )
-        accounts = Accounts.open(settings.state_dir / ACCOUNTS_FILE, clock=time.time, static=static)
+        accounts = Accounts.open(
+            settings.state_dir / ACCOUNTS_FILE, clock=time.time, static=static, audit_days=settings.auth.audit_days
+        )
         held.callback(accounts.close)
+        accounts.audit(AuditEvent.DAEMON_STARTED, detail=__version__)
+        held.callback(accounts.audit, AuditEvent.DAEMON_STOPPED)
         config_params = parse_config_params(settings)
         announcement = Announcement(
             address=_address(settings, sockets),

@@ -16,6 +16,7 @@ _COMMANDS: Final = {
     "serve": "serve",
     "chat": "chat",
     "token": "app",
+    "audit": "audit",
     "config": "app",
     "bench": "bench",
     "doctor": "doctor",

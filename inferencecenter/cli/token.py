@@ -49,6 +49,12 @@ def create(  # noqa: PLR0913 - one argument an option
         int | None, typer.Option(help="Sessions of a new account.", min=1, show_default=False)
     ] = None,
     priority: Annotated[Priority | None, typer.Option(help="Class of a new account.", show_default=False)] = None,
+    retention_days: Annotated[
+        float | None,
+        typer.Option(
+            "--retention-days", help="Days after which a new account's unused sessions go.", show_default=False
+        ),
+    ] = None,
     config: ConfigOption = None,
     state_dir: StateDirOption = None,
     json: JsonOption = False,
@@ -65,12 +71,13 @@ def create(  # noqa: PLR0913 - one argument an option
                 max_sessions=max_sessions or settings.auth.default_max_sessions,
                 priority=priority or settings.auth.default_priority,
                 scopes=scope or (Scope.USER,),
+                retention_days=retention_days,
             )
-        elif scope or max_sessions or priority:
+        elif scope or max_sessions or priority or retention_days is not None:
             raise InferenceCenterError(
                 ErrorCode.INVALID_REQUEST,
                 f"client {client!r} exists, with limits of its own",
-                hint="Leave out --scope, --max-sessions and --priority, or name a new client.",
+                hint="Leave out --scope, --max-sessions, --priority and --retention-days, or name a new client.",
             )
         made = accounts.create_token(client, name=name, expires_at=expires_at)
     if json:
@@ -100,7 +107,9 @@ def list_tokens(
     table = Table(Column("token_id", no_wrap=True), "client", "name", "made", "expires", "last used", "state")
     for token in tokens:
         dates = [_date(at) for at in (token.created_at, token.expires_at, token.last_used_at)]
-        table.add_row(token.token_id, token.client_id, token.name, *dates, "revoked" if token.revoked else "valid")
+        state = "revoked" if token.revoked else "valid"
+        # As text: a name is not markup.
+        table.add_row(*map(Text, (token.token_id, token.client_id, token.name, *dates, state)))
     stdout.print(table)
 
 
@@ -149,7 +158,7 @@ def duration_s(text: str) -> int:
 @contextlib.contextmanager
 def _accounts(settings: Settings) -> Iterator[Accounts]:
     path: Path = settings.state_dir / DATABASE_NAME
-    with contextlib.closing(Accounts.open(path, clock=time.time)) as accounts:
+    with contextlib.closing(Accounts.open(path, clock=time.time, audit_days=settings.auth.audit_days)) as accounts:
         yield accounts
 
 

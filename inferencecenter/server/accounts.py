@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import secrets
-import threading
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Final
 
+import structlog
+
 from inferencecenter.errors import ErrorCode, InferenceCenterError
 from inferencecenter.protocol.scopes import Scope, parse_scopes
+from inferencecenter.server import tokens
 from inferencecenter.server.accounts_file import AccountsFile
+from inferencecenter.server.audit import AuditEvent, AuditLog, entry
+from inferencecenter.server.noted import Noted
 
 if TYPE_CHECKING:
     import sqlite3
@@ -25,19 +28,21 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from inferencecenter.protocol.values import Priority
+    from inferencecenter.server.audit import AuditLine, Entry
 
 DATABASE_NAME: Final = "accounts.sqlite3"
-_TOKEN_MARK: Final = "ic"  # noqa: S105 - how tokens begin
-_TOKEN_ID_BYTES: Final = 6
-_SECRET_BYTES: Final = 32
+MAX_RETENTION_DAYS: Final = 36_500
 _NO_HASH: Final = bytes(hashlib.sha256().digest_size)
+
+_log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Account:
     """A client as one credential showed it.
 
-    ``token_id`` and ``expires_at`` (Unix seconds) belong to the token; an API key has neither.
+    ``retention_days`` are days after their last use at which its sessions are deleted; without it the daemon's setting
+    holds. ``token_id`` and ``expires_at`` (Unix seconds) belong to the token; an API key has neither.
     """
 
     client_id: str
@@ -46,6 +51,7 @@ class Account:
     scopes: frozenset[Scope]
     token_id: str | None = None
     expires_at: float | None = None
+    retention_days: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,12 +86,19 @@ class TokenInfo:
 class Accounts:
     """The accounts of one daemon; may be used from any thread."""
 
-    def __init__(self, file: AccountsFile, *, clock: Callable[[], float], static: Mapping[str, StaticClient]) -> None:
+    def __init__(
+        self,
+        file: AccountsFile,
+        *,
+        clock: Callable[[], float],
+        static: Mapping[str, StaticClient],
+        audit_days: float | None,
+    ) -> None:
         self._file = file
         self._clock = clock
         self._static = static
-        self._lock = threading.Lock()
-        self._used: dict[str, float] = {}
+        self._audit_log = AuditLog(days=audit_days)
+        self._noted = Noted()
 
     @classmethod
     def open(
@@ -94,6 +107,7 @@ class Accounts:
         *,
         clock: Callable[[], float],
         static: Mapping[str, StaticClient] = MappingProxyType({}),
+        audit_days: float | None = None,
     ) -> Accounts:
         """Open the database at ``path``, made with mode 0600 when there is none.
 
@@ -101,16 +115,19 @@ class Accounts:
             path: The SQLite file.
             clock: Unix seconds.
             static: Clients of ``clients.toml`` by client id.
+            audit_days: Age from which lines of the audit log are removed when others are written; without it, none are.
 
         Raises:
             InferenceCenterError: ``storage_unavailable``; a file that cannot be used is left as it is.
         """
-        return cls(AccountsFile.open(path), clock=clock, static=static)
+        return cls(AccountsFile.open(path), clock=clock, static=static, audit_days=audit_days)
 
     def close(self) -> None:
-        """Write what is pending and close the file."""
+        """Write what was noted, if that can be done, and close the file."""
         try:
-            self.write_last_used()
+            self.write_noted()
+        except InferenceCenterError as error:
+            _log.warning("logins_unwritten", error=error.message, hint=error.hint)
         finally:
             self._file.close()
 
@@ -120,20 +137,33 @@ class Accounts:
             return rows.fetchone() is not None
 
     def ensure_client(
-        self, client_id: str, *, max_sessions: int, priority: Priority, scopes: Iterable[str] = (Scope.USER,)
+        self,
+        client_id: str,
+        *,
+        max_sessions: int,
+        priority: Priority,
+        scopes: Iterable[str] = (Scope.USER,),
+        retention_days: float | None = None,
     ) -> None:
         """Make the client, or give the one there these limits.
 
         Raises:
-            InferenceCenterError: ``invalid_request`` for an unknown scope, or ``storage_unavailable``.
+            InferenceCenterError: ``invalid_request`` for an unknown scope or a retention that is none, or
+                ``storage_unavailable``.
         """
         spelled = " ".join(sorted(parse_scopes(scopes)))
-        self._write(
-            "INSERT INTO clients (client_id, max_sessions, priority, scopes, created_at) VALUES (?, ?, ?, ?, ?)"
-            " ON CONFLICT (client_id) DO UPDATE SET"
-            " max_sessions = excluded.max_sessions, priority = excluded.priority, scopes = excluded.scopes",
-            (client_id, max_sessions, priority, spelled, self._clock()),
-        )
+        _check_retention(retention_days)
+        with self._file.transaction() as database:
+            there = database.execute("SELECT 1 FROM clients WHERE client_id = ?", (client_id,)).fetchone()
+            database.execute(
+                "INSERT INTO clients (client_id, max_sessions, priority, scopes, retention_days, created_at)"
+                " VALUES (?, ?, ?, ?, ?, ?)"
+                " ON CONFLICT (client_id) DO UPDATE SET max_sessions = excluded.max_sessions,"
+                " priority = excluded.priority, scopes = excluded.scopes, retention_days = excluded.retention_days",
+                (client_id, max_sessions, priority, spelled, retention_days, self._clock()),
+            )
+            event = AuditEvent.CLIENT_CHANGED if there else AuditEvent.CLIENT_CREATED
+            self._record(database, entry(event, client_id=client_id, detail=f"scopes {spelled}"))
 
     def has_client(self, client_id: str) -> bool:
         """Tell whether the database has this client."""
@@ -142,7 +172,9 @@ class Accounts:
 
     def remove_client(self, client_id: str) -> None:
         """Remove a client and its tokens."""
-        self._write("DELETE FROM clients WHERE client_id = ?", (client_id,))
+        with self._file.transaction() as database:
+            if database.execute("DELETE FROM clients WHERE client_id = ?", (client_id,)).rowcount:
+                self._record(database, entry(AuditEvent.CLIENT_REMOVED, client_id=client_id))
 
     def create_token(self, client_id: str, *, name: str = "", expires_at: float | None = None) -> NewToken:
         """Make a token for a client.
@@ -157,17 +189,19 @@ class Accounts:
                 field="client_id",
                 hint="Make the client first.",
             )
-        token_id, secret = secrets.token_hex(_TOKEN_ID_BYTES), secrets.token_hex(_SECRET_BYTES)
-        self._write(
-            "INSERT INTO tokens (token_id, client_id, name, secret_sha256, created_at, expires_at)"
-            " VALUES (?, ?, ?, ?, ?, ?)",
-            (token_id, client_id, name, _sha256(secret), self._clock(), expires_at),
-        )
-        return NewToken(token_id=token_id, token=f"{_TOKEN_MARK}_{token_id}_{secret}")
+        token_id, secret = tokens.generate()
+        with self._file.transaction() as database:
+            database.execute(
+                "INSERT INTO tokens (token_id, client_id, name, secret_sha256, created_at, expires_at)"
+                " VALUES (?, ?, ?, ?, ?, ?)",
+                (token_id, client_id, name, tokens.sha256(secret), self._clock(), expires_at),
+            )
+            self._record(database, entry(AuditEvent.TOKEN_CREATED, client_id=client_id, token_id=token_id, detail=name))
+        return NewToken(token_id=token_id, token=tokens.join(token_id, secret))
 
     def list_tokens(self, client_id: str | None = None) -> list[TokenInfo]:
         """Return the tokens of one client, or of all, oldest first; revoked ones included."""
-        self.write_last_used()
+        self.write_noted()
         with self._rows(
             "SELECT token_id, client_id, name, created_at, expires_at, last_used_at, revoked_at IS NOT NULL"
             " FROM tokens WHERE ?1 IS NULL OR client_id = ?1 ORDER BY created_at, token_id",
@@ -177,28 +211,31 @@ class Accounts:
 
     def revoke(self, token_id: str) -> bool:
         """Make a token useless; ``False`` when there is none, or it was revoked before."""
-        return (
-            self._write(
-                "UPDATE tokens SET revoked_at = ? WHERE token_id = ? AND revoked_at IS NULL", (self._clock(), token_id)
-            )
-            == 1
-        )
+        with self._file.transaction() as database:
+            revoked = database.execute(
+                "UPDATE tokens SET revoked_at = ? WHERE token_id = ? AND revoked_at IS NULL RETURNING client_id, name",
+                (self._clock(), token_id),
+            ).fetchall()
+            for client_id, name in revoked:
+                line = entry(AuditEvent.TOKEN_REVOKED, client_id=client_id, token_id=token_id, detail=name)
+                self._record(database, line)
+        return bool(revoked)
 
     def verify_token(self, token: str) -> Account | None:
         """Return the account a token stands for, ``None`` when it is unknown, wrong, expired or revoked."""
-        token_id, secret = _split(token)
+        token_id, secret = tokens.split(token)
         with self._rows(
-            "SELECT t.secret_sha256, t.expires_at, t.revoked_at, c.client_id, c.max_sessions, c.priority, c.scopes"
+            "SELECT t.secret_sha256, t.expires_at, t.revoked_at, c.client_id, c.max_sessions, c.priority, c.scopes,"
+            " c.retention_days"
             " FROM tokens t JOIN clients c USING (client_id) WHERE t.token_id = ?",
             (token_id,),
         ) as rows:
             row = rows.fetchone()
         # Compared also for an unknown id, so that the time taken does not tell which ids exist.
-        right = hmac.compare_digest(_sha256(secret), row[0] if row else _NO_HASH)
+        right = hmac.compare_digest(tokens.sha256(secret), row[0] if row else _NO_HASH)
         if not right or row is None or not self._lives(expires_at=row[1], revoked_at=row[2]):
             return None
-        with self._lock:
-            self._used[token_id] = self._clock()
+        self._noted.use(token_id, at=self._clock())
         return Account(
             client_id=row[3],
             max_sessions=row[4],
@@ -206,6 +243,7 @@ class Accounts:
             scopes=frozenset(map(Scope, row[6].split())),
             token_id=token_id,
             expires_at=row[1],
+            retention_days=row[7],
         )
 
     def verify_key(self, client_id: str, api_key: str) -> Account | None:
@@ -215,7 +253,7 @@ class Accounts:
         tokens too.
         """
         client = self._static.get(client_id)
-        right = hmac.compare_digest(_sha256(api_key), client.key_sha256 if client else _NO_HASH)
+        right = hmac.compare_digest(tokens.sha256(api_key), client.key_sha256 if client else _NO_HASH)
         if right and client is not None:
             return client.account
         account = self.verify_token(api_key)
@@ -229,35 +267,68 @@ class Accounts:
         ) as rows:
             return frozenset(row[0] for row in rows)
 
-    def write_last_used(self) -> None:
-        """Write when tokens were last used; kept in memory until then, since it happens at every login."""
-        with self._lock:
-            used, self._used = self._used, {}
-            if not used:
-                return
-            with self._file.transaction() as database:
+    def note(self, line: Entry) -> None:
+        """Note an entry for the audit log; takes a microsecond, and ``write_noted`` writes it."""
+        self._noted.note(line, at=self._clock())
+
+    def write_noted(self) -> None:
+        """Write what logins left: their lines of the audit log, and when tokens were last used.
+
+        Raises:
+            InferenceCenterError: ``storage_unavailable``; then it is still noted.
+        """
+        taken = self._noted.take()
+        if not taken:
+            return
+        try:
+            with self._file.transaction(durable=False) as database:
                 database.executemany(
                     "UPDATE tokens SET last_used_at = ? WHERE token_id = ?",
-                    [(at, token_id) for token_id, at in used.items()],
+                    [(at, token_id) for token_id, at in taken.last_uses.items()],
                 )
+                self._audit_log.write_tallies(database, taken.tallies, at=self._clock())
+        except BaseException:
+            self._noted.put_back(taken)
+            raise
+
+    def audit(
+        self, event: AuditEvent, *, client_id: str | None = None, token_id: str | None = None, detail: str = ""
+    ) -> None:
+        """Write a line of the audit log that survives a power cut. What cannot be written is logged as a warning.
+
+        Waits for the disk: not for the event loop, where ``note`` is.
+        """
+        try:
+            with self._file.transaction() as database:
+                self._record(database, entry(event, client_id=client_id, token_id=token_id, detail=detail))
+        except InferenceCenterError as error:
+            _log.warning("audit_unwritten", audit_event=event.value, error=error.message, hint=error.hint)
+
+    def audit_lines(
+        self, *, last: int, client_id: str | None = None, event: AuditEvent | None = None
+    ) -> list[AuditLine]:
+        """Return the last lines of the audit log, those of one client or event or of all, oldest first."""
+        self.write_noted()
+        with self._file.reading() as database:
+            return self._audit_log.read(database, last=last, at=self._clock(), client_id=client_id, event=event)
+
+    def _record(self, database: sqlite3.Connection, line: Entry) -> None:
+        self._audit_log.write(database, line, at=self._clock())
 
     def _lives(self, *, expires_at: float | None, revoked_at: float | None) -> bool:
         return revoked_at is None and (expires_at is None or self._clock() < expires_at)
 
     @contextmanager
     def _rows(self, query: str, values: tuple[object, ...] = ()) -> Iterator[sqlite3.Cursor]:
-        with self._lock, self._file.mapped_errors() as database:
+        with self._file.reading() as database:
             yield database.execute(query, values)
 
-    def _write(self, statement: str, values: tuple[object, ...]) -> int:
-        with self._lock, self._file.transaction() as database:
-            return database.execute(statement, values).rowcount
 
-
-def _split(token: str) -> tuple[str, str]:
-    parts = token.split("_")
-    return (parts[1], parts[2]) if len(parts) == 3 and parts[0] == _TOKEN_MARK else ("", token)
-
-
-def _sha256(secret: str) -> bytes:
-    return hashlib.sha256(secret.encode("utf-8", "surrogatepass")).digest()
+def _check_retention(days: float | None) -> None:
+    if days is not None and not 0 < days <= MAX_RETENTION_DAYS:
+        raise InferenceCenterError(
+            ErrorCode.INVALID_REQUEST,
+            f"retention_days is {days:g}, and must be above 0 and at most {MAX_RETENTION_DAYS}",
+            field="retention_days",
+            hint="Without it sessions.retention_days holds.",
+        )

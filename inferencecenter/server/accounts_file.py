@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sqlite3
+import threading
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
 
@@ -41,15 +42,36 @@ _MIGRATIONS: Final = (
         """,
         "CREATE INDEX tokens_by_client ON tokens (client_id)",
     ),
+    (
+        "ALTER TABLE clients ADD COLUMN retention_days REAL",
+        """
+        CREATE TABLE audit (
+            id INTEGER PRIMARY KEY,
+            at REAL NOT NULL,
+            last_at REAL NOT NULL,
+            count INTEGER NOT NULL,
+            event TEXT NOT NULL,
+            client_id TEXT,
+            token_id TEXT,
+            address TEXT,
+            detail TEXT NOT NULL
+        ) STRICT
+        """,
+        "CREATE INDEX audit_by_event ON audit (event)",
+        "CREATE INDEX audit_by_address ON audit (event, address, at)",
+    ),
 )
 
 
 class AccountsFile:
-    """An open database. Not for use by two threads at once."""
+    """An open database; may be used from any thread. Who reads does not wait for who writes."""
 
-    def __init__(self, path: Path, database: sqlite3.Connection) -> None:
+    def __init__(self, path: Path, *, reader: sqlite3.Connection, writer: sqlite3.Connection) -> None:
         self._path = path
-        self._database = database
+        self._reader = reader
+        self._writer = writer
+        self._reading = threading.Lock()
+        self._writing = threading.Lock()
 
     @classmethod
     def open(cls, path: Path) -> AccountsFile:
@@ -64,45 +86,62 @@ class AccountsFile:
             os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
         except OSError as error:
             raise unusable(path, error.strerror or str(error)) from error
-        database = sqlite3.connect(path, timeout=_BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False)
-        file = cls(path, database)
+        file = cls(path, reader=_connect(path), writer=_connect(path))
         try:
             file._prepare()
         except InferenceCenterError:
-            database.close()
+            file.close()
             raise
         return file
 
     def close(self) -> None:
         """Close the file."""
-        self._database.close()
+        with self._reading:
+            self._reader.close()
+        with self._writing:
+            self._writer.close()
 
     @contextmanager
-    def mapped_errors(self) -> Iterator[sqlite3.Connection]:
-        """Lend the database; its errors become ``storage_unavailable``."""
-        try:
-            yield self._database
-        except sqlite3.Error as error:
-            raise unusable(self._path, str(error)) from error
+    def reading(self) -> Iterator[sqlite3.Connection]:
+        """Lend the database for queries; its errors become ``storage_unavailable``."""
+        with self._reading, self._mapped_errors():
+            yield self._reader
 
     @contextmanager
-    def transaction(self) -> Iterator[sqlite3.Connection]:
-        """Lend the database for statements that happen together or not at all."""
-        with self.mapped_errors() as database:
+    def transaction(self, *, durable: bool = True) -> Iterator[sqlite3.Connection]:
+        """Lend the database for statements that happen together or not at all; errors become ``storage_unavailable``.
+
+        Args:
+            durable: Whether they survive a power cut from then on; otherwise a crash of this process, and no wait for
+                the disk.
+        """
+        with self._writing, self._mapped_errors():
+            database = self._writer
+            database.execute(f"PRAGMA synchronous = {'FULL' if durable else 'NORMAL'}")
             database.execute("BEGIN IMMEDIATE")
             try:
                 yield database
+                database.execute("COMMIT")
             except BaseException:
-                database.execute("ROLLBACK")
+                # On a full disk SQLite has done it already.
+                if database.in_transaction:
+                    database.execute("ROLLBACK")
                 raise
-            database.execute("COMMIT")
+
+    @contextmanager
+    def _mapped_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except sqlite3.Error as error:
+            raise unusable(self._path, str(error)) from error
 
     def _prepare(self) -> None:
-        with self.mapped_errors() as database:
-            if (found := database.execute("PRAGMA quick_check(1)").fetchone()[0]) != "ok":
+        with self._mapped_errors():
+            if (found := self._writer.execute("PRAGMA quick_check(1)").fetchone()[0]) != "ok":
                 raise unusable(self._path, str(found))
-            database.execute("PRAGMA journal_mode = WAL")
-            database.execute("PRAGMA foreign_keys = ON")
+            self._writer.execute("PRAGMA journal_mode = WAL")
+            self._writer.execute("PRAGMA foreign_keys = ON")
+            self._reader.execute("PRAGMA query_only = ON")
         with self.transaction() as database:
             version = database.execute("PRAGMA user_version").fetchone()[0]
             if version > len(_MIGRATIONS):
@@ -111,6 +150,10 @@ class AccountsFile:
                 for statement in step:
                     database.execute(statement)
             database.execute(f"PRAGMA user_version = {len(_MIGRATIONS)}")
+
+
+def _connect(path: Path) -> sqlite3.Connection:
+    return sqlite3.connect(path, timeout=_BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False)
 
 
 def unusable(path: Path, reason: str) -> InferenceCenterError:

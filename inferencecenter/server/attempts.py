@@ -37,7 +37,7 @@ class Attempts:
 
     def retry_after_ms(self, address: str) -> int | None:
         """Return how long ``address`` must wait before it may try again, ``None`` when it may try now."""
-        bucket = self._buckets.get(_site(address))
+        bucket = self._buckets.get(site(address))
         if bucket is None:
             return None
         self._refill(bucket)
@@ -45,11 +45,11 @@ class Attempts:
 
     def failed(self, address: str) -> None:
         """Count a failed login of ``address``."""
-        site = _site(address)
-        bucket = self._buckets.setdefault(site, _Bucket(self._capacity, self._clock()))
+        shared = site(address)
+        bucket = self._buckets.setdefault(shared, _Bucket(self._capacity, self._clock()))
         self._refill(bucket)
         bucket.left = max(0.0, bucket.left - 1)
-        self._buckets.move_to_end(site)
+        self._buckets.move_to_end(shared)
         # The address that failed longest ago is forgotten first; it has regained the most.
         if len(self._buckets) > _MAX_ADDRESSES:
             self._buckets.popitem(last=False)
@@ -60,8 +60,8 @@ class Attempts:
         bucket.filled_at_s = now_s
 
 
-def _site(address: str) -> str:
-    """The unit that shares a bucket: an IPv4 address, or the /64 that one IPv6 subscriber is given."""
+def site(address: str) -> str:
+    """Return what shares a bucket: an IPv4 address, or the /64 that one IPv6 subscriber is given."""
     try:
         parsed = ipaddress.ip_address(address)
     except ValueError:

@@ -6,6 +6,7 @@ api_key_sha256 = "…"     # or api_key = "…"
 max_sessions = 4
 priority = "normal"
 scopes = ["user"]
+retention_days = 30      # sessions are deleted so long after their last use
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from inferencecenter.protocol.codec import invalid_request
 from inferencecenter.protocol.requests import Credential
 from inferencecenter.protocol.scopes import Scope, parse_scopes
 from inferencecenter.protocol.values import Priority
-from inferencecenter.server.accounts import Account, StaticClient
+from inferencecenter.server.accounts import MAX_RETENTION_DAYS, Account, StaticClient
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -37,6 +38,7 @@ class Entry(BaseModel):
     api_key_sha256: Annotated[str, StringConstraints(pattern=r"^[0-9a-fA-F]{64}$")] | None = None
     max_sessions: int | None = Field(default=None, ge=1, le=100_000)
     priority: Priority | None = None
+    retention_days: float | None = Field(default=None, gt=0, le=MAX_RETENTION_DAYS)
     scopes: list[str] = Field(default=[Scope.USER.value], min_length=1)
 
     @model_validator(mode="after")
@@ -80,6 +82,7 @@ def load_clients(path: Path, *, default_max_sessions: int, default_priority: Pri
             max_sessions=entry.max_sessions or default_max_sessions,
             priority=entry.priority or default_priority,
             scopes=scopes,
+            retention_days=entry.retention_days,
         )
         clients[entry.client_id] = StaticClient(account=account, key_sha256=entry.key_sha256)
     return clients

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 from inferencecenter.protocol.scopes import Scope
 from inferencecenter.server.accounts_file import unusable
+from inferencecenter.server.audit import AuditEvent
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -32,14 +33,15 @@ def ensure_admin(accounts: Accounts, state_dir: Path) -> str | None:
     if accounts.has_clients():
         return None
     accounts.ensure_client(ADMIN_CLIENT, max_sessions=_ADMIN_MAX_SESSIONS, priority="normal", scopes=Scope)
-    token = accounts.create_token(ADMIN_CLIENT, name="first run").token
+    new = accounts.create_token(ADMIN_CLIENT, name="first run")
     path = state_dir / ADMIN_TOKEN_NAME
     try:
-        _write_private(path, token + "\n")
+        _write_private(path, new.token + "\n")
     except OSError as error:
         accounts.remove_client(ADMIN_CLIENT)
         raise unusable(path, error.strerror or str(error)) from error
-    return token
+    accounts.audit(AuditEvent.FIRST_ADMIN, client_id=ADMIN_CLIENT, token_id=new.token_id)
+    return new.token
 
 
 def _write_private(path: Path, text: str) -> None:

@@ -20,7 +20,16 @@ def test_version(cli: Cli) -> None:
 
 @pytest.mark.parametrize(
     "command",
-    [["serve"], ["chat"], ["token", "create"], ["token", "list"], ["token", "revoke"], ["config", "show"], ["doctor"]],
+    [
+        ["serve"],
+        ["chat"],
+        ["token", "create"],
+        ["token", "list"],
+        ["token", "revoke"],
+        ["audit"],
+        ["config", "show"],
+        ["doctor"],
+    ],
 )
 def test_every_command_explains_itself(cli: Cli, command: list[str]) -> None:
     """``--help`` says what a command does and lists its options."""

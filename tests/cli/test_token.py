@@ -43,10 +43,11 @@ def test_create_makes_client_and_token(cli: Cli, state_dir: Path) -> None:
 def test_create_takes_the_limits_of_a_new_client(cli: Cli, state_dir: Path) -> None:
     """Scopes, sessions, class and expiry are those given."""
     limits = ["--scope", "user", "--scope", "operator", "--max-sessions", "3", "--priority", "batch"]
+    limits += ["--retention-days", "7.5"]
     made = _json(cli, "create", "ops", "--name", "laptop", "--expires-in", "1h", *limits)
     account = _verify(state_dir, made["token"])
     assert account is not None
-    assert (account.max_sessions, account.priority) == (3, "batch")
+    assert (account.max_sessions, account.priority, account.retention_days) == (3, "batch", 7.5)
     assert account.scopes == {"user", "operator"}
     assert made["expires_at"] > time.time()
     assert (made["client_id"], made["name"]) == ("ops", "laptop")
@@ -59,9 +60,28 @@ def test_a_second_token_leaves_the_clients_limits_alone(cli: Cli, state_dir: Pat
     account = _verify(state_dir, second["token"])
     assert account is not None
     assert account.max_sessions == 3
-    refused = cli.run("token", "create", "ada", "--max-sessions", "4")
+    for limit in (["--max-sessions", "4"], ["--retention-days", "0"]):
+        refused = cli.run("token", "create", "ada", *limit)
+        assert refused.code == 64
+        assert "'ada' exists" in refused.err
+
+
+@pytest.mark.parametrize("days", ["0", "-1", "nan", "inf", "40000"])
+def test_a_retention_that_is_none_makes_no_client(cli: Cli, days: str) -> None:
+    """The message says what it may be, and the account is not there afterwards."""
+    refused = cli.run("token", "create", "ada", f"--retention-days={days}")
     assert refused.code == 64
-    assert "'ada' exists" in refused.err
+    assert "above 0 and at most 36500" in refused.err
+    assert _json(cli, "list", "--client", "ada") == []
+    assert cli.run("token", "create", "ada", "--max-sessions", "2").code == 0
+
+
+def test_a_name_is_text(cli: Cli) -> None:
+    """What looks like markup is shown as it is."""
+    _json(cli, "create", "ada", "--name", "[/the] [red]phone")
+    listed = cli.run("token", "list")
+    assert listed.code == 0
+    assert "[/the] [red]phone" in listed.out
 
 
 def test_an_administrator_is_made_all_the_same(cli: Cli, state_dir: Path) -> None:

@@ -33,7 +33,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from inferencecenter.hardware.nvml import GpuReading
-    from inferencecenter.ipc.messages import Submit, TurnEvent
+    from inferencecenter.ipc.port import EngineTurn
+    from inferencecenter.server.audit import Entry
 
 MODEL = ModelInfo(
     name="stub",
@@ -76,13 +77,14 @@ class StubEngine:
 
     def __init__(self) -> None:
         self.status = EngineStatus(state=EngineState.READY, model=MODEL)
-        self.turns: dict[str, Callable[[TurnEvent], None]] = {}
+        self.turns: dict[str, EngineTurn] = {}
         self.submitted = asyncio.Event()
         self._watchers: list[Callable[[EngineStatus], None]] = []
 
-    def submit(self, turn: Submit, listener: Callable[[TurnEvent], None]) -> int:
+    def submit(self, turn: EngineTurn) -> int:
         """Take a turn; it waits for ``say``."""
-        self.turns[turn.turn_id] = listener
+        turn.submission()
+        self.turns[turn.turn_id] = turn
         self.submitted.set()
         return 0
 
@@ -109,19 +111,19 @@ class StubEngine:
 
     def begin(self, turn_id: str) -> None:
         """Give a turn its slot."""
-        self.turns[turn_id](Started(turn_id=turn_id, tokens=pack_tokens([1]), cached_tokens=0))
+        self.turns[turn_id].hear(Started(turn_id=turn_id, tokens=pack_tokens([1]), cached_tokens=0))
 
     def say(self, turn_id: str, text: str) -> None:
         """Generate a token whose text is ``text``."""
-        self.turns[turn_id](Delta(turn_id=turn_id, tokens=pack_tokens([2]), text=text))
+        self.turns[turn_id].hear(Delta(turn_id=turn_id, tokens=pack_tokens([2]), text=text))
 
     def overflow(self, turn_id: str, *, n_tokens: int) -> None:
         """Say that a turn's prompt does not fit; it may come back shorter."""
-        self.turns.pop(turn_id)(Overflowed(turn_id=turn_id, n_tokens=n_tokens))
+        self.turns.pop(turn_id).hear(Overflowed(turn_id=turn_id, n_tokens=n_tokens))
 
     def finish(self, turn_id: str, *, reason: str = "stop") -> None:
         """End a turn."""
-        self.turns.pop(turn_id)(
+        self.turns.pop(turn_id).hear(
             Finished(
                 turn_id=turn_id,
                 reason=reason,
@@ -302,7 +304,10 @@ class StubAccounts:
         """Return the one client for its key."""
         return KITCHEN if (client_id, api_key) == ("kitchen", "key") else None
 
-    def write_last_used(self) -> None:
+    def note(self, line: Entry) -> None:
+        """There is no audit log."""
+
+    def write_noted(self) -> None:
         """There is nothing to write."""
 
 

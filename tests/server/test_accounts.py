@@ -167,7 +167,7 @@ def test_checking_a_token_writes_nothing(accounts: Accounts, path: Path) -> None
     before = log.read_bytes()
     accounts.verify_token(new.token)
     assert log.read_bytes() == before
-    accounts.write_last_used()
+    accounts.write_noted()
     assert log.read_bytes() != before
 
 
@@ -194,6 +194,25 @@ def test_limits_can_be_changed(accounts: Accounts) -> None:
     assert account is not None
     assert (account.max_sessions, account.priority) == (9, "batch")
     assert account.scopes == {Scope.USER}
+
+
+def test_a_client_may_have_a_retention_of_its_own(accounts: Accounts) -> None:
+    """It is on the account of each token, and gone when the client is made again without."""
+    token = accounts.create_token("ada").token
+    for days in (0.5, 36_500, None):
+        accounts.ensure_client("ada", max_sessions=1, priority="normal", retention_days=days)
+        account = accounts.verify_token(token)
+        assert account is not None
+        assert account.retention_days == days
+
+
+@pytest.mark.parametrize("days", [0.0, -1.0, 36_501.0, float("inf"), float("nan")])
+def test_a_retention_that_is_none_is_refused(accounts: Accounts, days: float) -> None:
+    """The error names the field and what it may be, and no client was made."""
+    with pytest.raises(InferenceCenterError, match="above 0 and at most 36500") as caught:
+        accounts.ensure_client("eve", max_sessions=1, priority="normal", retention_days=days)
+    assert (caught.value.code, caught.value.field) == (ErrorCode.INVALID_REQUEST, "retention_days")
+    assert not accounts.has_client("eve")
 
 
 def test_removing_a_client_removes_its_tokens(accounts: Accounts) -> None:

@@ -31,11 +31,12 @@ def test_a_client_with_everything(tmp_path: Path) -> None:
     (client,) = load(
         tmp_path,
         f'[[client]]\nclient_id = "k"\napi_key_sha256 = "{DIGEST.upper()}"\nmax_sessions = 2\npriority = "batch"\n'
-        'scopes = ["user", "operator"]\n',
+        'scopes = ["user", "operator"]\nretention_days = 30\n',
     ).values()
     assert client.key_sha256.hex() == DIGEST
     assert (client.account.client_id, client.account.max_sessions, client.account.priority) == ("k", 2, "batch")
     assert client.account.scopes == {Scope.USER, Scope.OPERATOR}
+    assert client.account.retention_days == 30
 
 
 def test_a_client_with_the_least(tmp_path: Path) -> None:
@@ -43,6 +44,7 @@ def test_a_client_with_the_least(tmp_path: Path) -> None:
     (client,) = load(tmp_path, '[[client]]\nclient_id = "k"\napi_key = "secret"\n').values()
     assert client.key_sha256.hex() == DIGEST
     assert (client.account.max_sessions, client.account.priority) == (16, "normal")
+    assert client.account.retention_days is None
     assert client.account.scopes == {Scope.USER}
 
 
@@ -66,6 +68,12 @@ def test_an_empty_file_has_no_clients(tmp_path: Path) -> None:
             "client[1].priority",
             "'interactive', 'normal' or 'batch'",
         ),
+        ('client_id = "k"\napi_key = "x"\nretention_days = 0', "client[1].retention_days", "retention_days is 0"),
+        ('client_id = "k"\napi_key = "x"\nretention_days = 36501', "client[1].retention_days", "36500"),
+        ('client_id = "k"\napi_key = "x"\nretention_days = inf', "client[1].retention_days", "36500"),
+        ('client_id = "k"\napi_key = "x"\nretention_days = nan', "client[1].retention_days", "retention_days is"),
+        ('client_id = "k"\napi_key = "x"\nretention_days = "30"', "client[1].retention_days", 'retention_days is "30"'),
+        ('client_id = "k"\napi_key = "x"\nretention_days = true', "client[1].retention_days", "retention_days is"),
         ('client_id = "k"\napi_key = "x"\nscopes = ["root"]', "client[1].scopes", "'root'"),
         ('client_id = "k"\napi_key = "x"\nmax_session = 4', "client[1].max_session", "unknown field max_session"),
     ],

@@ -1,0 +1,69 @@
+"""``inferencecenter audit``: who came in, who did not, and what was done to accounts; works beside a running daemon."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from dataclasses import asdict
+from datetime import datetime
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.table import Table
+from rich.text import Text
+
+from inferencecenter.cli.options import ConfigOption, JsonOption, StateDirOption, given
+from inferencecenter.cli.output import print_json, stdout
+from inferencecenter.configuration import load_settings
+from inferencecenter.server.accounts import DATABASE_NAME, Accounts
+from inferencecenter.server.audit import MAX_ROWS, AuditEvent
+
+if TYPE_CHECKING:
+    from inferencecenter.server.audit import AuditLine
+
+
+def audit(  # noqa: PLR0913 - one argument an option
+    *,
+    last: Annotated[
+        int, typer.Option("--last", help="Lines to show, the newest.", min=1, max=sum(MAX_ROWS.values()))
+    ] = 100,
+    client: Annotated[str | None, typer.Option(help="Only this account's.", show_default=False)] = None,
+    event: Annotated[AuditEvent | None, typer.Option(help="Only this event's.", show_default=False)] = None,
+    config: ConfigOption = None,
+    state_dir: StateDirOption = None,
+    json: JsonOption = False,
+) -> None:
+    """Show the audit log, newest last, in local time; in a pipe as lines of fields between tabs."""
+    settings = load_settings(config, given(state_dir=state_dir))
+    path = settings.state_dir / DATABASE_NAME
+    with contextlib.closing(Accounts.open(path, clock=time.time, audit_days=settings.auth.audit_days)) as accounts:
+        lines = accounts.audit_lines(last=last, client_id=client, event=event)
+    if json:
+        print_json([asdict(line) for line in lines])
+    elif stdout.is_terminal:
+        stdout.print(as_table(lines))
+    else:
+        for line in lines:
+            typer.echo("\t".join(cells(line)))
+
+
+def as_table(lines: list[AuditLine]) -> Table:
+    """Return the lines as people read them."""
+    table = Table("time", "event", "client", "token_id", "address", "times", "detail")
+    for line in lines:
+        # As text: what somebody claimed to be is not markup.
+        table.add_row(*map(Text, cells(line)))
+    return table
+
+
+def cells(line: AuditLine) -> tuple[str, ...]:
+    """Return time, event, client, token, address, how often, and the detail of a line."""
+    return (
+        datetime.fromtimestamp(line.at).astimezone().strftime("%Y-%m-%d %H:%M:%S"),
+        line.event.value,
+        line.client_id or "",
+        line.token_id or "",
+        line.address or "",
+        str(line.count),
+        line.detail,
+    )

@@ -1,0 +1,144 @@
+"""Tests of ``inferencecenter audit``."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from io import StringIO
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from rich.console import Console
+
+from inferencecenter.cli.audit import as_table
+from inferencecenter.server.accounts import DATABASE_NAME, Accounts
+from inferencecenter.server.audit import AuditEvent, AuditLine, entry
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from tests.cli.conftest import Cli
+
+
+@pytest.fixture
+def running(state_dir: Path) -> Iterator[Accounts]:
+    """The accounts as a running daemon has them open."""
+    with contextlib.closing(Accounts.open(state_dir / DATABASE_NAME, clock=time.time)) as accounts:
+        accounts.audit(AuditEvent.DAEMON_STARTED, detail="1.0")
+        accounts.ensure_client("ada", max_sessions=1, priority="normal")
+        accounts.note(entry(AuditEvent.LOGIN, client_id="ada", token_id="aabb", address="192.0.2.1"))
+        accounts.note(entry(AuditEvent.LOGIN, client_id="ada", token_id="aabb", address="192.0.2.1"))
+        accounts.write_noted()
+        yield accounts
+
+
+def _json(cli: Cli, *arguments: str) -> list[dict[str, Any]]:
+    result = cli.run("audit", *arguments, "--json")
+    assert result.code == 0, result.err
+    lines: list[dict[str, Any]] = json.loads(result.out)
+    return lines
+
+
+def test_the_log_is_shown_beside_a_running_daemon(cli: Cli, running: Accounts) -> None:
+    """Every line with all that it says, the newest last; the daemon goes on writing."""
+    lines = _json(cli)
+    assert [line["event"] for line in lines] == ["daemon_started", "client_created", "login"]
+    login = lines[-1]
+    assert 0 <= time.time() - login.pop("at") < 60
+    assert 0 <= time.time() - login.pop("last_at") < 60
+    assert login == {
+        "count": 2,
+        "event": "login",
+        "client_id": "ada",
+        "token_id": "aabb",
+        "address": "192.0.2.1",
+        "detail": "",
+    }
+    running.audit(AuditEvent.DAEMON_STOPPED)
+    assert _json(cli, "--last", "1")[0]["event"] == "daemon_stopped"
+
+
+@pytest.mark.usefixtures("running")
+def test_lines_can_be_chosen(cli: Cli) -> None:
+    """By number, client and event."""
+    assert [line["event"] for line in _json(cli, "--last", "2")] == ["client_created", "login"]
+    assert [line["event"] for line in _json(cli, "--client", "ada")] == ["client_created", "login"]
+    assert [line["event"] for line in _json(cli, "--event", "daemon_started")] == ["daemon_started"]
+    assert _json(cli, "--client", "ada", "--event", "daemon_started") == []
+
+
+@pytest.mark.usefixtures("running")
+def test_in_a_pipe_a_line_is_a_line(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fields stand between tabs, the time is local, and nothing is wrapped."""
+    monkeypatch.setenv("TZ", "Asia/Kolkata")
+    time.tzset()
+    try:
+        result = cli.run("audit", "--event", "login")
+        expected = time.strftime("%Y-%m-%d %H:", time.gmtime(time.time() + 5.5 * 3600))
+    finally:
+        monkeypatch.undo()
+        time.tzset()
+    at, *rest = result.out.removesuffix("\n").split("\t")
+    assert at.startswith(expected[:11])
+    assert rest == ["login", "ada", "aabb", "192.0.2.1", "2", ""]
+
+
+def test_a_table_shows_claims_as_text() -> None:
+    """What somebody claimed to be is shown as it is, whatever it looks like."""
+    line = AuditLine(
+        at=0.0,
+        last_at=0.0,
+        count=3,
+        event=AuditEvent.LOGIN_REFUSED,
+        client_id="[/] [red]eve",
+        token_id=None,
+        address="192.0.2.9",
+        detail="too many attempts",
+    )
+    console = Console(file=StringIO(), width=200)
+    console.print(as_table([line]))
+    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    for words in ("login_refused", "[/] [red]eve", "192.0.2.9", "too many attempts", "3"):
+        assert words in shown
+
+
+def test_a_new_state_directory_has_an_empty_log(cli: Cli) -> None:
+    """Nothing is shown, and that is no failure."""
+    result = cli.run("audit")
+    assert (result.code, result.out) == (0, "")
+    assert _json(cli) == []
+
+
+def test_days_are_those_of_the_settings(cli: Cli, state_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A line older than ``auth.audit_days`` is not shown."""
+    with contextlib.closing(Accounts.open(state_dir / DATABASE_NAME, clock=lambda: time.time() - 5 * 86_400)) as old:
+        old.audit(AuditEvent.DAEMON_STARTED)
+    assert len(_json(cli)) == 1
+    monkeypatch.setenv("INFERENCECENTER_AUTH__AUDIT_DAYS", "4")
+    assert _json(cli) == []
+
+
+def test_a_command_removes_no_line_that_the_settings_keep(cli: Cli, state_dir: Path) -> None:
+    """Making a token prunes by the same days as the daemon."""
+    with contextlib.closing(Accounts.open(state_dir / DATABASE_NAME, clock=lambda: time.time() - 89 * 86_400)) as old:
+        old.audit(AuditEvent.DAEMON_STARTED)
+    cli.run("token", "create", "ada")
+    assert _json(cli)[0]["event"] == "daemon_started"
+
+
+@pytest.mark.parametrize("arguments", [["--last", "0"], ["--last", "x"], ["--event", "lunch"]])
+def test_wrong_options_are_refused(cli: Cli, arguments: list[str]) -> None:
+    """The message names the option."""
+    result = cli.run("audit", *arguments)
+    assert result.code == 2
+    assert arguments[0] in result.err
+
+
+def test_an_unusable_state_directory_is_told(cli: Cli, tmp_path: Path) -> None:
+    """The path is named; the exit code is the table's."""
+    (tmp_path / "file").touch()
+    result = cli.run("audit", "--state-dir", str(tmp_path / "file" / "state"))
+    assert result.code == 73
+    assert str(tmp_path / "file") in result.err

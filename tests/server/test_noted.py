@@ -1,0 +1,76 @@
+"""Tests of what logins leave to be written."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from inferencecenter.server.audit import AuditEvent, Entry
+from inferencecenter.server.noted import MAX_NOTED, Noted, Taken, Tally
+
+ADA = Entry(AuditEvent.LOGIN, client_id="ada", address="192.0.2.1")
+BOB = Entry(AuditEvent.LOGIN, client_id="bob", address="192.0.2.1")
+
+
+def test_the_same_is_added_up() -> None:
+    """Equal entries are one tally from the first to the last; different ones are their own."""
+    noted = Noted()
+    for at in (1.0, 2.0, 5.0):
+        noted.note(ADA, at=at)
+    noted.note(BOB, at=3.0)
+    assert noted.take().tallies == {ADA: Tally(1.0, 5.0, 3), BOB: Tally(3.0, 3.0)}
+
+
+def test_what_was_taken_is_noted_no_longer() -> None:
+    """Taking leaves nothing, and nothing is false."""
+    noted = Noted()
+    noted.use("t", at=1.0)
+    taken = noted.take()
+    assert taken
+    assert taken.last_uses == {"t": 1.0}
+    assert noted.take() == Taken()
+    assert not noted.take()
+
+
+def test_what_is_put_back_does_not_hide_what_came_since() -> None:
+    """Tallies go together, and the later use of a token stays the last."""
+    noted = Noted()
+    noted.use("t", at=1.0)
+    noted.use("u", at=1.0)
+    noted.note(ADA, at=1.0)
+    taken = noted.take()
+    noted.use("t", at=9.0)
+    noted.note(ADA, at=9.0)
+    noted.put_back(taken)
+    assert noted.take() == Taken({ADA: Tally(1.0, 9.0, 2)}, {"t": 9.0, "u": 1.0})
+
+
+def test_a_flood_of_different_entries_is_counted_and_not_kept() -> None:
+    """Beyond the bound only kind and number are known, also when what was taken comes back; known ones go on."""
+    noted = Noted()
+    for number in range(MAX_NOTED + 5):
+        noted.note(Entry(AuditEvent.LOGIN_REFUSED, client_id=str(number)), at=1.0)
+    noted.note(Entry(AuditEvent.LOGIN_REFUSED, client_id="0"), at=2.0)
+    taken = noted.take()
+    assert len(taken.tallies) == MAX_NOTED + 1
+    assert taken.tallies[Entry(AuditEvent.LOGIN_REFUSED)].count == 5
+    assert taken.tallies[Entry(AuditEvent.LOGIN_REFUSED, client_id="0")].count == 2
+    for number in range(MAX_NOTED):
+        noted.note(Entry(AuditEvent.LOGIN, client_id=str(number)), at=3.0)
+    noted.put_back(taken)
+    assert len(noted.take().tallies) == MAX_NOTED + 1
+
+
+@given(st.lists(st.sampled_from([ADA, BOB, "take", "put back"]), max_size=40))
+def test_nothing_is_lost_or_counted_twice(steps: list[Entry | str]) -> None:
+    """Whatever is taken and put back in between, the tallies add up to the notes."""
+    noted, held, notes = Noted(), Taken(), 0
+    for at, step in enumerate(steps):
+        if isinstance(step, Entry):
+            noted.note(step, at=at)
+            notes += 1
+        else:
+            noted.put_back(held)
+            held = noted.take() if step == "take" else Taken()
+    noted.put_back(held)
+    assert sum(tally.count for tally in noted.take().tallies.values()) == notes
