@@ -1,0 +1,1 @@
+"""Sessions on disk: one SQLite file, written by one thread, read at the next start."""

@@ -1,0 +1,334 @@
+"""Records become rows: one transaction for any number of them."""
+
+from __future__ import annotations
+
+import sqlite3
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from functools import cache
+from itertools import chain, groupby
+from typing import TYPE_CHECKING, Final, Literal, TypeAlias
+
+from inferencecenter.sessions.records import Changed, Dropped, Ended, Gone, Opened, Ordered, Record, Renamed, Said
+from inferencecenter.sessions.store import rows
+from inferencecenter.sessions.store.difference import Written, difference, turns_difference
+from inferencecenter.sqlite_file import transaction
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from inferencecenter.protocol.values import TranscriptTurn
+    from inferencecenter.sessions.history import History
+
+PurgeKind: TypeAlias = Literal["session", "client"]
+
+# A statement holds at most 32,766 values; more rows than there are slots at once do not make it faster.
+_MAX_ROWS: Final = 64
+# What is wrong with a record, not with the file: these say so every time.
+_REFUSED: Final = (
+    sqlite3.IntegrityError,
+    sqlite3.DataError,
+    sqlite3.InterfaceError,
+    sqlite3.ProgrammingError,
+    OverflowError,
+    ValueError,
+    TypeError,
+    KeyError,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Purge:
+    """Everything of a session, or of a client and of all its sessions, goes; ``name`` is its id."""
+
+    kind: PurgeKind
+    name: str
+
+
+Entry: TypeAlias = Record | Purge
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """A session in the file: its ``row``, what is written of its history, and the turn that has not ended."""
+
+    row: int
+    written: Written
+    turn_id: str | None = None
+
+
+class UnwritableError(Exception):
+    """SQLite or our own code refuses an entry as such, whatever the state of the file; ``__cause__`` says why."""
+
+    def __init__(self, entry: Entry) -> None:
+        super().__init__(type(entry).__name__)
+        self.entry = entry
+
+
+class Recorder:
+    """Writes entries through an open file; one thread at a time.
+
+    Args:
+        database: In autocommit mode, with foreign keys on.
+        known: The sessions in it by their ids.
+    """
+
+    def __init__(self, database: sqlite3.Connection, known: Mapping[str, Known]) -> None:
+        self._database = database
+        self._known = dict(known)
+        self._staged: dict[str, Known | None] = {}
+        self._durable: bool | None = None
+        self._begun = False
+
+    def commit(self, entries: Sequence[Entry], *, durable: bool) -> None:
+        """Write all entries or none.
+
+        Args:
+            entries: In their order.
+            durable: Whether they survive a power cut from then on, otherwise the end of the process.
+
+        Raises:
+            UnwritableError: Without one of the entries the others could be written.
+            sqlite3.Error: The file cannot be written now.
+        """
+        self._staged = {}
+        self._synchronize(durable)
+        if self._begun and self._commit_said(entries):
+            return
+        with transaction(self._database):
+            if not self._begun:
+                self._database.execute("UPDATE meta SET clean = 0")
+            self._write_all(entries)
+        self._begun = True
+        for session_id, known in self._staged.items():
+            if known is None:
+                self._known.pop(session_id, None)
+            else:
+                self._known[session_id] = known
+
+    def finish(self) -> None:
+        """Take note that all that clients were shown is in the file, and that the file is alone.
+
+        Raises:
+            sqlite3.Error: It cannot be written.
+        """
+        self._synchronize(True)
+        if self._begun:
+            self._database.execute("UPDATE meta SET clean = 1")
+        self._begun = False
+        self._database.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+
+    def _synchronize(self, durable: bool) -> None:
+        if durable is not self._durable:
+            self._database.execute(f"PRAGMA synchronous = {'FULL' if durable else 'NORMAL'}")
+            self._durable = durable
+
+    def _commit_said(self, entries: Sequence[Entry]) -> bool:
+        """Write what was said in one step as one statement, which is a transaction of its own; ``False`` if it is not.
+
+        Each statement lets go of the interpreter's lock and waits for it again, so that their number is what counts.
+        """
+        if not 0 < len(entries) <= _MAX_ROWS:
+            return False
+        said = [entry for entry in entries if type(entry) is Said]
+        if len(said) < len(entries):
+            return False
+        try:
+            self._insert_said(said)
+        except _REFUSED:
+            # Those that can be written are, one by one.
+            return False
+        return True
+
+    def _write_all(self, entries: Iterable[Entry]) -> None:
+        for is_said, group in groupby(entries, key=lambda entry: type(entry) is Said):
+            if is_said:
+                self._write_said([entry for entry in group if isinstance(entry, Said)])
+            else:
+                for entry in group:
+                    self._write(entry)
+
+    def _write_said(self, said: Sequence[Said]) -> None:
+        for start in range(0, len(said), _MAX_ROWS):
+            part = said[start : start + _MAX_ROWS]
+            try:
+                self._insert_said(part)
+            except _REFUSED:
+                for each in part:
+                    self._write(each)
+
+    def _write(self, entry: Entry) -> None:
+        try:
+            self._apply(entry)
+        except _REFUSED as error:
+            raise UnwritableError(entry) from error
+
+    def _apply(self, entry: Entry) -> None:
+        match entry:
+            case Said():
+                self._insert_said([entry])
+            case Ordered():
+                self._order(entry)
+            case Ended():
+                self._end(entry)
+            case Dropped():
+                self._drop(entry)
+            case Opened():
+                self._open(entry)
+            case Changed():
+                self._change(entry)
+            case Renamed():
+                row = self._find(entry.session_id).row
+                self._database.execute("UPDATE sessions SET epoch = ? WHERE id = ?", (entry.epoch, row))
+            case Gone():
+                delete_sessions(self._database, "session", entry.session_id)
+                self._staged[entry.session_id] = None
+            case Purge():
+                self._purge(entry)
+
+    def _find(self, session_id: str) -> Known:
+        known = self._staged[session_id] if session_id in self._staged else self._known[session_id]
+        if known is None:
+            raise KeyError(session_id)
+        return known
+
+    def _insert_said(self, said: Sequence[Said]) -> None:
+        find = self._find
+        values = chain.from_iterable((find(each.session_id).row, each.seq, each.tokens, each.text) for each in said)
+        self._database.execute(_insertion(len(said)), tuple(values))
+
+    def _open(self, record: Opened) -> None:
+        facts = record.facts
+        row = self._database.execute(
+            "INSERT INTO sessions (session_id, client_id, epoch, seq, created_at, last_used_at, made_by, view_kept,"
+            " view_resumes_at, facts) VALUES (?, ?, ?, 0, ?, ?, '', 0, 0, ?)",
+            (
+                *(facts.session_id, facts.client_id, facts.epoch, facts.created_at, record.last_used_at),
+                rows.facts_column(facts),
+            ),
+        ).lastrowid
+        assert row is not None, "an insertion gives a row"
+        written = self._write_history(row, Written(), record.history)
+        written = replace(written, turns=record.turns)
+        self._insert_turns(row, 0, record.turns)
+        self._staged[facts.session_id] = Known(row, written)
+
+    def _order(self, record: Ordered) -> None:
+        known = self._find(record.session_id)
+        turn_id = record.order.turn_id
+        if known.turn_id not in (None, turn_id):
+            self._forget_turn(known.row)
+        self._touch(known.row, record)
+        self._database.execute(
+            "INSERT OR REPLACE INTO orders VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            (known.row, *rows.order_row(record.order)),
+        )
+        self._staged[record.session_id] = replace(known, turn_id=turn_id)
+
+    def _end(self, record: Ended) -> None:
+        known = self._find(record.session_id)
+        row, turn = known.row, record.turn
+        self._forget_turn(row)
+        self._touch(row, record)
+        written = self._write_history(row, known.written, record.history)
+        ending = rows.ending_column(record.end) if record.turn_key is not None else None
+        self._database.execute(_INSERT_TURN, (row, written.next_turn, *rows.turn_row(turn), record.turn_key, ending))
+        usage = turn.usage
+        self._database.execute(
+            "INSERT INTO usage VALUES (?, ?, 1, ?, ?, ?) ON CONFLICT DO UPDATE SET turns = turns + 1,"
+            " prompt_tokens = prompt_tokens + excluded.prompt_tokens,"
+            " cached_tokens = cached_tokens + excluded.cached_tokens,"
+            " completion_tokens = completion_tokens + excluded.completion_tokens",
+            (
+                *(record.client_id, day_of(record.last_used_at)),
+                *(usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens),
+            ),
+        )
+        self._staged[record.session_id] = Known(row, replace(written, turns=(*written.turns, turn)))
+
+    def _drop(self, record: Dropped) -> None:
+        known = self._find(record.session_id)
+        self._forget_turn(known.row)
+        self._touch(known.row, record)
+        self._staged[record.session_id] = replace(known, turn_id=None)
+
+    def _change(self, record: Changed) -> None:
+        known = self._find(record.session_id)
+        row = known.row
+        self._touch(row, record)
+        written = self._write_history(row, known.written, record.history)
+        change = turns_difference(written, record.turns)
+        self._database.execute(
+            "DELETE FROM turns WHERE session = ? AND (n < ? OR n >= ?)", (row, change.first, change.end)
+        )
+        self._insert_turns(row, change.end, change.turns)
+        written = replace(written, turns=record.turns, first_turn=change.first)
+        self._staged[record.session_id] = replace(known, written=written)
+
+    def _write_history(self, row: int, before: Written, now: History) -> Written:
+        """Write what is different about the history, and return what is written then."""
+        execute = self._database.execute
+        held = before.history
+        change = difference(before, now)
+        if (held.view, held.made_by) != (now.view, now.made_by):
+            execute(
+                "UPDATE sessions SET view_kept = ?, view_resumes_at = ?, made_by = ? WHERE id = ?",
+                (now.view.kept, now.view.resumes_at, now.made_by, row),
+            )
+        for table, n_held, n_kept in (
+            ("messages", len(held.messages), change.n_messages),
+            ("tokens", len(before.pieces), change.n_pieces),
+            ("marks", len(held.turns), change.n_marks),
+        ):
+            if n_kept < n_held:
+                execute(f"DELETE FROM {table} WHERE session = ? AND n >= ?", (row, n_kept))  # noqa: S608 - three names
+        messages = [
+            (row, n, message.role, message.content) for n, message in enumerate(change.messages, change.n_messages)
+        ]
+        self._database.executemany("INSERT INTO messages VALUES (?, ?, ?, ?)", messages)
+        if change.piece is not None:
+            execute("INSERT INTO tokens VALUES (?, ?, ?, ?)", (row, change.n_pieces, *change.piece))
+        marks = [(row, n, *rows.mark_row(mark)) for n, mark in enumerate(change.marks, change.n_marks)]
+        self._database.executemany("INSERT INTO marks VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", marks)
+        return replace(before, history=now, pieces=change.pieces)
+
+    def _insert_turns(self, row: int, first: int, turns: Sequence[TranscriptTurn]) -> None:
+        values = [(row, n, *rows.turn_row(turn), None, None) for n, turn in enumerate(turns, first)]
+        self._database.executemany(_INSERT_TURN, values)
+
+    def _touch(self, row: int, record: Ordered | Ended | Dropped | Changed) -> None:
+        self._database.execute(
+            "UPDATE sessions SET seq = ?, last_used_at = ? WHERE id = ?", (record.seq, record.last_used_at, row)
+        )
+
+    def _forget_turn(self, row: int) -> None:
+        self._database.execute("DELETE FROM said WHERE session = ?", (row,))
+        self._database.execute("DELETE FROM orders WHERE session = ?", (row,))
+
+    def _purge(self, purge: Purge) -> None:
+        for session_id in delete_sessions(self._database, purge.kind, purge.name):
+            self._staged[session_id] = None
+        if purge.kind == "client":
+            self._database.execute("DELETE FROM usage WHERE client_id = ?", (purge.name,))
+
+
+_INSERT_TURN: Final = "INSERT INTO turns VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
+
+
+def delete_sessions(database: sqlite3.Connection, kind: PurgeKind, name: str) -> list[str]:
+    """Delete a session, or all of a client, inside a transaction of the caller's; return their ids."""
+    found = database.execute(f"SELECT id, session_id FROM sessions WHERE {kind}_id = ?", (name,)).fetchall()  # noqa: S608 - two names
+    for row, _ in found:
+        database.execute("DELETE FROM said WHERE session = ?", (row,))
+        database.execute("DELETE FROM sessions WHERE id = ?", (row,))
+    return [session_id for _, session_id in found]
+
+
+def day_of(at: float) -> str:
+    """Return the day of a time in Unix seconds, in UTC, as 2026-11-21."""
+    return datetime.fromtimestamp(at, UTC).date().isoformat()
+
+
+@cache
+def _insertion(n_rows: int) -> str:
+    return "INSERT INTO said VALUES " + ", ".join(["(?, ?, ?, ?)"] * n_rows)  # noqa: S608 - no values

@@ -1,0 +1,168 @@
+"""What a row says, as values and back. Pure; whatever does not fit raises ``ValueError``."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import orjson
+from pydantic import BaseModel, ConfigDict
+
+from inferencecenter.protocol.events import End
+from inferencecenter.protocol.params import Params, decode, encode
+from inferencecenter.protocol.requests import Infer
+from inferencecenter.protocol.values import ChatMessage, Mode, OnDisconnect, OnFull, Priority, TranscriptTurn, Usage
+from inferencecenter.sessions.facts import SessionFacts
+from inferencecenter.sessions.history import TurnMark, View
+from inferencecenter.sessions.records import TurnOrder
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+Row: TypeAlias = tuple[Any, ...]
+
+
+class _Facts(BaseModel):
+    """The column ``facts``: what never changes about a session and has no column of its own."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    mode: Mode
+    model: str
+    n_ctx: int
+    params: Params
+    chosen: tuple[str, ...]
+    priority: Priority
+    on_full: OnFull
+    on_disconnect: OnDisconnect
+    ttl_s: float | None
+    metadata: dict[str, str]
+
+
+def facts_column(facts: SessionFacts) -> str:
+    """Return the column ``facts``."""
+    held = _Facts(
+        mode=facts.mode,
+        model=facts.model,
+        n_ctx=facts.n_ctx,
+        params=facts.params,
+        chosen=tuple(sorted(facts.chosen)),
+        priority=facts.priority,
+        on_full=facts.on_full,
+        on_disconnect=facts.on_disconnect,
+        ttl_s=facts.ttl_s,
+        metadata=facts.metadata,
+    )
+    return held.model_dump_json(exclude_unset=True)
+
+
+def facts_of(column: str, *, session_id: str, client_id: str, epoch: str, created_at: float) -> SessionFacts:
+    """Return the facts in the column and those that have columns of their own."""
+    held = _Facts.model_validate_json(column)
+    return SessionFacts(
+        session_id=session_id,
+        epoch=epoch,
+        client_id=client_id,
+        mode=held.mode,
+        model=held.model,
+        n_ctx=held.n_ctx,
+        params=held.params,
+        chosen=frozenset(held.chosen),
+        priority=held.priority,
+        on_full=held.on_full,
+        on_disconnect=held.on_disconnect,
+        store=True,
+        ttl_s=held.ttl_s,
+        metadata=held.metadata,
+        created_at=created_at,
+    )
+
+
+def message_of(row: Row) -> ChatMessage:
+    """Return the message in the columns ``role`` and ``content``."""
+    return ChatMessage(role=row[0], content=row[1])
+
+
+def turn_row(turn: TranscriptTurn) -> Row:
+    """Return the columns from ``turn_id`` to ``completion_tokens``."""
+    usage = turn.usage
+    tokens = (usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens)
+    return (turn.turn_id, turn.finish_reason, turn.messages, *tokens)
+
+
+def turn_of(row: Row) -> TranscriptTurn:
+    """Return the turn in the columns of ``turn_row``."""
+    turn_id, finish_reason, messages, prompt, cached, completion = row
+    usage = Usage(prompt_tokens=prompt, cached_tokens=cached, completion_tokens=completion)
+    return TranscriptTurn(turn_id=turn_id, finish_reason=finish_reason, messages=messages, usage=usage)
+
+
+def ending_column(end: End) -> str:
+    """Return the column ``ending``."""
+    return end.model_dump_json(exclude_unset=True)
+
+
+def end_of(column: str) -> End:
+    """Return the event in the column ``ending``."""
+    return End.model_validate_json(column)
+
+
+def mark_row(mark: TurnMark) -> Row:
+    """Return the columns from ``turn_id`` to ``view_resumes_at``."""
+    places = (mark.n_before, mark.n_messages, mark.n_tokens, mark.n_chars)
+    return (mark.turn_id, *places, mark.view.kept, mark.view.resumes_at)
+
+
+def mark_of(row: Row) -> TurnMark:
+    """Return the mark in the columns of ``mark_row``."""
+    turn_id, n_before, n_messages, n_tokens, n_chars, kept, resumes_at = row
+    return TurnMark(turn_id, n_before, n_messages, n_tokens, n_chars, View(kept, resumes_at))
+
+
+def order_row(order: TurnOrder) -> Row:
+    """Return the columns from ``turn_id`` to ``view_resumes_at``."""
+    view = order.view
+    return (
+        order.turn_id,
+        order.request.model_dump_json(exclude_unset=True),
+        encode(order.params).decode(),
+        order.rank,
+        orjson.dumps(order.warnings).decode(),
+        order.submitted_at,
+        order.rendered_at,
+        order.made_by,
+        None if view is None else view.kept,
+        None if view is None else view.resumes_at,
+    )
+
+
+def order_of(row: Row) -> TurnOrder:
+    """Return the order in the columns of ``order_row``."""
+    turn_id, request, params, rank, warnings, submitted_at, rendered_at, made_by, kept, resumes_at = row
+    return TurnOrder(
+        turn_id=turn_id,
+        request=Infer.model_validate_json(request),
+        params=decode(params.encode()),
+        rank=rank,
+        warnings=_texts(orjson.loads(warnings)),
+        submitted_at=submitted_at,
+        rendered_at=rendered_at,
+        made_by=made_by,
+        view=None if kept is None else View(kept, resumes_at),
+    )
+
+
+def _texts(found: object) -> tuple[str, ...]:
+    if not isinstance(found, list) or not all(isinstance(each, str) for each in found):
+        raise ValueError("no list of texts")
+    return tuple(found)
+
+
+def numbered(rows: Sequence[Row], first: int = 0) -> list[Row]:
+    """Return the rows without their numbers, which count up from ``first``.
+
+    Raises:
+        ValueError: One is missing.
+    """
+    if [row[0] for row in rows] != list(range(first, first + len(rows))):
+        raise ValueError("a row is missing")
+    return [row[1:] for row in rows]

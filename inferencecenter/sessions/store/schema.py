@@ -1,0 +1,130 @@
+"""The tables of the file of sessions, for whoever reads it with the ``sqlite3`` program too."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from inferencecenter.sqlite_file import Steps
+
+DATABASE_NAME: Final = "sessions.sqlite3"
+"""Name of the file in the state directory."""
+
+HINT: Final = (
+    "Check that it and its directory are yours and writable and the disk has room; a damaged file may be moved away,"
+    " which forgets all sessions."
+)
+
+# ``session`` is ``sessions.id`` everywhere, ``n`` counts the rows of a session up.
+MIGRATIONS: Final[Steps] = (
+    (
+        # ``seq`` is the number of the last event, unless ``said`` has a later one. ``facts`` is what never changes.
+        """
+        CREATE TABLE sessions (
+            id INTEGER PRIMARY KEY,
+            session_id TEXT NOT NULL UNIQUE,
+            client_id TEXT NOT NULL,
+            epoch TEXT NOT NULL,
+            seq INTEGER NOT NULL,
+            created_at REAL NOT NULL,
+            last_used_at REAL NOT NULL,
+            made_by TEXT NOT NULL,
+            view_kept INTEGER NOT NULL,
+            view_resumes_at INTEGER NOT NULL,
+            facts TEXT NOT NULL
+        ) STRICT
+        """,
+        "CREATE INDEX sessions_by_client ON sessions (client_id)",
+        """
+        CREATE TABLE messages (
+            session INTEGER NOT NULL REFERENCES sessions ON DELETE CASCADE,
+            n INTEGER NOT NULL,
+            role TEXT NOT NULL,
+            content TEXT NOT NULL,
+            PRIMARY KEY (session, n)
+        ) STRICT, WITHOUT ROWID
+        """,
+        # The turns that have ended. ``ending`` is the event that told so, where a client may ask for it again.
+        """
+        CREATE TABLE turns (
+            session INTEGER NOT NULL REFERENCES sessions ON DELETE CASCADE,
+            n INTEGER NOT NULL,
+            turn_id TEXT NOT NULL,
+            finish_reason TEXT NOT NULL,
+            messages INTEGER NOT NULL,
+            prompt_tokens INTEGER NOT NULL,
+            cached_tokens INTEGER NOT NULL,
+            completion_tokens INTEGER NOT NULL,
+            turn_key TEXT,
+            ending TEXT,
+            PRIMARY KEY (session, n)
+        ) STRICT, WITHOUT ROWID
+        """,
+        # Where turns stand in the history: what a session can be taken back to.
+        """
+        CREATE TABLE marks (
+            session INTEGER NOT NULL REFERENCES sessions ON DELETE CASCADE,
+            n INTEGER NOT NULL,
+            turn_id TEXT NOT NULL,
+            n_before INTEGER NOT NULL,
+            n_messages INTEGER NOT NULL,
+            n_tokens INTEGER NOT NULL,
+            n_chars INTEGER NOT NULL,
+            view_kept INTEGER NOT NULL,
+            view_resumes_at INTEGER NOT NULL,
+            PRIMARY KEY (session, n)
+        ) STRICT, WITHOUT ROWID
+        """,
+        # Packed token ids, and the text that they and those before them spell, piece by piece.
+        """
+        CREATE TABLE tokens (
+            session INTEGER NOT NULL REFERENCES sessions ON DELETE CASCADE,
+            n INTEGER NOT NULL,
+            ids BLOB NOT NULL,
+            covered TEXT NOT NULL,
+            PRIMARY KEY (session, n)
+        ) STRICT, WITHOUT ROWID
+        """,
+        # The turn that has not ended.
+        """
+        CREATE TABLE orders (
+            session INTEGER PRIMARY KEY REFERENCES sessions ON DELETE CASCADE,
+            turn_id TEXT NOT NULL,
+            request TEXT NOT NULL,
+            params TEXT NOT NULL,
+            rank INTEGER NOT NULL,
+            warnings TEXT NOT NULL,
+            submitted_at REAL NOT NULL,
+            rendered_at TEXT NOT NULL,
+            made_by TEXT NOT NULL,
+            view_kept INTEGER,
+            view_resumes_at INTEGER
+        ) STRICT
+        """,
+        # What that turn has said, in the order of the rows of all sessions. Without index or reference: it is written
+        # for every generated token, and all rows of a step shall lie on one page.
+        """
+        CREATE TABLE said (
+            session INTEGER NOT NULL,
+            seq INTEGER NOT NULL,
+            ids BLOB NOT NULL,
+            text TEXT NOT NULL
+        ) STRICT
+        """,
+        # By day in UTC, as 2026-11-21.
+        """
+        CREATE TABLE usage (
+            client_id TEXT NOT NULL,
+            day TEXT NOT NULL,
+            turns INTEGER NOT NULL,
+            prompt_tokens INTEGER NOT NULL,
+            cached_tokens INTEGER NOT NULL,
+            completion_tokens INTEGER NOT NULL,
+            PRIMARY KEY (client_id, day)
+        ) STRICT, WITHOUT ROWID
+        """,
+        # ``clean`` is 1 while nothing was written since the last orderly stop.
+        "CREATE TABLE meta (clean INTEGER NOT NULL) STRICT",
+        "INSERT INTO meta (clean) VALUES (1)",
+    ),
+)

@@ -1,0 +1,176 @@
+"""The journal that lasts: records into a SQLite file, one transaction for whatever a turn of the event loop brought."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sqlite3
+from typing import TYPE_CHECKING, Final
+
+import structlog
+
+from inferencecenter.sessions.store.opening import open_file
+from inferencecenter.sessions.store.reading import read_all
+from inferencecenter.sessions.store.recorder import Purge, Recorder
+from inferencecenter.sessions.store.writer import RETRY_S, Batch, Stop, Writer
+from inferencecenter.sqlite_file import BUSY_TIMEOUT_S
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from inferencecenter.sessions.records import Kept, Record
+    from inferencecenter.sessions.store.recorder import Entry, PurgeKind
+
+CLOSE_TIMEOUT_S: Final = 5.0
+"""Seconds that closing waits for a file that cannot be written."""
+
+_log = structlog.get_logger(__name__)
+
+
+class Store:
+    """Sessions on disk; implements ``Journal``. All methods but ``open`` are called on the event loop; none blocks it.
+
+    A file that cannot be written for good has a ``fault`` from the start: what can be read of it is loaded, nothing is
+    written, and nothing is held back.
+    """
+
+    def __init__(
+        self, path: Path, *, database: sqlite3.Connection | None, fault: str | None, retry_s: float = RETRY_S
+    ) -> None:
+        found = read_all(database) if database is not None else []
+        self._kept = [each.kept for each in found]
+        self._fault = fault
+        self._next = Batch()
+        self._is_scheduled = False
+        self._n_waiting = 0
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._writer: Writer | None = None
+        self.was_clean = database is None or _is_clean(database)
+        if database is not None and fault is None:
+            recorder = Recorder(database, {each.kept.facts.session_id: each.known for each in found})
+            self._writer = Writer(
+                path, database=database, recorder=recorder, committed=self._committed, retry_s=retry_s
+            )
+        elif database is not None:
+            database.close()
+
+    @classmethod
+    def open(cls, path: Path, *, retry_s: float = RETRY_S) -> Store:
+        """Open or make the file at ``path``, its owner's only, and read it. Before the event loop runs: it takes time.
+
+        Args:
+            path: The SQLite file.
+            retry_s: Seconds between attempts while it cannot be written.
+
+        Raises:
+            InferenceCenterError: ``storage_unavailable`` for a file of a newer version, or one that another program
+                holds. Any other fault is no reason to stop: see ``fault``.
+        """
+        file = open_file(path)
+        return cls(path, database=file.database, fault=file.fault, retry_s=retry_s)
+
+    def load(self) -> list[Kept]:
+        """Return all sessions as they were at opening, oldest first; once."""
+        kept, self._kept = self._kept, []
+        return kept
+
+    @property
+    def fault(self) -> str | None:
+        """Why nothing can be written at the moment, in words; ``None`` when all is well."""
+        return self._fault or (self._writer.fault if self._writer is not None else None)
+
+    def write(self, record: Record, *, flush: bool) -> None:
+        """Have a record written, after all earlier ones; see ``Journal``."""
+        self._add(record, durable=flush)
+
+    def purge(self, kind: PurgeKind, name: str) -> None:
+        """Have everything deleted that the file holds of a session, or of a client and its sessions.
+
+        Also what could not be loaded. Whoever has one of them open must let go of it first.
+        """
+        self._add(Purge(kind, name), durable=True)
+
+    def release(self, tell: Callable[[], None]) -> None:
+        """Call ``tell`` once everything written so far is safe; see ``Journal``."""
+        if not (self._is_scheduled or self._n_waiting):
+            tell()
+        else:
+            self._next.tells.append(tell)
+            self._schedule()
+
+    async def close(self, *, clean: bool = True, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
+        """Write what is left, tell who waits for it, and close the file; what comes later is not written.
+
+        Args:
+            clean: Whether the sessions stop in order: nothing was shown that was not written.
+            timeout_s: Seconds after which what cannot be written is given up; then the stop is no clean one.
+        """
+        writer, self._writer = self._writer, None
+        if writer is None:
+            return
+        if self._is_scheduled:
+            self._hand_over_to(writer)
+        self._fault = f"{'' if writer.fault is None else writer.fault + '; '}the store is closed"
+        loop = asyncio.get_running_loop()
+        stopped = asyncio.Event()
+
+        def tell_stopped() -> None:
+            with contextlib.suppress(RuntimeError):
+                loop.call_soon_threadsafe(stopped.set)
+
+        writer.put(Stop(clean, tell_stopped))
+        try:
+            async with asyncio.timeout(timeout_s):
+                await stopped.wait()
+        except TimeoutError:
+            writer.give_up()
+            # What SQLite is doing now cannot be ended, only left alone.
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(2 * BUSY_TIMEOUT_S):
+                    await stopped.wait()
+
+    def _add(self, entry: Entry, *, durable: bool) -> None:
+        if self._writer is None:
+            return
+        self._next.entries.append(entry)
+        self._next.durable |= durable
+        self._schedule()
+
+    def _schedule(self) -> None:
+        if not self._is_scheduled:
+            self._is_scheduled = True
+            self._loop = asyncio.get_running_loop()
+            self._loop.call_soon(self._hand_over)
+
+    def _hand_over(self) -> None:
+        if self._is_scheduled and self._writer is not None:
+            self._hand_over_to(self._writer)
+
+    def _hand_over_to(self, writer: Writer) -> None:
+        batch, self._next = self._next, Batch()
+        self._is_scheduled = False
+        self._n_waiting += 1
+        writer.put(batch)
+
+    def _committed(self, batch: Batch) -> None:
+        """On the writer's thread: have those told who waited."""
+        assert self._loop is not None, "what was handed over came from a loop"
+        # A loop that is closed has nobody to tell.
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._tell, batch)
+
+    def _tell(self, batch: Batch) -> None:
+        for tell in batch.tells:
+            try:
+                tell()
+            except Exception:  # noqa: BLE001 - one that cannot be told keeps nobody else waiting
+                _log.exception("release_failed")
+        self._n_waiting -= batch.n_handed_over
+
+
+def _is_clean(database: sqlite3.Connection) -> bool:
+    try:
+        return bool(database.execute("SELECT clean FROM meta").fetchone() == (1,))
+    except sqlite3.Error:
+        return False

@@ -1,0 +1,154 @@
+"""SQLite files that are ours alone: private from their first byte, migrated step by step, never overwritten."""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, TypeAlias
+
+from inferencecenter.errors import ErrorCode, InferenceCenterError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+BUSY_TIMEOUT_S: Final = 2.0
+"""How long a statement waits for another process to let go of the file."""
+
+Steps: TypeAlias = "Sequence[Sequence[str]]"
+"""Statements by the version that they lead to; append, never change: ``PRAGMA user_version`` counts them."""
+
+
+def make_private(path: Path) -> None:
+    """Make the file where there is none, and keep it and what SQLite has beside it from everybody else.
+
+    Raises:
+        OSError: It cannot be made, or is not ours to write.
+    """
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    # SQLite gives the files beside it (-wal, -shm) the mode of this one.
+    os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+    for each in (path, *_beside(path)):
+        if each.exists() and each.stat().st_mode & 0o077:
+            each.chmod(0o600)
+
+
+def connect(path: Path) -> sqlite3.Connection:
+    """Open a file in autocommit mode, for one thread at a time."""
+    return sqlite3.connect(path, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False)
+
+
+def connect_reading(path: Path) -> sqlite3.Connection:
+    """Open a file that is there for reading, also in a directory that cannot be written.
+
+    Raises:
+        sqlite3.Error: It cannot be read, or only without what was written last.
+    """
+    log = _beside(path)[0]
+    try:
+        return _connect_reading(path, "mode=ro")
+    except sqlite3.OperationalError:
+        # Reading without locks sees the file alone; what is still in its log would be missing.
+        if log.exists() and log.stat().st_size:
+            raise
+        return _connect_reading(path, "immutable=1")
+
+
+def damage(database: sqlite3.Connection) -> str | None:
+    """Return what is wrong with the file, ``None`` if nothing is.
+
+    Raises:
+        sqlite3.DatabaseError: It is no database.
+    """
+    found = str(database.execute("PRAGMA quick_check(1)").fetchone()[0])
+    return None if found == "ok" else found
+
+
+def version_of(database: sqlite3.Connection) -> int:
+    """Return how many steps the file has been through."""
+    return int(database.execute("PRAGMA user_version").fetchone()[0])
+
+
+def migrate(database: sqlite3.Connection, steps: Steps, *, path: Path, hint: str) -> None:
+    """Take the file through the steps that it has not been through, all or none.
+
+    Raises:
+        InferenceCenterError: ``storage_unavailable`` for a file that has been through more.
+        sqlite3.Error: It cannot be written.
+    """
+    with transaction(database):
+        version = version_of(database)
+        if version > len(steps):
+            raise newer(path, version, hint=hint)
+        for step in steps[version:]:
+            for statement in step:
+                database.execute(statement)
+        if version < len(steps):
+            database.execute(f"PRAGMA user_version = {len(steps)}")
+
+
+@contextmanager
+def transaction(database: sqlite3.Connection) -> Iterator[None]:
+    """Have all statements happen together or not at all."""
+    database.execute("BEGIN IMMEDIATE")
+    try:
+        yield
+        database.execute("COMMIT")
+    except BaseException:
+        # On a full disk SQLite has done it already.
+        if database.in_transaction:
+            database.execute("ROLLBACK")
+        raise
+
+
+def copy(source: Path, target: Path) -> None:
+    """Copy a file as it stands at one moment, also while others write it, to one that is not there yet.
+
+    Raises:
+        OSError: The target is there, or cannot be made.
+        sqlite3.Error: The source cannot be read, or the target not be written.
+    """
+    os.close(os.open(target, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+    reading = connect_reading(source)
+    try:
+        writing = connect(target)
+        try:
+            # In one piece: a copy in several begins anew with every change that another process makes.
+            reading.backup(writing)
+        finally:
+            writing.close()
+    finally:
+        reading.close()
+
+
+def newer(path: Path, version: int, *, hint: str) -> InferenceCenterError:
+    """Return the error for a file that a newer program has changed."""
+    return unusable(path, f"it is of version {version}, made by a newer inferencecenter", hint=hint)
+
+
+def unusable(path: Path, reason: str, *, hint: str) -> InferenceCenterError:
+    """Return the error for a file that cannot be used because of ``reason``."""
+    return InferenceCenterError(ErrorCode.STORAGE_UNAVAILABLE, f"{path} cannot be used: {reason}", hint=hint)
+
+
+def _connect_reading(path: Path, how: str) -> sqlite3.Connection:
+    database = sqlite3.connect(
+        f"{path.absolute().as_uri()}?{how}",
+        uri=True,
+        timeout=BUSY_TIMEOUT_S,
+        isolation_level=None,
+        check_same_thread=False,
+    )
+    try:
+        # The file is opened with the first statement.
+        version_of(database)
+    except sqlite3.Error:
+        database.close()
+        raise
+    return database
+
+
+def _beside(path: Path) -> tuple[Path, Path]:
+    """Return where SQLite keeps the log of a file and its index."""
+    return path.with_name(path.name + "-wal"), path.with_name(path.name + "-shm")

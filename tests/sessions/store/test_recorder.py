@@ -1,0 +1,409 @@
+"""Tests of records that become rows: whatever is written comes back as it was."""
+
+from __future__ import annotations
+
+import contextlib
+import sqlite3
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, precondition, rule
+
+from inferencecenter.sessions.history import TOKEN_BYTES, History, TurnMark, View
+from inferencecenter.sessions.records import (
+    Changed,
+    Dropped,
+    Gone,
+    Kept,
+    Opened,
+    Ordered,
+    Renamed,
+    Said,
+    Unfinished,
+)
+from inferencecenter.sessions.store.opening import open_writing
+from inferencecenter.sessions.store.reading import read_all
+from inferencecenter.sessions.store.recorder import Purge, Recorder, UnwritableError
+from tests.sessions.store.values import (
+    CLOCK,
+    ended,
+    make_end,
+    make_facts,
+    make_history,
+    make_order,
+    make_turn,
+    make_usage,
+    opened,
+    ordered,
+    packed,
+    said,
+    said_by,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from inferencecenter.protocol.values import ChatMessage
+    from inferencecenter.sessions.store.recorder import Entry
+
+_texts = st.text(max_size=6)
+_tokens = st.lists(st.integers(0, 2**32 - 1), max_size=4).map(packed)
+_messages = st.lists(
+    st.builds(said_by, st.sampled_from(["system", "user", "assistant", "tool"]), _texts), max_size=3
+).map(tuple)
+_views = st.builds(View, st.integers(0, 9), st.integers(0, 9))
+_histories = st.builds(History, _messages, _tokens, _texts, _views, st.just(()), st.sampled_from(["", "toy", "other"]))
+_keys = st.none() | st.sampled_from(["k1", "k2"])
+
+
+class Writing(RuleBasedStateMachine):
+    """Sessions as they should be in the file, written in transactions of any size, with restarts in between."""
+
+    sessions = Bundle("sessions")
+
+    @initialize()
+    def begin(self) -> None:
+        """Make a file."""
+        self.directory = tempfile.TemporaryDirectory()
+        self.path = Path(self.directory.name) / "sessions.sqlite3"
+        self.kept: dict[str, Kept] = {}
+        self.pending: list[Entry] = []
+        self.count = 0
+        self.usage: dict[str, int] = {}
+        self.database = open_writing(self.path)
+        self.recorder = Recorder(self.database, {})
+
+    @rule(target=sessions, history=_histories, n_turns=st.integers(0, 2))
+    def open(self, history: History, n_turns: int) -> str:
+        """A session begins, as a fork has turns."""
+        session_id = self._name("s")
+        facts = make_facts(session_id)
+        turns = tuple(make_turn(self._name("t")) for _ in range(n_turns))
+        self.pending.append(Opened(facts=facts, history=history, turns=turns, last_used_at=CLOCK))
+        self.kept[session_id] = Kept(
+            facts=facts, seq=0, last_used_at=CLOCK, history=history, turns=turns, ends={}, unfinished=None
+        )
+        return session_id
+
+    @rule(session_id=sessions, view=st.none() | _views)
+    def order(self, session_id: str, view: View | None) -> None:
+        """A turn begins, or goes on with a shorter prompt."""
+        kept = self.kept[session_id]
+        running = kept.unfinished
+        order = make_order(running.order.turn_id if running else self._name("t"), view=view)
+        unfinished = replace(running, order=order) if running else Unfinished(order=order, tokens=b"", text="")
+        at = kept.last_used_at + 1
+        self.pending.append(Ordered(session_id=session_id, seq=kept.seq + 1, last_used_at=at, order=order))
+        self.kept[session_id] = replace(kept, seq=kept.seq + 1, last_used_at=at, unfinished=unfinished)
+
+    @rule(session_id=sessions, tokens=_tokens, text=_texts, tells=st.booleans(), times=st.integers(1, 70))
+    def say(self, session_id: str, tokens: bytes, text: str, tells: bool, times: int) -> None:
+        """A turn generates; not every token is an event."""
+        for _ in range(times):
+            kept = self.kept[session_id]
+            if (running := kept.unfinished) is None:
+                return
+            seq = kept.seq + tells
+            record = Said(session_id=session_id, seq=seq, turn_id=running.order.turn_id, tokens=tokens, text=text)
+            self.pending.append(record)
+            running = replace(running, tokens=running.tokens + tokens, text=running.text + text)
+            self.kept[session_id] = replace(kept, seq=seq, unfinished=running)
+
+    @rule(session_id=sessions, more=_messages, tokens=_tokens, text=_texts, anew=st.booleans(), key=_keys)
+    def end(  # noqa: PLR0917 - hypothesis names them
+        self, session_id: str, more: tuple[ChatMessage, ...], tokens: bytes, text: str, anew: bool, key: str | None
+    ) -> None:
+        """A turn ends; its tokens go on from those there were, or replace them."""
+        kept = self.kept[session_id]
+        if kept.unfinished is None:
+            return
+        turn_id = kept.unfinished.order.turn_id
+        held = kept.history
+        now = History(held.messages + more, tokens, text, held.view, held.turns, "toy")
+        if not anew:
+            now = replace(now, tokens=held.tokens + tokens, covered=held.covered + text)
+        now = replace(now, turns=()) if anew else now
+        mark = TurnMark(turn_id, len(held.messages), len(now.messages), now.n_tokens, len(now.covered), now.view)
+        now = replace(now, turns=(*now.turns, mark))
+        turn, end, seq = make_turn(turn_id), make_end(turn_id, session_id=session_id), kept.seq + 1
+        record = ended(session_id, history=now, turn=turn, end=end, turn_key=key, seq=seq)
+        ends = dict(kept.ends)
+        if key is not None:
+            ends.pop(key, None)
+            ends[key] = end
+        self.pending.append(record)
+        self.usage["ada"] = self.usage.get("ada", 0) + 1
+        self.kept[session_id] = replace(
+            kept,
+            seq=seq,
+            last_used_at=CLOCK,
+            history=now,
+            turns=(*kept.turns, turn),
+            ends=ends,
+            unfinished=None,
+        )
+
+    @rule(session_id=sessions)
+    def drop(self, session_id: str) -> None:
+        """A turn fails."""
+        kept = self.kept[session_id]
+        if kept.unfinished is None:
+            return
+        turn_id = kept.unfinished.order.turn_id
+        self.pending.append(Dropped(session_id=session_id, seq=kept.seq + 1, last_used_at=CLOCK, turn_id=turn_id))
+        self.kept[session_id] = replace(kept, seq=kept.seq + 1, last_used_at=CLOCK, unfinished=None)
+
+    @rule(session_id=sessions, more=_messages)
+    def append(self, session_id: str, more: tuple[ChatMessage, ...]) -> None:
+        """A client adds to the history."""
+        kept = self.kept[session_id]
+        self._change(kept, replace(kept.history, messages=kept.history.messages + more), len(kept.turns))
+
+    @rule(session_id=sessions, n_turns=st.integers(0, 3))
+    def rewind(self, session_id: str, n_turns: int) -> None:
+        """A client goes back to the end of a turn."""
+        kept = self.kept[session_id]
+        n_marks = min(n_turns, len(kept.history.turns))
+        if not n_marks:
+            self._change(kept, History(kept.history.messages[:1]), 0)
+            return
+        mark = kept.history.turns[n_marks - 1]
+        history = replace(
+            kept.history,
+            messages=kept.history.messages[: mark.n_messages],
+            tokens=kept.history.tokens[: mark.n_tokens * TOKEN_BYTES],
+            covered=kept.history.covered[: mark.n_chars],
+            turns=kept.history.turns[:n_marks],
+        )
+        self._change(kept, history, len(kept.turns) - len(kept.history.turns) + n_marks)
+
+    @rule(session_id=sessions)
+    def rename(self, session_id: str) -> None:
+        """A session's events are lost."""
+        epoch = self._name("e")
+        self.pending.append(Renamed(session_id=session_id, epoch=epoch))
+        kept = self.kept[session_id]
+        self.kept[session_id] = replace(kept, facts=replace(kept.facts, epoch=epoch))
+
+    @rule(session_id=consumes(sessions), purges=st.booleans())
+    def go(self, session_id: str, purges: bool) -> None:
+        """A session is closed."""
+        self.pending.append(Purge("session", session_id) if purges else Gone(session_id=session_id))
+        del self.kept[session_id]
+
+    @rule(durable=st.booleans(), is_full=st.booleans())
+    @precondition(lambda self: self.pending)
+    def commit(self, durable: bool, is_full: bool) -> None:
+        """Everything since the last time becomes one transaction, if need be at the second attempt."""
+        if is_full:
+            (n_pages,) = self.database.execute("PRAGMA page_count").fetchone()
+            self.database.execute(f"PRAGMA max_page_count = {n_pages}")
+            with contextlib.suppress(sqlite3.OperationalError):
+                self.recorder.commit(self.pending, durable=durable)
+                self.pending = []
+            self.database.execute("PRAGMA max_page_count = 1000000")
+        if self.pending:
+            self.recorder.commit(self.pending, durable=durable)
+            self.pending = []
+
+    @rule()
+    @precondition(lambda self: not self.pending)
+    def restart(self) -> None:
+        """What the file holds is what was written, also for whoever goes on with it."""
+        self.database.close()
+        self.database = open_writing(self.path)
+        found = read_all(self.database)
+        assert {each.kept.facts.session_id: each.kept for each in found} == self.kept
+        turns = self.database.execute("SELECT client_id, turns FROM usage").fetchall()
+        assert dict(turns) == self.usage
+        self.recorder = Recorder(self.database, {each.kept.facts.session_id: each.known for each in found})
+
+    def teardown(self) -> None:
+        """Look at the file once more."""
+        if self.pending:
+            self.recorder.commit(self.pending, durable=False)
+        self.restart()
+        (rows,) = self.database.execute("SELECT count(*) FROM said WHERE session NOT IN (SELECT id FROM sessions)")
+        assert rows == (0,)
+        self.database.close()
+        self.directory.cleanup()
+
+    def _change(self, kept: Kept, history: History, n_turns: int) -> None:
+        if kept.unfinished is not None:
+            return
+        turns = kept.turns[:n_turns]
+        gone = {turn.turn_id for turn in kept.turns[n_turns:]}
+        self.pending.append(
+            Changed(
+                session_id=kept.facts.session_id, seq=kept.seq + 1, last_used_at=CLOCK, history=history, turns=turns
+            )
+        )
+        self.kept[kept.facts.session_id] = replace(
+            kept,
+            seq=kept.seq + 1,
+            last_used_at=CLOCK,
+            history=history,
+            turns=turns,
+            ends={key: end for key, end in kept.ends.items() if end.turn_id not in gone},
+        )
+
+    def _name(self, kind: str) -> str:
+        self.count += 1
+        return f"{kind}_{self.count}"
+
+
+Writing.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestWriting = Writing.TestCase
+
+
+@pytest.fixture
+def database(tmp_path: Path) -> Iterator[sqlite3.Connection]:
+    """An empty file."""
+    with contextlib.closing(open_writing(tmp_path / "sessions.sqlite3")) as opened_file:
+        yield opened_file
+
+
+@pytest.fixture
+def recorder(database: sqlite3.Connection) -> Recorder:
+    """What writes into it."""
+    return Recorder(database, {})
+
+
+def _kept(database: sqlite3.Connection) -> dict[str, Kept]:
+    return {found.kept.facts.session_id: found.kept for found in read_all(database)}
+
+
+def test_a_running_turn_comes_back_with_all_it_said(database: sqlite3.Connection, recorder: Recorder) -> None:
+    """Its order, tokens and text, and the number of its last event."""
+    order = make_order(view=View(1, 4))
+    entries: list[Entry] = [opened(), ordered(order=order), said("Hel", seq=2), said("lo\0 ", seq=3), said("", seq=3)]
+    recorder.commit(entries, durable=True)
+    kept = _kept(database)["s_1"]
+    assert kept.unfinished == Unfinished(order=order, tokens=packed([*b"Hello\0 "]), text="Hello\0 ")
+    assert kept.seq == 3
+
+
+def test_usage_is_counted_by_client_and_day(database: sqlite3.Connection, recorder: Recorder) -> None:
+    """Turns of a day are one row; a day begins at midnight in UTC."""
+    turns = [ended(turn=make_turn("t_1")), ended(turn=make_turn("t_2", usage=make_usage(6)))]
+    next_day = ended(turn=make_turn("t_3"), last_used_at=CLOCK + 86_400)
+    recorder.commit([opened(), *turns, next_day], durable=True)
+    assert database.execute("SELECT * FROM usage ORDER BY day").fetchall() == [
+        ("ada", "2026-11-18", 2, 14, 4, 10),
+        ("ada", "2026-11-19", 1, 7, 2, 4),
+    ]
+
+
+def test_only_the_latest_keys_come_back(database: sqlite3.Connection, recorder: Recorder) -> None:
+    """Of many turns with keys, as many are known after a restart as before it."""
+    turns = [
+        ended(turn_key=f"k{index}", turn=make_turn(f"t_{index}"), end=make_end(f"t_{index}")) for index in range(70)
+    ]
+    recorder.commit([opened(), *turns], durable=True)
+    kept = _kept(database)["s_1"]
+    assert list(kept.ends) == [f"k{index}" for index in range(6, 70)]
+    assert len(kept.turns) == 70
+
+
+def test_a_purged_client_leaves_nothing(database: sqlite3.Connection, recorder: Recorder) -> None:
+    """Its sessions and its usage go; those of others stay."""
+    recorder.commit([opened(), ordered(), said("x"), opened("s_2", client_id="bob")], durable=True)
+    recorder.commit([ended("s_2", client_id="bob"), ended(), ordered(), said("y")], durable=True)
+    recorder.commit([Purge("client", "ada")], durable=True)
+    assert set(_kept(database)) == {"s_2"}
+    assert database.execute("SELECT client_id FROM usage").fetchall() == [("bob",)]
+    for table in ("messages", "turns", "tokens", "orders", "said"):
+        owners = database.execute(f"SELECT DISTINCT session FROM {table}").fetchall()
+        assert owners in ([], [(2,)]), table
+    with pytest.raises(UnwritableError):
+        recorder.commit([said("z")], durable=False)
+
+
+@pytest.mark.parametrize(
+    "refused",
+    [
+        said("x", "s_unknown"),
+        said("\ud800"),
+        said("x", seq=2**70),
+        ended("s_unknown"),
+        opened(),
+        Renamed(session_id="s_unknown", epoch="e_2"),
+    ],
+    ids=["no session", "no text", "no number", "no session to end", "twice", "no session to rename"],
+)
+def test_what_cannot_be_written_is_named(database: sqlite3.Connection, recorder: Recorder, refused: Entry) -> None:
+    """One such record says which it is, and nothing of its transaction stays; the others can then be written."""
+    recorder.commit([opened(), ordered()], durable=True)
+    entries: list[Entry] = [said("a"), refused, said("b")]
+    with pytest.raises(UnwritableError) as caught:
+        recorder.commit(entries, durable=False)
+    assert caught.value.entry is refused
+    assert caught.value.__cause__ is not None
+    assert database.execute("SELECT count(*) FROM said").fetchone() == (0,)
+    entries.remove(refused)
+    recorder.commit(entries, durable=False)
+    unfinished = _kept(database)["s_1"].unfinished
+    assert unfinished is not None
+    assert unfinished.text == "ab"
+
+
+def test_a_history_that_was_not_written_is_made_up_for(database: sqlite3.Connection, recorder: Recorder) -> None:
+    """The next one is told from what the file holds, not from the one that it lacks."""
+    recorder.commit([opened(), ended(text="Hello")], durable=True)
+    lost = ended(history=make_history("Hello you"), turn=make_turn("t_2"), end=make_end("t_2"), seq=2**70)
+    with pytest.raises(UnwritableError):
+        recorder.commit([lost], durable=True)
+    now = make_history("Hello you there")
+    recorder.commit([ended(history=now, turn=make_turn("t_3"), end=make_end("t_3"))], durable=True)
+    assert _kept(database)["s_1"].history == now
+
+
+def test_the_file_is_marked_while_it_is_written(database: sqlite3.Connection, recorder: Recorder) -> None:
+    """From the first transaction on until the end."""
+    clean = "SELECT clean FROM meta"
+    assert database.execute(clean).fetchone() == (1,)
+    recorder.commit([opened()], durable=False)
+    assert database.execute(clean).fetchone() == (0,)
+    recorder.finish()
+    assert database.execute(clean).fetchone() == (1,)
+
+
+def test_what_is_deleted_is_overwritten(database: sqlite3.Connection, recorder: Recorder, tmp_path: Path) -> None:
+    """A closed conversation is not in the file any more once its log was written back."""
+    secret = "a very particular sentence"
+    recorder.commit([opened(), ordered(), said(secret)], durable=True)
+    recorder.commit([ended(text=secret), Gone(session_id="s_1")], durable=True)
+    recorder.finish()
+    contents = b"".join(path.read_bytes() for path in tmp_path.iterdir())
+    assert secret.encode() not in contents
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        "DELETE FROM messages WHERE n = 0",
+        "UPDATE messages SET role = 'wizard' WHERE n = 0",
+        "UPDATE tokens SET ids = x'010203'",
+        "UPDATE sessions SET facts = '{}' WHERE session_id = 's_1'",
+        "UPDATE sessions SET facts = 'x' WHERE session_id = 's_1'",
+        "UPDATE turns SET n = 3 WHERE n = 1",
+        "UPDATE turns SET ending = '{}'",
+        "UPDATE orders SET warnings = '[1]'",
+        "UPDATE orders SET request = '{}'",
+    ],
+)
+def test_a_session_that_makes_no_sense_is_left_alone(
+    database: sqlite3.Connection, recorder: Recorder, damage: str
+) -> None:
+    """The others are there, and its rows stay for whoever can mend them."""
+    turns = [ended(turn_key="k"), ended(turn=make_turn("t_2"), turn_key="l")]
+    entries: list[Entry] = [opened(), *turns, ordered(), opened("s_2")]
+    recorder.commit(entries, durable=True)
+    database.execute(damage)
+    assert set(_kept(database)) == {"s_2"}
+    assert database.execute("SELECT count(*) FROM sessions").fetchone() == (2,)

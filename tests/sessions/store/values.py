@@ -1,0 +1,140 @@
+"""Records as sessions write them, with whatever a test does not care about filled in."""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from inferencecenter.protocol.events import End
+from inferencecenter.protocol.params import Params
+from inferencecenter.protocol.requests import Infer
+from inferencecenter.protocol.values import ChatMessage, TranscriptTurn, TurnStats, Usage
+from inferencecenter.sessions.facts import SessionFacts
+from inferencecenter.sessions.history import History
+from inferencecenter.sessions.records import Ended, Opened, Ordered, Said, TurnOrder
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+CLOCK = 1_795_000_000.5
+"""Unix seconds: 2026-11-18, in UTC."""
+
+
+def make_facts(session_id: str = "s_1", **changes: Any) -> SessionFacts:
+    """The facts of a session."""
+    facts = SessionFacts(
+        session_id=session_id,
+        epoch="e_1",
+        client_id="ada",
+        mode="chat",
+        model="toy",
+        n_ctx=4096,
+        params=Params(temperature=0.5, stop=("END",), logit_bias=((3, False), (4, 1.5))),
+        chosen=frozenset({"temperature", "stop"}),
+        priority="normal",
+        on_full="shift",
+        on_disconnect="detach",
+        store=True,
+        ttl_s=60.0,
+        metadata={"title": "Überschrift"},
+        created_at=CLOCK,
+    )
+    return replace(facts, **changes)
+
+
+def said_by(role: Any, content: str) -> ChatMessage:
+    """A message."""
+    return ChatMessage(role=role, content=content)
+
+
+def packed(tokens: Sequence[int]) -> bytes:
+    """Packed token ids."""
+    return struct.pack(f"<{len(tokens)}I", *tokens)
+
+
+def make_history(text: str = "") -> History:
+    """A history of one question and an answer, one token a character."""
+    if not text:
+        return History()
+    messages = (said_by("user", "?"), said_by("assistant", text))
+    return History(messages, packed([ord(each) for each in text]), text, made_by="toy")
+
+
+def make_usage(tokens: int = 4) -> Usage:
+    """Tokens of a turn."""
+    return Usage(prompt_tokens=7, cached_tokens=2, completion_tokens=tokens)
+
+
+def make_turn(turn_id: str = "t_1", **changes: Any) -> TranscriptTurn:
+    """A turn that has ended."""
+    return TranscriptTurn(turn_id=turn_id, finish_reason="stop", messages=2, usage=make_usage()).model_copy(
+        update=changes
+    )
+
+
+def make_end(turn_id: str = "t_1", *, session_id: str = "s_1", seq: int = 9) -> End:
+    """What a client was told at the end of a turn."""
+    stats = TurnStats(
+        ttft_ms=1.25, total_ms=3.5, tokens=4, tps=0.1, prompt_tokens=7, cached_tokens=2, queue_ms=0.0, preempted=0
+    )
+    return End.model_validate(
+        {
+            "id": "frame-1",
+            "session_id": session_id,
+            "seq": seq,
+            "turn_id": turn_id,
+            "finish_reason": "stop",
+            "stop": "END",
+            "warnings": ("top_k has no effect.",),
+            "usage": make_usage(),
+            "stats": stats,
+        }
+    )
+
+
+def make_order(turn_id: str = "t_1", **changes: Any) -> TurnOrder:
+    """A turn that has not ended."""
+    request = Infer(op="infer", id="7", session_id="s_1", prompt="Who?", params={"top_k": 3}, turn_key="key")
+    order = TurnOrder(
+        turn_id=turn_id,
+        request=request,
+        params=Params(top_k=3, seed=11, stop_regex=(r"\d+",)),
+        rank=1,
+        warnings=("A warning.",),
+        submitted_at=CLOCK + 1,
+        rendered_at="2026-11-18T10:26:40+01:00",
+        made_by="toy",
+    )
+    return replace(order, **changes)
+
+
+def opened(session_id: str = "s_1", *, history: History | None = None, **changes: Any) -> Opened:
+    """A session begins."""
+    facts = make_facts(session_id, **changes)
+    return Opened(facts=facts, history=history or History(), turns=(), last_used_at=CLOCK)
+
+
+def ordered(session_id: str = "s_1", *, seq: int = 1, order: TurnOrder | None = None) -> Ordered:
+    """A turn begins to wait."""
+    return Ordered(session_id=session_id, seq=seq, last_used_at=CLOCK, order=order or make_order())
+
+
+def said(text: str, session_id: str = "s_1", *, seq: int = 2, turn_id: str = "t_1") -> Said:
+    """A turn says ``text``, one token a character."""
+    return Said(session_id=session_id, seq=seq, turn_id=turn_id, tokens=packed([ord(each) for each in text]), text=text)
+
+
+def ended(session_id: str = "s_1", *, text: str = "Hello", turn_key: str | None = None, **changes: Any) -> Ended:
+    """A turn is over that answered ``text``."""
+    record = Ended(
+        session_id=session_id,
+        client_id="ada",
+        seq=9,
+        last_used_at=CLOCK,
+        history=make_history(text),
+        turn=make_turn(),
+        turn_key=turn_key,
+        end=make_end(session_id=session_id),
+    )
+    return replace(record, **changes)
