@@ -42,7 +42,10 @@ class Command:
 
 
 def run(connection: Connection, frame: Frame) -> None:
-    """Do what a frame asks, and send its answer or what went wrong."""
+    """Do what a frame asks, and send its answer or what went wrong.
+
+    What tells of a session goes out when it is safe, together with the session's events; all else at once.
+    """
     request: Request | None = None
     try:
         command = COMMANDS.get(frame.op)
@@ -53,6 +56,7 @@ def run(connection: Connection, frame: Frame) -> None:
         request = frame.parse()
         command = COMMANDS[frame.op]
         _admit(connection, command)
+        journal = connection.context.sessions.journal_of(request)
         answer = command.handler(connection, request)
     except InferenceCenterError as error:
         connection.fail(error, request_id=frame.id, request=request)
@@ -61,7 +65,8 @@ def run(connection: Connection, frame: Frame) -> None:
         connection.fail(InferenceCenterError(ErrorCode.INTERNAL), request_id=frame.id, request=request)
     else:
         if answer is not None:
-            connection.send(answer if frame.id is None else answer.model_copy(update={"id": frame.id}))
+            reply = answer if frame.id is None else answer.model_copy(update={"id": frame.id})
+            journal.release(lambda: connection.send(reply))
 
 
 def _admit(connection: Connection, command: Command) -> None:
@@ -107,6 +112,8 @@ def _auth(connection: Connection, request: requests.Auth) -> Event | None:
 
 
 def _create_session(connection: Connection, request: requests.CreateSession) -> Event:
+    if request.on_disconnect is None:
+        request = request.model_copy(update={"on_disconnect": "detach" if connection.v1 else "close"})
     return connection.context.sessions.create(connection.client, request, connection)
 
 
@@ -123,16 +130,20 @@ def _close_session(connection: Connection, request: requests.CloseSession) -> Ev
     return connection.context.sessions.close(connection.client, request)
 
 
-def _append(connection: Connection, request: requests.Append) -> Event:
-    return connection.context.sessions.append(connection.client, request)
+def _resume_session(connection: Connection, request: requests.ResumeSession) -> None:
+    connection.context.sessions.resume(connection.client, request, connection)
+
+
+def _append(connection: Connection, request: requests.Append) -> None:
+    connection.context.sessions.append(connection.client, request, connection)
 
 
 def _fork_session(connection: Connection, request: requests.ForkSession) -> Event:
     return connection.context.sessions.fork(connection.client, request, connection)
 
 
-def _rewind_session(connection: Connection, request: requests.RewindSession) -> Event:
-    return connection.context.sessions.rewind(connection.client, request)
+def _rewind_session(connection: Connection, request: requests.RewindSession) -> None:
+    connection.context.sessions.rewind(connection.client, request, connection)
 
 
 def _get_session(connection: Connection, request: requests.GetSession) -> Event:
@@ -161,12 +172,20 @@ def _status(connection: Connection, request: requests.Status) -> Event:
     context = connection.context
     if Scope.OPERATOR in connection.client.scopes:
         values = standing.of_all(
-            request.type, engine=context.engine.status, totals=context.sessions.totals(), connections=len(context.hub)
+            request.type,
+            engine=context.engine.status,
+            totals=context.sessions.totals(),
+            connections=len(context.hub),
+            fault=context.sessions.fault,
         )
     else:
         page = context.sessions.list(connection.client, requests.ListSessions(op="list_sessions", limit=1000))
         values = standing.of_one(
-            request.type, client=connection.client, sessions=page.sessions, engine=context.engine.status
+            request.type,
+            client=connection.client,
+            sessions=page.sessions,
+            engine=context.engine.status,
+            storable=context.sessions.fault is None,
         )
     return events.Status(type=request.type, values=values)
 
@@ -183,6 +202,7 @@ COMMANDS: Final[Mapping[str, Command]] = MappingProxyType(
         "infer": Command(_infer, starts_work=True),
         "abort": Command(_abort),
         "close_session": Command(_close_session),
+        "resume_session": Command(_resume_session),
         "append": Command(_append),
         "fork_session": Command(_fork_session, starts_work=True),
         "rewind_session": Command(_rewind_session),

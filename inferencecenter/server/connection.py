@@ -49,7 +49,7 @@ class Connection:
         self._state = ConnectionState.CONNECTED
         self._account: Account | None = None
         self._client: Client | None = None
-        self._turns: set[str] = set()
+        self._turns: dict[str, str] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._outbox = Outbox(
             wire,
@@ -102,7 +102,12 @@ class Connection:
     def greeting(self) -> events.Hello:
         """Return who answers."""
         context = self.context
-        return replies.hello(context.engine.status, context.settings, uptime_s=context.uptime_s())
+        return replies.hello(
+            context.engine.status,
+            context.settings,
+            uptime_s=context.uptime_s(),
+            storable=context.sessions.fault is None,
+        )
 
     def authenticate(self, account: Account) -> None:
         """Let the socket speak for ``account``.
@@ -118,6 +123,7 @@ class Connection:
             max_sessions=account.max_sessions,
             priority=account.priority,
             scopes=account.scopes,
+            retention_days=account.retention_days,
         )
         self._disarm()
         if account.expires_at is not None:
@@ -156,13 +162,8 @@ class Connection:
     def send(self, event: Event) -> None:
         """Send an event; never blocks. A closed connection sends nothing."""
         self._outbox.send(event)
-        if type(event) is events.Token:
-            return
-        if isinstance(event, events.Queued):
-            self._turns.add(event.turn_id)
-        elif isinstance(event, events.End | events.Error) and event.turn_id is not None:
-            self._turns.discard(event.turn_id)
-            self._leave_if_drained()
+        if type(event) is not events.Token:
+            self._watch_turns(event)
 
     def fail(
         self, error: InferenceCenterError, *, request_id: str | None = None, request: Request | None = None
@@ -180,7 +181,7 @@ class Connection:
         if self.state is ConnectionState.CONNECTED:
             self.close(CloseCode.RESTART, "the daemon stops")
         elif self.state is ConnectionState.AUTHENTICATED:
-            self.send(events.GoingAway(deadline_ms=int(deadline_s * 1000), resume=False))
+            self.send(events.GoingAway(deadline_ms=int(deadline_s * 1000), resume=self.context.sessions.durable))
             self._move(ConnectionEvent.DRAIN)
             self._leave_if_drained()
 
@@ -220,6 +221,24 @@ class Connection:
             self.context.hub.leave(self.client.client_id)
             self.context.sessions.detach(self)
             _log.info("client_disconnected", client=self.client.client_id, address=self.address)
+
+    def _watch_turns(self, event: Event) -> None:
+        """Know which sessions answer to this socket, for it to stay until they have."""
+        match event:
+            case events.Queued():
+                self._turns[event.session_id] = event.turn_id
+                return
+            case events.SessionResumed(turn_id=str(turn_id)):
+                self._turns[event.session_id] = turn_id
+                return
+            case events.End() | events.Error(turn_id=str()):
+                if self._turns.get(event.session_id or "") == event.turn_id:
+                    del self._turns[event.session_id or ""]
+            case events.SessionResumed() | events.SessionDetached():
+                self._turns.pop(event.session_id, None)
+            case _:
+                return
+        self._leave_if_drained()
 
     def _leave_if_drained(self) -> None:
         if self.state is ConnectionState.DRAINING and not self._turns:

@@ -43,11 +43,14 @@ _HELLO_STATUS: Final[Mapping[EngineState, _HelloStatus]] = MappingProxyType(
 )
 
 
-def hello(engine: EngineStatus, settings: ServerSettings, *, uptime_s: float) -> events.Hello:
-    """Return who answers, and whether it is ready."""
+def hello(engine: EngineStatus, settings: ServerSettings, *, uptime_s: float, storable: bool) -> events.Hello:
+    """Return who answers, and whether it is ready; while sessions are not ``storable`` it says only that."""
+    status, message = _HELLO_STATUS[engine.state], describe_engine(engine)
+    if not storable:
+        status, message = "degraded", f"{message}; sessions cannot be written down at the moment"
     return events.Hello(
-        status=_HELLO_STATUS[engine.state],
-        message=describe_engine(engine),
+        status=status,
+        message=message,
         uptime_seconds=int(uptime_s),
         requires_auth=True,
         protocol=PROTOCOL_VERSION,

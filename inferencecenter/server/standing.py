@@ -16,8 +16,8 @@ Values: TypeAlias = dict[str, float | int | str | None]
 """Readings by name, as the wire's ``status`` carries them."""
 
 
-def of_all(kind: StatusType, *, engine: EngineStatus, totals: Totals, connections: int) -> Values:
-    """Return readings over all clients."""
+def of_all(kind: StatusType, *, engine: EngineStatus, totals: Totals, connections: int, fault: str | None) -> Values:
+    """Return readings over all clients; ``fault`` is why sessions cannot be written down, if they cannot."""
     match kind:
         case "queue":
             return {
@@ -40,6 +40,7 @@ def of_all(kind: StatusType, *, engine: EngineStatus, totals: Totals, connection
                 "sessions": totals.total_sessions,
                 "busy": totals.active_generations,
                 "connections": connections,
+                "storage": fault or "ok",
             }
         case "performance":
             return {
@@ -53,8 +54,10 @@ def of_all(kind: StatusType, *, engine: EngineStatus, totals: Totals, connection
             return _model(engine)
 
 
-def of_one(kind: StatusType, *, client: Client, sessions: Sequence[SessionSummary], engine: EngineStatus) -> Values:
-    """Return the readings of one client's own sessions."""
+def of_one(
+    kind: StatusType, *, client: Client, sessions: Sequence[SessionSummary], engine: EngineStatus, storable: bool
+) -> Values:
+    """Return the readings of one client's own sessions; ``storable`` says whether they can be written down."""
     busy = sum(session.state == "busy" for session in sessions)
     tokens = sum(session.tokens for session in sessions)
     match kind:
@@ -63,7 +66,12 @@ def of_one(kind: StatusType, *, client: Client, sessions: Sequence[SessionSummar
         case "memory":
             return {"tokens": tokens, "n_ctx": engine.model.n_ctx if engine.model else None}
         case "sessions":
-            return {"sessions": len(sessions), "busy": busy, "max_sessions": client.max_sessions}
+            return {
+                "sessions": len(sessions),
+                "busy": busy,
+                "max_sessions": client.max_sessions,
+                "storage": "ok" if storable else "unavailable",
+            }
         case "performance":
             return {"tokens": tokens, "messages": sum(session.messages for session in sessions)}
         case "model":

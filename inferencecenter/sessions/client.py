@@ -21,12 +21,16 @@ PRIORITY_RANK: Final[Mapping[str, int]] = MappingProxyType({"interactive": 0, "n
 
 @dataclass(frozen=True, slots=True)
 class Client:
-    """An account as sessions see it; any number of sockets may act for it."""
+    """An account as sessions see it; any number of sockets may act for it.
+
+    ``retention_days`` are days after their last use at which its sessions are deleted, ``None`` as the daemon says.
+    """
 
     client_id: str
     max_sessions: int
     priority: Priority
     scopes: frozenset[str]
+    retention_days: float | None = None
 
     def allow_priority(self, wanted: Priority | None, *, otherwise: Priority) -> Priority:
         """Return the class to use.

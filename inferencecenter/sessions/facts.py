@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Protocol
 
+from inferencecenter.errors import ErrorCode, InferenceCenterError
 from inferencecenter.protocol.params import cross_check
 
 if TYPE_CHECKING:
@@ -13,18 +14,34 @@ if TYPE_CHECKING:
 
     from inferencecenter.ipc.port import EnginePort
     from inferencecenter.protocol.params import Params
-    from inferencecenter.protocol.values import Mode, OnFull, Priority
+    from inferencecenter.protocol.values import Mode, OnDisconnect, OnFull, Priority
+    from inferencecenter.sessions.journal import Journal
+    from inferencecenter.sessions.models import Serving
     from inferencecenter.sessions.totals import TokenMeter, TurnRecord
+
+
+class Timer(Protocol):
+    """Something that will happen unless it is cancelled."""
+
+    def cancel(self) -> None:
+        """Keep it from happening."""
 
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
-    """What a session needs of the world. ``clock`` is Unix seconds, ``monotonic`` seconds that only rise."""
+    """What a session needs of the world. ``clock`` is Unix seconds, ``monotonic`` seconds that only rise.
+
+    ``call_later`` arranges for a call after some seconds. Of its events a session keeps ``replay_bytes``, while it
+    answers with nobody listening for ``detached_turn_s``.
+    """
 
     engine: EnginePort
+    serving: Serving
+    journal: Journal
     clock: Callable[[], float]
     monotonic: Callable[[], float]
     local_time: Callable[[], datetime]
+    call_later: Callable[[float, Callable[[], None]], Timer]
     new_id: Callable[[str], str]
     new_seed: Callable[[], int]
     meter: TokenMeter
@@ -32,14 +49,30 @@ class Surroundings:
     turn_ended: Callable[[TurnRecord], None]
     max_transcript_chars: int
     shared_prompts: frozenset[str]
+    replay_bytes: int
+    detached_turn_s: float
+
+    def check_writable(self, *, store: bool) -> None:
+        """Refuse what would have to be written down, which it is with ``store``, while nothing can be.
+
+        Raises:
+            InferenceCenterError: ``storage_unavailable``.
+        """
+        if store and (fault := self.journal.fault) is not None:
+            raise InferenceCenterError(
+                ErrorCode.STORAGE_UNAVAILABLE,
+                fault,
+                hint="Try again when the operator has mended it; a session opened with store false works meanwhile.",
+                retry_after_ms=1000,
+            )
 
 
 @dataclass(frozen=True, slots=True)
 class SessionFacts:
     """What never changes about a session.
 
-    ``params`` are effective: no level is left to merge below them. ``chosen`` are those that the client set itself.
-    Without ``store`` nothing of the session may be written to a disk.
+    ``model`` and ``n_ctx`` are those of its beginning. ``params`` are effective: no level is left to merge below them.
+    ``chosen`` are those that the client set itself. Without ``store`` nothing of the session may be written to a disk.
     """
 
     session_id: str
@@ -52,7 +85,7 @@ class SessionFacts:
     chosen: frozenset[str]
     priority: Priority
     on_full: OnFull
-    on_disconnect: Literal["close", "detach"]
+    on_disconnect: OnDisconnect
     store: bool
     ttl_s: float | None
     metadata: dict[str, str]

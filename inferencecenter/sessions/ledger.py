@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from functools import reduce
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Final
 
 from inferencecenter.protocol.requests import START
 from inferencecenter.protocol.values import TranscriptTurn, Usage
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
     from inferencecenter.protocol.events import End
 
@@ -18,15 +19,21 @@ MAX_TURNS: Final = 1000
 """Turns that are listed."""
 MAX_TURN_KEYS: Final = 64
 """Turns that a repeated ``turn_key`` finds."""
+_NO_ENDS: Final[Mapping[str, End]] = MappingProxyType({})
 _NOTHING: Final = Usage(prompt_tokens=0, cached_tokens=0, completion_tokens=0)
 
 
 class Ledger:
-    """A session's turns, the sum of them, and the ends that a repeated ``turn_key`` is answered with."""
+    """A session's turns, the sum of them, and the ends that a repeated ``turn_key`` is answered with.
 
-    def __init__(self, turns: Iterable[TranscriptTurn] = ()) -> None:
+    Args:
+        turns: Those that have ended, oldest first.
+        ends: How those with a key have ended, the latest last.
+    """
+
+    def __init__(self, turns: Iterable[TranscriptTurn] = (), ends: Mapping[str, End] = _NO_ENDS) -> None:
         self._turns = list(turns)
-        self._ends: OrderedDict[str, End] = OrderedDict()
+        self._ends = OrderedDict(list(ends.items())[-MAX_TURN_KEYS:])
         self.usage = _sum(self._turns)
 
     @property
@@ -34,14 +41,18 @@ class Ledger:
         """The last turns, oldest first."""
         return tuple(self._turns[-MAX_TURNS:])
 
-    def record(self, turn_key: str | None, end: End) -> None:
-        """Take note of a turn that did not fail."""
-        self._turns.append(TranscriptTurn(turn_id=end.turn_id, finish_reason=end.finish_reason, usage=end.usage))
+    def record(self, turn_key: str | None, end: End, *, n_messages: int) -> TranscriptTurn:
+        """Take note of a turn that did not fail, after which there are ``n_messages``, and return how it is listed."""
+        turn = TranscriptTurn(
+            turn_id=end.turn_id, finish_reason=end.finish_reason, messages=n_messages, usage=end.usage
+        )
+        self._turns.append(turn)
         self.usage = _add(self.usage, end.usage)
         if turn_key is not None:
             self._ends[turn_key] = end
             if len(self._ends) > MAX_TURN_KEYS:
                 self._ends.popitem(last=False)
+        return turn
 
     def find(self, turn_key: str | None) -> End | None:
         """Return how the turn with this key ended, if it is still known."""

@@ -91,6 +91,11 @@ def whole_prompt(messages: tuple[ChatMessage, ...], view: View, *, renderer: Ren
     return _from_the_start(messages, view, rendering, renderer=renderer, now=now)
 
 
+def unread_prompt(history: History, new: tuple[ChatMessage, ...], view: View | None) -> Prompt:
+    """Return the prompt of a turn that ends without having been rendered: its messages and nothing for the engine."""
+    return Prompt(history.messages + new, view or history.view, "", b"", ())
+
+
 def after_turn(history: History, prompt: Prompt, *, answer: Answer, end: Finished | None, keeps_end: bool) -> History:
     """Return the history once a turn has ended, with whatever of the answer was shown.
 

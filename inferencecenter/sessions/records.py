@@ -21,8 +21,8 @@ class TurnOrder:
     """A turn that has not ended: all that it takes to run it, or what is left of it.
 
     ``warnings`` are about its parameters, ``rank`` is its class as the engine orders turns. ``submitted_at`` is Unix
-    seconds. ``rendered_at`` is the local time that its template was told, in ISO 8601 with offset. ``made_by`` names the
-    model whose tokens it is made of. ``view`` is set once its prompt was made shorter: which messages are read since.
+    seconds. ``rendered_at`` is the local time that its template was told, in ISO 8601 with offset. ``made_by`` names
+    the model that answers. ``view`` is set once its prompt was made shorter: which messages are read since.
     """
 
     turn_id: str

@@ -6,43 +6,46 @@ import asyncio
 import base64
 import secrets
 import time
-from collections import defaultdict
 from dataclasses import replace
 from datetime import datetime
-from typing import TYPE_CHECKING, Final, Protocol
+from functools import partial
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Final, Literal
 
 import structlog
 
-from inferencecenter.errors import ErrorCode, InferenceCenterError
-from inferencecenter.protocol import events
+from inferencecenter.protocol import events, requests
 from inferencecenter.protocol.params import Params, merge, parse_params
 from inferencecenter.protocol.values import ChatMessage
 from inferencecenter.sessions.facts import SessionFacts, Surroundings
 from inferencecenter.sessions.history import History
+from inferencecenter.sessions.journal import Unwritten
 from inferencecenter.sessions.ledger import Ledger
-from inferencecenter.sessions.models import Renderers, loaded_model, recommended_params
+from inferencecenter.sessions.models import Serving, recommended_params
+from inferencecenter.sessions.records import Renamed
+from inferencecenter.sessions.roster import Roster
 from inferencecenter.sessions.session import Session
 from inferencecenter.sessions.states import SessionState
 from inferencecenter.sessions.submission import turn_params
-from inferencecenter.sessions.totals import TokenMeter, Totals, TurnObserver, TurnRecord, WaitEstimate
+from inferencecenter.sessions.totals import Tally
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
+    from collections.abc import Callable, Collection, Iterable, Mapping
 
     from inferencecenter.ipc.port import EnginePort
-    from inferencecenter.protocol import requests
+    from inferencecenter.protocol.base import Request
     from inferencecenter.sessions.client import Client, EventSink
+    from inferencecenter.sessions.facts import Timer
+    from inferencecenter.sessions.journal import Journal
+    from inferencecenter.sessions.records import Kept
+    from inferencecenter.sessions.totals import Totals, TurnObserver
 
 DEFAULT_MAX_TRANSCRIPT_CHARS: Final = 16 * 1024 * 1024
+DEFAULT_REPLAY_KIB: Final = 256
+DEFAULT_DETACHED_TURN_S: Final = 900.0
+_NO_RETENTION: Final[Mapping[str, float | None]] = MappingProxyType({})
 
-_turn_log = structlog.get_logger("turn")
-
-
-class Timer(Protocol):
-    """Something that will happen unless it is cancelled."""
-
-    def cancel(self) -> None:
-        """Keep it from happening."""
+_log = structlog.get_logger(__name__)
 
 
 def _call_later(delay_s: float, callback: Callable[[], None]) -> Timer:
@@ -63,8 +66,12 @@ class Sessions:
         config_params: The configuration's level of parameters.
         max_sessions: Open sessions of all clients together.
         default_ttl_s: Idle seconds after which a session expires that sets no own.
+        retention_days: Days after its last use at which a session is deleted, whatever it sets; ``None`` for never.
+        replay_kib: KiB of events that a session keeps for those who come back.
+        detached_turn_s: Seconds that a turn keeps its events while nobody listens.
         max_transcript_chars: Characters of history that one session may hold.
         shared_prompts: System prompts whose KV sessions of different clients may share.
+        journal: Where sessions are written down; none if they end with the daemon.
         observer: Hears of each turn that ended.
         clock: Unix seconds.
         monotonic: Seconds that only rise.
@@ -81,9 +88,13 @@ class Sessions:
         # Limits
         max_sessions: int,
         default_ttl_s: float | None,
+        retention_days: float | None = None,
+        replay_kib: int = DEFAULT_REPLAY_KIB,
+        detached_turn_s: float = DEFAULT_DETACHED_TURN_S,
         max_transcript_chars: int = DEFAULT_MAX_TRANSCRIPT_CHARS,
         shared_prompts: Collection[str] = (),
         # Surroundings
+        journal: Journal | None = None,
         observer: TurnObserver | None = None,
         clock: Callable[[], float] = time.time,
         monotonic: Callable[[], float] = time.monotonic,
@@ -91,45 +102,105 @@ class Sessions:
         random_bytes: Callable[[int], bytes] = secrets.token_bytes,
         call_later: Callable[[float, Callable[[], None]], Timer] = _call_later,
     ) -> None:
+        self.durable = journal is not None
+        self._journal: Journal = journal or Unwritten()
         self._engine = engine
         self._config_params = config_params
-        self._max_sessions = max_sessions
         self._default_ttl_s = default_ttl_s
-        self._observer = observer
         self._random_bytes = random_bytes
-        self._call_later = call_later
-        self._meter = TokenMeter()
-        self._waits = WaitEstimate()
-        self._last: TurnRecord | None = None
+        self._tally = Tally(observer)
+        self._serving = Serving(engine)
         self._around = Surroundings(
             engine=engine,
+            serving=self._serving,
+            journal=self._journal,
             clock=clock,
             monotonic=monotonic,
             local_time=local_time,
+            call_later=call_later,
             new_id=self._new_id,
             new_seed=lambda: int.from_bytes(random_bytes(4), "little") >> 1,
-            meter=self._meter,
+            meter=self._tally.meter,
             eta_ms=self._eta_ms,
-            turn_ended=self._turn_ended,
+            turn_ended=self._tally.turn_ended,
             max_transcript_chars=max_transcript_chars,
             shared_prompts=frozenset(shared_prompts),
+            replay_bytes=replay_kib * 1024,
+            detached_turn_s=detached_turn_s,
         )
-        self._sessions: dict[str, Session] = {}
-        self._of_client: defaultdict[str, dict[str, Session]] = defaultdict(dict)
-        self._expiries: dict[str, Timer] = {}
-        self._renderers = Renderers()
+        self._roster = Roster(
+            max_sessions=max_sessions, retention_days=retention_days, call_later=call_later, expire=Session.expire
+        )
+
+    @property
+    def fault(self) -> str | None:
+        """Why sessions cannot be written down at the moment; ``None`` when all is well."""
+        return self._journal.fault
+
+    def journal_of(self, request: Request) -> Journal:
+        """Return what holds back the answer to ``request``, if it tells of what may not be safe yet.
+
+        Asked before the request is done, and of any session: it tells nothing.
+        """
+        match request:
+            case requests.CreateSession(store=store):
+                return self._journal if store else Unwritten()
+            case requests.ListSessions():
+                return self._journal
+            case requests.GetSession() | requests.ForkSession() | requests.CloseSession():
+                session = self._roster.get(request.session_id)
+                return session.journal if session else Unwritten()
+            case _:
+                return Unwritten()
+
+    def restore(
+        self, kept: Iterable[Kept], *, clean: bool, retention_days: Mapping[str, float | None] = _NO_RETENTION
+    ) -> None:
+        """Take over what an earlier daemon wrote down, and have its unfinished turns continued.
+
+        Args:
+            kept: The sessions.
+            clean: Whether all that was told was written down. If not, clients' positions mean nothing any more.
+            retention_days: What clients have chosen for themselves.
+        """
+        self._roster.learn_retention(retention_days)
+        restored = [self._restored(each, clean=clean) for each in sorted(kept, key=lambda each: each.facts.created_at)]
+        for session in restored:
+            session.go_on()
+            self._roster.add(session)
+        if restored:
+            _log.info("sessions_restored", sessions=len(restored), unfinished=self.totals().active_generations)
+
+    def live_sessions(self) -> tuple[str, ...]:
+        """Return the names of all sessions."""
+        return tuple(session.facts.session_id for session in self._roster)
+
+    def purge(self, kind: Literal["session", "client"], name: str) -> int:
+        """End a session, or all sessions of a client, as if it had closed them; return how many there were."""
+        if kind == "client":
+            doomed = self._roster.of(name)
+        else:
+            doomed = [session for session in (self._roster.get(name),) if session is not None]
+        for session in doomed:
+            sink = session.sink
+            closed = self._close(session)
+            if sink is not None:
+                session.journal.release(partial(sink.send, closed))
+        return len(doomed)
 
     def create(self, client: Client, request: requests.CreateSession, sink: EventSink) -> events.SessionCreated:
         """Open a session.
 
         Raises:
             InferenceCenterError: ``model_loading``, ``engine_unavailable``, ``model_not_found``, ``invalid_request``,
-                ``forbidden``, ``session_limit`` or ``context_full``.
+                ``forbidden``, ``session_limit``, ``storage_unavailable`` or ``context_full``.
         """
-        model = loaded_model(self._engine.status, request.model)
+        store = request.store and self.durable
+        self._around.check_writable(store=store)
+        model = self._serving.model(request.model)
         overlay = parse_params(request.params or {})
         priority = client.allow_priority(request.priority, otherwise=client.priority)
-        renderer = self._renderers.of(model, request.mode)
+        self._serving.renderer(request.mode)
         facts = SessionFacts(
             session_id=self._new_id("s_"),
             epoch=self._new_id("e_"),
@@ -141,8 +212,8 @@ class Sessions:
             chosen=frozenset(overlay.model_fields_set),
             priority=priority,
             on_full=request.on_full or ("shift" if request.mode == "chat" else "stop"),
-            on_disconnect=request.on_disconnect,
-            store=request.store,
+            on_disconnect=request.on_disconnect or "detach",
+            store=store,
             ttl_s=request.ttl_s if request.ttl_s is not None else self._default_ttl_s,
             metadata=dict(request.metadata or {}),
             created_at=self._around.clock(),
@@ -151,32 +222,43 @@ class Sessions:
         if request.system is not None:
             system = ChatMessage(role="system", content=request.system)
             history = history.appended((system,), max_chars=self._around.max_transcript_chars)
-        session = Session(facts, renderer=renderer, around=self._around, sink=sink, history=history, ledger=Ledger())
+        session = Session(facts, around=self._around, history=history, ledger=Ledger(), sink=sink)
         return self._open(client, session)
 
     def fork(self, client: Client, request: requests.ForkSession, sink: EventSink) -> events.SessionCreated:
         """Open a session that begins as another one does.
 
         Raises:
-            InferenceCenterError: ``session_not_found``, ``session_busy``, ``turn_not_found`` or ``session_limit``.
+            InferenceCenterError: ``session_not_found``, ``session_limit``, and see ``Session.fork``.
         """
-        parent = self._own(client, request.session_id)
+        parent = self._roster.own(client, request.session_id)
+        model = self._serving.known
         facts = replace(
             parent.facts,
             session_id=self._new_id("s_"),
             epoch=self._new_id("e_"),
+            model=model.name if model else parent.facts.model,
+            n_ctx=model.n_ctx if model else parent.facts.n_ctx,
             created_at=self._around.clock(),
         )
         session = parent.fork(facts, turn=request.turn, sink=sink)
         return self._open(client, session, parent=parent)
 
-    def rewind(self, client: Client, request: requests.RewindSession) -> events.SessionRewound:
-        """Take a session back to the end of a turn.
+    def rewind(self, client: Client, request: requests.RewindSession, sink: EventSink) -> None:
+        """Take a session back to the end of a turn; ``sink`` hears of it.
 
         Raises:
-            InferenceCenterError: ``session_not_found``, ``session_busy`` or ``turn_not_found``.
+            InferenceCenterError: ``session_not_found``, and see ``Session.rewind``.
         """
-        return self._own(client, request.session_id).rewind(request.turn)
+        self._roster.own(client, request.session_id).rewind(request, sink)
+
+    def resume(self, client: Client, request: requests.ResumeSession, sink: EventSink) -> None:
+        """Send a session's events to ``sink`` from now on, those that it has missed first.
+
+        Raises:
+            InferenceCenterError: ``session_not_found``.
+        """
+        self._roster.own(client, request.session_id).resume(request, sink)
 
     def infer(self, client: Client, request: requests.Infer, sink: EventSink) -> None:
         """Start a turn; its events, ``queued`` first, go to ``sink``.
@@ -184,7 +266,7 @@ class Sessions:
         Raises:
             InferenceCenterError: ``session_not_found``, ``invalid_request``, ``forbidden``, and see ``Session.infer``.
         """
-        session = self._own(client, request.session_id)
+        session = self._roster.own(client, request.session_id)
         overlay = turn_params(request)
         priority = client.allow_priority(request.priority, otherwise=session.facts.priority)
         session.infer(request, overlay=overlay, priority=priority, sink=sink)
@@ -195,15 +277,15 @@ class Sessions:
         Raises:
             InferenceCenterError: ``session_not_found``, ``nothing_to_abort`` or ``turn_not_found``.
         """
-        self._own(client, request.session_id).abort(request)
+        self._roster.own(client, request.session_id).abort(request)
 
-    def append(self, client: Client, request: requests.Append) -> events.Appended:
-        """Add to a session's history without generating.
+    def append(self, client: Client, request: requests.Append, sink: EventSink) -> None:
+        """Add to a session's history without generating; ``sink`` hears of it.
 
         Raises:
-            InferenceCenterError: ``session_not_found``, ``session_busy`` or ``context_full``.
+            InferenceCenterError: ``session_not_found``, and see ``Session.append``.
         """
-        return self._own(client, request.session_id).append(request)
+        self._roster.own(client, request.session_id).append(request, sink)
 
     def get(self, client: Client, request: requests.GetSession) -> events.Session:
         """Return everything about a session.
@@ -211,7 +293,7 @@ class Sessions:
         Raises:
             InferenceCenterError: ``session_not_found``.
         """
-        return self._own(client, request.session_id).standing.describe()
+        return self._roster.own(client, request.session_id).standing.describe()
 
     def list(self, client: Client, request: requests.ListSessions) -> events.Sessions:
         """Return a page of the client's own sessions, oldest first.
@@ -219,8 +301,8 @@ class Sessions:
         Raises:
             InferenceCenterError: ``session_not_found`` when ``after`` names none of them.
         """
-        own = list(self._of_client.get(client.client_id, {}).values())
-        start = own.index(self._own(client, request.after)) + 1 if request.after is not None else 0
+        own = self._roster.of(client.client_id)
+        start = own.index(self._roster.own(client, request.after)) + 1 if request.after is not None else 0
         page = own[start : start + request.limit]
         more = len(own) > start + len(page)
         return events.Sessions(
@@ -234,34 +316,26 @@ class Sessions:
         Raises:
             InferenceCenterError: ``session_not_found``.
         """
-        session = self._own(client, request.session_id)
-        self._forget(session)
-        return session.close()
+        return self._close(self._roster.own(client, request.session_id))
 
     def detach(self, sink: EventSink) -> None:
         """Take note that a socket is gone: its sessions close, or go on without it if they were opened so."""
-        for session in [session for session in self._sessions.values() if session.sink is sink]:
-            session.detach()
-            if session.facts.on_disconnect == "close":
-                self._forget(session)
-                session.close()
+        for session in self._roster:
+            if session.sink is sink:
+                session.detach()
+                if session.facts.on_disconnect == "close":
+                    self._close(session)
 
     def totals(self) -> Totals:
         """Return readings over all sessions."""
-        return Totals(
-            active_generations=sum(session.state is SessionState.BUSY for session in self._sessions.values()),
-            total_sessions=len(self._sessions),
-            last_tps=self._last.tps if self._last else 0.0,
-            last_ttft_ms=self._last.ttft_ms if self._last else 0.0,
-            total_tokens_generated=self._meter.total,
-            tokens_per_s=self._meter.per_s(now=self._around.monotonic()),
-        )
+        active = sum(session.state is SessionState.BUSY for session in self._roster)
+        return self._tally.totals(sessions=len(self._roster), active=active, now=self._around.monotonic())
 
-    def _own(self, client: Client, session_id: str) -> Session:
-        session = self._of_client.get(client.client_id, {}).get(session_id)
-        if session is None:
-            raise InferenceCenterError(ErrorCode.SESSION_NOT_FOUND)
-        return session
+    def _restored(self, kept: Kept, *, clean: bool) -> Session:
+        facts = kept.facts if clean else replace(kept.facts, epoch=self._new_id("e_"))
+        if not clean:
+            self._journal.write(Renamed(session_id=facts.session_id, epoch=facts.epoch), flush=True)
+        return Session.restored(kept, facts, around=self._around)
 
     def _open(self, client: Client, session: Session, *, parent: Session | None = None) -> events.SessionCreated:
         facts = session.facts
@@ -274,76 +348,20 @@ class Sessions:
             params=facts.params.model_dump(mode="json"),
             warnings=facts.warnings(facts.params, chosen=facts.chosen),
         )
-        self._make_room(client, keeping=parent)
-        self._sessions[facts.session_id] = session
-        self._of_client[facts.client_id][facts.session_id] = session
-        if facts.ttl_s is not None:
-            self._arm(session, facts.ttl_s)
+        if (closing := self._roster.make_room(client, keeping=parent)) is not None:
+            self._close(closing)
+        self._roster.learn_retention({client.client_id: client.retention_days})
+        session.open()
+        self._roster.add(session)
         return created
 
-    def _make_room(self, client: Client, *, keeping: Session | None) -> None:
-        own = self._of_client.get(client.client_id, {})
-        if len(own) < client.max_sessions and len(self._sessions) < self._max_sessions:
-            return
-        for session in own.values():
-            if session.sink is None and session.state is SessionState.IDLE and session is not keeping:
-                self._forget(session)
-                session.close()
-                return
-        everybodys = len(own) < client.max_sessions
-        raise InferenceCenterError(
-            ErrorCode.SESSION_LIMIT,
-            f"all {self._max_sessions} sessions of this daemon are in use"
-            if everybodys
-            else f"this client has {len(own)} sessions of {client.max_sessions}",
-            hint="Try again later." if everybodys else "Close one of them: list_sessions shows them.",
-        )
-
-    def _forget(self, session: Session) -> None:
-        facts = session.facts
-        del self._sessions[facts.session_id]
-        own = self._of_client[facts.client_id]
-        del own[facts.session_id]
-        if not own:
-            del self._of_client[facts.client_id]
-        if (expiry := self._expiries.pop(facts.session_id, None)) is not None:
-            expiry.cancel()
-
-    def _arm(self, session: Session, delay_s: float) -> None:
-        self._expiries[session.facts.session_id] = self._call_later(delay_s, lambda: self._maybe_expire(session))
-
-    def _maybe_expire(self, session: Session) -> None:
-        """Expire the session, or look again when it may be time: use does not move the timer, this does."""
-        assert session.facts.ttl_s is not None, "only sessions with a time to live are armed"
-        left_s = session.facts.ttl_s - session.idle_s
-        if left_s > 0:
-            self._arm(session, left_s)
-        else:
-            self._forget(session)
-            session.expire()
-
-    def _turn_ended(self, record: TurnRecord) -> None:
-        self._last = record
-        self._waits.observe(record)
-        _turn_log.info(
-            "turn",
-            client=record.client_id,
-            session=record.session_id,
-            turn=record.turn_id,
-            queue_ms=record.queue_ms,
-            ttft_ms=record.ttft_ms,
-            tokens=record.tokens,
-            tps=record.tps,
-            cached=record.cached_tokens,
-            preempted=record.preempted,
-            finish=record.finish,
-        )
-        if self._observer is not None:
-            self._observer.turn_ended(record)
+    def _close(self, session: Session) -> events.SessionClosed:
+        self._roster.remove(session)
+        return session.close()
 
     def _eta_ms(self, position: int) -> float | None:
         model = self._engine.status.model
-        return self._waits.eta_ms(position, slots=model.slots) if model is not None else None
+        return self._tally.eta_ms(position, slots=model.slots) if model is not None else None
 
     def _new_id(self, prefix: str) -> str:
         return prefix + base64.urlsafe_b64encode(self._random_bytes(16)).rstrip(b"=").decode()

@@ -49,6 +49,7 @@ class TurnChange(StrEnum):
 
     START = "start"
     SHIFT = "shift"
+    INTERRUPT = "interrupt"
     FINISH = "finish"
     ABORT = "abort"
     FAIL = "fail"
@@ -65,16 +66,18 @@ SESSION: Final = Lifecycle(
 )
 
 # A queued turn may end without having run: aborted while it waited, or refused by the engine. One whose context is full
-# is queued again, with a shorter prompt.
+# is queued again, with a shorter prompt, and so is one whose engine is lost, as it is.
 TURN: Final = Lifecycle(
     "turn",
     {
         (TurnState.QUEUED, TurnChange.START): TurnState.RUNNING,
         (TurnState.QUEUED, TurnChange.SHIFT): TurnState.QUEUED,
+        (TurnState.QUEUED, TurnChange.INTERRUPT): TurnState.QUEUED,
         (TurnState.QUEUED, TurnChange.FINISH): TurnState.FINISHED,
         (TurnState.QUEUED, TurnChange.ABORT): TurnState.ABORTED,
         (TurnState.QUEUED, TurnChange.FAIL): TurnState.FAILED,
         (TurnState.RUNNING, TurnChange.SHIFT): TurnState.QUEUED,
+        (TurnState.RUNNING, TurnChange.INTERRUPT): TurnState.QUEUED,
         (TurnState.RUNNING, TurnChange.FINISH): TurnState.FINISHED,
         (TurnState.RUNNING, TurnChange.ABORT): TurnState.ABORTED,
         (TurnState.RUNNING, TurnChange.FAIL): TurnState.FAILED,

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from inferencecenter.errors import ErrorCode, InferenceCenterError
 from inferencecenter.ipc.messages import Failed, Submit
 from inferencecenter.protocol.params import Params, encode, merge, parse_params
+from inferencecenter.sessions.records import TurnOrder
 
 if TYPE_CHECKING:
     from inferencecenter.ipc.messages import Overflowed
@@ -30,20 +31,45 @@ def turn_params(request: Infer) -> Params:
     return merge(params, Params(n_probs=request.n_probs))
 
 
+def new_order(request: Infer, overlay: Params, *, rank: int, facts: SessionFacts, around: Surroundings) -> TurnOrder:
+    """Return what it takes to run a turn that is asked for now.
+
+    Raises:
+        InferenceCenterError: ``invalid_request`` for parameters that exclude each other, ``model_loading`` or
+            ``engine_unavailable`` before any model was known.
+    """
+    params = merge(facts.params, overlay)
+    warnings = facts.warnings(params, chosen=facts.chosen | overlay.model_fields_set)
+    if params.seed is None:
+        params = params.model_copy(update={"seed": around.new_seed()})
+    return TurnOrder(
+        turn_id=around.new_id("t_"),
+        request=request,
+        params=params,
+        rank=rank,
+        warnings=warnings,
+        submitted_at=around.clock(),
+        rendered_at=around.local_time().isoformat(),
+        made_by=around.serving.made_by(),
+    )
+
+
 def submission(turn: Turn, prompt: Prompt, *, facts: SessionFacts, around: Surroundings) -> Submit:
     """Return the turn, or what is left of it, as it is submitted now."""
     is_shared = prompt.shared_pieces > 0 and prompt.messages[0].content in around.shared_prompts
+    answer = turn.answer
     return Submit(
         turn_id=turn.turn_id,
         session_id=facts.session_id,
         client_id=facts.client_id,
-        priority=turn.rank,
+        priority=turn.order.rank,
         tokens=prompt.tokens,
         pieces=prompt.pieces,
         params_json=encode(turn.params_left(now=around.monotonic())),
         shared_pieces=prompt.shared_pieces,
         public=is_shared,
-        answer=turn.answer.tokens,
+        answer=answer.tokens,
+        shown_chars=len(answer.text),
         may_shift=facts.on_full == "shift",
         durable=facts.store,
     )

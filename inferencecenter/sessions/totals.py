@@ -6,8 +6,12 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Final, Protocol
 
+import structlog
+
 WINDOW_S: Final = 10
 _NEWEST: Final = 0.2
+
+_log = structlog.get_logger("turn")
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,3 +89,52 @@ class WaitEstimate:
         if not position or self._held_ms is None:
             return None
         return round(position * self._held_ms / slots)
+
+
+class Tally:
+    """What becomes of all turns: counted, told to whoever wants to know, and written to the log.
+
+    Args:
+        observer: Hears of each turn that ended.
+    """
+
+    def __init__(self, observer: TurnObserver | None) -> None:
+        self.meter = TokenMeter()
+        self._observer = observer
+        self._waits = WaitEstimate()
+        self._last: TurnRecord | None = None
+
+    def turn_ended(self, record: TurnRecord) -> None:
+        """Take note of a turn that ended."""
+        self._last = record
+        self._waits.observe(record)
+        _log.info(
+            "turn",
+            client=record.client_id,
+            session=record.session_id,
+            turn=record.turn_id,
+            queue_ms=record.queue_ms,
+            ttft_ms=record.ttft_ms,
+            tokens=record.tokens,
+            tps=record.tps,
+            cached=record.cached_tokens,
+            preempted=record.preempted,
+            finish=record.finish,
+        )
+        if self._observer is not None:
+            self._observer.turn_ended(record)
+
+    def eta_ms(self, position: int, *, slots: int) -> float | None:
+        """Return the expected wait at a place in the queue, if it can be told."""
+        return self._waits.eta_ms(position, slots=slots)
+
+    def totals(self, *, sessions: int, active: int, now: float) -> Totals:
+        """Return readings over so many sessions, of which ``active`` answer."""
+        return Totals(
+            active_generations=active,
+            total_sessions=sessions,
+            last_tps=self._last.tps if self._last else 0.0,
+            last_ttft_ms=self._last.ttft_ms if self._last else 0.0,
+            total_tokens_generated=self.meter.total,
+            tokens_per_s=self.meter.per_s(now=now),
+        )

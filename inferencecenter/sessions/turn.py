@@ -15,9 +15,10 @@ from inferencecenter.sessions.totals import TurnRecord
 if TYPE_CHECKING:
     from inferencecenter.ipc.messages import Delta, Failed, Finished, Overflowed, Started
     from inferencecenter.protocol.params import Params
-    from inferencecenter.protocol.requests import Abort, Infer
+    from inferencecenter.protocol.requests import Abort
     from inferencecenter.sessions.facts import SessionFacts
     from inferencecenter.sessions.prompt import Prompt
+    from inferencecenter.sessions.records import TurnOrder
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,51 +53,51 @@ class Turn:
     """What is known of a turn so far. ``change`` is the only writer of its state.
 
     Args:
-        turn_id: Its name on the wire and in the engine.
-        request: The frame that caused it.
-        prompt: What was submitted.
-        params: Effective parameters.
-        rank: Its class as the engine orders turns.
-        warnings: Legal settings without effect.
-        now: Seconds of the clock that all later times are of.
+        order: What it takes to run it.
+        since: Second at which it was asked for, of the clock that all later times are of.
+        now: Second at which it begins to wait.
+        said: Packed tokens and text that an earlier daemon left of it.
     """
 
-    def __init__(  # noqa: PLR0913 - keyword-only
-        self,
-        turn_id: str,
-        request: Infer,
-        *,
-        prompt: Prompt,
-        params: Params,
-        rank: int,
-        warnings: tuple[str, ...],
-        now: float,
-    ) -> None:
-        self.turn_id = turn_id
-        self.request_id = request.id
-        self.turn_key = request.turn_key
-        self.prompt = prompt
-        self.params = params
-        self.rank = rank
-        self._warnings = warnings
+    def __init__(self, order: TurnOrder, *, since: float, now: float, said: tuple[bytes, str] | None = None) -> None:
+        tokens, text = said or (b"", "")
+        self.order = order
+        self.prompt: Prompt | None = None
         self.position = 0
         self.abort_request: Abort | None = None
         self._state = TurnState.QUEUED
-        self._shifted = False
-        self._texts: list[str] = []
-        self._tokens = bytearray()
+        self._measured_here = said is not None
+        self._texts = [text] if text else []
+        self._tokens = bytearray(tokens)
+        self._n_restored = len(tokens) // TOKEN_BYTES
         self._held_back = ""
         self._prompt_tokens: bytes | None = None
+        self._prompt_counted = False
         self._n_prompt_tokens = 0
         self._cached_tokens = 0
         self._preempted = 0
-        self._submitted_at = now
+        self._submitted_at = since
         self._queued_at: float | None = now
         self._queue_s = 0.0
         self._first_token_at: float | None = None
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.turn_id}, {self._state.value}, tokens={self.n_tokens})"
+
+    @property
+    def turn_id(self) -> str:
+        """Its name on the wire and in the engine."""
+        return self.order.turn_id
+
+    @property
+    def turn_key(self) -> str | None:
+        """The client's name for it."""
+        return self.order.request.turn_key
+
+    @property
+    def request_id(self) -> str | None:
+        """The frame that caused it."""
+        return self.order.request.id
 
     @property
     def state(self) -> TurnState:
@@ -137,32 +138,34 @@ class Turn:
         self._leave_queue(now)
         self._held_back = ""
         self._prompt_tokens = event.tokens
-        self._n_prompt_tokens += len(event.tokens) // TOKEN_BYTES
-        self._cached_tokens += event.cached_tokens
+        if not self._prompt_counted:
+            self._prompt_counted = True
+            self._n_prompt_tokens += len(event.tokens) // TOKEN_BYTES
+            self._cached_tokens += event.cached_tokens
 
-    def shift(self, prompt: Prompt, event: Overflowed, *, now: float) -> None:
+    def shift(self, event: Overflowed, *, now: float) -> None:
         """Take note that the turn waits for a slot again, with a shorter prompt."""
-        self.change(TurnChange.SHIFT)
-        self.prompt = prompt
-        self._shifted = True
-        self._prompt_tokens = None
+        self._wait_again(TurnChange.SHIFT, now=now)
+        self._prompt_counted = False
         if event.end is not None:
             self._held_back = event.text
             self._preempted += event.end.preempted
-        self._leave_queue(now)
-        self._queued_at = now
+
+    def interrupt(self, *, now: float) -> None:
+        """Take note that the turn's engine is gone, and that it waits for a slot of another one."""
+        self._wait_again(TurnChange.INTERRUPT, now=now)
 
     def extend(self, event: Delta, *, now: float) -> None:
         """Take in what was generated."""
         if self._first_token_at is None:
             self._first_token_at = now
+        self._held_back = ""
         self._texts.append(event.text)
         self._tokens += event.tokens
 
-    def take_held_back(self, event: Overflowed) -> str:
-        """Return the last of the text, which a turn that goes on is told with its next start."""
-        held_back = self._held_back if event.end is None else event.text
-        self._held_back = ""
+    def take_held_back(self) -> str:
+        """Return the last of the text, which a turn that goes on is told with its next start; only once."""
+        held_back, self._held_back = self._held_back, ""
         return held_back
 
     def take_abort(self, request: Abort) -> None:
@@ -179,16 +182,16 @@ class Turn:
 
     def params_left(self, *, now: float) -> Params:
         """Return the parameters with what is left of the turn's time; the engine counts it from each submission."""
-        limit_ms = self.params.max_time_ms
+        limit_ms = self.order.params.max_time_ms
         if limit_ms is None:
-            return self.params
+            return self.order.params
         left_ms = max(1, limit_ms - round((now - self._submitted_at) * 1000))
-        return self.params.model_copy(update={"max_time_ms": left_ms})
+        return self.order.params.model_copy(update={"max_time_ms": left_ms})
 
     def reported(self, end: Finished, *, now: float) -> Outcome:
         """Return how the turn ended as the engine says, which knows of it since it was submitted last."""
-        warnings = (*self._warnings, *end.warnings)
-        if self._shifted:
+        warnings = (*self.order.warnings, *end.warnings)
+        if self._measured_here:
             stats = self._measured(now=now, preempted=self._preempted + end.preempted)
             return Outcome(end.reason, stats, stop=end.stop, warnings=warnings)
         stats = TurnStats(
@@ -203,13 +206,21 @@ class Turn:
         )
         return Outcome(end.reason, stats, stop=end.stop, warnings=warnings)
 
-    def cut_short(self, finish: str, *, now: float) -> Outcome:
+    def cut_short(self, finish: str, *, now: float, warnings: tuple[str, ...] = ()) -> Outcome:
         """Return how the turn ended of which the engine tells no end: it is not waited for, or lacks the turn."""
-        return Outcome(finish, self._measured(now=now, preempted=self._preempted), warnings=self._warnings)
+        stats = self._measured(now=now, preempted=self._preempted)
+        return Outcome(finish, stats, warnings=(*self.order.warnings, *warnings))
 
     def failed(self, failure: Failed, *, now: float) -> Outcome:
         """Return how the turn ended that could not go on."""
         return Outcome(failure.code, self._measured(now=now, preempted=self._preempted))
+
+    def _wait_again(self, change: TurnChange, *, now: float) -> None:
+        self.change(change)
+        self._measured_here = True
+        self._prompt_tokens = None
+        self._leave_queue(now)
+        self._queued_at = now
 
     def _leave_queue(self, now: float) -> None:
         if self._queued_at is not None:
@@ -217,7 +228,7 @@ class Turn:
             self._queued_at = None
 
     def _measured(self, *, now: float, preempted: int) -> TurnStats:
-        """How the turn went as seen from here."""
+        """How the turn went as seen from here; its speed is that of what was generated since this daemon began."""
         first = self._first_token_at
         generating_s = now - first if first is not None else 0.0
         waiting_s = now - self._queued_at if self._queued_at is not None else 0.0
@@ -225,7 +236,7 @@ class Turn:
             ttft_ms=_ms(first - self._submitted_at) if first is not None else 0.0,
             total_ms=_ms(now - self._submitted_at),
             tokens=self.n_tokens,
-            tps=round((self.n_tokens - 1) / generating_s, 2) if generating_s > 0 else 0.0,
+            tps=round(max(0, self.n_tokens - self._n_restored - 1) / generating_s, 2) if generating_s > 0 else 0.0,
             prompt_tokens=self._n_prompt_tokens,
             cached_tokens=self._cached_tokens,
             queue_ms=_ms(self._queue_s + waiting_s),

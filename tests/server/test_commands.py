@@ -26,7 +26,7 @@ def test_only_hello_and_auth_are_open_to_everybody() -> None:
     assert {op for op, command in COMMANDS.items() if command.scope is None} == {"hello", "auth"}
 
 
-@pytest.mark.parametrize("op", ["resume_session", "load_model", "kick"])
+@pytest.mark.parametrize("op", ["load_model", "kick"])
 async def test_ops_that_do_not_exist_yet_are_unknown(server: Running, op: str) -> None:
     """They are answered like any other unknown op."""
     async with server.v1() as socket:

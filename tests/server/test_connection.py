@@ -237,11 +237,11 @@ async def test_engine_states_reach_v1_sockets(server: Running) -> None:
         assert (await ask(nobody, op="hello"))["op"] == "hello", "a socket that is not authenticated hears nothing"
 
 
-async def test_a_lost_socket_closes_its_sessions(server: Running) -> None:
-    """Sessions opened on a socket do not outlive it, running turns included."""
+async def test_a_lost_socket_closes_sessions_that_want_it(server: Running) -> None:
+    """They do not outlive it, running turns included."""
     async with server.v1() as socket:
         await hear(socket)
-        sid = (await ask(socket, op="create_session"))["session_id"]
+        sid = (await ask(socket, op="create_session", on_disconnect="close"))["session_id"]
         await ask(socket, op="infer", session_id=sid, prompt="hi")
         assert server.context.sessions.totals().active_generations == 1
     await socket.wait_closed()

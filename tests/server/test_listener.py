@@ -109,7 +109,7 @@ async def test_running_turns_may_finish(serve: Serve) -> None:
 
 
 async def test_at_the_deadline_running_turns_are_cut(serve: Serve) -> None:
-    """The daemon does not wait longer than it was told to."""
+    """The daemon does not wait longer than it was told to, and what nobody waits for any more stays unfinished."""
     async with serve(shutdown_timeout_s=0.05) as server, server.v1() as client:
         await hear(client)
         sid = (await ask(client, op="create_session"))["session_id"]
@@ -117,7 +117,7 @@ async def test_at_the_deadline_running_turns_are_cut(serve: Serve) -> None:
         server.listener.stop()
         assert await to_the_end(client) == (["going_away"], 1012)
         await server.serving
-        assert server.engine.turns == {}
+        assert len(server.engine.turns) == 1
 
 
 async def test_nobody_new_is_let_in_while_draining(serve: Serve) -> None:

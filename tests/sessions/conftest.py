@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections import deque
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from inferencecenter.errors import InferenceCenterError
 from inferencecenter.ipc.messages import (
     Delta,
     Failed,
@@ -29,9 +31,12 @@ from inferencecenter.sessions.registry import Sessions
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from inferencecenter.ipc.port import EngineTurn
     from inferencecenter.protocol.base import Event
+    from inferencecenter.sessions.records import Record
     from inferencecenter.sessions.totals import TurnRecord
 
+DETACHED_TURN_S = 900.0
 CONTROL_TOKENS = ("<|im_start|>", "<|im_end|>")
 
 
@@ -76,17 +81,35 @@ class FakeEngine:
     submitted: list[Submit] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
     released: list[str] = field(default_factory=list)
-    listeners: dict[str, Callable[[TurnEvent], None]] = field(default_factory=dict)
+    turns: dict[str, EngineTurn] = field(default_factory=dict)
+    over: dict[str, EngineTurn] = field(default_factory=dict)
     position: int = 0
     refusal: Exception | None = None
 
-    def submit(self, turn: Submit, listener: Callable[[TurnEvent], None]) -> int:
-        """Take the turn, or refuse it."""
+    def submit(self, turn: EngineTurn) -> int:
+        """Take the turn, or refuse it; while no engine is ready it waits for ``ready``."""
         if self.refusal is not None:
             raise self.refusal
-        self.submitted.append(turn)
-        self.listeners[turn.turn_id] = listener
+        if self.status.state is EngineState.READY:
+            self.submitted.append(turn.submission())
+        self.turns[turn.turn_id] = turn
         return self.position
+
+    def lose(self) -> None:
+        """Let the engine die: all turns wait for the next one."""
+        self.status = replace(self.status, state=EngineState.BACKOFF)
+        for turn in self.turns.values():
+            turn.interrupted()
+
+    def ready(self, model: ModelInfo | None = None) -> None:
+        """Let an engine be ready, and take all turns that wait for one."""
+        self.status = EngineStatus(state=EngineState.READY, model=model or self.status.model or make_model())
+        for turn_id, turn in tuple(self.turns.items()):
+            try:
+                self.submitted.append(turn.submission())
+            except InferenceCenterError as error:
+                del self.turns[turn_id]
+                turn.hear(Failed(turn_id=turn_id, code=error.code.value, message=error.message))
 
     def abort(self, turn_id: str) -> None:
         """Take note."""
@@ -110,8 +133,13 @@ class FakeEngine:
         return "".join(piece.text for piece in self.last.pieces)
 
     def say(self, event: TurnEvent) -> None:
-        """Let the last turn's listener hear ``event``."""
-        self.listeners[self.last.turn_id](event)
+        """Let the last turn hear ``event``."""
+        turn_id = self.last.turn_id
+        turn = self.turns.get(turn_id) or self.over[turn_id]
+        if isinstance(event, Finished | Failed):
+            self.over[turn_id] = turn
+            self.turns.pop(turn_id, None)
+        turn.hear(event)
 
     def start(self) -> None:
         """Give the last turn a slot."""
@@ -190,6 +218,38 @@ class FakeSink:
 
 
 @dataclass
+class FakeJournal:
+    """A store that keeps records in memory, and makes them safe when a test says so."""
+
+    records: list[Record] = field(default_factory=list)
+    flushed: list[bool] = field(default_factory=list)
+    held: deque[Callable[[], None]] = field(default_factory=deque)
+    holding: bool = False
+    fault: str | None = None
+
+    def write(self, record: Record, *, flush: bool) -> None:
+        """Keep the record."""
+        self.records.append(record)
+        self.flushed.append(flush)
+
+    def release(self, tell: Callable[[], None]) -> None:
+        """Call ``tell`` at once, or hold it."""
+        if self.holding or self.held:
+            self.held.append(tell)
+        else:
+            tell()
+
+    def let_go(self, count: int | None = None) -> None:
+        """Release what is held, or the first ``count`` of it."""
+        for _ in range(len(self.held) if count is None else min(count, len(self.held))):
+            self.held.popleft()()
+
+    def of(self, kind: type[Any]) -> list[Any]:
+        """The records of a kind."""
+        return [record for record in self.records if isinstance(record, kind)]
+
+
+@dataclass
 class FakeTimer:
     """A call that a test makes happen."""
 
@@ -212,6 +272,9 @@ class World:
     now: float = 1000.0
     timers: list[FakeTimer] = field(default_factory=list)
     records: list[TurnRecord] = field(default_factory=list)
+    journal: FakeJournal | None = field(default_factory=FakeJournal)
+    retention_days: float | None = None
+    replay_kib: int = 256
     config_params: Params = field(default_factory=Params)
     max_sessions: int = 6
     default_ttl_s: float | None = None
@@ -229,6 +292,10 @@ class World:
             config_params=self.config_params,
             max_sessions=self.max_sessions,
             default_ttl_s=self.default_ttl_s,
+            retention_days=self.retention_days,
+            replay_kib=self.replay_kib,
+            detached_turn_s=DETACHED_TURN_S,
+            journal=self.journal,
             max_transcript_chars=self.max_transcript_chars,
             shared_prompts=self.shared_prompts,
             observer=self,
@@ -265,7 +332,8 @@ class World:
     def append(self, session_id: str, *messages: tuple[Any, str]) -> None:
         """Add messages, each a role and what is said."""
         said = [ChatMessage(role=role, content=content) for role, content in messages]
-        self.sessions.append(self.client, requests.Append(op="append", session_id=session_id, messages=said))
+        request = requests.Append(op="append", session_id=session_id, messages=said)
+        self.sessions.append(self.client, request, self.sink)
 
     def fork(self, session_id: str, turn: str | None = None, client: Client | None = None) -> str:
         """Fork a session and return the new one's id."""
@@ -275,7 +343,15 @@ class World:
     def rewind(self, session_id: str, turn: str) -> events.SessionRewound:
         """Rewind a session."""
         request = requests.RewindSession(op="rewind_session", session_id=session_id, turn=turn)
-        return self.sessions.rewind(self.client, request)
+        self.sessions.rewind(self.client, request, self.sink)
+        rewound = self.sink.last
+        assert isinstance(rewound, events.SessionRewound)
+        return rewound
+
+    def resume(self, session_id: str, sink: FakeSink | None = None, **fields: Any) -> None:
+        """Come back to a session."""
+        request = requests.ResumeSession(op="resume_session", session_id=session_id, **fields)
+        self.sessions.resume(self.client, request, sink or self.sink)
 
     def close(self, session_id: str) -> None:
         """Close a session."""

@@ -26,7 +26,7 @@ def test_old_turns_are_forgotten_but_counted() -> None:
     """Lists and keys are bounded; the sum is not."""
     ledger = Ledger()
     for number in range(1, MAX_TURNS + 11):
-        ledger.record(f"k{number}", end(number))
+        ledger.record(f"k{number}", end(number), n_messages=2 * number)
     assert [turn.turn_id for turn in ledger.turns][:1] == ["t11"]
     assert len(ledger.turns) == MAX_TURNS
     assert ledger.usage.prompt_tokens == 2 * (MAX_TURNS + 10)
@@ -40,5 +40,14 @@ def test_old_turns_are_forgotten_but_counted() -> None:
 def test_no_key_finds_nothing() -> None:
     """Turns without a key are never taken for one another."""
     ledger = Ledger()
-    ledger.record(None, end(1))
+    turn = ledger.record(None, end(1), n_messages=3)
+    assert (turn.turn_id, turn.messages) == ("t1", 3)
     assert ledger.find(None) is None
+
+
+def test_ends_that_were_kept_are_found_again() -> None:
+    """What an earlier daemon left is known, up to the usual number of keys."""
+    ends = {f"k{number}": end(number) for number in range(1, MAX_TURN_KEYS + 2)}
+    ledger = Ledger((), ends)
+    assert ledger.find("k1") is None
+    assert ledger.find("k2") == ends["k2"]

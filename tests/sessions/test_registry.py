@@ -35,10 +35,15 @@ def answers(world: World, client: Client, session_id: str) -> list[tuple[object,
     calls: list[Callable[[], object]] = [
         lambda: sessions.infer(client, requests.Infer(op="infer", session_id=session_id, prompt="x"), world.sink),
         lambda: sessions.abort(client, requests.Abort(op="abort", session_id=session_id)),
-        lambda: sessions.append(client, requests.Append(op="append", session_id=session_id, messages=[message])),
+        lambda: sessions.append(
+            client, requests.Append(op="append", session_id=session_id, messages=[message]), world.sink
+        ),
         lambda: sessions.fork(client, requests.ForkSession(op="fork_session", session_id=session_id), world.sink),
         lambda: sessions.rewind(
-            client, requests.RewindSession(op="rewind_session", session_id=session_id, turn="start")
+            client, requests.RewindSession(op="rewind_session", session_id=session_id, turn="start"), world.sink
+        ),
+        lambda: sessions.resume(
+            client, requests.ResumeSession(op="resume_session", session_id=session_id, epoch="e"), world.sink
         ),
         lambda: sessions.get(client, requests.GetSession(op="get_session", session_id=session_id)),
         lambda: sessions.list(client, requests.ListSessions(op="list_sessions", after=session_id)),
@@ -159,7 +164,7 @@ def test_limits_are_per_client_and_for_all(world: World) -> None:
 
 def test_a_lost_socket_closes_its_sessions_only(world: World) -> None:
     """Running turns are aborted, other sockets' sessions go on, and nothing is sent to the lost one."""
-    mine = world.create()
+    mine = world.create(on_disconnect="close")
     world.infer(mine)
     other = FakeSink()
     world.sessions.create(world.client, requests.CreateSession(op="create_session"), other)
@@ -172,10 +177,7 @@ def test_a_lost_socket_closes_its_sessions_only(world: World) -> None:
 
 def test_the_oldest_detached_session_makes_room(world: World) -> None:
     """A session that was opened to outlive its socket is closed when its owner needs the place."""
-    detaching = requests.CreateSession.model_construct(
-        **(requests.CreateSession(op="create_session").model_dump() | {"on_disconnect": "detach"})
-    )
-    made = [world.sessions.create(world.client, detaching, world.sink).session_id for _ in range(4)]
+    made = [world.create(on_disconnect="detach") for _ in range(4)]
     world.infer(made[0])
     world.sessions.detach(world.sink)
     assert world.sessions.totals().total_sessions == 4

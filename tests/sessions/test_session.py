@@ -97,7 +97,7 @@ def test_a_busy_session_refuses_another_turn_and_goes_on(world: World) -> None:
     error = refused(ErrorCode.SESSION_BUSY, world.infer, session_id)
     assert error.spec.retryable
     append = requests.Append(op="append", session_id=session_id, messages=[ChatMessage(role="assistant", content="x")])
-    refused(ErrorCode.SESSION_BUSY, world.sessions.append, world.client, append)
+    refused(ErrorCode.SESSION_BUSY, world.sessions.append, world.client, append, world.sink)
     world.engine.answer("Hello")
     assert world.sink.ops == ["queued", "token", "end"]
 
@@ -225,11 +225,8 @@ def test_history_is_bounded(world: World) -> None:
 def test_appended_messages_reach_the_model_with_the_next_turn(world: World) -> None:
     """Nothing is generated for them."""
     session_id = world.create()
-    messages = [ChatMessage(role="user", content="1+1?"), ChatMessage(role="assistant", content="2")]
-    appended = world.sessions.append(
-        world.client, requests.Append(op="append", session_id=session_id, messages=messages)
-    )
-    assert (appended.messages, appended.seq) == (2, 1)
+    world.append(session_id, ("user", "1+1?"), ("assistant", "2"))
+    assert (world.sink.last.op, world.sink.last.messages, world.sink.last.seq) == ("appended", 2, 1)
     assert world.engine.submitted == []
     world.infer(session_id, messages=[ChatMessage(role="user", content="2+2?")])
     assert "1+1?<|im_end|>\n<|im_start|>assistant\n2<|im_end|>" in world.engine.last_text

@@ -11,8 +11,11 @@ def test_nothing_follows_a_terminal_state() -> None:
     assert {state for state, _ in TURN.rows} == {state for state in TurnState if not state.is_terminal}
 
 
-def test_a_running_turn_waits_again_only_with_a_shorter_prompt() -> None:
-    """Nothing but a shift leads back to the queue, and nothing starts a running turn twice."""
+def test_a_running_turn_waits_again_with_a_shorter_prompt_or_another_engine() -> None:
+    """Only a shift and the loss of its engine lead back to the queue, and nothing starts a running turn twice."""
     assert TURN.rows[TurnState.QUEUED, TurnChange.START] is TurnState.RUNNING
     assert (TurnState.RUNNING, TurnChange.START) not in TURN.rows
-    assert {change for (_, change), after in TURN.rows.items() if after is TurnState.QUEUED} == {TurnChange.SHIFT}
+    assert {change for (_, change), after in TURN.rows.items() if after is TurnState.QUEUED} == {
+        TurnChange.SHIFT,
+        TurnChange.INTERRUPT,
+    }

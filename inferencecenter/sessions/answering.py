@@ -1,0 +1,303 @@
+"""A turn as the engine's side sees it: what is submitted of it, and what becomes of all that the engine says."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import datetime
+from typing import TYPE_CHECKING, Protocol
+
+import msgspec
+import structlog
+
+from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.ipc.messages import Delta, Failed, Finished, Overflowed, Position, Progress, Started, Withdrawn
+from inferencecenter.sessions.history import TOKEN_BYTES
+from inferencecenter.sessions.prompt import after_turn, messages_of, next_prompt, unread_prompt, whole_prompt
+from inferencecenter.sessions.records import Ordered
+from inferencecenter.sessions.shift import plan_shift
+from inferencecenter.sessions.states import TurnChange, TurnState
+from inferencecenter.sessions.submission import never_began, submission
+
+if TYPE_CHECKING:
+    from inferencecenter.ipc.messages import Submit, TurnEvent
+    from inferencecenter.sessions.facts import SessionFacts, Surroundings
+    from inferencecenter.sessions.history import History
+    from inferencecenter.sessions.prompt import Prompt
+    from inferencecenter.sessions.stream import EventStream
+    from inferencecenter.sessions.turn import Outcome, Turn
+
+_log = structlog.get_logger(__name__)
+
+
+class Asker(Protocol):
+    """The session as its running turn sees it."""
+
+    def turn_ended(self, turn: Turn, history: History, outcome: Outcome) -> None:
+        """Take the history as it is after the turn, and tell of its end."""
+
+    def turn_failed(self, turn: Turn, failure: Failed) -> None:
+        """Tell that the turn leaves nothing behind."""
+
+
+class Answering:
+    """Implements ``ipc.port.EngineTurn`` for a turn of a session.
+
+    Args:
+        turn: What is to be answered.
+        history: As it is before the turn, and stays until its end.
+        asker: Whom the turn's end concerns.
+        stream: Where its events go.
+        facts: What holds for the session.
+        around: The rest of the daemon.
+    """
+
+    def __init__(  # noqa: PLR0913 - keyword-only
+        self,
+        turn: Turn,
+        *,
+        history: History,
+        asker: Asker,
+        stream: EventStream,
+        facts: SessionFacts,
+        around: Surroundings,
+    ) -> None:
+        self.turn = turn
+        self._history = history
+        self._asker = asker
+        self._stream = stream
+        self._facts = facts
+        self._around = around
+        self._speechless = False
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.turn!r})"
+
+    @property
+    def turn_id(self) -> str:
+        """The turn's name."""
+        return self.turn.turn_id
+
+    @property
+    def n_tokens(self) -> int:
+        """Tokens it has generated so far."""
+        return self.turn.n_tokens
+
+    # What the engine asks and says.
+
+    def submission(self) -> Submit:
+        """Return the turn, or what is left of it, as it is to run now.
+
+        Raises:
+            InferenceCenterError: See ``prepare``; ``nothing_to_abort`` for a turn that is over.
+        """
+        turn = self.turn
+        if turn.state.is_terminal:
+            raise InferenceCenterError(ErrorCode.NOTHING_TO_ABORT, f"turn {turn.turn_id} is over")
+        made_by = turn.order.made_by
+        prompt = self.prepare()
+        if turn.order.made_by != made_by:
+            self._stream.write(self._ordered(self._stream.seq))
+        return submission(turn, prompt, facts=self._facts, around=self._around)
+
+    def hear(self, event: TurnEvent) -> None:
+        """Take an event; whatever comes after the turn's end is late and means nothing."""
+        turn, state = self.turn, self.turn.state
+        if state.is_terminal:
+            return
+        match event:
+            case Delta():
+                self._say(event)
+            case Progress() if state is TurnState.RUNNING:
+                self._stream.mention(self._stream.progress(event))
+            case Position() if state is TurnState.QUEUED:
+                self._move(event.position)
+            case Started() if state is TurnState.QUEUED:
+                turn.start(event, now=self._around.monotonic())
+            case Overflowed():
+                self._overflow(event)
+            case Finished():
+                self._finish(event)
+            case Withdrawn():
+                self._cut_short("aborted")
+            case Failed():
+                self._fail(event)
+            case _:
+                _log.warning("engine_event_misplaced", engine_event=type(event).__name__, turn=turn.turn_id)
+
+    def interrupted(self) -> None:
+        """Take note that the turn's engine is gone."""
+        if not self.turn.state.is_terminal:
+            self.turn.interrupt(now=self._around.monotonic())
+
+    # What its session asks.
+
+    def prepare(self) -> Prompt:
+        """Return the turn's prompt, rendered for the model that serves.
+
+        Raises:
+            InferenceCenterError: ``model_not_found`` when another model has begun to answer, and what the template says
+                against the conversation.
+        """
+        turn, serving = self.turn, self._around.serving
+        made_by = serving.made_by()
+        if turn.prompt is not None and turn.order.made_by == made_by:
+            return turn.prompt
+        if turn.n_tokens and turn.order.made_by != made_by:
+            self._speechless = True
+            raise InferenceCenterError(ErrorCode.MODEL_NOT_FOUND, "The model that began this answer is not loaded.")
+        order, new = replace(turn.order, made_by=made_by), messages_of(turn.order.request)
+        history = self._history.made_for(made_by)
+        renderer, now = serving.renderer(self._facts.mode), datetime.fromisoformat(order.rendered_at)
+        if order.view is None:
+            prompt = next_prompt(history, new, renderer=renderer, now=now, n_keep=order.params.n_keep)
+        else:
+            prompt = whole_prompt(history.messages + new, order.view, renderer=renderer, now=now)
+        self._history, turn.order, turn.prompt = history, order, prompt
+        return prompt
+
+    def hand_over(self) -> None:
+        """Submit the turn, of which nobody has been told.
+
+        Raises:
+            InferenceCenterError: See ``prepare``, and what the engine says.
+        """
+        self.prepare()
+        self.turn.position = self._around.engine.submit(self)
+
+    def begun(self, *, request_id: str | None) -> None:
+        """Acknowledge the turn."""
+        queued = self._stream.queued(self.turn, eta_ms=self._eta_ms(), request_id=request_id)
+        self._stream.tell(queued, self._ordered(queued.seq))
+
+    def go_on(self) -> None:
+        """Hand over a turn that an earlier daemon left unfinished; if the engine refuses it, what it said is kept."""
+        try:
+            self.turn.position = self._around.engine.submit(self)
+        except InferenceCenterError as error:
+            self._speechless = self.turn.n_tokens > 0
+            self._fail(_failed(self.turn_id, error))
+
+    def acknowledge(self, *, request_id: str | None) -> None:
+        """Say again where the turn stands."""
+        self._stream.mention(self._stream.queued(self.turn, eta_ms=self._eta_ms(), request_id=request_id))
+
+    def abandon(self) -> None:
+        """End the turn without waiting for the engine; the history is as it was before."""
+        self._over(self._history, self.turn.cut_short("aborted", now=self._around.monotonic()))
+        self._around.engine.abort(self.turn_id)
+
+    # How it goes on.
+
+    def _say(self, event: Delta) -> None:
+        now = self._around.monotonic()
+        self.turn.extend(event, now=now)
+        self._around.meter.add(len(event.tokens) // TOKEN_BYTES, now=now)
+        self._stream.say(event)
+
+    def _move(self, position: int) -> None:
+        if position != self.turn.position:
+            self.turn.position = position
+            self.acknowledge(request_id=None)
+
+    def _overflow(self, event: Overflowed) -> None:
+        """Let the turn go on with a shorter prompt, or end it if it cannot."""
+        refusal = None
+        if self.turn.abort_request is None:
+            try:
+                if self._shift(event):
+                    return
+            except InferenceCenterError as error:
+                refusal = error
+        self._end_overflowed(event, refusal)
+
+    def _shift(self, event: Overflowed) -> bool:
+        """Submit the turn again without the oldest ones; ``False`` if there are none to give up."""
+        turn, around, prompt = self.turn, self._around, self.prepare()
+        n_ctx = around.serving.model().n_ctx
+        shift = plan_shift(self._history, prompt, total=event.n_tokens, answered=turn.n_tokens, n_ctx=n_ctx)
+        if shift is None:
+            return False
+        before = turn.order
+        turn.order = replace(before, rendered_at=around.local_time().isoformat(), view=shift.view)
+        turn.prompt = None
+        try:
+            self.prepare()
+            position = around.engine.submit(self)
+        except InferenceCenterError:
+            turn.order, turn.prompt = before, prompt
+            raise
+        turn.shift(event, now=around.monotonic())
+        shifted = self._stream.context_shifted(turn, shift)
+        self._stream.tell(shifted, self._ordered(shifted.seq))
+        self._move(position)
+        return True
+
+    def _end_overflowed(self, event: Overflowed, refusal: InferenceCenterError | None) -> None:
+        """End a turn whose context is full: what was said of it stays; one that said nothing fails."""
+        turn = self.turn
+        aborted = turn.abort_request is not None
+        if event.end is None and not turn.n_tokens and not aborted:
+            self._fail(never_began(event, refusal, n_ctx=self._around.serving.model().n_ctx))
+            return
+        if event.end is None:
+            self._cut_short("aborted" if aborted else "context_full")
+            return
+        if event.text:
+            self._say(Delta(turn.turn_id, b"", event.text))
+        reason = "aborted" if aborted else event.end.reason
+        warnings = event.end.warnings
+        if refusal is not None:
+            warnings = (*warnings, f"The context could not be shifted: {refusal.message}")
+        self._finish(msgspec.structs.replace(event.end, reason=reason, warnings=warnings))
+
+    def _finish(self, end: Finished) -> None:
+        self._say_held_back()
+        self._over(self._kept(end), self.turn.reported(end, now=self._around.monotonic()))
+
+    def _cut_short(self, finish: str, *warnings: str) -> None:
+        """End the turn, of which the engine says no more, with what was said."""
+        self._say_held_back()
+        self._over(self._kept(None), self.turn.cut_short(finish, now=self._around.monotonic(), warnings=warnings))
+
+    def _fail(self, failure: Failed) -> None:
+        """End a turn that cannot go on; it leaves something behind only if it was to end, or nobody could continue."""
+        turn = self.turn
+        if self._speechless:
+            self._cut_short("aborted", f"The answer could not be continued: {failure.message}")
+        elif turn.abort_request is not None:
+            self._cut_short("aborted")
+        else:
+            turn.change(TurnChange.FAIL)
+            self._asker.turn_failed(turn, failure)
+
+    def _over(self, history: History, outcome: Outcome) -> None:
+        self.turn.change(TurnChange.ABORT if outcome.finish == "aborted" else TurnChange.FINISH)
+        self._asker.turn_ended(self.turn, history, outcome)
+
+    def _say_held_back(self) -> None:
+        """Tell the rest of a turn that ends while it waits to go on, of which the engine has not said it again."""
+        if text := self.turn.take_held_back():
+            self._say(Delta(self.turn_id, b"", text))
+
+    def _kept(self, end: Finished | None) -> History:
+        """Return the history with the turn, unless it is to be discarded."""
+        turn = self.turn
+        if turn.abort_request is not None and turn.abort_request.discard:
+            return self._history
+        prompt = turn.prompt
+        if prompt is None:
+            prompt = unread_prompt(self._history, messages_of(turn.order.request), turn.order.view)
+        keeps_end = end is not None and self._around.serving.renderer(self._facts.mode).keeps_end
+        return after_turn(self._history, prompt, answer=turn.answer, end=end, keeps_end=keeps_end)
+
+    def _ordered(self, seq: int) -> Ordered:
+        return Ordered(
+            session_id=self._facts.session_id, seq=seq, last_used_at=self._around.clock(), order=self.turn.order
+        )
+
+    def _eta_ms(self) -> float | None:
+        return self._around.eta_ms(self.turn.position)
+
+
+def _failed(turn_id: str, error: InferenceCenterError) -> Failed:
+    return Failed(turn_id=turn_id, code=error.code.value, message=error.message, hint=error.hint, field=error.field)

@@ -1,0 +1,168 @@
+"""The latest events of a session, kept for clients that come back."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING, Final, TypeAlias
+
+from inferencecenter.protocol.codec import encode
+from inferencecenter.protocol.events import Error, Token
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from inferencecenter.protocol.base import SessionEvent
+    from inferencecenter.protocol.values import TokenLogprobs
+
+Numbered: TypeAlias = "SessionEvent | Error"
+"""An event with a number; an error has one when it ends a turn."""
+MAX_JOINED_BYTES: Final = 64 * 1024
+"""Of token text in one event: below what WebSocket clients accept by default (1 MiB), with room for JSON around it."""
+_TOKEN_BYTES: Final = 64
+_LOGPROB_BYTES: Final = 64
+
+
+class _Run:
+    """Tokens of one turn whose numbers follow each other; kept as text, since there are many."""
+
+    __slots__ = ("contents", "first_seq", "logprobs", "session_id", "turn_id")
+
+    def __init__(self, event: Token) -> None:
+        self.session_id = event.session_id
+        self.turn_id = event.turn_id
+        self.first_seq = event.seq
+        self.contents: deque[str] = deque()
+        self.logprobs: deque[tuple[TokenLogprobs, ...] | None] | None = None if event.logprobs is None else deque()
+
+    def takes(self, event: Token) -> bool:
+        return (
+            event.turn_id == self.turn_id
+            and event.seq == self.first_seq + len(self.contents)
+            and (event.logprobs is None) == (self.logprobs is None)
+        )
+
+    def add(self, event: Token) -> None:
+        self.contents.append(event.content)
+        if self.logprobs is not None:
+            self.logprobs.append(event.logprobs)
+
+    def drop_first(self) -> int:
+        """Forget the first token and return what it took."""
+        self.first_seq += 1
+        content = self.contents.popleft()
+        return _token_bytes(content, self.logprobs.popleft() if self.logprobs is not None else None)
+
+    def after(self, last_seq: int) -> Iterator[Token]:
+        """Yield what came after ``last_seq``, joined as far as one event should hold."""
+        parts: list[str] = []
+        logprobs: list[TokenLogprobs] = []
+        size = 0
+        for index in range(max(0, last_seq + 1 - self.first_seq), len(self.contents)):
+            entry = self.logprobs[index] if self.logprobs is not None else None
+            parts.append(self.contents[index])
+            logprobs.extend(entry or ())
+            size += _token_bytes(self.contents[index], entry)
+            if size >= MAX_JOINED_BYTES:
+                yield self._joined(index, parts, logprobs)
+                parts, logprobs, size = [], [], 0
+        if parts:
+            yield self._joined(len(self.contents) - 1, parts, logprobs)
+
+    def _joined(self, index: int, parts: list[str], logprobs: list[TokenLogprobs]) -> Token:
+        return Token(
+            session_id=self.session_id,
+            turn_id=self.turn_id,
+            seq=self.first_seq + index,
+            content="".join(parts),
+            logprobs=tuple(logprobs) or None,
+        )
+
+
+class Replay:
+    """Numbered events up to a number of bytes, the oldest are forgotten first.
+
+    Args:
+        limit_bytes: What they may take, about.
+        seq: Number of the last event that is already lost.
+    """
+
+    def __init__(self, limit_bytes: int, *, seq: int = 0) -> None:
+        self._limit_bytes = limit_bytes
+        self._bytes = 0
+        self._entries: deque[_Run | tuple[Numbered, int]] = deque()
+        self._lost_seq = seq
+        self._last_seq = seq
+        self._folded = False
+
+    def __repr__(self) -> str:
+        return f"<Replay {self._lost_seq + 1}..{self._last_seq}, {self._bytes} bytes>"
+
+    @property
+    def size_bytes(self) -> int:
+        """What is kept takes, about."""
+        return self._bytes
+
+    def add(self, event: Numbered) -> None:
+        """Keep an event, whose number follows the last one's."""
+        assert event.seq == self._last_seq + 1, "the numbers of a session's events have no gaps"
+        self._last_seq = event.seq
+        if self._folded:
+            self._lost_seq = event.seq
+            return
+        if type(event) is Token:
+            self._add_token(event)
+        else:
+            size = len(encode(event) or "")
+            self._entries.append((event, size))
+            self._bytes += size
+        while self._bytes > self._limit_bytes:
+            self._forget_oldest()
+
+    def after(self, last_seq: int) -> list[Numbered] | None:
+        """Return all events after ``last_seq``, neighbouring tokens of one turn joined; ``None`` if some are lost."""
+        if last_seq < self._lost_seq:
+            return None
+        missing: list[Numbered] = []
+        for entry in self._entries:
+            if isinstance(entry, _Run):
+                missing.extend(entry.after(last_seq))
+            elif (entry[0].seq or 0) > last_seq:
+                missing.append(entry[0])
+        return missing
+
+    def fold(self) -> None:
+        """Forget all events, and keep none until ``unfold``."""
+        self._entries.clear()
+        self._bytes = 0
+        self._lost_seq = self._last_seq
+        self._folded = True
+
+    def unfold(self) -> None:
+        """Keep events again."""
+        self._folded = False
+
+    def _add_token(self, event: Token) -> None:
+        last = self._entries[-1] if self._entries else None
+        if not isinstance(last, _Run) or not last.takes(event):
+            last = _Run(event)
+            self._entries.append(last)
+        last.add(event)
+        self._bytes += _token_bytes(event.content, event.logprobs)
+
+    def _forget_oldest(self) -> None:
+        oldest = self._entries[0]
+        if isinstance(oldest, _Run):
+            self._lost_seq = oldest.first_seq
+            self._bytes -= oldest.drop_first()
+            if oldest.contents:
+                return
+        else:
+            self._lost_seq = oldest[0].seq or 0
+            self._bytes -= oldest[1]
+        self._entries.popleft()
+
+
+def _token_bytes(content: str, logprobs: tuple[TokenLogprobs, ...] | None) -> int:
+    """Return about how much memory a token takes, which is more than its text."""
+    n_probabilities = sum(1 + len(entry.top) for entry in logprobs or ())
+    return _TOKEN_BYTES + len(content.encode()) + n_probabilities * _LOGPROB_BYTES
