@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from inferencecenter.server.noted import Tally
 
@@ -48,9 +48,8 @@ MAX_ROWS: Final[Mapping[AuditEvent, int]] = MappingProxyType(
 """Most rows of each event: 100,000 in all."""
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """What a line says besides when; ``entry`` makes one of what came from outside."""
+class Entry(NamedTuple):
+    """What a line says besides when; ``entry`` makes one of what came from outside. Each login makes and hashes one."""
 
     event: AuditEvent
     client_id: str | None = None
@@ -139,7 +138,7 @@ class AuditLog:
             "INSERT INTO audit (at, last_at, count, event, client_id, token_id, address, detail)"
             " VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
             (
-                *(tally.first_at, tally.last_at, tally.count),
+                *(tally.first_at, tally.last_at, tally.times),
                 *(line.event, line.client_id, line.token_id, line.address, line.detail),
             ),
         ).lastrowid
@@ -172,7 +171,7 @@ def _count_up(database: sqlite3.Connection, line: Entry, tally: Tally) -> bool:
         "SELECT id FROM audit WHERE event = ?4 AND address IS ?7 AND at BETWEEN ?3 AND ?2"
         " AND client_id IS ?5 AND token_id IS ?6 AND detail = ?8 ORDER BY at DESC LIMIT 1)",
         (
-            *(tally.count, tally.last_at, tally.last_at - TOGETHER_S),
+            *(tally.times, tally.last_at, tally.last_at - TOGETHER_S),
             *(line.event, line.client_id, line.token_id, line.address, line.detail),
         ),
     )

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Final
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -15,18 +15,17 @@ MAX_NOTED: Final = 10_000
 """Different entries that may wait; of what comes beyond, only the kind and the number are kept."""
 
 
-@dataclass(frozen=True, slots=True)
-class Tally:
+class Tally(NamedTuple):
     """How often the same happened, and when first and last (Unix seconds)."""
 
     first_at: float
     last_at: float
-    count: int = 1
+    times: int = 1
 
     def plus(self, other: Tally) -> Tally:
         """Return both together."""
         return Tally(
-            min(self.first_at, other.first_at), max(self.last_at, other.last_at), count=self.count + other.count
+            min(self.first_at, other.first_at), max(self.last_at, other.last_at), times=self.times + other.times
         )
 
 
@@ -75,6 +74,6 @@ class Noted:
 
     def _add(self, entry: Entry, tally: Tally) -> None:
         if entry not in self._tallies and len(self._tallies) >= MAX_NOTED:
-            entry = replace(entry, client_id=None, token_id=None, address=None, detail="")
+            entry = entry._replace(client_id=None, token_id=None, address=None, detail="")
         known = self._tallies.get(entry)
         self._tallies[entry] = tally if known is None else known.plus(tally)

@@ -53,8 +53,8 @@ def test_a_flood_of_different_entries_is_counted_and_not_kept() -> None:
     noted.note(Entry(AuditEvent.LOGIN_REFUSED, client_id="0"), at=2.0)
     taken = noted.take()
     assert len(taken.tallies) == MAX_NOTED + 1
-    assert taken.tallies[Entry(AuditEvent.LOGIN_REFUSED)].count == 5
-    assert taken.tallies[Entry(AuditEvent.LOGIN_REFUSED, client_id="0")].count == 2
+    assert taken.tallies[Entry(AuditEvent.LOGIN_REFUSED)].times == 5
+    assert taken.tallies[Entry(AuditEvent.LOGIN_REFUSED, client_id="0")].times == 2
     for number in range(MAX_NOTED):
         noted.note(Entry(AuditEvent.LOGIN, client_id=str(number)), at=3.0)
     noted.put_back(taken)
@@ -73,4 +73,4 @@ def test_nothing_is_lost_or_counted_twice(steps: list[Entry | str]) -> None:
             noted.put_back(held)
             held = noted.take() if step == "take" else Taken()
     noted.put_back(held)
-    assert sum(tally.count for tally in noted.take().tallies.values()) == notes
+    assert sum(tally.times for tally in noted.take().tallies.values()) == notes
