@@ -170,6 +170,13 @@ class Accounts:
         with self._rows("SELECT 1 FROM clients WHERE client_id = ?", (client_id,)) as rows:
             return rows.fetchone() is not None
 
+    def retentions(self) -> dict[str, float]:
+        """Return the ``retention_days`` of every client that has its own, by client id."""
+        with self._rows("SELECT client_id, retention_days FROM clients WHERE retention_days IS NOT NULL") as rows:
+            own = dict(rows.fetchall())
+        accounts = (client.account for client in self._static.values())
+        return own | {each.client_id: each.retention_days for each in accounts if each.retention_days is not None}
+
     def remove_client(self, client_id: str) -> None:
         """Remove a client and its tokens."""
         with self._file.transaction() as database:

@@ -6,6 +6,8 @@ import hashlib
 import hmac
 import re
 import stat
+from contextlib import closing
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -204,6 +206,18 @@ def test_a_client_may_have_a_retention_of_its_own(accounts: Accounts) -> None:
         account = accounts.verify_token(token)
         assert account is not None
         assert account.retention_days == days
+
+
+def test_retentions_of_all_clients(path: Path, clock: Clock) -> None:
+    """Those of the database and of clients.toml that have their own; the file's holds for a client that is in both."""
+    static = {
+        name: StaticClient(account=replace(KITCHEN, client_id=name, retention_days=days), key_sha256=bytes(32))
+        for name, days in (("kitchen", 1.5), ("both", 3.0), ("plain", None))
+    }
+    with closing(Accounts.open(path, clock=clock, static=static)) as opened:
+        for name, days in (("ada", 7.0), ("both", 9.0), ("bob", None)):
+            opened.ensure_client(name, max_sessions=1, priority="normal", retention_days=days)
+        assert opened.retentions() == {"ada": 7.0, "both": 3.0, "kitchen": 1.5}
 
 
 @pytest.mark.parametrize("days", [0.0, -1.0, 36_501.0, float("inf"), float("nan")])
