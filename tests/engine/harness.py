@@ -131,11 +131,12 @@ class Front:
 
 
 class SlowEcho(EchoBackend):
-    """An echo backend that tokenizes and decodes only as the test allows."""
+    """An echo backend that tokenizes and decodes only as the test allows; ``entered`` is set by its first decode."""
 
     def __init__(self, options: EngineOptions) -> None:
         super().__init__(options, sleep=self._wait)
         self.tokenizing: dict[str, threading.Event] = {}
+        self.entered = threading.Event()
         self.decoding = threading.Event()
         self.decoding.set()
 
@@ -149,13 +150,23 @@ class SlowEcho(EchoBackend):
         return super().tokenize(pieces, first=first)
 
     def _wait(self, seconds: float) -> None:
+        self.entered.set()
         assert self.decoding.wait(TIMEOUT_S)
 
 
 class Engine:
     """A loop on a thread, the front at the other end of its socket; it parks in the directory ``kv``, if given one."""
 
-    def __init__(self, kv: Path | None = None, **options: float) -> None:
+    def __init__(
+        self,
+        kv: Path | None = None,
+        *,
+        ram_bytes: int = MIB,
+        disk_bytes: int = 0,
+        adopt: Adoption = Adoption.ALL,
+        on_log: Callable[[str, str], None] = lambda level, text: None,
+        **options: float,
+    ) -> None:
         ours, theirs = socket.socketpair()
         settings: dict[str, float] = {
             "slots": 2,
@@ -171,8 +182,10 @@ class Engine:
         self.kv = open_store(
             self.backend,
             kv or Path(),
-            ram_bytes=0 if kv is None else MIB,
-            adopt=Adoption.ALL,
+            ram_bytes=0 if kv is None else ram_bytes,
+            disk_bytes=0 if kv is None else disk_bytes,
+            adopt=adopt,
+            on_log=on_log,
             on_fetched=lambda: self._inbox.put(Fetched()),
         )
         self._held = ExitStack()

@@ -23,16 +23,17 @@ if TYPE_CHECKING:
 
 
 class Child:
-    """A process that has been told its options."""
+    """A process that has been told its options, and without ``pulse`` of no page."""
 
-    def __init__(self, options: EngineOptions) -> None:
+    def __init__(self, options: EngineOptions, *, pulse: bool = True) -> None:
         ours, theirs = socket.socketpair()
         self.pulse = Pulse.create()
         command = [sys.executable, "-m", "inferencecenter.engine", "--fd", str(theirs.fileno())]
         self.process = subprocess.Popen(command, pass_fds=[theirs.fileno(), self.pulse.fd])
         theirs.close()
         self.front = Front(ours)
-        self.front.send(Configure(msgspec.structs.replace(options, pulse_fd=self.pulse.fd)))
+        page = self.pulse.fd if pulse else -1
+        self.front.send(Configure(msgspec.structs.replace(options, pulse_fd=page)))
 
     @property
     def log(self) -> list[str]:

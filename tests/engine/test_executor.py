@@ -556,3 +556,37 @@ def test_a_turn_is_failed_between_two_steps(bench: Bench) -> None:
     assert failure.code == "queue_timeout"
     assert len(bench.executor) == 0
     assert bench.executor.lapse("t", 1e9) is None
+
+
+@pytest.mark.parametrize("error", [ValueError("no such thing"), UnicodeError(), MemoryError()])
+def test_a_sampler_that_cannot_be_made_fails_its_turn_alone(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    """Whatever it raises: the other turn of the step is answered, and the log says what it was."""
+    made = bench.backend.sampler
+
+    def sampler(params: Params, prompt: Sequence[int], answer: Sequence[int] = ()) -> WatchedSampler:
+        if params.top_k == 7:
+            raise error
+        return made(params, prompt, answer)
+
+    monkeypatch.setattr(bench.backend, "sampler", sampler)
+    bench.add("bad", top_k=7)
+    bench.add("good")
+    outcome, events = bench.start("good", "bad")
+    failure = next(event for event in events if isinstance(event, Failed))
+    assert (failure.turn_id, failure.code) == ("bad", "internal")
+    assert outcome.ended == {"bad"}
+    assert outcome.sampled == {"good": ord("h")}
+    assert bench.log == [f"a sampler could not be made: {error!r}"]
+
+
+def test_moves_and_passes_are_progress(bench: Bench) -> None:
+    """Each is counted when it is done."""
+    bench.add("t")
+    bench.start("t")
+    assert bench.progress == 1
+    bench.decode((0, "t", ord("h")))
+    assert bench.progress == 2
+    bench.executor.run(Plan(moves=(Truncation(1, 0, None), Truncation(2, 0, None))))
+    assert bench.progress == 4

@@ -336,7 +336,7 @@ WORDS = (b"a", b"b", b"\n", b"ab", b"\xe2\x82", b"\xac", b"\xf0\x9f", b"", b"aba
     repeats=st.none() | st.just(3),
     n_ctx=st.sampled_from([22, 100]),
 )
-def test_a_cut_anywhere_changes_nothing_that_is_shown(  # noqa: PLR0913, PLR0917 - drawn
+def test_a_cut_anywhere_changes_nothing_that_is_shown(  # noqa: PLR0917 - drawn
     tokens: list[int],
     cut: int,
     told: int | None,

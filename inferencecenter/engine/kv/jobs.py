@@ -68,7 +68,8 @@ class Jobs:
             job.finished(result)
 
     def drain(self, progressed: Callable[[], None]) -> None:
-        """Wait for all jobs, and settle each as soon as it is done; ``progressed`` is called after each."""
+        """Do what ``finish`` does, but settle each job as soon as it is done, and call ``progressed`` after each."""
+        self._cancel_optional()
         while self._jobs:
             wait([self._jobs[0].future])
             self.settle()
@@ -76,8 +77,11 @@ class Jobs:
 
     def finish(self) -> None:
         """Wait for all jobs but the optional ones that have not begun, and settle."""
+        self._cancel_optional()
+        wait([job.future for job in self._jobs])
+        self.settle()
+
+    def _cancel_optional(self) -> None:
         for job in self._jobs:
             if job.optional:
                 job.future.cancel()
-        wait([job.future for job in self._jobs])
-        self.settle()

@@ -141,7 +141,9 @@ class Tiers:
         self._copy_ahead()
 
     def save(self, progressed: Callable[[], None]) -> None:
-        """Copy to disk what may be there and is not, what was used last first, and wait for all that is under way."""
+        """Copy to disk what may be there and is not, what was used last first, and wait for that."""
+        # Copies that have not begun are of what was used long ago, and whatever is under way cannot leave the disk.
+        self._jobs.drain(progressed)
         if self._disk is not None:
             for entry in self.catalogue.unsaved():
                 self._copy(self._disk, entry, optional=False)
@@ -244,8 +246,10 @@ class Tiers:
             return
         entry.disk = Place.ABSENT
         self.catalogue.disk.drop(entry)
+        if isinstance(result, CancelledError):
+            return
         entry.refused = True  # or a full disk would be written to for every sequence parked
-        if isinstance(result, Exception) and not isinstance(result, CancelledError):
+        if isinstance(result, Exception):
             self._warn("disk", result)
 
     def _adopt_ram(self, entry: Entry, mapping: Mapping) -> None:

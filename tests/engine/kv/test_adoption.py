@@ -154,3 +154,19 @@ def test_one_tier_less(bench: Bench, tmp_path: Path) -> None:
     bench.settle()
     assert bench.load("s0") == payload_of("s0", [0], 3000)
     assert len(list((tmp_path / "ram").iterdir())) == 20
+
+
+def test_only_what_may_be_on_a_disk(bench: Bench) -> None:
+    """What is private is deleted from memory without a word, an older version on disk with it; the rest is there."""
+    for number in range(30):
+        bench.park(f"s{number}", [number])
+        bench.settle()
+    for number in (2, 20, 29):
+        bench.park(f"s{number}", [number, 1], durable=False)
+    bench.settle()
+    bench.open(adopt=Adoption.DURABLE)
+    assert [number for number in range(30) if bench.ready(f"s{number}", [number]) is None] == [2, 20, 29]
+    assert len(bench.ram_files()) == sum(bench.ready(f"s{number}", [number]) is True for number in range(30))
+    assert bench.log == []
+    bench.settle()
+    bench.store.check_integrity()

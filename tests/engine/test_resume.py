@@ -1,0 +1,222 @@
+"""Turns that go on after their engine was lost: on the demo model at every token, and in the loop."""
+
+from __future__ import annotations
+
+import json
+import threading
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import pytest
+
+from inferencecenter.ipc.messages import Abort, Delta, Finished, Overflowed, Started, Submit, pack_tokens, unpack_tokens
+from tests.engine.harness import Engine, Front, submit
+from tests.engine.process import demo_options, running
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+KEPT = ("reason", "stop", "kept_tokens", "kept_chars", "end_text", "generated_tokens", "prompt_tokens")
+# The two bytes of é, a token each in the demo model: a character that takes two tokens, and halves of it.
+TWO_BYTES = {"logit_bias": {"130": 31.0, "105": 30.0}, "frequency_penalty": 2.0, "repeat_last_n": -1, "max_tokens": 24}
+
+
+@dataclass(frozen=True)
+class Told:
+    """What was heard of a turn: each delta's tokens and text, and how it ended."""
+
+    deltas: tuple[tuple[list[int], str], ...]
+    end: Finished
+
+    @property
+    def tokens(self) -> list[int]:
+        """All tokens."""
+        return [token for tokens, _ in self.deltas for token in tokens]
+
+    @property
+    def text(self) -> str:
+        """All text."""
+        return "".join(text for _, text in self.deltas)
+
+
+def heard(front: Front, turn_id: str) -> Told:
+    """Return what was heard of a turn that finished."""
+    end = front.finished(turn_id)
+    deltas = (event for event in front.events[turn_id] if isinstance(event, Delta))
+    return Told(tuple((unpack_tokens(delta.tokens), delta.text) for delta in deltas), end)
+
+
+def asked(turn_id: str, text: str, params: dict[str, Any], **changes: Any) -> Submit:
+    """Return a turn of a client of its own, so that no two share any KV."""
+    turn = submit(turn_id, text, params=json.dumps(params).encode())
+    return msgspec.structs.replace(turn, client_id=turn_id, **changes)
+
+
+@pytest.fixture(scope="module")
+def front(demo_model_path: Path) -> Iterator[Front]:
+    """An engine process with the demo model."""
+    with running(demo_options(demo_model_path)) as child:
+        yield child.front
+
+
+GREEDY: list[tuple[str, dict[str, Any]]] = [
+    ("My name is Ana. What is my name?", {}),
+    ("Count to ten.", {"stop": ["9, 10, 12", ", 6"]}),
+    ("Count to ten.", {"stop": ["5, 7"], "max_tokens": 14}),
+    ("Count to ten.", {"stop_regex": ["\\b1[01]\\b"]}),
+    ("Count to ten.", {"max_tokens": 9}),
+    ("Count to ten.", {"repeat_penalty": 1.6, "repeat_last_n": 6, "max_tokens": 20}),
+    ("Count to ten.", {"frequency_penalty": 1.5, "presence_penalty": 0.7, "repeat_last_n": -1, "max_tokens": 20}),
+    ("Count to ten.", {"dry_multiplier": 4.0, "dry_allowed_length": 1, "dry_sequence_breakers": [], "max_tokens": 20}),
+    ("Count to ten.", TWO_BYTES),
+    ("Count to ten.", TWO_BYTES | {"stop": ["\u00e9\u00e9\u20ac", "\u00e9\u00e9\u00e9\u00e9,"]}),
+    ("Count to ten.", TWO_BYTES | {"stop": ["\u00e9" * 4]}),
+    ("Count to ten.", {"logit_bias": {"14": 100}, "stop_on_repetition": 2, "max_tokens": 24}),
+]
+
+
+@pytest.mark.parametrize(("question", "params"), GREEDY)
+def test_a_greedy_answer_is_the_same_wherever_it_was_interrupted(
+    front: Front, request: pytest.FixtureRequest, question: str, params: dict[str, Any]
+) -> None:
+    """At every token of it, the last one included: told before and told after are the whole, with the same end."""
+    name, params = request.node.name, {"temperature": 0} | params
+    front.send(asked(f"{name} whole", question, params))
+    whole = heard(front, f"{name} whole")
+    n_tokens = len(whole.tokens)
+    assert n_tokens > 2
+    cuts = range(n_tokens + 1)
+    told = ["".join(text for _, text in whole.deltas[:cut]) for cut in cuts]
+    for cut in cuts:
+        answer = pack_tokens(whole.tokens[:cut])
+        # Behind the last token the text was told that its delta released, and perhaps nothing of it.
+        front.send(asked(f"{name} {cut}", question, params, answer=answer, shown_chars=len(told[cut])))
+    for cut in cuts:
+        rest = heard(front, f"{name} {cut}")
+        assert told[cut] + rest.text == whole.text, cut
+        assert whole.tokens[:cut] + rest.tokens == whole.tokens, cut
+        assert [getattr(rest.end, each) for each in KEPT] == [getattr(whole.end, each) for each in KEPT], cut
+        assert rest.end.warnings == ()
+
+
+def test_the_greedy_cases_are_of_the_kinds_that_they_stand_for(front: Front) -> None:
+    """Stop strings are held back and found, characters take several tokens, a loop is seen."""
+    ends: list[Told] = []
+    for number, (question, params) in enumerate(GREEDY):
+        front.send(asked(f"kind {number}", question, {"temperature": 0} | params))
+        ends.append(heard(front, f"kind {number}"))
+    assert {told.end.reason for told in ends} == {"stop", "length", "repetition"}
+    assert {told.end.stop for told in ends} >= {None, ", 6", "\\b1[01]\\b"}
+    assert any(len(char.encode()) > 1 and char != "\ufffd" for told in ends for char in told.text)
+    assert any(tokens and not text for told in ends for tokens, text in told.deltas[:-1])
+
+
+SEEDED = {"temperature": 1.3, "top_k": 0, "top_p": 1, "min_p": 0, "seed": 7, "max_tokens": 24, "ignore_eos": True}
+
+
+@pytest.mark.parametrize("params", [{}, {"xtc_probability": 0.5, "xtc_threshold": 0.05}, {"repeat_penalty": 1.3}])
+def test_a_seeded_answer_goes_on_the_same_each_time(front: Front, request: pytest.FixtureRequest, params: Any) -> None:
+    """The rest is drawn from the seed and the place, not from the seed again; an uninterrupted answer is as ever."""
+    name, params = request.node.name, SEEDED | params
+    for each in ("first", "second"):
+        front.send(asked(f"{name} {each}", "Tell me a story.", params))
+    first, second = heard(front, f"{name} first"), heard(front, f"{name} second")
+    assert first.tokens == second.tokens
+    rests = {}
+    for cut in (1, 8, 16):
+        for each in "ab":
+            answer, shown = pack_tokens(first.tokens[:cut]), sum(len(text) for _, text in first.deltas[:cut])
+            turn = asked(f"{name} {cut}{each}", "Tell me a story.", params, answer=answer, shown_chars=shown)
+            front.send(turn)
+        rests[cut], again = heard(front, f"{name} {cut}a"), heard(front, f"{name} {cut}b")
+        assert rests[cut].tokens == again.tokens, cut
+        assert len(rests[cut].tokens) == 24 - cut
+        # The random numbers do not start over: it does not say again what it said first.
+        assert rests[cut].tokens[:6] != first.tokens[:6]
+    assert rests[1].tokens != first.tokens[1:]
+
+
+@pytest.mark.parametrize("params", [{"mirostat": 1}, {"mirostat": 2}, {"adaptive_target": 0.3}])
+def test_a_sampler_that_learns_begins_afresh_and_says_so(
+    front: Front, request: pytest.FixtureRequest, params: Any
+) -> None:
+    """The same each time all the same, and nothing is said where nothing was interrupted."""
+    name, params = request.node.name, SEEDED | params
+    front.send(asked(f"{name} whole", "Tell me a story.", params))
+    whole = heard(front, f"{name} whole")
+    assert whole.end.warnings == ()
+    answer, shown = pack_tokens(whole.tokens[:5]), sum(len(text) for _, text in whole.deltas[:5])
+    turns = [asked(f"{name} {n}", "Tell me a story.", params, answer=answer, shown_chars=shown) for n in "ab"]
+    front.send(*turns)
+    first, second = heard(front, turns[0].turn_id), heard(front, turns[1].turn_id)
+    assert first.tokens == second.tokens
+    (warning,) = first.end.warnings
+    assert "interrupted after 5 tokens" in warning
+    assert warning.endswith("began afresh")
+
+
+@pytest.fixture
+def engine() -> Iterator[Engine]:
+    """An engine of one slot on the echo backend."""
+    engine = Engine(slots=1, n_ctx=200)
+    yield engine
+    engine.stop()
+
+
+def test_a_complete_answer_ends_without_another_token(engine: Engine) -> None:
+    """It is told its prompt and its end at once, even while the only slot is taken."""
+    engine.front.send(submit("long", "ab", params=b'{"ignore_eos":true}'))
+    engine.front.read_until(lambda: "long" in engine.front.events)
+    engine.front.send(submit("t", "hello", answer=pack_tokens([*b"hello", 257]), shown_chars=3))
+    end = engine.front.finished("t")
+    started, delta, _ = engine.front.events["t"]
+    assert isinstance(started, Started)
+    assert delta == Delta("t", b"", "lo")
+    assert (end.reason, end.end_text, end.kept_tokens, end.generated_tokens) == ("stop", "<|im_end|>", 6, 6)
+    engine.front.send(Abort("long"))
+    engine.front.wait_for("long")
+
+
+@pytest.mark.parametrize("may_shift", [False, True])
+def test_an_answer_that_fills_the_context_ends_or_overflows(engine: Engine, *, may_shift: bool) -> None:
+    """A turn whose context was full when its engine was lost does not become a prompt that is too long."""
+    prompt = len(engine.backend.tokenize(submit("t", "ab").pieces, first=True))
+    answer = [*b"ab"] * 100
+    said = answer[: 200 - prompt]
+    turn = submit("t", "ab", params=b'{"ignore_eos":true}', answer=pack_tokens(said), shown_chars=len(said))
+    engine.front.send(msgspec.structs.replace(turn, may_shift=may_shift))
+    engine.front.wait_for("t")
+    last = engine.front.events["t"][-1]
+    end = last.end if isinstance(last, Overflowed) else last
+    assert isinstance(last, Overflowed) == may_shift
+    assert isinstance(end, Finished)
+    assert (end.reason, end.kept_tokens) == ("context_full", len(said))
+
+
+def test_an_answer_is_kept_when_its_turn_is_aborted_before_it_is_read_again(engine: Engine) -> None:
+    """Its end waits for its tokens, and says how much of the answer stays."""
+    engine.backend.tokenizing["slow"] = threading.Event()
+    engine.front.send(submit("t", "slow", session="s", answer=pack_tokens(list(b"sl")), shown_chars=1), Abort("t"))
+    engine.front.send(submit("other", "x"))
+    engine.front.wait_for("other")
+    assert "t" not in engine.front.events
+    engine.backend.tokenizing["slow"].set()
+    end = engine.front.finished("t")
+    assert engine.front.text("t") == "l"
+    assert (end.reason, end.kept_tokens, end.kept_chars, end.generated_tokens) == ("aborted", 2, 2, 2)
+
+
+def test_a_turn_that_had_a_slot_waits_for_another_as_long_as_it_takes() -> None:
+    """The time for getting a slot counts for turns that never had one."""
+    engine = Engine(slots=1, queue_timeout_s=0.05, quantum_tokens=1_000_000)
+    engine.front.send(submit("runs", "ab", params=b'{"ignore_eos":true}'))
+    engine.front.read_until(lambda: "runs" in engine.front.events)
+    engine.front.send(submit("back", "hello", answer=pack_tokens(list(b"he")), shown_chars=2), submit("new", "x"))
+    engine.front.wait_for("new")
+    assert not engine.front.ended("back")
+    engine.front.send(Abort("runs"))
+    assert engine.front.finished("back").reason == "stop"
+    assert engine.front.text("back") == "llo"
+    engine.stop()

@@ -1,0 +1,234 @@
+"""Bringing KV to disk before the daemon ends, and finding it in the next one's engine."""
+
+from __future__ import annotations
+
+import errno
+import os
+from typing import TYPE_CHECKING
+
+import msgspec
+import pytest
+
+from inferencecenter.engine.kv import disk
+from inferencecenter.engine.kv.adoption import Adoption
+from inferencecenter.ipc.messages import Keep, Progress, Step, Suspend, Suspended, pack_tokens
+from tests.engine.harness import Engine, Front, submit
+from tests.engine.process import demo_options, running
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from inferencecenter.ipc.messages import EngineOptions
+
+ENDLESS = b'{"ignore_eos":true}'
+MIB = 2**20
+# About a thousand tokens of the demo model.
+LONG = "The name is Ana. " + "Count to ten, and then count to ten again, please. " * 56
+SHORT = b'{"temperature":0,"max_tokens":8}'
+
+
+def suspended(front: Front) -> int:
+    """Suspend an engine and return how many sessions it says are on disk."""
+    front.send(Suspend())
+    front.read_until(lambda: any(isinstance(frame, Suspended) for frame in front.frames))
+    return next(frame.sessions for frame in front.frames if isinstance(frame, Suspended))
+
+
+def speaks(front: Front, turn_id: str, n_chars: int) -> None:
+    """Read until a turn has said so much."""
+    front.read_until(lambda: turn_id in front.events and len(front.text(turn_id)) > n_chars)
+
+
+def parking(path: Path, **options: object) -> Engine:
+    """Return an engine that parks in memory and on disk, and takes over what may be on a disk."""
+    return Engine(path, disk_bytes=MIB, adopt=Adoption.DURABLE, prefill_grid_tokens=16, **options)  # type: ignore[arg-type]
+
+
+def test_all_turns_stop_without_a_word(tmp_path: Path) -> None:
+    """Running, waiting and new ones; the sessions that ran are on disk, and the loop ends when the front is gone."""
+    engine = parking(tmp_path, quantum_tokens=1_000_000)
+    names = [f"turn {number} of them" for number in range(4)]
+    engine.front.send(*(submit(name, "ab", params=ENDLESS) for name in names))
+    for name in names[:2]:
+        speaks(engine.front, name, 20)
+    assert suspended(engine.front) == 2
+    engine.front.send(submit("late", "ab"), Suspend(), Keep(()))
+    engine.stop()
+    assert "late" not in engine.front.events
+    assert not any(engine.front.ended(name) for name in names)
+    assert sum(isinstance(frame, Suspended) for frame in engine.front.frames) == 1
+    assert len(list((tmp_path / "disk").iterdir())) == 2
+
+
+def test_an_answer_goes_on_in_the_next_daemon(tmp_path: Path) -> None:
+    """From the KV on disk, with no token of its prompt or of its answer read again but the last."""
+    engine = parking(tmp_path, slots=1)
+    engine.front.send(submit("t", "a long story", session="s", params=ENDLESS))
+    speaks(engine.front, "t", 30)
+    suspended(engine.front)
+    engine.stop()
+    said = engine.front.text("t")
+    following = parking(tmp_path, slots=3)
+    again = submit("t", "a long story", session="s", params=ENDLESS, answer=said.encode(), shown_chars=len(said))
+    again = msgspec.structs.replace(again, answer=pack_tokens(list(said.encode())))
+    following.front.send(Keep(("s",)), again)
+    speaks(following.front, "t", 5)
+    following.stop()
+    assert (said + following.front.text("t")).startswith("a long story" * 3)
+    assert not any(isinstance(event, Progress) for event in following.front.events["t"])
+    prompt = len(following.backend.tokenize(again.pieces, first=True))
+    assert following.front.events["t"][0].cached_tokens == prompt  # type: ignore[union-attr]
+
+
+def test_what_may_not_be_on_a_disk_is_not(tmp_path: Path) -> None:
+    """A session without storing is neither written nor taken over."""
+    engine = parking(tmp_path)
+    engine.front.send(msgspec.structs.replace(submit("t", "secret words of mine"), durable=False))
+    engine.front.finished("t")
+    assert suspended(engine.front) == 0
+    engine.stop()
+    assert list((tmp_path / "disk").iterdir()) == []
+
+
+def test_sessions_that_are_no_more_are_forgotten(tmp_path: Path) -> None:
+    """Keep leaves those that it names, and deletes the others' files."""
+    engine = parking(tmp_path, slots=4)
+    for name in ("one", "two", "three"):
+        engine.front.send(submit(name, f"some words in {name}"))
+        engine.front.finished(name)
+    assert suspended(engine.front) == 3
+    engine.stop()
+    following = parking(tmp_path)
+    following.front.send(Keep(("one", "three", "never heard of")))
+    following.front.read_until(
+        lambda: any(isinstance(frame, Step) and frame.parked_sessions == 2 for frame in following.front.frames)
+    )
+    following.stop()
+    assert len(list((tmp_path / "disk").iterdir())) == 2
+
+
+def test_what_was_parked_before_is_brought_to_disk_too(tmp_path: Path) -> None:
+    """Sequences that left their slots for memory, as long as there is room, the one used last first."""
+    engine = parking(tmp_path, slots=1)
+    for number in range(5):
+        engine.front.send(submit(f"s{number}", f"some words in number {number}"))
+        engine.front.finished(f"s{number}")
+    assert list((tmp_path / "disk").iterdir()) == []
+    assert suspended(engine.front) == 5
+    engine.stop()
+
+
+@pytest.mark.parametrize("fault", [errno.ENOSPC, errno.EROFS, errno.EIO])
+def test_a_disk_that_takes_nothing_does_not_keep_the_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: int
+) -> None:
+    """It says that nothing is there, with one line of the log, and leaves no piece behind."""
+
+    def fail(path: Path, data: memoryview) -> None:
+        path.write_bytes(bytes(data[:100]))
+        raise OSError(fault, os.strerror(fault), str(path))
+
+    monkeypatch.setattr(disk, "_write", fail)
+    logged: list[str] = []
+    engine = parking(tmp_path, on_log=lambda level, text: logged.append(text))
+    engine.front.send(submit("one", "some words in it"), submit("two", "other words in it"))
+    engine.front.wait_for("one", "two")
+    assert suspended(engine.front) == 0
+    engine.stop()
+    assert len(logged) == 1
+    assert logged[0].startswith("KV cannot be parked (disk tier)")
+    assert list((tmp_path / "disk").iterdir()) == []
+
+
+def test_a_disk_with_little_room_gets_what_was_used_last(tmp_path: Path) -> None:
+    """Older sessions stay behind."""
+    engine = Engine(tmp_path, disk_bytes=1200, adopt=Adoption.ALL, slots=4, prefill_grid_tokens=16)
+    for name in ("old", "newer", "newest"):
+        engine.front.send(submit(name, f"{name} words"))
+        engine.front.finished(name)
+    count = suspended(engine.front)
+    engine.stop()
+    following = Engine(tmp_path, disk_bytes=1200, ram_bytes=0, adopt=Adoption.ALL, prefill_grid_tokens=16)
+    sizes = sum(path.stat().st_size for path in (tmp_path / "disk").iterdir())
+    assert 0 < count < 3
+    assert sizes <= 1200
+    assert following.kv.find("client", engine.backend.tokenize(submit("newest", "newest words").pieces, first=True))
+    following.stop()
+
+
+def long_options(path: Path, kv: Path, **changes: object) -> EngineOptions:
+    """Return options for the demo model with long slots, and both tiers."""
+    changes = {
+        "n_ctx": 1024,
+        "n_batch": 512,
+        "n_ubatch": 512,
+        "kv_ram_dir": str(kv / "ram"),
+        "kv_ram_bytes": 64 * MIB,
+        "kv_disk_dir": str(kv / "disk"),
+        "kv_disk_bytes": 64 * MIB,
+        "kv_adopt": "durable",
+    } | changes
+    return demo_options(path, **changes)
+
+
+@pytest.mark.parametrize("slots", [4, 2, 7])
+def test_a_long_session_is_not_read_again_in_the_next_process(
+    demo_model_path: Path, tmp_path: Path, slots: int
+) -> None:
+    """Its KV comes from the disk, into any number of slots, and only what is new is read; it says the same."""
+    options = long_options(demo_model_path, tmp_path)
+    with running(options) as child:
+        child.front.send(submit("one", LONG, session="s", params=SHORT))
+        history = child.front.history("one")
+        child.front.send(submit("two", "Count to ten.", session="s", tokens=history, params=SHORT))
+        expected = child.front.finished("two")
+        said = child.front.text("two")
+        assert child.suspend() == 1
+    assert expected.prompt_tokens > 950
+    for path in (tmp_path / "ram").iterdir():
+        path.unlink()
+    with running(msgspec.structs.replace(options, slots=slots)) as child:
+        child.front.send(Keep(("s",)))
+        child.front.send(submit("two", "Count to ten.", session="s", tokens=history, params=SHORT))
+        end = child.front.finished("two")
+        assert child.front.text("two") == said
+        assert not any(isinstance(event, Progress) for event in child.front.events["two"])
+        assert child.log == []
+    assert end.prompt_tokens == expected.prompt_tokens
+    assert end.cached_tokens == end.prompt_tokens - 1
+
+
+def test_the_kv_of_another_model_is_dropped_with_one_line(demo_model_path: Path, tmp_path: Path) -> None:
+    """Other types of KV are another model; the tokens are read again, and the answer is one."""
+    options = long_options(demo_model_path, tmp_path)
+    with running(options) as child:
+        for name in ("one", "two"):
+            child.front.send(submit(name, LONG, params=SHORT))
+            child.front.finished(name)
+        assert child.suspend() == 2
+    with running(msgspec.structs.replace(options, kv_type_k="q8_0")) as child:
+        child.front.send(submit("one", LONG, params=SHORT))
+        assert child.front.finished("one").cached_tokens == 0
+        (line,) = child.log
+    assert line.startswith("parked KV of an earlier engine is dropped: it belongs to another model or version (")
+
+
+@pytest.mark.parametrize("adopt", ["none", "durable", "all"])
+def test_what_is_taken_over_is_what_was_asked_for(demo_model_path: Path, tmp_path: Path, adopt: str) -> None:
+    """Nothing, what may be on a disk, or everything that an engine left that was killed."""
+    options = long_options(demo_model_path, tmp_path, kv_adopt="all", slots=1)
+    with running(options) as child:
+        # Of three clients, who share nothing.
+        turns = [
+            msgspec.structs.replace(submit(name, LONG[:600], params=SHORT), client_id=name, durable=name != "private")
+            for name in ("stored", "private", "other")
+        ]
+        for turn in turns:
+            child.front.send(turn)
+            child.front.finished(turn.turn_id)
+        child.process.kill()
+    with running(msgspec.structs.replace(options, kv_adopt=adopt)) as child:
+        for turn in turns[:2]:
+            child.front.send(turn)
+        cached = [child.front.finished(turn.turn_id).cached_tokens > 0 for turn in turns[:2]]
+    assert cached == {"none": [False, False], "durable": [True, False], "all": [True, True]}[adopt]
