@@ -101,7 +101,10 @@ class ServerSettings(Section):
         description="Who may read /metrics: callers on this machine, holders of a token with `operator`, or either.",
     )
     shutdown_timeout_s: float = Field(
-        10.0, ge=0, le=3600, description="Seconds that running turns get to finish when the daemon stops."
+        10.0,
+        ge=0,
+        le=3600,
+        description="Seconds that running turns get to finish when the daemon stops; the rest goes on after its start.",
     )
 
 
@@ -109,7 +112,8 @@ class AuthSettings(Section):
     """Accounts and what a new one gets."""
 
     clients_file: ExpandedPath | None = Field(
-        None, description="A clients.toml with client_id, api_key (or its hash), max_sessions and priority."
+        None,
+        description="A clients.toml with client_id, api_key (or its hash), max_sessions, priority, retention_days.",
     )
     default_max_sessions: int = Field(16, ge=1, le=100_000, description="Sessions of a client that sets no own limit.")
     default_priority: Priority = Field("normal", description="Class of a client that sets none.")
@@ -278,7 +282,7 @@ class Settings(BaseSettings):
     state_dir: ExpandedPath = Field(
         default_factory=_state_dir,
         validate_default=True,
-        description="Where tokens, accounts and the control socket are kept.",
+        description="Where accounts, sessions and the control socket are kept.",
         json_schema_extra={"default_text": "$STATE_DIRECTORY, else the user's state directory"},
     )
     server: ServerSettings = Field(default_factory=ServerSettings)

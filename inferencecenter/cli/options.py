@@ -11,7 +11,7 @@ ConfigOption: TypeAlias = Annotated[
     Path | None, typer.Option("--config", help="Configuration file.", metavar="FILE", show_default=False)
 ]
 StateDirOption: TypeAlias = Annotated[
-    Path | None, typer.Option("--state-dir", help="Directory of tokens and accounts.", show_default=False)
+    Path | None, typer.Option("--state-dir", help="Directory of accounts and sessions.", show_default=False)
 ]
 JsonOption: TypeAlias = Annotated[bool, typer.Option("--json", help="Write JSON.")]
 
