@@ -1,73 +1,136 @@
-"""One authenticated socket, shared by any number of sessions at once."""
+"""One authenticated client, shared by any number of sessions at once, over as many sockets as it takes."""
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import itertools
-from typing import TYPE_CHECKING, Annotated, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final
 
-import websockets
-from pydantic import Field, TypeAdapter, ValidationError
-from websockets.asyncio.client import connect as open_socket
-from websockets.typing import Subprotocol
-
-from inferencecenter.client.session import ClientSession, expect
-from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.client.exchange import Exchange, Notice, expect
+from inferencecenter.client.lifeline import Timing
+from inferencecenter.client.link import Address, open_link
+from inferencecenter.client.reconnecting import BackoffPolicy
+from inferencecenter.client.session import ClientSession
+from inferencecenter.errors import InferenceCenterError
 from inferencecenter.protocol import requests
-from inferencecenter.protocol.base import PROTOCOL_VERSION, SUBPROTOCOL, TurnEvent
-from inferencecenter.protocol.close import CLOSE_CODES
-from inferencecenter.protocol.events import AnyEvent, AuthFailed, AuthSuccess, Error, Hello, SessionCreated
+from inferencecenter.protocol.base import PROTOCOL_VERSION
+from inferencecenter.protocol.events import AuthSuccess, Hello, SessionCreated, SessionResumed, Sessions
 from inferencecenter.tasks import TaskGroup
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator
-
-    from websockets.asyncio.client import ClientConnection
+    from collections.abc import AsyncIterator, Callable
 
     from inferencecenter.protocol.base import Event, Request
-    from inferencecenter.protocol.values import Mode, OnFull
+    from inferencecenter.protocol.values import Metadata, Mode, OnDisconnect, OnFull, Priority, SessionSummary
 
-R = TypeVar("R", bound="Request")
-
-_EVENTS: Final[TypeAdapter[AnyEvent]] = TypeAdapter(Annotated[AnyEvent, Field(discriminator="op")])
-_MAX_FRAME_BYTES: Final = 2**26
+_PAGE_SESSIONS: Final = 1000
 
 
 class Client:
     """A connected client; ``connect`` makes one.
 
-    Attributes:
-        hello: What the daemon said when the socket opened.
-        account: Who the daemon says this is.
+    When its socket is lost it opens another, and every session goes on there.
     """
 
-    hello: Hello
-    account: AuthSuccess
+    def __init__(self, exchange: Exchange) -> None:
+        self._exchange = exchange
 
-    def __init__(self, socket: ClientConnection) -> None:
-        self._socket = socket
-        self._ids = itertools.count(1)
-        self._mailboxes: dict[str, asyncio.Queue[Event | InferenceCenterError]] = {}
-        self._lost: InferenceCenterError | None = None
+    @property
+    def hello(self) -> Hello:
+        """What the daemon said when the socket opened last, or when it was asked again."""
+        return self._exchange.hello
 
-    async def create_session(
+    @property
+    def account(self) -> AuthSuccess:
+        """Who the daemon says this is."""
+        return self._exchange.account
+
+    @property
+    def connected(self) -> bool:
+        """Whether the daemon hears this client now, and every session is open."""
+        return self._exchange.line.connected
+
+    @property
+    def ended(self) -> InferenceCenterError | None:
+        """Why the connection is over for good; ``None`` while it is not."""
+        return self._exchange.line.ended
+
+    async def create_session(  # noqa: PLR0913 - all by name, each a field of the frame
         self,
         *,
         system: str | None = None,
         mode: Mode = "chat",
         params: dict[str, Any] | None = None,
+        priority: Priority | None = None,
         on_full: OnFull | None = None,
+        on_disconnect: OnDisconnect | None = None,
+        store: bool = True,
+        ttl_s: float | None = None,
+        metadata: Metadata | None = None,
     ) -> ClientSession:
-        """Open a session; without ``on_full`` the mode decides what happens when its context is full.
+        """Open a session.
+
+        Args:
+            system: System prompt.
+            mode: Whether the model's template is applied.
+            params: Session level of parameters.
+            priority: Class of its turns; the account's when not given.
+            on_full: What happens when its context is full; without it the mode decides.
+            on_disconnect: What happens when the socket is lost; without it the session goes on and is resumed.
+            store: Whether it may be written to disk.
+            ttl_s: Idle seconds before it expires.
+            metadata: Strings of the caller's own.
 
         Raises:
             InferenceCenterError: What the daemon refused, or ``daemon_unreachable``.
         """
-        created = await self.request(
-            requests.CreateSession(op="create_session", system=system, mode=mode, params=params, on_full=on_full)
+        create = requests.CreateSession(
+            op="create_session",
+            system=system,
+            mode=mode,
+            params=params,
+            priority=priority,
+            on_full=on_full,
+            on_disconnect=on_disconnect,
+            store=store,
+            ttl_s=ttl_s,
+            metadata=metadata,
         )
-        return ClientSession(self, expect(created, SessionCreated))
+        return ClientSession.opened(self._exchange, expect(await self.request(create), SessionCreated))
+
+    async def resume(self, session_id: str) -> tuple[ClientSession, SessionResumed]:
+        """Take up a session, also from another connection, which loses it.
+
+        Returns:
+            The session, whose ``follow`` yields the turn that runs, and all that was said before.
+
+        Raises:
+            InferenceCenterError: ``session_not_found``, or ``daemon_unreachable``.
+        """
+        await self._exchange.line.until_connected()
+        session = self._exchange.sessions.get(session_id) or ClientSession(self._exchange, session_id, epoch=None)
+        self._exchange.attach(session)
+        session.take_up()
+        try:
+            answer = await self._exchange.ask(requests.ResumeSession(op="resume_session", session_id=session_id))
+        except InferenceCenterError:
+            self._exchange.detach(session)
+            raise
+        return session, expect(answer, SessionResumed)
+
+    async def list_sessions(self) -> tuple[SessionSummary, ...]:
+        """Return all sessions of this client, oldest first, whichever connection has them.
+
+        Raises:
+            InferenceCenterError: ``daemon_unreachable``.
+        """
+        found: list[SessionSummary] = []
+        after: str | None = None
+        while True:
+            request = requests.ListSessions(op="list_sessions", limit=_PAGE_SESSIONS, after=after)
+            page = expect(await self.request(request), Sessions)
+            found += page.sessions
+            if (after := page.next) is None:
+                return tuple(found)
 
     async def refresh_hello(self) -> Hello:
         """Ask again who answers and whether it is ready.
@@ -76,161 +139,64 @@ class Client:
             InferenceCenterError: ``daemon_unreachable``.
         """
         answer = await self.request(requests.Hello(op="hello", protocol=PROTOCOL_VERSION))
-        self.hello = expect(answer, Hello)
-        return self.hello
+        self._exchange.hello = expect(answer, Hello)
+        return self._exchange.hello
 
     async def request(self, request: Request) -> Event:
-        """Send a request and return its direct reply.
+        """Send a request and return its direct reply; while the connection is lost, wait.
+
+        What only reads, or ends a session, is sent again when its answer is lost with the socket. Of anything else
+        nobody knows then whether it was done: ``daemon_unreachable`` says so.
 
         Raises:
             InferenceCenterError: What the daemon refused, or ``daemon_unreachable``.
         """
-        request = self.numbered(request)
-        with self.mailbox(str(request.id)) as mailbox:
-            await self.send(request)
-            return await self.receive(mailbox)
-
-    def numbered(self, request: R) -> R:
-        """Return the request with an id of its own."""
-        return request.model_copy(update={"id": f"c{next(self._ids)}"})
-
-    async def send(self, request: Request) -> None:
-        """Send a request without waiting for anything.
-
-        Raises:
-            InferenceCenterError: ``daemon_unreachable``.
-        """
-        if self._lost is not None:
-            raise self._lost
-        with contextlib.suppress(websockets.ConnectionClosed):  # the reader says why, to everyone who waits
-            await self._socket.send(request.model_dump_json(exclude_none=True))
-
-    @contextlib.contextmanager
-    def mailbox(self, *keys: str) -> Iterator[asyncio.Queue[Event | InferenceCenterError]]:
-        """Collect, while inside, the events that answer a frame or belong to a session named in ``keys``."""
-        mailbox: asyncio.Queue[Event | InferenceCenterError] = asyncio.Queue()
-        self._mailboxes |= dict.fromkeys(keys, mailbox)
-        try:
-            yield mailbox
-        finally:
-            for key in keys:
-                self._mailboxes.pop(key, None)
-
-    async def receive(self, mailbox: asyncio.Queue[Event | InferenceCenterError]) -> Event:
-        """Return the next event of a mailbox.
-
-        Raises:
-            InferenceCenterError: What the daemon refused, or ``daemon_unreachable``.
-        """
-        item = await mailbox.get()
-        if isinstance(item, InferenceCenterError):
-            raise item
-        if isinstance(item, Error):
-            raise _as_exception(item)
-        return item
-
-    async def authenticate(self, credential: requests.Auth) -> None:
-        """Show a credential.
-
-        Raises:
-            InferenceCenterError: ``not_authenticated`` when it is refused, or ``daemon_unreachable``.
-        """
-        answer = await self.request(credential)
-        if isinstance(answer, AuthFailed):
-            raise InferenceCenterError(
-                ErrorCode.NOT_AUTHENTICATED,
-                f"the daemon refuses the credential: {answer.reason}",
-                retry_after_ms=answer.retry_after_ms,
-            )
-        self.account = expect(answer, AuthSuccess)
-
-    async def read_hello(self) -> None:
-        """Take the greeting that opens every socket."""
-        greeting = _parse(await self._socket.recv())
-        if not isinstance(greeting, Hello):
-            raise InferenceCenterError(ErrorCode.DAEMON_UNREACHABLE, "what answers there is no InferenceCenter")
-        self.hello = greeting
-
-    async def read(self) -> None:
-        """Hand out events until the socket closes, then tell everyone who waits."""
-        with contextlib.suppress(websockets.ConnectionClosed):
-            async for text in self._socket:
-                if (event := _parse(text)) is not None:
-                    self._deliver(event)
-        self._lost = _closed(self._socket.close_code, self._socket.close_reason)
-        for mailbox in set(self._mailboxes.values()):
-            mailbox.put_nowait(self._lost)
-
-    def _deliver(self, event: Event) -> None:
-        # By id first: a late refusal of an abort names the session too, but is not part of the turn that runs by now.
-        mailbox = self._mailboxes.get(event.id) if event.id else None
-        if mailbox is None and (isinstance(event, TurnEvent) or (isinstance(event, Error) and event.turn_id)):
-            mailbox = self._mailboxes.get(str(event.session_id))
-        if mailbox is not None:
-            mailbox.put_nowait(event)
+        return await self._exchange.request(request)
 
 
 @contextlib.asynccontextmanager
-async def connect(
+async def connect(  # noqa: PLR0913 - all by name
     url: str,
     *,
     token: str | None = None,
     client_id: str | None = None,
     api_key: str | None = None,
+    # Timeouts
     open_timeout_s: float = 10.0,
+    keepalive_s: float = 20.0,
+    # When the socket is lost
+    reconnect: bool = True,
+    give_up_after_s: float | None = 300.0,
+    on_notice: Callable[[Notice], None] | None = None,
+    timing: Timing | None = None,
 ) -> AsyncIterator[Client]:
     """Open a socket and authenticate with a token, or with a client id and its API key.
 
+    Args:
+        url: The daemon's WebSocket.
+        token: A token.
+        client_id: The account's name, with ``api_key``.
+        api_key: The account's key.
+        open_timeout_s: Seconds that opening, and then authenticating, may take.
+        keepalive_s: Seconds between pings; a daemon that leaves one unanswered for as long is lost.
+        reconnect: Open another socket when this one is lost, and go on there with every session. Without it a lost
+            socket is the end.
+        give_up_after_s: Seconds without a connection after which that is the end; ``None`` for never.
+        on_notice: Called with each change of the connection, and with what the daemon tells everybody.
+        timing: Time and chance, for tests.
+
     Raises:
-        InferenceCenterError: ``daemon_unreachable`` or ``not_authenticated``.
+        InferenceCenterError: ``daemon_unreachable``, ``not_authenticated``, ``forbidden`` or ``rate_limited``.
     """
-    async with contextlib.AsyncExitStack() as stack:
-        try:
-            socket = await stack.enter_async_context(
-                open_socket(
-                    url, subprotocols=[Subprotocol(SUBPROTOCOL)], open_timeout=open_timeout_s, max_size=_MAX_FRAME_BYTES
-                )
-            )
-            client = Client(socket)
-            await client.read_hello()
-        except (OSError, websockets.WebSocketException) as error:
-            raise _unreachable(url, error) from error
-        readers = TaskGroup("client")
-        stack.push_async_callback(readers.cancel)
-        readers.spawn(client.read(), name="reader")
-        await client.authenticate(
-            requests.Auth(op="auth", token=token, client_id=client_id, api_key=api_key, protocol=PROTOCOL_VERSION)
-        )
-        yield client
-
-
-def _parse(text: str | bytes) -> Event | None:
-    """An event, or ``None`` for an op or a shape that this version does not know."""
+    credential = requests.Auth(op="auth", token=token, client_id=client_id, api_key=api_key, protocol=PROTOCOL_VERSION)
+    address = Address(url=url, credential=credential, open_timeout_s=open_timeout_s, keepalive_s=keepalive_s)
+    policy = BackoffPolicy(give_up_after_s=give_up_after_s) if reconnect else None
+    link = await open_link(address)
+    exchange = Exchange(address, policy=policy, on_notice=on_notice, timing=timing or Timing())
+    exchange.begin(link)
+    tasks = TaskGroup("client")
+    tasks.spawn(exchange.run(link), name="connection")
     try:
-        return _EVENTS.validate_json(text)
-    except ValidationError:
-        return None
-
-
-def _as_exception(event: Error) -> InferenceCenterError:
-    code = ErrorCode(event.code) if event.code in set(ErrorCode) else ErrorCode.INTERNAL
-    return InferenceCenterError(
-        code, event.message, hint=event.hint, field=event.field, retry_after_ms=event.retry_after_ms
-    )
-
-
-def _unreachable(url: str, error: Exception) -> InferenceCenterError:
-    return InferenceCenterError(
-        ErrorCode.DAEMON_UNREACHABLE,
-        f"no daemon answers at {url}: {str(error) or type(error).__name__}",
-        hint="Start one with `inferencecenter serve`, or name another with --url.",
-    )
-
-
-def _closed(code: int | None, reason: str | None) -> InferenceCenterError:
-    row = next((row for row in CLOSE_CODES if row.code == code), None)
-    words = reason or (row.meaning if row else "without a reason")
-    kind = ErrorCode.NOT_AUTHENTICATED if code == 4401 else ErrorCode.DAEMON_UNREACHABLE
-    return InferenceCenterError(
-        kind, f"the connection closed with {code}: {words}", hint=f"{row.client_should.capitalize()}." if row else None
-    )
+        yield Client(exchange)
+    finally:
+        await tasks.cancel()

@@ -34,7 +34,7 @@ async def _converse(cli: Cli, monkeypatch: pytest.MonkeyPatch, url: str, lines: 
 
 
 async def _answer(peer: Peer, *pieces: str, session_id: str = "s1") -> dict[str, object]:
-    infer = await peer.hear()
+    infer = await peer.begin("t")
     for piece in pieces:
         await peer.token("t", piece, session_id)
     await peer.end("t", session_id)
@@ -101,15 +101,15 @@ async def test_commands_that_go_back(cli: Cli, monkeypatch: pytest.MonkeyPatch, 
     heard: list[tuple[object, ...]] = []
 
     async def turn(peer: Peer, turn_id: str) -> None:
-        infer = await peer.hear()
+        infer = await peer.begin(turn_id)
         heard.append((infer["session_id"], infer["prompt"]))
         await peer.end(turn_id, str(infer["session_id"]))
 
     async def undo(peer: Peer) -> None:
         frame = await peer.hear()
         heard.append((frame["session_id"], frame["op"], frame["turn"]))
-        rewound = {"session_id": frame["session_id"], "seq": 9, "turn": frame["turn"], "messages": 0}
-        await peer.say(op="session_rewound", id=frame["id"], **rewound)
+        rewound = {"turn": frame["turn"], "messages": 0}
+        await peer.numbered("session_rewound", str(frame["session_id"]), id=frame["id"], **rewound)
 
     async def daemon(peer: Peer) -> None:
         await peer.welcome()
@@ -263,7 +263,7 @@ async def test_ctrl_c_ends_the_answer_and_then_the_program(scripted: Start) -> N
     async def daemon(peer: Peer) -> None:
         await peer.welcome()
         await peer.open_session()
-        await peer.hear()
+        await peer.begin("t")
         await peer.token("t", "One, two")
         abort = await peer.hear()
         assert abort["op"] == "abort"
@@ -323,9 +323,9 @@ async def test_a_shifted_context_is_told_on_a_terminal(scripted: Start) -> None:
     async def daemon(peer: Peer) -> None:
         await peer.welcome()
         await peer.open_session()
-        await peer.hear()
+        await peer.begin("t")
         await peer.token("t", "First half")
-        await peer.say(op="context_shifted", session_id="s1", seq=3, turn_id="t", dropped_turns=2, tokens=90)
+        await peer.numbered("context_shifted", turn_id="t", dropped_turns=2, tokens=90)
         await peer.token("t", "second half.")
         await peer.end("t")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from websockets.asyncio.server import ServerConnection, serve
 from websockets.typing import Subprotocol
@@ -15,7 +15,13 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
 
     Script = Callable[["Peer"], Awaitable[None]]
-    Start = Callable[[Script], Awaitable[str]]
+
+    class Start(Protocol):
+        """Starts a daemon that follows scripts, and returns its address."""
+
+        async def __call__(self, *scripts: Script) -> str:
+            """Start it."""
+
 
 HELLO = {
     "op": "hello",
@@ -53,9 +59,10 @@ USAGE = {"prompt_tokens": 4, "cached_tokens": 0, "completion_tokens": 2}
 class Peer:
     """The daemon's end of one socket."""
 
-    def __init__(self, socket: ServerConnection) -> None:
+    def __init__(self, socket: ServerConnection, seqs: dict[str, int]) -> None:
         self.socket = socket
         self.heard: list[dict[str, Any]] = []
+        self._seqs = seqs
 
     async def say(self, **event: Any) -> None:
         """Send one event."""
@@ -79,24 +86,58 @@ class Peer:
         created = {"epoch": "e", "model": "demo", "n_ctx": 1024, "params": {}, "warnings": []}
         await self.say(op="session_created", id=frame["id"], session_id=session_id, **created)
 
+    async def numbered(self, op: str, session_id: str = "s1", **fields: Any) -> None:
+        """Send an event of a session with the number that comes next."""
+        self._seqs[session_id] = self._seqs.get(session_id, 0) + 1
+        await self.say(op=op, session_id=session_id, seq=self._seqs[session_id], **fields)
+
+    async def begin(self, turn_id: str = "t1") -> dict[str, Any]:
+        """Hear an ``infer``, acknowledge it and return it."""
+        infer = await self.hear()
+        assert infer["op"] == "infer", infer
+        await self.numbered("queued", infer["session_id"], id=infer["id"], turn_id=turn_id, position=0)
+        return infer
+
     async def token(self, turn_id: str, content: str, session_id: str = "s1") -> None:
         """Send a piece of an answer."""
-        await self.say(op="token", session_id=session_id, seq=2, turn_id=turn_id, content=content)
+        await self.numbered("token", session_id, turn_id=turn_id, content=content)
 
     async def end(self, turn_id: str, session_id: str = "s1", **fields: Any) -> None:
         """End a turn."""
         body: dict[str, Any] = {"finish_reason": "stop", "warnings": [], "usage": USAGE, "stats": STATS, **fields}
-        await self.say(op="end", session_id=session_id, seq=3, turn_id=turn_id, **body)
+        await self.numbered("end", session_id, turn_id=turn_id, **body)
+
+    async def resumed(self, **fields: Any) -> dict[str, Any]:
+        """Hear a ``resume_session``, answer it and return it; without more fields nothing is missing."""
+        request = await self.hear()
+        assert request["op"] == "resume_session", request
+        session_id = request["session_id"]
+        seq = self._seqs.get(session_id, 0)
+        body: dict[str, Any] = {"resumed": True, "state": "busy", "epoch": "e", "seq": seq, **fields}
+        await self.say(op="session_resumed", id=request["id"], session_id=session_id, **body)
+        return request
+
+    async def refuse(self, request: dict[str, Any], code: str, **fields: Any) -> None:
+        """Answer a request with an error."""
+        body = {"message": code, "error": code, "retryable": False, **fields}
+        await self.say(op="error", id=request["id"], code=code, **body)
 
 
 @contextlib.asynccontextmanager
 async def scripted_daemon() -> AsyncIterator[Start]:
-    """Yield what starts a daemon that follows a script on each socket, and returns its address."""
+    """Yield what starts a daemon and returns its address.
+
+    It follows one script on its first socket, the next on the one after, and the last on all that come later.
+    """
     async with contextlib.AsyncExitStack() as stack:
 
-        async def start(script: Script) -> str:
+        async def start(*scripts: Script) -> str:
+            left = list(scripts)
+            seqs: dict[str, int] = {}
+
             async def handle(socket: ServerConnection) -> None:
-                await script(Peer(socket))
+                script = left.pop(0) if len(left) > 1 else left[0]
+                await script(Peer(socket, seqs))
                 await socket.wait_closed()
 
             server = await stack.enter_async_context(

@@ -40,18 +40,37 @@ async def test_connect_greets_and_authenticates(scripted: Start) -> None:
 
 
 async def test_a_refused_credential_names_the_reason(scripted: Start) -> None:
-    """``auth_failed`` raises ``not_authenticated`` with the daemon's reason and when to try again."""
+    """``auth_failed`` raises ``not_authenticated`` with the daemon's reason."""
 
     async def daemon(peer: Peer) -> None:
         await peer.say(**HELLO)
         auth = await peer.hear()
-        await peer.say(op="auth_failed", id=auth["id"], reason="unknown token", retry_after_ms=500)
+        await peer.say(op="auth_failed", id=auth["id"], reason="unknown token")
+        await peer.hear()
+        await peer.say(**HELLO)
 
     with pytest.raises(InferenceCenterError, match="unknown token") as caught:
         async with connect(await scripted(daemon), token="ic_a_b"):
             pass
     assert caught.value.code is ErrorCode.NOT_AUTHENTICATED
-    assert caught.value.retry_after_ms == 500
+
+
+@pytest.mark.parametrize("told_when", [True, False])
+async def test_a_credential_at_a_bad_time_is_not_a_wrong_one(scripted: Start, told_when: bool) -> None:
+    """After too many failures or with too many sockets the daemon refuses any credential: ``rate_limited``."""
+
+    async def daemon(peer: Peer) -> None:
+        await peer.say(**HELLO)
+        auth = await peer.hear()
+        when = {"retry_after_ms": 500} if told_when else {}
+        await peer.say(op="auth_failed", id=auth["id"], reason="too many", **when)
+        await peer.socket.close(4429)
+
+    with pytest.raises(InferenceCenterError, match="too many") as caught:
+        async with connect(await scripted(daemon), token="ic_a_b"):
+            pass
+    assert caught.value.code is ErrorCode.RATE_LIMITED
+    assert caught.value.retry_after_ms == (500 if told_when else None)
 
 
 @pytest.mark.parametrize("credential", [{}, {"client_id": "a"}, {"token": "t", "client_id": "a", "api_key": "b"}])
@@ -100,9 +119,9 @@ async def test_a_turn_streams_to_its_end(scripted: Start) -> None:
     async def daemon(peer: Peer) -> None:
         await peer.welcome()
         await peer.open_session()
-        infer = await peer.hear()
+        infer = await peer.begin()
         assert (infer["prompt"], infer["params"]) == ("hi", {"temp": 0})
-        await peer.say(op="queued", id=infer["id"], session_id="s1", seq=1, turn_id="t1", position=0)
+        assert len(infer["turn_key"]) == 32
         await peer.token("t1", "Hel")
         await peer.token("t1", "lo")
         await peer.end("t1")
@@ -122,7 +141,7 @@ async def test_two_sessions_stream_on_one_socket(scripted: Start) -> None:
         await peer.welcome()
         await peer.open_session("s1")
         await peer.open_session("s2")
-        turns = {(await peer.hear())["session_id"], (await peer.hear())["session_id"]}
+        turns = {(await peer.begin("t"))["session_id"], (await peer.begin("t"))["session_id"]}
         assert turns == {"s1", "s2"}
         for text in ("1", "2"):
             for session_id in ("s2", "s1"):
@@ -143,9 +162,10 @@ async def test_abort_ends_the_turn_through_its_iterator(scripted: Start) -> None
     async def daemon(peer: Peer) -> None:
         await peer.welcome()
         await peer.open_session()
-        await peer.hear()
+        await peer.begin()
         await peer.token("t1", "One")
         abort = await peer.hear()
+        assert (abort["op"], abort["turn_id"]) == ("abort", "t1")
         await peer.end("t1", id=abort["id"], finish_reason="aborted")
 
     async with connect(await scripted(daemon), token="ic_a_b") as client:
@@ -166,7 +186,7 @@ async def test_a_late_refusal_of_an_abort_does_not_touch_the_next_turn(scripted:
         await peer.welcome()
         await peer.open_session()
         abort = await peer.hear()
-        await peer.hear()
+        await peer.begin("t2")
         text = {"code": "nothing_to_abort", "message": "nothing", "error": "nothing", "retryable": False}
         await peer.say(op="error", id=abort["id"], session_id="s1", **text)
         await peer.end("t2")
@@ -174,7 +194,7 @@ async def test_a_late_refusal_of_an_abort_does_not_touch_the_next_turn(scripted:
     async with connect(await scripted(daemon), token="ic_a_b") as client:
         session = await client.create_session()
         await session.abort()
-        assert [type(event) for event in await _collect(session, "next")] == [End]
+        assert [type(event) for event in await _collect(session, "next")] == [Queued, End]
 
 
 @pytest.mark.parametrize("place", ["reply", "turn"])
@@ -184,7 +204,7 @@ async def test_errors_raise_with_everything_the_daemon_said(scripted: Start, pla
     async def daemon(peer: Peer) -> None:
         await peer.welcome()
         await peer.open_session()
-        infer = await peer.hear()
+        infer = await (peer.hear() if place == "reply" else peer.begin())
         where = {"id": infer["id"]} if place == "reply" else {"session_id": "s1", "turn_id": "t1", "seq": 2}
         text = {"message": "too hot", "error": "too hot", "hint": "lower", "field": "params.temp", "retryable": False}
         await peer.say(op="error", code="invalid_request", **text, **where)
@@ -197,22 +217,23 @@ async def test_errors_raise_with_everything_the_daemon_said(scripted: Start, pla
     assert (error.code, error.hint, error.field) == (ErrorCode.INVALID_REQUEST, "lower", "params.temp")
 
 
-async def test_a_lost_connection_reaches_everyone_who_waits(scripted: Start) -> None:
-    """When the daemon closes, a running turn raises with the close code, and so does the next request."""
+async def test_without_reconnecting_a_lost_socket_is_the_end(scripted: Start) -> None:
+    """A running turn raises with the close code, and so does the next request."""
 
     async def daemon(peer: Peer) -> None:
         await peer.welcome()
         await peer.open_session()
-        await peer.hear()
+        await peer.begin()
         await peer.socket.close(1012)
 
-    async with connect(await scripted(daemon), token="ic_a_b") as client:
+    async with connect(await scripted(daemon), token="ic_a_b", reconnect=False) as client:
         session = await client.create_session()
         with pytest.raises(InferenceCenterError, match=r"1012: restart") as caught:
             await _collect(session, "hi")
         assert caught.value.code is ErrorCode.DAEMON_UNREACHABLE
         with pytest.raises(InferenceCenterError, match="1012"):
             await session.close()
+        assert client.ended is caught.value
 
 
 async def test_a_revoked_token_is_told_apart_from_a_lost_daemon(scripted: Start) -> None:
@@ -235,14 +256,15 @@ async def test_unknown_events_are_passed_over(scripted: Start) -> None:
     async def daemon(peer: Peer) -> None:
         await peer.welcome()
         await peer.open_session()
-        await peer.hear()
-        await peer.say(op="weather", session_id="s1", sky="blue")
+        await peer.begin()
+        await peer.numbered("weather", sky="blue")
+        await peer.say(op="forecast", sky="grey")
         await peer.token("t1", "ok")
         await peer.end("t1")
 
     async with connect(await scripted(daemon), token="ic_a_b") as client:
         session = await client.create_session()
-        assert [type(event) for event in await _collect(session, "hi")] == [Token, End]
+        assert [type(event) for event in await _collect(session, "hi")] == [Queued, Token, End]
 
 
 async def test_hello_can_be_asked_again(scripted: Start) -> None:

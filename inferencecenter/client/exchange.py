@@ -1,0 +1,267 @@
+"""Who is to hear what: requests and their answers, sessions and their events, over one connection."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, TypeAlias, TypeVar
+
+from inferencecenter.client.failures import as_exception, outcome_unknown
+from inferencecenter.client.lifeline import Lifeline, Timing, new_backoff
+from inferencecenter.client.link import Unknown
+from inferencecenter.client.reconnecting import ConnectionState, Ended
+from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.protocol import requests
+from inferencecenter.protocol.events import EngineChanged, Error, GoingAway, SessionResumed
+from inferencecenter.tasks import TaskGroup
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from inferencecenter.client.link import Address, Link
+    from inferencecenter.client.reconnecting import Backoff, BackoffPolicy
+    from inferencecenter.client.session import ClientSession
+    from inferencecenter.protocol.base import Event, Request
+    from inferencecenter.protocol.events import AuthSuccess, Hello
+
+E = TypeVar("E", bound="Event")
+R = TypeVar("R", bound="Request")
+
+Notice: TypeAlias = ConnectionState | EngineChanged | GoingAway
+"""What concerns every session: the state of the connection, and what the daemon tells everybody."""
+
+# Asked twice, the second time changes nothing.
+_REPEATABLE: Final = (
+    requests.Hello,
+    requests.Ping,
+    requests.GetSession,
+    requests.ListSessions,
+    requests.ResumeSession,
+    requests.CloseSession,
+    requests.Status,
+    requests.Metrics,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Pending:
+    """A request that is not answered yet."""
+
+    request: Request
+    answer: asyncio.Future[Event]
+
+
+class Exchange:
+    """What goes out and who waits for it, over as many sockets as it takes.
+
+    Args:
+        address: Where the daemon is.
+        policy: When to connect again; ``None`` for never.
+        on_notice: Called with what concerns every session.
+        timing: Time and chance.
+
+    Attributes:
+        line: The connection.
+        hello: What the daemon said when the socket opened last.
+        account: Who the daemon says this is.
+        sessions: Those that are resumed on every new socket, by their ids.
+    """
+
+    hello: Hello
+    account: AuthSuccess
+
+    def __init__(
+        self,
+        address: Address,
+        *,
+        policy: BackoffPolicy | None,
+        on_notice: Callable[[Notice], None] | None,
+        timing: Timing,
+    ) -> None:
+        self.line = Lifeline(address, policy=policy, timing=timing, user=self)
+        self.sessions: dict[str, ClientSession] = {}
+        self._policy = policy
+        self._timing = timing
+        self._on_notice = on_notice
+        self._tasks = TaskGroup("client")
+        self._ids = itertools.count(1)
+        self._pending: dict[str, _Pending] = {}
+        self._asking: dict[str, ClientSession] = {}
+
+    async def run(self, link: Link) -> None:
+        """Keep the connection until it is over.
+
+        Args:
+            link: Its first socket.
+        """
+        try:
+            await self.line.run(link)
+        finally:
+            await self._tasks.cancel()
+
+    def begin(self, link: Link) -> None:
+        """Start with the first socket; ``run`` reads from it."""
+        self.hello, self.account = link.hello, link.account
+        self.line.begin(link)
+
+    async def request(self, request: Request) -> Event:
+        """Send a request and return its direct reply; while the connection is lost, wait.
+
+        What only reads, or ends a session, is sent again when its answer is lost with the socket. Of anything else
+        nobody knows then whether it was done.
+
+        Raises:
+            InferenceCenterError: What the daemon refused, or ``daemon_unreachable``.
+        """
+        await self.line.until_connected()
+        return await self.ask(request)
+
+    async def ask(self, request: Request) -> Event:
+        """Send a request on the socket there is, and return its direct reply.
+
+        Raises:
+            InferenceCenterError: See ``request``.
+        """
+        request = self.numbered(request)
+        pending = _Pending(request, asyncio.get_running_loop().create_future())
+        self._pending[str(request.id)] = pending
+        try:
+            await self.line.send(request)
+            return await pending.answer
+        finally:
+            del self._pending[str(request.id)]
+
+    def numbered(self, request: R) -> R:
+        """Return the request with an id of its own."""
+        return request.model_copy(update={"id": f"c{next(self._ids)}"})
+
+    # What sessions use.
+
+    def attach(self, session: ClientSession) -> None:
+        """Hand out its events to the session from now on, and resume it on every new socket."""
+        self.sessions[session.session_id] = session
+
+    def detach(self, session: ClientSession) -> None:
+        """Leave the session alone from now on."""
+        if self.sessions.get(session.session_id) is session:
+            del self.sessions[session.session_id]
+
+    def hear_answers(self, request_id: str, session: ClientSession) -> None:
+        """Hand out to the session what answers a frame, also where that does not name the session."""
+        self._asking[request_id] = session
+
+    def ignore_answers(self, request_id: str) -> None:
+        """Treat what still comes for a frame as nobody's answer."""
+        self._asking.pop(request_id, None)
+
+    def fill_gap(self, session: ClientSession) -> None:
+        """Resume a session of which events did not arrive, though the socket is open."""
+        self._tasks.spawn(self._fill_gap(session), name="fill_gap")
+
+    async def pause(self, backoff: Backoff, failure: InferenceCenterError) -> None:
+        """Wait before an attempt at what failed.
+
+        Raises:
+            InferenceCenterError: The failure, when it is time to give up.
+        """
+        retry_after_s = (failure.retry_after_ms or 0) / 1000
+        wait_s = backoff.next_wait_s(now=self._timing.monotonic(), retry_after_s=retry_after_s)
+        if wait_s is None:
+            raise failure
+        await self._timing.sleep(wait_s)
+
+    def new_backoff(self) -> Backoff:
+        """Return a count of attempts that begins now."""
+        return new_backoff(self._policy, self._timing)
+
+    # What the connection calls.
+
+    def take(self, event: Event | Unknown) -> None:
+        """Hand out an event to whoever it is for."""
+        if isinstance(event, EngineChanged | GoingAway):
+            self._notify(event)
+            return
+        request_id = None if isinstance(event, Unknown) else event.id
+        # By id first: a refusal of another client's session does not name it.
+        asking = self._asking.get(request_id or "")
+        pending = self._pending.get(request_id or "")
+        session = asking or self.sessions.get(str(getattr(event, "session_id", None)))
+        if session is not None:
+            session.take(event, direct=asking is not None or pending is not None)
+        if pending is None or pending.answer.done() or isinstance(event, Unknown):
+            return
+        if isinstance(event, Error):
+            pending.answer.set_exception(as_exception(event))
+        else:
+            pending.answer.set_result(event)
+
+    def cut(self) -> None:
+        """Take note that the socket is lost: what cannot be sent again has failed."""
+        for session in self.sessions.values():
+            session.cut()
+        for pending in self._pending.values():
+            if not isinstance(pending.request, _REPEATABLE) and not pending.answer.done():
+                pending.answer.set_exception(outcome_unknown(pending.request.op))
+
+    async def restore(self, link: Link) -> None:
+        """Resume every session, then ask again what was not answered.
+
+        Raises:
+            InferenceCenterError: The daemon cannot do that yet.
+        """
+        self.hello, self.account = link.hello, link.account
+        unanswered = [pending.request for pending in self._pending.values() if not pending.answer.done()]
+        results = await asyncio.gather(*map(self._resume, list(self.sessions.values())), return_exceptions=True)
+        for failure in results:
+            if failure is not None:
+                raise failure
+        for request in unanswered:
+            await self.line.send(request)
+
+    def told(self, state: ConnectionState) -> None:
+        """Pass on the state of the connection; when it is over, to everybody who waits."""
+        if isinstance(state, Ended):
+            for pending in self._pending.values():
+                if not pending.answer.done():
+                    pending.answer.set_exception(state.error)
+            for session in list(self.sessions.values()):
+                session.fail(state.error)
+        self._notify(state)
+
+    def _notify(self, notice: Notice) -> None:
+        if self._on_notice is not None:
+            self._on_notice(notice)
+
+    async def _resume(self, session: ClientSession) -> None:
+        """Resume a session; one that cannot be is given up.
+
+        Raises:
+            InferenceCenterError: It cannot be resumed yet.
+        """
+        try:
+            resumed = expect(await self.ask(session.resumption()), SessionResumed)
+        except InferenceCenterError as error:
+            if error.spec.retryable:
+                raise
+            self.detach(session)
+            session.fail(error)
+        else:
+            await session.repeat_abort(resumed.turn_id)
+
+    async def _fill_gap(self, session: ClientSession) -> None:
+        try:
+            await self._resume(session)
+        except InferenceCenterError as error:
+            await self.line.fail(error)
+
+
+def expect(event: Event, kind: type[E]) -> E:
+    """Return the event, which is of this kind.
+
+    Raises:
+        InferenceCenterError: ``internal`` when it is not.
+    """
+    if isinstance(event, kind):
+        return event
+    raise InferenceCenterError(ErrorCode.INTERNAL, f"the daemon answered with an unexpected op, {event.op}")

@@ -1,0 +1,252 @@
+"""One turn as one unbroken stream of events, over any number of connections. No I/O.
+
+What was shown is a prefix of the answer, always: the daemon writes down what it shows. So after a cut the daemon either
+sends the events that were missed, or says what the turn has said so far, and only the rest of that is shown.
+"""
+
+from __future__ import annotations
+
+from enum import Enum, auto
+from typing import TYPE_CHECKING, Final, TypeAlias
+
+from inferencecenter.client.failures import as_exception
+from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.protocol.events import (
+    ContextShifted,
+    End,
+    Error,
+    Progress,
+    Queued,
+    SessionResumed,
+    Token,
+)
+from inferencecenter.protocol.values import TurnStats
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from inferencecenter.protocol.base import Event
+    from inferencecenter.protocol.values import TranscriptTurn
+
+TurnStreamEvent: TypeAlias = Queued | Progress | ContextShifted | Token | End
+
+# A daemon that has just started may say so to a turn that is sent again.
+_PASSING: Final = frozenset({ErrorCode.MODEL_LOADING, ErrorCode.ENGINE_UNAVAILABLE})
+_NO_TIMES: Final = "The turn ended while the connection was lost: its times are not known."
+
+
+class StreamState(Enum):
+    """Where a turn is, as far as its client knows."""
+
+    ASKING = auto()
+    """Sent, or about to be; the daemon has not said which turn it is."""
+    RUNNING = auto()
+    """The daemon named the turn."""
+    ENDING = auto()
+    """All of its text is here; how it ended is asked for."""
+    OVER = auto()
+
+
+class TurnStream:
+    """Takes what arrives for a session and gives the events of one turn, each once and in order.
+
+    Whoever owns it sends ``infer`` with the turn's key while ``due`` is set, and says under which id with ``asked``.
+
+    Attributes:
+        due: Whether ``infer`` has to be sent (again).
+        refusal: Why the daemon could not take it when it was last sent; it may soon.
+    """
+
+    def __init__(self, session_id: str) -> None:
+        self.due = True
+        self.refusal: InferenceCenterError | None = None
+        self._session_id = session_id
+        self._asks = True
+        self._interrupted = False
+        self._state = StreamState.ASKING
+        self._request_id: str | None = None
+        self._turn_id: str | None = None
+        self._shown: list[str] = []
+        # While asking: what may turn out to belong to the turn.
+        self._snapshot: SessionResumed | None = None
+        self._early: list[TurnStreamEvent] = []
+
+    @classmethod
+    def following(cls, session_id: str, turn_id: str) -> TurnStream:
+        """Return the stream of a turn that somebody else asked for, to be begun with ``session_resumed``."""
+        stream = cls(session_id)
+        stream.due, stream._asks = False, False
+        stream._state, stream._turn_id = StreamState.RUNNING, turn_id
+        return stream
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._turn_id}, {self._state.name}, due={self.due})"
+
+    @property
+    def state(self) -> StreamState:
+        """Where the turn is."""
+        return self._state
+
+    @property
+    def over(self) -> bool:
+        """Whether its last event was given."""
+        return self._state is StreamState.OVER
+
+    @property
+    def turn_id(self) -> str | None:
+        """The turn, once the daemon has named it."""
+        return self._turn_id
+
+    def asked(self, request_id: str) -> None:
+        """Take note that ``infer`` goes out under this id; answers to earlier ones no longer count."""
+        self.due, self.refusal = False, None
+        self._request_id = request_id
+
+    def take(self, event: Event) -> Iterator[TurnStreamEvent]:
+        """Yield what an event of the session means for the turn: nothing, itself, or more.
+
+        Raises:
+            InferenceCenterError: The turn failed, was refused, or is lost.
+        """
+        match event:
+            case SessionResumed():
+                yield from self._resume(event)
+            case Error():
+                self._fail(event)
+            case Queued() | Progress() | ContextShifted() | Token() | End():
+                yield from self._take(event)
+
+    def _take(self, event: TurnStreamEvent) -> Iterator[TurnStreamEvent]:
+        answers = event.id is not None and event.id == self._request_id
+        if self._state is StreamState.RUNNING and event.turn_id == self._turn_id:
+            yield from self._give(event)
+        elif self._state is StreamState.ASKING:
+            if answers:
+                yield from self._acknowledge(event)
+            elif self._interrupted:
+                self._early.append(event)
+        elif self._state is StreamState.ENDING and answers:
+            if not isinstance(event, End):
+                raise self._lost("the daemon does not know it any more")
+            yield from self._give(event)
+
+    def _give(self, event: TurnStreamEvent) -> Iterator[TurnStreamEvent]:
+        if isinstance(event, Token):
+            self._shown.append(event.content)
+        elif isinstance(event, End):
+            self._state = StreamState.OVER
+        yield event
+
+    def _acknowledge(self, event: TurnStreamEvent) -> Iterator[TurnStreamEvent]:
+        """Begin with the turn that the daemon names, and with what arrived of it already."""
+        snapshot, early = self._snapshot, [early for early in self._early if early.turn_id == event.turn_id]
+        self._snapshot, self._early = None, []
+        self._state, self._turn_id = StreamState.RUNNING, event.turn_id
+        if snapshot is not None and snapshot.turn_id == event.turn_id:
+            yield from self._catch_up(snapshot.content or "", seq=snapshot.seq)
+        elif snapshot is not None and (ended := _ended(snapshot, event.turn_id)) is not None:
+            yield from self._finish_text(snapshot, ended)
+        for known in (*early, event):
+            if not self.over:
+                yield from self._give(known)
+
+    def _resume(self, resumed: SessionResumed) -> Iterator[TurnStreamEvent]:
+        """Go on after a cut: whatever was sent may not have arrived, whatever was said may have been missed."""
+        self._interrupted = True
+        if self._state is StreamState.RUNNING:
+            if not resumed.resumed:
+                yield from self._resume_without_events(resumed)
+            return
+        self.due = not self.over
+        if not resumed.resumed:
+            self._snapshot, self._early = resumed, []
+
+    def _resume_without_events(self, resumed: SessionResumed) -> Iterator[TurnStreamEvent]:
+        assert self._turn_id is not None, "a running turn has a name"
+        if resumed.turn_id == self._turn_id:
+            yield from self._catch_up(resumed.content or "", seq=resumed.seq)
+            return
+        ended = _ended(resumed, self._turn_id)
+        if ended is None:
+            raise self._lost("it failed, or was taken back, while the connection was lost")
+        yield from self._finish_text(resumed, ended)
+        if self._asks:
+            self._state, self.due = StreamState.ENDING, True
+        else:
+            yield from self._give(_end_of(resumed, ended))
+
+    def _catch_up(self, answer: str, *, seq: int) -> Iterator[TurnStreamEvent]:
+        """Show what is new in all that the turn has said."""
+        shown = "".join(self._shown)
+        if not answer.startswith(shown):
+            raise InferenceCenterError(
+                ErrorCode.INTERNAL, f"what was shown of turn {self._turn_id} is not how its answer begins"
+            )
+        if rest := answer[len(shown) :]:
+            yield from self._give(Token(session_id=self._session_id, seq=seq, turn_id=str(self._turn_id), content=rest))
+
+    def _finish_text(self, resumed: SessionResumed, ended: TranscriptTurn) -> Iterator[TurnStreamEvent]:
+        """Show what is new in the answer of a turn that has ended."""
+        answer = _answer(resumed, ended)
+        if answer is not None:
+            yield from self._catch_up(answer, seq=resumed.seq)
+
+    def _fail(self, event: Error) -> None:
+        failed = self._turn_id is not None and event.turn_id == self._turn_id
+        refused = event.id is not None and event.id == self._request_id and self._state is not StreamState.RUNNING
+        if not (failed or refused):
+            return
+        error = as_exception(event)
+        if refused and event.turn_id is None and error.code in _PASSING and self._interrupted:
+            self.due, self.refusal = True, error
+            return
+        self._state = StreamState.OVER
+        raise error
+
+    def _lost(self, why: str) -> InferenceCenterError:
+        self._state = StreamState.OVER
+        return InferenceCenterError(
+            ErrorCode.TURN_NOT_FOUND, f"the rest of turn {self._turn_id} is lost: {why}", hint="Ask again."
+        )
+
+
+def _ended(resumed: SessionResumed, turn_id: str) -> TranscriptTurn | None:
+    """Return what the transcript says of a turn, if it has ended and is part of it."""
+    return next((turn for turn in resumed.turns or () if turn.turn_id == turn_id), None)
+
+
+def _answer(resumed: SessionResumed, ended: TranscriptTurn) -> str | None:
+    """Return a turn's answer, ``None`` when the turn was discarded and left no messages."""
+    turns = resumed.turns or ()
+    before = max((turn.messages for turn in turns[: turns.index(ended)]), default=0)
+    transcript = resumed.transcript or ()
+    if not before < ended.messages <= len(transcript):
+        return None
+    last = transcript[ended.messages - 1]
+    return last.content if last.role == "assistant" else None
+
+
+def _end_of(resumed: SessionResumed, ended: TranscriptTurn) -> End:
+    """Return the end of a turn as far as the transcript tells it."""
+    usage = ended.usage
+    stats = TurnStats(
+        ttft_ms=0.0,
+        total_ms=0.0,
+        tokens=usage.completion_tokens,
+        tps=0.0,
+        prompt_tokens=usage.prompt_tokens,
+        cached_tokens=usage.cached_tokens,
+        queue_ms=0.0,
+        preempted=0,
+    )
+    return End.model_validate(
+        {
+            "session_id": resumed.session_id,
+            "seq": max(resumed.seq, 1),
+            "turn_id": ended.turn_id,
+            "finish_reason": ended.finish_reason,
+            "warnings": (_NO_TIMES,),
+            "usage": usage,
+            "stats": stats,
+        }
+    )
