@@ -136,7 +136,9 @@ class TurnOutput:
         self._started_s = now
         self._cached_tokens = min(cached_tokens, len(prompt))  # the rest of them is the earlier answer's
         if self.n_answered and (learner := learns(self.params)) is not None:
-            self._warnings = (f"the answer was interrupted after {self.n_answered} tokens, and {learner} began afresh",)
+            self._warnings = (
+                f"{learner} began afresh after {self.n_answered} tokens, where the answer was taken up again",
+            )
         return Started(self.turn_id, pack_tokens(prompt), self._cached_tokens)
 
     def conclude(self, prompt: Sequence[int], *, now: float) -> tuple[TurnEvent, ...]:
