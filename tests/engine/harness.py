@@ -200,7 +200,7 @@ class Engine:
             send=self._pipe.send,
             clock=time.monotonic,
         )
-        self._failure: BaseException | None = None
+        self.failure: BaseException | None = None
         self._threads = [threading.Thread(target=each, daemon=True) for each in (self._read, self._run)]
         for thread in self._threads:
             thread.start()
@@ -216,8 +216,8 @@ class Engine:
         self.kv.close()
         self._pipe.close()
         self._held.close()
-        if self._failure is not None:
-            raise self._failure
+        if self.failure is not None:
+            raise self.failure
 
     def _read(self) -> None:
         while (message := self._pipe.read()) is not None:
@@ -231,4 +231,4 @@ class Engine:
         except ConnectionError:
             pass
         except BaseException as failure:  # noqa: BLE001 - raised again by stop(), on the test's thread
-            self._failure = failure
+            self.failure = failure

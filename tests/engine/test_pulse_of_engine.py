@@ -66,6 +66,23 @@ def test_who_decodes_is_named_until_the_step_is_over() -> None:
     engine.stop()
 
 
+def test_a_step_that_fails_leaves_its_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error that nothing foresaw ends the engine, and whose step it was can be read."""
+    engine = Engine()
+
+    def decode(chunks: object) -> None:
+        raise RuntimeError("planned")
+
+    monkeypatch.setattr(engine.backend, "decode", decode)
+    engine.front.send(submit("t", "x"))
+    until = time.monotonic() + TIMEOUT_S
+    while engine.failure is None and time.monotonic() < until:
+        os.sched_yield()
+    assert engine.pulse.suspects == ("t",)
+    with pytest.raises(RuntimeError, match="planned"):
+        engine.stop()
+
+
 def test_a_worker_that_hangs_is_no_progress() -> None:
     """Its turn is named, and a loop that wakes for another reason than something done counts nothing."""
     engine = Engine(queue_timeout_s=0.05)
