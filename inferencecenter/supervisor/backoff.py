@@ -16,10 +16,12 @@ _MAX_DOUBLINGS: Final = 30
 
 @dataclass(frozen=True, slots=True)
 class RestartPolicy:
-    """Bounds of the wait, in seconds."""
+    """Bounds of the wait, in seconds, and how many restarts within ``window_s`` are the last ones."""
 
     min_s: float = 0.5
     max_s: float = 30.0
+    max_restarts: int = 5
+    window_s: float = 600.0
 
 
 class Backoff:

@@ -3,40 +3,63 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import signal
 import socket
 import sys
 import threading
+from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 import msgspec
 import structlog
 
 from inferencecenter.ipc.channel import Channel
-from inferencecenter.ipc.messages import Configure
+from inferencecenter.ipc.messages import Configure, Suspend
+from inferencecenter.ipc.pulse import Pulse
 from inferencecenter.tasks import TaskGroup
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from inferencecenter.ipc.messages import EngineOptions, FromEngine, ToEngine
+    from inferencecenter.ipc.messages import EngineOptions, FromEngine, Log, Suspended, ToEngine
 
 MODULE: Final = "inferencecenter.engine"
 EXIT_GRACE_S: Final = 3.0
 """How long a process may outlive its pipe before it is killed."""
 _MAX_LINE_BYTES: Final = 16 * 1024
 _MAX_SHOWN_CHARS: Final = 400
+_LEVELS: Final = {
+    "debug": logging.DEBUG,
+    "info": logging.INFO,
+    "warning": logging.WARNING,
+    "error": logging.ERROR,
+}
 
 _log = structlog.get_logger("engine")
 
 
-class EngineProcess:
-    """A running ``python -m inferencecenter.engine`` and the channel to it; made by ``spawn``."""
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """How an engine ended, and with which turns it was busy then; ``by_itself`` unless it was killed for a reason."""
 
-    def __init__(self, process: asyncio.subprocess.Process, channel: Channel) -> None:
+    detail: str
+    suspects: tuple[str, ...] = ()
+    by_itself: bool = True
+
+
+class EngineProcess:
+    """A running ``python -m inferencecenter.engine``, the channel to it and its pulse; made by ``spawn``."""
+
+    def __init__(self, process: asyncio.subprocess.Process, channel: Channel, pulse: Pulse) -> None:
         self._process = process
         self._channel = channel
+        self._killed_because = ""
+        self._pulse: Pulse | None = pulse
+        self._suspects: tuple[str, ...] = ()
+        self._quiet = asyncio.Event()
         self._tasks = TaskGroup("engine-process")
         self._last_line = ""
         self._output = self._tasks.spawn(self._log_output(), name="output")
@@ -45,6 +68,11 @@ class EngineProcess:
     def pid(self) -> int:
         """The process id."""
         return self._process.pid
+
+    @property
+    def beats(self) -> int:
+        """The engine's progress: another number than before means that it does something."""
+        return self._pulse.beats if self._pulse else 0
 
     @classmethod
     async def spawn(
@@ -55,7 +83,7 @@ class EngineProcess:
         To be called from the main thread: the kernel kills the engine when the *thread* that started it ends.
 
         Args:
-            options: Sent as the first frame, with this process as the parent.
+            options: Sent as the first frame, with this process as the parent and a new pulse.
             on_message: Called on the event loop with whatever the engine says.
             keep_open: File descriptors that stay open in the engine.
 
@@ -65,7 +93,10 @@ class EngineProcess:
         assert threading.current_thread() is threading.main_thread(), "PR_SET_PDEATHSIG watches the spawning thread"
         ours, theirs = socket.socketpair()
         channel = await Channel.open(ours, on_message)
-        try:
+        with theirs, ExitStack() as undone:
+            undone.callback(channel.abort)
+            pulse = Pulse.create()
+            undone.callback(pulse.close)
             process = await asyncio.create_subprocess_exec(
                 sys.executable,
                 "-m",
@@ -75,15 +106,11 @@ class EngineProcess:
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.STDOUT,
-                pass_fds=(theirs.fileno(), *keep_open),
+                pass_fds=(theirs.fileno(), pulse.fd, *keep_open),
             )
-        except BaseException:
-            channel.abort()
-            raise
-        finally:
-            theirs.close()
-        channel.send(Configure(msgspec.structs.replace(options, parent_pid=os.getpid())))
-        return cls(process, channel)
+            undone.pop_all()
+        channel.send(Configure(msgspec.structs.replace(options, parent_pid=os.getpid(), pulse_fd=pulse.fd)))
+        return cls(process, channel, pulse)
 
     def send(self, message: ToEngine) -> None:
         """Send a message; nothing happens when the engine is gone.
@@ -97,10 +124,25 @@ class EngineProcess:
         """Ask the engine to end by closing the pipe."""
         self._channel.close()
 
-    def kill(self) -> None:
-        """End the engine at once."""
+    def kill(self, *, because: str = "") -> None:
+        """End the engine at once; ``because`` is a reason in words, for ``gone``."""
+        self._killed_because = because or self._killed_because
         if self._process.returncode is None:
             os.kill(self._process.pid, signal.SIGKILL)
+
+    async def suspend(self, *, deadline_s: float) -> None:
+        """Have the engine stop its turns and bring their KV to disk; wait until it has, at most ``deadline_s``."""
+        self.send(Suspend())
+        try:
+            async with asyncio.timeout(deadline_s):
+                await self._quiet.wait()
+        except TimeoutError:
+            _log.warning("engine_not_suspended", deadline_s=deadline_s)
+
+    def suspended(self, message: Suspended) -> None:
+        """Take note that the engine has done what ``suspend`` asked for."""
+        _log.info("engine_suspended", sessions=message.sessions)
+        self._quiet.set()
 
     async def end(self, *, deadline_s: float) -> None:
         """Ask the engine to end, kill it after ``deadline_s``, and wait until it is gone."""
@@ -112,9 +154,10 @@ class EngineProcess:
             self.kill()
             await self.gone()
 
-    async def gone(self) -> str:
-        """Wait until the pipe has been read to its end and the process is gone; return how it ended, in words."""
+    async def gone(self) -> Ended:
+        """Wait until the pipe has been read to its end and the process is gone; return how it ended."""
         fault = await self._channel.lost()
+        self._quiet.set()
         try:
             async with asyncio.timeout(EXIT_GRACE_S):
                 status = await self._process.wait()
@@ -122,9 +165,15 @@ class EngineProcess:
             self.kill()
             status = await self._process.wait()
         await asyncio.wait([self._output])
+        if self._pulse is not None:
+            self._suspects = self._pulse.suspects
+            self._pulse.close()
+            self._pulse = None
+        if self._killed_because:
+            return Ended(self._killed_because, self._suspects, by_itself=False)
         reason = fault or self._last_line
         how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
-        return f"the engine {how}: {reason}" if reason else f"the engine {how}"
+        return Ended(f"the engine {how}: {reason}" if reason else f"the engine {how}", self._suspects)
 
     async def _log_output(self) -> None:
         """Log what the process writes outside the channel: Python's and llama.cpp's last words."""
@@ -144,3 +193,8 @@ class EngineProcess:
         if text:
             self._last_line = text[:_MAX_SHOWN_CHARS]
             _log.warning("engine_output", line=text, pid=self.pid)
+
+
+def log_line(message: Log) -> None:
+    """Write a line that the engine logged, with the name of what wrote it."""
+    _log.log(_LEVELS.get(message.level, logging.INFO), message.event, logger=message.source)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import random
 import time
 from typing import TYPE_CHECKING, Final
@@ -12,36 +11,32 @@ import msgspec
 import structlog
 
 from inferencecenter.errors import ERRORS, ErrorCode, InferenceCenterError
-from inferencecenter.ipc.framing import FrameError
-from inferencecenter.ipc.messages import (
-    Abort,
-    Failed,
-    Finished,
-    LoadFailed,
-    Loading,
-    Log,
-    Overflowed,
-    Ready,
-    Release,
-    Step,
-)
+from inferencecenter.ipc.messages import Keep, LoadFailed, Loading, Log, Ready, Release, Step, Suspended
 from inferencecenter.ipc.port import EngineState, EngineStatus
 from inferencecenter.supervisor.backoff import Backoff, RestartPolicy
-from inferencecenter.supervisor.orphan import OrphanError, engine_lock, record_holder
-from inferencecenter.supervisor.process import EngineProcess
+from inferencecenter.supervisor.launch import launch
+from inferencecenter.supervisor.loading import LoadProgress, log_ready, with_fewer_layers
+from inferencecenter.supervisor.orphan import OrphanError
+from inferencecenter.supervisor.process import Ended, log_line
 from inferencecenter.supervisor.queue_watch import QueueWatch
+from inferencecenter.supervisor.restarts import RestartBudget
 from inferencecenter.supervisor.states import ENGINE, EngineChange
+from inferencecenter.supervisor.turns import Turns
+from inferencecenter.supervisor.watch import HangWatch
 from inferencecenter.tasks import TaskGroup
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection
     from pathlib import Path
 
-    from inferencecenter.ipc.messages import EngineOptions, FromEngine, ModelInfo, Submit, TurnEvent
+    from inferencecenter.ipc.messages import EngineOptions, FromEngine, ModelInfo
+    from inferencecenter.ipc.port import EngineTurn
+    from inferencecenter.supervisor.process import EngineProcess
 
+SUSPEND_DEADLINE_S: Final = 10.0
+"""How long an engine may take to bring KV to disk when the daemon stops."""
 STOP_DEADLINE_S: Final = 3.0
-_SHOWN_LOADING_STEPS: Final = 10
-_LOADING_LOGGED_EVERY_S: Final = 1.0
+_NOTHING_RUNS: Final = Step(events=(), running=0, waiting=0, rss_bytes=0)
 
 _log = structlog.get_logger(__name__)
 
@@ -50,53 +45,68 @@ class Supervisor:
     """Starts the engine, starts it again when it is lost, and carries turns to it and their events back.
 
     Implements ``ipc.port.EnginePort``. ``_change`` is the only writer of the engine's state. A model that cannot be
-    loaded at first is not tried again: the engine stays ``failed`` and ``load_failure`` says why. Once a model was
-    loaded, every failure is taken to pass.
+    loaded at first is not tried again: the engine stays ``failed``, ``load_failure`` says why, and turns wait for the
+    next daemon. Once a model was loaded, every failure is taken to pass, until there are too many: then the engine is
+    ``given_up`` and its turns fail.
 
     Args:
         options: What each engine is told at its start.
-        policy: Bounds of the wait before a restart.
+        policy: When and how often it is started again.
         max_queue: Turns that may wait for a slot.
         queue_warning: Turns that wait when a warning is logged; 0 logs none.
         load_timeout_s: An engine that is not ready by then is killed and started again.
+        hang_timeout_s: So is one that has turns and makes no progress for so long.
+        live_sessions: Names the sessions whose KV a new engine is to keep; without it all is kept.
         lock_path: File by which the engine of a daemon that died is noticed; none to do without.
         jitter: Numbers from 0 to 1.
         monotonic: Seconds that only rise.
     """
 
-    def __init__(  # noqa: PLR0913 - keyword-only; the last five have defaults
+    def __init__(  # noqa: PLR0913 - keyword-only; most have defaults
         self,
         options: EngineOptions,
         *,
         policy: RestartPolicy,
         max_queue: int,
         queue_warning: int = 0,
+        # Timeouts
         load_timeout_s: float = 1800.0,
+        hang_timeout_s: float = 60.0,
+        # Surroundings
+        live_sessions: Callable[[], Collection[str]] | None = None,
         lock_path: Path | None = None,
         jitter: Callable[[], float] = random.random,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         self._options = options
         self._backoff = Backoff(policy, random=jitter)
+        self._budget = RestartBudget(policy)
         self._max_queue = max_queue
         self._queue_watch = QueueWatch(queue_warning)
         self._load_timeout_s = load_timeout_s
+        self._hang_timeout_s = hang_timeout_s
+        self._live_sessions = live_sessions
         self._lock_path = lock_path
         self._monotonic = monotonic
         self._tasks = TaskGroup("supervisor")
         self._listeners: list[Callable[[EngineStatus], None]] = []
-        self._turns: dict[str, Callable[[TurnEvent], None]] = {}
+        self._turns = Turns()
+        self._hang_watch = HangWatch(
+            hang_timeout_s,
+            beats=lambda: self._process.beats if self._process else 0,
+            on_hang=self._hangs,
+            call_later=lambda delay_s, call: asyncio.get_running_loop().call_later(delay_s, call),
+        )
         self._state = EngineState.STOPPED
         self._process: EngineProcess | None = None
         self._model: ModelInfo | None = None
-        self._load_fraction = 0.0
-        self._load_logged_at = 0.0
-        self._loads_too_long = False
+        self._progress = LoadProgress(monotonic=monotonic)
         self._load_failure: InferenceCenterError | None = None
+        self._given_up = False
         self._detail = ""
         self._starts = 0
         self._ready_since: float | None = None
-        self._gauges = Step(events=(), running=0, waiting=0, rss_bytes=0)
+        self._gauges = _NOTHING_RUNS
         self._keeper: asyncio.Task[None] | None = None
         self._stop_asked = asyncio.Event()
 
@@ -110,11 +120,11 @@ class Supervisor:
             state=self._state,
             model=self._model,
             pid=self._process.pid if self._process else None,
-            load_fraction=self._load_fraction,
+            load_fraction=self._progress.fraction,
             detail=self._detail,
             restarts=max(0, self._starts - 1),
             running=self._gauges.running,
-            waiting=self._gauges.waiting,
+            waiting=self._gauges.waiting + self._turns.n_waiting,
             rss_bytes=self._gauges.rss_bytes,
             parked_sessions=self._gauges.parked_sessions,
             parked_bytes=self._gauges.parked_bytes,
@@ -125,6 +135,11 @@ class Supervisor:
         """Why the model could not be loaded, when that is final."""
         return self._load_failure
 
+    @property
+    def given_up(self) -> bool:
+        """Whether the engine was lost so often that it is not started again."""
+        return self._given_up
+
     def subscribe(self, listener: Callable[[EngineStatus], None]) -> None:
         """Call ``listener`` when the state changes, and at each tenth of the loading."""
         self._listeners.append(listener)
@@ -133,43 +148,51 @@ class Supervisor:
         """Start the engine; to be called once, from the main thread. It is ready when ``status`` says so."""
         self._keeper = self._tasks.spawn(self._keep_alive(), name="keep-alive")
 
-    async def stop(self, *, deadline_s: float = STOP_DEADLINE_S) -> None:
-        """End the engine for good: ask it, and kill it after ``deadline_s``. Turns that still run end as failed."""
+    async def stop(
+        self, *, suspend_deadline_s: float = SUSPEND_DEADLINE_S, deadline_s: float = STOP_DEADLINE_S
+    ) -> None:
+        """End the engine for good; turns that still run are interrupted, and hear nothing more.
+
+        Args:
+            suspend_deadline_s: Seconds it may take to bring KV to disk.
+            deadline_s: Seconds it may take to end after that, before it is killed.
+        """
         if self._stop_asked.is_set():
             return
         self._stop_asked.set()
+        was_ready = self._state is EngineState.READY
         self._change(EngineChange.STOP)
-        self._fail_turns(ErrorCode.ENGINE_UNAVAILABLE, "the daemon is stopping")
-        if self._process is not None:
-            await self._process.end(deadline_s=deadline_s)
+        self._hang_watch.keep(watching=False)
+        self._turns.lost()
+        if (process := self._process) is not None:
+            if was_ready:
+                await process.suspend(deadline_s=suspend_deadline_s)
+            await process.end(deadline_s=deadline_s)
         if self._keeper is not None:
             await asyncio.wait([self._keeper])
         self._change(EngineChange.ENDED)
 
-    def submit(self, turn: Submit, listener: Callable[[TurnEvent], None]) -> int:
+    def submit(self, turn: EngineTurn) -> int:
         """Hand over a turn; see ``EnginePort``.
 
         Raises:
-            InferenceCenterError: ``model_loading``, ``engine_unavailable``, ``queue_full`` or ``prompt_too_long``.
+            InferenceCenterError: ``engine_unavailable``, ``queue_full``, ``prompt_too_long``, or what the turn says.
         """
-        if self._state is not EngineState.READY or self._process is None or self._model is None:
+        if self._stop_asked.is_set() or self._load_failure is not None or self._given_up:
             raise self._unavailable()
-        position = max(0, len(self._turns) + 1 - self._model.slots)
+        slots = self._model.slots if self._model else self._options.slots
+        position = max(0, len(self._turns) + 1 - slots)
         if position > self._max_queue:
             raise InferenceCenterError(
                 ErrorCode.QUEUE_FULL, f"{self._max_queue} turns are waiting already", retry_after_ms=1000
             )
-        try:
-            self._process.send(turn)
-        except FrameError as error:
-            raise InferenceCenterError(ErrorCode.PROMPT_TOO_LONG, str(error)) from error
-        self._turns[turn.turn_id] = listener
-        return position
+        given = self._turns.add(turn)
+        self._watch_progress()
+        return position if given else max(1, position)
 
     def abort(self, turn_id: str) -> None:
         """Ask for the turn's end."""
-        if self._process is not None and turn_id in self._turns:
-            self._process.send(Abort(turn_id))
+        self._turns.abort(turn_id)
 
     def release(self, session_id: str) -> None:
         """Let the engine forget a session's KV."""
@@ -181,64 +204,65 @@ class Supervisor:
     async def _keep_alive(self) -> None:
         while not self._stop_asked.is_set():
             self._starts += 1
-            self._load_fraction = 0.0
+            self._progress.begin()
             self._change(EngineChange.START)
-            detail = await self._live()
-            if self._stop_asked.is_set() or not self._lose(detail):
+            ended = await self._live()
+            if self._stop_asked.is_set() or not self._lose(ended):
                 return
             delay_s = self._backoff.after_failure(ready_s=self._ready_s())
             self._change(EngineChange.WAIT)
-            _log.warning("engine_restarts", delay_s=round(delay_s, 2), detail=detail)
+            _log.warning("engine_restarts", delay_s=round(delay_s, 2), detail=ended.detail)
             try:
                 async with asyncio.timeout(delay_s):
                     await self._stop_asked.wait()
             except TimeoutError:
                 continue
 
-    async def _live(self) -> str:
-        """Run one engine until it is gone; return how it ended."""
+    async def _live(self) -> Ended:
+        """Run one engine until it is gone."""
         self._ready_since = None
-        self._loads_too_long = False
+        # Of what another daemon's engine parked, only durable sessions are still known. One that got ready here has
+        # deleted the rest, so that what is there now was parked for sessions of this daemon.
+        options = msgspec.structs.replace(self._options, kv_adopt="durable" if self._model is None else "all")
         try:
-            process = self._process = await self._spawn()
+            process = await launch(options, on_message=self._on_message, lock_path=self._lock_path)
         except (OSError, OrphanError) as error:
-            return f"the engine cannot be started: {error}"
+            return Ended(f"the engine cannot be started: {error}")
+        self._process = process
         _log.info("engine_started", pid=process.pid, backend=self._options.backend)
         if self._stop_asked.is_set():
             process.close()
         patience = asyncio.get_running_loop().call_later(self._load_timeout_s, self._give_up_loading, process)
         try:
-            ended = await process.gone()
+            return await process.gone()
         finally:
             patience.cancel()
             self._process = None
-        return f"loading took longer than {self._load_timeout_s:g} s" if self._loads_too_long else ended
 
     def _give_up_loading(self, process: EngineProcess) -> None:
         if self._state is EngineState.STARTING:
-            self._loads_too_long = True
-            process.kill()
+            process.kill(because=f"loading took longer than {self._load_timeout_s:g} s")
 
-    async def _spawn(self) -> EngineProcess:
-        # What another daemon's engine parked belongs to sessions that nobody knows any more; one that got ready here
-        # has deleted it, so that what is there now was parked for sessions that are still open.
-        options = msgspec.structs.replace(self._options, kv_adopt=self._model is not None)
-        if self._lock_path is None:
-            return await EngineProcess.spawn(options, on_message=self._on_message)
-        async with engine_lock(self._lock_path) as fd:
-            process = await EngineProcess.spawn(options, on_message=self._on_message, keep_open=(fd,))
-            record_holder(fd, process.pid)
-            return process
-
-    def _lose(self, detail: str) -> bool:
+    def _lose(self, ended: Ended) -> bool:
         """Take note that the engine is gone; tell whether to start another."""
+        was_loading = self._state is EngineState.STARTING
+        self._detail = self._load_failure.message if self._load_failure else ended.detail
+        self._gauges = _NOTHING_RUNS
+        self._hang_watch.keep(watching=False)
+        if self._turns.lost(ended.suspects, detail=ended.detail):
+            self._budget.clear()
         if self._load_failure is not None:
-            detail = self._load_failure.message
-        self._detail = detail
-        self._gauges = Step(events=(), running=0, waiting=0, rss_bytes=0)
+            self._change(EngineChange.LOST)
+            return False
+        if was_loading and ended.by_itself and self._progress.may_lack_gpu_memory(self._options):
+            self._options = with_fewer_layers(self._options, self._model)
+        else:
+            self._given_up = not self._budget.take(now=self._monotonic())
         self._change(EngineChange.LOST)
-        self._fail_turns(ErrorCode.ENGINE_CRASHED, detail)
-        return self._load_failure is None
+        if self._given_up:
+            _log.error("engine_given_up", restarts=self._starts - 1, detail=ended.detail)
+            self._turns.fail(self._unavailable())
+        return not self._given_up
 
     def _ready_s(self) -> float:
         return 0.0 if self._ready_since is None else self._monotonic() - self._ready_since
@@ -248,68 +272,53 @@ class Supervisor:
     def _on_message(self, message: FromEngine) -> None:
         match message:
             case Step():
-                self._gauges = message
-                if self._queue_watch.warns(message.waiting):
-                    _log.warning("queue_long", waiting=message.waiting, running=message.running)
-                for event in message.events:
-                    self._dispatch(event)
+                self._step(message)
             case Log():
-                _engine_log(message)
+                log_line(message)
             case Loading():
-                self._loading(message.fraction)
+                if self._progress.advance(message):
+                    self._tell()
             case Ready(model=model) if self._state is EngineState.STARTING:
-                self._model, self._load_fraction, self._detail = model, 1.0, ""
-                self._ready_since = self._monotonic()
-                _log.info(
-                    "engine_ready",
-                    model=model.name,
-                    slots=model.slots,
-                    n_ctx=model.n_ctx,
-                    gpu_layers=model.n_gpu_layers,
-                    threads=model.n_threads,
-                )
-                self._change(EngineChange.LOADED)
+                self._ready(model)
             case LoadFailed():
                 self._load_failed(message)
+            case Suspended() if self._process is not None:
+                self._process.suspended(message)
 
-    def _dispatch(self, event: TurnEvent) -> None:
-        terminal = isinstance(event, Finished | Failed | Overflowed)
-        listener = self._turns.pop(event.turn_id, None) if terminal else self._turns.get(event.turn_id)
-        if listener is None:
-            return
-        try:
-            listener(event)
-        # The border between the turns: a fault in what one of them does with an event must not reach the others.
-        except Exception:  # noqa: BLE001
-            _log.exception("turn_listener_failed", turn=event.turn_id)
+    def _step(self, message: Step) -> None:
+        self._gauges = message
+        if self._queue_watch.warns(message.waiting):
+            _log.warning("queue_long", waiting=message.waiting, running=message.running)
+        for event in message.events:
+            self._turns.hear(event)
+        self._watch_progress()
 
-    def _loading(self, fraction: float) -> None:
-        before, self._load_fraction = self._load_fraction, fraction
-        if int(before * _SHOWN_LOADING_STEPS) != int(fraction * _SHOWN_LOADING_STEPS):
-            now = self._monotonic()
-            if now - self._load_logged_at >= _LOADING_LOGGED_EVERY_S:
-                self._load_logged_at = now
-                _log.info("model_loading", percent=round(fraction * 100))
-            self._tell()
+    def _ready(self, model: ModelInfo) -> None:
+        assert self._process is not None, "it has just spoken"
+        self._model, self._progress.fraction, self._detail = model, 1.0, ""
+        self._ready_since = self._monotonic()
+        log_ready(model)
+        self._change(EngineChange.LOADED)
+        if self._live_sessions is not None:
+            self._process.send(Keep(tuple(self._live_sessions())))
+        self._turns.connect(self._process.send)
+        self._watch_progress()
 
     def _load_failed(self, message: LoadFailed) -> None:
-        _log.error("model_not_loaded", code=message.code, reason=message.message, hint=message.hint)
-        if self._model is None:
+        self._progress.refuse(message)
+        if self._model is None and not self._progress.may_lack_gpu_memory(self._options):
             code = ErrorCode(message.code) if message.code in ERRORS else ErrorCode.INTERNAL
             self._load_failure = InferenceCenterError(code, message.message, hint=message.hint or None)
 
-    # What is told.
+    def _watch_progress(self) -> None:
+        self._hang_watch.keep(watching=self._turns.engine_is_busy)
 
-    def _fail_turns(self, code: ErrorCode, detail: str) -> None:
-        for turn_id in list(self._turns):
-            self._dispatch(
-                Failed(
-                    turn_id=turn_id,
-                    code=code.value,
-                    message=f"{ERRORS[code].message} ({detail})",
-                    hint="Send it again: the session's history is as it was before.",
-                )
-            )
+    def _hangs(self) -> None:
+        if self._process is not None:
+            _log.error("engine_hangs", pid=self._process.pid, no_progress_s=self._hang_timeout_s)
+            self._process.kill(because=f"the engine made no progress for {self._hang_timeout_s:g} s")
+
+    # What is told.
 
     def _change(self, change: EngineChange) -> None:
         self._state = ENGINE.after(self._state, change)
@@ -322,25 +331,11 @@ class Supervisor:
             listener(status)
 
     def _unavailable(self) -> InferenceCenterError:
-        if self._state is EngineState.STARTING:
-            return InferenceCenterError(
-                ErrorCode.MODEL_LOADING, f"the model is loading: {self._load_fraction:.0%}", retry_after_ms=1000
-            )
         return InferenceCenterError(
             ErrorCode.ENGINE_UNAVAILABLE,
             f"the engine is {self._state.value}{': ' if self._detail else ''}{self._detail}",
+            hint="It was lost too often and is not started again; the daemon's log says why."
+            if self._given_up
+            else None,
             retry_after_ms=1000,
         )
-
-
-_LEVELS: Final = {
-    "debug": logging.DEBUG,
-    "info": logging.INFO,
-    "warning": logging.WARNING,
-    "error": logging.ERROR,
-}
-
-
-def _engine_log(message: Log) -> None:
-    """Write a line of the engine's log, with the name of what wrote it."""
-    _log.log(_LEVELS.get(message.level, logging.INFO), message.event, logger=message.source)

@@ -1,41 +1,99 @@
-"""A supervisor with a real engine process on the echo backend, and what its turns are told."""
+"""A supervisor with a real engine process, and what its turns are told."""
 
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from inferencecenter.ipc.messages import Delta, EngineOptions, Failed, Finished, Overflowed, Piece, Submit, TurnEvent
+from inferencecenter.ipc.messages import (
+    Delta,
+    EngineOptions,
+    Failed,
+    Finished,
+    Overflowed,
+    Piece,
+    Submit,
+    TurnEvent,
+    Withdrawn,
+)
 from inferencecenter.ipc.port import EngineState, EngineStatus
 from inferencecenter.protocol.params import Params, encode
 from inferencecenter.supervisor.backoff import RestartPolicy
 from inferencecenter.supervisor.supervisor import Supervisor
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Collection
     from pathlib import Path
 
 TIMEOUT_S = 30.0
 PROMPT = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
+Terminal = Finished | Failed | Overflowed | Withdrawn
+
+
+def order(turn_id: str, text: str = "hello", **fields: object) -> Submit:
+    """Return a submission that is answered with ``text``."""
+    submit = Submit(
+        turn_id=turn_id,
+        session_id=turn_id,
+        client_id="ada",
+        priority=1,
+        tokens=b"",
+        pieces=(Piece(PROMPT.format(text), True),),
+        params_json=encode(Params()),
+    )
+    return msgspec.structs.replace(submit, **fields)
 
 
 @dataclass
 class Heard:
-    """The events of one turn."""
+    """A turn that remembers what it was told, and goes on from there. Implements ``EngineTurn``."""
 
+    order: Submit
     events: list[TurnEvent] = field(default_factory=list)
     spoke: asyncio.Event = field(default_factory=asyncio.Event)
     ended: asyncio.Event = field(default_factory=asyncio.Event)
+    submissions: int = 0
+    interruptions: int = 0
 
-    def __call__(self, event: TurnEvent) -> None:
+    @property
+    def turn_id(self) -> str:
+        """Its name."""
+        return self.order.turn_id
+
+    @property
+    def tokens(self) -> bytes:
+        """What it generated, packed."""
+        return self.order.answer + b"".join(event.tokens for event in self.events if isinstance(event, Delta))
+
+    @property
+    def n_tokens(self) -> int:
+        """How much that is."""
+        return len(self.tokens) // 4
+
+    def submission(self) -> Submit:
+        """Return what is left of it."""
+        self.submissions += 1
+        return msgspec.structs.replace(
+            self.order, answer=self.tokens, shown_chars=self.order.shown_chars + len(self.text)
+        )
+
+    def hear(self, event: TurnEvent) -> None:
         """Keep the event."""
         self.events.append(event)
         if isinstance(event, Delta):
             self.spoke.set()
-        if isinstance(event, Finished | Failed | Overflowed):
+        if isinstance(event, Terminal):
             self.ended.set()
+
+    def interrupted(self) -> None:
+        """Count it, and wait for the next word."""
+        self.interruptions += 1
+        self.spoke.clear()
 
     @property
     def text(self) -> str:
@@ -43,9 +101,9 @@ class Heard:
         return "".join(event.text for event in self.events if isinstance(event, Delta))
 
     @property
-    def terminal(self) -> list[Finished | Failed | Overflowed]:
+    def terminal(self) -> list[Terminal]:
         """Its terminal events, of which there must be one."""
-        return [event for event in self.events if isinstance(event, Finished | Failed | Overflowed)]
+        return [event for event in self.events if isinstance(event, Terminal)]
 
 
 class Watched:
@@ -57,16 +115,21 @@ class Watched:
         max_queue: int = 10,
         queue_warning: int = 0,
         load_timeout_s: float = 60.0,
+        hang_timeout_s: float = 60.0,
+        max_restarts: int = 100,
+        live_sessions: Callable[[], Collection[str]] | None = None,
         lock_path: Path | None = None,
         **options: object,
     ) -> None:
         base = {"backend": "echo", "parent_pid": 0, "slots": 2}
         self.supervisor = Supervisor(
             EngineOptions(**(base | options)),  # type: ignore[arg-type]
-            policy=RestartPolicy(min_s=0.01, max_s=0.02),
+            policy=RestartPolicy(min_s=0.01, max_s=0.02, max_restarts=max_restarts),
             max_queue=max_queue,
             queue_warning=queue_warning,
             load_timeout_s=load_timeout_s,
+            hang_timeout_s=hang_timeout_s,
+            live_sessions=live_sessions,
             lock_path=lock_path,
         )
         self.states: list[EngineState] = []
@@ -87,15 +150,20 @@ class Watched:
 
     def submit(self, turn_id: str, text: str = "hello", **fields: object) -> Heard:
         """Submit a turn that is answered with ``text``."""
-        heard = Heard()
-        turn = Submit(
-            turn_id=turn_id,
-            session_id=turn_id,
-            client_id="ada",
-            priority=1,
-            tokens=b"",
-            pieces=(Piece(PROMPT.format(text), True),),
-            params_json=encode(Params()),
-        )
-        self.supervisor.submit(msgspec.structs.replace(turn, **fields), heard)
+        heard = Heard(order(turn_id, text, **fields))
+        self.supervisor.submit(heard)
         return heard
+
+    def kill(self) -> None:
+        """End the engine as the kernel does when memory is short."""
+        pid = self.supervisor.status.pid
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+
+
+async def end_of(heard: Heard) -> Finished:
+    """Wait until a turn has finished and return how."""
+    await asyncio.wait_for(heard.ended.wait(), TIMEOUT_S)
+    (end,) = heard.terminal
+    assert isinstance(end, Finished)
+    return end

@@ -7,7 +7,7 @@ import asyncio
 from structlog.testing import capture_logs
 
 from inferencecenter.ipc.messages import Configure, EngineOptions, FromEngine, Ready
-from inferencecenter.supervisor.process import EngineProcess
+from inferencecenter.supervisor.process import Ended, EngineProcess
 
 OPTIONS = EngineOptions(backend="echo", parent_pid=0)
 
@@ -19,8 +19,8 @@ async def test_its_last_words_say_how_it_ended() -> None:
         process.send(Configure(OPTIONS))
         async with asyncio.timeout(30):
             ended = await process.gone()
-    assert ended.startswith("the engine ended with status ")
-    assert ended.endswith("a second Configure")
+    assert ended.detail.startswith("the engine ended with status ")
+    assert ended.detail.endswith("a second Configure")
     assert [line["pid"] for line in logs if line["event"] == "engine_output"] == [process.pid]
 
 
@@ -38,4 +38,4 @@ async def test_it_ends_when_its_pipe_is_closed() -> None:
     async with asyncio.timeout(30):
         await ready.wait()
         process.close()
-        assert await process.gone() == "the engine ended with status 0"
+        assert await process.gone() == Ended("the engine ended with status 0")

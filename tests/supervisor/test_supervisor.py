@@ -11,14 +11,15 @@ import pytest
 from structlog.testing import capture_logs
 
 from inferencecenter.errors import ErrorCode, InferenceCenterError
-from inferencecenter.ipc.messages import Failed, Finished, Piece, Submit, TurnEvent
+from inferencecenter.ipc.messages import Finished, TurnEvent, Withdrawn
 from inferencecenter.ipc.port import EngineState, EngineStatus
-from inferencecenter.protocol.params import Params, encode
-from tests.supervisor.harness import PROMPT, TIMEOUT_S, Watched
+from tests.supervisor.harness import TIMEOUT_S, Heard, Watched, end_of, order
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
     from pathlib import Path
+
+LONG = "a long answer " * 20
 
 
 @pytest.fixture
@@ -45,41 +46,57 @@ async def test_a_turn_runs_to_its_end(slow: Watched) -> None:
     assert status.model.backend == "echo"
 
 
-async def test_a_killed_engine_comes_back(slow: Watched) -> None:
-    """Every turn it had fails exactly once, no turn is taken meanwhile, and the next one works."""
-    turns = [slow.submit(f"t{n}", "a long answer " * 20) for n in range(4)]
+async def test_a_killed_engine_costs_no_word(slow: Watched) -> None:
+    """Every turn goes on with the next engine and says what it would have said; turns taken meanwhile run too."""
+    turns = [slow.submit(f"t{n}", LONG) for n in range(4)]
     await asyncio.wait_for(turns[0].spoke.wait(), TIMEOUT_S)
-    refusals: list[InferenceCenterError] = []
+    early: list[Heard] = []
 
     def submit_when_lost(status: EngineStatus) -> None:
         if status.state in (EngineState.FAILED, EngineState.BACKOFF, EngineState.STARTING):
-            with pytest.raises(InferenceCenterError) as caught:
-                slow.submit("early")
-            refusals.append(caught.value)
+            early.append(slow.submit(f"early{len(early)}"))
 
     slow.supervisor.subscribe(submit_when_lost)
     before = slow.supervisor.status
-    assert before.pid is not None
-    os.kill(before.pid, signal.SIGKILL)
+    slow.kill()
     await slow.until(EngineState.BACKOFF)
+    status = slow.supervisor.status
+    assert "SIGKILL" in status.detail
+    assert (status.running, status.waiting) == (0, 6)
     await slow.until(EngineState.READY)
-    for turn in turns:
-        (failed,) = turn.terminal
-        assert isinstance(failed, Failed)
-        assert failed.code == ErrorCode.ENGINE_CRASHED
-    assert {error.code for error in refusals} == {ErrorCode.ENGINE_UNAVAILABLE, ErrorCode.MODEL_LOADING}
-    assert "SIGKILL" in refusals[0].message
     after = slow.supervisor.status
     assert (after.restarts, after.detail) == (1, "")
     assert after.pid != before.pid
-    heard = slow.submit("t9", "again")
-    await asyncio.wait_for(heard.ended.wait(), TIMEOUT_S)
-    assert heard.text == "again"
+    for turn in turns:
+        assert (await end_of(turn)).reason == "stop"
+        assert (turn.text, turn.interruptions, turn.submissions) == (LONG, 1, 2)
+    assert len(early) == 3
+    for turn in early:
+        await end_of(turn)
+        assert (turn.text, turn.interruptions, turn.submissions) == ("hello", 0, 1)
+
+
+async def test_turns_wait_for_the_first_engine() -> None:
+    """One that is submitted before there is an engine, or while it loads, is asked what it is when the engine is ready.
+
+    Its place is never 0 until then.
+    """
+    watched = Watched()
+    before, during = Heard(order("t1")), Heard(order("t2"))
+    assert watched.supervisor.submit(before) == 1
+    await watched.supervisor.start()
+    await watched.until(EngineState.STARTING)
+    assert watched.supervisor.submit(during) == 1
+    assert (before.submissions, watched.supervisor.status.waiting) == (0, 2)
+    for turn in (before, during):
+        await end_of(turn)
+        assert turn.text == "hello"
+    await watched.supervisor.stop()
 
 
 async def test_an_aborted_turn_ends_as_aborted(slow: Watched) -> None:
     """The engine hears of it and says what was kept; unknown turns are nobody's business."""
-    heard = slow.submit("t1", "a long answer " * 20)
+    heard = slow.submit("t1", LONG)
     await asyncio.wait_for(heard.spoke.wait(), TIMEOUT_S)
     slow.supervisor.abort("t1")
     slow.supervisor.abort("unknown")
@@ -88,26 +105,18 @@ async def test_an_aborted_turn_ends_as_aborted(slow: Watched) -> None:
     (end,) = heard.terminal
     assert isinstance(end, Finished)
     assert end.reason == "aborted"
-    assert heard.text != "a long answer " * 20
+    assert heard.text != LONG
 
 
 async def test_a_listener_that_fails_harms_nobody_else(slow: Watched) -> None:
     """Its fault is logged, and the turn beside it goes on."""
 
-    def broken(event: TurnEvent) -> None:
-        raise RuntimeError(type(event).__name__)
+    class Broken(Heard):
+        def hear(self, event: TurnEvent) -> None:
+            raise RuntimeError(type(event).__name__)
 
-    turn = Submit(
-        turn_id="broken",
-        session_id="s",
-        client_id="ada",
-        priority=1,
-        tokens=b"",
-        pieces=(Piece(PROMPT.format("x"), True),),
-        params_json=encode(Params()),
-    )
     with capture_logs() as logs:
-        slow.supervisor.submit(turn, broken)
+        slow.supervisor.submit(Broken(order("broken")))
         heard = slow.submit("fine", "fine answer")
         await asyncio.wait_for(heard.ended.wait(), TIMEOUT_S)
     assert heard.text == "fine answer"
@@ -119,43 +128,63 @@ async def test_the_queue_is_bounded_and_places_are_told() -> None:
     watched = Watched(max_queue=1, echo_delay_ms=50)
     await watched.supervisor.start()
     await watched.until(EngineState.READY)
-    turns = [watched.submit(f"t{n}", "a long answer " * 20) for n in range(3)]
+    turns = [watched.submit(f"t{n}", LONG) for n in range(3)]
     with pytest.raises(InferenceCenterError) as caught:
         watched.submit("t3")
     assert caught.value.code is ErrorCode.QUEUE_FULL
     await watched.supervisor.stop()
-    assert [[type(event) for event in turn.terminal] for turn in turns] == [[Failed]] * 3
+    assert [(turn.terminal, turn.interruptions) for turn in turns] == [([], 1)] * 3
 
 
-async def test_stopping_ends_turns_and_process() -> None:
-    """Turns fail as unavailable, the process is gone when stop returns, and stopping twice does nothing."""
+async def test_stopping_interrupts_turns_and_ends_the_process() -> None:
+    """Turns hear of no end and nothing more, the process is gone when stop returns, stopping twice does nothing."""
     watched = Watched(echo_delay_ms=20)
     await watched.supervisor.start()
     await watched.until(EngineState.READY)
     pid = watched.supervisor.status.pid
     assert pid is not None
-    heard = watched.submit("t1", "a long answer " * 20)
-    await watched.supervisor.stop()
-    await watched.supervisor.stop()
-    (failed,) = heard.terminal
-    assert isinstance(failed, Failed)
-    assert failed.code == ErrorCode.ENGINE_UNAVAILABLE
+    heard = watched.submit("t1", LONG)
+    await asyncio.wait_for(heard.spoke.wait(), TIMEOUT_S)
+    stopping = watched.supervisor.stop()
+    with capture_logs() as logs:
+        await stopping
+        await watched.supervisor.stop()
+    assert "engine_suspended" in {line["event"] for line in logs}
+    assert (heard.terminal, heard.interruptions) == ([], 1)
     assert watched.states == [EngineState.DRAINING, EngineState.STOPPED]
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
-    with pytest.raises(InferenceCenterError):
+    with pytest.raises(InferenceCenterError) as caught:
         watched.submit("t2")
+    assert caught.value.code is ErrorCode.ENGINE_UNAVAILABLE
+    watched.supervisor.abort("t1")
+    assert heard.terminal == [Withdrawn("t1")]
 
 
 async def test_an_engine_that_hangs_is_killed_at_the_end(slow: Watched) -> None:
-    """One that is stopped by a signal and cannot end by itself is gone after the deadline."""
+    """One that is stopped by a signal, cannot suspend and cannot end by itself is gone after the deadlines."""
     pid = slow.supervisor.status.pid
     assert pid is not None
     os.kill(pid, signal.SIGSTOP)
-    async with asyncio.timeout(TIMEOUT_S):
-        await slow.supervisor.stop(deadline_s=0.1)
+    with capture_logs() as logs:
+        async with asyncio.timeout(TIMEOUT_S):
+            await slow.supervisor.stop(suspend_deadline_s=0.1, deadline_s=0.1)
+    assert "engine_not_suspended" in {line["event"] for line in logs}
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
+
+
+async def test_an_engine_that_dies_while_it_suspends_is_not_waited_for(slow: Watched) -> None:
+    """Nothing is lost but time: stop goes on as soon as the process is gone."""
+
+    def die(status: EngineStatus) -> None:
+        if status.state is EngineState.DRAINING:
+            slow.kill()
+
+    slow.supervisor.subscribe(die)
+    async with asyncio.timeout(TIMEOUT_S):
+        await slow.supervisor.stop(suspend_deadline_s=TIMEOUT_S * 2)
+    assert slow.supervisor.status.state is EngineState.STOPPED
 
 
 async def test_stopping_while_it_starts_leaves_no_process() -> None:
@@ -169,8 +198,9 @@ async def test_stopping_while_it_starts_leaves_no_process() -> None:
 
 
 async def test_a_model_that_cannot_be_loaded_is_not_tried_again(tmp_path: Path) -> None:
-    """The reason is kept for whoever decides what to do about it."""
+    """The reason is kept for whoever decides what to do about it; turns that wait are the next daemon's."""
     watched = Watched(backend="llama", model_path=str(tmp_path / "missing.gguf"))
+    kept = watched.submit("t0")
     await watched.supervisor.start()
     await watched.until(EngineState.FAILED)
     failure = watched.supervisor.load_failure
@@ -181,6 +211,7 @@ async def test_a_model_that_cannot_be_loaded_is_not_tried_again(tmp_path: Path) 
     with pytest.raises(InferenceCenterError, match=r"missing\.gguf"):
         watched.submit("t1")
     await watched.supervisor.stop()
+    assert (kept.terminal, kept.submissions) == ([], 0)
 
 
 async def test_loading_is_told_in_tenths_and_llama_cpp_is_logged(demo_model_path: Path) -> None:
@@ -209,9 +240,7 @@ async def test_a_model_that_was_loaded_once_is_tried_again(demo_model_path: Path
     await watched.supervisor.start()
     await watched.until(EngineState.READY)
     path.unlink()
-    pid = watched.supervisor.status.pid
-    assert pid is not None
-    os.kill(pid, signal.SIGKILL)
+    watched.kill()
     for _ in range(2):
         await watched.until(EngineState.BACKOFF)
     assert watched.supervisor.load_failure is None

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
 from typing import TYPE_CHECKING
 
 from structlog.testing import capture_logs
 
-from inferencecenter.ipc.messages import Delta, Finished, Overflowed
+from inferencecenter.ipc.messages import Delta, Overflowed
 from inferencecenter.ipc.port import EngineState
-from tests.supervisor.harness import TIMEOUT_S, Heard, Watched
+from tests.supervisor.harness import TIMEOUT_S, Watched, end_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -25,19 +23,6 @@ async def ready(**options: object) -> Watched:
     await watched.supervisor.start()
     await watched.until(EngineState.READY)
     return watched
-
-
-async def end_of(heard: Heard) -> Finished:
-    """Wait until a turn has finished and return how."""
-    await asyncio.wait_for(heard.ended.wait(), TIMEOUT_S)
-    (end,) = heard.terminal
-    assert isinstance(end, Finished)
-    return end
-
-
-def files(directory: Path) -> list[str]:
-    """Return what is in a directory."""
-    return [path.name for path in directory.iterdir()]
 
 
 async def test_a_long_queue_is_logged_once() -> None:
@@ -65,22 +50,42 @@ async def test_a_turn_that_overflowed_can_be_submitted_again() -> None:
     await watched.supervisor.stop()
 
 
-async def test_what_is_parked_outlives_the_engine_and_not_the_daemon(tmp_path: Path) -> None:
-    """The next engine takes it over; the first engine of another daemon deletes it."""
+async def cached(watched: Watched, session: str, *, durable: bool = True) -> int:
+    """Ask something in the session of a client of its own, and return how many tokens of it were still in KV."""
+    return (await end_of(watched.submit(session, LONG, client_id=session, durable=durable))).cached_tokens
+
+
+async def test_what_is_parked_outlives_the_engine_and_if_it_may_the_daemon(tmp_path: Path) -> None:
+    """The next engine takes all of it over; the first engine of another daemon what may be on a disk."""
     options = {"slots": 1, "kv_ram_dir": str(tmp_path), "kv_ram_bytes": 2**20}
     watched = await ready(**options)
-    for name in ("s1", "s2"):
-        await end_of(watched.submit(name, LONG))
+    for name in ("kept", "secret", "last"):
+        assert await cached(watched, name, durable=name != "secret") == 0
     before = watched.supervisor.status
-    assert before.parked_sessions == 1
+    assert before.parked_sessions == 2
     assert before.parked_bytes > 0
-    assert before.pid is not None
-    os.kill(before.pid, signal.SIGKILL)
+    watched.kill()
     await watched.until(EngineState.READY)
-    assert (await end_of(watched.submit("s1", LONG))).cached_tokens > 0
+    assert await cached(watched, "secret", durable=False) > 0
+    assert await cached(watched, "kept") > 0
+    assert await cached(watched, "last") == 0
     await watched.supervisor.stop()
-    assert files(tmp_path)
     watched = await ready(**options)
-    assert not files(tmp_path)
-    assert (await end_of(watched.submit("s1", LONG))).cached_tokens == 0
+    assert await cached(watched, "secret", durable=False) == 0
+    assert await cached(watched, "kept") > 0
+    await watched.supervisor.stop()
+
+
+async def test_a_new_engine_keeps_what_belongs_to_live_sessions(tmp_path: Path) -> None:
+    """Which these are is asked each time an engine is ready; what others left behind is forgotten."""
+    live = {"open", "closed"}
+    options = {"slots": 1, "kv_ram_dir": str(tmp_path), "kv_ram_bytes": 2**20}
+    watched = await ready(**options, live_sessions=lambda: live)
+    for name in ("open", "closed", "last"):
+        await cached(watched, name)
+    live.remove("closed")
+    watched.kill()
+    await watched.until(EngineState.READY)
+    assert await cached(watched, "closed") == 0
+    assert await cached(watched, "open") > 0
     await watched.supervisor.stop()

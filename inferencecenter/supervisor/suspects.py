@@ -1,0 +1,76 @@
+"""Which turns may have ended an engine, and which of them is tried alone. Pure.
+
+The turns that a dead engine was busy with are suspected. A suspect that generates ``PROVEN_TOKENS`` more than it had is
+cleared, alone or in company. One that is suspected a second time before is tried: it runs with no other turn in the
+engine. Only an engine that dies while it is busy with a turn that is tried convicts that turn.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+PROVEN_TOKENS: Final = 16
+TRIED_AFTER: Final = 2
+"""Suspicions after which a turn is tried alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Suspicion:
+    """``times`` a turn was named by a dead engine; ``clear_at_tokens`` generated tokens it is cleared."""
+
+    times: int
+    clear_at_tokens: int
+
+
+class Suspects:
+    """The turns under suspicion."""
+
+    def __init__(self) -> None:
+        self._suspicions: dict[str, _Suspicion] = {}
+
+    def __repr__(self) -> str:
+        times = {turn_id: suspicion.times for turn_id, suspicion in self._suspicions.items()}
+        return f"{type(self).__name__}({times}, on_trial={self.on_trial})"
+
+    def __len__(self) -> int:
+        return len(self._suspicions)
+
+    @property
+    def on_trial(self) -> str | None:
+        """The turn that is to run alone; ``None`` while all may run together.
+
+        Between two losses of an engine it changes only when this turn is cleared or over.
+        """
+        return next((name for name, suspicion in self._suspicions.items() if suspicion.times >= TRIED_AFTER), None)
+
+    def lost(self, named: Mapping[str, int]) -> str | None:
+        """Take note that an engine died; return the turn that did it, if that is known now.
+
+        Args:
+            named: The turns that the engine was busy with, and how many tokens each had generated.
+        """
+        on_trial = self.on_trial
+        if on_trial is not None and named.keys() == {on_trial}:
+            del self._suspicions[on_trial]
+            return on_trial
+        for turn_id, n_tokens in named.items():
+            before = self._suspicions.get(turn_id)
+            times = before.times + 1 if before else 1
+            self._suspicions[turn_id] = _Suspicion(times, n_tokens + PROVEN_TOKENS)
+        return None
+
+    def clears(self, turn_id: str, n_tokens: int) -> bool:
+        """Take note of how many tokens a turn has generated; tell whether that frees it from suspicion."""
+        suspicion = self._suspicions.get(turn_id)
+        if suspicion is None or n_tokens < suspicion.clear_at_tokens:
+            return False
+        del self._suspicions[turn_id]
+        return True
+
+    def forget(self, turn_id: str) -> None:
+        """Take note that a turn is over."""
+        self._suspicions.pop(turn_id, None)
