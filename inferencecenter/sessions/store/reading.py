@@ -64,7 +64,7 @@ def read_all(database: sqlite3.Connection) -> list[Found]:
     try:
         ids = sorted(database.execute("SELECT id, session_id FROM sessions").fetchall())
     except sqlite3.Error as error:
-        _log.error("sessions_unreadable", reason=str(error))
+        _log.error("sessions_unreadable", reason=_reason(error))
         return []
     said = read_said(database)
     found = []
@@ -72,7 +72,7 @@ def read_all(database: sqlite3.Connection) -> list[Found]:
         try:
             found.append(read_one(database, row, said))
         except (sqlite3.Error, ValueError) as error:
-            _log.error("session_unreadable", session=session_id, reason=str(error))
+            _log.error("session_unreadable", session=session_id, reason=_reason(error))
     return found
 
 
@@ -86,7 +86,7 @@ def read_said(database: sqlite3.Connection) -> dict[int, Said] | None:
             here.tokens.append(tokens)
             here.texts.append(text)
     except sqlite3.Error as error:
-        _log.error("answers_unreadable", reason=str(error))
+        _log.error("answers_unreadable", reason=_reason(error))
         return None
     return dict(said)
 
@@ -157,3 +157,8 @@ def _unfinished(database: sqlite3.Connection, row: int, said: Said) -> Unfinishe
     if held is None:
         return None
     return Unfinished(order=rows.order_of(held), tokens=b"".join(said.tokens), text="".join(said.texts))
+
+
+def _reason(error: Exception) -> str:
+    """Return what is wrong without what was said: other messages than SQLite's own quote the values."""
+    return str(error) if hasattr(error, "sqlite_errorcode") else type(error).__name__

@@ -95,6 +95,8 @@ class Writer:
         missing = 0
         while stop is None:
             batch, stop = self._take()
+            if not batch.n_handed_over:
+                continue
             if self._write(batch):
                 self._committed(batch)
             else:

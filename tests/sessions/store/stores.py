@@ -1,0 +1,68 @@
+"""Stores that do not take long, and what may happen to them."""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+from contextlib import asynccontextmanager, closing, contextmanager
+from typing import TYPE_CHECKING
+
+from inferencecenter.sessions.store.store import Store
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Iterator
+    from pathlib import Path
+
+    from inferencecenter.sessions.records import Kept
+
+RETRY_S = 0.001
+"""Seconds between attempts."""
+
+
+@asynccontextmanager
+async def storing(path: Path) -> AsyncIterator[Store]:
+    """A store that tries again at once."""
+    store = Store.open(path, retry_s=RETRY_S)
+    store.load()
+    try:
+        yield store
+    finally:
+        await store.close(timeout_s=0.05)
+
+
+async def settled(store: Store) -> None:
+    """Wait until everything written so far is in the file."""
+    safe = asyncio.Event()
+    store.release(safe.set)
+    async with asyncio.timeout(5):
+        await safe.wait()
+
+
+async def kept_in(path: Path) -> dict[str, Kept]:
+    """What another daemon would find."""
+    store = Store.open(path)
+    kept = {each.facts.session_id: each for each in store.load()}
+    await store.close()
+    return kept
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Another program holds the file meanwhile."""
+    with closing(sqlite3.connect(path, isolation_level=None)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        yield
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    """Let the event loop go on until something holds."""
+    async with asyncio.timeout(5):
+        while not holds():  # noqa: ASYNC110 - what a thread does sets no event
+            await asyncio.sleep(0)
+
+
+async def was_clean(path: Path) -> bool:
+    """Whether another daemon would find that the last one stopped in order."""
+    store = Store.open(path)
+    await store.close()
+    return store.was_clean

@@ -1,0 +1,87 @@
+"""Tests of a process that is killed while it writes: what it has shown is in the file."""
+
+from __future__ import annotations
+
+import multiprocessing
+import random
+from typing import TYPE_CHECKING
+
+import pytest
+
+from inferencecenter.sessions.store.store import Store
+from tests.sessions.store.crashing import (
+    ENDED,
+    SESSIONS,
+    WORDS,
+    answer,
+    history,
+    write_until_killed,
+)
+
+if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
+    from pathlib import Path
+
+    from inferencecenter.sessions.records import Kept
+
+RUNS = 20
+
+
+def _run(path: Path, n_events: int) -> dict[int, tuple[int, int]]:
+    """Let a process write, kill it once so many events were shown, and return the last of each session."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([write_until_killed.__module__])
+    reading, writing = context.Pipe(duplex=False)
+    process = context.Process(target=write_until_killed, args=(str(path), writing))
+    process.start()
+    writing.close()
+    last: dict[int, tuple[int, int]] = {}
+    try:
+        for _ in range(n_events):
+            _receive(reading, last)
+    finally:
+        process.kill()
+        process.join()
+    # What was shown before the kill and not read yet.
+    try:
+        while True:
+            _receive(reading, last)
+    except EOFError:
+        return last
+    finally:
+        reading.close()
+        process.close()
+
+
+def _receive(reading: Connection, last: dict[int, tuple[int, int]]) -> None:
+    assert reading.poll(30), "the process says nothing"
+    session, turn, n_words = reading.recv()
+    last[session] = (turn + 1, 0) if n_words == ENDED else (turn, n_words)
+
+
+def _standing(session: int, kept: Kept) -> tuple[int, int]:
+    """Return how many turns a session has ended and how many words said of the next, all of them right."""
+    n_turns = len(kept.turns)
+    assert kept.history == history(session, n_turns)
+    if kept.unfinished is None:
+        return n_turns, 0
+    said = kept.unfinished.text
+    (n_words,) = [n for n in range(WORDS + 1) if answer(session, n_turns, n) == said]
+    assert kept.seq == n_turns * 10 + n_words
+    assert len(kept.unfinished.tokens) == 4 * len(said)
+    assert kept.unfinished.order.turn_id == f"t_{n_turns}"
+    return n_turns, n_words
+
+
+@pytest.mark.parametrize("run", range(RUNS))
+async def test_what_was_shown_is_in_the_file(path: Path, run: int) -> None:
+    """At whatever moment the process is killed, every session is as it was shown last, or further."""
+    shown = _run(path, random.Random(run).randrange(SESSIONS, 400))
+    store = Store.open(path)
+    assert store.fault is None
+    assert not store.was_clean
+    kept = {each.facts.session_id: each for each in store.load()}
+    await store.close()
+    assert set(shown) <= set(range(SESSIONS))
+    for session, last in shown.items():
+        assert _standing(session, kept[f"s_{session}"]) >= last

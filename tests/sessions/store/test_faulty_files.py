@@ -1,0 +1,183 @@
+"""Tests of files that cannot be used as they are: read as far as possible, and left alone."""
+
+from __future__ import annotations
+
+import contextlib
+import sqlite3
+from typing import TYPE_CHECKING
+
+import pytest
+
+from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.sessions.store.opening import open_writing
+from inferencecenter.sessions.store.recorder import Recorder
+from inferencecenter.sessions.store.schema import DATABASE_NAME, MIGRATIONS
+from inferencecenter.sessions.store.store import Store
+from inferencecenter.sqlite_file import migrate
+from tests.sessions.store.conftest import as_nobody
+from tests.sessions.store.stores import kept_in
+from tests.sessions.store.values import ended, opened
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+PAGE_BYTES = 4096
+
+
+def _fill(path: Path, n_sessions: int = 40) -> None:
+    """Make a file of sessions with long histories, several pages a session."""
+    with contextlib.closing(open_writing(path)) as database:
+        recorder = Recorder(database, {})
+        for index in range(n_sessions):
+            session_id = f"s_{index}"
+            text = f"{index} " * 1000
+            recorder.commit([opened(session_id), ended(session_id, text=text)], durable=False)
+        recorder.finish()
+
+
+def _read(path: Path) -> bytes:
+    return path.read_bytes()
+
+
+def _overwrite(path: Path, content: bytes) -> None:
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(content)
+
+
+async def _is_read_only(store: Store) -> None:
+    """Assert that the store says so, writes nothing and keeps nobody waiting."""
+    assert store.fault is not None
+    assert DATABASE_NAME in store.fault
+    told: list[int] = []
+    store.write(opened("s_new"), flush=True)
+    store.release(lambda: told.append(1))
+    assert told == [1]
+    await store.close()
+
+
+@pytest.mark.parametrize(
+    "content", [b"not a database, but long enough to be looked at" * 90, b"SQLite format 3\0" * 300]
+)
+async def test_what_is_no_database_is_kept(path: Path, content: bytes) -> None:
+    """Nothing can be read of it, and it is as before."""
+    _overwrite(path, content)
+    store = Store.open(path)
+    assert store.load() == []
+    await _is_read_only(store)
+    assert _read(path) == content
+
+
+async def test_of_a_damaged_file_everything_else_is_read(path: Path) -> None:
+    """Wherever a page is overwritten: the fault says so, nothing is written, and what is loaded is right."""
+    _fill(path)
+    whole = _read(path)
+    right = await kept_in(path)
+    assert len(right) == 40
+    n_pages = len(whole) // PAGE_BYTES
+    loaded = []
+    for page in range(0, n_pages, n_pages // 25):
+        damaged = bytearray(whole)
+        damaged[page * PAGE_BYTES : (page + 1) * PAGE_BYTES] = b"\xff" * PAGE_BYTES
+        _overwrite(path, bytes(damaged))
+        store = Store.open(path)
+        found = {each.facts.session_id: each for each in store.load()}
+        await _is_read_only(store)
+        assert all(right[session_id] == kept for session_id, kept in found.items())
+        assert _read(path) == bytes(damaged)
+        loaded.append(len(found))
+    assert 0 in loaded, "without its first page it is no database"
+    assert sum(n_found >= 20 for n_found in loaded) > len(loaded) / 2, loaded
+
+
+async def test_a_file_that_ends_too_early_is_kept(path: Path) -> None:
+    """A copy that was cut off is not mended by writing to it."""
+    _fill(path, 5)
+    cut = _read(path)[: -PAGE_BYTES * 2]
+    _overwrite(path, cut)
+    store = Store.open(path)
+    store.load()
+    await _is_read_only(store)
+    assert _read(path) == cut
+
+
+async def test_a_file_that_cannot_be_written_is_read() -> None:
+    """Everything is loaded, and nothing written."""
+    with as_nobody() as directory:
+        path = directory / DATABASE_NAME
+        _fill(path, 3)
+        path.chmod(0o400)
+        store = Store.open(path)
+        assert len(store.load()) == 3
+        await _is_read_only(store)
+        assert path.stat().st_mode & 0o777 == 0o400
+
+
+async def test_a_directory_that_cannot_be_written_is_read() -> None:
+    """The file is whole without what SQLite would put beside it."""
+    with as_nobody() as directory:
+        path = directory / DATABASE_NAME
+        _fill(path, 3)
+        path.chmod(0o400)
+        directory.chmod(0o500)
+        store = Store.open(path)
+        assert len(store.load()) == 3
+        await _is_read_only(store)
+
+
+async def test_what_would_be_read_without_its_last_changes_is_not_read() -> None:
+    """A file with a log, where the log cannot be read: better nothing than what is no longer so."""
+    with as_nobody() as directory:
+        path = directory / DATABASE_NAME
+        _fill(path, 3)
+        (directory / f"{DATABASE_NAME}-wal").write_bytes(b"x" * 100)
+        path.chmod(0o400)
+        directory.chmod(0o500)
+        store = Store.open(path)
+        assert store.load() == []
+        await _is_read_only(store)
+
+
+async def test_where_no_file_can_be_made_there_are_no_sessions() -> None:
+    """A directory that is not ours is a fault, not the end."""
+    with as_nobody() as directory:
+        directory.chmod(0o500)
+        store = Store.open(directory / "state" / DATABASE_NAME)
+        assert store.load() == []
+        await _is_read_only(store)
+
+
+def test_a_file_of_a_newer_version_is_refused(path: Path) -> None:
+    """A downgrade does not touch what it does not understand."""
+    _fill(path, 1)
+    with contextlib.closing(sqlite3.connect(path)) as database:
+        database.execute(f"PRAGMA user_version = {len(MIGRATIONS) + 1}")
+    before = path.read_bytes()
+    with pytest.raises(InferenceCenterError, match="newer inferencecenter") as caught:
+        Store.open(path)
+    assert caught.value.code is ErrorCode.STORAGE_UNAVAILABLE
+    assert path.read_bytes() == before
+
+
+def test_a_file_that_somebody_holds_is_refused(path: Path) -> None:
+    """A daemon that started all the same would write nothing for good."""
+    _fill(path, 1)
+    with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as other:
+        other.execute("PRAGMA locking_mode = EXCLUSIVE")
+        other.execute("BEGIN EXCLUSIVE")
+        with pytest.raises(InferenceCenterError, match="locked") as caught:
+            Store.open(path)
+    assert caught.value.code is ErrorCode.STORAGE_UNAVAILABLE
+
+
+@pytest.mark.parametrize("version", range(1, len(MIGRATIONS) + 1))
+async def test_a_file_of_each_earlier_version_is_brought_up_to_date(path: Path, version: int) -> None:
+    """Whatever the version, it can be opened, written and read."""
+    path.parent.mkdir()
+    with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as database:
+        migrate(database, MIGRATIONS[:version], path=path, hint="")
+        assert database.execute("PRAGMA user_version").fetchone() == (version,)
+    store = Store.open(path)
+    assert store.was_clean
+    store.write(opened(), flush=True)
+    await store.close()
+    assert set(await kept_in(path)) == {"s_1"}

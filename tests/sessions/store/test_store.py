@@ -1,0 +1,327 @@
+"""Tests of the journal that lasts: what is told when, and what happens while the file cannot be written."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sqlite3
+import stat
+from contextlib import closing
+from typing import TYPE_CHECKING
+
+import pytest
+from structlog.testing import capture_logs
+
+from inferencecenter.sessions.records import Gone
+from inferencecenter.sessions.store.recorder import Recorder
+from inferencecenter.sessions.store.store import Store
+from tests.sessions.store.stores import RETRY_S, kept_in, locked, settled, storing, until, was_clean
+from tests.sessions.store.values import ended, make_history, opened, ordered, said
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+
+    from inferencecenter.sessions.store.recorder import Entry
+
+
+async def test_what_is_released_is_in_the_file(path: Path) -> None:
+    """Whoever is told finds the record through another connection, already then."""
+    found: list[int] = []
+
+    def look() -> None:
+        with closing(sqlite3.connect(path)) as other:
+            found.append(other.execute("SELECT count(*) FROM said").fetchone()[0])
+
+    async with storing(path) as store:
+        for record in (opened(), ordered(), said("a"), said("b")):
+            store.write(record, flush=False)
+        store.release(look)
+        assert found == []
+        await until(lambda: bool(found))
+        store.write(said("c"), flush=False)
+        store.release(look)
+        await until(lambda: len(found) > 1)
+    assert found == [2, 3]
+
+
+async def test_nothing_is_waited_for_where_nothing_was_written(path: Path) -> None:
+    """At the beginning, and once everything is in the file."""
+    async with storing(path) as store:
+        told: list[str] = []
+        store.release(lambda: told.append("first"))
+        assert told == ["first"]
+        store.write(opened(), flush=True)
+        await settled(store)
+        await asyncio.sleep(0)
+        store.release(lambda: told.append("second"))
+        assert told == ["first", "second"]
+
+
+async def test_those_who_wait_are_told_in_order(path: Path) -> None:
+    """Also one who has nothing to wait for but the others, or who waits again when told."""
+    async with storing(path) as store:
+        told: list[int] = []
+
+        def tell_again() -> None:
+            told.append(1)
+            store.release(lambda: told.append(3))
+
+        store.write(opened(), flush=True)
+        store.release(lambda: told.append(0))
+        await asyncio.sleep(0)
+        store.release(tell_again)
+        store.write(ordered(), flush=True)
+        store.release(lambda: told.append(2))
+        await until(lambda: len(told) == 4)
+        assert told == [0, 1, 2, 3]
+
+
+async def test_one_turn_of_the_loop_is_one_transaction(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With one of its records flushed, all are; what is only said is not."""
+    commits: list[tuple[int, bool]] = []
+    commit = Recorder.commit
+
+    def observed(self: Recorder, entries: Sequence[Entry], *, durable: bool) -> None:
+        commits.append((len(entries), durable))
+        commit(self, entries, durable=durable)
+
+    monkeypatch.setattr(Recorder, "commit", observed)
+    async with storing(path) as store:
+        store.write(opened(), flush=True)
+        store.write(opened("s_2"), flush=False)
+        await settled(store)
+        for word in ("a", "b", "c"):
+            store.write(said(word), flush=False)
+        await settled(store)
+    assert commits == [(2, True), (3, False)]
+
+
+async def test_what_comes_in_while_the_writer_is_busy_is_one_transaction(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Behind a slow disk, frames are written together."""
+    sizes: list[int] = []
+    async with storing(path) as store:
+        store.write(opened(), flush=True)
+        await settled(store)
+        commit = Recorder.commit
+
+        def observed(self: Recorder, entries: Sequence[Entry], *, durable: bool) -> None:
+            commit(self, entries, durable=durable)
+            sizes.append(len(entries))
+
+        monkeypatch.setattr(Recorder, "commit", observed)
+        with locked(path):
+            store.write(said("a"), flush=False)
+            await until(lambda: store.fault is not None)
+            for word in ("b", "c", "d"):
+                store.write(said(word), flush=False)
+                await asyncio.sleep(0)
+        await settled(store)
+    assert sizes == [1, 3]
+
+
+async def test_one_who_fails_keeps_nobody_waiting(path: Path) -> None:
+    """It is logged, and the others are told."""
+    async with storing(path) as store:
+        store.write(opened(), flush=True)
+        with capture_logs() as logs:
+            store.release([].pop)
+            await settled(store)
+        assert [line["event"] for line in logs] == ["release_failed"]
+
+
+async def test_while_another_program_holds_the_file_everything_waits(path: Path) -> None:
+    """The fault is told, once in the log; when the file is free everything is written and told, in order."""
+    async with storing(path) as store:
+        store.write(opened(), flush=True)
+        await settled(store)
+        assert store.fault is None
+        told: list[str] = []
+        with capture_logs() as logs:
+            with locked(path):
+                for word in ("a", "b", "c"):
+                    store.write(said(word), flush=False)
+                    store.release(lambda word=word: told.append(word))  # type: ignore[misc]
+                    await until(lambda: store.fault is not None)
+                assert store.fault == "sessions.sqlite3 cannot be written: database is locked"
+                assert told == []
+            await settled(store)
+        assert told == ["a", "b", "c"]
+        assert store.fault is None
+        assert [line["event"] for line in logs] == ["store_fault", "store_mended"]
+
+
+def _fill_up(ballast: Path) -> None:
+    with ballast.open("wb", buffering=0) as file:
+        while True:
+            file.write(bytes(4096))
+
+
+async def test_a_full_disk_loses_nothing(small_disk: Callable[[int], Path]) -> None:
+    """What does not fit waits until there is room, and what was written before can be read."""
+    directory = small_disk(512)
+    path = directory / "sessions.sqlite3"
+    async with storing(path) as store:
+        store.write(opened(), flush=True)
+        await settled(store)
+        ballast = directory / "ballast"
+        with pytest.raises(OSError, match="No space left"):
+            _fill_up(ballast)
+        told: list[int] = []
+        store.write(ended(text="x" * 20_000), flush=True)
+        store.release(lambda: told.append(1))
+        await until(lambda: store.fault is not None)
+        assert store.fault == "sessions.sqlite3 cannot be written: database or disk is full"
+        store.write(opened("s_2"), flush=True)
+        store.release(lambda: told.append(2))
+        ballast.unlink()
+        await until(lambda: len(told) == 2)
+        assert told == [1, 2]
+        assert store.fault is None
+    kept = await kept_in(path)
+    assert kept["s_1"].history == make_history("x" * 20_000)
+    assert set(kept) == {"s_1", "s_2"}
+
+
+async def test_a_record_that_cannot_be_written_takes_no_other_with_it(path: Path) -> None:
+    """It is a defect of ours: the log names it, and whoever waited is told."""
+    async with storing(path) as store:
+        with capture_logs() as logs:
+            for record in (opened(), ordered(), said("a"), said("b", "s_unknown"), said("c")):
+                store.write(record, flush=False)
+            await settled(store)
+        assert [(line["event"], line["record"]) for line in logs] == [("record_unwritable", "Said")]
+        assert store.fault is None
+    unfinished = (await kept_in(path))["s_1"].unfinished
+    assert unfinished is not None
+    assert unfinished.text == "ac"
+
+
+async def test_a_defect_of_the_writer_is_a_fault(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its thread goes on: it tries again, and all is told when it works."""
+    commit = Recorder.commit
+    attempts: list[int] = []
+
+    def defective(self: Recorder, entries: Sequence[Entry], *, durable: bool) -> None:
+        attempts.append(len(entries))
+        if len(attempts) < 3:
+            raise RuntimeError("a defect")
+        commit(self, entries, durable=durable)
+
+    monkeypatch.setattr(Recorder, "commit", defective)
+    async with storing(path) as store:
+        with capture_logs() as logs:
+            store.write(opened(), flush=True)
+            await settled(store)
+        assert attempts == [1, 1, 1]
+        assert [line["event"] for line in logs] == ["store_fault", "store_mended"]
+
+
+async def test_closing_writes_and_tells_what_is_left(path: Path) -> None:
+    """Nobody has to wait before closing; afterwards nothing is written and the fault says why."""
+    store = Store.open(path)
+    store.load()
+    told: list[int] = []
+    store.write(opened(), flush=True)
+    store.release(lambda: told.append(1))
+    await store.close()
+    assert told == [1]
+    assert store.fault == "the store is closed"
+    store.write(Gone(session_id="s_1"), flush=True)
+    await store.close()
+    assert set(await kept_in(path)) == {"s_1"}
+    assert [each.name for each in path.parent.iterdir()] == [path.name]
+
+
+async def test_a_stop_in_order_is_known_at_the_next_start(path: Path) -> None:
+    """A new file, one that was closed so, and one that nothing was written to since are clean."""
+    for _ in range(2):
+        store = Store.open(path)
+        assert store.was_clean
+        await store.close()
+    store = Store.open(path)
+    store.write(opened(), flush=True)
+    await store.close()
+    assert await was_clean(path)
+
+
+async def test_any_other_stop_is_known_too(path: Path) -> None:
+    """One that the daemon does not call clean, and one without closing."""
+    store = Store.open(path)
+    store.write(opened(), flush=True)
+    await store.close(clean=False)
+    store = Store.open(path)
+    assert not store.was_clean
+    store.write(opened("s_2"), flush=True)
+    await settled(store)
+    assert not await was_clean(path)
+    await store.close()
+    assert await was_clean(path)
+
+
+async def test_what_cannot_be_written_until_the_end_makes_it_unclean(path: Path) -> None:
+    """Closing ends all the same, says in the log how much is lost, and tells nobody that it was written."""
+    store = Store.open(path, retry_s=RETRY_S)
+    store.load()
+    store.write(opened(), flush=True)
+    await settled(store)
+    told: list[int] = []
+    with capture_logs() as logs:
+        with locked(path):
+            store.write(said("a"), flush=False)
+            store.release(lambda: told.append(1))
+            await until(lambda: store.fault is not None)
+            store.write(said("b"), flush=False)
+            await store.close(timeout_s=0.02)
+        assert [(line["event"], line.get("records")) for line in logs] == [("store_fault", None), ("store_lost", 2)]
+    assert told == []
+    assert "locked" in (store.fault or "")
+    assert not await was_clean(path)
+
+
+async def test_files_are_private(path: Path) -> None:
+    """The file, its log and its directory are the owner's alone, also where they were others' before."""
+    path.parent.mkdir(mode=0o700)
+    os.close(os.open(path, os.O_CREAT, 0o644))
+    async with storing(path) as store:
+        store.write(opened(), flush=True)
+        await settled(store)
+        assert {stat.S_IMODE(file.stat().st_mode) for file in path.parent.iterdir()} == {0o600}
+        assert len(list(path.parent.iterdir())) == 3
+
+
+async def test_a_purge_takes_what_nobody_has_open(path: Path) -> None:
+    """Also sessions that could not be loaded."""
+    async with storing(path) as store:
+        store.write(opened(), flush=True)
+        store.write(opened("s_2", client_id="bob"), flush=True)
+        store.write(opened("s_3"), flush=True)
+        await settled(store)
+        with closing(sqlite3.connect(path, isolation_level=None)) as other:
+            other.execute("UPDATE sessions SET facts = 'x' WHERE session_id = 's_1'")
+    async with storing(path) as store:
+        store.purge("client", "ada")
+        await settled(store)
+        store.purge("session", "s_2")
+        await settled(store)
+    with closing(sqlite3.connect(path)) as database:
+        assert database.execute("SELECT count(*) FROM sessions").fetchone() == (0,)
+
+
+def test_a_loop_that_is_gone_is_no_error(path: Path) -> None:
+    """What was written is in the file, though nobody is left to be told."""
+
+    async def write() -> Store:
+        store = Store.open(path)
+        store.write(opened(), flush=True)
+        await asyncio.sleep(0)
+        store.write(opened("s_2"), flush=True)
+        await asyncio.sleep(0)
+        return store
+
+    store = asyncio.run(write())
+    assert store.fault is None
+    asyncio.run(store.close())
+    assert set(asyncio.run(kept_in(path))) == {"s_1", "s_2"}
