@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+import signal
 import sys
 import tempfile
 import time
@@ -24,25 +25,35 @@ from inferencecenter.settings import ENV_PREFIX
 from inferencecenter.tasks import TaskGroup
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Callable
 
 OURS: Final = "inferencecenter"
 START_LIMIT_S: Final = 1800.0
 _STOP_LIMIT_S: Final = 20.0
 _SHOWN_LINES: Final = 5
 _ADDRESS: Final = re.compile(rb"^\W*Address +http(://\S+)/")
+_OF_ENGINES: Final = b'"engine_'
 _MANY: Final = "100000"
+_RARELY: Final = {"ENGINE__RESTART_BACKOFF_MAX_S": "0.5", "ENGINE__RESTART_WINDOW_S": "1"}
+"""What makes a daemon take engines that are lost every few seconds as if hours lay between."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DaemonSettings:
-    """What a scenario asks of the daemon; 0 leaves ``n_ctx`` and ``threads`` to it."""
+    """What a scenario asks of the daemon; 0 leaves ``n_ctx`` and ``threads`` to it.
+
+    ``store`` is whether conversations are written down that may be. ``loses_engines`` is set where the scenario kills
+    engines. ``echo_delay_ms`` is what a decode of the echo backend takes.
+    """
 
     backend: Literal["llama", "echo"]
     model: Path | None
     slots: int
     n_ctx: int
     threads: int
+    store: bool = True
+    loses_engines: bool = False
+    echo_delay_ms: int = 0
 
     def environment(self, state_dir: Path) -> dict[str, str]:
         """Return the environment of the daemon's process: these settings and nobody's own."""
@@ -51,15 +62,19 @@ class DaemonSettings:
             "SERVER__PORT": "0",
             "SERVER__MAX_CONNECTIONS": _MANY,
             "SERVER__MAX_CONNECTIONS_PER_CLIENT": _MANY,
+            "SESSIONS__STORE": str(self.store),
             "ENGINE__BACKEND": self.backend,
             "ENGINE__SLOTS": str(self.slots),
             "ENGINE__N_CTX": str(self.n_ctx),
             "ENGINE__N_THREADS": str(self.threads),
             "ENGINE__N_THREADS_BATCH": str(self.threads),
+            "ENGINE__ECHO_DELAY_MS": str(self.echo_delay_ms),
             "LOG__FORMAT": "json",
         }
         if self.model is not None:
             settings["MODEL__PATH"] = str(self.model)
+        if self.loses_engines:
+            settings |= _RARELY
         kept = {name: value for name, value in os.environ.items() if not name.startswith(ENV_PREFIX)}
         return kept | {ENV_PREFIX + name: value for name, value in settings.items()}
 
@@ -83,11 +98,23 @@ class Readiness:
     threads: int
 
 
-class RunningDaemon:
-    """A daemon that is ready; ``start_daemon`` makes one."""
+@dataclass(frozen=True, slots=True)
+class EngineLife:
+    """An engine that got ready: when its process was started, and when it was ready; seconds of ``time.monotonic``."""
 
-    def __init__(self, pid: int, spec: TargetSpec, *, readiness: Readiness, settings: DaemonSettings) -> None:
+    pid: int
+    started_s: float
+    ready_s: float
+
+
+class RunningDaemon:
+    """A daemon that became ready; ``start_daemon`` and ``Launch.ready`` make one."""
+
+    def __init__(
+        self, pid: int, spec: TargetSpec, *, readiness: Readiness, settings: DaemonSettings, output: _Output
+    ) -> None:
         self._pid = pid
+        self._output = output
         self.spec = spec
         self.readiness = readiness
         self.settings = settings
@@ -97,91 +124,186 @@ class RunningDaemon:
         """The version of llama.cpp, as the package that brings it is called."""
         return f"llama-cpp-python {version('llama-cpp-python')}" if self.settings.backend == "llama" else "none"
 
+    @property
+    def engine(self) -> EngineLife:
+        """The engine that became ready last."""
+        return self._output.engines[-1]
+
     def usage(self) -> DaemonUsage:
-        """Return what the daemon's processes have used so far."""
-        return DaemonUsage(front=read_usage(self._pid), engine=read_usage(self.readiness.engine_pid))
+        """Return what the daemon's processes have used so far.
+
+        Raises:
+            OSError: One of them is gone.
+        """
+        return DaemonUsage(front=read_usage(self._pid), engine=read_usage(self.engine.pid))
+
+    def kill_engine(self) -> float:
+        """Kill the engine that became ready last, by its id, and return when, in seconds of ``time.monotonic``."""
+        killed_s = time.monotonic()
+        os.kill(self.engine.pid, signal.SIGKILL)
+        return killed_s
+
+    async def engine_after(self, lost: EngineLife) -> EngineLife:
+        """Wait until an engine is ready that came after ``lost``, and return it.
+
+        Raises:
+            InferenceCenterError: ``engine_unavailable`` with the daemon's last words when there is none.
+        """
+        await self._output.wait_for(lambda: self.engine.started_s > lost.started_s)
+        return self.engine
+
+
+class Launch:
+    """A daemon's process from its start on; ``launch`` makes one. ``started_s`` is of ``time.monotonic``."""
+
+    def __init__(
+        self,
+        process: asyncio.subprocess.Process,
+        *,
+        started_s: float,
+        name: str,
+        settings: DaemonSettings,
+        state_dir: Path,
+    ) -> None:
+        assert process.stdout is not None, "started with a pipe"
+        self.started_s = started_s
+        self.output = _Output(process.stdout, started_s)
+        self._process = process
+        self._name = name
+        self._settings = settings
+        self._state_dir = state_dir
+
+    async def listening(self) -> TargetSpec:
+        """Wait until clients can connect, which is before turns can run, and return where.
+
+        Raises:
+            InferenceCenterError: ``engine_unavailable`` with the daemon's last words when it ends first.
+        """
+        await self.output.wait_for(lambda: bool(self.output.url))
+        token = (self._state_dir / "admin.token").read_text().strip()
+        return TargetSpec(name=self._name, kind="inferencecenter", url=self.output.url, token=token)
+
+    async def ready(self) -> RunningDaemon:
+        """Wait until turns can run.
+
+        Raises:
+            InferenceCenterError: ``engine_unavailable`` with the daemon's last words when it does not become ready.
+        """
+        spec = await self.listening()
+        await self.output.wait_for(lambda: self.output.readiness is not None)
+        assert self.output.readiness is not None, "it was waited for"
+        return RunningDaemon(
+            self._process.pid, spec, readiness=self.output.readiness, settings=self._settings, output=self.output
+        )
+
+    async def kill(self) -> None:
+        """End the process as a lack of memory would."""
+        self._process.kill()
+        await self._process.wait()
+
+    async def stop(self) -> None:
+        """End the process as an operator would."""
+        await stop(self._process)
 
 
 class _Output:
-    """Reads a starting daemon's standard output and error, which say where it listens and when it is ready."""
+    """Follows a daemon's standard output and error, which say where it listens and which engines it has had."""
 
     def __init__(self, stream: asyncio.StreamReader, started_s: float) -> None:
         self._stream = stream
         self._started_s = started_s
+        self._last: deque[bytes] = deque(maxlen=_SHOWN_LINES)
         self._engine_pid = 0
-        self.last: deque[str] = deque(maxlen=_SHOWN_LINES)
+        self._engine_started_s = 0.0
+        self._has_ended = False
+        self._news = asyncio.Condition()
         self.url = ""
+        self.readiness: Readiness | None = None
+        self.engines: list[EngineLife] = []
 
-    async def ready(self) -> Readiness | None:
-        """Read until the engine is ready; ``None`` when the output ends first."""
+    async def follow(self) -> None:
+        """Read to the end: a full pipe would stop the daemon."""
         async for line in self._stream:
-            if address := _ADDRESS.match(line):
+            self._last.append(line)
+            if not self.url and (address := _ADDRESS.match(line)):
                 self.url = f"ws{address[1].decode()}/"
-            if (found := self._event(line)) is not None:
-                return found
-        return None
+            elif _OF_ENGINES in line:
+                self._note(line)
+            else:
+                continue
+            await self._tell()
+        self._has_ended = True
+        await self._tell()
 
-    async def drain(self) -> None:
-        """Read what is written from then on: a full pipe would stop the daemon."""
-        async for line in self._stream:
-            self.last.append(line.decode(errors="replace").strip())
+    async def wait_for(self, condition: Callable[[], bool]) -> None:
+        """Wait until what was read fulfils a condition.
 
-    def _event(self, line: bytes) -> Readiness | None:
+        Raises:
+            InferenceCenterError: ``engine_unavailable`` with the daemon's last words when it ends before or takes
+                longer than ``START_LIMIT_S``.
+        """
+        with suppress(TimeoutError):
+            async with asyncio.timeout(START_LIMIT_S), self._news:
+                await self._news.wait_for(lambda: condition() or self._has_ended)
+        if not condition():
+            said = b"".join(self._last).decode(errors="replace").strip()
+            raise InferenceCenterError(
+                ErrorCode.ENGINE_UNAVAILABLE, "the daemon did not become ready: " + (said or "it said nothing")
+            )
+
+    async def _tell(self) -> None:
+        async with self._news:
+            self._news.notify_all()
+
+    def _note(self, line: bytes) -> None:
         try:
             event = orjson.loads(line)
         except orjson.JSONDecodeError:
-            return None  # what the daemon says to people
-        self.last.append(line.decode(errors="replace").strip())
+            return  # what the daemon says to people
+        now_s = time.monotonic()
         if event["event"] == "engine_started":
-            self._engine_pid = event["pid"]
-        if event["event"] != "engine_ready":
-            return None
-        ready_s = time.monotonic() - self._started_s
-        return Readiness(ready_s, self._engine_pid, event["slots"], event["n_ctx"], event["threads"])
+            self._engine_pid, self._engine_started_s = event["pid"], now_s
+        elif event["event"] == "engine_ready":
+            self.engines.append(EngineLife(self._engine_pid, self._engine_started_s, now_s))
+            if self.readiness is None:
+                self.readiness = Readiness(
+                    now_s - self._started_s, self._engine_pid, event["slots"], event["n_ctx"], event["threads"]
+                )
 
 
 @asynccontextmanager
-async def start_daemon(settings: DaemonSettings) -> AsyncIterator[RunningDaemon]:
-    """Start a daemon on a free port with a state directory of its own, and stop it when the block is left.
+async def launch(settings: DaemonSettings, state_dir: Path, *, name: str = OURS) -> AsyncIterator[Launch]:
+    """Start a daemon's process on a free port, and end it when the block is left."""
+    started_s = time.monotonic()
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        "inferencecenter",
+        "serve",
+        env=settings.environment(state_dir),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+    )
+    launched = Launch(process, started_s=started_s, name=name, settings=settings, state_dir=state_dir)
+    readers = TaskGroup("bench-daemon")
+    try:
+        readers.spawn(launched.output.follow(), name="output")
+        yield launched
+    finally:
+        await stop(process)
+        await readers.cancel()
+
+
+@asynccontextmanager
+async def start_daemon(settings: DaemonSettings, *, name: str = OURS) -> AsyncIterator[RunningDaemon]:
+    """Start a daemon with a state directory of its own, and stop it when the block is left.
 
     Raises:
         InferenceCenterError: ``engine_unavailable`` with the daemon's last words when it does not become ready.
     """
     with tempfile.TemporaryDirectory(prefix="inferencecenter-bench-") as directory:
-        state_dir = Path(directory) / "state"
-        started_s = time.monotonic()
-        process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            "inferencecenter",
-            "serve",
-            env=settings.environment(state_dir),
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.STDOUT,
-        )
-        assert process.stdout is not None, "started with a pipe"
-        output = _Output(process.stdout, started_s)
-        readers = TaskGroup("bench-daemon")
-        try:
-            readiness = await _readiness(output)
-            readers.spawn(output.drain(), name="output")
-            token = (state_dir / "admin.token").read_text().strip()
-            spec = TargetSpec(name=OURS, kind="inferencecenter", url=output.url, token=token)
-            yield RunningDaemon(process.pid, spec, readiness=readiness, settings=settings)
-        finally:
-            await stop(process)
-            await readers.cancel()
-
-
-async def _readiness(output: _Output) -> Readiness:
-    with suppress(TimeoutError):
-        async with asyncio.timeout(START_LIMIT_S):
-            if (readiness := await output.ready()) is not None:
-                return readiness
-    raise InferenceCenterError(
-        ErrorCode.ENGINE_UNAVAILABLE,
-        "the daemon did not become ready: " + ("\n".join(output.last) or "it said nothing"),
-    )
+        async with launch(settings, Path(directory) / "state", name=name) as launched:
+            yield await launched.ready()
 
 
 async def stop(process: asyncio.subprocess.Process) -> None:

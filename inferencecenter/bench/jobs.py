@@ -16,7 +16,7 @@ class ClosedLoop(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Clients that each start their next turn when the last one ends.
 
     Each begins with a warm-up turn, of a length of its own so that they do not stay in step; when the last warm-up is
-    over, turns are started for ``duration_s`` more.
+    over, turns are started for ``duration_s`` more. Each conversation has ``turns_each`` turns.
     """
 
     target: TargetSpec
@@ -25,6 +25,7 @@ class ClosedLoop(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     max_tokens: int
     duration_s: float
     first_seed: int
+    turns_each: int = 1
 
 
 class TurnSize(msgspec.Struct, frozen=True):

@@ -32,11 +32,12 @@ from inferencecenter.bench.jobs import (
 )
 from inferencecenter.bench.peers import make_target
 from inferencecenter.bench.target import AbortTrace, Opening, TurnTrace, Work
+from inferencecenter.bench.together import together
 from inferencecenter.client import connect
 from inferencecenter.errors import ErrorCode, InferenceCenterError
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
+    from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 
     from inferencecenter.bench.jobs import Round, TurnSize
     from inferencecenter.bench.target import Target, TargetSession, TargetSpec
@@ -99,7 +100,7 @@ class Generator:
     ) -> None:
         """Run so many clients at the same time."""
         async with self._sessions(spec, clients) as sessions:
-            await _all(client(index, session) for index, session in enumerate(sessions))
+            await together(client(index, session) for index, session in enumerate(sessions))
 
     @asynccontextmanager
     async def _sessions(self, spec: TargetSpec, clients: int) -> AsyncIterator[list[TargetSession]]:
@@ -112,7 +113,7 @@ class Generator:
     async def _hold(self, job: Hold) -> None:
         for start in range(0, job.connections, _CONNECTING_AT_ONCE):
             count = min(_CONNECTING_AT_ONCE, job.connections - start)
-            await _all(self._hold_one(job) for _ in range(count))
+            await together(self._hold_one(job) for _ in range(count))
 
     async def _hold_one(self, job: Hold) -> None:
         client = await self._held.enter_async_context(connect(job.target.url, token=job.target.token))
@@ -143,8 +144,16 @@ class _ClosedLoop:
 
     async def _turn(self, index: int, session: TargetSession, *, max_tokens: int) -> None:
         turns = self.traces[index]
-        seed = self._job.first_seed + len(turns) * self._job.clients + index
-        turns.append(_sound(await session.turn(Work(self._job.prompt_tokens, max_tokens, seed))))
+        job, number = self._job, len(turns)
+        conversation, place = divmod(number, job.turns_each)
+        work = Work(
+            job.prompt_tokens,
+            max_tokens,
+            seed=job.first_seed + number * job.clients + index,
+            history_id=str(conversation) if job.turns_each > 1 else None,
+            ends_history=place == job.turns_each - 1 and job.turns_each > 1,
+        )
+        turns.append(_sound(await session.turn(work)))
 
 
 async def _rounds(job: Rounds, sessions: Sequence[TargetSession]) -> list[list[TurnTrace]]:
@@ -157,7 +166,7 @@ async def _rounds(job: Rounds, sessions: Sequence[TargetSession]) -> list[list[T
         await _warm_up(sessions, job.warm_up, first_seed=job.first_seed)
     for number, each in enumerate(job.rounds):
         for group in _groups(each, job.clients):
-            await _all(turn(number, index) for index in group)
+            await together(turn(number, index) for index in group)
     return traces
 
 
@@ -186,7 +195,7 @@ async def _warm_up(sessions: Sequence[TargetSession], size: TurnSize, *, first_s
         seed = first_seed + _WARM_UP_SEEDS + index
         _sound(await session.turn(Work(size.prompt_tokens, size.max_tokens, seed)))
 
-    await _all(turn(index, session) for index, session in enumerate(sessions))
+    await together(turn(index, session) for index, session in enumerate(sessions))
 
 
 class _Arrival:
@@ -204,7 +213,7 @@ class _Arrival:
             turn = self._newcomer(session) if index == job.streams else self._stream(index, session)
             traces[index].append(_sound(await turn))
 
-        await _all(client(index, session) for index, session in enumerate(sessions))
+        await together(client(index, session) for index, session in enumerate(sessions))
         return traces
 
     async def _newcomer(self, session: TargetSession) -> TurnTrace:
@@ -246,21 +255,6 @@ class _Aborts:
         for number in range(job.count):
             work = Work(job.prompt_tokens, job.max_tokens, job.first_seed + number * job.clients + index)
             self.traces.append(_sound(await session.turn_then_abort(work, after_tokens=job.after_tokens)))
-
-
-async def _all(coroutines: Iterable[Coroutine[None, None, None]]) -> None:
-    """Run coroutines at the same time; when one fails the others end and its error is raised."""
-    try:
-        async with asyncio.TaskGroup() as group:
-            for coroutine in coroutines:
-                group.create_task(coroutine)
-    except BaseExceptionGroup as errors:
-        known = errors.subgroup(InferenceCenterError)
-        raise (_first(known) if known is not None else errors) from None
-
-
-def _first(error: BaseException) -> BaseException:
-    return _first(error.exceptions[0]) if isinstance(error, BaseExceptionGroup) else error
 
 
 def _sound(trace: Trace) -> Trace:

@@ -64,7 +64,7 @@ def one_prompt_length(options: Options) -> int:
         raise refused(
             "prompt_tokens",
             "this scenario takes one length",
-            hint="`context`, `shared-prefix` and `sparse` take several.",
+            hint="`context`, `restart`, `shared-prefix` and `sparse` take several.",
         )
     return lengths[0]
 

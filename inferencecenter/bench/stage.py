@@ -17,7 +17,7 @@ from inferencecenter.hardware.nvml import Gpu
 from inferencecenter.settings import bundled_model
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Iterator
+    from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 
     from inferencecenter.bench.daemon_process import DaemonUsage, RunningDaemon
     from inferencecenter.bench.generator import LoadGenerator
@@ -181,23 +181,30 @@ class Bench:
         )
 
     @asynccontextmanager
-    async def stage(self, settings: DaemonSettings, *, points: int) -> AsyncIterator[Stage]:
+    async def stage(
+        self, settings: DaemonSettings, *, points: int, beside: Mapping[str, DaemonSettings] | None = None
+    ) -> AsyncIterator[Stage]:
         """Start our daemon, unless one is named, find the peers, and compare what they run.
 
         Args:
             settings: Of our daemon.
             points: How often ``measure`` will be called.
+            beside: Further daemons of ours to be measured as peers are, by name.
 
         Raises:
             InferenceCenterError: A server does not answer, or our daemon does not become ready.
         """
-        self.progress.expect(points * self.repeat * self.n_sides)
+        others = beside or {}
+        self.progress.expect(points * self.repeat * (self.n_sides + len(others)))
         async with AsyncExitStack() as stack:
             if self.options.url is not None:
                 ours = await found(OURS, self.options.url, token=self.options.token)
             else:
                 ours = await started(await stack.enter_async_context(start_daemon(settings)))
             servers = [ours]
+            for name, other in others.items():
+                another = await started(await stack.enter_async_context(start_daemon(other, name=name)))
+                servers.append(replace(another, side=compared(ours.side.facts, another.side.facts, self.options)))
             for peer in self.options.peers or ():
                 theirs = await found(peer.name, peer.url, token=peer.token)
                 servers.append(replace(theirs, side=compared(ours.side.facts, theirs.side.facts, self.options)))

@@ -22,7 +22,8 @@ class TargetSpec:
     """Where a server is and what it speaks.
 
     ``token`` is the bearer or account token, where one is needed. ``model`` is the model name that an OpenAI-compatible
-    server wants in each request; empty where it is not needed.
+    server wants in each request; empty where it is not needed. ``stored`` conversations are written down by our daemon;
+    others end with their connection.
     """
 
     name: str
@@ -30,6 +31,7 @@ class TargetSpec:
     url: str
     token: str | None = None
     model: str = ""
+    stored: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,14 +68,15 @@ class Work:
     The prompt is a function of ``seed`` and ``prompt_tokens``; prompts of different seeds differ from their first words
     on, so that no prefix is found in a cache, unless they have the same ``opening``, whose tokens are part of
     ``prompt_tokens``. Exactly ``max_tokens`` are generated: ends of text are ignored. Turns of one ``history_id``
-    continue one conversation; ``None`` is a conversation of its own. ``slot`` is where the conversation's KV is, for
-    servers that clients may name a slot to; others find it by themselves.
+    continue one conversation, up to one that ``ends_history``; ``None`` is a conversation of its own. ``slot`` is where
+    the conversation's KV is, for servers that clients may name a slot to; others find it by themselves.
     """
 
     prompt_tokens: int
     max_tokens: int
     seed: int
     history_id: str | None = None
+    ends_history: bool = False
     opening: Opening | None = None
     slot: int | None = None
 

@@ -12,7 +12,15 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.table import Table
 
 from inferencecenter.bench import plot, record, table
-from inferencecenter.bench.options import Options, parse_backend, parse_numbers, parse_peers, refused, resolve
+from inferencecenter.bench.options import (
+    Options,
+    parse_backend,
+    parse_numbers,
+    parse_peers,
+    parse_restart_by,
+    refused,
+    resolve,
+)
 from inferencecenter.bench.runner import run_scenario
 from inferencecenter.bench.scenarios import SCENARIOS, find
 from inferencecenter.cli.output import print_json, stderr, stdout
@@ -59,10 +67,13 @@ def bench(  # noqa: PLR0913 - one argument an option
         int | None, typer.Option(help="Repetitions, the sides alternating.", show_default="the scenario's")
     ] = None,
     count: Annotated[
-        int | None, typer.Option(help="Aborts, turns or rounds of each client.", show_default="the scenario's")
+        int | None, typer.Option(help="Aborts, turns or rounds of each client; kills.", show_default="the scenario's")
     ] = None,
     connections: Annotated[int | None, typer.Option(help="Idle connections.", show_default="5000")] = None,
     sessions: Annotated[int | None, typer.Option(help="Open sessions.", show_default="the scenario's")] = None,
+    restart_by: Annotated[
+        str | None, typer.Option(help="How `restart` ends the daemon: term or kill.", show_default="term")
+    ] = None,
     peer: Annotated[
         list[str] | None,
         typer.Option(help="Another server as NAME=URL; may be repeated.", metavar="NAME=URL", show_default=False),
@@ -112,6 +123,7 @@ def bench(  # noqa: PLR0913 - one argument an option
         count=count,
         connections=connections,
         sessions=sessions,
+        restart_by=parse_restart_by(restart_by),
         peers=parse_peers(peer or (), tokens=peer_token or (), commands=peer_command or ()),
         assume_same=tuple(assume_same) if assume_same else None,
         url=url,

@@ -115,6 +115,26 @@ async def test_a_round_in_groups_runs_them_one_after_the_other(daemon: RunningDa
     assert turns[1].started_s < turns[0].ended_s
 
 
+async def test_conversations_of_a_closed_loop_have_so_many_turns(
+    daemon: RunningDaemon, generator: LoadGenerator
+) -> None:
+    """The next one begins anew, and the session of the last one is closed."""
+    job = ClosedLoop(
+        target=daemon.spec,
+        clients=1,
+        prompt_tokens=30,
+        max_tokens=4,
+        duration_s=0.2,
+        first_seed=1,
+        turns_each=3,
+    )
+    (turns,) = (await generator.do(job, Turns)).clients
+
+    lengths = [turn.prompt_tokens for turn in turns]
+    assert len(lengths) > 6
+    assert lengths == [30, 64, 98] * (len(lengths) // 3) + [30, 64, 98][: len(lengths) % 3]
+
+
 async def test_only_the_clients_of_a_round_take_part(daemon: RunningDaemon, generator: LoadGenerator) -> None:
     """The others keep silent, and their conversations wait for them; the answer can be sorted by rounds."""
     rounds = (Round(30, 1), Round(10, 2, clients=(0, 2)), Round(20, 3, clients=(1, 2)))

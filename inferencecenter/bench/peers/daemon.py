@@ -10,54 +10,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
-import msgspec
-import websockets
-from websockets.asyncio.client import connect
-from websockets.typing import Subprotocol
-
+from inferencecenter.bench.peers.line import LAST_OPS, Frame, Line, named, open_line
 from inferencecenter.bench.peers.prompts import calibrate
 from inferencecenter.bench.peers.sampling import sampling
 from inferencecenter.bench.target import AbortTrace, TargetFacts, TurnTrace, Work
-from inferencecenter.errors import ErrorCode, InferenceCenterError
-from inferencecenter.protocol.base import PROTOCOL_VERSION, SUBPROTOCOL
+from inferencecenter.errors import InferenceCenterError
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
-    from websockets.asyncio.client import ClientConnection
-
     from inferencecenter.bench.peers.prompts import Prompts
     from inferencecenter.bench.target import TargetSpec
-
-_MAX_FRAME_BYTES: Final = 2**26
-_COUNTING: Final = Work(prompt_tokens=0, max_tokens=1, seed=0)
-
-
-class _Usage(msgspec.Struct):
-    """The turn's token counts."""
-
-    prompt_tokens: int
-    cached_tokens: int
-    completion_tokens: int
-
-
-class _Frame(msgspec.Struct):
-    """What is read of a frame: the protocol's models say more, and cost ten times as much for each token."""
-
-    op: str
-    id: str | None = None
-    session_id: str | None = None
-    finish_reason: str | None = None
-    usage: _Usage | None = None
-    message: str = ""
-    reason: str = ""
-    values: dict[str, float | int | str | None] = msgspec.field(default_factory=dict)
-
-
-_LAST_OPS: Final = frozenset({"end", "error"})
-_read_frame: Final = msgspec.json.Decoder(_Frame).decode
 
 
 class Daemon:
@@ -78,7 +43,7 @@ class Daemon:
         Raises:
             InferenceCenterError: ``daemon_unreachable`` or ``not_authenticated``.
         """
-        async with self._connect() as line:
+        async with open_line(self._spec) as line:
             model = (await line.ask(op="status", type="model")).values
             memory = (await line.ask(op="status", type="memory")).values
         return TargetFacts(
@@ -101,111 +66,20 @@ class Daemon:
         Raises:
             InferenceCenterError: ``daemon_unreachable`` or ``not_authenticated``.
         """
-        async with self._connect() as line:
+        async with open_line(self._spec) as line:
             async with self._calibrating:
                 if self._prompts is None:
                     self._prompts = await calibrate(line.count)
-            yield DaemonSession(line, self._prompts)
-
-    @contextlib.asynccontextmanager
-    async def _connect(self) -> AsyncIterator[_Line]:
-        async with contextlib.AsyncExitStack() as stack:
-            try:
-                socket = await stack.enter_async_context(
-                    connect(
-                        self._spec.url,
-                        subprotocols=[Subprotocol(SUBPROTOCOL)],
-                        compression=None,
-                        max_size=_MAX_FRAME_BYTES,
-                    )
-                )
-            except (OSError, websockets.WebSocketException) as error:
-                raise InferenceCenterError(
-                    ErrorCode.DAEMON_UNREACHABLE, f"no daemon answers at {self._spec.url}: {error}"
-                ) from error
-            line = _Line(socket)
-            answer = await line.ask(op="auth", token=self._spec.token, protocol=PROTOCOL_VERSION)
-            if answer.op != "auth_success":
-                raise InferenceCenterError(ErrorCode.NOT_AUTHENTICATED, answer.reason or answer.message)
-            yield line
-
-
-class _Line:
-    """A socket on which one thing happens at a time.
-
-    All methods raise ``daemon_unreachable`` when it is closed.
-    """
-
-    def __init__(self, socket: ClientConnection) -> None:
-        self._socket = socket
-        self._n_sent = 0
-
-    async def send(self, **request: Any) -> str:
-        """Send a frame, and return the id it got."""
-        self._n_sent += 1
-        request["id"] = f"b{self._n_sent}"
-        try:
-            await self._socket.send(msgspec.json.encode(request), text=True)
-        except websockets.ConnectionClosed as error:
-            raise InferenceCenterError(ErrorCode.DAEMON_UNREACHABLE, f"the connection is lost: {error}") from error
-        return str(request["id"])
-
-    async def receive(self) -> _Frame:
-        """Return the next frame."""
-        try:
-            return _read_frame(await self._socket.recv(decode=False))
-        except websockets.ConnectionClosed as error:
-            raise InferenceCenterError(ErrorCode.DAEMON_UNREACHABLE, f"the connection is lost: {error}") from error
-
-    async def ask(self, **request: Any) -> _Frame:
-        """Send a frame and return the direct reply, whatever it is."""
-        request_id = await self.send(**request)
-        while (frame := await self.receive()).id != request_id:
-            pass
-        return frame
-
-    async def create_session(self) -> str:
-        """Open a session in raw mode that ends with the connection, so that no repetition finds those of another.
-
-        Raises:
-            InferenceCenterError: ``session_limit`` when the daemon refuses.
-        """
-        created = await self.ask(op="create_session", mode="raw", store=False, on_disconnect="close")
-        if created.op != "session_created" or created.session_id is None:
-            raise InferenceCenterError(ErrorCode.SESSION_LIMIT, created.message)
-        return created.session_id
-
-    async def turn(self, session_id: str, text: str, work: Work) -> AsyncIterator[_Frame]:
-        """Start a turn and yield its frames; the last is ``end`` or ``error``."""
-        params = {**sampling(work), "max_tokens": work.max_tokens}
-        request_id = await self.send(op="infer", session_id=session_id, prompt=text, params=params)
-        while True:
-            frame = await self.receive()
-            if frame.session_id == session_id or frame.id == request_id:
-                yield frame
-                if frame.op in _LAST_OPS:
-                    return
-
-    async def count(self, text: str) -> int:
-        """Return the tokens of a text, by a turn that generates one token.
-
-        Raises:
-            InferenceCenterError: ``engine_unavailable`` when no turn can run.
-        """
-        session_id = await self.create_session()
-        last = [frame async for frame in self.turn(session_id, text, _COUNTING)][-1]
-        await self.send(op="close_session", session_id=session_id)
-        if last.usage is None:
-            raise InferenceCenterError(ErrorCode.ENGINE_UNAVAILABLE, last.message)
-        return last.usage.prompt_tokens
+            yield DaemonSession(line, self._prompts, stored=self._spec.stored)
 
 
 class DaemonSession:
-    """One client's socket and its conversations."""
+    """One client's socket and its conversations, which the daemon writes down if they are ``stored``."""
 
-    def __init__(self, line: _Line, prompts: Prompts) -> None:
+    def __init__(self, line: Line, prompts: Prompts, *, stored: bool = False) -> None:
         self._line = line
         self._prompts = prompts
+        self._stored = stored
         self._conversations: dict[str, str] = {}
 
     async def turn(self, work: Work, *, on_text: Callable[[], None] | None = None) -> TurnTrace:
@@ -216,12 +90,12 @@ class DaemonSession:
         try:
             session_id, text = await self._prepare(work)
             started_s = time.monotonic()
-            async for frame in self._line.turn(session_id, text, work):
+            async for frame in self._line.turn(session_id, text, _params(work)):
                 if frame.op == "token":
                     times_s.append(time.monotonic())
                     if on_text is not None:
                         on_text()
-                elif frame.op in _LAST_OPS:
+                elif frame.op in LAST_OPS:
                     usage, error = frame.usage, frame.message or None
             ended_s = time.monotonic()
             await self._leave(work, session_id)
@@ -245,10 +119,10 @@ class DaemonSession:
         try:
             session_id, text = await self._prepare(work)
             started_s = time.monotonic()
-            async for frame in self._line.turn(session_id, text, work):
+            async for frame in self._line.turn(session_id, text, _params(work)):
                 if frame.op == "token":
                     times_s.append(time.monotonic())
-                elif frame.op in _LAST_OPS:
+                elif frame.op in LAST_OPS:
                     error = _why_not_aborted(frame, too_late=after_tokens is None and bool(times_s))
                 is_due = frame.op == "progress" if after_tokens is None else len(times_s) >= after_tokens
                 if aborted_s is None and is_due:
@@ -270,18 +144,24 @@ class DaemonSession:
         """Return the session and the text of a turn."""
         known = self._conversations.get(work.history_id) if work.history_id is not None else None
         text = self._prompts.text(work, first=known is None)
-        session_id = known or await self._line.create_session()
+        session_id = known or named(await self._line.create_session(stored=self._stored))
         if work.history_id is not None:
             self._conversations[work.history_id] = session_id
         return session_id, text
 
     async def _leave(self, work: Work, session_id: str) -> None:
         """Close the session of a conversation that is over."""
-        if work.history_id is None:
+        if work.history_id is None or work.ends_history:
+            if work.history_id is not None:
+                del self._conversations[work.history_id]
             await self._line.send(op="close_session", session_id=session_id)
 
 
-def _why_not_aborted(last: _Frame, *, too_late: bool) -> str | None:
+def _params(work: Work) -> dict[str, Any]:
+    return {**sampling(work), "max_tokens": work.max_tokens}
+
+
+def _why_not_aborted(last: Frame, *, too_late: bool) -> str | None:
     """Return why a turn that ended so does not tell how long an abort takes."""
     if last.op == "error":
         return last.message

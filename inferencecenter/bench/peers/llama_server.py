@@ -208,6 +208,8 @@ class LlamaServerSession:
             error = _why_not_whole(last)
             if work.history_id is not None and error is None:
                 self._conversations[work.history_id] = prompt + answer
+                if work.ends_history:
+                    del self._conversations[work.history_id]
         except InferenceCenterError as failure:
             ended_s, error = time.monotonic(), str(failure)
         return TurnTrace(

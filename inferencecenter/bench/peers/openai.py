@@ -148,6 +148,8 @@ class OpenAISession:
                 error = "the server does not say how many tokens it made"
             if work.history_id is not None and error is None:
                 self._conversations[work.history_id] = prompt + "".join(answer)
+                if work.ends_history:
+                    del self._conversations[work.history_id]
         except InferenceCenterError as failure:
             ended_s, error = time.monotonic(), str(failure)
         details = usage.prompt_tokens_details if usage else None

@@ -9,15 +9,18 @@ from inferencecenter.bench.scenarios import (
     abort,
     burst,
     context,
+    crash,
     gateway,
     idle,
     interference,
     overload,
     parking,
+    restart,
     returning,
     shared_prefix,
     sparse,
     start,
+    store,
     throughput,
 )
 from inferencecenter.errors import ErrorCode, InferenceCenterError
@@ -44,6 +47,9 @@ SCENARIOS: Final[Mapping[str, Scenario]] = MappingProxyType(
             gateway,
             idle,
             start,
+            crash,
+            restart,
+            store,
         )
     }
 )
