@@ -179,11 +179,14 @@ class TurnStream:
         """Show what is new in all that the turn has said."""
         shown = "".join(self._shown)
         if not answer.startswith(shown):
+            self._state = StreamState.OVER
             raise InferenceCenterError(
                 ErrorCode.INTERNAL, f"what was shown of turn {self._turn_id} is not how its answer begins"
             )
         if rest := answer[len(shown) :]:
-            yield from self._give(Token(session_id=self._session_id, seq=seq, turn_id=str(self._turn_id), content=rest))
+            yield from self._give(
+                Token(session_id=self._session_id, seq=max(seq, 1), turn_id=str(self._turn_id), content=rest)
+            )
 
     def _finish_text(self, resumed: SessionResumed, ended: TranscriptTurn) -> Iterator[TurnStreamEvent]:
         """Show what is new in the answer of a turn that has ended."""

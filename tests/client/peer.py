@@ -91,6 +91,10 @@ class Peer:
         self._seqs[session_id] = self._seqs.get(session_id, 0) + 1
         await self.say(op=op, session_id=session_id, seq=self._seqs[session_id], **fields)
 
+    def skip(self, n_events: int, session_id: str = "s1") -> None:
+        """Leave numbers out, of events that are sent with numbers of their own."""
+        self._seqs[session_id] = self._seqs.get(session_id, 0) + n_events
+
     async def begin(self, turn_id: str = "t1") -> dict[str, Any]:
         """Hear an ``infer``, acknowledge it and return it."""
         infer = await self.hear()

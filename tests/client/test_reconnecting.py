@@ -1,0 +1,110 @@
+"""Tests of ``client.reconnecting``: how long to wait, when to give up, and which ends are final."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from inferencecenter.client.reconnecting import HEALTHY_AFTER_S, Backoff, BackoffPolicy, closing_error, is_final
+from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.protocol.close import CloseCode
+
+FOR_EVER = BackoffPolicy(give_up_after_s=None)
+
+
+def backoff(policy: BackoffPolicy = FOR_EVER, *, random: float = 1.0) -> Backoff:
+    """A count that begins at 0 s, with the same draw each time."""
+    return Backoff(policy, random=lambda: random, now=0.0)
+
+
+def test_the_bound_doubles_to_its_limit() -> None:
+    """0.2 s, twice as much each time, never more than 10 s."""
+    waits = backoff()
+    assert [waits.next_wait_s(now=0.0) for _ in range(8)] == [0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 10.0, 10.0]
+    assert waits.attempt == 8
+
+
+@given(st.floats(0, 1), st.integers(0, 100))
+def test_waits_are_drawn_from_nothing_to_the_bound(random: float, attempts: int) -> None:
+    """Full jitter: a crowd that lost its daemon does not come back as one."""
+    waits = backoff(random=random)
+    for _ in range(attempts):
+        waits.next_wait_s(now=0.0)
+    wait_s = waits.next_wait_s(now=0.0)
+    assert wait_s == pytest.approx(random * min(10.0, 0.2 * 2 ** min(attempts, 30)))
+
+
+def test_what_the_daemon_asked_for_is_waited_at_least() -> None:
+    """The jitter comes on top of it."""
+    assert backoff(random=0.0).next_wait_s(now=0.0, retry_after_s=7.0) == 7.0
+    assert backoff(random=1.0).next_wait_s(now=0.0, retry_after_s=7.0) == pytest.approx(7.2)
+
+
+@given(st.floats(1, 1000), st.floats(0, 1), st.lists(st.floats(0, 5), max_size=400))
+def test_giving_up(give_up_after_s: float, random: float, attempts_s: list[float]) -> None:
+    """No attempt begins after the limit, and the last one not before it."""
+    waits = backoff(BackoffPolicy(give_up_after_s=give_up_after_s), random=random)
+    now = 0.0
+    for attempt_s in attempts_s:
+        wait_s = waits.next_wait_s(now=now)
+        if wait_s is None:
+            assert now >= give_up_after_s
+            return
+        assert now + wait_s <= give_up_after_s * 1.000001
+        now += wait_s + attempt_s
+
+
+def test_a_wait_beyond_the_limit_is_not_begun() -> None:
+    """When the daemon asks for more time than there is, that is the end."""
+    assert backoff(BackoffPolicy(give_up_after_s=5.0)).next_wait_s(now=0.0, retry_after_s=6.0) is None
+
+
+def test_only_a_connection_that_held_counts() -> None:
+    """A daemon that lets everybody in and drops them at once is not asked five times a second."""
+    waits = backoff(BackoffPolicy(give_up_after_s=50.0))
+    for _ in range(4):
+        waits.next_wait_s(now=0.0)
+    waits.lost(now=40.0, up_s=1.0)
+    assert waits.next_wait_s(now=80.0) == 3.2
+    waits.lost(now=200.0, up_s=HEALTHY_AFTER_S)
+    assert waits.next_wait_s(now=200.0) == 0.2
+
+
+@pytest.mark.parametrize(
+    ("code", "final"),
+    [
+        (CloseCode.NORMAL, ErrorCode.DAEMON_UNREACHABLE),
+        (CloseCode.SHUTDOWN, ErrorCode.DAEMON_UNREACHABLE),
+        (CloseCode.POLICY, ErrorCode.FORBIDDEN),
+        (CloseCode.TOO_LARGE, ErrorCode.MESSAGE_TOO_LARGE),
+        (CloseCode.INTERNAL, None),
+        (CloseCode.RESTART, None),
+        (CloseCode.OVERLOADED, None),
+        (CloseCode.NOT_AUTHENTICATED, ErrorCode.NOT_AUTHENTICATED),
+        (CloseCode.TOO_SLOW, None),
+        (CloseCode.TOO_MANY, None),
+        (1006, None),
+        (1005, None),
+        (None, None),
+    ],
+)
+def test_which_closes_are_final(code: int | None, final: ErrorCode | None) -> None:
+    """A final one has the code of its reason; any other is a daemon that cannot be reached for now."""
+    error, is_over = closing_error(code, None)
+    assert is_over is (final is not None)
+    assert error.code is (final or ErrorCode.DAEMON_UNREACHABLE)
+
+
+def test_every_close_code_is_decided() -> None:
+    """The table of close codes and this one do not drift apart: what says to stop is final, and nothing says both."""
+    finals = {code for code in CloseCode if closing_error(code, None)[1]}
+    assert finals == {1000, 1001, 1008, 1009, 4401}
+
+
+def test_which_refusals_are_final() -> None:
+    """A wrong credential stays wrong; a daemon that is full or away does not."""
+    assert is_final(InferenceCenterError(ErrorCode.NOT_AUTHENTICATED))
+    assert is_final(InferenceCenterError(ErrorCode.FORBIDDEN))
+    assert not is_final(InferenceCenterError(ErrorCode.RATE_LIMITED))
+    assert not is_final(InferenceCenterError(ErrorCode.DAEMON_UNREACHABLE))
