@@ -34,6 +34,8 @@ from inferencecenter.server.control import ControlSocket
 from inferencecenter.server.first_run import ensure_admin
 from inferencecenter.server.listener import Listener, bind
 from inferencecenter.sessions.registry import Sessions
+from inferencecenter.sessions.store.schema import DATABASE_NAME
+from inferencecenter.sessions.store.store import Store
 from inferencecenter.supervisor.backoff import RestartPolicy
 from inferencecenter.supervisor.kv_places import kv_places
 from inferencecenter.supervisor.supervisor import Supervisor
@@ -45,6 +47,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from inferencecenter.ipc.port import EngineStatus
+    from inferencecenter.sessions.store.recorder import PurgeKind
     from inferencecenter.settings import Settings
     from inferencecenter.supervisor.kv_places import KvPlaces
 
@@ -65,10 +68,22 @@ class Announcement:
     model: str
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Prepared:
+    """What there must be before the event loop runs. Without ``store`` sessions end with the daemon."""
+
+    accounts: Accounts
+    store: Store | None
+    config_params: Params
+    sockets: list[socket.socket]
+
+
 def serve(settings: Settings, *, announce: Callable[[Announcement], None]) -> int:
     """Run the daemon until SIGINT or SIGTERM and return the exit code.
 
-    The first signal lets running turns finish for ``server.shutdown_timeout_s``; a second one ends it at once.
+    The first signal lets running turns finish for ``server.shutdown_timeout_s``; those that have not go on with the
+    next daemon. A second one ends it at once. With ``engine.exit_when_failed`` it also ends, with 1, when the engine is
+    given up.
 
     Raises:
         InferenceCenterError: What keeps the daemon from running: ``invalid_config``, ``invalid_model_file``,
@@ -93,22 +108,17 @@ def serve(settings: Settings, *, announce: Callable[[Announcement], None]) -> in
         held.callback(accounts.close)
         accounts.audit(AuditEvent.DAEMON_STARTED, detail=__version__)
         held.callback(accounts.audit, AuditEvent.DAEMON_STOPPED)
-        config_params = parse_config_params(settings)
+        store = Store.open(settings.state_dir / DATABASE_NAME) if settings.sessions.store else None
+        prepared = _Prepared(
+            accounts=accounts, store=store, config_params=parse_config_params(settings), sockets=sockets
+        )
         announcement = Announcement(
             address=_address(settings, sockets),
             admin_token=ensure_admin(accounts, settings.state_dir),
             model=settings.model.name or settings.model.path.name,
         )
         with contextlib.suppress(KeyboardInterrupt):
-            uvloop.run(
-                _run(
-                    settings,
-                    accounts=accounts,
-                    config_params=config_params,
-                    sockets=sockets,
-                    on_listening=lambda: announce(announcement),
-                )
-            )
+            return uvloop.run(_run(settings, prepared, on_listening=lambda: announce(announcement)))
     return 0
 
 
@@ -126,33 +136,31 @@ def parse_config_params(settings: Settings) -> Params:
         ) from error
 
 
-async def _run(
-    settings: Settings,
-    *,
-    accounts: Accounts,
-    config_params: Params,
-    sockets: list[socket.socket],
-    on_listening: Callable[[], None],
-) -> None:
-    metrics = Metrics()
+async def _run(settings: Settings, prepared: _Prepared, *, on_listening: Callable[[], None]) -> int:
+    """Put the parts together, serve, and take them apart; return the exit code.
+
+    Sockets go first, then the engine, whose turns stay as they are, and at last what writes all of that down.
+
+    Raises:
+        InferenceCenterError: The model cannot be loaded, or something cannot be made in the state directory.
+    """
+    accounts, store, metrics = prepared.accounts, prepared.store, Metrics()
     kv = kv_places(settings.kv, settings.state_dir)
-    supervisor = Supervisor(
-        _engine_options(settings, kv),
-        policy=RestartPolicy(
-            min_s=settings.engine.restart_backoff_min_s,
-            max_s=settings.engine.restart_backoff_max_s,
-        ),
-        max_queue=settings.engine.max_queue,
-        queue_warning=settings.engine.queue_warning,
-        load_timeout_s=settings.engine.load_timeout_s,
-        lock_path=settings.state_dir / _ENGINE_LOCK_FILE,
-    )
+
+    def live_sessions() -> tuple[str, ...]:
+        return sessions.live_sessions()
+
+    supervisor = _supervisor(settings, kv, live_sessions=live_sessions)
     sessions = Sessions(
         engine=supervisor,
-        config_params=config_params,
+        config_params=prepared.config_params,
         max_sessions=settings.sessions.max_sessions,
         default_ttl_s=settings.sessions.default_ttl_s,
+        retention_days=settings.sessions.retention_days,
+        replay_kib=settings.sessions.replay_kib,
+        detached_turn_s=settings.sessions.detached_turn_s,
         shared_prompts=settings.sessions.shared_prompts,
+        journal=store,
         observer=metrics,
     )
     context = Context.create(
@@ -160,13 +168,24 @@ async def _run(
     )
     listener = Listener(create_app(context), settings.server, drain=context.drain)
 
-    def stop_when_no_model(_: EngineStatus) -> None:
-        if supervisor.load_failure is not None:
+    def failed() -> bool:
+        return settings.engine.exit_when_failed and supervisor.given_up
+
+    def stop_when_hopeless(_: EngineStatus) -> None:
+        if supervisor.load_failure is not None or failed():
             listener.stop()
 
-    supervisor.subscribe(stop_when_no_model)
+    def purge(kind: PurgeKind, name: str) -> None:
+        _log.info("purged", kind=kind, name=name, sessions=sessions.purge(kind, name))
+        if store is not None:
+            store.purge(kind, name)
+
+    supervisor.subscribe(stop_when_hopeless)
     async with AsyncExitStack() as running:
-        control = ControlSocket(settings.state_dir, tokens_changed=context.tokens_changed)
+        if store is not None:
+            running.push_async_callback(store.close)
+            sessions.restore(store.load(), clean=store.was_clean, retention_days=accounts.retentions())
+        control = ControlSocket(settings.state_dir, tokens_changed=context.tokens_changed, purge=purge)
         control.open()
         running.callback(control.close)
         running.push_async_callback(context.close)
@@ -175,10 +194,30 @@ async def _run(
         await supervisor.start()
         running.push_async_callback(supervisor.stop)
         on_listening()
-        await listener.serve(sockets)
+        await listener.serve(prepared.sockets)
     if supervisor.load_failure is not None:
         raise supervisor.load_failure
     _log.info("stopped")
+    return int(failed())
+
+
+def _supervisor(settings: Settings, kv: KvPlaces, *, live_sessions: Callable[[], tuple[str, ...]]) -> Supervisor:
+    engine = settings.engine
+    return Supervisor(
+        _engine_options(settings, kv),
+        policy=RestartPolicy(
+            min_s=engine.restart_backoff_min_s,
+            max_s=engine.restart_backoff_max_s,
+            max_restarts=engine.max_restarts,
+            window_s=engine.restart_window_s,
+        ),
+        max_queue=engine.max_queue,
+        queue_warning=engine.queue_warning,
+        load_timeout_s=engine.load_timeout_s,
+        hang_timeout_s=engine.hang_timeout_s,
+        live_sessions=live_sessions,
+        lock_path=settings.state_dir / _ENGINE_LOCK_FILE,
+    )
 
 
 def _stop_on_signals(listener: Listener) -> None:

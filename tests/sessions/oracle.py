@@ -1,0 +1,300 @@
+"""An engine whose answers follow from their prompts, a store in memory, and a client that counts events."""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from inferencecenter.errors import InferenceCenterError
+from inferencecenter.ipc.messages import (
+    Delta,
+    Failed,
+    Finished,
+    ModelInfo,
+    Started,
+    Submit,
+    Withdrawn,
+    unpack_tokens,
+)
+from inferencecenter.ipc.port import EngineState, EngineStatus
+from inferencecenter.protocol import events
+from inferencecenter.sessions.records import (
+    Changed,
+    Dropped,
+    Ended,
+    Gone,
+    Kept,
+    Opened,
+    Ordered,
+    Renamed,
+    Said,
+    Unfinished,
+)
+from tests.sessions.conftest import make_model, packed
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from inferencecenter.ipc.port import EngineTurn
+    from inferencecenter.protocol.base import Event
+    from inferencecenter.sessions.records import Record
+
+END = "\0"
+
+
+def script(prompt: str) -> str:
+    """What the oracle answers to a prompt: different ones get different answers, of different length."""
+    digest = zlib.crc32(prompt.encode())
+    return "".join(f"{digest + n:x} " for n in range(3 + digest % 5))
+
+
+@dataclass
+class _Running:
+    """A turn in the engine. ``shown`` counts characters that were told."""
+
+    turn: EngineTurn
+    prompt: str
+    said: str
+    shown: int
+    started: bool = False
+    n_prompt: int = 0
+
+
+@dataclass
+class Oracle:
+    """An engine that says one character a step, and shows it ``lag`` characters later, as if for a stop string."""
+
+    lag: int = 2
+    status: EngineStatus = field(default_factory=lambda: EngineStatus(EngineState.READY, model=make_model()))
+    waiting: dict[str, EngineTurn] = field(default_factory=dict)
+    running: dict[str, _Running] = field(default_factory=dict)
+    aborted: set[str] = field(default_factory=set)
+    submissions: list[Submit] = field(default_factory=list)
+    prompts: dict[str, str] = field(default_factory=dict)
+
+    def submit(self, turn: EngineTurn) -> int:
+        """Take a turn; without an engine it waits."""
+        if self.status.state is EngineState.READY:
+            self._take(turn)
+        else:
+            self.waiting[turn.turn_id] = turn
+        return 0
+
+    def abort(self, turn_id: str) -> None:
+        """End a turn with its next step, or at once where no engine has it."""
+        if (turn := self.waiting.pop(turn_id, None)) is not None:
+            turn.hear(Withdrawn(turn_id))
+        elif turn_id in self.running:
+            self.aborted.add(turn_id)
+
+    def release(self, session_id: str) -> None:
+        """Nothing is kept."""
+
+    def subscribe(self, listener: Callable[[EngineStatus], None]) -> None:
+        """Nobody is told."""
+
+    def lose(self) -> None:
+        """Let the engine die with all it knows."""
+        self.status = replace(self.status, state=EngineState.BACKOFF)
+        lost, self.running = self.running, {}
+        for turn_id, running in lost.items():
+            running.turn.interrupted()
+            if turn_id in self.aborted:
+                running.turn.hear(Withdrawn(turn_id))
+            else:
+                self.waiting[turn_id] = running.turn
+        self.aborted.clear()
+
+    def ready(self, model: ModelInfo | None = None) -> None:
+        """Let an engine be ready, and take the turns that wait."""
+        self.status = EngineStatus(EngineState.READY, model=model or self.status.model or make_model())
+        taken, self.waiting = self.waiting, {}
+        for turn_id, turn in taken.items():
+            try:
+                self._take(turn)
+            except InferenceCenterError as error:
+                turn.hear(Failed(turn_id=turn_id, code=error.code.value, message=error.message))
+
+    def step(self) -> None:
+        """Let each turn start, or say its next character, or end."""
+        for turn_id, running in list(self.running.items()):
+            self._advance(turn_id, running)
+
+    def run(self) -> None:
+        """Let all turns end."""
+        while self.running:
+            self.step()
+
+    def _take(self, turn: EngineTurn) -> None:
+        submit = turn.submission()
+        self.submissions.append(submit)
+        spelled = "".join(map(chr, unpack_tokens(submit.tokens)))
+        prompt = spelled + "".join(piece.text for piece in submit.pieces)
+        said = "".join(map(chr, unpack_tokens(submit.answer)))
+        assert self.prompts.setdefault(submit.turn_id, prompt) == prompt, "a turn is always asked the same"
+        assert script(prompt).startswith(said)
+        assert submit.shown_chars <= len(said)
+        self.running[submit.turn_id] = _Running(turn, prompt, said, submit.shown_chars, n_prompt=len(prompt))
+
+    def _advance(self, turn_id: str, running: _Running) -> None:
+        turn, answer = running.turn, script(running.prompt)
+        if turn_id in self.aborted:
+            self._end(turn_id, running, "aborted")
+        elif not running.started:
+            running.started = True
+            turn.hear(Started(turn_id, packed(running.prompt), 0))
+        elif len(running.said) < len(answer):
+            running.said += answer[len(running.said)]
+            self._show(running, len(running.said) - self.lag, packed(running.said[-1]))
+        else:
+            self._end(turn_id, running, "stop")
+
+    def _show(self, running: _Running, to: int, tokens: bytes) -> None:
+        text = running.said[running.shown : to]
+        running.shown = max(running.shown, to)
+        running.turn.hear(Delta(running.turn.turn_id, tokens, text))
+
+    def _end(self, turn_id: str, running: _Running, reason: str) -> None:
+        stopped = reason == "stop"
+        self._show(running, len(running.said), packed(END) if stopped else b"")
+        del self.running[turn_id]
+        self.aborted.discard(turn_id)
+        running.turn.hear(
+            Finished(
+                turn_id=turn_id,
+                reason=reason,
+                stop=None,
+                kept_tokens=len(running.said) + stopped,
+                kept_chars=len(running.said),
+                end_text="<|im_end|>" if stopped else "",
+                prompt_tokens=running.n_prompt,
+                cached_tokens=0,
+                generated_tokens=len(running.said) + stopped,
+                queue_ms=0.0,
+                ttft_ms=0.0,
+                total_ms=0.0,
+                tokens_per_s=0.0,
+            )
+        )
+
+
+def kept(records: Iterable[Record]) -> list[Kept]:
+    """What a store gives back that was written ``records``."""
+    sessions: dict[str, Kept] = {}
+    for record in records:
+        if isinstance(record, Opened):
+            sessions[record.facts.session_id] = Kept(
+                facts=record.facts,
+                seq=0,
+                last_used_at=record.last_used_at,
+                history=record.history,
+                turns=record.turns,
+                ends={},
+                unfinished=None,
+            )
+        elif isinstance(record, Gone):
+            del sessions[record.session_id]
+        else:
+            sessions[record.session_id] = _after(sessions[record.session_id], record)
+    return list(sessions.values())
+
+
+def _after(session: Kept, record: Ordered | Said | Ended | Dropped | Changed | Renamed) -> Kept:
+    match record:
+        case Ordered():
+            before = session.unfinished or Unfinished(order=record.order, tokens=b"", text="")
+            unfinished = replace(before, order=record.order)
+            return replace(session, seq=record.seq, last_used_at=record.last_used_at, unfinished=unfinished)
+        case Said():
+            assert session.unfinished is not None
+            assert session.unfinished.order.turn_id == record.turn_id
+            unfinished = replace(
+                session.unfinished,
+                tokens=session.unfinished.tokens + record.tokens,
+                text=session.unfinished.text + record.text,
+            )
+            return replace(session, seq=record.seq, unfinished=unfinished)
+        case Ended():
+            ends = dict(session.ends)
+            if record.turn_key is not None:
+                ends[record.turn_key] = record.end
+            return replace(
+                session,
+                seq=record.seq,
+                last_used_at=record.last_used_at,
+                history=record.history,
+                turns=(*session.turns, record.turn),
+                ends=ends,
+                unfinished=None,
+            )
+        case Dropped():
+            return replace(session, seq=record.seq, last_used_at=record.last_used_at, unfinished=None)
+        case Changed():
+            left = {turn.turn_id for turn in record.turns}
+            return replace(
+                session,
+                seq=record.seq,
+                last_used_at=record.last_used_at,
+                history=record.history,
+                turns=record.turns,
+                ends={key: end for key, end in session.ends.items() if end.turn_id in left},
+            )
+        case Renamed():
+            return replace(session, facts=replace(session.facts, epoch=record.epoch))
+
+
+@dataclass
+class Reader:
+    """A client's side of one session: it applies events by their numbers, and takes none twice.
+
+    ``answers`` are the texts of turns that have ended, by turn; ``text`` is that of the one that runs.
+    """
+
+    epoch: str
+    last_seq: int = 0
+    turn_id: str | None = None
+    text: str = ""
+    answers: dict[str, str] = field(default_factory=dict)
+    acknowledged: set[str] = field(default_factory=set)
+    detached: bool = False
+
+    def take(self, event: Event) -> None:
+        """Apply an event."""
+        if event.id is not None:
+            self.acknowledged.add(event.id)
+        match event:
+            case events.SessionDetached():
+                self.detached = True
+            case events.SessionResumed(resumed=False):
+                self._start_over(event)
+            case events.SessionResumed():
+                assert event.epoch == self.epoch
+            case events.End() if event.id is not None and event.seq <= self.last_seq:
+                pass  # a repeated request is answered with the end that is known already
+            case events.Queued() | events.Token() | events.End():
+                self._follow(event)
+            case _:
+                raise AssertionError(f"nothing sends {event.op} here")
+
+    def _follow(self, event: events.Queued | events.Token | events.End) -> None:
+        assert event.seq > self.last_seq, f"{event.op} {event.seq} comes after {self.last_seq}"
+        if not isinstance(event, events.Token):
+            assert event.seq == self.last_seq + 1, f"nothing is between {self.last_seq} and {event.op} {event.seq}"
+        self.last_seq = event.seq
+        if isinstance(event, events.Queued):
+            if event.turn_id != self.turn_id:
+                self.turn_id, self.text = event.turn_id, ""
+        elif isinstance(event, events.Token):
+            assert event.turn_id == self.turn_id
+            self.text += event.content
+        else:
+            assert event.turn_id == self.turn_id
+            self.answers[event.turn_id], self.turn_id = self.text, None
+
+    def _start_over(self, event: events.SessionResumed) -> None:
+        assert event.transcript is not None
+        assert event.turns is not None
+        self.epoch, self.last_seq = event.epoch, event.seq
+        self.answers = {turn.turn_id: event.transcript[turn.messages - 1].content for turn in event.turns}
+        self.turn_id, self.text = event.turn_id, event.content or ""

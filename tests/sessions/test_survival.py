@@ -1,0 +1,273 @@
+"""Whatever is cut, killed or held back, and wherever: a client reads the same text as if nothing had happened."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.ipc.port import EngineState
+from inferencecenter.protocol import requests
+from inferencecenter.protocol.params import Params
+from inferencecenter.sessions.client import Client
+from inferencecenter.sessions.registry import Sessions
+from tests.sessions.conftest import FakeJournal, FakeTimer
+from tests.sessions.oracle import Oracle, Reader, kept, script
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from inferencecenter.protocol.base import Event
+
+ADA = Client("ada", 4, "normal", frozenset({"user"}))
+
+
+class Socket:
+    """A connection that carries events to a reader until it is cut."""
+
+    def __init__(self, reader: Reader) -> None:
+        self.reader = reader
+        self.open = True
+
+    def send(self, event: Event) -> None:
+        """Deliver, or lose what comes too late."""
+        if self.open:
+            self.reader.take(event)
+
+
+class CommittingJournal(FakeJournal):
+    """A journal that knows which records are safe: those written before anything that was told.
+
+    Records of one frame of the engine become safe together.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(holding=True)
+        self.safe = 0
+        self.frames: list[int] = []
+
+    def release(self, tell: Callable[[], None]) -> None:
+        """Hold the call until ``let_go``; then its records are safe."""
+        self.held.append(lambda: self._tell(tell))
+
+    def end_frame(self) -> None:
+        """What is written from now on is of another frame."""
+        self.frames.append(len(self.records))
+
+    def survivors(self, more: int) -> list[int]:
+        """Numbers of records that a killed daemon may leave, the fewest first; ``more`` is how many frames."""
+        possible = [n for n in [*self.frames, len(self.records)] if n >= self.safe]
+        return possible[: more + 1]
+
+    def _tell(self, tell: Callable[[], None]) -> None:
+        # The frame that this was told in is committed as one.
+        self.safe = max(self.safe, min([n for n in self.frames if n > self.safe], default=len(self.records)))
+        tell()
+
+
+class Survival(RuleBasedStateMachine):
+    """One session of one client, which asks a question whenever it has the answer to the last one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.oracle = Oracle()
+        self.journal = CommittingJournal()
+        self.drawn = 0
+        self.sessions = self.begin()
+        self.reader = Reader("")
+        self.socket = Socket(self.reader)
+        request = requests.CreateSession(op="create_session")
+        created = self.sessions.create(ADA, request, self.socket)
+        self.journal.end_frame()
+        self.journal.safe = len(self.journal.records)
+        self.session_id = created.session_id
+        self.reader.epoch = created.epoch
+        self.asked = 0
+        self.sent = 0
+        self.pending: str | None = None
+
+    def begin(self) -> Sessions:
+        """A daemon that knows nothing yet."""
+        return Sessions(
+            engine=self.oracle,
+            config_params=Params(),
+            max_sessions=4,
+            default_ttl_s=None,
+            journal=self.journal,
+            replay_kib=1,
+            clock=lambda: 1000.0,
+            monotonic=lambda: 0.0,
+            local_time=lambda: datetime.fromtimestamp(1000, tz=UTC),
+            random_bytes=self.draw,
+            call_later=FakeTimer,
+        )
+
+    def draw(self, size: int) -> bytes:
+        """Bytes that were never drawn before."""
+        self.drawn += 1
+        return self.drawn.to_bytes(size, "little")
+
+    def infer(self) -> None:
+        """Send the question that has no answer yet, with its key."""
+        self.sent += 1
+        self.pending = f"i{self.sent}"
+        request = requests.Infer(
+            op="infer",
+            id=self.pending,
+            session_id=self.session_id,
+            prompt=f"question {self.asked}",
+            turn_key=f"k{self.asked}",
+        )
+        self.sessions.infer(ADA, request, self.socket)
+        self.journal.end_frame()
+
+    @property
+    def answered(self) -> bool:
+        """Whether the client has the answers to all that it asked."""
+        return len(self.reader.answers) == self.asked
+
+    @precondition(lambda self: self.socket.open and self.answered)
+    @rule()
+    def ask(self) -> None:
+        """Ask something new."""
+        self.asked += 1
+        self.infer()
+
+    @precondition(lambda self: self.socket.open and not self.answered)
+    @rule()
+    def ask_again(self) -> None:
+        """Send the same question again: it attaches to its turn, whatever became of it."""
+        self.infer()
+
+    @rule(steps=st.integers(1, 30))
+    def generate(self, steps: int) -> None:
+        """Let the engine work."""
+        for _ in range(steps):
+            self.oracle.step()
+            self.journal.end_frame()
+
+    @rule(count=st.integers(1, 60))
+    def commit(self, count: int) -> None:
+        """Let the store catch up, as far as it gets."""
+        self.journal.let_go(count)
+
+    @rule(noticed=st.booleans())
+    def cut(self, noticed: bool) -> None:
+        """Cut the connection; the daemon may take a while to notice."""
+        self.socket.open = False
+        if noticed:
+            self.sessions.detach(self.socket)
+
+    @rule()
+    def come_back(self) -> None:
+        """Resume on another socket, or on the same one if it is still there."""
+        if not self.socket.open:
+            self.socket = Socket(self.reader)
+        request = requests.ResumeSession(
+            op="resume_session", session_id=self.session_id, epoch=self.reader.epoch, last_seq=self.reader.last_seq
+        )
+        self.sessions.resume(ADA, request, self.socket)
+
+    @rule()
+    def come_back_with_nothing(self) -> None:
+        """Resume without a position: what is told has to be enough."""
+        self.socket.open = False
+        self.reader = Reader(self.reader.epoch, answers=self.reader.answers)
+        self.socket = Socket(self.reader)
+        request = requests.ResumeSession(op="resume_session", session_id=self.session_id)
+        self.sessions.resume(ADA, request, self.socket)
+        self.journal.let_go()
+
+    @rule()
+    def lose_engine(self) -> None:
+        """Kill the engine."""
+        self.oracle.lose()
+
+    @rule()
+    def engine_ready(self) -> None:
+        """Start another."""
+        if self.oracle.status.state is not EngineState.READY:
+            self.oracle.ready()
+
+    @rule(more=st.integers(0, 5))
+    def kill_daemon(self, more: int) -> None:
+        """Kill the daemon: what was told is safe, and perhaps a little more."""
+        self.restart(self.journal.survivors(more)[-1], clean=False)
+
+    @rule()
+    def restart_daemon(self) -> None:
+        """Stop the daemon in order and start it again."""
+        self.journal.let_go()
+        self.restart(len(self.journal.records), clean=True)
+
+    def restart(self, n_records: int, *, clean: bool) -> None:
+        """Begin anew with the first so many records, in which is all that the client has seen."""
+        self.socket.open = False
+        records = self.journal.records[:n_records]
+        (session,) = kept(records)
+        ended, unfinished = {turn.turn_id for turn in session.turns}, session.unfinished
+        assert self.reader.answers.keys() <= ended
+        if self.reader.turn_id not in (None, *ended):
+            assert unfinished is not None
+            assert unfinished.order.turn_id == self.reader.turn_id
+            assert unfinished.text.startswith(self.reader.text)
+        self.journal = CommittingJournal()
+        self.journal.records = records
+        self.journal.safe = n_records
+        self.oracle = Oracle(prompts=self.oracle.prompts)
+        self.oracle.lose()
+        self.sessions = self.begin()
+        self.sessions.restore(kept(records), clean=clean)
+
+    @invariant()
+    def what_is_shown_is_right(self) -> None:
+        """At any moment the client has read a beginning of the answer, and of those that ended all."""
+        for turn_id, text in self.reader.answers.items():
+            assert text == self.expected(turn_id)
+        if self.reader.turn_id is not None:
+            assert self.expected(self.reader.turn_id).startswith(self.reader.text)
+
+    def expected(self, turn_id: str) -> str:
+        """What the turn has to say; nothing before an engine had it."""
+        prompt = self.oracle.prompts.get(turn_id)
+        return "" if prompt is None else script(prompt)
+
+    def teardown(self) -> None:
+        """When all is well again, the client gets every answer, each turn having run once."""
+        self.engine_ready()
+        for _ in range(3):
+            self.come_back()
+            self.journal.let_go()
+            if not self.answered:
+                self.infer()
+            self.oracle.run()
+            self.journal.let_go()
+        self.come_back_with_nothing()
+        assert self.answered
+        self.what_is_shown_is_right()
+        session = self.sessions.get(ADA, requests.GetSession(op="get_session", session_id=self.session_id))
+        questions = [message.content for message in session.transcript if message.role == "user"]
+        assert questions == [f"question {number + 1}" for number in range(self.asked)]
+        answers = [message.content for message in session.transcript if message.role == "assistant"]
+        assert answers == list(self.reader.answers.values())
+
+
+Survival.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestSurvival = Survival.TestCase
+
+
+def test_the_machine_refuses_what_the_protocol_refuses() -> None:
+    """A question while another is answered is refused: the machine's client never does that by accident."""
+    machine = Survival()
+    machine.ask()
+    machine.asked += 1
+    try:
+        machine.infer()
+    except InferenceCenterError as error:
+        assert error.code is ErrorCode.SESSION_BUSY  # noqa: PT017
+    else:
+        raise AssertionError("two turns at once")
