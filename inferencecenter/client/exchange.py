@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import uuid
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, TypeAlias, TypeVar
 
@@ -85,6 +86,8 @@ class Exchange:
         self._timing = timing
         self._on_notice = on_notice
         self._tasks = TaskGroup("client")
+        # Replayed events keep the ids of the frames they answered, which another connection may have sent.
+        self._name = uuid.uuid4().hex[:8]
         self._ids = itertools.count(1)
         self._pending: dict[str, _Pending] = {}
         self._asking: dict[str, ClientSession] = {}
@@ -134,7 +137,7 @@ class Exchange:
 
     def numbered(self, request: R) -> R:
         """Return the request with an id of its own."""
-        return request.model_copy(update={"id": f"c{next(self._ids)}"})
+        return request.model_copy(update={"id": f"{self._name}-{next(self._ids)}"})
 
     # What sessions use.
 

@@ -141,7 +141,7 @@ class TurnStream:
         """Begin with the turn that the daemon names, and with what arrived of it already."""
         snapshot, early = self._snapshot, [early for early in self._early if early.turn_id == event.turn_id]
         self._snapshot, self._early = None, []
-        self._state, self._turn_id = StreamState.RUNNING, event.turn_id
+        self._state, self._turn_id, self.due = StreamState.RUNNING, event.turn_id, False
         if snapshot is not None and snapshot.turn_id == event.turn_id:
             yield from self._catch_up(snapshot.content or "", seq=snapshot.seq)
         elif snapshot is not None and (ended := _ended(snapshot, event.turn_id)) is not None:

@@ -127,7 +127,7 @@ class ModelDaemon:
         return {"session_id": "s", "seq": self.seq}
 
     def _tell(self, event: NumberedEvent) -> NumberedEvent:
-        self.ring.append(event.model_copy(update={"id": None}))
+        self.ring.append(event)
         return event
 
 
