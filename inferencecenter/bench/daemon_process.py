@@ -113,7 +113,7 @@ class RunningDaemon:
     def __init__(
         self, pid: int, spec: TargetSpec, *, readiness: Readiness, settings: DaemonSettings, output: _Output
     ) -> None:
-        self._pid = pid
+        self.pid = pid
         self._output = output
         self.spec = spec
         self.readiness = readiness
@@ -135,7 +135,7 @@ class RunningDaemon:
         Raises:
             OSError: One of them is gone.
         """
-        return DaemonUsage(front=read_usage(self._pid), engine=read_usage(self.engine.pid))
+        return DaemonUsage(front=read_usage(self.pid), engine=read_usage(self.engine.pid))
 
     def kill_engine(self) -> float:
         """Kill the engine that became ready last, by its id, and return when, in seconds of ``time.monotonic``."""

@@ -116,9 +116,9 @@ class Generator:
             await together(self._hold_one(job) for _ in range(count))
 
     async def _hold_one(self, job: Hold) -> None:
-        client = await self._held.enter_async_context(connect(job.target.url, token=job.target.token))
+        client = await self._held.enter_async_context(connect(job.target.url, token=job.target.token, reconnect=False))
         for _ in range(job.sessions_each):
-            await client.create_session()
+            await client.create_session(on_disconnect="close", store=False)
         self._holding += 1
 
 

@@ -18,6 +18,7 @@ from inferencecenter.bench.scenarios import (
     restart,
     returning,
     shared_prefix,
+    soak,
     sparse,
     start,
     store,
@@ -49,6 +50,7 @@ SCENARIOS: Final[Mapping[str, Scenario]] = MappingProxyType(
             start,
             crash,
             restart,
+            soak,
             store,
         )
     }
