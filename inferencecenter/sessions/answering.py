@@ -94,7 +94,11 @@ class Answering:
         if turn.state.is_terminal:
             raise InferenceCenterError(ErrorCode.NOTHING_TO_ABORT, f"turn {turn.turn_id} is over")
         made_by = turn.order.made_by
-        prompt = self.prepare()
+        try:
+            prompt = self.prepare()
+        except InferenceCenterError:
+            self._speechless = turn.n_tokens > 0
+            raise
         if turn.order.made_by != made_by:
             self._stream.write(self._ordered(self._stream.seq))
         return submission(turn, prompt, facts=self._facts, around=self._around)
@@ -143,7 +147,6 @@ class Answering:
         if turn.prompt is not None and turn.order.made_by == made_by:
             return turn.prompt
         if turn.n_tokens and turn.order.made_by != made_by:
-            self._speechless = True
             raise InferenceCenterError(ErrorCode.MODEL_NOT_FOUND, "The model that began this answer is not loaded.")
         order, new = replace(turn.order, made_by=made_by), messages_of(turn.order.request)
         history = self._history.made_for(made_by)

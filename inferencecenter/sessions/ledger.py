@@ -38,8 +38,13 @@ class Ledger:
 
     @property
     def turns(self) -> tuple[TranscriptTurn, ...]:
-        """The last turns, oldest first."""
+        """The last turns, oldest first, as clients are told of them."""
         return tuple(self._turns[-MAX_TURNS:])
+
+    @property
+    def all_turns(self) -> tuple[TranscriptTurn, ...]:
+        """All turns, oldest first, as they are written down."""
+        return tuple(self._turns)
 
     def record(self, turn_key: str | None, end: End, *, n_messages: int) -> TranscriptTurn:
         """Take note of a turn that did not fail, after which there are ``n_messages``, and return how it is listed."""

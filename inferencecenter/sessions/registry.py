@@ -6,7 +6,6 @@ import asyncio
 import base64
 import secrets
 import time
-from dataclasses import replace
 from datetime import datetime
 from functools import partial
 from types import MappingProxyType
@@ -15,14 +14,11 @@ from typing import TYPE_CHECKING, Final, Literal
 import structlog
 
 from inferencecenter.protocol import events, requests
-from inferencecenter.protocol.params import Params, merge, parse_params
-from inferencecenter.protocol.values import ChatMessage
-from inferencecenter.sessions.facts import SessionFacts, Surroundings
-from inferencecenter.sessions.history import History
+from inferencecenter.sessions.facts import Surroundings
 from inferencecenter.sessions.journal import Unwritten
 from inferencecenter.sessions.ledger import Ledger
-from inferencecenter.sessions.models import Serving, recommended_params
-from inferencecenter.sessions.records import Renamed
+from inferencecenter.sessions.models import Serving
+from inferencecenter.sessions.opening import first_history, fork_facts, new_facts, restored
 from inferencecenter.sessions.roster import Roster
 from inferencecenter.sessions.session import Session
 from inferencecenter.sessions.states import SessionState
@@ -34,6 +30,7 @@ if TYPE_CHECKING:
 
     from inferencecenter.ipc.port import EnginePort
     from inferencecenter.protocol.base import Request
+    from inferencecenter.protocol.params import Params
     from inferencecenter.sessions.client import Client, EventSink
     from inferencecenter.sessions.facts import Timer
     from inferencecenter.sessions.journal import Journal
@@ -106,13 +103,11 @@ class Sessions:
         self._journal: Journal = journal or Unwritten()
         self._engine = engine
         self._config_params = config_params
-        self._default_ttl_s = default_ttl_s
         self._random_bytes = random_bytes
         self._tally = Tally(observer)
-        self._serving = Serving(engine)
         self._around = Surroundings(
             engine=engine,
-            serving=self._serving,
+            serving=Serving(engine),
             journal=self._journal,
             clock=clock,
             monotonic=monotonic,
@@ -129,7 +124,11 @@ class Sessions:
             detached_turn_s=detached_turn_s,
         )
         self._roster = Roster(
-            max_sessions=max_sessions, retention_days=retention_days, call_later=call_later, expire=Session.expire
+            max_sessions=max_sessions,
+            default_ttl_s=default_ttl_s,
+            retention_days=retention_days,
+            call_later=call_later,
+            expire=Session.expire,
         )
 
     @property
@@ -164,12 +163,11 @@ class Sessions:
             retention_days: What clients have chosen for themselves.
         """
         self._roster.learn_retention(retention_days)
-        restored = [self._restored(each, clean=clean) for each in sorted(kept, key=lambda each: each.facts.created_at)]
-        for session in restored:
-            session.go_on()
+        sessions = restored(kept, clean=clean, around=self._around)
+        for session in sessions:
             self._roster.add(session)
-        if restored:
-            _log.info("sessions_restored", sessions=len(restored), unfinished=self.totals().active_generations)
+        if sessions:
+            _log.info("sessions_restored", sessions=len(sessions), unfinished=self.totals().active_generations)
 
     def live_sessions(self) -> tuple[str, ...]:
         """Return the names of all sessions."""
@@ -193,37 +191,13 @@ class Sessions:
 
         Raises:
             InferenceCenterError: ``model_loading``, ``engine_unavailable``, ``model_not_found``, ``invalid_request``,
-                ``forbidden``, ``session_limit``, ``storage_unavailable`` or ``context_full``.
+                ``forbidden``, ``internal``, ``session_limit``, ``storage_unavailable`` or ``context_full``.
         """
-        store = request.store and self.durable
-        self._around.check_writable(store=store)
-        model = self._serving.model(request.model)
-        overlay = parse_params(request.params or {})
-        priority = client.allow_priority(request.priority, otherwise=client.priority)
-        self._serving.renderer(request.mode)
-        facts = SessionFacts(
-            session_id=self._new_id("s_"),
-            epoch=self._new_id("e_"),
-            client_id=client.client_id,
-            mode=request.mode,
-            model=model.name,
-            n_ctx=model.n_ctx,
-            params=merge(Params(), recommended_params(model), self._config_params, overlay),
-            chosen=frozenset(overlay.model_fields_set),
-            priority=priority,
-            on_full=request.on_full or ("shift" if request.mode == "chat" else "stop"),
-            on_disconnect=request.on_disconnect or "detach",
-            store=store,
-            ttl_s=request.ttl_s if request.ttl_s is not None else self._default_ttl_s,
-            metadata=dict(request.metadata or {}),
-            created_at=self._around.clock(),
-        )
-        history = History()
-        if request.system is not None:
-            system = ChatMessage(role="system", content=request.system)
-            history = history.appended((system,), max_chars=self._around.max_transcript_chars)
-        session = Session(facts, around=self._around, history=history, ledger=Ledger(), sink=sink)
-        return self._open(client, session)
+        around = self._around
+        around.check_writable(store=request.store and self.durable)
+        facts = new_facts(client, request, config_params=self._config_params, durable=self.durable, around=around)
+        history = first_history(request, max_chars=around.max_transcript_chars)
+        return self._open(client, Session(facts, around=around, history=history, ledger=Ledger(), sink=sink))
 
     def fork(self, client: Client, request: requests.ForkSession, sink: EventSink) -> events.SessionCreated:
         """Open a session that begins as another one does.
@@ -232,15 +206,7 @@ class Sessions:
             InferenceCenterError: ``session_not_found``, ``session_limit``, and see ``Session.fork``.
         """
         parent = self._roster.own(client, request.session_id)
-        model = self._serving.known
-        facts = replace(
-            parent.facts,
-            session_id=self._new_id("s_"),
-            epoch=self._new_id("e_"),
-            model=model.name if model else parent.facts.model,
-            n_ctx=model.n_ctx if model else parent.facts.n_ctx,
-            created_at=self._around.clock(),
-        )
+        facts = fork_facts(parent.facts, self._around)
         session = parent.fork(facts, turn=request.turn, sink=sink)
         return self._open(client, session, parent=parent)
 
@@ -330,12 +296,6 @@ class Sessions:
         """Return readings over all sessions."""
         active = sum(session.state is SessionState.BUSY for session in self._roster)
         return self._tally.totals(sessions=len(self._roster), active=active, now=self._around.monotonic())
-
-    def _restored(self, kept: Kept, *, clean: bool) -> Session:
-        facts = kept.facts if clean else replace(kept.facts, epoch=self._new_id("e_"))
-        if not clean:
-            self._journal.write(Renamed(session_id=facts.session_id, epoch=facts.epoch), flush=True)
-        return Session.restored(kept, facts, around=self._around)
 
     def _open(self, client: Client, session: Session, *, parent: Session | None = None) -> events.SessionCreated:
         facts = session.facts

@@ -24,7 +24,8 @@ class Roster:
 
     Args:
         max_sessions: Of all clients together.
-        retention_days: Days after its last use at which a session is deleted; ``None`` for never.
+        default_ttl_s: Idle seconds after which a session expires that sets no own; ``None`` for never.
+        retention_days: Days after its last use at which a session is deleted, whatever it sets; ``None`` for never.
         call_later: Arranges for a call after some seconds.
         expire: Called with a session whose time has come, and that is no longer here.
     """
@@ -33,11 +34,13 @@ class Roster:
         self,
         *,
         max_sessions: int,
+        default_ttl_s: float | None,
         retention_days: float | None,
         call_later: Callable[[float, Callable[[], None]], Timer],
         expire: Callable[[Session], None],
     ) -> None:
         self._max_sessions = max_sessions
+        self._default_ttl_s = default_ttl_s
         self._retention_days = retention_days
         self._call_later = call_later
         self._expire = expire
@@ -144,5 +147,6 @@ class Roster:
         facts = session.facts
         own_days = self._own_retention_days.get(facts.client_id)
         days = self._retention_days if own_days is None else own_days
-        limits_s = [facts.ttl_s, None if days is None else days * _DAY_S]
+        ttl_s = self._default_ttl_s if facts.ttl_s is None else facts.ttl_s
+        limits_s = [ttl_s, None if days is None else days * _DAY_S]
         return min((limit_s for limit_s in limits_s if limit_s is not None), default=None)

@@ -22,6 +22,7 @@ from inferencecenter.sessions.turn import Turn
 
 if TYPE_CHECKING:
     from inferencecenter.ipc.messages import Failed
+    from inferencecenter.protocol.base import SessionEvent
     from inferencecenter.protocol.params import Params
     from inferencecenter.protocol.requests import Abort, Append, Infer, ResumeSession, RewindSession
     from inferencecenter.protocol.values import Priority
@@ -129,14 +130,8 @@ class Session:
 
     def open(self) -> None:
         """Write down that the session begins."""
-        self._stream.write(
-            Opened(
-                facts=self.facts,
-                history=self._history,
-                turns=self._ledger.turns,
-                last_used_at=self._last_used_at,
-            )
-        )
+        facts, history, turns = self.facts, self._history, self._ledger.all_turns
+        self._stream.write(Opened(facts=facts, history=history, turns=turns, last_used_at=self._last_used_at))
 
     def infer(self, request: Infer, *, overlay: Params, priority: Priority, sink: EventSink) -> None:
         """Start a turn, or attach to the turn that has the request's ``turn_key`` already.
@@ -198,9 +193,7 @@ class Session:
         self._check_idle("Append")
         self._around.check_writable(store=self.facts.store)
         self._history = self._history.appended(tuple(request.messages), max_chars=self._around.max_transcript_chars)
-        self._touch()
-        appended = self._stream.appended(len(self._history.messages), request_id=request.id)
-        self._stream.answer(appended, self._changed(appended.seq), sink)
+        self._tell_changed(self._stream.appended(len(self._history.messages), request_id=request.id), sink)
 
     def fork(self, facts: SessionFacts, *, turn: str | None, sink: EventSink) -> Session:
         """Return another session that begins as this one does.
@@ -230,9 +223,8 @@ class Session:
         self._around.check_writable(store=self.facts.store)
         self._history = self._history.until(request.turn)
         self._ledger.rewind(request.turn)
-        self._touch()
-        rewound = self._stream.rewound(request.turn, len(self._history.messages), request_id=request.id)
-        self._stream.answer(rewound, self._changed(rewound.seq), sink)
+        n_messages = len(self._history.messages)
+        self._tell_changed(self._stream.rewound(request.turn, n_messages, request_id=request.id), sink)
 
     def close(self) -> events.SessionClosed:
         """End the session, its running turn as aborted, and let the engine forget it."""
@@ -335,14 +327,16 @@ class Session:
         self._last_used = self._around.monotonic()
         self._last_used_at = self._around.clock()
 
-    def _changed(self, seq: int) -> Changed:
-        return Changed(
+    def _tell_changed(self, event: SessionEvent, sink: EventSink) -> None:
+        self._touch()
+        record = Changed(
             session_id=self.facts.session_id,
-            seq=seq,
+            seq=event.seq,
             last_used_at=self._last_used_at,
             history=self._history,
-            turns=self._ledger.turns,
+            turns=self._ledger.all_turns,
         )
+        self._stream.answer(event, record, sink)
 
     def _check_idle(self, doing: str) -> None:
         if self._answering is not None:

@@ -152,7 +152,7 @@ def test_a_failed_turn_leaves_nothing_behind(world: World) -> None:
     world.engine.generate("Par")
     world.engine.fail()
     error = world.sink.last
-    assert (error.op, error.code, error.id, error.retryable) == ("error", "engine_crashed", "i2", True)
+    assert (error.op, error.code, error.id, error.retryable) == ("error", "engine_crashed", "i2", False)
     assert (error.turn_id, error.session_id) == (world.engine.last.turn_id, session_id)
     after = world.get(session_id)
     assert (after.transcript, after.n_tokens) == (before.transcript, before.n_tokens)

@@ -1,0 +1,106 @@
+"""Sessions at their beginning: what holds for a new one, and those that an earlier daemon left."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from inferencecenter.protocol.params import Params, merge, parse_params
+from inferencecenter.protocol.values import ChatMessage
+from inferencecenter.sessions.facts import SessionFacts
+from inferencecenter.sessions.history import History
+from inferencecenter.sessions.models import recommended_params
+from inferencecenter.sessions.records import Gone, Renamed
+from inferencecenter.sessions.session import Session
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from inferencecenter.protocol.requests import CreateSession
+    from inferencecenter.sessions.client import Client
+    from inferencecenter.sessions.facts import Surroundings
+    from inferencecenter.sessions.records import Kept
+
+
+def new_facts(
+    client: Client, request: CreateSession, *, config_params: Params, durable: bool, around: Surroundings
+) -> SessionFacts:
+    """Return what holds for a session that is opened now; it may be written to a disk only if ``durable``.
+
+    Raises:
+        InferenceCenterError: ``model_loading``, ``engine_unavailable``, ``model_not_found``, ``invalid_request``,
+            ``forbidden``, or ``internal`` when the model's template does not compile.
+    """
+    model = around.serving.model(request.model)
+    overlay = parse_params(request.params or {})
+    priority = client.allow_priority(request.priority, otherwise=client.priority)
+    around.serving.renderer(request.mode)
+    return SessionFacts(
+        session_id=around.new_id("s_"),
+        epoch=around.new_id("e_"),
+        client_id=client.client_id,
+        mode=request.mode,
+        model=model.name,
+        n_ctx=model.n_ctx,
+        params=merge(Params(), recommended_params(model), config_params, overlay),
+        chosen=frozenset(overlay.model_fields_set),
+        priority=priority,
+        on_full=request.on_full or ("shift" if request.mode == "chat" else "stop"),
+        on_disconnect=request.on_disconnect or "detach",
+        store=request.store and durable,
+        ttl_s=request.ttl_s,
+        metadata=dict(request.metadata or {}),
+        created_at=around.clock(),
+    )
+
+
+def fork_facts(parent: SessionFacts, around: Surroundings) -> SessionFacts:
+    """Return what holds for a session that begins now as ``parent`` did."""
+    model = around.serving.known
+    return replace(
+        parent,
+        session_id=around.new_id("s_"),
+        epoch=around.new_id("e_"),
+        model=model.name if model else parent.model,
+        n_ctx=model.n_ctx if model else parent.n_ctx,
+        created_at=around.clock(),
+    )
+
+
+def first_history(request: CreateSession, *, max_chars: int) -> History:
+    """Return what a new session holds: its system prompt, if it has one.
+
+    Raises:
+        InferenceCenterError: ``context_full``.
+    """
+    if request.system is None:
+        return History()
+    return History().appended((ChatMessage(role="system", content=request.system),), max_chars=max_chars)
+
+
+def restored(kept: Iterable[Kept], *, clean: bool, around: Surroundings) -> list[Session]:
+    """Return the sessions that an earlier daemon wrote down, the oldest first, and have their turns continued.
+
+    Those that were to end with their socket have ended with that daemon.
+
+    Args:
+        kept: What was written down.
+        clean: Whether it was all that was told; if not, every session's events have another history from now on.
+        around: The rest of the daemon.
+    """
+    going_on: list[tuple[float, Session]] = []
+    sessions: list[Session] = []
+    for each in sorted(kept, key=lambda each: each.facts.created_at):
+        facts = each.facts
+        if facts.on_disconnect == "close":
+            around.journal.write(Gone(session_id=facts.session_id), flush=True)
+            continue
+        if not clean:
+            facts = replace(facts, epoch=around.new_id("e_"))
+            around.journal.write(Renamed(session_id=facts.session_id, epoch=facts.epoch), flush=True)
+        sessions.append(Session.restored(each, facts, around=around))
+        if each.unfinished is not None:
+            going_on.append((each.unfinished.order.submitted_at, sessions[-1]))
+    for _, session in sorted(going_on, key=lambda pair: pair[0]):
+        session.go_on()
+    return sessions
