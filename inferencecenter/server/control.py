@@ -1,9 +1,10 @@
-"""The local wire between the command line and a running daemon: a datagram that says what has changed."""
+"""The local wire between the command line and a running daemon: a datagram that says what has changed, or must go."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import os
 import socket
 from typing import TYPE_CHECKING, Final
@@ -16,20 +17,60 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
+    from inferencecenter.sessions.store.recorder import PurgeKind
+
 TOKENS_CHANGED: Final = b"tokens"
+_PURGE_WORDS: Final[dict[PurgeKind, bytes]] = {"session": b"purge session ", "client": b"purge client "}
+DAEMON_LOCK_NAME: Final = "daemon.lock"
+"""The file in the state directory that a running daemon holds."""
 _NAME: Final = "control.sock"
-_MAX_DATAGRAM_BYTES: Final = 64
+_MAX_DATAGRAM_BYTES: Final = 4096
 
 _log = structlog.get_logger(__name__)
 
 
+@contextlib.contextmanager
+def held_alone(state_dir: Path) -> Iterator[bool]:
+    """Keep daemons from starting on ``state_dir`` meanwhile; ``False`` if one runs, and is left alone.
+
+    Raises:
+        OSError: There is no such directory, or it is not ours.
+    """
+    descriptor = os.open(state_dir / DAEMON_LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+        else:
+            yield True
+    finally:
+        os.close(descriptor)
+
+
 def notify(state_dir: Path) -> bool:
     """Tell the daemon of ``state_dir`` that tokens have changed; ``False`` when none is listening."""
+    return _send(state_dir, TOKENS_CHANGED)
+
+
+def ask_purge(state_dir: Path, kind: PurgeKind, name: str) -> bool:
+    """Ask the daemon of ``state_dir`` to forget a session, or all of a client; ``False`` when none is listening.
+
+    Raises:
+        InferenceCenterError: ``invalid_request`` for a name that no client and no session has.
+    """
+    word = _PURGE_WORDS[kind] + name.encode()
+    if len(word) > _MAX_DATAGRAM_BYTES:
+        raise InferenceCenterError(ErrorCode.INVALID_REQUEST, f"the {kind}'s name is too long", field=kind)
+    return _send(state_dir, word)
+
+
+def _send(state_dir: Path, word: bytes) -> bool:
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sender:
         sender.setblocking(False)
         try:
             with _short_path(state_dir) as path:
-                sender.sendto(TOKENS_CHANGED, path)
+                sender.sendto(word, path)
         except OSError:
             return False
     return True
@@ -41,11 +82,19 @@ class ControlSocket:
     Args:
         state_dir: Directory the socket is made in. The caller holds it for itself, so a socket left there is stale.
         tokens_changed: Called on the event loop.
+        purge: Called on the event loop, with what is to be forgotten and its name; ``None`` where nothing is kept.
     """
 
-    def __init__(self, state_dir: Path, *, tokens_changed: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        state_dir: Path,
+        *,
+        tokens_changed: Callable[[], None],
+        purge: Callable[[PurgeKind, str], None] | None = None,
+    ) -> None:
         self._state_dir = state_dir
         self._tokens_changed = tokens_changed
+        self._purge = purge
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC)
 
     def open(self) -> None:
@@ -78,13 +127,29 @@ class ControlSocket:
 
     def _read(self) -> None:
         try:
-            word = self._socket.recv(_MAX_DATAGRAM_BYTES)
+            # One byte more than there may be: what is longer is not taken for its beginning.
+            word = self._socket.recv(_MAX_DATAGRAM_BYTES + 1)
         except BlockingIOError:
             return
         if word == TOKENS_CHANGED:
             self._tokens_changed()
+        elif self._purge is not None and (wanted := _purge_in(word)) is not None:
+            self._purge(*wanted)
         else:
             _log.warning("control_word_unknown", length=len(word))
+
+
+def _purge_in(word: bytes) -> tuple[PurgeKind, str] | None:
+    """Return what a datagram wants forgotten, ``None`` if that is not what it says."""
+    if len(word) > _MAX_DATAGRAM_BYTES:
+        return None
+    for kind, beginning in _PURGE_WORDS.items():
+        if word.startswith(beginning):
+            try:
+                return kind, word.removeprefix(beginning).decode()
+            except UnicodeDecodeError:
+                return None
+    return None
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from inferencecenter.errors import ErrorCode, InferenceCenterError
-from inferencecenter.server.control import ControlSocket, notify
+from inferencecenter.server.control import ControlSocket, ask_purge, held_alone, notify
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -73,10 +73,58 @@ async def test_unknown_words_do_nothing(tmp_path: Path) -> None:
     control.close()
 
 
+@pytest.mark.parametrize("name", ["s_1", "Ünïcode with spaces", "x" * 1000])
+async def test_a_purge_reaches_the_daemon(tmp_path: Path, name: str) -> None:
+    """With what is to go and its whole name."""
+    asked: list[tuple[str, str]] = []
+    told = asyncio.Event()
+
+    def purge(kind: str, name: str) -> None:
+        asked.append((kind, name))
+        if len(asked) == 2:
+            told.set()
+
+    control = ControlSocket(tmp_path, tokens_changed=lambda: None, purge=purge)
+    control.open()
+    assert ask_purge(tmp_path, "session", name)
+    assert ask_purge(tmp_path, "client", name)
+    async with asyncio.timeout(5):
+        await told.wait()
+    control.close()
+    assert asked == [("session", name), ("client", name)]
+
+
+async def test_a_name_that_is_cut_or_no_text_purges_nothing(tmp_path: Path) -> None:
+    """What is too long is refused by the sender, and not taken for its beginning by the daemon."""
+    asked: list[str] = []
+    told = asyncio.Event()
+    control = ControlSocket(tmp_path, tokens_changed=told.set, purge=lambda _, name: asked.append(name))
+    control.open()
+    with pytest.raises(InferenceCenterError, match="too long"):
+        ask_purge(tmp_path, "client", "x" * 5000)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as other:
+        for word in (b"purge client " + b"x" * 5000, b"purge client \xff", b"purge everything x"):
+            other.sendto(word, str(tmp_path / "control.sock"))
+    assert notify(tmp_path)
+    async with asyncio.timeout(5):
+        await told.wait()
+    control.close()
+    assert asked == []
+
+
+def test_one_holds_the_directory_at_a_time(tmp_path: Path) -> None:
+    """Whoever comes second is told, and may again when the first has gone."""
+    with held_alone(tmp_path) as first, held_alone(tmp_path) as second:
+        assert (first, second) == (True, False)
+    with held_alone(tmp_path) as third:
+        assert third
+
+
 def test_nobody_listens(tmp_path: Path) -> None:
     """Without a daemon, or without its directory, the caller is told so."""
     assert not notify(tmp_path)
     assert not notify(tmp_path / "missing")
+    assert not ask_purge(tmp_path, "session", "s_1")
 
 
 async def test_a_directory_that_cannot_be_used_is_named(tmp_path: Path) -> None:

@@ -181,10 +181,12 @@ class Recorder:
                 row = self._find(entry.session_id).row
                 self._database.execute("UPDATE sessions SET epoch = ? WHERE id = ?", (entry.epoch, row))
             case Gone():
-                delete_sessions(self._database, "session", entry.session_id)
-                self._staged[entry.session_id] = None
+                self._forget(Purge("session", entry.session_id))
             case Purge():
-                self._purge(entry)
+                self._forget(entry)
+
+    def _forget(self, purge: Purge) -> None:
+        self._staged.update(dict.fromkeys(delete(self._database, purge)))
 
     def _find(self, session_id: str) -> Known:
         known = self._staged[session_id] if session_id in self._staged else self._known[session_id]
@@ -305,22 +307,19 @@ class Recorder:
         self._database.execute("DELETE FROM said WHERE session = ?", (row,))
         self._database.execute("DELETE FROM orders WHERE session = ?", (row,))
 
-    def _purge(self, purge: Purge) -> None:
-        for session_id in delete_sessions(self._database, purge.kind, purge.name):
-            self._staged[session_id] = None
-        if purge.kind == "client":
-            self._database.execute("DELETE FROM usage WHERE client_id = ?", (purge.name,))
-
 
 _INSERT_TURN: Final = "INSERT INTO turns VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
 
 
-def delete_sessions(database: sqlite3.Connection, kind: PurgeKind, name: str) -> list[str]:
-    """Delete a session, or all of a client, inside a transaction of the caller's; return their ids."""
-    found = database.execute(f"SELECT id, session_id FROM sessions WHERE {kind}_id = ?", (name,)).fetchall()  # noqa: S608 - two names
+def delete(database: sqlite3.Connection, purge: Purge) -> list[str]:
+    """Delete what is to go, inside a transaction of the caller's; return the ids of the sessions that went."""
+    which = "session_id = ?" if purge.kind == "session" else "client_id = ?"
+    found = database.execute(f"SELECT id, session_id FROM sessions WHERE {which}", (purge.name,)).fetchall()  # noqa: S608
     for row, _ in found:
         database.execute("DELETE FROM said WHERE session = ?", (row,))
         database.execute("DELETE FROM sessions WHERE id = ?", (row,))
+    if purge.kind == "client":
+        database.execute("DELETE FROM usage WHERE client_id = ?", (purge.name,))
     return [session_id for _, session_id in found]
 
 

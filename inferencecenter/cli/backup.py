@@ -1,0 +1,71 @@
+"""``inferencecenter backup``: copy accounts and sessions as they stand at one moment; works beside a running daemon."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import sqlite3
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from inferencecenter.cli.options import ConfigOption, JsonOption, StateDirOption, given
+from inferencecenter.cli.output import print_json, stdout
+from inferencecenter.configuration import load_settings
+from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.server.accounts import DATABASE_NAME as ACCOUNTS_NAME
+from inferencecenter.sessions.store.opening import reason_of
+from inferencecenter.sessions.store.schema import DATABASE_NAME as SESSIONS_NAME
+from inferencecenter.sqlite_file import connect, copy, damage
+
+
+def backup(
+    target: Annotated[Path, typer.Argument(metavar="TARGET", help="Directory to make, for you alone.")],
+    *,
+    config: ConfigOption = None,
+    state_dir: StateDirOption = None,
+    json: JsonOption = False,
+) -> None:
+    """Copy the files of accounts and sessions into a new directory; copied back, they are the state directory's."""
+    settings = load_settings(config, given(state_dir=state_dir))
+    sources = [path for name in (ACCOUNTS_NAME, SESSIONS_NAME) if (path := settings.state_dir / name).exists()]
+    if not sources:
+        raise _failed(f"{settings.state_dir} holds neither accounts nor sessions", "Is that the state directory?")
+    try:
+        target.mkdir(mode=0o700)
+    except OSError as error:
+        raise _failed(
+            f"{target} cannot be made: {error.strerror}",
+            "A backup is never written over another: name a new directory.",
+        ) from error
+    with contextlib.ExitStack() as on_failure:
+        on_failure.callback(shutil.rmtree, target)
+        for source in sources:
+            _copy(source, target / source.name)
+        on_failure.pop_all()
+    if json:
+        print_json({"target": str(target), "files": [source.name for source in sources]})
+    else:
+        copied = " and ".join(source.name for source in sources)
+        stdout.print(f"Copied {copied} to {target}.", markup=False, soft_wrap=True)
+
+
+def _copy(source: Path, target: Path) -> None:
+    try:
+        copy(source, target)
+        with contextlib.closing(connect(target)) as copied:
+            if (found := damage(copied)) is not None:
+                raise sqlite3.DatabaseError(found)
+            if source.name == SESSIONS_NAME:
+                # What came later was shown too: a daemon on this copy must not go on as if nothing had been.
+                copied.execute("UPDATE meta SET clean = 0")
+    except (OSError, sqlite3.Error) as error:
+        raise _failed(
+            f"{source} cannot be copied: {reason_of(error)}",
+            "Nothing was kept of the copy. Is there room for it?",
+        ) from error
+
+
+def _failed(message: str, hint: str) -> InferenceCenterError:
+    return InferenceCenterError(ErrorCode.STORAGE_UNAVAILABLE, message, hint=hint)

@@ -1,0 +1,237 @@
+"""``inferencecenter session``: list, export and purge the sessions that are kept; works beside a running daemon."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import asdict
+from datetime import UTC, datetime
+from functools import reduce
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+import orjson
+import typer
+from rich.table import Column, Table
+from rich.text import Text
+
+from inferencecenter.cli.options import ConfigOption, JsonOption, StateDirOption, given
+from inferencecenter.cli.output import print_json, stdout
+from inferencecenter.configuration import load_settings
+from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.server import control
+from inferencecenter.server.accounts import DATABASE_NAME as ACCOUNTS_NAME
+from inferencecenter.server.accounts import Accounts
+from inferencecenter.server.audit import AuditEvent
+from inferencecenter.sessions.store.archive import Archive, empty_log, purge_file
+from inferencecenter.sessions.store.schema import DATABASE_NAME
+
+if TYPE_CHECKING:
+    from inferencecenter.protocol.values import TranscriptTurn
+    from inferencecenter.sessions.records import Kept
+    from inferencecenter.sessions.store.recorder import PurgeKind
+    from inferencecenter.settings import Settings
+
+PURGE_TIMEOUT_S: Final = 10.0
+"""Seconds that a running daemon has to purge."""
+_LOOK_S: Final = 0.05
+
+SessionArgument = Annotated[str | None, typer.Argument(metavar="SESSION", help="The session's id.", show_default=False)]
+ClientOption = Annotated[str | None, typer.Option(help="All sessions of this account.", show_default=False)]
+
+app = typer.Typer(help="List, export and purge sessions.", no_args_is_help=True)
+
+
+@app.command("list")
+def list_sessions(
+    *,
+    client: Annotated[str | None, typer.Option(help="Only this account's.", show_default=False)] = None,
+    config: ConfigOption = None,
+    state_dir: StateDirOption = None,
+    json: JsonOption = False,
+) -> None:
+    """List the sessions that are kept, oldest first."""
+    with Archive.open(_path(load_settings(config, given(state_dir=state_dir)))) as archive:
+        sessions = archive.sessions(client)
+    if json:
+        print_json([asdict(session) for session in sessions])
+        return
+    counted = [Column(name, justify="right") for name in ("messages", "turns", "tokens")]
+    table = Table(Column("session", no_wrap=True), "client", "model", *counted, "made", "last used", "state")
+    for each in sessions:
+        table.add_row(
+            *map(Text, (each.session_id, each.client_id, each.model)),
+            *map(str, (each.messages, each.turns, each.tokens)),
+            *(_date(each.created_at), _date(each.last_used_at)),
+            "answering" if each.answering else "idle",
+        )
+    stdout.print(table)
+
+
+@app.command("export")
+def export(
+    session: SessionArgument = None,
+    *,
+    client: ClientOption = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", help="File to make, for you alone.", metavar="FILE", show_default=False)
+    ] = None,
+    config: ConfigOption = None,
+    state_dir: StateDirOption = None,
+) -> None:
+    """Write a session, or all of a client, as JSON: transcript, metadata, turns and usage."""
+    kind, name = _one_of(session, client)
+    with Archive.open(_path(load_settings(config, given(state_dir=state_dir)))) as archive:
+        exported: dict[str, Any]
+        if kind == "session":
+            exported = as_json(archive.read(name))
+        elif archive.holds(kind, name):
+            sessions = [as_json(archive.read(each)) for each in archive.matches(kind, name)]
+            usage = [asdict(line) for line in archive.usage(name)]
+            exported = {"client_id": name, "sessions": sessions, "usage": usage}
+        else:
+            raise _nothing_of(kind, name)
+    if output is None:
+        print_json(exported)
+    else:
+        _write(output, orjson.dumps(exported, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE))
+
+
+@app.command("purge")
+def purge(  # noqa: PLR0913 - one argument an option
+    session: SessionArgument = None,
+    *,
+    client: ClientOption = None,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+    config: ConfigOption = None,
+    state_dir: StateDirOption = None,
+    json: JsonOption = False,
+) -> None:
+    """Delete a session, or all that is kept of a client's conversations and usage, for good."""
+    settings = load_settings(config, given(state_dir=state_dir))
+    kind, name = _one_of(session, client)
+    with Archive.open(_path(settings)) as archive:
+        if not archive.holds(kind, name):
+            raise _nothing_of(kind, name)
+        n_sessions = len(archive.matches(kind, name))
+    what = f"session {name}" if kind == "session" else f"{n_sessions} sessions of {name} and its usage"
+    if not yes:
+        typer.confirm(f"Delete {what}? This cannot be undone.", abort=True, err=True)
+    _purge(settings, kind, name)
+    _note(settings, kind, name)
+    if json:
+        print_json({"kind": kind, "name": name, "sessions": n_sessions})
+    else:
+        stdout.print(f"Deleted {what}.", markup=False, soft_wrap=True)
+
+
+def as_json(kept: Kept) -> dict[str, Any]:
+    """Return a session as an export has it."""
+    facts, unfinished = kept.facts, kept.unfinished
+    return {
+        "session_id": facts.session_id,
+        "client_id": facts.client_id,
+        "created_at": facts.created_at,
+        "last_used_at": kept.last_used_at,
+        "mode": facts.mode,
+        "model": facts.model,
+        "priority": facts.priority,
+        "on_full": facts.on_full,
+        "on_disconnect": facts.on_disconnect,
+        "ttl_s": facts.ttl_s,
+        "metadata": facts.metadata,
+        "params": facts.params.model_dump(mode="json"),
+        "transcript": [message.model_dump(mode="json") for message in kept.history.messages],
+        "turns": [turn.model_dump(mode="json") for turn in kept.turns],
+        "usage": _usage(kept.turns),
+        "unfinished": None
+        if unfinished is None
+        else {
+            "turn_id": unfinished.order.turn_id,
+            "request": unfinished.order.request.model_dump(mode="json", exclude_unset=True),
+            "content": unfinished.text,
+        },
+    }
+
+
+def _usage(turns: tuple[TranscriptTurn, ...]) -> dict[str, int]:
+    names = ("prompt_tokens", "cached_tokens", "completion_tokens")
+    return {name: reduce(lambda total, turn: total + getattr(turn.usage, name), turns, 0) for name in names}
+
+
+def _purge(settings: Settings, kind: PurgeKind, name: str) -> None:
+    """Delete from the file, or have the daemon do it that has the file open."""
+    path = _path(settings)
+    with control.held_alone(settings.state_dir) as alone:
+        if alone:
+            purge_file(path, kind, name)
+            return
+    if not control.ask_purge(settings.state_dir, kind, name):
+        raise InferenceCenterError(
+            ErrorCode.DAEMON_UNREACHABLE,
+            f"a daemon holds {settings.state_dir}, but does not listen there",
+            hint="It may be starting or stopping: try again.",
+        )
+    deadline = time.monotonic() + PURGE_TIMEOUT_S
+    while _is_held(path, kind, name):
+        if time.monotonic() > deadline:
+            raise InferenceCenterError(
+                ErrorCode.STORAGE_UNAVAILABLE,
+                f"the daemon has not deleted it within {PURGE_TIMEOUT_S:g} s",
+                hint="Its log says why; it deletes it when its file can be written.",
+            )
+        time.sleep(_LOOK_S)
+    empty_log(path)
+
+
+def _is_held(path: Path, kind: PurgeKind, name: str) -> bool:
+    with Archive.open(path) as archive:
+        return archive.holds(kind, name)
+
+
+def _note(settings: Settings, kind: PurgeKind, name: str) -> None:
+    """Leave a line in the audit log."""
+    accounts = Accounts.open(settings.state_dir / ACCOUNTS_NAME, clock=time.time, audit_days=settings.auth.audit_days)
+    try:
+        client_id = name if kind == "client" else None
+        accounts.audit(AuditEvent.SESSION_PURGED, client_id=client_id, detail="all" if client_id else name)
+    finally:
+        accounts.close()
+
+
+def _one_of(session: str | None, client: str | None) -> tuple[PurgeKind, str]:
+    if session is not None and client is None:
+        return "session", session
+    if client is not None and session is None:
+        return "client", client
+    raise InferenceCenterError(
+        ErrorCode.INVALID_REQUEST, "name a session, or a client with --client", hint="One of the two."
+    )
+
+
+def _nothing_of(kind: PurgeKind, name: str) -> InferenceCenterError:
+    return InferenceCenterError(
+        ErrorCode.SESSION_NOT_FOUND,
+        f"nothing is kept of {kind} {name!r}",
+        hint="`inferencecenter session list` shows what is.",
+    )
+
+
+def _write(path: Path, content: bytes) -> None:
+    try:
+        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb") as file:
+            file.write(content)
+    except OSError as error:
+        raise InferenceCenterError(
+            ErrorCode.STORAGE_UNAVAILABLE,
+            f"{path} cannot be written: {error.strerror}",
+            hint="A file that is there is not overwritten: name a new one.",
+        ) from error
+
+
+def _path(settings: Settings) -> Path:
+    return settings.state_dir / DATABASE_NAME
+
+
+def _date(at: float) -> str:
+    return datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%d %H:%M")

@@ -1,0 +1,44 @@
+"""``inferencecenter usage``: turns and tokens by client and day; works beside a running daemon."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict
+from typing import Annotated, Final
+
+import typer
+from rich.table import Column, Table
+from rich.text import Text
+
+from inferencecenter.cli.options import ConfigOption, JsonOption, StateDirOption, given
+from inferencecenter.cli.output import print_json, stdout
+from inferencecenter.configuration import load_settings
+from inferencecenter.sessions.store.archive import Archive
+from inferencecenter.sessions.store.recorder import day_of
+from inferencecenter.sessions.store.schema import DATABASE_NAME
+
+_DAY_S: Final = 86_400
+
+
+def usage(
+    *,
+    client: Annotated[str | None, typer.Option(help="Only this account's.", show_default=False)] = None,
+    days: Annotated[int, typer.Option(help="So many days, today included; days begin at midnight UTC.", min=1)] = 30,
+    config: ConfigOption = None,
+    state_dir: StateDirOption = None,
+    json: JsonOption = False,
+) -> None:
+    """Show turns and tokens by client and day, of sessions that are kept on disk, also of those that are gone."""
+    settings = load_settings(config, given(state_dir=state_dir))
+    since = day_of(max(0.0, time.time() - (days - 1) * _DAY_S))
+    with Archive.open(settings.state_dir / DATABASE_NAME) as archive:
+        lines = archive.usage(client, since=since)
+    if json:
+        print_json([asdict(line) for line in lines])
+        return
+    counted = [Column(name, justify="right") for name in ("turns", "prompt tokens", "of these cached", "generated")]
+    table = Table("day", "client", *counted)
+    for line in lines:
+        counts = (line.turns, line.prompt_tokens, line.cached_tokens, line.completion_tokens)
+        table.add_row(line.day, Text(line.client_id), *map(str, counts))
+    stdout.print(table)

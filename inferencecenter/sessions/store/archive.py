@@ -1,0 +1,167 @@
+"""The file as the command line sees it: read, also while a daemon writes it, and purged while none does."""
+
+from __future__ import annotations
+
+import contextlib
+import sqlite3
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.sessions.store.opening import open_reading, open_writing, reason_of
+from inferencecenter.sessions.store.reading import read_one, read_said
+from inferencecenter.sessions.store.recorder import Purge, delete
+from inferencecenter.sessions.store.schema import HINT, MIGRATIONS
+from inferencecenter.sqlite_file import connect, transaction, unusable
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from inferencecenter.sessions.records import Kept
+    from inferencecenter.sessions.store.recorder import PurgeKind
+    from inferencecenter.sessions.store.rows import Row
+
+
+@dataclass(frozen=True, slots=True)
+class SessionLine:
+    """A session in a list; times are Unix seconds, ``answering`` if a turn of it has not ended."""
+
+    session_id: str
+    client_id: str
+    model: str
+    messages: int
+    turns: int
+    tokens: int
+    created_at: float
+    last_used_at: float
+    answering: bool
+
+
+@dataclass(frozen=True, slots=True)
+class UsageLine:
+    """What a client had on a day in UTC, as 2026-11-21."""
+
+    client_id: str
+    day: str
+    turns: int
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+
+
+class Archive:
+    """What the file holds at one moment."""
+
+    def __init__(self, path: Path, database: sqlite3.Connection) -> None:
+        self._path = path
+        self._database = database
+
+    @classmethod
+    @contextlib.contextmanager
+    def open(cls, path: Path) -> Iterator[Archive]:
+        """Lend the file at ``path`` for a while; where there is none, no session was ever kept.
+
+        Raises:
+            InferenceCenterError: ``storage_unavailable``, also for what is found out while it is lent.
+        """
+        with _mapped_errors(path), contextlib.closing(_open(path)) as database:
+            yield cls(path, database)
+
+    def sessions(self, client_id: str | None = None) -> list[SessionLine]:
+        """Return the sessions of a client, or all, oldest first."""
+        rows = self._database.execute(
+            "SELECT session_id, client_id, coalesce(facts ->> 'model', ''),"
+            " (SELECT count(*) FROM messages WHERE session = id), (SELECT count(*) FROM turns WHERE session = id),"
+            " (SELECT coalesce(sum(length(ids)), 0) / 4 FROM tokens WHERE session = id), created_at, last_used_at,"
+            " EXISTS (SELECT 1 FROM orders WHERE session = id)"
+            " FROM sessions WHERE ?1 IS NULL OR client_id = ?1 ORDER BY id",
+            (client_id,),
+        )
+        return [_line(row) for row in rows]
+
+    def read(self, session_id: str) -> Kept:
+        """Return everything about a session.
+
+        Raises:
+            InferenceCenterError: ``session_not_found``, or ``storage_unavailable`` if its rows make no sense.
+        """
+        row = self._database.execute("SELECT id FROM sessions WHERE session_id = ?", (session_id,)).fetchone()
+        if row is None:
+            raise InferenceCenterError(
+                ErrorCode.SESSION_NOT_FOUND,
+                f"no session {session_id!r} is kept",
+                hint="`inferencecenter session list` shows which are.",
+            )
+        try:
+            return read_one(self._database, row[0], read_said(self._database)).kept
+        except ValueError as error:
+            raise unusable(self._path, f"the rows of session {session_id} do not fit together", hint=HINT) from error
+
+    def usage(self, client_id: str | None = None, *, since: str = "") -> list[UsageLine]:
+        """Return what a client, or each, had from a day on, the latest day last."""
+        rows = self._database.execute(
+            "SELECT client_id, day, turns, prompt_tokens, cached_tokens, completion_tokens FROM usage"
+            " WHERE (?1 IS NULL OR client_id = ?1) AND day >= ?2 ORDER BY day, client_id",
+            (client_id, since),
+        )
+        return [UsageLine(*row) for row in rows]
+
+    def matches(self, kind: PurgeKind, name: str) -> list[str]:
+        """Return the ids of the sessions that a purge would take."""
+        column = "session_id" if kind == "session" else "client_id"
+        rows = self._database.execute(f"SELECT session_id FROM sessions WHERE {column} = ?", (name,))  # noqa: S608
+        return [session_id for (session_id,) in rows]
+
+    def holds(self, kind: PurgeKind, name: str) -> bool:
+        """Tell whether there is anything that a purge would take."""
+        return bool(self.matches(kind, name) or (kind == "client" and self.usage(name)))
+
+
+def purge_file(path: Path, kind: PurgeKind, name: str) -> None:
+    """Delete everything of a session, or of a client, from a file that no daemon uses, and overwrite it.
+
+    Raises:
+        InferenceCenterError: ``storage_unavailable``.
+    """
+    with _mapped_errors(path), contextlib.closing(open_writing(path)) as database:
+        with transaction(database):
+            delete(database, Purge(kind, name))
+        database.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+
+
+def empty_log(path: Path) -> None:
+    """Have what was deleted disappear from the log beside the file too, unless somebody reads it just now.
+
+    Raises:
+        InferenceCenterError: ``storage_unavailable``.
+    """
+    with _mapped_errors(path), contextlib.closing(connect(path)) as database:
+        database.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+
+
+def _line(row: Row) -> SessionLine:
+    session_id, client_id, model, messages, turns, tokens, created_at, last_used_at, answering = row
+    return SessionLine(
+        session_id, client_id, model, messages, turns, tokens, created_at, last_used_at, answering=bool(answering)
+    )
+
+
+def _open(path: Path) -> sqlite3.Connection:
+    if not path.exists():
+        nothing = sqlite3.connect(":memory:", isolation_level=None)
+        for statement in (statement for step in MIGRATIONS for statement in step):
+            nothing.execute(statement)
+        return nothing
+    database = open_reading(path)
+    # Until the end, what is read is of the moment of the first statement.
+    database.execute("BEGIN")
+    return database
+
+
+@contextlib.contextmanager
+def _mapped_errors(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (sqlite3.Error, OSError) as error:
+        raise unusable(path, reason_of(error), hint=HINT) from error

@@ -1,0 +1,99 @@
+"""Tests of ``inferencecenter backup``."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import stat
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+
+from inferencecenter.server.accounts import DATABASE_NAME as ACCOUNTS_NAME
+from inferencecenter.server.accounts import Accounts
+from inferencecenter.sessions.store.schema import DATABASE_NAME
+from inferencecenter.sessions.store.store import Store
+from tests.sessions.store.stores import kept_in, settled, was_clean
+from tests.sessions.store.values import opened, ordered, said
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+    from pathlib import Path
+
+    from tests.cli.conftest import Cli
+
+
+@pytest.fixture
+async def running(state_dir: Path) -> AsyncIterator[Store]:
+    """The store of a daemon that runs, with an answer under way, and its accounts."""
+    with contextlib.closing(Accounts.open(state_dir / ACCOUNTS_NAME, clock=time.time)) as accounts:
+        accounts.ensure_client("ada", max_sessions=3, priority="normal")
+        store = Store.open(state_dir / DATABASE_NAME)
+        for record in (opened(), ordered(), said("Well")):
+            store.write(record, flush=False)
+        await settled(store)
+        yield store
+        await store.close()
+
+
+async def test_a_backup_holds_both_files(cli: Cli, running: Store, tmp_path: Path) -> None:
+    """Taken while sessions are written; private, whole, and to be used as a state directory."""
+    target = tmp_path / "backup"
+    copying = asyncio.get_running_loop().run_in_executor(None, cli.run, "backup", str(target), "--json")
+    n_written = 0
+    while not copying.done():
+        running.write(said("."), flush=False)
+        await settled(running)
+        n_written += 1
+    result = await copying
+    assert json.loads(result.out) == {"target": str(target), "files": [ACCOUNTS_NAME, DATABASE_NAME]}
+    assert stat.S_IMODE(target.stat().st_mode) == 0o700
+    assert {path.name for path in target.iterdir()} == {ACCOUNTS_NAME, DATABASE_NAME}
+    assert {stat.S_IMODE(path.stat().st_mode) for path in target.iterdir()} == {0o600}
+    unfinished = (await kept_in(target / DATABASE_NAME))["s_1"].unfinished
+    assert unfinished is not None
+    assert "Well" + "." * n_written == unfinished.text.ljust(len("Well") + n_written, ".")
+    with contextlib.closing(Accounts.open(target / ACCOUNTS_NAME, clock=time.time)) as accounts:
+        assert accounts.has_client("ada")
+    assert running.fault is None
+
+
+async def test_a_daemon_on_a_backup_knows_that_something_is_missing(cli: Cli, state_dir: Path, tmp_path: Path) -> None:
+    """Even one that was taken after a stop in order: since then clients may have been shown more."""
+    store = Store.open(state_dir / DATABASE_NAME)
+    store.write(opened(), flush=True)
+    await store.close()
+    result = await asyncio.to_thread(cli.run, "backup", str(tmp_path / "backup"))
+    assert result.code == 0, result.err
+    assert DATABASE_NAME in result.out
+    assert not await was_clean(tmp_path / "backup" / DATABASE_NAME)
+    assert await was_clean(state_dir / DATABASE_NAME)
+
+
+async def test_nothing_is_written_over(cli: Cli, running: Store, tmp_path: Path) -> None:
+    """A directory that is there is refused, empty or not."""
+    result = await asyncio.to_thread(cli.run, "backup", str(tmp_path))
+    assert result.code == 73
+    assert "never written over another" in result.err
+
+
+def test_without_a_state_directory_nothing_is_made(cli: Cli, state_dir: Path, tmp_path: Path) -> None:
+    """The directory that was looked at is named."""
+    result = cli.run("backup", str(tmp_path / "backup"))
+    assert result.code == 73
+    assert str(state_dir) in result.err
+    assert not (tmp_path / "backup").exists()
+
+
+@pytest.mark.parametrize("content", [b"no database" * 500, b""])
+def test_a_copy_that_cannot_be_whole_is_not_kept(cli: Cli, state_dir: Path, tmp_path: Path, content: bytes) -> None:
+    """Half a backup would be taken for one."""
+    state_dir.mkdir()
+    Accounts.open(state_dir / ACCOUNTS_NAME, clock=time.time).close()
+    (state_dir / DATABASE_NAME).write_bytes(content)
+    result = cli.run("backup", str(tmp_path / "backup"))
+    assert result.code == 73
+    assert DATABASE_NAME in result.err
+    assert not (tmp_path / "backup").exists()

@@ -1,0 +1,268 @@
+"""Tests of ``inferencecenter session`` and ``inferencecenter usage``."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import io
+import json
+import sqlite3
+import stat
+import sys
+import time
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from inferencecenter.cli import session as session_command
+from inferencecenter.server.accounts import DATABASE_NAME as ACCOUNTS_NAME
+from inferencecenter.server.accounts import Accounts
+from inferencecenter.server.control import DAEMON_LOCK_NAME, ControlSocket, held_alone
+from inferencecenter.sessions.store.schema import DATABASE_NAME
+from inferencecenter.sessions.store.store import Store
+from tests.sessions.store.stores import kept_in, settled
+from tests.sessions.store.values import ended, make_end, make_turn, opened, ordered, said
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+    from pathlib import Path
+
+    from inferencecenter.sessions.records import Record
+    from inferencecenter.sessions.store.recorder import PurgeKind
+    from tests.cli.conftest import Cli
+
+SECRET = "a very particular sentence"
+
+
+def _records() -> list[Record]:
+    """Ada has two sessions, one of which answers; Bob has one."""
+    running: list[Record] = [ordered("s_2"), said("Well", "s_2"), said(", so", "s_2")]
+    bobs = replace(ended("s_3", text="x", turn=make_turn("t_3"), end=make_end("t_3")), client_id="bob")
+    return [opened("s_1"), ended(text=SECRET), opened("s_2"), *running, opened("s_3", client_id="bob"), bobs]
+
+
+async def _filled(state_dir: Path) -> Store:
+    store = Store.open(state_dir / DATABASE_NAME)
+    for record in _records():
+        store.write(record, flush=False)
+    await settled(store)
+    return store
+
+
+@pytest.fixture
+async def kept(state_dir: Path) -> Path:
+    """A state directory with sessions and no daemon."""
+    await (await _filled(state_dir)).close()
+    return state_dir
+
+
+@pytest.fixture
+async def running(state_dir: Path) -> AsyncIterator[Store]:
+    """The store of a daemon that runs and listens."""
+    store = await _filled(state_dir)
+    control = ControlSocket(state_dir, tokens_changed=lambda: None, purge=store.purge)
+    control.open()
+    with held_alone(state_dir) as alone:
+        assert alone
+        yield store
+    control.close()
+    await store.close()
+
+
+def _json(cli: Cli, *arguments: str) -> Any:
+    result = cli.run(*arguments)
+    assert result.code == 0, result.err
+    return json.loads(result.out)
+
+
+def _contents(state_dir: Path) -> bytes:
+    return b"".join(path.read_bytes() for path in state_dir.iterdir() if path.is_file())
+
+
+@pytest.fixture
+def answers(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
+    """What is typed."""
+    typed = io.StringIO()
+    monkeypatch.setattr(sys, "stdin", typed)
+    return typed
+
+
+def test_list_shows_what_is_kept(cli: Cli, kept: Path) -> None:
+    """Oldest first, of one client or all, with what each holds and whether it answers."""
+    listed = _json(cli, "session", "list", "--json")
+    assert [each["session_id"] for each in listed] == ["s_1", "s_2", "s_3"]
+    first = {name: listed[0][name] for name in ("client_id", "model", "messages", "turns", "tokens", "answering")}
+    assert first == {
+        "client_id": "ada",
+        "model": "toy",
+        "messages": 2,
+        "turns": 1,
+        "tokens": len(SECRET),
+        "answering": False,
+    }
+    assert [each["answering"] for each in listed] == [False, True, False]
+    assert [each["session_id"] for each in _json(cli, "session", "list", "--client", "bob", "--json")] == ["s_3"]
+    table = cli.run("session", "list").out
+    assert all(word in table for word in ("s_1", "ada", "answering", "2026-11-18 "))
+    assert SECRET not in table
+
+
+def test_where_nothing_was_kept_there_is_nothing(cli: Cli, state_dir: Path) -> None:
+    """Without a file lists are empty, and none is made."""
+    assert _json(cli, "session", "list", "--json") == []
+    assert _json(cli, "usage", "--json") == []
+    assert cli.run("session", "export", "s_1").code == 66
+    assert cli.run("session", "purge", "--client", "ada", "--yes").code == 66
+    assert not (state_dir / DATABASE_NAME).exists()
+
+
+def test_export_has_everything_of_a_session(cli: Cli, kept: Path) -> None:
+    """Transcript, metadata, turns and usage."""
+    exported = _json(cli, "session", "export", "s_1")
+    assert exported["transcript"] == [{"role": "user", "content": "?"}, {"role": "assistant", "content": SECRET}]
+    assert exported["metadata"] == {"title": "Überschrift"}
+    assert exported["turns"][0]["usage"] == {"prompt_tokens": 7, "cached_tokens": 2, "completion_tokens": 4}
+    assert exported["usage"] == {"prompt_tokens": 7, "cached_tokens": 2, "completion_tokens": 4}
+    assert exported["params"]["temperature"] == 0.5
+    assert exported["unfinished"] is None
+
+
+async def test_export_of_a_client_beside_a_daemon(cli: Cli, running: Store, tmp_path: Path) -> None:
+    """All its sessions, one with an answer that is not finished, and its usage; the file is the caller's alone."""
+    target = tmp_path / "ada.json"
+    result = await asyncio.to_thread(cli.run, "session", "export", "--client", "ada", "--output", str(target))
+    assert result.code == 0, result.err
+    assert stat.S_IMODE(target.stat().st_mode) == 0o600
+    exported = json.loads(target.read_text())
+    assert [each["session_id"] for each in exported["sessions"]] == ["s_1", "s_2"]
+    unfinished = exported["sessions"][1]["unfinished"]
+    assert (unfinished["content"], unfinished["request"]["prompt"]) == ("Well, so", "Who?")
+    assert [(line["day"], line["turns"]) for line in exported["usage"]] == [("2026-11-18", 1)]
+    again = await asyncio.to_thread(cli.run, "session", "export", "s_1", "--output", str(target))
+    assert again.code == 73
+    assert str(target) in again.err
+    assert json.loads(target.read_text()) == exported
+
+
+@pytest.mark.parametrize("command", ["export", "purge"])
+def test_one_of_session_and_client_is_named(cli: Cli, kept: Path, command: str) -> None:
+    """Neither and both are refused; so is what is not there."""
+    assert cli.run("session", command).code == 64
+    assert cli.run("session", command, "s_1", "--client", "ada").code == 64
+    assert cli.run("session", command, "s_9").code == 66
+    missing = cli.run("session", command, "--client", "eve")
+    assert missing.code == 66
+    assert "'eve'" in missing.err
+
+
+async def test_purge_without_a_daemon_overwrites(cli: Cli, kept: Path) -> None:
+    """What was said is in no file any more; the other sessions are as they were, and the audit log tells."""
+    result = await asyncio.to_thread(cli.run, "session", "purge", "s_1", "--yes", "--json")
+    assert json.loads(result.out) == {"kind": "session", "name": "s_1", "sessions": 1}
+    assert set(await kept_in(kept / DATABASE_NAME)) == {"s_2", "s_3"}
+    assert SECRET.encode() not in _contents(kept)
+    with contextlib.closing(Accounts.open(kept / ACCOUNTS_NAME, clock=time.time)) as accounts:
+        lines = accounts.audit_lines(last=10)
+    assert [(line.event.value, line.detail) for line in lines] == [("session_purged", "s_1")]
+
+
+async def test_purge_of_a_client_takes_its_usage(cli: Cli, kept: Path) -> None:
+    """Nothing is left under its name; the sessions of others stay."""
+    result = await asyncio.to_thread(cli.run, "session", "purge", "--client", "ada", "--yes")
+    assert "2 sessions of ada" in result.out
+    assert set(await kept_in(kept / DATABASE_NAME)) == {"s_3"}
+    with contextlib.closing(sqlite3.connect(kept / DATABASE_NAME)) as database:
+        assert database.execute("SELECT client_id FROM usage").fetchall() == [("bob",)]
+
+
+async def test_purge_beside_a_daemon_is_the_daemons(cli: Cli, running: Store, state_dir: Path) -> None:
+    """The command waits until the rows are gone, also from the log beside the file."""
+    for arguments in (("s_1",), ("--client", "bob")):
+        result = await asyncio.to_thread(cli.run, "session", "purge", *arguments, "--yes")
+        assert result.code == 0, result.err
+    with contextlib.closing(sqlite3.connect(state_dir / DATABASE_NAME)) as database:
+        assert database.execute("SELECT session_id FROM sessions").fetchall() == [("s_2",)]
+    assert SECRET.encode() not in _contents(state_dir)
+    running.write(said("!", "s_2"), flush=False)
+    await settled(running)
+    assert running.fault is None
+
+
+def test_purge_asks_first(cli: Cli, kept: Path, answers: io.StringIO) -> None:
+    """Anything but a yes leaves everything as it is."""
+    answers.write("n\n")
+    answers.seek(0)
+    refused = cli.run("session", "purge", "s_1")
+    assert refused.code == 1
+    assert "Delete session s_1?" in refused.err
+    assert len(_json(cli, "session", "list", "--json")) == 3
+    answers.seek(0)
+    answers.write("y\n")
+    answers.seek(0)
+    assert cli.run("session", "purge", "s_1").code == 0
+    assert len(_json(cli, "session", "list", "--json")) == 2
+
+
+def test_a_daemon_that_does_not_listen_is_not_worked_around(cli: Cli, kept: Path) -> None:
+    """While it holds the directory, nothing is deleted under it."""
+    with held_alone(kept) as alone:
+        assert alone
+        result = cli.run("session", "purge", "s_1", "--yes")
+    assert result.code == 69
+    assert "does not listen" in result.err
+    assert len(_json(cli, "session", "list", "--json")) == 3
+    assert (kept / DAEMON_LOCK_NAME).exists()
+
+
+async def test_a_daemon_that_does_not_purge_is_told(cli: Cli, running: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command does not wait for ever, and says so."""
+
+    def ignore(kind: PurgeKind, name: str) -> None:
+        """Have a full disk."""
+
+    monkeypatch.setattr(session_command, "PURGE_TIMEOUT_S", 0.0)
+    monkeypatch.setattr(running, "purge", ignore)
+    result = cli.run("session", "purge", "s_1", "--yes")
+    assert result.code == 73
+    assert "has not deleted it" in result.err
+
+
+def test_a_file_that_cannot_be_used_is_told(cli: Cli, state_dir: Path) -> None:
+    """With its path, and untouched."""
+    state_dir.mkdir()
+    path = state_dir / DATABASE_NAME
+    path.write_bytes(b"no database" * 100)
+    for command in (["session", "list"], ["session", "export", "s_1"], ["session", "purge", "s_1"], ["usage"]):
+        result = cli.run(*command)
+        assert result.code == 73
+        assert str(path) in result.err.replace("\n", "")
+    assert path.read_bytes() == b"no database" * 100
+
+
+def test_a_session_that_makes_no_sense_is_told(cli: Cli, kept: Path) -> None:
+    """An export says which it is; it can still be purged."""
+    with contextlib.closing(sqlite3.connect(kept / DATABASE_NAME, isolation_level=None)) as database:
+        database.execute("DELETE FROM messages WHERE n = 0")
+    result = cli.run("session", "export", "s_1")
+    assert result.code == 73
+    assert "s_1" in result.err
+    assert cli.run("session", "purge", "s_1", "--yes").code == 0
+    assert len(_json(cli, "session", "list", "--json")) == 2
+
+
+def test_usage_is_shown_by_client_and_day(cli: Cli, kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the last days, of one client or all."""
+    with contextlib.closing(sqlite3.connect(kept / DATABASE_NAME, isolation_level=None)) as database:
+        database.execute("INSERT INTO usage VALUES ('ada', '2026-11-16', 5, 50, 0, 500)")
+    monkeypatch.setattr(time, "time", lambda: 1_795_000_000.0)
+    lines = _json(cli, "usage", "--days", "3", "--json")
+    assert [(line["day"], line["client_id"], line["turns"]) for line in lines] == [
+        ("2026-11-16", "ada", 5),
+        ("2026-11-18", "ada", 1),
+        ("2026-11-18", "bob", 1),
+    ]
+    assert len(_json(cli, "usage", "--days", "2", "--json")) == 2
+    assert len(_json(cli, "usage", "--client", "ada", "--json")) == 2
+    table = cli.run("usage").out
+    assert all(word in table for word in ("2026-11-16", "ada", "500"))
