@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 _ASSUMED_LAYERS: Final = 64
 """What "all" is taken for before the model is known; more than most models have."""
-_LACKS_MEMORY: Final = re.compile(r"alloc|out.?of.?memory", re.IGNORECASE)
+_LACKS_MEMORY: Final = re.compile(r"alloc|out.?of.?(device)?.?memory", re.IGNORECASE)
 
 
 class RestartBudget:

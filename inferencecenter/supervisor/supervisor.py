@@ -328,7 +328,11 @@ class Supervisor:
     def _tell(self) -> None:
         status = self.status
         for listener in self._listeners:
-            listener(status)
+            try:
+                listener(status)
+            # A border: whoever listens must not keep the engine from being started again.
+            except Exception:  # noqa: BLE001
+                _log.exception("engine_listener_failed", state=status.state.value)
 
     def _unavailable(self) -> InferenceCenterError:
         return InferenceCenterError(
