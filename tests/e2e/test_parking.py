@@ -189,16 +189,17 @@ async def test_a_killed_engine_finds_what_was_parked(tmp_path: Path, demo_model_
     assert found >= len(names) - 2
 
 
-async def test_a_new_daemon_starts_with_nothing_parked(tmp_path: Path, demo_model_path: Path) -> None:
-    """Sessions end with their daemon, and so does what was parked of them, also when it was killed."""
-    with run_daemon(tmp_path / "state", demo_model_path, **SMALL, **tiers("ram")) as daemon:
+async def test_nothing_stays_parked_of_sessions_that_are_not_kept(tmp_path: Path, demo_model_path: Path) -> None:
+    """They end with their daemon, and so does what was parked of them, also when it was killed."""
+    settings = {**SMALL, **tiers("ram"), "INFERENCECENTER_SESSIONS__STORE": "false"}
+    with run_daemon(tmp_path / "state", demo_model_path, **settings) as daemon:
         async with talk(daemon) as client:
             await tell(client, NAMES[:4])
             assert parked_sessions(daemon) >= 2
             daemon.process.kill()
             daemon.process.wait()
     assert list((tmp_path / "ram").glob("*/*"))
-    with run_daemon(tmp_path / "state", demo_model_path, **SMALL, **tiers("ram")) as daemon:
+    with run_daemon(tmp_path / "state", demo_model_path, **settings) as daemon:
         assert parked_sessions(daemon) == 0
         assert not list((tmp_path / "ram").glob("*/*"))
 
