@@ -76,9 +76,7 @@ class Daemon:
     def engine_pid(self) -> int:
         """The pid of the daemon's engine child."""
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
-        engines = [
-            int(pid) for pid in children if b"inferencecenter.engine" in Path(f"/proc/{pid}/cmdline").read_bytes()
-        ]
+        engines = [int(pid) for pid in children if b"engine\0--fd\0" in Path(f"/proc/{pid}/cmdline").read_bytes()]
         assert len(engines) == 1, f"expected one engine child, found {engines}"
         return engines[0]
 
@@ -105,9 +103,11 @@ class Daemon:
             raise
 
 
-@contextlib.contextmanager
-def run_daemon(state_dir: Path, model: Path, **settings: str) -> Iterator[Daemon]:
-    """Start a daemon on a free port, wait until it is ready, and stop it at the end."""
+def start_daemon(state_dir: Path, model: Path, *, program: str = "inferencecenter", **settings: str) -> Daemon:
+    """Start a daemon, by the module of its command line, on a free port; it is not ready when this returns.
+
+    Its log is beside the state directory, after that of an earlier one there.
+    """
     port = free_port()
     environment = {name: value for name, value in os.environ.items() if not name.startswith("INFERENCECENTER_")}
     environment |= {
@@ -121,25 +121,32 @@ def run_daemon(state_dir: Path, model: Path, **settings: str) -> Iterator[Daemon
     }
     state_dir.mkdir(parents=True, exist_ok=True)
     log = state_dir.parent / f"{state_dir.name}.log"
-    with log.open("wb") as output:
+    with log.open("ab") as output:
         process = subprocess.Popen(
-            [sys.executable, "-m", "inferencecenter", "serve"], env=environment, stdout=output, stderr=output
+            [sys.executable, "-m", program, "serve"], env=environment, stdout=output, stderr=output
         )
-    daemon = Daemon(process=process, port=port, state_dir=state_dir, log=log)
+    return Daemon(process=process, port=port, state_dir=state_dir, log=log)
+
+
+@contextlib.contextmanager
+def run_daemon(state_dir: Path, model: Path, **settings: str) -> Iterator[Daemon]:
+    """Start a daemon on a free port, wait until it is ready, and stop it at the end."""
+    daemon = start_daemon(state_dir, model, **settings)
     try:
         daemon.wait_ready()
         yield daemon
     finally:
-        if process.poll() is None:
+        if daemon.process.poll() is None:
             daemon.stop()
 
 
 @dataclass
 class Talk:
-    """A connected socket with its unread frames sorted by what waits for them."""
+    """A connected socket, the frames it has received, and who is shown each of them."""
 
     socket: ClientConnection
     seen: list[Message] = field(default_factory=list)
+    listeners: list[Callable[[Message], object]] = field(default_factory=list)
 
     async def send(self, **message: Any) -> None:
         """Send one frame."""
@@ -150,6 +157,8 @@ class Talk:
         async with asyncio.timeout(REPLY_TIMEOUT_S):
             message: Message = json.loads(await self.socket.recv())
         self.seen.append(message)
+        for listener in self.listeners:
+            listener(message)
         return message
 
     async def until(self, wanted: Callable[[Message], bool]) -> Message:
