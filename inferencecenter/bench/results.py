@@ -102,7 +102,8 @@ def metrics_if_known(name: str, unit: str, value: float | None, better: Better |
 
 
 def _rows_of(point: Point, sides: Sequence[Side]) -> list[Row]:
-    ours = point.repetitions[0]
+    # By name, each once: a repetition may have numbers that the first one has not, as an error that it did not meet.
+    ours = {metric.name: metric for metrics in point.repetitions[0] for metric in metrics}
     return [
         Row(
             parameters=point.parameters,
@@ -115,7 +116,7 @@ def _rows_of(point: Point, sides: Sequence[Side]) -> list[Row]:
                 for values, side in zip(columns[1:], sides[1:], strict=True)
             ),
         )
-        for metric in ours[0]
+        for metric in ours.values()
         for columns in [[_column(repetitions, metric.name) for repetitions in point.repetitions]]
     ]
 

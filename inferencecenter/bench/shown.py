@@ -75,7 +75,7 @@ class Shown:
         if frame.op == "token":
             self.times_s.append(now_s)
             self.text += frame.content or ""
-        elif frame.op in ("end", "error"):
+        elif frame.op == "end" or (frame.op == "error" and frame.turn_id is not None):
             self.finishes.append(frame.finish_reason or frame.code)
             self.usage = frame.usage or self.usage
             self.ended_s = self.ended_s or now_s

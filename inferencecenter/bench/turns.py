@@ -12,7 +12,7 @@ from inferencecenter.bench.shown import Shown
 from inferencecenter.bench.together import together
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Sequence
+    from collections.abc import AsyncIterator, Callable, Sequence
 
     from inferencecenter.bench.peers.line import Frame, Line
     from inferencecenter.bench.peers.prompts import Prompts
@@ -79,8 +79,19 @@ async def run_turns(
     )
 
 
-async def last_answer(line: Line, session_id: str, shown: Shown) -> str:
-    """Return the answer with which a session's transcript ends; terminal events that still come belong to ``shown``.
+async def last_answer(line: Line, session_id: str, *, on_other: Callable[[Frame], None]) -> str:
+    """Return the answer with which a session's transcript ends; ``on_other`` is told what comes before it.
+
+    Raises:
+        InferenceCenterError: With the daemon's code when it refuses.
+    """
+    answered = await line.ask(op="get_session", session_id=session_id, on_other=on_other)
+    transcript = succeeded(answered, "session").transcript
+    return transcript[-1].content if transcript and transcript[-1].role == "assistant" else ""
+
+
+async def finished(line: Line, session_id: str, shown: Shown) -> str:
+    """Return the answer that the session holds of its last turn; what still comes of that turn, it was shown.
 
     Raises:
         InferenceCenterError: With the daemon's code when it refuses.
@@ -90,6 +101,4 @@ async def last_answer(line: Line, session_id: str, shown: Shown) -> str:
         if frame.session_id == session_id:
             shown.take(frame, now_s=time.monotonic())
 
-    session = succeeded(await line.ask(op="get_session", session_id=session_id, on_other=late), "session")
-    last = session.transcript[-1] if session.transcript else None
-    return last.content if last is not None and last.role == "assistant" else ""
+    return await last_answer(line, session_id, on_other=late)

@@ -68,6 +68,8 @@ def test_the_scenarios_are_listed(monkeypatch: pytest.MonkeyPatch, capsys: pytes
         (("context", "--plot", "x.svg"), "--plot"),
         (("burst", "--json", "/nowhere/x.json"), "--json"),
         (("burst", "--peer", "nobody"), "--peer"),
+        (("restart", "--restart-by", "luck"), "--restart-by"),
+        (("start", "--restart-by", "kill"), "--restart-by"),
     ],
 )
 def test_what_cannot_be_obeyed_is_said_before_anything_starts(
@@ -185,6 +187,18 @@ async def test_a_peer_with_other_slots_gets_no_ratio(daemon: RunningDaemon) -> N
         ("gateway", Options(clients=(2,), duration_s=0.1, connections=20, repeat=1), "front CPU a frame"),
         ("idle", Options(backend="echo", sessions=3, duration_s=0.1), "CPU"),
         ("start", Options(backend="echo", repeat=1), "time to ready"),
+        (
+            "crash",
+            Options(backend="echo", clients=(2,), count=1, prompt_tokens=(20,), max_tokens=60),
+            "streams that had text",
+        ),
+        (
+            "restart",
+            Options(backend="echo", prompt_tokens=(300,), max_tokens=4, restart_by="kill", repeat=1),
+            "TTFT resumed / cold",
+        ),
+        ("store", Options(backend="echo", clients=(2,), max_tokens=8, duration_s=0.2, repeat=1), "turns"),
+        ("soak", Options(backend="echo", clients=(3,), duration_s=1.0, repeat=2), "unexplained errors"),
     ],
 )
 async def test_every_scenario_runs(name: str, given: Options, metric: str) -> None:
@@ -229,3 +243,37 @@ async def test_aborts_are_measured_in_both_phases(demo_model_path: Path) -> None
     decoding, reading = ({metric.name for metric in point.repetitions[0][0]} for point in report.points)
     assert decoding == {"abort p50", "abort p95", "abort p99", "abort worst", "step"}
     assert reading == decoding - {"step"} | {"first chunk"}
+
+
+async def test_a_crash_of_the_demo_models_engine_loses_nothing(demo_model_path: Path) -> None:
+    """All that was shown is in the transcript, once, and every turn ends once."""
+    scenario = find("crash")
+    given = Options(model=demo_model_path, clients=(3,), count=2, prompt_tokens=(40,), max_tokens=80)
+    options = resolve("crash", given, defaults=scenario.defaults, takes=scenario.takes)
+    (point,) = (await run_scenario(scenario, options, Heard())).points
+
+    found = {metric.name: metric.value for metric in point.repetitions[0][0]}
+    for name in (
+        "characters lost",
+        "characters repeated",
+        "texts unlike the transcript",
+        "tokens missing",
+        "tokens too many",
+        "turns failed",
+        "turns not ended once",
+        "events misnumbered",
+    ):
+        assert found[name] == 0, name
+
+
+async def test_the_resumed_session_of_the_demo_model_is_not_read_again(demo_model_path: Path) -> None:
+    """After a clean stop its KV comes from disk; the cold history of the same length is read whole."""
+    scenario = find("restart")
+    given = Options(model=demo_model_path, prompt_tokens=(300,), max_tokens=8, repeat=1)
+    options = resolve("restart", given, defaults=scenario.defaults, takes=scenario.takes)
+    (point,) = (await run_scenario(scenario, options, Heard())).points
+
+    found = {metric.name: metric.value for metric in point.repetitions[0][0]}
+    assert found["tokens read, resumed"] < 32
+    assert found["tokens read, cold"] > 300
+    assert (found["resumed in place"], found["characters lost"]) == (1, 0)

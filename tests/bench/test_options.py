@@ -7,7 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from inferencecenter.bench.options import Options, Peer, parse_backend, parse_numbers, parse_peers, resolve
+from inferencecenter.bench.options import (
+    Options,
+    Peer,
+    parse_backend,
+    parse_numbers,
+    parse_peers,
+    parse_restart_by,
+    resolve,
+)
 from inferencecenter.errors import ErrorCode, InferenceCenterError
 
 DEFAULTS = Options(clients=(1, 4), repeat=5)
@@ -91,3 +99,10 @@ def test_backends() -> None:
     assert [parse_backend(name) for name in (None, "llama", "echo")] == [None, "llama", "echo"]
     with pytest.raises(InferenceCenterError, match="--backend"):
         parse_backend("other")
+
+
+def test_ways_to_restart() -> None:
+    """There are two."""
+    assert [parse_restart_by(name) for name in (None, "term", "kill")] == [None, "term", "kill"]
+    with pytest.raises(InferenceCenterError, match="--restart-by"):
+        parse_restart_by("luck")

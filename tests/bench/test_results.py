@@ -82,6 +82,15 @@ def test_a_metric_that_the_peer_lacks_is_left_empty() -> None:
     assert "CPU front" in shown(found)
 
 
+def test_what_only_a_later_repetition_has_is_shown() -> None:
+    """As an error that the first one did not meet."""
+    first, second = rates(50, 60)
+    found = replace(report(FAIR), points=(Point((), ((first, (*second, Metric("errors", "", 2))), ())),))
+
+    assert [row.name for row in rows(found)] == ["generation", "turns", "errors"]
+    assert rows(found)[2].spreads == (Spread(2, 2, 2), None)
+
+
 def test_percentiles_of_nothing_are_no_metrics() -> None:
     """A turn of one token has no distances between tokens."""
     assert percentile_metrics("ITL", "ms", ()) == ()

@@ -2,32 +2,43 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
 
 from inferencecenter.bench.daemon_process import DaemonUsage
 from inferencecenter.bench.jobs import Aborted, Round, Turns
+from inferencecenter.bench.peers.line import TurnUsage
 from inferencecenter.bench.scenarios import (
     SCENARIOS,
     abort,
     burst,
     context,
+    crash,
     find,
     gateway,
     idle,
     interference,
     overload,
     parking,
+    restart,
     returning,
     shared_prefix,
+    soak,
     sparse,
+    store,
     throughput,
 )
+from inferencecenter.bench.shown import Difference, Shown
+from inferencecenter.bench.soak.acts import Kind
+from inferencecenter.bench.soak.memory import Growth
+from inferencecenter.bench.soak.tally import Tally, Timed
 from inferencecenter.bench.stage import Measured
 from inferencecenter.bench.target import AbortTrace, TurnTrace
 from inferencecenter.bench.usage import Usage
 from inferencecenter.errors import InferenceCenterError
+from tests.bench.test_outages import outage, stream
 from tests.bench.test_timeline import turn
 
 if TYPE_CHECKING:
@@ -250,3 +261,111 @@ def test_an_unknown_scenario_is_refused() -> None:
 
     assert refused.value.hint is not None
     assert all(name in refused.value.hint for name in SCENARIOS)
+
+
+def test_a_crash_has_pauses_and_clean_texts() -> None:
+    """A pause of 6 seconds, of which loading took 2 and reading 102 tokens at 51 a second another 2."""
+    reference = crash.Reference(duration_s=8, prefill_tok_s=51)
+    found = values(crash.Crash((outage(stream(8, 9, 15, 16)),), reference, max_tokens=4))
+
+    assert (found["gap worst"], found["engine load p50"]) == (6000, 2000)
+    assert found["prefill of what was there p50"] == 2000
+    assert found["gap beyond load and prefill, worst"] == pytest.approx(2000)
+    for name in ("characters lost", "characters repeated", "tokens missing", "turns failed", "turns not ended once"):
+        assert found[name] == 0
+    assert "first character that differs" not in found
+    assert "first text after the kill, worst" not in found
+
+
+def test_a_crash_that_damages_texts_says_how() -> None:
+    """Each kind of damage has its own count."""
+    broken = replace(
+        stream(8, 9, 15, tokens=3),
+        finishes=("engine_crashed", "length"),
+        against_transcript=Difference(lost_chars=5, extra_chars=2, first=7),
+        against_undisturbed=Difference(lost_chars=1, extra_chars=1, first=40),
+        misnumbered=1,
+    )
+    waiting = replace(stream(14, 15, tokens=6), against_undisturbed=Difference(0, 1, first=12))
+    reference = crash.Reference(duration_s=8, prefill_tok_s=51)
+    found = values(crash.Crash((outage(broken, waiting),), reference, max_tokens=4))
+
+    assert (found["characters lost"], found["characters repeated"], found["texts unlike the transcript"]) == (5, 2, 1)
+    assert (found["tokens missing"], found["tokens too many"]) == (1, 2)
+    assert (found["turns failed"], found["turns not ended once"], found["events misnumbered"]) == (1, 1, 1)
+    assert (found["texts unlike the undisturbed"], found["first character that differs"]) == (2, 12)
+    assert found["first text after the kill, worst"] == 4000
+
+
+def test_moments_are_drawn_by_a_seed() -> None:
+    """Within the part of a round in which most turns run."""
+    drawn = crash.moments(50, seed=4)
+
+    assert drawn == crash.moments(50, seed=4) != crash.moments(50, seed=5)
+    assert all(0 <= moment < 0.9 for moment in drawn)
+    assert min(drawn) < 0.1
+    assert max(drawn) > 0.8
+
+
+def shown(started_s: float, *times_s: float, prompt: int = 100, cached: int = 0) -> Shown:
+    """A turn that ran to its end."""
+    usage = TurnUsage(prompt_tokens=prompt, cached_tokens=cached, completion_tokens=len(times_s))
+    return Shown(started_s, times_s=list(times_s), finishes=["length"], usage=usage, ended_s=times_s[-1])
+
+
+def test_a_restart_holds_the_resumed_turn_against_a_cold_one() -> None:
+    """First texts after 0.5 and 4 seconds; the one read 17 tokens, the other all."""
+    found = values(
+        restart.Restart(
+            stop_s=0.5,
+            to_resumed_s=1.0,
+            to_ready_s=2.0,
+            is_in_place=True,
+            transcript=Difference(),
+            resumed=shown(10, 10.5, 11, prompt=1032, cached=1015),
+            after=shown(12, 12.25),
+            cold=shown(20, 24, 25, prompt=1032),
+        )
+    )
+
+    assert (found["TTFT resumed"], found["TTFT cold"], found["TTFT of the next turn"]) == (500, 4000, 250)
+    assert found["TTFT resumed / cold"] == 0.125
+    assert (found["tokens read, resumed"], found["tokens read, cold"]) == (17, 1032)
+    assert (found["resumed in place"], found["characters lost"]) == (1, 0)
+
+
+def test_a_turn_that_failed_has_no_time_to_first_text() -> None:
+    """Nothing is measured of it."""
+    failed = shown(10, 11)
+    failed.finishes = ["engine_crashed"]
+
+    with pytest.raises(InferenceCenterError, match="engine_crashed"):
+        restart.ttft_ms(failed)
+
+
+def test_a_store_counts_the_turns_that_end_while_all_are_busy() -> None:
+    """Window from 2 to 6 seconds, in which four turns end; the front used half a second for seven."""
+    one = [turn(0, 1), turn(1, 3), turn(3, 5), turn(5, 7)]
+    other = [turn(0, 2), turn(2, 4), turn(4, 6)]
+    found = store.read(measured(one, other))
+
+    assert found.turns_s == pytest.approx(4 / 4)
+    assert found.turn_ms == (2000, 2000, 2000, 2000)
+    assert values(found)["front CPU a turn"] == pytest.approx(500 / 7)
+
+
+def test_a_soak_names_its_errors_and_its_drift() -> None:
+    """Expected ones apart from the others; delays of the last third over those of the first."""
+    tally = Tally()
+    tally.acts.update({Kind.TALK: 4, Kind.ABORT: 2})
+    tally.error(Kind.ABORT, "nothing_to_abort")
+    tally.error(Kind.TALK, "internal")
+    tally.ttft += [Timed(0, 100), Timed(50, 900), Timed(80, 150)]
+    found = values(soak.Soak(tally, Growth(1.5, 3.0), None, start_s=0, end_s=90))
+
+    assert (found["acts: turn"], found["acts: abort"], found["unexplained errors"]) == (4, 2, 1)
+    assert (found["expected: abort, nothing_to_abort"], found["unexplained: turn, internal"]) == (1, 1)
+    assert (found["RSS front, trend"], found["RSS front, most above first"]) == (1.5, 3.0)
+    assert not any(name.startswith("RSS engine") for name in found)
+    assert found["TTFT p50, last / first"] == 1.5
+    assert not any(name.startswith("ITL") for name in found)

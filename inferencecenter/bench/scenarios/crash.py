@@ -23,7 +23,7 @@ from inferencecenter.bench.shown import difference
 from inferencecenter.bench.stats import percentile
 from inferencecenter.bench.target import Work
 from inferencecenter.bench.together import one_failure
-from inferencecenter.bench.turns import last_answer, learn_words, open_lines, open_session, run_turns
+from inferencecenter.bench.turns import finished, learn_words, open_lines, open_session, run_turns
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -189,7 +189,7 @@ class _Rounds:
         turns = await run_turns(self._lines, sessions, texts, max_tokens=self._max_tokens)
         answers = []
         for line, session, turn in zip(self._lines, sessions, turns, strict=True):
-            answers.append(await last_answer(line, session, turn))
+            answers.append(await finished(line, session, turn))
             await line.send(op="close_session", session_id=session)
         return turns, answers
 

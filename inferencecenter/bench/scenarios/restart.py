@@ -21,7 +21,7 @@ from inferencecenter.bench.scenario import OWN, Scenario, context_tokens, requir
 from inferencecenter.bench.shown import Difference, difference
 from inferencecenter.bench.stage import started
 from inferencecenter.bench.target import Work
-from inferencecenter.bench.turns import last_answer, learn_words, open_session, run_turn
+from inferencecenter.bench.turns import finished, learn_words, open_session, run_turn
 from inferencecenter.errors import ErrorCode, InferenceCenterError
 
 if TYPE_CHECKING:
@@ -40,7 +40,11 @@ _QUESTION_TOKENS: Final = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Restart:
-    """One restart. Seconds ``to_resumed_s`` and ``to_ready_s`` count from the start of the new process."""
+    """One restart.
+
+    Seconds ``to_resumed_s`` and ``to_ready_s`` count from the start of the new process. ``after`` is the turn after the
+    ``resumed`` one, in the same session: what is between the two is paid once for a new engine.
+    """
 
     stop_s: float
     to_resumed_s: float
@@ -48,6 +52,7 @@ class Restart:
     is_in_place: bool
     transcript: Difference
     resumed: Shown
+    after: Shown
     cold: Shown
 
     def metrics(self) -> tuple[Metric, ...]:
@@ -56,6 +61,7 @@ class Restart:
         return (
             Metric("TTFT resumed", "ms", resumed_ms, "lower"),
             Metric("TTFT cold", "ms", cold_ms, "lower"),
+            Metric("TTFT of the next turn", "ms", ttft_ms(self.after), "lower"),
             Metric("TTFT resumed / cold", "", resumed_ms / cold_ms, "lower"),
             Metric("tokens read, resumed", "tokens", _tokens_read(self.resumed)),
             Metric("tokens read, cold", "tokens", _tokens_read(self.cold)),
@@ -94,7 +100,7 @@ async def run(bench: Bench) -> Report:
     """Measure each length of history; every repetition has a daemon that ends and one that begins."""
     lengths, max_tokens = required(bench.options.prompt_tokens), required(bench.options.max_tokens)
     by: RestartBy = required(bench.options.restart_by)
-    settings = bench.settings(slots=_SLOTS, n_ctx=context_tokens(max(lengths) + _QUESTION_TOKENS + 2 * max_tokens))
+    settings = bench.settings(slots=_SLOTS, n_ctx=context_tokens(max(lengths) + 2 * _QUESTION_TOKENS + 3 * max_tokens))
     bench.progress.expect(len(lengths) * bench.repeat)
     points = []
     with tempfile.TemporaryDirectory(prefix="inferencecenter-bench-") as directory:
@@ -139,7 +145,7 @@ class _Restarts:
         async with open_line(daemon.spec) as line:
             created = await line.create_session(stored=True)
             first = await run_turn(line, named(created), text, max_tokens=self._max_tokens)
-            answer = await last_answer(line, named(created), first)
+            answer = await finished(line, named(created), first)
         stopping_s = time.monotonic()
         await (launched.stop() if by == "term" else launched.kill())
         return _Left(created, first, answer, time.monotonic() - stopping_s)
@@ -153,9 +159,13 @@ class _Restarts:
             resumed_s = time.monotonic()
             back = succeeded(answered, "session_resumed")
             daemon = await launched.ready()
-            kept = await last_answer(line, session_id, left.first)
-            question = self._text(_QUESTION_TOKENS, seed, first=False)
-            resumed = await run_turn(line, session_id, question, max_tokens=self._max_tokens)
+            kept = await finished(line, session_id, left.first)
+            resumed, after = [
+                await run_turn(
+                    line, session_id, self._text(_QUESTION_TOKENS, each, first=False), max_tokens=self._max_tokens
+                )
+                for each in (seed, seed + 1)
+            ]
             await line.ask(op="close_session", session_id=session_id)
         return Restart(
             stop_s=left.stop_s,
@@ -164,7 +174,8 @@ class _Restarts:
             is_in_place=back.resumed is True,
             transcript=difference(left.answer, kept),
             resumed=resumed,
-            cold=await self._cold(daemon.spec, resumed, seed=seed + 1),
+            after=after,
+            cold=await self._cold(daemon.spec, resumed, seed=seed + 2),
         )
 
     async def _cold(self, spec: TargetSpec, resumed: Shown, *, seed: int) -> Shown:

@@ -119,9 +119,12 @@ async def run(bench: Bench) -> Report:
         )
         crowd = _Crowd(stage.daemon, prompts, bounds)
         for n_clients in clients:
-            with bench.run(f"{n_clients} clients for {duration_s:.0f} s"):
-                found = await crowd.live(n_clients, duration_s=duration_s, first_seed=bench.next_seed())
-            points.append(Point((Parameter("clients", n_clients),), ((found.metrics(),),)))
+            found = []
+            for _ in range(bench.repeat):
+                with bench.run(f"{n_clients} clients for {duration_s:.0f} s"):
+                    soaked = await crowd.live(n_clients, duration_s=duration_s, first_seed=bench.next_seed())
+                found.append(soaked.metrics())
+            points.append(Point((Parameter("clients", n_clients),), (tuple(found),)))
         return Report(SCENARIO.name, stage.sides, tuple(points))
 
 
@@ -187,5 +190,5 @@ SCENARIO = Scenario(
     summary="minutes of mixed load with one engine killed: errors, memory, latency drift",
     run=run,
     defaults=Options(clients=(8,), prompt_tokens=(256,), max_tokens=128, duration_s=300.0, repeat=1),
-    takes=(OWN - {"repeat"}) | {"clients", "prompt_tokens", "max_tokens", "duration_s"},
+    takes=OWN | {"clients", "prompt_tokens", "max_tokens", "duration_s"},
 )

@@ -103,7 +103,12 @@ class SoakClient:
             if is_due and len(shown.times_s) >= act.after_pieces:
                 is_due = False
                 await self._disturb(act, shown)
-        transcript = await last_answer(self._here, self._session_id, shown)
+
+        def late(frame: Frame) -> None:
+            if self._is_of(frame, asked):
+                shown.take(frame, now_s=time.monotonic())
+
+        transcript = await last_answer(self._here, self._session_id, on_other=late)
         self._tally.turn(act.kind, shown, transcript=transcript)
         if shown.finishes[0] not in ENDINGS | {"aborted"}:
             return await self._renew()
