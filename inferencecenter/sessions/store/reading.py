@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import sqlite3
 from collections import defaultdict
 from dataclasses import dataclass, field
@@ -17,6 +19,8 @@ from inferencecenter.sessions.store.difference import Written
 from inferencecenter.sessions.store.recorder import Known
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from inferencecenter.protocol.events import End
     from inferencecenter.protocol.values import TranscriptTurn
 
@@ -68,11 +72,12 @@ def read_all(database: sqlite3.Connection) -> list[Found]:
         return []
     said = read_said(database)
     found = []
-    for row, session_id in ids:
-        try:
-            found.append(read_one(database, row, said))
-        except (sqlite3.Error, ValueError) as error:
-            _log.error("session_unreadable", session=session_id, reason=_reason(error))
+    with _no_collection():
+        for row, session_id in ids:
+            try:
+                found.append(read_one(database, row, said))
+            except (sqlite3.Error, ValueError) as error:
+                _log.error("session_unreadable", session=session_id, reason=_reason(error))
     return found
 
 
@@ -135,7 +140,7 @@ def _history(
     if len(tokens) % TOKEN_BYTES:
         raise ValueError("a token is cut")
     history = History(
-        tuple(map(rows.message_of, messages)), bytes(tokens), covered, view, tuple(map(rows.mark_of, marks)), made_by
+        rows.messages_of(messages), bytes(tokens), covered, view, tuple(map(rows.mark_of, marks)), made_by
     )
     return history, tuple(pieces)
 
@@ -149,7 +154,7 @@ def _turns(database: sqlite3.Connection, row: int) -> tuple[tuple[TranscriptTurn
     for turn_key, ending in [each[-2:] for each in numbered if each[-2] is not None][-MAX_TURN_KEYS:]:
         ends.pop(turn_key, None)
         ends[turn_key] = rows.end_of(ending)
-    return tuple(rows.turn_of(each[:-2]) for each in numbered), ends, first
+    return rows.turns_of([each[:-2] for each in numbered]), ends, first
 
 
 def _unfinished(database: sqlite3.Connection, row: int, said: Said) -> Unfinished | None:
@@ -162,3 +167,15 @@ def _unfinished(database: sqlite3.Connection, row: int, said: Said) -> Unfinishe
 def _reason(error: Exception) -> str:
     """Return what is wrong without what was said: other messages than SQLite's own quote the values."""
     return str(error) if hasattr(error, "sqlite_errorcode") else type(error).__name__
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """Keep Python from looking for garbage where everything stays: two thirds of the time that reading would take."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()

@@ -6,7 +6,7 @@ import sqlite3
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import cache
-from itertools import chain, groupby
+from itertools import groupby
 from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
 from inferencecenter.sessions.records import Changed, Dropped, Ended, Gone, Opened, Ordered, Record, Renamed, Said
@@ -130,11 +130,14 @@ class Recorder:
         """
         if not 0 < len(entries) <= _MAX_ROWS:
             return False
-        said = [entry for entry in entries if type(entry) is Said]
-        if len(said) < len(entries):
-            return False
+        known = self._known
+        values: list[object] = []
         try:
-            self._insert_said(said)
+            for entry in entries:
+                if type(entry) is not Said:
+                    return False
+                values += (known[entry.session_id].row, entry.seq, entry.tokens, entry.text)
+            self._database.execute(_insertion(len(entries)), values)
         except _REFUSED:
             # Those that can be written are, one by one.
             return False
@@ -195,9 +198,10 @@ class Recorder:
         return known
 
     def _insert_said(self, said: Sequence[Said]) -> None:
-        find = self._find
-        values = chain.from_iterable((find(each.session_id).row, each.seq, each.tokens, each.text) for each in said)
-        self._database.execute(_insertion(len(said)), tuple(values))
+        values: list[object] = []
+        for each in said:
+            values += (self._find(each.session_id).row, each.seq, each.tokens, each.text)
+        self._database.execute(_insertion(len(said)), values)
 
     def _open(self, record: Opened) -> None:
         facts = record.facts

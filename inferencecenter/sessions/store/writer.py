@@ -6,7 +6,7 @@ import contextlib
 import sqlite3
 import threading
 from dataclasses import dataclass, field
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, Final
 
 import structlog
@@ -108,16 +108,15 @@ class Writer:
 
     def _take(self) -> tuple[Batch, Stop | None]:
         """Wait for a batch and return it with all that waits behind it, and the end if it is among them."""
-        taken = Batch(n_handed_over=0)
         item = self._queue.get()
-        while True:
-            if isinstance(item, Stop):
-                return taken, item
-            taken.add(item)
-            try:
-                item = self._queue.get_nowait()
-            except Empty:
+        taken = item if isinstance(item, Batch) else Batch(n_handed_over=0)
+        while isinstance(item, Batch):
+            if self._queue.empty():
                 return taken, None
+            item = self._queue.get()
+            if isinstance(item, Batch):
+                taken.add(item)
+        return taken, item
 
     def _write(self, batch: Batch) -> bool:
         """Write the batch, however often it takes; ``False`` when that was given up, and for all that comes later."""
