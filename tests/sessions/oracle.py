@@ -151,8 +151,8 @@ class Oracle:
             self._end(turn_id, running, "stop")
 
     def _show(self, running: _Running, to: int, tokens: bytes) -> None:
-        text = running.said[running.shown : to]
-        running.shown = max(running.shown, to)
+        to = max(running.shown, to)
+        text, running.shown = running.said[running.shown : to], to
         running.turn.hear(Delta(running.turn.turn_id, tokens, text))
 
     def _end(self, turn_id: str, running: _Running, reason: str) -> None:

@@ -1,0 +1,295 @@
+"""Turns whose engine is lost: they wait, and go on as if nothing had been in between."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.ipc.messages import Delta, Failed, Withdrawn, unpack_tokens
+from inferencecenter.ipc.port import EngineState, EngineStatus
+from inferencecenter.protocol import events, requests
+from inferencecenter.protocol.params import Params, decode
+from inferencecenter.sessions.client import Client
+from inferencecenter.sessions.records import Ordered
+from inferencecenter.sessions.registry import Sessions
+from tests.sessions.conftest import FakeSink, World, make_model, packed
+from tests.sessions.oracle import Oracle, script
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+ADA = Client("ada", 4, "normal", frozenset({"user"}))
+N_CTX = 400
+
+
+def refused(code: ErrorCode, call: Callable[..., object], *args: Any, **kwargs: Any) -> InferenceCenterError:
+    """The error of a call that must fail with ``code``."""
+    with pytest.raises(InferenceCenterError) as caught:
+        call(*args, **kwargs)
+    assert caught.value.code is code
+    return caught.value
+
+
+def test_a_running_turn_goes_on_with_the_next_engine(world: World) -> None:
+    """It is submitted with the same prompt, all its tokens, and how much of their text was told."""
+    session_id = world.create()
+    world.turn(session_id, "Hi", "Hello")
+    world.infer(session_id, "Go on")
+    world.engine.start()
+    world.engine.say(Delta(world.engine.last.turn_id, packed("abc"), "ab"))
+    first, seen = world.engine.last, len(world.sink.events)
+    world.engine.lose()
+    world.engine.ready()
+    again = world.engine.last
+    assert again == replace_submit(first, answer=packed("abc"), shown_chars=2)
+    assert len(world.sink.events) == seen
+    world.engine.start()
+    world.engine.generate("cd")
+    world.engine.finish(kept="abcd")
+    assert [event.op for event in world.sink.events[seen:]] == ["token", "end"]
+    assert world.transcript(session_id)[-1] == ("assistant", "abcd")
+
+
+def replace_submit(submit: Any, **changes: Any) -> Any:
+    """A submission with changes."""
+    return type(submit)(**{name: getattr(submit, name) for name in submit.__struct_fields__} | changes)
+
+
+def test_figures_of_an_interrupted_turn_count_its_prompt_once(world: World) -> None:
+    """Times are those of the whole turn, waiting included; that it was read twice is no usage."""
+    session_id = world.create()
+    world.infer(session_id)
+    prompt = len(world.engine.last_text)
+    world.now += 1
+    world.engine.start()
+    world.now += 1
+    world.engine.generate("ab")
+    world.engine.lose()
+    world.now += 3
+    world.engine.ready()
+    world.now += 1
+    world.engine.start()
+    world.now += 2
+    world.engine.generate("cd")
+    world.engine.finish(kept="abcd", preempted=1)
+    end = world.sink.last
+    assert (end.usage.prompt_tokens, end.usage.completion_tokens) == (prompt, 5)
+    assert (end.stats.ttft_ms, end.stats.total_ms, end.stats.queue_ms) == (2000.0, 8000.0, 5000.0)
+    assert end.stats.preempted == 1
+
+
+def test_a_turn_that_waited_is_interrupted_without_a_trace(world: World) -> None:
+    """It is submitted as it was."""
+    session_id = world.create()
+    world.infer(session_id)
+    first = world.engine.last
+    for _ in range(2):
+        world.engine.lose()
+    world.engine.ready()
+    assert world.engine.last == first
+    world.engine.answer("Hello")
+    assert world.sink.ops == ["queued", "token", "end"]
+
+
+def test_time_goes_on_without_an_engine(world: World) -> None:
+    """``max_time_ms`` is not given again."""
+    session_id = world.create()
+    world.infer(session_id, params={"max_time_ms": 10_000})
+    world.engine.start()
+    world.now += 4
+    world.engine.lose()
+    world.now += 3
+    world.engine.ready()
+    assert decode(world.engine.last.params_json).max_time_ms == 3000
+
+
+def test_a_question_is_taken_while_the_engine_restarts(world: World) -> None:
+    """It waits; before any model was known there is nothing to write it for."""
+    session_id = world.create()
+    world.engine.lose()
+    world.infer(session_id)
+    assert world.sink.ops == ["queued"]
+    world.engine.ready()
+    world.engine.answer("Hello")
+    assert world.sink.ops == ["queued", "token", "end"]
+    world.engine.status = EngineStatus(state=EngineState.STARTING)
+    refused(ErrorCode.MODEL_LOADING, world.infer, session_id)
+    assert world.get(session_id).state == "idle"
+
+
+def test_a_turn_that_no_engine_has_can_be_aborted(world: World) -> None:
+    """What was said stays, its end answers the abort, and the session goes on."""
+    session_id = world.create()
+    world.infer(session_id)
+    world.engine.start()
+    world.engine.generate("Hel")
+    world.engine.lose()
+    world.abort(session_id, id="a")
+    world.engine.say(Withdrawn(world.engine.last.turn_id))
+    assert (world.sink.last.finish_reason, world.sink.last.id) == ("aborted", "a")
+    assert world.transcript(session_id)[-1] == ("assistant", "Hel")
+    del world.engine.turns[world.engine.last.turn_id]
+    world.engine.ready()
+    world.infer(session_id, "Next")
+    assert world.engine.last.tokens == b""
+    assert "assistant\nHel<|im_end|>" in world.engine.last_text
+
+
+def test_an_abort_is_obeyed_also_when_its_turn_fails(world: World) -> None:
+    """A turn that was to end anyway leaves what it said."""
+    session_id = world.create()
+    world.infer(session_id)
+    world.engine.start()
+    world.engine.generate("Hel")
+    world.abort(session_id)
+    world.engine.fail("engine_unavailable")
+    assert (world.sink.last.op, world.sink.last.finish_reason) == ("end", "aborted")
+    assert world.transcript(session_id)[-1] == ("assistant", "Hel")
+
+
+def test_closing_while_no_engine_has_the_turn_ends_it_once(world: World) -> None:
+    """An engine that says so at once, or asks for the turn later, changes nothing."""
+    session_id = world.create()
+    world.infer(session_id)
+    turn = world.engine.turns[world.engine.last.turn_id]
+    world.engine.lose()
+    world.close(session_id)
+    turn.hear(Withdrawn(turn.turn_id))
+    turn.interrupted()
+    with pytest.raises(InferenceCenterError):
+        turn.submission()
+    turn.hear(Failed(turn_id=turn.turn_id, code="nothing_to_abort", message="over"))
+    assert world.sink.ops == ["queued", "end"]
+
+
+def test_another_model_cannot_finish_a_sentence(world: World) -> None:
+    """What was said is kept, the end says why there is no more, and the next turn reads it with the new model."""
+    session_id = world.create()
+    world.turn(session_id, "Hi", "Hello")
+    world.infer(session_id, "Go on")
+    world.engine.start()
+    world.engine.generate("Hel")
+    world.engine.lose()
+    world.engine.ready(make_model(name="other"))
+    end = world.sink.last
+    assert (end.op, end.finish_reason) == ("end", "aborted")
+    assert "could not be continued" in end.warnings[-1]
+    assert world.transcript(session_id)[-1] == ("assistant", "Hel")
+    world.infer(session_id, "Next")
+    assert world.engine.last.tokens == b""
+    assert "assistant\nHello<|im_end|>" in world.engine.last_text
+    assert world.get(session_id).model == "other"
+
+
+def test_a_turn_that_has_said_nothing_is_answered_by_whatever_model_serves(world: World) -> None:
+    """It is rendered anew, without the other's tokens, and written down as the new model's."""
+    session_id = world.create()
+    world.turn(session_id, "Hi", "Hello")
+    world.infer(session_id, "Go on")
+    assert world.engine.last.tokens
+    world.engine.lose()
+    template = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]"
+    world.engine.ready(make_model(name="other", chat_template=template))
+    assert (world.engine.last.tokens, world.engine.last_text) == (b"", "[user]Hi[assistant]Hello[user]Go on[assistant]")
+    assert world.journal is not None
+    written = [record.order.made_by for record in world.journal.of(Ordered)]
+    assert written[-2] != written[-1]
+    world.engine.start()
+    world.engine.generate("Gone")
+    world.engine.finish("length", kept="Gone", end_text="")
+    world.infer(session_id, "And?")
+    assert "".join(map(chr, unpack_tokens(world.engine.last.tokens))).endswith("[assistant]Gone")
+    assert world.engine.last_text == "[user]And?[assistant]"
+
+
+def test_a_model_loaded_again_goes_on_with_its_tokens(world: World) -> None:
+    """Where only its place or its slots differ, it is the same model."""
+    session_id = world.create()
+    world.turn(session_id, "Hi", "Hello")
+    world.engine.lose()
+    world.engine.ready(make_model(slots=1, n_ctx=77, n_gpu_layers=9, path="/elsewhere"))
+    world.infer(session_id, "Go on")
+    assert world.engine.last.tokens
+    assert world.get(session_id).n_ctx == 77
+
+
+def fill(world: World) -> str:
+    """A session whose three turns take most of a small context."""
+    world.engine.status = EngineStatus(state=EngineState.READY, model=make_model(n_ctx=N_CTX))
+    session_id = world.create(system="Be kind.")
+    for number in (1, 2, 3):
+        world.turn(session_id, f"question {number}", f"answer {number}")
+    world.infer(session_id, "question 4")
+    world.engine.start()
+    world.engine.generate("ab")
+    return session_id
+
+
+def test_a_shifted_turn_is_interrupted_with_its_shorter_prompt(world: World) -> None:
+    """What was held back is not known to be told, and is held back again; both prompts are counted, each once."""
+    session_id = fill(world)
+    longer = len(world.engine.last.tokens) // 4 + len(world.engine.last_text)
+    world.engine.overflow(N_CTX, said="ab", text="c")
+    shorter = world.engine.last
+    assert (shorter.answer, shorter.shown_chars) == (packed("ab"), 2)
+    length = len(world.engine.last_text)
+    for _ in range(2):
+        world.engine.lose()
+        world.engine.ready()
+        assert world.engine.last == shorter
+        world.engine.start()
+    world.engine.generate("cd")
+    world.engine.finish(kept="abcd")
+    assert world.sink.last.usage.prompt_tokens == longer + length
+    assert world.transcript(session_id)[-1] == ("assistant", "abcd")
+
+
+@pytest.mark.parametrize("said_again", [True, False])
+def test_what_a_shifted_turn_held_back_is_told_when_it_is_aborted_waiting(world: World, said_again: bool) -> None:
+    """The engine says it once more if it has the turn; if not, the session knows."""
+    session_id = fill(world)
+    world.engine.overflow(N_CTX, said="ab", text="c")
+    world.abort(session_id)
+    if said_again:
+        world.engine.say(Delta(world.engine.last.turn_id, b"", "c"))
+    world.engine.finish("aborted", kept="abc" if said_again else "", end_text="")
+    assert world.sink.text.endswith("abc")
+    assert world.sink.last.finish_reason == "aborted"
+    assert world.transcript(session_id)[-1] == ("assistant", "abc")
+
+
+def test_what_a_shifted_turn_held_back_is_told_when_it_is_withdrawn(world: World) -> None:
+    """No engine has it any more, but the session does."""
+    session_id = fill(world)
+    world.engine.overflow(N_CTX, said="ab", text="c")
+    world.engine.lose()
+    world.abort(session_id)
+    world.engine.say(Withdrawn(world.engine.last.turn_id))
+    assert world.transcript(session_id)[-1] == ("assistant", "abc")
+
+
+@given(lag=st.integers(0, 3), losses=st.lists(st.integers(0, 40), max_size=4), prompt=st.text("ab", min_size=1))
+def test_interruptions_change_no_word(lag: int, losses: list[int], prompt: str) -> None:
+    """Wherever engines are lost, the text is the same, in each turn and in the next that builds on it."""
+    oracle, sink = Oracle(lag=lag), FakeSink()
+    sessions = Sessions(engine=oracle, config_params=Params(), max_sessions=9, default_ttl_s=None)
+    created = sessions.create(ADA, requests.CreateSession(op="create_session"), sink)
+    for question in (prompt, prompt + "?"):
+        request = requests.Infer(op="infer", session_id=created.session_id, prompt=question)
+        sessions.infer(ADA, request, sink)
+        for steps in losses:
+            for _ in range(steps):
+                oracle.step()
+            oracle.lose()
+            oracle.ready()
+        oracle.run()
+        assert sink.last.op == "end"
+        answer = script(oracle.prompts[sink.last.turn_id])
+        told = [event for event in sink.events if isinstance(event, events.Token)]
+        assert "".join(event.content for event in told if event.turn_id == sink.last.turn_id) == answer
+        assert sink.last.usage.completion_tokens == len(answer) + 1
+    assert sink.ops.count("queued") == 2
