@@ -178,7 +178,8 @@ def _byte_spellings() -> list[str]:
     return [chr(byte if byte in printable else next(others)) for byte in range(256)]
 
 
-def _write_vocabulary(writer: GGUFWriter, shape: Shape) -> None:
+def write_vocabulary(writer: GGUFWriter, shape: Shape) -> None:
+    """Write as many tokens as the shape has, with what belongs to them."""
     spellings = _byte_spellings()
     space = spellings[ord(" ")]
     words = [space + letter for letter in string.ascii_lowercase]
@@ -196,7 +197,8 @@ def _write_vocabulary(writer: GGUFWriter, shape: Shape) -> None:
     writer.add_chat_template(_CHAT_TEMPLATE)
 
 
-def _write_facts(writer: GGUFWriter, shape: Shape, *, name: str) -> None:
+def write_facts(writer: GGUFWriter, shape: Shape, *, name: str) -> None:
+    """Write the numbers that every architecture here has."""
     writer.add_name(f"{name}, random weights")
     writer.add_file_type(shape.weights.file)
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
@@ -219,8 +221,8 @@ def write_model(path: Path, shape: Shape, *, name: str, seed: int = 0) -> None:
         OSError: The file cannot be written.
     """
     writer = GGUFWriter(path, shape.architecture)
-    _write_facts(writer, shape, name=name)
-    _write_vocabulary(writer, shape)
+    write_facts(writer, shape, name=name)
+    write_vocabulary(writer, shape)
     for tensor in _tensors(shape):
         if tensor.fill is not None:
             writer.add_tensor_info(tensor.name, [tensor.columns], np.dtype(np.float32), 4 * tensor.columns)
