@@ -52,6 +52,12 @@ def _kv_ram_dir() -> Path:
     return Path(f"/dev/shm/{APP_NAME}-{os.getuid()}")  # noqa: S108 - what others may write to is refused
 
 
+def _clients_file() -> Path | None:
+    credentials = os.environ.get("CREDENTIALS_DIRECTORY", "")
+    path = Path(credentials) / "clients.toml"
+    return path if credentials and path.exists() else None
+
+
 def bundled_model() -> Path:
     """Return the path of the demo model that comes with the package."""
     return Path(__file__).parent / "demo" / "demo.gguf"
@@ -106,14 +112,27 @@ class ServerSettings(Section):
         le=3600,
         description="Seconds that running turns get to finish when the daemon stops; the rest goes on after its start.",
     )
+    certfile: ExpandedPath | None = Field(
+        None,
+        description="PEM file with the certificate and those that lead to its authority; with it the port speaks TLS.",
+    )
+    keyfile: ExpandedPath | None = Field(None, description="PEM file with the certificate's key, not encrypted.")
+
+    @model_validator(mode="after")
+    def _certificate_with_key(self) -> ServerSettings:
+        if (self.certfile is None) != (self.keyfile is None):
+            raise ValueError("certfile and keyfile go together: give both or neither")
+        return self
 
 
 class AuthSettings(Section):
     """Accounts and what a new one gets."""
 
     clients_file: ExpandedPath | None = Field(
-        None,
+        default_factory=_clients_file,
+        validate_default=True,
         description="A clients.toml with client_id, api_key (or its hash), max_sessions, priority, retention_days.",
+        json_schema_extra={"default_text": "$CREDENTIALS_DIRECTORY/clients.toml if it is there"},
     )
     default_max_sessions: int = Field(16, ge=1, le=100_000, description="Sessions of a client that sets no own limit.")
     default_priority: Priority = Field("normal", description="Class of a client that sets none.")

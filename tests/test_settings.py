@@ -126,3 +126,20 @@ def test_environment_names() -> None:
     """A dotted name becomes upper case with two underlines between its parts."""
     assert environment_name("server.port") == "INFERENCECENTER_SERVER__PORT"
     assert environment_name("state_dir") == "INFERENCECENTER_STATE_DIR"
+
+
+@pytest.mark.parametrize("given", [{"certfile": "tls.crt"}, {"keyfile": "tls.key"}])
+def test_a_certificate_needs_its_key(given: dict[str, str]) -> None:
+    """One without the other is refused, and the message names both."""
+    with pytest.raises(ValidationError, match="certfile and keyfile go together"):
+        Settings.model_validate({"server": given})
+
+
+def test_clients_come_as_a_credential_where_there_is_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The file of systemd's credentials is used if it is there, and any that is set wins."""
+    monkeypatch.setenv("CREDENTIALS_DIRECTORY", str(tmp_path))
+    assert Settings().auth.clients_file is None
+    (tmp_path / "clients.toml").touch()
+    assert Settings().auth.clients_file == tmp_path / "clients.toml"
+    other = Settings.model_validate({"auth": {"clients_file": "/etc/clients.toml"}})
+    assert other.auth.clients_file == Path("/etc/clients.toml")

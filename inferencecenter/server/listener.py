@@ -21,6 +21,7 @@ from inferencecenter.errors import ErrorCode, InferenceCenterError
 from inferencecenter.server.websocket import WebSocket
 
 if TYPE_CHECKING:
+    import ssl
     from collections.abc import Awaitable, Callable, Iterator
 
     from starlette.types import ASGIApp
@@ -87,9 +88,17 @@ class Listener(uvicorn.Server):
         app: The ASGI application.
         settings: Limits and keepalive.
         drain: Awaited when ``stop`` was called and nobody new is accepted: tells clients, and lets turns finish.
+        tls: The side of TLS that listens; without it the port speaks plainly.
     """
 
-    def __init__(self, app: ASGIApp, settings: ServerSettings, *, drain: Callable[[], Awaitable[None]]) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        settings: ServerSettings,
+        *,
+        drain: Callable[[], Awaitable[None]],
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
         super().__init__(
             uvicorn.Config(
                 app,
@@ -107,6 +116,7 @@ class Listener(uvicorn.Server):
                 # uvicorn logs whole request targets at info, and a query may hold what should not be logged.
                 log_level=logging.WARNING,
                 access_log=False,
+                ssl_context_factory=None if tls is None else lambda _config, _default: tls,
             )
         )
         self.server_state = _State()

@@ -29,6 +29,7 @@ from inferencecenter.tasks import TaskGroup
 from inferencecenter.telemetry.metrics import Metrics
 
 if TYPE_CHECKING:
+    import ssl
     from collections.abc import AsyncIterator, Callable
     from pathlib import Path
 
@@ -219,7 +220,9 @@ async def close_code(socket: ClientConnection) -> int | None:
 
 
 @asynccontextmanager
-async def running_server(tmp_path: Path, **settings: Any) -> AsyncIterator[Running]:
+async def running_server(
+    tmp_path: Path, *, tls: ssl.SSLContext | None = None, **settings: Any
+) -> AsyncIterator[Running]:
     """Run a server with some settings changed; short deadlines otherwise."""
     clients = tmp_path / "clients.toml"
     clients.write_text(CLIENTS_TOML)
@@ -239,7 +242,7 @@ async def running_server(tmp_path: Path, **settings: Any) -> AsyncIterator[Runni
         gpu=gpu,
         metrics=metrics,
     )
-    listener = Listener(create_app(context), chosen, drain=context.drain)
+    listener = Listener(create_app(context), chosen, drain=context.drain, tls=tls)
     sockets = bind("127.0.0.1", 0)
     port = sockets[0].getsockname()[1]
     tasks = TaskGroup("server")

@@ -1,0 +1,84 @@
+"""Tests of what systemd is told, against real datagram sockets."""
+
+from __future__ import annotations
+
+import os
+import socket
+from typing import TYPE_CHECKING
+
+import pytest
+import structlog
+
+from inferencecenter.telemetry.notify import Notifier
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+
+@pytest.fixture(params=["path", "abstract"])
+def manager(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[str, socket.socket]]:
+    """The address of a socket of each kind, and the socket."""
+    abstract = request.param == "abstract"
+    name = f"@inferencecenter-test-{os.getpid()}" if abstract else str(tmp_path / "notify")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as heard:
+        heard.bind(f"\0{name[1:]}" if abstract else name)
+        heard.settimeout(5)
+        yield name, heard
+
+
+def test_words_arrive_as_one_datagram(manager: tuple[str, socket.socket]) -> None:
+    """Each is a line; numbers are written as they are."""
+    address, heard = manager
+    notifier = Notifier.from_environment({"NOTIFY_SOCKET": address}, pid=1)
+    assert notifier is not None
+    notifier.send(READY=1, STATUS="ready: 3 sessions")
+    assert heard.recv(4096) == b"READY=1\nSTATUS=ready: 3 sessions"
+
+
+def test_a_value_cannot_add_words(manager: tuple[str, socket.socket]) -> None:
+    """Line ends within a value, as in an engine's last words, become spaces."""
+    address, heard = manager
+    Notifier(address).send(STATUS="the engine said:\nREADY=1\r\nbye")
+    assert heard.recv(4096) == b"STATUS=the engine said: READY=1 bye"
+
+
+@pytest.mark.parametrize("environment", [{}, {"NOTIFY_SOCKET": ""}, {"WATCHDOG_USEC": "1000000"}])
+def test_without_a_manager_nobody_is_told(environment: dict[str, str]) -> None:
+    """There is no notifier, and so no watchdog either."""
+    assert Notifier.from_environment(environment, pid=1) is None
+
+
+@pytest.mark.parametrize("address", ["vsock:2:1234", "relative", "@", "/"])
+def test_an_address_of_another_kind_is_logged_and_left(address: str) -> None:
+    """The daemon starts all the same."""
+    with structlog.testing.capture_logs() as logs:
+        assert Notifier.from_environment({"NOTIFY_SOCKET": address}, pid=1) is None
+    assert [line["event"] for line in logs] == ["notify_socket_unknown"]
+
+
+@pytest.mark.parametrize(
+    ("watchdog", "expected_s"),
+    [
+        ({"WATCHDOG_USEC": "30000000"}, 30.0),
+        ({"WATCHDOG_USEC": "30000000", "WATCHDOG_PID": "7"}, 30.0),
+        ({"WATCHDOG_USEC": "30000000", "WATCHDOG_PID": "8"}, None),
+        ({"WATCHDOG_USEC": ""}, None),
+        ({"WATCHDOG_USEC": "0"}, None),
+        ({"WATCHDOG_USEC": "-5"}, None),
+        ({"WATCHDOG_USEC": "soon"}, None),
+        ({}, None),
+    ],
+)
+def test_the_watchdog_is_that_of_this_process(watchdog: dict[str, str], expected_s: float | None) -> None:
+    """One meant for another process, or of no length, is none."""
+    notifier = Notifier.from_environment({"NOTIFY_SOCKET": "/run/notify", **watchdog}, pid=7)
+    assert notifier is not None
+    assert notifier.watchdog_s == expected_s
+
+
+def test_a_manager_that_is_gone_is_no_failure(tmp_path: Path) -> None:
+    """What cannot be told is logged with its names."""
+    with structlog.testing.capture_logs() as logs:
+        Notifier(str(tmp_path / "nobody")).send(STOPPING=1)
+    assert [(line["event"], line["words"]) for line in logs] == [("service_manager_not_told", ["STOPPING"])]
