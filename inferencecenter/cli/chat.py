@@ -7,11 +7,10 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import anyio
 import typer
 from anyio.from_thread import start_blocking_portal
 
-from inferencecenter.cli.conversation import Conversation, read_value
+from inferencecenter.cli.conversation import Conversation, read_value, until_ready
 from inferencecenter.cli.options import ConfigOption, StateDirOption, given
 from inferencecenter.cli.output import stderr, stdout
 from inferencecenter.cli.view import PlainView, TerminalView
@@ -23,8 +22,6 @@ from inferencecenter.protocol.params import parse_params
 if TYPE_CHECKING:
     from inferencecenter.client import Client
     from inferencecenter.settings import Settings
-
-_LOADING_POLL_S = 0.5
 
 
 def chat(  # noqa: PLR0913 - one argument an option
@@ -39,6 +36,11 @@ def chat(  # noqa: PLR0913 - one argument an option
         Path | None, typer.Option(help="File with the token.", show_default="admin.token in the state directory")
     ] = None,
     system: Annotated[str | None, typer.Option(help="System prompt.", show_default=False)] = None,
+    resume: Annotated[
+        str | None,
+        typer.Option(help="Go on with a conversation: its name, as /sessions lists it.", show_default=False),
+    ] = None,
+    latest: Annotated[bool, typer.Option("--continue", help="Go on with the conversation that was used last.")] = False,
     params: Annotated[
         list[str] | None,
         typer.Option("--params", "-p", help="A parameter as name=value; may be repeated.", show_default=False),
@@ -48,22 +50,39 @@ def chat(  # noqa: PLR0913 - one argument an option
 ) -> None:
     """Talk to a daemon. From a pipe, every line is a turn and only the answers are written."""
     turn_params = read_params(params or [])
+    check_resumption(resume=resume, latest=latest, system=system)
     settings = load_settings(config, given(state_dir=state_dir))
     address = url or daemon_url(settings)
     credential = token or read_token(token_file or settings.state_dir / "admin.token")
     interactive = sys.stdin.isatty() and stdout.is_terminal
+    view = TerminalView(stdout) if interactive else PlainView()
     with (
         start_blocking_portal() as portal,
-        portal.wrap_async_context_manager(connect(address, token=credential)) as client,
+        portal.wrap_async_context_manager(connect(address, token=credential, on_notice=view.notice)) as client,
     ):
         portal.call(_wait_until_ready, client)
-        view = TerminalView(stdout) if interactive else PlainView()
         conversation = Conversation(
             portal, client, view=view, system=system, params=turn_params, interactive=interactive
         )
         if interactive:
             stdout.print(f"{client.hello.model} at {address}; /help lists commands", style="dim", markup=False)
+        if resume is not None or latest:
+            conversation.resume(resume)
         conversation.run(_prompt if interactive else _next_line)
+
+
+def check_resumption(*, resume: str | None, latest: bool, system: str | None) -> None:
+    """Refuse options that contradict each other.
+
+    Raises:
+        InferenceCenterError: ``invalid_request``.
+    """
+    if resume is not None and latest:
+        raise InferenceCenterError(ErrorCode.INVALID_REQUEST, "--resume and --continue name two conversations")
+    if system is not None and (resume is not None or latest):
+        raise InferenceCenterError(
+            ErrorCode.INVALID_REQUEST, "--system is for a new conversation; one that goes on has its own"
+        )
 
 
 def read_params(pairs: list[str]) -> dict[str, Any]:
@@ -112,9 +131,7 @@ async def _wait_until_ready(client: Client) -> None:
     if client.hello.status != "loading":
         return
     with stderr.status(client.hello.message) as status:
-        while (hello := await client.refresh_hello()).status == "loading":
-            status.update(hello.message)
-            await anyio.sleep(_LOADING_POLL_S)
+        await until_ready(client, status.update)
 
 
 def _prompt() -> str:

@@ -7,27 +7,32 @@ import json
 import signal
 from typing import TYPE_CHECKING, Any, Final
 
+import anyio
 from rich.table import Table
 
 from inferencecenter.cli.output import report, stdout
+from inferencecenter.cli.view import describe_past, sessions_table
 from inferencecenter.errors import ErrorCode, InferenceCenterError
 from inferencecenter.protocol.events import End
 from inferencecenter.protocol.params import parse_params
 from inferencecenter.protocol.requests import START
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 
     from anyio.from_thread import BlockingPortal
 
     from inferencecenter.cli.view import TurnView
-    from inferencecenter.client import Client, ClientSession
+    from inferencecenter.client import Client, ClientSession, TurnStreamEvent
+    from inferencecenter.protocol.values import SessionSummary
 
 _HELP: Final = """\
 /new                   begin a new conversation
 /undo                  take back the last question and its answer
 /fork                  go on in a copy of this conversation
 /back                  leave the copy for the conversation it was made of
+/sessions              list all conversations of this account
+/resume                take up the latest other one again; /resume 2, or its name, any one of the list
 /params                show the parameters of the next turns
 /params name value     set one, as /params temperature 0.2
 /params reset          forget them all
@@ -35,7 +40,8 @@ _HELP: Final = """\
 /help                  this list
 /quit                  leave; so does Ctrl-D, and Ctrl-C at the prompt
 Ctrl-C while an answer runs ends the answer. A line that begins with // is sent with one slash."""
-_LOST: Final = frozenset({ErrorCode.DAEMON_UNREACHABLE, ErrorCode.NOT_AUTHENTICATED})
+_TITLE_CHARS: Final = 60
+_LOADING_POLL_S: Final = 0.5
 
 
 class Conversation:
@@ -48,7 +54,7 @@ class Conversation:
         system: System prompt of every session.
         params: Parameters of every turn, as the user wrote them.
         interactive: Somebody is there: Ctrl-C ends an answer and not the program, and a refused turn is reported where
-            a script would end. Needs the main thread.
+            a script would end. Needs the main thread. Conversations stay, where those of a script end with it.
     """
 
     def __init__(  # noqa: PLR0913 - all by name
@@ -68,14 +74,20 @@ class Conversation:
         self._params = params
         self._interactive = interactive
         self._last: End | None = None
-        self._session = self._new_session()
+        # Opened by the first question, so that looking in leaves nothing behind.
+        self._session: ClientSession | None = None
+        self._opened: list[ClientSession] = []
+        self._set_aside: list[ClientSession] = []
         self._turns: list[str] = []
+        self._listed: tuple[SessionSummary, ...] = ()
         self._left: list[tuple[ClientSession, list[str]]] = []
         self._commands: dict[str, Callable[[list[str]], None]] = {
             "/new": self._command_new,
             "/undo": self._command_undo,
             "/fork": self._command_fork,
             "/back": self._command_back,
+            "/sessions": self._command_sessions,
+            "/resume": self._command_resume,
             "/params": self._command_params,
             "/stats": self._command_stats,
             "/help": lambda _words: stdout.print(_HELP, markup=False),
@@ -90,14 +102,44 @@ class Conversation:
         Raises:
             InferenceCenterError: The connection is lost, or anything else when nobody is there to go on.
         """
-        with contextlib.suppress(EOFError):
-            while (line := read_line().strip()) != "/quit":
-                try:
-                    self._take(line)
-                except InferenceCenterError as error:
-                    if not self._interactive or error.code in _LOST:
-                        raise
-                    report(error)
+        try:
+            with contextlib.suppress(EOFError):
+                while (line := read_line().strip()) != "/quit":
+                    self._take_or_report(line)
+        finally:
+            if not self._interactive:
+                self._portal.call(self._leave)
+
+    def resume(self, session_id: str | None) -> None:
+        """Take up a conversation; without its name, the one that was used last.
+
+        Raises:
+            InferenceCenterError: ``session_not_found``, or the connection is lost.
+        """
+        if session_id is None:
+            session_id = self._choose([])
+        session, resumed = self._portal.call(self._client.resume, session_id)
+        self._set_aside += [parent for parent, _turns in self._left]
+        if self._session is not None:
+            self._set_aside.append(self._session)
+        self._set_aside = [other for other in self._set_aside if other is not session]
+        self._session, self._left = session, []
+        self._turns = [turn.turn_id for turn in resumed.turns or ()]
+        self._last = None
+        if self._interactive:
+            stdout.print(describe_past(resumed), soft_wrap=True)
+            if resumed.turn_id is not None:
+                self._show(self._read(session.follow()))
+        else:
+            self._portal.call(self._wait_for_end, session)
+
+    def _take_or_report(self, line: str) -> None:
+        try:
+            self._take(line)
+        except InferenceCenterError as error:
+            if not self._interactive or self._client.ended is not None:
+                raise
+            report(error)
 
     def _take(self, line: str) -> None:
         if not line:
@@ -112,45 +154,113 @@ class Conversation:
         command(words)
 
     def _ask(self, prompt: str) -> None:
+        self._show(self._answer(prompt))
+
+    def _show(self, reading: Coroutine[Any, Any, None]) -> None:
+        """Show a turn while it is read."""
         abort = _interrupts(self._abort) if self._interactive else contextlib.nullcontext()
         with abort:
             self._view.begin()
             try:
-                self._portal.start_task_soon(self._stream, prompt).result()
+                self._portal.start_task_soon(lambda: reading).result()
             finally:
                 self._view.finish()
 
     def _abort(self) -> None:
-        self._portal.start_task_soon(self._session.abort)
+        if self._session is not None:
+            self._portal.start_task_soon(self._session.abort)
 
-    async def _stream(self, prompt: str) -> None:
-        async for event in self._session.infer(prompt, params=self._params or None):
+    async def _answer(self, prompt: str) -> None:
+        # After a restart the daemon is reached before its model is there.
+        await until_ready(self._client)
+        if self._session is None:
+            self._session = await self._create(" ".join(prompt.split())[:_TITLE_CHARS])
+        await self._read(self._session.infer(prompt, params=self._params or None))
+
+    async def _create(self, title: str) -> ClientSession:
+        """Open a session; when there are too many, in place of the one that was set aside first."""
+        try:
+            session = await self._client.create_session(system=self._system, metadata={"title": title})
+        except InferenceCenterError as error:
+            if error.code is not ErrorCode.SESSION_LIMIT or not self._set_aside:
+                raise
+            await self._set_aside.pop(0).close()
+            return await self._create(title)
+        self._opened.append(session)
+        return session
+
+    async def _read(self, turn: AsyncIterator[TurnStreamEvent]) -> None:
+        async for event in turn:
             self._view.show(event)
             if isinstance(event, End):
                 self._last = event
                 self._turns.append(event.turn_id)
 
-    def _new_session(self) -> ClientSession:
-        async def create() -> ClientSession:
-            return await self._client.create_session(system=self._system)
+    async def _wait_for_end(self, session: ClientSession) -> None:
+        """Let a turn that runs come to its end; its answer is to nobody's line."""
+        async for event in session.follow():
+            if isinstance(event, End):
+                self._turns.append(event.turn_id)
 
-        return self._portal.call(create)
+    async def _leave(self) -> None:
+        """Close what was opened: the next script would push out a conversation that somebody goes back to."""
+        for session in self._opened:
+            if self._client.connected:
+                with contextlib.suppress(InferenceCenterError):
+                    await session.close()
+
+    def _open_session(self) -> ClientSession:
+        if self._session is None:
+            raise InferenceCenterError(ErrorCode.INVALID_REQUEST, "this conversation has not begun yet")
+        return self._session
+
+    def _choose(self, words: list[str]) -> str:
+        """Return the session that is meant by a number of the list, a name, or nothing."""
+        if words and words[0].isdecimal() and self._listed:
+            number = int(words[0])
+            if not 1 <= number <= len(self._listed):
+                raise InferenceCenterError(
+                    ErrorCode.INVALID_REQUEST, f"{number} is not in the list", hint=f"It has {len(self._listed)} lines."
+                )
+            return self._listed[number - 1].session_id
+        if words:
+            return words[0]
+        current = self._session.session_id if self._session else None
+        others = [session.session_id for session in self._latest_first() if session.session_id != current]
+        if not others:
+            raise InferenceCenterError(ErrorCode.SESSION_NOT_FOUND, "there is no conversation to go on with")
+        return others[0]
+
+    def _latest_first(self) -> tuple[SessionSummary, ...]:
+        sessions = self._portal.call(self._client.list_sessions)
+        return tuple(sorted(sessions, key=lambda session: session.last_used_at, reverse=True))
+
+    def _command_sessions(self, _words: list[str]) -> None:
+        self._listed = self._latest_first()
+        current = self._session.session_id if self._session else None
+        stdout.print(sessions_table(self._listed, current=current) if self._listed else "no conversations")
+
+    def _command_resume(self, words: list[str]) -> None:
+        self.resume(self._choose(words))
 
     def _command_new(self, _words: list[str]) -> None:
-        self._portal.call(self._session.close)
-        self._session = self._new_session()
+        if self._session is not None:
+            self._set_aside.append(self._session)
+        self._session = None
         self._turns = []
         self._last = None
 
     def _command_undo(self, _words: list[str]) -> None:
         if not self._turns:
             raise InferenceCenterError(ErrorCode.INVALID_REQUEST, "nothing was said yet that could be taken back")
-        self._portal.call(self._session.rewind, self._turns[-2] if len(self._turns) > 1 else START)
+        self._portal.call(self._open_session().rewind, self._turns[-2] if len(self._turns) > 1 else START)
         self._turns.pop()
 
     def _command_fork(self, _words: list[str]) -> None:
-        fork = self._portal.call(self._session.fork)
-        self._left.append((self._session, self._turns))
+        session = self._open_session()
+        fork = self._portal.call(session.fork)
+        self._opened.append(fork)
+        self._left.append((session, self._turns))
         self._session, self._turns = fork, list(self._turns)
 
     def _command_back(self, _words: list[str]) -> None:
@@ -158,7 +268,9 @@ class Conversation:
             raise InferenceCenterError(
                 ErrorCode.INVALID_REQUEST, "this conversation is no copy", hint="/fork makes one."
             )
-        self._portal.call(self._session.close)
+        fork = self._open_session()
+        self._portal.call(fork.close)
+        self._opened.remove(fork)
         self._session, self._turns = self._left.pop()
 
     def _command_params(self, words: list[str]) -> None:
@@ -183,6 +295,23 @@ class Conversation:
         for name, value in {**self._last.stats.model_dump(), "finish_reason": self._last.finish_reason}.items():
             table.add_row(name, str(value))
         stdout.print(table)
+
+
+async def until_ready(client: Client, told: Callable[[str], None] = lambda _message: None) -> None:
+    """Wait until the daemon's model is loaded.
+
+    Args:
+        client: The connection.
+        told: Hears how far it is.
+
+    Raises:
+        InferenceCenterError: The connection is lost.
+    """
+    hello = client.hello
+    while hello.status == "loading":
+        told(hello.message)
+        await anyio.sleep(_LOADING_POLL_S)
+        hello = await client.refresh_hello()
 
 
 @contextlib.contextmanager

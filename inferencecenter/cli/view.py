@@ -3,19 +3,36 @@
 from __future__ import annotations
 
 import sys
+from datetime import datetime
 from typing import TYPE_CHECKING, Final, Protocol
 
+from rich.cells import cell_len
+from rich.control import Control
+from rich.segment import ControlType
+from rich.table import Table
 from rich.text import Text
 
-from inferencecenter.protocol.events import ContextShifted, End, Progress, Queued, Token
+from inferencecenter.cli.output import stderr
+from inferencecenter.client import Reconnecting
+from inferencecenter.protocol.events import ContextShifted, End, EngineChanged, GoingAway, Progress, Queued, Token
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from rich.console import Console
 
-    from inferencecenter.client import TurnStreamEvent
+    from inferencecenter.client import Notice, TurnStreamEvent
+    from inferencecenter.protocol.events import SessionResumed
+    from inferencecenter.protocol.values import SessionSummary
 
 # A model may write anything; escape sequences would move the cursor or rename the window.
 _CONTROLS: Final = dict.fromkeys([*range(9), *range(11, 32), *range(127, 160)])
+_TAB_COLUMNS: Final = 8
+_ENGINE_WORDS: Final = {
+    "starting": "the engine is starting…",
+    "restarting": "the engine was lost and is starting again…",
+    "failed": "the engine has failed",
+}
 
 
 class TurnView(Protocol):
@@ -26,6 +43,9 @@ class TurnView(Protocol):
 
     def show(self, event: TurnStreamEvent) -> None:
         """Show one event of it."""
+
+    def notice(self, notice: Notice) -> None:
+        """Show what happens to the connection or the engine; it must not become part of the answer."""
 
     def finish(self) -> None:
         """Leave the screen ready for the next line, also after a failure."""
@@ -43,6 +63,11 @@ class PlainView:
             sys.stdout.write(event.content)
             sys.stdout.flush()
 
+    def notice(self, notice: Notice) -> None:
+        """Say once on standard error that the connection is lost."""
+        if isinstance(notice, Reconnecting) and notice.attempt == 1:
+            stderr.print(describe_notice(notice), markup=False)
+
     def finish(self) -> None:
         """End the line."""
         sys.stdout.write("\n")
@@ -50,40 +75,149 @@ class PlainView:
 
 
 class TerminalView:
-    """Says what the turn waits for until its first token; ends with its figures."""
+    """Says what the turn waits for until its first token; ends with its figures.
+
+    What happens to the connection meanwhile stands in a dim line below the answer, and is gone when the answer goes on.
+    """
 
     def __init__(self, console: Console) -> None:
         self._console = console
         self._status = console.status("waiting", spinner_style="dim")
+        self._shows_turn = False
+        self._column: int | None = None
+        self._notice = ""
+        self._is_drawn = False
 
     def begin(self) -> None:
         """Show that something happens."""
-        self._status.update("waiting")
+        self._shows_turn = True
+        self._wait("waiting")
         self._status.start()
 
     def show(self, event: TurnStreamEvent) -> None:
         """Show waiting, reading, text or the end."""
         match event:
-            case Queued(position=position) if position:
-                self._status.update(f"number {position} in the queue")
+            case Queued(position=position):
+                self._wait(f"number {position} in the queue" if position else "waiting")
             case Progress(done=done, total=total):
-                self._status.update(f"reading {done} of {total} tokens")
+                self._wait(f"reading {done} of {total} tokens")
             case ContextShifted():
-                self._status.stop()
+                self._write()
                 self._console.print(Text(f"\n{describe_shift(event)}", style="dim"), soft_wrap=True)
-                self._status.update("reading what is left")
+                self._column = None
+                self._wait("reading what is left")
                 self._status.start()
             case Token(content=content):
-                self._status.stop()
-                self._console.print(Text(content.translate(_CONTROLS)), end="", soft_wrap=True)
+                self._write(content.translate(_CONTROLS).expandtabs(_TAB_COLUMNS))
+                # Text from before may arrive after the news.
+                self._draw_notice()
             case End():
-                self._status.stop()
+                self._write()
                 self._console.print(Text(f"\n{describe(event)}", style="dim"), end="", soft_wrap=True)
+
+    def notice(self, notice: Notice) -> None:
+        """Say what the turn waits for until that is over; at the prompt nothing waits."""
+        self._remove_notice()
+        self._notice = describe_notice(notice)
+        if self._shows_turn:
+            self._wait("waiting")
+        self._draw_notice()
 
     def finish(self) -> None:
         """Stop the spinner and end the line."""
+        self._remove_notice()
         self._status.stop()
+        self._shows_turn, self._column = False, None
         self._console.print()
+
+    def _wait(self, why: str) -> None:
+        """Say what the first token waits for, unless it waits for something else altogether."""
+        if self._column is None:
+            self._status.update(self._notice or why)
+
+    def _write(self, text: str = "") -> None:
+        """Go on with the answer, where a spinner or a notice may stand."""
+        self._status.stop()
+        self._remove_notice()
+        self._console.print(Text(text), end="", soft_wrap=True)
+        self._column = column_after(self._column or 0, text, width=self._console.width)
+
+    def _draw_notice(self) -> None:
+        """Draw it below the answer, so that the answer's own line stays as it is wherever the screen scrolls to."""
+        if not self._notice or self._column is None:
+            return
+        if self._column == self._console.width:
+            self._console.print()
+            self._column = 0
+        line = Text(self._notice, style="dim", no_wrap=True, overflow="crop")
+        line.truncate(self._console.width - 1)
+        self._console.print()
+        self._console.print(line, end="")
+        self._is_drawn = True
+
+    def _remove_notice(self) -> None:
+        if not self._is_drawn:
+            return
+        self._is_drawn = False
+        self._console.control(
+            Control(
+                ControlType.CARRIAGE_RETURN,
+                (ControlType.ERASE_IN_LINE, 2),
+                (ControlType.CURSOR_UP, 1),
+                (ControlType.CURSOR_MOVE_TO_COLUMN, self._column or 0),
+            )
+        )
+
+
+def column_after(column: int, text: str, *, width: int) -> int:
+    """Return where the cursor is once ``text`` was written from ``column`` on.
+
+    Columns count from 0; ``width`` stands for a full line whose end the terminal has not wrapped yet.
+    """
+    _before, newline, last = text.rpartition("\n")
+    column = cell_len(last) + (0 if newline else column)
+    return (column - 1) % width + 1 if column else 0
+
+
+def describe_notice(notice: Notice) -> str:
+    """Return what has happened in one line; nothing when all is well again."""
+    match notice:
+        case Reconnecting(attempt=1):
+            return "connection lost, reconnecting…"
+        case Reconnecting(attempt=attempt):
+            return f"connection lost, reconnecting… (attempt {attempt})"
+        case EngineChanged(state=state):
+            return _ENGINE_WORDS.get(state, "")
+        case GoingAway():
+            return "the daemon is about to restart…"
+    return ""
+
+
+def sessions_table(sessions: Sequence[SessionSummary], *, current: str | None) -> Table:
+    """Return sessions as a table, numbered from 1; the one that is talked in has a mark."""
+    table = Table(box=None, pad_edge=False)
+    for heading in ("", "session", "last used", "messages"):
+        table.add_column(heading, no_wrap=True)
+    table.add_column("begins with", overflow="ellipsis", no_wrap=True)
+    for number, session in enumerate(sessions, start=1):
+        used = datetime.fromtimestamp(session.last_used_at).astimezone()
+        mark = "*" if session.session_id == current else " "
+        title = Text(session.metadata.get("title", "").translate(_CONTROLS))
+        table.add_row(f"{number}{mark}", session.session_id, f"{used:%Y-%m-%d %H:%M}", str(session.messages), title)
+    return table
+
+
+def describe_past(resumed: SessionResumed) -> Text:
+    """Return the end of a conversation that goes on: the last question, and its answer if it has ended."""
+    messages = resumed.transcript or ()
+    asked = max((index for index, message in enumerate(messages) if message.role == "user"), default=None)
+    if asked is None:
+        return Text("nothing was said yet", style="dim")
+    earlier = sum(message.role == "user" for message in messages[:asked])
+    lines = [f"{earlier} earlier questions" if earlier != 1 else "1 earlier question"] if earlier else []
+    lines.append(f"> {messages[asked].content}")
+    lines += [message.content for message in messages[asked + 1 :]]
+    return Text("\n".join(lines).translate(_CONTROLS), style="dim")
 
 
 def describe_shift(shift: ContextShifted) -> str:

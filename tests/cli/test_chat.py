@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import codecs
 import contextlib
 import io
 import os
@@ -15,9 +16,12 @@ from typing import TYPE_CHECKING
 import pytest
 
 from inferencecenter.cli.chat import daemon_url, read_params, read_token
+from inferencecenter.cli.view import column_after, describe_notice
+from inferencecenter.client import Connected, Reconnecting
 from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.protocol.events import EngineChanged, GoingAway
 from inferencecenter.settings import Settings
-from tests.client.peer import AUTH_SUCCESS, HELLO
+from tests.client.peer import AUTH_SUCCESS, HELLO, USAGE
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -73,8 +77,6 @@ async def test_commands(cli: Cli, monkeypatch: pytest.MonkeyPatch, scripted: Sta
         await peer.welcome()
         await peer.open_session("s1")
         heard.append(await _answer(peer, "one", session_id="s1"))
-        close = await peer.hear()
-        await peer.say(op="session_closed", id=close["id"], session_id="s1")
         await peer.open_session("s2")
         heard.append(await _answer(peer, "two", session_id="s2"))
         heard.append(await _answer(peer, "three", session_id="s2"))
@@ -184,7 +186,7 @@ async def test_a_refused_turn_ends_a_script(cli: Cli, monkeypatch: pytest.Monkey
 
 async def test_waiting_for_the_model(cli: Cli, monkeypatch: pytest.MonkeyPatch, scripted: Start) -> None:
     """While the daemon loads its model, the chat asks again until it is ready, and then begins."""
-    monkeypatch.setattr("inferencecenter.cli.chat._LOADING_POLL_S", 0)
+    monkeypatch.setattr("inferencecenter.cli.conversation._LOADING_POLL_S", 0)
 
     async def daemon(peer: Peer) -> None:
         await peer.say(**{**HELLO, "status": "loading", "message": "loading 10 %"})
@@ -208,6 +210,178 @@ def test_no_daemon_and_no_token(cli: Cli, monkeypatch: pytest.MonkeyPatch, state
     assert result.code == 69
     assert "ws://127.0.0.1:1/" in result.err
     assert "inferencecenter serve" in result.err
+
+
+def _summary(session_id: str, last_used_at: float, **fields: object) -> dict[str, object]:
+    body = {"state": "idle", "mode": "chat", "model": "demo", "messages": 2, "tokens": 9, "created_at": 0.0}
+    return {"session_id": session_id, "last_used_at": last_used_at, "metadata": {}, **body, **fields}
+
+
+async def _list(peer: Peer, *sessions: dict[str, object]) -> None:
+    request = await peer.hear()
+    assert request["op"] == "list_sessions"
+    await peer.say(op="sessions", id=request["id"], sessions=list(sessions))
+
+
+SAID = [
+    {"role": "user", "content": "Earlier?"},
+    {"role": "assistant", "content": "Yes."},
+    {"role": "user", "content": "My name is Ada."},
+    {"role": "assistant", "content": "Nice to meet you."},
+]
+PAST = {
+    "resumed": False,
+    "reason": "no_position",
+    "state": "idle",
+    "epoch": "e2",
+    "seq": 7,
+    "transcript": SAID,
+    "turns": [
+        {"turn_id": "t1", "finish_reason": "stop", "messages": 2, "usage": USAGE},
+        {"turn_id": "t2", "finish_reason": "stop", "messages": 4, "usage": USAGE},
+    ],
+}
+
+
+async def test_a_script_leaves_no_conversation_behind(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch, scripted: Start
+) -> None:
+    """What it opened is closed at its end, also the copies; without a question nothing was opened."""
+    peers: list[Peer] = []
+
+    async def daemon(peer: Peer) -> None:
+        peers.append(peer)
+        await peer.welcome()
+        await peer.open_session("s1")
+        await _answer(peer, "one", session_id="s1")
+        await peer.open_session("s2")
+
+    assert (await _converse(cli, monkeypatch, await scripted(daemon), "a\n/fork\n")).code == 0
+    assert [(frame["op"], frame["session_id"]) for frame in peers[0].heard[4:]] == [
+        ("close_session", "s1"),
+        ("close_session", "s2"),
+    ]
+    assert (await _converse(cli, monkeypatch, await scripted(daemon), "\n")).code == 0
+    assert [frame["op"] for frame in peers[1].heard] == ["auth"]
+
+
+@pytest.mark.parametrize("option", ["--resume", "--continue"])
+async def test_going_on_with_a_conversation(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch, scripted: Start, option: str
+) -> None:
+    """``--resume`` names it, ``--continue`` takes the one that was used last; it stays when the script ends."""
+    peers: list[Peer] = []
+
+    async def daemon(peer: Peer) -> None:
+        peers.append(peer)
+        await peer.welcome()
+        if option == "--continue":
+            await _list(peer, _summary("s1", 30.0), _summary("s2", 20.0))
+        assert (await peer.resumed(**PAST))["session_id"] == "s1"
+        peer.skip(7)
+        await _answer(peer, "Ada.")
+        rewind = await peer.hear()
+        assert rewind["turn"] == "t2"
+        await peer.numbered("session_rewound", id=rewind["id"], turn="t2", messages=4)
+
+    options = [option, "s1"] if option == "--resume" else [option]
+    result = await _converse(cli, monkeypatch, await scripted(daemon), "My name?\n/undo\n", *options)
+    assert (result.code, result.out, result.err) == (0, "Ada.\n", "")
+    assert "close_session" not in [frame["op"] for frame in peers[0].heard]
+
+
+async def test_a_script_waits_for_a_turn_that_still_runs(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch, scripted: Start
+) -> None:
+    """Its answer belongs to no line of the script and is not written."""
+
+    async def daemon(peer: Peer) -> None:
+        await peer.welcome()
+        await peer.resumed(**{**PAST, "state": "busy", "turn_id": "t3", "content": "Not"})
+        peer.skip(7)
+        await peer.token("t3", " yours.")
+        await peer.end("t3")
+        await _answer(peer, "Yours.")
+
+    result = await _converse(cli, monkeypatch, await scripted(daemon), "next\n", "--resume", "s1")
+    assert (result.code, result.out) == (0, "Yours.\n")
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (("--resume", "s1", "--continue"), "two conversations"),
+        (("--continue", "--system", "x"), "has its own"),
+        (("--resume", "s1", "--system", "x"), "has its own"),
+    ],
+)
+def test_options_that_contradict_each_other(cli: Cli, options: tuple[str, ...], told: str) -> None:
+    """They are refused before anybody is asked."""
+    result = cli.run("chat", "--url", "ws://127.0.0.1:1/", "--token", "ic_a_b", *options)
+    assert result.code == 64
+    assert told in result.err
+
+
+async def test_nothing_to_go_on_with(cli: Cli, monkeypatch: pytest.MonkeyPatch, scripted: Start) -> None:
+    """Without any conversation ``--continue`` says so."""
+
+    async def daemon(peer: Peer) -> None:
+        await peer.welcome()
+        await _list(peer)
+
+    result = await _converse(cli, monkeypatch, await scripted(daemon), "hello\n", "--continue")
+    assert result.code == 66
+    assert "no conversation" in result.err
+
+
+async def test_sessions_are_listed_and_taken_up_by_number(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch, scripted: Start
+) -> None:
+    """The latest first, with how each begins; a number that is not there is refused."""
+    sessions = [_summary("s1", 10.0, metadata={"title": "Of\x1b[2J ships"}), _summary("s2", 20.0, messages=12)]
+    heard: list[object] = []
+
+    async def daemon(peer: Peer) -> None:
+        await peer.welcome()
+        await _list(peer, *sessions)
+        heard.append((await peer.resumed(**PAST))["session_id"])
+        await _list(peer, *sessions)
+        heard.append((await peer.resumed(**PAST))["session_id"])
+        await _list(peer, *sessions)
+
+    result = await _converse(
+        cli, monkeypatch, await scripted(daemon), "/sessions\n/resume 2\n/resume\n/sessions\n/resume 3\n"
+    )
+    assert heard == ["s1", "s2"]
+    assert result.code == 64
+    assert "3 is not in the list" in result.err
+    lines = [line.split() for line in result.out.splitlines()]
+    assert [words[1] for words in lines[1:3]] == ["s2", "s1"]
+    assert "12" in lines[1]
+    assert "Of[2J ships" in result.out
+
+
+async def test_an_answer_goes_on_when_the_connection_is_lost(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch, scripted: Start
+) -> None:
+    """In a pipe the answer is whole, and standard error tells of the loss once."""
+
+    async def before(peer: Peer) -> None:
+        await peer.welcome()
+        await peer.open_session()
+        await peer.begin("t")
+        await peer.token("t", "One, ")
+        peer.socket.transport.abort()
+
+    async def after(peer: Peer) -> None:
+        await peer.welcome()
+        await peer.resumed(turn_id="t")
+        await peer.token("t", "two.")
+        await peer.end("t")
+
+    result = await _converse(cli, monkeypatch, await scripted(before, after), "count\n")
+    assert (result.code, result.out) == (0, "One, two.\n")
+    assert result.err == "connection lost, reconnecting…\n"
 
 
 @contextlib.contextmanager
@@ -244,6 +418,7 @@ class Screen:
 
     def __init__(self, terminal: int) -> None:
         self._terminal = terminal
+        self._decode = codecs.getincrementaldecoder("utf-8")(errors="replace").decode
         self._seen = 0
         self.text = ""
 
@@ -251,9 +426,19 @@ class Screen:
         """Read until ``wanted`` has been shown after what was waited for before."""
         async with asyncio.timeout(_TIMEOUT_S):
             while (at := self.text.find(wanted, self._seen)) < 0:
-                chunk = await asyncio.to_thread(os.read, self._terminal, 4096)
-                self.text += chunk.decode(errors="replace")
+                self.text += self._decode(await self._read())
         self._seen = at + len(wanted)
+
+    async def _read(self) -> bytes:
+        """What the terminal shows next; waiting for it can be given up."""
+        loop = asyncio.get_running_loop()
+        readable = asyncio.Event()
+        loop.add_reader(self._terminal, readable.set)
+        try:
+            await readable.wait()
+        finally:
+            loop.remove_reader(self._terminal)
+        return os.read(self._terminal, 4096)
 
 
 async def test_ctrl_c_ends_the_answer_and_then_the_program(scripted: Start) -> None:
@@ -317,6 +502,105 @@ async def test_ctrl_d_leaves_and_a_refused_turn_does_not(scripted: Start) -> Non
         assert await asyncio.to_thread(process.wait, _TIMEOUT_S) == 0
 
 
+async def test_a_lost_connection_is_shown_below_the_answer_and_gone_when_it_goes_on(scripted: Start) -> None:
+    """The line of the answer stays as it is; an engine that is lost is told in the same way."""
+    seen = asyncio.Semaphore(0)
+
+    async def before(peer: Peer) -> None:
+        await peer.welcome()
+        await peer.open_session()
+        await peer.begin("t")
+        await peer.say(op="engine", state="restarting")
+        await seen.acquire()
+        await peer.say(op="engine", state="ready")
+        await peer.token("t", "One, ")
+        await seen.acquire()
+        await peer.say(op="engine", state="restarting")
+        await seen.acquire()
+        await peer.say(op="engine", state="ready")
+        await peer.token("t", "two, ")
+        await seen.acquire()
+        peer.socket.transport.abort()
+
+    async def after(peer: Peer) -> None:
+        await peer.welcome()
+        await peer.resumed(turn_id="t")
+        await seen.acquire()
+        await peer.token("t", "three.")
+        await peer.end("t")
+        await _answer(peer, "Done.")
+
+    with _on_terminal(await scripted(before, after)) as (_process, terminal):
+        screen = Screen(terminal)
+        await screen.until("> ")
+        os.write(terminal, b"count\n")
+        for text in ("the engine was lost", "One, ", "the engine was lost", "\x1b[1A\x1b[6G", "two, "):
+            await screen.until(text)
+            if not text.startswith("\x1b"):
+                seen.release()
+        for text in ("connection lost, reconnecting…", "\r\x1b[2K\x1b[1A\x1b[11G"):
+            await screen.until(text)
+        seen.release()
+        for text in ("three.", "the first after", "> "):
+            await screen.until(text)
+        os.write(terminal, b"hello\n")
+        await screen.until("Done.")
+
+
+async def test_a_conversation_is_taken_up_on_a_terminal(scripted: Start) -> None:
+    """Its last question and answer are shown, and a turn that still runs goes on to its end."""
+
+    async def daemon(peer: Peer) -> None:
+        await peer.welcome()
+        await peer.open_session("s1")
+        await _answer(peer, "Hello.", session_id="s1")
+        await _list(peer, _summary("s1", 30.0), _summary("s2", 20.0))
+        asked = [*SAID, {"role": "user", "content": "And now?"}]
+        running = {"state": "busy", "turn_id": "t3", "content": "Still "}
+        assert (await peer.resumed(**{**PAST, "transcript": asked, **running}))["session_id"] == "s2"
+        peer.skip(7, "s2")
+        await peer.token("t3", "here.", "s2")
+        await peer.end("t3", "s2")
+
+    with _on_terminal(await scripted(daemon)) as (_process, terminal):
+        screen = Screen(terminal)
+        await screen.until("> ")
+        os.write(terminal, b"hello\n")
+        await screen.until("Hello.")
+        await screen.until("the first after")
+        await screen.until("> ")
+        os.write(terminal, b"/resume\n")
+        for text in ("2 earlier questions", "> And now?", "Still ", "here.", "the first after", "> "):
+            await screen.until(text)
+
+
+async def test_a_conversation_set_aside_makes_room(scripted: Start) -> None:
+    """At the limit of sessions, ``/new`` gives up the one that was left first."""
+    closed: list[object] = []
+
+    async def daemon(peer: Peer) -> None:
+        await peer.welcome()
+        await peer.open_session("s1")
+        await _answer(peer, "One.", session_id="s1")
+        await peer.refuse(await peer.hear(), "session_limit", retryable=True)
+        close = await peer.hear()
+        closed.append((close["op"], close["session_id"]))
+        await peer.say(op="session_closed", id=close["id"], session_id="s1")
+        await peer.open_session("s2")
+        await _answer(peer, "Two.", session_id="s2")
+
+    with _on_terminal(await scripted(daemon)) as (_process, terminal):
+        screen = Screen(terminal)
+        await screen.until("> ")
+        os.write(terminal, b"a\n")
+        await screen.until("One.")
+        await screen.until("the first after")
+        await screen.until("> ")
+        os.write(terminal, b"/new\nb\n")
+        await screen.until("Two.")
+    assert closed == [("close_session", "s1")]
+
+
 async def test_a_shifted_context_is_told_on_a_terminal(scripted: Start) -> None:
     """How many turns are no longer read stands between the two halves of the answer."""
 
@@ -335,6 +619,36 @@ async def test_a_shifted_context_is_told_on_a_terminal(scripted: Start) -> None:
         os.write(terminal, b"hello\n")
         for text in ("First half", "the oldest 2 turns are no longer read", "second half.", "> "):
             await screen.until(text)
+
+
+@pytest.mark.parametrize(
+    ("column", "text", "after"),
+    [
+        (0, "", 0),
+        (3, "", 3),
+        (0, "abc", 3),
+        (8, "ab", 10),
+        (8, "abc", 1),
+        (10, "", 10),
+        (5, "ab\nc", 1),
+        (5, "ab\n", 0),
+        (0, "日本", 4),
+        (0, "x" * 25, 5),
+    ],
+)
+def test_where_the_cursor_is(column: int, text: str, after: int) -> None:
+    """Lines of ten columns: the last one stays until something follows, and wide characters take two."""
+    assert column_after(column, text, width=10) == after
+
+
+def test_notices_in_words() -> None:
+    """What hinders an answer has words, what is well has none."""
+    lost = InferenceCenterError(ErrorCode.DAEMON_UNREACHABLE)
+    assert describe_notice(Reconnecting(1, 0.2, lost)) == "connection lost, reconnecting…"
+    assert "attempt 3" in describe_notice(Reconnecting(3, 0.8, lost))
+    assert "failed" in describe_notice(EngineChanged(state="failed"))
+    assert "restart" in describe_notice(GoingAway(deadline_ms=1, resume=True))
+    assert [describe_notice(notice) for notice in (Connected(), EngineChanged(state="ready"))] == ["", ""]
 
 
 def test_params_of_the_command_line() -> None:

@@ -6,6 +6,7 @@ import contextlib
 import json
 from typing import TYPE_CHECKING, Any, Protocol
 
+from websockets import ConnectionClosed
 from websockets.asyncio.server import ServerConnection, serve
 from websockets.typing import Subprotocol
 
@@ -121,6 +122,14 @@ class Peer:
         await self.say(op="session_resumed", id=request["id"], session_id=session_id, **body)
         return request
 
+    async def let_go(self) -> None:
+        """Close every session that the client closes, until it leaves."""
+        with contextlib.suppress(ConnectionClosed):
+            while True:
+                frame = await self.hear()
+                if frame["op"] == "close_session":
+                    await self.say(op="session_closed", id=frame["id"], session_id=frame["session_id"])
+
     async def refuse(self, request: dict[str, Any], code: str, **fields: Any) -> None:
         """Answer a request with an error."""
         body = {"message": code, "error": code, "retryable": False, **fields}
@@ -141,8 +150,9 @@ async def scripted_daemon() -> AsyncIterator[Start]:
 
             async def handle(socket: ServerConnection) -> None:
                 script = left.pop(0) if len(left) > 1 else left[0]
-                await script(Peer(socket, seqs))
-                await socket.wait_closed()
+                peer = Peer(socket, seqs)
+                await script(peer)
+                await peer.let_go()
 
             server = await stack.enter_async_context(
                 serve(handle, "127.0.0.1", 0, subprotocols=[Subprotocol(SUBPROTOCOL)])
