@@ -92,7 +92,8 @@ class Recorder:
             sqlite3.Error: The file cannot be written now.
         """
         self._staged = {}
-        self._synchronize(durable)
+        # A power cut that took the mark below would leave a file that looks as if nothing had been shown.
+        self._synchronize(durable or not self._begun)
         if self._begun and self._commit_said(entries):
             return
         with transaction(self._database):

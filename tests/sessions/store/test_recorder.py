@@ -369,6 +369,9 @@ def test_the_file_is_marked_while_it_is_written(database: sqlite3.Connection, re
     assert database.execute(clean).fetchone() == (1,)
     recorder.commit([opened()], durable=False)
     assert database.execute(clean).fetchone() == (0,)
+    assert database.execute("PRAGMA synchronous").fetchone() == (2,), "the mark survives a power cut"
+    recorder.commit([ordered()], durable=False)
+    assert database.execute("PRAGMA synchronous").fetchone() == (1,)
     recorder.finish()
     assert database.execute(clean).fetchone() == (1,)
 
