@@ -281,6 +281,7 @@ class World:
     max_transcript_chars: int = 10_000
     shared_prompts: tuple[str, ...] = ()
     drawn: int = 0
+    wall: Callable[[], float] | None = None
 
     def __post_init__(self) -> None:
         self.sessions = self.reopen()
@@ -299,7 +300,7 @@ class World:
             max_transcript_chars=self.max_transcript_chars,
             shared_prompts=self.shared_prompts,
             observer=self,
-            clock=lambda: self.now,
+            clock=self.wall or (lambda: self.now),
             monotonic=lambda: self.now,
             local_time=lambda: datetime.fromtimestamp(self.now, tz=UTC),
             random_bytes=self._draw,

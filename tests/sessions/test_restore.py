@@ -1,0 +1,389 @@
+"""A daemon that takes over what an earlier one wrote down."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.ipc.messages import Delta
+from inferencecenter.ipc.port import EngineState, EngineStatus
+from inferencecenter.protocol import events, requests
+from inferencecenter.protocol.params import decode
+from inferencecenter.sessions.client import Client
+from inferencecenter.sessions.records import Ended, Gone, Renamed
+from tests.sessions.conftest import DETACHED_TURN_S, FakeEngine, FakeJournal, FakeSink, World, make_model, packed
+from tests.sessions.oracle import kept
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+DAY_S = 86_400.0
+
+
+def restart(world: World, *, clean: bool = True, loaded: bool = True, **changes: Any) -> None:
+    """Let a daemon begin with what the last one wrote; its engine has no model before it is ``loaded``."""
+    assert world.journal is not None
+    records = world.journal.records
+    world.journal = FakeJournal(records=records)
+    world.engine = FakeEngine(status=EngineStatus(state=EngineState.STARTING))
+    world.sink = FakeSink()
+    world.timers.clear()
+    for name, value in changes.items():
+        setattr(world, name, value)
+    world.reopen().restore(kept(tuple(records)), clean=clean)
+    if loaded:
+        world.engine.ready(make_model())
+
+
+def interrupted(world: World, *said: str, **fields: Any) -> str:
+    """A session with one turn behind it and one that has said something."""
+    session_id = world.create(system="Be kind.", **fields)
+    world.turn(session_id, "Hi", "Hello")
+    world.infer(session_id, "Go on", turn_key="k")
+    world.engine.start()
+    for text in said:
+        world.engine.generate(text)
+    return session_id
+
+
+def refused(code: ErrorCode, call: Callable[..., object], *args: Any, **kwargs: Any) -> InferenceCenterError:
+    """The error of a call that must fail with ``code``."""
+    with pytest.raises(InferenceCenterError) as caught:
+        call(*args, **kwargs)
+    assert caught.value.code is code
+    return caught.value
+
+
+def test_an_unfinished_turn_goes_on_by_itself(world: World) -> None:
+    """With the very same prompt, its tokens and what was told of them, as soon as an engine is ready."""
+    session_id = interrupted(world, "ab")
+    world.engine.say(Delta(world.engine.last.turn_id, packed("cd"), "c"))
+    first, history = world.engine.last, world.get(session_id).transcript
+    restart(world, loaded=False)
+    assert world.engine.submitted == []
+    assert (world.get(session_id).state, world.get(session_id).transcript) == ("busy", history)
+    world.engine.ready(make_model())
+    again = world.engine.last
+    assert (again.turn_id, again.tokens, again.pieces) == (first.turn_id, first.tokens, first.pieces)
+    assert (again.answer, again.shown_chars, again.params_json) == (packed("abcd"), 3, first.params_json)
+    assert (again.priority, again.durable, again.may_shift) == (first.priority, first.durable, first.may_shift)
+    world.resume(session_id)
+    assert world.sink.last.content == "abc"
+    world.engine.start()
+    world.engine.generate("de")
+    world.engine.finish(kept="abcde")
+    assert world.sink.last.finish_reason == "stop"
+    assert world.transcript(session_id)[-1] == ("assistant", "abcde")
+    assert [turn.messages for turn in world.get(session_id).turns] == [3, 5]
+
+
+def test_numbers_go_on_after_a_clean_stop(world: World) -> None:
+    """Who had seen all resumes with nothing missing; who had not is told what there is."""
+    session_id = interrupted(world, "ab")
+    seq, epoch = world.sink.last.seq, world.get(session_id).epoch
+    restart(world)
+    world.resume(session_id, epoch=epoch, last_seq=seq)
+    assert (world.sink.last.op, world.sink.last.resumed, world.sink.last.seq) == ("session_resumed", True, seq)
+    world.engine.start()
+    world.engine.generate("c")
+    assert (world.sink.last.seq, world.sink.last.content) == (seq + 1, "c")
+    behind = FakeSink()
+    restart(world)
+    world.resume(session_id, behind, epoch=epoch, last_seq=seq)
+    assert (behind.last.resumed, behind.last.reason, behind.last.content) == (False, "too_old", "abc")
+
+
+def test_events_are_another_history_after_an_unclean_stop(world: World) -> None:
+    """No position of before means anything: each session has a new epoch, which is written down."""
+    session_id = interrupted(world, "ab")
+    idle = world.create()
+    seq, epoch = world.sink.last.seq, world.get(session_id).epoch
+    restart(world, clean=False)
+    assert world.get(session_id).epoch != epoch
+    assert world.journal is not None
+    renamed = {record.session_id: record.epoch for record in world.journal.of(Renamed)}
+    assert renamed == {name: world.get(name).epoch for name in (session_id, idle)}
+    world.resume(session_id, epoch=epoch, last_seq=seq)
+    assert world.sink.last.reason == "other_epoch"
+    epoch = world.sink.last.epoch
+    restart(world)
+    assert world.get(session_id).epoch == epoch
+
+
+def test_a_resent_question_attaches_to_its_turn(world: World) -> None:
+    """To one that goes on, and to one that has ended."""
+    session_id = interrupted(world, "ab")
+    restart(world)
+    world.infer(session_id, "Go on", turn_key="k", id="i")
+    assert (world.sink.last.op, world.sink.last.id) == ("queued", "i")
+    world.engine.start()
+    world.engine.finish(kept="ab")
+    end = world.sink.last
+    restart(world)
+    world.infer(session_id, "Go on", turn_key="k", id="again")
+    assert world.sink.events == [end.model_copy(update={"id": "again"})]
+    assert world.engine.submitted == []
+
+
+def test_a_shifted_turn_goes_on_with_its_shorter_prompt(world: World) -> None:
+    """What was given up stays given up."""
+    world.engine.status = EngineStatus(state=EngineState.READY, model=make_model(n_ctx=400))
+    session_id = world.create(system="Be kind.")
+    for number in (1, 2, 3):
+        world.turn(session_id, f"question {number}", f"answer {number}")
+    world.infer(session_id, "question 4")
+    world.engine.start()
+    world.engine.generate("ab")
+    world.now += 100
+    world.engine.overflow(400, said="ab")
+    shorter = world.engine.last
+    restart(world, loaded=False)
+    world.engine.ready(make_model(n_ctx=400))
+    assert world.engine.last == shorter
+    world.engine.answer("cd")
+    assert world.get(session_id).dropped_messages > 0
+
+
+def test_prompts_are_told_the_time_of_their_question(world: World) -> None:
+    """A template that writes the time writes the same one again."""
+    template = "{{ strftime_now('%H:%M:%S') }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    model = make_model(chat_template=template)
+    world.engine.status = EngineStatus(state=EngineState.READY, model=model)
+    world.infer(world.create())
+    text = world.engine.last_text
+    world.now += 3600
+    restart(world, loaded=False)
+    world.engine.ready(model)
+    assert world.engine.last_text == text
+
+
+def test_time_runs_on_while_no_daemon_does(world: World) -> None:
+    """What is left of ``max_time_ms`` counts from the question, by the wall clock."""
+    session_id = world.create()
+    world.infer(session_id, params={"max_time_ms": 60_000})
+    world.now += 20
+    restart(world)
+    assert decode(world.engine.last.params_json).max_time_ms == 40_000
+    world.now -= 500
+    restart(world)
+    assert decode(world.engine.last.params_json).max_time_ms == 60_000
+
+
+def test_figures_of_a_restored_turn_count_all_its_tokens(world: World) -> None:
+    """Times are from the question on; the speed is of what this daemon saw."""
+    session_id = interrupted(world, "abcd")
+    world.now += 10
+    restart(world)
+    world.resume(session_id)
+    world.engine.start()
+    world.now += 1
+    world.engine.generate("e")
+    world.now += 1
+    world.engine.generate("f")
+    world.engine.finish(kept="abcdef")
+    end = world.sink.last
+    assert (end.usage.completion_tokens, end.stats.total_ms, end.stats.tps) == (7, 12_000.0, 2.0)
+    assert end.usage.prompt_tokens == len(world.engine.last.tokens) // 4 + len(world.engine.last_text)
+
+
+def test_turns_go_on_in_the_order_of_their_questions(world: World) -> None:
+    """Not in that of their sessions."""
+    names = [world.create() for _ in range(3)]
+    for name in reversed(names):
+        world.now += 1
+        world.infer(name)
+    restart(world)
+    assert [turn.session_id for turn in world.engine.submitted] == names[::-1]
+    listed = world.sessions.list(world.client, requests.ListSessions(op="list_sessions"))
+    assert [session.session_id for session in listed.sessions] == names
+
+
+def test_what_the_engine_refuses_keeps_its_text(world: World) -> None:
+    """A turn that had begun ends with what it said; one that had not fails."""
+    begun = interrupted(world, "ab")
+    waiting = world.create()
+    world.infer(waiting)
+    assert world.journal is not None
+    records = tuple(world.journal.records)
+    world.engine.refusal = InferenceCenterError(ErrorCode.QUEUE_FULL, "too many")
+    world.reopen().restore(kept(records), clean=True)
+    assert world.transcript(begun)[-1] == ("assistant", "ab")
+    assert world.transcript(waiting) == []
+    ended = world.journal.of(Ended)[-1]
+    assert ended.end.finish_reason == "aborted"
+    assert "too many" in ended.end.warnings[-1]
+    assert world.sessions.totals().active_generations == 0
+
+
+def test_another_model_keeps_what_was_said(world: World) -> None:
+    """A sentence it did not begin ends as aborted, and its session goes on."""
+    session_id = interrupted(world, "ab")
+    restart(world, loaded=False)
+    world.engine.ready(make_model(n_vocab=9))
+    assert world.transcript(session_id)[-1] == ("assistant", "ab")
+    world.infer(session_id, "Next")
+    assert world.engine.last.tokens == b""
+
+
+def test_before_a_model_is_known_a_session_can_be_read(world: World) -> None:
+    """It is described as it was; a question has to wait for the model, an abort does not."""
+    session_id = interrupted(world, "ab")
+    idle = world.create()
+    before = world.get(idle)
+    restart(world, loaded=False)
+    assert world.get(idle) == before
+    world.append(idle, ("user", "x"))
+    world.fork(idle)
+    refused(ErrorCode.MODEL_LOADING, world.infer, idle)
+    refused(ErrorCode.MODEL_LOADING, world.create)
+    world.resume(session_id)
+    world.abort(session_id)
+    assert world.engine.aborted == [world.sink.last.turn_id]
+
+
+def test_sessions_beyond_the_limit_are_restored(world: World) -> None:
+    """Nobody loses one by a smaller limit; there is no room for another."""
+    names = [world.create() for _ in range(4)]
+    restart(world, max_sessions=2, client=replace(world.client, max_sessions=1))
+    assert world.sessions.live_sessions() == tuple(names)
+    for name in names:
+        world.resume(name)
+    refused(ErrorCode.SESSION_LIMIT, world.create)
+
+
+def test_sessions_that_end_with_their_socket_end_with_the_daemon(world: World) -> None:
+    """No daemon, no socket."""
+    closing, staying = world.create(on_disconnect="close"), world.create()
+    restart(world, clean=False)
+    assert world.sessions.live_sessions() == (staying,)
+    assert world.journal is not None
+    assert [record.session_id for record in world.journal.of(Gone)] == [closing]
+
+
+def test_unused_time_counts_over_a_restart(world: World) -> None:
+    """By the wall clock while there is no daemon; what has expired meanwhile is gone at once."""
+    gone, left = world.create(ttl_s=100), world.create(ttl_s=300)
+    world.now += 200
+    restart(world)
+    assert world.sessions.live_sessions() == (left,)
+    assert [timer.delay_s for timer in world.timers] == [100.0]
+    assert world.journal is not None
+    assert [record.session_id for record in world.journal.of(Gone)] == [gone]
+
+
+def test_a_turn_that_goes_on_keeps_its_session(world: World) -> None:
+    """However long there was no daemon."""
+    session_id = world.create(ttl_s=10)
+    world.infer(session_id)
+    world.now += 1000
+    restart(world)
+    world.engine.answer("Hello")
+    assert world.transcript(session_id)[-1] == ("assistant", "Hello")
+
+
+def test_a_clock_that_jumps_expires_nothing(world: World) -> None:
+    """Neither forwards while the daemon runs, nor backwards at its start."""
+    wall = [1000.0]
+    session_id = world.create(ttl_s=100)
+    world.sessions.close(world.client, requests.CloseSession(op="close_session", session_id=session_id))
+    world.wall = lambda: wall[0]
+    world.reopen()
+    session_id = world.create(ttl_s=100)
+    wall[0] += 10 * DAY_S
+    world.now += 50
+    world.fire()
+    assert world.get(session_id).state == "idle"
+    wall[0] = 0.0
+    restart(world)
+    assert world.get(session_id).state == "idle"
+    assert world.timers[-1].delay_s == 100.0
+
+
+def test_sessions_are_deleted_after_their_retention(world: World) -> None:
+    """The daemon's days, or the client's own, or the session's ``ttl_s`` if that is shorter; looked at each day."""
+    eve = Client("eve", 4, "normal", frozenset({"user"}), retention_days=1)
+    world.retention_days = 3
+    world.reopen()
+    names = {"daemon": world.create(), "ttl": world.create(ttl_s=DAY_S / 2), "client": world.create(eve)}
+    restart(world)
+    world.sessions.restore([], clean=True, retention_days={"eve": 1})
+    left = []
+    for _ in range(7):
+        left.append([kind for kind, name in names.items() if name in world.sessions.live_sessions()])
+        world.now += DAY_S / 2
+        for timer in [timer for timer in world.timers if not timer.cancelled]:
+            world.timers.remove(timer)
+            timer.callback()
+    both = ["daemon", "client"]
+    assert left == [["daemon", "ttl", "client"], both, *([["daemon"]] * 4), []]
+
+
+def test_a_turn_nobody_comes_back_to_keeps_its_events_for_a_while(world: World) -> None:
+    """From the start of the daemon on."""
+    interrupted(world, "ab")
+    restart(world)
+    assert [timer.delay_s for timer in world.timers] == [DETACHED_TURN_S]
+
+
+@given(
+    steps=st.lists(
+        st.sampled_from(["ask", "start", "say", "finish", "fail", "abort", "append", "rewind", "overflow", "lose"]),
+        max_size=25,
+    )
+)
+def test_a_restored_session_stands_as_it_stood(steps: list[str]) -> None:
+    """Whatever was done: transcript, turns, usage, numbers and the answer so far are the same after a clean stop."""
+    world = World()
+    session_id = world.create(system="Be kind.")
+
+    said: list[str] = []
+
+    def ask() -> None:
+        world.infer(session_id)
+        said.clear()
+
+    def say() -> None:
+        world.engine.generate("x")
+        said.append("x")
+
+    def lose() -> None:
+        world.engine.lose()
+        world.engine.ready()
+
+    actions: dict[str, Callable[[], object]] = {
+        "ask": ask,
+        "start": world.engine.start,
+        "say": say,
+        "finish": lambda: world.engine.finish(kept="".join(said)),
+        "fail": world.engine.fail,
+        "abort": lambda: world.abort(session_id),
+        "append": lambda: world.append(session_id, ("user", "y")),
+        "rewind": lambda: world.rewind(session_id, "start"),
+        "overflow": lambda: world.engine.overflow(1020, said="".join(said) or None),
+        "lose": lose,
+    }
+    for step in steps:
+        if step in ("start", "say", "finish", "fail", "overflow") and world.get(session_id).state == "idle":
+            continue
+        try:
+            actions[step]()
+        except InferenceCenterError as error:
+            assert error.code in (ErrorCode.SESSION_BUSY, ErrorCode.NOTHING_TO_ABORT)  # noqa: PT017
+    before, shown = world.get(session_id), answer(world, session_id)
+    restart(world)
+    assert world.get(session_id) == before
+    assert answer(world, session_id) == shown
+
+
+def answer(world: World, session_id: str) -> tuple[str | None, str | None]:
+    """The running turn and what it has said."""
+    sink = FakeSink()
+    world.resume(session_id, sink)
+    (resumed,) = sink.events
+    assert isinstance(resumed, events.SessionResumed)
+    return resumed.turn_id, resumed.content

@@ -1,0 +1,280 @@
+"""Nothing is told of a session before it is written down, and what cannot be written is refused."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.ipc.messages import Delta, Position, Progress, TokenLogprob, TokenLogprobs
+from inferencecenter.protocol import requests
+from inferencecenter.protocol.base import SessionEvent
+from inferencecenter.protocol.events import Error
+from inferencecenter.sessions.journal import Unwritten
+from inferencecenter.sessions.records import (
+    Changed,
+    Dropped,
+    Ended,
+    Gone,
+    Opened,
+    Ordered,
+    Renamed,
+    Said,
+)
+from tests.sessions.conftest import FakeJournal, World, packed
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+FAULT = "No space left on device"
+
+
+def journal(world: World) -> FakeJournal:
+    """The world's journal."""
+    assert world.journal is not None
+    return world.journal
+
+
+def kinds(world: World) -> list[str]:
+    """What was written, by kind."""
+    return [type(record).__name__ for record in journal(world).records]
+
+
+def test_a_turn_is_written_step_by_step(world: World) -> None:
+    """Its order, each token also when it shows nothing, its end; what must survive a power cut is flushed."""
+    session_id = world.create(system="Be kind.", metadata={"a": "b"})
+    world.infer(session_id, turn_key="k")
+    world.engine.start()
+    world.engine.generate("Hel")
+    world.engine.say(Delta(world.engine.last.turn_id, packed("l"), ""))
+    world.engine.generate("o")
+    world.engine.finish(kept="Hello")
+    assert kinds(world) == ["Opened", "Ordered", "Said", "Said", "Said", "Said", "Ended"]
+    assert journal(world).flushed == [True, True, False, False, False, False, True]
+    opened, ordered, *said, ended = journal(world).records
+    assert isinstance(opened, Opened)
+    assert (opened.facts.session_id, opened.facts.metadata) == (session_id, {"a": "b"})
+    assert [message.content for message in opened.history.messages] == ["Be kind."]
+    assert isinstance(ordered, Ordered)
+    assert (ordered.order.turn_id, ordered.order.request.turn_key) == (world.engine.last.turn_id, "k")
+    assert b"".join(record.tokens for record in said if isinstance(record, Said)) == packed("Hello\0")
+    assert "".join(record.text for record in said if isinstance(record, Said)) == "Helo"
+    assert isinstance(ended, Ended)
+    assert (ended.turn_key, ended.end, ended.turn.messages) == ("k", world.sink.last, 3)
+    assert [message.content for message in ended.history.messages] == ["Be kind.", "Hi", "Helo"]
+
+
+def test_each_number_is_written_with_its_event(world: World) -> None:
+    """Also that of an event which leaves no other trace."""
+    world.engine.position = 2
+    session_id = world.create()
+    world.infer(session_id, turn_key="k")
+    world.engine.say(Position(world.engine.last.turn_id, 1))
+    world.infer(session_id, turn_key="k")
+    world.engine.start()
+    world.engine.say(Progress(world.engine.last.turn_id, 1, 2))
+    world.engine.generate("a")
+    world.engine.fail()
+    world.append(session_id, ("user", "x"))
+    world.rewind(session_id, "start")
+    written = [record.seq for record in journal(world).records if not isinstance(record, Opened | Renamed | Gone)]
+    told = [event.seq for event in world.sink.events if isinstance(event, SessionEvent | Error)]
+    assert written == told == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert kinds(world)[-3:] == ["Dropped", "Changed", "Changed"]
+
+
+def test_a_shift_is_another_order_for_the_same_turn(world: World) -> None:
+    """It says which messages are read since, and when they were rendered."""
+    session_id = world.create(system="Be kind.")
+    for number in range(4):
+        world.turn(session_id, f"question {number} " + "x" * 200, "answer")
+    world.infer(session_id, "question 4")
+    world.now += 60
+    world.engine.overflow(1100)
+    first, second = journal(world).of(Ordered)[-2:]
+    assert first.order.turn_id == second.order.turn_id
+    assert first.order.view is None
+    assert second.order.view is not None
+    assert second.order.view.n_dropped > 0
+    assert second.order.rendered_at > first.order.rendered_at
+    assert second.seq == first.seq + 1 == world.sink.last.seq
+
+
+def test_logprobs_without_text_are_an_event(world: World) -> None:
+    """Their number is written though no text is."""
+    session_id = world.create()
+    world.infer(session_id, n_probs=1)
+    world.engine.start()
+    entry = TokenLogprobs(TokenLogprob("H", 72, -0.5), ())
+    world.engine.say(Delta(world.engine.last.turn_id, packed("H"), "", (entry,)))
+    (said,) = journal(world).of(Said)
+    assert (said.seq, said.text, world.sink.last.seq) == (2, "", 2)
+
+
+def test_sessions_that_end_are_gone(world: World) -> None:
+    """Closed, expired, or made to give room: in any case it is written."""
+    session_id = world.create()
+    world.infer(session_id)
+    world.close(session_id)
+    assert kinds(world)[-2:] == ["Ended", "Gone"]
+    world.create(ttl_s=1)
+    world.now += 1
+    world.fire()
+    assert kinds(world)[-2:] == ["Opened", "Gone"]
+    for _ in range(4):
+        world.create()
+    world.sessions.detach(world.sink)
+    world.create()
+    assert kinds(world)[-2:] == ["Gone", "Opened"]
+
+
+def test_a_fork_begins_with_all_that_it_takes_over(world: World) -> None:
+    """Its history and its turns are written with it."""
+    session_id = world.create()
+    world.turn(session_id, "a", "one")
+    world.turn(session_id, "b", "two")
+    child = world.fork(session_id)
+    opened = journal(world).of(Opened)[-1]
+    assert opened.facts.session_id == child
+    assert [turn.turn_id for turn in opened.turns] == [turn.turn_id for turn in world.get(child).turns]
+    assert len(opened.history.messages) == 4
+
+
+def test_nothing_is_told_before_it_is_safe(world: World) -> None:
+    """Events and answers wait for the store, in their order."""
+    session_id = world.create()
+    journal(world).holding = True
+    world.infer(session_id)
+    world.engine.answer("Hello")
+    world.append(session_id, ("user", "x"))
+    world.resume(session_id)
+    assert world.sink.events == []
+    journal(world).let_go(2)
+    assert world.sink.ops == []  # what came before the resume is part of what that tells
+    journal(world).let_go()
+    assert world.sink.ops == ["session_resumed"]
+
+
+def test_answers_are_held_back_with_the_session_that_they_tell_of(world: World) -> None:
+    """Of a session that is not stored nothing waits, and of none neither."""
+    stored, not_stored = world.create(), world.create(store=False)
+    waits: list[tuple[Any, bool]] = [
+        (requests.CreateSession(op="create_session"), True),
+        (requests.CreateSession(op="create_session", store=False), False),
+        (requests.ListSessions(op="list_sessions"), True),
+        (requests.GetSession(op="get_session", session_id=stored), True),
+        (requests.GetSession(op="get_session", session_id=not_stored), False),
+        (requests.GetSession(op="get_session", session_id="s_none"), False),
+        (requests.ForkSession(op="fork_session", session_id=stored), True),
+        (requests.CloseSession(op="close_session", session_id=stored), True),
+        (requests.Ping(op="ping"), False),
+        (requests.Status(op="status"), False),
+    ]
+    for request, waiting in waits:
+        assert (world.sessions.journal_of(request) is world.journal) is waiting, request.op
+
+
+def test_a_session_that_is_not_stored_leaves_no_record(world: World) -> None:
+    """And waits for nothing, whatever the store does."""
+    journal(world).holding = True
+    journal(world).fault = FAULT
+    session_id = world.create(store=False)
+    world.infer(session_id)
+    world.engine.answer("Hello")
+    world.append(session_id, ("user", "x"))
+    child = world.fork(session_id)
+    world.rewind(child, "start")
+    world.close(session_id)
+    assert world.sink.ops == ["queued", "token", "end", "appended", "session_rewound"]
+    assert journal(world).records == []
+    assert not world.engine.last.durable
+
+
+def test_a_daemon_that_keeps_nothing_stores_no_session(world: World) -> None:
+    """Asked for or not, and the engine may write nothing of it either."""
+    world.journal = None
+    world.reopen()
+    assert not world.sessions.durable
+    assert world.sessions.fault is None
+    world.infer(world.create(store=True))
+    assert not world.engine.last.durable
+
+
+def test_what_could_not_be_written_is_refused(world: World) -> None:
+    """While the store has a fault nothing new begins; what runs goes on, reading and closing work."""
+    running, idle = world.create(), world.create()
+    world.turn(idle, "Hi", "Hello", turn_key="k")
+    world.infer(running)
+    journal(world).fault = FAULT
+    refusals: list[Callable[[], object]] = [
+        world.create,
+        lambda: world.infer(idle),
+        lambda: world.append(idle, ("user", "x")),
+        lambda: world.fork(idle),
+        lambda: world.rewind(idle, "start"),
+    ]
+    n_records = len(journal(world).records)
+    for refused in refusals:
+        with pytest.raises(InferenceCenterError) as caught:
+            refused()
+        assert (caught.value.code, caught.value.message) == (ErrorCode.STORAGE_UNAVAILABLE, FAULT)
+        assert caught.value.hint
+        assert caught.value.spec.retryable
+    assert len(journal(world).records) == n_records
+    assert world.sessions.fault == FAULT
+    world.infer(idle, turn_key="k")
+    assert world.sink.last.op == "end"
+    world.engine.answer("Hello")
+    world.close(idle)
+    journal(world).fault = None
+    world.infer(running)
+
+
+def test_a_turn_that_fails_is_dropped(world: World) -> None:
+    """Nothing of it stays, but for the number of its last event."""
+    session_id = world.create()
+    world.infer(session_id)
+    world.engine.fail()
+    (dropped,) = journal(world).of(Dropped)
+    assert (dropped.session_id, dropped.turn_id, dropped.seq) == (session_id, world.engine.last.turn_id, 2)
+
+
+def test_all_turns_are_written_though_only_the_last_are_listed(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A change in a long session does not forget what clients are not told of."""
+    monkeypatch.setattr("inferencecenter.sessions.ledger.MAX_TURNS", 3)
+    session_id = world.create()
+    for _ in range(5):
+        world.turn(session_id, "a", "b")
+    world.append(session_id, ("user", "x"))
+    assert len(journal(world).of(Changed)[-1].turns) == 5
+    assert len(world.get(session_id).turns) == 3
+
+
+@given(lengths=st.lists(st.integers(0, 3), max_size=12))
+def test_events_come_in_the_order_of_their_numbers(lengths: list[int]) -> None:
+    """However slowly the store writes, and whatever it lets go at a time."""
+    world = World()
+    session_id = world.create()
+    journal(world).holding = True
+    world.infer(session_id)
+    world.engine.start()
+    for length in lengths:
+        world.engine.generate("x" * length)
+        journal(world).let_go(length)
+    world.engine.finish(kept="x" * sum(lengths))
+    journal(world).let_go()
+    numbers = [event.seq for event in world.sink.events if isinstance(event, SessionEvent)]
+    assert numbers == list(range(1, len(numbers) + 1))
+    assert world.sink.text == "x" * sum(lengths)
+
+
+def test_the_journal_of_a_daemon_that_keeps_nothing_waits_for_nothing() -> None:
+    """Whatever it is given is told at once."""
+    told: list[int] = []
+    unwritten = Unwritten()
+    unwritten.write(Gone(session_id="s"), flush=True)
+    unwritten.release(lambda: told.append(1))
+    assert (told, unwritten.fault) == ([1], None)
