@@ -29,6 +29,7 @@ from inferencecenter.sessions.store.schema import DATABASE_NAME
 if TYPE_CHECKING:
     from inferencecenter.protocol.values import TranscriptTurn
     from inferencecenter.sessions.records import Kept
+    from inferencecenter.sessions.store.archive import SessionLine
     from inferencecenter.sessions.store.recorder import PurgeKind
     from inferencecenter.settings import Settings
 
@@ -50,22 +51,29 @@ def list_sessions(
     state_dir: StateDirOption = None,
     json: JsonOption = False,
 ) -> None:
-    """List the sessions that are kept, oldest first."""
+    """List the sessions that are kept, oldest first; in a pipe as lines of fields between tabs."""
     with Archive.open(_path(load_settings(config, given(state_dir=state_dir)))) as archive:
         sessions = archive.sessions(client)
     if json:
         print_json([asdict(session) for session in sessions])
         return
-    counted = [Column(name, justify="right") for name in ("messages", "turns", "tokens")]
-    table = Table(Column("session", no_wrap=True), "client", "model", *counted, "made", "last used", "state")
+    if not stdout.is_terminal:
+        for each in sessions:
+            typer.echo("\t".join(cells(each)))
+        return
+    counted = [Column(name, justify="right") for name in ("messages", "turns")]
+    table = Table(Column("session", no_wrap=True), "client", "model", *counted, "last used", "state")
     for each in sessions:
-        table.add_row(
-            *map(Text, (each.session_id, each.client_id, each.model)),
-            *map(str, (each.messages, each.turns, each.tokens)),
-            *(_date(each.created_at), _date(each.last_used_at)),
-            "answering" if each.answering else "idle",
-        )
+        # As text: names are not markup.
+        table.add_row(*map(Text, cells(each)))
     stdout.print(table)
+
+
+def cells(session: SessionLine) -> tuple[str, ...]:
+    """Return id, client, model, messages, turns, last use and state of a session in a list."""
+    counts = (str(session.messages), str(session.turns))
+    state = "answering" if session.answering else "idle"
+    return (session.session_id, session.client_id, session.model, *counts, _date(session.last_used_at), state)
 
 
 @app.command("export")
@@ -114,7 +122,7 @@ def purge(  # noqa: PLR0913 - one argument an option
         if not archive.holds(kind, name):
             raise _nothing_of(kind, name)
         n_sessions = len(archive.matches(kind, name))
-    what = f"session {name}" if kind == "session" else f"{n_sessions} sessions of {name} and its usage"
+    what = f"session {name}" if kind == "session" else f"{_sessions(n_sessions)} of {name} and its usage"
     if not yes:
         typer.confirm(f"Delete {what}? This cannot be undone.", abort=True, err=True)
     _purge(settings, kind, name)
@@ -197,6 +205,10 @@ def _note(settings: Settings, kind: PurgeKind, name: str) -> None:
         accounts.audit(AuditEvent.SESSION_PURGED, client_id=client_id, detail="all" if client_id else name)
     finally:
         accounts.close()
+
+
+def _sessions(count: int) -> str:
+    return "1 session" if count == 1 else f"{count} sessions"
 
 
 def _one_of(session: str | None, client: str | None) -> tuple[PurgeKind, str]:

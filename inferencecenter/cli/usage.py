@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import asdict
-from typing import Annotated, Final
+from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 from rich.table import Column, Table
@@ -17,6 +17,9 @@ from inferencecenter.sessions.store.archive import Archive
 from inferencecenter.sessions.store.recorder import day_of
 from inferencecenter.sessions.store.schema import DATABASE_NAME
 
+if TYPE_CHECKING:
+    from inferencecenter.sessions.store.archive import UsageLine
+
 _DAY_S: Final = 86_400
 
 
@@ -28,7 +31,7 @@ def usage(
     state_dir: StateDirOption = None,
     json: JsonOption = False,
 ) -> None:
-    """Show turns and tokens by client and day, of sessions that are kept on disk, also of those that are gone."""
+    """Show turns and tokens by client and day, of sessions that are or were on disk; in a pipe as lines with tabs."""
     settings = load_settings(config, given(state_dir=state_dir))
     since = day_of(max(0.0, time.time() - (days - 1) * _DAY_S))
     with Archive.open(settings.state_dir / DATABASE_NAME) as archive:
@@ -36,9 +39,18 @@ def usage(
     if json:
         print_json([asdict(line) for line in lines])
         return
+    if not stdout.is_terminal:
+        for line in lines:
+            typer.echo("\t".join(cells(line)))
+        return
     counted = [Column(name, justify="right") for name in ("turns", "prompt tokens", "of these cached", "generated")]
     table = Table("day", "client", *counted)
     for line in lines:
-        counts = (line.turns, line.prompt_tokens, line.cached_tokens, line.completion_tokens)
-        table.add_row(line.day, Text(line.client_id), *map(str, counts))
+        table.add_row(*map(Text, cells(line)))
     stdout.print(table)
+
+
+def cells(line: UsageLine) -> tuple[str, ...]:
+    """Return day, client, turns, and tokens of prompts, of these cached, and generated."""
+    counts = (line.turns, line.prompt_tokens, line.cached_tokens, line.completion_tokens)
+    return (line.day, line.client_id, *map(str, counts))

@@ -14,8 +14,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from rich.console import Console
 
 from inferencecenter.cli import session as session_command
+from inferencecenter.cli import usage as usage_command
 from inferencecenter.server.accounts import DATABASE_NAME as ACCOUNTS_NAME
 from inferencecenter.server.accounts import Accounts
 from inferencecenter.server.control import DAEMON_LOCK_NAME, ControlSocket, held_alone
@@ -103,9 +105,20 @@ def test_list_shows_what_is_kept(cli: Cli, kept: Path) -> None:
     }
     assert [each["answering"] for each in listed] == [False, True, False]
     assert [each["session_id"] for each in _json(cli, "session", "list", "--client", "bob", "--json")] == ["s_3"]
-    table = cli.run("session", "list").out
-    assert all(word in table for word in ("s_1", "ada", "answering", "2026-11-18 "))
-    assert SECRET not in table
+    lines = cli.run("session", "list").out.splitlines()
+    assert lines[1] == "s_2\tada\ttoy\t0\t0\t2026-11-18 11:06\tanswering"
+    assert len(lines) == 3
+
+
+def test_on_a_terminal_lists_are_tables(cli: Cli, kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a heading; what was said is not in them."""
+    for module in (session_command, usage_command):
+        monkeypatch.setattr(module, "stdout", Console(force_terminal=True, width=120))
+    listed = cli.run("session", "list").out
+    assert all(word in listed for word in ("last used", "s_1", "ada", "answering"))
+    assert SECRET not in listed
+    usage = cli.run("usage", "--days", "10000").out
+    assert all(word in usage for word in ("of these cached", "2026-11-18", "ada"))
 
 
 def test_where_nothing_was_kept_there_is_nothing(cli: Cli, state_dir: Path) -> None:
@@ -264,5 +277,4 @@ def test_usage_is_shown_by_client_and_day(cli: Cli, kept: Path, monkeypatch: pyt
     ]
     assert len(_json(cli, "usage", "--days", "2", "--json")) == 2
     assert len(_json(cli, "usage", "--client", "ada", "--json")) == 2
-    table = cli.run("usage").out
-    assert all(word in table for word in ("2026-11-16", "ada", "500"))
+    assert cli.run("usage").out.splitlines()[0] == "2026-11-16\tada\t5\t50\t0\t500"
