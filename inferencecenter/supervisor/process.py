@@ -43,11 +43,16 @@ _log = structlog.get_logger("engine")
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """How an engine ended, and with which turns it was busy then; ``by_itself`` unless it was killed for a reason."""
+    """How an engine ended, and with which turns it was busy then.
+
+    It ended ``by_itself`` unless it was killed from here for a reason, and ``from_outside`` when something else killed
+    it, which a person or a kernel short of memory does.
+    """
 
     detail: str
     suspects: tuple[str, ...] = ()
     by_itself: bool = True
+    from_outside: bool = False
 
 
 class EngineProcess:
@@ -56,6 +61,7 @@ class EngineProcess:
     def __init__(self, process: asyncio.subprocess.Process, channel: Channel, pulse: Pulse) -> None:
         self._process = process
         self._channel = channel
+        self._killed = False
         self._killed_because = ""
         self._pulse: Pulse | None = pulse
         self._suspects: tuple[str, ...] = ()
@@ -126,7 +132,7 @@ class EngineProcess:
 
     def kill(self, *, because: str = "") -> None:
         """End the engine at once; ``because`` is a reason in words, for ``gone``."""
-        self._killed_because = because or self._killed_because
+        self._killed, self._killed_because = True, because or self._killed_because
         if self._process.returncode is None:
             os.kill(self._process.pid, signal.SIGKILL)
 
@@ -173,7 +179,11 @@ class EngineProcess:
             return Ended(self._killed_because, self._suspects, by_itself=False)
         reason = fault or self._last_line
         how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
-        return Ended(f"the engine {how}: {reason}" if reason else f"the engine {how}", self._suspects)
+        return Ended(
+            f"the engine {how}: {reason}" if reason else f"the engine {how}",
+            self._suspects,
+            from_outside=status == -signal.SIGKILL and not self._killed,
+        )
 
     async def _log_output(self) -> None:
         """Log what the process writes outside the channel: Python's and llama.cpp's last words."""

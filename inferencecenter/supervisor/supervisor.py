@@ -249,7 +249,7 @@ class Supervisor:
         self._detail = self._load_failure.message if self._load_failure else ended.detail
         self._gauges = _NOTHING_RUNS
         self._hang_watch.keep(watching=False)
-        if self._turns.lost(ended.suspects, detail=ended.detail):
+        if self._turns.lost(ended):
             self._budget.clear()
         if self._load_failure is not None:
             self._change(EngineChange.LOST)

@@ -2,7 +2,8 @@
 
 The turns that a dead engine was busy with are suspected. A suspect that generates ``PROVEN_TOKENS`` more than it had is
 cleared, alone or in company. One that is suspected a second time before is tried: it runs with no other turn in the
-engine. Only an engine that dies while it is busy with a turn that is tried convicts that turn.
+engine. Only an engine that dies while it is busy with a turn that is tried convicts that turn. One that is killed from
+outside, by a person or for want of memory, need not have died of it: that convicts the second time.
 """
 
 from __future__ import annotations
@@ -47,16 +48,19 @@ class Suspects:
         """
         return next((name for name, suspicion in self._suspicions.items() if suspicion.times >= TRIED_AFTER), None)
 
-    def lost(self, named: Mapping[str, int]) -> str | None:
+    def lost(self, named: Mapping[str, int], *, from_outside: bool = False) -> str | None:
         """Take note that an engine died; return the turn that did it, if that is known now.
 
         Args:
             named: The turns that the engine was busy with, and how many tokens each had generated.
+            from_outside: Whether it was killed by something that may have nothing to do with them.
         """
         on_trial = self.on_trial
         if on_trial is not None and named.keys() == {on_trial}:
-            del self._suspicions[on_trial]
-            return on_trial
+            died_alone_before = self._suspicions[on_trial].times > TRIED_AFTER
+            if not from_outside or died_alone_before:
+                del self._suspicions[on_trial]
+                return on_trial
         for turn_id, n_tokens in named.items():
             before = self._suspicions.get(turn_id)
             times = before.times + 1 if before else 1

@@ -12,10 +12,11 @@ from inferencecenter.ipc.messages import Abort, Delta, Failed, Finished, Overflo
 from inferencecenter.supervisor.suspects import Suspects
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
+    from collections.abc import Callable
 
     from inferencecenter.ipc.messages import ToEngine, TurnEvent
     from inferencecenter.ipc.port import EngineTurn
+    from inferencecenter.supervisor.process import Ended
 
 _LAST: Final = (Finished, Failed, Overflowed, Withdrawn)
 
@@ -99,26 +100,24 @@ class Turns:
         else:
             self._end(Withdrawn(turn_id))
 
-    def lost(self, named: Collection[str] = (), *, detail: str = "") -> bool:
-        """Take all turns back from an engine that is gone or not to be heard any more; tell whether one was to blame.
+    def lost(self, ended: Ended | None = None) -> bool:
+        """Take all turns back from an engine that has ended, or that is not to be heard any more.
 
-        Args:
-            named: The turns that it was busy with when it died.
-            detail: How it died.
+        Returns:
+            Whether one of them is known to have ended it.
         """
         was_given, was_aborted = self._given, self._aborted
         suspects = {
             turn_id: self._turns[turn_id].n_tokens
-            for turn_id in named
+            for turn_id in (ended.suspects if ended else ())
             if turn_id in self._turns and (turn_id in was_given or turn_id in self._leaving)
         }
         self._send, self._given, self._aborted = None, set(), set()
         self._leaving.clear()
-        culprit = self._suspects.lost(suspects)
+        culprit = self._suspects.lost(suspects, from_outside=ended is not None and ended.from_outside)
         for turn_id in [turn_id for turn_id in self._turns if turn_id in was_given]:
             if turn_id == culprit:
-                _log.error("turn_quarantined", turn=culprit, detail=detail)
-                self._end(_convicted(culprit, detail))
+                self._end(_convicted(turn_id, ended))
             elif turn_id in was_aborted:
                 self._end(Withdrawn(turn_id))
             else:
@@ -211,7 +210,9 @@ def _failed(turn_id: str, error: InferenceCenterError) -> Failed:
     return Failed(turn_id=turn_id, code=error.code.value, message=error.message, hint=error.hint, field=error.field)
 
 
-def _convicted(turn_id: str, detail: str) -> Failed:
+def _convicted(turn_id: str, ended: Ended | None) -> Failed:
+    detail = ended.detail if ended else ""
+    _log.error("turn_quarantined", turn=turn_id, detail=detail)
     return Failed(
         turn_id=turn_id,
         code=ErrorCode.ENGINE_CRASHED.value,

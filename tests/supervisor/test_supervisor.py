@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
     from pathlib import Path
 
-LONG = "a long answer " * 20
+LONG = "a long answer " * 6
 
 
 @pytest.fixture

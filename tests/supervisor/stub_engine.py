@@ -1,0 +1,220 @@
+"""An engine process that does what its turns and options say, dying included.
+
+A turn's question is ``<what> <n>``: ``count`` answers with ``n`` letters; ``die`` kills the process in the step that
+makes letter ``n``, ``oom`` as the kernel would, ``hang`` waits there for ever, ``flood`` writes what is no frame;
+``die-reading`` kills it before the first step. Each step's turns are appended to the file ``model_path``, a line a
+step, with the process id.
+
+``model_name`` says how loading goes: ``layers <n>`` dies with more than ``n`` layers on the GPU, ``refuse <n>`` says
+that they do not fit, ``die`` dies always, ``wait`` makes the file ``model_path``, or loads if it is there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import queue
+import re
+import resource
+import signal
+import socket
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+
+from inferencecenter.ipc.messages import (
+    Abort,
+    Configure,
+    Delta,
+    EngineOptions,
+    Finished,
+    Keep,
+    LoadFailed,
+    Loading,
+    ModelInfo,
+    Ready,
+    Release,
+    Started,
+    Step,
+    Submit,
+    Suspend,
+    Suspended,
+    ToEngine,
+    TurnEvent,
+    pack_tokens,
+)
+from inferencecenter.ipc.pipe import Pipe
+from inferencecenter.ipc.pulse import Pulse
+
+MODULE = "tests.supervisor.stub_engine"
+MODEL = ModelInfo(
+    name="stub",
+    path="",
+    description="",
+    architecture="",
+    backend="stub",
+    n_params=0,
+    size_bytes=0,
+    n_vocab=26,
+    n_layers=24,
+    n_gpu_layers=0,
+    n_ctx_train=0,
+    n_ctx=1000,
+    slots=8,
+    n_threads=1,
+    chat_template="",
+    bos_token="",
+    eos_token="",
+    add_bos=False,
+    special_tokens=(),
+    sampling_defaults_json=b"{}",
+    library="",
+)
+_QUESTION = re.compile(r"user\n([\w-]+) (\d+)<")
+
+
+def answer(n: int) -> str:
+    """Return the first letters of what is answered to everything."""
+    return "".join(chr(ord("a") + index % 26) for index in range(n))
+
+
+@dataclass
+class _Turn:
+    turn_id: str
+    what: str
+    n: int
+    done: int
+
+
+class _Engine:
+    def __init__(self, pipe: Pipe, options: EngineOptions) -> None:
+        self._pipe = pipe
+        self._pulse = Pulse.attach(options.pulse_fd)
+        self._log = Path(options.model_path) if options.model_path else None
+        self._turns: dict[str, _Turn] = {}
+
+    def run(self, inbox: queue.SimpleQueue[ToEngine | None]) -> None:
+        while True:
+            while not self._turns or not inbox.empty():
+                command = inbox.get()
+                if command is None:
+                    return
+                self._handle(command)
+            self._step()
+
+    def _handle(self, command: ToEngine) -> None:
+        match command:
+            case Submit():
+                with self._pulse.preparing(command.turn_id):
+                    self._submit(command)
+            case Abort(turn_id=turn_id) if turn_id in self._turns:
+                self._send(_finished(self._turns.pop(turn_id), "aborted"))
+            case Suspend():
+                self._pipe.send(Suspended(0))
+            case Abort() | Keep() | Release() | Configure():
+                pass
+
+    def _submit(self, submit: Submit) -> None:
+        question = _QUESTION.search(submit.pieces[0].text)
+        assert question is not None
+        turn = _Turn(submit.turn_id, question[1], int(question[2]), len(submit.answer) // 4)
+        if turn.what == "die-reading":
+            _die()
+        self._turns[turn.turn_id] = turn
+        self._send(Started(turn.turn_id, b"", 0))
+
+    def _step(self) -> None:
+        names = tuple(self._turns)
+        self._pulse.step(names)
+        if self._log is not None:
+            with self._log.open("a") as log:
+                log.write(" ".join((str(os.getpid()), *names)) + "\n")
+        events: list[TurnEvent] = []
+        for turn in list(self._turns.values()):
+            if turn.done == turn.n:
+                self._misbehave(turn)
+                events.append(_finished(self._turns.pop(turn.turn_id), "stop"))
+            else:
+                events.append(Delta(turn.turn_id, pack_tokens([turn.done]), answer(turn.done + 1)[-1]))
+                turn.done += 1
+        self._send(*events)
+        self._pulse.step(())
+
+    def _misbehave(self, turn: _Turn) -> None:
+        match turn.what:
+            case "die":
+                _die()
+            case "oom":
+                os.kill(os.getpid(), signal.SIGKILL)
+            case "hang":
+                threading.Event().wait()
+            case "flood":
+                while True:
+                    os.write(self._pipe._connection.fileno(), b"\xff" * 65536)
+
+    def _send(self, *events: TurnEvent) -> None:
+        self._pipe.send(Step(events=events, running=len(self._turns), waiting=0, rss_bytes=0))
+
+
+def _die() -> None:
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    os.kill(os.getpid(), signal.SIGABRT)
+
+
+def _finished(turn: _Turn, reason: str) -> Finished:
+    return Finished(
+        turn_id=turn.turn_id,
+        reason=reason,
+        stop=None,
+        kept_tokens=turn.done,
+        kept_chars=turn.done,
+        end_text="",
+        prompt_tokens=0,
+        cached_tokens=0,
+        generated_tokens=turn.done,
+        queue_ms=0,
+        ttft_ms=0,
+        total_ms=0,
+        tokens_per_s=0,
+    )
+
+
+def _load(pipe: Pipe, options: EngineOptions) -> bool:
+    how, _, bound = options.model_name.partition(" ")
+    waits = how == "wait" and not Path(options.model_path).exists()
+    if waits:
+        Path(options.model_path).touch()
+    pipe.send(Loading(0.5, offloads=how in ("layers", "refuse")))
+    if how == "die" or (how == "layers" and not 0 <= options.n_gpu_layers <= int(bound)):
+        _die()
+    if waits:
+        threading.Event().wait()
+    if how == "refuse" and not 0 <= options.n_gpu_layers <= int(bound):
+        pipe.send(LoadFailed("invalid_model_file", "unable to allocate CUDA0 buffer", ""))
+        return False
+    pipe.send(Ready(MODEL))
+    return True
+
+
+def _main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--fd", type=int, required=True)
+    pipe = Pipe(socket.socket(fileno=parser.parse_args().fd))
+    configure = pipe.read()
+    assert isinstance(configure, Configure)
+    inbox: queue.SimpleQueue[ToEngine | None] = queue.SimpleQueue()
+
+    def read() -> None:
+        while (message := pipe.read()) is not None:
+            inbox.put(message)
+        inbox.put(None)
+        if threading.main_thread().is_alive():
+            threading.Timer(1.0, os._exit, (0,)).start()
+
+    threading.Thread(target=read, daemon=True).start()
+    if _load(pipe, configure.options):
+        _Engine(pipe, configure.options).run(inbox)
+
+
+if __name__ == "__main__":
+    _main()

@@ -1,0 +1,359 @@
+"""Engines that die, hang and talk nonsense, and the turns they had."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from typing import TYPE_CHECKING
+
+import pytest
+from structlog.testing import capture_logs
+
+from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.ipc.messages import Delta, Failed, Submit, Withdrawn
+from inferencecenter.ipc.port import EngineState, EngineStatus
+from inferencecenter.supervisor import process
+from tests.supervisor import stub_engine
+from tests.supervisor.harness import TIMEOUT_S, Heard, Watched, end_of, order
+from tests.supervisor.stub_engine import answer
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+LONG = "a long answer " * 20
+
+
+@pytest.fixture
+def stub(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines are stubs, which die when they are told to."""
+    monkeypatch.setattr(process, "MODULE", stub_engine.MODULE)
+
+
+async def ready(**options: object) -> Watched:
+    """Return a supervisor whose engine is ready."""
+    watched = Watched(**options)  # type: ignore[arg-type]
+    await watched.supervisor.start()
+    await watched.until(EngineState.READY)
+    return watched
+
+
+async def crashed(heard: Heard) -> Failed:
+    """Wait until a turn has failed and return how."""
+    await asyncio.wait_for(heard.ended.wait(), TIMEOUT_S)
+    (end,) = heard.terminal
+    assert isinstance(end, Failed)
+    return end
+
+
+# An engine that is killed.
+
+
+@pytest.mark.usefixtures("stub")
+async def test_an_engine_killed_while_it_loads(tmp_path: Path) -> None:
+    """Turns that wait for it wait for the next one."""
+    watched = Watched(model_name="wait", model_path=str(tmp_path / "steps"))
+    turn = watched.submit("t", "count 3")
+
+    def kill(status: EngineStatus) -> None:
+        if status.state is EngineState.STARTING and status.load_fraction == 0.5 and not status.restarts:
+            watched.kill()
+
+    watched.supervisor.subscribe(kill)
+    await watched.supervisor.start()
+    await end_of(turn)
+    assert (turn.text, turn.interruptions, turn.submissions) == (answer(3), 0, 1)
+    assert watched.supervisor.status.restarts == 1
+    await watched.supervisor.stop()
+
+
+async def test_an_engine_killed_while_it_reads_prompts() -> None:
+    """The turns had not said anything; they are read again and say all of it."""
+    watched = await ready(echo_delay_ms=5, slots=2)
+    turns = [watched.submit(f"t{n}", LONG[:50]) for n in range(3)]
+    watched.kill()
+    for turn in turns:
+        await end_of(turn)
+        assert (turn.text, turn.interruptions, turn.submissions) == (LONG[:50], 1, 2)
+    await watched.supervisor.stop()
+
+
+async def test_an_engine_killed_twice_in_a_row() -> None:
+    """And a third time, a few words later each time: what is said is the text, no more and no less."""
+    watched = await ready(echo_delay_ms=5, slots=4)
+    turns = [watched.submit(f"t{n}", f"{n}" + LONG) for n in range(4)]
+    for _ in range(3):
+        for turn in turns:
+            await asyncio.wait_for(turn.spoke.wait(), TIMEOUT_S)
+        for turn in turns:
+            turn.spoke.clear()
+        watched.kill()
+        await watched.until(EngineState.READY)
+    for n, turn in enumerate(turns):
+        await end_of(turn)
+        assert turn.text == f"{n}" + LONG
+    await watched.supervisor.stop()
+
+
+async def test_a_stopped_engine_is_killed() -> None:
+    """SIGSTOP while turns run is a hang; it is noticed by the pulse alone, and the turns go on."""
+    watched = await ready(echo_delay_ms=5, hang_timeout_s=0.4)
+    turn = watched.submit("t", LONG)
+    await asyncio.wait_for(turn.spoke.wait(), TIMEOUT_S)
+    pid = watched.supervisor.status.pid
+    assert pid is not None
+    with capture_logs() as logs:
+        os.kill(pid, signal.SIGSTOP)
+        await watched.until(EngineState.BACKOFF)
+    assert watched.supervisor.status.detail == "the engine made no progress for 0.4 s"
+    assert [line["pid"] for line in logs if line["event"] == "engine_hangs"] == [pid]
+    await end_of(turn)
+    assert turn.text == LONG
+    await watched.supervisor.stop()
+
+
+async def test_an_idle_engine_is_not_watched() -> None:
+    """One without turns may stand still for as long as it likes, and no timer runs for it."""
+    watched = await ready(hang_timeout_s=0.01)
+    await end_of(watched.submit("t"))
+    loop = asyncio.get_running_loop()
+    names = {getattr(timer._callback, "__name__", "") for timer in loop._scheduled if not timer.cancelled()}  # type: ignore[attr-defined]
+    assert "_look" not in names
+    assert watched.supervisor.status.restarts == 0
+    await watched.supervisor.stop()
+
+
+# An engine that misbehaves.
+
+
+@pytest.mark.usefixtures("stub")
+async def test_a_turn_that_kills_engines_is_the_only_one_to_fail(tmp_path: Path) -> None:
+    """Among eight it is found by running alone; the seven others say all they have to say, and new ones run."""
+    log = tmp_path / "steps"
+    watched = await ready(slots=8, model_path=str(log), max_restarts=4)
+    turns = [watched.submit(f"t{n}", "count 1000") for n in range(7)]
+    poison = watched.submit("poison", "die 5")
+    failed = await crashed(poison)
+    late = watched.submit("late", "count 3")
+    assert failed.code == ErrorCode.ENGINE_CRASHED
+    assert "SIGABRT" in failed.message
+    assert failed.hint
+    for turn in turns:
+        assert (await end_of(turn)).reason == "stop"
+        assert turn.text == answer(1000)
+        assert turn.interruptions >= 2
+    await end_of(late)
+    steps = [line.split() for line in log.read_text().splitlines()]
+    last_with_poison = max(index for index, step in enumerate(steps) if "poison" in step)
+    assert steps[last_with_poison][1:] == ["poison"]
+    assert len({step[0] for step in steps}) == 4
+    await watched.supervisor.stop()
+
+
+@pytest.mark.usefixtures("stub")
+async def test_two_turns_that_kill_engines(tmp_path: Path) -> None:
+    """Each is found in its own trial, and finding one forgives the restarts it took."""
+    watched = await ready(slots=8, max_restarts=3)
+    fine = watched.submit("fine", "count 40")
+    poisons = [watched.submit("one", "die 3"), watched.submit("two", "die 3")]
+    for poison in poisons:
+        assert (await crashed(poison)).code == ErrorCode.ENGINE_CRASHED
+    await end_of(fine)
+    assert fine.text == answer(40)
+    assert not watched.supervisor.given_up
+    await watched.supervisor.stop()
+
+
+@pytest.mark.usefixtures("stub")
+async def test_a_prompt_that_kills_engines() -> None:
+    """One that dies on a worker, before any step, is found in the same way."""
+    watched = await ready(slots=8)
+    poison = watched.submit("poison", "die-reading 0")
+    fine = watched.submit("fine", "count 40")
+    assert (await crashed(poison)).code == ErrorCode.ENGINE_CRASHED
+    await end_of(fine)
+    assert fine.text == answer(40)
+    await watched.supervisor.stop()
+
+
+@pytest.mark.usefixtures("stub")
+async def test_a_turn_that_takes_all_memory() -> None:
+    """The kernel's SIGKILL looks like anybody's, so that it takes one engine more to be sure."""
+    watched = await ready(slots=8, max_restarts=4)
+    poison, fine = watched.submit("poison", "oom 4"), watched.submit("fine", "count 1000")
+    failed = await crashed(poison)
+    assert "SIGKILL" in failed.message
+    await end_of(fine)
+    assert fine.text == answer(1000)
+    assert watched.supervisor.status.restarts == 4
+    await watched.supervisor.stop()
+
+
+@pytest.mark.usefixtures("stub")
+async def test_a_turn_that_hangs_engines() -> None:
+    """A hang is a crash: the turn is found and the others go on."""
+    watched = await ready(slots=8, hang_timeout_s=0.2)
+    poison, fine = watched.submit("poison", "hang 4"), watched.submit("fine", "count 40")
+    failed = await crashed(poison)
+    assert "no progress" in failed.message
+    assert poison.text == answer(4)
+    await end_of(fine)
+    assert fine.text == answer(40)
+    await watched.supervisor.stop()
+
+
+@pytest.mark.usefixtures("stub")
+async def test_an_engine_that_floods_its_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is no frame ends the engine, not the front; the turn that does it each time is found."""
+    monkeypatch.setattr(process, "EXIT_GRACE_S", 0.05)
+    watched = await ready(slots=8)
+    poison, fine = watched.submit("poison", "flood 2"), watched.submit("fine", "count 40")
+    failed = await crashed(poison)
+    assert failed.code == ErrorCode.ENGINE_CRASHED
+    await end_of(fine)
+    assert fine.text == answer(40)
+    await watched.supervisor.stop()
+
+
+# Turns that end while no engine has them.
+
+
+async def test_a_turn_aborted_without_an_engine_is_withdrawn() -> None:
+    """It hears so at once, what it said is untouched, and no engine gets it any more; others go on."""
+    watched = await ready(echo_delay_ms=5)
+    gone, stays = watched.submit("gone", LONG), watched.submit("stays", LONG)
+    await asyncio.wait_for(gone.spoke.wait(), TIMEOUT_S)
+    watched.kill()
+    await watched.until(EngineState.BACKOFF)
+    watched.supervisor.abort("gone")
+    assert gone.terminal == [Withdrawn("gone")]
+    said = gone.text
+    await end_of(stays)
+    assert stays.text == LONG
+    assert (gone.text, gone.submissions) == (said, 1)
+    assert LONG.startswith(said)
+    await watched.supervisor.stop()
+
+
+async def test_an_abort_that_an_engine_took_with_it() -> None:
+    """A turn whose engine dies before it could answer the abort does not go on."""
+    watched = await ready(echo_delay_ms=50)
+    turn = watched.submit("t", LONG)
+    await asyncio.wait_for(turn.spoke.wait(), TIMEOUT_S)
+    pid = watched.supervisor.status.pid
+    assert pid is not None
+    os.kill(pid, signal.SIGSTOP)
+    watched.supervisor.abort("t")
+    os.kill(pid, signal.SIGKILL)
+    await watched.until(EngineState.READY)
+    assert turn.terminal == [Withdrawn("t")]
+    assert (turn.interruptions, turn.submissions) == (0, 1)
+    await watched.supervisor.stop()
+
+
+async def test_a_turn_that_cannot_go_on_fails_alone() -> None:
+    """What it has to say against its next engine is its end, a defect in it is an internal error."""
+
+    class Refusing(Heard):
+        def submission(self) -> Submit:
+            if self.submissions:
+                raise self.error
+            return super().submission()
+
+        error: Exception = InferenceCenterError(ErrorCode.MODEL_NOT_FOUND, "another model", hint="h", field="model")
+
+    class Broken(Refusing):
+        error = RuntimeError("a defect")
+
+    watched = await ready(echo_delay_ms=5, slots=3)
+    refusing, broken = Refusing(order("refusing", LONG)), Broken(order("broken", LONG))
+    for turn in (refusing, broken):
+        watched.supervisor.submit(turn)
+    fine = watched.submit("fine", LONG)
+    await asyncio.wait_for(fine.spoke.wait(), TIMEOUT_S)
+    with capture_logs() as logs:
+        watched.kill()
+        await end_of(fine)
+    assert fine.text == LONG
+    assert refusing.terminal == [
+        Failed(turn_id="refusing", code="model_not_found", message="another model", hint="h", field="model")
+    ]
+    (end,) = broken.terminal
+    assert isinstance(end, Failed)
+    assert end.code == ErrorCode.INTERNAL
+    assert [line["turn"] for line in logs if line["event"] == "turn_not_submitted"] == ["broken"]
+    await watched.supervisor.stop()
+
+
+async def test_what_a_turn_says_when_it_is_submitted_reaches_its_client() -> None:
+    """The error is raised, and the turn is not kept."""
+
+    class Refusing(Heard):
+        def submission(self) -> Submit:
+            raise InferenceCenterError(ErrorCode.CONTEXT_FULL)
+
+    watched = await ready()
+    with pytest.raises(InferenceCenterError) as caught:
+        watched.supervisor.submit(Refusing(order("t")))
+    assert caught.value.code is ErrorCode.CONTEXT_FULL
+    assert "turns=0" in repr(watched.supervisor)
+    await watched.supervisor.stop()
+
+
+# Engines that do not come up.
+
+
+@pytest.mark.usefixtures("stub")
+async def test_too_many_restarts_are_the_end() -> None:
+    """The engine is given up: turns fail, new ones are refused, and the supervisor can still be stopped."""
+    watched = Watched(model_name="die", max_restarts=3)
+    turn = watched.submit("t", "count 3")
+    with capture_logs() as logs:
+        await watched.supervisor.start()
+        failed = await crashed(turn)
+    assert failed.code == ErrorCode.ENGINE_UNAVAILABLE
+    assert "SIGABRT" in failed.message
+    status = watched.supervisor.status
+    assert (status.state, status.restarts, watched.supervisor.given_up) == (EngineState.FAILED, 3, True)
+    assert watched.supervisor.load_failure is None
+    with pytest.raises(InferenceCenterError) as caught:
+        watched.submit("t2")
+    assert caught.value.code is ErrorCode.ENGINE_UNAVAILABLE
+    assert [line["restarts"] for line in logs if line["event"] == "engine_given_up"] == [3]
+    await watched.supervisor.stop()
+    assert watched.supervisor.status.state is EngineState.STOPPED
+
+
+@pytest.mark.usefixtures("stub")
+@pytest.mark.parametrize("how", ["layers", "refuse"])
+async def test_a_gpu_that_is_too_small_gets_fewer_layers(how: str) -> None:
+    """Half as many with each attempt, which are no restarts that count, until the model loads."""
+    watched = Watched(model_name=f"{how} 10", max_restarts=0)
+    turn = watched.submit("t", "count 3")
+    with capture_logs() as logs:
+        await watched.supervisor.start()
+        await end_of(turn)
+    assert [line["n_gpu_layers"] for line in logs if line["event"] == "engine_uses_fewer_layers"] == [32, 16, 8]
+    assert watched.supervisor.load_failure is None
+    assert turn.text == answer(3)
+    await watched.supervisor.stop()
+
+
+@pytest.mark.usefixtures("stub")
+async def test_a_model_that_does_not_fit_without_a_gpu_either(monkeypatch: pytest.MonkeyPatch) -> None:
+    """When the processor alone cannot load it, that is why it is not tried again."""
+    watched = Watched(model_name="refuse -1", max_restarts=0, n_gpu_layers=1)
+    await watched.supervisor.start()
+    for _ in range(2):
+        await watched.until(EngineState.FAILED)
+    failure = watched.supervisor.load_failure
+    assert failure is not None
+    assert "CUDA0" in failure.message
+    assert not watched.supervisor.given_up
+    await watched.supervisor.stop()
+
+
+def test_letters_are_told_once() -> None:
+    """The stub's answer begins in the same way however long it is."""
+    assert answer(30).startswith(answer(27))
+    assert Delta("t", b"", answer(27)[-1]).text == "a"

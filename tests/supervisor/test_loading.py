@@ -1,0 +1,64 @@
+"""How far an engine has come with loading, and what to try when it did not."""
+
+from __future__ import annotations
+
+import pytest
+from structlog.testing import capture_logs
+
+from inferencecenter.ipc.messages import EngineOptions, LoadFailed, Loading
+from inferencecenter.supervisor.loading import LoadProgress, with_fewer_layers
+from tests.supervisor.stub_engine import MODEL
+
+ALL = EngineOptions(backend="llama", parent_pid=0)
+
+
+def test_each_tenth_is_told_and_one_a_second_logged() -> None:
+    """However often llama.cpp reports."""
+    now = [10.0]
+    progress = LoadProgress(monotonic=lambda: now[0])
+    told = []
+    with capture_logs() as logs:
+        for percent in range(101):
+            now[0] += 0.05
+            told += [percent] if progress.advance(Loading(percent / 100)) else []
+    assert len(told) == 10
+    assert progress.fraction == 1.0
+    assert [line["percent"] for line in logs] == [10, 30, 50, 70, 90]
+
+
+@pytest.mark.parametrize(
+    ("loading", "layers", "refusal", "lacks"),
+    [
+        (Loading(0.5, offloads=True), -1, None, True),
+        (Loading(0.5, offloads=True), 0, None, False),
+        (Loading(0.5), -1, None, False),
+        (
+            Loading(0.5, offloads=True),
+            8,
+            LoadFailed("invalid_config", "failed to allocate the KV cache", ""),
+            True,
+        ),
+        (Loading(0.5, offloads=True), 8, LoadFailed("invalid_model_file", "wrong magic", ""), False),
+    ],
+)
+def test_memory_of_the_gpu_may_be_why(
+    loading: Loading, layers: int, refusal: LoadFailed | None, *, lacks: bool
+) -> None:
+    """Where layers were on their way to one, and the engine died or said that memory was lacking."""
+    progress = LoadProgress(monotonic=lambda: 0.0)
+    progress.begin()
+    progress.advance(loading)
+    if refusal is not None:
+        progress.refuse(refusal)
+    options = EngineOptions(backend="llama", parent_pid=0, n_gpu_layers=layers)
+    assert progress.may_lack_gpu_memory(options) is lacks
+    progress.begin()
+    assert not progress.may_lack_gpu_memory(options)
+
+
+def test_fewer_layers_are_written_down() -> None:
+    """With what was tried before; a model that was loaded once says how many it has."""
+    with capture_logs() as logs:
+        assert with_fewer_layers(ALL, None).n_gpu_layers == 32
+        assert with_fewer_layers(ALL, MODEL).n_gpu_layers == MODEL.n_layers // 2
+    assert [(line["before"], line["n_gpu_layers"]) for line in logs] == [(-1, 32), (-1, MODEL.n_layers // 2)]

@@ -1,0 +1,416 @@
+"""The turns that have not ended, over any number of engines."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from structlog.testing import capture_logs
+
+from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.ipc.framing import FrameError
+from inferencecenter.ipc.messages import (
+    Abort,
+    Delta,
+    Failed,
+    Finished,
+    Overflowed,
+    Submit,
+    ToEngine,
+    TurnEvent,
+    Withdrawn,
+    pack_tokens,
+    unpack_tokens,
+)
+from inferencecenter.supervisor.process import Ended
+from inferencecenter.supervisor.suspects import PROVEN_TOKENS
+from inferencecenter.supervisor.turns import Turns
+from tests.supervisor.harness import Heard, order
+
+
+def finished(turn_id: str, reason: str = "stop") -> Finished:
+    """Return an end."""
+    return Finished(
+        turn_id=turn_id,
+        reason=reason,
+        stop=None,
+        kept_tokens=0,
+        kept_chars=0,
+        end_text="",
+        prompt_tokens=0,
+        cached_tokens=0,
+        generated_tokens=0,
+        queue_ms=0,
+        ttft_ms=0,
+        total_ms=0,
+        tokens_per_s=0,
+    )
+
+
+@dataclass
+class Engine:
+    """The other end: which turns it has, and how many tokens of each; what it says of them is in ``outbox``."""
+
+    has: dict[str, int] = field(default_factory=dict)
+    aborting: list[str] = field(default_factory=list)
+    took: list[str] = field(default_factory=list)
+
+    def take(self, message: ToEngine) -> None:
+        """Take a command."""
+        match message:
+            case Submit(turn_id=turn_id, answer=answer):
+                assert turn_id not in self.has, "a turn is in one engine once"
+                self.has[turn_id] = len(answer) // 4
+                self.took.append(turn_id)
+            case Abort(turn_id=turn_id):
+                assert turn_id in self.has or turn_id in self.took
+                self.aborting.append(turn_id)
+
+    def says(self, turn_id: str) -> Delta:
+        """Generate a token of a turn."""
+        self.has[turn_id] += 1
+        return Delta(turn_id, pack_tokens([self.has[turn_id] - 1]), "x")
+
+    def ends(self, turn_id: str, reason: str = "stop") -> Finished:
+        """End a turn."""
+        del self.has[turn_id]
+        return finished(turn_id, reason)
+
+
+def suspected_twice(*turns: Heard) -> tuple[Turns, Engine]:
+    """Return a table whose turns were all named by two dead engines, and its third engine."""
+    table = Turns()
+    for turn in turns:
+        table.add(turn)
+    for _ in range(2):
+        table.connect(Engine().take)
+        table.lost(Ended("died", tuple(turn.turn_id for turn in turns)))
+    engine = Engine()
+    table.connect(engine.take)
+    return table, engine
+
+
+def test_turns_are_submitted_again_in_their_order() -> None:
+    """Those that ran and those that came while no engine was there, and each says where it is."""
+    table, first, second = Turns(), Engine(), Engine()
+    a, b, c = (Heard(order(name)) for name in "abc")
+    table.connect(first.take)
+    table.add(a)
+    table.add(b)
+    table.hear(first.says("a"))
+    table.lost()
+    assert not table.add(c)
+    assert (table.n_waiting, table.engine_is_busy) == (3, False)
+    table.connect(second.take)
+    assert (second.took, second.has) == (["a", "b", "c"], {"a": 1, "b": 0, "c": 0})
+    assert [turn.interruptions for turn in (a, b, c)] == [1, 1, 0]
+
+
+def test_what_a_lost_engine_still_says_is_nothing() -> None:
+    """Nor what is said of a turn that nobody knows."""
+    table, engine = Turns(), Engine()
+    turn = Heard(order("a"))
+    table.connect(engine.take)
+    table.add(turn)
+    table.lost()
+    table.hear(engine.says("a"))
+    table.hear(finished("a"))
+    table.hear(finished("unknown"))
+    assert turn.events == []
+
+
+def test_suspects_run_one_at_a_time_with_nobody_else() -> None:
+    """A cleared one makes room for the next: it leaves without a word, and its words are made again."""
+    a, b, c = (Heard(order(name)) for name in "abc")
+    table, engine = suspected_twice(a, b)
+    assert not table.add(c)
+    assert engine.took == ["a"]
+    for _ in range(PROVEN_TOKENS):
+        table.hear(engine.says("a"))
+    assert engine.aborting == ["a"]
+    assert (engine.took, a.interruptions) == (["a"], 3)
+    table.hear(engine.says("a"))
+    assert a.n_tokens == PROVEN_TOKENS
+    table.hear(engine.ends("a", "aborted"))
+    assert (engine.took, a.terminal) == (["a", "b"], [])
+    for _ in range(PROVEN_TOKENS):
+        table.hear(engine.says("b"))
+    assert engine.took == ["a", "b", "a", "c"]
+    assert engine.has == {"b": PROVEN_TOKENS, "a": PROVEN_TOKENS, "c": 0}
+    assert b.interruptions == 2
+
+
+def test_the_one_that_dies_alone_is_quarantined() -> None:
+    """It hears why; the others, suspects too, go on."""
+    a, b = Heard(order("a")), Heard(order("b"))
+    table, _ = suspected_twice(a, b)
+    with capture_logs() as logs:
+        assert table.lost(Ended("killed by SIGSEGV", ("a",)))
+    (end,) = a.terminal
+    assert isinstance(end, Failed)
+    assert (end.code, "SIGSEGV" in end.message, bool(end.hint)) == (ErrorCode.ENGINE_CRASHED, True, True)
+    assert [line["turn"] for line in logs if line["event"] == "turn_quarantined"] == ["a"]
+    engine = Engine()
+    table.connect(engine.take)
+    assert engine.took == ["b"]
+    assert len(table) == 1
+
+
+def test_a_trial_ends_with_its_turn() -> None:
+    """Finished, overflowed for good or aborted: then it is the next one's, or everybody's."""
+    a, b, c = (Heard(order(name)) for name in "abc")
+    table, engine = suspected_twice(a, b, c)
+    table.hear(engine.ends("a"))
+    assert engine.took == ["a", "b"]
+    table.hear(Overflowed(turn_id="b", n_tokens=1))
+    assert engine.took == ["a", "b", "c"]
+    table.abort("c")
+    table.hear(engine.ends("c", "aborted"))
+    assert len(table) == 0
+
+
+def test_a_turn_that_shifts_stays_a_suspect() -> None:
+    """It is submitted again while it is told, and is still alone."""
+    table = Turns()
+
+    class Shifting(Heard):
+        def hear(self, event: TurnEvent) -> None:
+            if isinstance(event, Overflowed):
+                assert table.add(self)
+            else:
+                super().hear(event)
+
+    a, b = Shifting(order("a")), Heard(order("b"))
+    table.add(a)
+    table.add(b)
+    for _ in range(2):
+        table.connect(Engine().take)
+        table.lost(Ended("died", ("a",)))
+    engine = Engine()
+    table.connect(engine.take)
+    engine.has.clear()
+    table.hear(Overflowed(turn_id="a", n_tokens=1))
+    assert engine.took == ["a", "a"]
+    assert table.lost(Ended("died", ("a",)))
+
+
+def test_an_abort_while_it_leaves() -> None:
+    """It hears of its end at once, and the engine's word about it is nobody's."""
+    a, b = Heard(order("a")), Heard(order("b"))
+    table, engine = suspected_twice(a, b)
+    for _ in range(PROVEN_TOKENS):
+        table.hear(engine.says("a"))
+    table.abort("a")
+    assert a.terminal == [Withdrawn("a")]
+    assert engine.took == ["a"]
+    table.hear(engine.ends("a", "aborted"))
+    assert engine.took == ["a", "b"]
+    assert a.terminal == [Withdrawn("a")]
+
+
+def test_one_that_is_being_aborted_does_not_leave() -> None:
+    """Its own end is on its way, and the next trial waits for it."""
+    a, b = Heard(order("a")), Heard(order("b"))
+    table, engine = suspected_twice(a, b)
+    table.abort("a")
+    for _ in range(PROVEN_TOKENS):
+        table.hear(engine.says("a"))
+    assert (engine.aborting, engine.took) == (["a"], ["a"])
+    table.hear(engine.ends("a", "aborted"))
+    assert [end.reason for end in a.terminal if isinstance(end, Finished)] == ["aborted"]
+    assert engine.took == ["a", "b"]
+
+
+def test_a_submission_that_is_too_large() -> None:
+    """Is refused where it is submitted first, and the turn's end where it waited."""
+
+    def refuse(message: ToEngine) -> None:
+        raise FrameError("too large")
+
+    table = Turns()
+    waiting, direct = Heard(order("waiting")), Heard(order("direct"))
+    table.add(waiting)
+    table.connect(refuse)
+    assert [end.code for end in waiting.terminal if isinstance(end, Failed)] == [ErrorCode.PROMPT_TOO_LONG]
+    with pytest.raises(InferenceCenterError) as caught:
+        table.add(direct)
+    assert caught.value.code is ErrorCode.PROMPT_TOO_LONG
+    assert (len(table), direct.events) == (0, [])
+
+
+def test_a_turn_that_fails_to_take_note_harms_nobody() -> None:
+    """Neither of an interruption nor of its end."""
+
+    class Broken(Heard):
+        def interrupted(self) -> None:
+            raise RuntimeError
+
+        def hear(self, event: TurnEvent) -> None:
+            raise RuntimeError
+
+    table, engine = Turns(), Engine()
+    broken, fine = Broken(order("broken")), Heard(order("fine"))
+    table.connect(engine.take)
+    table.add(broken)
+    table.add(fine)
+    with capture_logs() as logs:
+        table.lost()
+        table.fail(InferenceCenterError(ErrorCode.ENGINE_UNAVAILABLE, "given up", hint="h"))
+    assert fine.terminal == [Failed(turn_id="fine", code="engine_unavailable", message="given up", hint="h")]
+    assert [line["event"] for line in logs] == ["turn_listener_failed"] * 2
+    assert repr(table) == "Turns(0, given=0, Suspects({}, on_trial=None))"
+
+
+class TurnsMachine(RuleBasedStateMachine):
+    """Turns come, speak, end, are aborted, and lose engines at any time; a poisoned one kills whoever steps with it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = Turns()
+        self.engine: Engine | None = None
+        self.turns: dict[str, Heard] = {}
+        self.aborted: set[str] = set()
+        self.accused: dict[str, int] = {}
+        self.may_be_convicted: set[str] = set()
+
+    @initialize(poisons=st.sets(st.integers(0, 9), max_size=3))
+    def begin(self, poisons: set[int]) -> None:
+        """Some of the turns to come kill engines."""
+        self.poisons = {f"t{n}" for n in poisons}
+
+    @rule()
+    def submit(self) -> None:
+        """A turn comes."""
+        turn = Heard(order(f"t{len(self.turns)}"))
+        self.turns[turn.turn_id] = turn
+        given = self.table.add(turn)
+        assert given == (self.engine is not None and turn.turn_id in self.engine.has)
+
+    @precondition(lambda self: self.engine is None)
+    @rule()
+    def connect(self) -> None:
+        """An engine is ready; it gets turns in the order of their submission."""
+        self.engine = Engine()
+        self.table.connect(self.engine.take)
+        places = [list(self.turns).index(turn_id) for turn_id in self.engine.took]
+        assert places == sorted(places)
+
+    @precondition(lambda self: self.engine is not None and self.engine.has)
+    @rule(data=st.data())
+    def step(self, data: st.DataObject) -> None:
+        """The engine runs a step of some of its turns, unless one of them kills it."""
+        assert self.engine is not None
+        chosen = data.draw(st.sets(st.sampled_from(sorted(self.engine.has)), min_size=1))
+        if chosen & self.poisons:
+            self._die(chosen)
+            return
+        for turn_id in sorted(chosen):
+            event = self.engine.says(turn_id)
+            self.table.hear(event)
+
+    @precondition(lambda self: self.engine is not None and self.engine.has)
+    @rule(data=st.data())
+    def end(self, data: st.DataObject) -> None:
+        """A turn ends by itself."""
+        assert self.engine is not None
+        turn_id = data.draw(st.sampled_from(sorted(self.engine.has)))
+        self.table.hear(self.engine.ends(turn_id))
+
+    @precondition(lambda self: self.engine is not None and self.engine.aborting)
+    @rule()
+    def answer_abort(self) -> None:
+        """The engine ends a turn whose end was asked for, if it still has it."""
+        self._answer_abort()
+
+    @precondition(lambda self: self.turns)
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        """A client wants the end of a turn, perhaps of one that is over."""
+        turn_id = data.draw(st.sampled_from(sorted(self.turns)))
+        self.aborted.add(turn_id)
+        self.table.abort(turn_id)
+
+    @precondition(lambda self: self.engine is not None)
+    @rule(data=st.data())
+    def die(self, data: st.DataObject) -> None:
+        """The engine dies of something else, in a step or between two."""
+        assert self.engine is not None
+        self._die(data.draw(st.sets(st.sampled_from(sorted(self.engine.has)))) if self.engine.has else set())
+
+    @invariant()
+    def each_turn_has_said_each_word_once(self) -> None:
+        """And has ended once at most, and is kept until then."""
+        for turn in self.turns.values():
+            assert unpack_tokens(turn.tokens) == list(range(turn.n_tokens))
+            assert len(turn.terminal) <= 1
+        assert len(self.table) == sum(not turn.terminal for turn in self.turns.values())
+
+    @invariant()
+    def only_who_was_alone_is_quarantined(self) -> None:
+        """And only what a client aborted ends as aborted."""
+        for turn in self.turns.values():
+            for end in turn.terminal:
+                if isinstance(end, Failed):
+                    assert turn.turn_id in self.may_be_convicted
+                if isinstance(end, Withdrawn):
+                    assert turn.turn_id in self.aborted
+
+    @invariant()
+    def the_engine_has_what_it_may_have(self) -> None:
+        """With an engine, either all turns are there, or one is tried, or room is made for that."""
+        if self.engine is None:
+            assert not self.table.engine_is_busy
+        elif self.table.n_waiting:
+            on_trial = self.table._suspects.on_trial
+            leaving = set(self.engine.aborting) & set(self.engine.has)
+            assert on_trial is not None or leaving
+            assert leaving or set(self.engine.has) == {on_trial}
+
+    def teardown(self) -> None:
+        """In peace everybody comes to an end."""
+        for _ in range(100 * (len(self.turns) + 1)):
+            if not len(self.table):
+                break
+            if self.engine is None:
+                self.connect()
+            assert self.engine is not None
+            while self.engine.aborting:
+                self._answer_abort()
+            self._run_all()
+        assert all(len(turn.terminal) == 1 for turn in self.turns.values())
+        for turn_id in self.poisons & set(self.turns):
+            (end,) = self.turns[turn_id].terminal
+            assert isinstance(end, Failed | Finished | Withdrawn)
+
+    def _run_all(self) -> None:
+        assert self.engine is not None
+        for turn_id in sorted(self.engine.has):
+            if turn_id in self.poisons:
+                self._die(set(self.engine.has))
+                return
+            if turn_id in self.engine.has:
+                over = self.engine.has[turn_id] > 2 * PROVEN_TOKENS
+                self.table.hear(self.engine.ends(turn_id) if over else self.engine.says(turn_id))
+
+    def _answer_abort(self) -> None:
+        assert self.engine is not None
+        turn_id = self.engine.aborting.pop(0)
+        if turn_id in self.engine.has:
+            self.table.hear(self.engine.ends(turn_id, "aborted"))
+
+    def _die(self, named: set[str]) -> None:
+        """Lose the engine; a conviction needs a turn that was alone there and named twice before."""
+        assert self.engine is not None
+        alone = set(self.engine.has)
+        if len(alone) == 1 and named == alone and self.accused.get(min(alone), 0) >= 2:
+            self.may_be_convicted |= alone
+        self.engine = None
+        running = {turn_id for turn_id in named if not self.turns[turn_id].terminal}
+        for turn_id in running:
+            self.accused[turn_id] = self.accused.get(turn_id, 0) + 1
+        self.table.lost(Ended("died", tuple(sorted(named))))
+
+
+TestTurnsMachine = TurnsMachine.TestCase
