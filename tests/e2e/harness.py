@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import pytest
 from websockets.asyncio.client import ClientConnection, connect
 
 if TYPE_CHECKING:
@@ -203,3 +204,17 @@ async def talk(daemon: Daemon) -> AsyncIterator[Talk]:
         reply = await conversation.ask(op="auth", token=daemon.admin_token, protocol=1)
         assert reply["op"] == "auth_success", reply
         yield conversation
+
+
+@contextlib.contextmanager
+def mounted(path: Path, *options: str) -> Iterator[Path]:
+    """Mount a tmpfs; the test is skipped where that is not allowed."""
+    path.mkdir(exist_ok=True)
+    try:
+        subprocess.run(["mount", "-t", "tmpfs", *options, "tmpfs", path], check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("a tmpfs cannot be mounted here")
+    try:
+        yield path
+    finally:
+        subprocess.run(["umount", "--lazy", path], check=True)

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import random
 import re
 import signal
-import subprocess
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from tests.e2e.answers import ask
-from tests.e2e.harness import ENDLESS, run_daemon, talk
+from tests.e2e.harness import ENDLESS, mounted, run_daemon, talk
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
     from tests.e2e.harness import Daemon, Talk
@@ -202,20 +199,6 @@ async def test_nothing_stays_parked_of_sessions_that_are_not_kept(tmp_path: Path
     with run_daemon(tmp_path / "state", demo_model_path, **settings) as daemon:
         assert parked_sessions(daemon) == 0
         assert not list((tmp_path / "ram").glob("*/*"))
-
-
-@contextlib.contextmanager
-def mounted(path: Path, *options: str) -> Iterator[Path]:
-    """Mount a tmpfs; the test is skipped where that is not allowed."""
-    path.mkdir()
-    try:
-        subprocess.run(["mount", "-t", "tmpfs", *options, "tmpfs", path], check=True, capture_output=True)
-    except (OSError, subprocess.CalledProcessError):
-        pytest.skip("a tmpfs cannot be mounted here")
-    try:
-        yield path
-    finally:
-        subprocess.run(["umount", "--lazy", path], check=True)
 
 
 @pytest.mark.parametrize("place", ["/proc/kv", "/dev/null/kv"])

@@ -181,7 +181,7 @@ class Witness:
             turn = self.turns.setdefault(told["turn_id"], Shown())
             if turn.end is None:
                 assert answer.startswith(turn.text), f"{turn.text!r} was shown, the answer is {answer!r}"
-                turn.text, turn.end = answer, {"op": "end", **told}
+                turn.text, turn.end, self.asked = answer, {"op": "end", **told}, False
                 continue
             assert turn.end["op"] == "end", f"a turn that failed is in the transcript: {turn.end}"
             assert answer == turn.text, f"{turn.text!r} was shown, the answer is {answer!r}"

@@ -36,8 +36,9 @@ CROWDED = {
     "INFERENCECENTER_ENGINE__PREFILL_GRID_TOKENS": "16",
     "INFERENCECENTER_ENGINE__N_BATCH": "64",
     "INFERENCECENTER_ENGINE__N_UBATCH": "64",
+    "INFERENCECENTER_ENGINE__TARGET_STEP_MS": "4",
 }
-"""Few slots and short turns in them, so that KV is parked and restored all the time."""
+"""Few slots, short turns in them and short steps, so that prompts are read in pieces, and KV is moved all the time."""
 LINE = "{} told me a long story about the sea, the wind and the old harbour where it all began. "
 
 
@@ -126,3 +127,8 @@ def data_bytes(pid: int) -> int:
     used = re.search(r"VmData:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
     assert used is not None
     return int(used[1]) * 1024
+
+
+def open_files(pid: int) -> int:
+    """Return how many descriptors a process has open."""
+    return sum(1 for _ in Path(f"/proc/{pid}/fd").iterdir())
