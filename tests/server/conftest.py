@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import uvloop
@@ -25,7 +25,7 @@ def pytest_asyncio_loop_factories() -> Mapping[str, Callable[[], asyncio.Abstrac
 def serve(tmp_path: Path) -> Callable[..., AbstractAsyncContextManager[Running]]:
     """Return what runs a server with settings of the test's own."""
 
-    def run(**settings: object) -> AbstractAsyncContextManager[Running]:
+    def run(**settings: Any) -> AbstractAsyncContextManager[Running]:
         return running_server(tmp_path, **settings)
 
     return run

@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     from inferencecenter.hardware.nvml import GpuReading
     from inferencecenter.ipc.port import EngineTurn
     from inferencecenter.server.audit import Entry
+    from inferencecenter.sessions.journal import Journal
+    from inferencecenter.sessions.records import Record
 
 MODEL = ModelInfo(
     name="stub",
@@ -157,6 +159,32 @@ class StubGpu(Gpu):
 
 
 @dataclass
+class StubJournal:
+    """A store that forgets what it is given, and lets go of what waits when a test says so."""
+
+    fault: str | None = None
+    holding: bool = False
+    held: list[Callable[[], None]] = field(default_factory=list)
+
+    def write(self, record: Record, *, flush: bool) -> None:
+        """Forget the record."""
+
+    def release(self, tell: Callable[[], None]) -> None:
+        """Call ``tell`` at once, or hold it."""
+        if self.holding:
+            self.held.append(tell)
+        else:
+            tell()
+
+    def let_go(self) -> None:
+        """Hold nothing any more."""
+        self.holding = False
+        held, self.held = self.held, []
+        for tell in held:
+            tell()
+
+
+@dataclass
 class Running:
     """A server that is up."""
 
@@ -221,9 +249,9 @@ async def close_code(socket: ClientConnection) -> int | None:
 
 @asynccontextmanager
 async def running_server(
-    tmp_path: Path, *, tls: ssl.SSLContext | None = None, **settings: Any
+    tmp_path: Path, *, tls: ssl.SSLContext | None = None, journal: Journal | None = None, **settings: Any
 ) -> AsyncIterator[Running]:
-    """Run a server with some settings changed; short deadlines otherwise."""
+    """Run a server with some settings changed, short deadlines otherwise; without ``journal`` it keeps no sessions."""
     clients = tmp_path / "clients.toml"
     clients.write_text(CLIENTS_TOML)
     static: dict[str, StaticClient] = load_clients(clients, default_max_sessions=16, default_priority="normal")
@@ -236,7 +264,12 @@ async def running_server(
         chosen,
         engine=engine,
         sessions=Sessions(
-            engine=engine, config_params=Params(), max_sessions=100, default_ttl_s=None, observer=metrics
+            engine=engine,
+            config_params=Params(),
+            max_sessions=100,
+            default_ttl_s=None,
+            journal=journal,
+            observer=metrics,
         ),
         accounts=accounts,
         gpu=gpu,
