@@ -37,12 +37,22 @@ class Stream:
 
 @dataclass(frozen=True, slots=True)
 class Outage:
-    """An engine that was killed at ``killed_s``, and the one that came after it; ``streams`` ran meanwhile."""
+    """An engine that was killed, when the one after it was started and when it was ready; ``streams`` ran meanwhile."""
 
     killed_s: float
-    load_s: float
+    started_s: float
     ready_s: float
     streams: tuple[Stream, ...]
+
+    @property
+    def down_s(self) -> float:
+        """How long there was no engine."""
+        return self.started_s - self.killed_s
+
+    @property
+    def load_s(self) -> float:
+        """How long the next engine took to load."""
+        return self.ready_s - self.started_s
 
     def gaps_s(self) -> tuple[float, ...]:
         """Return, for each stream that had text before and has text after, the pause that the kill made.

@@ -23,7 +23,7 @@ def stream(*times_s: float, prompt_tokens: int = 100, tokens: int | None = None)
 
 def outage(*streams: Stream) -> Outage:
     """Killed at 10; the next engine began to load at 11 and was ready at 13."""
-    return Outage(killed_s=10, load_s=2, ready_s=13, streams=streams)
+    return Outage(killed_s=10, started_s=11, ready_s=13, streams=streams)
 
 
 def test_the_gap_is_the_pause_that_the_kill_made() -> None:

@@ -268,7 +268,7 @@ def test_a_crash_has_pauses_and_clean_texts() -> None:
     reference = crash.Reference(duration_s=8, prefill_tok_s=51)
     found = values(crash.Crash((outage(stream(8, 9, 15, 16)),), reference, max_tokens=4))
 
-    assert (found["gap worst"], found["engine load p50"]) == (6000, 2000)
+    assert (found["gap worst"], found["no engine, worst"], found["engine load p50"]) == (6000, 1000, 2000)
     assert found["prefill of what was there p50"] == 2000
     assert found["gap beyond load and prefill, worst"] == pytest.approx(2000)
     for name in ("characters lost", "characters repeated", "tokens missing", "turns failed", "turns not ended once"):

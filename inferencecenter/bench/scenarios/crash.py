@@ -71,7 +71,9 @@ class Crash:
             Metric("streams without text yet", "", len(waits_ms)),
             *percentile_metrics("gap", "ms", gaps_ms),
             *metrics_if_known("first text after the kill, worst", "ms", max(waits_ms, default=None), "lower"),
+            Metric("no engine, worst", "ms", max(outage.down_s for outage in self.outages) * 1000, "lower"),
             Metric("engine load p50", "ms", percentile(loads_ms, 50), "lower"),
+            Metric("engine load, worst", "ms", max(loads_ms), "lower"),
             Metric("prefill of what was there p50", "ms", percentile(reading_ms, 50), "lower"),
             *metrics_if_known("gap beyond load and prefill, worst", "ms", beyond_ms, "lower"),
         )
@@ -149,21 +151,21 @@ class _Rounds:
         ]
 
     async def _reference(self, texts: Sequence[str]) -> Reference:
-        turns, _ = await self._turns(texts)
+        turns, _ = await self._turns(await self._sessions(), texts)
         began_s = min(turn.started_s for turn in turns)
         reading_s = max(turn.times_s[0] if turn.times_s else turn.ended_s or began_s for turn in turns) - began_s
         ended_s = max(turn.ended_s or began_s for turn in turns)
         return Reference(ended_s - began_s, sum(_read(turn) for turn in turns) / reading_s)
 
     async def _killed(self, texts: Sequence[str], *, after_s: float) -> Outage:
-        lost = self._daemon.engine
+        lost, sessions = self._daemon.engine, await self._sessions()
         with one_failure():
             async with asyncio.TaskGroup() as group:
                 kill = group.create_task(self._kill(after_s))
-                running = group.create_task(self._turns(texts))
+                running = group.create_task(self._turns(sessions, texts))
         (killed_s, engine), (turns, answers) = kill.result(), running.result()
         assert engine.pid != lost.pid, "another engine became ready"
-        _, undisturbed = await self._turns(texts)
+        _, undisturbed = await self._turns(await self._sessions(), texts)
         streams = tuple(
             Stream(
                 times_s=tuple(turn.times_s),
@@ -176,16 +178,18 @@ class _Rounds:
             )
             for turn, answer, same in zip(turns, answers, undisturbed, strict=True)
         )
-        return Outage(killed_s, engine.ready_s - engine.started_s, engine.ready_s, streams)
+        return Outage(killed_s, engine.started_s, engine.ready_s, streams)
 
     async def _kill(self, after_s: float) -> tuple[float, EngineLife]:
         await asyncio.sleep(after_s)
         lost = self._daemon.engine
         return self._daemon.kill_engine(), await self._daemon.engine_after(lost)
 
-    async def _turns(self, texts: Sequence[str]) -> tuple[list[Shown], list[str]]:
-        """Run a turn on each connection, and return what was shown and what the sessions hold."""
-        sessions = [await open_session(line) for line in self._lines]
+    async def _sessions(self) -> list[str]:
+        return [await open_session(line) for line in self._lines]
+
+    async def _turns(self, sessions: Sequence[str], texts: Sequence[str]) -> tuple[list[Shown], list[str]]:
+        """Run a turn in each session, close it, and return what was shown and what the session held."""
         turns = await run_turns(self._lines, sessions, texts, max_tokens=self._max_tokens)
         answers = []
         for line, session, turn in zip(self._lines, sessions, turns, strict=True):
