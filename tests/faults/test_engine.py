@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import resource
@@ -209,3 +210,47 @@ async def test_an_idle_engine_dies(wide: Site) -> None:
             "Before.",
             "After.",
         ]
+
+
+@pytest.mark.slow
+async def test_it_is_given_up(tmp_path: Path, demo_model_path: Path) -> None:
+    """Lost too often its turn ends, once; the daemon stays to be read, and the next one answers again."""
+    with site(tmp_path, demo_model_path, **(ECHO | {"INFERENCECENTER_ENGINE__MAX_RESTARTS": "1"})) as found:
+        found.start()
+        async with talk(found.daemon) as client:
+            witness = await Witness.open(client)
+            assert await witness.turn("Before.") == "Before."
+            for name in ("first", "second"):
+                found.traps.set("load", name=name)
+            os.kill(found.daemon.engine_pid(), signal.SIGKILL)
+            await client.until(lambda message: message["op"] == "engine" and message["state"] == "restarting")
+            await witness.infer("Is anybody there?", key="k")
+            await witness.finish()
+            assert (witness.end["op"], witness.end["code"]) == ("error", "engine_unavailable")
+            assert (await client.ask(op="hello"))["status"] == "degraded"
+            session = await witness.described()
+            assert [message["content"] for message in session["transcript"]] == ["Before."] * 2
+            refusal = await client.ask(op="infer", session_id=witness.session_id, prompt="And now?")
+            assert refusal["code"] == "engine_unavailable"
+        found.traps.clear()
+        assert found.daemon.stop() == 0
+        found.start()
+        async with talk(found.daemon) as client:
+            await witness.resume(client)
+            assert await witness.turn("Is anybody there?", key="k") == "Is anybody there?"
+
+
+@pytest.mark.slow
+async def test_the_daemon_ends_with_it_if_it_shall(tmp_path: Path, demo_model_path: Path) -> None:
+    """With exit_when_failed whoever watches the daemon is told by its status."""
+    settings = {"INFERENCECENTER_ENGINE__MAX_RESTARTS": "0", "INFERENCECENTER_ENGINE__EXIT_WHEN_FAILED": "true"}
+    with site(tmp_path, demo_model_path, **(ECHO | settings)) as found:
+        found.start()
+        async with talk(found.daemon) as client:
+            witness = await Witness.open(client)
+            await witness.infer(LINE)
+            await witness.until("token")
+            os.kill(found.daemon.engine_pid(), signal.SIGKILL)
+            assert await witness.drain() == 1012
+            assert witness.end["code"] == "engine_unavailable"
+        assert await asyncio.to_thread(found.daemon.process.wait, 20) == 1

@@ -155,6 +155,22 @@ async def test_killed_again_and_again(echo: Site) -> None:
         await witness.described()
 
 
+@pytest.mark.slow
+async def test_the_first_engines_of_the_next_one_die(echo: Site) -> None:
+    """Before any model is known: the turn that was left unfinished waits for the third."""
+    async with talk(echo.daemon) as client:
+        witness = await Witness.open(client)
+        assert await witness.turn(PAST) == PAST
+        await witness.infer(QUESTION, key="k")
+        await witness.until("token")
+        echo.kill()
+        await witness.drain()
+    for place in ("load", "loaded"):
+        echo.traps.set(place)
+    await goes_on(echo, witness, key="k")
+    assert echo.traps.left == []
+
+
 async def test_it_is_stopped_in_the_middle(echo: Site) -> None:
     """SIGTERM: a turn that is not over in time is cut, its socket closes with 1012, the next daemon goes on with it.
 

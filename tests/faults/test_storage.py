@@ -129,13 +129,38 @@ async def test_the_file_is_locked(echo: Site) -> None:
 
 async def test_the_disk_is_full(apart: Site) -> None:
     """Nothing fits any more: what was made is held back until there is room, new turns are refused."""
-    with mounted(apart.state_dir, "-o", "size=4m"):
+    with mounted(apart.state_dir, "-o", "size=16m"):
         apart.start()
         async with talk(apart.daemon) as client:
             witness = await Witness.open(client)
             assert await witness.turn(SENTENCES[0]) == SENTENCES[0]
             await held_back(apart, witness, filled(apart.state_dir))
         await survives_a_restart(apart, witness)
+        apart.close()
+
+
+@pytest.mark.slow
+async def test_it_is_stopped_while_the_disk_is_full(apart: Site) -> None:
+    """It ends in time; what was never shown may be missing, what was shown is there when there is room again."""
+    with mounted(apart.state_dir, "-o", "size=16m"):
+        apart.start(INFERENCECENTER_SERVER__SHUTDOWN_TIMEOUT_S="0.2")
+        async with talk(apart.daemon) as client:
+            witness = await Witness.open(client)
+            assert await witness.turn(SENTENCES[0]) == SENTENCES[0]
+            await witness.infer(LINE * 20)
+            await witness.until("token")
+            with filled(apart.state_dir):
+                while not logged(apart.daemon, "store_fault"):
+                    await private_works(client)
+                assert apart.daemon.stop() in (0, 1)
+                await witness.drain()
+        apart.start()
+        async with talk(apart.daemon) as client:
+            answer = await witness.resume(client)
+            assert answer["reason"] == "other_epoch"
+            assert await witness.finish() == LINE * 20
+            assert await witness.turn("Next.") == "Next."
+            await witness.described()
         apart.close()
 
 
