@@ -44,9 +44,9 @@ class HeaderShape(Shape):
     weights: BlockType = _Q4_K_M
 
     @property
-    def kv_width(self) -> int:
-        """Width of a layer's keys, and of its values."""
-        return self.head_width * self.kv_heads
+    def rope_width(self) -> int:
+        """Width of what a head turns by its position: all of it."""
+        return self.head_width
 
 
 @dataclass(frozen=True, slots=True)

@@ -81,9 +81,14 @@ class Shape:
     weights: BlockType
 
     @property
+    def rope_width(self) -> int:
+        """Width of what a head turns by its position: all of it."""
+        return self.width // self.heads
+
+    @property
     def kv_width(self) -> int:
         """Width of a layer's keys, and of its values."""
-        return self.width // self.heads * self.kv_heads
+        return self.rope_width * self.kv_heads
 
 
 _QWEN_05B: Final = Shape(
@@ -209,7 +214,7 @@ def write_facts(writer: GGUFWriter, shape: Shape, *, name: str) -> None:
     writer.add_feed_forward_length(shape.ffn)
     writer.add_head_count(shape.heads)
     writer.add_head_count_kv(shape.kv_heads)
-    writer.add_rope_dimension_count(shape.width // shape.heads)
+    writer.add_rope_dimension_count(shape.rope_width)
     writer.add_rope_freq_base(shape.rope_base)
     writer.add_layer_norm_rms_eps(shape.norm_epsilon)
 

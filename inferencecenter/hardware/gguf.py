@@ -1,0 +1,339 @@
+"""Reads the header, the metadata and the tensor table of GGUF files (versions 2 and 3), and no weights.
+
+Arrays are jumped over: the two of a vocabulary make up nearly all of a header, and nobody asks for them here. The file
+is read, not mapped, so that one which shrinks meanwhile is an error and no signal. Whatever the file claims is bounded
+before it is believed. The format: github.com/ggml-org/ggml/blob/master/docs/gguf.md.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+from dataclasses import dataclass, field
+from math import prod
+from typing import TYPE_CHECKING, Final, TypeAlias
+
+from inferencecenter.errors import ErrorCode, InferenceCenterError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from io import BufferedReader
+    from pathlib import Path
+
+_MAGIC: Final = b"GGUF"
+_VERSIONS: Final = (2, 3)
+_CHUNK_BYTES: Final = 2**22
+_MAX_TENSORS: Final = 100_000
+_MAX_ENTRIES: Final = 100_000
+_MAX_NAME_BYTES: Final = 2**16 - 1
+_MAX_TEXT_BYTES: Final = 2**26
+_MAX_DIMENSIONS: Final = 4
+_MAX_NESTING: Final = 4
+_KEPT_ELEMENTS: Final = 4096
+_MAX_ALIGNMENT: Final = 2**20
+_DEFAULT_ALIGNMENT: Final = 32
+_DOWNLOAD_AGAIN: Final = "Download the file again and compare its size or checksum with the source's."
+_SHARD: Final = re.compile(r"^(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf$")
+
+_U32: Final = struct.Struct("<I")
+_U64: Final = struct.Struct("<Q")
+# ``gguf_metadata_value_type``: those of a fixed size, and the two that are not.
+_SCALARS: Final = {
+    number: struct.Struct(f"<{code}")
+    for number, code in enumerate(("B", "b", "H", "h", "I", "i", "f", "?", "", "", "Q", "q", "d"))
+    if code
+}
+_STRING, _ARRAY = 8, 9
+
+# ``ggml_type``: weights in a block and bytes that it takes (ggml-common.h).
+_BLOCKS: Final[Mapping[int, tuple[int, int]]] = {
+    0: (1, 4),  # F32
+    1: (1, 2),  # F16
+    2: (32, 18),  # Q4_0
+    3: (32, 20),  # Q4_1
+    6: (32, 22),  # Q5_0
+    7: (32, 24),  # Q5_1
+    8: (32, 34),  # Q8_0
+    9: (32, 40),  # Q8_1
+    10: (256, 84),  # Q2_K
+    11: (256, 110),  # Q3_K
+    12: (256, 144),  # Q4_K
+    13: (256, 176),  # Q5_K
+    14: (256, 210),  # Q6_K
+    15: (256, 292),  # Q8_K
+    16: (256, 66),  # IQ2_XXS
+    17: (256, 74),  # IQ2_XS
+    18: (256, 98),  # IQ3_XXS
+    19: (256, 50),  # IQ1_S
+    20: (32, 18),  # IQ4_NL
+    21: (256, 110),  # IQ3_S
+    22: (256, 82),  # IQ2_S
+    23: (256, 136),  # IQ4_XS
+    24: (1, 1),  # I8
+    25: (1, 2),  # I16
+    26: (1, 4),  # I32
+    27: (1, 8),  # I64
+    28: (1, 8),  # F64
+    29: (256, 56),  # IQ1_M
+    30: (1, 2),  # BF16
+    34: (256, 54),  # TQ1_0
+    35: (256, 66),  # TQ2_0
+    39: (32, 17),  # MXFP4
+    40: (64, 36),  # NVFP4
+    41: (128, 18),  # Q1_0
+}
+
+Scalar: TypeAlias = int | float | bool | str
+
+
+@dataclass(frozen=True, slots=True)
+class Array:
+    """An array of the metadata; ``values`` are its numbers when it is short, and empty when it was jumped over."""
+
+    count: int
+    values: tuple[int | float | bool, ...] = ()
+
+
+Value: TypeAlias = Scalar | Array
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """An entry of the tensor table; ``shape`` has the fastest dimension first."""
+
+    name: str
+    shape: tuple[int, ...]
+    type: int
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class GgufFile:
+    """What a model's files say of themselves: the metadata of the first, and the tensors of all.
+
+    Attributes:
+        paths: The file, or all parts of a split one.
+    """
+
+    paths: tuple[Path, ...]
+    version: int
+    metadata: Mapping[str, Value] = field(repr=False)
+    tensors: tuple[Tensor, ...] = field(repr=False)
+
+
+def read_gguf(path: Path) -> GgufFile:
+    """Read a GGUF file, or the first part of a split one together with the others beside it.
+
+    Raises:
+        InferenceCenterError: ``invalid_model_file``: which file, what is wrong with it, and where.
+    """
+    first = _read_part(path)
+    count = first.metadata.get("split.count", 1)
+    if not isinstance(count, int) or count <= 1:
+        return first
+    parts = [first]
+    for other in _other_parts(path, first, count):
+        if not other.is_file():
+            raise _refusal(
+                f"{path} is the first of {count} parts, and {other.name} is not beside it.",
+                f"Download {other.name} into {other.parent}.",
+            )
+        parts.append(_read_part(other))
+    tensors = tuple(tensor for part in parts for tensor in part.tensors)
+    expected = first.metadata.get("split.tensors.count", len(tensors))
+    if expected != len(tensors):
+        raise _refusal(f"{path} promises {expected} tensors; its {count} parts have {len(tensors)}.", _DOWNLOAD_AGAIN)
+    return GgufFile(tuple(part.paths[0] for part in parts), first.version, first.metadata, tensors)
+
+
+def _other_parts(path: Path, first: GgufFile, count: int) -> list[Path]:
+    named = _SHARD.match(path.name)
+    if named is None or int(named["count"]) != count:
+        raise _refusal(
+            f"{path} is one of {count} parts, but its name does not end with -00001-of-{count:05}.gguf.",
+            "Give all parts the names back that they had where they came from.",
+        )
+    number = first.metadata.get("split.no", 0)
+    if number != 0:
+        raise _refusal(
+            f"{path} is part {int(named['number'])} of {count}.",
+            f"Name the first part: {named['stem']}-00001-of-{count:05}.gguf.",
+        )
+    return [path.with_name(f"{named['stem']}-{part:05}-of-{count:05}.gguf") for part in range(2, count + 1)]
+
+
+def _read_part(path: Path) -> GgufFile:
+    try:
+        size_bytes = path.stat().st_size
+        with path.open("rb") as file:
+            return _Header(path, file, size_bytes).read()
+    except OSError as error:
+        raise _refusal(f"{path} cannot be read: {error.strerror}.", "Name a readable GGUF file.") from None
+
+
+class _Header:
+    """One pass over the beginning of a file, of which no more is read than is needed."""
+
+    def __init__(self, path: Path, file: BufferedReader, size_bytes: int) -> None:
+        self._path = path
+        self._file = file
+        self._size_bytes = size_bytes
+        self._data = b""
+        self._position = 0
+
+    def read(self) -> GgufFile:
+        magic = self._take(4)
+        if magic != _MAGIC:
+            raise self._wrong(f"starts with {magic!r}, not with {_MAGIC!r}", "Give the path of a .gguf file.")
+        version = self._u32()
+        if version not in _VERSIONS:
+            if version & 0xFFFF == 0:
+                raise self._wrong("is a big-endian GGUF file", "Get the little-endian one, which is the usual form.")
+            raise self._wrong(
+                f"is GGUF version {version}; versions 2 and 3 can be read",
+                "Convert the model again with a current llama.cpp, or download a current file.",
+            )
+        n_tensors = self._count("tensors", _MAX_TENSORS)
+        n_entries = self._count("metadata entries", _MAX_ENTRIES)
+        metadata = {self._text(_MAX_NAME_BYTES): self._value(self._u32()) for _ in range(n_entries)}
+        table = [self._tensor() for _ in range(n_tensors)]
+        self._check_data(table, metadata.get("general.alignment", _DEFAULT_ALIGNMENT))
+        return GgufFile((self._path,), version, metadata, tuple(tensor for tensor, _ in table))
+
+    def _check_data(self, table: list[tuple[Tensor, int]], alignment: Value) -> None:
+        if not isinstance(alignment, int) or not 0 < alignment <= _MAX_ALIGNMENT:
+            raise self._wrong(f"states an alignment of {alignment}")
+        start = -(-self._position // alignment) * alignment
+        for tensor, offset in table:
+            end = start + offset + tensor.bytes
+            if end > self._size_bytes:
+                raise self._wrong(
+                    f"is truncated: {tensor.name} ends at byte {end}, and the file has {self._size_bytes}"
+                )
+
+    def _tensor(self) -> tuple[Tensor, int]:
+        name = self._text(_MAX_NAME_BYTES)
+        n_dimensions = self._u32()
+        if n_dimensions > _MAX_DIMENSIONS:
+            raise self._wrong(f"gives {name!r} {n_dimensions} dimensions; llama.cpp has {_MAX_DIMENSIONS}")
+        shape = tuple(self._u64() for _ in range(n_dimensions))
+        kind = self._u32()
+        if kind not in _BLOCKS:
+            raise self._wrong(
+                f"stores {name!r} as type {kind}, which is not known here",
+                "A newer type may need a newer InferenceCenter and llama-cpp-python.",
+            )
+        weights, block_bytes = _BLOCKS[kind]
+        if not shape or 0 in shape or shape[0] % weights or prod(shape) >= 2**60:
+            raise self._wrong(f"gives {name!r} the shape {shape}, which blocks of {weights} weights do not fill")
+        return Tensor(name, shape, kind, prod(shape) // weights * block_bytes), self._u64()
+
+    def _value(self, kind: int) -> Value:
+        if kind == _STRING:
+            return self._text(_MAX_TEXT_BYTES)
+        if kind == _ARRAY:
+            return self._array()
+        scalar = self._scalar(kind)
+        value: Scalar = scalar.unpack(self._take(scalar.size))[0]
+        return value
+
+    def _array(self, depth: int = 1) -> Array:
+        kind, count = self._u32(), self._u64()
+        if kind == _STRING:
+            self._skip_strings(count)
+            return Array(count)
+        if kind == _ARRAY:
+            if depth == _MAX_NESTING:
+                raise self._wrong(f"has arrays inside arrays, more than {_MAX_NESTING} deep")
+            self._believe(count, 12)
+            for _ in range(count):
+                self._array(depth + 1)
+            return Array(count)
+        scalar = self._scalar(kind)
+        self._believe(count, scalar.size)
+        if count > _KEPT_ELEMENTS:
+            self._skip(count * scalar.size)
+            return Array(count)
+        packed = self._take(count * scalar.size)
+        return Array(count, tuple(value for (value,) in scalar.iter_unpack(packed)))
+
+    def _scalar(self, kind: int) -> struct.Struct:
+        if kind not in _SCALARS:
+            raise self._wrong(f"has a metadata value of type {kind}, which there is not")
+        return _SCALARS[kind]
+
+    def _skip_strings(self, count: int) -> None:
+        """Jump over strings without making any: a vocabulary has some hundred thousand."""
+        self._believe(count, _U64.size)
+        unpack, limit = _U64.unpack_from, self._size_bytes
+        data, position = self._data, self._position
+        while count:
+            try:
+                while count:
+                    position += 8 + unpack(data, position)[0]
+                    count -= 1
+            except struct.error:
+                # The end of what was read; or a length that leads past the end of the file.
+                if position + _U64.size > limit:
+                    raise self._truncated() from None
+                self._read_to(position + _U64.size)
+                data = self._data
+        if position > limit:
+            raise self._truncated()
+        self._position = position
+
+    def _count(self, what: str, limit: int) -> int:
+        count = self._u64()
+        if count > limit:
+            raise self._wrong(f"claims {count} {what}, and more than {limit} are not believed")
+        return count
+
+    def _believe(self, count: int, least_bytes: int) -> None:
+        """Refuse an array that is longer than what is left of the file."""
+        if count * least_bytes > self._size_bytes - self._position:
+            raise self._truncated()
+
+    def _text(self, limit: int) -> str:
+        n_bytes = self._u64()
+        if n_bytes > limit:
+            raise self._wrong(f"has a text of {n_bytes} bytes at byte {self._position}, where {limit} are allowed")
+        return self._take(n_bytes).decode("utf-8", errors="replace")
+
+    def _u32(self) -> int:
+        value: int = _U32.unpack(self._take(4))[0]
+        return value
+
+    def _u64(self) -> int:
+        value: int = _U64.unpack(self._take(8))[0]
+        return value
+
+    def _take(self, n_bytes: int) -> bytes:
+        end = self._position + n_bytes
+        self._read_to(end)
+        taken = self._data[self._position : end]
+        self._position = end
+        return taken
+
+    def _skip(self, n_bytes: int) -> None:
+        self._read_to(self._position + n_bytes)
+        self._position += n_bytes
+
+    def _read_to(self, end: int) -> None:
+        if end <= len(self._data):
+            return
+        if end > self._size_bytes:
+            raise self._truncated()
+        # At least as much again as was read: a long header is copied a few times, not once for every part.
+        self._data += self._file.read(max(end - len(self._data), len(self._data), _CHUNK_BYTES))
+        if end > len(self._data):
+            raise self._truncated()
+
+    def _truncated(self) -> InferenceCenterError:
+        return self._wrong(f"is truncated: its header does not end within its {self._size_bytes} bytes")
+
+    def _wrong(self, what: str, hint: str = _DOWNLOAD_AGAIN) -> InferenceCenterError:
+        return _refusal(f"{self._path} {what}.", hint)
+
+
+def _refusal(message: str, hint: str) -> InferenceCenterError:
+    return InferenceCenterError(ErrorCode.INVALID_MODEL_FILE, message, hint=hint, field="model.path")

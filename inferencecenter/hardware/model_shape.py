@@ -1,0 +1,317 @@
+"""What a model takes, layer by layer, told from its GGUF header.
+
+Which layers keep KV, how wide it is and how far it looks back follows llama.cpp's models (``src/models/*.cpp`` and
+``src/llama-hparams.cpp``): from the metadata where it says so, from the tensors that a layer has, and for sliding
+windows from the architecture.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Final
+
+from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.hardware.architectures import DENSE_FIRST, KNOWN, KV_FROM_START, WINDOW_EVERY
+from inferencecenter.hardware.gguf import Array
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+    from inferencecenter.hardware.gguf import GgufFile, Tensor, Value
+
+_MAX_LAYERS: Final = 10_000
+_MAX_WIDTH: Final = 2**24
+_IN_LAYER: Final = re.compile(r"^blk\.(\d+)\.(.+)$")
+_EXPERTS: Final = re.compile(r"^ffn_(up|down|gate|gate_up)_(ch)?exps\.")
+_INPUTS: Final = ("token_embd", "per_layer_token_embd", "position_embd", "token_types")
+_RECURRENT: Final = ("ssm_", "shortconv", "time_mix_")
+_STATE_BYTES: Final = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerShape:
+    """One repeating layer.
+
+    Attributes:
+        dense_bytes: Weights that every token uses.
+        expert_bytes: Weights of its experts.
+        largest_bytes: The largest of its tensors.
+        k_width: Numbers that a token adds to the K half of the KV; 0 in layers that keep none.
+        v_width: Numbers that it adds to the V half.
+        window: Tokens that the layer looks back; 0 is all of them.
+        state_bytes: What a sequence keeps whatever its length, in recurrent layers.
+    """
+
+    dense_bytes: int
+    expert_bytes: int = 0
+    largest_bytes: int = 0
+    k_width: int = 0
+    v_width: int = 0
+    window: int = 0
+    state_bytes: int = 0
+
+    @property
+    def bytes(self) -> int:
+        """All weights."""
+        return self.dense_bytes + self.expert_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelShape:
+    """What is needed to tell how much memory a model takes, and where.
+
+    Attributes:
+        known: Whether the rules here are known to hold for the architecture.
+        n_layers: Repeating layers, those that are not loaded (for predicting several tokens) included.
+        n_ff: Width of the widest feed-forward part; of one expert in ``expert_ff``.
+        embedding_bytes: What looks tokens up, which stays with the processor.
+        output_bytes: What turns the last layer into probabilities; with ``tied`` a copy of the embeddings.
+        digest: A hex digest that is equal for equal headers.
+    """
+
+    paths: tuple[Path, ...]
+    name: str
+    architecture: str
+    known: bool
+    n_layers: int
+    n_embd: int
+    n_heads: int
+    n_ff: int
+    expert_ff: int
+    n_experts: int
+    n_experts_used: int
+    n_vocab: int
+    n_ctx_train: int
+    embedding_bytes: int
+    output_bytes: int
+    tied: bool
+    layers: tuple[LayerShape, ...]
+    digest: str
+
+    @cached_property
+    def bytes(self) -> int:
+        """All weights, as they are in the file."""
+        copied = self.embedding_bytes if self.tied else 0
+        return self.embedding_bytes + self.output_bytes - copied + sum(layer.bytes for layer in self.layers)
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether layers have experts, of which a token uses some."""
+        return any(layer.expert_bytes for layer in self.layers)
+
+
+def describe(file: GgufFile) -> ModelShape:
+    """Return the shape of a model.
+
+    Raises:
+        InferenceCenterError: ``invalid_model_file`` for metadata that is missing or absurd.
+    """
+    facts = _Facts(file)
+    layers = facts.layers()
+    by_place = facts.outside_layers()
+    tied = not any(tensor.name == "output.weight" for tensor in file.tensors)
+    return ModelShape(
+        paths=file.paths,
+        name=str(file.metadata.get("general.name", file.paths[0].stem)),
+        architecture=facts.architecture,
+        known=facts.architecture in KNOWN,
+        n_layers=facts.n_layers,
+        n_embd=facts.n_embd,
+        n_heads=max(facts.each("attention.head_count", 0)),
+        n_ff=max(facts.each("feed_forward_length", 0)),
+        expert_ff=max(facts.each("expert_feed_forward_length", 0)) or max(facts.each("feed_forward_length", 0)),
+        n_experts=facts.number("expert_count", 0),
+        n_experts_used=facts.number("expert_used_count", 0),
+        n_vocab=facts.n_vocab(),
+        n_ctx_train=facts.number("context_length"),
+        embedding_bytes=by_place["input"],
+        output_bytes=by_place["output"] + (facts.tensor_bytes("token_embd.weight") if tied else 0),
+        tied=tied,
+        layers=layers,
+        digest=_digest(file),
+    )
+
+
+class _Facts:
+    """The metadata of one file under the names of its architecture."""
+
+    def __init__(self, file: GgufFile) -> None:
+        self._file = file
+        architecture = file.metadata.get("general.architecture")
+        if not isinstance(architecture, str) or not architecture:
+            raise self._missing("general.architecture")
+        self.architecture = architecture
+        self.n_layers = self.number("block_count", limit=_MAX_LAYERS)
+        self.n_embd = self.number("embedding_length")
+
+    def number(self, key: str, default: int | None = None, *, limit: int = _MAX_WIDTH) -> int:
+        """Return a whole number that is not negative; without a default it must be there, and not 0."""
+        name = f"{self.architecture}.{key}"
+        value = self._file.metadata.get(name)
+        if value is None:
+            if default is None:
+                raise self._missing(name)
+            return default
+        if isinstance(value, Array) and value.values:
+            value = max(value.values)
+        if isinstance(value, bool) or not isinstance(value, int) or not (default is None) <= value <= limit:
+            raise self._refusal(f"states {name} as {value!r}; a whole number up to {limit} belongs there")
+        return value
+
+    def each(self, key: str, default: int) -> tuple[int, ...]:
+        """Return a number for each layer, which is stated once or for each."""
+        name = f"{self.architecture}.{key}"
+        value = self._file.metadata.get(name)
+        if not isinstance(value, Array):
+            return (self.number(key, default),) * self.n_layers
+        if value.count < self.n_layers:
+            raise self._refusal(f"states {name} for {value.count} layers of {self.n_layers}")
+        numbers = tuple(int(number) for number in value.values[: self.n_layers])
+        if len(numbers) < self.n_layers or not all(0 <= number <= _MAX_WIDTH for number in numbers):
+            raise self._refusal(f"states {name} with numbers that cannot be")
+        return numbers
+
+    def n_vocab(self) -> int:
+        """Return the number of tokens, by the list of them or by the width of the embeddings."""
+        tokens = self._file.metadata.get("tokenizer.ggml.tokens")
+        if isinstance(tokens, Array):
+            return tokens.count
+        embedding = next((tensor for tensor in self._file.tensors if tensor.name == "token_embd.weight"), None)
+        return self.number("vocab_size", embedding.shape[-1] if embedding else 0)
+
+    def tensor_bytes(self, name: str) -> int:
+        """Return the bytes of a tensor, 0 where there is none."""
+        return next((tensor.bytes for tensor in self._file.tensors if tensor.name == name), 0)
+
+    def outside_layers(self) -> Mapping[str, int]:
+        """Return the bytes of what belongs to no layer: what tokens go in by, and everything else."""
+        places = {"input": 0, "output": 0}
+        for tensor in self._file.tensors:
+            if not _IN_LAYER.match(tensor.name):
+                goes_in = tensor.name.removesuffix(".weight").removesuffix(".bias") in _INPUTS
+                places["input" if goes_in else "output"] += tensor.bytes
+        return places
+
+    def layers(self) -> tuple[LayerShape, ...]:
+        """Return all repeating layers; those that predict further tokens are not loaded and take nothing."""
+        tensors: list[list[Tensor]] = [[] for _ in range(self.n_layers)]
+        for tensor in self._file.tensors:
+            found = _IN_LAYER.match(tensor.name)
+            if found is None:
+                continue
+            if int(found[1]) >= self.n_layers:
+                raise self._refusal(f"has {tensor.name}, but states {self.n_layers} layers")
+            tensors[int(found[1])].append(tensor)
+        loaded = self.n_layers - self.number("nextn_predict_layers", 0)
+        keep_kv = self._layers_with_kv()
+        windows, widths, state_bytes = self._windows(), self._widths(), self._state_bytes()
+        return tuple(
+            _layer(own, kv=widths[layer], window=windows[layer], state_bytes=state_bytes, keeps_kv=layer < keep_kv)
+            if layer < loaded
+            else LayerShape(dense_bytes=0)
+            for layer, own in enumerate(tensors)
+        )
+
+    def _layers_with_kv(self) -> int:
+        """Return how many layers, from the first, have KV of their own; the others look at that of earlier ones."""
+        if self.architecture in KV_FROM_START:
+            return KV_FROM_START[self.architecture]
+        return self.n_layers - self.number("attention.shared_kv_layers", 0)
+
+    def _widths(self) -> list[tuple[int, int]]:
+        """Return each layer's width of K and V."""
+        heads = self.each("attention.head_count", 0)
+        kv_heads = (
+            self.each("attention.head_count_kv", 0)
+            if f"{self.architecture}.attention.head_count_kv" in self._file.metadata
+            else heads
+        )
+        usual = self.n_embd // max(1, *heads)
+        k, v = self.number("attention.key_length", usual), self.number("attention.value_length", usual)
+        k_short = self.number("attention.key_length_swa", k)
+        v_short = self.number("attention.value_length_swa", v)
+        if self.number("attention.key_length_mla", 0):
+            v = v_short = 0  # latent attention: V is computed from what K keeps
+        return [
+            (n * (k_short if window else k), n * (v_short if window else v))
+            for n, window in zip(kv_heads, self._windows(), strict=True)
+        ]
+
+    def _windows(self) -> tuple[int, ...]:
+        """Return how far each layer looks back; 0 is all the way."""
+        every = WINDOW_EVERY.get(self.architecture)
+        window = self.number("attention.sliding_window", 0) or self.number("attention.chunk_size", 0)
+        stated = self._file.metadata.get(f"{self.architecture}.attention.sliding_window_pattern")
+        if isinstance(stated, Array) and len(stated.values) >= self.n_layers and every is not None:
+            return tuple(window if short else 0 for short in stated.values[: self.n_layers])
+        if isinstance(stated, int) and every is not None:
+            every = stated
+        if not window or not every:
+            return (0,) * self.n_layers
+        full = 0 if self.architecture in DENSE_FIRST else every - 1
+        return tuple(0 if layer % every == full else window for layer in range(self.n_layers))
+
+    def _state_bytes(self) -> int:
+        """Return what a recurrent layer keeps of a sequence."""
+        head, cached = self.number("wkv.head_size", 0), self.number("shortconv.l_cache", 0)
+        if head or f"{self.architecture}.wkv_head_size" in self._file.metadata:
+            head = head or self.number("wkv_head_size", 0)
+            return _STATE_BYTES * self.n_embd * (self.number("token_shift_count", 2) + head)
+        if cached:
+            return _STATE_BYTES * self.n_embd * (cached - 1)
+        d_conv, d_state = max(1, self.number("ssm.conv_kernel", 0)), self.number("ssm.state_size", 0)
+        d_inner, groups = self.number("ssm.inner_size", 0), self.number("ssm.group_count", 0)
+        kda = self.number("kda.head_dim", 0)
+        if kda:
+            heads = max(self.each("attention.head_count", 0))
+            return _STATE_BYTES * kda * heads * (3 * (d_conv - 1 or 3) + kda)
+        return _STATE_BYTES * ((d_conv - 1) * (d_inner + 2 * groups * d_state) + d_state * d_inner)
+
+    def _missing(self, key: str) -> InferenceCenterError:
+        return self._refusal(f"does not state {key}")
+
+    def _refusal(self, what: str) -> InferenceCenterError:
+        return InferenceCenterError(
+            ErrorCode.INVALID_MODEL_FILE,
+            f"{self._file.paths[0]} {what}.",
+            hint="Download the file again, or convert the model again with a current llama.cpp.",
+            field="model.path",
+        )
+
+
+def _layer(
+    tensors: Sequence[Tensor], *, kv: tuple[int, int], window: int, state_bytes: int, keeps_kv: bool
+) -> LayerShape:
+    names = {tensor.name.split(".", 2)[2] for tensor in tensors}
+    recurrent = any(name.startswith(_RECURRENT) for name in names)
+    attends = any(name.startswith(("attn_k.", "attn_kv_a_mqa.")) for name in names)
+    # Linear attention has a matrix of that name too, but keeps a state.
+    attends = attends or (not recurrent and any(name.startswith("attn_qkv.") for name in names))
+    experts = sum(tensor.bytes for tensor in tensors if _EXPERTS.match(tensor.name.split(".", 2)[2]))
+    k_width, v_width = kv if attends and keeps_kv else (0, 0)
+    return LayerShape(
+        dense_bytes=sum(tensor.bytes for tensor in tensors) - experts,
+        expert_bytes=experts,
+        largest_bytes=max((tensor.bytes for tensor in tensors), default=0),
+        k_width=k_width,
+        v_width=v_width,
+        window=window if k_width else 0,
+        state_bytes=state_bytes if recurrent else 0,
+    )
+
+
+def _digest(file: GgufFile) -> str:
+    digest = hashlib.sha256()
+    for key, value in sorted(file.metadata.items()):
+        digest.update(f"{key}={_shown(value)}\0".encode())
+    for tensor in file.tensors:
+        digest.update(f"{tensor.name} {tensor.shape} {tensor.type}\0".encode())
+    return digest.hexdigest()[:32]
+
+
+def _shown(value: Value) -> str:
+    return f"{value.count} {value.values}" if isinstance(value, Array) else repr(value)
