@@ -165,7 +165,7 @@ def test_unknown_fields_are_refused_in_every_request(op: str) -> None:
         ({"op": "create_session", "ttl_s": 0}, "ttl_s"),
         ({"op": "create_session", "ttl_s": 1e300}, "ttl_s"),
         ({"op": "create_session", "on_full": "drop"}, "on_full"),
-        ({"op": "create_session", "on_disconnect": "detach"}, "on_disconnect"),
+        ({"op": "create_session", "on_disconnect": "wait"}, "on_disconnect"),
         ({"op": "create_session", "store": 1}, "store"),
         ({"op": "create_session", "metadata": {"k": 1}}, "metadata.k"),
         ({"op": "subscribe_metrics", "interval_ms": 99}, "interval_ms"),

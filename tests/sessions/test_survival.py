@@ -51,8 +51,9 @@ class CommittingJournal(FakeJournal):
         self.frames: list[int] = []
 
     def release(self, tell: Callable[[], None]) -> None:
-        """Hold the call until ``let_go``; then its records are safe."""
-        self.held.append(lambda: self._tell(tell))
+        """Hold the call until ``let_go``; then what was written before it is safe."""
+        n_records = len(self.records)
+        self.held.append(lambda: self._tell(tell, n_records))
 
     def end_frame(self) -> None:
         """What is written from now on is of another frame."""
@@ -63,9 +64,9 @@ class CommittingJournal(FakeJournal):
         possible = [n for n in [*self.frames, len(self.records)] if n >= self.safe]
         return possible[: more + 1]
 
-    def _tell(self, tell: Callable[[], None]) -> None:
-        # The frame that this was told in is committed as one.
-        self.safe = max(self.safe, min([n for n in self.frames if n > self.safe], default=len(self.records)))
+    def _tell(self, tell: Callable[[], None], n_records: int) -> None:
+        frame = min([n for n in self.frames if n >= n_records], default=len(self.records))
+        self.safe = max(self.safe, frame)
         tell()
 
 
