@@ -174,7 +174,9 @@ class SessionResumed(Event):
     seq: int = Field(ge=0, description="Number of its last event.")
     turn_id: str | None = Field(default=None, description="The turn that is being answered.")
     content: str | None = Field(default=None, description="What that turn has said up to `seq`, when not resumed.")
-    transcript: tuple[ChatMessage, ...] | None = Field(default=None, description="All messages, when not resumed.")
+    transcript: tuple[ChatMessage, ...] | None = Field(
+        default=None, description="All messages, when not resumed, those that are being answered included."
+    )
     turns: tuple[TranscriptTurn, ...] | None = Field(
         default=None, description="The latest of its turns that have ended, when not resumed."
     )
