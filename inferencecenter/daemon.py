@@ -23,6 +23,7 @@ import uvloop
 from inferencecenter import __version__
 from inferencecenter.errors import ErrorCode, InferenceCenterError
 from inferencecenter.hardware.nvml import Gpu
+from inferencecenter.hardware.split import USUAL_N_BATCH, USUAL_N_UBATCH, USUAL_SLOTS
 from inferencecenter.ipc.messages import EngineOptions
 from inferencecenter.protocol.params import Params, parse_params
 from inferencecenter.server.accounts import Accounts
@@ -37,7 +38,9 @@ from inferencecenter.sessions.registry import Sessions
 from inferencecenter.sessions.store.schema import DATABASE_NAME
 from inferencecenter.sessions.store.store import Store
 from inferencecenter.supervisor.backoff import RestartPolicy
+from inferencecenter.supervisor.corrections import Corrections
 from inferencecenter.supervisor.kv_places import kv_places
+from inferencecenter.supervisor.planning import Planner
 from inferencecenter.supervisor.supervisor import Supervisor
 from inferencecenter.telemetry.metrics import Metrics
 
@@ -53,6 +56,7 @@ if TYPE_CHECKING:
 
 ACCOUNTS_FILE: Final = "accounts.sqlite3"
 _LOCK_FILE: Final = "daemon.lock"
+_PLAN_FILE: Final = "plan.json"
 _ENGINE_LOCK_FILE: Final = "engine.lock"
 _MAX_WORKER_THREADS: Final = 8
 
@@ -203,8 +207,9 @@ async def _run(settings: Settings, prepared: _Prepared, *, on_listening: Callabl
 
 def _supervisor(settings: Settings, kv: KvPlaces, *, live_sessions: Callable[[], tuple[str, ...]]) -> Supervisor:
     engine = settings.engine
-    return Supervisor(
-        _engine_options(settings, kv),
+    planner = Planner(engine=engine, gpu=settings.gpu, corrections=Corrections(settings.state_dir / _PLAN_FILE))
+    supervisor = Supervisor(
+        planner.first(_engine_options(settings, kv)),
         policy=RestartPolicy(
             min_s=engine.restart_backoff_min_s,
             max_s=engine.restart_backoff_max_s,
@@ -216,8 +221,11 @@ def _supervisor(settings: Settings, kv: KvPlaces, *, live_sessions: Callable[[],
         load_timeout_s=engine.load_timeout_s,
         hang_timeout_s=engine.hang_timeout_s,
         live_sessions=live_sessions,
+        plan_again=planner.again,
         lock_path=settings.state_dir / _ENGINE_LOCK_FILE,
     )
+    supervisor.subscribe(planner.heard)
+    return supervisor
 
 
 def _stop_on_signals(listener: Listener) -> None:
@@ -236,21 +244,22 @@ def _stop_on_signals(listener: Listener) -> None:
 
 
 def _engine_options(settings: Settings, kv: KvPlaces) -> EngineOptions:
+    """Return what is set, and what is usual where that is left open and no plan can be made."""
     engine = settings.engine
     return EngineOptions(
         backend=engine.backend,
         parent_pid=os.getpid(),
         model_path=str(settings.model.path),
         model_name=settings.model.name or "",
-        slots=engine.slots,
+        slots=engine.slots or USUAL_SLOTS,
         n_ctx=engine.n_ctx,
         n_gpu_layers=engine.n_gpu_layers,
         n_threads=engine.n_threads,
         n_threads_batch=engine.n_threads_batch,
-        n_batch=engine.n_batch,
-        n_ubatch=engine.n_ubatch,
-        kv_type_k=engine.kv_type_k,
-        kv_type_v=engine.kv_type_v,
+        n_batch=engine.n_batch or max(USUAL_N_BATCH, engine.n_ubatch),
+        n_ubatch=engine.n_ubatch or min(USUAL_N_UBATCH, engine.n_batch or USUAL_N_UBATCH),
+        kv_type_k="f16" if engine.kv_type_k == "auto" else engine.kv_type_k,
+        kv_type_v="f16" if engine.kv_type_v == "auto" else engine.kv_type_v,
         flash_attention=engine.flash_attention,
         use_mmap=engine.use_mmap,
         use_mlock=engine.use_mlock,

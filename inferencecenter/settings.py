@@ -177,15 +177,35 @@ class EngineSettings(Section):
     backend: Literal["llama", "echo"] = Field(
         "llama", description="`llama` decodes with llama.cpp; `echo` repeats the prompt and needs no model."
     )
-    slots: int = Field(8, ge=1, le=256, description="Sequences decoded at once, each with its own context.")
-    n_ctx: int = Field(0, ge=0, le=2**24, description="Tokens of context per slot; 0 takes the model's own.")
-    n_gpu_layers: int = Field(-1, ge=-1, le=10_000, description="Layers on the GPU; -1 is all of them.")
-    n_threads: int = Field(0, ge=0, le=1024, description="Threads for generation; 0 is one per physical core.")
-    n_threads_batch: int = Field(0, ge=0, le=1024, description="Threads for prompts; 0 is one per physical core.")
-    n_batch: int = Field(2048, ge=1, le=2**20, description="Most tokens in one decode call.")
-    n_ubatch: int = Field(512, ge=1, le=2**20, description="Most tokens computed at once inside a decode call.")
-    kv_type_k: KvType = Field("f16", description="Storage type of the K half of the KV cache.")
-    kv_type_v: KvType = Field("f16", description="Storage type of the V half; quantized needs flash attention.")
+    slots: int = Field(
+        0,
+        ge=0,
+        le=256,
+        description="Sequences decoded at once, each with its own context; 0 is 8, or as many as memory holds.",
+    )
+    n_ctx: int = Field(
+        0, ge=0, le=2**24, description="Tokens of context per slot; 0 is 4096, or what the model and memory allow."
+    )
+    n_gpu_layers: int = Field(
+        -1,
+        ge=-1,
+        le=10_000,
+        description="Layers on GPUs, counted from the last, the output matrix as one; -1 is as many as fit.",
+    )
+    n_threads: int = Field(
+        0, ge=0, le=1024, description="Threads for generation; 0 is one per physical core, and few with all on a GPU."
+    )
+    n_threads_batch: int = Field(0, ge=0, le=1024, description="Threads for prompts; 0 is as for generation.")
+    n_batch: int = Field(0, ge=0, le=2**20, description="Most tokens in one decode call; 0 is 2048, or what fits.")
+    n_ubatch: int = Field(
+        0, ge=0, le=2**20, description="Most tokens computed at once inside a decode call; 0 is 512, or what fits."
+    )
+    kv_type_k: KvType | Literal["auto"] = Field(
+        "auto", description="Storage type of the K half of the KV; `auto` is f16, or less with `gpu.quantized_kv`."
+    )
+    kv_type_v: KvType | Literal["auto"] = Field(
+        "auto", description="Storage type of the V half, likewise; quantized needs flash attention."
+    )
     flash_attention: Literal["auto", "on", "off"] = Field("auto", description="Flash attention.")
     use_mmap: bool = Field(True, description="Whether the model file is mapped rather than read.")
     use_mlock: bool = Field(False, description="Whether the model's memory is locked against swapping.")
@@ -234,11 +254,44 @@ class EngineSettings(Section):
 
     @model_validator(mode="after")
     def _ordered(self) -> EngineSettings:
-        if self.n_ubatch > self.n_batch:
+        if 0 < self.n_batch < self.n_ubatch:
             raise ValueError(f"n_ubatch ({self.n_ubatch}) must not exceed n_batch ({self.n_batch})")
         if self.restart_backoff_min_s > self.restart_backoff_max_s:
             raise ValueError("restart_backoff_min_s must not exceed restart_backoff_max_s")
         return self
+
+
+class GpuSettings(Section):
+    """How a model is divided between GPUs and host; what is open, `inferencecenter doctor --plan MODEL` shows why."""
+
+    devices: tuple[Annotated[str, StringConstraints(min_length=1)], ...] = Field(
+        (), description="GPUs to use, by index, UUID or address on the PCI bus; none named is all."
+    )
+    split_mode: Literal["auto", "layer", "none"] = Field(
+        "auto",
+        description="`layer` spreads layers over all GPUs, `none` uses one; `auto` uses as few as hold the model.",
+    )
+    main_gpu: int | None = Field(
+        None, ge=0, le=63, description="The one GPU to use, counted within `devices`; without it the plan chooses."
+    )
+    tensor_split: tuple[Annotated[float, Field(ge=0)], ...] = Field(
+        (), description="Share of the layers on each GPU; none given is what fits."
+    )
+    margin_mib: int | None = Field(
+        None,
+        ge=0,
+        le=2**20,
+        description="MiB to leave free on each GPU; without it 5 % of its memory, and at least 300.",
+    )
+    quantized_kv: bool = Field(
+        False, description="Whether KV may be kept in q8_0 or q4_0 instead of f16 to make a model fit."
+    )
+    prefer: Literal["many", "long"] = Field(
+        "many", description="`many` sessions at once, or `long` contexts, as long as fit, for few."
+    )
+    expert_offload: Literal["auto", "never", "all"] = Field(
+        "auto", description="Whether experts stay in the host's memory: what does not fit, none, or all of them."
+    )
 
 
 class KvSettings(Section):
@@ -308,6 +361,7 @@ class Settings(BaseSettings):
     auth: AuthSettings = Field(default_factory=AuthSettings)
     sessions: SessionSettings = Field(default_factory=SessionSettings)
     engine: EngineSettings = Field(default_factory=EngineSettings)
+    gpu: GpuSettings = Field(default_factory=GpuSettings)
     kv: KvSettings = Field(default_factory=KvSettings)
     model: ModelSettings = Field(default_factory=ModelSettings)
     params: dict[str, Any] = Field(

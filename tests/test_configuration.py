@@ -101,7 +101,7 @@ def test_a_wrong_value_names_source_setting_value_and_what_is_allowed(tmp_path: 
 
 def test_a_wrong_option_names_the_command_line() -> None:
     """The origin of an option is the command line, not the file."""
-    assert _refused(None, **{"engine.slots": 0}).message.startswith("command line: engine.slots is 0:")
+    assert _refused(None, **{"engine.slots": -1}).message.startswith("command line: engine.slots is -1:")
 
 
 def test_the_item_of_a_list_is_named(tmp_path: Path) -> None:

@@ -97,7 +97,7 @@ def test_systemd_names_the_directory_in_memory(monkeypatch: pytest.MonkeyPatch) 
         ("auth", {"default_priority": "urgent"}),
         ("sessions", {"default_ttl_s": 0}),
         ("engine", {"backend": "vllm"}),
-        ("engine", {"slots": 0}),
+        ("engine", {"slots": -1}),
         ("engine", {"n_gpu_layers": -2}),
         ("engine", {"kv_type_k": "q2"}),
         ("engine", {"n_batch": 128, "n_ubatch": 256}),

@@ -8,6 +8,7 @@ GPU and processor, is tried with these.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final, Literal, TypeAlias
 
@@ -61,7 +62,8 @@ class TensorHead:
     def bytes(self) -> int:
         """Bytes that its weights take."""
         block, block_bytes = gguf.GGML_QUANT_SIZES[self.type]
-        return int(np.prod(self.shape)) // block * block_bytes
+        n_bytes: int = prod(self.shape) // block * block_bytes
+        return n_bytes
 
 
 def _llama(

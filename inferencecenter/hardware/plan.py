@@ -20,6 +20,8 @@ class Device:
 
     Attributes:
         id: What the engine finds it by: its address on the PCI bus, or llama.cpp's name for it.
+        index: Its number in NVML, -1 for what NVML does not know.
+        aliases: What else it is called by: its index and UUID, or llama.cpp's name.
         correction_bytes: How much more than estimated it took the last time; negative for less.
     """
 
@@ -28,6 +30,8 @@ class Device:
     free_bytes: int
     total_bytes: int
     correction_bytes: int = 0
+    index: int = -1
+    aliases: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,8 +24,10 @@ if TYPE_CHECKING:
 
 USUAL_SLOTS: Final = 8
 USUAL_N_CTX: Final = 4096
+USUAL_N_BATCH: Final = 2048
+USUAL_N_UBATCH: Final = 512
 _LEAST_N_CTX: Final = 256
-_BATCHES: Final = ((2048, 512), (1024, 256), (512, 128))
+_BATCHES: Final = ((USUAL_N_BATCH, USUAL_N_UBATCH), (1024, 256), (512, 128))
 """Tokens in a decode call, and computed at once; llama.cpp's own first."""
 _MOST_N_CTX_FOR_MANY: Final = 32_768
 _QUANTIZED: Final = ("q8_0", "q4_0")

@@ -128,6 +128,12 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
     target_step_ms: int = 150
     worker_threads: int = 2
     echo_delay_ms: int = 0
+    devices: tuple[str, ...] = ()
+    split_mode: str = "layer"
+    main_gpu: int = 0
+    tensor_split: tuple[float, ...] = ()
+    cpu_tensors: tuple[str, ...] = ()
+    gpu_optional: bool = False
     quantum_tokens: int = 0
     ageing_s: float = 30.0
     queue_timeout_s: float = 0.0
@@ -152,12 +158,22 @@ ToEngine: TypeAlias = Configure | Submit | Abort | Release | Keep | Suspend
 # --- engine to front: the life of the process
 
 
+class BufferUse(msgspec.Struct, frozen=True, kw_only=True):
+    """What llama.cpp took of one kind of memory, in bytes; ``name`` is its own, as ``CUDA0`` or ``CPU``."""
+
+    name: str
+    weight_bytes: int = 0
+    kv_bytes: int = 0
+    compute_bytes: int = 0
+    output_bytes: int = 0
+
+
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     """What the front needs to know of a loaded model; it never opens the file itself.
 
     ``n_ctx`` is tokens per slot. ``special_tokens`` are the texts of control tokens, which must never be recognised in
     what a user or a model wrote. ``sampling_defaults_json`` is an object of parameters that the file recommends.
-    ``add_bos`` says that a sequence starts with ``bos_token``.
+    ``add_bos`` says that a sequence starts with ``bos_token``. ``memory`` is what loading it took.
     """
 
     name: str
@@ -181,6 +197,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     special_tokens: tuple[str, ...]
     sampling_defaults_json: bytes
     library: str
+    memory: tuple[BufferUse, ...] = ()
 
 
 class Loading(msgspec.Struct, frozen=True, tag=True):

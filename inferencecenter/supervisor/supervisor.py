@@ -57,6 +57,7 @@ class Supervisor:
         load_timeout_s: An engine that is not ready by then is killed and started again.
         hang_timeout_s: So is one that has turns and makes no progress for so long.
         live_sessions: Names the sessions whose KV a new engine is to keep; without it all is kept.
+        plan_again: Completes the options of every engine but the first, from a thread; none to leave them.
         lock_path: File by which the engine of a daemon that died is noticed; none to do without.
         jitter: Numbers from 0 to 1.
         monotonic: Seconds that only rise.
@@ -74,6 +75,7 @@ class Supervisor:
         hang_timeout_s: float = 60.0,
         # Surroundings
         live_sessions: Callable[[], Collection[str]] | None = None,
+        plan_again: Callable[[EngineOptions], EngineOptions] | None = None,
         lock_path: Path | None = None,
         jitter: Callable[[], float] = random.random,
         monotonic: Callable[[], float] = time.monotonic,
@@ -86,6 +88,7 @@ class Supervisor:
         self._load_timeout_s = load_timeout_s
         self._hang_timeout_s = hang_timeout_s
         self._live_sessions = live_sessions
+        self._plan_again = plan_again
         self._lock_path = lock_path
         self._monotonic = monotonic
         self._tasks = TaskGroup("supervisor")
@@ -221,6 +224,8 @@ class Supervisor:
     async def _live(self) -> Ended:
         """Run one engine until it is gone."""
         self._ready_since = None
+        if self._plan_again is not None and self._starts > 1:
+            self._options = await asyncio.to_thread(self._plan_again, self._options)
         # Of what another daemon's engine parked, only durable sessions are still known. One that got ready here has
         # deleted the rest, so that what is there now was parked for sessions of this daemon.
         options = msgspec.structs.replace(self._options, kv_adopt="durable" if self._model is None else "all")

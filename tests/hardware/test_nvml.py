@@ -2,29 +2,42 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pynvml
 import pytest
 
-from inferencecenter.hardware.nvml import NO_GPU, Gpu, GpuReading
+from inferencecenter.hardware.nvml import NO_GPU, Gpu, GpuReading, Gpus, process_bytes, read_gpus
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 READINGS: dict[str, Any] = {
     "nvmlInit": lambda: None,
-    "nvmlDeviceGetHandleByIndex": lambda _index: "handle",
+    "nvmlSystemGetDriverVersion": lambda: "580.10",
+    "nvmlDeviceGetCount": lambda: 2,
+    "nvmlDeviceGetHandleByIndex": lambda index: f"handle {index}",
     "nvmlDeviceGetName": lambda _handle: "GPU",
     "nvmlDeviceGetTemperature": lambda _handle, _sensor: 61,
     "nvmlDeviceGetMemoryInfo": lambda _handle: SimpleNamespace(total=300, used=100, free=200),
     "nvmlDeviceGetPowerUsage": lambda _handle: 55_500,
+    "nvmlDeviceGetEnforcedPowerLimit": lambda _handle: 120_000,
     "nvmlDeviceGetFanSpeed": lambda _handle: 30,
     "nvmlDeviceGetUtilizationRates": lambda _handle: SimpleNamespace(gpu=12, memory=1),
     "nvmlDeviceGetCurrentClocksThrottleReasons": lambda _handle: (
         pynvml.nvmlClocksEventReasonSwThermalSlowdown | pynvml.nvmlClocksEventReasonGpuIdle
     ),
+    "nvmlDeviceGetUUID": lambda _handle: "GPU-1",
+    "nvmlDeviceGetPciInfo": lambda _handle: SimpleNamespace(domain=0, bus=0xC1, device=0),
+    "nvmlDeviceGetCudaComputeCapability": lambda _handle: (6, 1),
+    "nvmlDeviceGetClockInfo": lambda _handle, clock: 1500 if clock == pynvml.NVML_CLOCK_SM else 4000,
+    "nvmlDeviceGetMigMode": lambda _handle: [pynvml.NVML_DEVICE_MIG_DISABLE, pynvml.NVML_DEVICE_MIG_DISABLE],
+    "nvmlDeviceGetComputeRunningProcesses": lambda _handle: [
+        SimpleNamespace(pid=7, usedGpuMemory=90),
+        SimpleNamespace(pid=8, usedGpuMemory=None),
+    ],
 }
 WHOLE = GpuReading(
     name="GPU",
@@ -36,15 +49,28 @@ WHOLE = GpuReading(
     fan_percent=30,
     utilization_percent=12,
     slowdowns=("sw_thermal",),
+    uuid="GPU-1",
+    pci_id="0000:c1:00.0",
+    compute_capability=(6, 1),
+    power_limit_watts=120,
+    sm_clock_mhz=1500,
+    memory_clock_mhz=4000,
+    mig=False,
 )
 FIELDS = {
     "nvmlDeviceGetName": ("name",),
     "nvmlDeviceGetTemperature": ("temperature_c",),
     "nvmlDeviceGetMemoryInfo": ("vram_total_bytes", "vram_used_bytes", "vram_free_bytes"),
     "nvmlDeviceGetPowerUsage": ("power_watts",),
+    "nvmlDeviceGetEnforcedPowerLimit": ("power_limit_watts",),
     "nvmlDeviceGetFanSpeed": ("fan_percent",),
     "nvmlDeviceGetUtilizationRates": ("utilization_percent",),
     "nvmlDeviceGetCurrentClocksThrottleReasons": ("slowdowns",),
+    "nvmlDeviceGetUUID": ("uuid",),
+    "nvmlDeviceGetPciInfo": ("pci_id",),
+    "nvmlDeviceGetCudaComputeCapability": ("compute_capability",),
+    "nvmlDeviceGetClockInfo": ("sm_clock_mhz", "memory_clock_mhz"),
+    "nvmlDeviceGetMigMode": ("mig",),
 }
 
 
@@ -59,7 +85,7 @@ def failing(code: int) -> Callable[..., None]:
 
 @pytest.fixture(autouse=True)
 def nvml(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An NVML with one GPU that tells everything."""
+    """An NVML with two GPUs that tell everything."""
     for name, answer in READINGS.items():
         monkeypatch.setattr(pynvml, name, answer)
 
@@ -71,13 +97,26 @@ def test_a_gpu_that_tells_everything() -> None:
     assert gpu.read() == WHOLE
 
 
+def test_all_gpus_are_read_with_their_index() -> None:
+    """In the driver's order, with its version."""
+    assert read_gpus() == Gpus((replace(WHOLE, index=0), replace(WHOLE, index=1)), driver_version="580.10")
+
+
 @pytest.mark.parametrize("call", FIELDS)
 def test_a_single_missing_reading_is_none(monkeypatch: pytest.MonkeyPatch, call: str) -> None:
     """What the model does not support is ``None``; everything else is read."""
     monkeypatch.setattr(pynvml, call, failing(pynvml.NVML_ERROR_NOT_SUPPORTED))
+    expected = replace(WHOLE, **dict.fromkeys(FIELDS[call]))
+    assert Gpu().read() == expected
+
+
+@pytest.mark.parametrize("call", FIELDS)
+def test_a_function_that_an_old_driver_lacks_is_none(monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+    """As is one whose symbol is not in the library, or not in the binding."""
+    monkeypatch.setattr(pynvml, call, failing(pynvml.NVML_ERROR_FUNCTION_NOT_FOUND))
     reading = Gpu().read()
-    missing = {name for name in GpuReading.__dataclass_fields__ if getattr(reading, name) is None}
-    assert missing == set(FIELDS[call])
+    monkeypatch.delattr(pynvml, call)
+    assert Gpu().read() == reading == replace(WHOLE, **dict.fromkeys(FIELDS[call]))
 
 
 @pytest.mark.parametrize(
@@ -85,6 +124,7 @@ def test_a_single_missing_reading_is_none(monkeypatch: pytest.MonkeyPatch, call:
     [
         ("nvmlInit", pynvml.NVML_ERROR_LIBRARY_NOT_FOUND),
         ("nvmlInit", pynvml.NVML_ERROR_DRIVER_NOT_LOADED),
+        ("nvmlInit", pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH),
         ("nvmlDeviceGetHandleByIndex", pynvml.NVML_ERROR_INVALID_ARGUMENT),
     ],
 )
@@ -94,14 +134,63 @@ def test_no_library_no_driver_no_device(monkeypatch: pytest.MonkeyPatch, call: s
     gpu = Gpu()
     assert not gpu.present
     assert gpu.read() == NO_GPU == GpuReading()
+    assert read_gpus().readings == ()
+
+
+def test_a_driver_that_does_not_match_is_said() -> None:
+    """In NVML's own words, which name the cause."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pynvml, "nvmlInit", failing(pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH))
+        assert "mismatch" in (read_gpus().problem or "").lower()
+
+
+@pytest.mark.parametrize("call", ["nvmlDeviceGetCount", "nvmlSystemGetDriverVersion"])
+def test_a_driver_that_does_not_even_count(monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+    """Without a count there is no GPU, without a version only that is missing."""
+    monkeypatch.setattr(pynvml, call, failing(pynvml.NVML_ERROR_UNKNOWN))
+    assert len(read_gpus().readings) == (0 if call == "nvmlDeviceGetCount" else 2)
 
 
 def test_a_gpu_that_is_lost_while_running(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GPU that falls off the bus gives empty readings, not failures."""
+    """A GPU that falls off the bus gives empty readings, not failures, and is in no list."""
     gpu = Gpu()
     for call in FIELDS:
         monkeypatch.setattr(pynvml, call, failing(pynvml.NVML_ERROR_GPU_IS_LOST))
     assert gpu.read() == NO_GPU
+    assert read_gpus().readings == ()
+
+
+def test_one_of_two_gpus_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other keeps its index."""
+
+    def handle(index: int) -> str:
+        if index == 0:
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_GPU_IS_LOST)
+        return "handle"
+
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetHandleByIndex", handle)
+    assert [reading.index for reading in read_gpus().readings] == [1]
+
+
+def test_a_gpu_that_is_divided(monkeypatch: pytest.MonkeyPatch) -> None:
+    """MIG is told, since the memory read here is then not what a program gets."""
+    mode = [pynvml.NVML_DEVICE_MIG_ENABLE, pynvml.NVML_DEVICE_MIG_ENABLE]
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetMigMode", lambda _handle: mode)
+    assert Gpu().read().mig is True
+
+
+@pytest.mark.parametrize(("pid", "expected"), [(7, 90), (8, None), (9, None)])
+def test_what_a_process_has_on_a_gpu(pid: int, expected: int | None) -> None:
+    """``None`` where the driver does not tell, or does not know the process by that number."""
+    assert process_bytes(0, pid) == expected
+
+
+def test_what_a_process_has_when_nothing_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A driver that refuses the list, or the GPU, tells nothing."""
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetComputeRunningProcesses", failing(pynvml.NVML_ERROR_NO_PERMISSION))
+    assert process_bytes(0, 7) is None
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetHandleByIndex", failing(pynvml.NVML_ERROR_GPU_IS_LOST))
+    assert process_bytes(0, 7) is None
 
 
 def test_zero_is_a_reading(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from contextlib import ExitStack
-from pathlib import Path
 from typing import TYPE_CHECKING
 
+from inferencecenter.engine.llama.buffers import BufferSizes
 from inferencecenter.engine.llama.context import Context
+from inferencecenter.engine.llama.devices import present
 from inferencecenter.engine.llama.fingerprint import fingerprint
 from inferencecenter.engine.llama.log import LlamaLog
 from inferencecenter.engine.llama.model import Model
 from inferencecenter.engine.llama.sampler import NativeSampler
 from inferencecenter.engine.sampling.chain import RANDOM_SEED, plan_chain
+from inferencecenter.hardware.host import physical_cores
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from inferencecenter.engine.backend import Chunk, Sampled
-    from inferencecenter.ipc.messages import EngineOptions, ModelInfo, Piece
+    from inferencecenter.ipc.messages import BufferUse, EngineOptions, ModelInfo, Piece
     from inferencecenter.protocol.params import Params
-
-_CPUS = Path("/sys/devices/system/cpu")
 
 
 class LlamaBackend:
@@ -36,13 +35,14 @@ class LlamaBackend:
         *,
         digest: str,
         kv_bytes_per_token: int,
+        memory: tuple[BufferUse, ...],
         resources: ExitStack,
     ) -> None:
         self._model = model
         self._context = context
         self._resources = resources
         self._samplers: set[LlamaTurnSampler] = set()
-        self._info = model.info(options, n_threads=context.n_threads)
+        self._info = model.info(options, n_threads=context.n_threads, memory=memory)
         self._fingerprint = digest
         self._kv_bytes_per_token = kv_bytes_per_token
 
@@ -58,15 +58,24 @@ class LlamaBackend:
         Raises:
             InferenceCenterError: ``invalid_model_file`` or ``invalid_config``.
         """
+        sizes = BufferSizes()
+
+        def logged(level: str, line: str) -> None:
+            sizes.read(line)
+            on_log(level, line)
+
         with ExitStack() as resources:
-            log = LlamaLog(on_log)
+            log = LlamaLog(logged)
             log.install()
             resources.callback(log.close)
+            options = present(options, on_log=on_log)
             model = Model.load(options, on_progress=on_progress, log=log)
             resources.callback(model.close)
             context = Context(model, options, n_threads=options.n_threads or physical_cores(), log=log)
             resources.callback(context.close)
-            kv_bytes_per_token = context.warm_up(max(model.vocab.bos, 0))
+            # A GPU's libraries take memory only when they are first used with a batch of full size.
+            full_batch = options.n_ubatch if model.n_gpu_layers else 0
+            kv_bytes_per_token = context.warm_up(max(model.vocab.bos, 0), n_tokens=full_batch)
             digest = fingerprint(model, options)
             return cls(
                 options,
@@ -74,6 +83,7 @@ class LlamaBackend:
                 context,
                 digest=digest,
                 kv_bytes_per_token=kv_bytes_per_token,
+                memory=sizes.uses(),
                 resources=resources.pop_all(),
             )
 
@@ -218,17 +228,3 @@ def continued_seed(seed: int, n_answer: int) -> int:
     """Return the seed for the rest of an answer: the same for the same beginning, and not ``seed`` again."""
     digest = hashlib.sha256(f"{seed} {n_answer}".encode()).digest()
     return int.from_bytes(digest[:4]) % RANDOM_SEED
-
-
-def physical_cores(cpus: Path = _CPUS) -> int:
-    """Return how many cores this process may run on, counting hyper-threads of one core once."""
-    allowed = os.sched_getaffinity(0)
-    cores = {_siblings(cpus / f"cpu{cpu}" / "topology" / "thread_siblings_list", cpu) for cpu in allowed}
-    return len(cores)
-
-
-def _siblings(listing: Path, cpu: int) -> str:
-    try:
-        return listing.read_text().strip()
-    except OSError:
-        return str(cpu)

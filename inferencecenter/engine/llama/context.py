@@ -211,11 +211,16 @@ class Context:
         self._empty(slot)
         return False
 
-    def warm_up(self, token: int) -> int:
+    def warm_up(self, token: int, *, n_tokens: int = 0) -> int:
         """Decode two tokens and forget them, so that the first turn does not pay for page faults and set-up.
 
-        Returns the bytes that a token of a full slot takes in a saved sequence, on average.
+        Before, a chunk of ``n_tokens`` is, as far as a slot holds them. Returns the bytes that a token of a full slot
+        takes in a saved sequence, on average.
         """
+        batch = min(n_tokens, self._n_batch, self.n_ctx)
+        if batch:
+            self.decode([Chunk(slot=0, start=0, tokens=[token] * batch, sample=True)])
+            self._empty(0)
         sizes = []
         for position in range(min(2, self.n_ctx)):
             self.decode([Chunk(slot=0, start=position, tokens=[token], sample=True)])

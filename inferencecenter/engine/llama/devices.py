@@ -1,16 +1,49 @@
-"""The devices that llama.cpp computes on."""
+"""The devices that llama.cpp computes on: ``python -m inferencecenter.engine.llama.devices`` tells them as JSON."""
 
 from __future__ import annotations
 
 import ctypes
-from typing import Final
+import sys
+from typing import TYPE_CHECKING, Final
 
+import msgspec
 from llama_cpp import llama_cpp as lib
 from llama_cpp._ggml import libggml
 
+from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.hardware.ggml import GgmlDevice
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from inferencecenter.ipc.messages import EngineOptions
+
 # enum ggml_backend_dev_type: a GPU with memory of its own, and one that shares the host's.
 _GPU_TYPES: Final = (1, 2)
+
+
+class _Properties(ctypes.Structure):
+    """``ggml_backend_dev_props`` of ggml-backend.h; the capabilities at its end are five bools."""
+
+    _fields_ = (
+        ("name", ctypes.c_char_p),
+        ("description", ctypes.c_char_p),
+        ("memory_free", ctypes.c_size_t),
+        ("memory_total", ctypes.c_size_t),
+        ("type", ctypes.c_int),
+        ("device_id", ctypes.c_char_p),
+        ("capabilities", ctypes.c_bool * 5),
+    )
+
+
 _device_by_type = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_int)(("ggml_backend_dev_by_type", libggml))
+_device_count = ctypes.CFUNCTYPE(ctypes.c_size_t)(("ggml_backend_dev_count", libggml))
+_device = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_size_t)(("ggml_backend_dev_get", libggml))
+_get_properties = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.POINTER(_Properties))(
+    ("ggml_backend_dev_get_props", libggml)
+)
+host_buffer_type = ctypes.CFUNCTYPE(ctypes.c_void_p)(("ggml_backend_cpu_buffer_type", libggml))
+"""Return the kind of buffer that is plain memory of the host."""
 
 
 def offloads() -> bool:
@@ -19,3 +52,79 @@ def offloads() -> bool:
     ``llama_supports_gpu_offload`` alone is also true where llama.cpp was built to use other machines.
     """
     return bool(lib.llama_supports_gpu_offload()) and any(_device_by_type(each) for each in _GPU_TYPES)
+
+
+def devices() -> list[tuple[int, GgmlDevice]]:
+    """Return llama.cpp's pointer to each device, the processor included, with what is known of it."""
+    found = []
+    for index in range(_device_count()):
+        pointer = _device(index)
+        assert pointer is not None, "there are as many devices as are counted"
+        properties = _Properties()
+        _get_properties(pointer, ctypes.byref(properties))
+        device = GgmlDevice(
+            name=_text(properties.name),
+            description=_text(properties.description),
+            id=_text(properties.device_id),
+            is_gpu=properties.type in _GPU_TYPES,
+            free_bytes=properties.memory_free,
+            total_bytes=properties.memory_total,
+        )
+        found.append((pointer, device))
+    return found
+
+
+def pointers(wanted: tuple[str, ...]) -> list[int]:
+    """Return llama.cpp's pointers to GPUs that are named by their address on the bus, or by llama.cpp's name.
+
+    Raises:
+        InferenceCenterError: ``invalid_config`` when one is not there.
+    """
+    known: dict[str, int] = {}
+    for pointer, device in devices():
+        if device.is_gpu:
+            # One GPU may be there twice, by two drivers: llama.cpp too takes the first.
+            known.setdefault(device.name, pointer)
+            known.setdefault(device.id, pointer)
+    missing = [name for name in wanted if name not in known]
+    if missing:
+        there = ", ".join(f"{device.name} ({device.id})" for _, device in devices() if device.is_gpu) or "none"
+        raise InferenceCenterError(
+            ErrorCode.INVALID_CONFIG,
+            f"llama.cpp does not find the GPU {missing[0]}; it finds: {there}.",
+            hint="The driver may not suit the build: `inferencecenter doctor` looks at both.",
+            field="devices",
+        )
+    return [known[name] for name in wanted]
+
+
+def present(options: EngineOptions, *, on_log: Callable[[str, str], None]) -> EngineOptions:
+    """Return the options as they can be had: without GPUs where those are missing that were to be used if there.
+
+    Raises:
+        InferenceCenterError: ``invalid_config`` when a GPU is missing that must be there.
+    """
+    try:
+        pointers(options.devices)
+    except InferenceCenterError as error:
+        if not options.gpu_optional:
+            raise
+        on_log("warning", f"runs without a GPU: {error.message}")
+        return msgspec.structs.replace(
+            options, devices=(), n_gpu_layers=0, split_mode="none", main_gpu=-1, tensor_split=(), cpu_tensors=()
+        )
+    return options
+
+
+def _text(value: bytes | None) -> str:
+    return (value or b"").decode("utf-8", errors="replace")
+
+
+def main() -> None:
+    """Write all devices to standard output, as one line of JSON."""
+    lib.llama_backend_init()
+    sys.stdout.buffer.write(msgspec.json.encode([device for _, device in devices()]) + b"\n")
+
+
+if __name__ == "__main__":
+    main()

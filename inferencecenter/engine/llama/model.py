@@ -12,16 +12,18 @@ from typing import TYPE_CHECKING
 import msgspec
 from llama_cpp import llama_cpp as lib
 
-from inferencecenter.engine.llama.model_file import available_memory_bytes, check_model_file, load_refusal, unusable
+from inferencecenter.engine.llama.devices import host_buffer_type, pointers
+from inferencecenter.engine.llama.model_file import check_model_file, load_refusal, unusable
 from inferencecenter.engine.llama.vocab import Vocabulary
 from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.hardware.host import available_memory_bytes
 from inferencecenter.ipc.messages import ModelInfo
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from inferencecenter.engine.llama.log import LlamaLog
-    from inferencecenter.ipc.messages import EngineOptions
+    from inferencecenter.ipc.messages import BufferUse, EngineOptions
 
 N_CTX_DEFAULT_MAX = 4096
 
@@ -48,11 +50,22 @@ _LOAD_MODES = {
 }
 
 
+_SPLIT_MODES = {"layer": lib.LLAMA_SPLIT_MODE_LAYER, "none": lib.LLAMA_SPLIT_MODE_NONE}
+
+
+class _TensorPlace(ctypes.Structure):
+    """``llama_model_tensor_buft_override`` of llama.h, which the binding leaves out."""
+
+    _fields_ = (("pattern", ctypes.c_char_p), ("buffer_type", ctypes.c_void_p))
+
+
 class Model:
     """A loaded ``llama_model`` with its vocabulary; outlives every context made from it."""
 
-    def __init__(self, handle: int, *, path: Path, n_gpu_layers: int) -> None:
+    def __init__(self, handle: int, *, path: Path, n_gpu_layers: int, params: ModelParams) -> None:
         self.handle = handle
+        # llama.cpp looks at some of them again when a context is made.
+        self._params = params
         self.path = path
         self.n_layers: int = lib.llama_model_n_layer(handle)
         self.n_ctx_train: int = lib.llama_model_n_ctx_train(handle)
@@ -70,29 +83,26 @@ class Model:
         n_gpu_layers = resolve_gpu_layers(options.n_gpu_layers, offload=offload)
         path = Path(options.model_path)
         check_model_file(path, available_bytes=available_memory_bytes() if n_gpu_layers == 0 else None)
-        params = lib.llama_model_default_params()
-        params.n_gpu_layers = n_gpu_layers
-        params.load_mode = _LOAD_MODES[options.use_mmap, options.use_mlock]
-        params.use_extra_bufts = may_repack(lib.llama_print_system_info().decode())
+        params = ModelParams(options, n_gpu_layers=n_gpu_layers)
         progress = _progress_callback(on_progress)
-        params.progress_callback = progress
+        params.struct.progress_callback = progress
         log.take_problems()
         lib.llama_backend_init()
         progress(0.0, None)  # before any layer is on its way to a GPU, where loading may end the process
-        handle = lib.llama_model_load_from_file(str(path).encode(), params)
+        handle = lib.llama_model_load_from_file(str(path).encode(), params.struct)
         if not handle:
             raise load_refusal(path, log.take_problems())
         reason = _why_unusable(handle)
         if reason:
             lib.llama_model_free(handle)
             raise unusable(path, reason)
-        return cls(handle, path=path, n_gpu_layers=n_gpu_layers)
+        return cls(handle, path=path, n_gpu_layers=n_gpu_layers, params=params)
 
     def n_ctx(self, asked: int) -> int:
         """Return the tokens per slot for a setting in which 0 leaves it to the model."""
         return asked or min(self.n_ctx_train, N_CTX_DEFAULT_MAX)
 
-    def info(self, options: EngineOptions, *, n_threads: int) -> ModelInfo:
+    def info(self, options: EngineOptions, *, n_threads: int, memory: tuple[BufferUse, ...] = ()) -> ModelInfo:
         """Return what the front needs to know of this model, run as ``options`` say."""
         vocab = self.vocab
         return ModelInfo(
@@ -117,6 +127,7 @@ class Model:
             special_tokens=vocab.special_texts,
             sampling_defaults_json=msgspec.json.encode(self._sampling_defaults()),
             library=f"llama.cpp {lib.llama_version().decode()} via llama-cpp-python {version('llama-cpp-python')}",
+            memory=memory,
         )
 
     def metadata(self, key: str) -> str:
@@ -143,6 +154,40 @@ class Model:
         found = ((name, self.metadata(f"general.sampling.{key}"), kind) for key, name, kind in _SAMPLING_KEYS)
         values = {name: _number(text, kind) for name, text, kind in found}
         return {name: value for name, value in values.items() if value is not None}
+
+
+class ModelParams:
+    """``llama_model_params`` with everything that it points to.
+
+    Raises:
+        InferenceCenterError: ``invalid_config`` for a split mode that there is not, or a GPU.
+    """
+
+    def __init__(self, options: EngineOptions, *, n_gpu_layers: int) -> None:
+        self.struct = struct = lib.llama_model_default_params()
+        struct.n_gpu_layers = n_gpu_layers
+        struct.load_mode = _LOAD_MODES[options.use_mmap, options.use_mlock]
+        struct.use_extra_bufts = may_repack(lib.llama_print_system_info().decode())
+        if options.split_mode not in _SPLIT_MODES:
+            raise InferenceCenterError(
+                ErrorCode.INVALID_CONFIG,
+                f"split_mode is {options.split_mode!r}; allowed: {', '.join(_SPLIT_MODES)}.",
+                field="split_mode",
+            )
+        struct.split_mode = _SPLIT_MODES[options.split_mode]
+        struct.main_gpu = options.main_gpu
+        if options.devices:
+            found = pointers(options.devices)
+            self._devices = (ctypes.c_void_p * (len(found) + 1))(*found, None)
+            struct.devices = ctypes.cast(self._devices, type(struct.devices))
+        if options.tensor_split:
+            self._shares = (ctypes.c_float * lib.llama_max_devices())(*options.tensor_split)
+            struct.tensor_split = ctypes.cast(self._shares, ctypes.POINTER(ctypes.c_float))
+        if options.cpu_tensors:
+            host = host_buffer_type()
+            places = [_TensorPlace(pattern.encode(), host) for pattern in options.cpu_tensors]
+            self._places = (_TensorPlace * (len(places) + 1))(*places, _TensorPlace(None, None))
+            struct.tensor_buft_overrides = ctypes.cast(self._places, ctypes.c_void_p)
 
 
 def resolve_gpu_layers(asked: int, *, offload: bool) -> int:

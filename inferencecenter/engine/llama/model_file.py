@@ -46,16 +46,6 @@ def check_model_file(path: Path, *, available_bytes: int | None) -> int:
     return size_bytes
 
 
-def available_memory_bytes(meminfo: Path = Path("/proc/meminfo")) -> int | None:
-    """Return the memory that can be had without swapping, or None where the kernel does not say."""
-    try:
-        text = meminfo.read_text()
-    except OSError:
-        return None
-    found = re.search(r"^MemAvailable:\s+(\d+) kB$", text, re.MULTILINE)
-    return int(found[1]) * 1024 if found else None
-
-
 def load_refusal(path: Path, problems: tuple[str, ...]) -> InferenceCenterError:
     """Return the error for a file that llama.cpp refused, with the last lines it logged about it."""
     detail = " ".join(problems) or "llama.cpp gave no reason."

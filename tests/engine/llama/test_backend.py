@@ -11,9 +11,10 @@ import msgspec
 import pytest
 
 from inferencecenter.engine.backend import Backend, Chunk
-from inferencecenter.engine.llama.backend import LlamaBackend, continued_seed, physical_cores
+from inferencecenter.engine.llama.backend import LlamaBackend, continued_seed
 from inferencecenter.engine.sampling.chain import RANDOM_SEED
 from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.hardware.host import physical_cores
 from inferencecenter.ipc.messages import EngineOptions, Piece
 from inferencecenter.protocol.params import Params
 

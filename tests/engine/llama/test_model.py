@@ -11,8 +11,9 @@ import pytest
 from llama_cpp import llama_cpp as lib
 
 from inferencecenter.engine.llama.model import N_CTX_DEFAULT_MAX, Model, may_repack, resolve_gpu_layers
-from inferencecenter.engine.llama.model_file import available_memory_bytes, check_model_file
+from inferencecenter.engine.llama.model_file import check_model_file
 from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.hardware.host import available_memory_bytes
 from inferencecenter.ipc.messages import EngineOptions
 
 if TYPE_CHECKING:

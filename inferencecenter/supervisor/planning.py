@@ -1,0 +1,230 @@
+"""Plans each engine's start: what the settings leave open is chosen by what is free at that moment."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+import structlog
+
+from inferencecenter.errors import InferenceCenterError
+from inferencecenter.hardware import nvml
+from inferencecenter.hardware.devices import find_devices
+from inferencecenter.hardware.gguf import read_gguf
+from inferencecenter.hardware.host import read_host
+from inferencecenter.hardware.model_shape import describe
+from inferencecenter.hardware.placing import CONTEXT_BYTES
+from inferencecenter.hardware.plan import MIB, Wishes
+from inferencecenter.hardware.split import plan
+from inferencecenter.ipc.port import EngineState
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from inferencecenter.hardware.model_shape import ModelShape
+    from inferencecenter.hardware.plan import Device, Host, Plan
+    from inferencecenter.ipc.messages import BufferUse, EngineOptions, ModelInfo
+    from inferencecenter.ipc.port import EngineStatus
+    from inferencecenter.settings import EngineSettings, GpuSettings
+    from inferencecenter.supervisor.corrections import Corrections
+
+_log = structlog.get_logger(__name__)
+
+_PERCENT: Final = 100
+
+
+def wishes(engine: EngineSettings, gpu: GpuSettings) -> Wishes:
+    """Return what the settings say about a plan."""
+    return Wishes(
+        slots=engine.slots,
+        n_ctx=engine.n_ctx,
+        n_gpu_layers=engine.n_gpu_layers,
+        n_batch=engine.n_batch,
+        n_ubatch=engine.n_ubatch,
+        n_threads=engine.n_threads,
+        kv_type_k=engine.kv_type_k,
+        kv_type_v=engine.kv_type_v,
+        flash_attention=engine.flash_attention,
+        split_mode=gpu.split_mode,
+        main_gpu=-1 if gpu.main_gpu is None else gpu.main_gpu,
+        tensor_split=gpu.tensor_split,
+        margin_bytes=None if gpu.margin_mib is None else gpu.margin_mib * MIB,
+        quantized_kv=gpu.quantized_kv,
+        prefer=gpu.prefer,
+        expert_offload=gpu.expert_offload,
+    )
+
+
+class Planner:
+    """Completes the options of each engine, and compares what it took with what was planned.
+
+    When an engine has been ready, later ones get the same slots, contexts and KV types, so that turns that wait still
+    fit and parked KV is still of use; layers and batches are planned anew.
+
+    Args:
+        engine: What is set about the engine.
+        gpu: What is set about GPUs.
+        corrections: How far earlier plans were off.
+        devices: Looks for GPUs.
+        host: Looks at memory and cores.
+        used_bytes: Returns what a process (its id) has on a GPU (its index), if the driver tells.
+    """
+
+    def __init__(  # noqa: PLR0913 - keyword-only; the last three are the surroundings
+        self,
+        *,
+        engine: EngineSettings,
+        gpu: GpuSettings,
+        corrections: Corrections,
+        devices: Callable[[Sequence[str]], tuple[Device, ...]] = find_devices,
+        host: Callable[[], Host] = read_host,
+        used_bytes: Callable[[int, int], int | None] = nvml.process_bytes,
+    ) -> None:
+        self._gpu = gpu
+        self._wishes = wishes(engine, gpu)
+        self._corrections = corrections
+        self._find_devices = devices
+        self._read_host = host
+        self._used_bytes = used_bytes
+        self._model: ModelShape | None = None
+        self._plan: Plan | None = None
+        self._given_layers: int | None = None
+        self._compared_pid = 0
+
+    def first(self, options: EngineOptions) -> EngineOptions:
+        """Return the options of the first engine.
+
+        Raises:
+            InferenceCenterError: ``invalid_config`` for a GPU that is set and not there.
+        """
+        if options.backend != "llama":
+            return options
+        try:
+            self._model = describe(read_gguf(Path(options.model_path)))
+        except InferenceCenterError as error:
+            # llama.cpp may read what is not understood here; if it cannot either, it says so.
+            _log.warning("plan_impossible", reason=error.message)
+            return options
+        return self._planned(options)
+
+    def again(self, options: EngineOptions) -> EngineOptions:
+        """Return the options of a further engine; fewer layers than were planned before are a limit from now on."""
+        if self._model is None:
+            return options
+        if self._given_layers is not None and options.n_gpu_layers < self._given_layers:
+            self._wishes = replace(self._wishes, most_gpu_layers=options.n_gpu_layers)
+        try:
+            return self._planned(options)
+        except InferenceCenterError as error:
+            _log.warning("plan_impossible", reason=error.message)
+            return options
+
+    def heard(self, status: EngineStatus) -> None:
+        """Compare, in a thread, what each engine took when it gets ready; called on the event loop."""
+        if status.state is EngineState.READY and status.model and status.pid and status.pid != self._compared_pid:
+            self._compared_pid = status.pid
+            asyncio.get_running_loop().run_in_executor(None, self.compare, status.model, status.pid)
+
+    def compare(self, model: ModelInfo, pid: int) -> None:
+        """Write down what an engine that is ready took of each GPU, and keep how far the plan was off. Blocks."""
+        if self._plan is None or self._model is None:
+            return
+        setup = self._plan.setup
+        self._wishes = replace(
+            self._wishes,
+            slots=setup.slots,
+            n_ctx=setup.n_ctx,
+            kv_type_k=setup.kv_type_k,
+            kv_type_v=setup.kv_type_v,
+        )
+        for device, demand in zip(self._plan.devices, self._plan.demand.devices, strict=True):
+            used_bytes = self._used(device, pid, model.memory)
+            if used_bytes is None:
+                continue
+            _log.info(
+                "vram_compared",
+                gpu=device.name,
+                planned_mib=demand.bytes // MIB,
+                used_mib=used_bytes // MIB,
+                off_percent=round(_PERCENT * (used_bytes - demand.bytes) / demand.bytes, 1),
+            )
+            self._corrections.put(self._model.digest, device.id, estimated_bytes=demand.bytes, used_bytes=used_bytes)
+
+    def _planned(self, options: EngineOptions) -> EngineOptions:
+        """Make a plan of what is free now, and return the options with it."""
+        model, wishes = self._model, self._wishes
+        assert model is not None, "its header was read"
+        devices = tuple(
+            replace(device, correction_bytes=self._corrections.extra_bytes(model.digest, device.id))
+            for device in self._find_devices(self._gpu.devices)
+        )
+        made = plan(model, devices, self._read_host(), wishes)
+        self._plan = made
+        _report(made)
+        if not devices and wishes.n_gpu_layers > 0:
+            # Layers are asked for, and the engine says that there is nothing to put them on.
+            return _with_setup(options, made)
+        self._given_layers = made.n_gpu_layers
+        return msgspec.structs.replace(
+            _with_setup(options, made),
+            n_gpu_layers=made.n_gpu_layers,
+            # Without a GPU the engine counts its cores itself.
+            n_threads=made.n_threads if made.devices else options.n_threads,
+            devices=tuple(device.id for device in made.devices),
+            split_mode=made.split_mode,
+            main_gpu=made.main_gpu,
+            tensor_split=made.tensor_split,
+            cpu_tensors=made.cpu_tensors,
+            gpu_optional=wishes.n_gpu_layers < 0,
+        )
+
+    def _used(self, device: Device, pid: int, memory: Sequence[BufferUse]) -> int | None:
+        """Return what the engine has of a GPU: by the driver, else by how much less is free, else by its own account.
+
+        What is free also changes with other programs; llama.cpp's account lacks what the driver takes for itself.
+        """
+        if device.index >= 0:
+            own = self._used_bytes(device.index, pid)
+            if own is not None:
+                return own
+            now = next((each for each in self._find_devices(self._gpu.devices) if each.id == device.id), None)
+            return None if now is None else max(0, device.free_bytes - now.free_bytes)
+        names = {device.id, *device.aliases}
+        buffers = [use for use in memory if use.name in names]
+        return (
+            CONTEXT_BYTES + sum(use.weight_bytes + use.kv_bytes + use.compute_bytes for use in buffers)
+            if buffers
+            else None
+        )
+
+
+def _with_setup(options: EngineOptions, made: Plan) -> EngineOptions:
+    setup = made.setup
+    return msgspec.structs.replace(
+        options,
+        slots=setup.slots,
+        n_ctx=setup.n_ctx,
+        n_batch=setup.n_batch,
+        n_ubatch=setup.n_ubatch,
+        kv_type_k=setup.kv_type_k,
+        kv_type_v=setup.kv_type_v,
+    )
+
+
+def _report(made: Plan) -> None:
+    _log.info(
+        "planned",
+        gpu_layers=made.n_gpu_layers,
+        gpus=[device.name for device in made.devices],
+        slots=made.setup.slots,
+        n_ctx=made.setup.n_ctx,
+        vram_mib=[demand.bytes // MIB for demand in made.demand.devices],
+        host_mib=made.demand.host_bytes // MIB,
+    )
+    for reason in made.reasons:
+        _log.debug("plan_reason", name=reason.name, value=reason.value, why=reason.why, explicit=reason.explicit)
+    if not made.fits:
+        _log.warning("plan_does_not_fit", reason=" ".join(made.advice))
