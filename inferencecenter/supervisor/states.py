@@ -15,20 +15,21 @@ class EngineChange(StrEnum):
     START = "start"
     LOADED = "loaded"
     LOST = "lost"
-    WAIT = "wait"
+    GIVE_UP = "give_up"
     STOP = "stop"
     ENDED = "ended"
 
 
-# A failure to load leaves the engine FAILED; every other loss goes on to BACKOFF.
+# FAILED is for good: a model that cannot be loaded, or an engine that was lost too often.
 ENGINE: Final = Lifecycle(
     "engine",
     {
         (EngineState.STOPPED, EngineChange.START): EngineState.STARTING,
         (EngineState.STARTING, EngineChange.LOADED): EngineState.READY,
-        (EngineState.STARTING, EngineChange.LOST): EngineState.FAILED,
-        (EngineState.READY, EngineChange.LOST): EngineState.FAILED,
-        (EngineState.FAILED, EngineChange.WAIT): EngineState.BACKOFF,
+        (EngineState.STARTING, EngineChange.LOST): EngineState.BACKOFF,
+        (EngineState.READY, EngineChange.LOST): EngineState.BACKOFF,
+        (EngineState.STARTING, EngineChange.GIVE_UP): EngineState.FAILED,
+        (EngineState.READY, EngineChange.GIVE_UP): EngineState.FAILED,
         (EngineState.BACKOFF, EngineChange.START): EngineState.STARTING,
         (EngineState.STARTING, EngineChange.STOP): EngineState.DRAINING,
         (EngineState.READY, EngineChange.STOP): EngineState.DRAINING,

@@ -213,7 +213,6 @@ class Supervisor:
             if self._stop_asked.is_set() or not self._lose(ended):
                 return
             delay_s = self._backoff.after_failure(ready_s=self._ready_s())
-            self._change(EngineChange.WAIT)
             _log.warning("engine_restarts", delay_s=round(delay_s, 2), detail=ended.detail)
             try:
                 async with asyncio.timeout(delay_s):
@@ -257,13 +256,13 @@ class Supervisor:
         if self._turns.lost(ended):
             self._budget.clear()
         if self._load_failure is not None:
-            self._change(EngineChange.LOST)
+            self._change(EngineChange.GIVE_UP)
             return False
         if was_loading and ended.by_itself and self._progress.may_lack_gpu_memory(self._options):
             self._options = with_fewer_layers(self._options, self._model)
         else:
             self._given_up = not self._budget.take(now=self._monotonic())
-        self._change(EngineChange.LOST)
+        self._change(EngineChange.GIVE_UP if self._given_up else EngineChange.LOST)
         if self._given_up:
             _log.error("engine_given_up", restarts=self._starts - 1, detail=ended.detail)
             self._turns.fail(self._unavailable())
