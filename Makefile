@@ -8,12 +8,24 @@ PORT ?=
 CONFIG ?=
 CUDA ?=
 
+# Where the service goes. DESTDIR is put before all of it, for packages.
+DESTDIR ?=
+prefix ?= /opt/inferencecenter
+sysconfdir ?= /etc
+bindir ?= /usr/local/bin
+unitdir ?= $(sysconfdir)/systemd/system
+sysusersdir ?= $(sysconfdir)/sysusers.d
+tmpfilesdir ?= $(sysconfdir)/tmpfiles.d
+WHEELS ?= build/wheels
+INSTALLED_BY := prefix='$(prefix)' sysconfdir='$(sysconfdir)' bindir='$(bindir)' unitdir='$(unitdir)' \
+	sysusersdir='$(sysusersdir)' tmpfilesdir='$(tmpfilesdir)' DESTDIR='$(DESTDIR)' PYTHON='$(PYTHON)' tools/service
+
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help run test test-all lint docs clean
+.PHONY: help run test test-all lint docs clean wheels install install-files uninstall
 
 help: ## List the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 run: $(VENV)/.installed $(if $(CUDA),$(VENV)/.cuda) ## Install and start the daemon: MODEL=file.gguf PORT=3000 CONFIG=file.toml CUDA=1
 	@exec $(BIN)/inferencecenter serve $(if $(CONFIG),--config '$(CONFIG)') $(if $(MODEL),--model '$(MODEL)') $(if $(PORT),--port '$(PORT)')
@@ -30,6 +42,21 @@ lint: $(VENV)/.installed-dev ## Check style, types, imports and that the generat
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/inferencecenter docs --check
+
+wheels: $(VENV)/.installed ## Build what `make install` installs, into build/wheels; needs no root
+	@CUDA='$(CUDA)' tools/wheels '$(VENV)' '$(WHEELS)'
+
+$(WHEELS):
+	@$(MAKE) wheels
+
+install: $(WHEELS) ## Install the service, as root: prefix=/opt/inferencecenter DESTDIR=
+	@$(INSTALLED_BY) install '$(WHEELS)'
+
+install-files:
+	@$(INSTALLED_BY) install-files
+
+uninstall: ## Remove the service, as root; configuration, sessions and the user stay
+	@$(INSTALLED_BY) uninstall
 
 docs: $(VENV)/.installed-dev ## Write the generated documentation and the annotated default configuration
 	$(BIN)/inferencecenter docs

@@ -6,15 +6,15 @@ file, parameters, model file) is found here, before or while the first engine st
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
+import faulthandler
 import fcntl
 import os
 import resource
-import signal
 import time
 from contextlib import AsyncExitStack, ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 import structlog
@@ -26,31 +26,39 @@ from inferencecenter.hardware.nvml import Gpu
 from inferencecenter.hardware.split import USUAL_N_BATCH, USUAL_N_UBATCH, USUAL_SLOTS
 from inferencecenter.ipc.messages import EngineOptions
 from inferencecenter.protocol.params import Params, parse_params
+from inferencecenter.reload import Reload, static_clients
+from inferencecenter.reporting import Reporter
 from inferencecenter.server.accounts import Accounts
 from inferencecenter.server.app import create_app
 from inferencecenter.server.audit import AuditEvent
-from inferencecenter.server.clients_file import load_clients
 from inferencecenter.server.context import Context
 from inferencecenter.server.control import ControlSocket
 from inferencecenter.server.first_run import ensure_admin
-from inferencecenter.server.listener import Listener, bind
+from inferencecenter.server.inherited import inherited_sockets
+from inferencecenter.server.listener import CLOSING_S, Listener, address, bind
+from inferencecenter.server.tls import Certificate
 from inferencecenter.sessions.registry import Sessions
 from inferencecenter.sessions.store.schema import DATABASE_NAME
 from inferencecenter.sessions.store.store import Store
+from inferencecenter.signals import heed_signals
 from inferencecenter.supervisor.backoff import RestartPolicy
 from inferencecenter.supervisor.corrections import Corrections
 from inferencecenter.supervisor.kv_places import kv_places
 from inferencecenter.supervisor.planning import Planner
-from inferencecenter.supervisor.supervisor import Supervisor
+from inferencecenter.supervisor.process import EXIT_GRACE_S
+from inferencecenter.supervisor.supervisor import STOP_DEADLINE_S, SUSPEND_DEADLINE_S, Supervisor
 from inferencecenter.telemetry.metrics import Metrics
+from inferencecenter.telemetry.notify import Notifier
 
 if TYPE_CHECKING:
     import socket
+    import ssl
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from inferencecenter.ipc.port import EngineStatus
+    from inferencecenter.ipc.port import EnginePort, EngineStatus
     from inferencecenter.sessions.store.recorder import PurgeKind
+    from inferencecenter.sessions.totals import Totals, TurnObserver
     from inferencecenter.settings import Settings
     from inferencecenter.supervisor.kv_places import KvPlaces
 
@@ -59,6 +67,8 @@ _LOCK_FILE: Final = "daemon.lock"
 _PLAN_FILE: Final = "plan.json"
 _ENGINE_LOCK_FILE: Final = "engine.lock"
 _MAX_WORKER_THREADS: Final = 8
+_STOP_S: Final = CLOSING_S + SUSPEND_DEADLINE_S + STOP_DEADLINE_S + EXIT_GRACE_S + 5.0
+"""How long stopping takes at most when turns have had their time, and what the store needs at the end."""
 
 _log = structlog.get_logger(__name__)
 
@@ -80,44 +90,57 @@ class _Prepared:
     store: Store | None
     config_params: Params
     sockets: list[socket.socket]
+    certificate: Certificate | None
+    read_again: Callable[[], Settings]
+
+    @property
+    def tls(self) -> ssl.SSLContext | None:
+        """What the port speaks TLS with, if it does."""
+        return self.certificate.context if self.certificate else None
 
 
-def serve(settings: Settings, *, announce: Callable[[Announcement], None]) -> int:
+def serve(settings: Settings, *, announce: Callable[[Announcement], None], read_again: Callable[[], Settings]) -> int:
     """Run the daemon until SIGINT or SIGTERM and return the exit code.
 
     The first signal lets running turns finish for ``server.shutdown_timeout_s``; those that have not go on with the
     next daemon. A second one ends it at once. With ``engine.exit_when_failed`` it also ends, with 1, when the engine is
-    given up.
+    given up. At SIGHUP settings are read again, by ``read_again``.
 
     Raises:
         InferenceCenterError: What keeps the daemon from running: ``invalid_config``, ``invalid_model_file``,
             ``address_in_use`` or ``storage_unavailable``.
     """
+    # A watchdog ends a front that is stuck by SIGABRT; where it was stuck then stands in the log.
+    faulthandler.enable()
     _allow_many_sockets()
     with ExitStack() as held:
         held.enter_context(_only_daemon(settings.state_dir))
-        sockets = bind(settings.server.host, settings.server.port)
+        server = settings.server
+        sockets = inherited_sockets(os.environ, pid=os.getpid()) or bind(server.host, server.port)
         for listening in sockets:
             held.callback(listening.close)
-        static = {}
-        if settings.auth.clients_file is not None:
-            static = load_clients(
-                settings.auth.clients_file,
-                default_max_sessions=settings.auth.default_max_sessions,
-                default_priority=settings.auth.default_priority,
-            )
+        certificate = Certificate(server.certfile, server.keyfile) if server.certfile and server.keyfile else None
+        config_params = parse_config_params(settings)
         accounts = Accounts.open(
-            settings.state_dir / ACCOUNTS_FILE, clock=time.time, static=static, audit_days=settings.auth.audit_days
+            settings.state_dir / ACCOUNTS_FILE,
+            clock=time.time,
+            static=static_clients(settings.auth),
+            audit_days=settings.auth.audit_days,
         )
         held.callback(accounts.close)
         accounts.audit(AuditEvent.DAEMON_STARTED, detail=__version__)
         held.callback(accounts.audit, AuditEvent.DAEMON_STOPPED)
         store = Store.open(settings.state_dir / DATABASE_NAME) if settings.sessions.store else None
         prepared = _Prepared(
-            accounts=accounts, store=store, config_params=parse_config_params(settings), sockets=sockets
+            accounts=accounts,
+            store=store,
+            config_params=config_params,
+            sockets=sockets,
+            certificate=certificate,
+            read_again=read_again,
         )
         announcement = Announcement(
-            address=_address(settings, sockets),
+            address=address(sockets, server),
             admin_token=ensure_admin(accounts, settings.state_dir),
             model=settings.model.name or settings.model.path.name,
         )
@@ -154,23 +177,22 @@ async def _run(settings: Settings, prepared: _Prepared, *, on_listening: Callabl
     def live_sessions() -> tuple[str, ...]:
         return sessions.live_sessions()
 
-    supervisor = _supervisor(settings, kv, live_sessions=live_sessions)
-    sessions = Sessions(
-        engine=supervisor,
-        config_params=prepared.config_params,
-        max_sessions=settings.sessions.max_sessions,
-        default_ttl_s=settings.sessions.default_ttl_s,
-        retention_days=settings.sessions.retention_days,
-        replay_kib=settings.sessions.replay_kib,
-        detached_turn_s=settings.sessions.detached_turn_s,
-        shared_prompts=settings.sessions.shared_prompts,
-        journal=store,
-        observer=metrics,
-    )
+    supervisor, gpu = _supervisor(settings, kv, live_sessions=live_sessions), Gpu()
+    sessions = _sessions(settings, prepared, supervisor, observer=metrics)
+    reporter = _reporter(settings, supervisor, gpu, totals=sessions.totals)
     context = Context.create(
-        settings.server, engine=supervisor, sessions=sessions, accounts=accounts, gpu=Gpu(), metrics=metrics
+        settings.server, engine=supervisor, sessions=sessions, accounts=accounts, gpu=gpu, metrics=metrics
     )
-    listener = Listener(create_app(context), settings.server, drain=context.drain)
+    reload = Reload(
+        started_with=settings,
+        read=prepared.read_again,
+        accounts=accounts,
+        certificate=prepared.certificate,
+        close_clients=context.hub.close_clients,
+        announced=reporter.reloading,
+    )
+    drain = partial(reporter.told_to_stop, context.drain)
+    listener = Listener(create_app(context), settings.server, drain=drain, tls=prepared.tls)
 
     def failed() -> bool:
         return settings.engine.exit_when_failed and supervisor.given_up
@@ -193,8 +215,10 @@ async def _run(settings: Settings, prepared: _Prepared, *, on_listening: Callabl
         control.open()
         running.callback(control.close)
         running.push_async_callback(context.close)
-        _stop_on_signals(listener)
+        heed_signals(stop=listener.stop, read_again=reload.run)
         running.callback(kv.remove_ram)
+        reporter.begin()
+        running.push_async_callback(reporter.close)
         await supervisor.start()
         running.push_async_callback(supervisor.stop)
         on_listening()
@@ -203,6 +227,32 @@ async def _run(settings: Settings, prepared: _Prepared, *, on_listening: Callabl
         raise supervisor.load_failure
     _log.info("stopped")
     return int(failed())
+
+
+def _sessions(settings: Settings, prepared: _Prepared, engine: EnginePort, *, observer: TurnObserver) -> Sessions:
+    return Sessions(
+        engine=engine,
+        config_params=prepared.config_params,
+        max_sessions=settings.sessions.max_sessions,
+        default_ttl_s=settings.sessions.default_ttl_s,
+        retention_days=settings.sessions.retention_days,
+        replay_kib=settings.sessions.replay_kib,
+        detached_turn_s=settings.sessions.detached_turn_s,
+        shared_prompts=settings.sessions.shared_prompts,
+        journal=prepared.store,
+        observer=observer,
+    )
+
+
+def _reporter(settings: Settings, supervisor: Supervisor, gpu: Gpu, *, totals: Callable[[], Totals]) -> Reporter:
+    return Reporter(
+        Notifier.from_environment(os.environ, pid=os.getpid()),
+        engine=supervisor,
+        totals=totals,
+        read_gpu=gpu.read,
+        settled=lambda: supervisor.given_up and not settings.engine.exit_when_failed,
+        stop_s=settings.server.shutdown_timeout_s + _STOP_S,
+    )
 
 
 def _supervisor(settings: Settings, kv: KvPlaces, *, live_sessions: Callable[[], tuple[str, ...]]) -> Supervisor:
@@ -226,21 +276,6 @@ def _supervisor(settings: Settings, kv: KvPlaces, *, live_sessions: Callable[[],
     )
     supervisor.subscribe(planner.heard)
     return supervisor
-
-
-def _stop_on_signals(listener: Listener) -> None:
-    """Stop at the first signal, and give the second one back its usual effect."""
-    loop = asyncio.get_running_loop()
-    signals = (signal.SIGINT, signal.SIGTERM)
-
-    def stop(received: signal.Signals) -> None:
-        _log.info("stopping", signal=received.name)
-        for each in signals:
-            loop.remove_signal_handler(each)
-        listener.stop()
-
-    for each in signals:
-        loop.add_signal_handler(each, stop, each)
 
 
 def _engine_options(settings: Settings, kv: KvPlaces) -> EngineOptions:
@@ -276,12 +311,6 @@ def _engine_options(settings: Settings, kv: KvPlaces) -> EngineOptions:
         kv_disk_bytes=kv.disk_bytes,
         kv_client_share=settings.kv.client_share,
     )
-
-
-def _address(settings: Settings, sockets: list[socket.socket]) -> str:
-    host = settings.server.host
-    shown = f"[{host}]" if ":" in host else host
-    return f"http://{shown}:{sockets[0].getsockname()[1]}{settings.server.base_path}/"
 
 
 def _allow_many_sockets() -> None:

@@ -59,7 +59,12 @@ def serve(  # noqa: PLR0913 - one argument an option
     logs.configure(level=settings.log.level, log_format=settings.log.format)
     from inferencecenter import daemon  # noqa: PLC0415 - the other commands start faster without the server's imports
 
-    raise typer.Exit(daemon.serve(settings, announce=lambda announcement: announce(announcement, settings)))
+    status = daemon.serve(
+        settings,
+        announce=lambda announcement: announce(announcement, settings),
+        read_again=lambda: load_settings(config, overrides),
+    )
+    raise typer.Exit(status)
 
 
 def announce(announcement: Announcement, settings: Settings) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import ctypes
 import os
 import signal
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 
 _PR_SET_PDEATHSIG = 1
 _GRACE_S = 1.0
+_OOM_SCORE_ADJ = 500
 
 
 def main() -> int:
@@ -46,6 +48,7 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     _die_with_parent()
+    _volunteer_for_oom_kill()
     configure = pipe.read()
     if not isinstance(configure, Configure):
         return os.EX_PROTOCOL
@@ -181,6 +184,12 @@ def _die_with_parent() -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+
+
+def _volunteer_for_oom_kill() -> None:
+    """Have the kernel take this process, which holds no only copy, rather than the front when memory runs out."""
+    with contextlib.suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text(str(_OOM_SCORE_ADJ))
 
 
 if __name__ == "__main__":

@@ -177,6 +177,11 @@ class Accounts:
         accounts = (client.account for client in self._static.values())
         return own | {each.client_id: each.retention_days for each in accounts if each.retention_days is not None}
 
+    def replace_static(self, static: Mapping[str, StaticClient]) -> frozenset[str]:
+        """Take other clients in place of those of ``clients.toml``; return the ids of those that went or differ."""
+        before, self._static = self._static, static
+        return frozenset(client_id for client_id, client in before.items() if static.get(client_id) != client)
+
     def remove_client(self, client_id: str) -> None:
         """Remove a client and its tokens."""
         with self._file.transaction() as database:

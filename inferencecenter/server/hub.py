@@ -12,6 +12,8 @@ from inferencecenter.errors import ErrorCode, InferenceCenterError
 from inferencecenter.protocol.close import CloseCode
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from inferencecenter.protocol.base import Event
     from inferencecenter.server.connection import Connection
     from inferencecenter.telemetry.metrics import Metrics
@@ -98,6 +100,13 @@ class Hub:
         for connection in list(self._connections):
             if connection.token_id is not None and connection.token_id not in living_tokens:
                 connection.close(CloseCode.NOT_AUTHENTICATED, "the token was revoked")
+
+    def close_clients(self, client_ids: Collection[str]) -> None:
+        """Close the sockets of these clients that were let in by an API key, as it may be another now."""
+        for connection in list(self._connections):
+            by_key = connection.authenticated and connection.token_id is None
+            if by_key and connection.client.client_id in client_ids:
+                connection.close(CloseCode.NOT_AUTHENTICATED, "the client's API key or limits have changed")
 
     async def drain(self, deadline_s: float) -> None:
         """Tell every client to go, and wait until all have, at most ``deadline_s``.

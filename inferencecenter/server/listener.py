@@ -12,7 +12,7 @@ import errno
 import logging
 import socket
 from email.utils import formatdate
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import uvicorn
 from uvicorn.server import ServerState
@@ -22,13 +22,14 @@ from inferencecenter.server.websocket import WebSocket
 
 if TYPE_CHECKING:
     import ssl
-    from collections.abc import Awaitable, Callable, Iterator
+    from collections.abc import Awaitable, Callable, Iterator, Sequence
 
     from starlette.types import ASGIApp
 
     from inferencecenter.settings import ServerSettings
 
-_CLOSING_S: Final = 2.0
+CLOSING_S: Final = 2.0
+"""How long connections get to close when the daemon stops, before they are aborted."""
 _BACKLOG: Final = 2048
 _BIND_HINTS: Final = {
     errno.EADDRINUSE: "Another program listens there; stop it or choose another server.port.",
@@ -67,6 +68,25 @@ def bind(host: str, port: int) -> list[socket.socket]:
             hint=_BIND_HINTS.get(error.errno or 0),
         ) from error
     return sockets
+
+
+def address(sockets: Sequence[socket.socket], settings: ServerSettings) -> str:
+    """Return where clients find the daemon that listens on these sockets, as a URL.
+
+    A name that was asked for is kept; sockets that were inherited tell their own address.
+    """
+    found, port = sockets[0].getsockname()[:2]
+    host = settings.host if any(found == each[4][0] for each in _addresses(settings.host)) else found
+    shown = f"[{host}]" if ":" in host else host
+    scheme = "http" if settings.certfile is None else "https"
+    return f"{scheme}://{shown}:{port}{settings.base_path}/"
+
+
+def _addresses(host: str) -> list[tuple[Any, ...]]:
+    try:
+        return [*socket.getaddrinfo(host, None, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)]
+    except OSError:
+        return []
 
 
 class _State(ServerState):
@@ -149,7 +169,7 @@ class Listener(uvicorn.Server):
             connection.shutdown()
         ends = [connection.lost for connection in remaining if isinstance(connection, WebSocket)]
         if waiting := [*ends, *self.server_state.tasks]:
-            await asyncio.wait(waiting, timeout=_CLOSING_S)
+            await asyncio.wait(waiting, timeout=CLOSING_S)
         for connection in list(self.server_state.connections):
             connection.transport.abort()
         for task in self.server_state.tasks:

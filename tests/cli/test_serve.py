@@ -39,7 +39,10 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[Settings]:
     """The settings the daemon was started with; it announces itself and ends."""
     seen: list[Settings] = []
 
-    def serve(settings: Settings, *, announce: Callable[[Announcement], None]) -> int:
+    def serve(
+        settings: Settings, *, announce: Callable[[Announcement], None], read_again: Callable[[], Settings]
+    ) -> int:
+        assert read_again() == settings
         seen.append(settings)
         first = len(seen) == 1
         announce(Announcement(address="http://127.0.0.1:1/", admin_token=TOKEN if first else None, model="demo"))

@@ -141,7 +141,7 @@ async def test_a_socket_that_does_not_read_does_not_hold_up_the_end(
     serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whoever does not answer the close is aborted."""
-    monkeypatch.setattr("inferencecenter.server.listener._CLOSING_S", 0.1)
+    monkeypatch.setattr("inferencecenter.server.listener.CLOSING_S", 0.1)
     async with serve() as server, server.v1() as client:
         await hear(client)
         client.transport.pause_reading()

@@ -1,0 +1,57 @@
+# syntax=docker/dockerfile:1
+# Untested: this file has been checked by eye and by tests/service/test_containers.py, and never built.
+#
+#   docker build -t inferencecenter .                                  for processors with AVX2
+#   docker build -t inferencecenter:cuda --build-arg BACKEND=cuda .    for NVIDIA GPUs
+#
+# CUDA_ARCHITECTURES are compute capabilities without the point, as CMake takes them: 61 is a GTX 1060. CUDA 13 no longer
+# knows GPUs before 75 (Turing), so the images below stay at CUDA 12.
+
+ARG BACKEND=cpu
+ARG CUDA_VERSION=12.8.1
+ARG CUDA_ARCHITECTURES="61;75;86;89"
+
+FROM ubuntu:24.04 AS build-cpu
+ENV CMAKE_ARGS="-DGGML_NATIVE=OFF"
+
+FROM nvidia/cuda:${CUDA_VERSION}-devel-ubuntu24.04 AS build-cuda
+ARG CUDA_ARCHITECTURES
+# The driver is on the machine that runs the image; to link there is only its stub.
+ENV CMAKE_ARGS="-DGGML_NATIVE=OFF -DGGML_CUDA=ON -DCMAKE_CUDA_ARCHITECTURES=${CUDA_ARCHITECTURES} -DCMAKE_EXE_LINKER_FLAGS=-Wl,--allow-shlib-undefined" \
+    LIBRARY_PATH=/usr/local/cuda/lib64/stubs
+
+FROM build-${BACKEND} AS build
+RUN apt-get update \
+    && DEBIAN_FRONTEND=noninteractive apt-get install --yes --no-install-recommends g++ python3-dev python3-venv \
+    && rm -rf /var/lib/apt/lists/*
+WORKDIR /src
+RUN python3 -m venv /opt/inferencecenter/venv
+# llama.cpp first: it takes minutes, and changes only with its version.
+COPY pyproject.toml ./
+RUN /opt/inferencecenter/venv/bin/python -c "import tomllib; print(next(each for each in tomllib.load(open('pyproject.toml', 'rb'))['project']['dependencies'] if each.startswith('llama-cpp-python')))" > llama.txt \
+    && /opt/inferencecenter/venv/bin/pip install --no-cache-dir --requirement llama.txt
+COPY . ./
+RUN /opt/inferencecenter/venv/bin/pip install --no-cache-dir .
+
+FROM ubuntu:24.04 AS runtime-cpu
+
+FROM nvidia/cuda:${CUDA_VERSION}-runtime-ubuntu24.04 AS runtime-cuda
+
+FROM runtime-${BACKEND}
+# libgomp1: llama.cpp's threads.
+RUN apt-get update \
+    && DEBIAN_FRONTEND=noninteractive apt-get install --yes --no-install-recommends libgomp1 python3 \
+    && rm -rf /var/lib/apt/lists/* \
+    && useradd --system --uid 10001 --home-dir /var/lib/inferencecenter --create-home --shell /usr/sbin/nologin inferencecenter
+COPY --from=build /opt/inferencecenter/venv /opt/inferencecenter/venv
+ENV PATH=/opt/inferencecenter/venv/bin:$PATH \
+    INFERENCECENTER_STATE_DIR=/var/lib/inferencecenter \
+    INFERENCECENTER_SERVER__HOST=0.0.0.0 \
+    INFERENCECENTER_LOG__FORMAT=json
+USER 10001
+VOLUME /var/lib/inferencecenter
+EXPOSE 3000
+STOPSIGNAL SIGTERM
+HEALTHCHECK --interval=30s --timeout=5s --start-period=60s \
+    CMD ["python", "-c", "import urllib.request; urllib.request.urlopen('http://127.0.0.1:3000/healthz', timeout=4)"]
+CMD ["inferencecenter", "serve"]

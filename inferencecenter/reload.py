@@ -1,0 +1,109 @@
+"""SIGHUP: what the daemon reads again while it runs, each part by itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import TYPE_CHECKING, Final
+
+import structlog
+
+from inferencecenter.errors import InferenceCenterError
+from inferencecenter.server.clients_file import load_clients
+from inferencecenter.settings import setting_fields
+from inferencecenter.telemetry import logs
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection
+    from contextlib import AbstractContextManager
+
+    from inferencecenter.server.accounts import Accounts, StaticClient
+    from inferencecenter.server.tls import Certificate
+    from inferencecenter.settings import AuthSettings, Settings
+
+_APPLIED: Final = frozenset(
+    {"log.level", "log.format", "auth.clients_file", "auth.default_max_sessions", "auth.default_priority"}
+)
+
+_log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reload:
+    """What can be read again, and those whom it concerns.
+
+    Args:
+        started_with: The settings that the daemon was started with.
+        read: Reads the settings of now.
+        accounts: Where the clients of ``clients.toml`` are.
+        certificate: The certificate, if the port speaks TLS.
+        close_clients: Closes the sockets of clients, by their ids, that showed an API key.
+        announced: Entered before anything is read, and left when all is done.
+    """
+
+    started_with: Settings
+    read: Callable[[], Settings]
+    accounts: Accounts
+    certificate: Certificate | None
+    close_clients: Callable[[Collection[str]], None]
+    announced: Callable[[], AbstractContextManager[None]]
+
+    def run(self) -> None:
+        """Read everything again. What is wrong is logged, and stays as it was; the rest is done."""
+        with self.announced():
+            self._read()
+
+    def _read(self) -> None:
+        try:
+            settings = self.read()
+        except InferenceCenterError as error:
+            _failed("settings", error)
+            settings = self.started_with
+        logs.configure(level=settings.log.level, log_format=settings.log.format)
+        self._reload_clients(settings)
+        self._reload_certificate()
+        waiting = changed_settings(self.started_with, settings) - _APPLIED
+        if waiting:
+            _log.warning("settings_need_restart", settings=sorted(waiting))
+        _log.info("reloaded")
+
+    def _reload_clients(self, settings: Settings) -> None:
+        try:
+            changed = self.accounts.replace_static(static_clients(settings.auth))
+        except InferenceCenterError as error:
+            _failed("clients", error)
+            return
+        self.close_clients(changed)
+
+    def _reload_certificate(self) -> None:
+        if self.certificate is None:
+            return
+        try:
+            self.certificate.reload()
+        except InferenceCenterError as error:
+            _failed("certificate", error)
+
+
+def static_clients(settings: AuthSettings) -> dict[str, StaticClient]:
+    """Return the clients of ``clients.toml``, by client id; none without such a file.
+
+    Raises:
+        InferenceCenterError: ``invalid_config``.
+    """
+    if settings.clients_file is None:
+        return {}
+    return load_clients(
+        settings.clients_file,
+        default_max_sessions=settings.default_max_sessions,
+        default_priority=settings.default_priority,
+    )
+
+
+def changed_settings(before: Settings, after: Settings) -> frozenset[str]:
+    """Return the dotted names of the settings that differ."""
+    names = [name for name, _ in setting_fields()]
+    return frozenset(name for name in names if attrgetter(name)(before) != attrgetter(name)(after))
+
+
+def _failed(what: str, error: InferenceCenterError) -> None:
+    _log.error("not_reloaded", what=what, error=error.message, field=error.field, hint=error.hint)

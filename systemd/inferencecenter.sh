@@ -1,0 +1,2 @@
+#!/bin/sh
+exec /opt/inferencecenter/venv/bin/python -m inferencecenter "$@"

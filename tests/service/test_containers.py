@@ -1,0 +1,105 @@
+"""What can be said of the container files without building them."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from inferencecenter.configuration import OTHER_ENVIRONMENT
+from inferencecenter.settings import environment_name, setting_fields
+
+ROOT = Path(__file__).parents[2]
+KNOWN = {environment_name(name) for name, _ in setting_fields()} | set(OTHER_ENVIRONMENT)
+
+
+@pytest.fixture(scope="module")
+def compose() -> Any:
+    """The composition."""
+    return yaml.safe_load((ROOT / "compose.yaml").read_text())
+
+
+@pytest.fixture(scope="module")
+def dockerfile() -> str:
+    """The image's instructions, with continued lines joined."""
+    return (ROOT / "Dockerfile").read_text().replace("\\\n", " ")
+
+
+def test_every_file_that_is_mounted_is_there(compose: Any) -> None:
+    """Docker would make a directory in place of a file that is not."""
+    mounted = [
+        source
+        for service in compose["services"].values()
+        for source in (volume.split(":")[0] for volume in service.get("volumes", ()))
+        if source.startswith("./config/")
+    ]
+    assert len(mounted) == 2
+    assert [source for source in mounted if not (ROOT / source).is_file()] == []
+
+
+def test_volumes_and_secrets_are_declared(compose: Any) -> None:
+    """Each name that a service uses, and no other."""
+    services = compose["services"].values()
+    used = {volume.split(":")[0] for service in services for volume in service.get("volumes", ())}
+    assert {name for name in used if not name.startswith("./")} == set(compose["volumes"])
+    assert {name for service in services for name in service.get("secrets", ())} == set(compose["secrets"])
+
+
+def test_ports_are_open_to_this_machine_only(compose: Any) -> None:
+    """Whoever wants more says so; no two services take the same port."""
+    ports = [port for service in compose["services"].values() for port in service["ports"]]
+    assert all(port.startswith("127.0.0.1:") for port in ports)
+    assert len({port.split(":")[1] for port in ports}) == len(ports)
+
+
+def test_prometheus_asks_the_daemon_with_its_token(compose: Any) -> None:
+    """Service, port and secret have the names that the composition gives them."""
+    (job,) = yaml.safe_load((ROOT / "config/prometheus/prometheus.yml").read_text())["scrape_configs"]
+    (target,) = job["static_configs"][0]["targets"]
+    service, port = target.split(":")
+    assert compose["services"][service]["ports"][0].endswith(f":{port}")
+    assert Path(job["authorization"]["credentials_file"]).name in compose["secrets"]
+
+
+def test_grafana_asks_prometheus(compose: Any) -> None:
+    """By its service's name and port."""
+    (source,) = yaml.safe_load((ROOT / "config/grafana/datasources.yml").read_text())["datasources"]
+    service, port = source["url"].removeprefix("http://").split(":")
+    assert compose["services"][service]["ports"][0].endswith(f":{port}")
+
+
+def test_settings_in_the_environment_exist(compose: Any, dockerfile: str) -> None:
+    """The daemon refuses to start with a variable that it does not know."""
+    names = set(re.findall(r"\b(INFERENCECENTER_\w+)=", dockerfile))
+    names |= set(compose["services"]["inferencecenter"]["environment"])
+    assert names
+    assert names - KNOWN == set()
+
+
+def test_stages_follow_from_one_another(dockerfile: str) -> None:
+    """Each stage begins from an image of elsewhere or from one that came before, for either backend."""
+    for backend in ("cpu", "cuda"):
+        before: set[str] = set()
+        for line in re.findall(r"^FROM (.+)$", dockerfile, flags=re.MULTILINE):
+            base, _, name = line.replace("${BACKEND}", backend).partition(" AS ")
+            assert base in before or re.match(r"(ubuntu|nvidia/cuda):", base), line
+            before.add(name)
+
+
+def test_the_image_runs_without_root_and_on_other_processors(dockerfile: str) -> None:
+    """Its last user is not root, it tells its health, and llama.cpp is not compiled for the builder's processor."""
+    assert re.findall(r"^USER (\S+)$", dockerfile, flags=re.MULTILINE)[-1] == "10001"
+    assert "HEALTHCHECK" in dockerfile
+    assert dockerfile.count("-DGGML_NATIVE=OFF") == len(
+        re.findall(r"^FROM .* AS build-", dockerfile, flags=re.MULTILINE)
+    )
+
+
+def test_what_is_copied_is_not_ignored(dockerfile: str) -> None:
+    """What the package is built from passes .dockerignore."""
+    let_through = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
+    assert {"inferencecenter", "pyproject.toml", "README.md", "LICENSE"} == let_through
+    assert all((ROOT / name).exists() for name in let_through)
