@@ -236,6 +236,7 @@ async def test_the_daemon_is_gone_in_the_middle_of_an_answer(tmp_path: Path, dem
             await witness.described()
 
 
+@pytest.mark.slow
 async def test_a_long_session_comes_from_disk(tmp_path: Path, demo_model_path: Path) -> None:
     """After a restart the first token of a session of a thousand tokens does not wait for them to be read."""
     with house(tmp_path / "state", demo_model_path, SETTINGS) as home:

@@ -1,7 +1,7 @@
 """An engine that runs into traps: ``python -m tests.faults.engine --fd N``.
 
-Its places are ``load`` and ``loaded``, ``prefill`` and ``decode`` before each batch, ``save`` and ``restore``. While
-there is a trap named ``poison``, it dies of each batch with a slot whose text has that word in it.
+Its places are ``load`` and ``loaded``, ``prefill`` and ``decode`` before each batch, ``save`` and ``restore``. A trap
+named ``poison``, for the echo backend, springs with each batch that has a slot with this word in it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from inferencecenter.engine import __main__ as real
 from inferencecenter.ipc.messages import Log
-from tests.faults.traps import Walk, kill
+from tests.faults.traps import Walk
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -39,7 +39,7 @@ class TrappedBackend:
         """Decode, unless a trap springs or the batch is poisoned."""
         self._walk.past("prefill" if any(len(chunk.tokens) > 1 for chunk in chunks) else "decode")
         if self._walk.is_set(POISON) and any(self._is_poisoned(chunk) for chunk in chunks):
-            kill()
+            self._walk.into(POISON)
         self._backend.decode(chunks)
 
     def save(self, slot: int, buffer: memoryview) -> int:

@@ -121,9 +121,9 @@ def talkative(tmp_path_factory: pytest.TempPathFactory, demo_model_path: Path) -
 
 @contextlib.asynccontextmanager
 async def narrow(daemon: Daemon) -> AsyncIterator[Talk]:
-    """A socket for which the kernel keeps next to nothing, and of which nothing is read unless somebody asks."""
+    """A socket for which the kernel keeps little, and of which nothing is read unless somebody asks."""
     raw = socket.socket()
-    raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 32 * 1024)
     raw.connect(("127.0.0.1", daemon.port))
     raw.setblocking(False)
     headers = {"Authorization": f"Bearer {daemon.admin_token}"}

@@ -181,7 +181,7 @@ def digest(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-async def only_reads(found: Site, readable: list[Witness]) -> None:
+async def only_reads(found: Site, readable: list[Witness], *, absent: str = "none") -> None:
     """Run on a file that is not to be written: what can be read of it is there, and not a byte of it changes."""
     path = found.state_dir / FILE
     before = digest(path)
@@ -192,6 +192,7 @@ async def only_reads(found: Site, readable: list[Witness]) -> None:
         assert line["hint"]
         await is_refused(client, op="create_session")
         await private_works(client)
+        assert (await client.ask(op="get_session", session_id=absent))["code"] == "session_not_found"
         for witness in readable:
             assert (await witness.resume(client))["state"] == "idle"
             session = await witness.described()
@@ -201,6 +202,7 @@ async def only_reads(found: Site, readable: list[Witness]) -> None:
     assert digest(path) == before
 
 
+@pytest.mark.slow
 async def test_the_file_is_read_only(apart: Site) -> None:
     """On a file system that is mounted so, old sessions can be read, and new ones live without it."""
     witnesses = await has_a_past(apart)
@@ -228,13 +230,10 @@ async def test_the_file_is_no_database(apart: Site) -> None:
     """It is left alone; the daemon runs without its sessions."""
     (witness,) = await has_a_past(apart)
     damage_header(apart.state_dir / FILE)
-    await only_reads(apart, [])
-    apart.start()
-    async with talk(apart.daemon) as client:
-        refusal = await client.ask(op="resume_session", session_id=witness.session_id)
-        assert refusal["code"] == "session_not_found"
+    await only_reads(apart, [], absent=witness.session_id)
 
 
+@pytest.mark.slow
 async def test_a_page_of_the_file_is_damaged(apart: Site) -> None:
     """Sessions whose rows are elsewhere are read; nobody writes over the rest, which an expert may still save."""
     apart.start()
@@ -279,7 +278,10 @@ def flip(path: Path) -> None:
         file.write(bytes((byte ^ 1,)))
 
 
-@pytest.mark.parametrize("hurt", [tear, flip, Path.unlink])
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize("hurt", [tear, pytest.param(flip, marks=SLOW), pytest.param(Path.unlink, marks=SLOW)])
 async def test_kv_on_disk_is_damaged(apart: Site, hurt: Callable[[Path], None]) -> None:
     """Torn, changed or missing: it is dropped and computed again, and the answer is right."""
     (witness,) = await has_a_past(apart, text=LINE * 4)

@@ -63,8 +63,12 @@ class Walk:
         return cls(Path(os.environ[DIRECTORY_VARIABLE]))
 
     def is_set(self, place: str) -> bool:
-        """Tell whether there is a trap; it stays."""
+        """Tell whether there is a trap."""
         return (self.directory / place).exists()
+
+    def into(self, place: str) -> None:
+        """Do what the trap at a place says; it stays."""
+        self._act((self.directory / place).read_text().split()[0])
 
     def past(self, place: str) -> None:
         """Pass a place, or spring the trap there."""
@@ -76,12 +80,14 @@ class Walk:
             self._passed[path.name] = count + 1
             if count == int(passes):
                 path.unlink()
-                (_ACTIONS | self.actions)[action]()
+                self._act(action)
             return
 
+    def _act(self, action: str) -> None:
+        (_ACTIONS | self.actions)[action]()
 
-def kill() -> None:
-    """End this process as the kernel does when memory is short."""
+
+def _kill() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -101,7 +107,7 @@ def _exhaust() -> NoReturn:
 
 
 _ACTIONS: Final[dict[str, Callable[[], object]]] = {
-    "kill": kill,
+    "kill": _kill,
     "abort": os.abort,
     "segfault": lambda: os.kill(os.getpid(), signal.SIGSEGV),
     "kill-front": _kill_front,
