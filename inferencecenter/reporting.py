@@ -185,7 +185,7 @@ class Reporter:
                 notifier.send(STATUS=text)
             await asyncio.sleep(STATUS_EVERY_S)
             engine = self._engine.status
-            self._changed = self._changed or bool(engine.running or engine.waiting)
+            self._changed |= bool(engine.running or engine.waiting) or self._glance() != self._glanced
         self._telling = False
 
 
