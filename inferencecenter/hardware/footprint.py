@@ -99,12 +99,13 @@ def lending_bytes(model: ModelShape, setup: SetUp, *, largest_bytes: int, kv_lay
     return max(usual + largest_bytes + _SLACK_BYTES, kv_layer_bytes + 5 * e + usual * (not setup.flash_attention))
 
 
-def host_compute_bytes(model: ModelShape, setup: SetUp, *, on_host: bool) -> int:
+def host_compute_bytes(model: ModelShape, setup: SetUp, *, n_devices: int, overlaps: bool = False) -> int:
     """Return the host's buffer for one batch: all of it, or only what goes to and comes from the GPUs."""
-    if on_host:
+    if not n_devices:
         return compute_bytes(model, setup)
     tokens = min(setup.n_ubatch, setup.n_batch)
-    return _F32 * tokens * model.n_embd * 2 + 2 * tokens * setup.cells
+    e, mask = _F32 * tokens * model.n_embd, 2 * tokens * setup.cells
+    return 5 * e + _PIPELINE_COPIES * mask if overlaps else 2 * e + mask
 
 
 def _has_dense(model: ModelShape) -> bool:

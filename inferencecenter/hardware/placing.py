@@ -68,7 +68,9 @@ def place(
             ),
             host_weight_bytes=_host_weight_bytes(model, start, experts_in_host, output=n_gpu_layers == 0),
             host_kv_bytes=sum(kv_bytes(layer, setup) for layer in model.layers[:start]),
-            host_compute_bytes=host_compute_bytes(model, setup, on_host=not devices),
+            host_compute_bytes=host_compute_bytes(
+                model, setup, n_devices=len(devices), overlaps=len(devices) > 1 and not (start or experts_in_host)
+            ),
         ),
         fits=fits or not devices,
     )

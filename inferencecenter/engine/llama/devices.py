@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 from llama_cpp import llama_cpp as lib
-from llama_cpp._ggml import libggml
 
 from inferencecenter.errors import ErrorCode, InferenceCenterError
 from inferencecenter.hardware.ggml import GgmlDevice
@@ -20,6 +19,11 @@ if TYPE_CHECKING:
 
 # enum ggml_backend_dev_type: a GPU with memory of its own, and one that shares the host's.
 _GPU_TYPES: Final = (1, 2)
+
+
+# The library that llama.cpp itself is linked with. ``llama_cpp._ggml`` may have loaded a second copy of it, whose list
+# of devices is another: wheels hold ``libggml.so`` and ``libggml.so.0`` as two files.
+_ggml: Final = lib._lib
 
 
 class _Properties(ctypes.Structure):
@@ -36,13 +40,13 @@ class _Properties(ctypes.Structure):
     )
 
 
-_device_by_type = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_int)(("ggml_backend_dev_by_type", libggml))
-_device_count = ctypes.CFUNCTYPE(ctypes.c_size_t)(("ggml_backend_dev_count", libggml))
-_device = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_size_t)(("ggml_backend_dev_get", libggml))
+_device_by_type = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_int)(("ggml_backend_dev_by_type", _ggml))
+_device_count = ctypes.CFUNCTYPE(ctypes.c_size_t)(("ggml_backend_dev_count", _ggml))
+_device = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_size_t)(("ggml_backend_dev_get", _ggml))
 _get_properties = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.POINTER(_Properties))(
-    ("ggml_backend_dev_get_props", libggml)
+    ("ggml_backend_dev_get_props", _ggml)
 )
-host_buffer_type = ctypes.CFUNCTYPE(ctypes.c_void_p)(("ggml_backend_cpu_buffer_type", libggml))
+host_buffer_type = ctypes.CFUNCTYPE(ctypes.c_void_p)(("ggml_backend_cpu_buffer_type", _ggml))
 """Return the kind of buffer that is plain memory of the host."""
 
 

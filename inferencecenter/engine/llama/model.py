@@ -179,7 +179,7 @@ class ModelParams:
         if options.devices:
             found = pointers(options.devices)
             self._devices = (ctypes.c_void_p * (len(found) + 1))(*found, None)
-            struct.devices = ctypes.cast(self._devices, type(struct.devices))
+            struct.devices = ctypes.cast(self._devices, ctypes.c_void_p)
         if options.tensor_split:
             self._shares = (ctypes.c_float * lib.llama_max_devices())(*options.tensor_split)
             struct.tensor_split = ctypes.cast(self._shares, ctypes.POINTER(ctypes.c_float))
