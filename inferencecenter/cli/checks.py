@@ -15,12 +15,19 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Final
 
-from inferencecenter.errors import ErrorCode
-from inferencecenter.hardware.nvml import Gpu
+from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.hardware.devices import find_devices
+from inferencecenter.hardware.gguf import read_gguf
+from inferencecenter.hardware.host import read_host
+from inferencecenter.hardware.model_shape import describe
+from inferencecenter.hardware.nvml import read_gpus
+from inferencecenter.hardware.split import plan
+from inferencecenter.supervisor.planning import wishes
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from inferencecenter.hardware.nvml import GpuReading
     from inferencecenter.settings import Settings
 
 _PROBE_TIMEOUT_S: Final = 60
@@ -76,12 +83,43 @@ def llama_cpp(*, needed: bool, gpu: bool) -> Check:
 
 
 def gpu() -> Check:
-    """Ask NVML for the first GPU."""
-    reading = Gpu().read()
-    if reading.name is None:
-        return Check("gpu", Verdict.WARNING, "no NVIDIA GPU found by NVML", "The model runs on the processor.")
+    """Ask NVML for all GPUs."""
+    found = read_gpus()
+    if not found.readings:
+        problem = f": {found.problem}" if found.problem else ""
+        return Check(
+            "gpu", Verdict.WARNING, f"no NVIDIA GPU found by NVML{problem}", "The model runs on the processor."
+        )
+    return Check("gpu", Verdict.OK, "; ".join(map(_shown, found.readings)) + f"; driver {found.driver_version}")
+
+
+def _shown(reading: GpuReading) -> str:
     used, total = reading.vram_used_bytes or 0, reading.vram_total_bytes or 0
-    return Check("gpu", Verdict.OK, f"{reading.name}, {used // _MB} of {total // _MB} MB of memory in use")
+    capability = ".".join(map(str, reading.compute_capability or ()))
+    parts = [
+        f"{reading.name}, {used // _MB} of {total // _MB} MB of memory in use",
+        f"compute capability {capability}" if capability else "",
+        "divided by MIG" if reading.mig else "",
+    ]
+    return ", ".join(filter(None, parts))
+
+
+def placement(settings: Settings) -> list[Check]:
+    """Plan the model on the GPUs that llama.cpp can use; nothing where there is none."""
+    if settings.engine.backend != "llama":
+        return []
+    try:
+        devices = find_devices(settings.gpu.devices)
+        if not devices:
+            return []
+        made = plan(
+            describe(read_gguf(settings.model.path)), devices, read_host(), wishes(settings.engine, settings.gpu)
+        )
+    except InferenceCenterError as error:
+        return [Check("plan", Verdict.FAILED, error.message, error.hint or "", error.code)]
+    detail = "; ".join(f"{reason.name}: {reason.value}" for reason in made.reasons)
+    hint = " ".join(made.advice) if not made.fits else "`inferencecenter doctor --plan MODEL` says why."
+    return [Check("plan", Verdict.OK if made.fits else Verdict.WARNING, detail, hint)]
 
 
 def cores() -> Check:

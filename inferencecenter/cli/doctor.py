@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import Final
+from pathlib import Path
+from typing import Annotated, Final
 
 import typer
 from rich.table import Table
@@ -13,14 +14,41 @@ from inferencecenter.cli import checks
 from inferencecenter.cli.checks import Check, Verdict
 from inferencecenter.cli.options import ConfigOption, JsonOption, StateDirOption, given
 from inferencecenter.cli.output import print_json, stdout
-from inferencecenter.configuration import read_layers
+from inferencecenter.cli.plan import parse_size, show_plan
+from inferencecenter.configuration import load_settings, read_layers
 from inferencecenter.errors import ERRORS, ErrorCode, InferenceCenterError
 
 _STYLES: Final = {Verdict.OK: "green", Verdict.WARNING: "yellow", Verdict.FAILED: "bold red"}
 
 
-def doctor(*, config: ConfigOption = None, state_dir: StateDirOption = None, json: JsonOption = False) -> None:
+def doctor(  # noqa: PLR0913 - one argument an option
+    *,
+    config: ConfigOption = None,
+    state_dir: StateDirOption = None,
+    json: JsonOption = False,
+    plan: Annotated[
+        Path | None, typer.Option(help="Show how this GGUF file would be run, and why.", metavar="MODEL")
+    ] = None,
+    vram: Annotated[
+        list[str] | None,
+        typer.Option(help="With --plan: a GPU with so much free memory, as 3GiB; once for each.", metavar="SIZE"),
+    ] = None,
+    ram: Annotated[
+        str | None, typer.Option(help="With --plan: so much memory available.", metavar="SIZE", show_default=False)
+    ] = None,
+) -> None:
     """Check Python, llama.cpp, memory, files, port and GPU; exits with the code of the first failure."""
+    if plan is not None:
+        show_plan(
+            load_settings(config, given(state_dir=state_dir)),
+            plan,
+            vram_bytes=[parse_size(size) for size in vram or ()],
+            ram_bytes=None if ram is None else parse_size(ram),
+            as_json=json,
+        )
+        return
+    if vram or ram:
+        raise typer.BadParameter("--vram and --ram describe a machine for --plan MODEL.")
     found = examine(config, state_dir)
     if json:
         print_json([asdict(check) for check in found])
@@ -52,6 +80,7 @@ def examine(config: ConfigOption, state_dir: StateDirOption) -> list[Check]:
         checks.cores(),
         checks.model_file(settings),
         checks.memory(settings),
+        *checks.placement(settings),
         checks.state_dir(settings.state_dir),
         checks.port(settings.server.host, settings.server.port),
     ]
