@@ -87,7 +87,7 @@ def test_the_journal_gets_no_token(cli: Cli, monkeypatch: pytest.MonkeyPatch, st
     assert str(state_dir / "admin.token") in text
 
 
-@pytest.mark.parametrize("option", [["--port", "70000"], ["--slots", "0"], ["--log-level", "loud"]])
+@pytest.mark.parametrize("option", [["--port", "70000"], ["--slots", "1000"], ["--log-level", "loud"]])
 def test_a_wrong_option_starts_nothing(cli: Cli, served: list[Settings], option: list[str]) -> None:
     """Values are checked as everywhere else."""
     result = cli.run("serve", *option)
