@@ -29,7 +29,7 @@ def reasons(
             _why_layers(model, chosen, devices, wishes),
             explicit=wishes.n_gpu_layers >= 0,
         ),
-        Reason("devices", _devices(chosen), _why_devices(chosen, devices), explicit=bool(wishes.tensor_split)),
+        Reason("devices", _devices(chosen), _why_devices(chosen, devices), explicit=_devices_are_set(wishes)),
         *experts,
         Reason("slots", str(setup.slots), _why_slots(model, chosen, wishes), explicit=bool(wishes.slots)),
         Reason("n_ctx", str(setup.n_ctx), _why_n_ctx(model, chosen, wishes), explicit=bool(wishes.n_ctx)),
@@ -37,13 +37,13 @@ def reasons(
             "kv_type_k, kv_type_v",
             f"{setup.kv_type_k}, {setup.kv_type_v}",
             _why_kv(model, chosen, wishes),
-            explicit=wishes.kv_type_k != "auto",
+            explicit=_kv_is_set(wishes),
         ),
         Reason(
             "n_batch, n_ubatch",
             f"{setup.n_batch}, {setup.n_ubatch}",
-            "set" if wishes.n_ubatch else _why_batch(chosen),
-            explicit=bool(wishes.n_ubatch),
+            _SET if wishes.n_ubatch or wishes.n_batch else _why_batch(chosen),
+            explicit=bool(wishes.n_ubatch or wishes.n_batch),
         ),
         Reason(
             "n_threads",
@@ -106,7 +106,7 @@ def _about_slots(model: ModelShape, chosen: Place, wishes: Wishes) -> Iterator[s
 
 def _about_precision(chosen: Place, devices: Sequence[Device], wishes: Wishes) -> Iterator[str]:
     gave_up = chosen.setup.slots == 1 or chosen.setup.n_ubatch < 512
-    if devices and gave_up and not wishes.quantized_kv and wishes.kv_type_k == "auto":
+    if devices and gave_up and not wishes.quantized_kv and not _kv_is_set(wishes):
         yield "gpu.quantized_kv = true would keep KV in about half the memory (q8_0), at a small loss of precision."
 
 
@@ -131,6 +131,14 @@ def _why_layers(model: ModelShape, chosen: Place, devices: Sequence[Device], wis
         f"the output matrix and layers {start} to {model.n_layers - 1}; the next layer takes "
         f"{mib(next_layer.bytes + kv_bytes(next_layer, chosen.setup))}, and {mib(room)} are left"
     )
+
+
+def _devices_are_set(wishes: Wishes) -> bool:
+    return bool(wishes.tensor_split) or wishes.main_gpu >= 0 or wishes.split_mode != "auto"
+
+
+def _kv_is_set(wishes: Wishes) -> bool:
+    return wishes.kv_type_k != "auto" or wishes.kv_type_v != "auto"
 
 
 def _devices(chosen: Place) -> str:
@@ -195,7 +203,7 @@ def _why_kv(model: ModelShape, chosen: Place, wishes: Wishes) -> str:
     setup = chosen.setup
     per_token = kv_bytes_per_token(model, type_k=setup.kv_type_k, type_v=setup.kv_type_v)
     cost = f"{per_token / 1024:.0f} KiB a token"
-    if wishes.kv_type_k != "auto":
+    if _kv_is_set(wishes):
         return f"{_SET}; {cost}"
     return f"full precision; {cost}" if setup.kv_type_k == "f16" else f"full precision leaves room for less; {cost}"
 

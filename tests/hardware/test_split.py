@@ -1,0 +1,353 @@
+"""Tests of how models are divided between GPUs and host.
+
+The golden table has the numbers of each plan with their arithmetic, in MiB. What a GPU has room for is what is free
+less the margin (5 %, at least 300) and 300 for the driver.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from inferencecenter.hardware.plan import MIB, Device, Host, Wishes, margin_bytes, usable_bytes
+from inferencecenter.hardware.split import plan
+from tests.hardware.conftest import GIB, HOST, gpus
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from inferencecenter.bench.header import HeaderName
+    from inferencecenter.hardware.model_shape import ModelShape
+    from inferencecenter.hardware.plan import Plan
+
+    ShapeOf = Callable[[HeaderName], ModelShape]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A model on a machine, and what the plan must be; ``parts`` is weights, KV and buffers of each GPU in MiB."""
+
+    model: HeaderName
+    gib: tuple[float, ...]
+    layers: int
+    slots: int
+    n_ctx: int
+    parts: tuple[tuple[int, int, int], ...]
+    split: tuple[float, ...] = ()
+    n_ubatch: int = 512
+    experts_in_host: int = 0
+
+
+GOLDEN = [
+    # Llama 3.2 1B: 16 layers of 32.6 or 37.0 (557.3 together), output and embeddings 205.5 each. KV 32 KiB a token: 128
+    # for a slot of 4096. Buffers 3 x 16 (ffn 8192 x 512 x 4 bytes) + 3 x 4 (width 2048) + 4 (mask).
+    # 3 GiB: room 3072 - 300 - 300 = 2472; 762.8 + 8 x 128 + 64 = 1851. Twice the context would take 2879.
+    Case(model="llama3.2-1b", gib=(3,), layers=17, slots=8, n_ctx=4096, parts=((763, 1024, 64),)),
+    # 12 GiB: room 12288 - 614 - 300 = 11374; 8 slots of 32768 take 8192, which is as far as many slots grow.
+    Case(model="llama3.2-1b", gib=(12,), layers=17, slots=8, n_ctx=32768, parts=((763, 8192, 92),)),
+    Case(model="llama3.2-1b", gib=(24,), layers=17, slots=8, n_ctx=32768, parts=((763, 8192, 92),)),
+    # 4 and 6 GiB: the larger holds all of it: 6144 - 307 - 300 = 5537; 763 + 8 x 512 + 76 = 4935.
+    Case(model="llama3.2-1b", gib=(4, 6), layers=17, slots=8, n_ctx=16384, parts=((763, 4096, 76),)),
+    Case(model="llama3.2-1b", gib=(), layers=0, slots=8, n_ctx=4096, parts=()),
+    # Llama 3.2 3B: 28 layers (1610.1), output 308.2; KV 112 KiB a token: 448 a slot. Buffers 3 x 16 + 3 x 6 + 4 = 70.
+    # 3 GiB: room 2472; 1918.4 + 448 + 70 = 2436, and a second slot does not fit.
+    Case(model="llama3.2-3b", gib=(3,), layers=29, slots=1, n_ctx=4096, parts=((1918, 448, 70),)),
+    # 12 GiB: room 11374; 8 x 896 = 7168 for contexts of 8192, and 14336 would be too much.
+    Case(model="llama3.2-3b", gib=(12,), layers=29, slots=8, n_ctx=8192, parts=((1918, 7168, 74),)),
+    # 24 GiB: room 24576 - 1229 - 300 = 23047; 8 x 1792 = 14336.
+    Case(model="llama3.2-3b", gib=(24,), layers=29, slots=8, n_ctx=16384, parts=((1918, 14336, 82),)),
+    # 4 and 6 GiB: 1918 + 8 x 448 + 70 = 5572 is more than the larger has (5537), so that both are used.
+    # 11 layers against 17 and the output. Buffers of overlapping batches: + 4 x 6 and + 8 x 6, and 3 more masks (12).
+    Case(
+        model="llama3.2-3b",
+        gib=(4, 6),
+        layers=29,
+        slots=8,
+        n_ctx=4096,
+        split=(11, 18),
+        parts=((629, 1408, 106), (1289, 2176, 130)),
+    ),
+    Case(model="llama3.2-3b", gib=(), layers=0, slots=8, n_ctx=4096, parts=()),
+    # Qwen2.5 7B: 28 layers of 125.1 or 142.2 (3741.7), output 426.4; KV 56 KiB a token: 224 a slot, 8 a layer of it.
+    # 3 GiB: room 2472. Buffers 3 x 37 (18944 x 512 x 4) + 3 x 7 + 4 = 136, and 57.1 for what the host keeps, whose
+    # largest tensor (ffn_down in Q6_K, 53.1) is copied for prompts: 193. 426.4 + 13 layers (1745.9) + 13 x 8 = 2276,
+    # and with 193: 2469. The next layer would take 150.
+    Case(model="qwen2.5-7b", gib=(3,), layers=14, slots=1, n_ctx=4096, parts=((2172, 104, 193),)),
+    # 12 GiB: room 11374; 4168.1 + 8 x 448 + 140 = 7892; contexts of 16384 would take 11480.
+    Case(model="qwen2.5-7b", gib=(12,), layers=29, slots=8, n_ctx=8192, parts=((4168, 3584, 140),)),
+    Case(model="qwen2.5-7b", gib=(24,), layers=29, slots=8, n_ctx=32768, parts=((4168, 14336, 164),)),
+    Case(
+        model="qwen2.5-7b",
+        gib=(4, 6),
+        layers=29,
+        slots=8,
+        n_ctx=8192,
+        split=(11, 18),
+        parts=((1461, 1408, 192), (2707, 2176, 220)),
+    ),
+    Case(model="qwen2.5-7b", gib=(), layers=0, slots=8, n_ctx=4096, parts=()),
+    # Llama 3.1 8B: 32 layers of 117.0 or 132.5 (3992.5), output 411.0; KV 128 KiB a token: 512 a slot, 16 a layer.
+    # 3 GiB: room 2472. Buffers 3 x 28 + 3 x 8 + 4 = 112, + 45.9 (ffn_down in Q6_K) + 4 = 162.
+    # 411.0 + 13 layers (1629.7) + 13 x 16 + 162 = 2411; the next layer would take 133.
+    Case(model="llama3.1-8b", gib=(3,), layers=14, slots=1, n_ctx=4096, parts=((2041, 208, 162),)),
+    # 12 GiB: room 11374; 4403.5 + 8 x 512 + 112 = 8611; twice the context would take 12711.
+    Case(model="llama3.1-8b", gib=(12,), layers=33, slots=8, n_ctx=4096, parts=((4403, 4096, 112),)),
+    # 24 GiB: room 23047; 4403.5 + 8 x 2048 + 124 = 20911.
+    Case(model="llama3.1-8b", gib=(24,), layers=33, slots=8, n_ctx=16384, parts=((4403, 16384, 124),)),
+    Case(
+        model="llama3.1-8b",
+        gib=(4, 6),
+        layers=33,
+        slots=8,
+        n_ctx=4096,
+        split=(13, 20),
+        parts=((1630, 1664, 156), (2774, 2432, 188)),
+    ),
+    Case(model="llama3.1-8b", gib=(), layers=0, slots=8, n_ctx=4096, parts=()),
+    # Qwen3 30B-A3B: 48 layers of 335.1 or 384.9 (17281.0), of which experts 309.2 or 359.1; output 243.4. KV 96 KiB a
+    # token: 384 a slot. Buffers: 8 experts a token, 2 x 8 x 4 + 8 x 1.5 + 3 x 4 + 4 = 92, and + 165 (the experts'
+    # ffn_down of a layer) where some stay with the host: 254 (with 3f + 3e, 12 less).
+    # 3 GiB: room 2472; the output, 48 x 25 without experts, and those of 2 layers: 1531; with the KV of 1 slot 2169.
+    Case(
+        model="qwen3-30b-a3b", gib=(3,), layers=49, slots=1, n_ctx=4096, experts_in_host=46, parts=((1531, 384, 254),)
+    ),
+    # 12 GiB: room 11374; 11187, and the experts of one layer more would take 309.
+    Case(
+        model="qwen3-30b-a3b", gib=(12,), layers=49, slots=1, n_ctx=4096, experts_in_host=20, parts=((10549, 384, 254),)
+    ),
+    # 24 GiB: room 23047; 17524 + 8 x 384 + 92 = 20688.
+    Case(model="qwen3-30b-a3b", gib=(24,), layers=49, slots=8, n_ctx=4096, parts=((17524, 3072, 92),)),
+    # 4 and 6 GiB: batches of 128 make room for the experts of one layer more.
+    Case(
+        model="qwen3-30b-a3b",
+        gib=(4, 6),
+        layers=49,
+        slots=1,
+        n_ctx=4096,
+        n_ubatch=128,
+        experts_in_host=27,
+        split=(34, 15),
+        parts=((2750, 272, 184), (5383, 112, 23)),
+    ),
+    Case(model="qwen3-30b-a3b", gib=(), layers=0, slots=8, n_ctx=4096, parts=()),
+]
+
+
+@pytest.mark.parametrize("case", GOLDEN, ids=lambda case: f"{case.model} on {case.gib}")
+def test_golden(shape_of: ShapeOf, case: Case) -> None:
+    """Every number of the plan is the one that was worked out by hand."""
+    made = plan(shape_of(case.model), gpus(*case.gib), HOST, Wishes())
+    setup = made.setup
+    assert made.fits
+    assert (made.n_gpu_layers, setup.slots, setup.n_ctx, setup.n_ubatch) == (
+        case.layers,
+        case.slots,
+        case.n_ctx,
+        case.n_ubatch,
+    )
+    assert made.tensor_split == case.split
+    assert made.split_mode == ("layer" if case.split else "none")
+    assert _experts(made) == case.experts_in_host
+    assert [
+        tuple(round(part / MIB) for part in (gpu.weight_bytes, gpu.kv_bytes, gpu.compute_bytes))
+        for gpu in made.demand.devices
+    ] == list(case.parts)
+    _assert_it_fits(made, Wishes())
+
+
+def _experts(made: Plan) -> int:
+    return made.cpu_tensors[0].split(")")[0].count("|") + 1 if made.cpu_tensors else 0
+
+
+def _assert_it_fits(made: Plan, wishes: Wishes) -> None:
+    for device, demand in zip(made.devices, made.demand.devices, strict=True):
+        assert demand.bytes <= usable_bytes(device, wishes)
+        assert demand.bytes + margin_bytes(device, wishes) + device.correction_bytes <= device.free_bytes
+    assert HOST.available_bytes is not None
+    assert made.demand.host_bytes <= HOST.available_bytes
+
+
+SIZES = st.lists(st.integers(min_value=256, max_value=48 * 1024), min_size=1, max_size=3)
+MODELS = st.sampled_from(["llama3.2-1b", "llama3.2-3b", "qwen2.5-7b", "llama3.1-8b", "qwen3-30b-a3b"])
+WISHES = st.builds(
+    Wishes,
+    slots=st.sampled_from([0, 0, 1, 4, 32]),
+    n_ctx=st.sampled_from([0, 0, 2048, 16384]),
+    n_ubatch=st.sampled_from([0, 0, 64]),
+    quantized_kv=st.booleans(),
+    prefer=st.sampled_from(["many", "long"]),
+    flash_attention=st.sampled_from(["auto", "off"]),
+    margin_bytes=st.sampled_from([None, 0, 512 * MIB]),
+    split_mode=st.sampled_from(["auto", "layer", "none"]),
+    expert_offload=st.sampled_from(["auto", "never", "all"]),
+)
+
+
+def _machine(sizes: list[int]) -> tuple[Device, ...]:
+    return gpus(*(size / 1024 for size in sizes))
+
+
+@settings(deadline=None, max_examples=50)
+@given(name=MODELS, sizes=SIZES, wishes=WISHES)
+def test_never_more_than_free_less_the_margin(
+    shape_of: ShapeOf, name: HeaderName, sizes: list[int], wishes: Wishes
+) -> None:
+    """On any machine, with any wishes that leave the layers open; and what is set is kept."""
+    made = plan(shape_of(name), _machine(sizes), HOST, wishes)
+    if made.fits:
+        _assert_it_fits(made, wishes)
+    assert sum(made.tensor_split) in (0, made.n_gpu_layers)
+    assert wishes.slots in (0, made.setup.slots)
+    assert wishes.n_ctx in (0, made.setup.n_ctx)
+    assert wishes.n_ubatch in (0, made.setup.n_ubatch)
+    assert made.setup.n_ubatch <= made.setup.n_batch
+
+
+@settings(deadline=None, max_examples=50)
+@given(name=MODELS, sizes=SIZES, more=st.integers(min_value=1, max_value=8192), which=st.integers(0, 2))
+def test_more_memory_gives_no_less(
+    shape_of: ShapeOf, name: HeaderName, sizes: list[int], more: int, which: int
+) -> None:
+    """First layers (of a mixture: with their experts) count, then slots, then the length of contexts."""
+    model = shape_of(name)
+    larger = list(sizes)
+    larger[which % len(sizes)] += more
+
+    def rank(made: Plan) -> tuple[int, int, int, int]:
+        return made.n_gpu_layers, -_experts(made), made.setup.n_ubatch, made.setup.slots
+
+    before = plan(model, _machine(sizes), HOST, Wishes())
+    after = plan(model, _machine(larger), HOST, Wishes())
+    assert rank(after) >= rank(before)
+
+
+def test_order_of_sacrifice(shape_of: ShapeOf) -> None:
+    """Slots go first, then the precision of the KV if that is allowed, then the batch, then layers, then the GPU."""
+    model = shape_of("llama3.1-8b")
+    seen = []
+    for mib in range(12 * 1024, 0, -64):
+        made = plan(model, gpus(mib / 1024), HOST, Wishes(quantized_kv=True))
+        setup = made.setup
+        given_up = (
+            "gpu" if not made.n_gpu_layers else "layers" if made.n_gpu_layers < 33 else "",
+            "batch" if setup.n_ubatch < 512 else "",
+            "kv" if setup.kv_type_k != "f16" else "",
+            "slots" if setup.slots < 8 else "",
+        )
+        worst = next((what for what in given_up if what), "nothing")
+        if not seen or seen[-1] != worst:
+            seen.append(worst)
+    assert seen == ["nothing", "slots", "kv", "batch", "layers", "gpu"]
+
+
+@pytest.mark.parametrize(
+    ("wishes", "expected", "reason"),
+    [
+        ({"slots": 2}, {"slots": 2}, "slots"),
+        ({"n_ctx": 1024}, {"n_ctx": 1024}, "n_ctx"),
+        ({"n_ubatch": 64}, {"n_ubatch": 64}, "n_batch, n_ubatch"),
+        ({"n_batch": 96}, {"n_batch": 96, "n_ubatch": 96}, "n_batch, n_ubatch"),
+        ({"kv_type_v": "q8_0"}, {"kv_type_k": "f16", "kv_type_v": "q8_0"}, "kv_type_k, kv_type_v"),
+    ],
+)
+def test_what_is_set_wins(shape_of: ShapeOf, wishes: dict[str, Any], expected: dict[str, Any], reason: str) -> None:
+    """Whatever the rest is planned around it; the report says that it was set."""
+    made = plan(shape_of("llama3.1-8b"), gpus(6), HOST, Wishes(**wishes))
+    assert {name: getattr(made.setup, name) for name in expected} == expected
+    assert [each.name for each in made.reasons if each.explicit] == [reason]
+
+
+def test_what_is_set_and_does_not_fit_is_kept_and_said(shape_of: ShapeOf) -> None:
+    """With what there is and what it would take."""
+    made = plan(shape_of("llama3.1-8b"), gpus(3), HOST, Wishes(n_gpu_layers=33, slots=8, n_ctx=4096))
+    assert not made.fits
+    assert (made.n_gpu_layers, made.setup.slots, made.setup.n_ctx) == (33, 8, 4096)
+    assert made.advice[0].startswith("Does not fit on GPU 0: has 2,772 MiB after a margin of 300 MiB, needs 8,8")
+
+
+def test_host_memory_that_is_too_small(shape_of: ShapeOf) -> None:
+    """Slots and then context are given up; what cannot be made to fit says have and need."""
+    model = shape_of("llama3.1-8b")
+    tight = plan(model, (), Host(available_bytes=6 * GIB, cores=2), Wishes())
+    assert tight.fits
+    assert (tight.setup.slots, tight.setup.n_ctx) == (2, 4096)
+    tighter = plan(model, (), Host(available_bytes=5 * GIB, cores=2), Wishes())
+    assert tighter.fits
+    assert tighter.setup.n_ctx < 4096
+    none = plan(model, (), Host(available_bytes=4 * GIB, cores=2), Wishes())
+    assert not none.fits
+    assert none.advice[0].startswith("Does not fit in memory: has 4,096 MiB, needs 4,7")
+
+
+def test_host_memory_that_is_not_known(shape_of: ShapeOf) -> None:
+    """Is taken to be enough: the usual numbers."""
+    made = plan(shape_of("llama3.1-8b"), (), Host(available_bytes=None, cores=2), Wishes())
+    assert (made.fits, made.setup.slots, made.setup.n_ctx, made.n_threads) == (True, 8, 4096, 2)
+
+
+def test_long_contexts_for_few(shape_of: ShapeOf) -> None:
+    """The same memory as one context, as long as it fits; the plan for many says that this could be chosen."""
+    model = shape_of("llama3.1-8b")
+    many = plan(model, gpus(12), HOST, Wishes())
+    long = plan(model, gpus(12), HOST, Wishes(prefer="long"))
+    assert (many.setup.slots, many.setup.n_ctx) == (8, 4096)
+    assert (long.setup.slots, long.setup.n_ctx) == (1, 32768)
+    assert any("1 slot of 32768 tokens" in line for line in many.advice)
+    assert long.n_gpu_layers == many.n_gpu_layers == 33
+
+
+def test_a_limit_from_a_start_that_failed(shape_of: ShapeOf) -> None:
+    """No more layers than that, however much is free."""
+    made = plan(shape_of("llama3.2-1b"), gpus(24), HOST, Wishes(most_gpu_layers=8))
+    assert made.n_gpu_layers == 8
+    assert "did not load" in made.reasons[0].why
+
+
+def test_what_was_measured_corrects_the_estimate(shape_of: ShapeOf) -> None:
+    """A GPU on which more was taken than estimated gets less the next time."""
+    model, (device,) = shape_of("qwen2.5-7b"), gpus(3)
+    usual = plan(model, [device], HOST, Wishes())
+    corrected = plan(model, [replace(device, correction_bytes=160 * MIB)], HOST, Wishes())
+    assert corrected.n_gpu_layers == usual.n_gpu_layers - 1
+
+
+@pytest.mark.parametrize(("mode", "n_devices"), [("auto", 1), ("none", 1), ("layer", 2)])
+def test_split_modes(shape_of: ShapeOf, mode: str, n_devices: int) -> None:
+    """What fits on one GPU is on one, unless it is to be spread."""
+    made = plan(shape_of("llama3.2-1b"), gpus(8, 8), HOST, Wishes(split_mode=mode))
+    assert len(made.devices) == n_devices
+
+
+def test_a_main_gpu_and_shares_that_are_set(shape_of: ShapeOf) -> None:
+    """The one that is named is used though another is larger; shares are cut as llama.cpp cuts them."""
+    model = shape_of("llama3.2-1b")
+    assert [device.name for device in plan(model, gpus(24, 6), HOST, Wishes(main_gpu=1)).devices] == ["GPU 1"]
+    assert plan(model, gpus(24, 6), HOST, Wishes(tensor_split=(3, 1))).tensor_split == (13, 4)
+
+
+@pytest.mark.parametrize(("wish", "experts"), [("never", 0), ("all", 48), ("auto", 20)])
+def test_experts(shape_of: ShapeOf, wish: str, experts: int) -> None:
+    """Those that stay with the host do so by patterns of their tensors' names, which match nothing else."""
+    made = plan(shape_of("qwen3-30b-a3b"), gpus(12), HOST, Wishes(expert_offload=wish))
+    assert _experts(made) == experts
+    assert made.n_gpu_layers == 49 or wish == "never"
+
+
+def test_an_architecture_that_is_not_known(shape_of: ShapeOf) -> None:
+    """Is planned all the same, and that is said."""
+    model = replace(shape_of("llama3.2-1b"), known=False, architecture="novel")
+    made = plan(model, gpus(3), HOST, Wishes())
+    assert made.fits
+    assert any("'novel' is not known" in line for line in made.advice)
+
+
+def test_threads(shape_of: ShapeOf) -> None:
+    """One a core where the processor computes, few where it only looks up embeddings, and what is set."""
+    model = shape_of("llama3.2-1b")
+    assert plan(model, (), HOST, Wishes()).n_threads == 6
+    assert plan(model, gpus(3), HOST, Wishes()).n_threads == 4
+    assert plan(model, gpus(3), HOST, Wishes(n_threads=5)).n_threads == 5
