@@ -55,7 +55,7 @@ class Walk:
 
     directory: Path
     actions: dict[str, Callable[[], object]] = field(default_factory=dict)
-    _passed: dict[str, int] = field(default_factory=dict)
+    _passed: dict[tuple[str, int], int] = field(default_factory=dict)
 
     @classmethod
     def from_environment(cls) -> Walk:
@@ -76,8 +76,9 @@ class Walk:
             if path.name.partition(".")[0] != place:
                 continue
             action, passes = path.read_text().split()
-            count = self._passed.get(path.name, 0)
-            self._passed[path.name] = count + 1
+            trap = path.name, path.stat().st_mtime_ns
+            count = self._passed.get(trap, 0)
+            self._passed[trap] = count + 1
             if count == int(passes):
                 path.unlink()
                 self._act(action)
