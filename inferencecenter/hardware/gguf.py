@@ -272,7 +272,7 @@ class _Header:
                 while count:
                     position += 8 + unpack(data, position)[0]
                     count -= 1
-            except struct.error:
+            except (struct.error, OverflowError):
                 # The end of what was read; or a length that leads past the end of the file.
                 if position + _U64.size > limit:
                     raise self._truncated() from None

@@ -228,7 +228,7 @@ def test_more_memory_gives_no_less(
 def test_order_of_sacrifice(shape_of: ShapeOf) -> None:
     """Slots go first, then the precision of the KV if that is allowed, then the batch, then layers, then the GPU."""
     model = shape_of("llama3.1-8b")
-    seen = []
+    seen: list[str] = []
     for mib in range(12 * 1024, 0, -64):
         made = plan(model, gpus(mib / 1024), HOST, Wishes(quantized_kv=True))
         setup = made.setup

@@ -1,0 +1,258 @@
+"""Tests of the GGUF reader, with the ``gguf`` package as the reference."""
+
+from __future__ import annotations
+
+import struct
+import time
+from typing import TYPE_CHECKING, Any
+
+import gguf
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.hardware import gguf as own
+from inferencecenter.hardware.gguf import Array, read_gguf
+from inferencecenter.settings import bundled_model
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from inferencecenter.bench.header import HeaderName
+
+U32, U64 = struct.Struct("<I"), struct.Struct("<Q")
+
+
+def text(value: str) -> bytes:
+    """Return a string as the format has it."""
+    return U64.pack(len(value.encode())) + value.encode()
+
+
+def header(*, tensors: int = 0, entries: int = 0, version: int = 3) -> bytes:
+    """Return the first bytes of a file."""
+    return b"GGUF" + U32.pack(version) + U64.pack(tensors) + U64.pack(entries)
+
+
+def refused(path: Path, content: bytes | None = None) -> str:
+    """Return why the file is refused."""
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(InferenceCenterError) as caught:
+        read_gguf(path)
+    assert caught.value.code is ErrorCode.INVALID_MODEL_FILE
+    assert caught.value.hint
+    return caught.value.message
+
+
+def test_the_demo_model_as_the_reference_reads_it() -> None:
+    """Every tensor with its shape, type and bytes, and every value of the metadata that is no long array."""
+    file, reference = read_gguf(bundled_model()), gguf.GGUFReader(bundled_model())
+    assert [(each.name, each.shape, each.type, each.bytes) for each in file.tensors] == [
+        (each.name, tuple(int(size) for size in each.shape), int(each.tensor_type), int(each.n_bytes))
+        for each in reference.tensors
+    ]
+    for name, field in reference.fields.items():
+        if not name.startswith("GGUF."):
+            expected, found = field.contents(), file.metadata[name]
+            if isinstance(expected, list):
+                assert isinstance(found, Array)
+                assert found.count == len(expected)
+            else:
+                assert found == expected
+
+
+def test_sizes_of_all_types_are_those_of_the_reference() -> None:
+    """A type that llama.cpp adds is noticed here when the reference is updated."""
+    reference = {int(kind): sizes for kind, sizes in gguf.GGML_QUANT_SIZES.items()}
+    assert dict(own._BLOCKS) == reference
+
+
+def test_a_large_vocabulary_is_jumped_over(header_of: Callable[[HeaderName], Path]) -> None:
+    """152,064 tokens take no longer than 50 ms; the best of five, since this machine does other things too."""
+    path = header_of("qwen2.5-7b")
+
+    def taken_s() -> float:
+        start = time.perf_counter()
+        read_gguf(path)
+        return time.perf_counter() - start
+
+    assert min(taken_s() for _ in range(5)) < 0.05
+    assert read_gguf(path).metadata["tokenizer.ggml.tokens"] == Array(152_064)
+
+
+def test_every_kind_of_value(tmp_path: Path) -> None:
+    """Version 2 is read like version 3; short arrays of numbers are kept, others counted."""
+    path = tmp_path / "values.gguf"
+    writer = gguf.GGUFWriter(path, "test")
+    writer.add_uint8("a.u8", 200)
+    writer.add_int8("a.i8", -5)
+    writer.add_uint16("a.u16", 65_535)
+    writer.add_int16("a.i16", -300)
+    writer.add_int32("a.i32", -70_000)
+    writer.add_float32("a.f32", 0.5)
+    writer.add_uint64("a.u64", 2**40)
+    writer.add_int64("a.i64", -(2**40))
+    writer.add_float64("a.f64", 0.25)
+    writer.add_bool("a.yes", val=True)
+    writer.add_string("a.text", "grüße")
+    writer.add_array("a.numbers", [1, 2, 3])
+    writer.add_array("a.texts", ["one", "two"])
+    writer.add_array("a.nested", [[1, 2], [3]])
+    writer.add_array("a.long", list(range(5000)))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    expected: dict[str, Any] = {
+        "a.u8": 200,
+        "a.i8": -5,
+        "a.u16": 65_535,
+        "a.i16": -300,
+        "a.i32": -70_000,
+        "a.f32": 0.5,
+        "a.u64": 2**40,
+        "a.i64": -(2**40),
+        "a.f64": 0.25,
+        "a.yes": True,
+        "a.text": "grüße",
+        "a.numbers": Array(3, (1, 2, 3)),
+        "a.texts": Array(2),
+        "a.nested": Array(2),
+        "a.long": Array(5000),
+    }
+    found = read_gguf(path)
+    assert {name: found.metadata[name] for name in expected} == expected
+    data = bytearray(path.read_bytes())
+    data[4] = 2
+    path.write_bytes(data)
+    assert read_gguf(path).metadata == found.metadata
+    assert read_gguf(path).version == 2
+
+
+def test_a_header_longer_than_what_is_read_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Strings, arrays and names may lie across the ends of the pieces."""
+    whole = read_gguf(bundled_model())
+    for size in (24, 61, 1000):
+        monkeypatch.setattr(own, "_CHUNK_BYTES", size)
+        pieces = read_gguf(bundled_model())
+        assert (pieces.metadata, pieces.tensors) == (whole.metadata, whole.tensors)
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b"", "is truncated"),
+        (b"GG", "is truncated"),
+        (b"PK\x03\x04 and so on", "starts with b'PK"),
+        (header(version=1), "is GGUF version 1"),
+        (header(version=1 << 24), "big-endian"),
+        (b"GGUF" + U32.pack(3), "is truncated"),
+        (header(tensors=2**60), "claims 1152921504606846976 tensors"),
+        (header(entries=2**33), "claims 8589934592 metadata entries"),
+        (header(entries=1), "is truncated"),
+        (header(entries=1) + U64.pack(2**50), "a text of 1125899906842624 bytes"),
+        (header(entries=1) + text("key") + U32.pack(13), "type 13"),
+        (header(entries=1) + text("key") + U32.pack(9) + U32.pack(8) + U64.pack(2**62), "is truncated"),
+        (header(entries=1) + text("key") + U32.pack(9) + U32.pack(4) + U64.pack(2**62), "is truncated"),
+        (header(entries=1) + text("key") + U32.pack(9) + U32.pack(8) + U64.pack(1) + U64.pack(2**63), "is truncated"),
+        (header(entries=1) + text("key") + U32.pack(9) + (U32.pack(9) + U64.pack(1)) * 9, "arrays inside arrays"),
+        (header(entries=1) + text("general.alignment") + U32.pack(4) + U32.pack(0), "alignment of 0"),
+        (header(tensors=1) + text("t") + U32.pack(9), "9 dimensions"),
+        (header(tensors=1) + text("t") + U32.pack(1) + U64.pack(31) + U32.pack(8) + U64.pack(0), "do not fill"),
+        (header(tensors=1) + text("t") + U32.pack(2) + U64.pack(2**40) * 2 + U32.pack(0) + U64.pack(0), "do not fill"),
+        (header(tensors=1) + text("t") + U32.pack(1) + U64.pack(32) + U32.pack(99) + U64.pack(0), "type 99"),
+        (header(tensors=1) + text("t") + U32.pack(1) + U64.pack(32) + U32.pack(0) + U64.pack(0), "t ends at byte"),
+    ],
+)
+def test_a_file_that_is_wrong(tmp_path: Path, content: bytes, reason: str) -> None:
+    """The error names the file, what is wrong with it and what to do."""
+    path = tmp_path / "wrong.gguf"
+    message = refused(path, content)
+    assert reason in message
+    assert str(path) in message
+
+
+def test_every_truncation_of_a_file_is_noticed(tmp_path: Path) -> None:
+    """Wherever it ends: in the header, in the table, in the weights."""
+    content = bundled_model().read_bytes()
+    path = tmp_path / "short.gguf"
+    for length in (*range(0, 300, 7), 10_000, 30_000, 60_000, len(content) // 2, len(content) - 1):
+        assert refused(path, content[:length])
+
+
+@settings(deadline=None, max_examples=300)
+@given(data=st.data())
+def test_damaged_bytes_raise_nothing_else(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+    """A file with any bytes changed is read or refused, quickly, whatever it claims."""
+    content = bytearray(bundled_model().read_bytes()[: 2**17])
+    for _ in range(data.draw(st.integers(1, 6))):
+        content[data.draw(st.integers(0, 4000))] = data.draw(st.integers(0, 255))
+    path = tmp_path_factory.getbasetemp() / "damaged.gguf"
+    path.write_bytes(content)
+    with pytest.raises(InferenceCenterError):
+        read_gguf(path)
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    """A missing file and a directory are refused by name."""
+    assert "cannot be read" in refused(tmp_path / "missing.gguf")
+    assert "cannot be read" in refused(tmp_path)
+
+
+def _split(folder: Path, *, parts: int, promised: int = 3) -> list[Path]:
+    """Write a model in parts of one tensor each."""
+    paths = [folder / f"model-{number:05}-of-{parts:05}.gguf" for number in range(1, parts + 1)]
+    for number, path in enumerate(paths):
+        writer = gguf.GGUFWriter(path, "llama")
+        writer.add_uint16("split.count", parts)
+        writer.add_uint16("split.no", number)
+        writer.add_int32("split.tensors.count", promised)
+        writer.add_tensor(f"blk.{number}.attn_k.weight", np.zeros((2, 32), np.float32))
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+    return paths
+
+
+def test_a_split_file(tmp_path: Path) -> None:
+    """The first part brings the tensors of all."""
+    paths = _split(tmp_path, parts=3)
+    file = read_gguf(paths[0])
+    assert file.paths == tuple(paths)
+    assert [tensor.name for tensor in file.tensors] == [f"blk.{number}.attn_k.weight" for number in range(3)]
+
+
+def test_a_part_that_is_missing(tmp_path: Path) -> None:
+    """Is named, with where it belongs."""
+    paths = _split(tmp_path, parts=3)
+    paths[1].unlink()
+    assert f"{paths[1].name} is not beside it" in refused(paths[0])
+
+
+def test_a_part_that_is_damaged(tmp_path: Path) -> None:
+    """Is named too."""
+    paths = _split(tmp_path, parts=2, promised=2)
+    paths[1].write_bytes(paths[1].read_bytes()[:40])
+    assert str(paths[1]) in refused(paths[0])
+
+
+def test_a_part_that_is_not_the_first(tmp_path: Path) -> None:
+    """The error says which file to name."""
+    paths = _split(tmp_path, parts=3)
+    assert "is part 2 of 3" in refused(paths[1])
+
+
+def test_a_part_under_another_name(tmp_path: Path) -> None:
+    """The others cannot be found then."""
+    paths = _split(tmp_path, parts=3)
+    renamed = paths[0].rename(tmp_path / "model.gguf")
+    assert "-00001-of-00003.gguf" in refused(renamed)
+
+
+def test_parts_that_do_not_add_up(tmp_path: Path) -> None:
+    """As those of two different downloads."""
+    paths = _split(tmp_path, parts=2, promised=7)
+    assert "promises 7 tensors" in refused(paths[0])

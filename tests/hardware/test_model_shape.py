@@ -1,0 +1,236 @@
+"""Tests of what is told of a model by its header, and of the arithmetic of its memory."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import gguf
+import pytest
+
+from inferencecenter.bench.header import HEADERS, tensor_heads
+from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.hardware.architectures import DENSE_FIRST, KNOWN, KV_FROM_START, WINDOW_EVERY
+from inferencecenter.hardware.footprint import SetUp, kv_bytes, kv_bytes_per_token
+from inferencecenter.hardware.gguf import Array, GgufFile, Tensor, read_gguf
+from inferencecenter.hardware.model_shape import ModelShape, describe
+from inferencecenter.settings import bundled_model
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from inferencecenter.bench.header import HeaderName
+
+USUAL = SetUp(slots=8, n_ctx=4096, n_batch=2048, n_ubatch=512, kv_type_k="f16", kv_type_v="f16")
+PLAIN: dict[str, Any] = {
+    "block_count": 4,
+    "embedding_length": 64,
+    "context_length": 8192,
+    "attention.head_count": 4,
+    "attention.head_count_kv": 2,
+    "feed_forward_length": 128,
+}
+
+
+def made(architecture: str, facts: dict[str, Any], *tensors: str) -> ModelShape:
+    """Return the shape of a model with such facts, whose tensors have 1024 bytes each."""
+    metadata: dict[str, Any] = {"general.architecture": architecture}
+    metadata |= {f"{architecture}.{key}": value for key, value in {**PLAIN, **facts}.items() if value is not None}
+    found = tensors or tuple(f"blk.{layer}.attn_k.weight" for layer in range(4))
+    table = tuple(Tensor(name, (256,), 0, 1024) for name in ("token_embd.weight", "output.weight", *found))
+    return describe(GgufFile((Path("model.gguf"),), 3, metadata, table))
+
+
+@pytest.mark.parametrize("name", HEADERS)
+def test_every_byte_is_somewhere(shape_of: Callable[[HeaderName], ModelShape], name: HeaderName) -> None:
+    """Layers, embeddings and output together are the file's tensors; the shape is that of the model."""
+    shape, expected = shape_of(name), HEADERS[name]
+    assert shape.bytes == sum(tensor.bytes for tensor in tensor_heads(expected))
+    assert shape.known
+    assert (shape.n_layers, shape.n_embd, shape.n_vocab) == (expected.layers, expected.width, expected.vocabulary)
+    assert (shape.tied, shape.n_heads, shape.n_ctx_train) == (expected.tied, expected.heads, expected.context_tokens)
+    assert (shape.n_experts, shape.n_experts_used) == (expected.experts, expected.experts_used)
+    assert {layer.k_width for layer in shape.layers} == {expected.kv_width}
+
+
+@pytest.mark.parametrize(
+    ("name", "mib"),
+    # Sizes of the files as they are published: the headers here are those of real models.
+    [
+        ("llama3.2-1b", 770),
+        ("llama3.2-3b", 1926),
+        ("qwen2.5-7b", 4466),
+        ("llama3.1-8b", 4693),
+        ("qwen3-30b-a3b", 17697),
+    ],
+)
+def test_headers_are_as_large_as_real_files(
+    shape_of: Callable[[HeaderName], ModelShape], name: HeaderName, mib: int
+) -> None:
+    """Within a percent, which is their vocabularies."""
+    assert shape_of(name).bytes / 2**20 == pytest.approx(mib, rel=0.015)
+
+
+def test_experts_are_told_apart(shape_of: Callable[[HeaderName], ModelShape]) -> None:
+    """The router belongs to what every token uses."""
+    layer = shape_of("qwen3-30b-a3b").layers[0]
+    experts = 128 * 768 * 2048 * (2 * 144 + 210) // 256
+    assert layer.expert_bytes == experts
+    assert 0 < layer.dense_bytes < experts // 10
+
+
+def test_kv_of_a_usual_model(shape_of: Callable[[HeaderName], ModelShape]) -> None:
+    """8 KV heads of 128 numbers in 32 layers, twice, 2 bytes each: 128 KiB a token; other types by their blocks."""
+    model = shape_of("llama3.1-8b")
+    assert kv_bytes_per_token(model, type_k="f16", type_v="f16") == 128 * 1024
+    assert kv_bytes_per_token(model, type_k="q8_0", type_v="q8_0") == 128 * 1024 * 34 // 64
+    assert kv_bytes_per_token(model, type_k="f16", type_v="q4_0") == 64 * 1024 + 64 * 1024 * 18 // 64
+    assert sum(kv_bytes(layer, USUAL) for layer in model.layers) == 8 * 4096 * 128 * 1024
+    assert kv_bytes(model.layers[0], replace(USUAL, n_ctx=4000)) == kv_bytes(model.layers[0], USUAL)
+
+
+def test_the_demo_model() -> None:
+    """A real file that llama.cpp wrote down: 6 layers, all of its facts."""
+    shape = describe(read_gguf(bundled_model()))
+    assert (shape.architecture, shape.known, shape.n_layers, shape.tied) == ("llama", True, len(shape.layers), True)
+    assert shape.digest == describe(read_gguf(bundled_model())).digest
+
+
+@pytest.mark.parametrize(
+    ("architecture", "facts", "windows"),
+    [
+        ("llama", {"attention.sliding_window": 512}, (0, 0, 0, 0)),  # stated by some files, and not used
+        ("phi3", {"attention.sliding_window": 512}, (0, 0, 0, 0)),
+        ("gemma2", {"attention.sliding_window": 512}, (512, 0, 512, 0)),
+        ("gemma3", {"attention.sliding_window": 512}, (512, 512, 512, 512)),
+        ("olmo2", {"attention.sliding_window": 512}, (512, 512, 512, 0)),
+        ("smallthinker", {"attention.sliding_window": 512}, (0, 512, 512, 512)),
+        ("llama4", {"attention.chunk_size": 512}, (512, 512, 512, 0)),
+        ("gemma3", {"attention.sliding_window": 512, "attention.sliding_window_pattern": 2}, (512, 0, 512, 0)),
+        (
+            "gemma4",
+            {
+                "attention.sliding_window": 512,
+                "attention.sliding_window_pattern": Array(4, (True, False, False, True)),
+            },
+            (512, 0, 0, 512),
+        ),
+        ("gemma3", {}, (0, 0, 0, 0)),
+    ],
+)
+def test_sliding_windows(architecture: str, facts: dict[str, Any], windows: tuple[int, ...]) -> None:
+    """By what the file states, and else by what llama.cpp takes for the architecture."""
+    assert tuple(layer.window for layer in made(architecture, facts).layers) == windows
+
+
+def test_a_window_bounds_the_kv() -> None:
+    """It keeps the window and a batch, in full rows, and never more than the context."""
+    layer = made("gemma2", {"attention.sliding_window": 512}).layers[0]
+    a_token = 2 * 2 * 16 * 2
+    assert kv_bytes(layer, USUAL) == 8 * 1024 * a_token
+    assert kv_bytes(layer, replace(USUAL, n_ctx=512)) == 8 * 512 * a_token
+    assert kv_bytes(layer, replace(USUAL, n_ubatch=513)) == 8 * 1280 * a_token
+
+
+def test_widths_by_layer_and_by_kind() -> None:
+    """Heads may differ from layer to layer, keys and values in width, and both where the window is short."""
+    shape = made(
+        "deci", {"attention.head_count_kv": Array(4, (2, 1, 0, 2)), "attention.head_count": Array(4, (4,) * 4)}
+    )
+    assert [layer.k_width for layer in shape.layers] == [32, 16, 0, 32]
+    shape = made("llama", {"attention.key_length": 128, "attention.value_length": 64})
+    assert {(layer.k_width, layer.v_width) for layer in shape.layers} == {(256, 128)}
+    window = {"attention.sliding_window": 512, "attention.sliding_window_pattern": 2}
+    shape = made("gemma4", {"attention.key_length": 128, "attention.key_length_swa": 64, **window})
+    assert [layer.k_width for layer in shape.layers] == [128, 256, 128, 256]
+    shape = made("llama", {"attention.head_count_kv": None})
+    assert {layer.k_width for layer in shape.layers} == {64}
+
+
+def test_latent_attention_keeps_no_values() -> None:
+    """One head of latent and rotated numbers, from which V is computed."""
+    facts = {"attention.head_count_kv": 1, "attention.key_length": 576, "attention.value_length": 512}
+    tensors = [f"blk.{layer}.attn_kv_a_mqa.weight" for layer in range(4)]
+    shape = made("deepseek2", {**facts, "attention.key_length_mla": 192}, *tensors)
+    assert {(layer.k_width, layer.v_width) for layer in shape.layers} == {(576, 0)}
+
+
+def test_layers_that_share_kv() -> None:
+    """Those at the end look at what earlier ones keep."""
+    assert [layer.k_width for layer in made("gemma4", {"attention.shared_kv_layers": 1}).layers] == [32, 32, 32, 0]
+    facts = {"block_count": 24}
+    shape = made("gemma3n", facts, *(f"blk.{layer}.attn_k.weight" for layer in range(24)))
+    assert sum(layer.k_width > 0 for layer in shape.layers) == 20
+
+
+def test_recurrent_layers_keep_a_state() -> None:
+    """As large for one token as for many; a hybrid has both kinds of layers, by the tensors they have."""
+    ssm = {"ssm.conv_kernel": 4, "ssm.inner_size": 128, "ssm.state_size": 16, "ssm.group_count": 1}
+    tensors = ["blk.0.ssm_in.weight", "blk.1.attn_k.weight", "blk.2.ssm_in.weight", "blk.2.attn_qkv.weight"]
+    shape = made("qwen3next", ssm, *tensors)
+    state = 4 * (3 * (128 + 2 * 16) + 16 * 128)
+    assert [layer.state_bytes for layer in shape.layers] == [state, 0, state, 0]
+    assert [layer.k_width for layer in shape.layers] == [0, 32, 0, 0]
+    assert kv_bytes(shape.layers[0], USUAL) == 8 * state == kv_bytes(shape.layers[0], replace(USUAL, n_ctx=64))
+    shape = made("rwkv7", {"wkv.head_size": None, "wkv_head_size": 64}, "blk.0.time_mix_w0.weight")
+    assert shape.layers[0].state_bytes == 4 * 64 * (2 + 64)
+    shape = made("lfm2", {"shortconv.l_cache": 3}, "blk.0.shortconv.conv.weight")
+    assert shape.layers[0].state_bytes == 4 * 64 * 2
+    shape = made("kimi-linear", {"kda.head_dim": 16, "ssm.conv_kernel": 4}, "blk.0.ssm_a.weight")
+    assert shape.layers[0].state_bytes == 4 * (3 * 3 * 64 + 16 * 16 * 4)
+
+
+def test_layers_that_are_not_loaded() -> None:
+    """Those that predict further tokens count as layers, and take nothing."""
+    shape = made("glm4moe", {"nextn_predict_layers": 1})
+    assert [layer.bytes for layer in shape.layers] == [1024, 1024, 1024, 0]
+
+
+@pytest.mark.parametrize(
+    ("facts", "reason"),
+    [
+        ({"block_count": None}, "does not state llama.block_count"),
+        ({"embedding_length": None}, "does not state llama.embedding_length"),
+        ({"context_length": None}, "does not state llama.context_length"),
+        ({"block_count": 0}, "llama.block_count as 0"),
+        ({"block_count": 2**40}, "llama.block_count as"),
+        ({"block_count": "many"}, "llama.block_count as 'many'"),
+        ({"block_count": 2}, "has blk.2.attn_k.weight, but states 2 layers"),
+        ({"attention.head_count_kv": Array(2, (1, 1))}, "for 2 layers of 4"),
+        ({"attention.head_count_kv": Array(4, (1, 1, 1, -1))}, "numbers that cannot be"),
+        ({"attention.key_length": 1.5}, "attention.key_length as 1.5"),
+        ({"expert_count": -1}, "expert_count as -1"),
+    ],
+)
+def test_facts_that_are_missing_or_absurd(facts: dict[str, Any], reason: str) -> None:
+    """The error names the key."""
+    with pytest.raises(InferenceCenterError) as caught:
+        made("llama", facts)
+    assert caught.value.code is ErrorCode.INVALID_MODEL_FILE
+    assert reason in caught.value.message
+
+
+def test_a_file_without_an_architecture() -> None:
+    """Nothing can be told of it."""
+    with pytest.raises(InferenceCenterError, match=r"general\.architecture"):
+        describe(GgufFile((Path("model.gguf"),), 3, {}, ()))
+
+
+def test_an_architecture_that_is_not_known() -> None:
+    """Is described all the same, all its layers looking at everything."""
+    shape = made("novel", {"attention.sliding_window": 512, "attention.sliding_window_pattern": 2})
+    assert not shape.known
+    assert {layer.window for layer in shape.layers} == {0}
+
+
+def test_the_tables_of_architectures_have_real_names() -> None:
+    """A name that the reference does not know is a mistake here."""
+    names = set(gguf.MODEL_ARCH_NAMES.values())
+    assert names >= KNOWN
+    assert names >= WINDOW_EVERY.keys() | DENSE_FIRST | KV_FROM_START.keys()
+
+
+def test_equal_digests_are_equal_headers(shape_of: Callable[[HeaderName], ModelShape]) -> None:
+    """Different models have different ones."""
+    assert len({shape_of(name).digest for name in HEADERS}) == len(HEADERS)
