@@ -12,7 +12,9 @@ from inferencecenter.engine.deadlines import Deadlines
 from inferencecenter.engine.executor import Executor
 from inferencecenter.engine.inbox import Closed, Fetched, Prepared, Received, Unprepared
 from inferencecenter.engine.outputs import failed, never_ran
+from inferencecenter.engine.pause import Pause
 from inferencecenter.engine.preparation import Preparation
+from inferencecenter.engine.scheduler.limits import Limits
 from inferencecenter.engine.scheduler.plan import Restore
 from inferencecenter.engine.scheduler.request import Request
 from inferencecenter.engine.scheduler.scheduler import Scheduler
@@ -20,6 +22,7 @@ from inferencecenter.errors import ErrorCode, InferenceCenterError
 from inferencecenter.ipc.messages import (
     Abort,
     Keep,
+    Limit,
     Log,
     Position,
     Progress,
@@ -114,6 +117,7 @@ class EngineLoop:
         self._gauges = (0, 0, 0, 0)
         self._rss_bytes = 0
         self._rss_at_s = float("-inf")
+        self._pause = Pause(inbox, clock=clock)
         self._suspended = False
         self._closed = False
 
@@ -146,6 +150,9 @@ class EngineLoop:
                 self._handle(command)
             elif not idle:
                 self._pulse.beat()  # a disk that does not answer is given up, which is no hang
+        while not self._closed and (command := self._pause.command()) is not None:
+            self._handle(command)
+            self._report()
         for command in self._inbox.drain():
             self._handle(command)
         return not self._closed
@@ -180,6 +187,7 @@ class EngineLoop:
         self._pulse.step(plan.turn_ids)
         ran = self._executor.run(plan)
         self._pulse.step(())
+        self._pause.begin()
         return ran
 
     def _report(self) -> None:
@@ -205,22 +213,29 @@ class EngineLoop:
         if self._suspended and not isinstance(command, Closed):
             return
         match command:
-            case Received(command=Submit() as submit, at_s=at_s):
-                self._submit(submit, at_s=at_s)
-            case Received(command=Abort(turn_id=turn_id)):
-                self._end(turn_id, "aborted", now=self._clock())
-            case Received(command=Release(session_id=session_id)):
-                self._release(session_id)
-            case Received(command=Keep(session_ids=session_ids)):
-                self._kv.keep(session_ids)
-            case Received(command=Suspend()):
-                self._suspend()
+            case Received():
+                self._obey(command)
             case Prepared() | Unprepared():
                 self._preparation.take(command)
             case Fetched():
                 pass  # it woke the loop, and the next plan finds what it has become
             case Closed():
                 self._closed = True
+
+    def _obey(self, received: Received) -> None:
+        match received.command:
+            case Submit() as submit:
+                self._submit(submit, at_s=received.at_s)
+            case Abort(turn_id=turn_id):
+                self._end(turn_id, "aborted", now=self._clock())
+            case Release(session_id=session_id):
+                self._release(session_id)
+            case Keep(session_ids=session_ids):
+                self._kv.keep(session_ids)
+            case Limit() as limit:
+                self._limit(limit)
+            case Suspend():
+                self._suspend()
 
     def _submit(self, submit: Submit, *, at_s: float) -> None:
         if not submit.answer:
@@ -284,6 +299,13 @@ class EngineLoop:
         for turn_id in self._scheduler.release(session_id, now=now):
             self._events += self._executor.end(turn_id, "aborted")
         self._kv.forget_session(session_id)
+
+    def _limit(self, limit: Limit) -> None:
+        limits = Limits(
+            active_slots=limit.active_slots, prefill_share=limit.prefill_share, lowest_class=limit.lowest_class
+        )
+        self._scheduler.limit(limits, now=self._clock())
+        self._pause.change(limit.pause_ms / 1000)
 
     def _suspend(self) -> None:
         """Stop all turns without a word, bring their KV to disk, and take no more of them."""

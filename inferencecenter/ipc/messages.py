@@ -89,6 +89,19 @@ class Suspend(msgspec.Struct, frozen=True, tag=True):
     """Stop all turns without a word, bring the KV of durable sessions to disk, and answer ``Suspended``."""
 
 
+class Limit(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Do less than you could, until another ``Limit`` comes.
+
+    At most ``active_slots`` turns have a slot at once, of the classes down to ``lowest_class`` (see ``Submit``); steps
+    read only ``prefill_share`` of the prompt tokens that they could, and after each step is a pause of ``pause_ms``.
+    """
+
+    active_slots: int
+    prefill_share: float
+    lowest_class: int
+    pause_ms: int
+
+
 class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Everything the engine process is told at its start.
 
@@ -152,7 +165,7 @@ class Configure(msgspec.Struct, frozen=True, tag=True):
     options: EngineOptions
 
 
-ToEngine: TypeAlias = Configure | Submit | Abort | Release | Keep | Suspend
+ToEngine: TypeAlias = Configure | Submit | Abort | Release | Keep | Limit | Suspend
 
 
 # --- engine to front: the life of the process

@@ -13,6 +13,7 @@ from inferencecenter.ipc.messages import (
     Delta,
     EngineOptions,
     Failed,
+    Limit,
     Log,
     Piece,
     Position,
@@ -42,6 +43,7 @@ TO_ENGINE: list[ToEngine] = [
     SUBMIT,
     Abort("t"),
     Release("s"),
+    Limit(active_slots=2, prefill_share=0.5, lowest_class=0, pause_ms=200),
 ]
 STEP = Step(
     events=(

@@ -5,8 +5,9 @@ from __future__ import annotations
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Final
 
+from inferencecenter.engine.scheduler.limits import Limits
 from inferencecenter.engine.scheduler.policy import choose_slot
-from inferencecenter.engine.scheduler.request import RequestChange
+from inferencecenter.engine.scheduler.request import LOWEST_CLASS, RequestChange
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
@@ -40,6 +41,8 @@ class Dispatcher:
     other clients those that were served less, until they have caught up. A slot can be had when its turn has used up
     its quantum and does not read a prompt of which less is left; or, where it cannot be parked, when it ends.
 
+    Where ``limits`` leave slots idle, a turn that is to make room rests: it waits, and its KV stays in its slot.
+
     Args:
         slots: What the slots hold.
         running: The turns that hold a slot, by id.
@@ -57,6 +60,7 @@ class Dispatcher:
         sources: Sources,
         placement: Placement,
     ) -> None:
+        self.limits = Limits(active_slots=len(slots))
         self._slots = slots
         self._running = running
         self._queue = queue
@@ -65,6 +69,7 @@ class Dispatcher:
 
     def run(self, draft: Draft, exchanges: Exchanges, *, now: float) -> None:
         """Give away the slots that can be had; who loses one waits again."""
+        self._rest_excess(draft, exchanges, now=now)
         line = self._queue.line
         exhausted = [request for request in self._running.values() if exchanges.possible(request)]
         looked_at = 0
@@ -87,8 +92,9 @@ class Dispatcher:
         ``exhausted`` are those who may lose their slots.
         """
         choice = choose_slot(self._slots, request.session_id, waiting=self._queue.sessions)
-        victims = [] if choice is not None else self._victims(exchanges, request, exhausted)
-        if choice is None and not victims:
+        room = choice is not None and len(self._running) < self.limits.active_slots
+        victims = [] if room else self._victims(exchanges, request, exhausted)
+        if not (room or victims):
             # The claims behind it are weaker, and none of them can be newer than one that was never served.
             return _Verdict.STAYS if request.claimed else _Verdict.HOPELESS
         source = self._source(draft, request)
@@ -96,22 +102,23 @@ class Dispatcher:
             return self._fetch(draft, request, source.match, now=now)
         if self._follow(draft, request, source):
             return _Verdict.HELD
-        if choice is not None:
-            source = self._kept(draft, request, choice[0], source)
-            self._placement.evict(draft, choice[0], request)
-            self._start(draft, request, *choice, source)
-            return _Verdict.PLACED
-        cached_tokens = source.n_tokens
-        victims = [victim for victim in victims if exchanges.overtakes(request, victim, cached_tokens=cached_tokens)]
-        if not victims:
-            return _Verdict.STAYS
-        victim = max(victims, key=exchanges.weakness)
-        exhausted.remove(victim)
-        assert victim.slot is not None
-        slot = self._slots[victim.slot]
-        source = self._kept(draft, request, slot, source)
-        self._preempt(draft, victim, slot, now=now)
-        self._start(draft, request, slot, f"in the place of turn {victim.turn_id}", source)
+        if not room:
+            cached_tokens = source.n_tokens
+            victims = [
+                victim for victim in victims if exchanges.overtakes(request, victim, cached_tokens=cached_tokens)
+            ]
+            if not victims:
+                return _Verdict.STAYS
+            victim = max(victims, key=exchanges.weakness)
+            exhausted.remove(victim)
+            if choice is None:
+                self._replace(draft, victim, request, source, now=now)
+                return _Verdict.PLACED
+            self._rest(draft, victim, now=now)
+        assert choice is not None, "there is room in no slot"
+        source = self._kept(draft, request, choice[0], source)
+        self._placement.evict(draft, choice[0], request)
+        self._start(draft, request, *choice, source)
         return _Verdict.PLACED
 
     def _source(self, draft: Draft, request: Request, *, replaced: Collection[str] = ()) -> Source:
@@ -154,8 +161,31 @@ class Dispatcher:
         draft.reasons.append(f"turn {request.turn_id} waits for turn {reader}, which reads the same")
         return True
 
-    def _preempt(self, draft: Draft, victim: Request, slot: Slot, *, now: float) -> None:
+    def _replace(self, draft: Draft, victim: Request, request: Request, source: Source, *, now: float) -> None:
+        assert victim.slot is not None
+        slot = self._slots[victim.slot]
+        source = self._kept(draft, request, slot, source)
         self._placement.vacate(draft, slot, now=now)
+        self._preempt(draft, victim, now=now)
+        self._start(draft, request, slot, f"in the place of turn {victim.turn_id}", source)
+
+    def _rest_excess(self, draft: Draft, exchanges: Exchanges, *, now: float) -> None:
+        """Let those rest that have used up their quantum and are not to run, or are too many."""
+        limits = self.limits
+        if len(self._running) <= limits.active_slots and limits.lowest_class >= LOWEST_CLASS:
+            return
+        spent = sorted(filter(exchanges.spent, self._running.values()), key=exchanges.weakness, reverse=True)
+        for victim in spent:
+            if limits.bars(victim) or len(self._running) > limits.active_slots:
+                self._rest(draft, victim, now=now)
+
+    def _rest(self, draft: Draft, victim: Request, *, now: float) -> None:
+        assert victim.slot is not None
+        self._slots.free(self._slots[victim.slot], now=now)
+        self._preempt(draft, victim, now=now)
+        draft.reasons.append(f"turn {victim.turn_id} rests: {self.limits.active_slots} slots may be used")
+
+    def _preempt(self, draft: Draft, victim: Request, *, now: float) -> None:
         victim.change(RequestChange.PREEMPT)
         victim.slot = None
         victim.kv_tokens = 0

@@ -111,6 +111,10 @@ class Exchanges:
         """Tell whether a turn can lose its slot to any other at all."""
         return 4 * running.used >= self._quantum_units
 
+    def spent(self, running: Request) -> bool:
+        """Tell whether a turn has used up its quantum."""
+        return running.used >= self._quantum_units
+
     def allowed(self, waiting: Request, running: Request) -> bool:
         """Tell whether the claims allow a waiting turn to take a running one's slot."""
         if not self.possible(running):
@@ -121,7 +125,7 @@ class Exchanges:
         claim, other = (self._ledger.served(waiting.client_id), waiting.claimed), self._claim(running)
         if claim > other:
             return False
-        if running.used >= self._quantum_units:
+        if self.spent(running):
             return True
         soon = waiting.claimed == 0 or claim[0] + self._quantum_units < other[0]
         return soon and running.state is RequestState.DECODE
@@ -137,7 +141,7 @@ class Exchanges:
         return (self._rank(running), *self._claim(running), running.arrival)
 
     def _rank(self, running: Request) -> int:
-        return running.rank if running.used < self._quantum_units else running.base_class
+        return running.base_class if self.spent(running) else running.rank
 
     def _claim(self, running: Request) -> tuple[int, int]:
         return (self._ledger.served(running.client_id), running.served)

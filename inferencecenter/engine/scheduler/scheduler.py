@@ -31,6 +31,7 @@ from inferencecenter.engine.scheduler.turn_queue import TurnQueue
 from inferencecenter.errors import ErrorCode, InferenceCenterError
 
 if TYPE_CHECKING:
+    from inferencecenter.engine.scheduler.limits import Limits
     from inferencecenter.engine.scheduler.parking import ParkedKv
     from inferencecenter.engine.scheduler.plan import Outcome, Pass, Plan
     from inferencecenter.engine.scheduler.slots import Slot
@@ -120,12 +121,13 @@ class Scheduler:
 
     @property
     def blocked(self) -> bool:
-        """Whether ``step`` would plan nothing until a fetch ends, although there are turns.
+        """Whether ``step`` would plan nothing until a fetch ends or limits are lifted, although there are turns.
 
         To be asked between steps; who sleeps on it wakes for every end of a fetch, and now and then: a turn gives up
         waiting for a disk that does not answer.
         """
-        if self._running or self._released or self._queue.followers or not self._queue.fetches:
+        waits_for_others = self._queue.fetches or self._queue.line.barred
+        if self._running or self._released or self._queue.followers or not waits_for_others:
             return False
         return self._in_vain or not self._queue.line
 
@@ -157,6 +159,12 @@ class Scheduler:
         self._in_vain = False
         self._requests[request.turn_id] = request
         self._queue.add(request, self._running.values())
+
+    def limit(self, limits: Limits, *, now: float) -> None:
+        """Let the next plans keep within these limits; turns that run go on at least for their quantum."""
+        self._in_vain = False
+        self._dispatcher.limits = limits
+        self._queue.line.bar_below(limits.lowest_class, now=now)
 
     def abort(self, turn_id: str, *, now: float) -> bool:
         """End a turn; what it decoded stays in KV. ``False`` when there is no such turn."""
@@ -206,7 +214,7 @@ class Scheduler:
         self._moves = sum(isinstance(move, Park | Restore | Copy) for move in draft.moves)
         self._compact(draft)
         plan = draft.plan(self._passes(draft, now=now))
-        self._in_vain = not (plan.moves or plan.passes)
+        self._in_vain = plan.empty and not plan.preemptions
         return plan
 
     def completed(self, outcome: Outcome, *, now: float) -> tuple[Reading, ...]:
@@ -271,6 +279,7 @@ class Scheduler:
             risen = request.base_class - request.periods(now, self._ageing_s)
             request.rank = min(request.rank, max(0, risen))
         budget_tokens = self._budget.tokens(decoding=decoding, alone=len(reading) == 1)
+        budget_tokens = max(self._grid_tokens, int(budget_tokens * self._dispatcher.limits.prefill_share))
         draft.reasons.append(f"{len(reading)} prompts share {budget_tokens} tokens")
         passes = prefill_passes(
             reading, grid_tokens=self._grid_tokens, budget_tokens=budget_tokens, pass_tokens=self._pass_tokens

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
-from itertools import count
+from itertools import chain, count
 from typing import TYPE_CHECKING, Final
 
 from inferencecenter.engine.scheduler.request import LOWEST_CLASS
@@ -98,6 +98,8 @@ class WaitingLine:
     A turn rises a class each time it has waited ``ageing_s``. One that has waited so long in the highest class counts
     as never served: then only older turns of its client come before it, and of other clients those served less.
 
+    Turns of classes that are barred stay here, with nobody behind them, and their waiting counts when they come back.
+
     Args:
         ledger: What clients were served.
         ageing_s: A waiting turn rises a class each time it has waited so long.
@@ -109,24 +111,43 @@ class WaitingLine:
         self._ledger = ledger
         self._ageing_s = ageing_s
         self._levels = tuple(_Level() for _ in range(LOWEST_CLASS + 1))
+        self._lowest_class = LOWEST_CLASS
+        self._barred: dict[str, Request] = {}
         self._entries: dict[str, _Entry] = {}
         self._ages: list[tuple[float, int, _Entry]] = []
         self._skipped: list[_Entry] = []
         self._tickets = count()
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self._entries) + len(self._barred)
 
     def __contains__(self, turn_id: str) -> bool:
-        return turn_id in self._entries
+        return turn_id in self._entries or turn_id in self._barred
 
     def __iter__(self) -> Iterator[Request]:
-        return (entry.request for entry in self._entries.values())
+        return chain((entry.request for entry in self._entries.values()), self._barred.values())
+
+    @property
+    def barred(self) -> int:
+        """How many wait for their class to be let in again."""
+        return len(self._barred)
+
+    def bar_below(self, lowest_class: int, *, now: float) -> None:
+        """Keep turns that were submitted in a lower class out, and let the others come back."""
+        self._lowest_class = lowest_class
+        turns = tuple(self)
+        for request in turns:
+            self.discard(request)
+        for request in turns:
+            self.push(request, now=now)
 
     def push(self, request: Request, *, now: float) -> None:
         """Add a turn that waits since ``request.waits_since_s``."""
-        if request.turn_id in self._entries:
+        if request.turn_id in self:
             raise ValueError(f"turn {request.turn_id} is here already")
+        if request.base_class > self._lowest_class:
+            self._barred[request.turn_id] = request
+            return
         periods = request.periods(now, self._ageing_s)
         risen = periods > request.base_class
         request.rank = max(0, request.base_class - periods)
@@ -139,6 +160,8 @@ class WaitingLine:
 
     def discard(self, request: Request) -> bool:
         """Take a turn out; ``False`` when it is not here."""
+        if self._barred.pop(request.turn_id, None) is not None:
+            return True
         entry = self._entries.pop(request.turn_id, None)
         if entry is None:
             return False

@@ -6,6 +6,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from inferencecenter.engine.scheduler.limits import Limits
 from tests.engine.scheduler.world import GRID_TOKENS, N_CTX, FakeStore, Faults, World
 
 SESSIONS = ("a", "b", "c", "d", "e", "f")
@@ -149,6 +150,15 @@ class SchedulerMachine(RuleBasedStateMachine):
         for _ in range(count):
             self.world.step()
 
+    @rule(
+        active_slots=st.integers(1, 5),
+        lowest_class=st.integers(0, 2),
+        prefill_share=st.sampled_from([0.01, 0.5, 1.0]),
+    )
+    def limit(self, active_slots: int, lowest_class: int, prefill_share: float) -> None:
+        """Less is to run than could, or more again."""
+        self.world.limit(Limits(active_slots=active_slots, lowest_class=lowest_class, prefill_share=prefill_share))
+
     @rule(move_s=st.sampled_from([0.001, 0.5]))
     def slow_moves(self, move_s: float) -> None:
         """Moves take their time, from which the quantum is learned."""
@@ -164,10 +174,11 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert len(world.requests) == len(world.terminals) + world.scheduler.waiting + world.scheduler.running
 
     def teardown(self) -> None:
-        """Without new turns all that are left end, in bounded time."""
+        """Without new turns and limits all that are left end, in bounded time."""
         if not hasattr(self, "world"):
             return
         self.world.finish_fetches()
+        self.world.lift_limits()
         self.world.run_to_end(most_steps=self.bound_steps())
         assert set(self.world.terminals) == set(self.world.requests)
 

@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from inferencecenter.engine.scheduler.limits import Limits
 from inferencecenter.engine.scheduler.parking import Match
 from inferencecenter.engine.scheduler.plan import Copy, Outcome, Park, Plan, Restore, Swap, Truncation
 from inferencecenter.engine.scheduler.prefix import common_prefix_tokens
@@ -138,6 +139,7 @@ class World:
         self.requests: dict[str, Request] = {}
         self.answers: dict[str, int] = {}
         self.terminals: Counter[str] = Counter()
+        self.limits = Limits(active_slots=slots)
         self.now = 0.0
 
     def add(
@@ -182,6 +184,15 @@ class World:
         self.terminals.update(self.scheduler.release(session_id, now=self.now))
         self.store.entries.pop(session_id, None)
 
+    def limit(self, limits: Limits) -> None:
+        """Let less run, or more again."""
+        self.limits = limits
+        self.scheduler.limit(limits, now=self.now)
+
+    def lift_limits(self) -> None:
+        """Let all run that can."""
+        self.limit(Limits(active_slots=len(self.kv)))
+
     def finish_fetches(self) -> None:
         """Bring what is on disk to RAM."""
         for entry in self.store.entries.values():
@@ -203,8 +214,12 @@ class World:
     def step(self, faults: Faults = Faults(), *, move_s: float = 0.0) -> Plan:
         """Carry out one plan, checking each of its promises."""
         self.now += STEP_S
+        before = self.scheduler.running
         plan = self.scheduler.step(self.now)
-        self._check_idle_slots(plan)
+        assert self.scheduler.running <= max(before, self.limits.active_slots), "more run than may"
+        assert not any(self.limits.bars(self.requests[each.turn_id]) for each in plan.admissions), "a barred turn began"
+        if self.limits == Limits(active_slots=len(self.kv)):
+            self._check_idle_slots(plan)
         results = Results()
         slots_moved: Counter[int] = Counter()
         for move in plan.moves:

@@ -1,0 +1,187 @@
+"""Less runs than could: what is cut back, what goes on, and that all come back."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from inferencecenter.engine.scheduler.limits import Limits
+from inferencecenter.engine.scheduler.plan import Park, Restore
+from inferencecenter.engine.scheduler.request import RequestState
+from tests.engine.scheduler.world import GRID_TOKENS, N_CTX, FakeStore, World
+
+QUANTUM = 4
+INTERACTIVE, NORMAL, BATCH = 0, 1, 2
+
+
+def prompt(number: int, *, length: int = 4) -> list[int]:
+    """Return a prompt that shares nothing with those of other numbers."""
+    return [1000 * number + n for n in range(length)]
+
+
+@pytest.mark.parametrize(
+    ("active_slots", "prefill_share", "lowest_class"),
+    [(0, 1.0, 2), (-1, 1.0, 2), (1, 0.0, 2), (1, 1.1, 2), (1, 1.0, -1)],
+)
+def test_limits_that_let_nothing_run_are_refused(active_slots: int, prefill_share: float, lowest_class: int) -> None:
+    """At least one slot, some part of a step and one class are left, else turns would never end."""
+    with pytest.raises(ValueError, match=r"no(thing)? "):
+        Limits(active_slots=active_slots, prefill_share=prefill_share, lowest_class=lowest_class)
+
+
+def test_turns_above_the_limit_go_on_for_their_quantum_and_then_rest() -> None:
+    """Their KV stays in their slots, and the limit is kept from then on."""
+    world = World(slots=4, quantum_tokens=QUANTUM, answer_tokens=40)
+    turns = [world.add(prompt(n)) for n in range(4)]
+    world.step()
+    assert world.scheduler.running == 4
+    world.limit(Limits(active_slots=2))
+    world.step()
+    assert world.scheduler.running == 4
+    moves = [move for _ in range(30) for move in world.step().moves]
+    assert world.scheduler.running == 2
+    assert not any(isinstance(move, Park | Restore) for move in moves)
+    assert all(turn.generated_tokens > QUANTUM for turn in turns), "they take turns"
+    world.run_to_end()
+    assert world.terminals == {turn.turn_id: 1 for turn in turns}
+
+
+def test_a_rested_turn_goes_on_where_it_was() -> None:
+    """Once limits are lifted it generates with the next step and reads nothing again."""
+    world = World(slots=2, quantum_tokens=QUANTUM, answer_tokens=30)
+    turns = [world.add(prompt(n)) for n in range(2)]
+    world.run(5)
+    world.limit(Limits(active_slots=1))
+    world.run(5)
+    rested = next(turn for turn in turns if turn.slot is None)
+    assert rested.preempted == 1
+    world.lift_limits()
+    plan = world.step()
+    assert rested.state is RequestState.DECODE
+    rows = [row for each in plan.passes for row in each.rows if row.turn_id == rested.turn_id]
+    assert [len(row.chunk.tokens) for row in rows] == [1]
+
+
+def test_new_turns_get_no_slot_above_the_limit() -> None:
+    """Though slots are idle; they wait for one of those that run to end or to rest."""
+    world = World(slots=4, quantum_tokens=1000, answer_tokens=6)
+    world.limit(Limits(active_slots=1))
+    for n in range(3):
+        world.add(prompt(n))
+    world.step()
+    assert (world.scheduler.running, world.scheduler.waiting) == (1, 2)
+    world.run_to_end()
+
+
+def test_a_session_that_holds_an_idle_slot_waits_as_well() -> None:
+    """It then goes on in its own slot, while the turn that made room rests in its."""
+    world = World(slots=3, quantum_tokens=QUANTUM, answer_tokens=10)
+    first = world.add(prompt(1), session="s")
+    world.run_to_end()
+    world.limit(Limits(active_slots=1))
+    other = world.add(prompt(2), session="o")
+    world.run(3)
+    back = world.add(first.tokens + prompt(3), session="s")
+    while back.slot is None:
+        plan = world.step()
+    assert plan.preemptions == (other.turn_id,)
+    assert back.kv_tokens >= len(first.tokens) - 1
+    world.run_to_end()
+
+
+def test_lower_classes_get_no_slot_and_those_that_run_rest() -> None:
+    """However long they wait; the scheduler then has work, and nothing to do until the limit is lifted."""
+    world = World(slots=2, quantum_tokens=QUANTUM, answer_tokens=20, ageing_s=2.0)
+    batch = world.add(prompt(1), priority=BATCH)
+    world.run(2)
+    world.limit(Limits(active_slots=2, lowest_class=INTERACTIVE))
+    normal = world.add(prompt(2), priority=NORMAL)
+    assert not world.scheduler.blocked
+    world.run(30)
+    assert (batch.slot, normal.slot) == (None, None)
+    assert QUANTUM <= batch.generated_tokens <= QUANTUM + 1
+    assert normal.generated_tokens == 0
+    assert world.scheduler.has_work
+    assert world.scheduler.blocked
+    urgent = world.add(prompt(3), priority=INTERACTIVE)
+    assert not world.scheduler.blocked
+    world.run(40, until=lambda: urgent.state is RequestState.DONE)
+    assert urgent.state is RequestState.DONE
+    world.lift_limits()
+    assert not world.scheduler.blocked
+    world.run_to_end()
+
+
+def test_what_a_barred_turn_waited_counts_when_it_is_let_in() -> None:
+    """It has risen meanwhile and goes before a newer one of a higher class."""
+    world = World(slots=1, quantum_tokens=1000, ageing_s=2.0)
+    world.limit(Limits(active_slots=1, lowest_class=INTERACTIVE))
+    old = world.add(prompt(1), priority=BATCH, client="a")
+    world.run(10)
+    world.lift_limits()
+    world.add(prompt(2), priority=INTERACTIVE, client="b")
+    world.step()
+    assert old.slot is not None
+
+
+def test_a_barred_turn_can_be_aborted() -> None:
+    """It leaves the line like any other, and does not come back with the others."""
+    world = World(slots=1)
+    world.limit(Limits(active_slots=1, lowest_class=INTERACTIVE))
+    turn = world.add(prompt(1), priority=NORMAL)
+    world.step()
+    world.abort(turn.turn_id)
+    assert not world.scheduler.has_work
+    world.lift_limits()
+    world.scheduler.check_integrity()
+
+
+@pytest.mark.parametrize("share", [1.0, 0.5, 0.001])
+def test_a_share_of_the_prompt_is_read(share: float) -> None:
+    """Of what a step could read, but a cell of the grid at least."""
+    budgets = []
+    for limits in (Limits(active_slots=1), Limits(active_slots=1, prefill_share=share)):
+        world = World(slots=1, target_step_s=0.05, n_ctx=4000)
+        world.add(prompt(1, length=3000))
+        world.run(4)
+        world.limit(limits)
+        budgets.append(prefill_budget_tokens(world))
+    whole, part = budgets
+    assert whole > 8 * GRID_TOKENS
+    assert part == max(GRID_TOKENS, int(whole * share))
+
+
+def prefill_budget_tokens(world: World) -> int:
+    """Return how much of a prompt the next step may read, as it says itself."""
+    words = world.step().reasons[-1].split()
+    assert words[1:3] == ["prompts", "share"]
+    return int(words[3])
+
+
+@given(
+    turns=st.lists(st.tuples(st.integers(0, 2), st.integers(1, 20)), min_size=1, max_size=8),
+    slots=st.integers(1, 4),
+    active_slots=st.integers(1, 4),
+    parks=st.booleans(),
+    before=st.integers(0, 6),
+)
+def test_interactive_turns_end_under_any_limit(
+    turns: list[tuple[int, int]], slots: int, active_slots: int, parks: bool, before: int
+) -> None:
+    """While only they get slots; when limits are lifted the others end too, each once."""
+    world = World(
+        slots=slots, quantum_tokens=QUANTUM, store=FakeStore(limit_tokens=N_CTX if parks else 0), ageing_s=3.0
+    )
+    requests = [
+        world.add(prompt(n, length=length), priority=priority, client=f"c{n % 3}")
+        for n, (priority, length) in enumerate(turns)
+    ]
+    world.run(before)
+    world.limit(Limits(active_slots=active_slots, lowest_class=INTERACTIVE, prefill_share=0.25))
+    interactive = [request for request in requests if request.priority == INTERACTIVE]
+    world.run(400, until=lambda: all(request.state is RequestState.DONE for request in interactive))
+    assert all(request.state is RequestState.DONE for request in interactive)
+    world.lift_limits()
+    world.run_to_end(most_steps=1000)
+    assert world.terminals == {request.turn_id: 1 for request in requests}

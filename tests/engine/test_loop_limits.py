@@ -1,0 +1,64 @@
+"""Limits in the engine's loop, on the echo backend."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+
+from inferencecenter.ipc.messages import Abort, Delta, Limit, Step
+from tests.engine.harness import Engine, submit
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+ENDLESS = b'{"ignore_eos":true}'
+UNLIMITED = Limit(active_slots=2, prefill_share=1.0, lowest_class=2, pause_ms=0)
+INTERACTIVE_ONLY = Limit(active_slots=1, prefill_share=0.25, lowest_class=0, pause_ms=0)
+PAUSED = Limit(active_slots=2, prefill_share=1.0, lowest_class=2, pause_ms=60_000)
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> Iterator[Engine]:
+    """An engine of two slots that parks."""
+    engine = Engine(tmp_path, slots=2, prefill_grid_tokens=16, quantum_tokens=8)
+    yield engine
+    engine.stop()
+
+
+def test_only_interactive_turns_run_until_limits_are_lifted(engine: Engine) -> None:
+    """The others are where they were then, and end."""
+    engine.front.send(INTERACTIVE_ONLY, submit("normal", "ab"), submit("urgent", "cd", priority=0))
+    assert engine.front.finished("urgent").reason == "stop"
+    assert not any(isinstance(event, Delta) for event in engine.front.events.get("normal", ()))
+    engine.front.send(UNLIMITED)
+    assert engine.front.finished("normal").reason == "stop"
+    assert engine.front.text("normal") == "ab"
+
+
+def test_a_running_turn_rests_and_says_nothing_twice(engine: Engine) -> None:
+    """What it says before and after is what it would have said at once."""
+    text = "abcdefghij" * 5
+    engine.front.send(submit("t", "x" + text), INTERACTIVE_ONLY)
+    engine.front.read_until(lambda: any(isinstance(frame, Step) and frame.waiting for frame in engine.front.frames))
+    engine.front.send(submit("urgent", "cd", priority=0))
+    engine.front.wait_for("urgent")
+    assert not engine.front.ended("t")
+    engine.front.send(UNLIMITED)
+    assert engine.front.finished("t").reason == "stop"
+    assert engine.front.text("t") == "x" + text
+
+
+def test_a_pause_is_over_when_it_is_lifted(engine: Engine) -> None:
+    """And what comes in meanwhile is heeded at once: an abort, another turn's tokens, the end."""
+    engine.front.send(PAUSED, submit("t", "ab", params=ENDLESS))
+    began_s = time.monotonic()
+    engine.front.read_until(lambda: bool(engine.front.events.get("t")))
+    engine.front.send(Abort("t"))
+    assert engine.front.finished("t").reason == "aborted"
+    engine.front.send(submit("next", "cd"))
+    engine.front.send(UNLIMITED)
+    assert engine.front.finished("next").reason == "stop"
+    assert time.monotonic() - began_s < 30, "a minute's pause was waited for"
