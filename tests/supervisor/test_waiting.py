@@ -55,6 +55,13 @@ async def cached(watched: Watched, session: str, *, durable: bool = True) -> int
     return (await end_of(watched.submit(session, LONG, client_id=session, durable=durable))).cached_tokens
 
 
+async def sealed(directory: Path, n_files: int) -> None:
+    """Wait until so many parked sequences have their header, which a worker writes: without it a file is worthless."""
+    async with asyncio.timeout(TIMEOUT_S):
+        while sum(any(path.read_bytes()[:8]) for path in directory.rglob("*") if path.is_file()) < n_files:
+            await asyncio.sleep(0.01)
+
+
 async def test_what_is_parked_outlives_the_engine_and_if_it_may_the_daemon(tmp_path: Path) -> None:
     """The next engine takes all of it over; the first engine of another daemon what may be on a disk."""
     options = {"slots": 1, "kv_ram_dir": str(tmp_path), "kv_ram_bytes": 2**20}
@@ -64,6 +71,7 @@ async def test_what_is_parked_outlives_the_engine_and_if_it_may_the_daemon(tmp_p
     before = watched.supervisor.status
     assert before.parked_sessions == 2
     assert before.parked_bytes > 0
+    await sealed(tmp_path, 2)
     watched.kill()
     await watched.until(EngineState.READY)
     assert await cached(watched, "secret", durable=False) > 0
@@ -84,6 +92,7 @@ async def test_a_new_engine_keeps_what_belongs_to_live_sessions(tmp_path: Path) 
     for name in ("open", "closed", "last"):
         await cached(watched, name)
     live.remove("closed")
+    await sealed(tmp_path, 2)
     watched.kill()
     await watched.until(EngineState.READY)
     assert await cached(watched, "closed") == 0
