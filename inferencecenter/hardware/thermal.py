@@ -1,0 +1,120 @@
+"""How hot the GPUs are, as three states with hysteresis. Pure: readings and the time come from outside."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING, Final
+
+from inferencecenter.lifecycle import Lifecycle
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from inferencecenter.hardware.nvml import GpuReading
+
+
+class ThermalState(StrEnum):
+    """How much of the work may be done."""
+
+    COOL = "cool"
+    WARM = "warm"
+    HOT = "hot"
+
+
+class ThermalChange(StrEnum):
+    """What moves it."""
+
+    WARMED = "warmed"
+    OVERHEATED = "overheated"
+    COOLED = "cooled"
+
+
+# Up at once, down in order.
+THERMAL: Final = Lifecycle(
+    "thermal",
+    {
+        (ThermalState.COOL, ThermalChange.WARMED): ThermalState.WARM,
+        (ThermalState.COOL, ThermalChange.OVERHEATED): ThermalState.HOT,
+        (ThermalState.WARM, ThermalChange.OVERHEATED): ThermalState.HOT,
+        (ThermalState.HOT, ThermalChange.COOLED): ThermalState.WARM,
+        (ThermalState.WARM, ThermalChange.COOLED): ThermalState.COOL,
+    },
+)
+_ORDER: Final = tuple(ThermalState)
+
+# What NVML says of a GPU that slows itself down. hw_thermal: it is so hot that its clocks are halved or worse.
+# sw_thermal: the driver lowers them to keep a temperature. hw_slowdown without hw_thermal and power_brake: too much
+# power is drawn, or the power supply says so. power_cap is not among them: so a GPU runs that is busy.
+_MEANS: Final = {
+    "hw_thermal": ThermalState.HOT,
+    "sw_thermal": ThermalState.WARM,
+    "hw_slowdown": ThermalState.WARM,
+    "power_brake": ThermalState.WARM,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Thresholds:
+    """From which temperature on a GPU is warm or hot, in °C.
+
+    It is so until it is ``hysteresis_c`` cooler, and has been for ``dwell_s``.
+    """
+
+    warm_c: float
+    hot_c: float
+    hysteresis_c: float
+    dwell_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Heat:
+    """A state, the second at which it was last called for, the hottest GPU's temperature, and why, in words."""
+
+    state: ThermalState = ThermalState.COOL
+    called_for_s: float = -math.inf
+    temperature_c: float | None = None
+    reason: str = ""
+
+
+def watched(readings: Iterable[GpuReading], wanted: Sequence[str]) -> tuple[GpuReading, ...]:
+    """Return the readings of the GPUs that are wanted by index, UUID or address on the bus; all where none is named."""
+    return tuple(
+        reading
+        for reading in readings
+        if not wanted or not {str(reading.index), reading.uuid, reading.pci_id}.isdisjoint(wanted)
+    )
+
+
+def felt(heat: Heat, readings: Sequence[GpuReading], thresholds: Thresholds, *, now: float) -> Heat:
+    """Return how hot it is after these readings.
+
+    The hottest GPU counts. What cannot be read heats nothing. Each step down takes ``dwell_s`` in which no reading
+    called for the state above it.
+    """
+    temperature_c = max((each.temperature_c for each in readings if each.temperature_c is not None), default=None)
+    calls = [call for reading in readings for call in _calls(reading, heat.state, thresholds)]
+    state, reason = max(calls, key=lambda call: _ORDER.index(call[0]), default=(ThermalState.COOL, ""))
+    if _ORDER.index(state) >= _ORDER.index(heat.state):
+        if state is not heat.state:
+            hot = state is ThermalState.HOT
+            state = THERMAL.after(heat.state, ThermalChange.OVERHEATED if hot else ThermalChange.WARMED)
+        return Heat(state=state, called_for_s=now, temperature_c=temperature_c, reason=reason)
+    if now - heat.called_for_s < thresholds.dwell_s:
+        return Heat(state=heat.state, called_for_s=heat.called_for_s, temperature_c=temperature_c, reason=heat.reason)
+    cooler = THERMAL.after(heat.state, ThermalChange.COOLED)
+    why = "no reading any more" if temperature_c is None else f"{temperature_c:g} °C"
+    return Heat(state=cooler, called_for_s=now, temperature_c=temperature_c, reason=reason or why)
+
+
+def _calls(reading: GpuReading, state: ThermalState, thresholds: Thresholds) -> list[tuple[ThermalState, str]]:
+    """Return the states that a GPU calls for, and why, where ``state`` is that of now."""
+    calls = [(_MEANS[name], f"the GPU slows down: {name}") for name in reading.slowdowns or () if name in _MEANS]
+    if reading.temperature_c is not None:
+        limits_c = {ThermalState.WARM: thresholds.warm_c, ThermalState.HOT: thresholds.hot_c}
+        for each, limit_c in limits_c.items():
+            kept = _ORDER.index(each) <= _ORDER.index(state)
+            if reading.temperature_c >= limit_c - (thresholds.hysteresis_c if kept else 0.0):
+                calls.append((each, f"{reading.temperature_c:g} °C, {each.value} from {limit_c:g} °C on"))
+    return calls

@@ -1,0 +1,156 @@
+"""How hot it is: every state and change, hysteresis, dwelling, and what NVML says of throttling."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from inferencecenter.hardware.nvml import NO_GPU, GpuReading
+from inferencecenter.hardware.thermal import (
+    THERMAL,
+    Heat,
+    ThermalChange,
+    ThermalState,
+    Thresholds,
+    felt,
+    watched,
+)
+from inferencecenter.lifecycle import IllegalTransitionError
+
+COOL, WARM, HOT = ThermalState
+THRESHOLDS = Thresholds(warm_c=80, hot_c=87, hysteresis_c=5, dwell_s=10)
+LEGAL = {
+    (COOL, ThermalChange.WARMED): WARM,
+    (COOL, ThermalChange.OVERHEATED): HOT,
+    (WARM, ThermalChange.OVERHEATED): HOT,
+    (HOT, ThermalChange.COOLED): WARM,
+    (WARM, ThermalChange.COOLED): COOL,
+}
+
+
+def at(temperature_c: float | None, *slowdowns: str) -> GpuReading:
+    """Return what a GPU says that is so warm and slowed down by these."""
+    return GpuReading(temperature_c=temperature_c, slowdowns=slowdowns)
+
+
+def states(*moments: tuple[float, float | None], start: ThermalState = COOL) -> list[ThermalState]:
+    """Return the states after these seconds and temperatures."""
+    heat, seen = Heat(state=start, called_for_s=0.0), []
+    for now, temperature_c in moments:
+        heat = felt(heat, [at(temperature_c)], THRESHOLDS, now=now)
+        seen.append(heat.state)
+    return seen
+
+
+@pytest.mark.parametrize("state", list(ThermalState))
+@pytest.mark.parametrize("change", list(ThermalChange))
+def test_only_what_the_table_lists_can_happen(state: ThermalState, change: ThermalChange) -> None:
+    """Everything else raises."""
+    if (state, change) in LEGAL:
+        assert THERMAL.after(state, change) is LEGAL[state, change]
+    else:
+        with pytest.raises(IllegalTransitionError):
+            THERMAL.after(state, change)
+
+
+@pytest.mark.parametrize(
+    ("temperature_c", "state"), [(None, COOL), (20, COOL), (79, COOL), (80, WARM), (86, WARM), (87, HOT), (120, HOT)]
+)
+def test_heat_is_felt_at_once(temperature_c: float | None, state: ThermalState) -> None:
+    """From the threshold on, also two states up in one look."""
+    assert states((0.0, temperature_c)) == [state]
+
+
+def test_it_cools_in_order_and_not_at_once() -> None:
+    """Each step down takes the dwell time, counted from the last reading that called for the state."""
+    assert (
+        states((0, 90), (1, 40), (9, 40), (10, 40), (19, 40), (20, 40), (21, 40)) == [HOT] * 3 + [WARM] * 2 + [COOL] * 2
+    )
+
+
+def test_near_a_threshold_the_state_stays() -> None:
+    """Within the hysteresis it is still called for, however long."""
+    assert states((0, 87), (100, 82), (200, 82), (300, 81.9)) == [HOT, HOT, HOT, WARM]
+    assert states((0, 80), (100, 75), (200, 74.9)) == [WARM, WARM, COOL]
+
+
+def test_it_heats_again_while_it_cools() -> None:
+    """A reading that calls for the state makes the dwell time begin anew."""
+    assert states((0, 80), (8, 40), (9, 80), (11, 40), (18, 40), (19, 40)) == [WARM] * 5 + [COOL]
+
+
+@pytest.mark.parametrize(
+    ("slowdowns", "state"),
+    [
+        (("hw_thermal",), HOT),
+        (("hw_slowdown", "hw_thermal"), HOT),
+        (("sw_thermal",), WARM),
+        (("hw_slowdown",), WARM),
+        (("power_brake",), WARM),
+        (("power_cap",), COOL),
+        (("something_new",), COOL),
+        ((), COOL),
+    ],
+)
+@pytest.mark.parametrize("temperature_c", [None, 50.0])
+def test_throttling_counts_whatever_the_temperature(
+    slowdowns: tuple[str, ...], state: ThermalState, temperature_c: float | None
+) -> None:
+    """Also where it is not told; a power cap is how a busy GPU runs."""
+    heat = felt(Heat(), [at(temperature_c, *slowdowns)], THRESHOLDS, now=0.0)
+    assert heat.state is state
+    assert all(name in heat.reason for name in slowdowns[-1:] if state is not COOL)
+
+
+def test_the_reason_names_the_figures() -> None:
+    """What is there and from when on it counts."""
+    heat = felt(Heat(), [at(88.0)], THRESHOLDS, now=0.0)
+    assert heat == Heat(state=HOT, called_for_s=0.0, temperature_c=88.0, reason="88 °C, hot from 87 °C on")
+    cooler = felt(heat, [at(60.0)], THRESHOLDS, now=10.0)
+    assert (cooler.state, cooler.reason) == (WARM, "60 °C")
+
+
+def test_the_hottest_gpu_counts() -> None:
+    """In state and temperature, whatever the others say or do not."""
+    heat = felt(Heat(), [at(40.0), at(88.0), NO_GPU], THRESHOLDS, now=0.0)
+    assert (heat.state, heat.temperature_c) == (HOT, 88.0)
+
+
+@pytest.mark.parametrize("gone", [[], [NO_GPU], [at(None)]])
+def test_a_gpu_that_is_gone_cools(gone: list[GpuReading]) -> None:
+    """After the dwell times, as nothing calls for heat any more."""
+    heat = felt(Heat(state=HOT, called_for_s=0.0), gone, THRESHOLDS, now=10.0)
+    assert (heat.state, heat.temperature_c, heat.reason) == (WARM, None, "no reading any more")
+    assert felt(heat, gone, THRESHOLDS, now=20.0).state is COOL
+
+
+@given(st.lists(st.tuples(st.floats(0, 30), st.none() | st.floats(0, 120)), max_size=60))
+def test_states_follow_each_other(moments: list[tuple[float, float | None]]) -> None:
+    """Down a step at a time, never hot below the hysteresis for longer than the dwell time, and cool only when cool."""
+    heat, now, order = Heat(), 0.0, list(ThermalState)
+    history = [heat]
+    for wait_s, temperature_c in moments:
+        now += wait_s
+        heat = felt(heat, [at(temperature_c)], THRESHOLDS, now=now)
+        history.append(heat)
+        if temperature_c is not None and temperature_c >= THRESHOLDS.hot_c:
+            assert heat.state is HOT
+        if temperature_c is not None and temperature_c >= THRESHOLDS.warm_c:
+            assert heat.state is not COOL
+        if temperature_c is None:
+            assert heat.state is COOL or now - heat.called_for_s < THRESHOLDS.dwell_s
+    for before, after in pairwise(history):
+        assert order.index(before.state) - order.index(after.state) <= 1
+
+
+def test_only_the_gpus_in_use_are_watched() -> None:
+    """By whatever name they were chosen; all where none was."""
+    first = GpuReading(index=0, uuid="GPU-a", pci_id="0000:01:00.0")
+    second = GpuReading(index=1, uuid="GPU-b", pci_id="0000:02:00.0")
+    assert watched([first, second], ()) == (first, second)
+    for name in ("1", "GPU-b", "0000:02:00.0"):
+        assert watched([first, second], (name,)) == (second,)
+    assert watched([first], ("1",)) == ()
