@@ -45,8 +45,8 @@ from inferencecenter.supervisor.backoff import RestartPolicy
 from inferencecenter.supervisor.corrections import Corrections
 from inferencecenter.supervisor.kv_places import kv_places
 from inferencecenter.supervisor.planning import Planner
-from inferencecenter.supervisor.process import EXIT_GRACE_S
-from inferencecenter.supervisor.supervisor import STOP_DEADLINE_S, SUSPEND_DEADLINE_S, Supervisor
+from inferencecenter.supervisor.process import EXIT_GRACE_S, STOP_DEADLINE_S, SUSPEND_DEADLINE_S
+from inferencecenter.supervisor.supervisor import Supervisor
 from inferencecenter.telemetry.metrics import Metrics
 from inferencecenter.telemetry.notify import Notifier
 
@@ -270,6 +270,7 @@ def _supervisor(settings: Settings, kv: KvPlaces, *, live_sessions: Callable[[],
         queue_warning=engine.queue_warning,
         load_timeout_s=engine.load_timeout_s,
         hang_timeout_s=engine.hang_timeout_s,
+        sleep_after_s=engine.sleep_after_s if engine.sleep_after_s > 0 else None,
         live_sessions=live_sessions,
         plan_again=planner.again,
         lock_path=settings.state_dir / _ENGINE_LOCK_FILE,

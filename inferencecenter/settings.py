@@ -245,6 +245,13 @@ class EngineSettings(Section):
     hang_timeout_s: float = Field(
         60.0, gt=0, le=3600, description="Seconds without progress after which a working engine counts as hung."
     )
+    sleep_after_s: float = Field(
+        1800.0,
+        ge=-1,
+        le=2_592_000,
+        description="Seconds without a turn after which the engine ends, and its memory and the GPU are free, until a "
+        "turn comes; -1 is never.",
+    )
     max_restarts: int = Field(
         5, ge=0, le=1000, description="Restarts within the window after which the engine is given up as failed."
     )
@@ -258,6 +265,8 @@ class EngineSettings(Section):
             raise ValueError(f"n_ubatch ({self.n_ubatch}) must not exceed n_batch ({self.n_batch})")
         if self.restart_backoff_min_s > self.restart_backoff_max_s:
             raise ValueError("restart_backoff_min_s must not exceed restart_backoff_max_s")
+        if -1 < self.sleep_after_s <= 0:
+            raise ValueError("sleep_after_s must be above 0, or -1 for never")
         return self
 
 
@@ -292,6 +301,31 @@ class GpuSettings(Section):
     expert_offload: Literal["auto", "never", "all"] = Field(
         "auto", description="Whether experts stay in the host's memory: what does not fit, none, or all of them."
     )
+    thermal_guard: bool = Field(True, description="Whether less is done while the GPUs are warm or hot.")
+    warm_c: float = Field(
+        80.0, gt=0, le=150, description="°C from which half of the slots are used and prompts are read in smaller steps."
+    )
+    hot_c: float = Field(
+        87.0,
+        gt=0,
+        le=150,
+        description="°C from which only interactive turns run, in a quarter of the slots and with pauses.",
+    )
+    hysteresis_c: float = Field(
+        5.0, ge=0, le=50, description="How many °C below these a GPU must be to count as cooler again."
+    )
+    cooling_s: float = Field(
+        10.0, ge=0, le=3600, description="Seconds that it must have been so; each step down takes as long."
+    )
+    hot_pause_ms: int = Field(
+        200, ge=0, le=10_000, description="Milliseconds without work after each step of a hot engine."
+    )
+
+    @model_validator(mode="after")
+    def _warm_below_hot(self) -> GpuSettings:
+        if self.warm_c >= self.hot_c:
+            raise ValueError(f"warm_c ({self.warm_c:g}) must be below hot_c ({self.hot_c:g})")
+        return self
 
 
 class KvSettings(Section):

@@ -31,6 +31,7 @@ _TAB_COLUMNS: Final = 8
 _ENGINE_WORDS: Final = {
     "starting": "the engine is starting…",
     "restarting": "the engine was lost and is starting again…",
+    "asleep": "the engine sleeps until the next question",
     "failed": "the engine has failed",
 }
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -21,6 +21,11 @@ class EngineState(StrEnum):
     DRAINING = "draining"
     FAILED = "failed"
     BACKOFF = "backoff"
+    SUSPENDING = "suspending"
+    ASLEEP = "asleep"
+
+
+_SERVING: Final = (EngineState.READY, EngineState.SUSPENDING, EngineState.ASLEEP)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +48,11 @@ class EngineStatus:
     rss_bytes: int = 0
     parked_sessions: int = 0
     parked_bytes: int = 0
+
+    @property
+    def serves(self) -> bool:
+        """Whether a turn that comes now will run with nothing else having to happen; it wakes an engine that sleeps."""
+        return self.state in _SERVING
 
 
 class EngineTurn(Protocol):

@@ -48,9 +48,9 @@ class Pages:
         return JSONResponse({"status": "ok"})
 
     async def readyz(self, _request: Request) -> Response:
-        """Say whether a turn could run now: 200, else 503."""
+        """Say whether a turn could run now, if need be with an engine that it wakes: 200, else 503."""
         engine = self._context.engine.status
-        ready = engine.state is EngineState.READY and not self._context.hub.draining
+        ready = engine.serves and not self._context.hub.draining
         return JSONResponse(
             {
                 "state": "draining" if self._context.hub.draining else engine.state.value,
@@ -95,7 +95,7 @@ class Pages:
         """Bring the gauges that are read, not counted, up to date."""
         metrics, engine = self._context.metrics, self._context.engine.status
         metrics.sessions.set(self._context.sessions.totals().total_sessions)
-        metrics.engine_ready.set(engine.state is EngineState.READY)
+        metrics.engine_ready.set(engine.serves)
         metrics.set_engine_state(engine.state.value, states=[state.value for state in EngineState])
         metrics.engine_restarts.set(engine.restarts)
         metrics.engine_rss_bytes.set(engine.rss_bytes)

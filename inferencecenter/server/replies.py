@@ -21,13 +21,15 @@ if TYPE_CHECKING:
 _EngineWord = Literal["starting", "ready", "restarting", "asleep", "failed"]
 _HelloStatus = Literal["ready", "loading", "degraded"]
 
-# An engine that drains or has stopped belongs to a daemon that is ending, which ``going_away`` tells.
+# An engine that drains or has stopped belongs to a daemon that is ending, which ``going_away`` tells; one that is
+# suspending is asleep in a moment.
 _ENGINE_WORDS: Final[Mapping[EngineState, _EngineWord]] = MappingProxyType(
     {
         EngineState.STARTING: "starting",
         EngineState.READY: "ready",
         EngineState.FAILED: "failed",
         EngineState.BACKOFF: "restarting",
+        EngineState.ASLEEP: "asleep",
     }
 )
 
@@ -39,6 +41,8 @@ _HELLO_STATUS: Final[Mapping[EngineState, _HelloStatus]] = MappingProxyType(
         EngineState.DRAINING: "degraded",
         EngineState.FAILED: "degraded",
         EngineState.BACKOFF: "degraded",
+        EngineState.SUSPENDING: "ready",
+        EngineState.ASLEEP: "ready",
     }
 )
 
@@ -65,6 +69,8 @@ def describe_engine(engine: EngineStatus) -> str:
     """Return the engine's state in words."""
     if engine.state is EngineState.READY and engine.model is not None:
         return f"{engine.model.name} is ready"
+    if engine.serves and engine.model is not None:
+        return f"{engine.model.name} is asleep, and wakes for the next turn"
     if engine.state is EngineState.STARTING:
         return f"loading the model: {engine.load_fraction:.0%}"
     return f"the engine is {engine.state}" + (f": {engine.detail}" if engine.detail else "")
@@ -75,7 +81,7 @@ def engine_changed(engine: EngineStatus) -> events.EngineChanged | None:
     word = _ENGINE_WORDS.get(engine.state)
     if word is None:
         return None
-    if engine.state is EngineState.STARTING and engine.restarts:
+    if engine.state is EngineState.STARTING and engine.detail:  # what happened to the one before; sleep is nothing
         word = "restarting"
     return events.EngineChanged(state=word, detail=engine.detail)
 

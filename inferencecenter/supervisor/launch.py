@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from inferencecenter.supervisor.orphan import engine_lock, record_holder
 from inferencecenter.supervisor.process import EngineProcess
 
@@ -15,14 +17,18 @@ if TYPE_CHECKING:
 
 
 async def launch(
-    options: EngineOptions, *, on_message: Callable[[FromEngine], None], lock_path: Path | None
+    options: EngineOptions, *, is_first: bool, on_message: Callable[[FromEngine], None], lock_path: Path | None
 ) -> EngineProcess:
-    """Start an engine that holds the lock at ``lock_path``, if there is one.
+    """Start an engine that holds the lock at ``lock_path``, if there is one, and takes over what was parked.
+
+    Of what another daemon's engine parked, only durable sessions are still known. One that got ready here has deleted
+    the rest, so that what is there later was parked for sessions of this daemon.
 
     Raises:
         OrphanError: Another engine holds the lock and does not go.
         OSError: The process cannot be started, or the lock not be opened.
     """
+    options = msgspec.structs.replace(options, kv_adopt="durable" if is_first else "all")
     if lock_path is None:
         return await EngineProcess.spawn(options, on_message=on_message)
     async with engine_lock(lock_path) as fd:

@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 MODULE: Final = "inferencecenter.engine"
 EXIT_GRACE_S: Final = 3.0
 """How long a process may outlive its pipe before it is killed."""
+SUSPEND_DEADLINE_S: Final = 10.0
+"""How long an engine may take to bring KV to disk when the daemon stops, or when nobody asks it anything."""
+STOP_DEADLINE_S: Final = 3.0
 _MAX_LINE_BYTES: Final = 16 * 1024
 _MAX_SHOWN_CHARS: Final = 400
 _LEVELS: Final = {
@@ -150,8 +153,17 @@ class EngineProcess:
         _log.info("engine_suspended", sessions=message.sessions)
         self._quiet.set()
 
-    async def end(self, *, deadline_s: float) -> None:
-        """Ask the engine to end, kill it after ``deadline_s``, and wait until it is gone."""
+    async def end(
+        self, *, suspend_deadline_s: float | None = SUSPEND_DEADLINE_S, deadline_s: float = STOP_DEADLINE_S
+    ) -> None:
+        """Ask the engine to end, and wait until it is gone.
+
+        Args:
+            suspend_deadline_s: Seconds it may take to ``suspend`` before; ``None`` where there is nothing to keep.
+            deadline_s: Seconds it may take to end after that, before it is killed.
+        """
+        if suspend_deadline_s is not None:
+            await self.suspend(deadline_s=suspend_deadline_s)
         self.close()
         try:
             async with asyncio.timeout(deadline_s):

@@ -16,11 +16,13 @@ class EngineChange(StrEnum):
     LOADED = "loaded"
     LOST = "lost"
     GIVE_UP = "give_up"
+    SLEEP = "sleep"
     STOP = "stop"
     ENDED = "ended"
 
 
-# FAILED is for good: a model that cannot be loaded, or an engine that was lost too often.
+# FAILED is for good: a model that cannot be loaded, or an engine that was lost too often. However an engine ends that
+# is SUSPENDING, it is ASLEEP then and not lost: no turn was with it.
 ENGINE: Final = Lifecycle(
     "engine",
     {
@@ -31,10 +33,15 @@ ENGINE: Final = Lifecycle(
         (EngineState.STARTING, EngineChange.GIVE_UP): EngineState.FAILED,
         (EngineState.READY, EngineChange.GIVE_UP): EngineState.FAILED,
         (EngineState.BACKOFF, EngineChange.START): EngineState.STARTING,
+        (EngineState.READY, EngineChange.SLEEP): EngineState.SUSPENDING,
+        (EngineState.SUSPENDING, EngineChange.ENDED): EngineState.ASLEEP,
+        (EngineState.ASLEEP, EngineChange.START): EngineState.STARTING,
         (EngineState.STARTING, EngineChange.STOP): EngineState.DRAINING,
         (EngineState.READY, EngineChange.STOP): EngineState.DRAINING,
         (EngineState.FAILED, EngineChange.STOP): EngineState.DRAINING,
         (EngineState.BACKOFF, EngineChange.STOP): EngineState.DRAINING,
+        (EngineState.SUSPENDING, EngineChange.STOP): EngineState.DRAINING,
+        (EngineState.ASLEEP, EngineChange.STOP): EngineState.DRAINING,
         (EngineState.STOPPED, EngineChange.STOP): EngineState.DRAINING,
         (EngineState.DRAINING, EngineChange.ENDED): EngineState.STOPPED,
     },

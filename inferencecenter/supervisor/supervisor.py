@@ -10,16 +10,18 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 import structlog
 
-from inferencecenter.errors import ERRORS, ErrorCode, InferenceCenterError
 from inferencecenter.ipc.messages import Keep, LoadFailed, Loading, Log, Ready, Release, Step, Suspended
 from inferencecenter.ipc.port import EngineState, EngineStatus
 from inferencecenter.supervisor.backoff import Backoff, RestartPolicy
 from inferencecenter.supervisor.launch import launch
+from inferencecenter.supervisor.listeners import Listeners
 from inferencecenter.supervisor.loading import LoadProgress, log_ready, with_fewer_layers
 from inferencecenter.supervisor.orphan import OrphanError
-from inferencecenter.supervisor.process import Ended, log_line
+from inferencecenter.supervisor.process import STOP_DEADLINE_S, SUSPEND_DEADLINE_S, Ended, log_line
 from inferencecenter.supervisor.queue_watch import QueueWatch
+from inferencecenter.supervisor.refusals import not_loaded, queue_full, unavailable
 from inferencecenter.supervisor.restarts import RestartBudget
+from inferencecenter.supervisor.sleep import Sleep
 from inferencecenter.supervisor.states import ENGINE, EngineChange
 from inferencecenter.supervisor.turns import Turns
 from inferencecenter.supervisor.watch import HangWatch
@@ -29,13 +31,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection
     from pathlib import Path
 
+    from inferencecenter.errors import InferenceCenterError
     from inferencecenter.ipc.messages import EngineOptions, FromEngine, ModelInfo
     from inferencecenter.ipc.port import EngineTurn
     from inferencecenter.supervisor.process import EngineProcess
 
-SUSPEND_DEADLINE_S: Final = 10.0
-"""How long an engine may take to bring KV to disk when the daemon stops."""
-STOP_DEADLINE_S: Final = 3.0
 _NOTHING_RUNS: Final = Step(events=(), running=0, waiting=0, rss_bytes=0)
 
 _log = structlog.get_logger(__name__)
@@ -47,7 +47,7 @@ class Supervisor:
     Implements ``ipc.port.EnginePort``. ``_change`` is the only writer of the engine's state. A model that cannot be
     loaded at first is not tried again: the engine stays ``failed``, ``load_failure`` says why, and turns wait for the
     next daemon. Once a model was loaded, every failure is taken to pass, until there are too many: then the engine is
-    ``given_up`` and its turns fail.
+    ``given_up`` and its turns fail. An engine that has no turns for a while is ended, and the next turn starts another.
 
     Args:
         options: What each engine is told at its start.
@@ -56,6 +56,7 @@ class Supervisor:
         queue_warning: Turns that wait when a warning is logged; 0 logs none.
         load_timeout_s: An engine that is not ready by then is killed and started again.
         hang_timeout_s: So is one that has turns and makes no progress for so long.
+        sleep_after_s: One that has no turns for so long is ended until it is wanted; ``None`` for never.
         live_sessions: Names the sessions whose KV a new engine is to keep; without it all is kept.
         plan_again: Completes the options of every engine but the first, from a thread; none to leave them.
         lock_path: File by which the engine of a daemon that died is noticed; none to do without.
@@ -73,6 +74,7 @@ class Supervisor:
         # Timeouts
         load_timeout_s: float = 1800.0,
         hang_timeout_s: float = 60.0,
+        sleep_after_s: float | None = None,
         # Surroundings
         live_sessions: Callable[[], Collection[str]] | None = None,
         plan_again: Callable[[EngineOptions], EngineOptions] | None = None,
@@ -92,14 +94,15 @@ class Supervisor:
         self._lock_path = lock_path
         self._monotonic = monotonic
         self._tasks = TaskGroup("supervisor")
-        self._listeners: list[Callable[[EngineStatus], None]] = []
+        self._listeners = Listeners()
         self._turns = Turns()
         self._hang_watch = HangWatch(
             hang_timeout_s,
             beats=lambda: self._process.beats if self._process else 0,
             on_hang=self._hangs,
-            call_later=lambda delay_s, call: asyncio.get_running_loop().call_later(delay_s, call),
+            call_later=_call_later,
         )
+        self._sleep = Sleep(sleep_after_s, on_tired=self._fall_asleep, call_later=_call_later)
         self._state = EngineState.STOPPED
         self._process: EngineProcess | None = None
         self._model: ModelInfo | None = None
@@ -107,14 +110,14 @@ class Supervisor:
         self._load_failure: InferenceCenterError | None = None
         self._given_up = False
         self._detail = ""
-        self._starts = 0
+        self._restarts = 0
         self._ready_since: float | None = None
         self._gauges = _NOTHING_RUNS
         self._keeper: asyncio.Task[None] | None = None
         self._stop_asked = asyncio.Event()
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self._state.value}, turns={len(self._turns)}, starts={self._starts})"
+        return f"{type(self).__name__}({self._state.value}, turns={len(self._turns)}, restarts={self._restarts})"
 
     @property
     def status(self) -> EngineStatus:
@@ -125,7 +128,7 @@ class Supervisor:
             pid=self._process.pid if self._process else None,
             load_fraction=self._progress.fraction,
             detail=self._detail,
-            restarts=max(0, self._starts - 1),
+            restarts=self._restarts,
             running=self._gauges.running,
             waiting=self._gauges.waiting + self._turns.n_waiting,
             rss_bytes=self._gauges.rss_bytes,
@@ -145,7 +148,7 @@ class Supervisor:
 
     def subscribe(self, listener: Callable[[EngineStatus], None]) -> None:
         """Call ``listener`` when the state changes, and at each tenth of the loading."""
-        self._listeners.append(listener)
+        self._listeners.add(listener)
 
     async def start(self) -> None:
         """Start the engine; to be called once, from the main thread. It is ready when ``status`` says so."""
@@ -163,16 +166,16 @@ class Supervisor:
         if self._stop_asked.is_set():
             return
         self._stop_asked.set()
-        was_ready = self._state is EngineState.READY
+        self._sleep.wake()
+        was_loaded = self._state in (EngineState.READY, EngineState.SUSPENDING)
         self._change(EngineChange.STOP)
-        self._hang_watch.keep(watching=False)
         self._turns.lost()
+        self._watch()
         if (process := self._process) is not None:
-            if was_ready:
-                await process.suspend(deadline_s=suspend_deadline_s)
-            await process.end(deadline_s=deadline_s)
+            await process.end(suspend_deadline_s=suspend_deadline_s if was_loaded else None, deadline_s=deadline_s)
         if self._keeper is not None:
             await asyncio.wait([self._keeper])
+        await self._tasks.cancel()
         self._change(EngineChange.ENDED)
 
     def submit(self, turn: EngineTurn) -> int:
@@ -182,15 +185,14 @@ class Supervisor:
             InferenceCenterError: ``engine_unavailable``, ``queue_full``, ``prompt_too_long``, or what the turn says.
         """
         if self._stop_asked.is_set() or self._load_failure is not None or self._given_up:
-            raise self._unavailable()
+            raise unavailable(self.status, given_up=self._given_up)
         slots = self._model.slots if self._model else self._options.slots
         position = max(0, len(self._turns) + 1 - slots)
         if position > self._max_queue:
-            raise InferenceCenterError(
-                ErrorCode.QUEUE_FULL, f"{self._max_queue} turns are waiting already", retry_after_ms=1000
-            )
+            raise queue_full(self._max_queue)
         given = self._turns.add(turn)
-        self._watch_progress()
+        self._sleep.wake()
+        self._watch()
         return position if given else max(1, position)
 
     def abort(self, turn_id: str) -> None:
@@ -199,37 +201,57 @@ class Supervisor:
 
     def release(self, session_id: str) -> None:
         """Let the engine forget a session's KV."""
+        self._send(Release(session_id))
+
+    def limit(self, limit: Limit) -> None:
+        """Tell a ready engine what it may do; there is nobody to tell otherwise."""
+        self._send(limit)
+
+    def _send(self, message: ToEngine) -> None:
         if self._process is not None and self._state is EngineState.READY:
-            self._process.send(Release(session_id))
+            self._process.send(message)
 
     # One engine after the other.
 
     async def _keep_alive(self) -> None:
         while not self._stop_asked.is_set():
-            self._starts += 1
             self._progress.begin()
             self._change(EngineChange.START)
             ended = await self._live()
-            if self._stop_asked.is_set() or not self._lose(ended):
+            if self._state is EngineState.SUSPENDING:
+                await self._rest(ended)
+            elif self._stop_asked.is_set() or not self._lose(ended):
                 return
-            delay_s = self._backoff.after_failure(ready_s=self._ready_s())
-            _log.warning("engine_restarts", delay_s=round(delay_s, 2), detail=ended.detail)
-            try:
-                async with asyncio.timeout(delay_s):
-                    await self._stop_asked.wait()
-            except TimeoutError:
-                continue
+            else:
+                await self._back_off(ended)
+
+    async def _back_off(self, ended: Ended) -> None:
+        """Wait until the next engine may be started, or none is to be."""
+        ready_s = 0.0 if self._ready_since is None else self._monotonic() - self._ready_since
+        delay_s = self._backoff.after_failure(ready_s=ready_s)
+        _log.warning("engine_restarts", delay_s=round(delay_s, 2), detail=ended.detail)
+        try:
+            async with asyncio.timeout(delay_s):
+                await self._stop_asked.wait()
+        except TimeoutError:
+            self._restarts += 1
+
+    async def _rest(self, ended: Ended) -> None:
+        """Wait until an engine is wanted, or none is to be started; a turn may have come while the last one ended."""
+        self._gauges = msgspec.structs.replace(self._gauges, running=0, waiting=0, rss_bytes=0)
+        _log.info("engine_asleep", detail=ended.detail, parked_sessions=self._gauges.parked_sessions)
+        self._change(EngineChange.ENDED)
+        await self._sleep.until_wanted()
 
     async def _live(self) -> Ended:
         """Run one engine until it is gone."""
         self._ready_since = None
-        if self._plan_again is not None and self._starts > 1:
+        if self._plan_again is not None and (self._model is not None or self._restarts):
             self._options = await asyncio.to_thread(self._plan_again, self._options)
-        # Of what another daemon's engine parked, only durable sessions are still known. One that got ready here has
-        # deleted the rest, so that what is there now was parked for sessions of this daemon.
-        options = msgspec.structs.replace(self._options, kv_adopt="durable" if self._model is None else "all")
         try:
-            process = await launch(options, on_message=self._on_message, lock_path=self._lock_path)
+            process = await launch(
+                self._options, is_first=self._model is None, on_message=self._on_message, lock_path=self._lock_path
+            )
         except (OSError, OrphanError) as error:
             return Ended(f"the engine cannot be started: {error}")
         self._process = process
@@ -252,7 +274,6 @@ class Supervisor:
         was_loading = self._state is EngineState.STARTING
         self._detail = self._load_failure.message if self._load_failure else ended.detail
         self._gauges = _NOTHING_RUNS
-        self._hang_watch.keep(watching=False)
         if self._turns.lost(ended):
             self._budget.clear()
         if self._load_failure is not None:
@@ -264,12 +285,15 @@ class Supervisor:
             self._given_up = not self._budget.take(now=self._monotonic())
         self._change(EngineChange.GIVE_UP if self._given_up else EngineChange.LOST)
         if self._given_up:
-            _log.error("engine_given_up", restarts=self._starts - 1, detail=ended.detail)
-            self._turns.fail(self._unavailable())
+            _log.error("engine_given_up", restarts=self._restarts, detail=ended.detail)
+            self._turns.fail(unavailable(self.status, given_up=self._given_up))
         return not self._given_up
 
-    def _ready_s(self) -> float:
-        return 0.0 if self._ready_since is None else self._monotonic() - self._ready_since
+    def _fall_asleep(self) -> None:
+        assert self._process is not None, "it was idle until now"
+        self._turns.lost()
+        self._change(EngineChange.SLEEP)
+        self._tasks.spawn(self._process.end(), name="fall-asleep")
 
     # What it says.
 
@@ -281,7 +305,7 @@ class Supervisor:
                 log_line(message)
             case Loading():
                 if self._progress.advance(message):
-                    self._tell()
+                    self._listeners.tell(self.status)
             case Ready(model=model) if self._state is EngineState.STARTING:
                 self._ready(model)
             case LoadFailed():
@@ -295,7 +319,7 @@ class Supervisor:
             _log.warning("queue_long", waiting=message.waiting, running=message.running)
         for event in message.events:
             self._turns.hear(event)
-        self._watch_progress()
+        self._watch()
 
     def _ready(self, model: ModelInfo) -> None:
         assert self._process is not None, "it has just spoken"
@@ -306,44 +330,28 @@ class Supervisor:
         if self._live_sessions is not None:
             self._process.send(Keep(tuple(self._live_sessions())))
         self._turns.connect(self._process.send)
-        self._watch_progress()
+        self._watch()
 
     def _load_failed(self, message: LoadFailed) -> None:
         self._progress.refuse(message)
         if self._model is None and not self._progress.may_lack_gpu_memory(self._options):
-            code = ErrorCode(message.code) if message.code in ERRORS else ErrorCode.INTERNAL
-            self._load_failure = InferenceCenterError(code, message.message, hint=message.hint or None)
+            self._load_failure = not_loaded(message)
 
-    def _watch_progress(self) -> None:
+    def _watch(self) -> None:
         self._hang_watch.keep(watching=self._turns.engine_is_busy)
+        self._sleep.keep(idle=not self._turns and self._state is EngineState.READY)
 
     def _hangs(self) -> None:
         if self._process is not None:
             _log.error("engine_hangs", pid=self._process.pid, no_progress_s=self._hang_timeout_s)
             self._process.kill(because=f"the engine made no progress for {self._hang_timeout_s:g} s")
 
-    # What is told.
-
     def _change(self, change: EngineChange) -> None:
         self._state = ENGINE.after(self._state, change)
         _log.debug("engine_state", state=self._state.value, change=change.value)
-        self._tell()
+        self._watch()
+        self._listeners.tell(self.status)
 
-    def _tell(self) -> None:
-        status = self.status
-        for listener in self._listeners:
-            try:
-                listener(status)
-            # A border: whoever listens must not keep the engine from being started again.
-            except Exception:  # noqa: BLE001
-                _log.exception("engine_listener_failed", state=status.state.value)
 
-    def _unavailable(self) -> InferenceCenterError:
-        return InferenceCenterError(
-            ErrorCode.ENGINE_UNAVAILABLE,
-            f"the engine is {self._state.value}{': ' if self._detail else ''}{self._detail}",
-            hint="It was lost too often and is not started again; the daemon's log says why."
-            if self._given_up
-            else None,
-            retry_after_ms=1000,
-        )
+def _call_later(delay_s: float, call: Callable[[], None]) -> asyncio.TimerHandle:
+    return asyncio.get_running_loop().call_later(delay_s, call)

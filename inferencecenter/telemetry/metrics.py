@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Collection, Iterable
 
 _FIRST_TOKEN_BUCKETS_S: Final = (0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 _TOKEN_BUCKETS_S: Final = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1)
@@ -98,12 +98,16 @@ class Metrics:
             "inferencecenter_queue_wait_seconds", "From infer to a slot.", buckets=_QUEUE_BUCKETS_S, registry=registry
         )
 
-        self.engine_ready = Gauge("inferencecenter_engine_ready", "1 while turns can be run.", registry=registry)
+        self.engine_ready = Gauge(
+            "inferencecenter_engine_ready",
+            "1 while turns can be run, also by an engine that they wake.",
+            registry=registry,
+        )
         self.engine_state = Gauge(
             "inferencecenter_engine_state", "1 for the state the engine process is in.", ["state"], registry=registry
         )
         self.engine_restarts = Gauge(
-            "inferencecenter_engine_restarts", "Starts of the engine process after the first.", registry=registry
+            "inferencecenter_engine_restarts", "Starts of the engine process after a loss.", registry=registry
         )
         self.engine_rss_bytes = Gauge(
             "inferencecenter_engine_resident_memory_bytes", "Memory of the engine process.", registry=registry
@@ -135,6 +139,12 @@ class Metrics:
             "Share of time the GPU was busy; NaN without one.",
             registry=registry,
         )
+        self.thermal_state = Gauge(
+            "inferencecenter_thermal_state", "1 for how the GPUs are: cool, warm or hot.", ["state"], registry=registry
+        )
+        self.gpu_slowdown = Gauge(
+            "inferencecenter_gpu_slowdown", "1 for what slows a GPU down now.", ["reason"], registry=registry
+        )
 
     def turn_ended(self, record: TurnFigures) -> None:
         """Count a turn that ended, well or not."""
@@ -153,6 +163,15 @@ class Metrics:
         """Mark ``state`` as the one of ``states`` that the engine is in."""
         for each in states:
             self.engine_state.labels(each).set(each == state)
+
+    def set_thermal(
+        self, state: str, *, states: Iterable[str], slowdowns: Collection[str], known_slowdowns: Iterable[str]
+    ) -> None:
+        """Mark how the GPUs are, of ``states``, and what slows them down, of ``known_slowdowns``."""
+        for each in states:
+            self.thermal_state.labels(each).set(each == state)
+        for reason in known_slowdowns:
+            self.gpu_slowdown.labels(reason).set(reason in slowdowns)
 
     def exposition(self) -> bytes:
         """Return all metrics in Prometheus' text format."""

@@ -34,15 +34,18 @@ async def test_health_does_not_depend_on_the_engine(server: Running) -> None:
 
 @pytest.mark.parametrize("state", EngineState)
 async def test_readiness_is_the_engines(server: Running, state: EngineState) -> None:
-    """200 only when a turn could run; the body says why not, and how far loading is."""
+    """200 only when a turn could run, also if it wakes the engine; the body says why not, and how far loading is."""
     server.engine.status = ready(state=state, load_fraction=0.25, detail="because")
     status, _, body = await server.http("/readyz")
-    assert status == (200 if state is EngineState.READY else 503)
+    serves = state in (EngineState.READY, EngineState.SUSPENDING, EngineState.ASLEEP)
+    assert status == (200 if serves else 503)
     answer = json.loads(body)
     assert (answer["state"], answer["load_fraction"]) == (state.value, 0.25)
     assert answer["detail"] == {
         EngineState.READY: "stub is ready",
         EngineState.STARTING: "loading the model: 25%",
+        EngineState.SUSPENDING: "stub is asleep, and wakes for the next turn",
+        EngineState.ASLEEP: "stub is asleep, and wakes for the next turn",
     }.get(state, f"the engine is {state}: because")
 
 

@@ -116,8 +116,10 @@ class Watched:
         queue_warning: int = 0,
         load_timeout_s: float = 60.0,
         hang_timeout_s: float = 60.0,
+        sleep_after_s: float | None = None,
         max_restarts: int = 100,
         live_sessions: Callable[[], Collection[str]] | None = None,
+        plan_again: Callable[[EngineOptions], EngineOptions] | None = None,
         lock_path: Path | None = None,
         **options: object,
     ) -> None:
@@ -129,7 +131,9 @@ class Watched:
             queue_warning=queue_warning,
             load_timeout_s=load_timeout_s,
             hang_timeout_s=hang_timeout_s,
+            sleep_after_s=sleep_after_s,
             live_sessions=live_sessions,
+            plan_again=plan_again,
             lock_path=lock_path,
         )
         self.states: list[EngineState] = []

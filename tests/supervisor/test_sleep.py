@@ -1,0 +1,293 @@
+"""An engine that nobody asks anything ends, and the next turn starts another."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from structlog.testing import capture_logs
+
+from inferencecenter.ipc.messages import EngineOptions, Failed, Withdrawn
+from inferencecenter.ipc.port import EngineState, EngineStatus
+from inferencecenter.supervisor import process
+from inferencecenter.supervisor.sleep import Sleep
+from inferencecenter.tasks import TaskGroup
+from tests.supervisor import stub_engine
+from tests.supervisor.harness import TIMEOUT_S, Heard, Watched, end_of, order
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+SOON_S = 0.05
+LONG = "a text that is long enough to be worth parking, which a few words would not be"
+
+
+@dataclass
+class Call:
+    """A call that was arranged, and whether it is over."""
+
+    delay_s: float
+    callback: Callable[[], None]
+    over: bool = False
+
+    def cancel(self) -> None:
+        """Keep it from happening."""
+        self.over = True
+
+
+@dataclass
+class Bed:
+    """A sleep whose timers fire when the test says so."""
+
+    after_s: float | None = 60.0
+    tired: int = 0
+    calls: list[Call] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.sleep = Sleep(self.after_s, on_tired=self._tire, call_later=self._call_later)
+
+    def _tire(self) -> None:
+        self.tired += 1
+
+    def _call_later(self, delay_s: float, callback: Callable[[], None]) -> Call:
+        call = Call(delay_s, callback)
+        self.calls.append(call)
+        return call
+
+    @property
+    def pending(self) -> list[Call]:
+        """What will happen yet."""
+        return [call for call in self.calls if not call.over]
+
+    def fire(self) -> None:
+        """Let the time of the only timer come."""
+        (call,) = self.pending
+        call.over = True
+        call.callback()
+
+
+@given(st.lists(st.sampled_from(["idle", "busy", "fire"])))
+def test_one_timer_runs_while_it_is_idle_and_none_else(steps: list[str]) -> None:
+    """It is begun once for each time of idleness, and only one that lasted to its end makes tired."""
+    bed, idle_since_timer = Bed(), False
+    for step in steps:
+        before, arranged = bed.tired, len(bed.calls)
+        if step == "fire":
+            if not bed.pending:
+                continue
+            bed.fire()
+            assert (bed.tired, bed.pending) == (before + 1, [])
+            idle_since_timer = False
+            continue
+        bed.sleep.keep(idle=step == "idle")
+        assert len(bed.pending) == (step == "idle")
+        assert len(bed.calls) == arranged + (step == "idle" and not idle_since_timer)
+        assert bed.tired == before
+        idle_since_timer = step == "idle"
+    assert {call.delay_s for call in bed.calls} <= {60.0}
+
+
+def test_one_that_never_sleeps_has_no_timer() -> None:
+    """Idle or not."""
+    bed = Bed(after_s=None)
+    bed.sleep.keep(idle=True)
+    assert bed.calls == []
+
+
+async def test_it_is_wanted_from_the_moment_it_is_tired() -> None:
+    """What was asked before does not wake it; what is asked while it falls asleep does."""
+    bed = Bed()
+    bed.sleep.wake()
+    bed.sleep.keep(idle=True)
+    bed.fire()
+    tasks = TaskGroup("test")
+    waiting = tasks.spawn(bed.sleep.until_wanted(), name="waiting")
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    bed.sleep.wake()
+    await asyncio.wait_for(waiting, TIMEOUT_S)
+
+
+async def asleep(**options: object) -> Watched:
+    """Return a supervisor whose engine has fallen asleep."""
+    watched = Watched(sleep_after_s=SOON_S, **options)  # type: ignore[arg-type]
+    await watched.supervisor.start()
+    await watched.until(EngineState.ASLEEP)
+    return watched
+
+
+async def test_an_idle_engine_ends_and_a_turn_starts_the_next() -> None:
+    """Nothing of it is left but what is known of the model; each wake is a start, and no restart."""
+    watched = Watched(sleep_after_s=SOON_S, max_restarts=0)
+    await watched.supervisor.start()
+    await watched.until(EngineState.READY)
+    for number in range(3):
+        pid = watched.supervisor.status.pid
+        assert pid is not None
+        await watched.until(EngineState.SUSPENDING)
+        assert watched.supervisor.status.serves
+        await watched.until(EngineState.ASLEEP)
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+        status = watched.supervisor.status
+        assert (status.pid, status.detail, status.restarts, status.rss_bytes) == (None, "", 0, 0)
+        assert status.serves
+        assert status.model is not None
+        heard = Heard(order(f"t{number}"))
+        assert watched.supervisor.submit(heard) == 1
+        await watched.until(EngineState.STARTING)
+        assert watched.supervisor.status.detail == ""
+        assert (await end_of(heard)).reason == "stop"
+        assert (heard.text, heard.submissions, heard.interruptions) == ("hello", 1, 0)
+        await watched.until(EngineState.READY)
+    await watched.supervisor.stop()
+
+
+async def test_an_engine_with_turns_does_not_sleep() -> None:
+    """However long they take; the time is counted from the end of the last."""
+    watched = Watched(sleep_after_s=SOON_S, echo_delay_ms=20)
+    early = watched.submit("t1", "a long answer " * 4)
+    await watched.supervisor.start()
+    await watched.until(EngineState.READY)
+    await end_of(early)
+    assert EngineState.SUSPENDING not in watched.states
+    assert early.interruptions == 0
+    await watched.until(EngineState.ASLEEP)
+    await watched.supervisor.stop()
+
+
+async def test_turns_that_come_while_it_falls_asleep_run_in_the_next_engine() -> None:
+    """It is started as soon as the one before it is gone, and none of them hears of that."""
+    watched = Watched(sleep_after_s=SOON_S)
+    late: list[Heard] = []
+
+    def submit_late(status: EngineStatus) -> None:
+        if status.state is EngineState.SUSPENDING and not late:
+            late.extend(watched.submit(f"t{number}") for number in range(3))
+
+    watched.supervisor.subscribe(submit_late)
+    await watched.supervisor.start()
+    await watched.until(EngineState.SUSPENDING)
+    await watched.until(EngineState.ASLEEP)
+    for turn in late:
+        assert (await end_of(turn)).reason == "stop"
+        assert (turn.submissions, turn.interruptions) == (1, 0)
+    assert watched.states[:2] == [EngineState.STARTING, EngineState.READY]
+    await watched.supervisor.stop()
+
+
+async def test_its_sessions_are_parked_and_found_again(tmp_path: Path) -> None:
+    """Those from the slots too; what was closed meanwhile is forgotten when it wakes."""
+    live = {"one", "two", "closed"}
+    watched = await asleep(
+        kv_ram_dir=str(tmp_path / "ram"),
+        kv_ram_bytes=2**20,
+        kv_client_share=1.0,
+        slots=4,
+        live_sessions=lambda: live,
+    )
+    for name in sorted(live):
+        watched.submit(name, LONG, client_id=name)
+    await watched.until(EngineState.ASLEEP)
+    status = watched.supervisor.status
+    assert (status.parked_sessions, status.running, status.waiting) == (3, 0, 0)
+    assert status.parked_bytes > 0
+    watched.supervisor.release("closed")
+    live.remove("closed")
+    again = [watched.submit(f"{name} again", LONG, session_id=name, client_id=name) for name in ("one", "two")]
+    gone = watched.submit("closed again", LONG, session_id="closed", client_id="closed")
+    assert all([(await end_of(turn)).cached_tokens > 0 for turn in again])
+    assert (await end_of(gone)).cached_tokens == 0
+    await watched.supervisor.stop()
+
+
+async def test_what_is_withdrawn_before_it_has_woken_hears_so() -> None:
+    """The engine that it woke finds nothing to do; what nobody knows wakes nobody."""
+    watched = await asleep()
+    watched.supervisor.abort("unknown")
+    watched.supervisor.release("unknown")
+    assert watched.supervisor.status.state is EngineState.ASLEEP
+    turn = watched.submit("t1")
+    watched.supervisor.abort("t1")
+    assert turn.terminal == [Withdrawn("t1")]
+    await watched.until(EngineState.READY)
+    await watched.until(EngineState.ASLEEP)
+    await watched.supervisor.stop()
+
+
+async def test_an_engine_that_dies_while_it_falls_asleep_is_not_lost() -> None:
+    """There was no turn with it: it is not started again before one comes."""
+    watched = Watched(sleep_after_s=SOON_S, max_restarts=0)
+    kills = iter([watched.kill])
+
+    def kill_once(status: EngineStatus) -> None:
+        if status.state is EngineState.SUSPENDING:
+            next(kills, lambda: None)()
+
+    watched.supervisor.subscribe(kill_once)
+    with capture_logs() as logs:
+        await watched.supervisor.start()
+        await watched.until(EngineState.ASLEEP)
+    (line,) = [line for line in logs if line["event"] == "engine_asleep"]
+    assert "SIGKILL" in line["detail"]
+    assert watched.supervisor.status.restarts == 0
+    assert (await end_of(watched.submit("t1"))).reason == "stop"
+    await watched.supervisor.stop()
+
+
+async def test_an_engine_that_is_lost_after_it_woke_is_started_again() -> None:
+    """That is a restart as any other, the first of those that are allowed, and the turn that woke it goes on."""
+    watched = await asleep(max_restarts=1, echo_delay_ms=20)
+    turn = watched.submit("t1", LONG)
+    await asyncio.wait_for(turn.spoke.wait(), TIMEOUT_S)
+    watched.kill()
+    await watched.until(EngineState.BACKOFF)
+    assert "SIGKILL" in watched.supervisor.status.detail
+    assert (await end_of(turn)).reason == "stop"
+    assert turn.text == LONG
+    assert (watched.supervisor.status.restarts, watched.supervisor.given_up) == (1, False)
+    await watched.until(EngineState.ASLEEP)
+    assert watched.supervisor.status.detail == ""
+    await watched.supervisor.stop()
+
+
+async def test_an_engine_that_cannot_load_any_more_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that dies while it wakes is a loss; when that was the last, the turn that woke it fails."""
+    monkeypatch.setattr(process, "MODULE", stub_engine.MODULE)
+    options = iter([{"model_name": "die"}])
+
+    def plan_again(engine: EngineOptions) -> EngineOptions:
+        return msgspec.structs.replace(engine, **next(options, {}))
+
+    watched = Watched(sleep_after_s=SOON_S, max_restarts=1, plan_again=plan_again)
+    await watched.supervisor.start()
+    await watched.until(EngineState.ASLEEP)
+    turn = watched.submit("t1", "count 3")
+    await watched.until(EngineState.BACKOFF)
+    await watched.until(EngineState.FAILED)
+    assert watched.supervisor.given_up
+    (end,) = turn.terminal
+    assert isinstance(end, Failed)
+    assert end.code == "engine_unavailable"
+    await watched.supervisor.stop()
+
+
+@pytest.mark.parametrize("state", [EngineState.SUSPENDING, EngineState.ASLEEP])
+async def test_stopping_ends_it_from_any_depth_of_sleep(state: EngineState) -> None:
+    """No process and no task is left, and turns are refused from then on."""
+    watched = Watched(sleep_after_s=SOON_S)
+    await watched.supervisor.start()
+    await watched.until(state)
+    async with asyncio.timeout(TIMEOUT_S):
+        await watched.supervisor.stop()
+    assert watched.states[-2:] == [EngineState.DRAINING, EngineState.STOPPED]
+    assert watched.supervisor.status.pid is None
+    others = {task.get_name() for task in asyncio.all_tasks() - {asyncio.current_task()}}
+    assert not {name for name in others if name.startswith(("supervisor:", "engine-process:"))}
