@@ -43,6 +43,7 @@ from inferencecenter.sessions.store.store import Store
 from inferencecenter.signals import heed_signals
 from inferencecenter.supervisor.backoff import RestartPolicy
 from inferencecenter.supervisor.corrections import Corrections
+from inferencecenter.supervisor.guard import ThermalGuard
 from inferencecenter.supervisor.kv_places import kv_places
 from inferencecenter.supervisor.planning import Planner
 from inferencecenter.supervisor.process import EXIT_GRACE_S, STOP_DEADLINE_S, SUSPEND_DEADLINE_S
@@ -183,6 +184,9 @@ async def _run(settings: Settings, prepared: _Prepared, *, on_listening: Callabl
     context = Context.create(
         settings.server, engine=supervisor, sessions=sessions, accounts=accounts, gpu=gpu, metrics=metrics
     )
+    guard = ThermalGuard(
+        settings.gpu, engine=supervisor, limit=supervisor.send, tell=context.hub.broadcast, metrics=metrics
+    )
     reload = Reload(
         started_with=settings,
         read=prepared.read_again,
@@ -219,6 +223,8 @@ async def _run(settings: Settings, prepared: _Prepared, *, on_listening: Callabl
         running.callback(kv.remove_ram)
         reporter.begin()
         running.push_async_callback(reporter.close)
+        guard.begin()
+        running.push_async_callback(guard.close)
         await supervisor.start()
         running.push_async_callback(supervisor.stop)
         on_listening()

@@ -303,7 +303,10 @@ class GpuSettings(Section):
     )
     thermal_guard: bool = Field(True, description="Whether less is done while the GPUs are warm or hot.")
     warm_c: float = Field(
-        80.0, gt=0, le=150, description="°C from which half of the slots are used and prompts are read in smaller steps."
+        80.0,
+        gt=0,
+        le=150,
+        description="°C from which half of the slots are used and less is read at once.",
     )
     hot_c: float = Field(
         87.0,

@@ -22,6 +22,8 @@ _SLOWDOWNS: Final = {
     pynvml.nvmlClocksThrottleReasonHwPowerBrakeSlowdown: "power_brake",
 }
 
+SLOWDOWN_NAMES: Final = tuple(_SLOWDOWNS.values())
+
 
 @dataclass(frozen=True, slots=True)
 class GpuReading:

@@ -282,6 +282,15 @@ class EngineChanged(Event):
     detail: str = Field(default="", description="The last failure, in words.")
 
 
+class Thermal(Event):
+    """The GPUs became warmer or cooler, and the daemon does less or more."""
+
+    op: Literal["thermal"] = "thermal"
+    state: Literal["cool", "warm", "hot"] = Field(description="How they are now.")
+    temp: float | None = Field(default=None, description="The hottest one's temperature in °C, where it tells.")
+    action: str = Field(description="What is done about it, in words.")
+
+
 class GoingAway(Event):
     """The daemon is about to stop."""
 
@@ -333,6 +342,7 @@ AnyEvent = (
     | Status
     | Pong
     | EngineChanged
+    | Thermal
     | GoingAway
     | Error
 )

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from inferencecenter.errors import InferenceCenterError
-    from inferencecenter.ipc.messages import EngineOptions, FromEngine, ModelInfo
+    from inferencecenter.ipc.messages import EngineOptions, FromEngine, Limit, ModelInfo
     from inferencecenter.ipc.port import EngineTurn
     from inferencecenter.supervisor.process import EngineProcess
 
@@ -201,13 +201,10 @@ class Supervisor:
 
     def release(self, session_id: str) -> None:
         """Let the engine forget a session's KV."""
-        self._send(Release(session_id))
+        self.send(Release(session_id))
 
-    def limit(self, limit: Limit) -> None:
-        """Tell a ready engine what it may do; there is nobody to tell otherwise."""
-        self._send(limit)
-
-    def _send(self, message: ToEngine) -> None:
+    def send(self, message: Release | Limit) -> None:
+        """Tell the engine if it is ready."""
         if self._process is not None and self._state is EngineState.READY:
             self._process.send(message)
 

@@ -165,7 +165,7 @@ class Metrics:
             self.engine_state.labels(each).set(each == state)
 
     def set_thermal(
-        self, state: str, *, states: Iterable[str], slowdowns: Collection[str], known_slowdowns: Iterable[str]
+        self, state: str, slowdowns: Collection[str], *, states: Iterable[str], known_slowdowns: Iterable[str]
     ) -> None:
         """Mark how the GPUs are, of ``states``, and what slows them down, of ``known_slowdowns``."""
         for each in states:

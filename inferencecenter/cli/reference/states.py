@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from inferencecenter.cli.reference import markdown
 from inferencecenter.engine.scheduler.request import REQUEST
+from inferencecenter.hardware.thermal import THERMAL
 from inferencecenter.server.states import CONNECTION
 from inferencecenter.sessions.states import SESSION, TURN
 from inferencecenter.supervisor.states import ENGINE
@@ -34,6 +35,8 @@ def page() -> str:
         _diagram(ENGINE),
         "## Request in the engine",
         _diagram(REQUEST),
+        "## Heat of the GPUs",
+        _diagram(THERMAL),
     )
 
 
