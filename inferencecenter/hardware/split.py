@@ -53,7 +53,7 @@ def plan(model: ModelShape, devices: Sequence[Device], host: Host, wishes: Wishe
         fits=found is not None,
         demand=chosen.demand,
         reasons=reasons(model, chosen, n_threads=n_threads, devices=usable, wishes=wishes),
-        advice=advice(model, chosen, fits=found is not None, devices=usable, host=host, wishes=wishes),
+        advice=advice(model, chosen, fits=found is not None, host=host, wishes=wishes),
     )
 
 

@@ -54,16 +54,14 @@ def reasons(
     )
 
 
-def advice(  # noqa: PLR0913 - a plan and everything it was made from, by name
-    model: ModelShape, chosen: Place, *, fits: bool, devices: Sequence[Device], host: Host, wishes: Wishes
-) -> tuple[str, ...]:
+def advice(model: ModelShape, chosen: Place, *, fits: bool, host: Host, wishes: Wishes) -> tuple[str, ...]:
     """Return what else could be chosen, and what should be known."""
     return tuple(
         [
             *_shortages(chosen, fits=fits, host=host, wishes=wishes),
             *_about_model(model),
             *_about_slots(model, chosen, wishes),
-            *_about_precision(chosen, devices, wishes),
+            *_about_precision(model, chosen, wishes),
         ]
     )
 
@@ -104,9 +102,9 @@ def _about_slots(model: ModelShape, chosen: Place, wishes: Wishes) -> Iterator[s
         )
 
 
-def _about_precision(chosen: Place, devices: Sequence[Device], wishes: Wishes) -> Iterator[str]:
-    gave_up = chosen.setup.slots == 1 or chosen.setup.n_ubatch < 512
-    if devices and gave_up and not wishes.quantized_kv and not _kv_is_set(wishes):
+def _about_precision(model: ModelShape, chosen: Place, wishes: Wishes) -> Iterator[str]:
+    gave_up = chosen.n_gpu_layers <= model.n_layers or (not wishes.slots and chosen.setup.slots < 8)
+    if chosen.devices and gave_up and not wishes.quantized_kv and not _kv_is_set(wishes):
         yield "gpu.quantized_kv = true would keep KV in about half the memory (q8_0), at a small loss of precision."
 
 

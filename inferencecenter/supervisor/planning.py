@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 _log = structlog.get_logger(__name__)
 
 _PERCENT: Final = 100
+_MOST_OFF: Final = 1.5
 
 
 def wishes(engine: EngineSettings, gpu: GpuSettings) -> Wishes:
@@ -143,6 +144,10 @@ class Planner:
         for device, demand in zip(self._plan.devices, self._plan.demand.devices, strict=True):
             used_bytes = self._used(device, pid, model.memory)
             if used_bytes is None:
+                continue
+            if not demand.weight_bytes + demand.kv_bytes <= used_bytes <= _MOST_OFF * demand.bytes:
+                # What is free changed for other reasons too: nothing is learnt from it.
+                _log.info("vram_not_compared", gpu=device.name, used_mib=used_bytes // MIB)
                 continue
             _log.info(
                 "vram_compared",

@@ -1,0 +1,270 @@
+"""Tests of planned starts: what the settings leave open, what is measured, and what is tried after a failure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from structlog.testing import capture_logs
+
+from inferencecenter.bench.header import HEADERS, write_header
+from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.hardware.plan import MIB, Device, Host
+from inferencecenter.ipc.messages import BufferUse, EngineOptions
+from inferencecenter.ipc.port import EngineState, EngineStatus
+from inferencecenter.settings import EngineSettings, GpuSettings
+from inferencecenter.supervisor.corrections import Corrections
+from inferencecenter.supervisor.loading import with_fewer_layers
+from inferencecenter.supervisor.planning import Planner
+from tests.supervisor.stub_engine import MODEL
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+GIB = 1024 * MIB
+CARD = Device(id="0000:01:00.0", name="GTX 1060", free_bytes=3 * GIB, total_bytes=3 * GIB, index=0)
+
+
+@dataclass
+class Machine:
+    """GPUs that a test changes while the planner looks at them."""
+
+    devices: tuple[Device, ...] = (CARD,)
+    used: dict[int, int] = field(default_factory=dict)
+    available_bytes: int = 16 * GIB
+
+    def find(self, _wanted: Sequence[str]) -> tuple[Device, ...]:
+        """Return the GPUs now."""
+        return self.devices
+
+    def planner(self, folder: Path, *, gpu: dict[str, Any] | None = None, **engine: Any) -> Planner:
+        """Return a planner for this machine that keeps its corrections in a folder."""
+        return Planner(
+            engine=EngineSettings(**engine),
+            gpu=GpuSettings(**gpu or {}),
+            corrections=Corrections(folder / "plan.json"),
+            devices=self.find,
+            host=lambda: Host(available_bytes=self.available_bytes, cores=4),
+            used_bytes=lambda _index, pid: self.used.get(pid),
+        )
+
+
+@pytest.fixture(scope="module")
+def options(tmp_path_factory: pytest.TempPathFactory) -> EngineOptions:
+    """Options for a model of 7B that is all header."""
+    path = tmp_path_factory.mktemp("model") / "model.gguf"
+    write_header(path, HEADERS["qwen2.5-7b"], name="7B")
+    return EngineOptions(backend="llama", parent_pid=0, model_path=str(path))
+
+
+def test_what_is_open_is_planned(tmp_path: Path, options: EngineOptions) -> None:
+    """Layers, slots, the GPU by its address; whoever set no layers can do without a GPU."""
+    planned = Machine().planner(tmp_path).first(options)
+    assert (planned.n_gpu_layers, planned.slots, planned.n_ctx) == (14, 1, 4096)
+    assert planned.devices == ("0000:01:00.0",)
+    assert (planned.split_mode, planned.main_gpu, planned.gpu_optional) == ("none", 0, True)
+
+
+def test_without_a_gpu_it_is_as_usual(tmp_path: Path, options: EngineOptions) -> None:
+    """8 slots and 4096 tokens; the engine counts its cores itself."""
+    planned = Machine(devices=()).planner(tmp_path).first(options)
+    assert (planned.n_gpu_layers, planned.slots, planned.n_ctx, planned.n_threads) == (0, 8, 4096, 0)
+    assert (planned.n_batch, planned.n_ubatch, planned.kv_type_k) == (2048, 512, "f16")
+    assert planned.devices == ()
+
+
+def test_memory_that_is_too_small_costs_slots(tmp_path: Path, options: EngineOptions) -> None:
+    """It is proved that 8 do not fit."""
+    planned = Machine(devices=(), available_bytes=5 * GIB).planner(tmp_path).first(options)
+    assert 1 <= planned.slots < 8
+
+
+def test_what_is_set_is_kept(tmp_path: Path, options: EngineOptions) -> None:
+    """Also where it does not fit, which is logged with have and need."""
+    planner = Machine().planner(tmp_path, slots=4, n_ctx=8192, n_gpu_layers=29, gpu={"margin_mib": 100})
+    with capture_logs() as logs:
+        planned = planner.first(options)
+    assert (planned.slots, planned.n_ctx, planned.n_gpu_layers, planned.gpu_optional) == (4, 8192, 29, False)
+    (warning,) = (line for line in logs if line["event"] == "plan_does_not_fit")
+    assert "has 2,972 MiB after a margin of 100 MiB, needs 6," in warning["reason"]
+
+
+def test_layers_that_are_set_without_a_gpu(tmp_path: Path, options: EngineOptions) -> None:
+    """Are left to the engine, which says that there is none."""
+    planned = Machine(devices=()).planner(tmp_path, n_gpu_layers=5).first(replace_options(options, n_gpu_layers=5))
+    assert planned.n_gpu_layers == 5
+
+
+def replace_options(options: EngineOptions, **changes: Any) -> EngineOptions:
+    """Return the options with changes."""
+    return EngineOptions(**{name: getattr(options, name) for name in EngineOptions.__struct_fields__} | changes)
+
+
+def test_other_backends_and_files_are_left_alone(tmp_path: Path, options: EngineOptions) -> None:
+    """A file that is not understood here may be by llama.cpp."""
+    planner = Machine().planner(tmp_path)
+    echo = replace_options(options, backend="echo")
+    assert planner.first(echo) is echo
+    broken = tmp_path / "broken.gguf"
+    broken.write_bytes(b"GGUF and more")
+    unknown = replace_options(options, model_path=str(broken))
+    with capture_logs() as logs:
+        assert planner.first(unknown) is unknown
+        assert planner.again(unknown) is unknown
+    assert [line["event"] for line in logs] == ["plan_impossible"]
+
+
+def test_a_gpu_that_is_set_and_not_there(
+    tmp_path: Path, options: EngineOptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ends the daemon at its start; later, the engine is started as before."""
+    machine = Machine()
+    planner = machine.planner(tmp_path)
+    planned = planner.first(options)
+
+    def missing(_wanted: Sequence[str]) -> tuple[Device, ...]:
+        raise InferenceCenterError(ErrorCode.INVALID_CONFIG, "There is no GPU 7.")
+
+    monkeypatch.setattr(planner, "_find_devices", missing)
+    assert planner.again(planned) is planned
+    with pytest.raises(InferenceCenterError, match="no GPU 7"):
+        planner.first(options)
+
+
+def test_another_program_takes_memory(tmp_path: Path, options: EngineOptions) -> None:
+    """The next start gets what is free then, and what is free again after that."""
+    machine = Machine()
+    planner = machine.planner(tmp_path)
+    planned = planner.first(options)
+    machine.devices = (replace(CARD, free_bytes=2 * GIB),)
+    less = planner.again(planned)
+    assert 0 < less.n_gpu_layers < planned.n_gpu_layers
+    machine.devices = (CARD,)
+    assert planner.again(less).n_gpu_layers == planned.n_gpu_layers
+    machine.devices = (replace(CARD, free_bytes=200 * MIB),)
+    none = planner.again(planned)
+    assert (none.n_gpu_layers, none.devices, none.main_gpu) == (0, (), -1)
+
+
+def test_a_load_that_failed_is_tried_with_less(tmp_path: Path, options: EngineOptions) -> None:
+    """Half the layers that were planned, of which the number is known from the header; and never more again."""
+    planner = Machine(devices=(replace(CARD, free_bytes=8 * GIB, total_bytes=8 * GIB),)).planner(tmp_path)
+    planned = planner.first(options)
+    assert planned.n_gpu_layers == 29
+    halved = planner.again(with_fewer_layers(planned, None))
+    assert halved.n_gpu_layers == 14
+    assert planner.again(halved).n_gpu_layers == 14
+    assert planner.again(with_fewer_layers(halved, None)).n_gpu_layers == 7
+
+
+def test_slots_stay_once_an_engine_was_ready(tmp_path: Path, options: EngineOptions) -> None:
+    """Turns that wait must still fit, and parked KV be of use; layers make room instead."""
+    machine = Machine(devices=(replace(CARD, free_bytes=8 * GIB, total_bytes=8 * GIB),))
+    planner = machine.planner(tmp_path)
+    planned = planner.first(options)
+    planner.compare(MODEL, pid=7)
+    machine.devices = (replace(CARD, free_bytes=4 * GIB, total_bytes=8 * GIB),)
+    again = planner.again(planned)
+    assert (again.slots, again.n_ctx, again.kv_type_k) == (planned.slots, planned.n_ctx, planned.kv_type_k)
+    assert again.n_gpu_layers < planned.n_gpu_layers
+
+
+def test_what_was_taken_corrects_the_next_plan(tmp_path: Path, options: EngineOptions) -> None:
+    """The difference is logged and kept; another daemon in the same state directory plans with it."""
+    machine = Machine()
+    planner = machine.planner(tmp_path)
+    planned = planner.first(options)
+    machine.used[7] = 2769 * MIB + 160 * MIB
+    with capture_logs() as logs:
+        planner.compare(MODEL, pid=7)
+    (line,) = logs
+    assert (line["event"], line["planned_mib"], line["used_mib"], line["off_percent"]) == (
+        "vram_compared",
+        2769,
+        2929,
+        5.8,
+    )
+    assert machine.planner(tmp_path).first(options).n_gpu_layers < planned.n_gpu_layers
+    machine.used[8] = 2769 * MIB - 200 * MIB
+    planner.compare(MODEL, pid=8)
+    assert machine.planner(tmp_path).first(options).n_gpu_layers > planned.n_gpu_layers
+
+
+def test_a_driver_that_does_not_tell_processes(tmp_path: Path, options: EngineOptions) -> None:
+    """Then what is free less than before counts, if the GPU is still there."""
+    machine = Machine()
+    planner = machine.planner(tmp_path)
+    planned = planner.first(options)
+    machine.devices = ()
+    with capture_logs() as logs:
+        planner.compare(MODEL, pid=7)
+        machine.devices = (replace(CARD, free_bytes=300 * MIB),)
+        planner.compare(MODEL, pid=7)
+    assert [(line["event"], line["used_mib"]) for line in logs] == [("vram_compared", 2772)]
+    assert planned.n_gpu_layers == 14
+
+
+@pytest.mark.parametrize("used_mib", [0, 2000, 4500])
+def test_a_figure_that_cannot_be(tmp_path: Path, options: EngineOptions, used_mib: int) -> None:
+    """Less than the weights and KV, or far more than planned, is what other programs did: nothing is kept."""
+    machine = Machine(used={7: used_mib * MIB})
+    planner = machine.planner(tmp_path)
+    planned = planner.first(options)
+    with capture_logs() as logs:
+        planner.compare(MODEL, pid=7)
+    assert [line["event"] for line in logs] == ["vram_not_compared"]
+    assert machine.planner(tmp_path).first(options) == planned
+
+
+def test_a_gpu_that_nvml_does_not_know(tmp_path: Path, options: EngineOptions) -> None:
+    """There llama.cpp's own account counts, and what the driver takes is added as it was planned."""
+    machine = Machine(devices=(replace(CARD, id="Vulkan0", index=-1, aliases=("Vulkan0",)),))
+    planner = machine.planner(tmp_path)
+    planner.first(options)
+    memory = (
+        BufferUse(name="Vulkan0", weight_bytes=2000 * MIB, kv_bytes=100 * MIB, compute_bytes=200 * MIB),
+        BufferUse(name="CPU", weight_bytes=500 * MIB),
+    )
+    with capture_logs() as logs:
+        planner.compare(MODEL, pid=7)
+        planner.compare(replace_model(memory), pid=7)
+    assert [line["used_mib"] for line in logs] == [2600]
+
+
+def replace_model(memory: tuple[BufferUse, ...]) -> Any:
+    """Return the model with what it took."""
+    return type(MODEL)(**{name: getattr(MODEL, name) for name in MODEL.__struct_fields__} | {"memory": memory})
+
+
+async def test_each_ready_engine_is_compared_once(
+    tmp_path: Path, options: EngineOptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a thread, so that the event loop does not wait for the driver."""
+    import asyncio  # noqa: PLC0415 - the loop whose executor is looked at
+
+    planner = Machine().planner(tmp_path)
+    planner.first(options)
+    compared: list[int] = []
+    monkeypatch.setattr(
+        asyncio.get_running_loop(), "run_in_executor", lambda _pool, _function, _model, pid: compared.append(pid)
+    )
+    for state, pid in (
+        (EngineState.STARTING, 7),
+        (EngineState.READY, 7),
+        (EngineState.READY, 7),
+        (EngineState.READY, 8),
+        (EngineState.READY, None),
+    ):
+        planner.heard(EngineStatus(state=state, model=MODEL, pid=pid))
+    assert compared == [7, 8]
+
+
+def test_without_a_plan_there_is_nothing_to_compare(tmp_path: Path, options: EngineOptions) -> None:
+    """As with the echo backend."""
+    planner = Machine().planner(tmp_path)
+    planner.first(replace_options(options, backend="echo"))
+    with capture_logs() as logs:
+        planner.compare(MODEL, pid=7)
+    assert logs == []
