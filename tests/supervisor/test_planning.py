@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
+import signal
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import pytest
 from structlog.testing import capture_logs
 
@@ -14,9 +18,11 @@ from inferencecenter.hardware.plan import MIB, Device, Host
 from inferencecenter.ipc.messages import BufferUse, EngineOptions
 from inferencecenter.ipc.port import EngineState, EngineStatus
 from inferencecenter.settings import EngineSettings, GpuSettings
+from inferencecenter.supervisor.backoff import RestartPolicy
 from inferencecenter.supervisor.corrections import Corrections
 from inferencecenter.supervisor.loading import with_fewer_layers
 from inferencecenter.supervisor.planning import Planner
+from inferencecenter.supervisor.supervisor import Supervisor
 from tests.supervisor.stub_engine import MODEL
 
 if TYPE_CHECKING:
@@ -242,8 +248,6 @@ async def test_each_ready_engine_is_compared_once(
     tmp_path: Path, options: EngineOptions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In a thread, so that the event loop does not wait for the driver."""
-    import asyncio  # noqa: PLC0415 - the loop whose executor is looked at
-
     planner = Machine().planner(tmp_path)
     planner.first(options)
     compared: list[int] = []
@@ -268,3 +272,34 @@ def test_without_a_plan_there_is_nothing_to_compare(tmp_path: Path, options: Eng
     with capture_logs() as logs:
         planner.compare(MODEL, pid=7)
     assert logs == []
+
+
+async def test_every_engine_but_the_first_is_planned_again() -> None:
+    """In a thread, from the options of the one before; what comes out is what it is started with."""
+    given: list[EngineOptions] = []
+
+    def plan_again(options: EngineOptions) -> EngineOptions:
+        given.append(options)
+        return msgspec.structs.replace(options, slots=options.slots + 1)
+
+    options = EngineOptions(backend="echo", parent_pid=os.getpid(), slots=2)
+    policy = RestartPolicy(min_s=0.01, max_s=0.01, max_restarts=5, window_s=60)
+    supervisor = Supervisor(options, policy=policy, max_queue=1, plan_again=plan_again)
+    ready = asyncio.Event()
+    supervisor.subscribe(lambda status: ready.set() if status.state is EngineState.READY else None)
+    slots = []
+    await supervisor.start()
+    try:
+        for _ in range(3):
+            async with asyncio.timeout(30):
+                await ready.wait()
+            ready.clear()
+            status = supervisor.status
+            assert status.model
+            assert status.pid
+            slots.append(status.model.slots)
+            os.kill(status.pid, signal.SIGKILL)
+    finally:
+        await supervisor.stop()
+    assert slots == [2, 3, 4]
+    assert [options.slots for options in given[:2]] == [2, 3]

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from llama_cpp import llama_cpp as lib
 
-from inferencecenter.engine.llama.model import N_CTX_DEFAULT_MAX, Model, may_repack, resolve_gpu_layers
+from inferencecenter.engine.llama.model import N_CTX_DEFAULT_MAX, Model, ModelParams, may_repack, resolve_gpu_layers
 from inferencecenter.engine.llama.model_file import check_model_file
 from inferencecenter.errors import ErrorCode, InferenceCenterError
 from inferencecenter.hardware.host import available_memory_bytes
@@ -241,3 +241,24 @@ def test_progress_callback_that_raises_does_not_stop_the_loading(options: Engine
 
     Model.load(options, on_progress=broken, log=log).close()
     assert calls[-1] == 1.0
+
+
+def test_a_split_mode_that_there_is_not(options: EngineOptions) -> None:
+    """Is refused with those that there are."""
+    with pytest.raises(InferenceCenterError, match="layer, none") as refusal:
+        ModelParams(msgspec.structs.replace(options, split_mode="row"), n_gpu_layers=0)
+    assert refusal.value.field == "split_mode"
+
+
+def test_parameters_that_c_points_to_live_as_long_as_the_model(options: EngineOptions) -> None:
+    """Shares are as many floats as llama.cpp reads; patterns end with an empty one, and name the host's memory."""
+    placed = msgspec.structs.replace(
+        options, split_mode="none", main_gpu=-1, tensor_split=(3.0, 1.0), cpu_tensors=("_exps", "_shexp")
+    )
+    params = ModelParams(placed, n_gpu_layers=5)
+    struct_ = params.struct
+    assert (struct_.n_gpu_layers, struct_.main_gpu) == (5, -1)
+    assert struct_.split_mode == lib.LLAMA_SPLIT_MODE_NONE
+    assert struct_.tensor_split[: lib.llama_max_devices()] == [3.0, 1.0] + [0.0] * (lib.llama_max_devices() - 2)
+    assert [place.pattern for place in params._places] == [b"_exps", b"_shexp", None]
+    assert params._places[0].buffer_type == params._places[1].buffer_type != 0
