@@ -234,8 +234,8 @@ class EngineLoop:
                 self._kv.keep(session_ids)
             case Limit() as limit:
                 self._limit(limit)
-            case Suspend():
-                self._suspend()
+            case Suspend(park_all=park_all):
+                self._suspend(park_all=park_all)
 
     def _submit(self, submit: Submit, *, at_s: float) -> None:
         if not submit.answer:
@@ -307,18 +307,19 @@ class EngineLoop:
         self._scheduler.limit(limits, now=self._clock())
         self._pause.change(limit.pause_ms / 1000)
 
-    def _suspend(self) -> None:
-        """Stop all turns without a word, bring their KV to disk, and take no more of them."""
+    def _suspend(self, *, park_all: bool) -> None:
+        """Stop all turns without a word, bring their KV to disk, and take no more of them; see ``Suspend``."""
         self._suspended = True
         self._preparation.clear()
         self._deadlines.clear()
         self._events.clear()
         self._executor.close()
-        for park in self._scheduler.suspend(now=self._clock()):
+        for park in self._scheduler.suspend(now=self._clock(), park_all=park_all):
             if not self._executor.park(park):  # memory is full of what is on its way to the disk
                 self._kv.save(self._pulse.beat)
                 self._executor.park(park)
         self._kv.save(self._pulse.beat)
+        self._report()
         self._send(Suspended(self._kv.sessions_on_disk))
 
     def _read_rss_bytes(self) -> int:

@@ -86,7 +86,12 @@ class Keep(msgspec.Struct, frozen=True, tag=True):
 
 
 class Suspend(msgspec.Struct, frozen=True, tag=True):
-    """Stop all turns without a word, bring the KV of durable sessions to disk, and answer ``Suspended``."""
+    """Stop all turns without a word, bring the KV of durable sessions to disk, and answer ``Suspended``.
+
+    With ``park_all`` what may not be on a disk is parked in memory, for another engine of this daemon.
+    """
+
+    park_all: bool = False
 
 
 class Limit(msgspec.Struct, frozen=True, tag=True, kw_only=True):

@@ -139,9 +139,12 @@ class EngineProcess:
         if self._process.returncode is None:
             os.kill(self._process.pid, signal.SIGKILL)
 
-    async def suspend(self, *, deadline_s: float) -> None:
-        """Have the engine stop its turns and bring their KV to disk; wait until it has, at most ``deadline_s``."""
-        self.send(Suspend())
+    async def suspend(self, *, deadline_s: float, park_all: bool = False) -> None:
+        """Have the engine stop its turns and bring their KV to disk; wait until it has, at most ``deadline_s``.
+
+        With ``park_all`` what may not be on a disk stays in memory for the next engine.
+        """
+        self.send(Suspend(park_all))
         try:
             async with asyncio.timeout(deadline_s):
                 await self._quiet.wait()
@@ -154,16 +157,21 @@ class EngineProcess:
         self._quiet.set()
 
     async def end(
-        self, *, suspend_deadline_s: float | None = SUSPEND_DEADLINE_S, deadline_s: float = STOP_DEADLINE_S
+        self,
+        *,
+        suspend_deadline_s: float | None = SUSPEND_DEADLINE_S,
+        deadline_s: float = STOP_DEADLINE_S,
+        park_all: bool = False,
     ) -> None:
         """Ask the engine to end, and wait until it is gone.
 
         Args:
             suspend_deadline_s: Seconds it may take to ``suspend`` before; ``None`` where there is nothing to keep.
             deadline_s: Seconds it may take to end after that, before it is killed.
+            park_all: See ``suspend``.
         """
         if suspend_deadline_s is not None:
-            await self.suspend(deadline_s=suspend_deadline_s)
+            await self.suspend(deadline_s=suspend_deadline_s, park_all=park_all)
         self.close()
         try:
             async with asyncio.timeout(deadline_s):

@@ -290,7 +290,7 @@ class Supervisor:
         assert self._process is not None, "it was idle until now"
         self._turns.lost()
         self._change(EngineChange.SLEEP)
-        self._tasks.spawn(self._process.end(), name="fall-asleep")
+        self._tasks.spawn(self._process.end(park_all=True), name="fall-asleep")
 
     # What it says.
 

@@ -27,9 +27,9 @@ LONG = "The name is Ana. " + "Count to ten, and then count to ten again, please.
 SHORT = b'{"temperature":0,"max_tokens":8}'
 
 
-def suspended(front: Front) -> int:
+def suspended(front: Front, *, park_all: bool = False) -> int:
     """Suspend an engine and return how many sessions it says are on disk."""
-    front.send(Suspend())
+    front.send(Suspend(park_all))
     front.read_until(lambda: any(isinstance(frame, Suspended) for frame in front.frames))
     return next(frame.sessions for frame in front.frames if isinstance(frame, Suspended))
 
@@ -88,6 +88,20 @@ def test_what_may_not_be_on_a_disk_is_not(tmp_path: Path) -> None:
     assert suspended(engine.front) == 0
     engine.stop()
     assert list((tmp_path / "disk").iterdir()) == []
+
+
+def test_what_may_not_be_on_a_disk_waits_in_memory_for_an_engine_of_the_same_daemon(tmp_path: Path) -> None:
+    """When it is to be parked too: the next engine that takes over everything finds it, and no disk has it."""
+    engine = parking(tmp_path)
+    engine.front.send(msgspec.structs.replace(submit("t", "secret words of mine"), durable=False))
+    engine.front.finished("t")
+    assert suspended(engine.front, park_all=True) == 0
+    engine.stop()
+    assert list((tmp_path / "disk").iterdir()) == []
+    following = Engine(tmp_path, disk_bytes=MIB, adopt=Adoption.ALL, prefill_grid_tokens=16)
+    following.front.send(msgspec.structs.replace(submit("t", "secret words of mine"), durable=False))
+    assert following.front.finished("t").cached_tokens > 0
+    following.stop()
 
 
 def test_sessions_that_are_no_more_are_forgotten(tmp_path: Path) -> None:

@@ -184,24 +184,27 @@ async def test_turns_that_come_while_it_falls_asleep_run_in_the_next_engine() ->
 
 
 async def test_its_sessions_are_parked_and_found_again(tmp_path: Path) -> None:
-    """Those from the slots too; what was closed meanwhile is forgotten when it wakes."""
-    live = {"one", "two", "closed"}
+    """Those from the slots too, also if no disk may hold them; what was closed meanwhile is forgotten at the wake."""
+    live = {"one", "secret", "closed"}
     watched = await asleep(
         kv_ram_dir=str(tmp_path / "ram"),
         kv_ram_bytes=2**20,
+        kv_disk_dir=str(tmp_path / "disk"),
+        kv_disk_bytes=2**20,
         kv_client_share=1.0,
         slots=4,
         live_sessions=lambda: live,
     )
     for name in sorted(live):
-        watched.submit(name, LONG, client_id=name)
+        watched.submit(name, LONG, client_id=name, durable=name != "secret")
     await watched.until(EngineState.ASLEEP)
     status = watched.supervisor.status
     assert (status.parked_sessions, status.running, status.waiting) == (3, 0, 0)
     assert status.parked_bytes > 0
+    assert len(list((tmp_path / "disk").iterdir())) == 2
     watched.supervisor.release("closed")
     live.remove("closed")
-    again = [watched.submit(f"{name} again", LONG, session_id=name, client_id=name) for name in ("one", "two")]
+    again = [watched.submit(f"{name} again", LONG, session_id=name, client_id=name) for name in ("one", "secret")]
     gone = watched.submit("closed again", LONG, session_id="closed", client_id="closed")
     assert all([(await end_of(turn)).cached_tokens > 0 for turn in again])
     assert (await end_of(gone)).cached_tokens == 0

@@ -87,13 +87,13 @@ class Placement:
         if slot.session_id not in (None, request.session_id) and self._worth_parking(slot):
             self._park(draft, slot)
 
-    def suspension(self) -> tuple[Park, ...]:
-        """Return how to park what the slots hold and a disk may hold, what was used last at the end."""
+    def suspension(self, *, park_all: bool) -> tuple[Park, ...]:
+        """Return how to park what the slots hold, or of that what a disk may hold; what was used last at the end."""
         slots = sorted(self._slots, key=lambda slot: slot.used_s)
         return tuple(
             _park(slot, slot.session_id, slot.client_id, slot.durable)
             for slot in slots
-            if slot.session_id is not None and slot.durable and self._worth_parking(slot)
+            if slot.session_id is not None and (park_all or slot.durable) and self._worth_parking(slot)
         )
 
     def vacate(self, draft: Draft, slot: Slot, *, now: float) -> None:

@@ -185,14 +185,15 @@ class Scheduler:
             self._released.append(Truncation(slot.index, 0, None))
         return ended
 
-    def suspend(self, *, now: float) -> tuple[Park, ...]:
-        """End all turns and return how to park what the slots hold and a disk may hold, what was used last at the end.
+    def suspend(self, *, now: float, park_all: bool) -> tuple[Park, ...]:
+        """End all turns and return how to park what the slots hold, or of that what a disk may hold.
 
+        What was used last is at the end.
         To be called between steps.
         """
         for request in reversed(tuple(self._requests.values())):
             self._end(request, now=now)
-        return self._placement.suspension()
+        return self._placement.suspension(park_all=park_all)
 
     def positions(self) -> tuple[tuple[str, int], ...]:
         """Return the places in the queue that changed since the last call; 0 for a turn that waited and now runs.
