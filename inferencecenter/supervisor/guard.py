@@ -102,6 +102,7 @@ class ThermalGuard:
             readings = watched((await asyncio.to_thread(self._read)).readings, self._gpu.devices)
             self._look(readings)
             if not readings and self._heat.state is ThermalState.COOL:
+                self._watching = None
                 return
             engine = self._engine.status
             await self._sleep(BUSY_EVERY_S if engine.running or engine.waiting else IDLE_EVERY_S)
