@@ -318,7 +318,29 @@ def test_a_context_of_one_token_warms_up(demo: Loaded, options: EngineOptions, l
     """However few tokens a slot is given, warming up stays within them."""
     context = Context(demo.model, msgspec.structs.replace(options, slots=1, n_ctx=1), n_threads=1, log=log)
     assert context.warm_up(1) > 0
+    assert context.warm_up(1, n_tokens=512) > 0
     assert context.length(0) == 0
+    context.close()
+
+
+def test_a_warm_up_at_full_batch_leaves_nothing(
+    demo: Loaded, options: EngineOptions, log: LlamaLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One chunk as long as a batch, or a slot if that is shorter; then all slots are empty."""
+    context = Context(demo.model, msgspec.structs.replace(options, slots=2, n_ctx=256), n_threads=1, log=log)
+    decoded: list[int] = []
+    decode = context.decode
+
+    def counting(chunks: Sequence[Chunk]) -> None:
+        decoded.append(len(chunks[0].tokens))
+        decode(chunks)
+
+    monkeypatch.setattr(context, "decode", counting)
+    usual = context.warm_up(1)
+    assert context.warm_up(1, n_tokens=48) == usual
+    context.warm_up(1, n_tokens=100_000)
+    assert decoded == [1, 1, 48, 1, 1, min(options.n_batch, 256), 1, 1]
+    assert [context.length(slot) for slot in range(2)] == [0, 0]
     context.close()
 
 

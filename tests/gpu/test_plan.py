@@ -1,0 +1,61 @@
+"""Tests of plans on a real GPU: what a model takes there, and that it answers as without one."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+import pytest
+
+from inferencecenter.bench.model import SHAPES, write_model
+from inferencecenter.hardware.nvml import read_gpus
+from inferencecenter.ipc.messages import EngineOptions
+from inferencecenter.settings import EngineSettings, GpuSettings
+from inferencecenter.supervisor.corrections import Corrections
+from inferencecenter.supervisor.planning import Planner
+from tests.engine.process import Child
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from inferencecenter.hardware.plan import Device
+
+SHAPE: Final = "qwen2.5-0.5b"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of half a billion random weights, large enough to be seen beside the driver's part."""
+    path = tmp_path_factory.mktemp("model") / "model.gguf"
+    write_model(path, SHAPES[SHAPE], name=SHAPE)
+    return path
+
+
+def test_every_reading(devices: tuple[Device, ...]) -> None:
+    """NVML tells of each GPU at least what a plan and the thermal guard need."""
+    readings = [reading for reading in read_gpus().readings if reading.index in {device.index for device in devices}]
+    for reading in readings:
+        assert reading.vram_free_bytes
+        assert reading.pci_id
+        assert reading.temperature_c is not None
+        assert reading.slowdowns is not None
+
+
+def test_the_estimate_is_within_5_percent(tmp_path: Path, devices: tuple[Device, ...], model: Path) -> None:
+    """Of what the engine has on the GPU when it is ready, driver included; and exact at the next start."""
+    options = EngineOptions(backend="llama", parent_pid=os.getpid(), model_path=str(model))
+    corrections = Corrections(tmp_path / "plan.json")
+    planner = Planner(engine=EngineSettings(), gpu=GpuSettings(devices=(devices[0].id,)), corrections=corrections)
+    planned = planner.first(options)
+    assert planned.n_gpu_layers == SHAPES[SHAPE].layers + 1
+    child = Child(planned)
+    try:
+        info = child.ready()
+        planner.compare(info, child.process.pid)
+    finally:
+        child.process.kill()
+        child.process.wait()
+    kept = msgspec.json.decode((tmp_path / "plan.json").read_bytes())
+    (entry,) = kept.values()
+    assert entry["used_bytes"] == pytest.approx(entry["estimated_bytes"], rel=0.05)
