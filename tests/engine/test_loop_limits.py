@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from inferencecenter.engine import loop
 from inferencecenter.ipc.messages import Abort, Delta, Limit, Step
 from tests.engine.harness import Engine, submit
 
@@ -62,3 +63,17 @@ def test_a_pause_is_over_when_it_is_lifted(engine: Engine) -> None:
     engine.front.send(UNLIMITED)
     assert engine.front.finished("next").reason == "stop"
     assert time.monotonic() - began_s < 30, "a minute's pause was waited for"
+
+
+def test_waiting_for_limits_to_be_lifted_is_no_hang(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its beats go on now and then, without a step being planned all the time."""
+    monkeypatch.setattr(loop, "_BLOCKED_S", 0.02)
+    engine.front.send(INTERACTIVE_ONLY, submit("normal", "ab"))
+    engine.front.read_until(lambda: any(isinstance(frame, Step) and frame.waiting for frame in engine.front.frames))
+    began_s, before = time.monotonic(), engine.pulse.beats
+    while engine.pulse.beats < before + 5:
+        assert time.monotonic() - began_s < 10, "nothing tells it from one that hangs"
+    beats_a_s = 5 / (time.monotonic() - began_s)
+    assert beats_a_s < 200, "it turns in vain"
+    engine.front.send(UNLIMITED)
+    assert engine.front.finished("normal").reason == "stop"
