@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Final, Literal
 
 import structlog
 
+from inferencecenter.ipc.port import EngineState
 from inferencecenter.protocol import events, requests
 from inferencecenter.sessions.facts import Surroundings
 from inferencecenter.sessions.journal import Unwritten
@@ -320,8 +321,10 @@ class Sessions:
         return session.close()
 
     def _eta_ms(self, position: int) -> float | None:
-        model = self._engine.status.model
-        return self._tally.eta_ms(position, slots=model.slots) if model is not None else None
+        engine = self._engine.status
+        if engine.model is None or engine.state is not EngineState.READY:
+            return None  # how long an engine takes to start is not known
+        return self._tally.eta_ms(position, slots=engine.model.slots)
 
     def _new_id(self, prefix: str) -> str:
         return prefix + base64.urlsafe_b64encode(self._random_bytes(16)).rstrip(b"=").decode()

@@ -24,7 +24,7 @@ from inferencecenter.supervisor.restarts import RestartBudget
 from inferencecenter.supervisor.sleep import Sleep
 from inferencecenter.supervisor.states import ENGINE, EngineChange
 from inferencecenter.supervisor.turns import Turns
-from inferencecenter.supervisor.watch import HangWatch
+from inferencecenter.supervisor.watch import HangWatch, call_later
 from inferencecenter.tasks import TaskGroup
 
 if TYPE_CHECKING:
@@ -100,9 +100,9 @@ class Supervisor:
             hang_timeout_s,
             beats=lambda: self._process.beats if self._process else 0,
             on_hang=self._hangs,
-            call_later=_call_later,
+            call_later=call_later,
         )
-        self._sleep = Sleep(sleep_after_s, on_tired=self._fall_asleep, call_later=_call_later)
+        self._sleep = Sleep(sleep_after_s, on_tired=self._fall_asleep, call_later=call_later)
         self._state = EngineState.STOPPED
         self._process: EngineProcess | None = None
         self._model: ModelInfo | None = None
@@ -348,7 +348,3 @@ class Supervisor:
         _log.debug("engine_state", state=self._state.value, change=change.value)
         self._watch()
         self._listeners.tell(self.status)
-
-
-def _call_later(delay_s: float, call: Callable[[], None]) -> asyncio.TimerHandle:
-    return asyncio.get_running_loop().call_later(delay_s, call)

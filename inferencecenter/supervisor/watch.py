@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING, Final, Protocol
 
 if TYPE_CHECKING:
@@ -16,6 +17,11 @@ class Timer(Protocol):
 
     def cancel(self) -> None:
         """Keep it from happening."""
+
+
+def call_later(delay_s: float, call: Callable[[], None]) -> Timer:
+    """Arrange for a call after some seconds, on the running event loop."""
+    return asyncio.get_running_loop().call_later(delay_s, call)
 
 
 class HangWatch:

@@ -317,7 +317,10 @@ def test_what_a_model_file_recommends_is_no_choice_to_warn_of(world: World) -> N
 
 
 def test_a_waiting_turn_is_told_how_long(world: World) -> None:
-    """Once a turn has ended, the next that waits hears its place and an expected wait; one that runs hears none."""
+    """Once a turn has ended, the next that waits hears its place and an expected wait; one that runs hears none.
+
+    Nor does one that waits for an engine: nobody knows how long that takes to wake.
+    """
     session_id = world.create()
     world.infer(session_id)
     world.engine.start()
@@ -327,6 +330,10 @@ def test_a_waiting_turn_is_told_how_long(world: World) -> None:
     world.infer(session_id)
     queued = [event for event in world.sink.events if isinstance(event, events.Queued)]
     assert [(event.position, event.eta_ms) for event in queued] == [(0, None), (2, 300)]
+    world.engine.status = EngineStatus(state=EngineState.ASLEEP, model=world.engine.status.model)
+    world.infer(world.create())
+    assert isinstance(waits := world.sink.last, events.Queued)
+    assert (waits.position, waits.eta_ms) == (2, None)
 
 
 def test_the_engine_is_told_what_it_may_share_and_store(world: World) -> None:
