@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import TYPE_CHECKING
 
 from structlog.testing import capture_logs
@@ -55,11 +56,12 @@ async def cached(watched: Watched, session: str, *, durable: bool = True) -> int
     return (await end_of(watched.submit(session, LONG, client_id=session, durable=durable))).cached_tokens
 
 
-async def sealed(directory: Path, n_files: int) -> None:
+def wait_until_sealed(directory: Path, n_files: int) -> None:
     """Wait until so many parked sequences have their header, which a worker writes: without it a file is worthless."""
-    async with asyncio.timeout(TIMEOUT_S):
-        while sum(any(path.read_bytes()[:8]) for path in directory.rglob("*") if path.is_file()) < n_files:
-            await asyncio.sleep(0.01)
+    deadline_s = time.monotonic() + TIMEOUT_S
+    while sum(any(path.read_bytes()[:8]) for path in directory.rglob("*") if path.is_file()) < n_files:
+        assert time.monotonic() < deadline_s, "too few sequences were sealed"
+        time.sleep(0.01)
 
 
 async def test_what_is_parked_outlives_the_engine_and_if_it_may_the_daemon(tmp_path: Path) -> None:
@@ -71,7 +73,7 @@ async def test_what_is_parked_outlives_the_engine_and_if_it_may_the_daemon(tmp_p
     before = watched.supervisor.status
     assert before.parked_sessions == 2
     assert before.parked_bytes > 0
-    await sealed(tmp_path, 2)
+    await asyncio.to_thread(wait_until_sealed, tmp_path, 2)
     watched.kill()
     await watched.until(EngineState.READY)
     assert await cached(watched, "secret", durable=False) > 0
@@ -92,7 +94,7 @@ async def test_a_new_engine_keeps_what_belongs_to_live_sessions(tmp_path: Path) 
     for name in ("open", "closed", "last"):
         await cached(watched, name)
     live.remove("closed")
-    await sealed(tmp_path, 2)
+    await asyncio.to_thread(wait_until_sealed, tmp_path, 2)
     watched.kill()
     await watched.until(EngineState.READY)
     assert await cached(watched, "closed") == 0
