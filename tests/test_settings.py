@@ -128,6 +128,15 @@ def test_environment_names() -> None:
     assert environment_name("state_dir") == "INFERENCECENTER_STATE_DIR"
 
 
+@pytest.mark.parametrize("sleep_after_s", [0, -0.5, -2, float("nan")])
+def test_an_engine_sleeps_after_some_time_or_never(sleep_after_s: float) -> None:
+    """-1 is never; what is no time is refused."""
+    assert Settings.model_validate({"engine": {"sleep_after_s": -1}}).engine.sleep_after_s == -1
+    assert Settings.model_validate({"engine": {"sleep_after_s": 0.5}}).engine.sleep_after_s == 0.5
+    with pytest.raises(ValidationError, match="sleep_after_s"):
+        Settings.model_validate({"engine": {"sleep_after_s": sleep_after_s}})
+
+
 @pytest.mark.parametrize("given", [{"certfile": "tls.crt"}, {"keyfile": "tls.key"}])
 def test_a_certificate_needs_its_key(given: dict[str, str]) -> None:
     """One without the other is refused, and the message names both."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -242,6 +243,30 @@ async def test_an_engine_that_dies_while_it_falls_asleep_is_not_lost() -> None:
     assert "SIGKILL" in line["detail"]
     assert watched.supervisor.status.restarts == 0
     assert (await end_of(watched.submit("t1"))).reason == "stop"
+    await watched.supervisor.stop()
+
+
+async def test_an_engine_that_hangs_while_it_falls_asleep_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """When its time is over; a turn that came meanwhile runs then."""
+    deadlines = process.EngineProcess.end.__kwdefaults__
+    monkeypatch.setitem(deadlines, "suspend_deadline_s", 0.1)
+    monkeypatch.setitem(deadlines, "deadline_s", 0.1)
+    watched = Watched(sleep_after_s=SOON_S, max_restarts=0)
+    late: list[Heard] = []
+
+    def stop_once(status: EngineStatus) -> None:
+        if status.state is EngineState.SUSPENDING and not late:
+            assert status.pid is not None
+            os.kill(status.pid, signal.SIGSTOP)
+            late.append(watched.submit("t1"))
+
+    watched.supervisor.subscribe(stop_once)
+    with capture_logs() as logs:
+        await watched.supervisor.start()
+        await watched.until(EngineState.ASLEEP)
+    assert "engine_not_suspended" in {line["event"] for line in logs}
+    assert (await end_of(late[0])).reason == "stop"
+    assert watched.supervisor.status.restarts == 0
     await watched.supervisor.stop()
 
 
