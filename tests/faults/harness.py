@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 ECHO = {
     "INFERENCECENTER_ENGINE__BACKEND": "echo",
-    "INFERENCECENTER_ENGINE__ECHO_DELAY_MS": "2",
+    "INFERENCECENTER_ENGINE__ECHO_DELAY_MS": "1",
     "INFERENCECENTER_ENGINE__N_CTX": "4096",
 }
 HASTY = {
@@ -103,7 +103,8 @@ def site(root: Path, model: Path, **settings: str) -> Iterator[Site]:
 
 def log_lines(daemon: Daemon) -> list[dict[str, Any]]:
     """Return what the daemons of a state directory have logged."""
-    return [json.loads(line) for line in daemon.log.read_text().splitlines() if line.startswith("{")]
+    whole = daemon.log.read_text().rpartition("\n")[0]  # the last line may not be written to its end
+    return [json.loads(line) for line in whole.splitlines() if line.startswith("{")]
 
 
 def logged(daemon: Daemon, event: str) -> list[dict[str, Any]]:
