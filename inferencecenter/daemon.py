@@ -23,8 +23,6 @@ import uvloop
 from inferencecenter import __version__
 from inferencecenter.errors import ErrorCode, InferenceCenterError
 from inferencecenter.hardware.nvml import Gpu
-from inferencecenter.hardware.split import USUAL_N_BATCH, USUAL_N_UBATCH, USUAL_SLOTS
-from inferencecenter.ipc.messages import EngineOptions
 from inferencecenter.protocol.params import Params, parse_params
 from inferencecenter.reload import Reload, static_clients
 from inferencecenter.reporting import Reporter
@@ -32,7 +30,7 @@ from inferencecenter.server.accounts import Accounts
 from inferencecenter.server.app import create_app
 from inferencecenter.server.audit import AuditEvent
 from inferencecenter.server.context import Context
-from inferencecenter.server.control import ControlSocket
+from inferencecenter.server.control import DAEMON_LOCK_NAME, ControlSocket
 from inferencecenter.server.first_run import ensure_admin
 from inferencecenter.server.inherited import inherited_sockets
 from inferencecenter.server.listener import CLOSING_S, Listener, address, bind
@@ -45,6 +43,7 @@ from inferencecenter.supervisor.backoff import RestartPolicy
 from inferencecenter.supervisor.corrections import Corrections
 from inferencecenter.supervisor.guard import ThermalGuard
 from inferencecenter.supervisor.kv_places import kv_places
+from inferencecenter.supervisor.options import engine_options
 from inferencecenter.supervisor.planning import Planner
 from inferencecenter.supervisor.process import EXIT_GRACE_S, STOP_DEADLINE_S, SUSPEND_DEADLINE_S
 from inferencecenter.supervisor.supervisor import Supervisor
@@ -64,10 +63,8 @@ if TYPE_CHECKING:
     from inferencecenter.supervisor.kv_places import KvPlaces
 
 ACCOUNTS_FILE: Final = "accounts.sqlite3"
-_LOCK_FILE: Final = "daemon.lock"
 _PLAN_FILE: Final = "plan.json"
 _ENGINE_LOCK_FILE: Final = "engine.lock"
-_MAX_WORKER_THREADS: Final = 8
 _STOP_S: Final = CLOSING_S + SUSPEND_DEADLINE_S + STOP_DEADLINE_S + EXIT_GRACE_S + 5.0
 """How long stopping takes at most when turns have had their time, and what the store needs at the end."""
 
@@ -265,7 +262,7 @@ def _supervisor(settings: Settings, kv: KvPlaces, *, live_sessions: Callable[[],
     engine = settings.engine
     planner = Planner(engine=engine, gpu=settings.gpu, corrections=Corrections(settings.state_dir / _PLAN_FILE))
     supervisor = Supervisor(
-        planner.first(_engine_options(settings, kv)),
+        planner.first(engine_options(settings, kv)),
         policy=RestartPolicy(
             min_s=engine.restart_backoff_min_s,
             max_s=engine.restart_backoff_max_s,
@@ -285,41 +282,6 @@ def _supervisor(settings: Settings, kv: KvPlaces, *, live_sessions: Callable[[],
     return supervisor
 
 
-def _engine_options(settings: Settings, kv: KvPlaces) -> EngineOptions:
-    """Return what is set, and what is usual where that is left open and no plan can be made."""
-    engine = settings.engine
-    return EngineOptions(
-        backend=engine.backend,
-        parent_pid=os.getpid(),
-        model_path=str(settings.model.path),
-        model_name=settings.model.name or "",
-        slots=engine.slots or USUAL_SLOTS,
-        n_ctx=engine.n_ctx,
-        n_gpu_layers=engine.n_gpu_layers,
-        n_threads=engine.n_threads,
-        n_threads_batch=engine.n_threads_batch,
-        n_batch=engine.n_batch or max(USUAL_N_BATCH, engine.n_ubatch),
-        n_ubatch=engine.n_ubatch or min(USUAL_N_UBATCH, engine.n_batch or USUAL_N_UBATCH),
-        kv_type_k="f16" if engine.kv_type_k == "auto" else engine.kv_type_k,
-        kv_type_v="f16" if engine.kv_type_v == "auto" else engine.kv_type_v,
-        flash_attention=engine.flash_attention,
-        use_mmap=engine.use_mmap,
-        use_mlock=engine.use_mlock,
-        prefill_grid_tokens=engine.prefill_grid_tokens,
-        target_step_ms=engine.target_step_ms,
-        worker_threads=engine.worker_threads or min(len(os.sched_getaffinity(0)), _MAX_WORKER_THREADS),
-        echo_delay_ms=engine.echo_delay_ms,
-        quantum_tokens=engine.quantum_tokens,
-        ageing_s=engine.ageing_s,
-        queue_timeout_s=engine.queue_timeout_s or 0.0,
-        kv_ram_dir=str(kv.ram_dir),
-        kv_ram_bytes=kv.ram_bytes,
-        kv_disk_dir=str(kv.disk_dir),
-        kv_disk_bytes=kv.disk_bytes,
-        kv_client_share=settings.kv.client_share,
-    )
-
-
 def _allow_many_sockets() -> None:
     """Raise the soft limit of open files to the hard one: each connection takes a descriptor."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -333,7 +295,7 @@ def _only_daemon(state_dir: Path) -> Iterator[None]:
     Raises:
         InferenceCenterError: ``storage_unavailable``.
     """
-    path = state_dir / _LOCK_FILE
+    path = state_dir / DAEMON_LOCK_NAME
     try:
         state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)

@@ -1,0 +1,50 @@
+"""What an engine is told at its start, as the settings have it."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Final
+
+from inferencecenter.hardware.split import USUAL_N_BATCH, USUAL_N_UBATCH, USUAL_SLOTS
+from inferencecenter.ipc.messages import EngineOptions
+
+if TYPE_CHECKING:
+    from inferencecenter.settings import Settings
+    from inferencecenter.supervisor.kv_places import KvPlaces
+
+_MAX_WORKER_THREADS: Final = 8
+
+
+def engine_options(settings: Settings, kv: KvPlaces) -> EngineOptions:
+    """Return what an engine is told: what is set, and what is usual where that is left open and no plan can be made."""
+    engine = settings.engine
+    return EngineOptions(
+        backend=engine.backend,
+        parent_pid=os.getpid(),
+        model_path=str(settings.model.path),
+        model_name=settings.model.name or "",
+        slots=engine.slots or USUAL_SLOTS,
+        n_ctx=engine.n_ctx,
+        n_gpu_layers=engine.n_gpu_layers,
+        n_threads=engine.n_threads,
+        n_threads_batch=engine.n_threads_batch,
+        n_batch=engine.n_batch or max(USUAL_N_BATCH, engine.n_ubatch),
+        n_ubatch=engine.n_ubatch or min(USUAL_N_UBATCH, engine.n_batch or USUAL_N_UBATCH),
+        kv_type_k="f16" if engine.kv_type_k == "auto" else engine.kv_type_k,
+        kv_type_v="f16" if engine.kv_type_v == "auto" else engine.kv_type_v,
+        flash_attention=engine.flash_attention,
+        use_mmap=engine.use_mmap,
+        use_mlock=engine.use_mlock,
+        prefill_grid_tokens=engine.prefill_grid_tokens,
+        target_step_ms=engine.target_step_ms,
+        worker_threads=engine.worker_threads or min(len(os.sched_getaffinity(0)), _MAX_WORKER_THREADS),
+        echo_delay_ms=engine.echo_delay_ms,
+        quantum_tokens=engine.quantum_tokens,
+        ageing_s=engine.ageing_s,
+        queue_timeout_s=engine.queue_timeout_s or 0.0,
+        kv_ram_dir=str(kv.ram_dir),
+        kv_ram_bytes=kv.ram_bytes,
+        kv_disk_dir=str(kv.disk_dir),
+        kv_disk_bytes=kv.disk_bytes,
+        kv_client_share=settings.kv.client_share,
+    )
