@@ -249,6 +249,7 @@ async def test_an_engine_that_dies_while_it_falls_asleep_is_not_lost() -> None:
 async def test_an_engine_that_hangs_while_it_falls_asleep_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     """When its time is over; a turn that came meanwhile runs then."""
     deadlines = process.EngineProcess.end.__kwdefaults__
+    assert deadlines is not None
     monkeypatch.setitem(deadlines, "suspend_deadline_s", 0.1)
     monkeypatch.setitem(deadlines, "deadline_s", 0.1)
     watched = Watched(sleep_after_s=SOON_S, max_restarts=0)
