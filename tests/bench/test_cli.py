@@ -197,8 +197,18 @@ async def test_a_peer_with_other_slots_gets_no_ratio(daemon: RunningDaemon) -> N
             Options(backend="echo", prompt_tokens=(300,), max_tokens=4, restart_by="kill", repeat=1),
             "TTFT resumed / cold",
         ),
-        ("store", Options(backend="echo", clients=(2,), max_tokens=8, duration_s=0.2, repeat=1), "turns"),
-        ("soak", Options(backend="echo", clients=(3,), duration_s=1.0, repeat=2), "unexplained errors"),
+        pytest.param(
+            "store",
+            Options(backend="echo", clients=(2,), max_tokens=8, duration_s=0.2, repeat=1),
+            "turns",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "soak",
+            Options(backend="echo", clients=(3,), duration_s=1.0, repeat=2),
+            "unexplained errors",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 async def test_every_scenario_runs(name: str, given: Options, metric: str) -> None:
@@ -245,6 +255,7 @@ async def test_aborts_are_measured_in_both_phases(demo_model_path: Path) -> None
     assert reading == decoding - {"step"} | {"first chunk"}
 
 
+@pytest.mark.slow
 async def test_a_crash_of_the_demo_models_engine_loses_nothing(demo_model_path: Path) -> None:
     """All that was shown is in the transcript, once, and every turn ends once."""
     scenario = find("crash")
@@ -266,6 +277,7 @@ async def test_a_crash_of_the_demo_models_engine_loses_nothing(demo_model_path: 
         assert found[name] == 0, name
 
 
+@pytest.mark.slow
 async def test_the_resumed_session_of_the_demo_model_is_not_read_again(demo_model_path: Path) -> None:
     """After a clean stop its KV comes from disk; the cold history of the same length is read whole."""
     scenario = find("restart")

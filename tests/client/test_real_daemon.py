@@ -123,6 +123,7 @@ async def test_a_killed_daemon_and_one_unbroken_answer(box: Box) -> None:
     assert following == "next"
 
 
+@pytest.mark.slow
 async def test_a_wire_that_is_cut_again_and_again(box: Box) -> None:
     """Each time the client comes back for the rest."""
     cuts = 0
@@ -138,6 +139,7 @@ async def test_a_wire_that_is_cut_again_and_again(box: Box) -> None:
     assert (text, len(ends), following) == (PROMPT, 1, "next")
 
 
+@pytest.mark.slow
 async def test_a_chat_does_not_notice_that_its_daemon_was_killed(box: Box) -> None:
     """In a pipe: the answer is whole on standard output, and only standard error tells of the loss."""
     command = [sys.executable, "-m", "inferencecenter", "chat", "--url", box.daemon.url, "-p", "max_tokens=1000"]

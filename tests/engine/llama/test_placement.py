@@ -60,6 +60,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_the_estimate_is_what_llama_cpp_takes(tmp_path: Path, case: Case) -> None:
     """Weights and KV on each GPU to the byte that llama.cpp tells; buffers not less, and not 5 % of all more."""
