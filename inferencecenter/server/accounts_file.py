@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-import os
 import sqlite3
 import threading
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
 
-from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter import sqlite_file
+from inferencecenter.errors import InferenceCenterError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-_BUSY_TIMEOUT_S: Final = 2.0
+_HINT: Final = (
+    "Check that it and its directory are yours and writable and the disk has room; a damaged file may be moved away, "
+    "which forgets all clients and tokens."
+)
 
-# ``PRAGMA user_version`` counts the steps a file has been through; append, never change.
 _MIGRATIONS: Final = (
     (
         """
@@ -81,12 +83,10 @@ class AccountsFile:
             InferenceCenterError: ``storage_unavailable``.
         """
         try:
-            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            # SQLite gives the files beside it (-wal, -shm) the mode of this one.
-            os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+            sqlite_file.make_private(path)
         except OSError as error:
             raise unusable(path, error.strerror or str(error)) from error
-        file = cls(path, reader=_connect(path), writer=_connect(path))
+        file = cls(path, reader=sqlite_file.connect(path), writer=sqlite_file.connect(path))
         try:
             file._prepare()
         except InferenceCenterError:
@@ -118,15 +118,8 @@ class AccountsFile:
         with self._writing, self._mapped_errors():
             database = self._writer
             database.execute(f"PRAGMA synchronous = {'FULL' if durable else 'NORMAL'}")
-            database.execute("BEGIN IMMEDIATE")
-            try:
+            with sqlite_file.transaction(database):
                 yield database
-                database.execute("COMMIT")
-            except BaseException:
-                # On a full disk SQLite has done it already.
-                if database.in_transaction:
-                    database.execute("ROLLBACK")
-                raise
 
     @contextmanager
     def _mapped_errors(self) -> Iterator[None]:
@@ -137,30 +130,15 @@ class AccountsFile:
 
     def _prepare(self) -> None:
         with self._mapped_errors():
-            if (found := self._writer.execute("PRAGMA quick_check(1)").fetchone()[0]) != "ok":
-                raise unusable(self._path, str(found))
+            if (found := sqlite_file.damage(self._writer)) is not None:
+                raise unusable(self._path, found)
             self._writer.execute("PRAGMA journal_mode = WAL")
             self._writer.execute("PRAGMA foreign_keys = ON")
             self._reader.execute("PRAGMA query_only = ON")
-        with self.transaction() as database:
-            version = database.execute("PRAGMA user_version").fetchone()[0]
-            if version > len(_MIGRATIONS):
-                raise unusable(self._path, f"it is of version {version}, made by a newer inferencecenter")
-            for step in _MIGRATIONS[version:]:
-                for statement in step:
-                    database.execute(statement)
-            database.execute(f"PRAGMA user_version = {len(_MIGRATIONS)}")
-
-
-def _connect(path: Path) -> sqlite3.Connection:
-    return sqlite3.connect(path, timeout=_BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False)
+            self._writer.execute("PRAGMA synchronous = FULL")
+            sqlite_file.migrate(self._writer, _MIGRATIONS, path=self._path, hint=_HINT)
 
 
 def unusable(path: Path, reason: str) -> InferenceCenterError:
     """Return the error for a file of accounts that cannot be used because of ``reason``."""
-    return InferenceCenterError(
-        ErrorCode.STORAGE_UNAVAILABLE,
-        f"{path} cannot be used: {reason}",
-        hint="Check that it and its directory are yours and writable and the disk has room; a damaged file may be"
-        " moved away, which forgets all clients and tokens.",
-    )
+    return sqlite_file.unusable(path, reason, hint=_HINT)
