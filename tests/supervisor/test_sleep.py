@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -21,9 +21,9 @@ from inferencecenter.supervisor.sleep import Sleep
 from inferencecenter.tasks import TaskGroup
 from tests.supervisor import stub_engine
 from tests.supervisor.harness import TIMEOUT_S, Heard, Watched, end_of, order
+from tests.supervisor.timers import Timers
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from pathlib import Path
 
 SOON_S = 0.05
@@ -31,47 +31,17 @@ LONG = "a text that is long enough to be worth parking, which a few words would 
 
 
 @dataclass
-class Call:
-    """A call that was arranged, and whether it is over."""
-
-    delay_s: float
-    callback: Callable[[], None]
-    over: bool = False
-
-    def cancel(self) -> None:
-        """Keep it from happening."""
-        self.over = True
-
-
-@dataclass
-class Bed:
+class Bed(Timers):
     """A sleep whose timers fire when the test says so."""
 
     after_s: float | None = 60.0
     tired: int = 0
-    calls: list[Call] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.sleep = Sleep(self.after_s, on_tired=self._tire, call_later=self._call_later)
+        self.sleep = Sleep(self.after_s, on_tired=self._tire, call_later=self.call_later)
 
     def _tire(self) -> None:
         self.tired += 1
-
-    def _call_later(self, delay_s: float, callback: Callable[[], None]) -> Call:
-        call = Call(delay_s, callback)
-        self.calls.append(call)
-        return call
-
-    @property
-    def pending(self) -> list[Call]:
-        """What will happen yet."""
-        return [call for call in self.calls if not call.over]
-
-    def fire(self) -> None:
-        """Let the time of the only timer come."""
-        (call,) = self.pending
-        call.over = True
-        call.callback()
 
 
 @given(st.lists(st.sampled_from(["idle", "busy", "fire"])))

@@ -2,57 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from inferencecenter.supervisor.watch import LOOKS, HangWatch
+from tests.supervisor.timers import Timers
 
 
 @dataclass
-class Call:
-    """A call that was arranged."""
-
-    delay_s: float
-    callback: Callable[[], None]
-    cancelled: bool = False
-
-    def cancel(self) -> None:
-        """Keep it from happening."""
-        self.cancelled = True
-
-
-@dataclass
-class Clock:
+class Clock(Timers):
     """A watch whose timers fire when the test says so."""
 
     beats: int = 0
     hangs: int = 0
-    calls: list[Call] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.watch = HangWatch(60.0, beats=lambda: self.beats, on_hang=self._hang, call_later=self._call_later)
+        self.watch = HangWatch(60.0, beats=lambda: self.beats, on_hang=self._hang, call_later=self.call_later)
 
     def _hang(self) -> None:
         self.hangs += 1
-
-    def _call_later(self, delay_s: float, callback: Callable[[], None]) -> Call:
-        call = Call(delay_s, callback)
-        self.calls.append(call)
-        return call
-
-    @property
-    def pending(self) -> list[Call]:
-        """What will happen yet."""
-        return [call for call in self.calls if not call.cancelled]
-
-    def look(self) -> None:
-        """Let the next timer fire."""
-        (call,) = self.pending
-        self.calls.clear()
-        call.callback()
 
 
 def test_no_progress_for_the_whole_time_is_a_hang() -> None:
@@ -62,7 +32,7 @@ def test_no_progress_for_the_whole_time_is_a_hang() -> None:
     for _ in range(LOOKS):
         assert clock.hangs == 0
         assert [call.delay_s for call in clock.pending] == [60.0 / LOOKS]
-        clock.look()
+        clock.fire()
     assert (clock.hangs, clock.pending) == (1, [])
 
 
@@ -84,7 +54,7 @@ def test_time_without_work_does_not_count() -> None:
     for _ in range(3):
         clock.watch.keep(watching=True)
         for _ in range(LOOKS - 1):
-            clock.look()
+            clock.fire()
         clock.watch.keep(watching=False)
     assert clock.hangs == 0
 
@@ -97,7 +67,7 @@ def test_a_hang_is_a_row_of_looks_without_progress(progress: list[int]) -> None:
     row = 0
     for step in progress:
         clock.beats += step
-        clock.look()
+        clock.fire()
         row = 0 if step else row + 1
         assert clock.hangs == (row == LOOKS)
         if clock.hangs:
