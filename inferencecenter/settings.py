@@ -206,7 +206,9 @@ class EngineSettings(Section):
     kv_type_v: KvType | Literal["auto"] = Field(
         "auto", description="Storage type of the V half, likewise; quantized needs flash attention."
     )
-    flash_attention: Literal["auto", "on", "off"] = Field("auto", description="Flash attention.")
+    flash_attention: Literal["auto", "on", "off"] = Field(
+        "auto", description="Flash attention; `auto` is off where no layer is on a GPU and KV is not quantized."
+    )
     use_mmap: bool = Field(True, description="Whether the model file is mapped rather than read.")
     use_mlock: bool = Field(False, description="Whether the model's memory is locked against swapping.")
     prefill_grid_tokens: int = Field(

@@ -31,6 +31,7 @@ _BATCHES: Final = ((USUAL_N_BATCH, USUAL_N_UBATCH), (1024, 256), (512, 128))
 """Tokens in a decode call, and computed at once; llama.cpp's own first."""
 _MOST_N_CTX_FOR_MANY: Final = 32_768
 _QUANTIZED: Final = ("q8_0", "q4_0")
+_FLOATS: Final = frozenset({"f32", "f16", "bf16"})
 _FEW_THREADS: Final = 4
 
 
@@ -63,6 +64,17 @@ def threads(model: ModelShape, chosen: Place, host: Host, wishes: Wishes) -> int
         return wishes.n_threads
     everything = chosen.n_gpu_layers > model.n_layers and not chosen.cpu_tensors
     return min(_FEW_THREADS, host.cores) if everything else host.cores
+
+
+def attends_in_flashes(wishes: Wishes, *, n_gpu_layers: int, kv_types: tuple[str, str]) -> bool:
+    """Tell whether flash attention is used: as it is set, else where a GPU computes or KV is quantized.
+
+    On a processor llama.cpp has it go row by row through what is read after a long history, and through every token
+    that is generated; short questions then take three times as long (docs/decisions/0008-speed-levers.md).
+    """
+    if wishes.flash_attention != "auto":
+        return wishes.flash_attention == "on"
+    return n_gpu_layers > 0 or not set(kv_types) <= _FLOATS
 
 
 class _Search:
@@ -102,12 +114,12 @@ class _Search:
         least = self._wishes.n_ctx or min(_LEAST_N_CTX, usual)
         *_, n_gpu_layers = self._layer_counts()
         *_, in_host = self._experts_in_host(n_gpu_layers)
-        *_, setup = self._setups(least)
+        *_, setup = self._setups(least, n_gpu_layers=n_gpu_layers)
         team = self._teams[-1] if n_gpu_layers and self._teams else ()
         return place(self._model, setup, team, (n_gpu_layers, in_host), self._wishes)
 
     def _first_fit(self, division: tuple[int, int], n_ctx: int, *, usual: int) -> Place | None:
-        for setup in self._setups(n_ctx):
+        for setup in self._setups(n_ctx, n_gpu_layers=division[0]):
             for team in self._teams if division[0] else [()]:
                 found = place(self._model, setup, team, division, self._wishes)
                 if found.fits and self._host_holds(found):
@@ -152,7 +164,7 @@ class _Search:
             return [on_gpu]
         return range(on_gpu + 1) if n_gpu_layers > self._model.n_layers else [on_gpu]
 
-    def _setups(self, n_ctx: int) -> Iterator[SetUp]:
+    def _setups(self, n_ctx: int, *, n_gpu_layers: int) -> Iterator[SetUp]:
         """Yield set-ups, those that give up least first."""
         wishes = self._wishes
         for n_batch, n_ubatch in self._batches():
@@ -165,7 +177,9 @@ class _Search:
                         n_ubatch=n_ubatch,
                         kv_type_k=type_k,
                         kv_type_v=type_v,
-                        flash_attention=wishes.flash_attention != "off",
+                        flash_attention=attends_in_flashes(
+                            wishes, n_gpu_layers=n_gpu_layers, kv_types=(type_k, type_v)
+                        ),
                     )
 
     def _slots(self, n_ctx: int) -> Iterator[tuple[int, int]]:

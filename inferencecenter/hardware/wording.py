@@ -40,6 +40,12 @@ def reasons(
             explicit=_kv_is_set(wishes),
         ),
         Reason(
+            "flash_attention",
+            "on" if setup.flash_attention else "off",
+            _why_flash_attention(chosen, wishes),
+            explicit=wishes.flash_attention != "auto",
+        ),
+        Reason(
             "n_batch, n_ubatch",
             f"{setup.n_batch}, {setup.n_ubatch}",
             _SET if wishes.n_ubatch or wishes.n_batch else _why_batch(chosen),
@@ -204,6 +210,16 @@ def _why_kv(model: ModelShape, chosen: Place, wishes: Wishes) -> str:
     if _kv_is_set(wishes):
         return f"{_SET}; {cost}"
     return f"full precision; {cost}" if setup.kv_type_k == "f16" else f"full precision leaves room for less; {cost}"
+
+
+def _why_flash_attention(chosen: Place, wishes: Wishes) -> str:
+    if wishes.flash_attention != "auto":
+        return _SET
+    if chosen.n_gpu_layers:
+        return "where a GPU has kernels for the model"
+    if chosen.setup.flash_attention:
+        return "quantized KV needs it"
+    return "on a processor short questions and generated tokens are faster without it"
 
 
 def _why_batch(chosen: Place) -> str:

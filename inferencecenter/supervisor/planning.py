@@ -216,6 +216,7 @@ def _with_setup(options: EngineOptions, made: Plan) -> EngineOptions:
         n_ubatch=setup.n_ubatch,
         kv_type_k=setup.kv_type_k,
         kv_type_v=setup.kv_type_v,
+        flash_attention=options.flash_attention if setup.flash_attention else "off",
     )
 
 

@@ -245,6 +245,28 @@ def test_order_of_sacrifice(shape_of: ShapeOf) -> None:
 
 
 @pytest.mark.parametrize(
+    ("gib", "wishes", "flashes"),
+    [
+        ((), {}, False),
+        ((12,), {}, True),
+        ((12,), {"n_gpu_layers": 0}, False),
+        ((12,), {"n_gpu_layers": 1}, True),
+        ((), {"kv_type_v": "q8_0"}, True),
+        ((), {"flash_attention": "on"}, True),
+        ((12,), {"flash_attention": "off"}, False),
+    ],
+)
+def test_flash_attention_where_it_pays(
+    shape_of: ShapeOf, gib: tuple[float, ...], wishes: dict[str, Any], flashes: bool
+) -> None:
+    """On for GPUs and for quantized KV, off where a processor does it all; and as it is set."""
+    made = plan(shape_of("llama3.2-1b"), gpus(*gib), HOST, Wishes(**wishes))
+    reason = next(each for each in made.reasons if each.name == "flash_attention")
+    assert made.setup.flash_attention is flashes
+    assert (reason.value, reason.explicit) == ("on" if flashes else "off", "flash_attention" in wishes)
+
+
+@pytest.mark.parametrize(
     ("wishes", "expected", "reason"),
     [
         ({"slots": 2}, {"slots": 2}, "slots"),

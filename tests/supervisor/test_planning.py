@@ -71,6 +71,7 @@ def test_what_is_open_is_planned(tmp_path: Path, options: EngineOptions) -> None
     assert (planned.n_gpu_layers, planned.slots, planned.n_ctx) == (14, 1, 4096)
     assert planned.devices == ("0000:01:00.0",)
     assert (planned.split_mode, planned.main_gpu, planned.gpu_optional) == ("none", 0, True)
+    assert planned.flash_attention == "auto"
 
 
 def test_without_a_gpu_it_is_as_usual(tmp_path: Path, options: EngineOptions) -> None:
@@ -78,6 +79,7 @@ def test_without_a_gpu_it_is_as_usual(tmp_path: Path, options: EngineOptions) ->
     planned = Machine(devices=()).planner(tmp_path).first(options)
     assert (planned.n_gpu_layers, planned.slots, planned.n_ctx, planned.n_threads) == (0, 8, 4096, 0)
     assert (planned.n_batch, planned.n_ubatch, planned.kv_type_k) == (2048, 512, "f16")
+    assert planned.flash_attention == "off"
     assert planned.devices == ()
 
 
