@@ -23,6 +23,7 @@ import uvloop
 from inferencecenter import __version__
 from inferencecenter.errors import ErrorCode, InferenceCenterError
 from inferencecenter.hardware.nvml import Gpu
+from inferencecenter.models.registry import default_model
 from inferencecenter.protocol.params import Params, parse_params
 from inferencecenter.reload import Reload, static_clients
 from inferencecenter.reporting import Reporter
@@ -140,7 +141,7 @@ def serve(settings: Settings, *, announce: Callable[[Announcement], None], read_
         announcement = Announcement(
             address=address(sockets, server),
             admin_token=ensure_admin(accounts, settings.state_dir),
-            model=settings.model.name or settings.model.path.name,
+            model=default_model(settings).name,
         )
         with contextlib.suppress(KeyboardInterrupt):
             return uvloop.run(_run(settings, prepared, on_listening=lambda: announce(announcement)))
@@ -262,7 +263,7 @@ def _supervisor(settings: Settings, kv: KvPlaces, *, live_sessions: Callable[[],
     engine = settings.engine
     planner = Planner(engine=engine, gpu=settings.gpu, corrections=Corrections(settings.state_dir / _PLAN_FILE))
     supervisor = Supervisor(
-        planner.first(engine_options(settings, kv)),
+        planner.first(engine_options(default_model(settings), kv, settings.kv)),
         policy=RestartPolicy(
             min_s=engine.restart_backoff_min_s,
             max_s=engine.restart_backoff_max_s,

@@ -45,6 +45,11 @@ def _state_dir() -> Path:
     return Path(given) if given else platformdirs.user_state_path(APP_NAME)
 
 
+def _models_dir() -> Path:
+    given = os.environ.get("STATE_DIRECTORY", "").split(":")[0]
+    return Path(given) / "models" if given else platformdirs.user_data_path(APP_NAME) / "models"
+
+
 def _kv_ram_dir() -> Path:
     given = os.environ.get("RUNTIME_DIRECTORY", "").split(":")[0]
     if given:
@@ -66,6 +71,7 @@ def bundled_model() -> Path:
 ExpandedPath = Annotated[Path, AfterValidator(expand)]
 Network = Annotated[str, AfterValidator(_network)]
 Origin = Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9+.-]*://[^/]+$")]
+ModelName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:+-]{0,127}$")]
 KvType = Literal["f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0"]
 Priority = Literal["interactive", "normal", "batch"]
 
@@ -254,6 +260,16 @@ class EngineSettings(Section):
         description="Seconds without a turn after which the engine ends, and its memory and the GPU are free, until a "
         "turn comes; -1 is never.",
     )
+    max_resident: int = Field(
+        0, ge=0, le=64, description="Models that may be loaded at once; 0 is as many as fit into memory."
+    )
+    swap_patience_s: float = Field(
+        30.0,
+        ge=0,
+        le=86_400,
+        description="Seconds that the turns of a model get to end when another needs its memory; those that have not "
+        "ended go on when it is loaded again.",
+    )
     max_restarts: int = Field(
         5, ge=0, le=1000, description="Restarts within the window after which the engine is given up as failed."
     )
@@ -355,20 +371,54 @@ class KvSettings(Section):
     client_share: float = Field(0.5, gt=0, le=1, description="Most that one client may have of either.")
 
 
-class ModelSettings(Section):
-    """The model that is loaded."""
+class LoraSettings(Section):
+    """A LoRA adapter on top of a model."""
 
-    path: ExpandedPath = Field(
-        default_factory=bundled_model,
-        validate_default=True,
-        description="GGUF file.",
-        json_schema_extra={"default_text": "the bundled demo model"},
+    path: ExpandedPath = Field(description="GGUF file of the adapter.")
+    scale: float = Field(1.0, ge=-100, le=100, description="How strongly it counts; 0 is not at all.")
+
+
+class ModelSettings(Section):
+    """The model of sessions that name none."""
+
+    path: ExpandedPath | None = Field(
+        None,
+        description="GGUF file; without it the model registered as `name`, and without that the bundled demo model.",
     )
     name: str | None = Field(
         None,
         min_length=1,
         max_length=256,
         description="Name shown to clients; the file's own, or its stem, when not set.",
+    )
+    lora: tuple[LoraSettings, ...] = Field(
+        (),
+        max_length=16,
+        description="LoRA adapters on top of it.",
+        json_schema_extra={"allowed_text": "list of `{path = FILE, scale = NUMBER}` (at most 16 entries)"},
+    )
+
+
+class ModelEntry(Section):
+    """A model that sessions may name: `[models.NAME]`. What is not set is as for every engine."""
+
+    path: ExpandedPath | None = Field(None, description="GGUF file; without it `NAME.gguf` in `models_dir`.")
+    slots: int | None = Field(None, ge=0, le=256, description="In place of `engine.slots`.")
+    n_ctx: int | None = Field(None, ge=0, le=2**24, description="In place of `engine.n_ctx`.")
+    n_gpu_layers: int | None = Field(None, ge=-1, le=10_000, description="In place of `engine.n_gpu_layers`.")
+    kv_type_k: KvType | Literal["auto"] | None = Field(None, description="In place of `engine.kv_type_k`.")
+    kv_type_v: KvType | Literal["auto"] | None = Field(None, description="In place of `engine.kv_type_v`.")
+    keep_alive_s: float | None = Field(
+        None, ge=-1, le=2_592_000, description="In place of `engine.sleep_after_s`; -1 is for ever."
+    )
+    params: dict[str, Any] = Field(
+        default_factory=dict, description="Parameters between those that the file recommends and `[params]`."
+    )
+    lora: tuple[LoraSettings, ...] = Field(
+        (),
+        max_length=16,
+        description="LoRA adapters on top of it.",
+        json_schema_extra={"allowed_text": "list of `{path = FILE, scale = NUMBER}` (at most 16 entries)"},
     )
 
 
@@ -395,6 +445,17 @@ class Settings(BaseSettings):
         validate_default=True,
         description="Where accounts, sessions and the control socket are kept.",
         json_schema_extra={"default_text": "$STATE_DIRECTORY, else the user's state directory"},
+    )
+    models_dir: ExpandedPath = Field(
+        default_factory=_models_dir,
+        validate_default=True,
+        description="Where `inferencecenter model pull` puts models; each GGUF file there may be named by its stem.",
+        json_schema_extra={"default_text": "$STATE_DIRECTORY/models, else models in the user's data directory"},
+    )
+    models: dict[ModelName, ModelEntry] = Field(
+        default_factory=dict,
+        description="Models that sessions may name, as tables `[models.NAME]`.",
+        json_schema_extra={"allowed_text": "tables, see below"},
     )
     server: ServerSettings = Field(default_factory=ServerSettings)
     auth: AuthSettings = Field(default_factory=AuthSettings)

@@ -44,7 +44,7 @@ def test_defaults_are_valid_and_read_nothing_from_outside(monkeypatch: pytest.Mo
     monkeypatch.setenv("INFERENCECENTER_SERVER__PORT", "4000")
     settings = Settings()
     assert settings.server.port == 3000
-    assert settings.model.path.name == "demo.gguf"
+    assert settings.model.path is None
 
 
 def test_settings_cannot_be_changed() -> None:

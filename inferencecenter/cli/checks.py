@@ -22,6 +22,7 @@ from inferencecenter.hardware.host import read_host
 from inferencecenter.hardware.model_shape import describe
 from inferencecenter.hardware.nvml import read_gpus
 from inferencecenter.hardware.split import plan
+from inferencecenter.models.registry import default_model
 from inferencecenter.supervisor.planning import wishes
 
 if TYPE_CHECKING:
@@ -112,9 +113,8 @@ def placement(settings: Settings) -> list[Check]:
         devices = find_devices(settings.gpu.devices)
         if not devices:
             return []
-        made = plan(
-            describe(read_gguf(settings.model.path)), devices, read_host(), wishes(settings.engine, settings.gpu)
-        )
+        spec = default_model(settings)
+        made = plan(describe(read_gguf(spec.path)), devices, read_host(), wishes(spec.engine, settings.gpu))
     except InferenceCenterError as error:
         return [Check("plan", Verdict.FAILED, error.message, error.hint or "", error.code)]
     detail = "; ".join(f"{reason.name}: {reason.value}" for reason in made.reasons)
@@ -129,9 +129,12 @@ def cores() -> Check:
 
 def model_file(settings: Settings) -> Check:
     """Open the model file and look at its first bytes."""
-    path = settings.model.path
     if settings.engine.backend != "llama":
         return Check("model file", Verdict.OK, f"the {settings.engine.backend} backend reads none")
+    try:
+        path = default_model(settings).path
+    except InferenceCenterError as error:
+        return Check("model file", Verdict.FAILED, error.message, error.hint or "", error.code)
     try:
         with path.open("rb") as file:
             magic = file.read(4)
@@ -148,8 +151,8 @@ def memory(settings: Settings) -> Check:
     """Compare available memory with the size of the model file."""
     available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     try:
-        needed = settings.model.path.stat().st_size if settings.engine.backend == "llama" else 0
-    except OSError:
+        needed = default_model(settings).path.stat().st_size if settings.engine.backend == "llama" else 0
+    except (OSError, InferenceCenterError):
         needed = 0
     detail = f"{available // _MB} MB free, the model file takes {needed / _MB:.1f} MB"
     if needed > available:

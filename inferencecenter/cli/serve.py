@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -26,7 +27,10 @@ def serve(  # noqa: PLR0913 - one argument an option
     state_dir: StateDirOption = None,
     host: Annotated[str | None, typer.Option(help="Address to listen on.", show_default=False)] = None,
     port: Annotated[int | None, typer.Option(help="Port to listen on; 0 takes a free one.", show_default=False)] = None,
-    model: Annotated[str | None, typer.Option(help="GGUF file.", metavar="FILE", show_default=False)] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(help="GGUF file, or the name of a registered model.", metavar="FILE|NAME", show_default=False),
+    ] = None,
     backend: Annotated[str | None, typer.Option(help="llama or echo.", show_default=False)] = None,
     slots: Annotated[int | None, typer.Option(help="Sequences decoded at once.", show_default=False)] = None,
     n_ctx: Annotated[
@@ -47,7 +51,7 @@ def serve(  # noqa: PLR0913 - one argument an option
         state_dir=state_dir,
         server__host=host,
         server__port=port,
-        model__path=model,
+        **(_model_option(model) if model is not None else {}),
         engine__backend=backend,
         engine__slots=slots,
         engine__n_ctx=n_ctx,
@@ -65,6 +69,12 @@ def serve(  # noqa: PLR0913 - one argument an option
         read_again=lambda: load_settings(config, overrides),
     )
     raise typer.Exit(status)
+
+
+def _model_option(model: str) -> dict[str, str]:
+    """Return the setting that ``--model`` means: what looks like a file is one."""
+    is_file = model.endswith(".gguf") or "/" in model or Path(model).exists()
+    return {"model__path": model} if is_file else {"model__name": model}
 
 
 def announce(announcement: Announcement, settings: Settings) -> None:

@@ -79,6 +79,9 @@ class EngineTurn(Protocol):
     def interrupted(self) -> None:
         """Take note that its engine is gone: it waits until it is submitted to another."""
 
+    def recalled(self) -> None:
+        """Take note that no engine has it, and that it is to be submitted to the one that it should have now."""
+
 
 class EnginePort(Protocol):
     """What sessions and the server may ask of the engine. Called on the event loop; nothing here blocks or awaits."""
@@ -107,3 +110,32 @@ class EnginePort(Protocol):
 
     def subscribe(self, listener: Callable[[EngineStatus], None]) -> None:
         """Call ``listener`` on the event loop whenever ``status.state`` changes, and at each tenth of the loading."""
+
+
+class EnginesPort(Protocol):
+    """The models that there are, each with an engine that is loaded when it is wanted. Called on the event loop."""
+
+    @property
+    def default(self) -> str:
+        """Name of the model of all sessions that name none; another one after a swap."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of all models."""
+
+    def engine(self, name: str) -> EnginePort:
+        """Return the engine of a model, loaded or not. What runs on it goes on when another takes its place.
+
+        Raises:
+            InferenceCenterError: ``model_not_found``.
+        """
+
+    def want(self, name: str) -> None:
+        """Load a model, if it is not loaded, though no turn asks for it yet.
+
+        Raises:
+            InferenceCenterError: ``model_not_found``, or why it could not be loaded.
+        """
+
+    def release(self, session_id: str) -> None:
+        """Let all engines forget a session's KV."""

@@ -14,6 +14,7 @@ from inferencecenter.protocol.values import (
     FinishReason,
     GpuReadings,
     InferenceReadings,
+    ModelSummary,
     OnFull,
     ServerLimits,
     SessionStateName,
@@ -280,6 +281,41 @@ class EngineChanged(Event):
     op: Literal["engine"] = "engine"
     state: Literal["starting", "ready", "restarting", "asleep", "failed"] = Field(description="Its new state.")
     detail: str = Field(default="", description="The last failure, in words.")
+    model: str | None = Field(default=None, description="The model, when it is not that of all sessions.")
+
+
+class Models(Event):
+    """The models there are, by name."""
+
+    op: Literal["models"] = "models"
+    models: tuple[ModelSummary, ...] = Field(description="All that this client may use.")
+
+
+class Swap(Event):
+    """How far `load_model` has come; `done` or `failed` is the last. A failed one leaves all as it was."""
+
+    op: Literal["swap"] = "swap"
+    model: str = Field(description="The model that is to be loaded.")
+    phase: Literal["draining", "loading", "done", "failed"] = Field(
+        description="`draining` waits for the turns of a model whose memory is needed."
+    )
+    done: float = Field(default=0.0, ge=0, le=1, description="Part of the loading that is done.")
+    detail: str = Field(default="", description="Why it failed, in words.")
+
+
+class ModelChanged(Event):
+    """Sessions that named no model go on with another; their next turn is read anew."""
+
+    op: Literal["model_changed"] = "model_changed"
+    model: str = Field(description="The model that answers from now on.")
+    n_ctx: int = Field(description="Tokens that their contexts hold.")
+
+
+class ModelUnloaded(Event):
+    """The model's memory is free, or will be when its turns have ended."""
+
+    op: Literal["model_unloaded"] = "model_unloaded"
+    model: str = Field(description="The model.")
 
 
 class Thermal(Event):
@@ -342,6 +378,10 @@ AnyEvent = (
     | Status
     | Pong
     | EngineChanged
+    | Models
+    | Swap
+    | ModelChanged
+    | ModelUnloaded
     | Thermal
     | GoingAway
     | Error

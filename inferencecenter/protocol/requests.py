@@ -7,6 +7,7 @@ from typing import Annotated, Any, ClassVar, Final, Literal
 from pydantic import Field, StringConstraints, model_validator
 
 from inferencecenter.protocol.base import DAGGER, Request, SessionId, TurnId
+from inferencecenter.protocol.trace_context import Traceparent
 from inferencecenter.protocol.values import ChatMessage, Metadata, Mode, OnDisconnect, OnFull, Priority, StatusType
 
 RawParams = dict[str, Any]
@@ -15,6 +16,7 @@ RawParams = dict[str, Any]
 START: Final = "start"
 """Stands for the place before the first turn, where a turn's id is asked for."""
 
+ModelName = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 Credential = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 Protocol = Annotated[Literal[1] | None, Field(description="1 makes this a v1 socket; absent, an old one.")]
 
@@ -53,7 +55,12 @@ class CreateSession(Request):
     op: Literal["create_session"]
     system: str | None = Field(default=None, description="System prompt.")
     mode: Mode = Field(default="chat", description="`chat` applies the model's template, `raw` continues plain text.")
-    model: str | None = Field(default=None, max_length=256, description="Model name; the loaded one when absent.")
+    model: str | None = Field(
+        default=None,
+        max_length=256,
+        description="Model name, as `list_models` tells. Without it the session goes with the daemon's choice, also "
+        "when that changes.",
+    )
     params: Annotated[RawParams | None, DAGGER] = Field(default=None, description="Session level of parameters.")
     priority: Priority | None = Field(default=None, description="Class of this session's turns.")
     on_full: OnFull | None = Field(
@@ -90,6 +97,11 @@ class Infer(Request):
     priority: Priority | None = Field(default=None, description="Class of this turn; raising it needs the scope.")
     turn_key: Annotated[str, StringConstraints(min_length=1, max_length=64)] | None = Field(
         default=None, description="A second `infer` with the same key attaches to the first turn."
+    )
+    traceparent: Traceparent | None = Field(
+        default=None,
+        description="Span of the client's trace that the turn belongs to, as in W3C Trace Context; without it the one "
+        "that came with the upgrade.",
     )
 
     @model_validator(mode="after")
@@ -184,6 +196,29 @@ class ListSessions(Request):
     after: SessionId | None = Field(default=None, description="`next` of the page before.")
 
 
+class ListModels(Request):
+    """Ask which models there are; `models` answers."""
+
+    op: Literal["list_models"]
+
+
+class LoadModel(Request):
+    """Load a model and make it the one of all sessions that name none; `swap` frames answer, then `model_changed`.
+
+    Nobody's turn is cut: those that run end with the model that began them.
+    """
+
+    op: Literal["load_model"]
+    name: ModelName = Field(description="A name that `models` lists.")
+
+
+class UnloadModel(Request):
+    """Free the memory of a model when its turns have ended; the next turn that wants it loads it again."""
+
+    op: Literal["unload_model"]
+    name: ModelName = Field(description="A name that `models` lists.")
+
+
 class Metrics(Request):
     """Ask for one metrics frame."""
 
@@ -232,6 +267,9 @@ AnyRequest = (
     | RewindSession
     | GetSession
     | ListSessions
+    | ListModels
+    | LoadModel
+    | UnloadModel
     | Metrics
     | SubscribeMetrics
     | UnsubscribeMetrics

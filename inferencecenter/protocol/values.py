@@ -113,6 +113,21 @@ class SessionSummary(Value):
     metadata: dict[str, str] = Field(description="What was given when it was created.")
 
 
+class ModelSummary(Value):
+    """A model in a list; what is not known before it was loaded is absent."""
+
+    name: str = Field(description="Its name for `create_session` and `load_model`.")
+    default: bool = Field(description="Whether sessions that name no model have it.")
+    state: Literal["unloaded", "loading", "loaded", "asleep", "failed"] = Field(
+        description="Where it is; a turn loads one that is `unloaded` or `asleep`."
+    )
+    detail: str = Field(default="", description="Why it could not be loaded, in words.")
+    n_ctx: int | None = Field(default=None, description="Tokens a session's context holds.")
+    slots: int | None = Field(default=None, description="Turns that it answers at once.")
+    parameters: int | None = Field(default=None, description="Parameters.")
+    size_mb: float | None = Field(default=None, description="Its weights, in MiB.")
+
+
 class GpuReadings(Value):
     """The first GPU's readings; null where there is no GPU or no such reading."""
 

@@ -133,6 +133,11 @@ class Answering:
         if not self.turn.state.is_terminal:
             self.turn.interrupt(now=self._around.monotonic())
 
+    def recalled(self) -> None:
+        """Submit the turn again, to the engine that it should have now."""
+        if not self.turn.state.is_terminal:
+            self.go_on()
+
     # What its session asks.
 
     def prepare(self) -> Prompt:

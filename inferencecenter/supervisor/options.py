@@ -9,20 +9,21 @@ from inferencecenter.hardware.split import USUAL_N_BATCH, USUAL_N_UBATCH, USUAL_
 from inferencecenter.ipc.messages import EngineOptions
 
 if TYPE_CHECKING:
-    from inferencecenter.settings import Settings
+    from inferencecenter.models.registry import ModelSpec
+    from inferencecenter.settings import KvSettings
     from inferencecenter.supervisor.kv_places import KvPlaces
 
 _MAX_WORKER_THREADS: Final = 8
 
 
-def engine_options(settings: Settings, kv: KvPlaces) -> EngineOptions:
+def engine_options(spec: ModelSpec, places: KvPlaces, kv: KvSettings) -> EngineOptions:
     """Return what an engine is told: what is set, and what is usual where that is left open and no plan can be made."""
-    engine = settings.engine
+    engine = spec.engine
     return EngineOptions(
         backend=engine.backend,
         parent_pid=os.getpid(),
-        model_path=str(settings.model.path),
-        model_name=settings.model.name or "",
+        model_path=str(spec.path),
+        model_name=spec.name,
         slots=engine.slots or USUAL_SLOTS,
         n_ctx=engine.n_ctx,
         n_gpu_layers=engine.n_gpu_layers,
@@ -42,9 +43,9 @@ def engine_options(settings: Settings, kv: KvPlaces) -> EngineOptions:
         quantum_tokens=engine.quantum_tokens,
         ageing_s=engine.ageing_s,
         queue_timeout_s=engine.queue_timeout_s or 0.0,
-        kv_ram_dir=str(kv.ram_dir),
-        kv_ram_bytes=kv.ram_bytes,
-        kv_disk_dir=str(kv.disk_dir),
-        kv_disk_bytes=kv.disk_bytes,
-        kv_client_share=settings.kv.client_share,
+        kv_ram_dir=str(places.ram_dir),
+        kv_ram_bytes=places.ram_bytes,
+        kv_disk_dir=str(places.disk_dir),
+        kv_disk_bytes=places.disk_bytes,
+        kv_client_share=kv.client_share,
     )

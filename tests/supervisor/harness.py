@@ -59,6 +59,7 @@ class Heard:
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     submissions: int = 0
     interruptions: int = 0
+    recalls: int = 0
 
     @property
     def turn_id(self) -> str:
@@ -94,6 +95,10 @@ class Heard:
         """Count it, and wait for the next word."""
         self.interruptions += 1
         self.spoke.clear()
+
+    def recalled(self) -> None:
+        """Count it; who recalls a turn says what becomes of it."""
+        self.recalls += 1
 
     @property
     def text(self) -> str:
