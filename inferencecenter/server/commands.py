@@ -118,6 +118,8 @@ def _create_session(connection: Connection, request: requests.CreateSession) -> 
 
 
 def _infer(connection: Connection, request: requests.Infer) -> None:
+    if request.traceparent is None and connection.traceparent is not None:
+        request = request.model_copy(update={"traceparent": connection.traceparent})
     connection.context.sessions.infer(connection.client, request, connection)
 
 

@@ -39,11 +39,15 @@ class Connection:
         wire: The socket.
         address: Whom failed logins are counted for.
         v1: Whether the socket chose the subprotocol.
+        traceparent: Span of the client's trace that its turns belong to, where they name none.
     """
 
-    def __init__(self, context: Context, wire: Wire, *, address: str, v1: bool) -> None:
+    def __init__(
+        self, context: Context, wire: Wire, *, address: str, v1: bool, traceparent: str | None = None
+    ) -> None:
         self.context = context
         self.address = address
+        self.traceparent = traceparent
         self.v1 = False
         self._wire = wire
         self._state = ConnectionState.CONNECTED

@@ -11,6 +11,7 @@ from starlette.datastructures import Headers
 
 from inferencecenter.errors import ErrorCode, InferenceCenterError
 from inferencecenter.protocol.base import SUBPROTOCOL
+from inferencecenter.protocol.trace_context import read_traceparent
 from inferencecenter.server.connection import Connection
 from inferencecenter.server.origins import origin_allowed
 from inferencecenter.server.upgrade import check_query, chooses_v1, read_credential
@@ -75,7 +76,13 @@ class WebSocketEndpoint:
             )
         credential = read_credential(headers, scope["subprotocols"])
         wire: WebSocket = cast("dict[str, Any]", scope["state"])[SCOPE_KEY]
-        connection = Connection(context, wire, address=caller.address, v1=chooses_v1(scope["subprotocols"]))
+        connection = Connection(
+            context,
+            wire,
+            address=caller.address,
+            v1=chooses_v1(scope["subprotocols"]),
+            traceparent=read_traceparent(headers.get("traceparent")),
+        )
         if credential is not None:
             connection.authenticate(context.authenticator.authenticate(credential, address=caller.address))
         return connection

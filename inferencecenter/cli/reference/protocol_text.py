@@ -25,6 +25,8 @@ Schema.
 - A frame larger than `limits.max_frame_bytes` closes the socket with 1009. Binary frames are answered by an
   `error`.
 - A second `infer` with the same `turn_key` on the same session attaches to the first turn and does not run again.
+- A turn belongs to the client's trace when `infer` carries `traceparent`, or the upgrade had a header of that name
+  (W3C Trace Context; a wrong header is passed over, a wrong field refused). Where it is recorded is the daemon's.
 - A session belongs to the client (the account) that made it. Any other client's session is answered like one that
   does not exist.
 

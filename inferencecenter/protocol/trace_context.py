@@ -1,0 +1,45 @@
+"""Where a client's trace goes on here: the ``traceparent`` of W3C Trace Context. Pure."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Final
+
+from pydantic import AfterValidator
+
+_FORM: Final = re.compile(r"(?P<version>[0-9a-f]{2})-(?P<trace>[0-9a-f]{32})-(?P<span>[0-9a-f]{16})-[0-9a-f]{2}")
+_LATER_FIELDS: Final = re.compile(r"-[\x21-\x7e]{0,255}")
+_UNUSED_VERSION: Final = "ff"
+_FIRST_VERSION: Final = "00"
+
+
+def check_traceparent(value: str) -> str:
+    """Return ``value`` if it names a trace and a span in it.
+
+    Of versions to come, which may have more at their end, only what the first one has is minded.
+
+    Raises:
+        ValueError: With what is wrong, in words.
+    """
+    found = _FORM.match(value)
+    if found is None:
+        raise ValueError("traceparent must be like 00-<32 hex digits>-<16 hex digits>-01, in lower case")
+    rest = value[found.end() :]
+    if found["version"] == _UNUSED_VERSION:
+        raise ValueError("traceparent has version ff, which there is not")
+    if rest and (found["version"] == _FIRST_VERSION or not _LATER_FIELDS.fullmatch(rest)):
+        raise ValueError("traceparent goes on after its flags")
+    if not int(found["trace"], 16) or not int(found["span"], 16):
+        raise ValueError("traceparent has a trace or a span that is all zeros")
+    return value
+
+
+def read_traceparent(header: str | None) -> str | None:
+    """Return the value of an HTTP header, or ``None`` for one that is wrong: the standard has it passed over."""
+    try:
+        return None if header is None else check_traceparent(header.strip())
+    except ValueError:
+        return None
+
+
+Traceparent = Annotated[str, AfterValidator(check_traceparent)]

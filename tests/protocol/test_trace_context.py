@@ -1,0 +1,70 @@
+"""Tests of what counts as a traceparent."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.protocol.codec import read_frame
+from inferencecenter.protocol.trace_context import check_traceparent, read_traceparent
+
+TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
+GOOD = f"00-{TRACE}-{SPAN}-01"
+WRONG = {
+    "": "must be like",
+    "00": "must be like",
+    GOOD.upper(): "must be like",
+    f" {GOOD}": "must be like",
+    f"00-{TRACE}-{SPAN}": "must be like",
+    f"00-{TRACE[:-1]}-{SPAN}-01": "must be like",
+    f"00_{TRACE}_{SPAN}_01": "must be like",
+    f"00-{TRACE}-{SPAN}-0g": "must be like",
+    f"ff-{TRACE}-{SPAN}-01": "version ff",
+    f"{GOOD}-more": "goes on",
+    f"{GOOD}\n": "goes on",
+    f"01-{TRACE}-{SPAN}-01more": "goes on",
+    f"01-{TRACE}-{SPAN}-01-\x07": "goes on",
+    f"01-{TRACE}-{SPAN}-01-{'x' * 256}": "goes on",
+    f"00-{'0' * 32}-{SPAN}-01": "zeros",
+    f"00-{TRACE}-{'0' * 16}-01": "zeros",
+}
+
+
+@pytest.mark.parametrize("value", [GOOD, f"00-{TRACE}-{SPAN}-00", f"01-{TRACE}-{SPAN}-ff", f"cc-{TRACE}-{SPAN}-01-new"])
+def test_a_right_one_is_taken_as_it_is(value: str) -> None:
+    """Also with flags nobody knows yet, and of a later version that has more at its end."""
+    assert check_traceparent(value) == value
+    assert read_traceparent(f"  {value} ") == value
+
+
+@pytest.mark.parametrize(("value", "why"), WRONG.items())
+def test_a_wrong_one_is_told_why(value: str, why: str) -> None:
+    """Anything else is refused in words, without a trace of zeros or version ff."""
+    with pytest.raises(ValueError, match=why):
+        check_traceparent(value)
+
+
+@given(st.text(max_size=80))
+def test_a_header_is_taken_or_passed_over(value: str) -> None:
+    """Whatever stands in it, reading it never fails."""
+    assert read_traceparent(value) in (None, value.strip())
+
+
+def test_without_a_header_there_is_none() -> None:
+    """As on nearly every upgrade."""
+    assert read_traceparent(None) is None
+
+
+@given(st.text(alphabet="0123456789abcdef-", max_size=60))
+def test_infer_takes_just_the_right_ones(value: str) -> None:
+    """What is refused is named as the field it stands in."""
+    frame = read_frame(f'{{"op": "infer", "session_id": "s", "prompt": "x", "traceparent": "{value}"}}')
+    if read_traceparent(value) == value:
+        assert frame.parse().model_dump()["traceparent"] == value
+        return
+    with pytest.raises(InferenceCenterError) as refused:
+        frame.parse()
+    assert (refused.value.code, refused.value.field) == (ErrorCode.INVALID_REQUEST, "traceparent")
+    assert refused.value.message.startswith("traceparent ")
