@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from inferencecenter.ipc.messages import ModelInfo, Submit, TurnEvent
 
@@ -135,6 +135,13 @@ class EnginesPort(Protocol):
 
         Raises:
             InferenceCenterError: ``model_not_found``, or why it could not be loaded.
+        """
+
+    def params_of(self, name: str) -> Mapping[str, Any]:
+        """Return the parameters that the configuration gives a model, between its file's and everybody's.
+
+        Raises:
+            InferenceCenterError: ``model_not_found``.
         """
 
     def release(self, session_id: str) -> None:
