@@ -49,7 +49,7 @@ class Submit(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     ``public`` everybody's. ``answer`` is what this turn generated before, when it goes on after its prompt was made
     shorter or its engine was lost; the first ``shown_chars`` characters of its text have been told. With ``may_shift``
     a turn whose context is full hears ``Overflowed`` instead of its end. Without ``durable`` nothing of it may be
-    written to a disk.
+    written to a disk. Where its time goes is taken down if it is ``traced``.
     """
 
     turn_id: str
@@ -65,6 +65,7 @@ class Submit(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     shown_chars: int = 0
     may_shift: bool = False
     durable: bool = True
+    traced: bool = False
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True):
@@ -263,12 +264,29 @@ class Position(msgspec.Struct, frozen=True, tag=True):
     position: int
 
 
+class Stage(msgspec.Struct, frozen=True, array_like=True):
+    """Where a traced turn spent its time from one second of the machine's monotonic clock to another.
+
+    ``name`` is ``queue``, ``prefill`` or ``decode``, of which one follows the other, or ``park``, ``restore`` or
+    ``copy`` on the way from the one to the other. ``tokens`` were read, generated or moved.
+    """
+
+    name: str
+    began_s: float
+    ended_s: float
+    tokens: int = 0
+
+
 class Started(msgspec.Struct, frozen=True, tag=True):
-    """A turn got a slot. ``tokens`` is its whole prompt; ``cached_tokens`` of them were still in KV."""
+    """A turn got a slot. ``tokens`` is its whole prompt; ``cached_tokens`` of them were still in KV.
+
+    ``stages`` are those of a traced turn up to now.
+    """
 
     turn_id: str
     tokens: bytes
     cached_tokens: int
+    stages: tuple[Stage, ...] = ()
 
 
 class Progress(msgspec.Struct, frozen=True, tag=True):
@@ -311,6 +329,7 @@ class Finished(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     ``end_text`` (the end token's own text, empty when the turn ended another way). ``reason`` is a wire
     ``finish_reason``; ``stop`` the stop string or pattern that matched. Times are milliseconds: waiting for a slot,
     first token since submission, whole turn since submission. ``preempted`` counts how often others had its slot.
+    ``stages`` are those of a traced turn that have not been told.
     """
 
     turn_id: str
@@ -328,6 +347,7 @@ class Finished(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     tokens_per_s: float
     preempted: int = 0
     warnings: tuple[str, ...] = ()
+    stages: tuple[Stage, ...] = ()
 
 
 class Overflowed(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -345,13 +365,14 @@ class Overflowed(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """A turn could not run or go on. ``code`` is an ``errors.ErrorCode`` value."""
+    """A turn could not run or go on. ``code`` is an ``errors.ErrorCode`` value, ``stages`` are as in ``Finished``."""
 
     turn_id: str
     code: str
     message: str
     hint: str | None = None
     field: str | None = None
+    stages: tuple[Stage, ...] = ()
 
 
 class Withdrawn(msgspec.Struct, frozen=True, tag=True):
