@@ -20,7 +20,8 @@ from pydantic import ValidationError
 from pydantic_settings import EnvSettingsSource
 
 from inferencecenter.errors import ErrorCode, InferenceCenterError
-from inferencecenter.settings import APP_NAME, ENV_PREFIX, Settings, environment_name, expand, setting_fields
+from inferencecenter.setting_types import expand
+from inferencecenter.settings import APP_NAME, ENV_PREFIX, Settings, environment_name, setting_fields
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -17,9 +17,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection
     from contextlib import AbstractContextManager
 
+    from inferencecenter.auth_settings import AuthSettings
     from inferencecenter.server.accounts import Accounts, StaticClient
     from inferencecenter.server.tls import Certificate
-    from inferencecenter.settings import AuthSettings, Settings
+    from inferencecenter.settings import Settings
 
 _APPLIED: Final = frozenset(
     {"log.level", "log.format", "auth.clients_file", "auth.default_max_sessions", "auth.default_priority"}

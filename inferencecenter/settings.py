@@ -6,14 +6,17 @@ from the descriptions here.
 
 from __future__ import annotations
 
-import ipaddress
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal
 
 import platformdirs
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints, model_validator
+from pydantic import AfterValidator, BaseModel, Field, StringConstraints, model_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
+
+from inferencecenter.auth_settings import AuthSettings, ExternalAuthSettings
+from inferencecenter.limits import Limits, Network
+from inferencecenter.setting_types import ExpandedPath, Section
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -24,19 +27,9 @@ APP_NAME: Final = "inferencecenter"
 ENV_PREFIX: Final = "INFERENCECENTER_"
 
 
-def expand(path: Path) -> Path:
-    """Return ``path`` absolute, with ``~`` and environment variables replaced."""
-    return Path(os.path.expandvars(path)).expanduser().absolute()
-
-
 def _base_path(value: str) -> str:
     if value and (not value.startswith("/") or value.endswith("/")):
         raise ValueError("must be empty or start with / and not end with it, as in /inference")
-    return value
-
-
-def _network(value: str) -> str:
-    ipaddress.ip_network(value, strict=False)
     return value
 
 
@@ -57,29 +50,14 @@ def _kv_ram_dir() -> Path:
     return Path(f"/dev/shm/{APP_NAME}-{os.getuid()}")  # noqa: S108 - what others may write to is refused
 
 
-def _clients_file() -> Path | None:
-    credentials = os.environ.get("CREDENTIALS_DIRECTORY", "")
-    path = Path(credentials) / "clients.toml"
-    return path if credentials and path.exists() else None
-
-
 def bundled_model() -> Path:
     """Return the path of the demo model that comes with the package."""
     return Path(__file__).parent / "demo" / "demo.gguf"
 
 
-ExpandedPath = Annotated[Path, AfterValidator(expand)]
-Network = Annotated[str, AfterValidator(_network)]
 Origin = Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9+.-]*://[^/]+$")]
 ModelName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:+-]{0,127}$")]
 KvType = Literal["f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0"]
-Priority = Literal["interactive", "normal", "batch"]
-
-
-class Section(BaseModel):
-    """A table of the configuration file."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class ServerSettings(Section):
@@ -129,20 +107,6 @@ class ServerSettings(Section):
         if (self.certfile is None) != (self.keyfile is None):
             raise ValueError("certfile and keyfile go together: give both or neither")
         return self
-
-
-class AuthSettings(Section):
-    """Accounts and what a new one gets."""
-
-    clients_file: ExpandedPath | None = Field(
-        default_factory=_clients_file,
-        validate_default=True,
-        description="A clients.toml with client_id, api_key (or its hash), max_sessions, priority, retention_days.",
-        json_schema_extra={"default_text": "$CREDENTIALS_DIRECTORY/clients.toml if it is there"},
-    )
-    default_max_sessions: int = Field(16, ge=1, le=100_000, description="Sessions of a client that sets no own limit.")
-    default_priority: Priority = Field("normal", description="Class of a client that sets none.")
-    audit_days: int = Field(90, ge=1, le=36_500, description="Days that the audit log goes back.")
 
 
 class SessionSettings(Section):
@@ -459,6 +423,8 @@ class Settings(BaseSettings):
     )
     server: ServerSettings = Field(default_factory=ServerSettings)
     auth: AuthSettings = Field(default_factory=AuthSettings)
+    limits: Limits = Field(default_factory=Limits)
+    external_auth: ExternalAuthSettings = Field(default_factory=ExternalAuthSettings)
     sessions: SessionSettings = Field(default_factory=SessionSettings)
     engine: EngineSettings = Field(default_factory=EngineSettings)
     gpu: GpuSettings = Field(default_factory=GpuSettings)
@@ -486,7 +452,7 @@ class Settings(BaseSettings):
 def setting_fields() -> Iterator[tuple[str, FieldInfo]]:
     """Yield the dotted name and the field of every setting, in the order of the documentation."""
     for name, field in Settings.model_fields.items():
-        if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
             for inner, inner_field in field.annotation.model_fields.items():
                 yield f"{name}.{inner}", inner_field
         else:

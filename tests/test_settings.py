@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from inferencecenter.settings import Section, Settings, environment_name, setting_fields
+from inferencecenter.setting_types import Section
+from inferencecenter.settings import Settings, environment_name, setting_fields
 
 
 def test_every_setting_is_described() -> None:

@@ -21,7 +21,7 @@ from inferencecenter.protocol.scopes import Scope
 from inferencecenter.server import control
 from inferencecenter.server.accounts import DATABASE_NAME, Accounts
 from inferencecenter.server.first_run import ensure_admin
-from inferencecenter.settings import Priority
+from inferencecenter.setting_types import Priority
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
