@@ -17,6 +17,7 @@ from inferencecenter.sessions.records import Ordered
 from inferencecenter.sessions.shift import plan_shift
 from inferencecenter.sessions.states import TurnChange, TurnState
 from inferencecenter.sessions.submission import never_began, submission
+from inferencecenter.sessions.tracing import end_trace, trace_turn
 
 if TYPE_CHECKING:
     from inferencecenter.ipc.messages import Submit, TurnEvent
@@ -35,7 +36,7 @@ class Asker(Protocol):
     def turn_ended(self, turn: Turn, history: History, outcome: Outcome) -> None:
         """Take the history as it is after the turn, and tell of its end."""
 
-    def turn_failed(self, turn: Turn, failure: Failed) -> None:
+    def turn_failed(self, turn: Turn, failure: Failed, outcome: Outcome) -> None:
         """Tell that the turn leaves nothing behind."""
 
 
@@ -68,6 +69,7 @@ class Answering:
         self._facts = facts
         self._around = around
         self._speechless = False
+        turn.trace = trace_turn(around.tracer, facts, turn.order, said_tokens=turn.n_tokens)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.turn!r})"
@@ -260,6 +262,7 @@ class Answering:
 
     def _finish(self, end: Finished) -> None:
         self._say_held_back()
+        self.turn.trace.spent(end.stages)
         self._over(self._kept(end), self.turn.reported(end, now=self._around.monotonic()))
 
     def _cut_short(self, finish: str, *warnings: str) -> None:
@@ -276,10 +279,14 @@ class Answering:
             self._cut_short("aborted")
         else:
             turn.change(TurnChange.FAIL)
-            self._asker.turn_failed(turn, failure)
+            outcome = turn.failed(failure, now=self._around.monotonic())
+            turn.trace.spent(failure.stages)
+            end_trace(turn.trace, outcome, failed=True)
+            self._asker.turn_failed(turn, failure, outcome)
 
     def _over(self, history: History, outcome: Outcome) -> None:
         self.turn.change(TurnChange.ABORT if outcome.finish == "aborted" else TurnChange.FINISH)
+        end_trace(self.turn.trace, outcome)
         self._asker.turn_ended(self.turn, history, outcome)
 
     def _say_held_back(self) -> None:

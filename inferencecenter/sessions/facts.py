@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from inferencecenter.sessions.journal import Journal
     from inferencecenter.sessions.models import Serving
     from inferencecenter.sessions.totals import TokenMeter, TurnRecord
+    from inferencecenter.sessions.tracing import Tracer
 
 
 class Timer(Protocol):
@@ -47,6 +48,7 @@ class Surroundings:
     meter: TokenMeter
     eta_ms: Callable[[int], float | None]
     turn_ended: Callable[[TurnRecord], None]
+    tracer: Tracer
     max_transcript_chars: int
     shared_prompts: frozenset[str]
     replay_bytes: int

@@ -25,6 +25,7 @@ from inferencecenter.sessions.session import Session
 from inferencecenter.sessions.states import SessionState
 from inferencecenter.sessions.submission import turn_params
 from inferencecenter.sessions.totals import Tally
+from inferencecenter.sessions.tracing import Untraced
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from inferencecenter.sessions.journal import Journal
     from inferencecenter.sessions.records import Kept
     from inferencecenter.sessions.totals import Totals, TurnObserver
+    from inferencecenter.sessions.tracing import Tracer
 
 DEFAULT_MAX_TRANSCRIPT_CHARS: Final = 16 * 1024 * 1024
 DEFAULT_REPLAY_KIB: Final = 256
@@ -71,6 +73,7 @@ class Sessions:
         shared_prompts: System prompts whose KV sessions of different clients may share.
         journal: Where sessions are written down; none if they end with the daemon.
         observer: Hears of each turn that ended.
+        tracer: Traces turns; none to trace nothing.
         clock: Unix seconds.
         monotonic: Seconds that only rise.
         local_time: Time of day that chat templates may ask for.
@@ -94,6 +97,7 @@ class Sessions:
         # Surroundings
         journal: Journal | None = None,
         observer: TurnObserver | None = None,
+        tracer: Tracer | None = None,
         clock: Callable[[], float] = time.time,
         monotonic: Callable[[], float] = time.monotonic,
         local_time: Callable[[], datetime] = _local_time,
@@ -119,6 +123,7 @@ class Sessions:
             meter=self._tally.meter,
             eta_ms=self._eta_ms,
             turn_ended=self._tally.turn_ended,
+            tracer=tracer or Untraced(),
             max_transcript_chars=max_transcript_chars,
             shared_prompts=frozenset(shared_prompts),
             replay_bytes=replay_kib * 1024,

@@ -271,7 +271,7 @@ class Session:
         self._stream.tell(end, record)
         self._around.turn_ended(outcome.record(self.facts, turn.turn_id))
 
-    def turn_failed(self, turn: Turn, failure: Failed) -> None:
+    def turn_failed(self, turn: Turn, failure: Failed, outcome: Outcome) -> None:
         """Tell that the running turn leaves nothing behind."""
         self._turn_is_over()
         error = self._stream.failed(turn, failure)
@@ -282,7 +282,6 @@ class Session:
             turn_id=turn.turn_id,
         )
         self._stream.tell(error, record)
-        outcome = turn.failed(failure, now=self._around.monotonic())
         self._around.turn_ended(outcome.record(self.facts, turn.turn_id))
 
     # How it changes.

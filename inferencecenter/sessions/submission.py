@@ -72,6 +72,7 @@ def submission(turn: Turn, prompt: Prompt, *, facts: SessionFacts, around: Surro
         shown_chars=len(answer.text),
         may_shift=facts.on_full == "shift",
         durable=facts.store,
+        traced=turn.trace.wanted,
     )
 
 

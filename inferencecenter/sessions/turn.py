@@ -11,6 +11,7 @@ from inferencecenter.sessions.history import TOKEN_BYTES
 from inferencecenter.sessions.prompt import Answer
 from inferencecenter.sessions.states import TURN, TurnChange, TurnState
 from inferencecenter.sessions.totals import TurnRecord
+from inferencecenter.sessions.tracing import Untraced
 
 if TYPE_CHECKING:
     from inferencecenter.ipc.messages import Delta, Failed, Finished, Overflowed, Started
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from inferencecenter.sessions.facts import SessionFacts
     from inferencecenter.sessions.prompt import Prompt
     from inferencecenter.sessions.records import TurnOrder
+    from inferencecenter.sessions.tracing import TurnTrace
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +67,7 @@ class Turn:
         self.prompt: Prompt | None = None
         self.position = 0
         self.abort_request: Abort | None = None
+        self.trace: TurnTrace = Untraced()
         self._state = TurnState.QUEUED
         self._measured_here = said is not None
         self._texts = [text] if text else []
@@ -138,6 +141,7 @@ class Turn:
         self._leave_queue(now)
         self._held_back = ""
         self._prompt_tokens = event.tokens
+        self.trace.spent(event.stages)
         if not self._prompt_counted:
             self._prompt_counted = True
             self._n_prompt_tokens += len(event.tokens) // TOKEN_BYTES
@@ -147,13 +151,16 @@ class Turn:
         """Take note that the turn waits for a slot again, with a shorter prompt."""
         self._wait_again(TurnChange.SHIFT, now=now)
         self._prompt_counted = False
+        self.trace.note("shifted", {"inferencecenter.tokens": event.n_tokens})
         if event.end is not None:
+            self.trace.spent(event.end.stages)
             self._held_back = event.text
             self._preempted += event.end.preempted
 
     def interrupt(self, *, now: float) -> None:
         """Take note that the turn's engine is gone, and that it waits for a slot of another one."""
         self._wait_again(TurnChange.INTERRUPT, now=now)
+        self.trace.note("engine_lost", {"inferencecenter.tokens": self.n_tokens})
 
     def extend(self, event: Delta, *, now: float) -> None:
         """Take in what was generated."""
