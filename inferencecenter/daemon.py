@@ -15,7 +15,7 @@ import time
 from contextlib import AsyncExitStack, ExitStack
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import structlog
 import uvloop
@@ -23,7 +23,7 @@ import uvloop
 from inferencecenter import __version__
 from inferencecenter.errors import ErrorCode, InferenceCenterError
 from inferencecenter.hardware.nvml import Gpu
-from inferencecenter.models.registry import default_model
+from inferencecenter.models.registry import default_model, not_registered
 from inferencecenter.protocol.params import Params, parse_params
 from inferencecenter.reload import Reload, static_clients
 from inferencecenter.reporting import Reporter
@@ -54,10 +54,11 @@ from inferencecenter.telemetry.notify import Notifier
 if TYPE_CHECKING:
     import socket
     import ssl
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping
     from pathlib import Path
 
-    from inferencecenter.ipc.port import EnginePort, EngineStatus
+    from inferencecenter.ipc.port import EnginesPort, EngineStatus
+    from inferencecenter.models.registry import ModelSpec
     from inferencecenter.sessions.store.recorder import PurgeKind
     from inferencecenter.sessions.totals import Totals, TurnObserver
     from inferencecenter.settings import Settings
@@ -96,6 +97,44 @@ class _Prepared:
     def tls(self) -> ssl.SSLContext | None:
         """What the port speaks TLS with, if it does."""
         return self.certificate.context if self.certificate else None
+
+
+@dataclass(frozen=True, slots=True)
+class _OneModel:
+    """The default model and no other. Implements ``ipc.port.EnginesPort``."""
+
+    spec: ModelSpec
+    supervisor: Supervisor
+
+    @property
+    def default(self) -> str:
+        """Its name."""
+        return self.spec.name
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Its name alone."""
+        return (self.spec.name,)
+
+    def engine(self, name: str) -> Supervisor:
+        """Return its engine."""
+        if name != self.spec.name:
+            raise not_registered(name, {self.spec.name: self.spec})
+        return self.supervisor
+
+    def want(self, name: str) -> None:
+        """Say why it cannot be loaded; if it can, it is being loaded."""
+        if (failure := self.engine(name).load_failure) is not None:
+            raise failure
+
+    def params_of(self, name: str) -> Mapping[str, Any]:
+        """Return its own parameters."""
+        self.engine(name)
+        return self.spec.params
+
+    def release(self, session_id: str) -> None:
+        """Let its engine forget a session's KV."""
+        self.supervisor.release(session_id)
 
 
 def serve(settings: Settings, *, announce: Callable[[Announcement], None], read_again: Callable[[], Settings]) -> int:
@@ -177,7 +216,7 @@ async def _run(settings: Settings, prepared: _Prepared, *, on_listening: Callabl
         return sessions.live_sessions()
 
     supervisor, gpu = _supervisor(settings, kv, live_sessions=live_sessions), Gpu()
-    sessions = _sessions(settings, prepared, supervisor, observer=metrics)
+    sessions = _sessions(settings, prepared, _OneModel(default_model(settings), supervisor), observer=metrics)
     reporter = _reporter(settings, supervisor, gpu, totals=sessions.totals)
     context = Context.create(
         settings.server, engine=supervisor, sessions=sessions, accounts=accounts, gpu=gpu, metrics=metrics
@@ -223,7 +262,7 @@ async def _run(settings: Settings, prepared: _Prepared, *, on_listening: Callabl
         running.push_async_callback(reporter.close)
         guard.begin()
         running.push_async_callback(guard.close)
-        await supervisor.start()
+        supervisor.start()
         running.push_async_callback(supervisor.stop)
         on_listening()
         await listener.serve(prepared.sockets)
@@ -233,9 +272,9 @@ async def _run(settings: Settings, prepared: _Prepared, *, on_listening: Callabl
     return int(failed())
 
 
-def _sessions(settings: Settings, prepared: _Prepared, engine: EnginePort, *, observer: TurnObserver) -> Sessions:
+def _sessions(settings: Settings, prepared: _Prepared, engines: EnginesPort, *, observer: TurnObserver) -> Sessions:
     return Sessions(
-        engine=engine,
+        engines=engines,
         config_params=prepared.config_params,
         max_sessions=settings.sessions.max_sessions,
         default_ttl_s=settings.sessions.default_ttl_s,

@@ -31,7 +31,7 @@ class Sleep:
         self._on_tired = on_tired
         self._call_later = call_later
         self._timer: Timer | None = None
-        self._wanted = asyncio.Event()
+        self._woken = asyncio.Event()
 
     def keep(self, *, idle: bool) -> None:
         """Begin to count, or end it; counting goes on where it is if nothing has changed."""
@@ -42,14 +42,14 @@ class Sleep:
             self._timer = None
 
     def wake(self) -> None:
-        """Take note that an engine is wanted, or that nobody is to wait for that any longer."""
-        self._wanted.set()
+        """Take note that an engine may be wanted, or that nobody is to wait for that any longer."""
+        self._woken.set()
 
-    async def until_wanted(self) -> None:
-        """Wait for a ``wake`` since the engine was tired."""
-        await self._wanted.wait()
+    async def until_woken(self) -> None:
+        """Wait for the next ``wake``."""
+        self._woken.clear()
+        await self._woken.wait()
 
     def _tire(self) -> None:
         self._timer = None
-        self._wanted.clear()
         self._on_tired()

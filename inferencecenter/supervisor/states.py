@@ -27,6 +27,7 @@ ENGINE: Final = Lifecycle(
     "engine",
     {
         (EngineState.STOPPED, EngineChange.START): EngineState.STARTING,
+        (EngineState.STOPPED, EngineChange.SLEEP): EngineState.ASLEEP,
         (EngineState.STARTING, EngineChange.LOADED): EngineState.READY,
         (EngineState.STARTING, EngineChange.LOST): EngineState.BACKOFF,
         (EngineState.READY, EngineChange.LOST): EngineState.BACKOFF,

@@ -28,7 +28,7 @@ from inferencecenter.supervisor.watch import HangWatch, call_later
 from inferencecenter.tasks import TaskGroup
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
+    from collections.abc import Awaitable, Callable, Collection
     from pathlib import Path
 
     from inferencecenter.errors import InferenceCenterError
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from inferencecenter.ipc.port import EngineTurn
     from inferencecenter.supervisor.process import EngineProcess
 
+_HOLDS_MEMORY: Final = (EngineState.STARTING, EngineState.READY, EngineState.BACKOFF, EngineState.SUSPENDING)
 _NOTHING_RUNS: Final = Step(events=(), running=0, waiting=0, rss_bytes=0)
 
 _log = structlog.get_logger(__name__)
@@ -47,7 +48,8 @@ class Supervisor:
     Implements ``ipc.port.EnginePort``. ``_change`` is the only writer of the engine's state. A model that cannot be
     loaded at first is not tried again: the engine stays ``failed``, ``load_failure`` says why, and turns wait for the
     next daemon. Once a model was loaded, every failure is taken to pass, until there are too many: then the engine is
-    ``given_up`` and its turns fail. An engine that has no turns for a while is ended, and the next turn starts another.
+    ``given_up`` and its turns fail. An engine that has no turns for a while is ended, and the next turn starts another;
+    so is one that is to ``make_way``, whose turns go on with the next.
 
     Args:
         options: What each engine is told at its start.
@@ -59,6 +61,7 @@ class Supervisor:
         sleep_after_s: One that has no turns for so long is ended until it is wanted; ``None`` for never.
         live_sessions: Names the sessions whose KV a new engine is to keep; without it all is kept.
         plan_again: Completes the options of every engine but the first, from a thread; none to leave them.
+        admit: Waits until an engine that sleeps may be started again, or is ``wanted`` no more, and tells which.
         lock_path: File by which the engine of a daemon that died is noticed; none to do without.
         jitter: Numbers from 0 to 1.
         monotonic: Seconds that only rise.
@@ -78,6 +81,7 @@ class Supervisor:
         # Surroundings
         live_sessions: Callable[[], Collection[str]] | None = None,
         plan_again: Callable[[EngineOptions], EngineOptions] | None = None,
+        admit: Callable[[], Awaitable[bool]] | None = None,
         lock_path: Path | None = None,
         jitter: Callable[[], float] = random.random,
         monotonic: Callable[[], float] = time.monotonic,
@@ -91,6 +95,7 @@ class Supervisor:
         self._hang_timeout_s = hang_timeout_s
         self._live_sessions = live_sessions
         self._plan_again = plan_again
+        self._admit = admit
         self._lock_path = lock_path
         self._monotonic = monotonic
         self._tasks = TaskGroup("supervisor")
@@ -113,8 +118,13 @@ class Supervisor:
         self._restarts = 0
         self._ready_since: float | None = None
         self._gauges = _NOTHING_RUNS
+        self._called = False
+        self._makes_way = False
+        self._is_planned = True
+        self._news = asyncio.Event()
         self._keeper: asyncio.Task[None] | None = None
         self._stop_asked = asyncio.Event()
+        self.last_used_s = monotonic()
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._state.value}, turns={len(self._turns)}, restarts={self._restarts})"
@@ -146,13 +156,58 @@ class Supervisor:
         """Whether the engine was lost so often that it is not started again."""
         return self._given_up
 
+    @property
+    def wanted(self) -> bool:
+        """Whether there is something for an engine to do, or somebody has called for one."""
+        return not self._stop_asked.is_set() and (self._called or len(self._turns) > 0)
+
+    @property
+    def busy(self) -> bool:
+        """Whether the engine has turns."""
+        return self._turns.engine_is_busy
+
     def subscribe(self, listener: Callable[[EngineStatus], None]) -> None:
         """Call ``listener`` when the state changes, and at each tenth of the loading."""
         self._listeners.add(listener)
 
-    async def start(self) -> None:
-        """Start the engine; to be called once, from the main thread. It is ready when ``status`` says so."""
-        self._keeper = self._tasks.spawn(self._keep_alive(), name="keep-alive")
+    def start(self, *, asleep: bool = False) -> None:
+        """Start the engine, or have it started when it is wanted; to be called once, from the main thread.
+
+        It is ready when ``status`` says so.
+        """
+        self._is_planned = not asleep
+        if asleep:
+            self._change(EngineChange.SLEEP)
+        self._keeper = self._tasks.spawn(self._keep_alive(asleep=asleep), name="keep-alive")
+
+    def wake(self) -> None:
+        """Start an engine that sleeps, though no turn wants it yet."""
+        self._called = self._state is not EngineState.READY
+        self._sleep.wake()
+
+    async def make_way(self, *, patience_s: float | None) -> None:
+        """Have the engine end when its turns have, and wait until it is gone; what comes meanwhile waits.
+
+        Turns that are not done after ``patience_s`` are interrupted, and go on with the next engine; ``None`` waits for
+        them as long as it takes.
+        """
+        self._makes_way = True
+        self._turns.hold()
+        try:
+            async with asyncio.timeout(patience_s):
+                await self._until(lambda: not self.busy or self._state is not EngineState.READY)
+        except TimeoutError:
+            _log.info("turns_wait_for_another_model", running=self._gauges.running)
+        if self._state is EngineState.READY:
+            self._fall_asleep()
+        await self._until(lambda: self._state not in _HOLDS_MEMORY)
+        self._makes_way = False
+
+    def recall(self) -> list[EngineTurn]:
+        """Give back the turns that no engine has and that have no tokens yet; they are not here any more."""
+        recalled = self._turns.recall()
+        self._watch()
+        return recalled
 
     async def stop(
         self, *, suspend_deadline_s: float = SUSPEND_DEADLINE_S, deadline_s: float = STOP_DEADLINE_S
@@ -191,6 +246,7 @@ class Supervisor:
         if position > self._max_queue:
             raise queue_full(self._max_queue)
         given = self._turns.add(turn)
+        self.last_used_s = self._monotonic()
         self._sleep.wake()
         self._watch()
         return position if given else max(1, position)
@@ -210,7 +266,9 @@ class Supervisor:
 
     # One engine after the other.
 
-    async def _keep_alive(self) -> None:
+    async def _keep_alive(self, *, asleep: bool) -> None:
+        if asleep:
+            await self._until_admitted()
         while not self._stop_asked.is_set():
             self._progress.begin()
             self._change(EngineChange.START)
@@ -238,13 +296,25 @@ class Supervisor:
         self._gauges = msgspec.structs.replace(self._gauges, running=0, waiting=0, rss_bytes=0)
         _log.info("engine_asleep", detail=ended.detail, parked_sessions=self._gauges.parked_sessions)
         self._change(EngineChange.ENDED)
-        await self._sleep.until_wanted()
+        await self._until_admitted()
+
+    async def _until_admitted(self) -> None:
+        while not self._stop_asked.is_set():
+            if not self.wanted:
+                await self._sleep.until_woken()
+            elif self._admit is None or await self._admit():
+                return
+
+    async def _until(self, holds: Callable[[], bool]) -> None:
+        while not holds():
+            await self._news.wait()
 
     async def _live(self) -> Ended:
         """Run one engine until it is gone."""
         self._ready_since = None
-        if self._plan_again is not None and (self._model is not None or self._restarts):
+        if self._plan_again is not None and not self._is_planned:
             self._options = await asyncio.to_thread(self._plan_again, self._options)
+        self._is_planned = False
         try:
             process = await launch(
                 self._options, is_first=self._model is None, on_message=self._on_message, lock_path=self._lock_path
@@ -322,8 +392,12 @@ class Supervisor:
         assert self._process is not None, "it has just spoken"
         self._model, self._progress.fraction, self._detail = model, 1.0, ""
         self._ready_since = self._monotonic()
+        self._called = False
         log_ready(model)
         self._change(EngineChange.LOADED)
+        if self._makes_way:
+            self._fall_asleep()
+            return
         if self._live_sessions is not None:
             self._process.send(Keep(tuple(self._live_sessions())))
         self._turns.connect(self._process.send)
@@ -335,6 +409,8 @@ class Supervisor:
             self._load_failure = not_loaded(message)
 
     def _watch(self) -> None:
+        self._news.set()
+        self._news.clear()
         self._hang_watch.keep(watching=self._turns.engine_is_busy)
         self._sleep.keep(idle=not self._turns and self._state is EngineState.READY)
 

@@ -38,6 +38,7 @@ class Turns:
         self._aborted: set[str] = set()
         self._leaving: set[str] = set()
         self._suspects = Suspects()
+        self._held = False
         self._send: Callable[[ToEngine], None] | None = None
 
     def __repr__(self) -> str:
@@ -70,8 +71,20 @@ class Turns:
 
     def connect(self, send: Callable[[ToEngine], None]) -> None:
         """Give the turns to a new engine, which hears by ``send``."""
-        self._send = send
+        self._send, self._held = send, False
         self._go_on()
+
+    def hold(self) -> None:
+        """Give the engine no more turns; those that it has go on."""
+        self._held = True
+
+    def recall(self) -> list[EngineTurn]:
+        """Give back the turns that no engine has and that have no tokens yet; they are not kept any more."""
+        recalled = [turn for turn_id, turn in self._turns.items() if turn_id not in self._given and not turn.n_tokens]
+        for turn in recalled:
+            del self._turns[turn.turn_id]
+            self._suspects.forget(turn.turn_id)
+        return recalled
 
     def hear(self, event: TurnEvent) -> None:
         """Pass on what the engine says of a turn."""
@@ -112,7 +125,7 @@ class Turns:
             for turn_id in (ended.suspects if ended else ())
             if turn_id in self._turns and (turn_id in was_given or turn_id in self._leaving)
         }
-        self._send, self._given, self._aborted = None, set(), set()
+        self._send, self._held, self._given, self._aborted = None, False, set(), set()
         self._leaving.clear()
         culprit = self._suspects.lost(suspects, from_outside=ended is not None and ended.from_outside)
         for turn_id in [turn_id for turn_id in self._turns if turn_id in was_given]:
@@ -132,7 +145,7 @@ class Turns:
             self._end(_failed(turn_id, error))
 
     def _may_run(self, turn_id: str) -> bool:
-        if self._send is None or turn_id in self._leaving:
+        if self._send is None or self._held or turn_id in self._leaving:
             return False
         on_trial = self._suspects.on_trial
         return on_trial is None or (on_trial == turn_id and not self.engine_is_busy)

@@ -33,7 +33,7 @@ def stub(monkeypatch: pytest.MonkeyPatch) -> None:
 async def ready(**options: object) -> Watched:
     """Return a supervisor whose engine is ready."""
     watched = Watched(**options)  # type: ignore[arg-type]
-    await watched.supervisor.start()
+    watched.supervisor.start()
     await watched.until(EngineState.READY)
     return watched
 
@@ -60,7 +60,7 @@ async def test_an_engine_killed_while_it_loads(tmp_path: Path) -> None:
             watched.kill()
 
     watched.supervisor.subscribe(kill)
-    await watched.supervisor.start()
+    watched.supervisor.start()
     await end_of(turn)
     assert (turn.text, turn.interruptions, turn.submissions) == (answer(3), 0, 1)
     assert watched.supervisor.status.restarts == 1
@@ -309,7 +309,7 @@ async def test_too_many_restarts_are_the_end() -> None:
     watched = Watched(model_name="die", max_restarts=3)
     turn = watched.submit("t", "count 3")
     with capture_logs() as logs:
-        await watched.supervisor.start()
+        watched.supervisor.start()
         failed = await crashed(turn)
     assert failed.code == ErrorCode.ENGINE_UNAVAILABLE
     assert "SIGABRT" in failed.message
@@ -331,7 +331,7 @@ async def test_a_gpu_that_is_too_small_gets_fewer_layers(how: str) -> None:
     watched = Watched(model_name=f"{how} 10", max_restarts=0)
     turn = watched.submit("t", "count 3")
     with capture_logs() as logs:
-        await watched.supervisor.start()
+        watched.supervisor.start()
         await end_of(turn)
     assert [line["n_gpu_layers"] for line in logs if line["event"] == "engine_uses_fewer_layers"] == [32, 16, 8]
     assert watched.supervisor.load_failure is None
@@ -343,7 +343,7 @@ async def test_a_gpu_that_is_too_small_gets_fewer_layers(how: str) -> None:
 async def test_a_model_that_does_not_fit_without_a_gpu_either(monkeypatch: pytest.MonkeyPatch) -> None:
     """When the processor alone cannot load it, that is why it is not tried again."""
     watched = Watched(model_name="refuse -1", max_restarts=0, n_gpu_layers=1)
-    await watched.supervisor.start()
+    watched.supervisor.start()
     await watched.until(EngineState.FAILED)
     failure = watched.supervisor.load_failure
     assert failure is not None

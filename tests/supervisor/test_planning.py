@@ -290,7 +290,7 @@ async def test_every_engine_but_the_first_is_planned_again() -> None:
     ready = asyncio.Event()
     supervisor.subscribe(lambda status: ready.set() if status.state is EngineState.READY else None)
     slots = []
-    await supervisor.start()
+    supervisor.start()
     try:
         for _ in range(3):
             async with asyncio.timeout(30):

@@ -72,14 +72,12 @@ def test_one_that_never_sleeps_has_no_timer() -> None:
     assert bed.calls == []
 
 
-async def test_it_is_wanted_from_the_moment_it_is_tired() -> None:
-    """What was asked before does not wake it; what is asked while it falls asleep does."""
+async def test_it_is_woken_by_what_comes_while_somebody_waits() -> None:
+    """What was said before does not count: whoever waits has looked before whether anything is wanted."""
     bed = Bed()
     bed.sleep.wake()
-    bed.sleep.keep(idle=True)
-    bed.fire()
     tasks = TaskGroup("test")
-    waiting = tasks.spawn(bed.sleep.until_wanted(), name="waiting")
+    waiting = tasks.spawn(bed.sleep.until_woken(), name="waiting")
     await asyncio.sleep(0)
     assert not waiting.done()
     bed.sleep.wake()
@@ -89,7 +87,7 @@ async def test_it_is_wanted_from_the_moment_it_is_tired() -> None:
 async def asleep(**options: object) -> Watched:
     """Return a supervisor whose engine has fallen asleep."""
     watched = Watched(sleep_after_s=SOON_S, **options)  # type: ignore[arg-type]
-    await watched.supervisor.start()
+    watched.supervisor.start()
     await watched.until(EngineState.ASLEEP)
     return watched
 
@@ -97,7 +95,7 @@ async def asleep(**options: object) -> Watched:
 async def test_an_idle_engine_ends_and_a_turn_starts_the_next() -> None:
     """Nothing of it is left but what is known of the model; each wake is a start, and no restart."""
     watched = Watched(sleep_after_s=SOON_S, max_restarts=0)
-    await watched.supervisor.start()
+    watched.supervisor.start()
     await watched.until(EngineState.READY)
     for number in range(3):
         pid = watched.supervisor.status.pid
@@ -125,7 +123,7 @@ async def test_an_engine_with_turns_does_not_sleep() -> None:
     """However long they take; the time is counted from the end of the last."""
     watched = Watched(sleep_after_s=SOON_S, echo_delay_ms=20)
     early = watched.submit("t1", "a long answer " * 4)
-    await watched.supervisor.start()
+    watched.supervisor.start()
     await watched.until(EngineState.READY)
     await end_of(early)
     assert EngineState.SUSPENDING not in watched.states
@@ -144,7 +142,7 @@ async def test_turns_that_come_while_it_falls_asleep_run_in_the_next_engine() ->
             late.extend(watched.submit(f"t{number}") for number in range(3))
 
     watched.supervisor.subscribe(submit_late)
-    await watched.supervisor.start()
+    watched.supervisor.start()
     await watched.until(EngineState.SUSPENDING)
     await watched.until(EngineState.ASLEEP)
     for turn in late:
@@ -183,7 +181,7 @@ async def test_its_sessions_are_parked_and_found_again(tmp_path: Path) -> None:
 
 
 async def test_what_is_withdrawn_before_it_has_woken_hears_so() -> None:
-    """The engine that it woke finds nothing to do; what nobody knows wakes nobody."""
+    """Nobody is woken for it, nor for what nobody knows; the next turn wakes as ever."""
     watched = await asleep()
     watched.supervisor.abort("unknown")
     watched.supervisor.release("unknown")
@@ -191,8 +189,10 @@ async def test_what_is_withdrawn_before_it_has_woken_hears_so() -> None:
     turn = watched.submit("t1")
     watched.supervisor.abort("t1")
     assert turn.terminal == [Withdrawn("t1")]
-    await watched.until(EngineState.READY)
-    await watched.until(EngineState.ASLEEP)
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert watched.supervisor.status.state is EngineState.ASLEEP
+    assert (await end_of(watched.submit("t2"))).reason == "stop"
     await watched.supervisor.stop()
 
 
@@ -207,7 +207,7 @@ async def test_an_engine_that_dies_while_it_falls_asleep_is_not_lost() -> None:
 
     watched.supervisor.subscribe(kill_once)
     with capture_logs() as logs:
-        await watched.supervisor.start()
+        watched.supervisor.start()
         await watched.until(EngineState.ASLEEP)
     (line,) = [line for line in logs if line["event"] == "engine_asleep"]
     assert "SIGKILL" in line["detail"]
@@ -233,7 +233,7 @@ async def test_an_engine_that_hangs_while_it_falls_asleep_is_killed(monkeypatch:
 
     watched.supervisor.subscribe(stop_once)
     with capture_logs() as logs:
-        await watched.supervisor.start()
+        watched.supervisor.start()
         await watched.until(EngineState.ASLEEP)
     assert "engine_not_suspended" in {line["event"] for line in logs}
     assert (await end_of(late[0])).reason == "stop"
@@ -266,7 +266,7 @@ async def test_an_engine_that_cannot_load_any_more_is_tried_again(monkeypatch: p
         return msgspec.structs.replace(engine, **next(options, {}))
 
     watched = Watched(sleep_after_s=SOON_S, max_restarts=1, plan_again=plan_again)
-    await watched.supervisor.start()
+    watched.supervisor.start()
     await watched.until(EngineState.ASLEEP)
     turn = watched.submit("t1", "count 3")
     await watched.until(EngineState.BACKOFF)
@@ -282,7 +282,7 @@ async def test_an_engine_that_cannot_load_any_more_is_tried_again(monkeypatch: p
 async def test_stopping_ends_it_from_any_depth_of_sleep(state: EngineState) -> None:
     """No process and no task is left, and turns are refused from then on."""
     watched = Watched(sleep_after_s=SOON_S)
-    await watched.supervisor.start()
+    watched.supervisor.start()
     await watched.until(state)
     async with asyncio.timeout(TIMEOUT_S):
         await watched.supervisor.stop()

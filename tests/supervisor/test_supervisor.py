@@ -26,7 +26,7 @@ LONG = "a long answer " * 6
 async def slow() -> AsyncIterator[Watched]:
     """An engine that is ready and takes its time for each token."""
     watched = Watched(echo_delay_ms=20)
-    await watched.supervisor.start()
+    watched.supervisor.start()
     await watched.until(EngineState.READY)
     yield watched
     await watched.supervisor.stop()
@@ -84,7 +84,7 @@ async def test_turns_wait_for_the_first_engine() -> None:
     watched = Watched()
     before, during = Heard(order("t1")), Heard(order("t2"))
     assert watched.supervisor.submit(before) == 1
-    await watched.supervisor.start()
+    watched.supervisor.start()
     await watched.until(EngineState.STARTING)
     assert watched.supervisor.submit(during) == 1
     assert (before.submissions, watched.supervisor.status.waiting) == (0, 2)
@@ -126,7 +126,7 @@ async def test_a_listener_that_fails_harms_nobody_else(slow: Watched) -> None:
 async def test_the_queue_is_bounded_and_places_are_told() -> None:
     """Beyond slots and queue a turn is refused; before that its place is the number of turns ahead in the queue."""
     watched = Watched(max_queue=1, echo_delay_ms=50)
-    await watched.supervisor.start()
+    watched.supervisor.start()
     await watched.until(EngineState.READY)
     turns = [watched.submit(f"t{n}", LONG) for n in range(3)]
     with pytest.raises(InferenceCenterError) as caught:
@@ -139,7 +139,7 @@ async def test_the_queue_is_bounded_and_places_are_told() -> None:
 async def test_stopping_interrupts_turns_and_ends_the_process() -> None:
     """Turns hear of no end and nothing more, the process is gone when stop returns, stopping twice does nothing."""
     watched = Watched(echo_delay_ms=20)
-    await watched.supervisor.start()
+    watched.supervisor.start()
     await watched.until(EngineState.READY)
     pid = watched.supervisor.status.pid
     assert pid is not None
@@ -190,7 +190,7 @@ async def test_an_engine_that_dies_while_it_suspends_is_not_waited_for(slow: Wat
 async def test_stopping_while_it_starts_leaves_no_process() -> None:
     """A stop right after the start ends as any other."""
     watched = Watched()
-    await watched.supervisor.start()
+    watched.supervisor.start()
     await asyncio.sleep(0)
     await watched.supervisor.stop()
     assert watched.states[-1] is EngineState.STOPPED
@@ -201,7 +201,7 @@ async def test_a_model_that_cannot_be_loaded_is_not_tried_again(tmp_path: Path) 
     """The reason is kept for whoever decides what to do about it; turns that wait are the next daemon's."""
     watched = Watched(backend="llama", model_path=str(tmp_path / "missing.gguf"))
     kept = watched.submit("t0")
-    await watched.supervisor.start()
+    watched.supervisor.start()
     await watched.until(EngineState.FAILED)
     failure = watched.supervisor.load_failure
     assert failure is not None
@@ -220,7 +220,7 @@ async def test_loading_is_told_in_tenths_and_llama_cpp_is_logged(demo_model_path
     fractions: list[float] = []
     watched.supervisor.subscribe(lambda status: fractions.append(status.load_fraction))
     with capture_logs() as logs:
-        await watched.supervisor.start()
+        watched.supervisor.start()
         await watched.until(EngineState.READY)
     await watched.supervisor.stop()
     assert fractions == sorted(fractions)
@@ -237,7 +237,7 @@ async def test_a_model_that_was_loaded_once_is_tried_again(demo_model_path: Path
     path = tmp_path / "model.gguf"
     _link(path, demo_model_path)
     watched = Watched(backend="llama", model_path=str(path), n_ctx=256)
-    await watched.supervisor.start()
+    watched.supervisor.start()
     await watched.until(EngineState.READY)
     path.unlink()
     watched.kill()
@@ -253,7 +253,7 @@ async def test_a_model_that_was_loaded_once_is_tried_again(demo_model_path: Path
 async def test_an_engine_that_takes_too_long_to_load_is_started_again() -> None:
     """Past its time it is killed, the status says why, and another one is started."""
     watched = Watched(load_timeout_s=0.001)
-    await watched.supervisor.start()
+    watched.supervisor.start()
     await watched.until(EngineState.BACKOFF)
     detail = watched.supervisor.status.detail
     await watched.until(EngineState.STARTING)
@@ -265,7 +265,7 @@ async def test_the_engine_holds_the_lock_as_long_as_it_lives(tmp_path: Path) -> 
     """A restart takes the lock again, and the file names the engine that holds it."""
     path = tmp_path / "engine.lock"
     watched = Watched(lock_path=path)
-    await watched.supervisor.start()
+    watched.supervisor.start()
     await watched.until(EngineState.READY)
     first = watched.supervisor.status.pid
     assert first is not None

@@ -21,7 +21,7 @@ LONG = "a text that is long enough to be worth parking, which a few words would 
 async def ready(**options: object) -> Watched:
     """Return a supervisor whose engine is ready."""
     watched = Watched(**options)  # type: ignore[arg-type]
-    await watched.supervisor.start()
+    watched.supervisor.start()
     await watched.until(EngineState.READY)
     return watched
 
