@@ -7,7 +7,8 @@ from enum import Enum
 from typing import TYPE_CHECKING
 
 from inferencecenter.engine.kv.ledger import PUBLIC, Ledger
-from inferencecenter.engine.kv.record import TOKEN_BYTES
+from inferencecenter.engine.kv.ram import whole_pages
+from inferencecenter.engine.kv.record import TOKEN_BYTES, Record
 from inferencecenter.engine.scheduler.parking import Match
 from inferencecenter.engine.scheduler.prefix import common_prefix_tokens
 from inferencecenter.ipc.messages import pack_tokens
@@ -56,6 +57,19 @@ class Entry:
     def file_bytes(self) -> int:
         """What a copy on disk takes."""
         return self.payload_start + self.payload_bytes
+
+    @property
+    def header(self) -> Record:
+        """What is written before its payload, but for the payload's checksum."""
+        return Record(
+            key=self.key,
+            scope=self.scope,
+            tokens=self.tokens,
+            durable=self.durable,
+            stamp=self.stamp,
+            payload_bytes=self.payload_bytes,
+            payload_crc=0,
+        )
 
 
 class Catalogue:
@@ -112,7 +126,8 @@ class Catalogue:
     def find(self, scope: str, tokens: Sequence[int]) -> Match | None:
         """Return the entry of ``scope`` or of the public one that shares most tokens, or ``None`` if none shares any.
 
-        Of equal ones the first is that in RAM, then the shortest, then the one parked last.
+        Of equal ones the first is that in RAM, then the shortest, then the one parked last. One on disk is passed over
+        while it may not be fetched.
         """
         candidates = [*self._scopes.get(scope, {}).values()]
         if scope != PUBLIC:
@@ -124,6 +139,8 @@ class Catalogue:
         shared = b""
         for entry in candidates:
             if not entry.tokens.startswith(shared):  # shares less than the best so far, seen by one comparison
+                continue
+            if self._shut_out(entry):
                 continue
             common = common_prefix_tokens(entry.tokens, wanted) // TOKEN_BYTES
             if common == 0 or (common < entry.n_tokens and not self._can_rewind):
@@ -161,10 +178,27 @@ class Catalogue:
 
         return self.disk.room(entry.scope, entry.file_bytes, without=None, rank=rank)
 
+    def excess_in_ram(self) -> list[Entry]:
+        """Return the entries to leave RAM so that it holds no more than is allowed; those that arrive cannot.
+
+        What is on disk goes first, as nothing is lost with it, and of these what was used longest ago; what is on its
+        way there goes last.
+        """
+        order = {Place.THERE: 0, Place.ABSENT: 1, Place.ARRIVING: 2}
+        excess = self.ram.total_bytes - self.ram.allowed_bytes
+        chosen: list[Entry] = []
+        for entry in sorted(self.ram, key=lambda entry: order[entry.disk]):
+            if excess <= 0:
+                break
+            if entry.ram is Place.THERE:
+                chosen.append(entry)
+                excess -= self.ram.bytes_of(entry)
+        return chosen
+
     def to_copy(self, spare_bytes: int) -> list[Entry]:
         """Return the entries to be copied to disk now, so that ``spare_bytes`` of RAM can be had at no loss."""
         chosen: list[Entry] = []
-        spare = self.ram.limits.budget_bytes - self.ram.total_bytes
+        spare = self.ram.allowed_bytes - self.ram.total_bytes
         for entry in self.ram:
             if spare >= spare_bytes:
                 break
@@ -189,6 +223,11 @@ class Catalogue:
             assert Place.THERE in {entry.ram, entry.disk}, f"{key} is nowhere"
             assert (entry in self.ram) == (entry.ram is not Place.ABSENT), f"{key} is miscounted in RAM"
             assert (entry in self.disk) == (entry.disk is not Place.ABSENT), f"{key} is miscounted on disk"
+
+    def _shut_out(self, entry: Entry) -> bool:
+        """Tell whether an entry on disk fits RAM, but not what is allowed of it now."""
+        is_fitting = self.ram.allowed_bytes < whole_pages(entry.file_bytes) <= self.ram.limits.budget_bytes
+        return is_fitting and entry.ram is Place.ABSENT
 
     def _awaits_copy(self, entry: Entry) -> bool:
         may_be_copied = entry.durable and not entry.refused and entry.file_bytes <= self.disk.limits.of(entry.scope)

@@ -28,10 +28,14 @@ class Limits:
 
 
 class Ledger(Generic[ItemT]):
-    """Items with their scopes and bytes, the least recently used first."""
+    """Items with their scopes and bytes, the least recently used first.
+
+    ``allowed_bytes`` of the budget may be used for now; what is here already may be more.
+    """
 
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
+        self.allowed_bytes = limits.budget_bytes
         self._items: dict[ItemT, tuple[str, int]] = {}
         self._scopes: Counter[str] = Counter()
         self._total_bytes = 0
@@ -112,12 +116,12 @@ class Ledger(Generic[ItemT]):
         assert all(n_bytes <= self.limits.of(scope) for scope, n_bytes in scopes.items()), "a scope has too much"
 
     def _excess(self, scope: str, n_bytes: int, without: ItemT | None) -> tuple[int, int, int]:
-        """Return by what an item would exceed its scope's share and the budget, in bytes, and the number of items."""
+        """Return by what an item would exceed its scope's share and what is allowed, in bytes, and the most items."""
         gone_scope, gone_bytes = (None, 0) if without is None else self._items.get(without, (None, 0))
         total = self._total_bytes - gone_bytes + n_bytes
         share = self._scopes[scope] - (gone_bytes if gone_scope == scope else 0) + n_bytes
         items = len(self._items) + 1 - (gone_scope is not None)
-        return share - self.limits.of(scope), total - self.limits.budget_bytes, items - self.limits.max_items
+        return share - self.limits.of(scope), total - self.allowed_bytes, items - self.limits.max_items
 
     def _first(self, order: list[ItemT], n_bytes: int, n_items: int) -> tuple[ItemT, ...]:
         """Return as many of the first items as make up ``n_bytes`` and ``n_items``, or all when these do not."""

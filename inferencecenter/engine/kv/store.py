@@ -120,12 +120,12 @@ class KvStore:
         return self._tiers.catalogue.find(scope, tokens)
 
     def fits(self, n_tokens: int) -> bool:
-        """Tell whether a client's sequence of ``n_tokens`` could be parked at all."""
+        """Tell whether a client's sequence of ``n_tokens`` could be parked at all, as far as RAM may be used now."""
         catalogue = self._tiers.catalogue
         need = record.header_bytes(_ANY, _ANY, n_tokens) + n_tokens * self._bytes_per_token
         if self._passes_through and need > catalogue.disk.limits.of(_ANY):
             return False
-        return whole_pages(need) <= catalogue.ram.limits.of(_ANY)
+        return whole_pages(need) <= min(catalogue.ram.limits.of(_ANY), catalogue.ram.allowed_bytes)
 
     def park(  # noqa: PLR0913 - a sequence and its owner, all by name
         self,
@@ -229,6 +229,15 @@ class KvStore:
             stays = entry.scope in scopes if entry.key.startswith(_PREFIX_KEY) else entry.key in wanted
             if not stays:
                 self._tiers.remove(entry)
+
+    def limit_ram(self, allowed_bytes: int | None) -> None:
+        """Have sequences take no more than ``allowed_bytes`` of memory from now on, ``None`` for the tier's budget.
+
+        What is more is given up at once, and its memory is free when this returns, except what is being read or written
+        on the worker. Sequences that are on disk as well go first, then those that were used longest ago.
+        """
+        self._tiers.settle()
+        self._tiers.limit_ram(allowed_bytes)
 
     def save(self, progressed: Callable[[], None]) -> None:
         """Copy to disk what may be there and is not, what was used last first, as far as there is room; wait for that.

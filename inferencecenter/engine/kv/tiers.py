@@ -12,7 +12,6 @@ from inferencecenter.engine.kv.jobs import Jobs
 from inferencecenter.engine.kv.ledger import Limits
 from inferencecenter.engine.kv.mapping import Mapping
 from inferencecenter.engine.kv.ram import is_sound, whole_pages
-from inferencecenter.engine.kv.record import Record
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable
@@ -128,17 +127,23 @@ class Tiers:
             self.remove(old)
         self.catalogue.add(entry)
         self._settle_in(entry, mapping)
-        header = Record(
-            key=entry.key,
-            scope=entry.scope,
-            tokens=entry.tokens,
-            durable=entry.durable,
-            stamp=entry.stamp,
-            payload_bytes=entry.payload_bytes,
-            payload_crc=0,
-        )
+        header = entry.header
         self._jobs.submit(partial(seal, mapping, mapping.generation, header, self._fingerprint), self._finished)
         self._copy_ahead()
+
+    def limit_ram(self, allowed_bytes: int | None) -> None:
+        """Let RAM hold no more than ``allowed_bytes`` from now on, ``None`` for its budget; what is more goes at once.
+
+        It goes on this thread: the worker may be busy with a disk while memory runs out.
+        """
+        ram = self.catalogue.ram
+        budget = ram.limits.budget_bytes
+        ram.allowed_bytes = budget if allowed_bytes is None else min(allowed_bytes, budget)
+        for entry in self.catalogue.excess_in_ram():
+            self._take_from_ram(entry).discard()
+            if entry.disk is not Place.THERE:
+                self.remove(entry)
+        self._ram.trim(self._room_bytes)
 
     def save(self, progressed: Callable[[], None]) -> None:
         """Copy to disk what may be there and is not, what was used last first, and wait for that."""
@@ -218,8 +223,8 @@ class Tiers:
         """Copy to disk what is oldest in RAM, so that it can leave without being lost."""
         if self._disk is None:
             return
-        budget = self.catalogue.ram.limits.budget_bytes
-        for entry in self.catalogue.to_copy(budget if self._passes_through else int(budget * _COPIED_SHARE)):
+        allowed = self.catalogue.ram.allowed_bytes
+        for entry in self.catalogue.to_copy(allowed if self._passes_through else int(allowed * _COPIED_SHARE)):
             self._copy(self._disk, entry, optional=not self._passes_through)
 
     def _copy(self, disk: DiskTier, entry: Entry, *, optional: bool) -> None:
@@ -285,10 +290,13 @@ class Tiers:
         if result is False:
             self.drop(entry, "its checksum is wrong")
 
-    def _leave_ram(self, entry: Entry) -> None:
+    def _take_from_ram(self, entry: Entry) -> Mapping:
         entry.ram = Place.ABSENT
         self.catalogue.ram.drop(entry)
-        self.give_back(self._mappings.pop(entry))
+        return self._mappings.pop(entry)
+
+    def _leave_ram(self, entry: Entry) -> None:
+        self.give_back(self._take_from_ram(entry))
         if entry.disk is Place.ABSENT:
             self.catalogue.remove(entry)
 
@@ -304,9 +312,7 @@ class Tiers:
         """Take an entry out of both tiers; memory that is being read into comes back with the result of that."""
         self.catalogue.remove(entry)
         if entry.ram is Place.THERE:
-            entry.ram = Place.ABSENT
-            self.catalogue.ram.drop(entry)
-            self.give_back(self._mappings.pop(entry))
+            self.give_back(self._take_from_ram(entry))
         if entry.disk is not Place.ABSENT and self._disk is not None:
             entry.disk = Place.ABSENT
             self.catalogue.disk.drop(entry)
@@ -333,7 +339,7 @@ class Tiers:
     @property
     def _room_bytes(self) -> int:
         """What mappings may take in which there is no entry."""
-        return self.catalogue.ram.limits.budget_bytes - self.catalogue.ram.total_bytes
+        return self.catalogue.ram.allowed_bytes - self.catalogue.ram.total_bytes
 
     def _finished(self, result: object) -> None:
         if isinstance(result, Exception) and not isinstance(result, CancelledError):

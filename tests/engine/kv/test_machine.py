@@ -13,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from inferencecenter.engine.kv import disk
 from inferencecenter.engine.kv.adoption import Adoption
+from inferencecenter.engine.kv.catalogue import Place
 from inferencecenter.engine.kv.record import decode, digest
 from tests.engine.kv.harness import PAGE_BYTES, Bench, payload_of
 
@@ -83,6 +84,14 @@ class StoreMachine(RuleBasedStateMachine):
         self.parked.pop(key, None)
         assert self.bench.load(key) is None
 
+    @rule(pages=st.none() | st.integers(0, 7))
+    def limit(self, pages: int | None) -> None:
+        """Let memory hold so much only; but for what arrives in it, it does at once."""
+        self.bench.store.limit_ram(None if pages is None else pages * PAGE_BYTES)
+        catalogue = self.bench.store._tiers.catalogue
+        if pages is not None and not any(entry.ram is Place.ARRIVING for entry in catalogue.ram):
+            assert catalogue.ram.total_bytes + self.bench.store._tiers._ram.warm_bytes <= pages * PAGE_BYTES
+
     @rule(n_jobs=st.integers(1, 4))
     def work(self, n_jobs: int) -> None:
         """Let the worker do some of its jobs."""
@@ -128,7 +137,10 @@ class StoreMachine(RuleBasedStateMachine):
     def find(self, scope: str, wanted: list[int]) -> None:
         """What is found shares what it says, belongs to the scope or to all, and nothing there shares more."""
         match = self.bench.store.find(scope, wanted)
-        there = {entry.key for entry in self.bench.store._tiers.catalogue if SCOPES[entry.key] in {scope, ""}}
+        catalogue = self.bench.store._tiers.catalogue
+        there = {
+            entry.key for entry in catalogue if SCOPES[entry.key] in {scope, ""} and not catalogue._shut_out(entry)
+        }
         assert there <= self.parked.keys()
         common = {key: self.common(self.parked[key][0], wanted) for key in there}
         if not self.bench.can_rewind:
