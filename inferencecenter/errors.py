@@ -29,6 +29,7 @@ class ErrorCode(StrEnum):
     TURN_NOT_FOUND = "turn_not_found"
     QUEUE_FULL = "queue_full"
     QUEUE_TIMEOUT = "queue_timeout"
+    OVERLOADED = "overloaded"
     RATE_LIMITED = "rate_limited"
     QUOTA_EXCEEDED = "quota_exceeded"
     PROMPT_TOO_LONG = "prompt_too_long"
@@ -82,6 +83,7 @@ _ROWS = (
     ErrorSpec(
         ErrorCode.QUEUE_TIMEOUT, "The turn waited too long for a slot.", 503, 75, retryable=True, retry_after_ms=1000
     ),
+    ErrorSpec(ErrorCode.OVERLOADED, "Memory is short.", 503, 75, retryable=True, retry_after_ms=5000),
     ErrorSpec(ErrorCode.RATE_LIMITED, "Too many requests.", 429, 75, retryable=True, close_code=4429),
     ErrorSpec(ErrorCode.QUOTA_EXCEEDED, "The token's quota is used up.", 429, 75),
     ErrorSpec(ErrorCode.PROMPT_TOO_LONG, "The prompt does not fit the context.", 413, 65),

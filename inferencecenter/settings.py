@@ -335,6 +335,32 @@ class KvSettings(Section):
     client_share: float = Field(0.5, gt=0, le=1, description="Most that one client may have of either.")
 
 
+class MemorySettings(Section):
+    """When memory counts as short; then parked KV is given up, and if that does not help no turn begins."""
+
+    guard: bool = Field(True, description="Whether memory is watched while an engine runs.")
+    ram_ceiling_mib: int | None = Field(
+        None,
+        ge=1,
+        le=2**30,
+        description="MiB that the daemon, its engines and what they park may take, mapped model files not counted; "
+        "without it 90 % of what the control group may, or if that is not limited 95 % of the machine's memory, whoever "
+        "uses it.",
+    )
+    vram_floor_mib: int | None = Field(
+        None,
+        ge=1,
+        le=2**20,
+        description="MiB that must be free on each GPU in use for a turn to begin; without it VRAM is not watched.",
+    )
+    hysteresis_percent: float = Field(
+        5.0,
+        ge=0,
+        le=50,
+        description="How far below the ceiling KV is given up, and turns begin again at once; later they do also above.",
+    )
+
+
 class LoraSettings(Section):
     """A LoRA adapter on top of a model."""
 
@@ -429,6 +455,7 @@ class Settings(BaseSettings):
     engine: EngineSettings = Field(default_factory=EngineSettings)
     gpu: GpuSettings = Field(default_factory=GpuSettings)
     kv: KvSettings = Field(default_factory=KvSettings)
+    memory: MemorySettings = Field(default_factory=MemorySettings)
     model: ModelSettings = Field(default_factory=ModelSettings)
     params: dict[str, Any] = Field(
         default_factory=dict,

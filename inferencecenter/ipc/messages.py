@@ -108,6 +108,15 @@ class Limit(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     pause_ms: int
 
 
+class KvLimit(msgspec.Struct, frozen=True, tag=True):
+    """Let parked KV take no more than ``ram_bytes`` of memory, and give up at once what is more.
+
+    It holds until another ``KvLimit`` comes; ``None`` is as much as the options say.
+    """
+
+    ram_bytes: int | None
+
+
 class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Everything the engine process is told at its start.
 
@@ -171,7 +180,7 @@ class Configure(msgspec.Struct, frozen=True, tag=True):
     options: EngineOptions
 
 
-ToEngine: TypeAlias = Configure | Submit | Abort | Release | Keep | Limit | Suspend
+ToEngine: TypeAlias = Configure | Submit | Abort | Release | Keep | Limit | KvLimit | Suspend
 
 
 # --- engine to front: the life of the process

@@ -13,6 +13,7 @@ from inferencecenter.ipc.messages import (
     Delta,
     EngineOptions,
     Failed,
+    KvLimit,
     Limit,
     Log,
     Piece,
@@ -44,6 +45,8 @@ TO_ENGINE: list[ToEngine] = [
     Abort("t"),
     Release("s"),
     Limit(active_slots=2, prefill_share=0.5, lowest_class=0, pause_ms=200),
+    KvLimit(1 << 40),
+    KvLimit(None),
 ]
 STEP = Step(
     events=(
