@@ -47,6 +47,7 @@ class ErrorCode(StrEnum):
     INVALID_MODEL_FILE = "invalid_model_file"
     ADDRESS_IN_USE = "address_in_use"
     DAEMON_UNREACHABLE = "daemon_unreachable"
+    HUB_UNREACHABLE = "hub_unreachable"
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +101,7 @@ _ROWS = (
     ErrorSpec(ErrorCode.INVALID_MODEL_FILE, "The model file cannot be loaded.", 500, 66, on_wire=False),
     ErrorSpec(ErrorCode.ADDRESS_IN_USE, "The address is in use.", 500, 69, on_wire=False),
     ErrorSpec(ErrorCode.DAEMON_UNREACHABLE, "No daemon answers there.", 503, 69, retryable=True, on_wire=False),
+    ErrorSpec(ErrorCode.HUB_UNREACHABLE, "No hub of models answers.", 503, 69, retryable=True, on_wire=False),
 )
 
 ERRORS: Mapping[ErrorCode, ErrorSpec] = MappingProxyType({row.code: row for row in _ROWS})

@@ -1,0 +1,281 @@
+"""The model files in a directory: which there are, what they say of themselves, whether they are whole."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections import Counter
+from dataclasses import dataclass
+from functools import partial
+from math import prod
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.hardware.gguf import read_gguf
+from inferencecenter.hardware.model_shape import describe
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from pathlib import Path
+
+    from inferencecenter.hardware.gguf import GgufFile
+
+_PART: Final = re.compile(r"^(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})$")
+_HASHED_BYTES: Final = 2**22
+
+# ``llama_ftype``: what a file says most of its weights are.
+_FILE_TYPES: Final[Mapping[int, str]] = {
+    0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 7: "Q8_0", 8: "Q5_0", 9: "Q5_1", 10: "Q2_K", 11: "Q3_K_S", 12: "Q3_K_M",
+    13: "Q3_K_L", 14: "Q4_K_S", 15: "Q4_K_M", 16: "Q5_K_S", 17: "Q5_K_M", 18: "Q6_K", 19: "IQ2_XXS", 20: "IQ2_XS",
+    21: "Q2_K_S", 22: "IQ3_XS", 23: "IQ3_XXS", 24: "IQ1_S", 25: "IQ4_NL", 26: "IQ3_S", 27: "IQ3_M", 28: "IQ2_S",
+    29: "IQ2_M", 30: "IQ4_XS", 31: "IQ1_M", 32: "BF16", 36: "TQ1_0", 37: "TQ2_0", 38: "MXFP4_MOE", 39: "NVFP4",
+    40: "Q1_0",
+}  # fmt: skip
+
+
+class Receipt(msgspec.Struct, frozen=True, kw_only=True):
+    """What ``model pull`` notes beside a model, in ``NAME.json``.
+
+    Attributes:
+        source: What was pulled, as owner/repo/file.gguf.
+        commit: The repository's commit.
+        pulled_at: Unix seconds.
+        sha256: Hex digest of each file, by its name here.
+    """
+
+    source: str
+    commit: str
+    pulled_at: float
+    sha256: dict[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFiles:
+    """A model in a directory: one file, or all parts of a split one that are there.
+
+    Attributes:
+        missing: Names of parts that are not there.
+        receipt: Where it was pulled from; ``None`` for a file that somebody put there.
+    """
+
+    name: str
+    paths: tuple[Path, ...]
+    missing: tuple[str, ...]
+    receipt: Receipt | None
+
+    @property
+    def size_bytes(self) -> int:
+        """What its files take."""
+        return sum(path.stat().st_size for path in self.paths)
+
+    @property
+    def receipt_path(self) -> Path:
+        """Where its receipt lies, or would."""
+        return receipt_path(self.paths[0].parent, self.name)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFacts:
+    """What a model's header says.
+
+    Attributes:
+        title: What the file calls itself.
+        quantization: How most of its weights are stored, by llama.cpp's name for it.
+        n_ctx_train: Tokens of context that it was made for.
+        has_template: Whether it brings a chat template.
+    """
+
+    title: str
+    architecture: str
+    parameters: int
+    quantization: str
+    n_ctx_train: int
+    n_layers: int
+    n_vocab: int
+    size_bytes: int
+    has_template: bool
+    n_files: int
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Whether a model's files are what they should be; ``problems`` says what is not."""
+
+    name: str
+    checksum_known: bool
+    problems: tuple[str, ...]
+
+
+def receipt_path(directory: Path, name: str) -> Path:
+    """Return where the receipt of a model lies."""
+    return directory / f"{name}.json"
+
+
+def list_models(directory: Path) -> tuple[ModelFiles, ...]:
+    """Return the models in a directory, by name; none when it is not there.
+
+    Raises:
+        InferenceCenterError: ``storage_unavailable`` when it cannot be read.
+    """
+    groups: dict[str, list[Path]] = {}
+    try:
+        paths = sorted(path for path in directory.iterdir() if path.suffix == ".gguf" and path.is_file())
+    except FileNotFoundError:
+        return ()
+    except OSError as error:
+        raise InferenceCenterError(
+            ErrorCode.STORAGE_UNAVAILABLE, f"{directory} cannot be read: {error.strerror}", field="models_dir"
+        ) from None
+    for path in paths:
+        part = _PART.match(path.stem)
+        groups.setdefault(part["stem"] if part else path.stem, []).append(path)
+    return tuple(
+        ModelFiles(name, tuple(parts), _missing(parts), _receipt(directory, name))
+        for name, parts in sorted(groups.items())
+    )
+
+
+def find_model(directory: Path, name: str) -> ModelFiles:
+    """Return a model by its name, with or without ``.gguf``.
+
+    Raises:
+        InferenceCenterError: ``model_not_found``, or ``storage_unavailable``.
+    """
+    models = {model.name: model for model in list_models(directory)}
+    if (found := models.get(name) or models.get(name.removesuffix(".gguf"))) is not None:
+        return found
+    raise InferenceCenterError(
+        ErrorCode.MODEL_NOT_FOUND,
+        f"{directory} has no model {name!r}",
+        field="name",
+        hint=f"There are {', '.join(models)}." if models else "`inferencecenter model pull` puts one there.",
+    )
+
+
+def read_facts(path: Path) -> ModelFacts:
+    """Return what a GGUF file says of its model; of a split one the first part is named.
+
+    Raises:
+        InferenceCenterError: ``invalid_model_file``.
+    """
+    file = read_gguf(path)
+    shape = describe(file)
+    return ModelFacts(
+        title=shape.name,
+        architecture=shape.architecture,
+        parameters=sum(prod(tensor.shape) for tensor in file.tensors),
+        quantization=_quantization(file),
+        n_ctx_train=shape.n_ctx_train,
+        n_layers=shape.n_layers,
+        n_vocab=shape.n_vocab,
+        size_bytes=sum(part.stat().st_size for part in file.paths),
+        has_template=bool(file.metadata.get("tokenizer.chat_template")),
+        n_files=len(file.paths),
+    )
+
+
+def verify(model: ModelFiles, *, report: Callable[[int, int], None] = lambda _done, _total: None) -> Verdict:
+    """Read a model's files from end to end and compare them with their receipt; without one, only their headers.
+
+    ``report`` is called with the bytes that were read, and those that there are.
+    """
+    problems = [f"{name} is not there" for name in model.missing]
+    digests = model.receipt.sha256 if model.receipt else {}
+    if digests:
+        total, done = model.size_bytes, 0
+        for path in model.paths:
+            problems += _checked(path, digests.get(path.name), partial(_report_on, report, done, total))
+            done += path.stat().st_size
+        problems += [f"{name} was pulled and is not there" for name in digests if not _has(model, name)]
+    if not model.missing:
+        try:
+            describe(read_gguf(model.paths[0]))
+        except InferenceCenterError as error:
+            problems.append(error.message)
+    return Verdict(model.name, bool(digests), tuple(problems))
+
+
+def remove(directory: Path, name: str, *, configured: Mapping[Path, str]) -> ModelFiles:
+    """Delete a model's files and its receipt, and return what it was. An engine that has it loaded goes on.
+
+    Args:
+        directory: Where models are; nothing else is deleted.
+        name: The model.
+        configured: Files that settings name, and which setting it is.
+
+    Raises:
+        InferenceCenterError: ``model_not_found``; ``invalid_request`` for one that is configured;
+            ``storage_unavailable``.
+    """
+    model = find_model(directory, name)
+    for path in model.paths:
+        if (setting := configured.get(path.resolve()) or configured.get(path)) is not None:
+            raise InferenceCenterError(
+                ErrorCode.INVALID_REQUEST,
+                f"{model.name} is the file of {setting}",
+                field="name",
+                hint=f"Let {setting} name another one first.",
+            )
+    try:
+        # The first part first: without it nobody takes the others for a model.
+        for path in (*model.paths, model.receipt_path):
+            path.unlink(missing_ok=True)
+    except OSError as error:
+        raise InferenceCenterError(
+            ErrorCode.STORAGE_UNAVAILABLE, f"{path} cannot be deleted: {error.strerror}"
+        ) from None
+    return model
+
+
+def _missing(parts: list[Path]) -> tuple[str, ...]:
+    part = _PART.match(parts[-1].stem)
+    if part is None:
+        return ()
+    count = int(part["count"])
+    names = {path.name for path in parts}
+    wanted = (f"{part['stem']}-{number:05}-of-{count:05}.gguf" for number in range(1, count + 1))
+    return tuple(name for name in wanted if name not in names)
+
+
+def _receipt(directory: Path, name: str) -> Receipt | None:
+    """Return a model's receipt; one that cannot be read says nothing."""
+    try:
+        return msgspec.json.decode(receipt_path(directory, name).read_bytes(), type=Receipt)
+    except (OSError, msgspec.MsgspecError):
+        return None
+
+
+def _has(model: ModelFiles, name: str) -> bool:
+    return name in model.missing or any(path.name == name for path in model.paths)
+
+
+def _checked(path: Path, digest: str | None, report: Callable[[int], None]) -> list[str]:
+    if digest is None:
+        return [f"{path.name} is not among the files that were pulled"]
+    found = hashlib.sha256()
+    done = 0
+    try:
+        with path.open("rb") as file:
+            while chunk := file.read(_HASHED_BYTES):
+                found.update(chunk)
+                done += len(chunk)
+                report(done)
+    except OSError as error:
+        return [f"{path.name} cannot be read: {error.strerror}"]
+    return [] if found.hexdigest() == digest else [f"{path.name} has changed since it was pulled: its SHA-256 differs"]
+
+
+def _report_on(report: Callable[[int, int], None], before: int, total: int, done: int) -> None:
+    report(before + done, total)
+
+
+def _quantization(file: GgufFile) -> str:
+    stated = file.metadata.get("general.file_type")
+    if isinstance(stated, int) and stated in _FILE_TYPES:
+        return _FILE_TYPES[stated]
+    weights: Counter[int] = Counter()
+    for tensor in file.tensors:
+        weights[tensor.type] += prod(tensor.shape)
+    return f"type {weights.most_common(1)[0][0]}" if weights else "none"

@@ -1,0 +1,197 @@
+"""The hub that models are pulled from: what a repository has, and its files from any byte on.
+
+Files are read by plain HTTP, a range at a time, because that is what can be gone on with after a break:
+``huggingface_hub`` itself begins a file again in every process, and its own transport (Xet) in every attempt.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final
+from urllib.parse import urlsplit
+
+import httpx2
+from huggingface_hub import HfApi, constants, get_session, get_token, hf_hub_url, hf_raise_for_status
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HfHubHTTPError,
+    HFValidationError,
+    OfflineModeIsEnabled,
+    RemoteEntryNotFoundError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+
+from inferencecenter import __version__
+from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.models.reference import RemoteFile
+from inferencecenter.settings import APP_NAME
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+RANGE_BYTES: Final = 2**32
+"""Bytes of one request: the addresses that a hub hands out expire, and its caches refuse 50 GB at once."""
+DEFAULT_ENDPOINT: Final = "https://huggingface.co"
+_TIMEOUT_S: Final = 30.0
+_RANGE: Final = re.compile(r"^bytes (\d+)-\d+/")
+_PARTIAL, _NOT_FOUND, _TOO_MANY, _SERVER_ERROR = 206, 404, 429, 500
+_REFUSALS: Final = (401, 403)
+
+
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """What a repository has at one commit, which later requests name, so that all parts belong together."""
+
+    repo: str
+    commit: str
+    files: tuple[RemoteFile, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Body:
+    """What comes of a file: pieces of it, the first of which begins at ``start``."""
+
+    start: int
+    chunks: Iterator[bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class Hub:
+    """A hub that speaks as huggingface.co does; the token is sent to nobody else, nor shown.
+
+    What fails raises ``hub_unreachable`` where another attempt may help, else ``model_not_found`` or ``forbidden``.
+    """
+
+    endpoint: str = DEFAULT_ENDPOINT
+    token: str | None = field(default=None, repr=False)
+
+    def listing(self, repo: str) -> Listing:
+        """Return the files of a repository.
+
+        Raises:
+            InferenceCenterError: See the class.
+        """
+        # Otherwise the library fetches a list of agents into the home directory, and tells the hub which one runs it.
+        constants.HF_HUB_DISABLE_TELEMETRY = True
+        token = self.token or False
+        api = HfApi(endpoint=self.endpoint, token=token, library_name=APP_NAME, library_version=__version__)
+        with self._failures(repo):
+            try:
+                found = api.model_info(repo, files_metadata=True, timeout=_TIMEOUT_S)
+                files = tuple(
+                    RemoteFile(
+                        path=sibling.rfilename,
+                        size_bytes=sibling.size or 0,
+                        sha256=sibling.lfs.sha256 if sibling.lfs else None,
+                        blob_id=sibling.blob_id,
+                    )
+                    for sibling in found.siblings or ()
+                )
+            except HFValidationError:
+                raise
+            except (ValueError, KeyError, TypeError, AttributeError):
+                raise self._odd_answer() from None
+            if not found.sha:
+                raise self._odd_answer()
+            return Listing(repo, found.sha, files)
+
+    @contextlib.contextmanager
+    def read(self, listing: Listing, file: RemoteFile, *, start: int) -> Iterator[Body]:
+        """Yield a file from ``start`` on, up to ``RANGE_BYTES`` of it; a server may begin at 0 all the same.
+
+        Raises:
+            InferenceCenterError: See the class; also while the chunks are read.
+        """
+        url = hf_hub_url(listing.repo, file.path, revision=listing.commit, endpoint=self.endpoint)
+        last = min(start + RANGE_BYTES, file.size_bytes) - 1
+        headers = {
+            "User-Agent": f"{APP_NAME}/{__version__}",
+            "Accept-Encoding": "identity",
+            "Range": f"bytes={start}-{last}",
+        }
+        if self.token is not None:
+            headers["Authorization"] = f"Bearer {self.token}"
+        with (
+            self._failures(listing.repo),
+            get_session().stream("GET", url, headers=headers, timeout=_TIMEOUT_S) as response,
+        ):
+            hf_raise_for_status(response)
+            if response.status_code != _PARTIAL:
+                yield Body(0, response.iter_raw())
+                return
+            told = _RANGE.match(response.headers.get("Content-Range", ""))
+            if told is None or int(told[1]) != start:
+                raise self._odd_answer()
+            yield Body(start, response.iter_raw())
+
+    @property
+    def _host(self) -> str:
+        return urlsplit(self.endpoint).hostname or self.endpoint
+
+    @contextlib.contextmanager
+    def _failures(self, repo: str) -> Iterator[None]:
+        """Raise the library's failures as ours; theirs may spell addresses that are signed."""
+        try:
+            yield
+        except GatedRepoError:
+            raise InferenceCenterError(
+                ErrorCode.FORBIDDEN,
+                f"{repo} is given only to those who accept its conditions",
+                hint=f"Accept them at {DEFAULT_ENDPOINT}/{repo}, and set HF_TOKEN to a token of that account.",
+            ) from None
+        except (RepositoryNotFoundError, HFValidationError):
+            raise self._no_such(repo) from None
+        except (RevisionNotFoundError, RemoteEntryNotFoundError):
+            raise InferenceCenterError(
+                ErrorCode.MODEL_NOT_FOUND, f"{repo} has changed meanwhile", hint="Try again."
+            ) from None
+        except HfHubHTTPError as error:
+            raise self._http_failure(repo, error.response.status_code) from None
+        except OfflineModeIsEnabled:
+            raise InferenceCenterError(
+                ErrorCode.HUB_UNREACHABLE, "HF_HUB_OFFLINE forbids to ask a hub", hint="Unset it."
+            ) from None
+        except (httpx2.HTTPError, httpx2.InvalidURL) as error:
+            raise self._unreachable(str(error) or type(error).__name__) from None
+
+    def _http_failure(self, repo: str, status: int) -> InferenceCenterError:
+        if status in _REFUSALS:
+            return InferenceCenterError(
+                ErrorCode.FORBIDDEN, f"{self._host} refuses {repo} (HTTP {status})", hint="Is HF_TOKEN the right one?"
+            )
+        if status == _NOT_FOUND:
+            return self._no_such(repo)
+        if status == _TOO_MANY or status >= _SERVER_ERROR:
+            return self._unreachable(f"HTTP {status}")
+        return InferenceCenterError(ErrorCode.HUB_UNREACHABLE, f"{self._host} answers with HTTP {status}")
+
+    def _no_such(self, repo: str) -> InferenceCenterError:
+        return InferenceCenterError(
+            ErrorCode.MODEL_NOT_FOUND,
+            f"{self._host} has no repository {repo}",
+            field="reference",
+            hint="Look at the spelling; for a private one set HF_TOKEN.",
+        )
+
+    def _unreachable(self, why: str) -> InferenceCenterError:
+        return InferenceCenterError(
+            ErrorCode.HUB_UNREACHABLE,
+            f"{self._host} cannot be reached: {why}",
+            hint="Try again; what has arrived of a file is kept, and only the rest is fetched.",
+        )
+
+    def _odd_answer(self) -> InferenceCenterError:
+        return InferenceCenterError(
+            ErrorCode.HUB_UNREACHABLE,
+            f"{self._host} answers as no hub does",
+            hint="HF_ENDPOINT must name a hub, as https://huggingface.co.",
+        )
+
+
+def hub_of(environment: Mapping[str, str]) -> Hub:
+    """Return the hub that ``HF_ENDPOINT`` names, with the token of ``HF_TOKEN`` or of ``hf auth login``."""
+    endpoint = environment.get("HF_ENDPOINT", "").rstrip("/") or DEFAULT_ENDPOINT
+    return Hub(endpoint, get_token())

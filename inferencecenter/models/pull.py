@@ -1,0 +1,301 @@
+"""Brings a model from a hub into a directory: whole and checked, or not at all; what has arrived is gone on with."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import os
+import shutil
+import time
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.models.files import ModelFiles, Receipt, find_model, list_models, receipt_path
+from inferencecenter.models.reference import check_name, choose, file_names, parse_reference
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from inferencecenter.models.hub import Hub, Listing
+    from inferencecenter.models.reference import Offer, RemoteFile
+
+INCOMING: Final = ".incoming"
+"""Directory, among the models, of files that are not whole yet; each is named by its checksum."""
+_WAITS_S: Final = (1.0, 2.0, 4.0, 8.0)
+"""Seconds before each attempt after one that brought nothing."""
+_HASHED_BYTES: Final = 2**22
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a pull is: the file that is being fetched, and the bytes of all that are there and needed."""
+
+    file: str
+    done_bytes: int
+    total_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Pulled:
+    """A model that is there; ``fetched`` unless it was there before."""
+
+    model: ModelFiles
+    fetched: bool
+
+
+def pull(  # noqa: PLR0913 - keyword-only; the last three have defaults
+    hub: Hub,
+    reference: str,
+    *,
+    directory: Path,
+    name: str | None = None,
+    report: Callable[[Progress], None] = lambda _progress: None,
+    sleep: Callable[[float], None] = time.sleep,
+    clock: Callable[[], float] = time.time,
+) -> Pulled:
+    """Fetch a model and put it into a directory; a file is there under its name when all are whole and checked.
+
+    Args:
+        hub: Where it comes from.
+        reference: ``owner/repo:Q4_K_M``, ``owner/repo/file.gguf`` or ``owner/repo``.
+        directory: Where it goes; made when it is not there.
+        name: What it is called here; by default what its file is called there.
+        report: Called with each piece that arrives.
+        sleep: Waits, in seconds, before another attempt.
+        clock: Unix seconds.
+
+    Raises:
+        InferenceCenterError: ``invalid_request``, ``model_not_found``, ``forbidden``, ``hub_unreachable``,
+            ``storage_unavailable`` (no room, or another pull of it runs) or ``invalid_model_file`` (checksum).
+    """
+    wanted = parse_reference(reference)
+    if name is not None:
+        name = check_name(name.removesuffix(".gguf"))
+    listing = hub.listing(wanted.repo)
+    offer = choose(wanted, listing.files)
+    name = name or check_name(offer.name)
+    names = file_names(name, len(offer.files))
+    with _storage_failures(directory):
+        incoming = directory / INCOMING
+        incoming.mkdir(parents=True, exist_ok=True)
+        if (there := _already_there(directory, name, offer)) is not None:
+            _remove_if_empty(incoming)
+            return Pulled(there, fetched=False)
+        parts = [incoming / f"{_digest_of(file, hub)}.part" for file in offer.files]
+        _check_room(offer, parts, directory)
+        digests: dict[str, str] = {}
+        before = 0
+        for file, part, own_name in zip(offer.files, parts, names, strict=True):
+            fetch = _Fetch(hub, listing, file, part, sleep=sleep)
+            digests[own_name] = fetch.run(partial(_report_on, report, file.path, before, offer.size_bytes))
+            before += file.size_bytes
+        source = f"{listing.repo}/{offer.files[0].path}"
+        receipt = Receipt(source=source, commit=listing.commit, pulled_at=clock(), sha256=digests)
+        _install(directory, name, dict(zip(names, parts, strict=True)), receipt)
+        _remove_if_empty(incoming)
+    return Pulled(find_model(directory, name), fetched=True)
+
+
+class _Fetch:
+    """One file on its way."""
+
+    def __init__(
+        self, hub: Hub, listing: Listing, file: RemoteFile, part: Path, *, sleep: Callable[[float], None]
+    ) -> None:
+        self._hub = hub
+        self._listing = listing
+        self._file = file
+        self._part = part
+        self._sleep = sleep
+        self._done = 0
+        self._sums = _sums(file)
+
+    def run(self, report: Callable[[int], None]) -> str:
+        """Fetch what is missing, check all, and return the SHA-256 in hex.
+
+        Args:
+            report: Called with the bytes that are there.
+
+        Raises:
+            InferenceCenterError: See ``pull``.
+        """
+        with _locked(self._part) as part:
+            self._take_up(part, report)
+            attempts = iter(_WAITS_S)
+            while self._done < self._file.size_bytes:
+                before = self._done
+                try:
+                    self._receive(part, report)
+                except InferenceCenterError as error:
+                    if error.code is not ErrorCode.HUB_UNREACHABLE:
+                        raise
+                    if self._done > before:
+                        attempts = iter(_WAITS_S)
+                    if (wait_s := next(attempts, None)) is None:
+                        raise
+                    self._sleep(wait_s)
+            os.fsync(part)
+        self._check()
+        return self._sums["sha256"].hexdigest()
+
+    def _take_up(self, part: int, report: Callable[[int], None]) -> None:
+        """Count what an earlier attempt left; what is more than the file has is none of it."""
+        if os.fstat(part).st_size > self._file.size_bytes:
+            os.ftruncate(part, 0)
+        while chunk := os.pread(part, _HASHED_BYTES, self._done):
+            self._add(chunk)
+            report(self._done)
+
+    def _receive(self, part: int, report: Callable[[int], None]) -> None:
+        with self._hub.read(self._listing, self._file, start=self._done) as body:
+            if body.start != self._done:
+                os.ftruncate(part, 0)
+                self._done, self._sums = 0, _sums(self._file)
+            before = self._done
+            for chunk in body.chunks:
+                if self._done + len(chunk) > self._file.size_bytes:
+                    raise self._differs(f"more than its {self._file.size_bytes} bytes arrive")
+                _write(part, chunk, self._done)
+                self._add(chunk)
+                report(self._done)
+        if self._done == before:
+            raise InferenceCenterError(ErrorCode.HUB_UNREACHABLE, f"nothing arrives of {self._file.path}")
+
+    def _add(self, chunk: bytes) -> None:
+        for each in self._sums.values():
+            each.update(chunk)
+        self._done += len(chunk)
+
+    def _check(self) -> None:
+        kind = "sha256" if self._file.sha256 else "git"
+        if self._sums[kind].hexdigest() != self._file.digest:
+            raise self._differs("its checksum is another")
+
+    def _differs(self, why: str) -> InferenceCenterError:
+        """Delete what has arrived, and return what is wrong with it."""
+        self._part.unlink(missing_ok=True)
+        return InferenceCenterError(
+            ErrorCode.INVALID_MODEL_FILE,
+            f"{self._file.path} is not what the hub says it is: {why}",
+            hint="What has arrived is deleted. Try again; if it stays so, the file is broken where it comes from.",
+        )
+
+
+def _report_on(report: Callable[[Progress], None], file: str, before: int, total: int, done: int) -> None:
+    report(Progress(file, before + done, total))
+
+
+def _sums(file: RemoteFile) -> dict[str, hashlib._Hash]:
+    sums = {"sha256": hashlib.sha256()}
+    if file.sha256 is None:
+        # The name that git gives to a file's content.
+        sums["git"] = hashlib.sha1(b"blob %d\0" % file.size_bytes, usedforsecurity=False)
+    return sums
+
+
+def _digest_of(file: RemoteFile, hub: Hub) -> str:
+    if file.digest is None or not file.digest.isalnum():
+        raise InferenceCenterError(
+            ErrorCode.HUB_UNREACHABLE,
+            f"{hub.endpoint} tells no checksum of {file.path}",
+            hint="Without one nobody can tell whether what arrives is right.",
+        )
+    return file.digest
+
+
+def _already_there(directory: Path, name: str, offer: Offer) -> ModelFiles | None:
+    """Return the model when it was pulled before.
+
+    Raises:
+        InferenceCenterError: ``invalid_request`` when another one has its name.
+    """
+    there = next((model for model in list_models(directory) if model.name == name), None)
+    if there is None:
+        return None
+    sizes = tuple(path.stat().st_size for path in there.paths)
+    digests = tuple((there.receipt.sha256 if there.receipt else {}).get(path.name) for path in there.paths)
+    same = sizes == tuple(file.size_bytes for file in offer.files)
+    if same and all(file.sha256 in (None, digest) for file, digest in zip(offer.files, digests, strict=True)):
+        return there
+    raise InferenceCenterError(
+        ErrorCode.INVALID_REQUEST,
+        f"{directory} has another model of the name {name}",
+        field="name",
+        hint=f"Choose another name with --name, or `inferencecenter model remove {name}` first.",
+    )
+
+
+def _check_room(offer: Offer, parts: list[Path], directory: Path) -> None:
+    there = sum(part.stat().st_size for part in parts if part.exists())
+    needed, free = offer.size_bytes - there, shutil.disk_usage(directory).free
+    if needed > free:
+        raise InferenceCenterError(
+            ErrorCode.STORAGE_UNAVAILABLE,
+            f"{directory} has {free / 2**30:.1f} GiB free, and {needed / 2**30:.1f} GiB are still to come",
+            hint="Make room, or let models_dir name another place.",
+        )
+
+
+def _install(directory: Path, name: str, parts: dict[str, Path], receipt: Receipt) -> None:
+    """Give the files their names, the first one last: without it nobody takes the others for a model."""
+    part_of_receipt = directory / INCOMING / f"{name}.json"
+    part_of_receipt.write_bytes(msgspec.json.format(msgspec.json.encode(receipt), indent=2) + b"\n")
+    part_of_receipt.replace(receipt_path(directory, name))
+    for own_name, part in reversed(parts.items()):
+        part.chmod(0o644)
+        part.replace(directory / own_name)
+    folder = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+@contextlib.contextmanager
+def _locked(part: Path) -> Iterator[int]:
+    """Open a file that nobody else fetches meanwhile."""
+    descriptor = os.open(part, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise InferenceCenterError(
+                ErrorCode.STORAGE_UNAVAILABLE, "another process fetches the same file", hint="Wait until it is there."
+            ) from None
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _write(descriptor: int, chunk: bytes, at: int) -> None:
+    left = memoryview(chunk)
+    while left:
+        written = os.pwrite(descriptor, left, at)
+        at, left = at + written, left[written:]
+
+
+def _remove_if_empty(directory: Path) -> None:
+    with contextlib.suppress(OSError):
+        directory.rmdir()
+
+
+@contextlib.contextmanager
+def _storage_failures(directory: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        raise InferenceCenterError(
+            ErrorCode.STORAGE_UNAVAILABLE,
+            f"{directory} is full" if full else f"{directory} cannot be written: {error.strerror}",
+            hint="Make room and try again; what has arrived is kept."
+            if full
+            else "models_dir must be writable for who pulls; for the service's directory that is root.",
+        ) from None

@@ -1,0 +1,182 @@
+"""What ``model pull`` is asked for: a repository, and which of the models in it. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+from typing import TYPE_CHECKING, Final
+
+from inferencecenter.errors import ErrorCode, InferenceCenterError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_REFERENCE: Final = re.compile(
+    r"^(?P<repo>[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95})(?::(?P<quant>[\w.-]{1,32})|/(?P<file>\S+\.gguf))?$",
+    re.ASCII,
+)
+_PART: Final = re.compile(r"^(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})$")
+_QUANT: Final = re.compile(
+    r"(?:^|[-._])(?P<quant>(?:UD-)?(?:I?Q\d(?:_[A-Z0-9]+)*|TQ\d_\d|(?:MX|NV)FP4(?:_MOE)?|BF16|F16|F32))(?=$|[-.])",
+    re.IGNORECASE,
+)
+_NAME: Final = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._+-]{0,127}$")
+_PREFERRED: Final = "Q4_K_M"
+_NO_MODEL: Final = ("mmproj", "imatrix")
+"""What the names of GGUF files begin with that are beside a model, and none."""
+_MAX_SHOWN: Final = 40
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """``owner/repo``, ``owner/repo:Q4_K_M`` or ``owner/repo/file.gguf``."""
+
+    repo: str
+    quant: str | None = None
+    file: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RemoteFile:
+    """A file of a repository.
+
+    Attributes:
+        path: Its place in the repository.
+        sha256: Hex digest of its content, where it is kept as a large file.
+        blob_id: Git's name for its content, where it is not.
+    """
+
+    path: str
+    size_bytes: int
+    sha256: str | None = None
+    blob_id: str | None = None
+
+    @property
+    def digest(self) -> str | None:
+        """What its content is checked against, in hex; ``None`` when the hub tells nothing."""
+        return self.sha256 or self.blob_id
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """A model that a repository has: one GGUF file, or all parts of a split one in their order."""
+
+    name: str
+    quant: str | None
+    files: tuple[RemoteFile, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        """What all its files take."""
+        return sum(file.size_bytes for file in self.files)
+
+    def is_quant(self, wanted: str) -> bool:
+        """Tell whether it is quantized as ``wanted``, in whatever case; ``UD-Q4_K_XL`` is a ``Q4_K_XL`` too."""
+        have = (self.quant or "").upper()
+        return wanted.upper() in (have, have.removeprefix("UD-"))
+
+
+def parse_reference(text: str) -> Reference:
+    """Return what a reference names.
+
+    Raises:
+        InferenceCenterError: ``invalid_request``.
+    """
+    found = _REFERENCE.match(text)
+    if found is None:
+        raise InferenceCenterError(
+            ErrorCode.INVALID_REQUEST,
+            f"{text!r} names no model of a hub",
+            field="reference",
+            hint="Write owner/repo:Q4_K_M, owner/repo/file.gguf, or owner/repo.",
+        )
+    return Reference(**found.groupdict())
+
+
+def check_name(name: str) -> str:
+    """Return a model's name that is good for a file's.
+
+    Raises:
+        InferenceCenterError: ``invalid_request``.
+    """
+    if _NAME.match(name) is None:
+        raise InferenceCenterError(
+            ErrorCode.INVALID_REQUEST,
+            f"{name!r} is no name for a model",
+            field="name",
+            hint="Up to 128 letters, digits and . _ + -, a letter or digit first.",
+        )
+    return name
+
+
+def file_names(name: str, count: int) -> tuple[str, ...]:
+    """Return the names that a model's files have here; llama.cpp finds the parts of a split one by theirs."""
+    if count == 1:
+        return (f"{name}.gguf",)
+    return tuple(f"{name}-{number:05}-of-{count:05}.gguf" for number in range(1, count + 1))
+
+
+def offers(files: Sequence[RemoteFile]) -> tuple[Offer, ...]:
+    """Return the models among the files of a repository; one that lacks parts is none."""
+    models: defaultdict[tuple[str, int], dict[int, RemoteFile]] = defaultdict(dict)
+    for file in sorted(files, key=lambda file: file.path):
+        path = PurePosixPath(file.path)
+        if path.suffix != ".gguf":
+            continue
+        part = _PART.match(path.stem)
+        place = str(path.parent / (part["stem"] if part else path.stem))
+        models[place, int(part["count"]) if part else 1][int(part["number"]) if part else 1] = file
+    return tuple(
+        Offer(PurePosixPath(place).name, _quant_of(PurePosixPath(place)), tuple(parts.values()))
+        for (place, count), parts in models.items()
+        if list(parts) == list(range(1, count + 1))
+    )
+
+
+def choose(reference: Reference, files: Sequence[RemoteFile]) -> Offer:
+    """Return the model that is meant; without a word about which, the only one, or the only Q4_K_M.
+
+    Raises:
+        InferenceCenterError: ``model_not_found``, listing what there is.
+    """
+    there = offers(files)
+    if reference.file is not None:
+        for offer in there:
+            if any(file.path == reference.file for file in offer.files):
+                return offer
+        raise _unknown(f"{reference.repo} has no whole model with the file {reference.file}", there)
+    models = [offer for offer in there if not offer.name.lower().startswith(_NO_MODEL)]
+    if not models:
+        raise _unknown(f"{reference.repo} has no GGUF model", ())
+    wanted = reference.quant or _PREFERRED
+    matching = [offer for offer in models if offer.is_quant(wanted)]
+    exact = [offer for offer in matching if (offer.quant or "").upper() == wanted.upper()]
+    chosen = exact or matching
+    if reference.quant is None and len(models) == 1:
+        chosen = models
+    if len(chosen) == 1:
+        return chosen[0]
+    if chosen:
+        raise _unknown(f"{reference.repo} has {len(chosen)} models in {wanted}", chosen, by_file=True)
+    if reference.quant is None:
+        raise _unknown(f"{reference.repo} has {len(models)} models, and none in {_PREFERRED}", models)
+    raise _unknown(f"{reference.repo} has no model in {reference.quant}", models)
+
+
+def _quant_of(place: PurePosixPath) -> str | None:
+    """Return how a model is quantized by its name, or by that of its folder."""
+    for name in (place.name, place.parent.name):
+        found = [match["quant"].upper() for match in _QUANT.finditer(name)]
+        if found:
+            return found[-1]
+    return None
+
+
+def _unknown(message: str, there: Sequence[Offer], *, by_file: bool = False) -> InferenceCenterError:
+    shown = {offer.files[0].path if by_file or offer.quant is None else offer.quant: None for offer in there}
+    names = ", ".join(list(shown)[:_MAX_SHOWN]) + (", …" if len(shown) > _MAX_SHOWN else "")
+    how = "owner/repo/file.gguf" if by_file else "owner/repo:Q4_K_M or owner/repo/file.gguf"
+    hint = f"There are {names}. Name one as {how}." if shown else "Models of other forms cannot be run."
+    return InferenceCenterError(ErrorCode.MODEL_NOT_FOUND, message, field="reference", hint=hint)
