@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from inferencecenter.engine.kv.store import KvStore
     from inferencecenter.engine.outputs import Lapse, TurnOutput
     from inferencecenter.engine.scheduler.plan import Admission, Park, Pass, Plan, Row
-    from inferencecenter.ipc.messages import TurnEvent
+    from inferencecenter.ipc.messages import MoveTime, TurnEvent
 
 
 @dataclass(slots=True)
@@ -38,6 +38,7 @@ class _Results:
     prefill_s: float = 0.0
     decode_s: float = 0.0
     moves_s: float = 0.0
+    move_times: tuple[MoveTime, ...] = ()
     n_parked: int = 0
 
     def goes_on(self, turn_id: str) -> bool:
@@ -56,6 +57,7 @@ class _Results:
             prefill_s=self.prefill_s,
             decode_s=self.decode_s,
             moves_s=self.moves_s,
+            move_times=self.move_times,
             n_parked=self.n_parked,
         )
 
@@ -161,7 +163,7 @@ class Executor:
     def _move(self, plan: Plan, results: _Results) -> None:
         moved = self._mover.run(plan.moves)
         results.emptied, results.wiped = moved.emptied, moved.wiped
-        results.moves_s, results.n_parked = moved.took_s, moved.n_parked
+        results.moves_s, results.move_times, results.n_parked = moved.took_s, tuple(moved.times), moved.n_parked
         for turn_id in sorted(moved.lost):
             self._lose(turn_id, results)
 

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import math
-import os
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import TYPE_CHECKING
 
+from inferencecenter.engine.accounting import work_of
 from inferencecenter.engine.deadlines import Deadlines
 from inferencecenter.engine.executor import Executor
 from inferencecenter.engine.inbox import Closed, Fetched, Prepared, Received, Unprepared
 from inferencecenter.engine.outputs import failed, never_ran
 from inferencecenter.engine.pause import Pause
 from inferencecenter.engine.preparation import Preparation
+from inferencecenter.engine.resident import ResidentMemory
 from inferencecenter.engine.scheduler.limits import Limits
 from inferencecenter.engine.scheduler.plan import Restore
 from inferencecenter.engine.scheduler.request import Request
@@ -41,12 +41,9 @@ if TYPE_CHECKING:
     from inferencecenter.engine.kv.store import KvStore
     from inferencecenter.engine.preparation import Pending
     from inferencecenter.engine.scheduler.plan import Outcome, Plan
-    from inferencecenter.ipc.messages import EngineOptions, FromEngine, TurnEvent
+    from inferencecenter.ipc.messages import EngineOptions, FromEngine, TurnEvent, Work
     from inferencecenter.ipc.pulse import Pulse
 
-_STATM = Path("/proc/self/statm")
-_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
-_RSS_EVERY_S = 1.0
 _BLOCKED_S = 1.0
 
 
@@ -114,9 +111,9 @@ class EngineLoop:
         )
         self._deadlines = Deadlines()
         self._events: list[TurnEvent] = []
+        self._work: Work | None = None
         self._gauges = (0, 0, 0, 0)
-        self._rss_bytes = 0
-        self._rss_at_s = float("-inf")
+        self._memory = ResidentMemory(clock)
         self._pause = Pause(inbox, clock=clock)
         self._suspended = False
         self._closed = False
@@ -175,7 +172,9 @@ class EngineLoop:
             for key in plan.fetches:
                 self._kv.fetch(key, keep=restored)
             outcome, events = self._run(plan)
-            readings = self._scheduler.completed(outcome, now=self._clock())
+            ended_s = self._clock()
+            readings = self._scheduler.completed(outcome, now=ended_s)
+            self._work = work_of(plan, outcome, step_s=ended_s - now)
             self._events += [Position(turn_id, place) for turn_id, place in self._scheduler.positions()]
             self._events += events
             self._events += [Progress(reading.turn_id, reading.done, reading.total) for reading in readings]
@@ -195,18 +194,20 @@ class EngineLoop:
         running, waiting = self._scheduler.running, self._scheduler.waiting + len(self._preparation)
         parked_sessions, parked_bytes = self._kv.sessions, self._kv.total_bytes
         gauges = (running, waiting, parked_sessions, parked_bytes)
-        if self._events or gauges != self._gauges:
+        if self._events or self._work is not None or gauges != self._gauges:
             self._send(
                 Step(
                     events=tuple(self._events),
                     running=running,
                     waiting=waiting,
-                    rss_bytes=self._read_rss_bytes(),
+                    rss_bytes=self._memory.read(),
                     parked_sessions=parked_sessions,
                     parked_bytes=parked_bytes,
+                    parked_ram_bytes=self._kv.ram_bytes,
+                    work=self._work,
                 )
             )
-            self._events, self._gauges = [], gauges
+            self._events, self._work, self._gauges = [], None, gauges
 
     def _handle(self, command: Command) -> None:
         self._pulse.beat()
@@ -321,13 +322,6 @@ class EngineLoop:
         self._kv.save(self._pulse.beat)
         self._report()
         self._send(Suspended(self._kv.sessions_on_disk))
-
-    def _read_rss_bytes(self) -> int:
-        now = self._clock()
-        if now - self._rss_at_s >= _RSS_EVERY_S:
-            self._rss_bytes = int(_STATM.read_text().split()[1]) * _PAGE_BYTES
-            self._rss_at_s = now
-        return self._rss_bytes
 
     def _on_log(self, level: str, text: str) -> None:
         self._send(Log(level, text, "engine"))

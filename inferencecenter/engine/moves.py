@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from inferencecenter.engine.backend import DecodeError
 from inferencecenter.engine.scheduler.plan import Copy, Park, Restore, Swap, Truncation
+from inferencecenter.ipc.messages import MoveTime
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
@@ -22,14 +23,19 @@ class Moved:
 
     ``emptied`` turns read their tokens from the first one again, ``lost`` ones cannot go on; both have empty slots, as
     have the idle sessions whose slots, numbered as after the moves, are ``wiped``. ``took_s`` is what parking,
-    restoring and copying took; ``n_parked`` sequences were parked.
+    restoring and copying took, ``times`` each of these; ``n_parked`` sequences were parked.
     """
 
     emptied: set[str] = field(default_factory=set)
     lost: set[str] = field(default_factory=set)
     wiped: set[int] = field(default_factory=set)
     n_parked: int = 0
-    took_s: float = 0.0
+    times: list[MoveTime] = field(default_factory=list)
+
+    @property
+    def took_s(self) -> float:
+        """What all of them took together."""
+        return sum(each.took_s for each in self.times)
 
 
 class Mover:
@@ -75,19 +81,23 @@ class Mover:
                     self._swap(move, moved)
                 case Park() | Restore() | Copy():
                     began_s = self._clock()
-                    self._transfer(move, moved)
-                    moved.took_s += self._clock() - began_s
+                    kind = self._transfer(move, moved)
+                    moved.times.append(MoveTime(kind, self._clock() - began_s))
             self._progressed()
         return moved
 
-    def _transfer(self, move: Park | Restore | Copy, moved: Moved) -> None:
+    def _transfer(self, move: Park | Restore | Copy, moved: Moved) -> str:
+        """Make a move that takes its time, and return its kind."""
         match move:
             case Park():
                 moved.n_parked += self._park(move)
+                return "park"
             case Restore(slot=slot):
                 self._filled(slot, move.turn_id, moved, filled=self._restore(move))
+                return "restore"
             case Copy(target=slot):
                 self._filled(slot, move.turn_id, moved, filled=self._copy(move))
+                return "copy"
 
     def _truncate(self, truncation: Truncation, moved: Moved) -> None:
         slot = truncation.slot

@@ -117,14 +117,21 @@ class KvLimit(msgspec.Struct, frozen=True, tag=True):
     ram_bytes: int | None
 
 
+class Adapter(msgspec.Struct, frozen=True, array_like=True):
+    """A LoRA adapter on top of a model: its GGUF file, and how strongly it counts; with a scale of 0 not at all."""
+
+    path: str
+    scale: float = 1.0
+
+
 class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Everything the engine process is told at its start.
 
     ``backend`` is ``llama`` or ``echo``. ``parent_pid`` is the process that must be alive for the engine to go on.
-    ``n_ctx`` is tokens per slot, 0 the model's own; ``n_gpu_layers`` -1 is all of them; a thread count of 0 is one
-    a physical core. ``prefill_grid_tokens`` is the distance of the positions at which prompts are cut,
-    ``target_step_ms`` how long a step with prefill should take. ``echo_delay_ms`` is how long the echo backend takes
-    for each decode.
+    ``lora`` are adapters on top of the model. ``n_ctx`` is tokens per slot, 0 the model's own; ``n_gpu_layers`` -1 is
+    all of them; a thread count of 0 is one a physical core. ``prefill_grid_tokens`` is the distance of the positions at
+    which prompts are cut, ``target_step_ms`` how long a step with prefill should take. ``echo_delay_ms`` is how long the
+    echo backend takes for each decode.
 
     ``quantum_tokens`` is what a turn may generate before another that waits gets its slot, 0 to choose by what parking
     costs; a waiting turn rises a class every ``ageing_s``, and fails after ``queue_timeout_s`` (0 is never). KV is
@@ -140,6 +147,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
     parent_pid: int
     model_path: str = ""
     model_name: str = ""
+    lora: tuple[Adapter, ...] = ()
     slots: int = 8
     n_ctx: int = 0
     n_gpu_layers: int = -1
@@ -201,7 +209,8 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
 
     ``n_ctx`` is tokens per slot. ``special_tokens`` are the texts of control tokens, which must never be recognised in
     what a user or a model wrote. ``sampling_defaults_json`` is an object of parameters that the file recommends.
-    ``add_bos`` says that a sequence starts with ``bos_token``. ``memory`` is what loading it took.
+    ``add_bos`` says that a sequence starts with ``bos_token``. ``memory`` is what loading it took; ``lora`` are the
+    adapters on top of it.
     """
 
     name: str
@@ -226,6 +235,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     sampling_defaults_json: bytes
     library: str
     memory: tuple[BufferUse, ...] = ()
+    lora: tuple[Adapter, ...] = ()
 
 
 class Loading(msgspec.Struct, frozen=True, tag=True):
@@ -393,8 +403,49 @@ class Withdrawn(msgspec.Struct, frozen=True, tag=True):
 TurnEvent: TypeAlias = Position | Started | Progress | Delta | Overflowed | Finished | Failed | Withdrawn
 
 
+class MoveTime(msgspec.Struct, frozen=True, array_like=True):
+    """A sequence of KV was moved: ``kind`` is ``park``, ``restore`` or ``copy``."""
+
+    kind: str
+    took_s: float
+
+
+class TokenSources(msgspec.Struct, frozen=True, array_like=True):
+    """Tokens of turns that began, by where their KV came from.
+
+    That is the slot of their session, one of another session of the client, what was parked of a session, a system
+    prompt that is shared, or nowhere: those are computed.
+    """
+
+    slot: int = 0
+    neighbour: int = 0
+    parked: int = 0
+    prefix: int = 0
+    computed: int = 0
+
+
+class Work(msgspec.Struct, frozen=True, array_like=True):
+    """What a step of the engine did, for those who measure it.
+
+    It took ``step_s``. Of these ``decode_s`` were for generating, in ``rows`` turns at once, and ``prefill_s`` for
+    reading ``prefill_tokens``. ``fetches`` parked sequences were asked of the disk.
+    """
+
+    step_s: float
+    rows: int = 0
+    decode_s: float = 0.0
+    prefill_tokens: int = 0
+    prefill_s: float = 0.0
+    fetches: int = 0
+    sources: TokenSources | None = None
+    moves: tuple[MoveTime, ...] = ()
+
+
 class Step(msgspec.Struct, frozen=True, tag=True):
-    """Everything one step of the engine produced, in order, and the engine's gauges after it."""
+    """Everything one step of the engine produced, in order, and the engine's gauges after it.
+
+    Of ``parked_bytes``, which both tiers take, ``parked_ram_bytes`` are in memory. Without ``work`` nothing was run.
+    """
 
     events: tuple[TurnEvent, ...]
     running: int
@@ -402,6 +453,8 @@ class Step(msgspec.Struct, frozen=True, tag=True):
     rss_bytes: int
     parked_sessions: int = 0
     parked_bytes: int = 0
+    parked_ram_bytes: int = 0
+    work: Work | None = None
 
 
 FromEngine: TypeAlias = Loading | Ready | LoadFailed | Suspended | Log | Step

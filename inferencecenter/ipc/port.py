@@ -34,7 +34,8 @@ class EngineStatus:
 
     ``load_fraction`` runs from 0 to 1; ``detail`` is the last failure in words, empty when all is well.
     ``running`` and ``waiting`` count turns, ``rss_bytes`` is the child's resident memory. ``parked_sessions`` have
-    their KV outside the slots, and with shared prefixes it takes ``parked_bytes``.
+    their KV outside the slots, and with shared prefixes it takes ``parked_bytes``, of which ``parked_ram_bytes`` are in
+    memory.
     """
 
     state: EngineState
@@ -48,6 +49,7 @@ class EngineStatus:
     rss_bytes: int = 0
     parked_sessions: int = 0
     parked_bytes: int = 0
+    parked_ram_bytes: int = 0
 
     @property
     def serves(self) -> bool:

@@ -62,6 +62,7 @@ class Supervisor:
         live_sessions: Names the sessions whose KV a new engine is to keep; without it all is kept.
         plan_again: Completes the options of every engine but the first, from a thread; none to leave them.
         admit: Waits until an engine that sleeps may be started again, or is ``wanted`` no more, and tells which.
+        on_step: Hears of each step of the engine before the turns do.
         lock_path: File by which the engine of a daemon that died is noticed; none to do without.
         jitter: Numbers from 0 to 1.
         monotonic: Seconds that only rise.
@@ -82,6 +83,7 @@ class Supervisor:
         live_sessions: Callable[[], Collection[str]] | None = None,
         plan_again: Callable[[EngineOptions], EngineOptions] | None = None,
         admit: Callable[[], Awaitable[bool]] | None = None,
+        on_step: Callable[[Step], None] | None = None,
         lock_path: Path | None = None,
         jitter: Callable[[], float] = random.random,
         monotonic: Callable[[], float] = time.monotonic,
@@ -96,6 +98,7 @@ class Supervisor:
         self._live_sessions = live_sessions
         self._plan_again = plan_again
         self._admit = admit
+        self._on_step = on_step
         self._lock_path = lock_path
         self._monotonic = monotonic
         self._tasks = TaskGroup("supervisor")
@@ -144,6 +147,7 @@ class Supervisor:
             rss_bytes=self._gauges.rss_bytes,
             parked_sessions=self._gauges.parked_sessions,
             parked_bytes=self._gauges.parked_bytes,
+            parked_ram_bytes=self._gauges.parked_ram_bytes,
         )
 
     @property
@@ -382,6 +386,8 @@ class Supervisor:
 
     def _step(self, message: Step) -> None:
         self._gauges = message
+        if self._on_step is not None:
+            self._on_step(message)
         if self._queue_watch.warns(message.waiting):
             _log.warning("queue_long", waiting=message.waiting, running=message.running)
         for event in message.events:

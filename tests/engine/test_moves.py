@@ -9,7 +9,7 @@ import pytest
 from inferencecenter.engine.backend import Chunk
 from inferencecenter.engine.moves import Moved, Mover
 from inferencecenter.engine.scheduler.plan import Copy, Move, Park, Restore, Swap, Truncation
-from inferencecenter.ipc.messages import pack_tokens
+from inferencecenter.ipc.messages import MoveTime, pack_tokens
 from tests.engine.faulty_echo import FaultyEcho
 from tests.engine.parked import open_store
 
@@ -70,7 +70,8 @@ def test_what_is_parked_can_be_restored_elsewhere(bench: Bench) -> None:
     bench.fill(s0=[1, 2, 3], s1=[9])
     moved = bench.run(park(0, 1, 2, 3), Restore(1, "s", 3, pack_tokens([1, 2, 3]), "t"), Truncation(1, 2, "t"))
     assert (bench.held(0), bench.held(1)) == ([1, 2, 3], [1, 2])
-    assert moved == Moved(n_parked=1, took_s=2.0)
+    assert moved == Moved(n_parked=1, times=[MoveTime("park", 1.0), MoveTime("restore", 1.0)])
+    assert moved.took_s == 2.0
     assert bench.kv.sessions == 1
 
 
@@ -104,7 +105,7 @@ def test_a_sequence_that_cannot_be_restored_is_dropped(bench: Bench) -> None:
 def test_a_copy_and_its_failure(bench: Bench) -> None:
     """A failed one empties its target and leaves its source."""
     bench.fill(s0=[1, 2, 3], s1=[9])
-    assert bench.run(Copy(0, 1, 2, "t")) == Moved(took_s=1.0)
+    assert bench.run(Copy(0, 1, 2, "t")) == Moved(times=[MoveTime("copy", 1.0)])
     assert bench.held(1) == [1, 2]
     bench.backend.refuse = {"copy"}
     assert bench.run(Copy(0, 1, 3, "t")).emptied == {"t"}

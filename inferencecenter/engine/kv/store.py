@@ -12,6 +12,7 @@ from inferencecenter.engine.kv.disk import DiskTier
 from inferencecenter.engine.kv.ledger import PUBLIC, Limits
 from inferencecenter.engine.kv.ram import RamTier, whole_pages
 from inferencecenter.engine.kv.tiers import Tiers
+from inferencecenter.engine.scheduler.parking import is_prefix_key
 from inferencecenter.ipc.messages import pack_tokens
 
 if TYPE_CHECKING:
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
 
     from inferencecenter.engine.scheduler.parking import Match
 
-_PREFIX_KEY = "prefix-"
 # A mapping holds a descriptor, and a process has 1,024 by default.
 _MAX_IN_RAM = 512
 _MAX_ON_DISK = 4096
@@ -101,18 +101,23 @@ class KvStore:
     @property
     def sessions(self) -> int:
         """How many sessions are parked, shared prefixes not counted."""
-        return sum(not entry.key.startswith(_PREFIX_KEY) for entry in self._tiers.catalogue)
+        return sum(not is_prefix_key(entry.key) for entry in self._tiers.catalogue)
 
     @property
     def sessions_on_disk(self) -> int:
         """How many of them are on disk, wherever else they are."""
-        entries = (entry for entry in self._tiers.catalogue if not entry.key.startswith(_PREFIX_KEY))
+        entries = (entry for entry in self._tiers.catalogue if not is_prefix_key(entry.key))
         return sum(entry.disk is Place.THERE for entry in entries)
 
     @property
     def total_bytes(self) -> int:
         """What the files of both tiers take together."""
         return self._tiers.total_bytes
+
+    @property
+    def ram_bytes(self) -> int:
+        """What of them is in memory."""
+        return self._tiers.ram_bytes
 
     def find(self, scope: str, tokens: Sequence[int]) -> Match | None:
         """Return the best match among the entries of ``scope`` and of the public one; ``None`` if nothing is shared."""
@@ -226,7 +231,7 @@ class KvStore:
         wanted = frozenset(session_ids)
         scopes = {PUBLIC, *(entry.scope for entry in self._tiers.catalogue if entry.key in wanted)}
         for entry in tuple(self._tiers.catalogue):
-            stays = entry.scope in scopes if entry.key.startswith(_PREFIX_KEY) else entry.key in wanted
+            stays = entry.scope in scopes if is_prefix_key(entry.key) else entry.key in wanted
             if not stays:
                 self._tiers.remove(entry)
 

@@ -60,9 +60,14 @@ class Tiers:
         self._warned: set[tuple[str, str]] = set()
 
     @property
+    def ram_bytes(self) -> int:
+        """What the RAM tier takes, warm mappings included."""
+        return self.catalogue.ram.total_bytes + self._ram.warm_bytes
+
+    @property
     def total_bytes(self) -> int:
-        """What both tiers take, warm mappings included."""
-        return self.catalogue.ram.total_bytes + self._ram.warm_bytes + self.catalogue.disk.total_bytes
+        """What both tiers take."""
+        return self.ram_bytes + self.catalogue.disk.total_bytes
 
     def settle(self) -> None:
         """Take up what the worker has done meanwhile."""

@@ -5,10 +5,12 @@ from __future__ import annotations
 from array import array
 from dataclasses import dataclass
 from hashlib import sha256
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+_PREFIX_KEY: Final = "prefix-"
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,4 +43,9 @@ class ParkedKv(Protocol):
 def prefix_key(scope: str, tokens: Sequence[int]) -> str:
     """Return the key under which the KV of a shared prefix is parked; equal for equal ``scope`` and ``tokens``."""
     digest = sha256(scope.encode() + b"\0" + array("i", tokens).tobytes())
-    return f"prefix-{digest.hexdigest()}"
+    return _PREFIX_KEY + digest.hexdigest()
+
+
+def is_prefix_key(key: str) -> bool:
+    """Tell the key of a shared prefix from that of a session."""
+    return key.startswith(_PREFIX_KEY)

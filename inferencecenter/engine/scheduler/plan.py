@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 if TYPE_CHECKING:
     from inferencecenter.engine.backend import Chunk
+    from inferencecenter.ipc.messages import MoveTime
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,8 +166,8 @@ class Outcome:
     ``decoded`` counts the tokens that went into KV. ``emptied`` turns lost the KV they were to build on and read their
     prompt from its start; ``wiped`` slots, numbered as after the moves, lost an idle session's KV. ``ended`` turns are
     over; of them the ``lost`` ones left no KV behind. ``prefill_s`` is what reading ``prefill_tokens`` took,
-    ``decode_s`` the pass of those that generate, ``moves_s`` parking, restoring and copying; ``n_parked`` sequences
-    were parked.
+    ``decode_s`` the pass of those that generate, ``moves_s`` parking, restoring and copying, each of which is among
+    ``move_times``; ``n_parked`` sequences were parked.
     """
 
     decoded: Mapping[str, int] = field(default_factory=dict)
@@ -179,6 +180,7 @@ class Outcome:
     prefill_s: float = 0.0
     decode_s: float = 0.0
     moves_s: float = 0.0
+    move_times: tuple[MoveTime, ...] = ()
     n_parked: int = 0
 
 

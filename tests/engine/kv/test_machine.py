@@ -106,6 +106,8 @@ class StoreMachine(RuleBasedStateMachine):
         sizes = [path.stat().st_size for path in (*self.bench.ram_files(), *self.bench.disk_files())]
         if self.bench.ram_bytes:
             assert self.bench.store.total_bytes == sum(sizes)
+            in_ram = [path.stat().st_size for path in self.bench.ram_files()]
+            assert self.bench.store.ram_bytes == sum(in_ram)
         assert sum(path.stat().st_size for path in self.bench.ram_files()) <= self.bench.ram_bytes
         for path in self.bench.disk_files():
             record = decode(path.read_bytes(), digest("model"))

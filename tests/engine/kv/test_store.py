@@ -21,7 +21,7 @@ def test_parked_is_loaded(bench: Bench) -> None:
     assert (match.key, match.common_tokens, match.n_tokens, match.ready) == ("s1", 2, 3, True)
     assert bench.load("s1") == payload_of("s1", [1, 2, 3], 3000)
     assert bench.store.sessions == 1
-    assert bench.store.total_bytes == PAGE_BYTES
+    assert bench.store.total_bytes == bench.store.ram_bytes == PAGE_BYTES
 
 
 def test_fewer_bytes_than_announced(bench: Bench) -> None:
