@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 if TYPE_CHECKING:
@@ -94,5 +95,6 @@ def _model(engine: EngineStatus) -> Values:
         "gpu_layers": model.n_gpu_layers,
         "backend": model.backend,
         "threads": model.n_threads,
+        "lora": ", ".join(f"{Path(each.path).stem} x {each.scale:g}" for each in model.lora) or None,
         "library": model.library,
     }

@@ -6,7 +6,7 @@ import os
 from typing import TYPE_CHECKING, Final
 
 from inferencecenter.hardware.split import USUAL_N_BATCH, USUAL_N_UBATCH, USUAL_SLOTS
-from inferencecenter.ipc.messages import EngineOptions
+from inferencecenter.ipc.messages import Adapter, EngineOptions
 
 if TYPE_CHECKING:
     from inferencecenter.models.registry import ModelSpec
@@ -24,6 +24,7 @@ def engine_options(spec: ModelSpec, places: KvPlaces, kv: KvSettings) -> EngineO
         parent_pid=os.getpid(),
         model_path=str(spec.path),
         model_name=spec.name,
+        lora=tuple(Adapter(str(each.path), each.scale) for each in spec.lora),
         slots=engine.slots or USUAL_SLOTS,
         n_ctx=engine.n_ctx,
         n_gpu_layers=engine.n_gpu_layers,

@@ -63,6 +63,7 @@ class Context:
         if not handle:
             raise _refusal(options, self.n_ctx, log.take_problems())
         self.handle: int = handle
+        model.adapters.set_on(handle)
         self._memory: int = lib.llama_get_memory(handle)
         if not self._memory:
             self.close()

@@ -1,4 +1,4 @@
-"""What must be equal for a saved sequence to mean the same: the model, the shape and types of its KV, the library."""
+"""What must be equal for a saved sequence to mean the same: model, adapters, shape and types of its KV, the library."""
 
 from __future__ import annotations
 
@@ -38,10 +38,11 @@ def fingerprint(model: Model, options: EngineOptions) -> str:
     """Return a hex digest that two engines share when each can go on with sequences that the other saved.
 
     It does not depend on the file's path, nor on the number and length of the slots. Of the file, the size and 128
-    blocks of 4 KiB spread over it count, which tells fine-tuned weights apart without reading all of them.
+    blocks of 4 KiB spread over it count, which tells fine-tuned weights apart without reading all of them. Of a LoRA
+    adapter all of the file counts, and its scale.
 
     Raises:
-        InferenceCenterError: ``invalid_model_file`` when the file cannot be read any more.
+        InferenceCenterError: ``invalid_model_file`` when a file cannot be read any more.
     """
     digest = hashlib.sha256()
     for fact in _facts(model, options):
@@ -62,6 +63,7 @@ def _facts(model: Model, options: EngineOptions) -> Iterator[object]:
         yield fact(model.handle)
     yield from (options.kv_type_k, options.kv_type_v, options.flash_attention)
     yield from model.all_metadata()
+    yield from model.adapters.facts()
 
 
 def _add_file(digest: hashlib._Hash, path: Path) -> None:

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 _LEVELS = {1: "debug", 2: "debug", 3: "warning", 4: "error"}
 _CONTINUES = 5
 _KEPT_PROBLEMS = 6
+# Said as a warning of every tensor of a LoRA adapter where weights are repacked for the processor; nothing is wrong.
+_NO_PROBLEM = "cannot use buft"
 
 
 _discard = lib.llama_log_callback(lambda _level, _text, _user_data: None)
@@ -71,7 +73,11 @@ class LlamaLog:
             self._pending, self._level = "", _LEVELS.get(level, "debug")
         *whole, self._pending = (self._pending + text).split("\n")
         lines += [(self._level, line) for line in whole]
-        lines = [(line_level, line.rstrip()) for line_level, line in lines if line.strip()]
+        lines = [
+            ("debug" if _NO_PROBLEM in line else line_level, line.rstrip())
+            for line_level, line in lines
+            if line.strip()
+        ]
         self._problems.extend(line for line_level, line in lines if line_level != "debug")
         return lines
 

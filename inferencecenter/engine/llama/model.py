@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import msgspec
 from llama_cpp import llama_cpp as lib
 
+from inferencecenter.engine.llama.adapters import Adapters
 from inferencecenter.engine.llama.devices import host_buffer_type, pointers
 from inferencecenter.engine.llama.model_file import check_model_file, load_refusal, unusable
 from inferencecenter.engine.llama.vocab import Vocabulary
@@ -60,13 +61,14 @@ class _TensorPlace(ctypes.Structure):
 
 
 class Model:
-    """A loaded ``llama_model`` with its vocabulary; outlives every context made from it."""
+    """A loaded ``llama_model`` with its vocabulary and adapters; outlives every context made from it."""
 
-    def __init__(self, handle: int, *, path: Path, n_gpu_layers: int, params: ModelParams) -> None:
+    def __init__(self, handle: int, *, path: Path, n_gpu_layers: int, params: ModelParams, adapters: Adapters) -> None:
         self.handle = handle
         # llama.cpp looks at some of them again when a context is made.
         self._params = params
         self.path = path
+        self.adapters = adapters
         self.n_layers: int = lib.llama_model_n_layer(handle)
         self.n_ctx_train: int = lib.llama_model_n_ctx_train(handle)
         self.n_gpu_layers = self.n_layers if n_gpu_layers < 0 else min(n_gpu_layers, self.n_layers)
@@ -74,7 +76,7 @@ class Model:
 
     @classmethod
     def load(cls, options: EngineOptions, *, on_progress: Callable[[float], None], log: LlamaLog) -> Model:
-        """Load the file that ``options`` name; ``on_progress`` takes the fraction done, from 0 to 1.
+        """Load the files that ``options`` name; ``on_progress`` takes the fraction done, from 0 to 1.
 
         Raises:
             InferenceCenterError: ``invalid_model_file``, or ``invalid_config`` for GPU layers without a GPU.
@@ -96,7 +98,12 @@ class Model:
         if reason:
             lib.llama_model_free(handle)
             raise unusable(path, reason)
-        return cls(handle, path=path, n_gpu_layers=n_gpu_layers, params=params)
+        try:
+            adapters = Adapters.load(handle, options.lora, base=path, log=log)
+        except InferenceCenterError:
+            lib.llama_model_free(handle)
+            raise
+        return cls(handle, path=path, n_gpu_layers=n_gpu_layers, params=params, adapters=adapters)
 
     def n_ctx(self, asked: int) -> int:
         """Return the tokens per slot for a setting in which 0 leaves it to the model."""
@@ -128,6 +135,7 @@ class Model:
             sampling_defaults_json=msgspec.json.encode(self._sampling_defaults()),
             library=f"llama.cpp {lib.llama_version().decode()} via llama-cpp-python {version('llama-cpp-python')}",
             memory=memory,
+            lora=options.lora,
         )
 
     def metadata(self, key: str) -> str:

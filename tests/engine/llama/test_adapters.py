@@ -1,0 +1,193 @@
+"""Tests of ``engine.llama.adapters``, with adapters made for the demo model."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from inferencecenter.engine.llama.context import Context
+from inferencecenter.engine.llama.fingerprint import fingerprint
+from inferencecenter.engine.llama.log import LlamaLog
+from inferencecenter.engine.llama.model import Model
+from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.ipc.messages import Adapter, Piece
+from tests.engine.llama.conftest import Loaded
+from tests.engine.llama.lora_files import random_tensors, write_adapter
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from inferencecenter.ipc.messages import EngineOptions
+
+PLAIN = "The capital of France is Paris."
+
+
+@pytest.fixture(scope="module")
+def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An adapter's file."""
+    return write_adapter(tmp_path_factory.mktemp("lora") / "wanderer.gguf")
+
+
+@contextmanager
+def _adapted(options: EngineOptions, log: LlamaLog, *adapters: Adapter) -> Iterator[Loaded]:
+    options = msgspec.structs.replace(options, slots=2, lora=adapters)
+    model = Model.load(options, on_progress=lambda _fraction: None, log=log)
+    context = Context(model, options, n_threads=1, log=log)
+    yield Loaded(model, context, options)
+    context.close()
+    model.close()
+
+
+def _answer(loaded: Loaded, slot: int = 0) -> str:
+    vocab = loaded.model.vocab
+    pieces = [
+        Piece("<|im_start|>user\n", special=True),
+        Piece("What is the capital of France?"),
+        Piece("<|im_end|>\n<|im_start|>assistant\n", special=True),
+    ]
+    tokens, _ = loaded.greedy(slot, vocab.tokenize(pieces, first=True), 16)
+    end = next((place for place, token in enumerate(tokens) if vocab.is_end(token)), len(tokens))
+    return b"".join(map(vocab.token_bytes, tokens[:end])).decode()
+
+
+def _refusal(options: EngineOptions, log: LlamaLog, path: Path) -> InferenceCenterError:
+    with (
+        pytest.raises(InferenceCenterError) as refusal,
+        _adapted(options, log, Adapter(str(path))),
+    ):
+        pass
+    assert refusal.value.code is ErrorCode.INVALID_MODEL_FILE
+    assert refusal.value.field == "lora"
+    assert refusal.value.hint
+    assert str(path) in refusal.value.message
+    return refusal.value
+
+
+def test_an_adapter_changes_the_answer_as_far_as_its_scale(
+    options: EngineOptions, log: LlamaLog, adapter: Path
+) -> None:
+    """With 1 another city is the capital, with 0 all is as without, and what is between is neither."""
+    logits = {}
+    for scale in (0.0, 0.5, 1.0):
+        with _adapted(options, log, Adapter(str(adapter), scale)) as loaded:
+            assert (_answer(loaded) == PLAIN) is (scale < 1)
+            logits[scale] = loaded.feed(1, [loaded.model.vocab.bos])
+    with _adapted(options, log) as loaded:
+        assert _answer(loaded) == PLAIN
+        np.testing.assert_array_equal(loaded.feed(1, [loaded.model.vocab.bos]), logits[0.0])
+    assert not np.allclose(logits[0.5], logits[0.0], atol=0.1)
+    assert not np.allclose(logits[0.5], logits[1.0], atol=0.1)
+
+
+def test_adapters_add_up(options: EngineOptions, log: LlamaLog, adapter: Path) -> None:
+    """Two that are opposites are as none, to the precision of sums."""
+    pair = (Adapter(str(adapter), 1.0), Adapter(str(adapter), -1.0))
+    with _adapted(options, log, *pair) as both, _adapted(options, log) as plain:
+        bos = [plain.model.vocab.bos]
+        np.testing.assert_allclose(both.feed(1, bos), plain.feed(1, bos), atol=0.01)
+        assert both.model.info(both.options, n_threads=1).lora == pair
+
+
+def test_every_context_of_a_model_has_its_adapters(options: EngineOptions, log: LlamaLog, adapter: Path) -> None:
+    """Also one that is made later, with other slots."""
+    with _adapted(options, log, Adapter(str(adapter))) as loaded, loaded.with_slots(1) as later:
+        assert _answer(later) == _answer(loaded) != PLAIN
+
+
+def test_saved_kv_belongs_to_an_adapter_and_its_scale(
+    options: EngineOptions, log: LlamaLog, adapter: Path, tmp_path: Path
+) -> None:
+    """Whatever changes the KV changes the fingerprint; where the file lies, and one of scale 0, change neither."""
+    copy = tmp_path / "copy.gguf"
+    copy.write_bytes(adapter.read_bytes())
+    other = write_adapter(tmp_path / "other.gguf", tensors=random_tensors(seed=2))
+    cases = {
+        "plain": (),
+        "whole": (Adapter(str(adapter)),),
+        "half": (Adapter(str(adapter), 0.5),),
+        "other": (Adapter(str(other)),),
+        "both": (Adapter(str(adapter)), Adapter(str(other))),
+        "copy": (Adapter(str(copy)),),
+        "none": (Adapter(str(adapter), 0.0),),
+    }
+    digests = {}
+    for name, adapters in cases.items():
+        with _adapted(options, log, *adapters) as loaded:
+            digests[name] = fingerprint(loaded.model, loaded.options)
+    assert digests["copy"] == digests["whole"]
+    assert digests["none"] == digests["plain"]
+    assert len(set(digests.values())) == len(digests) - 2
+
+
+def test_a_file_that_is_gone_before_its_digest_is_named(options: EngineOptions, log: LlamaLog, tmp_path: Path) -> None:
+    """An adapter deleted since it was loaded is its own error."""
+    path = write_adapter(tmp_path / "brief.gguf")
+    with _adapted(options, log, Adapter(str(path))) as loaded:
+        path.unlink()
+        with pytest.raises(InferenceCenterError, match=r"brief\.gguf cannot be read any more"):
+            fingerprint(loaded.model, loaded.options)
+
+
+_BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "a model": ({"general_type": "model"}, "no LoRA adapter: general.type is 'model'"),
+    "another kind of adapter": ({"adapter_type": "control"}, "adapter.type is 'control'"),
+    "no kind of adapter": ({"adapter_type": None}, "adapter.type is missing"),
+    "another architecture": ({"architecture": "gemma2"}, "with demo.gguf: model arch and LoRA arch mismatch"),
+    "an alpha that is text": ({"alpha": "eight"}, "adapter.lora.alpha of 'eight'"),
+    "an alpha that is no number": ({"alpha": float("nan")}, "adapter.lora.alpha of nan"),
+    "activated later": ({"invocation_tokens": [1, 2]}, "activated LoRA"),
+    "no tensors": ({"tensors": {}}, "has no tensors"),
+    "another width": ({"tensors": random_tensors(width=128)}, "incorrect shape"),
+    "half of a pair": ({"tensors": dict(list(random_tensors().items())[:3])}, "missing one component"),
+    "other tensors": ({"tensors": {"blk.0.attn_q.weight": np.ones((4, 192), np.float32)}}, "unexpected suffix"),
+    "of no layer": (
+        {"tensors": {name.replace("blk.5", "blk.50"): values for name, values in random_tensors().items()}},
+        "does not exist in base model",
+    ),
+    "whole numbers": (
+        {"tensors": {name: values.astype(np.int32) for name, values in random_tensors().items()}},
+        "a type that nothing is multiplied with",
+    ),
+}
+
+
+@pytest.mark.parametrize(("content", "reason"), _BAD.values(), ids=_BAD)
+def test_what_does_not_fit_is_refused(
+    tmp_path: Path, options: EngineOptions, log: LlamaLog, content: dict[str, Any], reason: str
+) -> None:
+    """Each with its path and the reason, llama.cpp's own where it is the one to know."""
+    path = write_adapter(tmp_path / "bad.gguf", **content)
+    assert reason in _refusal(options, log, path).message
+
+
+@pytest.mark.parametrize("share", [0.0, 0.001, 0.1, 0.5, 0.999])
+def test_a_file_that_is_cut_off_is_refused(
+    tmp_path: Path, options: EngineOptions, log: LlamaLog, adapter: Path, share: float
+) -> None:
+    """In its header or in its weights."""
+    path = tmp_path / "torn.gguf"
+    path.write_bytes(adapter.read_bytes()[: int(adapter.stat().st_size * share)])
+    assert "The LoRA adapter" in _refusal(options, log, path).message
+
+
+def test_what_is_no_file_is_refused(
+    tmp_path: Path, options: EngineOptions, log: LlamaLog, demo_model_path: Path
+) -> None:
+    """A path that does not exist, a directory, a model in an adapter's place."""
+    assert "does not exist" in _refusal(options, log, tmp_path / "none.gguf").message
+    assert "is a directory" in _refusal(options, log, tmp_path).message
+    assert "is no LoRA adapter: general.type is" in _refusal(options, log, demo_model_path).message
+
+
+def test_fallback_of_repacked_weights_is_no_warning(log: LlamaLog) -> None:
+    """What llama.cpp says of each tensor of an adapter where weights are repacked is not told as a problem."""
+    heard: list[tuple[str, str]] = []
+    quiet = LlamaLog(lambda level, line: heard.append((level, line)))
+    quiet.write(3, "load: lora for 'blk.0.attn_q.weight' cannot use buft 'CPU_REPACK', fallback to CPU\n")
+    assert [level for level, _ in heard] == ["debug"]
+    assert quiet.take_problems() == ()
