@@ -16,14 +16,17 @@ from inferencecenter.sessions.prompt import after_turn, messages_of, next_prompt
 from inferencecenter.sessions.records import Ordered
 from inferencecenter.sessions.shift import plan_shift
 from inferencecenter.sessions.states import TurnChange, TurnState
-from inferencecenter.sessions.submission import never_began, submission
+from inferencecenter.sessions.submission import never_began, order_for, submission
 from inferencecenter.sessions.tracing import end_trace, trace_turn
 
 if TYPE_CHECKING:
     from inferencecenter.ipc.messages import Submit, TurnEvent
+    from inferencecenter.protocol.requests import Abort
     from inferencecenter.sessions.facts import SessionFacts, Surroundings
     from inferencecenter.sessions.history import History
+    from inferencecenter.sessions.models import Serving
     from inferencecenter.sessions.prompt import Prompt
+    from inferencecenter.sessions.records import TurnOrder
     from inferencecenter.sessions.stream import EventStream
     from inferencecenter.sessions.turn import Outcome, Turn
 
@@ -69,6 +72,8 @@ class Answering:
         self._facts = facts
         self._around = around
         self._speechless = False
+        # Whose engine has the turn, from its submission on.
+        self._serving: Serving | None = None
         turn.trace = trace_turn(around.tracer, facts, turn.order, said_tokens=turn.n_tokens)
 
     def __repr__(self) -> str:
@@ -95,13 +100,13 @@ class Answering:
         turn = self.turn
         if turn.state.is_terminal:
             raise InferenceCenterError(ErrorCode.NOTHING_TO_ABORT, f"turn {turn.turn_id} is over")
-        made_by = turn.order.made_by
+        before = turn.order
         try:
             prompt = self.prepare()
         except InferenceCenterError:
             self._speechless = turn.n_tokens > 0
             raise
-        if turn.order.made_by != made_by:
+        if turn.order != before:
             self._stream.write(self._ordered(self._stream.seq))
         return submission(turn, prompt, facts=self._facts, around=self._around)
 
@@ -136,9 +141,12 @@ class Answering:
             self.turn.interrupt(now=self._around.monotonic())
 
     def recalled(self) -> None:
-        """Submit the turn again, to the engine that it should have now."""
+        """Submit the turn again, to the engine that it should have now, and tell where it stands there."""
         if not self.turn.state.is_terminal:
+            self.turn.recall(now=self._around.monotonic())
             self.go_on()
+        if not self.turn.state.is_terminal:
+            self.begun(request_id=None)
 
     # What its session asks.
 
@@ -149,13 +157,13 @@ class Answering:
             InferenceCenterError: ``model_not_found`` when another model has begun to answer, and what the template says
                 against the conversation.
         """
-        turn, serving = self.turn, self._around.serving
+        turn, serving = self.turn, self._answers
         made_by = serving.made_by()
         if turn.prompt is not None and turn.order.made_by == made_by:
             return turn.prompt
         if turn.n_tokens and turn.order.made_by != made_by:
             raise InferenceCenterError(ErrorCode.MODEL_NOT_FOUND, "The model that began this answer is not loaded.")
-        order, new = replace(turn.order, made_by=made_by), messages_of(turn.order.request)
+        order, new = self._order_now(serving), messages_of(turn.order.request)
         history = self._history.made_for(made_by)
         renderer, now = serving.renderer(self._facts.mode), datetime.fromisoformat(order.rendered_at)
         if order.view is None:
@@ -171,18 +179,20 @@ class Answering:
         Raises:
             InferenceCenterError: See ``prepare``, and what the engine says.
         """
+        self._serving = self._choose()
         self.prepare()
-        self.turn.position = self._around.engine.submit(self)
+        self.turn.position = self._serving.engine.submit(self)
 
     def begun(self, *, request_id: str | None) -> None:
-        """Acknowledge the turn."""
+        """Acknowledge the turn, and write it down."""
         queued = self._stream.queued(self.turn, eta_ms=self._eta_ms(), request_id=request_id)
         self._stream.tell(queued, self._ordered(queued.seq))
 
     def go_on(self) -> None:
         """Hand over a turn that an earlier daemon left unfinished; if the engine refuses it, what it said is kept."""
         try:
-            self.turn.position = self._around.engine.submit(self)
+            self._serving = self._choose()
+            self.turn.position = self._serving.engine.submit(self)
         except InferenceCenterError as error:
             self._speechless = self.turn.n_tokens > 0
             self._fail(_failed(self.turn_id, error))
@@ -191,10 +201,43 @@ class Answering:
         """Say again where the turn stands."""
         self._stream.mention(self._stream.queued(self.turn, eta_ms=self._eta_ms(), request_id=request_id))
 
+    def abort(self, request: Abort) -> None:
+        """Have the engine end the turn; its ``end`` answers the request.
+
+        Raises:
+            InferenceCenterError: See ``Turn.take_abort``.
+        """
+        self.turn.take_abort(request)
+        self._answers.engine.abort(self.turn_id)
+
     def abandon(self) -> None:
         """End the turn without waiting for the engine; the history is as it was before."""
         self._over(self._history, self.turn.cut_short("aborted", now=self._around.monotonic()))
-        self._around.engine.abort(self.turn_id)
+        self._answers.engine.abort(self.turn_id)
+
+    # Which model answers.
+
+    @property
+    def _answers(self) -> Serving:
+        assert self._serving is not None, "it was handed over"
+        return self._serving
+
+    def _choose(self) -> Serving:
+        """Return the model that has begun to answer, else the one that the session has now.
+
+        Raises:
+            InferenceCenterError: ``model_not_found``.
+        """
+        if not self.turn.n_tokens:
+            return self._around.engines.of(self._facts.chosen_model)
+        return self._serving or self._around.engines.of(self.turn.order.model or None)
+
+    def _order_now(self, serving: Serving) -> TurnOrder:
+        """Return the order as this model runs it; a turn that has begun is its own already."""
+        order = self.turn.order
+        if self.turn.n_tokens or order.made_by == serving.made_by():
+            return replace(order, model=serving.name)
+        return order_for(order, serving, facts=self._facts, around=self._around)
 
     # How it goes on.
 
@@ -223,7 +266,7 @@ class Answering:
     def _shift(self, event: Overflowed) -> bool:
         """Submit the turn again without the oldest ones; ``False`` if there are none to give up."""
         turn, around, prompt = self.turn, self._around, self.prepare()
-        n_ctx = around.serving.model().n_ctx
+        engine, n_ctx = self._answers.engine, self._answers.model().n_ctx
         shift = plan_shift(self._history, prompt, total=event.n_tokens, answered=turn.n_tokens, n_ctx=n_ctx)
         if shift is None:
             return False
@@ -232,7 +275,7 @@ class Answering:
         turn.prompt = None
         try:
             self.prepare()
-            position = around.engine.submit(self)
+            position = engine.submit(self)
         except InferenceCenterError:
             turn.order, turn.prompt = before, prompt
             raise
@@ -247,7 +290,7 @@ class Answering:
         turn = self.turn
         aborted = turn.abort_request is not None
         if event.end is None and not turn.n_tokens and not aborted:
-            self._fail(never_began(event, refusal, n_ctx=self._around.serving.model().n_ctx))
+            self._fail(never_began(event, refusal, n_ctx=self._answers.model().n_ctx))
             return
         if event.end is None:
             self._cut_short("aborted" if aborted else "context_full")
@@ -302,7 +345,7 @@ class Answering:
         prompt = turn.prompt
         if prompt is None:
             prompt = unread_prompt(self._history, messages_of(turn.order.request), turn.order.view)
-        keeps_end = end is not None and self._around.serving.renderer(self._facts.mode).keeps_end
+        keeps_end = end is not None and self._answers.renderer(self._facts.mode).keeps_end
         return after_turn(self._history, prompt, answer=turn.answer, end=end, keeps_end=keeps_end)
 
     def _ordered(self, seq: int) -> Ordered:
@@ -311,7 +354,7 @@ class Answering:
         )
 
     def _eta_ms(self) -> float | None:
-        return self._around.eta_ms(self.turn.position)
+        return self._around.eta_ms(self._answers, self.turn.position)
 
 
 def _failed(turn_id: str, error: InferenceCenterError) -> Failed:

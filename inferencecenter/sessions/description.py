@@ -10,7 +10,7 @@ from inferencecenter.protocol.values import SessionSummary
 from inferencecenter.sessions.prompt import messages_of
 
 if TYPE_CHECKING:
-    from inferencecenter.ipc.messages import ModelInfo
+    from inferencecenter.protocol.params import Params
     from inferencecenter.sessions.audience import Lost
     from inferencecenter.sessions.facts import SessionFacts
     from inferencecenter.sessions.history import History
@@ -23,31 +23,32 @@ if TYPE_CHECKING:
 class Standing:
     """A session as it stands: ``seq`` is the number of its last event, ``last_used_at`` Unix seconds.
 
-    ``model`` is the one that answers, if it is known already.
+    ``model`` is the name of the one that answers now, ``n_ctx`` is its, or the first one's while it is not known.
     """
 
     facts: SessionFacts
-    model: ModelInfo | None
+    model: str
+    n_ctx: int
     state: SessionState
     seq: int
     last_used_at: float
     history: History
     ledger: Ledger
 
-    def describe(self) -> events.Session:
-        """Return everything about the session; a running turn is not yet part of it."""
+    def describe(self, params: Params) -> events.Session:
+        """Return everything about the session, with its effective params; a running turn is not yet part of it."""
         facts, history = self.facts, self.history
         return events.Session(
             session_id=facts.session_id,
             epoch=facts.epoch,
             seq=self.seq,
             state=self.state.value,
-            model=self._model_name,
-            n_ctx=self.model.n_ctx if self.model else facts.n_ctx,
+            model=self.model,
+            n_ctx=self.n_ctx,
             n_tokens=history.n_tokens,
             on_full=facts.on_full,
             dropped_messages=history.view.n_dropped,
-            params=facts.params.model_dump(mode="json"),
+            params=params.model_dump(mode="json"),
             metadata=facts.metadata,
             transcript=history.messages,
             turns=self.ledger.turns,
@@ -61,7 +62,7 @@ class Standing:
             session_id=facts.session_id,
             state=self.state.value,
             mode=facts.mode,
-            model=self._model_name,
+            model=self.model,
             messages=len(history.messages),
             tokens=history.n_tokens,
             created_at=facts.created_at,
@@ -91,7 +92,3 @@ class Standing:
             transcript=self.history.messages + asked if lost else None,
             turns=self.ledger.turns if lost else None,
         )
-
-    @property
-    def _model_name(self) -> str:
-        return self.model.name if self.model else self.facts.model

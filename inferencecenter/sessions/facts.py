@@ -12,11 +12,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection
     from datetime import datetime
 
-    from inferencecenter.ipc.port import EnginePort
     from inferencecenter.protocol.params import Params
     from inferencecenter.protocol.values import Mode, OnDisconnect, OnFull, Priority
     from inferencecenter.sessions.journal import Journal
-    from inferencecenter.sessions.models import Serving
+    from inferencecenter.sessions.models import Engines, Serving
     from inferencecenter.sessions.totals import TokenMeter, TurnRecord
     from inferencecenter.sessions.tracing import Tracer
 
@@ -36,8 +35,7 @@ class Surroundings:
     answers with nobody listening for ``detached_turn_s``.
     """
 
-    engine: EnginePort
-    serving: Serving
+    engines: Engines
     journal: Journal
     clock: Callable[[], float]
     monotonic: Callable[[], float]
@@ -46,7 +44,7 @@ class Surroundings:
     new_id: Callable[[str], str]
     new_seed: Callable[[], int]
     meter: TokenMeter
-    eta_ms: Callable[[int], float | None]
+    eta_ms: Callable[[Serving, int], float | None]
     turn_ended: Callable[[TurnRecord], None]
     tracer: Tracer
     max_transcript_chars: int
@@ -73,14 +71,16 @@ class Surroundings:
 class SessionFacts:
     """What never changes about a session.
 
-    ``model`` and ``n_ctx`` are those of its beginning. ``params`` are effective: no level is left to merge below them.
-    ``chosen`` are those that the client set itself. Without ``store`` nothing of the session may be written to a disk.
+    ``model`` and ``n_ctx`` are those of its beginning; without a ``chosen_model`` it goes with the default, also when
+    that changes. ``params`` are effective with that first model: no level is left to merge below them. ``chosen`` are
+    those that the client set itself. Without ``store`` nothing of the session may be written to a disk.
     """
 
     session_id: str
     epoch: str
     client_id: str
     mode: Mode
+    chosen_model: str | None
     model: str
     n_ctx: int
     params: Params

@@ -1,8 +1,9 @@
-"""The loaded model as sessions need it: which one it is, what it recommends, how its conversations are written."""
+"""The models as sessions need them: which one answers, what it recommends, how its conversations are written."""
 
 from __future__ import annotations
 
 import hashlib
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 import orjson
@@ -10,40 +11,158 @@ import structlog
 
 from inferencecenter.errors import ErrorCode, InferenceCenterError
 from inferencecenter.ipc.port import EngineState
-from inferencecenter.protocol.params import Params, parse_params
+from inferencecenter.protocol.params import Params, merge, parse_params
 from inferencecenter.sessions.template import ChatTemplate, RawText
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from inferencecenter.ipc.messages import ModelInfo
-    from inferencecenter.ipc.port import EnginePort, EngineStatus
+    from inferencecenter.ipc.port import EnginePort, EnginesPort, EngineStatus
     from inferencecenter.protocol.values import Mode
+    from inferencecenter.sessions.facts import SessionFacts
     from inferencecenter.sessions.template import Renderer
 
 _FINGERPRINT_CHARS: Final = 32
+_RETRY_MS: Final = 1000
+_LOST: Final = (EngineState.BACKOFF, EngineState.FAILED)
 
 _log = structlog.get_logger(__name__)
 
 
-def loaded_model(status: EngineStatus, wanted: str | None) -> ModelInfo:
-    """Return the loaded model, which is the one that is ``wanted`` by its name.
+class Serving:
+    """A model and its engine, and how it writes conversations; its template is compiled once.
 
-    Raises:
-        InferenceCenterError: ``model_loading``, ``engine_unavailable`` or ``model_not_found``.
+    A turn that has begun stays with the one that it has, also when another serves under the same name.
+
+    Args:
+        name: What clients call it.
+        engine: What runs it, loaded or not.
+        want: Has it loaded; raises if it cannot be.
     """
-    if status.model is None:
-        if status.state is EngineState.STARTING:
-            raise InferenceCenterError(
-                ErrorCode.MODEL_LOADING, f"the model is loading: {status.load_fraction:.0%}", retry_after_ms=1000
-            )
-        raise InferenceCenterError(ErrorCode.ENGINE_UNAVAILABLE, status.detail, retry_after_ms=1000)
-    if wanted not in (None, status.model.name):
-        raise InferenceCenterError(
-            ErrorCode.MODEL_NOT_FOUND,
-            f"no model is named {wanted[:64]!r}" if wanted else "the model's name is empty",
-            field="model",
-            hint=f"The loaded model is {status.model.name}.",
-        )
-    return status.model
+
+    def __init__(self, name: str, engine: EnginePort, *, want: Callable[[], None]) -> None:
+        self.name = name
+        self.engine = engine
+        self._want = want
+        self._template: tuple[str, ChatTemplate] | None = None
+        self._named: tuple[ModelInfo, str] | None = None
+        self._recommended: tuple[ModelInfo, Params] | None = None
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.name!r}, {self.engine.status.state.value})"
+
+    @property
+    def known(self) -> ModelInfo | None:
+        """The model as it was loaded last; none before it first is."""
+        return self.engine.status.model
+
+    def model(self) -> ModelInfo:
+        """Return the model; one that was never loaded is loaded from now on.
+
+        Raises:
+            InferenceCenterError: ``model_loading``, ``engine_unavailable``, or why it could not be loaded.
+        """
+        if (model := self.known) is not None:
+            return model
+        self._want()
+        raise _not_loaded(self.name, self.engine.status)
+
+    def made_by(self) -> str:
+        """Return the name under which the model's tokens are kept: see ``fingerprint``.
+
+        Raises:
+            InferenceCenterError: See ``model``.
+        """
+        model = self.model()
+        if self._named is None or self._named[0] is not model:
+            self._named = (model, fingerprint(model))
+        return self._named[1]
+
+    def recommended(self) -> Params:
+        """Return what the model's file recommends.
+
+        Raises:
+            InferenceCenterError: See ``model``.
+        """
+        model = self.model()
+        if self._recommended is None or self._recommended[0] is not model:
+            self._recommended = (model, recommended_params(model))
+        return self._recommended[1]
+
+    def renderer(self, mode: Mode) -> Renderer:
+        """Return how the model has a session of this mode written.
+
+        Raises:
+            InferenceCenterError: ``internal`` when its template does not compile, and see ``model``.
+        """
+        if mode == "raw":
+            return RawText()
+        made_by = self.made_by()
+        if self._template is None or self._template[0] != made_by:
+            self._template = (made_by, ChatTemplate(self.model()))
+        return self._template[1]
+
+
+class Engines:
+    """All models, by the name that a session has chosen; one that has chosen none has the default of the moment.
+
+    Args:
+        port: What runs them.
+        config_params: The configuration's level of parameters, which is the same for all.
+    """
+
+    def __init__(self, port: EnginesPort, *, config_params: Params) -> None:
+        self._port = port
+        self._config_params = config_params
+        self._servings: dict[str, Serving] = {}
+
+    def name(self, chosen: str | None) -> str:
+        """Return the name of the model that answers now, whether there is one of that name or not."""
+        return self._port.default if chosen is None else chosen
+
+    def of(self, chosen: str | None) -> Serving:
+        """Return the model that answers now.
+
+        Raises:
+            InferenceCenterError: ``model_not_found``.
+        """
+        name = self.name(chosen)
+        engine = self._port.engine(name)
+        serving = self._servings.get(name)
+        if serving is None or serving.engine is not engine:
+            serving = self._servings[name] = Serving(name, engine, want=partial(self._port.want, name))
+        return serving
+
+    def known(self, chosen: str | None) -> ModelInfo | None:
+        """Return what is known of the model that answers now; nothing before it is loaded."""
+        try:
+            return self.of(chosen).known
+        except InferenceCenterError:
+            return None
+
+    def params_below(self, serving: Serving) -> Params:
+        """Return what holds for sessions of a model that set nothing themselves.
+
+        Raises:
+            InferenceCenterError: See ``Serving.model``.
+        """
+        own = parse_params(dict(self._port.params_of(serving.name)), path=f"models.{serving.name}.params")
+        return merge(Params(), serving.recommended(), own, self._config_params)
+
+    def params(self, facts: SessionFacts, name: str) -> Params:
+        """Return a session's effective parameters while the model ``name`` answers.
+
+        With the model of its beginning they are what they were. They are that, too, while nothing is known of another.
+        """
+        if name == facts.model or self.known(name) is None:
+            return facts.params
+        chosen = {parameter: getattr(facts.params, parameter) for parameter in facts.chosen}
+        return self.params_below(self.of(name)).model_copy(update=chosen)
+
+    def release(self, session_id: str) -> None:
+        """Let all engines forget a session."""
+        self._port.release(session_id)
 
 
 def recommended_params(model: ModelInfo) -> Params:
@@ -53,56 +172,6 @@ def recommended_params(model: ModelInfo) -> Params:
     except (InferenceCenterError, orjson.JSONDecodeError) as error:
         _log.warning("model_recommendation_ignored", model=model.name, reason=str(error))
         return Params()
-
-
-class Serving:
-    """The model that serves now, and how it writes conversations; its template is compiled once.
-
-    Args:
-        engine: What knows the model.
-    """
-
-    def __init__(self, engine: EnginePort) -> None:
-        self._engine = engine
-        self._template: tuple[str, ChatTemplate] | None = None
-        self._named: tuple[ModelInfo, str] | None = None
-
-    @property
-    def known(self) -> ModelInfo | None:
-        """The model that was loaded last; none before the first one is."""
-        return self._engine.status.model
-
-    def model(self, wanted: str | None = None) -> ModelInfo:
-        """Return the loaded model, which is the one that is ``wanted`` by its name.
-
-        Raises:
-            InferenceCenterError: See ``loaded_model``.
-        """
-        return loaded_model(self._engine.status, wanted)
-
-    def made_by(self) -> str:
-        """Return the name under which the model's tokens are kept: see ``fingerprint``.
-
-        Raises:
-            InferenceCenterError: See ``loaded_model``.
-        """
-        model = self.model()
-        if self._named is None or self._named[0] is not model:
-            self._named = (model, fingerprint(model))
-        return self._named[1]
-
-    def renderer(self, mode: Mode) -> Renderer:
-        """Return how the model has a session of this mode written.
-
-        Raises:
-            InferenceCenterError: ``internal`` when its template does not compile, and see ``loaded_model``.
-        """
-        if mode == "raw":
-            return RawText()
-        made_by = self.made_by()
-        if self._template is None or self._template[0] != made_by:
-            self._template = (made_by, ChatTemplate(self.model()))
-        return self._template[1]
 
 
 def fingerprint(model: ModelInfo) -> str:
@@ -122,3 +191,12 @@ def fingerprint(model: ModelInfo) -> str:
         model.special_tokens,
     )
     return hashlib.sha256(orjson.dumps(meaning)).hexdigest()[:_FINGERPRINT_CHARS]
+
+
+def _not_loaded(name: str, engine: EngineStatus) -> InferenceCenterError:
+    """Return why a model that was never loaded cannot answer yet."""
+    if engine.state in _LOST:
+        return InferenceCenterError(ErrorCode.ENGINE_UNAVAILABLE, engine.detail, retry_after_ms=_RETRY_MS)
+    return InferenceCenterError(
+        ErrorCode.MODEL_LOADING, f"{name} is loading: {engine.load_fraction:.0%}", retry_after_ms=_RETRY_MS
+    )

@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from inferencecenter.protocol.params import Params, merge, parse_params
+from inferencecenter.protocol.params import merge, parse_params
 from inferencecenter.protocol.values import ChatMessage
 from inferencecenter.sessions.facts import SessionFacts
 from inferencecenter.sessions.history import History
-from inferencecenter.sessions.models import recommended_params
 from inferencecenter.sessions.records import Gone, Renamed
 from inferencecenter.sessions.session import Session
 
@@ -22,27 +21,27 @@ if TYPE_CHECKING:
     from inferencecenter.sessions.records import Kept
 
 
-def new_facts(
-    client: Client, request: CreateSession, *, config_params: Params, durable: bool, around: Surroundings
-) -> SessionFacts:
+def new_facts(client: Client, request: CreateSession, *, durable: bool, around: Surroundings) -> SessionFacts:
     """Return what holds for a session that is opened now; it may be written to a disk only if ``durable``.
 
     Raises:
         InferenceCenterError: ``model_loading``, ``engine_unavailable``, ``model_not_found``, ``invalid_request``,
             ``forbidden``, or ``internal`` when the model's template does not compile.
     """
-    model = around.serving.model(request.model)
+    serving = around.engines.of(request.model)
+    model = serving.model()
     overlay = parse_params(request.params or {})
     priority = client.allow_priority(request.priority, otherwise=client.priority)
-    around.serving.renderer(request.mode)
+    serving.renderer(request.mode)
     return SessionFacts(
         session_id=around.new_id("s_"),
         epoch=around.new_id("e_"),
         client_id=client.client_id,
         mode=request.mode,
-        model=model.name,
+        chosen_model=request.model,
+        model=serving.name,
         n_ctx=model.n_ctx,
-        params=merge(Params(), recommended_params(model), config_params, overlay),
+        params=merge(around.engines.params_below(serving), overlay),
         chosen=frozenset(overlay.model_fields_set),
         priority=priority,
         on_full=request.on_full or ("shift" if request.mode == "chat" else "stop"),
@@ -55,14 +54,20 @@ def new_facts(
 
 
 def fork_facts(parent: SessionFacts, around: Surroundings) -> SessionFacts:
-    """Return what holds for a session that begins now as ``parent`` did."""
-    model = around.serving.known
+    """Return what holds for a session that begins now as ``parent`` did.
+
+    Raises:
+        InferenceCenterError: ``model_loading``, ``engine_unavailable`` or ``model_not_found``.
+    """
+    serving = around.engines.of(parent.chosen_model)
+    n_ctx = serving.model().n_ctx
     return replace(
         parent,
         session_id=around.new_id("s_"),
         epoch=around.new_id("e_"),
-        model=model.name if model else parent.model,
-        n_ctx=model.n_ctx if model else parent.n_ctx,
+        model=serving.name,
+        n_ctx=n_ctx,
+        params=around.engines.params(parent, serving.name),
         created_at=around.clock(),
     )
 

@@ -21,8 +21,9 @@ class TurnOrder:
     """A turn that has not ended: all that it takes to run it, or what is left of it.
 
     ``warnings`` are about its parameters, ``rank`` is its class as the engine orders turns. ``submitted_at`` is Unix
-    seconds. ``rendered_at`` is the local time that its template was told, in ISO 8601 with offset. ``made_by`` names
-    the model that answers. ``view`` is set once its prompt was made shorter: which messages are read since.
+    seconds. ``rendered_at`` is the local time that its template was told, in ISO 8601 with offset. ``model`` is the
+    model that answers by its name, empty where that was not written down, and ``made_by`` by what its tokens mean.
+    ``view`` is set once its prompt was made shorter: which messages are read since.
     """
 
     turn_id: str
@@ -32,6 +33,7 @@ class TurnOrder:
     warnings: tuple[str, ...]
     submitted_at: float
     rendered_at: str
+    model: str
     made_by: str
     view: View | None = None
 

@@ -18,7 +18,7 @@ from inferencecenter.protocol import events, requests
 from inferencecenter.sessions.facts import Surroundings
 from inferencecenter.sessions.journal import Unwritten
 from inferencecenter.sessions.ledger import Ledger
-from inferencecenter.sessions.models import Serving
+from inferencecenter.sessions.models import Engines
 from inferencecenter.sessions.opening import first_history, fork_facts, new_facts, restored
 from inferencecenter.sessions.roster import Roster
 from inferencecenter.sessions.session import Session
@@ -30,12 +30,13 @@ from inferencecenter.sessions.tracing import Untraced
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping
 
-    from inferencecenter.ipc.port import EnginePort
+    from inferencecenter.ipc.port import EnginesPort
     from inferencecenter.protocol.base import Request
     from inferencecenter.protocol.params import Params
     from inferencecenter.sessions.client import Client, EventSink
     from inferencecenter.sessions.facts import Timer
     from inferencecenter.sessions.journal import Journal
+    from inferencecenter.sessions.models import Serving
     from inferencecenter.sessions.records import Kept
     from inferencecenter.sessions.totals import Totals, TurnObserver
     from inferencecenter.sessions.tracing import Tracer
@@ -62,7 +63,7 @@ class Sessions:
     A session of another client and one that does not exist give the same answer.
 
     Args:
-        engine: What answers.
+        engines: What answers.
         config_params: The configuration's level of parameters.
         max_sessions: Open sessions of all clients together.
         default_ttl_s: Idle seconds after which a session expires that sets no own.
@@ -84,7 +85,7 @@ class Sessions:
     def __init__(  # noqa: PLR0913 - keyword-only; everything from the clock on has a default
         self,
         *,
-        engine: EnginePort,
+        engines: EnginesPort,
         config_params: Params,
         # Limits
         max_sessions: int,
@@ -106,13 +107,10 @@ class Sessions:
     ) -> None:
         self.durable = journal is not None
         self._journal: Journal = journal or Unwritten()
-        self._engine = engine
-        self._config_params = config_params
         self._random_bytes = random_bytes
         self._tally = Tally(observer)
         self._around = Surroundings(
-            engine=engine,
-            serving=Serving(engine),
+            engines=Engines(engines, config_params=config_params),
             journal=self._journal,
             clock=clock,
             monotonic=monotonic,
@@ -201,7 +199,7 @@ class Sessions:
         """
         around = self._around
         around.check_writable(store=request.store and self.durable)
-        facts = new_facts(client, request, config_params=self._config_params, durable=self.durable, around=around)
+        facts = new_facts(client, request, durable=self.durable, around=around)
         history = first_history(request, max_chars=around.max_transcript_chars)
         return self._open(client, Session(facts, around=around, history=history, ledger=Ledger(), sink=sink))
 
@@ -265,7 +263,7 @@ class Sessions:
         Raises:
             InferenceCenterError: ``session_not_found``.
         """
-        return self._roster.own(client, request.session_id).standing.describe()
+        return self._roster.own(client, request.session_id).describe()
 
     def list(self, client: Client, request: requests.ListSessions) -> events.Sessions:
         """Return a page of the client's own sessions, oldest first.
@@ -325,11 +323,11 @@ class Sessions:
         self._roster.remove(session)
         return session.close()
 
-    def _eta_ms(self, position: int) -> float | None:
-        engine = self._engine.status
+    def _eta_ms(self, serving: Serving, position: int) -> float | None:
+        engine = serving.engine.status
         if engine.model is None or engine.state is not EngineState.READY:
             return None  # how long an engine takes to start is not known
-        return self._tally.eta_ms(position, slots=engine.model.slots)
+        return self._tally.eta_ms(serving.name, position, slots=engine.model.slots)
 
     def _new_id(self, prefix: str) -> str:
         return prefix + base64.urlsafe_b64encode(self._random_bytes(16)).rstrip(b"=").decode()

@@ -116,15 +116,23 @@ class Session:
     @property
     def standing(self) -> Standing:
         """The session as it stands; a running turn is not yet part of it."""
+        facts, engines = self.facts, self._around.engines
+        known = engines.known(facts.chosen_model)
         return Standing(
-            facts=self.facts,
-            model=self._around.serving.known,
+            facts=facts,
+            model=engines.name(facts.chosen_model),
+            n_ctx=known.n_ctx if known else facts.n_ctx,
             state=self._state,
             seq=self._stream.seq,
             last_used_at=self._last_used_at,
             history=self._history,
             ledger=self._ledger,
         )
+
+    def describe(self) -> events.Session:
+        """Return everything about the session; a running turn is not yet part of it."""
+        engines = self._around.engines
+        return self.standing.describe(engines.params(self.facts, engines.name(self.facts.chosen_model)))
 
     # What clients ask for.
 
@@ -181,8 +189,7 @@ class Session:
         """
         if (answering := self._answering) is None:
             raise InferenceCenterError(ErrorCode.NOTHING_TO_ABORT)
-        answering.turn.take_abort(request)
-        self._around.engine.abort(answering.turn_id)
+        answering.abort(request)
 
     def append(self, request: Append, sink: EventSink) -> None:
         """Add messages to the history without answering; a template that minds them says so at the next turn.
@@ -269,7 +276,7 @@ class Session:
             end=end,
         )
         self._stream.tell(end, record)
-        self._around.turn_ended(outcome.record(self.facts, turn.turn_id))
+        self._around.turn_ended(outcome.record(self.facts, turn.turn_id, model=turn.order.model))
 
     def turn_failed(self, turn: Turn, failure: Failed, outcome: Outcome) -> None:
         """Tell that the running turn leaves nothing behind."""
@@ -282,7 +289,7 @@ class Session:
             turn_id=turn.turn_id,
         )
         self._stream.tell(error, record)
-        self._around.turn_ended(outcome.record(self.facts, turn.turn_id))
+        self._around.turn_ended(outcome.record(self.facts, turn.turn_id, model=turn.order.model))
 
     # How it changes.
 
@@ -317,7 +324,7 @@ class Session:
 
     def _leave(self, change: SessionChange) -> None:
         self._change(change)
-        self._around.engine.release(self.facts.session_id)
+        self._around.engines.release(self.facts.session_id)
 
     def _change(self, change: SessionChange) -> None:
         self._state = SESSION.after(self._state, change)

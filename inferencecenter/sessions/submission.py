@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from inferencecenter.errors import ErrorCode, InferenceCenterError
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
     from inferencecenter.ipc.messages import Overflowed
     from inferencecenter.protocol.requests import Infer
     from inferencecenter.sessions.facts import SessionFacts, Surroundings
+    from inferencecenter.sessions.models import Serving
     from inferencecenter.sessions.prompt import Prompt
     from inferencecenter.sessions.turn import Turn
 
@@ -35,10 +37,12 @@ def new_order(request: Infer, overlay: Params, *, rank: int, facts: SessionFacts
     """Return what it takes to run a turn that is asked for now.
 
     Raises:
-        InferenceCenterError: ``invalid_request`` for parameters that exclude each other, ``model_loading`` or
-            ``engine_unavailable`` before any model was known.
+        InferenceCenterError: ``invalid_request`` for parameters that exclude each other, ``model_loading``,
+            ``engine_unavailable`` or ``model_not_found``.
     """
-    params = merge(facts.params, overlay)
+    serving = around.engines.of(facts.chosen_model)
+    made_by = serving.made_by()
+    params = merge(around.engines.params(facts, serving.name), overlay)
     warnings = facts.warnings(params, chosen=facts.chosen | overlay.model_fields_set)
     if params.seed is None:
         params = params.model_copy(update={"seed": around.new_seed()})
@@ -50,8 +54,29 @@ def new_order(request: Infer, overlay: Params, *, rank: int, facts: SessionFacts
         warnings=warnings,
         submitted_at=around.clock(),
         rendered_at=around.local_time().isoformat(),
-        made_by=around.serving.made_by(),
+        model=serving.name,
+        made_by=made_by,
     )
+
+
+def order_for(order: TurnOrder, serving: Serving, *, facts: SessionFacts, around: Surroundings) -> TurnOrder:
+    """Return the order of a turn that has not begun as another model is to run it.
+
+    Parameters of the session are those that it has with that model; the turn's own stay.
+
+    Raises:
+        InferenceCenterError: ``invalid_request`` for parameters that exclude each other.
+    """
+    before = around.engines.params(facts, order.model or facts.model)
+    now = around.engines.params(facts, serving.name)
+    order = replace(order, model=serving.name, made_by=serving.made_by())
+    if now == before:
+        return order
+    asked = turn_params(order.request).model_fields_set
+    own = {name: getattr(order.params, name) for name in Params.model_fields}
+    own = {name: value for name, value in own.items() if name in asked or value != getattr(before, name)}
+    params = now.model_copy(update=own)
+    return replace(order, params=params, warnings=facts.warnings(params, chosen=facts.chosen | asked))
 
 
 def submission(turn: Turn, prompt: Prompt, *, facts: SessionFacts, around: Surroundings) -> Submit:

@@ -21,6 +21,7 @@ class TurnRecord:
     client_id: str
     session_id: str
     turn_id: str
+    model: str
     finish: str
     queue_ms: float
     ttft_ms: float
@@ -72,23 +73,24 @@ class TokenMeter:
 
 
 class WaitEstimate:
-    """Guesses how long a turn will wait, from how long the latest ones held their slots."""
+    """Guesses how long a turn will wait, from how long the latest ones of its model held their slots."""
 
     def __init__(self) -> None:
-        self._held_ms: float | None = None
+        self._held_ms: dict[str, float] = {}
 
     def observe(self, record: TurnRecord) -> None:
         """Learn from a turn that ended; one that never ran says nothing."""
         if record.prompt_tokens:
             held_ms = record.total_ms - record.queue_ms
-            old_ms = held_ms if self._held_ms is None else self._held_ms
-            self._held_ms = old_ms + _NEWEST * (held_ms - old_ms)
+            old_ms = self._held_ms.get(record.model, held_ms)
+            self._held_ms[record.model] = old_ms + _NEWEST * (held_ms - old_ms)
 
-    def eta_ms(self, position: int, *, slots: int) -> float | None:
+    def eta_ms(self, model: str, position: int, *, slots: int) -> float | None:
         """Return the expected wait at a place in the queue; ``None`` for a turn that runs, or before any has ended."""
-        if not position or self._held_ms is None:
+        held_ms = self._held_ms.get(model)
+        if not position or held_ms is None:
             return None
-        return round(position * self._held_ms / slots)
+        return round(position * held_ms / slots)
 
 
 class Tally:
@@ -113,6 +115,7 @@ class Tally:
             client=record.client_id,
             session=record.session_id,
             turn=record.turn_id,
+            model=record.model,
             queue_ms=record.queue_ms,
             ttft_ms=record.ttft_ms,
             tokens=record.tokens,
@@ -124,9 +127,9 @@ class Tally:
         if self._observer is not None:
             self._observer.turn_ended(record)
 
-    def eta_ms(self, position: int, *, slots: int) -> float | None:
-        """Return the expected wait at a place in the queue, if it can be told."""
-        return self._waits.eta_ms(position, slots=slots)
+    def eta_ms(self, model: str, position: int, *, slots: int) -> float | None:
+        """Return the expected wait at a place in the queue of a model, if it can be told."""
+        return self._waits.eta_ms(model, position, slots=slots)
 
     def totals(self, *, sessions: int, active: int, now: float) -> Totals:
         """Return readings over so many sessions, of which ``active`` answer."""

@@ -32,13 +32,14 @@ class Outcome:
     stop: str | None = None
     warnings: tuple[str, ...] = ()
 
-    def record(self, facts: SessionFacts, turn_id: str) -> TurnRecord:
+    def record(self, facts: SessionFacts, turn_id: str, *, model: str) -> TurnRecord:
         """Return what is told of the turn when it is over."""
         stats = self.stats
         return TurnRecord(
             client_id=facts.client_id,
             session_id=facts.session_id,
             turn_id=turn_id,
+            model=model,
             finish=self.finish,
             queue_ms=stats.queue_ms,
             ttft_ms=stats.ttft_ms,
@@ -161,6 +162,10 @@ class Turn:
         """Take note that the turn's engine is gone, and that it waits for a slot of another one."""
         self._wait_again(TurnChange.INTERRUPT, now=now)
         self.trace.note("engine_lost", {"inferencecenter.tokens": self.n_tokens})
+
+    def recall(self, *, now: float) -> None:
+        """Take note that no engine has the turn any more, and that it waits for a slot of the one it should have."""
+        self._wait_again(TurnChange.INTERRUPT, now=now)
 
     def extend(self, event: Delta, *, now: float) -> None:
         """Take in what was generated."""

@@ -27,6 +27,7 @@ from inferencecenter.sessions.registry import Sessions
 from inferencecenter.settings import ServerSettings
 from inferencecenter.tasks import TaskGroup
 from inferencecenter.telemetry.metrics import Metrics
+from tests.sessions.conftest import one_model
 
 if TYPE_CHECKING:
     import ssl
@@ -264,7 +265,7 @@ async def running_server(
         chosen,
         engine=engine,
         sessions=Sessions(
-            engine=engine,
+            engines=one_model(engine, MODEL.name),
             config_params=Params(),
             max_sessions=100,
             default_ttl_s=None,
@@ -353,7 +354,9 @@ def stub_context() -> Context:
     return Context.create(
         ServerSettings(outbox_bytes=2**14),
         engine=engine,
-        sessions=Sessions(engine=engine, config_params=Params(), max_sessions=10, default_ttl_s=None),
+        sessions=Sessions(
+            engines=one_model(engine, MODEL.name), config_params=Params(), max_sessions=10, default_ttl_s=None
+        ),
         accounts=cast("Accounts", StubAccounts()),
         gpu=StubGpu(),
         metrics=Metrics(),

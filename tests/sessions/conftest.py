@@ -22,6 +22,7 @@ from inferencecenter.ipc.messages import (
     pack_tokens,
 )
 from inferencecenter.ipc.port import EngineState, EngineStatus
+from inferencecenter.models.registry import not_registered
 from inferencecenter.protocol import events, requests
 from inferencecenter.protocol.params import Params
 from inferencecenter.protocol.values import ChatMessage
@@ -31,7 +32,7 @@ from inferencecenter.sessions.registry import Sessions
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from inferencecenter.ipc.port import EngineTurn
+    from inferencecenter.ipc.port import EnginePort, EngineTurn
     from inferencecenter.protocol.base import Event
     from inferencecenter.sessions.records import Record
     from inferencecenter.sessions.totals import TurnRecord
@@ -192,6 +193,52 @@ class FakeEngine:
 
 
 @dataclass
+class FakeEngines:
+    """Models by their names, each with an engine; another default is what a swap makes of it."""
+
+    engines: dict[str, EnginePort] = field(default_factory=lambda: {"toy": FakeEngine()})
+    default: str = "toy"
+    own_params: dict[str, dict[str, Any]] = field(default_factory=dict)
+    wanted: list[str] = field(default_factory=list)
+    unloadable: dict[str, InferenceCenterError] = field(default_factory=dict)
+    released: list[str] = field(default_factory=list)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All of them."""
+        return tuple(self.engines)
+
+    def engine(self, name: str) -> EnginePort:
+        """Return an engine, or say that there is none."""
+        if name not in self.engines:
+            raise not_registered(name, self.engines)
+        return self.engines[name]
+
+    def want(self, name: str) -> None:
+        """Take note, or say why it cannot be loaded."""
+        self.engine(name)
+        self.wanted.append(name)
+        if name in self.unloadable:
+            raise self.unloadable[name]
+
+    def params_of(self, name: str) -> dict[str, Any]:
+        """Return what a test gave the model."""
+        self.engine(name)
+        return self.own_params.get(name, {})
+
+    def release(self, session_id: str) -> None:
+        """Take note, and let every engine."""
+        self.released.append(session_id)
+        for engine in self.engines.values():
+            engine.release(session_id)
+
+
+def one_model(engine: EnginePort, name: str = "toy") -> FakeEngines:
+    """A daemon with one model."""
+    return FakeEngines(engines={name: engine}, default=name)
+
+
+@dataclass
 class FakeSink:
     """A socket that keeps what it is sent."""
 
@@ -264,9 +311,9 @@ class FakeTimer:
 
 @dataclass
 class World:
-    """Sessions with one client, an engine and a clock that a test moves."""
+    """Sessions with one client, engines and a clock that a test moves."""
 
-    engine: FakeEngine = field(default_factory=FakeEngine)
+    engines: FakeEngines = field(default_factory=FakeEngines)
     sink: FakeSink = field(default_factory=FakeSink)
     client: Client = field(default_factory=lambda: Client("ada", 4, "normal", frozenset({"user"})))
     now: float = 1000.0
@@ -289,7 +336,7 @@ class World:
     def reopen(self) -> Sessions:
         """Sessions with the settings as they are now."""
         self.sessions = Sessions(
-            engine=self.engine,
+            engines=self.engines,
             config_params=self.config_params,
             max_sessions=self.max_sessions,
             default_ttl_s=self.default_ttl_s,
@@ -307,6 +354,21 @@ class World:
             call_later=self._call_later,
         )
         return self.sessions
+
+    @property
+    def engine(self) -> FakeEngine:
+        """The default model's engine."""
+        return self.engine_of(self.engines.default)
+
+    @engine.setter
+    def engine(self, engine: FakeEngine) -> None:
+        self.engines.engines[self.engines.default] = engine
+
+    def engine_of(self, name: str) -> FakeEngine:
+        """A model's engine."""
+        engine = self.engines.engines[name]
+        assert isinstance(engine, FakeEngine)
+        return engine
 
     def turn_ended(self, record: TurnRecord) -> None:
         """Keep the record."""

@@ -16,7 +16,7 @@ from inferencecenter.protocol.params import Params, decode
 from inferencecenter.sessions.client import Client
 from inferencecenter.sessions.records import Ordered
 from inferencecenter.sessions.registry import Sessions
-from tests.sessions.conftest import FakeSink, World, make_model, packed
+from tests.sessions.conftest import FakeSink, World, make_model, one_model, packed
 from tests.sessions.oracle import Oracle, script
 
 if TYPE_CHECKING:
@@ -174,7 +174,7 @@ def test_another_model_cannot_finish_a_sentence(world: World) -> None:
     world.engine.start()
     world.engine.generate("Hel")
     world.engine.lose()
-    world.engine.ready(make_model(name="other"))
+    world.engine.ready(make_model(n_vocab=9, n_ctx=77))
     end = world.sink.last
     assert (end.op, end.finish_reason) == ("end", "aborted")
     assert "could not be continued" in end.warnings[-1]
@@ -182,7 +182,7 @@ def test_another_model_cannot_finish_a_sentence(world: World) -> None:
     world.infer(session_id, "Next")
     assert world.engine.last.tokens == b""
     assert "assistant\nHello<|im_end|>" in world.engine.last_text
-    assert world.get(session_id).model == "other"
+    assert (world.get(session_id).model, world.get(session_id).n_ctx) == ("toy", 77)
 
 
 def test_a_turn_that_has_said_nothing_is_answered_by_whatever_model_serves(world: World) -> None:
@@ -276,7 +276,7 @@ def test_what_a_shifted_turn_held_back_is_told_when_it_is_withdrawn(world: World
 def test_interruptions_change_no_word(lag: int, losses: list[int], prompt: str) -> None:
     """Wherever engines are lost, the text is the same, in each turn and in the next that builds on it."""
     oracle, sink = Oracle(lag=lag), FakeSink()
-    sessions = Sessions(engine=oracle, config_params=Params(), max_sessions=9, default_ttl_s=None)
+    sessions = Sessions(engines=one_model(oracle), config_params=Params(), max_sessions=9, default_ttl_s=None)
     created = sessions.create(ADA, requests.CreateSession(op="create_session"), sink)
     for question in (prompt, prompt + "?"):
         request = requests.Infer(op="infer", session_id=created.session_id, prompt=question)

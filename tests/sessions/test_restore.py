@@ -231,14 +231,14 @@ def test_another_model_keeps_what_was_said(world: World) -> None:
 
 
 def test_before_a_model_is_known_a_session_can_be_read(world: World) -> None:
-    """It is described as it was; a question has to wait for the model, an abort does not."""
+    """It is described as it was; a question or a fork has to wait for the model, an abort does not."""
     session_id = interrupted(world, "ab")
     idle = world.create()
     before = world.get(idle)
     restart(world, loaded=False)
     assert world.get(idle) == before
     world.append(idle, ("user", "x"))
-    world.fork(idle)
+    refused(ErrorCode.MODEL_LOADING, world.fork, idle)
     refused(ErrorCode.MODEL_LOADING, world.infer, idle)
     refused(ErrorCode.MODEL_LOADING, world.create)
     world.resume(session_id)

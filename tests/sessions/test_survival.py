@@ -15,7 +15,7 @@ from inferencecenter.protocol import requests
 from inferencecenter.protocol.params import Params
 from inferencecenter.sessions.client import Client
 from inferencecenter.sessions.registry import Sessions
-from tests.sessions.conftest import FakeJournal, FakeTimer
+from tests.sessions.conftest import FakeJournal, FakeTimer, one_model
 from tests.sessions.oracle import Oracle, Reader, kept, script
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ class Survival(RuleBasedStateMachine):
     def begin(self) -> Sessions:
         """A daemon that knows nothing yet."""
         return Sessions(
-            engine=self.oracle,
+            engines=one_model(self.oracle),
             config_params=Params(),
             max_sessions=4,
             default_ttl_s=None,

@@ -26,12 +26,13 @@ def test_the_window_holds_no_more_than_its_seconds() -> None:
     assert meter.total == 1000
 
 
-def record(*, queue_ms: float, total_ms: float, prompt_tokens: int = 9) -> TurnRecord:
+def record(*, queue_ms: float, total_ms: float, prompt_tokens: int = 9, model: str = "toy") -> TurnRecord:
     """A turn of which only the times matter."""
     return TurnRecord(
         client_id="c",
         session_id="s",
         turn_id="t",
+        model=model,
         finish="stop",
         queue_ms=queue_ms,
         ttft_ms=0.0,
@@ -46,11 +47,20 @@ def record(*, queue_ms: float, total_ms: float, prompt_tokens: int = 9) -> TurnR
 def test_a_wait_is_guessed_from_how_long_slots_are_held() -> None:
     """With two slots held for 400 ms each, one comes free every 200 ms."""
     waits = WaitEstimate()
-    assert waits.eta_ms(1, slots=2) is None
+    assert waits.eta_ms("toy", 1, slots=2) is None
     waits.observe(record(queue_ms=600, total_ms=1000))
-    assert waits.eta_ms(0, slots=2) is None
-    assert waits.eta_ms(1, slots=2) == 200
-    assert waits.eta_ms(3, slots=2) == 600
+    assert waits.eta_ms("toy", 0, slots=2) is None
+    assert waits.eta_ms("toy", 1, slots=2) == 200
+    assert waits.eta_ms("toy", 3, slots=2) == 600
+
+
+def test_models_are_guessed_apart() -> None:
+    """A small model's turns say nothing of a large one's."""
+    waits = WaitEstimate()
+    waits.observe(record(queue_ms=0, total_ms=100))
+    assert waits.eta_ms("large", 1, slots=1) is None
+    waits.observe(record(queue_ms=0, total_ms=5000, model="large"))
+    assert (waits.eta_ms("toy", 1, slots=1), waits.eta_ms("large", 1, slots=1)) == (100, 5000)
 
 
 def test_a_turn_that_never_ran_does_not_change_the_guess() -> None:
@@ -58,4 +68,4 @@ def test_a_turn_that_never_ran_does_not_change_the_guess() -> None:
     waits = WaitEstimate()
     waits.observe(record(queue_ms=0, total_ms=100))
     waits.observe(record(queue_ms=5000, total_ms=9000, prompt_tokens=0))
-    assert waits.eta_ms(1, slots=1) == 100
+    assert waits.eta_ms("toy", 1, slots=1) == 100

@@ -39,8 +39,8 @@ _TURNS: Final = (
     " FROM turns WHERE session = ? ORDER BY n"
 )
 _ORDER: Final = (
-    "SELECT turn_id, request, params, rank, warnings, submitted_at, rendered_at, made_by, view_kept, view_resumes_at"
-    " FROM orders WHERE session = ?"
+    "SELECT turn_id, request, params, rank, warnings, submitted_at, rendered_at, made_by, view_kept, view_resumes_at,"
+    " model FROM orders WHERE session = ?"
 )
 
 _log = structlog.get_logger(__name__)

@@ -227,7 +227,7 @@ class Recorder:
             self._forget_turn(known.row)
         self._touch(known.row, record)
         self._database.execute(
-            "INSERT OR REPLACE INTO orders VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            "INSERT OR REPLACE INTO orders VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
             (known.row, *rows.order_row(record.order)),
         )
         self._staged[record.session_id] = replace(known, turn_id=turn_id)

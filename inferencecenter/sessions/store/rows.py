@@ -30,6 +30,7 @@ class _Facts(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid")
 
     mode: Mode
+    chosen_model: str | None = None
     model: str
     n_ctx: int
     params: Params
@@ -45,6 +46,7 @@ def facts_column(facts: SessionFacts) -> str:
     """Return the column ``facts``."""
     held = _Facts(
         mode=facts.mode,
+        chosen_model=facts.chosen_model,
         model=facts.model,
         n_ctx=facts.n_ctx,
         params=facts.params,
@@ -66,6 +68,7 @@ def facts_of(column: str, *, session_id: str, client_id: str, epoch: str, create
         epoch=epoch,
         client_id=client_id,
         mode=held.mode,
+        chosen_model=held.chosen_model,
         model=held.model,
         n_ctx=held.n_ctx,
         params=held.params,
@@ -130,7 +133,7 @@ def mark_of(row: Row) -> TurnMark:
 
 
 def order_row(order: TurnOrder) -> Row:
-    """Return the columns from ``turn_id`` to ``view_resumes_at``."""
+    """Return the columns from ``turn_id`` to ``model``."""
     view = order.view
     return (
         order.turn_id,
@@ -143,12 +146,13 @@ def order_row(order: TurnOrder) -> Row:
         order.made_by,
         None if view is None else view.kept,
         None if view is None else view.resumes_at,
+        order.model,
     )
 
 
 def order_of(row: Row) -> TurnOrder:
     """Return the order in the columns of ``order_row``."""
-    turn_id, request, params, rank, warnings, submitted_at, rendered_at, made_by, kept, resumes_at = row
+    turn_id, request, params, rank, warnings, submitted_at, rendered_at, made_by, kept, resumes_at, model = row
     return TurnOrder(
         turn_id=turn_id,
         request=Infer.model_validate_json(request),
@@ -157,6 +161,7 @@ def order_of(row: Row) -> TurnOrder:
         warnings=_texts(orjson.loads(warnings)),
         submitted_at=submitted_at,
         rendered_at=rendered_at,
+        model=model,
         made_by=made_by,
         view=None if kept is None else View(kept, resumes_at),
     )

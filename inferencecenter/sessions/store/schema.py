@@ -127,4 +127,8 @@ MIGRATIONS: Final[Steps] = (
         "CREATE TABLE meta (clean INTEGER NOT NULL) STRICT",
         "INSERT INTO meta (clean) VALUES (1)",
     ),
+    (
+        # The name of the model that answers, empty where it was not written down.
+        "ALTER TABLE orders ADD COLUMN model TEXT NOT NULL DEFAULT ''",
+    ),
 )

@@ -28,6 +28,7 @@ def make_facts(session_id: str = "s_1", **changes: Any) -> SessionFacts:
         epoch="e_1",
         client_id="ada",
         mode="chat",
+        chosen_model=None,
         model="toy",
         n_ctx=4096,
         params=Params(temperature=0.5, stop=("END",), logit_bias=((3, False), (4, 1.5))),
@@ -104,7 +105,8 @@ def make_order(turn_id: str = "t_1", **changes: Any) -> TurnOrder:
         warnings=("A warning.",),
         submitted_at=CLOCK + 1,
         rendered_at="2026-11-18T10:26:40+01:00",
-        made_by="toy",
+        model="toy",
+        made_by="fingerprint",
     )
     return replace(order, **changes)
 
