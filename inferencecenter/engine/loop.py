@@ -22,6 +22,7 @@ from inferencecenter.errors import ErrorCode, InferenceCenterError
 from inferencecenter.ipc.messages import (
     Abort,
     Keep,
+    KvLimit,
     Limit,
     Log,
     Position,
@@ -235,6 +236,8 @@ class EngineLoop:
                 self._kv.keep(session_ids)
             case Limit() as limit:
                 self._limit(limit)
+            case KvLimit(ram_bytes=ram_bytes):
+                self._kv.limit_ram(ram_bytes)
             case Suspend(park_all=park_all):
                 self._suspend(park_all=park_all)
 

@@ -179,6 +179,7 @@ def _status(connection: Connection, request: requests.Status) -> Event:
             totals=context.sessions.totals(),
             connections=len(context.hub),
             fault=context.sessions.fault,
+            pressure=context.pressure(),
         )
     else:
         page = context.sessions.list(connection.client, requests.ListSessions(op="list_sessions", limit=1000))

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import structlog
 
 from inferencecenter.errors import InferenceCenterError
+from inferencecenter.hardware.pressure import Pressure
 from inferencecenter.server import replies
 from inferencecenter.server.authentication import Authenticator
 from inferencecenter.server.feed import MetricsFeed, Sources
@@ -30,13 +31,17 @@ _log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Context:
-    """The daemon as the server's parts see it; ``clock`` is Unix seconds, ``monotonic`` seconds that only rise."""
+    """The daemon as the server's parts see it; ``clock`` is Unix seconds, ``monotonic`` seconds that only rise.
+
+    ``pressure`` tells how short memory was at the last look.
+    """
 
     settings: ServerSettings
     engine: EnginePort
     sessions: Sessions
     gpu: Gpu
     metrics: Metrics
+    pressure: Callable[[], Pressure]
     authenticator: Authenticator
     proxies: Proxies
     hub: Hub
@@ -55,6 +60,7 @@ class Context:
         accounts: Accounts,
         gpu: Gpu,
         metrics: Metrics,
+        pressure: Callable[[], Pressure] = Pressure,
         clock: Callable[[], float] = time.time,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> Context:
@@ -65,6 +71,7 @@ class Context:
             sessions=sessions,
             gpu=gpu,
             metrics=metrics,
+            pressure=pressure,
             authenticator=Authenticator(
                 accounts,
                 attempts_per_minute=settings.login_attempts_per_minute,

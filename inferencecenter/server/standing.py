@@ -5,9 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
+from inferencecenter.hardware.pressure import MAIN_MEMORY
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from inferencecenter.hardware.pressure import Pressure
     from inferencecenter.ipc.port import EngineStatus
     from inferencecenter.protocol.values import SessionSummary, StatusType
     from inferencecenter.sessions.client import Client
@@ -17,7 +20,15 @@ Values: TypeAlias = dict[str, float | int | str | None]
 """Readings by name, as the wire's ``status`` carries them."""
 
 
-def of_all(kind: StatusType, *, engine: EngineStatus, totals: Totals, connections: int, fault: str | None) -> Values:
+def of_all(  # noqa: PLR0913 - all by name
+    kind: StatusType,
+    *,
+    engine: EngineStatus,
+    totals: Totals,
+    connections: int,
+    fault: str | None,
+    pressure: Pressure,
+) -> Values:
     """Return readings over all clients; ``fault`` is why sessions cannot be written down, if they cannot."""
     match kind:
         case "queue":
@@ -28,7 +39,11 @@ def of_all(kind: StatusType, *, engine: EngineStatus, totals: Totals, connection
                 "slots": engine.model.slots if engine.model else 0,
             }
         case "memory":
+            main = pressure.usage(MAIN_MEMORY)
             return {
+                "pressure": pressure.state.value,
+                "counted_bytes": main.used_bytes if main else None,
+                "ceiling_bytes": main.limit_bytes if main else None,
                 "engine_rss_bytes": engine.rss_bytes,
                 "parked_sessions": engine.parked_sessions,
                 "parked_bytes": engine.parked_bytes,

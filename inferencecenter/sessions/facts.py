@@ -31,8 +31,8 @@ class Timer(Protocol):
 class Surroundings:
     """What a session needs of the world. ``clock`` is Unix seconds, ``monotonic`` seconds that only rise.
 
-    ``call_later`` arranges for a call after some seconds. Of its events a session keeps ``replay_bytes``, while it
-    answers with nobody listening for ``detached_turn_s``.
+    ``call_later`` arranges for a call after some seconds, ``admit`` raises while no turn may begin. Of its events a
+    session keeps ``replay_bytes``, while it answers with nobody listening for ``detached_turn_s``.
     """
 
     engines: Engines
@@ -41,6 +41,7 @@ class Surroundings:
     monotonic: Callable[[], float]
     local_time: Callable[[], datetime]
     call_later: Callable[[float, Callable[[], None]], Timer]
+    admit: Callable[[], None]
     new_id: Callable[[str], str]
     new_seed: Callable[[], int]
     meter: TokenMeter

@@ -57,6 +57,10 @@ def _local_time() -> datetime:
     return datetime.now().astimezone()
 
 
+def _admit() -> None:
+    pass
+
+
 class Sessions:
     """Every open session. All methods are called on the event loop and none blocks.
 
@@ -75,6 +79,7 @@ class Sessions:
         journal: Where sessions are written down; none if they end with the daemon.
         observer: Hears of each turn that ended.
         tracer: Traces turns; none to trace nothing.
+        admit: Raises while no turn may begin; those that have begun go on.
         clock: Unix seconds.
         monotonic: Seconds that only rise.
         local_time: Time of day that chat templates may ask for.
@@ -99,6 +104,7 @@ class Sessions:
         journal: Journal | None = None,
         observer: TurnObserver | None = None,
         tracer: Tracer | None = None,
+        admit: Callable[[], None] = _admit,
         clock: Callable[[], float] = time.time,
         monotonic: Callable[[], float] = time.monotonic,
         local_time: Callable[[], datetime] = _local_time,
@@ -116,6 +122,7 @@ class Sessions:
             monotonic=monotonic,
             local_time=local_time,
             call_later=call_later,
+            admit=admit,
             new_id=self._new_id,
             new_seed=lambda: int.from_bytes(random_bytes(4), "little") >> 1,
             meter=self._tally.meter,

@@ -154,8 +154,8 @@ class Session:
             sink: Who asks; the session's events go there from now on.
 
         Raises:
-            InferenceCenterError: ``session_busy``, ``context_full``, ``storage_unavailable``, ``model_loading``, what
-                the template says against the conversation, or what the engine says.
+            InferenceCenterError: ``session_busy``, ``context_full``, ``storage_unavailable``, ``overloaded``,
+                ``model_loading``, what the template says against the conversation, or what the engine says.
         """
         answering = self._answering
         if answering is not None:
@@ -296,6 +296,7 @@ class Session:
     def _begin(self, request: Infer, *, overlay: Params, priority: Priority, sink: EventSink) -> None:
         around, facts = self._around, self.facts
         around.check_writable(store=facts.store)
+        around.admit()
         self._history.check_room(messages_of(request), max_chars=around.max_transcript_chars)
         order = new_order(request, overlay, rank=PRIORITY_RANK[priority], facts=facts, around=around)
         now = around.monotonic()

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from inferencecenter.errors import InferenceCenterError
-    from inferencecenter.ipc.messages import EngineOptions, FromEngine, Limit, ModelInfo
+    from inferencecenter.ipc.messages import EngineOptions, FromEngine, KvLimit, Limit, ModelInfo
     from inferencecenter.ipc.port import EngineTurn
     from inferencecenter.supervisor.process import EngineProcess
 
@@ -263,7 +263,7 @@ class Supervisor:
         """Let the engine forget a session's KV."""
         self.send(Release(session_id))
 
-    def send(self, message: Release | Limit) -> None:
+    def send(self, message: Release | Limit | KvLimit) -> None:
         """Tell the engine if it is ready."""
         if self._process is not None and self._state is EngineState.READY:
             self._process.send(message)

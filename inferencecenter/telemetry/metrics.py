@@ -145,6 +145,18 @@ class Metrics:
         self.gpu_slowdown = Gauge(
             "inferencecenter_gpu_slowdown", "1 for what slows a GPU down now.", ["reason"], registry=registry
         )
+        self.memory_pressure = Gauge(
+            "inferencecenter_memory_pressure",
+            "1 for how short memory is: easy, shedding or full.",
+            ["state"],
+            registry=registry,
+        )
+        self.memory_counted_bytes = Gauge(
+            "inferencecenter_memory_counted_bytes", "Memory that counts towards the ceiling.", registry=registry
+        )
+        self.memory_ceiling_bytes = Gauge(
+            "inferencecenter_memory_ceiling_bytes", "Bytes above which memory counts as short.", registry=registry
+        )
 
     def turn_ended(self, record: TurnFigures) -> None:
         """Count a turn that ended, well or not."""
@@ -172,6 +184,15 @@ class Metrics:
             self.thermal_state.labels(each).set(each == state)
         for reason in known_slowdowns:
             self.gpu_slowdown.labels(reason).set(reason in slowdowns)
+
+    def set_memory(
+        self, state: str, *, used_bytes: float | None, limit_bytes: float | None, states: Iterable[str]
+    ) -> None:
+        """Mark how short memory is, of ``states``, and show the figures; ``None`` for one that is not known."""
+        for each in states:
+            self.memory_pressure.labels(each).set(each == state)
+        self.memory_counted_bytes.set(or_nan(used_bytes))
+        self.memory_ceiling_bytes.set(or_nan(limit_bytes))
 
     def exposition(self) -> bytes:
         """Return all metrics in Prometheus' text format."""

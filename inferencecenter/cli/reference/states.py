@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from inferencecenter.cli.reference import markdown
 from inferencecenter.engine.scheduler.request import REQUEST
+from inferencecenter.hardware.pressure import PRESSURE
 from inferencecenter.hardware.thermal import THERMAL
 from inferencecenter.server.states import CONNECTION
 from inferencecenter.sessions.states import SESSION, TURN
@@ -37,6 +38,8 @@ def page() -> str:
         _diagram(REQUEST),
         "## Heat of the GPUs",
         _diagram(THERMAL),
+        "## Memory pressure",
+        _diagram(PRESSURE),
     )
 
 

@@ -1,0 +1,104 @@
+"""How much memory is in use, of the machine's, of the control group's, or by a process. What cannot be read is absent.
+
+What is counted is what the kernel cannot take back without swapping. A model file that is mapped is not: its pages are
+a cache of the file.
+
+- Of the machine: ``MemTotal - MemAvailable``.
+- Of a control group (version 2): ``memory.current - active_file - inactive_file - slab_reclaimable``. Files of a tmpfs
+  are not in the two lists of file pages, nor are pages that are locked.
+- Of a process: ``RssAnon + RssShmem``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+PROC: Final = Path("/proc")
+CGROUPS: Final = Path("/sys/fs/cgroup")
+_KIB: Final = 1024
+_RECLAIMABLE: Final = ("active_file", "inactive_file", "slab_reclaimable")
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What is used of so much."""
+
+    used_bytes: int
+    total_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Resident:
+    """What a process has in memory besides files: its own, and what it shares, files of a tmpfs among it."""
+
+    own_bytes: int = 0
+    shared_bytes: int = 0
+
+
+def machine_memory(proc: Path = PROC) -> Share | None:
+    """Return how much of the machine's memory is in use."""
+    fields = _fields(proc / "meminfo")
+    try:
+        total = fields["MemTotal:"] * _KIB
+        return Share(total - fields["MemAvailable:"] * _KIB, total)
+    except KeyError:
+        return None
+
+
+def cgroup_memory(proc: Path = PROC, cgroups: Path = CGROUPS) -> Share | None:
+    """Return how much this process's control group uses of what it may; of several that are limited, the fullest.
+
+    The limit is ``memory.max``, or ``memory.high`` if that is less: above it the kernel slows the group down.
+    """
+    shares = [share for group in _groups(proc, cgroups) if (share := _share(group)) is not None]
+    return max(shares, key=lambda share: share.used_bytes / share.total_bytes, default=None)
+
+
+def resident(pid: int, proc: Path = PROC) -> Resident:
+    """Return what a process has in memory; nothing for one that is gone."""
+    fields = _fields(proc / str(pid) / "status")
+    return Resident(fields.get("RssAnon:", 0) * _KIB, fields.get("RssShmem:", 0) * _KIB)
+
+
+def _groups(proc: Path, cgroups: Path) -> Iterator[Path]:
+    """Yield the control group of this process and those around it, as far as they can be seen from here."""
+    try:
+        lines = (proc / "self" / "cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        if line.startswith("0::/"):
+            group = Path(line.removeprefix("0::/"))
+            yield from (cgroups / each for each in (group, *group.parents) if ".." not in each.parts)
+
+
+def _share(group: Path) -> Share | None:
+    limits = [limit for name in ("memory.max", "memory.high") if (limit := _number(group / name))]
+    used = _number(group / "memory.current")
+    if not limits or used is None:
+        return None
+    stat = _fields(group / "memory.stat")
+    return Share(max(0, used - sum(stat.get(name, 0) for name in _RECLAIMABLE)), min(limits))
+
+
+def _number(path: Path) -> int | None:
+    """Return the number in a file; ``None`` for ``max`` as well."""
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def _fields(path: Path) -> Mapping[str, int]:
+    """Return the lines of a file that are a name and a number, whatever follows."""
+    try:
+        lines = path.read_text().splitlines()
+    except (OSError, ValueError):
+        return {}
+    words = (line.split() for line in lines)
+    return {each[0]: int(each[1]) for each in words if len(each) > 1 and each[1].isdecimal()}

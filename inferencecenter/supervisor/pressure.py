@@ -1,0 +1,160 @@
+"""Keeps memory from running out: looks at it while an engine is ready, has parked KV given up, lets no turn begin."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import TYPE_CHECKING, Final, Protocol
+
+import structlog
+
+from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.hardware.pressure import MAIN_MEMORY, Pressure, PressureState, felt
+from inferencecenter.ipc.messages import KvLimit
+from inferencecenter.ipc.port import EngineState
+from inferencecenter.tasks import TaskGroup
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Iterable, Sequence
+
+    from inferencecenter.hardware.pressure import Usage
+    from inferencecenter.ipc.port import EngineStatus
+    from inferencecenter.telemetry.metrics import Metrics
+
+BUSY_EVERY_S: Final = 2.0
+IDLE_EVERY_S: Final = 30.0
+_MIB: Final = 2**20
+
+_log = structlog.get_logger(__name__)
+
+
+class WatchedEngine(Protocol):
+    """An engine as the guard sees it."""
+
+    @property
+    def status(self) -> EngineStatus:
+        """The engine's state now."""
+
+    def send(self, message: KvLimit) -> None:
+        """Tell the engine if it is ready."""
+
+
+class MemoryGuard:
+    """Measures memory every 2 s while turns run or memory is short, every 30 s else, and not without a ready engine.
+
+    Above a ceiling the engines give up parked KV, down to where memory counts as calm, and may park no more than is
+    left. If that does not help within a look, no turn begins until it is calm: those that have begun go on. When the
+    last engine is gone so is most of what was used: the next turn may start another.
+
+    Args:
+        engines: All engines there are, whatever their state.
+        measure: What is used, around engines in these states; called off the event loop.
+        metrics: Where it is shown.
+        sleep: Waits for seconds.
+        monotonic: Seconds that only rise.
+    """
+
+    def __init__(
+        self,
+        *,
+        engines: Callable[[], Iterable[WatchedEngine]],
+        measure: Callable[[Sequence[EngineStatus]], Sequence[Usage]],
+        metrics: Metrics,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._engines = engines
+        self._measure = measure
+        self._metrics = metrics
+        self._sleep = sleep
+        self._monotonic = monotonic
+        self._pressure = Pressure()
+        self._tasks = TaskGroup("memory")
+        self._watching: asyncio.Task[None] | None = None
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._pressure.state.value}, watching={self._watching is not None})"
+
+    @property
+    def pressure(self) -> Pressure:
+        """How short memory was at the last look."""
+        return self._pressure
+
+    def admit(self) -> None:
+        """Refuse a turn that has not begun, if none may now.
+
+        Raises:
+            InferenceCenterError: ``overloaded``.
+        """
+        if self._pressure.state is PressureState.FULL:
+            raise InferenceCenterError(
+                ErrorCode.OVERLOADED,
+                "memory is short, no turn can begin",
+                hint="Ask again later; turns that run go on.",
+            )
+
+    def engine_changed(self, _status: EngineStatus) -> None:
+        """Take note that the state of an engine has changed; to be subscribed at all of them."""
+        ready = any(engine.status.state is EngineState.READY for engine in self._engines())
+        if ready and self._watching is None:
+            self._watching = self._tasks.spawn(self._watch(), name="watch")
+        elif not ready and self._watching is not None:
+            self._watching.cancel()
+            self._watching = None
+            self._become(Pressure(), action="no engine is ready")
+
+    async def close(self) -> None:
+        """Look no more."""
+        await self._tasks.cancel()
+
+    async def _watch(self) -> None:
+        while True:
+            usages = await asyncio.to_thread(self._measure, [engine.status for engine in self._engines()])
+            pressure = felt(self._pressure, usages, now=self._monotonic())
+            self._become(pressure, action=self._act(pressure))
+            states = [engine.status for engine in self._engines()]
+            busy = any(state.running or state.waiting for state in states)
+            short = pressure.state is not PressureState.EASY
+            await self._sleep(BUSY_EVERY_S if busy or short else IDLE_EVERY_S)
+
+    def _become(self, pressure: Pressure, *, action: str) -> None:
+        before, self._pressure = self._pressure, pressure
+        main = pressure.usage(MAIN_MEMORY)
+        self._metrics.set_memory(
+            pressure.state,
+            used_bytes=main.used_bytes if main else None,
+            limit_bytes=main.limit_bytes if main else None,
+            states=PressureState,
+        )
+        if pressure.state is before.state:
+            return
+        level = _log.info if pressure.state is PressureState.EASY else _log.warning
+        level("memory_pressure", state=pressure.state.value, reason=describe(pressure.usages), action=action)
+
+    def _act(self, pressure: Pressure) -> str:
+        """Tell the engines what they may park, and return that in words."""
+        main = pressure.usage(MAIN_MEMORY)
+        words = "no turn begins" if pressure.state is PressureState.FULL else "turns begin"
+        if main is not None and main.is_over:
+            for engine in self._engines():
+                engine.send(KvLimit(kept_by(engine.status, main)))
+            return f"parked KV takes {main.kept_bytes // _MIB} MiB at most, {words}"
+        if pressure.state is PressureState.EASY and self._pressure.state is not PressureState.EASY:
+            for engine in self._engines():
+                engine.send(KvLimit(None))
+            return f"KV is parked as usual, {words}"
+        return words
+
+
+def kept_by(engine: EngineStatus, main: Usage) -> int:
+    """Return what an engine's parked KV may take, as large a part of its own as all engines keep of theirs."""
+    return engine.parked_ram_bytes * main.kept_bytes // main.parked_bytes if main.parked_bytes else 0
+
+
+def describe(usages: Iterable[Usage]) -> str:
+    """Return figures in words, for people."""
+    return ", ".join(
+        f"{each.name}: {each.used_bytes // _MIB} of {each.limit_bytes // _MIB} MiB"
+        + (f", {each.parked_bytes // _MIB} of them parked" if each.parked_bytes else "")
+        for each in usages
+    )
