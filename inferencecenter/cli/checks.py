@@ -19,11 +19,11 @@ from inferencecenter.errors import ErrorCode, InferenceCenterError
 from inferencecenter.hardware.devices import find_devices
 from inferencecenter.hardware.gguf import read_gguf
 from inferencecenter.hardware.host import read_host
-from inferencecenter.hardware.model_shape import describe
+from inferencecenter.hardware.model_shape import describe, with_adapters
 from inferencecenter.hardware.nvml import read_gpus
 from inferencecenter.hardware.split import plan
 from inferencecenter.models.registry import default_model
-from inferencecenter.supervisor.planning import wishes
+from inferencecenter.supervisor.planning import lora_bytes, wishes
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -114,7 +114,8 @@ def placement(settings: Settings) -> list[Check]:
         if not devices:
             return []
         spec = default_model(settings)
-        made = plan(describe(read_gguf(spec.path)), devices, read_host(), wishes(spec.engine, settings.gpu))
+        shape = with_adapters(describe(read_gguf(spec.path)), lora_bytes(each.path for each in spec.lora))
+        made = plan(shape, devices, read_host(), wishes(spec.engine, settings.gpu))
     except InferenceCenterError as error:
         return [Check("plan", Verdict.FAILED, error.message, error.hint or "", error.code)]
     detail = "; ".join(f"{reason.name}: {reason.value}" for reason in made.reasons)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Final
 
@@ -71,6 +71,7 @@ class ModelShape:
         embedding_bytes: What looks tokens up, which stays with the processor.
         output_bytes: What turns the last layer into probabilities; with ``tied`` a copy of the embeddings.
         digest: A hex digest that is equal for equal headers.
+        adapter_bytes: LoRA adapters on top of it, which are counted among the weights of the layers.
     """
 
     paths: tuple[Path, ...]
@@ -91,10 +92,11 @@ class ModelShape:
     tied: bool
     layers: tuple[LayerShape, ...]
     digest: str
+    adapter_bytes: int = 0
 
     @cached_property
     def bytes(self) -> int:
-        """All weights, as they are in the file."""
+        """All weights, as they are in the files."""
         copied = self.embedding_bytes if self.tied else 0
         return self.embedding_bytes + self.output_bytes - copied + sum(layer.bytes for layer in self.layers)
 
@@ -134,6 +136,18 @@ def describe(file: GgufFile) -> ModelShape:
         layers=layers,
         digest=_digest(file),
     )
+
+
+def with_adapters(model: ModelShape, adapter_bytes: int) -> ModelShape:
+    """Return the shape of a model with LoRA adapters, which lie where the layers do that they change.
+
+    They are taken to change all layers alike.
+    """
+    if not adapter_bytes or not model.layers:
+        return model
+    share = -(-adapter_bytes // len(model.layers))
+    layers = tuple(replace(layer, dense_bytes=layer.dense_bytes + share) for layer in model.layers)
+    return replace(model, layers=layers, adapter_bytes=adapter_bytes)
 
 
 class _Facts:

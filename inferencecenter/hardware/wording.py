@@ -22,6 +22,7 @@ def reasons(
     """Return each number of a plan with its reason."""
     setup = chosen.setup
     experts = (Reason("expert_offload", _experts(chosen), _why_experts(model, chosen)),) if model.has_experts else ()
+    adapters = (Reason("lora", mib(model.adapter_bytes), _why_lora(chosen), explicit=True),) * bool(model.adapter_bytes)
     return (
         Reason(
             "n_gpu_layers",
@@ -31,6 +32,7 @@ def reasons(
         ),
         Reason("devices", _devices(chosen), _why_devices(chosen, devices), explicit=_devices_are_set(wishes)),
         *experts,
+        *adapters,
         Reason("slots", str(setup.slots), _why_slots(model, chosen, wishes), explicit=bool(wishes.slots)),
         Reason("n_ctx", str(setup.n_ctx), _why_n_ctx(model, chosen, wishes), explicit=bool(wishes.n_ctx)),
         Reason(
@@ -176,6 +178,11 @@ def _why_experts(model: ModelShape, chosen: Place) -> str:
         f"experts stay in the host's memory, where a token uses {model.n_experts_used} of {model.n_experts}; "
         "attention and KV of these layers are on the GPU"
     )
+
+
+def _why_lora(chosen: Place) -> str:
+    where = "on GPUs with those that are there" if chosen.n_gpu_layers else "in memory"
+    return f"{_SET}; adapters are counted among the layers' weights, {where}"
 
 
 def _why_slots(model: ModelShape, chosen: Place, wishes: Wishes) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -15,14 +16,14 @@ from inferencecenter.hardware import nvml
 from inferencecenter.hardware.devices import find_devices
 from inferencecenter.hardware.gguf import read_gguf
 from inferencecenter.hardware.host import read_host
-from inferencecenter.hardware.model_shape import describe
+from inferencecenter.hardware.model_shape import describe, with_adapters
 from inferencecenter.hardware.placing import CONTEXT_BYTES
 from inferencecenter.hardware.plan import MIB, Wishes
 from inferencecenter.hardware.split import plan
 from inferencecenter.ipc.port import EngineState
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from inferencecenter.hardware.model_shape import ModelShape
     from inferencecenter.hardware.plan import Device, Host, Plan
@@ -57,6 +58,15 @@ def wishes(engine: EngineSettings, gpu: GpuSettings) -> Wishes:
         prefer=gpu.prefer,
         expert_offload=gpu.expert_offload,
     )
+
+
+def lora_bytes(paths: Iterable[Path]) -> int:
+    """Return the size of adapters' files together; one that cannot be looked at is left for the engine to refuse."""
+    total = 0
+    for path in paths:
+        with suppress(OSError):
+            total += path.stat().st_size
+    return total
 
 
 class Planner:
@@ -104,11 +114,12 @@ class Planner:
         if options.backend != "llama":
             return options
         try:
-            self._model = describe(read_gguf(Path(options.model_path)))
+            shape = describe(read_gguf(Path(options.model_path)))
         except InferenceCenterError as error:
             # llama.cpp may read what is not understood here; if it cannot either, it says so.
             _log.warning("plan_impossible", reason=error.message)
             return options
+        self._model = with_adapters(shape, lora_bytes(Path(each.path) for each in options.lora))
         return self._planned(options)
 
     def again(self, options: EngineOptions) -> EngineOptions:

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from inferencecenter.hardware.model_shape import with_adapters
 from inferencecenter.hardware.plan import MIB, Device, Host, Wishes, margin_bytes, usable_bytes
 from inferencecenter.hardware.split import plan
 from tests.hardware.conftest import GIB, HOST, gpus
@@ -365,6 +366,39 @@ def test_an_architecture_that_is_not_known(shape_of: ShapeOf) -> None:
     made = plan(model, gpus(3), HOST, Wishes())
     assert made.fits
     assert any("'novel' is not known" in line for line in made.advice)
+
+
+def test_adapters_count_where_the_layers_are(shape_of: ShapeOf) -> None:
+    """LoRA adapters take room on the GPUs as their layers do, and the plan says so; without any there is no word."""
+    plain = shape_of("llama3.1-8b")
+    adapted = with_adapters(plain, 320 * MIB)
+    assert adapted.bytes - plain.bytes == 320 * MIB
+    assert with_adapters(plain, 0) is plain
+
+    whole = plan(adapted, gpus(24), HOST, Wishes())
+    extra = whole.demand.devices[0].weight_bytes - plan(plain, gpus(24), HOST, Wishes()).demand.devices[0].weight_bytes
+    assert extra == 320 * MIB
+    (reason,) = (each for each in whole.reasons if each.name == "lora")
+    assert (reason.value, reason.explicit) == ("320 MiB", True)
+    assert "on GPUs" in reason.why
+    assert not any(each.name == "lora" for each in plan(plain, gpus(24), HOST, Wishes()).reasons)
+
+    # 16 of 32 layers on the GPU, and half of the adapter with them.
+    half = plan(adapted, gpus(24), HOST, Wishes(n_gpu_layers=17))
+    without = plan(plain, gpus(24), HOST, Wishes(n_gpu_layers=17))
+    assert half.demand.devices[0].weight_bytes - without.demand.devices[0].weight_bytes == 160 * MIB
+    assert half.demand.host_weight_bytes - without.demand.host_weight_bytes == 160 * MIB
+
+    in_memory = plan(adapted, (), HOST, Wishes())
+    assert in_memory.demand.host_weight_bytes - plan(plain, (), HOST, Wishes()).demand.host_weight_bytes == 320 * MIB
+    assert "in memory" in next(each.why for each in in_memory.reasons if each.name == "lora")
+
+
+def test_an_adapter_may_cost_a_layer(shape_of: ShapeOf) -> None:
+    """What the adapter takes is not there for slots and layers."""
+    model = shape_of("llama3.1-8b")
+    tight = plan(model, gpus(5), HOST, Wishes())
+    assert plan(with_adapters(model, 700 * MIB), gpus(5), HOST, Wishes()).n_gpu_layers < tight.n_gpu_layers
 
 
 def test_threads(shape_of: ShapeOf) -> None:

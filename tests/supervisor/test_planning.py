@@ -15,7 +15,7 @@ from structlog.testing import capture_logs
 from inferencecenter.bench.header import HEADERS, write_header
 from inferencecenter.errors import ErrorCode, InferenceCenterError
 from inferencecenter.hardware.plan import MIB, Device, Host
-from inferencecenter.ipc.messages import BufferUse, EngineOptions
+from inferencecenter.ipc.messages import Adapter, BufferUse, EngineOptions
 from inferencecenter.ipc.port import EngineState, EngineStatus
 from inferencecenter.settings import EngineSettings, GpuSettings
 from inferencecenter.supervisor.backoff import RestartPolicy
@@ -72,6 +72,18 @@ def test_what_is_open_is_planned(tmp_path: Path, options: EngineOptions) -> None
     assert planned.devices == ("0000:01:00.0",)
     assert (planned.split_mode, planned.main_gpu, planned.gpu_optional) == ("none", 0, True)
     assert planned.flash_attention == "auto"
+
+
+def test_adapters_are_planned_for(tmp_path: Path, options: EngineOptions) -> None:
+    """Their files are part of the demand; one that is missing is not, and is the engine's to refuse."""
+    heavy = tmp_path / "heavy.gguf"
+    with heavy.open("wb") as file:
+        file.truncate(GIB)
+    adapted = msgspec.structs.replace(options, lora=(Adapter(str(heavy)), Adapter(str(tmp_path / "none.gguf"))))
+    plain = Machine().planner(tmp_path).first(options)
+    assert Machine().planner(tmp_path).first(adapted).n_gpu_layers < plain.n_gpu_layers
+    missing = msgspec.structs.replace(options, lora=adapted.lora[1:])
+    assert Machine().planner(tmp_path).first(missing).n_gpu_layers == plain.n_gpu_layers
 
 
 def test_without_a_gpu_it_is_as_usual(tmp_path: Path, options: EngineOptions) -> None:
