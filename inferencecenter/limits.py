@@ -20,11 +20,9 @@ _ModelName = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 
 
 class Limits(BaseModel):
-    """What a token may use, unless its account or the token itself says otherwise; what is not set has no limit.
+    """What a token may use, unless its account or the token itself says otherwise; what is not set has no limit."""
 
-    Which fields are set counts: one that is set to ``None`` takes the limit of the level below away.
-    """
-
+    # Which fields are set counts: one that is set to None takes the limit of the level below away.
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     requests_per_minute: int | None = Field(

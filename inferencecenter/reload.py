@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from inferencecenter.auth_settings import AuthSettings
-    from inferencecenter.server.accounts import Accounts, StaticClient
+    from inferencecenter.server.account import StaticClient
+    from inferencecenter.server.accounts import Accounts
     from inferencecenter.server.tls import Certificate
     from inferencecenter.settings import Settings
 

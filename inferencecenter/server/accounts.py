@@ -9,15 +9,16 @@ from __future__ import annotations
 import hashlib
 import hmac
 from contextlib import contextmanager
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Final
 
 import structlog
 
 from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.limits import NO_LIMITS
 from inferencecenter.protocol.scopes import Scope, parse_scopes
-from inferencecenter.server import tokens
+from inferencecenter.server import account_rows, tokens
+from inferencecenter.server.account import Account, NewToken, check_client_id
 from inferencecenter.server.accounts_file import AccountsFile
 from inferencecenter.server.audit import AuditEvent, AuditLog, entry
 from inferencecenter.server.noted import Noted
@@ -27,7 +28,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
     from pathlib import Path
 
+    from inferencecenter.limits import Limits
     from inferencecenter.protocol.values import Priority
+    from inferencecenter.server.account import ClientInfo, StaticClient, TokenInfo
     from inferencecenter.server.audit import AuditLine, Entry
 
 DATABASE_NAME: Final = "accounts.sqlite3"
@@ -35,52 +38,6 @@ MAX_RETENTION_DAYS: Final = 36_500
 _NO_HASH: Final = bytes(hashlib.sha256().digest_size)
 
 _log = structlog.get_logger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Account:
-    """A client as one credential showed it.
-
-    ``retention_days`` are days after their last use at which its sessions are deleted; without it the daemon's setting
-    holds. ``token_id`` and ``expires_at`` (Unix seconds) belong to the token; an API key has neither.
-    """
-
-    client_id: str
-    max_sessions: int
-    priority: Priority
-    scopes: frozenset[Scope]
-    token_id: str | None = None
-    expires_at: float | None = None
-    retention_days: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class StaticClient:
-    """A client of ``clients.toml``, with the SHA-256 of its key."""
-
-    account: Account
-    key_sha256: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class NewToken:
-    """A token just made; ``token`` is shown once and kept nowhere."""
-
-    token_id: str
-    token: str
-
-
-@dataclass(frozen=True, slots=True)
-class TokenInfo:
-    """What is known of a token; times are Unix seconds."""
-
-    token_id: str
-    client_id: str
-    name: str
-    created_at: float
-    expires_at: float | None
-    last_used_at: float | None
-    revoked: bool
 
 
 class Accounts:
@@ -145,16 +102,18 @@ class Accounts:
         scopes: Iterable[str] = (Scope.USER,),
         retention_days: float | None = None,
     ) -> None:
-        """Make the client, or give the one there these limits.
+        """Make the client, or give these to the one there, whose ``Limits`` stay.
 
         Raises:
-            InferenceCenterError: ``invalid_request`` for an unknown scope or a retention that is none, or
-                ``storage_unavailable``.
+            InferenceCenterError: ``invalid_request`` for a name that is none, an unknown scope or a retention that is
+                none, or ``storage_unavailable``.
         """
         spelled = " ".join(sorted(parse_scopes(scopes)))
         _check_retention(retention_days)
         with self._file.transaction() as database:
             there = database.execute("SELECT 1 FROM clients WHERE client_id = ?", (client_id,)).fetchone()
+            if not there:
+                check_client_id(client_id)
             database.execute(
                 "INSERT INTO clients (client_id, max_sessions, priority, scopes, retention_days, created_at)"
                 " VALUES (?, ?, ?, ?, ?, ?)"
@@ -188,7 +147,43 @@ class Accounts:
             if database.execute("DELETE FROM clients WHERE client_id = ?", (client_id,)).rowcount:
                 self._record(database, entry(AuditEvent.CLIENT_REMOVED, client_id=client_id))
 
-    def create_token(self, client_id: str, *, name: str = "", expires_at: float | None = None) -> NewToken:
+    def clients(self) -> list[ClientInfo]:
+        """Return the clients of the database, oldest first."""
+        with self._rows(
+            "SELECT client_id, max_sessions, priority, scopes, retention_days, created_at, limits,"
+            " (SELECT count(*) FROM tokens t WHERE t.client_id = c.client_id AND t.revoked_at IS NULL)"
+            " FROM clients c ORDER BY created_at, client_id"
+        ) as rows:
+            return [account_rows.client_of(row) for row in rows]
+
+    def limits(self) -> dict[tuple[str, str], Limits]:
+        """Return what each token may use, by its client's id and its own; what a key may, by the empty one."""
+        with self._file.reading() as database:
+            found = account_rows.read_all(database)
+        return found | {(client_id, ""): client.account.limits for client_id, client in self._static.items()}
+
+    def limit_token(self, token_id: str, limits: Limits) -> bool:
+        """Give a token these limits of its own in place of those it has; ``False`` when there is no such token."""
+        with self._file.transaction() as database:
+            client_id = account_rows.set_token(database, token_id, limits)
+            if client_id is not None:
+                detail = f"limits {account_rows.words(limits)}"
+                line = entry(AuditEvent.TOKEN_CHANGED, client_id=client_id, token_id=token_id, detail=detail)
+                self._record(database, line)
+        return client_id is not None
+
+    def limit_client(self, client_id: str, limits: Limits) -> bool:
+        """Give a client these limits in place of those it has; ``False`` when the database has no such client."""
+        with self._file.transaction() as database:
+            changed = account_rows.set_client(database, client_id, limits)
+            if changed:
+                detail = f"limits {account_rows.words(limits)}"
+                self._record(database, entry(AuditEvent.CLIENT_CHANGED, client_id=client_id, detail=detail))
+        return changed
+
+    def create_token(
+        self, client_id: str, *, name: str = "", expires_at: float | None = None, limits: Limits = NO_LIMITS
+    ) -> NewToken:
         """Make a token for a client.
 
         Raises:
@@ -204,9 +199,12 @@ class Accounts:
         token_id, secret = tokens.generate()
         with self._file.transaction() as database:
             database.execute(
-                "INSERT INTO tokens (token_id, client_id, name, secret_sha256, created_at, expires_at)"
-                " VALUES (?, ?, ?, ?, ?, ?)",
-                (token_id, client_id, name, tokens.sha256(secret), self._clock(), expires_at),
+                "INSERT INTO tokens (token_id, client_id, name, secret_sha256, created_at, expires_at, limits)"
+                " VALUES (?, ?, ?, ?, ?, ?, ?)",
+                (
+                    *(token_id, client_id, name, tokens.sha256(secret)),
+                    *(self._clock(), expires_at, account_rows.column(limits)),
+                ),
             )
             self._record(database, entry(AuditEvent.TOKEN_CREATED, client_id=client_id, token_id=token_id, detail=name))
         return NewToken(token_id=token_id, token=tokens.join(token_id, secret))
@@ -215,11 +213,11 @@ class Accounts:
         """Return the tokens of one client, or of all, oldest first; revoked ones included."""
         self.write_noted()
         with self._rows(
-            "SELECT token_id, client_id, name, created_at, expires_at, last_used_at, revoked_at IS NOT NULL"
+            "SELECT token_id, client_id, name, created_at, expires_at, last_used_at, revoked_at IS NOT NULL, limits"
             " FROM tokens WHERE ?1 IS NULL OR client_id = ?1 ORDER BY created_at, token_id",
             (client_id,),
         ) as rows:
-            return [TokenInfo(*row[:6], *map(bool, row[6:])) for row in rows]
+            return [account_rows.token_of(row) for row in rows]
 
     def revoke(self, token_id: str) -> bool:
         """Make a token useless; ``False`` when there is none, or it was revoked before."""
@@ -238,7 +236,7 @@ class Accounts:
         token_id, secret = tokens.split(token)
         with self._rows(
             "SELECT t.secret_sha256, t.expires_at, t.revoked_at, c.client_id, c.max_sessions, c.priority, c.scopes,"
-            " c.retention_days"
+            " c.retention_days, c.limits, t.limits"
             " FROM tokens t JOIN clients c USING (client_id) WHERE t.token_id = ?",
             (token_id,),
         ) as rows:
@@ -256,6 +254,7 @@ class Accounts:
             token_id=token_id,
             expires_at=row[1],
             retention_days=row[7],
+            limits=account_rows.parse(row[9]).over(account_rows.parse(row[8])),
         )
 
     def verify_key(self, client_id: str, api_key: str) -> Account | None:

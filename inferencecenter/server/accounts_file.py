@@ -62,6 +62,11 @@ _MIGRATIONS: Final = (
         "CREATE INDEX audit_by_event ON audit (event)",
         "CREATE INDEX audit_by_address ON audit (event, address, at)",
     ),
+    (
+        # As JSON, only those that are set.
+        "ALTER TABLE clients ADD COLUMN limits TEXT NOT NULL DEFAULT '{}'",
+        "ALTER TABLE tokens ADD COLUMN limits TEXT NOT NULL DEFAULT '{}'",
+    ),
 )
 
 

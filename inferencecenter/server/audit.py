@@ -32,18 +32,27 @@ class AuditEvent(StrEnum):
     LOGIN = "login"
     LOGIN_REFUSED = "login_refused"
     TOKEN_CREATED = "token_created"  # noqa: S105 - a name, not a secret
+    TOKEN_CHANGED = "token_changed"  # noqa: S105 - a name, not a secret
     TOKEN_REVOKED = "token_revoked"  # noqa: S105 - a name, not a secret
     CLIENT_CREATED = "client_created"
     CLIENT_CHANGED = "client_changed"
     CLIENT_REMOVED = "client_removed"
     SESSION_PURGED = "session_purged"
+    CLIENTS_LISTED = "clients_listed"
+    CLIENT_KICKED = "client_kicked"
+    DRAIN_ASKED = "drain_asked"
     FIRST_ADMIN = "first_admin"
     DAEMON_STARTED = "daemon_started"
     DAEMON_STOPPED = "daemon_stopped"
 
 
+_LOGINS: Final = (AuditEvent.LOGIN, AuditEvent.LOGIN_REFUSED)
+_ROWS: Final = 100_000
+_OTHER_ROWS: Final = 4_000
+_LOGIN_ROWS: Final = (_ROWS - _OTHER_ROWS * (len(AuditEvent) - len(_LOGINS))) // len(_LOGINS)
+
 MAX_ROWS: Final[Mapping[AuditEvent, int]] = MappingProxyType(
-    dict.fromkeys(AuditEvent, 4_000) | dict.fromkeys((AuditEvent.LOGIN, AuditEvent.LOGIN_REFUSED), 32_000)
+    dict.fromkeys(AuditEvent, _OTHER_ROWS) | dict.fromkeys(_LOGINS, _LOGIN_ROWS)
 )
 """Most rows of each event: 100,000 in all."""
 

@@ -18,7 +18,8 @@ from inferencecenter.tasks import TaskGroup
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from inferencecenter.server.accounts import Account, Accounts
+    from inferencecenter.server.account import Account
+    from inferencecenter.server.accounts import Accounts
     from inferencecenter.server.audit import Entry
     from inferencecenter.telemetry.metrics import Metrics
 

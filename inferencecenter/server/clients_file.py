@@ -7,6 +7,7 @@ max_sessions = 4
 priority = "normal"
 scopes = ["user"]
 retention_days = 30      # sessions are deleted so long after their last use
+limits = {tokens_per_day = 100000, addresses = ["192.168.0.0/16"]}
 """
 
 from __future__ import annotations
@@ -18,11 +19,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, model_validator
 
 from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.limits import NO_LIMITS, Limits
 from inferencecenter.protocol.codec import invalid_request
 from inferencecenter.protocol.requests import Credential
 from inferencecenter.protocol.scopes import Scope, parse_scopes
 from inferencecenter.protocol.values import Priority
-from inferencecenter.server.accounts import MAX_RETENTION_DAYS, Account, StaticClient
+from inferencecenter.server.account import Account, StaticClient, check_client_id
+from inferencecenter.server.accounts import MAX_RETENTION_DAYS
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -40,6 +43,7 @@ class Entry(BaseModel):
     priority: Priority | None = None
     retention_days: float | None = Field(default=None, gt=0, le=MAX_RETENTION_DAYS)
     scopes: list[str] = Field(default=[Scope.USER.value], min_length=1)
+    limits: Limits = NO_LIMITS
 
     @model_validator(mode="after")
     def _one_key(self) -> Entry:
@@ -67,6 +71,7 @@ def load_clients(path: Path, *, default_max_sessions: int, default_priority: Pri
         try:
             entry = Entry.model_validate(raw)
             scopes = parse_scopes(entry.scopes)
+            check_client_id(entry.client_id)
         except ValidationError as error:
             raise _invalid(path, where, invalid_request(error, known=Entry.model_fields)) from None
         except InferenceCenterError as error:
@@ -83,6 +88,7 @@ def load_clients(path: Path, *, default_max_sessions: int, default_priority: Pri
             priority=entry.priority or default_priority,
             scopes=scopes,
             retention_days=entry.retention_days,
+            limits=entry.limits,
         )
         clients[entry.client_id] = StaticClient(account=account, key_sha256=entry.key_sha256)
     return clients

@@ -20,7 +20,7 @@ from inferencecenter.sessions.client import Client
 
 if TYPE_CHECKING:
     from inferencecenter.protocol.base import Event, Request
-    from inferencecenter.server.accounts import Account
+    from inferencecenter.server.account import Account
     from inferencecenter.server.context import Context
     from inferencecenter.server.outbox import Wire
 
@@ -42,9 +42,7 @@ class Connection:
         traceparent: Span of the client's trace that its turns belong to, where they name none.
     """
 
-    def __init__(
-        self, context: Context, wire: Wire, *, address: str, v1: bool, traceparent: str | None = None
-    ) -> None:
+    def __init__(self, context: Context, wire: Wire, *, address: str, v1: bool, traceparent: str | None = None) -> None:
         self.context = context
         self.address = address
         self.traceparent = traceparent

@@ -12,7 +12,8 @@ import pytest
 from inferencecenter.cli.token import duration_s
 from inferencecenter.errors import InferenceCenterError
 from inferencecenter.server import control
-from inferencecenter.server.accounts import DATABASE_NAME, Account, Accounts
+from inferencecenter.server.account import Account
+from inferencecenter.server.accounts import DATABASE_NAME, Accounts
 
 if TYPE_CHECKING:
     from pathlib import Path

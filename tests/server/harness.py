@@ -18,7 +18,8 @@ from inferencecenter.ipc.messages import Delta, Finished, ModelInfo, Overflowed,
 from inferencecenter.ipc.port import EngineState, EngineStatus
 from inferencecenter.protocol.params import Params
 from inferencecenter.protocol.scopes import Scope
-from inferencecenter.server.accounts import Account, Accounts, StaticClient
+from inferencecenter.server.account import Account, StaticClient
+from inferencecenter.server.accounts import Accounts
 from inferencecenter.server.app import create_app
 from inferencecenter.server.clients_file import load_clients
 from inferencecenter.server.context import Context

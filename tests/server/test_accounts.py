@@ -14,7 +14,8 @@ import pytest
 
 from inferencecenter.errors import ErrorCode, InferenceCenterError
 from inferencecenter.protocol.scopes import Scope
-from inferencecenter.server.accounts import Account, Accounts, StaticClient
+from inferencecenter.server.account import Account, StaticClient
+from inferencecenter.server.accounts import Accounts
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -16,7 +16,8 @@ from structlog.testing import capture_logs
 from inferencecenter.errors import ErrorCode, InferenceCenterError
 from inferencecenter.protocol.scopes import Scope
 from inferencecenter.server import authentication
-from inferencecenter.server.accounts import Account, Accounts, StaticClient
+from inferencecenter.server.account import Account, StaticClient
+from inferencecenter.server.accounts import Accounts
 from inferencecenter.server.audit import AuditEvent
 from inferencecenter.server.authentication import (
     Authenticator,

@@ -14,7 +14,7 @@ from inferencecenter.server.clients_file import load_clients
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from inferencecenter.server.accounts import StaticClient
+    from inferencecenter.server.account import StaticClient
 
 DIGEST = hashlib.sha256(b"secret").hexdigest()
 

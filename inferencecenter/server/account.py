@@ -1,0 +1,94 @@
+"""What accounts and their tokens are, as plain values."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.limits import NO_LIMITS, Limits
+
+if TYPE_CHECKING:
+    from inferencecenter.protocol.scopes import Scope
+    from inferencecenter.protocol.values import Priority
+
+CLIENT_ID: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@+-]{0,63}")
+
+
+@dataclass(frozen=True, slots=True)
+class Account:
+    """A client as one credential showed it.
+
+    ``retention_days`` are days after their last use at which its sessions are deleted; without it the daemon's setting
+    holds. ``token_id`` and ``expires_at`` (Unix seconds) belong to the token; an API key has neither. ``limits`` are
+    the token's, where it sets none the client's.
+    """
+
+    client_id: str
+    max_sessions: int
+    priority: Priority
+    scopes: frozenset[Scope]
+    token_id: str | None = None
+    expires_at: float | None = None
+    retention_days: float | None = None
+    limits: Limits = NO_LIMITS
+
+
+@dataclass(frozen=True, slots=True)
+class StaticClient:
+    """A client of ``clients.toml``, with the SHA-256 of its key."""
+
+    account: Account
+    key_sha256: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class NewToken:
+    """A token just made; ``token`` is shown once and kept nowhere."""
+
+    token_id: str
+    token: str
+
+
+@dataclass(frozen=True, slots=True)
+class TokenInfo:
+    """What is known of a token; times are Unix seconds, ``limits`` those that it has of its own."""
+
+    token_id: str
+    client_id: str
+    name: str
+    created_at: float
+    expires_at: float | None
+    last_used_at: float | None
+    revoked: bool
+    limits: Limits = NO_LIMITS
+
+
+@dataclass(frozen=True, slots=True)
+class ClientInfo:
+    """What is known of a client; ``created_at`` is Unix seconds, ``tokens`` counts those that are not revoked."""
+
+    client_id: str
+    max_sessions: int
+    priority: str
+    scopes: tuple[str, ...]
+    retention_days: float | None
+    created_at: float
+    tokens: int
+    limits: Limits
+
+
+def check_client_id(client_id: str) -> None:
+    """Refuse what cannot be a new client's id: ids stand in logs, labels of metrics and on terminals.
+
+    Raises:
+        InferenceCenterError: ``invalid_request``.
+    """
+    if CLIENT_ID.fullmatch(client_id) is None:
+        raise InferenceCenterError(
+            ErrorCode.INVALID_REQUEST,
+            f"client_id is {client_id[:64]!r}, which is no name of a client",
+            field="client_id",
+            hint="Letters, digits and . _ @ + -, beginning with a letter or digit; at most 64.",
+        )
