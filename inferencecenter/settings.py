@@ -199,6 +199,11 @@ class EngineSettings(Section):
     ageing_s: float = Field(
         30.0, gt=0, le=86_400, description="Seconds of waiting after which a turn counts as one of the next class up."
     )
+    speculative: Literal["off", "lookup"] = Field(
+        "off",
+        description="`lookup` guesses tokens from where the text said the like before: the same answer in fewer steps.",
+    )
+    draft_tokens: int = Field(8, ge=1, le=64, description="Most tokens that a turn guesses in a step.")
     max_queue: int = Field(1000, ge=1, le=1_000_000, description="Turns that may wait for a slot.")
     queue_timeout_s: float | None = Field(
         None,

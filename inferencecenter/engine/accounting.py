@@ -25,6 +25,8 @@ def work_of(plan: Plan, outcome: Outcome, *, step_s: float) -> Work | None:
         fetches=len(plan.fetches),
         sources=_sources(plan, outcome) if plan.admissions else None,
         moves=outcome.move_times,
+        drafted=outcome.drafted,
+        accepted=sum(map(len, outcome.accepted.values())),
     )
 
 

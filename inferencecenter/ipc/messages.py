@@ -130,8 +130,9 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
     ``backend`` is ``llama`` or ``echo``. ``parent_pid`` is the process that must be alive for the engine to go on.
     ``lora`` are adapters on top of the model. ``n_ctx`` is tokens per slot, 0 the model's own; ``n_gpu_layers`` -1 is
     all of them; a thread count of 0 is one a physical core. ``prefill_grid_tokens`` is the distance of the positions at
-    which prompts are cut, ``target_step_ms`` how long a step with prefill should take. ``echo_delay_ms`` is how long the
-    echo backend takes for each decode.
+    which prompts are cut, ``target_step_ms`` how long a step with prefill should take. ``echo_delay_ms`` is how long
+    the echo backend takes for each decode. With ``speculative`` of ``lookup`` instead of ``off`` a turn guesses up to
+    ``draft_tokens`` tokens a step.
 
     ``quantum_tokens`` is what a turn may generate before another that waits gets its slot, 0 to choose by what parking
     costs; a waiting turn rises a class every ``ageing_s``, and fails after ``queue_timeout_s`` (0 is never). KV is
@@ -170,6 +171,8 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
     tensor_split: tuple[float, ...] = ()
     cpu_tensors: tuple[str, ...] = ()
     gpu_optional: bool = False
+    speculative: str = "off"
+    draft_tokens: int = 8
     quantum_tokens: int = 0
     ageing_s: float = 30.0
     queue_timeout_s: float = 0.0
@@ -428,7 +431,8 @@ class Work(msgspec.Struct, frozen=True, array_like=True):
     """What a step of the engine did, for those who measure it.
 
     It took ``step_s``. Of these ``decode_s`` were for generating, in ``rows`` turns at once, and ``prefill_s`` for
-    reading ``prefill_tokens``. ``fetches`` parked sequences were asked of the disk.
+    reading ``prefill_tokens``. ``fetches`` parked sequences were asked of the disk. Of ``drafted`` tokens that were
+    guessed the ``accepted`` ones were right.
     """
 
     step_s: float
@@ -439,6 +443,8 @@ class Work(msgspec.Struct, frozen=True, array_like=True):
     fetches: int = 0
     sources: TokenSources | None = None
     moves: tuple[MoveTime, ...] = ()
+    drafted: int = 0
+    accepted: int = 0
 
 
 class Step(msgspec.Struct, frozen=True, tag=True):

@@ -43,6 +43,8 @@ def engine_options(spec: ModelSpec, places: KvPlaces, kv: KvSettings) -> EngineO
         echo_delay_ms=engine.echo_delay_ms,
         quantum_tokens=engine.quantum_tokens,
         ageing_s=engine.ageing_s,
+        speculative=engine.speculative,
+        draft_tokens=engine.draft_tokens,
         queue_timeout_s=engine.queue_timeout_s or 0.0,
         kv_ram_dir=str(places.ram_dir),
         kv_ram_bytes=places.ram_bytes,
