@@ -82,11 +82,8 @@ def pull(  # noqa: PLR0913 - keyword-only; the last three have defaults
     offer = choose(wanted, listing.files)
     name = name or check_name(offer.name)
     names = file_names(name, len(offer.files))
-    with _storage_failures(directory):
-        incoming = directory / INCOMING
-        incoming.mkdir(parents=True, exist_ok=True)
+    with _storage_failures(directory), _incoming(directory) as incoming:
         if (there := _already_there(directory, name, offer)) is not None:
-            _remove_if_empty(incoming)
             return Pulled(there, fetched=False)
         parts = [incoming / f"{_digest_of(file, hub)}.part" for file in offer.files]
         _check_room(offer, parts, directory)
@@ -99,7 +96,6 @@ def pull(  # noqa: PLR0913 - keyword-only; the last three have defaults
         source = f"{listing.repo}/{offer.files[0].path}"
         receipt = Receipt(source=source, commit=listing.commit, pulled_at=clock(), sha256=digests)
         _install(directory, name, dict(zip(names, parts, strict=True)), receipt)
-        _remove_if_empty(incoming)
     return Pulled(find_model(directory, name), fetched=True)
 
 
@@ -271,6 +267,8 @@ def _locked(part: Path) -> Iterator[int]:
             ) from None
         yield descriptor
     finally:
+        if os.fstat(descriptor).st_size == 0:
+            part.unlink(missing_ok=True)
         os.close(descriptor)
 
 
@@ -281,9 +279,16 @@ def _write(descriptor: int, chunk: bytes, at: int) -> None:
         at, left = at + written, left[written:]
 
 
-def _remove_if_empty(directory: Path) -> None:
-    with contextlib.suppress(OSError):
-        directory.rmdir()
+@contextlib.contextmanager
+def _incoming(directory: Path) -> Iterator[Path]:
+    """Yield the directory of what is not whole yet; it goes when nothing is left in it."""
+    incoming = directory / INCOMING
+    incoming.mkdir(parents=True, exist_ok=True)
+    try:
+        yield incoming
+    finally:
+        with contextlib.suppress(OSError):
+            incoming.rmdir()
 
 
 @contextlib.contextmanager

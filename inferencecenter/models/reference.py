@@ -84,7 +84,7 @@ def parse_reference(text: str) -> Reference:
     Raises:
         InferenceCenterError: ``invalid_request``.
     """
-    found = _REFERENCE.match(text)
+    found = _REFERENCE.fullmatch(text)
     if found is None:
         raise InferenceCenterError(
             ErrorCode.INVALID_REQUEST,
@@ -101,7 +101,7 @@ def check_name(name: str) -> str:
     Raises:
         InferenceCenterError: ``invalid_request``.
     """
-    if _NAME.match(name) is None:
+    if _NAME.fullmatch(name) is None:
         raise InferenceCenterError(
             ErrorCode.INVALID_REQUEST,
             f"{name!r} is no name for a model",

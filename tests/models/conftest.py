@@ -1,0 +1,48 @@
+"""A hub on the loopback, and a home directory that nothing may touch."""
+
+from __future__ import annotations
+
+import socket
+from typing import TYPE_CHECKING
+
+import huggingface_hub
+import pytest
+
+from tests.models.hub_stub import StubHub, serving
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+
+@pytest.fixture
+def offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """Let nothing beyond the loopback be connected to, and nothing be left in the hub library's directories."""
+    home = tmp_path / "hf-home"
+    for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_ENDPOINT", "HF_OIDC_RESOURCE"):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.lower(), raising=False)
+    for name in ("HF_HOME", "HF_HUB_CACHE", "HF_ASSETS_CACHE", "HF_TOKEN_PATH", "HF_STORED_TOKENS_PATH"):
+        monkeypatch.setattr(huggingface_hub.constants, name, str(home / name))
+    monkeypatch.setattr(huggingface_hub.constants, "AGENT_HARNESSES_PATH", str(home / "agents"))
+    resolve = socket.getaddrinfo
+
+    def only_here(host: object, *arguments: object, **named: object) -> object:
+        assert host in ("127.0.0.1", "localhost"), f"a test asked for {host}"
+        return resolve(host, *arguments, **named)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(socket, "getaddrinfo", only_here)
+    # The library's client outlives a test, and with it what it knew of proxies.
+    huggingface_hub.close_session()
+    yield
+    huggingface_hub.close_session()
+    assert not home.exists(), "the hub library left something in the home directory"
+
+
+@pytest.fixture
+def hub(offline: None) -> Iterator[StubHub]:
+    """An empty hub."""
+    with serving(StubHub()) as stub:
+        yield stub

@@ -1,0 +1,167 @@
+"""Tests of the model files in a directory: listing, reading, verifying, removing."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+from typing import TYPE_CHECKING
+
+import gguf
+import msgspec
+import pytest
+
+from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.models import files
+from inferencecenter.models.files import Receipt, find_model, list_models, read_facts, remove, verify
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@pytest.fixture
+def models(tmp_path: Path, demo_model_path: Path) -> Path:
+    """A directory with a pulled model, one that somebody put there, parts of a split one, and what is none."""
+    directory = tmp_path / "models"
+    directory.mkdir()
+    for name in ("pulled.gguf", "own.gguf"):
+        shutil.copyfile(demo_model_path, directory / name)
+    write_receipt(directory, "pulled")
+    (directory / "split-00001-of-00003.gguf").write_bytes(b"a")
+    (directory / "split-00003-of-00003.gguf").write_bytes(b"ccc")
+    (directory / "notes.txt").write_text("no model")
+    (directory / ".incoming").mkdir()
+    (directory / "folder.gguf").mkdir()
+    return directory
+
+
+def write_receipt(directory: Path, name: str) -> None:
+    """Note the model's checksum beside it, as a pull does."""
+    file = directory / f"{name}.gguf"
+    digests = {file.name: hashlib.sha256(file.read_bytes()).hexdigest()}
+    receipt = Receipt(source="ada/tiny/a.gguf", commit="c0", pulled_at=1.0, sha256=digests)
+    (directory / f"{name}.json").write_bytes(msgspec.json.encode(receipt))
+
+
+def test_models_of_a_directory(models: Path) -> None:
+    """By name; the parts of a split one are one model, with what is missing of it."""
+    found = {model.name: model for model in list_models(models)}
+    assert list(found) == ["own", "pulled", "split"]
+    assert found["split"].missing == ("split-00002-of-00003.gguf",)
+    assert found["split"].size_bytes == 4
+    assert found["own"].receipt is None
+    assert found["pulled"].receipt is not None
+    assert found["pulled"].receipt.source == "ada/tiny/a.gguf"
+
+
+def test_a_directory_that_is_not_there_has_no_models(tmp_path: Path) -> None:
+    """One that is no directory is told."""
+    assert list_models(tmp_path / "none") == ()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InferenceCenterError) as caught:
+        list_models(tmp_path / "file")
+    assert caught.value.code is ErrorCode.STORAGE_UNAVAILABLE
+
+
+def test_a_model_is_found_by_its_name(models: Path) -> None:
+    """With or without the ending; another name is answered with those that there are."""
+    assert find_model(models, "own") == find_model(models, "own.gguf")
+    with pytest.raises(InferenceCenterError) as caught:
+        find_model(models, "../own")
+    assert caught.value.code is ErrorCode.MODEL_NOT_FOUND
+    assert caught.value.hint == "There are own, pulled, split."
+
+
+def test_facts_of_the_demo_model(demo_model_path: Path) -> None:
+    """As its header has them."""
+    facts = read_facts(demo_model_path)
+    assert facts.architecture == "llama"
+    assert facts.quantization == "Q8_0"
+    assert facts.has_template
+    assert facts.size_bytes == demo_model_path.stat().st_size
+    reader = gguf.GGUFReader(demo_model_path)
+    assert facts.parameters == sum(int(tensor.n_elements) for tensor in reader.tensors)
+
+
+def test_file_types_are_those_of_the_reference() -> None:
+    """A type that llama.cpp adds is noticed here when the reference is updated."""
+    reference = {int(kind): kind.name.removeprefix("MOSTLY_").removeprefix("ALL_") for kind in gguf.LlamaFileType}
+    reference.pop(int(gguf.LlamaFileType.GUESSED))
+    assert dict(files._FILE_TYPES) == reference
+
+
+def test_whole_models_have_no_problems(models: Path) -> None:
+    """With a receipt all bytes are read, without one the header, and which it was is told."""
+    told: list[tuple[int, int]] = []
+    verdict = verify(find_model(models, "pulled"), report=lambda done, total: told.append((done, total)))
+    size = (models / "pulled.gguf").stat().st_size
+    assert (verdict.checksum_known, verdict.problems) == (True, ())
+    assert told[-1] == (size, size)
+    assert verify(find_model(models, "own")) == files.Verdict("own", checksum_known=False, problems=())
+
+
+def test_a_flipped_bit_is_found(models: Path) -> None:
+    """By the checksum, where the header is as it was."""
+    with (models / "pulled.gguf").open("r+b") as file:
+        file.seek(-100, 2)
+        byte = file.read(1)[0]
+        file.seek(-100, 2)
+        file.write(bytes([byte ^ 1]))
+    (problem,) = verify(find_model(models, "pulled")).problems
+    assert problem == "pulled.gguf has changed since it was pulled: its SHA-256 differs"
+
+
+def test_a_truncated_file_is_found(models: Path) -> None:
+    """Also without a checksum: a tensor ends behind the file's end."""
+    path = models / "own.gguf"
+    with path.open("r+b") as file:
+        file.truncate(path.stat().st_size - 1000)
+    (problem,) = verify(find_model(models, "own")).problems
+    assert "truncated" in problem
+
+
+def test_missing_and_strange_parts_are_found(models: Path) -> None:
+    """What was pulled must be there, and nothing else belongs to the model."""
+    assert verify(find_model(models, "split")).problems == ("split-00002-of-00003.gguf is not there",)
+    receipt = Receipt(source="s", commit="c", pulled_at=1.0, sha256={"own-00001-of-00002.gguf": "00"})
+    (models / "own.json").write_bytes(msgspec.json.encode(receipt))
+    assert verify(find_model(models, "own")).problems == (
+        "own.gguf is not among the files that were pulled",
+        "own-00001-of-00002.gguf was pulled and is not there",
+    )
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b'{"source": 1}', b"\xff"])
+def test_a_receipt_that_is_none_says_nothing(models: Path, content: bytes) -> None:
+    """The model is there all the same."""
+    (models / "pulled.json").write_bytes(content)
+    assert find_model(models, "pulled").receipt is None
+
+
+def test_a_model_goes_with_all_its_files(models: Path) -> None:
+    """Parts and receipt; other models stay."""
+    assert remove(models, "split", configured={}).name == "split"
+    remove(models, "pulled.gguf", configured={})
+    assert sorted(path.name for path in models.iterdir()) == [".incoming", "folder.gguf", "notes.txt", "own.gguf"]
+
+
+def test_a_configured_model_stays(models: Path) -> None:
+    """The setting that names it is told; also through a link."""
+    link = models.parent / "link.gguf"
+    link.symlink_to(models / "own.gguf")
+    for path in (models / "own.gguf", link.resolve()):
+        with pytest.raises(InferenceCenterError) as caught:
+            remove(models, "own", configured={path: "model.path"})
+        assert caught.value.code is ErrorCode.INVALID_REQUEST
+        assert "model.path" in caught.value.message
+    assert (models / "own.gguf").exists()
+
+
+@pytest.mark.parametrize("name", ["../own", "/etc/passwd", "folder", "notes", "", ".incoming"])
+def test_nothing_else_is_removed(models: Path, name: str) -> None:
+    """A name that is no model's of the directory removes nothing."""
+    (models.parent / "own.gguf").write_text("elsewhere")
+    before = sorted(models.parent.rglob("*"))
+    with pytest.raises(InferenceCenterError) as caught:
+        remove(models, name, configured={})
+    assert caught.value.code is ErrorCode.MODEL_NOT_FOUND
+    assert sorted(models.parent.rglob("*")) == before

@@ -1,0 +1,156 @@
+"""Tests of what a reference means, and of what a repository offers."""
+
+from __future__ import annotations
+
+import contextlib
+import string
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.models.reference import (
+    Reference,
+    RemoteFile,
+    check_name,
+    choose,
+    file_names,
+    offers,
+    parse_reference,
+)
+
+
+def files(*paths: str) -> tuple[RemoteFile, ...]:
+    """Return files of a repository."""
+    return tuple(RemoteFile(path=path, size_bytes=1, sha256="00") for path in paths)
+
+
+def refused(reference: str, *paths: str) -> InferenceCenterError:
+    """Return why a reference means none of these files."""
+    with pytest.raises(InferenceCenterError) as caught:
+        choose(parse_reference(reference), files(*paths))
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("text", "meant"),
+    [
+        ("ada/tiny", Reference("ada/tiny")),
+        ("ada/tiny:Q4_K_M", Reference("ada/tiny", quant="Q4_K_M")),
+        ("ada/tiny.v2-GGUF:q8_0", Reference("ada/tiny.v2-GGUF", quant="q8_0")),
+        ("ada/tiny/a.gguf", Reference("ada/tiny", file="a.gguf")),
+        ("ada/tiny/BF16/a-00001-of-00002.gguf", Reference("ada/tiny", file="BF16/a-00001-of-00002.gguf")),
+    ],
+)
+def test_forms(text: str, meant: Reference) -> None:
+    """A repository, with a quantization, with a file, also in a folder."""
+    assert parse_reference(text) == meant
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "tiny",
+        "ada/",
+        "/tiny",
+        "ada/tiny:",
+        "ada/tiny/",
+        "ada/tiny/a.bin",
+        "https://hf.co/ada/tiny",
+        "ada/ti ny",
+        "ada/tiny\n",
+    ],
+)
+def test_what_is_no_reference(text: str) -> None:
+    """Is refused, with the forms that there are."""
+    with pytest.raises(InferenceCenterError) as caught:
+        parse_reference(text)
+    assert caught.value.code is ErrorCode.INVALID_REQUEST
+    assert "owner/repo:Q4_K_M" in str(caught.value.hint)
+
+
+@pytest.mark.parametrize(
+    ("path", "name", "quant"),
+    [
+        ("tiny-Q4_K_M.gguf", "tiny-Q4_K_M", "Q4_K_M"),
+        ("tiny.q8_0.gguf", "tiny.q8_0", "Q8_0"),
+        ("Qwen3-8B-UD-Q4_K_XL.gguf", "Qwen3-8B-UD-Q4_K_XL", "UD-Q4_K_XL"),
+        ("x-IQ2_XXS.gguf", "x-IQ2_XXS", "IQ2_XXS"),
+        ("gpt-oss-20b-MXFP4.gguf", "gpt-oss-20b-MXFP4", "MXFP4"),
+        ("BF16/tiny.gguf", "tiny", "BF16"),
+        ("Q6K-maker-f16.gguf", "Q6K-maker-f16", "F16"),
+        ("tiny.gguf", "tiny", None),
+    ],
+)
+def test_quantizations_are_told_by_names(path: str, name: str, quant: str | None) -> None:
+    """By the file's, or by that of its folder."""
+    (offer,) = offers(files(path))
+    assert (offer.name, offer.quant) == (name, quant)
+
+
+def test_a_split_model_is_one_offer_and_an_incomplete_one_none() -> None:
+    """Its parts stand in their order, whatever the order of the list."""
+    paths = [f"big-Q8_0-{number:05}-of-00003.gguf" for number in (3, 1, 2)]
+    (offer,) = offers(files(*paths, "torn-00001-of-00002.gguf", "README.md"))
+    assert (offer.name, offer.quant, offer.size_bytes) == ("big-Q8_0", "Q8_0", 3)
+    assert [file.path for file in offer.files] == sorted(paths)
+    assert refused("ada/tiny/torn-00001-of-00002.gguf", *paths, "torn-00001-of-00002.gguf").code is (
+        ErrorCode.MODEL_NOT_FOUND
+    )
+
+
+@pytest.mark.parametrize(
+    ("reference", "paths", "chosen"),
+    [
+        ("ada/tiny", ["only.gguf"], "only"),
+        ("ada/tiny", ["a-Q8_0.gguf", "a-Q4_K_M.gguf"], "a-Q4_K_M"),
+        ("ada/tiny", ["a-Q8_0.gguf", "mmproj-a-f16.gguf", "imatrix.gguf"], "a-Q8_0"),
+        ("ada/tiny:q8_0", ["a-Q8_0.gguf", "a-Q4_K_M.gguf"], "a-Q8_0"),
+        ("ada/tiny:Q4_K_XL", ["a-UD-Q4_K_XL.gguf", "a-Q4_K_M.gguf"], "a-UD-Q4_K_XL"),
+        ("ada/tiny:Q4_K_M", ["a-UD-Q4_K_M.gguf", "a-Q4_K_M.gguf"], "a-Q4_K_M"),
+        ("ada/tiny/mmproj-a-f16.gguf", ["a-Q8_0.gguf", "mmproj-a-f16.gguf"], "mmproj-a-f16"),
+        ("ada/tiny/s-00002-of-00002.gguf", ["s-00001-of-00002.gguf", "s-00002-of-00002.gguf"], "s"),
+    ],
+)
+def test_the_model_that_is_meant(reference: str, paths: list[str], chosen: str) -> None:
+    """The only one, the only Q4_K_M, the one in that quantization, or the one with that file."""
+    assert choose(parse_reference(reference), files(*paths)).name == chosen
+
+
+@pytest.mark.parametrize(
+    ("reference", "paths", "message", "listed"),
+    [
+        ("ada/tiny:Q2_K", ["a-Q8_0.gguf", "a-Q4_K_M.gguf"], "no model in Q2_K", "Q4_K_M, Q8_0"),
+        ("ada/tiny", ["a-Q8_0.gguf", "a-Q6_K.gguf"], "none in Q4_K_M", "Q6_K, Q8_0"),
+        ("ada/tiny", ["a-Q4_K_M.gguf", "b-Q4_K_M.gguf"], "2 models in Q4_K_M", "a-Q4_K_M.gguf, b-Q4_K_M.gguf"),
+        ("ada/tiny", ["a.safetensors"], "no GGUF model", "Models of other forms"),
+        ("ada/tiny/b.gguf", ["a.gguf"], "the file b.gguf", "a.gguf"),
+    ],
+)
+def test_what_is_not_there_lists_what_is(reference: str, paths: list[str], message: str, listed: str) -> None:
+    """Quantizations where they tell models apart, files where they do not."""
+    error = refused(reference, *paths)
+    assert error.code is ErrorCode.MODEL_NOT_FOUND
+    assert message in error.message
+    assert listed in str(error.hint)
+
+
+@example("a\n")
+@given(st.text(max_size=40) | st.text("ab1._-+/:\\ \n", max_size=140))
+def test_a_name_is_good_for_a_file_or_refused(name: str) -> None:
+    """No name leads out of a directory, hides, or has a character that a shell reads otherwise."""
+    safe = (
+        name.isascii()
+        and name[:1].isalnum()
+        and not set(name) - set(".-_+") - set(string.ascii_letters + string.digits)
+    )
+    with contextlib.nullcontext() if safe and len(name) <= 128 else pytest.raises(InferenceCenterError):
+        assert check_name(name) == name
+
+
+def test_the_names_of_a_models_files() -> None:
+    """Those of a split one are what llama.cpp looks for."""
+    assert file_names("a", 1) == ("a.gguf",)
+    assert file_names("a", 2) == ("a-00001-of-00002.gguf", "a-00002-of-00002.gguf")
