@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from anyio.from_thread import start_blocking_portal
 
-from inferencecenter.cli.conversation import Conversation, read_value, until_ready
+from inferencecenter.cli.conversation import Conversation, read_value
 from inferencecenter.cli.options import ConfigOption, StateDirOption, given
 from inferencecenter.cli.output import stderr, stdout
 from inferencecenter.cli.view import PlainView, TerminalView
+from inferencecenter.cli.waiting import until_ready
 from inferencecenter.client import connect
 from inferencecenter.configuration import load_settings
 from inferencecenter.errors import ErrorCode, InferenceCenterError
@@ -35,6 +36,9 @@ def chat(  # noqa: PLR0913 - one argument an option
     token_file: Annotated[
         Path | None, typer.Option(help="File with the token.", show_default="admin.token in the state directory")
     ] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Model that answers.", show_default="the daemon's choice, also when it changes")
+    ] = None,
     system: Annotated[str | None, typer.Option(help="System prompt.", show_default=False)] = None,
     resume: Annotated[
         str | None,
@@ -50,28 +54,28 @@ def chat(  # noqa: PLR0913 - one argument an option
 ) -> None:
     """Talk to a daemon. From a pipe, every line is a turn and only the answers are written."""
     turn_params = read_params(params or [])
-    check_resumption(resume=resume, latest=latest, system=system)
+    check_resumption(resume=resume, latest=latest, system=system, model=model)
     settings = load_settings(config, given(state_dir=state_dir))
     address = url or daemon_url(settings)
     credential = token or read_token(token_file or settings.state_dir / "admin.token")
     interactive = sys.stdin.isatty() and stdout.is_terminal
-    view = TerminalView(stdout) if interactive else PlainView()
+    view = TerminalView(stdout, model=model) if interactive else PlainView()
     with (
         start_blocking_portal() as portal,
         portal.wrap_async_context_manager(connect(address, token=credential, on_notice=view.notice)) as client,
     ):
         portal.call(_wait_until_ready, client)
         conversation = Conversation(
-            portal, client, view=view, system=system, params=turn_params, interactive=interactive
+            portal, client, view=view, system=system, model=model, params=turn_params, interactive=interactive
         )
         if interactive:
-            stdout.print(f"{client.hello.model} at {address}; /help lists commands", style="dim", markup=False)
+            stdout.print(f"{model or client.hello.model} at {address}; /help lists commands", style="dim", markup=False)
         if resume is not None or latest:
             conversation.resume(resume)
         conversation.run(_prompt if interactive else _next_line)
 
 
-def check_resumption(*, resume: str | None, latest: bool, system: str | None) -> None:
+def check_resumption(*, resume: str | None, latest: bool, system: str | None, model: str | None) -> None:
     """Refuse options that contradict each other.
 
     Raises:
@@ -82,6 +86,10 @@ def check_resumption(*, resume: str | None, latest: bool, system: str | None) ->
     if system is not None and (resume is not None or latest):
         raise InferenceCenterError(
             ErrorCode.INVALID_REQUEST, "--system is for a new conversation; one that goes on has its own"
+        )
+    if model is not None and (resume is not None or latest):
+        raise InferenceCenterError(
+            ErrorCode.INVALID_REQUEST, "--model is for a new conversation; one that goes on keeps its own"
         )
 
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 import contextlib
 import json
 import signal
+from concurrent.futures import CancelledError
 from typing import TYPE_CHECKING, Any, Final
 
-import anyio
 from rich.table import Table
 
 from inferencecenter.cli.output import report, stdout
 from inferencecenter.cli.view import describe_past, sessions_table
+from inferencecenter.cli.waiting import until_ready
+from inferencecenter.client import while_loading
 from inferencecenter.errors import ErrorCode, InferenceCenterError
 from inferencecenter.protocol.events import End
 from inferencecenter.protocol.params import parse_params
@@ -19,6 +21,7 @@ from inferencecenter.protocol.requests import START
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+    from concurrent.futures import Future
 
     from anyio.from_thread import BlockingPortal
 
@@ -41,7 +44,6 @@ _HELP: Final = """\
 /quit                  leave; so does Ctrl-D, and Ctrl-C at the prompt
 Ctrl-C while an answer runs ends the answer. A line that begins with // is sent with one slash."""
 _TITLE_CHARS: Final = 60
-_LOADING_POLL_S: Final = 0.5
 
 
 class Conversation:
@@ -52,6 +54,7 @@ class Conversation:
         client: The connection.
         view: Shows answers.
         system: System prompt of every session.
+        model: Model of every session that is opened; ``None`` leaves it to the daemon.
         params: Parameters of every turn, as the user wrote them.
         interactive: Somebody is there: Ctrl-C ends an answer and not the program, and a refused turn is reported where
             a script would end. Needs the main thread. Conversations stay, where those of a script end with it.
@@ -64,6 +67,7 @@ class Conversation:
         *,
         view: TurnView,
         system: str | None,
+        model: str | None,
         params: dict[str, Any],
         interactive: bool,
     ) -> None:
@@ -71,9 +75,12 @@ class Conversation:
         self._client = client
         self._view = view
         self._system = system
+        self._model = model
         self._params = params
         self._interactive = interactive
         self._last: End | None = None
+        self._reading: Future[None] | None = None
+        self._is_loading = False
         # Opened by the first question, so that looking in leaves nothing behind.
         self._session: ClientSession | None = None
         self._opened: list[ClientSession] = []
@@ -162,12 +169,18 @@ class Conversation:
         with abort:
             self._view.begin()
             try:
-                self._portal.start_task_soon(lambda: reading).result()
+                self._reading = self._portal.start_task_soon(lambda: reading)
+                self._reading.result()
+            except CancelledError:
+                # Nobody has taken the question yet.
+                self._is_loading = False
             finally:
                 self._view.finish()
 
     def _abort(self) -> None:
-        if self._session is not None:
+        if self._is_loading and self._reading is not None:
+            self._reading.cancel()
+        elif self._session is not None:
             self._portal.start_task_soon(self._session.abort)
 
     async def _answer(self, prompt: str) -> None:
@@ -175,22 +188,35 @@ class Conversation:
         await until_ready(self._client)
         if self._session is None:
             self._session = await self._create(" ".join(prompt.split())[:_TITLE_CHARS])
-        await self._read(self._session.infer(prompt, params=self._params or None))
+        session = self._session
+        # A conversation that goes on may have a model that nobody has asked for since the daemon began.
+        await while_loading(
+            lambda: self._read(session.infer(prompt, params=self._params or None)), on_loading=self._loads
+        )
 
     async def _create(self, title: str) -> ClientSession:
         """Open a session; when there are too many, in place of the one that was set aside first."""
         try:
-            session = await self._client.create_session(system=self._system, metadata={"title": title})
+            session = await self._client.create_session(
+                system=self._system, model=self._model, metadata={"title": title}, on_loading=self._loads
+            )
         except InferenceCenterError as error:
             if error.code is not ErrorCode.SESSION_LIMIT or not self._set_aside:
                 raise
             await self._set_aside.pop(0).close()
             return await self._create(title)
+        finally:
+            self._is_loading = False
         self._opened.append(session)
         return session
 
+    def _loads(self, _message: str) -> None:
+        self._is_loading = True
+        self._view.loading(self._model)
+
     async def _read(self, turn: AsyncIterator[TurnStreamEvent]) -> None:
         async for event in turn:
+            self._is_loading = False
             self._view.show(event)
             if isinstance(event, End):
                 self._last = event
@@ -295,23 +321,6 @@ class Conversation:
         for name, value in {**self._last.stats.model_dump(), "finish_reason": self._last.finish_reason}.items():
             table.add_row(name, str(value))
         stdout.print(table)
-
-
-async def until_ready(client: Client, told: Callable[[str], None] = lambda _message: None) -> None:
-    """Wait until the daemon's model is loaded.
-
-    Args:
-        client: The connection.
-        told: Hears how far it is.
-
-    Raises:
-        InferenceCenterError: The connection is lost.
-    """
-    hello = client.hello
-    while hello.status == "loading":
-        told(hello.message)
-        await anyio.sleep(_LOADING_POLL_S)
-        hello = await client.refresh_hello()
 
 
 @contextlib.contextmanager

@@ -14,7 +14,17 @@ from rich.text import Text
 
 from inferencecenter.cli.output import stderr
 from inferencecenter.client import Reconnecting
-from inferencecenter.protocol.events import ContextShifted, End, EngineChanged, GoingAway, Progress, Queued, Token
+from inferencecenter.protocol.events import (
+    ContextShifted,
+    End,
+    EngineChanged,
+    GoingAway,
+    ModelChanged,
+    Progress,
+    Queued,
+    Thermal,
+    Token,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -42,6 +52,9 @@ class TurnView(Protocol):
     def begin(self) -> None:
         """Get ready for an answer."""
 
+    def loading(self, model: str | None) -> None:
+        """Show that the answer waits until its model is loaded, by its name if that is known."""
+
     def show(self, event: TurnStreamEvent) -> None:
         """Show one event of it."""
 
@@ -57,6 +70,9 @@ class PlainView:
 
     def begin(self) -> None:
         """Nothing to prepare."""
+
+    def loading(self, model: str | None) -> None:
+        """Say nothing: the answer comes late, that is all."""
 
     def show(self, event: TurnStreamEvent) -> None:
         """Write the text of a token."""
@@ -79,10 +95,17 @@ class TerminalView:
     """Says what the turn waits for until its first token; ends with its figures.
 
     What happens to the connection meanwhile stands in a dim line below the answer, and is gone when the answer goes on.
+    News that nothing waits for have a dim line of their own, before the answer or after it; of each kind the latest.
+
+    Args:
+        console: The terminal.
+        model: The model that was chosen, if one was; what happens to other models' engines is not shown.
     """
 
-    def __init__(self, console: Console) -> None:
+    def __init__(self, console: Console, *, model: str | None = None) -> None:
         self._console = console
+        self._model = model
+        self._news: dict[type[ModelChanged | Thermal], str] = {}
         self._status = console.status("waiting", spinner_style="dim")
         self._shows_turn = False
         self._column: int | None = None
@@ -92,8 +115,13 @@ class TerminalView:
     def begin(self) -> None:
         """Show that something happens."""
         self._shows_turn = True
+        self._tell_news()
         self._wait("waiting")
         self._status.start()
+
+    def loading(self, model: str | None) -> None:
+        """Show what is waited for."""
+        self._wait(f"loading {model or 'the model'}…")
 
     def show(self, event: TurnStreamEvent) -> None:
         """Show waiting, reading, text or the end."""
@@ -118,6 +146,11 @@ class TerminalView:
 
     def notice(self, notice: Notice) -> None:
         """Say what the turn waits for until that is over; at the prompt nothing waits."""
+        if isinstance(notice, EngineChanged) and notice.model not in (None, self._model):
+            return
+        if isinstance(notice, ModelChanged | Thermal):
+            self._hear_news(notice)
+            return
         self._remove_notice()
         self._notice = describe_notice(notice)
         if self._shows_turn:
@@ -130,6 +163,20 @@ class TerminalView:
         self._status.stop()
         self._shows_turn, self._column = False, None
         self._console.print()
+        self._tell_news()
+
+    def _hear_news(self, news: ModelChanged | Thermal) -> None:
+        """Tell news at once where nothing is being written: neither by the model nor by the user."""
+        if isinstance(news, ModelChanged) and self._model is not None:
+            return
+        self._news[type(news)] = describe_news(news)
+        if self._shows_turn and self._column is None:
+            self._tell_news()
+
+    def _tell_news(self) -> None:
+        news, self._news = self._news, {}
+        for line in news.values():
+            self._console.print(Text(line.translate(_CONTROLS), style="dim"), soft_wrap=True)
 
     def _wait(self, why: str) -> None:
         """Say what the first token waits for, unless it waits for something else altogether."""
@@ -192,6 +239,14 @@ def describe_notice(notice: Notice) -> str:
         case GoingAway():
             return "the daemon is about to restart…"
     return ""
+
+
+def describe_news(news: ModelChanged | Thermal) -> str:
+    """Return in one line what is different from now on."""
+    if isinstance(news, ModelChanged):
+        return f"{news.model} answers from now on, with room for {news.n_ctx} tokens"
+    temperature = "" if news.temp is None else f" at {news.temp:.0f} °C"
+    return f"the GPU is {news.state}{temperature}: {news.action}"
 
 
 def sessions_table(sessions: Sequence[SessionSummary], *, current: str | None) -> Table:

@@ -4,6 +4,7 @@ from inferencecenter.client.connection import Client, connect
 from inferencecenter.client.exchange import Notice
 from inferencecenter.client.failures import SessionTakenOverError
 from inferencecenter.client.lifeline import Timing
+from inferencecenter.client.loading import while_loading
 from inferencecenter.client.reconnecting import Connected, ConnectionState, Ended, Reconnecting
 from inferencecenter.client.session import ClientSession
 from inferencecenter.client.stream import TurnStreamEvent
@@ -20,4 +21,5 @@ __all__ = [
     "Timing",
     "TurnStreamEvent",
     "connect",
+    "while_loading",
 ]

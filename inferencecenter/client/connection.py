@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 from inferencecenter.client.exchange import Exchange, Notice, expect
 from inferencecenter.client.lifeline import Timing
 from inferencecenter.client.link import Address, open_link
+from inferencecenter.client.loading import LOAD_TIMEOUT_S
 from inferencecenter.client.reconnecting import BackoffPolicy
 from inferencecenter.client.session import ClientSession
 from inferencecenter.errors import InferenceCenterError
@@ -59,6 +60,7 @@ class Client:
         *,
         system: str | None = None,
         mode: Mode = "chat",
+        model: str | None = None,
         params: dict[str, Any] | None = None,
         priority: Priority | None = None,
         on_full: OnFull | None = None,
@@ -66,12 +68,15 @@ class Client:
         store: bool = True,
         ttl_s: float | None = None,
         metadata: Metadata | None = None,
+        load_timeout_s: float = LOAD_TIMEOUT_S,
+        on_loading: Callable[[str], None] | None = None,
     ) -> ClientSession:
-        """Open a session.
+        """Open a session; if its model has to be loaded first, wait for that.
 
         Args:
             system: System prompt.
             mode: Whether the model's template is applied.
+            model: Name of its model; without it the session goes with the daemon's choice.
             params: Session level of parameters.
             priority: Class of its turns; the account's when not given.
             on_full: What happens when its context is full; without it the mode decides.
@@ -79,14 +84,18 @@ class Client:
             store: Whether it may be written to disk.
             ttl_s: Idle seconds before it expires.
             metadata: Strings of the caller's own.
+            load_timeout_s: Seconds that the model may take to be loaded.
+            on_loading: Called about once a second until then, with what the daemon says.
 
         Raises:
-            InferenceCenterError: What the daemon refused, or ``daemon_unreachable``.
+            InferenceCenterError: What the daemon refused, ``model_loading`` when that took too long, or
+                ``daemon_unreachable``.
         """
         create = requests.CreateSession(
             op="create_session",
             system=system,
             mode=mode,
+            model=model,
             params=params,
             priority=priority,
             on_full=on_full,
@@ -95,7 +104,8 @@ class Client:
             ttl_s=ttl_s,
             metadata=metadata,
         )
-        return ClientSession.opened(self._exchange, expect(await self.request(create), SessionCreated))
+        created = await self._exchange.request_when_loaded(create, timeout_s=load_timeout_s, on_loading=on_loading)
+        return ClientSession.opened(self._exchange, expect(created, SessionCreated))
 
     async def resume(self, session_id: str) -> tuple[ClientSession, SessionResumed]:
         """Take up a session, also from another connection, which loses it.

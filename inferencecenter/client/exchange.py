@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Final, TypeAlias, TypeVar
 from inferencecenter.client.failures import as_exception, outcome_unknown
 from inferencecenter.client.lifeline import Lifeline, Timing, new_backoff
 from inferencecenter.client.link import Unknown
+from inferencecenter.client.loading import while_loading
 from inferencecenter.client.reconnecting import ConnectionState, Ended
 from inferencecenter.errors import ErrorCode, InferenceCenterError
 from inferencecenter.protocol import requests
-from inferencecenter.protocol.events import EngineChanged, Error, GoingAway, SessionResumed
+from inferencecenter.protocol.events import EngineChanged, Error, GoingAway, ModelChanged, SessionResumed, Thermal
 from inferencecenter.tasks import TaskGroup
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 E = TypeVar("E", bound="Event")
 R = TypeVar("R", bound="Request")
 
-Notice: TypeAlias = ConnectionState | EngineChanged | GoingAway
+Notice: TypeAlias = ConnectionState | EngineChanged | GoingAway | ModelChanged | Thermal
 """What concerns every session: the state of the connection, and what the daemon tells everybody."""
 
 # Asked twice, the second time changes nothing.
@@ -120,6 +121,18 @@ class Exchange:
         await self.line.until_connected()
         return await self.ask(request)
 
+    async def request_when_loaded(
+        self, request: Request, *, timeout_s: float, on_loading: Callable[[str], None] | None = None
+    ) -> Event:
+        """Send a request as often as it takes until the model is loaded, and return its direct reply.
+
+        Raises:
+            InferenceCenterError: See ``request`` and ``while_loading``.
+        """
+        return await while_loading(
+            lambda: self.request(request), timeout_s=timeout_s, on_loading=on_loading, timing=self._timing
+        )
+
     async def ask(self, request: Request) -> Event:
         """Send a request on the socket there is, and return its direct reply.
 
@@ -182,9 +195,11 @@ class Exchange:
 
     def take(self, event: Event | Unknown) -> None:
         """Hand out an event to whoever it is for."""
-        if isinstance(event, EngineChanged | GoingAway):
+        if isinstance(event, ModelChanged):
+            self.hello = self.hello.model_copy(update={"model": event.model})
+        # One that answers a request is for whoever asked, too.
+        if isinstance(event, EngineChanged | GoingAway | ModelChanged | Thermal):
             self._notify(event)
-            return
         request_id = None if isinstance(event, Unknown) else event.id
         # By id first: a refusal of another client's session does not name it.
         asking = self._asking.get(request_id or "")

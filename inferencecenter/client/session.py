@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from inferencecenter.client.exchange import expect
 from inferencecenter.client.failures import SessionTakenOverError
 from inferencecenter.client.link import Unknown
+from inferencecenter.client.loading import LOAD_TIMEOUT_S
 from inferencecenter.client.position import Arrival, Position
 from inferencecenter.client.reader import TurnReader
 from inferencecenter.client.stream import TurnStream
@@ -120,17 +121,20 @@ class ClientSession:
         request = requests.Append(op="append", session_id=self.session_id, messages=list(messages))
         return expect(await self._exchange.request(request), Appended)
 
-    async def fork(self, turn: str | None = None) -> ClientSession:
-        """Open another session that begins as this one does.
+    async def fork(self, turn: str | None = None, *, load_timeout_s: float = LOAD_TIMEOUT_S) -> ClientSession:
+        """Open another session that begins as this one does; if its model has to be loaded first, wait for that.
 
         Args:
             turn: Id of the last turn to take over, or ``requests.START``; without it everything is taken over.
+            load_timeout_s: Seconds that the model may take to be loaded.
 
         Raises:
-            InferenceCenterError: What the daemon refused, or ``daemon_unreachable``.
+            InferenceCenterError: What the daemon refused, ``model_loading`` when that took too long, or
+                ``daemon_unreachable``.
         """
         request = requests.ForkSession(op="fork_session", session_id=self.session_id, turn=turn)
-        return ClientSession.opened(self._exchange, expect(await self._exchange.request(request), SessionCreated))
+        created = await self._exchange.request_when_loaded(request, timeout_s=load_timeout_s)
+        return ClientSession.opened(self._exchange, expect(created, SessionCreated))
 
     async def rewind(self, turn: str) -> SessionRewound:
         """Forget all that came after a turn, or after ``requests.START``.

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from inferencecenter.sessions.history import History
     from inferencecenter.sessions.models import Serving
     from inferencecenter.sessions.prompt import Prompt
-    from inferencecenter.sessions.records import TurnOrder
     from inferencecenter.sessions.stream import EventStream
     from inferencecenter.sessions.turn import Outcome, Turn
 
@@ -163,7 +162,8 @@ class Answering:
             return turn.prompt
         if turn.n_tokens and turn.order.made_by != made_by:
             raise InferenceCenterError(ErrorCode.MODEL_NOT_FOUND, "The model that began this answer is not loaded.")
-        order, new = self._order_now(serving), messages_of(turn.order.request)
+        order = order_for(turn, serving, facts=self._facts, around=self._around)
+        new = messages_of(order.request)
         history = self._history.made_for(made_by)
         renderer, now = serving.renderer(self._facts.mode), datetime.fromisoformat(order.rendered_at)
         if order.view is None:
@@ -231,13 +231,6 @@ class Answering:
         if not self.turn.n_tokens:
             return self._around.engines.of(self._facts.chosen_model)
         return self._serving or self._around.engines.of(self.turn.order.model or None)
-
-    def _order_now(self, serving: Serving) -> TurnOrder:
-        """Return the order as this model runs it; a turn that has begun is its own already."""
-        order = self.turn.order
-        if self.turn.n_tokens or order.made_by == serving.made_by():
-            return replace(order, model=serving.name)
-        return order_for(order, serving, facts=self._facts, around=self._around)
 
     # How it goes on.
 

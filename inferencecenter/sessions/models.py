@@ -134,12 +134,10 @@ class Engines:
             serving = self._servings[name] = Serving(name, engine, want=partial(self._port.want, name))
         return serving
 
-    def known(self, chosen: str | None) -> ModelInfo | None:
-        """Return what is known of the model that answers now; nothing before it is loaded."""
-        try:
-            return self.of(chosen).known
-        except InferenceCenterError:
-            return None
+    def n_ctx(self, facts: SessionFacts) -> int:
+        """Return how many tokens a session's context holds now; as in its beginning while that is not known."""
+        known = self._known(facts.chosen_model)
+        return known.n_ctx if known else facts.n_ctx
 
     def params_below(self, serving: Serving) -> Params:
         """Return what holds for sessions of a model that set nothing themselves.
@@ -150,12 +148,16 @@ class Engines:
         own = parse_params(dict(self._port.params_of(serving.name)), path=f"models.{serving.name}.params")
         return merge(Params(), serving.recommended(), own, self._config_params)
 
+    def params_now(self, facts: SessionFacts) -> Params:
+        """Return a session's effective parameters."""
+        return self.params(facts, self.name(facts.chosen_model))
+
     def params(self, facts: SessionFacts, name: str) -> Params:
         """Return a session's effective parameters while the model ``name`` answers.
 
         With the model of its beginning they are what they were. They are that, too, while nothing is known of another.
         """
-        if name == facts.model or self.known(name) is None:
+        if name == facts.model or self._known(name) is None:
             return facts.params
         chosen = {parameter: getattr(facts.params, parameter) for parameter in facts.chosen}
         return self.params_below(self.of(name)).model_copy(update=chosen)
@@ -163,6 +165,12 @@ class Engines:
     def release(self, session_id: str) -> None:
         """Let all engines forget a session."""
         self._port.release(session_id)
+
+    def _known(self, chosen: str | None) -> ModelInfo | None:
+        try:
+            return self.of(chosen).known
+        except InferenceCenterError:
+            return None
 
 
 def recommended_params(model: ModelInfo) -> Params:

@@ -270,7 +270,8 @@ class Sessions:
         Raises:
             InferenceCenterError: ``session_not_found``.
         """
-        return self._roster.own(client, request.session_id).describe()
+        session = self._roster.own(client, request.session_id)
+        return session.standing.describe(self._around.engines.params_now(session.facts))
 
     def list(self, client: Client, request: requests.ListSessions) -> events.Sessions:
         """Return a page of the client's own sessions, oldest first.

@@ -116,23 +116,17 @@ class Session:
     @property
     def standing(self) -> Standing:
         """The session as it stands; a running turn is not yet part of it."""
-        facts, engines = self.facts, self._around.engines
-        known = engines.known(facts.chosen_model)
+        engines = self._around.engines
         return Standing(
-            facts=facts,
-            model=engines.name(facts.chosen_model),
-            n_ctx=known.n_ctx if known else facts.n_ctx,
+            facts=self.facts,
+            model=engines.name(self.facts.chosen_model),
+            n_ctx=engines.n_ctx(self.facts),
             state=self._state,
             seq=self._stream.seq,
             last_used_at=self._last_used_at,
             history=self._history,
             ledger=self._ledger,
         )
-
-    def describe(self) -> events.Session:
-        """Return everything about the session; a running turn is not yet part of it."""
-        engines = self._around.engines
-        return self.standing.describe(engines.params(self.facts, engines.name(self.facts.chosen_model)))
 
     # What clients ask for.
 

@@ -59,14 +59,18 @@ def new_order(request: Infer, overlay: Params, *, rank: int, facts: SessionFacts
     )
 
 
-def order_for(order: TurnOrder, serving: Serving, *, facts: SessionFacts, around: Surroundings) -> TurnOrder:
-    """Return the order of a turn that has not begun as another model is to run it.
+def order_for(turn: Turn, serving: Serving, *, facts: SessionFacts, around: Surroundings) -> TurnOrder:
+    """Return a turn's order as this model is to run it, which is the one that has begun if one has.
 
-    Parameters of the session are those that it has with that model; the turn's own stay.
+    For another one than it was made for, parameters of the session are those that it has with that model; the turn's
+    own stay.
 
     Raises:
         InferenceCenterError: ``invalid_request`` for parameters that exclude each other.
     """
+    order = turn.order
+    if turn.n_tokens or order.made_by == serving.made_by():
+        return replace(order, model=serving.name)
     before = around.engines.params(facts, order.model or facts.model)
     now = around.engines.params(facts, serving.name)
     order = replace(order, model=serving.name, made_by=serving.made_by())

@@ -186,7 +186,7 @@ async def test_a_refused_turn_ends_a_script(cli: Cli, monkeypatch: pytest.Monkey
 
 async def test_waiting_for_the_model(cli: Cli, monkeypatch: pytest.MonkeyPatch, scripted: Start) -> None:
     """While the daemon loads its model, the chat asks again until it is ready, and then begins."""
-    monkeypatch.setattr("inferencecenter.cli.conversation._LOADING_POLL_S", 0)
+    monkeypatch.setattr("inferencecenter.cli.waiting._LOADING_POLL_S", 0)
 
     async def daemon(peer: Peer) -> None:
         await peer.say(**{**HELLO, "status": "loading", "message": "loading 10 %"})
