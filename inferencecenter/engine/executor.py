@@ -108,6 +108,8 @@ class Executor:
         self._progressed = progressed
         self._on_log = on_log
         self._outputs: dict[str, TurnOutput] = {}
+        # Traced turns that were preempted and have not come back.
+        self._away: set[str] = set()
         self._samplers: dict[str, TurnSampler] = {}
 
     def __len__(self) -> int:
@@ -130,7 +132,7 @@ class Executor:
 
     def fail(self, turn_id: str, error: InferenceCenterError) -> TurnEvent:
         """End a turn between two steps with an error and return its last event."""
-        failure = self._outputs[turn_id].fail(error)
+        failure = self._outputs[turn_id].fail(error, now=self._clock())
         self._drop(turn_id)
         return failure
 
@@ -138,8 +140,10 @@ class Executor:
         """Do what the plan says and return what came of it, with the turns' events in order."""
         results = _Results()
         for turn_id in plan.preemptions:
-            self._outputs[turn_id].preempt()
+            self._preempt(turn_id)
         self._move(plan, results)
+        if self._away:
+            self._resume(plan)
         for admission in plan.admissions:
             self._admit(admission, results)
         for number, each in enumerate(plan.passes):
@@ -160,10 +164,27 @@ class Executor:
         for turn_id in tuple(self._outputs):
             self._drop(turn_id)
 
+    def _preempt(self, turn_id: str) -> None:
+        output = self._outputs[turn_id]
+        output.preempt(now=self._clock())
+        if output.traced:
+            self._away.add(turn_id)
+
+    def _resume(self, plan: Plan) -> None:
+        """Note which of the turns that are away go on with this plan."""
+        now = self._clock()
+        for each in plan.passes:
+            for row in each.rows:
+                if row.turn_id in self._away:
+                    self._away.discard(row.turn_id)
+                    self._outputs[row.turn_id].resume(now=now, kv_tokens=row.chunk.start, reads=each.prefill)
+
     def _move(self, plan: Plan, results: _Results) -> None:
         moved = self._mover.run(plan.moves)
         results.emptied, results.wiped = moved.emptied, moved.wiped
         results.moves_s, results.move_times, results.n_parked = moved.took_s, tuple(moved.times), moved.n_parked
+        for turn_id, stage in moved.stages:
+            self._outputs[turn_id].moved(stage)
         for turn_id in sorted(moved.lost):
             self._lose(turn_id, results)
 
@@ -177,13 +198,13 @@ class Executor:
         try:
             self._samplers[turn_id] = self._backend.sampler(output.params, prompt, answer)
         except InferenceCenterError as error:
-            results.events.append(output.fail(error))
+            results.events.append(output.fail(error, now=self._clock()))
             results.ended.add(turn_id)
             return
         except Exception as error:  # noqa: BLE001 - a border: what one turn asks for must not end the others
             self._on_log("error", f"a sampler could not be made: {error!r}")
             failure = InferenceCenterError(ErrorCode.INTERNAL, "The turn's sampler could not be made.")
-            results.events.append(output.fail(failure))
+            results.events.append(output.fail(failure, now=self._clock()))
             results.ended.add(turn_id)
             return
         cached_tokens = 0 if turn_id in results.emptied else admission.cached_tokens
@@ -229,7 +250,7 @@ class Executor:
     def _lose(self, turn_id: str, results: _Results) -> None:
         """Fail a turn whose KV cannot be trusted any more."""
         failure = InferenceCenterError(ErrorCode.INTERNAL, "The model's memory of this turn was lost.")
-        results.events.append(self._outputs[turn_id].fail(failure))
+        results.events.append(self._outputs[turn_id].fail(failure, now=self._clock()))
         results.ended.add(turn_id)
         results.lost.add(turn_id)
 
@@ -260,14 +281,15 @@ class Executor:
             sampled = self._samplers[turn_id].sample(row)
             return _Sample(turn_id, sampled.token, output.push(sampled, now=self._clock()))
         except InferenceCenterError as error:
-            return _Sample(turn_id, None, (output.fail(error),))
+            return _Sample(turn_id, None, (output.fail(error, now=self._clock()),))
         except Exception as error:  # noqa: BLE001 - a border: one turn's sampler or stop pattern must not end the others
             self._on_log("error", f"sampling failed: {error!r}")
             failure = InferenceCenterError(ErrorCode.INTERNAL, "The next token could not be sampled.")
-            return _Sample(turn_id, None, (output.fail(failure),))
+            return _Sample(turn_id, None, (output.fail(failure, now=self._clock()),))
 
     def _drop(self, turn_id: str) -> None:
         del self._outputs[turn_id]
+        self._away.discard(turn_id)
         sampler = self._samplers.pop(turn_id, None)
         if sampler is not None:
             sampler.close()

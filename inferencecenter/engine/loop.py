@@ -263,7 +263,7 @@ class EngineLoop:
             self._scheduler.add(_request(pending, prepared))
         except InferenceCenterError as error:
             shifts = submit.may_shift and error.code is ErrorCode.PROMPT_TOO_LONG
-            self._events.append(output.overflow(now=now) if shifts else output.fail(error))
+            self._events.append(output.overflow(now=now) if shifts else output.fail(error, now=now))
             return
         self._executor.add(output)
         self._deadlines.add(submit.turn_id, output.deadlines_s)

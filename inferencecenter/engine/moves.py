@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from inferencecenter.engine.backend import DecodeError
 from inferencecenter.engine.scheduler.plan import Copy, Park, Restore, Swap, Truncation
-from inferencecenter.ipc.messages import MoveTime
+from inferencecenter.ipc.messages import MoveTime, Stage
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
@@ -23,7 +23,8 @@ class Moved:
 
     ``emptied`` turns read their tokens from the first one again, ``lost`` ones cannot go on; both have empty slots, as
     have the idle sessions whose slots, numbered as after the moves, are ``wiped``. ``took_s`` is what parking,
-    restoring and copying took, ``times`` each of these; ``n_parked`` sequences were parked.
+    restoring and copying took, ``times`` each of these, and ``stages`` those that were for a turn, with its id;
+    ``n_parked`` sequences were parked.
     """
 
     emptied: set[str] = field(default_factory=set)
@@ -31,6 +32,7 @@ class Moved:
     wiped: set[int] = field(default_factory=set)
     n_parked: int = 0
     times: list[MoveTime] = field(default_factory=list)
+    stages: list[tuple[str, Stage]] = field(default_factory=list)
 
     @property
     def took_s(self) -> float:
@@ -82,7 +84,10 @@ class Mover:
                 case Park() | Restore() | Copy():
                     began_s = self._clock()
                     kind = self._transfer(move, moved)
-                    moved.times.append(MoveTime(kind, self._clock() - began_s))
+                    ended_s = self._clock()
+                    moved.times.append(MoveTime(kind, ended_s - began_s))
+                    if move.turn_id is not None:
+                        moved.stages.append((move.turn_id, Stage(kind, began_s, ended_s, move.n_tokens)))
             self._progressed()
         return moved
 

@@ -6,10 +6,13 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
 
+from msgspec import structs
+
 from inferencecenter.engine.sampling.chain import learns
 from inferencecenter.engine.sampling.repetition import RepetitionDetector
 from inferencecenter.engine.sampling.stop import StopScanner
 from inferencecenter.engine.sampling.text import TokenText
+from inferencecenter.engine.timeline import Timeline
 from inferencecenter.ipc.messages import Delta, Failed, Finished, Overflowed, Started, pack_tokens
 
 if TYPE_CHECKING:
@@ -18,7 +21,7 @@ if TYPE_CHECKING:
     from inferencecenter.engine.backend import Sampled
     from inferencecenter.engine.sampling.stop import Scan
     from inferencecenter.errors import InferenceCenterError
-    from inferencecenter.ipc.messages import TurnEvent
+    from inferencecenter.ipc.messages import Stage, TurnEvent
     from inferencecenter.protocol.params import Params
 
 
@@ -43,7 +46,8 @@ class Turn:
     """What a turn asks for. ``submitted_s`` is a monotonic second, ``prompt_tokens`` the length of its whole prompt.
 
     ``answer`` is what the turn generated before its prompt was made shorter or its engine was lost, and the first
-    ``shown_chars`` characters of its text have been told. With ``may_shift`` a full context is not its end.
+    ``shown_chars`` characters of its text have been told. With ``may_shift`` a full context is not its end. Where its
+    time goes is taken down if it is ``traced``.
     """
 
     turn_id: str
@@ -53,6 +57,7 @@ class Turn:
     answer: tuple[int, ...] = ()
     shown_chars: int = 0
     may_shift: bool = False
+    traced: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +116,8 @@ class TurnOutput:
         self._starts_s = math.inf if turn.answer else turn.submitted_s + queue_timeout_s
         self._started_s: float | None = None
         self._first_s: float | None = None
+        self._reads = True
+        self._timeline = Timeline(turn.submitted_s) if turn.traced else None
         self._end: _End | None = None
         # Text that was released but not told, and how many characters have been told that were not released.
         self._unsaid, self._ahead_chars = self._replay(turn)
@@ -119,6 +126,11 @@ class TurnOutput:
     def complete(self) -> bool:
         """Whether the earlier answer has come to its end; then the turn is to be concluded, not started."""
         return self._end is not None
+
+    @property
+    def traced(self) -> bool:
+        """Whether it is taken down where its time goes."""
+        return self._timeline is not None
 
     @property
     def deadlines_s(self) -> tuple[float, float]:
@@ -139,7 +151,8 @@ class TurnOutput:
             self._warnings = (
                 f"{learner} began afresh after {self.n_answered} tokens, where the answer was taken up again",
             )
-        return Started(self.turn_id, pack_tokens(prompt), self._cached_tokens)
+        self._enter("prefill", at_s=now, n_tokens=cached_tokens)
+        return Started(self.turn_id, pack_tokens(prompt), self._cached_tokens, self._told())
 
     def conclude(self, prompt: Sequence[int], *, now: float) -> tuple[TurnEvent, ...]:
         """End a turn whose earlier answer is complete, as after its last token; nothing of its prompt is read."""
@@ -151,9 +164,20 @@ class TurnOutput:
         self._warnings = ()
         return started, *self._ended(end.reason, stop=end.stop, now=now)
 
-    def preempt(self) -> None:
+    def preempt(self, *, now: float) -> None:
         """Note that another turn got the slot."""
         self._preempted += 1
+        self._enter("queue", at_s=now, n_tokens=self._n_tokens)
+
+    def resume(self, *, now: float, kv_tokens: int, reads: bool) -> None:
+        """Note that the turn has a slot again, with ``kv_tokens`` in it, and first ``reads`` what it lacks there."""
+        self._reads = reads
+        self._enter("prefill" if reads else "decode", at_s=now, n_tokens=kv_tokens if reads else self._n_tokens)
+
+    def moved(self, stage: Stage) -> None:
+        """Note that the turn's KV was moved from a slot or into one."""
+        if self._timeline is not None:
+            self._timeline.moved(stage)
 
     def push(self, sampled: Sampled, *, now: float) -> tuple[TurnEvent, ...]:
         """Take in the next token and return what is to be told of it, the turn's end included.
@@ -161,8 +185,8 @@ class TurnOutput:
         Raises:
             InferenceCenterError: ``invalid_request`` when a stop pattern proves too slow; the turn has not ended.
         """
-        if self._first_s is None:
-            self._first_s = now
+        if self._reads:
+            self._begin_to_say(now)
         scan = self._take(sampled.token)
         end = self._reached(sampled.token, scan)
         if end is None and now >= self._ends_s:
@@ -196,10 +220,16 @@ class TurnOutput:
         end = self._finish("context_full", stop=None, now=now)
         return Overflowed(turn_id=self.turn_id, n_tokens=n_tokens, text=text, end=end)
 
-    def fail(self, error: InferenceCenterError) -> Failed:
+    def fail(self, error: InferenceCenterError, *, now: float) -> Failed:
         """End the turn with an error."""
         self._mark_ended()
-        return failed(self.turn_id, error)
+        return structs.replace(failed(self.turn_id, error), stages=self._told(ended_s=now))
+
+    def _begin_to_say(self, now: float) -> None:
+        """Note that all is read that the next token depends on."""
+        self._reads = False
+        self._first_s = now if self._first_s is None else self._first_s
+        self._enter("decode", at_s=now, n_tokens=self._n_tokens)
 
     def _replay(self, turn: Turn) -> tuple[str, int]:
         """Take the earlier answer in; return what of its text is to be told, and how much more has been told."""
@@ -267,7 +297,24 @@ class TurnOutput:
             tokens_per_s=streamed / (now - first_s) if streamed > 0 and now > first_s else 0.0,
             preempted=self._preempted,
             warnings=self._warnings,
+            stages=self._told(ended_s=now),
         )
+
+    @property
+    def _n_tokens(self) -> int:
+        return self._prompt_tokens + self._generated_tokens
+
+    def _enter(self, stage: str, *, at_s: float, n_tokens: int) -> None:
+        if self._timeline is not None:
+            self._timeline.enter(stage, at_s=at_s, n_tokens=n_tokens)
+
+    def _told(self, *, ended_s: float | None = None) -> tuple[Stage, ...]:
+        """Return the stages to be told now, the last of which ended at ``ended_s`` if the turn did."""
+        if self._timeline is None:
+            return ()
+        if ended_s is not None:
+            self._timeline.end(at_s=ended_s, n_tokens=self._n_tokens)
+        return self._timeline.tell()
 
     def _mark_ended(self) -> None:
         if self.ended:

@@ -142,6 +142,7 @@ class Preparation:
             answer=tuple(answer),
             shown_chars=submit.shown_chars,
             may_shift=submit.may_shift,
+            traced=submit.traced,
         )
         output = TurnOutput(turn, self._backend, n_ctx=self._backend.model.n_ctx, queue_timeout_s=self._queue_timeout_s)
         return Prepared(submit.turn_id, prompt + answer, self._prefix_tokens(submit, prompt), output)

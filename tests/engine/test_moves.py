@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -70,9 +71,21 @@ def test_what_is_parked_can_be_restored_elsewhere(bench: Bench) -> None:
     bench.fill(s0=[1, 2, 3], s1=[9])
     moved = bench.run(park(0, 1, 2, 3), Restore(1, "s", 3, pack_tokens([1, 2, 3]), "t"), Truncation(1, 2, "t"))
     assert (bench.held(0), bench.held(1)) == ([1, 2, 3], [1, 2])
-    assert moved == Moved(n_parked=1, times=[MoveTime("park", 1.0), MoveTime("restore", 1.0)])
+    assert (moved.n_parked, moved.times) == (1, [MoveTime("park", 1.0), MoveTime("restore", 1.0)])
     assert moved.took_s == 2.0
     assert bench.kv.sessions == 1
+
+
+def test_what_is_moved_for_a_turn_is_told_with_its_name(bench: Bench) -> None:
+    """From when to when, and how much; what is parked of an idle session is nobody's time."""
+    bench.fill(s0=[1, 2, 3], s1=[9])
+    moves = (replace(park(0, 1, 2, 3), turn_id="a"), Restore(1, "s", 3, pack_tokens([1, 2, 3]), "t"), park(1, 1, 2, 3))
+    stages = dict(bench.run(*moves).stages)
+    assert {turn_id: (stage.name, stage.tokens) for turn_id, stage in stages.items()} == {
+        "a": ("park", 3),
+        "t": ("restore", 3),
+    }
+    assert stages["a"].began_s < stages["a"].ended_s < stages["t"].began_s < stages["t"].ended_s
 
 
 def test_what_cannot_be_parked_is_no_error(bench: Bench) -> None:
@@ -105,7 +118,7 @@ def test_a_sequence_that_cannot_be_restored_is_dropped(bench: Bench) -> None:
 def test_a_copy_and_its_failure(bench: Bench) -> None:
     """A failed one empties its target and leaves its source."""
     bench.fill(s0=[1, 2, 3], s1=[9])
-    assert bench.run(Copy(0, 1, 2, "t")) == Moved(times=[MoveTime("copy", 1.0)])
+    assert bench.run(Copy(0, 1, 2, "t")).times == [MoveTime("copy", 1.0)]
     assert bench.held(1) == [1, 2]
     bench.backend.refuse = {"copy"}
     assert bench.run(Copy(0, 1, 3, "t")).emptied == {"t"}

@@ -221,14 +221,14 @@ def test_a_turn_ends_once() -> None:
     with pytest.raises(ValueError, match="ended already"):
         output.end("aborted", now=9.0)
     with pytest.raises(ValueError, match="ended already"):
-        output.fail(InferenceCenterError(ErrorCode.INTERNAL))
+        output.fail(InferenceCenterError(ErrorCode.INTERNAL), now=0.0)
 
 
 def test_a_failure_carries_what_helps() -> None:
     """Code, message, hint and field reach the front."""
     error = InferenceCenterError(ErrorCode.INVALID_REQUEST, "No.", hint="Try.", field="params.seed")
     expected = Failed(turn_id="t", code="invalid_request", message="No.", hint="Try.", field="params.seed")
-    assert output_of().fail(error) == expected == failed("t", error)
+    assert output_of().fail(error, now=0.0) == expected == failed("t", error)
 
 
 def test_a_turn_that_never_ran_spent_its_time_waiting() -> None:
@@ -252,8 +252,8 @@ def test_a_turn_must_get_its_slot_in_time() -> None:
 def test_preemptions_are_counted() -> None:
     """The end says how often others had the slot."""
     output = output_of(b"a")
-    output.preempt()
-    output.preempt()
+    output.preempt(now=0.0)
+    output.preempt(now=0.0)
     assert finished(push_all(output, END)).preempted == 2
 
 

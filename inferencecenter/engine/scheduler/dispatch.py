@@ -165,7 +165,7 @@ class Dispatcher:
         assert victim.slot is not None
         slot = self._slots[victim.slot]
         source = self._kept(draft, request, slot, source)
-        self._placement.vacate(draft, slot, now=now)
+        self._placement.vacate(draft, slot, victim, now=now)
         self._preempt(draft, victim, now=now)
         self._start(draft, request, slot, f"in the place of turn {victim.turn_id}", source)
 

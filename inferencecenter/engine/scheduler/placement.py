@@ -96,10 +96,10 @@ class Placement:
             if slot.session_id is not None and (park_all or slot.durable) and self._worth_parking(slot)
         )
 
-    def vacate(self, draft: Draft, slot: Slot, *, now: float) -> None:
-        """Park the KV of a preempted turn and free its slot."""
+    def vacate(self, draft: Draft, slot: Slot, request: Request, *, now: float) -> None:
+        """Park the KV of a turn that is preempted and free its slot."""
         if slot.tokens:
-            self._park(draft, slot)
+            self._park(draft, slot, turn_id=request.turn_id)
         self._slots.free(slot, now=now)
 
     def put(self, draft: Draft, request: Request, slot: Slot, source: Source) -> None:
@@ -132,9 +132,9 @@ class Placement:
             return False
         return not self._sources.is_parked(slot.client_id, slot.tokens)
 
-    def _park(self, draft: Draft, slot: Slot) -> None:
+    def _park(self, draft: Draft, slot: Slot, *, turn_id: str | None = None) -> None:
         assert slot.session_id is not None
-        draft.moves.append(_park(slot, slot.session_id, slot.client_id, slot.durable))
+        draft.moves.append(_park(slot, slot.session_id, slot.client_id, slot.durable, turn_id=turn_id))
         draft.replaced.add(slot.session_id)
 
     def _begin(self, draft: Draft, request: Request, slot: Slot) -> None:
@@ -169,8 +169,8 @@ def _moves(request: Request, slot: Slot, source: Source) -> list[Move]:
     return moves
 
 
-def _park(slot: Slot, key: str, scope: str, durable: bool) -> Park:
-    return Park(slot.index, key, scope, len(slot.tokens), tuple(slot.tokens), durable)
+def _park(slot: Slot, key: str, scope: str, durable: bool, *, turn_id: str | None = None) -> Park:
+    return Park(slot.index, key, scope, len(slot.tokens), tuple(slot.tokens), durable, turn_id)
 
 
 def _prefix_scope(request: Request) -> str:

@@ -45,6 +45,7 @@ class Park:
     """Save what a slot holds, ``n_tokens`` spelt by ``tokens``, under ``key`` of ``scope``; the slot keeps its content.
 
     That it fails is no error: what was not parked is read again. Without ``durable`` it may not be written to a disk.
+    ``turn_id`` is the turn that loses the slot, if it was running.
     """
 
     slot: int
@@ -53,6 +54,7 @@ class Park:
     n_tokens: int
     tokens: tuple[int, ...]
     durable: bool
+    turn_id: str | None = None
 
     @property
     def turn_ids(self) -> tuple[str, ...]:

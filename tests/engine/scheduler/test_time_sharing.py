@@ -45,7 +45,9 @@ def test_a_turn_that_used_its_quantum_yields_to_an_equal_one() -> None:
     world.step()
     plan = world.step()
     assert plan.preemptions == ("a",)
-    assert plan.moves[0] == Park(0, "a", "c", len(first.tokens) - 1, tuple(first.tokens[:-1]), durable=True)
+    assert plan.moves[0] == Park(
+        0, "a", "c", len(first.tokens) - 1, tuple(first.tokens[:-1]), durable=True, turn_id="a"
+    )
     assert [admission.turn_id for admission in plan.admissions] == ["b"]
     assert (first.preempted, first.slot, first.state) == (1, None, RequestState.WAITING)
     while not (plan := world.step()).preemptions:

@@ -1,0 +1,161 @@
+"""Where a traced turn's time went, as the engine tells it."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec import structs
+
+from inferencecenter.engine.timeline import MAX_STAGES, Timeline
+from inferencecenter.ipc.messages import Abort, Failed, Overflowed, Stage, Started
+from tests.engine.harness import Engine, submit
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from inferencecenter.ipc.messages import TurnEvent
+
+LONG = b'{"max_tokens":24,"ignore_eos":true}'
+
+
+def stages_of(events: list[TurnEvent]) -> list[Stage]:
+    """Return all stages that a turn's events tell."""
+    told: list[Stage] = []
+    for event in events:
+        if isinstance(event, Overflowed):
+            told += event.end.stages if event.end else ()
+        else:
+            told += getattr(event, "stages", ())
+    return told
+
+
+def test_a_turn_waits_is_read_and_generates() -> None:
+    """One stage follows the other without a gap, each is told once."""
+    line = Timeline(1.0)
+    line.enter("prefill", at_s=2.0, n_tokens=10)
+    assert line.tell() == (Stage("queue", 1.0, 2.0),)
+    line.enter("decode", at_s=3.0, n_tokens=100)
+    line.end(at_s=5.0, n_tokens=120)
+    assert line.tell() == (Stage("prefill", 2.0, 3.0, 90), Stage("decode", 3.0, 5.0, 20))
+    assert line.tell() == ()
+
+
+def test_what_is_put_into_a_slot_ends_the_waiting() -> None:
+    """What is parked at its beginning does not; between the two the turn waits."""
+    line = Timeline(0.0)
+    line.enter("decode", at_s=1.0, n_tokens=5)
+    line.enter("queue", at_s=2.0, n_tokens=8)
+    line.moved(Stage("park", 2.0, 2.5, 7))
+    line.moved(Stage("restore", 4.0, 4.5, 7))
+    line.enter("decode", at_s=5.0, n_tokens=8)
+    line.end(at_s=6.0, n_tokens=9)
+    assert line.tell()[1:] == (
+        Stage("decode", 1.0, 2.0, 3),
+        Stage("park", 2.0, 2.5, 7),
+        Stage("queue", 2.0, 4.0),
+        Stage("restore", 4.0, 4.5, 7),
+        Stage("decode", 5.0, 6.0, 1),
+    )
+
+
+def test_a_prompt_that_was_not_read_to_its_end_counts_no_tokens() -> None:
+    """Nobody says how far it came, neither at the turn's end nor when it loses its slot."""
+    ended, preempted = Timeline(0.0), Timeline(0.0)
+    for line in (ended, preempted):
+        line.enter("prefill", at_s=1.0, n_tokens=0)
+    ended.end(at_s=2.0, n_tokens=50)
+    preempted.enter("queue", at_s=2.0, n_tokens=50)
+    assert ended.tell()[-1] == preempted.tell()[-1] == Stage("prefill", 1.0, 2.0)
+
+
+@given(st.lists(st.sampled_from(["queue", "prefill", "decode"]), max_size=2 * MAX_STAGES))
+def test_the_list_ends_somewhere(names: list[str]) -> None:
+    """However often it waits: the first stages are told, and how it ended."""
+    line = Timeline(0.0)
+    for second, name in enumerate(names, start=1):
+        line.enter(name, at_s=float(second), n_tokens=second)
+    line.end(at_s=1000.0, n_tokens=1000)
+    stages = line.tell()
+    assert len(stages) == min(len(names) + 1, MAX_STAGES)
+    assert stages[-1].ended_s == 1000.0
+    assert stages[-1].name == (names[-1] if names else "queue")
+    assert all(before.ended_s <= after.began_s for before, after in pairwise(stages))
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> Engine:
+    """An engine with one slot, which turns take in turns, and a place to park in."""
+    return Engine(tmp_path, slots=1, quantum_tokens=4, prefill_grid_tokens=16)
+
+
+def test_turns_that_are_not_traced_tell_nothing(engine: Engine) -> None:
+    """Not one stage, though they wait for each other."""
+    engine.front.send(submit("a", "one two", params=LONG), submit("b", "three four", params=LONG))
+    engine.front.wait_for("a", "b")
+    engine.stop()
+    assert [stages_of(events) for events in engine.front.events.values()] == [[], []]
+
+
+def test_turns_that_take_turns_tell_where_their_time_went(engine: Engine) -> None:
+    """Each stage is inside the turn, those that follow each other do not overlap, and the tokens add up."""
+    engine.front.send(
+        *(structs.replace(submit(name, "one two three " * 4, params=LONG), traced=True) for name in ("a", "b"))
+    )
+    engine.front.wait_for("a", "b")
+    engine.stop()
+    ends = {name: engine.front.finished(name) for name in ("a", "b")}
+    assert sum(end.preempted for end in ends.values()) > 0
+    for name, end in ends.items():
+        stages = stages_of(engine.front.events[name])
+        names = [stage.name for stage in stages]
+        assert names[:1] == ["queue"]
+        assert names[-1] == "decode"
+        assert names.count("queue") == end.preempted + 1
+        assert names.count("park") == end.preempted
+        assert sum(stage.tokens for stage in stages if stage.name == "decode") == end.generated_tokens
+        first_prefill = next(stage for stage in stages if stage.name == "prefill")
+        assert first_prefill.tokens == end.prompt_tokens - end.cached_tokens
+        in_a_row = [stage for stage in stages if stage.name != "park"]
+        assert all(before.ended_s <= after.began_s for before, after in pairwise(in_a_row))
+        assert all(stage.began_s <= stage.ended_s for stage in stages)
+        assert (stages[-1].ended_s - stages[0].began_s) * 1000 == pytest.approx(end.total_ms)
+
+
+def test_a_turn_that_waits_is_told_with_its_slot(engine: Engine) -> None:
+    """Its first stage comes with ``Started``, before anything else can be lost."""
+    engine.front.send(structs.replace(submit("a", "one", params=LONG), traced=True))
+    engine.front.wait_for("a")
+    engine.stop()
+    started = next(event for event in engine.front.events["a"] if isinstance(event, Started))
+    assert [stage.name for stage in started.stages] == ["queue"]
+
+
+def test_a_turn_that_is_aborted_tells_how_far_it_came(engine: Engine) -> None:
+    """What had begun ends with it."""
+    engine.front.send(structs.replace(submit("a", "one", params=b'{"ignore_eos":true}'), traced=True))
+    engine.front.read_until(lambda: "a" in engine.front.events and bool(engine.front.text("a")))
+    engine.front.send(Abort("a"))
+    end = engine.front.finished("a")
+    engine.stop()
+    assert [stage.name for stage in stages_of(engine.front.events["a"])] == ["queue", "prefill", "decode"]
+    assert end.stages[-1].tokens == end.generated_tokens
+
+
+def test_a_turn_that_gets_no_slot_in_time_tells_that_it_waited(tmp_path: Path) -> None:
+    """Its failure carries the stage."""
+    engine = Engine(tmp_path, slots=1, queue_timeout_s=0.05, quantum_tokens=1_000_000)
+    engine.front.send(
+        submit("a", "one", params=b'{"ignore_eos":true}'), structs.replace(submit("b", "one"), traced=True)
+    )
+    engine.front.wait_for("b")
+    engine.front.send(Abort("a"))
+    engine.front.wait_for("a")
+    engine.stop()
+    failure = engine.front.events["b"][-1]
+    assert isinstance(failure, Failed)
+    assert [stage.name for stage in failure.stages] == ["queue"]
+    assert failure.stages[0].ended_s - failure.stages[0].began_s >= 0.05
