@@ -5,8 +5,8 @@ from __future__ import annotations
 import socket
 from typing import TYPE_CHECKING
 
-import huggingface_hub
 import pytest
+from huggingface_hub import close_session, constants
 
 from tests.models.hub_stub import StubHub, serving
 
@@ -25,8 +25,8 @@ def offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
         monkeypatch.delenv(name, raising=False)
         monkeypatch.delenv(name.lower(), raising=False)
     for name in ("HF_HOME", "HF_HUB_CACHE", "HF_ASSETS_CACHE", "HF_TOKEN_PATH", "HF_STORED_TOKENS_PATH"):
-        monkeypatch.setattr(huggingface_hub.constants, name, str(home / name))
-    monkeypatch.setattr(huggingface_hub.constants, "AGENT_HARNESSES_PATH", str(home / "agents"))
+        monkeypatch.setattr(constants, name, str(home / name))
+    monkeypatch.setattr(constants, "AGENT_HARNESSES_PATH", str(home / "agents"))
     resolve = socket.getaddrinfo
 
     def only_here(host: object, *arguments: object, **named: object) -> object:
@@ -35,9 +35,9 @@ def offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
 
     monkeypatch.setattr(socket, "getaddrinfo", only_here)
     # The library's client outlives a test, and with it what it knew of proxies.
-    huggingface_hub.close_session()
+    close_session()
     yield
-    huggingface_hub.close_session()
+    close_session()
     assert not home.exists(), "the hub library left something in the home directory"
 
 

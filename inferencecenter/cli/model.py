@@ -1,0 +1,277 @@
+"""``inferencecenter model``: fetch, list, look at, check and delete model files; no daemon is needed."""
+
+from __future__ import annotations
+
+import os
+from contextlib import contextmanager
+from dataclasses import asdict
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.table import Column, Table
+from rich.text import Text
+
+from inferencecenter.cli.options import ConfigOption, JsonOption, given
+from inferencecenter.cli.output import print_json, stderr, stdout
+from inferencecenter.configuration import load_settings
+from inferencecenter.errors import ERRORS, ErrorCode, InferenceCenterError
+from inferencecenter.models import files
+from inferencecenter.models.registry import files_in
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from inferencecenter.models.files import ModelFacts, ModelFiles, Verdict
+    from inferencecenter.settings import Settings
+
+ModelsDirOption = Annotated[Path | None, typer.Option("--models-dir", help="Directory of models.", show_default=False)]
+
+app = typer.Typer(help="Fetch, list, look at, check and delete model files.", no_args_is_help=True)
+
+
+@app.command("list")
+def list_models(*, models_dir: ModelsDirOption = None, config: ConfigOption = None, json: JsonOption = False) -> None:
+    """List the models in the models directory; in a pipe as lines of fields between tabs."""
+    settings = load_settings(config, given(models_dir=models_dir))
+    names = configured_files(settings)
+    lines = [_Line(model, names) for model in files.list_models(settings.models_dir)]
+    if json:
+        print_json([line.as_data() for line in lines])
+    elif stdout.is_terminal:
+        right = [Column(name, justify="right") for name in ("parameters", "size")]
+        table = Table("model", "architecture", "weights", *right, "from", "")
+        for line in lines:
+            # As text: what a file says of itself is not markup.
+            table.add_row(*map(Text, line.cells()))
+        stdout.print(table)
+        stdout.print(f"in {settings.models_dir}", style="dim", markup=False)
+    else:
+        for line in lines:
+            typer.echo("\t".join(line.cells()))
+
+
+@app.command("info")
+def info(
+    model: Annotated[str, typer.Argument(help="A model's name, or the path of a GGUF file.")],
+    *,
+    models_dir: ModelsDirOption = None,
+    config: ConfigOption = None,
+    json: JsonOption = False,
+) -> None:
+    """Show what a model's header says."""
+    settings = load_settings(config, given(models_dir=models_dir))
+    found = _find(settings, model)
+    path = found.paths[0] if found else Path(model)
+    facts = files.read_facts(path)
+    receipt = found.receipt if found else None
+    data = {"path": str(path), **asdict(facts), "source": receipt.source if receipt else None}
+    if json:
+        print_json(data)
+        return
+    table = Table(box=None, show_header=False, pad_edge=False)
+    for label, value in described(facts).items():
+        table.add_row(label, Text(value))
+    table.add_row("files", Text(f"{facts.n_files} · {path}" if facts.n_files > 1 else str(path), overflow="fold"))
+    if receipt is not None:
+        table.add_row("from", Text(f"{receipt.source}, {_date(receipt.pulled_at)}"))
+    stdout.print(table)
+
+
+@app.command("pull")
+def pull_model(
+    reference: Annotated[
+        str, typer.Argument(help="owner/repo:Q4_K_M, owner/repo/file.gguf, or owner/repo.", metavar="REFERENCE")
+    ],
+    *,
+    name: Annotated[
+        str | None, typer.Option(help="What it is called here.", show_default="what its file is called")
+    ] = None,
+    models_dir: ModelsDirOption = None,
+    config: ConfigOption = None,
+    json: JsonOption = False,
+) -> None:
+    """Fetch a model from a Hugging Face hub: HF_ENDPOINT names another hub, HF_TOKEN a token for it.
+
+    A pull that was interrupted goes on where it stopped. A model is there when it is whole and its checksum is right.
+    """
+    settings = load_settings(config, given(models_dir=models_dir))
+    # The other commands start faster without the hub's library.
+    from inferencecenter.models.hub import hub_of  # noqa: PLC0415
+    from inferencecenter.models.pull import pull  # noqa: PLC0415
+
+    with _shown_progress(reference) as show:
+        pulled = pull(
+            hub_of(os.environ),
+            reference,
+            directory=settings.models_dir,
+            name=name,
+            report=lambda progress: show(progress.done_bytes, progress.total_bytes),
+        )
+    model = pulled.model
+    if json:
+        print_json({**_as_data(model), "fetched": pulled.fetched})
+    else:
+        words = "is there" if pulled.fetched else "was there already"
+        stdout.print(f"{model.name} {words}: {size(model.size_bytes)} in {settings.models_dir}", markup=False)
+
+
+@app.command("remove")
+def remove(
+    name: Annotated[str, typer.Argument(help="The model's name.")],
+    *,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+    models_dir: ModelsDirOption = None,
+    config: ConfigOption = None,
+    json: JsonOption = False,
+) -> None:
+    """Delete a model's files from the models directory; one that the configuration names stays."""
+    settings = load_settings(config, given(models_dir=models_dir))
+    found = files.find_model(settings.models_dir, name)
+    if not yes:
+        typer.confirm(f"Delete {found.name}, {size(found.size_bytes)}?", abort=True, err=True)
+    data = _as_data(found)
+    files.remove(settings.models_dir, name, configured=configured_files(settings))
+    if json:
+        print_json({**data, "removed": True})
+    else:
+        stdout.print(f"Deleted {found.name}.", markup=False)
+
+
+@app.command("verify")
+def verify(
+    name: Annotated[str | None, typer.Argument(help="A model's name.", show_default="all models")] = None,
+    *,
+    models_dir: ModelsDirOption = None,
+    config: ConfigOption = None,
+    json: JsonOption = False,
+) -> None:
+    """Read model files from end to end and compare them with what was pulled; exits with 66 if one is broken."""
+    settings = load_settings(config, given(models_dir=models_dir))
+    models = files.list_models(settings.models_dir)
+    if name is not None:
+        models = (files.find_model(settings.models_dir, name),)
+    verdicts: list[Verdict] = []
+    for model in models:
+        with _shown_progress(model.name) as show:
+            verdicts.append(files.verify(model, report=show))
+    if json:
+        print_json([asdict(verdict) for verdict in verdicts])
+    else:
+        for verdict in verdicts:
+            stdout.print(worded(verdict), soft_wrap=True)
+    if any(verdict.problems for verdict in verdicts):
+        raise typer.Exit(ERRORS[ErrorCode.INVALID_MODEL_FILE].exit_code)
+
+
+def configured_files(settings: Settings) -> dict[Path, str]:
+    """Return the files that settings name, links followed, and the setting that does."""
+    there = files_in(settings.models_dir)
+    named: dict[Path | None, str] = {
+        (entry.path or there.get(name)): f"models.{name}" for name, entry in settings.models.items()
+    }
+    if settings.model.path is not None:
+        named[settings.model.path] = "model.path"
+    elif settings.model.name is not None and settings.model.name not in settings.models:
+        named[there.get(settings.model.name)] = "model.name"
+    return {path.resolve(): setting for path, setting in named.items() if path is not None}
+
+
+def described(facts: ModelFacts) -> dict[str, str]:
+    """Return what a header says, in words."""
+    return {
+        "name": facts.title,
+        "architecture": facts.architecture,
+        "parameters": count(facts.parameters),
+        "weights": facts.quantization,
+        "size": size(facts.size_bytes),
+        "context": f"{facts.n_ctx_train} tokens",
+        "layers": str(facts.n_layers),
+        "vocabulary": f"{facts.n_vocab} tokens",
+        "chat template": "yes" if facts.has_template else "no: sessions of mode raw only",
+    }
+
+
+def worded(verdict: Verdict) -> Text:
+    """Return what was found of a model, in a line for each problem."""
+    if not verdict.problems:
+        known = "whole" if verdict.checksum_known else "its header is whole; it was not pulled, so no checksum is known"
+        return Text.assemble((verdict.name, "bold"), ": ", (known, "green"))
+    lines = "\n".join(f"  {problem}" for problem in verdict.problems)
+    return Text.assemble((verdict.name, "bold"), ": ", ("broken", "bold red"), "\n", lines)
+
+
+def size(n_bytes: int) -> str:
+    """Return a number of bytes as people say it, in powers of 1024."""
+    if n_bytes < 2**30:
+        return f"{n_bytes / 2**20:.1f} MiB"
+    return f"{n_bytes / 2**30:.2f} GiB"
+
+
+def count(number: int) -> str:
+    """Return a number of parameters as people say it: 7.6 B, 2.5 M."""
+    return f"{number / 1e9:.2f} B" if number >= 1e9 else f"{number / 1e6:.1f} M"
+
+
+class _Line:
+    """A model in the list; one whose header cannot be read says so."""
+
+    def __init__(self, model: ModelFiles, configured: dict[Path, str]) -> None:
+        self._model = model
+        self._setting = configured.get(model.paths[0].resolve())
+        self._facts: ModelFacts | None = None
+        self._problem = ""
+        try:
+            self._facts = files.read_facts(model.paths[0])
+        except InferenceCenterError as error:
+            self._problem = error.message
+
+    def cells(self) -> tuple[str, ...]:
+        """Return name, architecture, weights, parameters, size, source and what is to be noted."""
+        facts, receipt = self._facts, self._model.receipt
+        told = ("", "", "") if facts is None else (facts.architecture, facts.quantization, count(facts.parameters))
+        source = receipt.source if receipt else ""
+        return self._model.name, *told, size(self._model.size_bytes), source, self._problem or self._setting or ""
+
+    def as_data(self) -> dict[str, Any]:
+        """Return the model as scripts read it."""
+        facts = None if self._facts is None else asdict(self._facts)
+        return {**_as_data(self._model), "facts": facts, "problem": self._problem or None, "setting": self._setting}
+
+
+def _as_data(model: ModelFiles) -> dict[str, Any]:
+    receipt = model.receipt
+    return {
+        "name": model.name,
+        "files": [str(path) for path in model.paths],
+        "size_bytes": model.size_bytes,
+        "source": receipt.source if receipt else None,
+        "pulled_at": receipt.pulled_at if receipt else None,
+    }
+
+
+def _find(settings: Settings, model: str) -> ModelFiles | None:
+    """Return a model of the directory; ``None`` for what is the path of a file."""
+    is_path = "/" in model or (model.endswith(".gguf") and Path(model).is_file())
+    return None if is_path else files.find_model(settings.models_dir, model)
+
+
+@contextmanager
+def _shown_progress(what: str) -> Iterator[Callable[[int, int], None]]:
+    """Show bytes, speed and what is left on standard error while somebody looks; yields what is to be told."""
+    columns = (
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        DownloadColumn(binary_units=True),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=stderr, transient=True, disable=not stderr.is_terminal) as shown:
+        task = shown.add_task(what, total=None)
+        yield lambda done, total: shown.update(task, completed=done, total=total)
+
+
+def _date(at: float) -> str:
+    return datetime.fromtimestamp(at).astimezone().strftime("%Y-%m-%d %H:%M")
