@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Final, Literal
 import orjson
 
 from inferencecenter.bench.target import TargetSpec
-from inferencecenter.bench.usage import Usage, read_usage
+from inferencecenter.hardware.process_usage import Usage, read_usage
 from inferencecenter.errors import ErrorCode, InferenceCenterError
 from inferencecenter.settings import ENV_PREFIX
 from inferencecenter.tasks import TaskGroup

@@ -1,0 +1,119 @@
+"""The page of metrics: what is counted, and what is read when somebody asks."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, choose_encoder, generate_latest
+
+from inferencecenter.hardware.nvml import SLOWDOWN_NAMES
+from inferencecenter.hardware.process_usage import read_usage
+from inferencecenter.ipc.port import EngineState
+from inferencecenter.telemetry.labels import label_text
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from prometheus_client import Gauge
+    from prometheus_client.registry import Collector
+
+    from inferencecenter.hardware.nvml import GpuReading, Gpus
+    from inferencecenter.ipc.port import EngineStatus
+    from inferencecenter.server.context import Context
+    from inferencecenter.telemetry.engine_metrics import EngineMetrics
+    from inferencecenter.telemetry.machine_metrics import MachineMetrics
+
+
+class Scrape:
+    """Answers those who ask for the metrics."""
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+
+    async def page(self, accept: str) -> tuple[bytes, str]:
+        """Return all metrics and their media type, in OpenMetrics' format for those who ``accept`` it."""
+        context, metrics = self._context, self._context.metrics
+        gpus = await context.gpus.get()
+        engines = context.models.statuses
+        metrics.sessions.set(context.sessions.totals().total_sessions)
+        metrics.storage_failing.set(context.sessions.fault is not None)
+        show_engines(metrics.engines, engines)
+        show_processes(metrics.machine, engines)
+        show_gpus(metrics.machine, gpus)
+        encode, media_type = _encoder(accept)
+        # On the event loop, where all of it is counted: a thread would only contend with it for the interpreter.
+        return encode(metrics.registry), media_type
+
+
+def show_engines(metrics: EngineMetrics, engines: Mapping[str, EngineStatus]) -> None:
+    """Bring up to date what is read of engines, by the names of their models."""
+    metrics.clear()
+    for name, status in engines.items():
+        label, model = label_text(name), status.model
+        metrics.ready.labels(label).set(status.serves)
+        for state in EngineState:
+            metrics.state.labels(label, state.value).set(status.state is state)
+        metrics.restarts.labels(label).value = status.restarts
+        metrics.running_turns.labels(label).set(status.running)
+        metrics.waiting_turns.labels(label).set(status.waiting)
+        metrics.parked_sessions.labels(label).set(status.parked_sessions)
+        metrics.parked_bytes.labels(label, "ram").set(status.parked_ram_bytes)
+        metrics.parked_bytes.labels(label, "disk").set(status.parked_bytes - status.parked_ram_bytes)
+        if model is not None:
+            metrics.slots.labels(label).set(model.slots)
+            metrics.gpu_layers.labels(label).set(model.n_gpu_layers)
+            kind = (model.architecture, model.backend, model.library)
+            metrics.info.labels(label, *map(label_text, kind)).set(1)
+
+
+def show_processes(metrics: MachineMetrics, engines: Mapping[str, EngineStatus]) -> None:
+    """Bring up to date what the front uses, and the engines that there are."""
+    metrics.clear_processes()
+    _show_process(metrics, os.getpid(), "front", "")
+    for name, status in engines.items():
+        if status.pid is not None:
+            _show_process(metrics, status.pid, "engine", label_text(name))
+
+
+def show_gpus(metrics: MachineMetrics, gpus: Gpus) -> None:
+    """Bring up to date what is read of GPUs."""
+    metrics.clear_gpus()
+    for position, reading in enumerate(gpus.readings):
+        gpu = str(position if reading.index is None else reading.index)
+        described = (reading.name or "", reading.uuid or "", gpus.driver_version or "")
+        metrics.gpu_info.labels(gpu, *map(label_text, described)).set(1)
+        for gauge, value in _figures(metrics, reading):
+            if value is not None:
+                gauge.labels(gpu).set(value)
+        for reason in SLOWDOWN_NAMES if reading.slowdowns is not None else ():
+            metrics.gpu_slowdown.labels(gpu, reason).set(reason in (reading.slowdowns or ()))
+
+
+def _figures(metrics: MachineMetrics, reading: GpuReading) -> tuple[tuple[Gauge, float | None], ...]:
+    return (
+        (metrics.gpu_temperature_c, reading.temperature_c),
+        (metrics.gpu_power_watts, reading.power_watts),
+        (metrics.gpu_power_limit_watts, reading.power_limit_watts),
+        (metrics.gpu_fan_percent, reading.fan_percent),
+        (metrics.gpu_utilization_percent, reading.utilization_percent),
+        (metrics.gpu_memory_used_bytes, reading.vram_used_bytes),
+        (metrics.gpu_memory_total_bytes, reading.vram_total_bytes),
+        (metrics.gpu_sm_clock_mhz, reading.sm_clock_mhz),
+    )
+
+
+def _show_process(metrics: MachineMetrics, pid: int, process: str, model: str) -> None:
+    try:
+        usage = read_usage(pid)
+    except OSError:  # it has just ended
+        return
+    metrics.process_cpu_s.labels(process, model).value = usage.cpu_s
+    metrics.process_rss_bytes.labels(process, model).set(usage.rss_bytes)
+
+
+def _encoder(accept: str) -> tuple[Callable[[Collector], bytes], str]:
+    try:
+        return choose_encoder(accept)
+    except ValueError:  # a version that is no number
+        return generate_latest, CONTENT_TYPE_PLAIN_0_0_4

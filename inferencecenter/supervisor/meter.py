@@ -1,0 +1,79 @@
+"""Measures what an engine's steps tell: latencies as readers feel them, and what the engine did."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Final
+
+from inferencecenter.ipc.messages import Delta, Failed, Finished, Overflowed, TokenSources
+from inferencecenter.telemetry.labels import label_text
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from inferencecenter.ipc.messages import Step, Work
+    from inferencecenter.ipc.port import EngineStatus
+    from inferencecenter.telemetry.engine_metrics import EngineMeters, EngineMetrics
+
+_TOKEN_BYTES: Final = 4
+_LAST: Final = (Finished, Failed, Overflowed)
+
+
+class StepMeter:
+    """Counts the steps of one model's engines, in about a microsecond each and a third of one a frame.
+
+    What passes while no engine is there is not a time between tokens.
+
+    Args:
+        metrics: Where it is counted.
+        model: Its name.
+        monotonic: Seconds that only rise.
+    """
+
+    def __init__(self, metrics: EngineMetrics, *, model: str, monotonic: Callable[[], float] = time.monotonic) -> None:
+        self._metrics = metrics
+        self._model = label_text(model)
+        self._meters = metrics.of(model)
+        self._monotonic = monotonic
+        self._told_s: dict[str, float] = {}
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._model!r}, turns={len(self._told_s)})"
+
+    def engine_changed(self, _status: EngineStatus) -> None:
+        """Take note that an engine has come or gone: turns that it had may have ended without it."""
+        self._told_s.clear()
+
+    def step(self, step: Step) -> None:
+        """Count a step and the tokens that it brought."""
+        meters, now, told_s, n_bytes = self._meters, self._monotonic(), self._told_s, 0
+        for event in step.events:
+            if type(event) is Delta:
+                if event.tokens:
+                    n_bytes += len(event.tokens)
+                    before_s = told_s.get(event.turn_id)
+                    if before_s is not None:
+                        meters.inter_token_s.observe(now - before_s)
+                    told_s[event.turn_id] = now
+            elif isinstance(event, _LAST):
+                told_s.pop(event.turn_id, None)
+        meters.tokens.value += n_bytes // _TOKEN_BYTES
+        if (work := step.work) is not None:
+            self._work(work, meters)
+
+    def _work(self, work: Work, meters: EngineMeters) -> None:
+        if work.rows:
+            meters.batch_turns.observe(work.rows)
+            meters.decode_s.value += work.decode_s
+        if work.prefill_tokens:
+            meters.prefill_tokens.value += work.prefill_tokens
+            meters.prefill_s.value += work.prefill_s
+        if work.rows or work.prefill_tokens:
+            meters.step_s.observe(work.step_s)
+        if work.fetches:
+            meters.fetches.value += work.fetches
+        for move in work.moves:
+            self._metrics.kv_move_s.labels(self._model, move.kind).observe(move.took_s)
+        if work.sources is not None:
+            for source in TokenSources.__struct_fields__:
+                self._metrics.prompt_tokens.labels(self._model, source).inc(getattr(work.sources, source))

@@ -1,0 +1,150 @@
+"""Counters and histograms for one thread: no lock, a sixth of what prometheus_client's own take.
+
+The front counts on its event loop only, some of it for each token of each turn. What is exposed is the same.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from itertools import accumulate
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
+from prometheus_client.registry import Collector
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from prometheus_client import CollectorRegistry
+    from prometheus_client.core import Metric
+
+
+class Count:
+    """A number that only rises, but for what is read elsewhere and set."""
+
+    __slots__ = ("value",)
+
+    def __init__(self) -> None:
+        self.value = 0.0
+
+    def inc(self, amount: float = 1.0) -> None:
+        """Add to it."""
+        self.value += amount
+
+
+class Distribution:
+    """How often values fell between bounds, each bound belonging to the bucket that it closes, and their sum."""
+
+    __slots__ = ("bounds", "counts", "sum")
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self.bounds = tuple(bounds)
+        self.counts = [0] * (len(self.bounds) + 1)
+        self.sum = 0.0
+
+    @property
+    def count(self) -> int:
+        """How many values there were."""
+        return sum(self.counts)
+
+    def observe(self, value: float) -> None:
+        """Take in a value."""
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.sum += value
+
+
+_InstrumentT = TypeVar("_InstrumentT", Count, Distribution)
+
+
+class _Family(Collector, Generic[_InstrumentT]):
+    """An instrument for each set of label values; without labels there is one from the beginning."""
+
+    def __init__(
+        self, name: str, documentation: str, labels: Sequence[str] = (), *, registry: CollectorRegistry
+    ) -> None:
+        self._name = name
+        self._documentation = documentation
+        self._labels = tuple(labels)
+        self._instruments: dict[tuple[str, ...], _InstrumentT] = {}
+        if not self._labels:
+            self.labels()
+        registry.register(self)
+
+    def labels(self, *values: str) -> _InstrumentT:
+        """Return the instrument for these values, one for each label, in their order."""
+        found = self._instruments.get(values)
+        if found is None:
+            if len(values) != len(self._labels):
+                raise ValueError(f"{self._name} has the labels {self._labels}, not {values}")
+            found = self._instruments[values] = self._new()
+        return found
+
+    def clear(self) -> None:
+        """Forget all sets of label values."""
+        self._instruments.clear()
+
+    def describe(self) -> Iterator[Metric]:
+        """Return the family without samples, for the registry to find two of one name."""
+        yield self._family()
+
+    def _new(self) -> _InstrumentT:
+        raise NotImplementedError
+
+    def _family(self) -> Metric:
+        raise NotImplementedError
+
+
+class Counts(_Family[Count]):
+    """A Prometheus counter."""
+
+    def collect(self) -> Iterator[CounterMetricFamily]:
+        """Return the family with its samples."""
+        family = self._family()
+        for values, count in self._instruments.items():
+            family.add_metric(values, count.value)
+        yield family
+
+    def _new(self) -> Count:
+        return Count()
+
+    def _family(self) -> CounterMetricFamily:
+        return CounterMetricFamily(self._name, self._documentation, labels=self._labels)
+
+
+class Histograms(_Family[Distribution]):
+    """A Prometheus histogram.
+
+    Args:
+        name: Without ``_bucket``, ``_sum`` and ``_count``.
+        documentation: Its sentence.
+        labels: Names of its labels.
+        bounds: Upper bounds of its buckets, rising, without infinity.
+        registry: Where it is exposed.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        documentation: str,
+        labels: Sequence[str] = (),
+        *,
+        bounds: Sequence[float],
+        registry: CollectorRegistry,
+    ) -> None:
+        self._bounds = tuple(bounds)
+        self._spelled = [*(str(float(bound)) for bound in self._bounds), "+Inf"]
+        super().__init__(name, documentation, labels, registry=registry)
+
+    def collect(self) -> Iterator[HistogramMetricFamily]:
+        """Return the family with its samples."""
+        family = self._family()
+        for values, each in self._instruments.items():
+            buckets = list(zip(self._spelled, accumulate(each.counts), strict=True))
+            family.add_metric(values, buckets, each.sum)
+        yield family
+
+    def _new(self) -> Distribution:
+        return Distribution(self._bounds)
+
+    def _family(self) -> HistogramMetricFamily:
+        return HistogramMetricFamily(self._name, self._documentation, labels=self._labels)
