@@ -5,20 +5,20 @@ from __future__ import annotations
 import readline  # noqa: F401 - importing it gives input() line editing and history
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from anyio.from_thread import start_blocking_portal
 
-from inferencecenter.cli.conversation import Conversation, read_value
+from inferencecenter.cli.conversation import Conversation
 from inferencecenter.cli.options import ConfigOption, StateDirOption, given
 from inferencecenter.cli.output import stderr, stdout
+from inferencecenter.cli.parameters import read_params
 from inferencecenter.cli.view import PlainView, TerminalView
 from inferencecenter.cli.waiting import until_ready
 from inferencecenter.client import connect
 from inferencecenter.configuration import load_settings
 from inferencecenter.errors import ErrorCode, InferenceCenterError
-from inferencecenter.protocol.params import parse_params
 
 if TYPE_CHECKING:
     from inferencecenter.client import Client
@@ -91,24 +91,6 @@ def check_resumption(*, resume: str | None, latest: bool, system: str | None, mo
         raise InferenceCenterError(
             ErrorCode.INVALID_REQUEST, "--model is for a new conversation; one that goes on keeps its own"
         )
-
-
-def read_params(pairs: list[str]) -> dict[str, Any]:
-    """Return the parameters in ``name=value`` pairs.
-
-    Raises:
-        InferenceCenterError: ``invalid_request`` for what is no pair, no parameter, or out of range.
-    """
-    params: dict[str, Any] = {}
-    for pair in pairs:
-        name, equals, value = pair.partition("=")
-        if not equals:
-            raise InferenceCenterError(
-                ErrorCode.INVALID_REQUEST, f"--params is {pair!r}", hint="Write name=value, as temperature=0.2."
-            )
-        params[name] = read_value(value)
-    parse_params(params)
-    return params
 
 
 def daemon_url(settings: Settings) -> str:

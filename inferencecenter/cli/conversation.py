@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 from rich.table import Table
 
 from inferencecenter.cli.output import report, stdout
+from inferencecenter.cli.parameters import read_value
 from inferencecenter.cli.view import describe_past, sessions_table
 from inferencecenter.cli.waiting import until_ready
 from inferencecenter.client import while_loading
@@ -331,11 +332,3 @@ def _interrupts(action: Callable[[], object]) -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
-
-
-def read_value(text: str) -> Any:
-    """Return a parameter's value: JSON where it is JSON, else the text itself."""
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text
