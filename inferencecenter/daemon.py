@@ -15,15 +15,16 @@ import time
 from contextlib import AsyncExitStack, ExitStack
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import structlog
 import uvloop
 
 from inferencecenter import __version__
+from inferencecenter.engines import make_models
 from inferencecenter.errors import ErrorCode, InferenceCenterError
 from inferencecenter.hardware.nvml import Gpu
-from inferencecenter.models.registry import default_model, not_registered
+from inferencecenter.models.registry import read_registry
 from inferencecenter.protocol.params import Params, parse_params
 from inferencecenter.reload import Reload, static_clients
 from inferencecenter.reporting import Reporter
@@ -40,33 +41,28 @@ from inferencecenter.sessions.registry import Sessions
 from inferencecenter.sessions.store.schema import DATABASE_NAME
 from inferencecenter.sessions.store.store import Store
 from inferencecenter.signals import heed_signals
-from inferencecenter.supervisor.backoff import RestartPolicy
-from inferencecenter.supervisor.corrections import Corrections
 from inferencecenter.supervisor.guard import ThermalGuard
-from inferencecenter.supervisor.kv_places import kv_places
-from inferencecenter.supervisor.options import engine_options
-from inferencecenter.supervisor.planning import Planner
+from inferencecenter.supervisor.kv_places import remove_ram
+from inferencecenter.supervisor.memory_use import reader
+from inferencecenter.supervisor.pressure import MemoryGuard
 from inferencecenter.supervisor.process import EXIT_GRACE_S, STOP_DEADLINE_S, SUSPEND_DEADLINE_S
-from inferencecenter.supervisor.supervisor import Supervisor
 from inferencecenter.telemetry.metrics import Metrics
 from inferencecenter.telemetry.notify import Notifier
 
 if TYPE_CHECKING:
     import socket
     import ssl
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from inferencecenter.ipc.port import EnginesPort, EngineStatus
-    from inferencecenter.models.registry import ModelSpec
+    from inferencecenter.models.registry import Registry
     from inferencecenter.sessions.store.recorder import PurgeKind
     from inferencecenter.sessions.totals import Totals, TurnObserver
     from inferencecenter.settings import Settings
-    from inferencecenter.supervisor.kv_places import KvPlaces
+    from inferencecenter.supervisor.models import Models
 
 ACCOUNTS_FILE: Final = "accounts.sqlite3"
-_PLAN_FILE: Final = "plan.json"
-_ENGINE_LOCK_FILE: Final = "engine.lock"
 _STOP_S: Final = CLOSING_S + SUSPEND_DEADLINE_S + STOP_DEADLINE_S + EXIT_GRACE_S + 5.0
 """How long stopping takes at most when turns have had their time, and what the store needs at the end."""
 
@@ -89,6 +85,7 @@ class _Prepared:
     accounts: Accounts
     store: Store | None
     config_params: Params
+    registry: Registry
     sockets: list[socket.socket]
     certificate: Certificate | None
     read_again: Callable[[], Settings]
@@ -97,44 +94,6 @@ class _Prepared:
     def tls(self) -> ssl.SSLContext | None:
         """What the port speaks TLS with, if it does."""
         return self.certificate.context if self.certificate else None
-
-
-@dataclass(frozen=True, slots=True)
-class _OneModel:
-    """The default model and no other. Implements ``ipc.port.EnginesPort``."""
-
-    spec: ModelSpec
-    supervisor: Supervisor
-
-    @property
-    def default(self) -> str:
-        """Its name."""
-        return self.spec.name
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Its name alone."""
-        return (self.spec.name,)
-
-    def engine(self, name: str) -> Supervisor:
-        """Return its engine."""
-        if name != self.spec.name:
-            raise not_registered(name, {self.spec.name: self.spec})
-        return self.supervisor
-
-    def want(self, name: str) -> None:
-        """Say why it cannot be loaded; if it can, it is being loaded."""
-        if (failure := self.engine(name).load_failure) is not None:
-            raise failure
-
-    def params_of(self, name: str) -> Mapping[str, Any]:
-        """Return its own parameters."""
-        self.engine(name)
-        return self.spec.params
-
-    def release(self, session_id: str) -> None:
-        """Let its engine forget a session's KV."""
-        self.supervisor.release(session_id)
 
 
 def serve(settings: Settings, *, announce: Callable[[Announcement], None], read_again: Callable[[], Settings]) -> int:
@@ -158,7 +117,7 @@ def serve(settings: Settings, *, announce: Callable[[Announcement], None], read_
         for listening in sockets:
             held.callback(listening.close)
         certificate = Certificate(server.certfile, server.keyfile) if server.certfile and server.keyfile else None
-        config_params = parse_config_params(settings)
+        config_params, registry = parse_config_params(settings), read_registry(settings)
         accounts = Accounts.open(
             settings.state_dir / ACCOUNTS_FILE,
             clock=time.time,
@@ -173,6 +132,7 @@ def serve(settings: Settings, *, announce: Callable[[Announcement], None], read_
             accounts=accounts,
             store=store,
             config_params=config_params,
+            registry=registry,
             sockets=sockets,
             certificate=certificate,
             read_again=read_again,
@@ -180,7 +140,7 @@ def serve(settings: Settings, *, announce: Callable[[Announcement], None], read_
         announcement = Announcement(
             address=address(sockets, server),
             admin_token=ensure_admin(accounts, settings.state_dir),
-            model=default_model(settings).name,
+            model=registry.default,
         )
         with contextlib.suppress(KeyboardInterrupt):
             return uvloop.run(_run(settings, prepared, on_listening=lambda: announce(announcement)))
@@ -210,20 +170,27 @@ async def _run(settings: Settings, prepared: _Prepared, *, on_listening: Callabl
         InferenceCenterError: The model cannot be loaded, or something cannot be made in the state directory.
     """
     accounts, store, metrics = prepared.accounts, prepared.store, Metrics()
-    kv = kv_places(settings.kv, settings.state_dir)
 
     def live_sessions() -> tuple[str, ...]:
         return sessions.live_sessions()
 
-    supervisor, gpu = _supervisor(settings, kv, live_sessions=live_sessions), Gpu()
-    sessions = _sessions(settings, prepared, _OneModel(default_model(settings), supervisor), observer=metrics)
-    reporter = _reporter(settings, supervisor, gpu, totals=sessions.totals)
+    models, gpu = make_models(settings, prepared.registry, metrics=metrics.engines, live_sessions=live_sessions), Gpu()
+    supervisor = models.engine(models.default)
+    memory = MemoryGuard(
+        engines=lambda: models.supervisors, measure=reader(settings.memory, settings.gpu), metrics=metrics
+    )
+    sessions = _sessions(settings, prepared, models, observer=metrics, admit=memory.admit)
+    reporter = _reporter(settings, models, gpu, totals=sessions.totals)
     context = Context.create(
-        settings.server, engine=supervisor, sessions=sessions, accounts=accounts, gpu=gpu, metrics=metrics
+        settings.server,
+        models=models,
+        sessions=sessions,
+        accounts=accounts,
+        gpu=gpu,
+        metrics=metrics,
+        pressure=lambda: memory.pressure,
     )
-    guard = ThermalGuard(
-        settings.gpu, engine=supervisor, limit=supervisor.send, tell=context.hub.broadcast, metrics=metrics
-    )
+    guard = ThermalGuard(settings.gpu, engines=models, limit=models.limit, tell=context.hub.broadcast, metrics=metrics)
     reload = Reload(
         started_with=settings,
         read=prepared.read_again,
@@ -231,14 +198,16 @@ async def _run(settings: Settings, prepared: _Prepared, *, on_listening: Callabl
         certificate=prepared.certificate,
         close_clients=context.hub.close_clients,
         announced=reporter.reloading,
+        apply_models=models.apply,
     )
     drain = partial(reporter.told_to_stop, context.drain)
     listener = Listener(create_app(context), settings.server, drain=drain, tls=prepared.tls)
 
     def failed() -> bool:
-        return settings.engine.exit_when_failed and supervisor.given_up
+        return settings.engine.exit_when_failed and models.engine(models.default).given_up
 
     def stop_when_hopeless(_: EngineStatus) -> None:
+        # Only the model that the daemon began with is worth ending for; one that is swapped in and fails is told.
         if supervisor.load_failure is not None or failed():
             listener.stop()
 
@@ -257,13 +226,16 @@ async def _run(settings: Settings, prepared: _Prepared, *, on_listening: Callabl
         running.callback(control.close)
         running.push_async_callback(context.close)
         heed_signals(stop=listener.stop, read_again=reload.run)
-        running.callback(kv.remove_ram)
+        running.callback(remove_ram, settings.kv, settings.state_dir)
         reporter.begin()
         running.push_async_callback(reporter.close)
         guard.begin()
         running.push_async_callback(guard.close)
-        supervisor.start()
-        running.push_async_callback(supervisor.stop)
+        if settings.memory.guard:
+            models.subscribe_models(lambda _name, status: memory.engine_changed(status))
+        running.push_async_callback(memory.close)
+        models.start()
+        running.push_async_callback(models.stop)
         on_listening()
         await listener.serve(prepared.sockets)
     if supervisor.load_failure is not None:
@@ -272,7 +244,14 @@ async def _run(settings: Settings, prepared: _Prepared, *, on_listening: Callabl
     return int(failed())
 
 
-def _sessions(settings: Settings, prepared: _Prepared, engines: EnginesPort, *, observer: TurnObserver) -> Sessions:
+def _sessions(
+    settings: Settings,
+    prepared: _Prepared,
+    engines: EnginesPort,
+    *,
+    observer: TurnObserver,
+    admit: Callable[[], None],
+) -> Sessions:
     return Sessions(
         engines=engines,
         config_params=prepared.config_params,
@@ -284,42 +263,19 @@ def _sessions(settings: Settings, prepared: _Prepared, engines: EnginesPort, *, 
         shared_prompts=settings.sessions.shared_prompts,
         journal=prepared.store,
         observer=observer,
+        admit=admit,
     )
 
 
-def _reporter(settings: Settings, supervisor: Supervisor, gpu: Gpu, *, totals: Callable[[], Totals]) -> Reporter:
+def _reporter(settings: Settings, models: Models, gpu: Gpu, *, totals: Callable[[], Totals]) -> Reporter:
     return Reporter(
         Notifier.from_environment(os.environ, pid=os.getpid()),
-        engine=supervisor,
+        engine=models,
         totals=totals,
         read_gpu=gpu.read,
-        settled=lambda: supervisor.given_up and not settings.engine.exit_when_failed,
+        settled=lambda: models.engine(models.default).given_up and not settings.engine.exit_when_failed,
         stop_s=settings.server.shutdown_timeout_s + _STOP_S,
     )
-
-
-def _supervisor(settings: Settings, kv: KvPlaces, *, live_sessions: Callable[[], tuple[str, ...]]) -> Supervisor:
-    engine = settings.engine
-    planner = Planner(engine=engine, gpu=settings.gpu, corrections=Corrections(settings.state_dir / _PLAN_FILE))
-    supervisor = Supervisor(
-        planner.first(engine_options(default_model(settings), kv, settings.kv)),
-        policy=RestartPolicy(
-            min_s=engine.restart_backoff_min_s,
-            max_s=engine.restart_backoff_max_s,
-            max_restarts=engine.max_restarts,
-            window_s=engine.restart_window_s,
-        ),
-        max_queue=engine.max_queue,
-        queue_warning=engine.queue_warning,
-        load_timeout_s=engine.load_timeout_s,
-        hang_timeout_s=engine.hang_timeout_s,
-        sleep_after_s=engine.sleep_after_s if engine.sleep_after_s > 0 else None,
-        live_sessions=live_sessions,
-        plan_again=planner.again,
-        lock_path=settings.state_dir / _ENGINE_LOCK_FILE,
-    )
-    supervisor.subscribe(planner.heard)
-    return supervisor
 
 
 def _allow_many_sockets() -> None:

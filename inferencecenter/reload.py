@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Final
 import structlog
 
 from inferencecenter.errors import InferenceCenterError
+from inferencecenter.models.registry import read_registry
 from inferencecenter.server.clients_file import load_clients
 from inferencecenter.settings import setting_fields
 from inferencecenter.telemetry import logs
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from inferencecenter.auth_settings import AuthSettings
+    from inferencecenter.models.registry import Registry
     from inferencecenter.server.account import StaticClient
     from inferencecenter.server.accounts import Accounts
     from inferencecenter.server.tls import Certificate
@@ -26,6 +28,9 @@ if TYPE_CHECKING:
 _APPLIED: Final = frozenset(
     {"log.level", "log.format", "auth.clients_file", "auth.default_max_sessions", "auth.default_priority"}
 )
+
+_OF_MODELS: Final = ("model.", "models", "engine.")
+"""Settings that each model is run by."""
 
 _log = structlog.get_logger(__name__)
 
@@ -41,6 +46,7 @@ class Reload:
         certificate: The certificate, if the port speaks TLS.
         close_clients: Closes the sockets of clients, by their ids, that showed an API key.
         announced: Entered before anything is read, and left when all is done.
+        apply_models: Goes over to other models, in its own time.
     """
 
     started_with: Settings
@@ -49,6 +55,7 @@ class Reload:
     certificate: Certificate | None
     close_clients: Callable[[Collection[str]], None]
     announced: Callable[[], AbstractContextManager[None]]
+    apply_models: Callable[[Registry], None]
 
     def run(self) -> None:
         """Read everything again. What is wrong is logged, and stays as it was; the rest is done."""
@@ -64,7 +71,10 @@ class Reload:
         logs.configure(level=settings.log.level, log_format=settings.log.format)
         self._reload_clients(settings)
         self._reload_certificate()
-        waiting = changed_settings(self.started_with, settings) - _APPLIED
+        self._reload_models(settings)
+        waiting = {
+            name for name in changed_settings(self.started_with, settings) - _APPLIED if not name.startswith(_OF_MODELS)
+        }
         if waiting:
             _log.warning("settings_need_restart", settings=sorted(waiting))
         _log.info("reloaded")
@@ -76,6 +86,12 @@ class Reload:
             _failed("clients", error)
             return
         self.close_clients(changed)
+
+    def _reload_models(self, settings: Settings) -> None:
+        try:
+            self.apply_models(read_registry(settings))
+        except InferenceCenterError as error:
+            _failed("models", error)
 
     def _reload_certificate(self) -> None:
         if self.certificate is None:

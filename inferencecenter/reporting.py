@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Protocol
 
 import structlog
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator
 
     from inferencecenter.hardware.nvml import GpuReading
-    from inferencecenter.ipc.port import EnginePort, EngineStatus
+    from inferencecenter.ipc.port import EngineStatus
     from inferencecenter.sessions.totals import Totals
     from inferencecenter.telemetry.notify import Notifier
 
@@ -32,6 +32,17 @@ _MIB: Final = 2**20
 _SIGKILL_BIT: Final = 1 << 8
 
 _log = structlog.get_logger(__name__)
+
+
+class WatchedEngine(Protocol):
+    """What tells how the daemon's engine is."""
+
+    @property
+    def status(self) -> EngineStatus:
+        """The engine's state now."""
+
+    def subscribe(self, listener: Callable[[EngineStatus], None]) -> None:
+        """Call ``listener`` when the state changes."""
 
 
 class Reporter:
@@ -59,7 +70,7 @@ class Reporter:
         self,
         notifier: Notifier | None,
         *,
-        engine: EnginePort,
+        engine: WatchedEngine,
         totals: Callable[[], Totals],
         read_gpu: Callable[[], GpuReading],
         settled: Callable[[], bool],

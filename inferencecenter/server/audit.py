@@ -41,6 +41,8 @@ class AuditEvent(StrEnum):
     CLIENTS_LISTED = "clients_listed"
     CLIENT_KICKED = "client_kicked"
     DRAIN_ASKED = "drain_asked"
+    MODEL_SWAPPED = "model_swapped"
+    MODEL_UNLOADED = "model_unloaded"
     FIRST_ADMIN = "first_admin"
     DAEMON_STARTED = "daemon_started"
     DAEMON_STOPPED = "daemon_stopped"

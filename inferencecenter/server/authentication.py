@@ -79,7 +79,7 @@ class Authenticator:
         """
         retry_after_ms = self._attempts.retry_after_ms(address)
         if retry_after_ms is not None:
-            self._note(entry(AuditEvent.LOGIN_REFUSED, address=site(address), detail="too many attempts"))
+            self.note(entry(AuditEvent.LOGIN_REFUSED, address=site(address), detail="too many attempts"))
             raise InferenceCenterError(
                 ErrorCode.RATE_LIMITED, "too many failed logins from this address", retry_after_ms=retry_after_ms
             )
@@ -91,14 +91,14 @@ class Authenticator:
         if account is None:
             self._attempts.failed(address)
             self._metrics.login_failures.inc()
-            self._note(refusal(credential, address=address))
+            self.note(refusal(credential, address=address))
             _log.warning("login_failed", address=address)
             raise InferenceCenterError(
                 ErrorCode.NOT_AUTHENTICATED,
                 "the credential is not valid",
                 hint="It may be mistyped, expired or revoked; inferencecenter token create makes a new token.",
             )
-        self._note(entry(AuditEvent.LOGIN, client_id=account.client_id, token_id=account.token_id, address=address))
+        self.note(entry(AuditEvent.LOGIN, client_id=account.client_id, token_id=account.token_id, address=address))
         return account
 
     def living_tokens(self) -> frozenset[str]:
@@ -115,7 +115,7 @@ class Authenticator:
             self._writing.cancel()
         await self._tasks.cancel()
 
-    def _note(self, line: Entry) -> None:
+    def note(self, line: Entry) -> None:
         """Have a line written within a second, with the last uses, by one timer for all until then."""
         self._accounts.note(line)
         self._to_write = True

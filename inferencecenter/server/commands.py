@@ -16,6 +16,7 @@ from inferencecenter.protocol import events, requests
 from inferencecenter.protocol.close import CloseCode
 from inferencecenter.protocol.scopes import Scope
 from inferencecenter.server import standing
+from inferencecenter.server.audit import AuditEvent
 from inferencecenter.server.authentication import KeyCredential, TokenCredential
 from inferencecenter.server.states import ConnectionState
 
@@ -156,6 +157,24 @@ def _list_sessions(connection: Connection, request: requests.ListSessions) -> Ev
     return connection.context.sessions.list(connection.client, request)
 
 
+def _list_models(connection: Connection, _request: requests.ListModels) -> Event:
+    return events.Models(models=connection.context.models.describe())
+
+
+def _load_model(connection: Connection, request: requests.LoadModel) -> None:
+    def tell(swap: events.Swap) -> None:
+        connection.send(swap.model_copy(update={"id": request.id}))
+
+    connection.context.models.swap(request.name, tell)
+    connection.audit(AuditEvent.MODEL_SWAPPED, detail=request.name)
+
+
+def _unload_model(connection: Connection, request: requests.UnloadModel) -> Event:
+    connection.context.models.unload(request.name)
+    connection.audit(AuditEvent.MODEL_UNLOADED, detail=request.name)
+    return events.ModelUnloaded(model=request.name)
+
+
 def _metrics(connection: Connection, request: requests.Metrics) -> None:
     connection.context.feed.once(connection, request_id=request.id)
 
@@ -175,7 +194,7 @@ def _status(connection: Connection, request: requests.Status) -> Event:
     if Scope.OPERATOR in connection.client.scopes:
         values = standing.of_all(
             request.type,
-            engine=context.engine.status,
+            engine=context.models.status,
             totals=context.sessions.totals(),
             connections=len(context.hub),
             fault=context.sessions.fault,
@@ -187,7 +206,7 @@ def _status(connection: Connection, request: requests.Status) -> Event:
             request.type,
             client=connection.client,
             sessions=page.sessions,
-            engine=context.engine.status,
+            engine=context.models.status,
             storable=context.sessions.fault is None,
         )
     return events.Status(type=request.type, values=values)
@@ -211,6 +230,9 @@ COMMANDS: Final[Mapping[str, Command]] = MappingProxyType(
         "rewind_session": Command(_rewind_session),
         "get_session": Command(_get_session),
         "list_sessions": Command(_list_sessions),
+        "list_models": Command(_list_models),
+        "load_model": Command(_load_model, scope=Scope.OPERATOR),
+        "unload_model": Command(_unload_model, scope=Scope.OPERATOR),
         "metrics": Command(_metrics),
         "subscribe_metrics": Command(_subscribe_metrics),
         "unsubscribe_metrics": Command(_unsubscribe_metrics),

@@ -13,6 +13,7 @@ from inferencecenter.protocol.close import CloseCode
 from inferencecenter.protocol.codec import FrameError, read_frame
 from inferencecenter.protocol.values import ClientLimits
 from inferencecenter.server import commands, replies
+from inferencecenter.server.audit import entry
 from inferencecenter.server.outbox import Outbox
 from inferencecenter.server.states import CONNECTION, ConnectionEvent, ConnectionState
 from inferencecenter.server.websocket import LAST_WORD_S, LINGER_S
@@ -21,6 +22,7 @@ from inferencecenter.sessions.client import Client
 if TYPE_CHECKING:
     from inferencecenter.protocol.base import Event, Request
     from inferencecenter.server.account import Account
+    from inferencecenter.server.audit import AuditEvent
     from inferencecenter.server.context import Context
     from inferencecenter.server.outbox import Wire
 
@@ -105,11 +107,18 @@ class Connection:
         """Return who answers."""
         context = self.context
         return replies.hello(
-            context.engine.status,
+            context.models.status,
             context.settings,
             uptime_s=context.uptime_s(),
             storable=context.sessions.fault is None,
         )
+
+    def audit(self, event: AuditEvent, detail: str = "") -> None:
+        """Note for the audit log what its client has just done."""
+        line = entry(
+            event, client_id=self.client.client_id, token_id=self.token_id, address=self.address, detail=detail
+        )
+        self.context.authenticator.note(line)
 
     def authenticate(self, account: Account) -> None:
         """Let the socket speak for ``account``.

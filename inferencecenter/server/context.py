@@ -4,29 +4,65 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import structlog
 
 from inferencecenter.errors import InferenceCenterError
+from inferencecenter.hardware.nvml import read_gpus
 from inferencecenter.hardware.pressure import Pressure
+from inferencecenter.protocol import events
 from inferencecenter.server import replies
 from inferencecenter.server.authentication import Authenticator
 from inferencecenter.server.feed import MetricsFeed, Sources
+from inferencecenter.server.gpu_cache import GpuCache
 from inferencecenter.server.hub import Hub
 from inferencecenter.server.origins import Proxies
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
-    from inferencecenter.hardware.nvml import Gpu
-    from inferencecenter.ipc.port import EnginePort, EngineStatus
+    from inferencecenter.hardware.nvml import Gpu, Gpus
+    from inferencecenter.ipc.messages import ModelInfo
+    from inferencecenter.ipc.port import EngineStatus
+    from inferencecenter.protocol.values import ModelSummary
     from inferencecenter.server.accounts import Accounts
     from inferencecenter.sessions.registry import Sessions
     from inferencecenter.settings import ServerSettings
     from inferencecenter.telemetry.metrics import Metrics
 
 _log = structlog.get_logger(__name__)
+
+
+class ServedModels(Protocol):
+    """The models as the server sees them."""
+
+    @property
+    def default(self) -> str:
+        """The model of all sessions that name none."""
+
+    @property
+    def status(self) -> EngineStatus:
+        """Its engine now."""
+
+    @property
+    def statuses(self) -> Mapping[str, EngineStatus]:
+        """The engines of all models that were asked for, by name."""
+
+    def describe(self) -> tuple[ModelSummary, ...]:
+        """Return all models."""
+
+    def swap(self, name: str, tell: Callable[[events.Swap], None]) -> None:
+        """Load a model and make it the default; ``tell`` hears how far that is."""
+
+    def unload(self, name: str) -> None:
+        """Free a model's memory when its turns have ended."""
+
+    def subscribe_models(self, listener: Callable[[str, EngineStatus], None]) -> None:
+        """Call ``listener`` with the name and the status of any model whose engine's state changes."""
+
+    def subscribe_swaps(self, listener: Callable[[ModelInfo], None]) -> None:
+        """Call ``listener`` with the model that has become the default."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,9 +73,10 @@ class Context:
     """
 
     settings: ServerSettings
-    engine: EnginePort
+    models: ServedModels
     sessions: Sessions
     gpu: Gpu
+    gpus: GpuCache
     metrics: Metrics
     pressure: Callable[[], Pressure]
     authenticator: Authenticator
@@ -55,21 +92,23 @@ class Context:
         cls,
         settings: ServerSettings,
         *,
-        engine: EnginePort,
+        models: ServedModels,
         sessions: Sessions,
         accounts: Accounts,
         gpu: Gpu,
         metrics: Metrics,
         pressure: Callable[[], Pressure] = Pressure,
+        gpus: Callable[[], Gpus] = read_gpus,
         clock: Callable[[], float] = time.time,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> Context:
         """Build the server's own parts around those that it is given; call it on the event loop."""
         context = cls(
             settings=settings,
-            engine=engine,
+            models=models,
             sessions=sessions,
             gpu=gpu,
+            gpus=GpuCache(gpus),
             metrics=metrics,
             pressure=pressure,
             authenticator=Authenticator(
@@ -84,23 +123,28 @@ class Context:
                 max_per_client=settings.max_connections_per_client,
                 metrics=metrics,
             ),
-            feed=MetricsFeed(Sources(gpu=gpu, engine=engine, sessions=sessions, clock=clock)),
+            feed=MetricsFeed(Sources(gpu=gpu, engine=models, sessions=sessions, clock=clock)),
             clock=clock,
             monotonic=monotonic,
             started_s=monotonic(),
         )
-        engine.subscribe(context.engine_changed)
+        models.subscribe_models(context.engine_changed)
+        models.subscribe_swaps(context.model_changed)
         return context
 
     def uptime_s(self) -> float:
         """Return how long the daemon has been up."""
         return self.monotonic() - self.started_s
 
-    def engine_changed(self, engine: EngineStatus) -> None:
-        """Tell every client of the engine's new state."""
-        event = replies.engine_changed(engine)
+    def engine_changed(self, name: str, engine: EngineStatus) -> None:
+        """Tell every client of the new state of a model's engine."""
+        event = replies.engine_changed(engine, model=None if name == self.models.default else name)
         if event is not None:
             self.hub.broadcast(event)
+
+    def model_changed(self, model: ModelInfo) -> None:
+        """Tell every client which model sessions have that named none."""
+        self.hub.broadcast(events.ModelChanged(model=model.name, n_ctx=model.n_ctx))
 
     def tokens_changed(self) -> None:
         """Close the sockets whose token was revoked."""
@@ -118,4 +162,5 @@ class Context:
     async def close(self) -> None:
         """End what runs beside the connections."""
         await self.feed.close()
+        await self.gpus.close()
         await self.authenticator.close()

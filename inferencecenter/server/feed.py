@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Protocol
 
 from inferencecenter.protocol.events import Metrics
 from inferencecenter.protocol.values import EngineReadings, GpuReadings, InferenceReadings
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from inferencecenter.hardware.nvml import Gpu, GpuReading
-    from inferencecenter.ipc.port import EnginePort, EngineStatus
+    from inferencecenter.ipc.port import EngineStatus
     from inferencecenter.sessions.client import EventSink
     from inferencecenter.sessions.registry import Sessions
     from inferencecenter.sessions.totals import Totals
@@ -22,12 +22,20 @@ if TYPE_CHECKING:
 _MB: Final = 2**20  # as nvidia-smi counts
 
 
+class WatchedEngine(Protocol):
+    """What tells how an engine is."""
+
+    @property
+    def status(self) -> EngineStatus:
+        """The engine's state now."""
+
+
 @dataclass(frozen=True, slots=True)
 class Sources:
     """Where readings come from; ``clock`` is Unix seconds."""
 
     gpu: Gpu
-    engine: EnginePort
+    engine: WatchedEngine
     sessions: Sessions
     clock: Callable[[], float]
 

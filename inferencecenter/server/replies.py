@@ -76,14 +76,14 @@ def describe_engine(engine: EngineStatus) -> str:
     return f"the engine is {engine.state}" + (f": {engine.detail}" if engine.detail else "")
 
 
-def engine_changed(engine: EngineStatus) -> events.EngineChanged | None:
-    """Return the event for the engine's new state, ``None`` when clients need not know."""
+def engine_changed(engine: EngineStatus, *, model: str | None = None) -> events.EngineChanged | None:
+    """Return the event for an engine's new state, ``None`` when clients need not know; the default has no ``model``."""
     word = _ENGINE_WORDS.get(engine.state)
     if word is None:
         return None
     if engine.state is EngineState.STARTING and engine.detail:  # what happened to the one before; sleep is nothing
         word = "restarting"
-    return events.EngineChanged(state=word, detail=engine.detail)
+    return events.EngineChanged(state=word, detail=engine.detail, model=model)
 
 
 def failure(error: InferenceCenterError, *, request_id: str | None, request: Request | None) -> events.Error:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import TYPE_CHECKING, Final
+from functools import partial
+from typing import TYPE_CHECKING, Final, Protocol
 
 import structlog
 
-from inferencecenter.hardware.nvml import SLOWDOWN_NAMES, read_gpus
+from inferencecenter.hardware.nvml import read_gpus
 from inferencecenter.hardware.thermal import Heat, ThermalState, Thresholds, felt, watched
 from inferencecenter.ipc.messages import Limit
 from inferencecenter.ipc.port import EngineState
@@ -16,10 +17,10 @@ from inferencecenter.protocol.events import Thermal
 from inferencecenter.tasks import TaskGroup
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Sequence
+    from collections.abc import Awaitable, Callable, Mapping, Sequence
 
     from inferencecenter.hardware.nvml import GpuReading, Gpus
-    from inferencecenter.ipc.port import EnginePort, EngineStatus
+    from inferencecenter.ipc.port import EngineStatus
     from inferencecenter.settings import GpuSettings
     from inferencecenter.telemetry.metrics import Metrics
 
@@ -31,6 +32,17 @@ _BATCH: Final = 2
 _log = structlog.get_logger(__name__)
 
 
+class WatchedEngines(Protocol):
+    """The engines as the guard sees them."""
+
+    @property
+    def statuses(self) -> Mapping[str, EngineStatus]:
+        """All of them, by the names of their models."""
+
+    def subscribe_models(self, listener: Callable[[str, EngineStatus], None]) -> None:
+        """Call ``listener`` with the name and the status of any whose state changes."""
+
+
 class ThermalGuard:
     """Reads the GPUs every 2 s while turns run, every 30 s while none does, and not at all without a ready engine.
 
@@ -39,8 +51,8 @@ class ThermalGuard:
 
     Args:
         gpu: Which GPUs are watched, from when on they are warm and hot, and whether anything is done about it.
-        engine: Whose turns heat them.
-        limit: Tells a ready engine what it may do.
+        engines: Whose turns heat them.
+        limit: Tells each ready engine what one of so many slots may do.
         tell: Tells all clients.
         metrics: Where it is shown how they are.
         read: Readings of all GPUs; called off the event loop.
@@ -52,8 +64,8 @@ class ThermalGuard:
         self,
         gpu: GpuSettings,
         *,
-        engine: EnginePort,
-        limit: Callable[[Limit], None],
+        engines: WatchedEngines,
+        limit: Callable[[Callable[[int], Limit]], None],
         tell: Callable[[Thermal], None],
         metrics: Metrics,
         read: Callable[[], Gpus] = read_gpus,
@@ -64,7 +76,7 @@ class ThermalGuard:
         self._thresholds = Thresholds(
             warm_c=gpu.warm_c, hot_c=gpu.hot_c, hysteresis_c=gpu.hysteresis_c, dwell_s=gpu.cooling_s
         )
-        self._engine = engine
+        self._engines = engines
         self._limit = limit
         self._tell = tell
         self._metrics = metrics
@@ -81,17 +93,17 @@ class ThermalGuard:
     def begin(self) -> None:
         """Watch whenever the engine is ready, if that is wanted; to be called before it is started."""
         if self._gpu.thermal_guard:
-            self._engine.subscribe(self._engine_changed)
+            self._engines.subscribe_models(self._engine_changed)
 
     async def close(self) -> None:
         """Look no more."""
         await self._tasks.cancel()
 
-    def _engine_changed(self, status: EngineStatus) -> None:
-        ready = status.state is EngineState.READY
+    def _engine_changed(self, _name: str, status: EngineStatus) -> None:
+        if status.state is EngineState.READY and self._heat.state is not ThermalState.COOL:
+            self._tell_engines()
+        ready = any(each.state is EngineState.READY for each in self._engines.statuses.values())
         if ready and self._watching is None:
-            if self._heat.state is not ThermalState.COOL:
-                self._tell_engine(status)
             self._watching = self._tasks.spawn(self._watch(), name="watch")
         elif not ready and self._watching is not None:
             self._watching.cancel()
@@ -104,27 +116,26 @@ class ThermalGuard:
             if not readings and self._heat.state is ThermalState.COOL:
                 self._watching = None
                 return
-            engine = self._engine.status
-            await self._sleep(BUSY_EVERY_S if engine.running or engine.waiting else IDLE_EVERY_S)
+            busy = any(each.running or each.waiting for each in self._engines.statuses.values())
+            await self._sleep(BUSY_EVERY_S if busy else IDLE_EVERY_S)
 
     def _look(self, readings: Sequence[GpuReading]) -> None:
         before, self._heat = self._heat, felt(self._heat, readings, self._thresholds, now=self._monotonic())
         heat = self._heat
-        slowdowns = {name for each in readings for name in each.slowdowns or ()}
-        self._metrics.set_thermal(heat.state, slowdowns, states=ThermalState, known_slowdowns=SLOWDOWN_NAMES)
+        self._metrics.set_thermal(heat.state, states=ThermalState)
         if heat.state is before.state:
             return
-        action = self._tell_engine(self._engine.status)
+        action = self._tell_engines()
         level = _log.info if heat.state is ThermalState.COOL else _log.warning
         level("thermal", state=heat.state.value, temp_c=heat.temperature_c, reason=heat.reason, action=action)
         self._tell(Thermal(state=heat.state.value, temp=heat.temperature_c, action=action))
 
-    def _tell_engine(self, status: EngineStatus) -> str:
-        """Tell the engine what it may do, and return that in words."""
-        slots = status.model.slots if status.model else 1
-        limit = limit_for(self._heat.state, slots=slots, hot_pause_ms=self._gpu.hot_pause_ms)
-        self._limit(limit)
-        return describe(limit, slots=slots)
+    def _tell_engines(self) -> str:
+        """Tell the engines what they may do, and return that in words."""
+        limit = partial(limit_for, self._heat.state, hot_pause_ms=self._gpu.hot_pause_ms)
+        self._limit(lambda slots: limit(slots=slots))
+        n_slots = [each.model.slots for each in self._engines.statuses.values() if each.model] or [1]
+        return describe(limit(slots=max(n_slots)), slots=max(n_slots))
 
 
 def limit_for(state: ThermalState, *, slots: int, hot_pause_ms: int) -> Limit:

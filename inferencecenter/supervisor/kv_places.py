@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, Final
 import structlog
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
     from pathlib import Path
 
+    from inferencecenter.models.registry import ModelSpec
     from inferencecenter.settings import KvSettings
 
 _MIB: Final = 2**20
@@ -31,23 +33,45 @@ class KvPlaces:
     disk_dir: Path
     disk_bytes: int
 
-    def remove_ram(self) -> None:
-        """Delete what is in memory: without the daemon nobody asks for it, and it takes memory from others."""
-        shutil.rmtree(self.ram_dir, ignore_errors=True)
 
-
-def kv_places(settings: KvSettings, state_dir: Path) -> KvPlaces:
-    """Return the places for a daemon with this ``state_dir``, which no other has at the same time.
+def kv_places(settings: KvSettings, state_dir: Path, spec: ModelSpec) -> KvPlaces:
+    """Return the places of a model, for a daemon with this ``state_dir``, which no other has at the same time.
 
     The bytes in memory are clipped to what is free there, with a line in the log: a tmpfs may be smaller than thought,
     in a container as a rule 64 MiB, and a page that does not fit it ends the process that writes it.
     """
-    own = hashlib.sha256(bytes(state_dir)).hexdigest()[:_NAME_CHARS]
-    ram_dir = settings.ram_dir / own
-    disk_dir = (settings.disk_dir or state_dir / "kv") / own
+    name = place_name(spec)
+    ram_dir = _own(settings.ram_dir, state_dir) / name
+    disk_dir = _own(settings.disk_dir or state_dir / "kv", state_dir) / name
     if not settings.parking:
         return KvPlaces(ram_dir, 0, disk_dir, 0)
     return KvPlaces(ram_dir, _clipped(ram_dir, settings.ram_mib * _MIB), disk_dir, settings.disk_mib * _MIB)
+
+
+def place_name(spec: ModelSpec) -> str:
+    """Return a name for files, the same for what parks KV that is alike and for nothing else."""
+    engine = spec.engine
+    kind = (spec.name, spec.path, spec.lora, engine.kv_type_k, engine.kv_type_v, engine.flash_attention)
+    return hashlib.sha256(repr(kind).encode()).hexdigest()[:_NAME_CHARS]
+
+
+def clean_places(settings: KvSettings, state_dir: Path, specs: Iterable[ModelSpec]) -> None:
+    """Delete what was kept of models that there are no more, or that are run otherwise now."""
+    known = {place_name(spec) for spec in specs}
+    for directory in (settings.ram_dir, settings.disk_dir or state_dir / "kv"):
+        with contextlib.suppress(OSError):
+            for path in _own(directory, state_dir).iterdir():
+                if path.name not in known:
+                    shutil.rmtree(path, ignore_errors=True)
+
+
+def remove_ram(settings: KvSettings, state_dir: Path) -> None:
+    """Delete what is in memory: without the daemon nobody asks for it, and it takes memory from others."""
+    shutil.rmtree(_own(settings.ram_dir, state_dir), ignore_errors=True)
+
+
+def _own(directory: Path, state_dir: Path) -> Path:
+    return directory / hashlib.sha256(bytes(state_dir)).hexdigest()[:_NAME_CHARS]
 
 
 def _clipped(ram_dir: Path, wanted_bytes: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -134,6 +135,16 @@ class Planner:
             _log.warning("plan_impossible", reason=error.message)
             return options
 
+    def fits_beside(self, others: Sequence[Planner]) -> bool:
+        """Tell whether the model has as much beside the others, which are loaded, as it would have alone. Blocks."""
+        if self._model is None:
+            return True
+        devices, host = self._devices(), self._read_host()
+        made = plan(self._model, devices, host, self._wishes)
+        taken = [other._plan for other in others if other._plan is not None]
+        alone = plan(self._model, _without(taken, devices), _freed(host, taken), self._wishes)
+        return made.fits and _worth(made) >= _worth(alone)
+
     def heard(self, status: EngineStatus) -> None:
         """Compare, in a thread, what each engine took when it gets ready; called on the event loop."""
         if status.state is EngineState.READY and status.model and status.pid and status.pid != self._compared_pid:
@@ -173,10 +184,7 @@ class Planner:
         """Make a plan of what is free now, and return the options with it."""
         model, wishes = self._model, self._wishes
         assert model is not None, "its header was read"
-        devices = tuple(
-            replace(device, correction_bytes=self._corrections.extra_bytes(model.digest, device.id))
-            for device in self._find_devices(self._gpu.devices)
-        )
+        devices = self._devices()
         made = plan(model, devices, self._read_host(), wishes)
         self._plan = made
         _report(made)
@@ -197,6 +205,13 @@ class Planner:
             gpu_optional=wishes.n_gpu_layers < 0,
         )
 
+    def _devices(self) -> tuple[Device, ...]:
+        assert self._model is not None, "its header was read"
+        return tuple(
+            replace(device, correction_bytes=self._corrections.extra_bytes(self._model.digest, device.id))
+            for device in self._find_devices(self._gpu.devices)
+        )
+
     def _used(self, device: Device, pid: int, memory: Sequence[BufferUse]) -> int | None:
         """Return what the engine has of a GPU: by the driver, else by how much less is free, else by its own account.
 
@@ -215,6 +230,29 @@ class Planner:
             if buffers
             else None
         )
+
+
+def _without(taken: Sequence[Plan], devices: Sequence[Device]) -> tuple[Device, ...]:
+    """Return the GPUs as they were if nothing that was planned were there."""
+    freed = Counter[str]()
+    for made in taken:
+        freed.update(
+            {device.id: demand.bytes for device, demand in zip(made.devices, made.demand.devices, strict=True)}
+        )
+    return tuple(
+        replace(device, free_bytes=min(device.total_bytes, device.free_bytes + freed[device.id])) for device in devices
+    )
+
+
+def _freed(host: Host, taken: Sequence[Plan]) -> Host:
+    if host.available_bytes is None:
+        return host
+    return replace(host, available_bytes=host.available_bytes + sum(made.demand.host_bytes for made in taken))
+
+
+def _worth(made: Plan) -> tuple[int, int, int]:
+    """What must not become less because other models are loaded too; longer contexts are welcome, and no more."""
+    return made.n_gpu_layers, -len(made.cpu_tensors), made.setup.slots
 
 
 def _with_setup(options: EngineOptions, made: Plan) -> EngineOptions:

@@ -95,20 +95,22 @@ class MemoryGuard:
 
     def engine_changed(self, _status: EngineStatus) -> None:
         """Take note that the state of an engine has changed; to be subscribed at all of them."""
-        ready = any(engine.status.state is EngineState.READY for engine in self._engines())
-        if ready and self._watching is None:
+        if self._any_ready and self._watching is None:
             self._watching = self._tasks.spawn(self._watch(), name="watch")
-        elif not ready and self._watching is not None:
+        elif not self._any_ready and self._watching is not None:
             self._watching.cancel()
-            self._watching = None
-            self._become(Pressure(), action="no engine is ready")
+            self._rest()
 
     async def close(self) -> None:
         """Look no more."""
         await self._tasks.cancel()
 
+    @property
+    def _any_ready(self) -> bool:
+        return any(engine.status.state is EngineState.READY for engine in self._engines())
+
     async def _watch(self) -> None:
-        while True:
+        while self._any_ready:
             usages = await asyncio.to_thread(self._measure, [engine.status for engine in self._engines()])
             pressure = felt(self._pressure, usages, now=self._monotonic())
             self._become(pressure, action=self._act(pressure))
@@ -116,6 +118,11 @@ class MemoryGuard:
             busy = any(state.running or state.waiting for state in states)
             short = pressure.state is not PressureState.EASY
             await self._sleep(BUSY_EVERY_S if busy or short else IDLE_EVERY_S)
+        self._rest()
+
+    def _rest(self) -> None:
+        self._watching = None
+        self._become(Pressure(), action="no engine is ready")
 
     def _become(self, pressure: Pressure, *, action: str) -> None:
         before, self._pressure = self._pressure, pressure

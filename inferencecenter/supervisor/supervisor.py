@@ -166,6 +166,11 @@ class Supervisor:
         return not self._stop_asked.is_set() and (self._called or len(self._turns) > 0)
 
     @property
+    def holds_memory(self) -> bool:
+        """Whether there is an engine, or one is about to be started."""
+        return self._state in _HOLDS_MEMORY
+
+    @property
     def busy(self) -> bool:
         """Whether the engine has turns."""
         return self._turns.engine_is_busy
@@ -207,11 +212,16 @@ class Supervisor:
         await self._until(lambda: self._state not in _HOLDS_MEMORY)
         self._makes_way = False
 
-    def recall(self) -> list[EngineTurn]:
-        """Give back the turns that no engine has and that have no tokens yet; they are not here any more."""
-        recalled = self._turns.recall()
+    def recall(self, *, begun: bool = False) -> list[EngineTurn]:
+        """Give back the turns that no engine has, those with tokens only if ``begun``; they are not here any more."""
+        recalled = self._turns.recall(begun=begun)
         self._watch()
         return recalled
+
+    async def retire(self) -> None:
+        """End for good when there are no turns any more."""
+        await self._until(lambda: not self._turns or self._state not in (*_HOLDS_MEMORY, EngineState.ASLEEP))
+        await self.stop()
 
     async def stop(
         self, *, suspend_deadline_s: float = SUSPEND_DEADLINE_S, deadline_s: float = STOP_DEADLINE_S

@@ -78,9 +78,10 @@ class Turns:
         """Give the engine no more turns; those that it has go on."""
         self._held = True
 
-    def recall(self) -> list[EngineTurn]:
-        """Give back the turns that no engine has and that have no tokens yet; they are not kept any more."""
-        recalled = [turn for turn_id, turn in self._turns.items() if turn_id not in self._given and not turn.n_tokens]
+    def recall(self, *, begun: bool) -> list[EngineTurn]:
+        """Give back the turns that no engine has, those with tokens only if ``begun``; they are not kept any more."""
+        waiting = [turn for turn_id, turn in self._turns.items() if turn_id not in self._given]
+        recalled = [turn for turn in waiting if begun or not turn.n_tokens]
         for turn in recalled:
             del self._turns[turn.turn_id]
             self._suspects.forget(turn.turn_id)

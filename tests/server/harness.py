@@ -9,15 +9,18 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, cast
 
+import msgspec
 from websockets.asyncio import client
 from websockets.asyncio.client import ClientConnection
 from websockets.exceptions import ConnectionClosed
 
+from inferencecenter.errors import ErrorCode, InferenceCenterError
 from inferencecenter.hardware.nvml import NO_GPU, Gpu
 from inferencecenter.ipc.messages import Delta, Finished, ModelInfo, Overflowed, Started, pack_tokens
 from inferencecenter.ipc.port import EngineState, EngineStatus
 from inferencecenter.protocol.params import Params
 from inferencecenter.protocol.scopes import Scope
+from inferencecenter.protocol.values import ModelSummary
 from inferencecenter.server.account import Account, StaticClient
 from inferencecenter.server.accounts import Accounts
 from inferencecenter.server.app import create_app
@@ -32,11 +35,12 @@ from tests.sessions.conftest import one_model
 
 if TYPE_CHECKING:
     import ssl
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import AsyncIterator, Callable, Mapping
     from pathlib import Path
 
     from inferencecenter.hardware.nvml import GpuReading
     from inferencecenter.ipc.port import EngineTurn
+    from inferencecenter.protocol.events import Swap
     from inferencecenter.server.audit import Entry
     from inferencecenter.sessions.journal import Journal
     from inferencecenter.sessions.records import Record
@@ -78,13 +82,52 @@ scopes = ["user", "operator"]
 
 
 class StubEngine:
-    """An engine whose turns go on when a test says so."""
+    """An engine whose turns go on when a test says so, and the only model that there is."""
+
+    default = MODEL.name
 
     def __init__(self) -> None:
         self.status = EngineStatus(state=EngineState.READY, model=MODEL)
         self.turns: dict[str, EngineTurn] = {}
         self.submitted = asyncio.Event()
+        self.swaps: list[tuple[str, Callable[[Swap], None]]] = []
+        self.unloaded: list[str] = []
         self._watchers: list[Callable[[EngineStatus], None]] = []
+        self._model_watchers: list[Callable[[str, EngineStatus], None]] = []
+        self._swap_watchers: list[Callable[[ModelInfo], None]] = []
+
+    @property
+    def statuses(self) -> Mapping[str, EngineStatus]:
+        """The one status."""
+        return {self.default: self.status}
+
+    def describe(self) -> tuple[ModelSummary, ...]:
+        """Return the one model."""
+        return (ModelSummary(name=self.default, default=True, state="loaded"),)
+
+    def swap(self, name: str, tell: Callable[[Swap], None]) -> None:
+        """Keep what is asked for; the test tells how it goes on."""
+        if name == "missing":
+            raise InferenceCenterError(ErrorCode.MODEL_NOT_FOUND, field="name")
+        self.swaps.append((name, tell))
+
+    def swapped(self, name: str) -> None:
+        """Make another model the default."""
+        self.default = name
+        for watcher in self._swap_watchers:
+            watcher(msgspec.structs.replace(MODEL, name=name))
+
+    def unload(self, name: str) -> None:
+        """Keep what is asked for."""
+        self.unloaded.append(name)
+
+    def subscribe_models(self, listener: Callable[[str, EngineStatus], None]) -> None:
+        """Tell ``listener`` of every change."""
+        self._model_watchers.append(listener)
+
+    def subscribe_swaps(self, listener: Callable[[ModelInfo], None]) -> None:
+        """Tell ``listener`` of every other default."""
+        self._swap_watchers.append(listener)
 
     def submit(self, turn: EngineTurn) -> int:
         """Take a turn; it waits for ``say``."""
@@ -113,6 +156,8 @@ class StubEngine:
         self.status = status
         for watcher in self._watchers:
             watcher(status)
+        for model_watcher in self._model_watchers:
+            model_watcher(self.default, status)
 
     def begin(self, turn_id: str) -> None:
         """Give a turn its slot."""
@@ -264,7 +309,7 @@ async def running_server(
     chosen = ServerSettings(**{"port": 0, "shutdown_timeout_s": 0, **settings})
     context = Context.create(
         chosen,
-        engine=engine,
+        models=engine,
         sessions=Sessions(
             engines=one_model(engine, MODEL.name),
             config_params=Params(),
@@ -354,7 +399,7 @@ def stub_context() -> Context:
     engine = StubEngine()
     return Context.create(
         ServerSettings(outbox_bytes=2**14),
-        engine=engine,
+        models=engine,
         sessions=Sessions(
             engines=one_model(engine, MODEL.name), config_params=Params(), max_sessions=10, default_ttl_s=None
         ),

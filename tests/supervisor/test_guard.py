@@ -44,15 +44,15 @@ class Bench:
     looks: int = 0
     now: float = 0.0
     metrics: Metrics = field(default_factory=Metrics)
-    listeners: list[Callable[[EngineStatus], None]] = field(default_factory=list)
+    listeners: list[Callable[[str, EngineStatus], None]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.wake = asyncio.Event()
         self.slept = asyncio.Event()
         self.guard = ThermalGuard(
             self.settings,
-            engine=self,  # type: ignore[arg-type]  # of the port it asks for the status only
-            limit=self.sent.append,
+            engines=self,
+            limit=self.limit,
             tell=self.told.append,
             metrics=self.metrics,
             read=self.read,
@@ -60,15 +60,25 @@ class Bench:
             monotonic=lambda: self.now,
         )
 
-    def subscribe(self, listener: Callable[[EngineStatus], None]) -> None:
+    @property
+    def statuses(self) -> dict[str, EngineStatus]:
+        """The one engine there is."""
+        return {"model": self.status}
+
+    def subscribe_models(self, listener: Callable[[str, EngineStatus], None]) -> None:
         """Be the engine's side of a subscription."""
         self.listeners.append(listener)
+
+    def limit(self, limit_for: Callable[[int], Limit]) -> None:
+        """Be told what an engine of so many slots may do."""
+        assert self.status.model is not None
+        self.sent.append(limit_for(self.status.model.slots))
 
     def engine(self, state: EngineState, *, slots: int = SLOTS, running: int = 0) -> None:
         """Let the engine change its state."""
         self.status = EngineStatus(state, model=structs.replace(MODEL, slots=slots), running=running)
         for listener in self.listeners:
-            listener(self.status)
+            listener("model", self.status)
 
     def gpu(self, *temperatures_c: float | None, slowdowns: tuple[str, ...] = ()) -> None:
         """Let there be GPUs so warm."""

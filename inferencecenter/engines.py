@@ -1,0 +1,91 @@
+"""Puts together what plans, starts and lends engines, one for each model, as the settings have it."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Final
+
+from inferencecenter.supervisor.backoff import RestartPolicy
+from inferencecenter.supervisor.corrections import Corrections
+from inferencecenter.supervisor.kv_places import clean_places, kv_places, place_name
+from inferencecenter.supervisor.meter import StepMeter
+from inferencecenter.supervisor.model import Model
+from inferencecenter.supervisor.models import Models
+from inferencecenter.supervisor.options import engine_options
+from inferencecenter.supervisor.planning import Planner
+from inferencecenter.supervisor.supervisor import Supervisor
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Collection
+
+    from inferencecenter.models.registry import ModelSpec, Registry
+    from inferencecenter.settings import Settings
+    from inferencecenter.telemetry.engine_metrics import EngineMetrics
+
+_PLAN_FILE: Final = "plan.json"
+
+
+def make_models(
+    settings: Settings,
+    registry: Registry,
+    *,
+    metrics: EngineMetrics,
+    live_sessions: Callable[[], Collection[str]] | None = None,
+) -> Models:
+    """Return the models, of which none is loaded yet, and delete what was parked for those that there are no more.
+
+    Args:
+        settings: Where things are kept, and what is set about GPUs.
+        registry: The models by name.
+        metrics: Where their steps are counted.
+        live_sessions: Names the sessions whose KV a new engine is to keep; without it all is kept.
+    """
+    clean_places(settings.kv, settings.state_dir, registry.models.values())
+    corrections = Corrections(settings.state_dir / _PLAN_FILE)
+    return Models(
+        registry,
+        make=partial(_model, settings=settings, corrections=corrections, metrics=metrics, live_sessions=live_sessions),
+        max_resident=settings.engine.max_resident,
+    )
+
+
+def _model(  # noqa: PLR0913 - what it is put together from, by name
+    spec: ModelSpec,
+    admit: Callable[[Model], Awaitable[bool]],
+    *,
+    settings: Settings,
+    corrections: Corrections,
+    metrics: EngineMetrics,
+    live_sessions: Callable[[], Collection[str]] | None,
+) -> Model:
+    engine = spec.engine
+    planner = Planner(engine=engine, gpu=settings.gpu, corrections=corrections)
+    places = kv_places(settings.kv, settings.state_dir, spec)
+    meter = StepMeter(metrics, model=spec.name)
+
+    async def may_load() -> bool:
+        return await admit(model)
+
+    supervisor = Supervisor(
+        planner.first(engine_options(spec, places, settings.kv)),
+        policy=RestartPolicy(
+            min_s=engine.restart_backoff_min_s,
+            max_s=engine.restart_backoff_max_s,
+            max_restarts=engine.max_restarts,
+            window_s=engine.restart_window_s,
+        ),
+        max_queue=engine.max_queue,
+        queue_warning=engine.queue_warning,
+        load_timeout_s=engine.load_timeout_s,
+        hang_timeout_s=engine.hang_timeout_s,
+        sleep_after_s=engine.sleep_after_s if engine.sleep_after_s > 0 else None,
+        live_sessions=live_sessions,
+        plan_again=planner.again,
+        admit=may_load,
+        on_step=meter.step,
+        lock_path=settings.state_dir / f"engine-{place_name(spec)}.lock",
+    )
+    supervisor.subscribe(planner.heard)
+    supervisor.subscribe(meter.engine_changed)
+    model = Model(spec, planner, supervisor)
+    return model

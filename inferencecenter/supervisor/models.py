@@ -1,0 +1,330 @@
+"""The models that there are, each with an engine of its own: which are loaded, and which one everybody gets."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any, Final
+
+import structlog
+
+from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.ipc.port import EngineState
+from inferencecenter.models.registry import Registry
+from inferencecenter.protocol.events import Swap
+from inferencecenter.supervisor.kv_places import place_name
+from inferencecenter.supervisor.listeners import Listeners
+from inferencecenter.supervisor.model import Model, fits_beside, summary
+from inferencecenter.supervisor.residency import Residency
+from inferencecenter.tasks import TaskGroup
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Mapping
+
+    from inferencecenter.ipc.messages import Limit, ModelInfo
+    from inferencecenter.ipc.port import EngineStatus
+    from inferencecenter.models.registry import ModelSpec
+    from inferencecenter.protocol.values import ModelSummary
+    from inferencecenter.supervisor.supervisor import Supervisor
+
+_ON_ITS_WAY: Final = (EngineState.STARTING, EngineState.BACKOFF, EngineState.SUSPENDING, EngineState.ASLEEP)
+
+_log = structlog.get_logger(__name__)
+
+
+class Models:
+    """Implements ``ipc.port.EnginesPort``. Of a model that nobody has asked for there is only its entry.
+
+    To those who look at one engine it shows the default's. A swap changes the default when the new model is ready, and
+    not before: turns that the old one has end there, those that wait are submitted again, and a model that cannot be
+    loaded changes nothing.
+
+    Args:
+        registry: The models by name.
+        make: Builds a model from its entry; its supervisor asks the given function before each start.
+        max_resident: Models loaded at once; 0 for as many as fit.
+    """
+
+    def __init__(
+        self,
+        registry: Registry,
+        *,
+        make: Callable[[ModelSpec, Callable[[Model], Awaitable[bool]]], Model],
+        max_resident: int,
+    ) -> None:
+        self._registry = registry
+        self._make = make
+        self._default = registry.default
+        self._models: dict[str, Model] = {}
+        self._started = False
+        self._replaced: list[Model] = []
+        self._residency: Residency[Model] = Residency(
+            max_resident=max_resident, fits=fits_beside, changed=self._news_came
+        )
+        self._listeners = Listeners()
+        self._model_listeners: list[Callable[[str, EngineStatus], None]] = []
+        self._swap_listeners: list[Callable[[ModelInfo], None]] = []
+        self._tasks = TaskGroup("models")
+        self._changing = asyncio.Lock()
+        self._news = asyncio.Event()
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._default}, {sorted(self._models)})"
+
+    # What there is.
+
+    @property
+    def default(self) -> str:
+        """Name of the model of all sessions that name none."""
+        return self._default
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of all models."""
+        return tuple(sorted(self._registry.models))
+
+    @property
+    def status(self) -> EngineStatus:
+        """The default's engine now."""
+        return self._get(self._default).supervisor.status
+
+    @property
+    def statuses(self) -> Mapping[str, EngineStatus]:
+        """The engines of all models that were asked for, by name."""
+        return {name: model.supervisor.status for name, model in self._models.items()}
+
+    @property
+    def supervisors(self) -> tuple[Supervisor, ...]:
+        """All of them, with those that finish what they have."""
+        return tuple(model.supervisor for model in (*self._models.values(), *self._replaced))
+
+    def params_of(self, name: str) -> Mapping[str, Any]:
+        """Return the parameters that a model's entry sets; none for one that is gone."""
+        spec = self._registry.models.get(name)
+        return spec.params if spec else {}
+
+    def engine(self, name: str) -> Supervisor:
+        """Return the engine of a model, loaded or not.
+
+        Raises:
+            InferenceCenterError: ``model_not_found``.
+        """
+        return self._get(name).supervisor
+
+    def describe(self) -> tuple[ModelSummary, ...]:
+        """Return all models, by name."""
+        return tuple(summary(name, self._models.get(name), default=name == self._default) for name in self.names)
+
+    def subscribe(self, listener: Callable[[EngineStatus], None]) -> None:
+        """Call ``listener`` when the state of the default's engine changes, or another model becomes the default."""
+        self._listeners.add(listener)
+
+    def subscribe_models(self, listener: Callable[[str, EngineStatus], None]) -> None:
+        """Call ``listener`` with the name and the status of any model whose engine's state changes."""
+        self._model_listeners.append(listener)
+
+    def subscribe_swaps(self, listener: Callable[[ModelInfo], None]) -> None:
+        """Call ``listener`` with the model that has become the default."""
+        self._swap_listeners.append(listener)
+
+    # What is asked of it.
+
+    def start(self) -> None:
+        """Load the default; to be called once, from the main thread. What was asked for before is begun now."""
+        self._get(self._default)
+        self._started = True
+        for name, model in self._models.items():
+            self._begin(model, asleep=name != self._default)
+
+    async def stop(self) -> None:
+        """End all engines for good."""
+        await self._tasks.cancel()
+        await asyncio.gather(*(supervisor.stop() for supervisor in self.supervisors))
+
+    def want(self, name: str) -> None:
+        """Load a model, if it is not loaded, though no turn asks for it yet.
+
+        Raises:
+            InferenceCenterError: ``model_not_found``, or why it could not be loaded; the next call tries again.
+        """
+        model = self._get(name)
+        failure = model.supervisor.load_failure
+        if failure is not None:
+            self._forget(model)
+            raise failure
+        model.supervisor.wake()
+
+    def release(self, session_id: str) -> None:
+        """Let all engines forget a session's KV."""
+        for supervisor in self.supervisors:
+            supervisor.release(session_id)
+
+    def limit(self, limit_for: Callable[[int], Limit]) -> None:
+        """Tell every ready engine what it may do, which depends on its slots."""
+        for supervisor in self.supervisors:
+            status = supervisor.status
+            if status.state is EngineState.READY and status.model is not None:
+                supervisor.send(limit_for(status.model.slots))
+
+    def swap(self, name: str, tell: Callable[[Swap], None]) -> None:
+        """Load a model and make it the default; ``tell`` hears how far that is.
+
+        Raises:
+            InferenceCenterError: ``model_not_found``, or ``model_loading`` while another swap is going on.
+        """
+        self._registry.get(name)
+        if self._changing.locked():
+            raise InferenceCenterError(
+                ErrorCode.MODEL_LOADING, "another model is being loaded", retry_after_ms=1000, field="name"
+            )
+        self._tasks.spawn(self._swap(name, tell), name="swap")
+
+    def unload(self, name: str) -> None:
+        """Free a model's memory when its turns have ended.
+
+        Raises:
+            InferenceCenterError: ``model_not_found``.
+        """
+        self._registry.get(name)
+        if (model := self._models.get(name)) is not None:
+            self._tasks.spawn(model.supervisor.make_way(patience_s=None), name="unload")
+
+    def apply(self, registry: Registry) -> None:
+        """Go over to other entries: what runs otherwise now is loaded anew, and takes the place of what there was."""
+        self._tasks.spawn(self._apply(registry), name="apply")
+
+    # One after the other.
+
+    async def _swap(self, name: str, tell: Callable[[Swap], None]) -> None:
+        async with self._changing:
+            await self._make_default(name, tell)
+
+    async def _make_default(self, name: str, tell: Callable[[Swap], None]) -> None:
+        model = self._get(name)
+        if model.supervisor.load_failure is not None or model.supervisor.given_up:
+            self._forget(model)
+            model = self._get(name)
+        failure = await self._load(model, tell)
+        if failure is not None:
+            _log.error("swap_failed", model=name, reason=failure, default=self._default)
+            self._forget(model)
+            self._get(self._default).supervisor.wake()
+            tell(Swap(model=name, phase="failed", detail=failure))
+            return
+        old, self._default = self._models.get(self._default), name
+        _log.info("model_changed", model=name, before=old.name if old else "")
+        self._listeners.tell(self.status)
+        if old is not None and old is not model:
+            _send_on(old)
+        tell(Swap(model=name, phase="done", done=1.0))
+        if (loaded := model.supervisor.status.model) is not None:
+            for listener in self._swap_listeners:
+                listener(loaded)
+
+    async def _load(self, model: Model, tell: Callable[[Swap], None]) -> str | None:
+        """Wait until a model is ready; return why it is not going to be."""
+        told: Swap | None = None
+        model.supervisor.wake()
+        while True:
+            status = model.supervisor.status
+            if status.state is EngineState.READY:
+                return None
+            if status.state not in _ON_ITS_WAY:
+                return status.detail or f"its engine is {status.state}"
+            phase = "draining" if self._residency.waits(model) else "loading"
+            now = Swap(model=model.name, phase=phase, done=round(status.load_fraction, 2))
+            if now != told:
+                tell(now)
+                told = now
+            await self._news.wait()
+
+    async def _apply(self, registry: Registry) -> None:
+        async with self._changing:
+            before = self._registry
+            self._registry = Registry(registry.default, {**before.models, **registry.models})
+            for name, spec in registry.models.items():
+                if name in self._models and spec != before.models.get(name):
+                    await self._replace(self._models[name], spec)
+            if registry.default not in (before.default, self._default):
+                await self._make_default(registry.default, lambda _: None)
+            for name in set(before.models) - set(registry.models) - {self._default}:
+                if (model := self._models.pop(name, None)) is not None:
+                    self._retire(model)
+            kept = {self._default: self._registry.models[self._default]}
+            changed = {name: self._registry.models[name] for name in registry.models}
+            self._registry = Registry(registry.default, kept | changed)
+            _log.info("models_applied", models=self.names, default=self._default)
+
+    async def _replace(self, old: Model, spec: ModelSpec) -> None:
+        """Have another engine take the place of a model's; one that cannot be loaded leaves it where it was."""
+        new = self._make(spec, self._residency.admit)
+        same_place = place_name(spec) == place_name(old.spec)
+        if old.holds_memory:
+            if same_place:
+                await old.make_way()
+            self._begin(new, asleep=True)
+            failure = await self._load(new, lambda _: None)
+            if failure is not None:
+                _log.error("model_not_replaced", model=spec.name, reason=failure)
+                self._registry = Registry(self._registry.default, {**self._registry.models, spec.name: old.spec})
+                self._retire(new)
+                old.supervisor.wake()
+                return
+        else:
+            self._begin(new, asleep=True)
+        self._models[spec.name] = new
+        _log.info("model_replaced", model=spec.name)
+        _send_on(old, begun=same_place)
+        self._retire(old)
+        if spec.name == self._default:
+            self._listeners.tell(self.status)
+
+    def _get(self, name: str) -> Model:
+        """Return a model, made now if nobody has asked for it before.
+
+        Raises:
+            InferenceCenterError: ``model_not_found``.
+        """
+        if (model := self._models.get(name)) is None:
+            model = self._models[name] = self._make(self._registry.get(name), self._residency.admit)
+            if self._started:
+                self._begin(model, asleep=True)
+        return model
+
+    def _begin(self, model: Model, *, asleep: bool) -> None:
+        self._residency.add(model)
+        model.supervisor.subscribe(lambda status: self._heard(model, status))
+        model.supervisor.start(asleep=asleep)
+
+    def _heard(self, model: Model, status: EngineStatus) -> None:
+        self._news_came()
+        if self._models.get(model.name) is not model:
+            return
+        for listener in self._model_listeners:
+            listener(model.name, status)
+        if model.name == self._default:
+            self._listeners.tell(status)
+
+    def _news_came(self) -> None:
+        self._news.set()
+        self._news.clear()
+
+    def _forget(self, model: Model) -> None:
+        """Let a model that could not be loaded go; it is made anew when it is asked for again."""
+        if self._models.get(model.name) is model:
+            del self._models[model.name]
+        self._retire(model)
+
+    def _retire(self, model: Model) -> None:
+        self._replaced.append(model)
+        self._tasks.spawn(self._finish(model), name=f"retire {model.name}")
+
+    async def _finish(self, model: Model) -> None:
+        await model.supervisor.retire()
+        self._replaced.remove(model)
+        self._residency.remove(model)
+
+
+def _send_on(model: Model, *, begun: bool = False) -> None:
+    """Have the turns that wait for a model submitted to the one that they should have now."""
+    for turn in model.supervisor.recall(begun=begun):
+        turn.recalled()
