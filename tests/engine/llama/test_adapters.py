@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
 import pytest
 
+from inferencecenter.engine.backend import Chunk
+from inferencecenter.engine.kv.adoption import Adoption
+from inferencecenter.engine.llama.backend import LlamaBackend
 from inferencecenter.engine.llama.context import Context
 from inferencecenter.engine.llama.fingerprint import fingerprint
 from inferencecenter.engine.llama.log import LlamaLog
@@ -17,6 +21,7 @@ from inferencecenter.errors import ErrorCode, InferenceCenterError
 from inferencecenter.ipc.messages import Adapter, Piece
 from tests.engine.llama.conftest import Loaded
 from tests.engine.llama.lora_files import random_tensors, write_adapter
+from tests.engine.parked import open_store
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -122,6 +127,31 @@ def test_saved_kv_belongs_to_an_adapter_and_its_scale(
     assert digests["copy"] == digests["whole"]
     assert digests["none"] == digests["plain"]
     assert len(set(digests.values())) == len(digests) - 2
+
+
+def test_parked_kv_of_one_is_not_found_by_another(options: EngineOptions, adapter: Path, tmp_path: Path) -> None:
+    """An engine takes over what one with the same adapter parked, and deletes it where the adapter counts less."""
+    found = []
+    for scale in (1.0, 1.0, 0.5):
+        adapted = msgspec.structs.replace(options, slots=2, lora=(Adapter(str(adapter), scale),))
+        backend = LlamaBackend.load(adapted, on_progress=lambda _fraction: None, on_log=lambda _level, _line: None)
+        tokens = backend.tokenize([Piece("A long history.")], first=True)
+        store = open_store(backend, tmp_path, adopt=Adoption.ALL)
+        match = store.find("client", tokens)
+        found.append(match.common_tokens if match else 0)
+        if not found[:-1]:
+            backend.decode([Chunk(0, 0, tokens, sample=True)])
+            assert store.park(
+                "session",
+                scope="client",
+                tokens=tokens,
+                size_bytes=backend.state_bytes(0),
+                write=partial(backend.save, 0),
+                durable=True,
+            )
+        store.close()
+        backend.close()
+    assert found == [0, len(tokens), 0]
 
 
 def test_a_file_that_is_gone_before_its_digest_is_named(options: EngineOptions, log: LlamaLog, tmp_path: Path) -> None:
