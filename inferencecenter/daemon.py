@@ -21,11 +21,11 @@ import structlog
 import uvloop
 
 from inferencecenter import __version__
+from inferencecenter.config_params import parse_config_params
 from inferencecenter.engines import make_models
 from inferencecenter.errors import ErrorCode, InferenceCenterError
 from inferencecenter.hardware.nvml import Gpu
 from inferencecenter.models.registry import read_registry
-from inferencecenter.protocol.params import Params, parse_params
 from inferencecenter.reload import Reload, static_clients
 from inferencecenter.reporting import Reporter
 from inferencecenter.server.accounts import Accounts
@@ -57,6 +57,7 @@ if TYPE_CHECKING:
 
     from inferencecenter.ipc.port import EnginesPort, EngineStatus
     from inferencecenter.models.registry import Registry
+    from inferencecenter.protocol.params import Params
     from inferencecenter.sessions.store.recorder import PurgeKind
     from inferencecenter.sessions.totals import Totals, TurnObserver
     from inferencecenter.settings import Settings
@@ -145,20 +146,6 @@ def serve(settings: Settings, *, announce: Callable[[Announcement], None], read_
         with contextlib.suppress(KeyboardInterrupt):
             return uvloop.run(_run(settings, prepared, on_listening=lambda: announce(announcement)))
     return 0
-
-
-def parse_config_params(settings: Settings) -> Params:
-    """Return the configuration's level of parameters.
-
-    Raises:
-        InferenceCenterError: ``invalid_config``.
-    """
-    try:
-        return parse_params(settings.params)
-    except InferenceCenterError as error:
-        raise InferenceCenterError(
-            ErrorCode.INVALID_CONFIG, error.message, hint=error.hint, field=error.field
-        ) from error
 
 
 async def _run(settings: Settings, prepared: _Prepared, *, on_listening: Callable[[], None]) -> int:

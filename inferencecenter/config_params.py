@@ -1,0 +1,25 @@
+"""The configuration's level of parameters."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.protocol.params import Params, parse_params
+
+if TYPE_CHECKING:
+    from inferencecenter.settings import Settings
+
+
+def parse_config_params(settings: Settings) -> Params:
+    """Return the configuration's level of parameters.
+
+    Raises:
+        InferenceCenterError: ``invalid_config``.
+    """
+    try:
+        return parse_params(settings.params)
+    except InferenceCenterError as error:
+        raise InferenceCenterError(
+            ErrorCode.INVALID_CONFIG, error.message, hint=error.hint, field=error.field
+        ) from error
