@@ -14,8 +14,8 @@ from inferencecenter.cli.options import ConfigOption, JsonOption, StateDirOption
 from inferencecenter.cli.output import print_json, stdout
 from inferencecenter.configuration import load_settings
 from inferencecenter.sessions.store.archive import Archive
-from inferencecenter.sessions.store.recorder import day_of
 from inferencecenter.sessions.store.schema import DATABASE_NAME
+from inferencecenter.sessions.store.usage import day_of
 
 if TYPE_CHECKING:
     from inferencecenter.sessions.store.archive import UsageLine

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from datetime import datetime
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 import msgspec
 import structlog
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from inferencecenter.sessions.prompt import Prompt
     from inferencecenter.sessions.stream import EventStream
     from inferencecenter.sessions.turn import Outcome, Turn
+
+_MADE_TO_END: Final = ("aborted", "quota_exceeded")
 
 _log = structlog.get_logger(__name__)
 
@@ -71,6 +73,7 @@ class Answering:
         self._facts = facts
         self._around = around
         self._speechless = False
+        self._allowance = around.allowance_of(facts.client_id, turn.order.token_id)
         # Whose engine has the turn, from its submission on.
         self._serving: Serving | None = None
         turn.trace = trace_turn(around.tracer, facts, turn.order, said_tokens=turn.n_tokens)
@@ -122,13 +125,13 @@ class Answering:
             case Position() if state is TurnState.QUEUED:
                 self._move(event.position)
             case Started() if state is TurnState.QUEUED:
-                turn.start(event, now=self._around.monotonic())
+                self._spend(turn.start(event, now=self._around.monotonic()))
             case Overflowed():
                 self._overflow(event)
             case Finished():
                 self._finish(event)
             case Withdrawn():
-                self._cut_short("aborted")
+                self._cut_short(turn.cut or "aborted")
             case Failed():
                 self._fail(event)
             case _:
@@ -177,19 +180,26 @@ class Answering:
         """Submit the turn, of which nobody has been told.
 
         Raises:
-            InferenceCenterError: See ``prepare``, and what the engine says.
+            InferenceCenterError: See ``prepare`` and ``Allowance.check_turn``, and what the engine says.
         """
+        self._allowance.check_turn()
         self._serving = self._choose()
         self.prepare()
         self.turn.position = self._serving.engine.submit(self)
+        self._allowance.begin_turn()
 
     def begun(self, *, request_id: str | None) -> None:
         """Acknowledge the turn, and write it down."""
         queued = self._stream.queued(self.turn, eta_ms=self._eta_ms(), request_id=request_id)
         self._stream.tell(queued, self._ordered(queued.seq))
 
+    def take_over(self) -> None:
+        """Hand over a turn that an earlier daemon left unfinished."""
+        self._allowance.go_on(self.turn.n_tokens)
+        self.go_on()
+
     def go_on(self) -> None:
-        """Hand over a turn that an earlier daemon left unfinished; if the engine refuses it, what it said is kept."""
+        """Hand over a turn that was submitted before; if the engine refuses it, what it said is kept."""
         try:
             self._serving = self._choose()
             self.turn.position = self._serving.engine.submit(self)
@@ -235,10 +245,17 @@ class Answering:
     # How it goes on.
 
     def _say(self, event: Delta) -> None:
-        now = self._around.monotonic()
+        now, n_tokens = self._around.monotonic(), len(event.tokens) // TOKEN_BYTES
         self.turn.extend(event, now=now)
-        self._around.meter.add(len(event.tokens) // TOKEN_BYTES, now=now)
+        self._around.meter.add(n_tokens, now=now)
         self._stream.say(event)
+        self._spend(n_tokens)
+
+    def _spend(self, n_tokens: int) -> None:
+        """Count tokens that were read or generated; the last of a day's quota ends the turn."""
+        if n_tokens and not self._allowance.use(n_tokens) and self.turn.cut is None:
+            self.turn.out_of_quota = True
+            self._answers.engine.abort(self.turn_id)
 
     def _move(self, position: int) -> None:
         if position != self.turn.position:
@@ -248,7 +265,7 @@ class Answering:
     def _overflow(self, event: Overflowed) -> None:
         """Let the turn go on with a shorter prompt, or end it if it cannot."""
         refusal = None
-        if self.turn.abort_request is None:
+        if self.turn.cut is None:
             try:
                 if self._shift(event):
                     return
@@ -280,18 +297,16 @@ class Answering:
 
     def _end_overflowed(self, event: Overflowed, refusal: InferenceCenterError | None) -> None:
         """End a turn whose context is full: what was said of it stays; one that said nothing fails."""
-        turn = self.turn
-        aborted = turn.abort_request is not None
-        if event.end is None and not turn.n_tokens and not aborted:
+        turn, cut = self.turn, self.turn.cut
+        if event.end is None and not turn.n_tokens and cut is None:
             self._fail(never_began(event, refusal, n_ctx=self._answers.model().n_ctx))
             return
         if event.end is None:
-            self._cut_short("aborted" if aborted else "context_full")
+            self._cut_short(cut or "context_full")
             return
         if event.text:
             self._say(Delta(turn.turn_id, b"", event.text))
-        reason = "aborted" if aborted else event.end.reason
-        warnings = event.end.warnings
+        reason, warnings = cut or event.end.reason, event.end.warnings
         if refusal is not None:
             warnings = (*warnings, f"The context could not be shifted: {refusal.message}")
         self._finish(msgspec.structs.replace(event.end, reason=reason, warnings=warnings))
@@ -311,18 +326,20 @@ class Answering:
         turn = self.turn
         if self._speechless:
             self._cut_short("aborted", f"The answer could not be continued: {failure.message}")
-        elif turn.abort_request is not None:
-            self._cut_short("aborted")
+        elif turn.cut is not None:
+            self._cut_short(turn.cut)
         else:
             turn.change(TurnChange.FAIL)
             outcome = turn.failed(failure, now=self._around.monotonic())
             turn.trace.spent(failure.stages)
             end_trace(turn.trace, outcome, failed=True)
+            self._allowance.end_turn()
             self._asker.turn_failed(turn, failure, outcome)
 
     def _over(self, history: History, outcome: Outcome) -> None:
-        self.turn.change(TurnChange.ABORT if outcome.finish == "aborted" else TurnChange.FINISH)
+        self.turn.change(TurnChange.ABORT if outcome.finish in _MADE_TO_END else TurnChange.FINISH)
         end_trace(self.turn.trace, outcome)
+        self._allowance.end_turn()
         self._asker.turn_ended(self.turn, history, outcome)
 
     def _say_held_back(self) -> None:

@@ -24,6 +24,7 @@ class Client:
     """An account as sessions see it; any number of sockets may act for it.
 
     ``retention_days`` are days after their last use at which its sessions are deleted, ``None`` as the daemon says.
+    ``token_id`` is the token that the socket showed, empty for a key.
     """
 
     client_id: str
@@ -31,6 +32,7 @@ class Client:
     priority: Priority
     scopes: frozenset[str]
     retention_days: float | None = None
+    token_id: str = ""
 
     def allow_priority(self, wanted: Priority | None, *, otherwise: Priority) -> Priority:
         """Return the class to use.

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     from inferencecenter.protocol.params import Params
     from inferencecenter.protocol.values import Mode, OnDisconnect, OnFull, Priority
+    from inferencecenter.sessions.allowance import Allowance
     from inferencecenter.sessions.journal import Journal
     from inferencecenter.sessions.models import Engines, Serving
     from inferencecenter.sessions.totals import TokenMeter, TurnRecord
@@ -31,8 +32,9 @@ class Timer(Protocol):
 class Surroundings:
     """What a session needs of the world. ``clock`` is Unix seconds, ``monotonic`` seconds that only rise.
 
-    ``call_later`` arranges for a call after some seconds, ``admit`` raises while no turn may begin. Of its events a
-    session keeps ``replay_bytes``, while it answers with nobody listening for ``detached_turn_s``.
+    ``call_later`` arranges for a call after some seconds, ``admit`` raises while no turn may begin. ``allowance_of``
+    tells by client and token what there may be of turns and tokens. Of its events a session keeps ``replay_bytes``,
+    while it answers with nobody listening for ``detached_turn_s``.
     """
 
     engines: Engines
@@ -42,6 +44,7 @@ class Surroundings:
     local_time: Callable[[], datetime]
     call_later: Callable[[float, Callable[[], None]], Timer]
     admit: Callable[[], None]
+    allowance_of: Callable[[str, str], Allowance]
     new_id: Callable[[str], str]
     new_seed: Callable[[], int]
     meter: TokenMeter

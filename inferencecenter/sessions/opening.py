@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from inferencecenter.protocol.params import merge, parse_params
 from inferencecenter.protocol.values import ChatMessage
+from inferencecenter.sessions.allowance import check_model, limited
 from inferencecenter.sessions.facts import SessionFacts
 from inferencecenter.sessions.history import History
 from inferencecenter.sessions.records import Gone, Renamed
@@ -31,6 +32,9 @@ def new_facts(client: Client, request: CreateSession, *, durable: bool, around: 
     serving = around.engines.of(request.model)
     model = serving.model()
     overlay = parse_params(request.params or {})
+    limits = around.allowance_of(client.client_id, client.token_id).limits
+    check_model(serving.name, limits)
+    limited(overlay, limits, session=overlay, chosen=())
     priority = client.allow_priority(request.priority, otherwise=client.priority)
     serving.renderer(request.mode)
     return SessionFacts(

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from inferencecenter.protocol.events import End
     from inferencecenter.protocol.params import Params
     from inferencecenter.protocol.requests import Infer
-    from inferencecenter.protocol.values import TranscriptTurn
+    from inferencecenter.protocol.values import TranscriptTurn, Usage
     from inferencecenter.sessions.facts import SessionFacts
     from inferencecenter.sessions.history import History, View
 
@@ -23,7 +23,8 @@ class TurnOrder:
     ``warnings`` are about its parameters, ``rank`` is its class as the engine orders turns. ``submitted_at`` is Unix
     seconds. ``rendered_at`` is the local time that its template was told, in ISO 8601 with offset. ``model`` is the
     model that answers by its name, empty where that was not written down, and ``made_by`` by what its tokens mean.
-    ``view`` is set once its prompt was made shorter: which messages are read since.
+    ``view`` is set once its prompt was made shorter: which messages are read since. ``token_id`` is the token that it
+    counts for, empty for a client that shows a key.
     """
 
     turn_id: str
@@ -36,6 +37,7 @@ class TurnOrder:
     model: str
     made_by: str
     view: View | None = None
+    token_id: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +76,10 @@ class Said:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ended:
-    """A turn is over and its history holds. ``turn_key`` is the client's name for it, ``end`` what it was told."""
+    """A turn is over and its history holds. ``turn_key`` is the client's name for it, ``end`` what it was told.
+
+    Its tokens count for ``token_id``.
+    """
 
     session_id: str
     client_id: str
@@ -84,6 +89,11 @@ class Ended:
     turn: TranscriptTurn
     turn_key: str | None
     end: End
+    token_id: str = ""
+
+    def spent(self) -> Spent:
+        """Return what it counts for."""
+        return Spent(client_id=self.client_id, token_id=self.token_id, at=self.last_used_at, usage=self.turn.usage)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,7 +132,17 @@ class Gone:
     session_id: str
 
 
-Record: TypeAlias = Opened | Ordered | Said | Ended | Dropped | Changed | Renamed | Gone
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spent:
+    """A turn is over, at ``at`` in Unix seconds, of a session of which nothing else may be written down."""
+
+    client_id: str
+    token_id: str
+    at: float
+    usage: Usage
+
+
+Record: TypeAlias = Opened | Ordered | Said | Ended | Dropped | Changed | Renamed | Gone | Spent
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

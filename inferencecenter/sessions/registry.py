@@ -15,6 +15,7 @@ import structlog
 
 from inferencecenter.ipc.port import EngineState
 from inferencecenter.protocol import events, requests
+from inferencecenter.sessions.allowance import unlimited
 from inferencecenter.sessions.facts import Surroundings
 from inferencecenter.sessions.journal import Unwritten
 from inferencecenter.sessions.ledger import Ledger
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from inferencecenter.ipc.port import EnginesPort
     from inferencecenter.protocol.base import Request
     from inferencecenter.protocol.params import Params
+    from inferencecenter.sessions.allowance import Allowance
     from inferencecenter.sessions.client import Client, EventSink
     from inferencecenter.sessions.facts import Timer
     from inferencecenter.sessions.journal import Journal
@@ -80,6 +82,7 @@ class Sessions:
         observer: Hears of each turn that ended.
         tracer: Traces turns; none to trace nothing.
         admit: Raises while no turn may begin; those that have begun go on.
+        allowance_of: What there may be of turns and tokens, by client and token.
         clock: Unix seconds.
         monotonic: Seconds that only rise.
         local_time: Time of day that chat templates may ask for.
@@ -105,6 +108,7 @@ class Sessions:
         observer: TurnObserver | None = None,
         tracer: Tracer | None = None,
         admit: Callable[[], None] = _admit,
+        allowance_of: Callable[[str, str], Allowance] = unlimited,
         clock: Callable[[], float] = time.time,
         monotonic: Callable[[], float] = time.monotonic,
         local_time: Callable[[], datetime] = _local_time,
@@ -123,6 +127,7 @@ class Sessions:
             local_time=local_time,
             call_later=call_later,
             admit=admit,
+            allowance_of=allowance_of,
             new_id=self._new_id,
             new_seed=lambda: int.from_bytes(random_bytes(4), "little") >> 1,
             meter=self._tally.meter,
@@ -246,7 +251,7 @@ class Sessions:
         session = self._roster.own(client, request.session_id)
         overlay = turn_params(request)
         priority = client.allow_priority(request.priority, otherwise=session.facts.priority)
-        session.infer(request, overlay=overlay, priority=priority, sink=sink)
+        session.infer(request, overlay=overlay, priority=priority, token_id=client.token_id, sink=sink)
 
     def abort(self, client: Client, request: requests.Abort) -> None:
         """Ask for the end of a session's running turn; its ``end`` answers the request.

@@ -135,7 +135,7 @@ class Session:
         facts, history, turns = self.facts, self._history, self._ledger.all_turns
         self._stream.write(Opened(facts=facts, history=history, turns=turns, last_used_at=self._last_used_at))
 
-    def infer(self, request: Infer, *, overlay: Params, priority: Priority, sink: EventSink) -> None:
+    def infer(self, request: Infer, *, overlay: Params, priority: Priority, token_id: str, sink: EventSink) -> None:
         """Start a turn, or attach to the turn that has the request's ``turn_key`` already.
 
         A turn of that key which runs is acknowledged again; of one that has ended, ``end`` is sent again with its own
@@ -145,6 +145,7 @@ class Session:
             request: What to say.
             overlay: The turn's own parameters.
             priority: The turn's class.
+            token_id: The token that it counts for, empty for a key.
             sink: Who asks; the session's events go there from now on.
 
         Raises:
@@ -163,7 +164,7 @@ class Session:
             self._audience.attach(sink)
             self._stream.again(ended, request_id=request.id)
         else:
-            self._begin(request, overlay=overlay, priority=priority, sink=sink)
+            self._begin(request, overlay=overlay, priority=priority, token_id=token_id, sink=sink)
 
     def resume(self, request: ResumeSession, sink: EventSink) -> None:
         """Send the session's events to ``sink`` from now on, those first that it has missed.
@@ -241,7 +242,7 @@ class Session:
         """Have the engine continue the turn that an earlier daemon left unfinished, if there is one."""
         if (answering := self._answering) is not None:
             self._go_unheard()
-            answering.go_on()
+            answering.take_over()
 
     def detach(self) -> None:
         """Go on without a socket; a turn that runs for long then keeps only its text."""
@@ -268,8 +269,11 @@ class Session:
             turn=listed,
             turn_key=turn.turn_key,
             end=end,
+            token_id=turn.order.token_id,
         )
         self._stream.tell(end, record)
+        if not self.facts.store and self._around.journal.fault is None:
+            self._around.journal.write(record.spent(), flush=False)
         self._around.turn_ended(outcome.record(self.facts, turn.turn_id, model=turn.order.model))
 
     def turn_failed(self, turn: Turn, failure: Failed, outcome: Outcome) -> None:
@@ -287,12 +291,13 @@ class Session:
 
     # How it changes.
 
-    def _begin(self, request: Infer, *, overlay: Params, priority: Priority, sink: EventSink) -> None:
+    def _begin(self, request: Infer, *, overlay: Params, priority: Priority, token_id: str, sink: EventSink) -> None:
         around, facts = self._around, self.facts
         around.check_writable(store=facts.store)
         around.admit()
         self._history.check_room(messages_of(request), max_chars=around.max_transcript_chars)
-        order = new_order(request, overlay, rank=PRIORITY_RANK[priority], facts=facts, around=around)
+        rank = PRIORITY_RANK[priority]
+        order = new_order(request, overlay, rank=rank, token_id=token_id, facts=facts, around=around)
         now = around.monotonic()
         answering = self._answer(Turn(order, since=now, now=now))
         try:

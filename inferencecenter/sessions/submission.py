@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from inferencecenter.errors import ErrorCode, InferenceCenterError
 from inferencecenter.ipc.messages import Failed, Submit
 from inferencecenter.protocol.params import Params, encode, merge, parse_params
+from inferencecenter.sessions.allowance import check_model, limited
 from inferencecenter.sessions.records import TurnOrder
 
 if TYPE_CHECKING:
@@ -33,16 +34,22 @@ def turn_params(request: Infer) -> Params:
     return merge(params, Params(n_probs=request.n_probs))
 
 
-def new_order(request: Infer, overlay: Params, *, rank: int, facts: SessionFacts, around: Surroundings) -> TurnOrder:
-    """Return what it takes to run a turn that is asked for now.
+def new_order(  # noqa: PLR0913 - keyword-only
+    request: Infer, overlay: Params, *, rank: int, token_id: str, facts: SessionFacts, around: Surroundings
+) -> TurnOrder:
+    """Return what it takes to run a turn that is asked for now, within the limits of the token.
 
     Raises:
-        InferenceCenterError: ``invalid_request`` for parameters that exclude each other, ``model_loading``,
-            ``engine_unavailable`` or ``model_not_found``.
+        InferenceCenterError: ``invalid_request`` for parameters that exclude each other or ask for too much,
+            ``model_loading``, ``engine_unavailable``, ``model_not_found`` or ``forbidden``.
     """
     serving = around.engines.of(facts.chosen_model)
     made_by = serving.made_by()
-    params = merge(around.engines.params(facts, serving.name), overlay)
+    below = around.engines.params(facts, serving.name)
+    limits = around.allowance_of(facts.client_id, token_id).limits
+    check_model(serving.name, limits)
+    overlay = limited(overlay, limits, session=below, chosen=facts.chosen)
+    params = merge(below, overlay)
     warnings = facts.warnings(params, chosen=facts.chosen | overlay.model_fields_set)
     if params.seed is None:
         params = params.model_copy(update={"seed": around.new_seed()})
@@ -56,6 +63,7 @@ def new_order(request: Infer, overlay: Params, *, rank: int, facts: SessionFacts
         rendered_at=around.local_time().isoformat(),
         model=serving.name,
         made_by=made_by,
+        token_id=token_id,
     )
 
 

@@ -68,6 +68,7 @@ class Turn:
         self.prompt: Prompt | None = None
         self.position = 0
         self.abort_request: Abort | None = None
+        self.out_of_quota = False
         self.trace: TurnTrace = Untraced()
         self._state = TurnState.QUEUED
         self._measured_here = said is not None
@@ -128,6 +129,13 @@ class Turn:
         """The frame that the turn's terminal event answers, if one asked for its end."""
         return self.abort_request.id if self.abort_request else None
 
+    @property
+    def cut(self) -> str | None:
+        """The ``finish_reason`` of a turn that was made to end, by a client or because a quota is used up."""
+        if self.abort_request is not None:
+            return "aborted"
+        return "quota_exceeded" if self.out_of_quota else None
+
     def change(self, change: TurnChange) -> None:
         """Go to the next state.
 
@@ -136,17 +144,24 @@ class Turn:
         """
         self._state = TURN.after(self._state, change)
 
-    def start(self, event: Started, *, now: float) -> None:
-        """Take note that the turn has a slot, and of which tokens its prompt consists."""
+    def start(self, event: Started, *, now: float) -> int:
+        """Take note that the turn has a slot, and of which tokens its prompt consists.
+
+        Returns:
+            Tokens of it that have to be read; none for a prompt that was read before, and is only read again.
+        """
         self.change(TurnChange.START)
         self._leave_queue(now)
         self._held_back = ""
         self._prompt_tokens = event.tokens
         self.trace.spent(event.stages)
-        if not self._prompt_counted:
-            self._prompt_counted = True
-            self._n_prompt_tokens += len(event.tokens) // TOKEN_BYTES
-            self._cached_tokens += event.cached_tokens
+        if self._prompt_counted:
+            return 0
+        n_tokens = len(event.tokens) // TOKEN_BYTES
+        self._prompt_counted = True
+        self._n_prompt_tokens += n_tokens
+        self._cached_tokens += event.cached_tokens
+        return n_tokens - event.cached_tokens
 
     def shift(self, event: Overflowed, *, now: float) -> None:
         """Take note that the turn waits for a slot again, with a shorter prompt."""
@@ -203,9 +218,10 @@ class Turn:
     def reported(self, end: Finished, *, now: float) -> Outcome:
         """Return how the turn ended as the engine says, which knows of it since it was submitted last."""
         warnings = (*self.order.warnings, *end.warnings)
+        finish = self.cut if self.cut is not None and end.reason == "aborted" else end.reason
         if self._measured_here:
             stats = self._measured(now=now, preempted=self._preempted + end.preempted)
-            return Outcome(end.reason, stats, stop=end.stop, warnings=warnings)
+            return Outcome(finish, stats, stop=end.stop, warnings=warnings)
         stats = TurnStats(
             ttft_ms=round(end.ttft_ms, 2),
             total_ms=round(end.total_ms, 2),
@@ -216,7 +232,7 @@ class Turn:
             queue_ms=round(end.queue_ms, 2),
             preempted=end.preempted,
         )
-        return Outcome(end.reason, stats, stop=end.stop, warnings=warnings)
+        return Outcome(finish, stats, stop=end.stop, warnings=warnings)
 
     def cut_short(self, finish: str, *, now: float, warnings: tuple[str, ...] = ()) -> Outcome:
         """Return how the turn ended of which the engine tells no end: it is not waited for, or lacks the turn."""

@@ -267,7 +267,7 @@ def test_a_session_that_makes_no_sense_is_told(cli: Cli, kept: Path) -> None:
 def test_usage_is_shown_by_client_and_day(cli: Cli, kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the last days, of one client or all."""
     with contextlib.closing(sqlite3.connect(kept / DATABASE_NAME, isolation_level=None)) as database:
-        database.execute("INSERT INTO usage VALUES ('ada', '2026-11-16', 5, 50, 0, 500)")
+        database.execute("INSERT INTO usage VALUES ('ada', 'aabb', '2026-11-16', 5, 50, 0, 500)")
     monkeypatch.setattr(time, "time", lambda: 1_795_000_000.0)
     lines = _json(cli, "usage", "--days", "3", "--json")
     assert [(line["day"], line["client_id"], line["turns"]) for line in lines] == [

@@ -29,6 +29,7 @@ from inferencecenter.sessions.records import (
     Ordered,
     Renamed,
     Said,
+    Spent,
     Unfinished,
 )
 from tests.sessions.conftest import make_model, packed
@@ -195,7 +196,7 @@ def kept(records: Iterable[Record]) -> list[Kept]:
             )
         elif isinstance(record, Gone):
             del sessions[record.session_id]
-        else:
+        elif not isinstance(record, Spent):
             sessions[record.session_id] = _after(sessions[record.session_id], record)
     return list(sessions.values())
 

@@ -23,6 +23,7 @@ from inferencecenter.sessions.records import (
     Ordered,
     Renamed,
     Said,
+    Spent,
 )
 from tests.sessions.conftest import FakeJournal, World, packed
 
@@ -80,7 +81,9 @@ def test_each_number_is_written_with_its_event(world: World) -> None:
     world.engine.fail()
     world.append(session_id, ("user", "x"))
     world.rewind(session_id, "start")
-    written = [record.seq for record in journal(world).records if not isinstance(record, Opened | Renamed | Gone)]
+    written = [
+        record.seq for record in journal(world).records if not isinstance(record, Opened | Renamed | Gone | Spent)
+    ]
     told = [event.seq for event in world.sink.events if isinstance(event, SessionEvent | Error)]
     assert written == told == [1, 2, 3, 4, 5, 6, 7, 8]
     assert kinds(world)[-3:] == ["Dropped", "Changed", "Changed"]

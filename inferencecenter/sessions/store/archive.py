@@ -40,7 +40,7 @@ class SessionLine:
 
 @dataclass(frozen=True, slots=True)
 class UsageLine:
-    """What a client had on a day in UTC, as 2026-11-21."""
+    """What a client had on a day in UTC, as 2026-11-21; one of its tokens, where ``token_id`` is set."""
 
     client_id: str
     day: str
@@ -48,6 +48,12 @@ class UsageLine:
     prompt_tokens: int
     cached_tokens: int
     completion_tokens: int
+    token_id: str | None = None
+
+    @property
+    def counted_tokens(self) -> int:
+        """Tokens that limits count: those of prompts that had to be read, and those generated."""
+        return self.prompt_tokens - self.cached_tokens + self.completion_tokens
 
 
 class Archive:
@@ -101,8 +107,18 @@ class Archive:
     def usage(self, client_id: str | None = None, *, since: str = "") -> list[UsageLine]:
         """Return what a client, or each, had from a day on, the latest day last."""
         rows = self._database.execute(
-            "SELECT client_id, day, turns, prompt_tokens, cached_tokens, completion_tokens FROM usage"
-            " WHERE (?1 IS NULL OR client_id = ?1) AND day >= ?2 ORDER BY day, client_id",
+            "SELECT client_id, day, sum(turns), sum(prompt_tokens), sum(cached_tokens), sum(completion_tokens)"
+            " FROM usage WHERE (?1 IS NULL OR client_id = ?1) AND day >= ?2"
+            " GROUP BY day, client_id ORDER BY day, client_id",
+            (client_id, since),
+        )
+        return [UsageLine(*row) for row in rows]
+
+    def usage_by_token(self, client_id: str | None = None, *, since: str = "") -> list[UsageLine]:
+        """Return the same for each token; API keys, and what is older than this count, have the empty one."""
+        rows = self._database.execute(
+            "SELECT client_id, day, turns, prompt_tokens, cached_tokens, completion_tokens, token_id FROM usage"
+            " WHERE (?1 IS NULL OR client_id = ?1) AND day >= ?2 ORDER BY day, client_id, token_id",
             (client_id, since),
         )
         return [UsageLine(*row) for row in rows]

@@ -40,7 +40,7 @@ _TURNS: Final = (
 )
 _ORDER: Final = (
     "SELECT turn_id, request, params, rank, warnings, submitted_at, rendered_at, made_by, view_kept, view_resumes_at,"
-    " model FROM orders WHERE session = ?"
+    " model, token_id FROM orders WHERE session = ?"
 )
 
 _log = structlog.get_logger(__name__)

@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import sqlite3
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
 from functools import cache
 from itertools import groupby
 from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
-from inferencecenter.sessions.records import Changed, Dropped, Ended, Gone, Opened, Ordered, Record, Renamed, Said
-from inferencecenter.sessions.store import rows
+from inferencecenter.sessions.records import (
+    Changed,
+    Dropped,
+    Ended,
+    Gone,
+    Opened,
+    Ordered,
+    Record,
+    Renamed,
+    Said,
+    Spent,
+)
+from inferencecenter.sessions.store import rows, usage
 from inferencecenter.sessions.store.difference import Written, difference, turns_difference
 from inferencecenter.sqlite_file import transaction
 
@@ -184,12 +194,13 @@ class Recorder:
             case Renamed():
                 row = self._find(entry.session_id).row
                 self._database.execute("UPDATE sessions SET epoch = ? WHERE id = ?", (entry.epoch, row))
-            case Gone():
-                self._forget(Purge("session", entry.session_id))
-            case Purge():
+            case Spent():
+                usage.count(self._database, entry)
+            case Gone() | Purge():
                 self._forget(entry)
 
-    def _forget(self, purge: Purge) -> None:
+    def _forget(self, entry: Gone | Purge) -> None:
+        purge = entry if isinstance(entry, Purge) else Purge("session", entry.session_id)
         self._staged.update(dict.fromkeys(delete(self._database, purge)))
 
     def _find(self, session_id: str) -> Known:
@@ -227,7 +238,7 @@ class Recorder:
             self._forget_turn(known.row)
         self._touch(known.row, record)
         self._database.execute(
-            "INSERT OR REPLACE INTO orders VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            "INSERT OR REPLACE INTO orders VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
             (known.row, *rows.order_row(record.order)),
         )
         self._staged[record.session_id] = replace(known, turn_id=turn_id)
@@ -240,17 +251,7 @@ class Recorder:
         written = self._write_history(row, known.written, record.history)
         ending = rows.ending_column(record.end) if record.turn_key is not None else None
         self._database.execute(_INSERT_TURN, (row, written.next_turn, *rows.turn_row(turn), record.turn_key, ending))
-        usage = turn.usage
-        self._database.execute(
-            "INSERT INTO usage VALUES (?, ?, 1, ?, ?, ?) ON CONFLICT DO UPDATE SET turns = turns + 1,"
-            " prompt_tokens = prompt_tokens + excluded.prompt_tokens,"
-            " cached_tokens = cached_tokens + excluded.cached_tokens,"
-            " completion_tokens = completion_tokens + excluded.completion_tokens",
-            (
-                *(record.client_id, day_of(record.last_used_at)),
-                *(usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens),
-            ),
-        )
+        usage.count(self._database, record.spent())
         self._staged[record.session_id] = Known(row, replace(written, turns=(*written.turns, turn)))
 
     def _drop(self, record: Dropped) -> None:
@@ -326,11 +327,6 @@ def delete(database: sqlite3.Connection, purge: Purge) -> list[str]:
     if purge.kind == "client":
         database.execute("DELETE FROM usage WHERE client_id = ?", (purge.name,))
     return [session_id for _, session_id in found]
-
-
-def day_of(at: float) -> str:
-    """Return the day of a time in Unix seconds, in UTC, as 2026-11-21."""
-    return datetime.fromtimestamp(at, UTC).date().isoformat()
 
 
 @cache

@@ -133,7 +133,7 @@ def mark_of(row: Row) -> TurnMark:
 
 
 def order_row(order: TurnOrder) -> Row:
-    """Return the columns from ``turn_id`` to ``model``."""
+    """Return the columns from ``turn_id`` to ``token_id``."""
     view = order.view
     return (
         order.turn_id,
@@ -147,12 +147,14 @@ def order_row(order: TurnOrder) -> Row:
         None if view is None else view.kept,
         None if view is None else view.resumes_at,
         order.model,
+        order.token_id,
     )
 
 
 def order_of(row: Row) -> TurnOrder:
     """Return the order in the columns of ``order_row``."""
-    turn_id, request, params, rank, warnings, submitted_at, rendered_at, made_by, kept, resumes_at, model = row
+    *begin, made_by, kept, resumes_at, model, token_id = row
+    turn_id, request, params, rank, warnings, submitted_at, rendered_at = begin
     return TurnOrder(
         turn_id=turn_id,
         request=Infer.model_validate_json(request),
@@ -164,6 +166,7 @@ def order_of(row: Row) -> TurnOrder:
         model=model,
         made_by=made_by,
         view=None if kept is None else View(kept, resumes_at),
+        token_id=token_id,
     )
 
 

@@ -131,4 +131,24 @@ MIGRATIONS: Final[Steps] = (
         # The name of the model that answers, empty where it was not written down.
         "ALTER TABLE orders ADD COLUMN model TEXT NOT NULL DEFAULT ''",
     ),
+    (
+        # The token that a turn counts for, empty for an API key.
+        "ALTER TABLE orders ADD COLUMN token_id TEXT NOT NULL DEFAULT ''",
+        "ALTER TABLE usage RENAME TO usage_before",
+        """
+        CREATE TABLE usage (
+            client_id TEXT NOT NULL,
+            token_id TEXT NOT NULL,
+            day TEXT NOT NULL,
+            turns INTEGER NOT NULL,
+            prompt_tokens INTEGER NOT NULL,
+            cached_tokens INTEGER NOT NULL,
+            completion_tokens INTEGER NOT NULL,
+            PRIMARY KEY (client_id, token_id, day)
+        ) STRICT, WITHOUT ROWID
+        """,
+        "INSERT INTO usage SELECT client_id, '', day, turns, prompt_tokens, cached_tokens, completion_tokens"
+        " FROM usage_before",
+        "DROP TABLE usage_before",
+    ),
 )

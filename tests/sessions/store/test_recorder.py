@@ -294,8 +294,8 @@ def test_usage_is_counted_by_client_and_day(database: sqlite3.Connection, record
     next_day = ended(turn=make_turn("t_3"), last_used_at=CLOCK + 86_400)
     recorder.commit([opened(), *turns, next_day], durable=True)
     assert database.execute("SELECT * FROM usage ORDER BY day").fetchall() == [
-        ("ada", "2026-11-18", 2, 14, 4, 10),
-        ("ada", "2026-11-19", 1, 7, 2, 4),
+        ("ada", "", "2026-11-18", 2, 14, 4, 10),
+        ("ada", "", "2026-11-19", 1, 7, 2, 4),
     ]
 
 

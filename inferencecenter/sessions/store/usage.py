@@ -1,0 +1,31 @@
+"""What turns took, added up by client, token and day."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import sqlite3
+
+    from inferencecenter.sessions.records import Spent
+
+
+def count(database: sqlite3.Connection, record: Spent) -> None:
+    """Count a turn that is over."""
+    tokens = record.usage
+    database.execute(
+        "INSERT INTO usage VALUES (?, ?, ?, 1, ?, ?, ?) ON CONFLICT DO UPDATE SET turns = turns + 1,"
+        " prompt_tokens = prompt_tokens + excluded.prompt_tokens,"
+        " cached_tokens = cached_tokens + excluded.cached_tokens,"
+        " completion_tokens = completion_tokens + excluded.completion_tokens",
+        (
+            *(record.client_id, record.token_id, day_of(record.at)),
+            *(tokens.prompt_tokens, tokens.cached_tokens, tokens.completion_tokens),
+        ),
+    )
+
+
+def day_of(at: float) -> str:
+    """Return the day of a time in Unix seconds, in UTC, as 2026-11-21."""
+    return datetime.fromtimestamp(at, UTC).date().isoformat()
