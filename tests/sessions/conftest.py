@@ -112,6 +112,13 @@ class FakeEngine:
                 del self.turns[turn_id]
                 turn.hear(Failed(turn_id=turn_id, code=error.code.value, message=error.message))
 
+    def recall(self) -> None:
+        """Give back the turns that have no tokens yet, as when sessions have another default."""
+        for turn_id, turn in tuple(self.turns.items()):
+            if not turn.n_tokens:
+                del self.turns[turn_id]
+                turn.recalled()
+
     def abort(self, turn_id: str) -> None:
         """Take note."""
         self.aborted.append(turn_id)
@@ -329,6 +336,7 @@ class World:
     shared_prompts: tuple[str, ...] = ()
     drawn: int = 0
     wall: Callable[[], float] | None = None
+    refusal: InferenceCenterError | None = None
 
     def __post_init__(self) -> None:
         self.sessions = self.reopen()
@@ -347,6 +355,7 @@ class World:
             max_transcript_chars=self.max_transcript_chars,
             shared_prompts=self.shared_prompts,
             observer=self,
+            admit=self._admit,
             clock=self.wall or (lambda: self.now),
             monotonic=lambda: self.now,
             local_time=lambda: datetime.fromtimestamp(self.now, tz=UTC),
@@ -370,6 +379,17 @@ class World:
         assert isinstance(engine, FakeEngine)
         return engine
 
+    def add_model(self, name: str, *, loaded: bool = True, **changes: Any) -> FakeEngine:
+        """Have another model, and return its engine."""
+        model = make_model(name=name, **changes) if loaded else None
+        status = EngineStatus(state=EngineState.READY if loaded else EngineState.ASLEEP, model=model)
+        engine = self.engines.engines[name] = FakeEngine(status=status)
+        return engine
+
+    def _admit(self) -> None:
+        if self.refusal is not None:
+            raise self.refusal
+
     def turn_ended(self, record: TurnRecord) -> None:
         """Keep the record."""
         self.records.append(record)
@@ -387,10 +407,14 @@ class World:
         )
 
     def turn(self, session_id: str, prompt: str, answer: str, **fields: Any) -> str:
+        """Run a turn to its end on the default model, and return its id."""
+        return self.turn_on(self.engine, session_id, prompt, answer, **fields)
+
+    def turn_on(self, engine: FakeEngine, session_id: str, prompt: str, answer: str, **fields: Any) -> str:
         """Run a turn to its end, and return its id."""
         self.infer(session_id, prompt, **fields)
-        self.engine.answer(answer)
-        return self.engine.last.turn_id
+        engine.answer(answer)
+        return engine.last.turn_id
 
     def append(self, session_id: str, *messages: tuple[Any, str]) -> None:
         """Add messages, each a role and what is said."""

@@ -1,0 +1,126 @@
+"""Unfinished turns that a daemon with other models, or another default, takes over."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import pytest
+
+from inferencecenter.ipc.port import EngineState, EngineStatus
+from inferencecenter.sessions.records import Dropped, Ended, Ordered
+from tests.sessions.conftest import FakeEngine, FakeEngines, FakeJournal, FakeSink, World, make_model, packed
+from tests.sessions.oracle import kept
+
+if TYPE_CHECKING:
+    from inferencecenter.ipc.messages import ModelInfo
+
+BRACKETS = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]"
+TOY = make_model()
+LARGE = make_model(name="large", chat_template=BRACKETS, n_ctx=4096, n_vocab=512)
+
+
+def orders(world: World) -> list[str]:
+    """The models of all orders that were written down."""
+    assert world.journal is not None
+    return [record.order.model for record in world.journal.of(Ordered)]
+
+
+def restart(world: World, *models: ModelInfo, default: str) -> None:
+    """Let a daemon begin with these models, none of them loaded yet, and with what the last one wrote."""
+    assert world.journal is not None
+    records = tuple(world.journal.records)
+    world.journal, world.sink = FakeJournal(records=list(records)), FakeSink()
+    engines = {model.name: FakeEngine(status=EngineStatus(EngineState.ASLEEP)) for model in models}
+    world.engines = FakeEngines(engines=dict(engines), default=default)
+    world.reopen().restore(kept(records), clean=True)
+    for model in models:
+        engines[model.name].ready(model)
+
+
+def unfinished(world: World, *, said: str, model: str | None = None) -> str:
+    """A session whose last turn, on ``toy``, has ``said`` something."""
+    session_id = world.create(model=model)
+    world.turn(session_id, "Hi", "Hello")
+    world.infer(session_id, "Go on")
+    if said:
+        world.engine.start()
+        world.engine.generate(said)
+    return session_id
+
+
+def test_a_begun_turn_goes_on_with_the_model_that_began_it(world: World) -> None:
+    """Though the next daemon has another default."""
+    session_id = unfinished(world, said="ab")
+    tokens = world.engine.last.tokens
+    restart(world, TOY, LARGE, default="large")
+    toy, large = world.engine_of("toy"), world.engine_of("large")
+    assert (toy.last.answer, toy.last.tokens, large.submitted) == (packed("ab"), tokens, [])
+    toy.answer("cd")
+    assert world.transcript(session_id)[-1] == ("assistant", "abcd")
+    assert world.get(session_id).model == "large"
+
+
+@pytest.mark.parametrize(
+    "models",
+    [(LARGE,), (LARGE, make_model(chat_template=BRACKETS))],
+    ids=["gone", "another file"],
+)
+def test_a_begun_turn_whose_model_is_gone_keeps_what_it_said(world: World, models: tuple[ModelInfo, ...]) -> None:
+    """It ends as aborted with the reason, and the session goes on with the default."""
+    session_id = unfinished(world, said="ab")
+    restart(world, *models, default="large")
+    assert world.journal is not None
+    end = world.journal.of(Ended)[-1].end
+    assert (end.finish_reason, world.transcript(session_id)[-1]) == ("aborted", ("assistant", "ab"))
+    assert "could not be continued" in end.warnings[-1]
+    world.infer(session_id, "Next")
+    assert world.engine.last_text.endswith("[assistant]ab[user]Next[assistant]")
+
+
+def test_a_turn_that_had_not_begun_goes_to_the_model_of_now(world: World) -> None:
+    """The default, or the one that the session has named; it is written down as that one's."""
+    going, staying = unfinished(world, said=""), unfinished(world, said="", model="toy")
+    restart(world, TOY, LARGE, default="large")
+    toy, large = world.engine_of("toy"), world.engine_of("large")
+    assert [turn.session_id for turn in large.submitted] == [going]
+    assert [turn.session_id for turn in toy.submitted] == [staying]
+    assert large.last_text == "[user]Hi[assistant]Hello[user]Go on[assistant]"
+    assert orders(world)[-1] == "large"
+
+
+def test_a_turn_that_had_not_begun_fails_where_its_model_is_gone(world: World) -> None:
+    """Its session stays and can be read."""
+    session_id = unfinished(world, said="", model="toy")
+    restart(world, LARGE, default="large")
+    assert world.get(session_id).state == "idle"
+    assert world.transcript(session_id)[-1] == ("assistant", "Hello")
+    assert world.journal is not None
+    assert len(world.journal.of(Dropped)) == 1
+    assert [record.finish for record in world.records][-1] == "model_not_found"
+
+
+@pytest.mark.parametrize("said", ["", "ab"])
+def test_a_turn_of_an_older_daemon_is_the_defaults(world: World, said: str) -> None:
+    """There was one model, and nobody wrote down its name."""
+    session_id = unfinished(world, said=said)
+    assert world.journal is not None
+    world.journal.records = [
+        replace(record, order=replace(record.order, model="")) if isinstance(record, Ordered) else record
+        for record in world.journal.records
+    ]
+    first = world.engine.last
+    restart(world, TOY, LARGE, default="toy")
+    again = world.engine.last
+    assert (again.tokens, again.pieces, again.params_json) == (first.tokens, first.pieces, first.params_json)
+    assert orders(world)[-1] == "toy"
+    world.engine.answer("cd")
+    assert world.transcript(session_id)[-1] == ("assistant", said + "cd")
+    assert [record.model for record in world.records][-1] == "toy"
+
+
+def test_what_a_session_chose_is_kept(world: World) -> None:
+    """A daemon with another default finds who goes with that and who does not."""
+    going, staying = world.create(), world.create(model="toy")
+    restart(world, TOY, LARGE, default="large")
+    assert [world.get(session_id).model for session_id in (going, staying)] == ["large", "toy"]

@@ -1,0 +1,471 @@
+"""Another model takes over: turns that have begun end where they are, all else goes on with the new one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.ipc.messages import unpack_tokens
+from inferencecenter.ipc.port import EngineState, EngineStatus
+from inferencecenter.protocol import events, requests
+from inferencecenter.protocol.params import Params, decode
+from inferencecenter.protocol.requests import START
+from inferencecenter.sessions.client import Client
+from inferencecenter.sessions.records import Dropped, Ordered
+from inferencecenter.sessions.registry import Sessions
+from tests.sessions.conftest import FakeEngine, FakeEngines, FakeSink, World, make_model, packed
+from tests.sessions.oracle import Oracle, script
+
+if TYPE_CHECKING:
+    pass
+
+BRACKETS = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]"
+ADA = Client("ada", 4, "normal", frozenset({"user"}))
+TOY = make_model()
+LARGE = make_model(name="large", chat_template=BRACKETS, n_ctx=4096, n_vocab=512)
+
+
+@pytest.fixture
+def toy(world: World) -> FakeEngine:
+    """The engine of the model that is the default at first."""
+    return world.engine
+
+
+@pytest.fixture
+def large(world: World) -> FakeEngine:
+    """Another model, with another template and more room."""
+    return world.add_model("large", chat_template=BRACKETS, n_ctx=4096, n_vocab=512)
+
+
+def swap(world: World, name: str = "large") -> None:
+    """Give the sessions another default, and recall what the one before has not begun."""
+    before, world.engines.default = world.engine, name
+    before.recall()
+
+
+def spelled(tokens: bytes) -> str:
+    """The text of packed tokens, one a character."""
+    return "".join(map(chr, unpack_tokens(tokens)))
+
+
+def orders(world: World) -> list[tuple[str, int]]:
+    """The models and numbers of all orders that were written down."""
+    assert world.journal is not None
+    return [(record.order.model, record.seq) for record in world.journal.of(Ordered)]
+
+
+# Between turns.
+
+
+def test_a_session_goes_on_from_its_messages(world: World, toy: FakeEngine, large: FakeEngine) -> None:
+    """The new model's template writes all of them, its tokens go on from there, and so it is on the way back."""
+    session_id = world.create(system="Be kind.")
+    world.turn(session_id, "I am Ada.", "Hello Ada.")
+    swap(world)
+    world.infer(session_id, "Who am I?")
+    assert (large.last.tokens, large.last_text) == (
+        b"",
+        "[system]Be kind.[user]I am Ada.[assistant]Hello Ada.[user]Who am I?[assistant]",
+    )
+    large.start()
+    large.generate("Ada.")
+    large.finish("length", kept="Ada.", end_text="")
+    world.infer(session_id, "Sure?")
+    assert spelled(large.last.tokens).endswith("[user]Who am I?[assistant]Ada.")
+    assert large.last_text == "[user]Sure?[assistant]"
+    large.answer("Yes.")
+    swap(world, "toy")
+    world.infer(session_id, "Bye")
+    assert toy.last.tokens == b""
+    assert toy.last_text.count("<|im_start|>") == 9
+    for said in ("I am Ada.", "Hello Ada.", "Who am I?", "Ada.", "Sure?", "Yes.", "Bye"):
+        assert said in toy.last_text
+
+
+def test_forgotten_messages_stay_forgotten(world: World, large: FakeEngine) -> None:
+    """A context that was full is not filled again by a model with more room, but the transcript has everything."""
+    world.engine.status = EngineStatus(EngineState.READY, model=make_model(n_ctx=400))
+    session_id = world.create(system="Be kind.")
+    for number in (1, 2, 3):
+        world.turn(session_id, f"question {number}", f"answer {number}")
+    world.infer(session_id, "question 4")
+    world.engine.start()
+    world.engine.overflow(400)
+    world.engine.answer("answer 4")
+    dropped = world.get(session_id).dropped_messages
+    assert dropped > 0
+    swap(world)
+    world.infer(session_id, "question 5")
+    assert "question 1" not in large.last_text
+    assert (world.get(session_id).dropped_messages, len(world.transcript(session_id))) == (dropped, 9)
+
+
+def test_forks_and_rewinds_across_a_swap(world: World, large: FakeEngine) -> None:
+    """A fork is of the model of now and has its parameters; turns of the other can be gone back to."""
+    large.status = EngineStatus(
+        EngineState.READY,
+        model=make_model(
+            name="large", chat_template=BRACKETS, n_ctx=4096, sampling_defaults_json=b'{"temperature": 0.9}'
+        ),
+    )
+    session_id = world.create(params={"top_k": 7})
+    first = world.turn(session_id, "one", "eins")
+    world.turn(session_id, "two", "zwei")
+    swap(world)
+    request = requests.ForkSession(op="fork_session", session_id=session_id, turn=first)
+    created = world.sessions.fork(world.client, request, world.sink)
+    assert (created.model, created.n_ctx) == ("large", 4096)
+    assert (created.params["temperature"], created.params["top_k"]) == (0.9, 7)
+    world.infer(created.session_id, "drei?")
+    assert large.last_text == "[user]one[assistant]eins[user]drei?[assistant]"
+    world.rewind(session_id, first)
+    world.turn(session_id, "drei?", "drei")
+    assert large.last_text == "[user]one[assistant]eins[user]drei?[assistant]"
+    world.rewind(session_id, START)
+    world.infer(session_id, "one")
+    assert large.last_text == "[user]one[assistant]"
+    swap(world, "toy")
+    assert world.get(created.session_id).params["temperature"] == Params().temperature
+
+
+def test_a_fork_keeps_the_choice_of_its_parent(world: World, large: FakeEngine) -> None:
+    """One that named its model stays with it, one that named none goes with the default."""
+    pinned, going = world.create(model="toy"), world.create()
+    children = world.fork(pinned), world.fork(going)
+    swap(world)
+    assert [world.get(child).model for child in children] == ["toy", "large"]
+    assert large.submitted == []
+
+
+def test_who_comes_back_after_a_swap_misses_nothing(world: World, toy: FakeEngine, large: FakeEngine) -> None:
+    """Numbers go on, also over an answer of the one and the next of the other."""
+    session_id = world.create()
+    world.infer(session_id, "one")
+    toy.start()
+    toy.generate("ei")
+    swap(world)
+    toy.generate("ns")
+    toy.finish(kept="eins")
+    world.turn_on(large, session_id, "two", "zwei")
+    sink = FakeSink()
+    world.resume(session_id, sink, epoch=world.get(session_id).epoch, last_seq=1)
+    assert sink.events[0].resumed is True  # type: ignore[attr-defined]
+    assert [event.op for event in sink.events[1:]] == ["token", "end", "queued", "token", "end"]
+    assert sink.text == "einszwei"
+
+
+# In the middle of a turn.
+
+
+def test_a_turn_that_has_begun_ends_on_its_model(world: World, toy: FakeEngine, large: FakeEngine) -> None:
+    """Nobody is cut: its answer becomes history, and the next turn reads it with the new model."""
+    session_id = world.create()
+    world.infer(session_id, "Hi")
+    toy.start()
+    toy.generate("Hel")
+    swap(world)
+    assert large.submitted == []
+    toy.generate("lo")
+    toy.finish(kept="Hello")
+    assert (world.sink.text, world.sink.last.finish_reason) == ("Hello", "stop")
+    assert [record.model for record in world.records] == ["toy"]
+    world.infer(session_id, "And?")
+    assert large.last_text == "[user]Hi[assistant]Hello[user]And?[assistant]"
+
+
+def test_an_abort_goes_to_whoever_has_the_turn(world: World, toy: FakeEngine, large: FakeEngine) -> None:
+    """So does one by closing the session."""
+    aborted, closed = world.create(), world.create()
+    for session_id in (aborted, closed):
+        world.infer(session_id)
+        toy.start()
+        toy.generate("Hel")
+    turns = list(toy.turns)
+    swap(world)
+    world.abort(aborted)
+    world.close(closed)
+    assert (toy.aborted, large.aborted) == (turns, [])
+
+
+def test_a_full_context_is_shifted_where_the_turn_is(world: World, toy: FakeEngine, large: FakeEngine) -> None:
+    """Its room is that of its own model, and its shorter prompt goes there."""
+    toy.status = EngineStatus(EngineState.READY, model=make_model(n_ctx=400))
+    session_id = world.create()
+    for number in (1, 2, 3):
+        world.turn(session_id, f"question {number}", f"answer {number}")
+    world.infer(session_id, "question 4")
+    toy.start()
+    toy.generate("ab")
+    swap(world)
+    toy.overflow(400, said="ab")
+    assert "context_shifted" in world.sink.ops
+    assert (toy.last.answer, large.submitted) == (packed("ab"), [])
+    toy.answer("cd")
+    assert world.transcript(session_id)[-1] == ("assistant", "abcd")
+
+
+def test_a_begun_turn_goes_on_with_its_own_model_after_a_loss(world: World, toy: FakeEngine, large: FakeEngine) -> None:
+    """Whatever the default is by then."""
+    session_id = world.create()
+    world.infer(session_id)
+    toy.start()
+    toy.generate("Hel")
+    toy.lose()
+    swap(world)
+    toy.ready()
+    assert (toy.last.answer, large.submitted) == (packed("Hel"), [])
+    toy.start()
+    toy.finish(kept="Hel")
+    assert world.sink.last.finish_reason == "stop"
+
+
+def test_another_file_under_the_same_name(world: World) -> None:
+    """Turns that have begun end on the engine that has them, whatever takes its name; the next one goes to that."""
+    session_id = world.create()
+    world.infer(session_id, "Hi")
+    old, new = world.engine, FakeEngine()
+    new.status = EngineStatus(EngineState.READY, model=make_model(chat_template=BRACKETS))
+    old.start()
+    old.generate("Hel")
+    world.engine = new
+    old.recall()
+    world.abort(session_id)
+    assert (old.aborted, new.aborted) == ([old.last.turn_id], [])
+    old.finish("aborted", kept="Hel", end_text="")
+    world.infer(session_id, "And?")
+    assert new.last_text == "[user]Hi[assistant]Hel[user]And?[assistant]"
+
+
+# Before it has begun.
+
+
+def waiting(world: World, **fields: Any) -> str:
+    """A session with a turn behind it, and one that waits for an engine."""
+    session_id = world.create(**{"params": {"top_k": 7}, **fields})
+    world.turn(session_id, "Hi", "Hello")
+    world.engine.status = replace(world.engine.status, state=EngineState.BACKOFF)
+    world.infer(session_id, "Go on", params={"temperature": 0.5})
+    return session_id
+
+
+def test_a_turn_that_waits_goes_to_the_new_model(world: World, toy: FakeEngine, large: FakeEngine) -> None:
+    """It is written anew, told where it stands there, and written down before that is told."""
+    session_id = waiting(world)
+    n_events = len(world.sink.events)
+    large.position = 3
+    swap(world)
+    assert (large.last.tokens, large.last_text) == (b"", "[user]Hi[assistant]Hello[user]Go on[assistant]")
+    (queued,) = world.sink.events[n_events:]
+    assert isinstance(queued, events.Queued)
+    assert (queued.turn_id, queued.position, queued.id) == (large.last.turn_id, 3, None)
+    assert orders(world)[-1] == ("large", queued.seq)
+    assert not toy.turns
+    world.abort(session_id)
+    assert (toy.aborted, large.aborted) == ([], [large.last.turn_id])
+    large.answer("There.")
+    assert [record.model for record in world.records] == ["toy", "large"]
+    assert world.transcript(session_id)[-1] == ("assistant", "There.")
+
+
+def test_a_turn_that_is_recalled_has_the_new_models_parameters(world: World, toy: FakeEngine) -> None:
+    """What the session and the turn chose stays, also what the old model recommended likewise; its seed too."""
+    recommended = b'{"temperature": 0.5, "min_p": 0.1, "top_p": 0.8}'
+    toy.status = EngineStatus(EngineState.READY, model=make_model(sampling_defaults_json=recommended))
+    large = world.add_model("large", sampling_defaults_json=b'{"temperature": 0.9, "typical_p": 0.6}')
+    waiting(world)
+    toy.ready()
+    seed = decode(toy.last.params_json).seed
+    swap(world)
+    params = decode(large.last.params_json).model_dump(exclude_unset=True)
+    assert params == {"temperature": 0.5, "typical_p": 0.6, "top_k": 7, "seed": seed}
+
+
+def test_a_turn_whose_prompt_is_being_read_is_recalled_too(world: World, toy: FakeEngine, large: FakeEngine) -> None:
+    """It has said nothing yet; its times count from the question, its prompt once."""
+    session_id = world.create()
+    world.infer(session_id, "Hi")
+    world.now += 2
+    toy.start()
+    world.now += 1
+    swap(world)
+    world.now += 3
+    large.start()
+    large.generate("Hello")
+    large.finish(kept="Hello")
+    end = world.sink.last
+    assert (end.stats.queue_ms, end.stats.total_ms) == (5000.0, 6000.0)
+    assert world.transcript(session_id) == [("user", "Hi"), ("assistant", "Hello")]
+
+
+def test_who_named_a_model_is_recalled_to_it(world: World, toy: FakeEngine, large: FakeEngine) -> None:
+    """The turn waits on where it was."""
+    waiting(world, model="toy")
+    swap(world)
+    assert (len(toy.turns), large.turns) == (1, {})
+    toy.ready()
+    assert "Go on" in toy.last_text
+
+
+def test_a_recalled_turn_that_is_refused_fails(world: World, large: FakeEngine) -> None:
+    """With the reason, and its session is as before."""
+    session_id = waiting(world)
+    large.refusal = InferenceCenterError(ErrorCode.QUEUE_FULL, "too many")
+    swap(world)
+    assert (world.sink.last.op, world.sink.last.code) == ("error", "queue_full")
+    assert world.get(session_id).state == "idle"
+    assert world.transcript(session_id)[-1] == ("assistant", "Hello")
+    assert world.journal is not None
+    assert len(world.journal.of(Dropped)) == 1
+
+
+def test_a_turn_is_recalled_to_a_model_that_still_loads(world: World, large: FakeEngine) -> None:
+    """It waits there, and is written when the model is known."""
+    waiting(world)
+    large.status = EngineStatus(EngineState.STARTING)
+    swap(world)
+    assert world.sink.last.op == "queued"
+    assert large.submitted == []
+    large.ready(make_model(name="large", chat_template=BRACKETS))
+    assert large.last_text.endswith("[user]Go on[assistant]")
+    assert [model for model, _ in orders(world)][-2:] == ["toy", "large"]
+
+
+def test_a_turn_that_is_over_is_not_recalled(world: World, toy: FakeEngine, large: FakeEngine) -> None:
+    """Whoever recalls it late changes nothing."""
+    session_id = world.create()
+    world.infer(session_id)
+    turn = toy.turns[toy.last.turn_id]
+    toy.answer("Hello")
+    world.engines.default = "large"
+    turn.recalled()
+    assert (world.sink.last.op, large.submitted) == ("end", [])
+
+
+def test_an_engine_that_asks_is_given_what_it_can_read(world: World, toy: FakeEngine, large: FakeEngine) -> None:
+    """Until a turn is recalled it is written for the model whose engine has it."""
+    waiting(world)
+    world.engines.default = "large"
+    toy.ready()
+    assert "<|im_start|>user\nGo on" in toy.last_text
+    assert large.submitted == []
+
+
+# Whatever happens.
+
+
+class Recallable(Oracle):
+    """An oracle that gives back what it has not begun."""
+
+    def recall(self) -> None:
+        """Give back all turns without tokens."""
+        turns = {**self.waiting, **{turn_id: running.turn for turn_id, running in self.running.items()}}
+        for turn_id, turn in turns.items():
+            if not turn.n_tokens:
+                self.waiting.pop(turn_id, None)
+                self.running.pop(turn_id, None)
+                turn.recalled()
+
+
+class Conversation:
+    """One session on two models, of which one is the default."""
+
+    def __init__(self, *, pinned: bool) -> None:
+        self.oracles = {
+            model.name: Recallable(status=EngineStatus(EngineState.READY, model=model)) for model in (TOY, LARGE)
+        }
+        self.engines = FakeEngines(engines=dict(self.oracles), default="toy")
+        self.sessions = Sessions(engines=self.engines, config_params=Params(), max_sessions=9, default_ttl_s=None)
+        self.sink = FakeSink()
+        request = requests.CreateSession(op="create_session", model="toy" if pinned else None)
+        self.session_id = self.sessions.create(ADA, request, self.sink).session_id
+        self.asked: list[str] = []
+        self.aborted: set[int] = set()
+
+    @property
+    def session(self) -> events.Session:
+        """The session as clients are told of it."""
+        return self.sessions.get(ADA, requests.GetSession(op="get_session", session_id=self.session_id))
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a question is not answered yet."""
+        return self.session.state == "busy"
+
+    def ask(self) -> None:
+        """Ask the next question, if the last one is answered."""
+        if not self.is_busy:
+            self.asked.append(f"question {len(self.asked)}")
+            request = requests.Infer(op="infer", session_id=self.session_id, prompt=self.asked[-1])
+            self.sessions.infer(ADA, request, self.sink)
+
+    def work(self) -> None:
+        """Let both engines make a step."""
+        for oracle in self.oracles.values():
+            oracle.step()
+
+    def swap(self) -> None:
+        """Make the other model the default."""
+        before = self.oracles[self.engines.default]
+        self.engines.default = "large" if self.engines.default == "toy" else "toy"
+        before.recall()
+
+    def lose(self) -> None:
+        """Let the default's engine die."""
+        self.oracles[self.engines.default].lose()
+
+    def ready(self) -> None:
+        """Start what was lost again."""
+        for oracle in self.oracles.values():
+            if oracle.status.state is not EngineState.READY:
+                oracle.ready()
+
+    def abort(self) -> None:
+        """Ask for the end of the answer, once."""
+        if self.is_busy and len(self.asked) not in self.aborted:
+            self.aborted.add(len(self.asked))
+            self.sessions.abort(ADA, requests.Abort(op="abort", session_id=self.session_id))
+
+    def finish(self) -> None:
+        """Let everything come to its end."""
+        self.ready()
+        for oracle in self.oracles.values():
+            oracle.run()
+
+    def check(self) -> None:
+        """Every question stands there, with what a model says to a prompt that spells all that came before."""
+        contents = [message.content for message in self.session.transcript]
+        assert contents[::2] == self.asked
+        for turn in self.session.turns:
+            prompts = [
+                oracle.prompts[turn.turn_id] for oracle in self.oracles.values() if turn.turn_id in oracle.prompts
+            ]
+            answer = contents[turn.messages - 1]
+            if turn.finish_reason == "stop":
+                assert answer in [script(prompt) for prompt in prompts]
+            elif answer:
+                assert any(script(prompt).startswith(answer) for prompt in prompts)
+            for prompt in prompts:
+                place = 0
+                for content in contents[: turn.messages - 1]:
+                    place = prompt.index(content, place) + len(content)
+
+
+@given(
+    steps=st.lists(st.sampled_from(["ask", "work", "swap", "lose", "ready", "abort"]), max_size=40),
+    pinned=st.booleans(),
+)
+def test_swaps_change_no_word_and_lose_no_turn(steps: list[str], pinned: bool) -> None:
+    """Each turn ends once, and says what its model says to a prompt in which all that was said before stands."""
+    conversation = Conversation(pinned=pinned)
+    for step in steps:
+        getattr(conversation, step)()
+    conversation.finish()
+    assert not conversation.is_busy
+    assert conversation.sink.ops.count("end") == len(conversation.asked) == len(conversation.session.turns)
+    assert "error" not in conversation.sink.ops
+    conversation.check()
