@@ -19,13 +19,20 @@ if TYPE_CHECKING:
 class Chunk:
     """Consecutive tokens of one slot in a batch: ``tokens[i]`` sits at position ``start + i``.
 
-    ``sample`` asks for the logits of the last token.
+    ``sample`` asks for the logits of the last token. Its last ``drafts`` tokens are guesses, of which each is to be
+    compared with what is sampled before it: then ``sample`` asks for the logits of the token before them and of theirs.
     """
 
     slot: int
     start: int
     tokens: Sequence[int]
     sample: bool
+    drafts: int = 0
+
+    @property
+    def n_sampled(self) -> int:
+        """How many of its tokens have logits."""
+        return 1 + self.drafts if self.sample else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +55,7 @@ class TurnSampler(Protocol):
     """The sampler chain of one turn; different turns' samplers run at once on different threads."""
 
     def sample(self, row: int) -> Sampled:
-        """Sample and accept a token from the last decode; ``row`` counts its chunks with ``sample`` set."""
+        """Sample and accept a token from the last decode; ``row`` counts its tokens with logits."""
 
     def close(self) -> None:
         """Free the chain."""
@@ -123,6 +130,8 @@ class Backend(Protocol):
 
     def decode(self, chunks: Sequence[Chunk]) -> None:
         """Decode chunks sorted by ascending slot, at most one a slot.
+
+        All tokens with logits must fit one batch.
 
         Raises:
             DecodeError: Some slots' KV is lost; the others are as before.

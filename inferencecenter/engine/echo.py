@@ -51,7 +51,8 @@ class EchoBackend:
 
     def __init__(self, options: EngineOptions, *, sleep: Callable[[float], None] = time.sleep) -> None:
         self._held: list[list[int]] = [[] for _ in range(options.slots)]
-        self._rows: list[int] = []
+        # Of each token with logits its slot, and how many tokens the slot held up to it.
+        self._rows: list[tuple[int, int]] = []
         self._delay_s = options.echo_delay_ms / 1000
         self._sleep = sleep
         n_ctx = options.n_ctx or _DEFAULT_CONTEXT_TOKENS
@@ -197,7 +198,11 @@ class EchoBackend:
             self._sleep(self._delay_s)
         for chunk in chunks:
             self._held[chunk.slot] += chunk.tokens
-        self._rows = [chunk.slot for chunk in chunks if chunk.sample]
+        self._rows = [
+            (chunk.slot, len(self._held[chunk.slot]) - left)
+            for chunk in chunks
+            for left in range(chunk.n_sampled - 1, -1, -1)
+        ]
 
     def sampler(self, params: Params, prompt: Sequence[int], answer: Sequence[int] = ()) -> EchoSampler:
         """Return the sampler that spells the answer to ``prompt``, of which ``answer`` has been spelled already.
@@ -215,8 +220,9 @@ class EchoBackend:
         return EchoSampler(self, params, prompt, answer)
 
     def row(self, row: int) -> tuple[int, ...]:
-        """Return the tokens in KV under a row of the last decode."""
-        return self.held(self._rows[row])
+        """Return the tokens in KV up to a row of the last decode."""
+        slot, n_tokens = self._rows[row]
+        return tuple(self._held[slot][:n_tokens])
 
     def close(self) -> None:
         """Forget all tokens."""

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from inferencecenter.engine.backend import DecodeError
 from inferencecenter.engine.moves import Mover
+from inferencecenter.engine.row_sampling import RowSampling
 from inferencecenter.engine.scheduler.plan import Outcome
 from inferencecenter.errors import ErrorCode, InferenceCenterError
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from inferencecenter.engine.backend import Backend, TurnSampler
     from inferencecenter.engine.kv.store import KvStore
     from inferencecenter.engine.outputs import Lapse, TurnOutput
+    from inferencecenter.engine.row_sampling import Sample
     from inferencecenter.engine.scheduler.plan import Admission, Park, Pass, Plan, Row
     from inferencecenter.ipc.messages import MoveTime, TurnEvent
 
@@ -29,6 +30,8 @@ class _Results:
     events: list[TurnEvent] = field(default_factory=list)
     decoded: dict[str, int] = field(default_factory=dict)
     sampled: dict[str, int] = field(default_factory=dict)
+    accepted: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    drafted: int = 0
     emptied: set[str] = field(default_factory=set)
     wiped: set[int] = field(default_factory=set)
     ended: set[str] = field(default_factory=set)
@@ -49,6 +52,8 @@ class _Results:
         return Outcome(
             decoded=self.decoded,
             sampled=self.sampled,
+            accepted=self.accepted,
+            drafted=self.drafted,
             emptied=frozenset(self.emptied),
             wiped=frozenset(self.wiped),
             ended=frozenset(self.ended),
@@ -60,15 +65,6 @@ class _Results:
             move_times=self.move_times,
             n_parked=self.n_parked,
         )
-
-
-@dataclass(frozen=True, slots=True)
-class _Sample:
-    """What a row's turn made of its logits; no ``token`` when sampling failed."""
-
-    turn_id: str
-    token: int | None
-    events: tuple[TurnEvent, ...]
 
 
 class Executor:
@@ -101,8 +97,6 @@ class Executor:
     ) -> None:
         self._backend = backend
         self._mover = Mover(backend, kv, clock=clock, progressed=progressed, on_log=on_log)
-        self._pool = pool
-        self._workers = workers
         self._clock = clock
         self._interrupted = interrupted
         self._progressed = progressed
@@ -111,6 +105,9 @@ class Executor:
         # Traced turns that were preempted and have not come back.
         self._away: set[str] = set()
         self._samplers: dict[str, TurnSampler] = {}
+        self._sampling = RowSampling(
+            self._outputs, self._samplers, pool=pool, workers=workers, clock=clock, on_log=on_log
+        )
 
     def __len__(self) -> int:
         return len(self._outputs)
@@ -222,18 +219,38 @@ class Executor:
             return
         for row in rows:
             results.decoded[row.turn_id] = results.decoded.get(row.turn_id, 0) + len(row.chunk.tokens)
-        for sample in self._sample([row.turn_id for row in rows if row.chunk.sample]):
-            results.events += sample.events
-            if sample.token is not None:
-                results.sampled[sample.turn_id] = sample.token
-            if self._outputs[sample.turn_id].ended:
-                results.ended.add(sample.turn_id)
+        for sample in self._sampling.run([row for row in rows if row.chunk.sample]):
+            self._take(sample, results)
         took_s = self._clock() - began_s
         if each.prefill:
             results.prefill_tokens += sum(len(row.chunk.tokens) for row in rows)
             results.prefill_s += took_s
         else:
             results.decode_s += took_s
+
+    def _take(self, sample: Sample, results: _Results) -> None:
+        turn_id, drafts = sample.row.turn_id, sample.row.chunk.drafts
+        results.events += sample.events
+        if sample.token is not None:
+            results.sampled[turn_id] = sample.token
+        if self._outputs[turn_id].ended:
+            results.ended.add(turn_id)
+        if drafts:
+            results.drafted += drafts
+            results.accepted[turn_id] = sample.accepted
+            self._cut(sample.row, drafts - len(sample.accepted), results)
+
+    def _cut(self, row: Row, n_tokens: int, results: _Results) -> None:
+        """Take the last drafts of a row, of which nothing came, out of the KV again."""
+        if not n_tokens:
+            return
+        turn_id, chunk = row.turn_id, row.chunk
+        results.decoded[turn_id] -= n_tokens
+        if self._backend.truncate(chunk.slot, chunk.start + len(chunk.tokens) - n_tokens):
+            return
+        self._on_log("error", f"slot {chunk.slot} could not be cut and is empty now")
+        del results.decoded[turn_id]
+        (results.lost if turn_id in results.ended else results.emptied).add(turn_id)
 
     def _decode_failed(self, rows: Sequence[Row], error: DecodeError, results: _Results) -> None:
         """Fail the turns whose KV is lost; the others did not move and try again with the next step."""
@@ -253,39 +270,6 @@ class Executor:
         results.events.append(self._outputs[turn_id].fail(failure, now=self._clock()))
         results.ended.add(turn_id)
         results.lost.add(turn_id)
-
-    def _sample(self, turn_ids: Sequence[str]) -> list[_Sample]:
-        """Sample all rows of the last decode, the caller's thread and the pool's taking the next row in turn."""
-        rows = deque(enumerate(turn_ids))
-        samples: dict[int, _Sample] = {}
-
-        def work() -> None:
-            while rows:
-                try:
-                    row, turn_id = rows.popleft()
-                except IndexError:  # another thread took the last one
-                    return
-                samples[row] = self._sample_row(row, turn_id)
-
-        others = [self._pool.submit(work) for _ in range(min(self._workers, len(rows)) - 1)]
-        work()
-        for other in others:
-            # One that has not begun sits behind a long tokenization, and all rows are taken: do not wait for it.
-            if not other.cancel():
-                other.result()
-        return [samples[row] for row in range(len(turn_ids))]
-
-    def _sample_row(self, row: int, turn_id: str) -> _Sample:
-        output = self._outputs[turn_id]
-        try:
-            sampled = self._samplers[turn_id].sample(row)
-            return _Sample(turn_id, sampled.token, output.push(sampled, now=self._clock()))
-        except InferenceCenterError as error:
-            return _Sample(turn_id, None, (output.fail(error, now=self._clock()),))
-        except Exception as error:  # noqa: BLE001 - a border: one turn's sampler or stop pattern must not end the others
-            self._on_log("error", f"sampling failed: {error!r}")
-            failure = InferenceCenterError(ErrorCode.INTERNAL, "The next token could not be sampled.")
-            return _Sample(turn_id, None, (output.fail(failure, now=self._clock()),))
 
     def _drop(self, turn_id: str) -> None:
         del self._outputs[turn_id]

@@ -18,6 +18,7 @@ from inferencecenter.engine.scheduler.limits import Limits
 from inferencecenter.engine.scheduler.plan import Restore
 from inferencecenter.engine.scheduler.request import Request
 from inferencecenter.engine.scheduler.scheduler import Scheduler
+from inferencecenter.engine.speculation import draft_tokens
 from inferencecenter.errors import ErrorCode, InferenceCenterError
 from inferencecenter.ipc.messages import (
     Abort,
@@ -90,6 +91,7 @@ class EngineLoop:
             can_rewind=backend.can_rewind,
             quantum_tokens=options.quantum_tokens,
             ageing_s=options.ageing_s,
+            draft_tokens=draft_tokens(options, backend, on_log=self._on_log),
         )
         self._executor = Executor(
             backend,

@@ -77,6 +77,19 @@ def test_ignore_eos_goes_round() -> None:
     assert answer(echo(), list(b"ab"), 5, ignore_eos=True) == list(b"ababa")
 
 
+def test_each_draft_has_its_own_row() -> None:
+    """A sampler reads the token before the drafts, and behind each of them what follows it."""
+    backend = echo()
+    sampler = backend.sampler(Params(), list(b"abc"))
+    backend.decode([Chunk(0, 0, list(b"abc"), sample=True), Chunk(1, 0, [9], sample=True)])
+    assert sampler.sample(0).token == ord("a")
+    backend.decode([Chunk(0, 3, list(b"abx"), sample=True, drafts=2), Chunk(1, 1, [9], sample=True)])
+    assert [sampler.sample(0).token, sampler.sample(1).token] == list(b"bc")
+    assert backend.row(3) == (9, 9)
+    with pytest.raises(ValueError, match="not the turn's"):
+        sampler.sample(2)
+
+
 def test_logprobs_are_certain() -> None:
     """The one token has probability 1."""
     backend = echo()

@@ -104,6 +104,7 @@ class WatchedSampler(EchoSampler):
         self.closed = False
         self.threads: list[int] = []
         self.barrier: threading.Barrier | None = None
+        self.fails_at = 0
 
     def sample(self, row: int) -> Sampled:
         """Sample, or raise."""
@@ -112,6 +113,8 @@ class WatchedSampler(EchoSampler):
             self.barrier.wait(timeout=5)
         if self.error is not None:
             raise self.error
+        if len(self.threads) - 1 == self.fails_at > 0:
+            raise RuntimeError("broken sampler")
         return super().sample(row)
 
     def close(self) -> None:
@@ -590,3 +593,105 @@ def test_moves_and_passes_are_progress(bench: Bench) -> None:
     assert bench.progress == 2
     bench.executor.run(Plan(moves=(Truncation(1, 0, None), Truncation(2, 0, None))))
     assert bench.progress == 4
+
+
+def drafted(turn_id: str, slot: int, start: int, text: bytes) -> Row:
+    """Return a decode row with a token and its drafts."""
+    return Row(turn_id, Chunk(slot, start, list(text), sample=True, drafts=len(text) - 1))
+
+
+def decode_drafts(bench: Bench, *rows: Row) -> tuple[Outcome, tuple[TurnEvent, ...]]:
+    """Decode rows, whose turns all say hello."""
+    return bench.executor.run(Plan(passes=(Pass(rows, prefill=False),)))
+
+
+@pytest.mark.parametrize(
+    ("text", "accepted", "token"),
+    [(b"h", b"", b"e"), (b"hx", b"", b"e"), (b"hel", b"el", b"l"), (b"helxo", b"el", b"l"), (b"hexlo", b"e", b"l")],
+)
+def test_drafts_are_accepted_up_to_the_first_that_is_wrong(
+    bench: Bench, text: bytes, accepted: bytes, token: bytes
+) -> None:
+    """What is behind it leaves the KV again, and all that was said is told at once."""
+    bench.add("t")
+    bench.start("t")
+    outcome, (delta,) = decode_drafts(bench, drafted("t", 0, 5, text))
+    assert outcome.sampled == {"t": token[0]}
+    assert bytes(outcome.accepted.get("t", ())) == accepted
+    assert (outcome.drafted, outcome.decoded) == (len(text) - 1, {"t": 1 + len(accepted)})
+    assert bench.backend.held(0) == (*PROMPT, *text[:1], *accepted)
+    assert isinstance(delta, Delta)
+    assert (unpack_tokens(delta.tokens), delta.text) == ([*accepted, *token], (accepted + token).decode())
+
+
+def test_rows_with_and_without_drafts_are_sampled_together(bench: Bench) -> None:
+    """Each turn reads its own logits."""
+    for turn_id in ("a", "b", "c"):
+        bench.add(turn_id, n_probs=1)
+    bench.start("a", "b", "c")
+    rows = (drafted("a", 0, 5, b"hel"), drafted("b", 1, 5, b"h"), drafted("c", 2, 5, b"hxx"))
+    outcome, events = decode_drafts(bench, *rows)
+    assert outcome.sampled == {"a": ord("l"), "b": ord("e"), "c": ord("e")}
+    assert outcome.accepted == {"a": tuple(b"el"), "c": ()}
+    assert outcome.drafted == 4
+    for event, n_tokens in zip(events, (3, 1, 1), strict=True):
+        assert isinstance(event, Delta)
+        assert [logprobs.sampled.token_id for logprobs in event.logprobs] == unpack_tokens(event.tokens)
+        assert len(event.logprobs) == n_tokens
+
+
+@pytest.mark.parametrize(
+    ("params", "reason", "shown", "held"),
+    [
+        ({"max_tokens": 3}, "length", "el", b"he"),
+        ({"stop": ["ll"]}, "stop", "e", b"hel"),
+        ({}, "stop", "ello", b"hello"),
+        ({"max_time_ms": 8000}, "time", "ell", b"hel"),
+    ],
+)
+def test_an_answer_ends_among_its_drafts(
+    bench: Bench, params: dict[str, object], reason: str, shown: str, held: bytes
+) -> None:
+    """At the token at which it would end without them, with KV and counts as then."""
+    bench.add("t", **params)
+    bench.start("t")
+    outcome, (delta, end) = decode_drafts(bench, drafted("t", 0, 5, b"hello" + bytes([0])))
+    assert isinstance(delta, Delta)
+    assert isinstance(end, Finished)
+    assert (end.reason, delta.text) == (reason, shown)
+    assert end.generated_tokens == 1 + len(unpack_tokens(delta.tokens))
+    assert bench.backend.held(0) == (*PROMPT, *held)
+    assert outcome.decoded == {"t": len(held)}
+    assert outcome.ended == {"t"}
+    assert outcome.lost == frozenset()
+
+
+def test_a_sampler_that_raises_among_drafts_keeps_what_was_right(bench: Bench) -> None:
+    """The turn fails; its KV holds the tokens up to the one that could not be followed."""
+    bench.add("t")
+    bench.start("t")
+    sampler = bench.backend.samplers[0]
+    sampler.fails_at = 3
+    outcome, events = decode_drafts(bench, drafted("t", 0, 5, b"hello"))
+    delta, failure = events
+    assert isinstance(delta, Delta)
+    assert isinstance(failure, Failed)
+    assert delta.text == "el"
+    assert outcome.sampled == {}
+    assert outcome.accepted == {"t": tuple(b"el")}
+    assert outcome.decoded == {"t": 3}
+    assert bench.backend.held(0) == (*PROMPT, *b"hel")
+
+
+@pytest.mark.parametrize(("max_tokens", "ends"), [(50, False), (2, True)])
+def test_drafts_that_cannot_be_cut_off_empty_the_slot(bench: Bench, max_tokens: int, ends: bool) -> None:
+    """What was said stays said; a turn that goes on reads its tokens again."""
+    bench.add("t", max_tokens=max_tokens)
+    bench.start("t")
+    bench.backend.refuse_cut = True
+    outcome, _ = decode_drafts(bench, drafted("t", 0, 5, b"hxx"))
+    assert outcome.sampled == {"t": ord("e")}
+    assert outcome.decoded == {}
+    assert bench.backend.held(0) == ()
+    assert (outcome.lost, outcome.emptied) == ((frozenset({"t"}), frozenset()) if ends else (frozenset(), {"t"}))
+    assert bench.log == ["slot 0 could not be cut and is empty now"]

@@ -48,6 +48,10 @@ class Turns(RuleBasedStateMachine):
         self.backend = FaultyEcho(slots=2, n_ctx=N_CTX)
         self.kv = open_store(self.backend, self.path, ram_bytes=4 * PAGE_BYTES, disk_bytes=12 * PAGE_BYTES)
         self.now = 0.0
+
+    @initialize(draft_tokens=st.sampled_from([0, 1, 5]))
+    def begin(self, draft_tokens: int) -> None:
+        """Open a few sessions, so that there is something to ask; turns may draft what they repeat."""
         self.scheduler = Scheduler(
             slots=2,
             n_ctx=N_CTX,
@@ -58,6 +62,7 @@ class Turns(RuleBasedStateMachine):
             can_rewind=True,
             quantum_tokens=3,
             ageing_s=50.0,
+            draft_tokens=draft_tokens,
         )
         self.executor = Executor(
             self.backend,
@@ -74,6 +79,9 @@ class Turns(RuleBasedStateMachine):
         self.events: dict[str, list[TurnEvent]] = {}
         self.n_turns = 0
 
+        for client in ("ada", "bob", "ada", "bob"):
+            self.open(client, system=True)
+
     def teardown(self) -> None:
         """Let everything run to its end without faults, and look at the whole."""
         self.backend.refuse.clear()
@@ -87,12 +95,6 @@ class Turns(RuleBasedStateMachine):
         self.kv.close()
         self.pool.shutdown()
         shutil.rmtree(self.path)
-
-    @initialize()
-    def begin(self) -> None:
-        """Open a few sessions, so that there is something to ask."""
-        for client in ("ada", "bob", "ada", "bob"):
-            self.open(client, system=True)
 
     @rule(client=st.sampled_from(["ada", "bob"]), system=st.booleans())
     def open(self, client: str, system: bool) -> None:

@@ -215,7 +215,7 @@ class LlamaTurnSampler:
         self._on_close = on_close
 
     def sample(self, row: int) -> Sampled:
-        """Sample and accept a token from the last decode; ``row`` counts its chunks with ``sample`` set."""
+        """Sample and accept a token from the last decode; ``row`` counts its tokens with logits."""
         return self._native.sample(self._context.batch_index(row))
 
     def close(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -51,7 +52,7 @@ class BatchArrays:
             positions += range(chunk.start, chunk.start + n_tokens)
             pointers += [self._slot_pointers[chunk.slot]] * n_tokens
             if chunk.sample:
-                sampled.append(len(tokens) - 1)
+                sampled += range(len(tokens) - chunk.n_sampled, len(tokens))
         # One assignment an array: writing it chunk by chunk costs 10 µs a chunk.
         n_rows = len(tokens)
         self._token[:n_rows] = tokens
@@ -67,18 +68,27 @@ class BatchArrays:
 def split(chunks: Sequence[Chunk], n_batch: int) -> Iterator[Sequence[Chunk]]:
     """Yield what goes into each call of at most ``n_batch`` rows.
 
-    Logits live until the next call, so every chunk keeps its last token for the last one. Before that the chunks
-    advance in equal strides, which llama.cpp can compute together.
+    Logits live until the next call, so every chunk keeps its last token for the last one, and with it its drafts; all
+    of these must fit it. Before that the chunks advance in equal strides, which llama.cpp can compute together.
+
+    Raises:
+        ValueError: The last tokens and the drafts alone do not fit a call.
     """
+    if sum(1 + chunk.drafts for chunk in chunks) > n_batch:
+        raise ValueError(f"{len(chunks)} chunks have more than {n_batch} last tokens and drafts")
     while sum(len(chunk.tokens) for chunk in chunks) > n_batch:
-        growing = [chunk for chunk in chunks if len(chunk.tokens) > 1]
+        growing = [chunk for chunk in chunks if len(chunk.tokens) > 1 + chunk.drafts]
         stride = max(1, n_batch // len(growing))
-        heads = [_slice(chunk, 0, min(stride, len(chunk.tokens) - 1), sample=False) for chunk in growing[:n_batch]]
+        heads = [_head(chunk, min(stride, len(chunk.tokens) - 1 - chunk.drafts)) for chunk in growing[:n_batch]]
         yield heads
         done = {head.slot: len(head.tokens) for head in heads}
-        chunks = [_slice(chunk, done.get(chunk.slot, 0), len(chunk.tokens), sample=chunk.sample) for chunk in chunks]
+        chunks = [_rest(chunk, done.get(chunk.slot, 0)) for chunk in chunks]
     yield chunks
 
 
-def _slice(chunk: Chunk, begin: int, end: int, *, sample: bool) -> Chunk:
-    return Chunk(slot=chunk.slot, start=chunk.start + begin, tokens=chunk.tokens[begin:end], sample=sample)
+def _head(chunk: Chunk, n_tokens: int) -> Chunk:
+    return Chunk(chunk.slot, chunk.start, chunk.tokens[:n_tokens], sample=False)
+
+
+def _rest(chunk: Chunk, begin: int) -> Chunk:
+    return replace(chunk, start=chunk.start + begin, tokens=chunk.tokens[begin:])

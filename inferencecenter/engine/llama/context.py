@@ -11,6 +11,7 @@ from llama_cpp import llama_cpp as lib
 from inferencecenter.engine.backend import Chunk, DecodeError
 from inferencecenter.engine.llama import state
 from inferencecenter.engine.llama.batch import BatchArrays, split
+from inferencecenter.engine.speculation import most_drafts
 from inferencecenter.errors import ErrorCode, InferenceCenterError
 
 if TYPE_CHECKING:
@@ -110,7 +111,7 @@ class Context:
             self._fail(slots, "llama.cpp lost count of its tokens")
 
     def batch_index(self, row: int) -> int:
-        """Return where in the last batch the ``row``-th chunk with ``sample`` set has its logits."""
+        """Return where in the last batch the ``row``-th token with logits is."""
         return self._arrays.sampled[row]
 
     def truncate(self, slot: int, n_tokens: int) -> bool:
@@ -301,8 +302,9 @@ def _context_params(options: EngineOptions, n_ctx: int, n_threads: int) -> lib.l
     params.n_ctx = options.slots * n_ctx
     params.n_batch = max(options.n_batch, options.slots)
     params.n_ubatch = min(options.n_ubatch, params.n_batch)
-    # A chunk has at most one row with logits; the default reserves a row for every token of a batch.
-    params.n_outputs_max = options.slots
+    # A slot has one row with logits, and its drafts; the default reserves a row for every token of a batch.
+    drafts = most_drafts(options.draft_tokens) if options.speculative == "lookup" else 0
+    params.n_outputs_max = options.slots + drafts
     params.n_threads = n_threads
     params.n_threads_batch = options.n_threads_batch or n_threads
     params.type_k = _choice("kv_type_k", options.kv_type_k, _KV_TYPES)

@@ -82,9 +82,9 @@ def charge_reading(ledger: Ledger, request: Request) -> None:
         request.read_tokens = read
 
 
-def charge_generating(ledger: Ledger, request: Request) -> None:
-    """Book a token that was sampled."""
-    ledger.charge(request, GENERATED_UNITS)
+def charge_generating(ledger: Ledger, request: Request, n_tokens: int) -> None:
+    """Book tokens that were sampled."""
+    ledger.charge(request, n_tokens * GENERATED_UNITS)
 
 
 class Exchanges:

@@ -6,10 +6,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from inferencecenter.engine.scheduler.parking import prefix_key
-from inferencecenter.engine.scheduler.plan import Admission, Copy, Park, Plan, Restore, Truncation
-from inferencecenter.engine.scheduler.request import RequestChange
+from inferencecenter.engine.scheduler.plan import Admission, Copy, Park, Plan, Restore, Swap, Truncation
+from inferencecenter.engine.scheduler.policy import Use, compaction
+from inferencecenter.engine.scheduler.request import RequestChange, RequestState
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from inferencecenter.engine.scheduler.parking import ParkedKv
     from inferencecenter.engine.scheduler.plan import Move, Pass
     from inferencecenter.engine.scheduler.request import Request
@@ -156,6 +159,23 @@ class Placement:
     def _lacks_snapshot(self, request: Request) -> bool:
         prefix = request.tokens[: request.cut_tokens]
         return self._parked.fits(len(prefix)) and not self._sources.is_parked(_prefix_scope(request), prefix)
+
+
+def compact(draft: Draft, slots: SlotTable, running: Mapping[str, Request]) -> None:
+    """Exchange slots so that what runs together lies together."""
+    for a, b in compaction([_use(slot, running) for slot in slots]):
+        draft.moves.append(Swap(a, b, slots[a].turn_id, slots[b].turn_id))
+        draft.reasons.append(f"slots {a} and {b} exchanged: what runs together stays together")
+        slots.swap(a, b)
+        for slot in (slots[a], slots[b]):
+            if slot.turn_id is not None:
+                running[slot.turn_id].slot = slot.index
+
+
+def _use(slot: Slot, running: Mapping[str, Request]) -> Use:
+    if slot.turn_id is None:
+        return Use.IDLE
+    return Use.READING if running[slot.turn_id].state is RequestState.PREFILL else Use.GENERATING
 
 
 def _moves(request: Request, slot: Slot, source: Source) -> list[Move]:

@@ -121,7 +121,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """One ``Backend.decode``: chunks of equal length in ascending slots, at most one a slot.
+    """One ``Backend.decode``: chunks of equal length but for drafts, in ascending slots, at most one a slot.
 
     ``prefill`` tells reading prompts from generating.
     """
@@ -165,15 +165,18 @@ class Plan:
 class Outcome:
     """What became of a plan, by turn id.
 
-    ``decoded`` counts the tokens that went into KV. ``emptied`` turns lost the KV they were to build on and read their
-    prompt from its start; ``wiped`` slots, numbered as after the moves, lost an idle session's KV. ``ended`` turns are
-    over; of them the ``lost`` ones left no KV behind. ``prefill_s`` is what reading ``prefill_tokens`` took,
-    ``decode_s`` the pass of those that generate, ``moves_s`` parking, restoring and copying, each of which is among
-    ``move_times``; ``n_parked`` sequences were parked.
+    ``decoded`` counts the tokens that went into KV and stay there: ``accepted`` are drafts among them, which were
+    sampled before what ``sampled`` names; ``drafted`` were tried in all. ``emptied`` turns lost the KV they were to
+    build on, or what they had, and read all from its start; ``wiped`` slots, numbered as after the moves, lost an idle
+    session's KV. ``ended`` turns are over; of them the ``lost`` ones left no KV behind. ``prefill_s`` is what reading
+    ``prefill_tokens`` took, ``decode_s`` the pass of those that generate, ``moves_s`` parking, restoring and copying,
+    each of which is among ``move_times``; ``n_parked`` sequences were parked.
     """
 
     decoded: Mapping[str, int] = field(default_factory=dict)
     sampled: Mapping[str, int] = field(default_factory=dict)
+    accepted: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    drafted: int = 0
     emptied: frozenset[str] = frozenset()
     wiped: frozenset[int] = frozenset()
     ended: frozenset[str] = frozenset()

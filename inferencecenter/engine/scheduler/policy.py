@@ -10,7 +10,7 @@ from inferencecenter.engine.scheduler.average import moved
 from inferencecenter.engine.scheduler.plan import Pass, Row
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator, Sequence
+    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
     from inferencecenter.engine.scheduler.request import Request
     from inferencecenter.engine.scheduler.slots import Slot, SlotTable
@@ -80,9 +80,11 @@ def _gather(wanted: Sequence[bool], within: range) -> tuple[tuple[int, int], ...
     return tuple(zip(outside, gaps, strict=True))
 
 
-def decode_pass(requests: Iterable[Request]) -> Pass:
-    """Return the pass in which everybody who generates gets one token."""
-    rows = [_row(request, request.kv_tokens, len(request.tokens)) for request in requests]
+def decode_pass(requests: Iterable[Request], drafts: Mapping[str, Sequence[int]]) -> Pass:
+    """Return the pass in which everybody who generates gets one token, and those more whose ``drafts`` are right."""
+    rows = [
+        _row(request, request.kv_tokens, len(request.tokens), drafts.get(request.turn_id, ())) for request in requests
+    ]
     return Pass(tuple(sorted(rows, key=_slot_of)), prefill=False)
 
 
@@ -122,9 +124,10 @@ def _cells(requests: Iterable[Request], grid_tokens: int) -> Iterator[tuple[int,
             start, nth = end, nth + 1
 
 
-def _row(request: Request, start: int, end: int) -> Row:
+def _row(request: Request, start: int, end: int, drafts: Sequence[int] = ()) -> Row:
     assert request.slot is not None
-    chunk = Chunk(request.slot, start, request.tokens[start:end], sample=end == len(request.tokens))
+    tokens = [*request.tokens[start:end], *drafts]
+    chunk = Chunk(request.slot, start, tokens, sample=end == len(request.tokens), drafts=len(drafts))
     return Row(request.turn_id, chunk)
 
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from inferencecenter.lifecycle import Lifecycle
+
+if TYPE_CHECKING:
+    from inferencecenter.engine.speculation import Drafter
 
 LOWEST_CLASS: Final = 2
 """Turns come in the classes 0 (interactive), 1 (normal) and 2 (batch); lower goes first."""
@@ -71,7 +74,8 @@ class Request:
     then counts as served. ``served`` and ``used`` are service units (see ``fairness``), of its whole life and since it
     got its slot; ``read_tokens`` of its prompt have been paid for. ``cut_tokens`` is a position at which its prompt is
     cut beside the grid, and while ``snapshot`` is set no step reads past it, because what the slot holds there is to be
-    parked. ``fetches`` and ``follows`` count what it waited for on its way to a slot.
+    parked. ``fetches`` and ``follows`` count what it waited for on its way to a slot. The ``drafter`` is there once it
+    has generated something, where tokens are drafted.
     """
 
     turn_id: str
@@ -100,6 +104,7 @@ class Request:
     snapshot: bool = False
     fetches: int = 0
     follows: int = 0
+    drafter: Drafter | None = None
     prompt_tokens: int = field(init=False)
     _state: RequestState = RequestState.WAITING
 

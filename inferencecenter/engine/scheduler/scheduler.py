@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from inferencecenter.engine.scheduler.dispatch import Dispatcher
+from inferencecenter.engine.scheduler.drafting import Drafting
 from inferencecenter.engine.scheduler.fairness import (
     GENERATED_UNITS,
     Exchanges,
@@ -14,15 +15,9 @@ from inferencecenter.engine.scheduler.fairness import (
 )
 from inferencecenter.engine.scheduler.fetching import Fetches
 from inferencecenter.engine.scheduler.following import Followers
-from inferencecenter.engine.scheduler.placement import Draft, Placement
-from inferencecenter.engine.scheduler.plan import Copy, Park, Reading, Restore, Swap, Truncation
-from inferencecenter.engine.scheduler.policy import (
-    PrefillBudget,
-    Use,
-    compaction,
-    decode_pass,
-    prefill_passes,
-)
+from inferencecenter.engine.scheduler.placement import Draft, Placement, compact
+from inferencecenter.engine.scheduler.plan import Copy, Park, Reading, Restore, Truncation
+from inferencecenter.engine.scheduler.policy import PrefillBudget, decode_pass, prefill_passes
 from inferencecenter.engine.scheduler.quantum import Quantum
 from inferencecenter.engine.scheduler.request import Request, RequestChange, RequestState
 from inferencecenter.engine.scheduler.slots import SlotTable
@@ -53,6 +48,7 @@ class Scheduler:
         can_rewind: Whether a sequence can be cut anywhere.
         quantum_tokens: What a turn is served before another that waits gets its slot; 0 to learn it.
         ageing_s: A waiting turn rises a class each time it has waited so long.
+        draft_tokens: Most tokens that a turn drafts in a step; needs ``can_rewind``.
     """
 
     def __init__(  # noqa: PLR0913 - keyword-only, and each a different thing
@@ -67,10 +63,12 @@ class Scheduler:
         can_rewind: bool,
         quantum_tokens: int,
         ageing_s: float,
+        draft_tokens: int = 0,
     ) -> None:
         self._n_ctx = n_ctx
         self._grid_tokens = grid_tokens
         self._pass_tokens = pass_tokens
+        self._drafting = Drafting(draft_tokens=draft_tokens, n_ctx=n_ctx, pass_tokens=pass_tokens)
         self._ageing_s = ageing_s
         self._budget = PrefillBudget(target_step_s=target_step_s, floor_tokens=grid_tokens)
         self._quantum = Quantum(quantum_tokens)
@@ -92,7 +90,7 @@ class Scheduler:
         self._released: list[Truncation] = []
         self._read_tokens = 0
         self._moves = 0
-        self._generating = 0
+        self._generates = False
         self._in_vain = False
         self._reads_next = False
 
@@ -213,14 +211,15 @@ class Scheduler:
         exchanges = Exchanges(self._ledger, self._quantum.tokens * GENERATED_UNITS)
         self._dispatcher.run(draft, exchanges, now=now)
         self._moves = sum(isinstance(move, Park | Restore | Copy) for move in draft.moves)
-        self._compact(draft)
+        compact(draft, self._slots, self._running)
         plan = draft.plan(self._passes(draft, now=now))
         self._in_vain = plan.empty and not plan.preemptions
         return plan
 
     def completed(self, outcome: Outcome, *, now: float) -> tuple[Reading, ...]:
         """Book what became of the last plan and return the prompts that were read on and are not finished."""
-        self._book_losses(outcome)
+        for turn_id, tokens in outcome.accepted.items():
+            self._requests[turn_id].tokens += tokens
         for turn_id, count in outcome.decoded.items():
             request = self._requests[turn_id]
             end = request.kv_tokens + count
@@ -230,9 +229,13 @@ class Scheduler:
         for turn_id, token in outcome.sampled.items():
             request = self._requests[turn_id]
             request.tokens.append(token)
-            charge_generating(self._ledger, request)
+            n_accepted = len(outcome.accepted.get(turn_id, ()))
+            charge_generating(self._ledger, request, 1 + n_accepted)
+            if request.drafter is not None:
+                request.drafter.observe(n_accepted, n_tokens=len(request.tokens))
             if request.state is RequestState.PREFILL:
                 request.change(RequestChange.PROMPT_READ)
+        self._book_losses(outcome)
         for turn_id in outcome.lost:
             self._slot(self._requests[turn_id]).tokens.clear()
         for turn_id in outcome.ended:
@@ -268,10 +271,10 @@ class Scheduler:
         reading = [request for request in self._running.values() if request.state is RequestState.PREFILL]
         if decoding and not (reading and self._reads_next):
             self._reads_next = True
-            self._generating = len(decoding)
-            return [decode_pass(decoding)]
+            self._generates = True
+            return [decode_pass(decoding, self._drafting.drafts(decoding))]
         self._reads_next = False
-        self._generating = 0
+        self._generates = False
         return self._read(draft, reading, decoding=bool(decoding), now=now) if reading else []
 
     def _read(self, draft: Draft, reading: list[Request], *, decoding: bool, now: float) -> list[Pass]:
@@ -310,23 +313,9 @@ class Scheduler:
         self._quantum.observe(
             moves=self._moves,
             moves_s=outcome.moves_s,
-            generated_tokens=self._generating,
+            generated_tokens=sum(outcome.decoded.values()) if self._generates else 0,
             decode_s=outcome.decode_s,
         )
-
-    def _compact(self, draft: Draft) -> None:
-        for a, b in compaction([self._use(slot) for slot in self._slots]):
-            draft.moves.append(Swap(a, b, self._slots[a].turn_id, self._slots[b].turn_id))
-            draft.reasons.append(f"slots {a} and {b} exchanged: what runs together stays together")
-            self._slots.swap(a, b)
-            for slot in (self._slots[a], self._slots[b]):
-                if slot.turn_id is not None:
-                    self._running[slot.turn_id].slot = slot.index
-
-    def _use(self, slot: Slot) -> Use:
-        if slot.turn_id is None:
-            return Use.IDLE
-        return Use.READING if self._running[slot.turn_id].state is RequestState.PREFILL else Use.GENERATING
 
     def _end(self, request: Request, *, now: float) -> None:
         self._in_vain = False

@@ -32,6 +32,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         limit_tokens=st.sampled_from([0, 20, N_CTX]),
         ageing_s=st.sampled_from([0.5, 3.0, 1000.0]),
         target_step_s=st.sampled_from([0.0, 0.05]),
+        draft_tokens=st.sampled_from([0, 1, 4]),
     )
     def start(  # noqa: PLR0917 - hypothesis passes them by name
         self,
@@ -42,6 +43,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         limit_tokens: int,
         ageing_s: float,
         target_step_s: float,
+        draft_tokens: int,
     ) -> None:
         """Begin with empty slots and an empty store."""
         self.world = World(
@@ -53,6 +55,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             pass_tokens=pass_tokens,
             answer_tokens=ANSWER_TOKENS,
             target_step_s=target_step_s,
+            draft_tokens=draft_tokens if can_rewind else 0,
         )
 
     @rule(

@@ -17,7 +17,7 @@ from inferencecenter.ipc.messages import pack_tokens
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
 
-    from inferencecenter.engine.scheduler.plan import Move, Pass
+    from inferencecenter.engine.scheduler.plan import Move, Pass, Row
 
 GRID_TOKENS = 4
 N_CTX = 64
@@ -92,6 +92,8 @@ class Results:
     stalled: set[str] = field(default_factory=set)
     decoded: Counter[str] = field(default_factory=Counter)
     sampled: dict[str, int] = field(default_factory=dict)
+    accepted: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    drafted: int = 0
     parked: int = 0
 
 
@@ -106,6 +108,7 @@ class World:
         ageing_s: A turn rises a class each time it waited so long; a step takes ``STEP_S``.
         pass_tokens: Most tokens of a pass.
         answer_tokens: How long each turn's answer is.
+        draft_tokens: How many tokens a turn may draft in a step; then answers change now and then.
     """
 
     def __init__(
@@ -120,9 +123,11 @@ class World:
         answer_tokens: int = 5,
         target_step_s: float = 0.0,
         n_ctx: int = N_CTX,
+        draft_tokens: int = 0,
     ) -> None:
         self.store = FakeStore() if store is None else store
         self.can_rewind = can_rewind
+        self.n_ctx = n_ctx
         self.answer_tokens = answer_tokens
         self.kv: list[list[Cell]] = [[] for _ in range(slots)]
         self.scheduler = Scheduler(
@@ -135,7 +140,11 @@ class World:
             can_rewind=can_rewind,
             quantum_tokens=quantum_tokens,
             ageing_s=ageing_s,
+            draft_tokens=draft_tokens,
         )
+        self.draft_tokens = draft_tokens
+        self.pass_tokens = pass_tokens
+        self.accepted_tokens = 0
         self.requests: dict[str, Request] = {}
         self.answers: dict[str, int] = {}
         self.terminals: Counter[str] = Counter()
@@ -232,7 +241,7 @@ class World:
         results.stalled |= results.emptied | results.lost
         self._check_tenants(results.stalled)
         for number, each in enumerate(plan.passes):
-            self._pass(each, number, broken=number == faults.broken_pass, results=results)
+            self._pass(each, number, faults=faults, results=results)
         self._complete(plan, results, move_s=move_s)
         return plan
 
@@ -325,15 +334,18 @@ class World:
             assert [token for token, _ in cells] == request.tokens[: request.kv_tokens]
             assert {client for _, client in cells} <= {"", request.client_id}
 
-    def _pass(self, each: Pass, number: int, *, broken: bool, results: Results) -> None:
+    def _pass(self, each: Pass, number: int, *, faults: Faults, results: Results) -> None:
         slots = [row.chunk.slot for row in each.rows]
         assert slots == sorted(set(slots))
-        assert len({len(row.chunk.tokens) for row in each.rows}) == 1
+        assert len({len(row.chunk.tokens) - row.chunk.drafts for row in each.rows}) == 1
+        if any(row.chunk.drafts for row in each.rows):
+            assert not each.prefill
+            assert sum(len(row.chunk.tokens) for row in each.rows) <= self.pass_tokens
         if not each.prefill:
             assert number == 0
             assert slots == list(range(slots[0], slots[0] + len(slots)))
         rows = [row for row in each.rows if row.turn_id not in results.stalled]
-        if broken and rows:
+        if number == faults.broken_pass and rows:
             results.lost.add(rows[0].turn_id)
             self.kv[rows[0].chunk.slot].clear()
             results.stalled.update(row.turn_id for row in rows)
@@ -342,25 +354,56 @@ class World:
             request = self.requests[row.turn_id]
             held = self.kv[row.chunk.slot]
             assert row.chunk.start == len(held)
-            held += [(token, request.client_id) for token in row.chunk.tokens]
-            results.decoded[row.turn_id] += len(row.chunk.tokens)
+            tokens = row.chunk.tokens[: len(row.chunk.tokens) - row.chunk.drafts]
+            held += [(token, request.client_id) for token in tokens]
+            results.decoded[row.turn_id] += len(tokens)
             assert [token for token, _ in held] == request.tokens[: len(held)]
             assert row.chunk.sample == (len(held) == len(request.tokens))
             if row.chunk.sample:
-                results.sampled[row.turn_id] = 100 + request.arrival
+                self._sample(row, faults, results)
             else:
                 assert len(held) % GRID_TOKENS == 0 or len(held) == request.prefix_tokens
+
+    def _sample(self, row: Row, faults: Faults, results: Results) -> None:
+        """Say the next token, and those behind drafts that are right, as far as the answer goes."""
+        request, held = self.requests[row.turn_id], self.kv[row.chunk.slot]
+        drafts = row.chunk.tokens[len(row.chunk.tokens) - row.chunk.drafts :]
+        assert len(held) + len(drafts) < self.n_ctx
+        accepted: list[int] = []
+        token = self._says(request, len(held))
+        for draft in drafts:
+            if draft != token or request.generated_tokens + len(accepted) + 1 >= self.answers[row.turn_id]:
+                break
+            accepted.append(draft)
+            held.append((draft, request.client_id))
+            token = self._says(request, len(held))
+        results.sampled[row.turn_id] = token
+        results.accepted[row.turn_id] = tuple(accepted)
+        results.drafted += len(drafts)
+        results.decoded[row.turn_id] += len(accepted)
+        self.accepted_tokens += len(accepted)
+        if faults.cut and len(accepted) < len(drafts):
+            held.clear()
+            del results.decoded[row.turn_id]
+            ended = request.generated_tokens + len(accepted) + 1 >= self.answers[row.turn_id]
+            (results.lost if ended else results.emptied).add(row.turn_id)
+
+    def _says(self, request: Request, n_tokens: int) -> int:
+        """Return the token that a turn samples behind ``n_tokens``."""
+        return 100 + request.arrival + (self.draft_tokens > 0 and n_tokens % 7 == 0)
 
     def _complete(self, plan: Plan, results: Results, *, move_s: float) -> None:
         full = {
             turn_id
             for turn_id in results.sampled
-            if self.requests[turn_id].generated_tokens + 1 >= self.answers[turn_id]
+            if self.requests[turn_id].generated_tokens + len(results.accepted[turn_id]) + 1 >= self.answers[turn_id]
         }
         moves = sum(isinstance(move, Park | Restore | Copy) for move in plan.moves)
         outcome = Outcome(
             decoded=results.decoded,
             sampled=results.sampled,
+            accepted=results.accepted,
+            drafted=results.drafted,
             emptied=frozenset(results.emptied),
             wiped=frozenset(results.wiped),
             ended=frozenset(full | results.lost),

@@ -1,0 +1,118 @@
+"""What is drafted in a step, and how the scheduler books it."""
+
+from __future__ import annotations
+
+from inferencecenter.engine.scheduler.drafting import Drafting
+from inferencecenter.engine.scheduler.fairness import GENERATED_UNITS
+from inferencecenter.engine.scheduler.request import Request
+from tests.engine.scheduler.world import N_CTX, Faults, World
+
+REPEATED = [1, 2, 3, 4, 5, 6] * 3
+
+
+def new_request(slot: int, tokens: list[int]) -> Request:
+    """Return a turn that generates in a slot."""
+    request = Request(
+        turn_id=f"t{slot}",
+        session_id=f"s{slot}",
+        client_id="c",
+        priority=1,
+        arrival=slot,
+        submitted_s=0.0,
+        tokens=list(tokens),
+    )
+    request.slot = slot
+    return request
+
+
+def drafting(*, draft_tokens: int = 8, n_ctx: int = 4096, pass_tokens: int = 512) -> Drafting:
+    """Return one with room."""
+    return Drafting(draft_tokens=draft_tokens, n_ctx=n_ctx, pass_tokens=pass_tokens)
+
+
+def test_a_repeated_text_is_drafted() -> None:
+    """As it went on the last time."""
+    (drafts,) = drafting().drafts([new_request(0, REPEATED)]).values()
+    assert drafts == ([1, 2, 3, 4, 5, 6] * 2)[: len(drafts)] != []
+
+
+def test_nothing_is_drafted_unless_it_is_wanted() -> None:
+    """And then no turn has a table either."""
+    request = new_request(0, REPEATED)
+    assert drafting(draft_tokens=0).drafts([request]) == {}
+    assert request.drafter is None
+
+
+def test_drafts_end_with_the_context() -> None:
+    """The last token of a full context is sampled, not decoded, so that one place stays free."""
+    n_tokens = len(REPEATED)
+    for n_free, n_drafts in ((3, 2), (2, 1), (1, 0)):
+        drafts = drafting(n_ctx=n_tokens + n_free).drafts([new_request(0, REPEATED)])
+        assert sum(map(len, drafts.values())) == n_drafts
+
+
+def test_drafts_fit_one_batch() -> None:
+    """Tokens and drafts together are no more than is decoded at once."""
+    requests = [new_request(slot, REPEATED) for slot in (1, 0, 2)]
+    for pass_tokens in range(3, 12):
+        drafts = drafting(pass_tokens=pass_tokens).drafts(requests)
+        assert sum(map(len, drafts.values())) + len(requests) <= pass_tokens
+    assert drafting(pass_tokens=3).drafts(requests) == {}
+
+
+def test_accepted_drafts_are_tokens_served() -> None:
+    """A turn takes fewer steps than it has tokens, and its client is charged for each of them."""
+    world = World(slots=1, answer_tokens=40, draft_tokens=4)
+    turn = world.add([1])
+    other = world.add([2], client="d", answer_tokens=1)
+    steps = world.run(100, until=lambda: turn.generated_tokens == 40)
+    assert world.accepted_tokens > 10
+    assert steps < 40
+    assert turn.served == 40 * GENERATED_UNITS + 1
+    assert other.started
+
+
+def test_a_quantum_counts_accepted_drafts() -> None:
+    """Who says more in a step has used up its quantum in fewer steps."""
+
+    def steps_of_quantum(draft_tokens: int) -> int:
+        world = World(slots=1, answer_tokens=50, quantum_tokens=30, draft_tokens=draft_tokens)
+        first = world.add([1])
+        world.step()
+        world.add([2], client="d", session="other")
+        return world.run(100, until=lambda: first.preempted > 0)
+
+    assert steps_of_quantum(4) < steps_of_quantum(0)
+
+
+def test_answers_are_the_same_with_drafts() -> None:
+    """Also when their slots change hands, and when KV is lost as wrong drafts are cut off."""
+
+    def answers(*, draft: bool, faults: Faults) -> list[list[int]]:
+        world = World(slots=2, answer_tokens=30, quantum_tokens=5, draft_tokens=4)
+        if not draft:
+            world.scheduler._drafting = drafting(draft_tokens=0)
+        requests = [world.add([n, n, n]) for n in range(4)]
+        for step in range(300):
+            world.step(faults if step % 5 == 0 else Faults())
+        assert not world.scheduler.has_work
+        assert (world.accepted_tokens > 0) is draft
+        return [request.tokens for request in requests]
+
+    plain = answers(draft=False, faults=Faults())
+    assert [len(tokens) for tokens in plain] == [33] * 4
+    assert answers(draft=True, faults=Faults()) == plain
+    assert answers(draft=True, faults=Faults(cut=True)) == plain
+
+
+def test_a_cut_that_fails_costs_the_kv_and_no_token() -> None:
+    """The turn reads again what it had, and goes on."""
+    world = World(slots=1, answer_tokens=N_CTX - 4, draft_tokens=4)
+    turn = world.add([1])
+    emptied = 0
+    while world.scheduler.has_work:
+        before = turn.kv_tokens
+        world.step(Faults(cut=True))
+        emptied += before > 0 and turn.kv_tokens == 0 and turn.slot is not None
+    assert emptied > 0
+    assert world.terminals == {turn.turn_id: 1}
