@@ -55,6 +55,7 @@ class GpuCache:
         await self._tasks.cancel()
 
     async def _look(self) -> None:
+        self._gpus = _NO_ANSWER
         try:
             self._gpus = await asyncio.to_thread(self._read)
             self._read_at_s = self._monotonic()

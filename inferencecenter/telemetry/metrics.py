@@ -138,8 +138,9 @@ class Metrics:
         model, client = label_text(record.model), self._clients.of(record.client_id)
         self.turns.labels(model, record.finish).inc()
         self.queue_s.labels(model).observe(record.queue_ms / 1000)
+        first_token_s = self.first_token_s.labels(model)
         if record.tokens:
-            self.first_token_s.labels(model).observe(record.ttft_ms / 1000)
+            first_token_s.observe(record.ttft_ms / 1000)
         self.preemptions.labels(model).inc(record.preempted)
         self.client_turns.labels(client).inc()
         self.client_tokens.labels(client, "prompt").inc(record.prompt_tokens)

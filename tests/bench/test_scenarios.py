@@ -36,7 +36,7 @@ from inferencecenter.bench.soak.memory import Growth
 from inferencecenter.bench.soak.tally import Tally, Timed
 from inferencecenter.bench.stage import Measured
 from inferencecenter.bench.target import AbortTrace, TurnTrace
-from inferencecenter.bench.usage import Usage
+from inferencecenter.hardware.process_usage import Usage
 from inferencecenter.errors import InferenceCenterError
 from tests.bench.test_outages import outage, stream
 from tests.bench.test_timeline import turn

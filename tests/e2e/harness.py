@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 from websockets.asyncio.client import ClientConnection, connect
 
 if TYPE_CHECKING:
@@ -66,6 +67,22 @@ class Daemon:
                 return answer.status, answer.read().decode()
         except urllib.error.HTTPError as error:
             return error.code, error.read().decode()
+
+    def figure(self, name: str, **labels: str) -> float:
+        """Return what the metrics say of ``inferencecenter_`` and ``name``: the sum of all samples with these labels.
+
+        Raises:
+            AssertionError: There is none.
+        """
+        families = text_string_to_metric_families(self.get("/metrics")[1])
+        samples = [sample for family in families for sample in family.samples]
+        found = [
+            sample.value
+            for sample in samples
+            if sample.name == f"inferencecenter_{name}" and labels.items() <= sample.labels.items()
+        ]
+        assert found, f"there is no {name} with {labels}"
+        return sum(found)
 
     def ready(self) -> bool:
         """Whether the daemon answers and its engine is ready."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import random
-import re
 import signal
 from typing import TYPE_CHECKING, Any
 
@@ -67,13 +66,6 @@ async def all_at_once(client: Talk, prompts: dict[str, str]) -> dict[str, dict[s
     return answers
 
 
-def parked_sessions(daemon: Daemon) -> int:
-    """Return the gauge."""
-    found = re.search(r"^inferencecenter_parked_sessions (\S+)$", daemon.get("/metrics")[1], re.MULTILINE)
-    assert found is not None
-    return int(float(found[1]))
-
-
 def warnings(daemon: Daemon, part: str) -> list[str]:
     """Return the daemon's warnings so far that contain ``part``."""
     lines = [json.loads(line) for line in daemon.log.read_text().splitlines() if line.startswith("{")]
@@ -107,7 +99,7 @@ async def test_twelve_sessions_on_two_slots(tmp_path: Path, demo_model_path: Pat
     """
     with run_daemon(tmp_path / "state", demo_model_path, **SMALL, **tiers(name)) as daemon:
         found = await everybody_is_remembered(daemon, seed=12)
-        assert parked_sessions(daemon) == 0
+        assert daemon.figure("parked_sessions") == 0
         assert warnings(daemon, "parked") == []
     assert found == 12 if name != "none" else found <= 2
     assert not list((tmp_path / "ram").glob("*/*")), "what was in memory outlived the daemon"
@@ -192,12 +184,12 @@ async def test_nothing_stays_parked_of_sessions_that_are_not_kept(tmp_path: Path
     with run_daemon(tmp_path / "state", demo_model_path, **settings) as daemon:
         async with talk(daemon) as client:
             await tell(client, NAMES[:4])
-            assert parked_sessions(daemon) >= 2
+            assert daemon.figure("parked_sessions") >= 2
             daemon.process.kill()
             daemon.process.wait()
     assert list((tmp_path / "ram").glob("*/*"))
     with run_daemon(tmp_path / "state", demo_model_path, **settings) as daemon:
-        assert parked_sessions(daemon) == 0
+        assert daemon.figure("parked_sessions") == 0
         assert not list((tmp_path / "ram").glob("*/*"))
 
 

@@ -45,12 +45,6 @@ def children(daemon: Daemon) -> str:
     return Path(f"/proc/{daemon.process.pid}/task/{daemon.process.pid}/children").read_text()
 
 
-def figure(daemon: Daemon, name: str) -> float:
-    """Return a metric's value."""
-    lines = (line.rsplit(" ", 1) for line in daemon.get("/metrics")[1].splitlines())
-    return next(float(line[1]) for line in lines if line[0] == f"inferencecenter_{name}")
-
-
 async def test_it_knows_what_it_was_told_before_it_slept(sleepy: Daemon, record_property: Any) -> None:
     """No process is left meanwhile, and the daemon is ready; the next question finds its KV, over the same socket."""
     async with talk(sleepy) as client:
@@ -61,9 +55,8 @@ async def test_it_knows_what_it_was_told_before_it_slept(sleepy: Daemon, record_
         assert children(sleepy) == ""
         status, body = sleepy.get("/readyz")
         assert (status, json.loads(body)["state"]) == (200, "asleep")
-        assert figure(sleepy, 'engine_state{state="asleep"}') == 1
-        assert (figure(sleepy, "engine_ready"), figure(sleepy, "engine_resident_memory_bytes")) == (1, 0)
-        assert figure(sleepy, "parked_sessions") == 2
+        assert sleepy.figure("engine_state", state="asleep") == 1
+        assert (sleepy.figure("engine_ready"), sleepy.figure("parked_sessions")) == (1, 2)
         assert (await client.ask(op="hello"))["status"] == "ready"
         created = await Witness.open(client)
         begin, asked_at = len(client.seen), time.monotonic()
@@ -78,7 +71,7 @@ async def test_it_knows_what_it_was_told_before_it_slept(sleepy: Daemon, record_
         told = [message["state"] for message in client.seen[begin:] if message["op"] == "engine"]
         assert list(dict.fromkeys(told))[:2] == ["starting", "ready"]
         assert "restarting" not in told
-        assert figure(sleepy, "engine_restarts") == 0
+        assert sleepy.figure("engine_restarts_total") == 0
         for witness in (stored, private, created):
             await witness.described()
 

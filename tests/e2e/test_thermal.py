@@ -75,8 +75,7 @@ async def test_a_hot_gpu_leaves_slots_to_interactive_turns_only(tmp_path: Path, 
                 text, _ = await client.turn(urgent, "who is there?")
                 assert text == "who is there?"
             assert not any(message["op"] == "end" and message["session_id"] == patient for message in client.seen)
-            metrics = daemon.get("/metrics")[1]
-            assert 'inferencecenter_thermal_state{state="hot"} 1.0' in metrics
+            assert daemon.figure("thermal_state", state="hot") == 1
             heat(50)
             await client.until(thermal("warm"))
             await client.until(thermal("cool"))
@@ -123,4 +122,4 @@ async def test_an_answer_that_rested_is_the_same(tmp_path: Path, demo_model_path
             await client.until(ends(patient))
             tokens = [m["content"] for m in client.seen[before:] if m["op"] == "token" and m["session_id"] == patient]
             assert "".join(tokens) == undisturbed
-            assert "inferencecenter_preemptions_total 1.0" in daemon.get("/metrics")[1]
+            assert daemon.figure("preemptions_total") == 1

@@ -5,19 +5,22 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
+import pytest
+from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from inferencecenter.telemetry.metrics import Metrics, or_nan
+from inferencecenter.telemetry.metrics import MAX_CLIENTS, Metrics
 
 
 @dataclass(frozen=True)
 class Figures:
     """A turn."""
 
+    client_id: str = "ada"
+    model: str = "demo"
     finish: str = "stop"
     queue_ms: float = 40.0
     ttft_ms: float = 200.0
-    total_ms: float = 1200.0
     prompt_tokens: int = 30
     cached_tokens: int = 10
     tokens: int = 11
@@ -39,8 +42,8 @@ def test_instances_share_nothing() -> None:
 
 def test_every_metric_has_a_prefix_and_a_sentence() -> None:
     """Names and help are what the documentation is made of."""
-    families = list(text_string_to_metric_families(Metrics().exposition().decode()))
-    assert len(families) > 20
+    families = list(text_string_to_metric_families(generate_latest(Metrics().registry).decode()))
+    assert len(families) > 40
     for family in families:
         assert family.name.startswith("inferencecenter_")
         assert family.documentation.endswith(".")
@@ -49,40 +52,55 @@ def test_every_metric_has_a_prefix_and_a_sentence() -> None:
 
 
 def test_a_turn_is_counted() -> None:
-    """Its tokens, its waiting, its first token and the mean time between the others."""
+    """How it ended, its waiting and its first token by its model, and its tokens by its client."""
     metrics = Metrics()
     metrics.turn_ended(Figures())
-    assert value(metrics, "turns_total", finish="stop") == 1
-    assert value(metrics, "generated_tokens_total") == 11
-    assert value(metrics, "preemptions_total") == 2
-    assert value(metrics, "prompt_tokens_total") == 30
-    assert value(metrics, "cached_prompt_tokens_total") == 10
-    assert math.isclose(value(metrics, "queue_wait_seconds_sum") or 0, 0.04)
-    assert math.isclose(value(metrics, "time_to_first_token_seconds_sum") or 0, 0.2)
-    assert math.isclose(value(metrics, "inter_token_seconds_sum") or 0, 0.1)
+    assert value(metrics, "turns_total", model="demo", finish="stop") == 1
+    assert value(metrics, "preemptions_total", model="demo") == 2
+    assert math.isclose(value(metrics, "queue_wait_seconds_sum", model="demo") or 0, 0.04)
+    assert math.isclose(value(metrics, "time_to_first_token_seconds_sum", model="demo") or 0, 0.2)
+    assert value(metrics, "client_turns_total", client="ada") == 1
+    kinds = ("prompt", "cached", "generated")
+    assert [value(metrics, "client_tokens_total", client="ada", kind=kind) for kind in kinds] == [30, 10, 11]
 
 
-def test_a_turn_without_tokens_has_no_token_times() -> None:
-    """A failed turn does not pull the histograms to zero, nor does a single token have a distance."""
+def test_a_turn_without_tokens_has_no_first_token() -> None:
+    """A failed turn does not pull the histogram to zero."""
     metrics = Metrics()
     metrics.turn_ended(replace(Figures(), finish="engine_crashed", tokens=0))
-    assert value(metrics, "turns_total", finish="engine_crashed") == 1
-    assert value(metrics, "time_to_first_token_seconds_count") == 0
+    assert value(metrics, "turns_total", model="demo", finish="engine_crashed") == 1
+    assert value(metrics, "time_to_first_token_seconds_count", model="demo") == 0
     metrics.turn_ended(replace(Figures(), tokens=1))
-    assert value(metrics, "time_to_first_token_seconds_count") == 1
-    assert value(metrics, "inter_token_seconds_count") == 0
+    assert value(metrics, "time_to_first_token_seconds_count", model="demo") == 1
 
 
-def test_the_engine_is_in_one_state() -> None:
-    """The state of before is put back to 0."""
+@pytest.mark.parametrize("name", ["client-{}", 'x"}} {}\n# EOF\n', "{}\udcff"])
+def test_clients_cannot_make_the_page_grow(name: str) -> None:
+    """Of ten thousand clients fifty have series of their own; what the others did is not lost, and not theirs."""
     metrics = Metrics()
-    states = ["ready", "starting"]
-    metrics.set_engine_state("starting", states=states)
-    metrics.set_engine_state("ready", states=states)
-    assert [value(metrics, "engine_state", state=state) for state in states] == [1, 0]
+    for number in range(10_000):
+        metrics.turn_ended(replace(Figures(), client_id=name.format(number), tokens=1))
+    families = text_string_to_metric_families(generate_latest(metrics.registry).decode())
+    turns = {
+        sample.labels["client"]: sample.value
+        for family in families
+        for sample in family.samples
+        if sample.name == "inferencecenter_client_turns_total"
+    }
+    assert len(turns) == MAX_CLIENTS + 1
+    assert sum(turns.values()) == 10_000
+    assert turns["other"] == 10_000 - MAX_CLIENTS
+    assert value(metrics, "client_tokens_total", client="other", kind="generated") == 10_000 - MAX_CLIENTS
 
 
-def test_what_cannot_be_read_is_not_a_number() -> None:
-    """A missing reading is not zero degrees."""
-    assert math.isnan(or_nan(None))
-    assert or_nan(0) == 0
+def test_one_state_of_heat_and_memory_is_marked() -> None:
+    """The one of before is put back to 0; memory that cannot be read is no number."""
+    metrics = Metrics()
+    states = ["cool", "hot"]
+    metrics.set_thermal("hot", states=states)
+    metrics.set_thermal("cool", states=states)
+    assert [value(metrics, "thermal_state", state=state) for state in states] == [1, 0]
+    metrics.set_memory("easy", used_bytes=7, limit_bytes=None, states=["easy", "full"])
+    assert value(metrics, "memory_pressure", state="easy") == 1
+    assert value(metrics, "memory_used_bytes") == 7
+    assert math.isnan(value(metrics, "memory_limit_bytes") or 0)

@@ -1,0 +1,106 @@
+"""Tests of GPU readings that many ask for."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
+
+import pytest
+
+from inferencecenter.hardware.nvml import GpuReading, Gpus
+from inferencecenter.server.gpu_cache import MAX_AGE_S, GpuCache
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable
+
+
+class Driver:
+    """Something that can be read, with a clock; it may not answer until it is let."""
+
+    def __init__(self) -> None:
+        self.reads = 0
+        self.now = 0.0
+        self.answers = threading.Event()
+        self.answers.set()
+
+    def read(self) -> Gpus:
+        """Count a reading, and give its number as the temperature."""
+        self.reads += 1
+        assert self.answers.wait(20)
+        return Gpus((GpuReading(index=0, temperature_c=self.reads),))
+
+
+@asynccontextmanager
+async def cached(read: Callable[[], Gpus], driver: Driver, patience_s: float = 20.0) -> AsyncIterator[GpuCache]:
+    """A cache that is closed at the end, with nobody left who waits for the driver."""
+    cache = GpuCache(read, patience_s=patience_s, monotonic=lambda: driver.now)
+    try:
+        yield cache
+    finally:
+        driver.answers.set()
+        await cache.close()
+
+
+async def test_readings_are_kept_for_a_moment() -> None:
+    """For two seconds; then there are others."""
+    driver = Driver()
+    async with cached(driver.read, driver) as cache:
+        first = await cache.get()
+        driver.now = MAX_AGE_S - 0.1
+        assert await cache.get() is first
+        driver.now = MAX_AGE_S
+        assert (await cache.get()).readings[0].temperature_c == 2
+
+
+async def test_all_who_ask_at_once_share_a_reading() -> None:
+    """However many they are."""
+    driver = Driver()
+    async with cached(driver.read, driver) as cache:
+        found = await asyncio.gather(*(cache.get() for _ in range(10)))
+    assert driver.reads == 1
+    assert all(each is found[0] for each in found)
+
+
+async def test_a_driver_that_does_not_answer_holds_nobody_up() -> None:
+    """There are no GPUs then, not those of before, one thread waits, and when it answers they are back."""
+    driver = Driver()
+    async with cached(driver.read, driver, patience_s=0.01) as cache:
+        driver.answers.clear()
+        for _ in range(3):
+            found = await cache.get()
+            assert (found.readings, found.problem) == ((), "the driver does not answer")
+        assert driver.reads == 1
+        driver.answers.set()
+        while not (await cache.get()).readings:  # noqa: ASYNC110 - it waits for the thread each time
+            await asyncio.sleep(0)
+    assert driver.reads == 1
+
+
+async def test_a_reading_that_fails_is_tried_again() -> None:
+    """It is logged, and no GPU is there meanwhile, not the one of before."""
+    driver = Driver()
+    faults = [None, RuntimeError("planned")]
+
+    def read() -> Gpus:
+        if faults and (fault := faults.pop(0)) is not None:
+            raise fault
+        return driver.read()
+
+    async with cached(read, driver) as cache:
+        assert (await cache.get()).readings[0].temperature_c == 1
+        driver.now = MAX_AGE_S
+        assert (await cache.get()).readings == ()
+        assert (await cache.get()).readings[0].temperature_c == 2
+
+
+@pytest.mark.parametrize("times", [1, 3])
+async def test_closing_waits_for_no_driver(times: int) -> None:
+    """Also more than once."""
+    driver = Driver()
+    async with cached(driver.read, driver, patience_s=0.01) as cache:
+        driver.answers.clear()
+        await cache.get()
+        for _ in range(times):
+            await cache.close()
