@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import sqlite3
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import orjson
 import pytest
 
 from inferencecenter.errors import ErrorCode, InferenceCenterError
 from inferencecenter.sessions.store.opening import open_writing
 from inferencecenter.sessions.store.recorder import Recorder
+from inferencecenter.sessions.store.rows import facts_column, order_row
 from inferencecenter.sessions.store.schema import DATABASE_NAME, MIGRATIONS
 from inferencecenter.sessions.store.store import Store
 from inferencecenter.sqlite_file import migrate
 from tests.sessions.store.conftest import as_nobody
 from tests.sessions.store.stores import kept_in
-from tests.sessions.store.values import ended, opened
+from tests.sessions.store.values import CLOCK, ended, make_facts, make_order, opened, ordered, packed
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -181,3 +184,36 @@ async def test_a_file_of_each_earlier_version_is_brought_up_to_date(path: Path, 
     store.write(opened(), flush=True)
     await store.close()
     assert set(await kept_in(path)) == {"s_1"}
+
+
+async def test_a_file_from_when_there_was_one_model_is_read(path: Path) -> None:
+    """Its sessions chose none, and its unfinished turns do not say which model they are of."""
+    facts, order = make_facts(), make_order()
+    column = orjson.loads(facts_column(facts))
+    del column["chosen_model"]
+    path.parent.mkdir()
+    with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as database:
+        migrate(database, MIGRATIONS[:1], path=path, hint="")
+        database.execute(
+            "INSERT INTO sessions VALUES (1, ?, ?, ?, 5, ?, ?, 'fingerprint', 0, 0, ?)",
+            (facts.session_id, facts.client_id, facts.epoch, CLOCK, CLOCK, orjson.dumps(column).decode()),
+        )
+        database.execute("INSERT INTO orders VALUES (1, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", order_row(order)[:10])
+        database.execute("INSERT INTO said VALUES (1, 5, ?, 'Hi')", (packed([72, 105]),))
+    kept = (await kept_in(path))[facts.session_id]
+    assert kept.facts == facts
+    assert kept.unfinished is not None
+    assert (kept.unfinished.order, kept.unfinished.text) == (replace(order, model=""), "Hi")
+
+
+@pytest.mark.parametrize("chosen", [None, "toy", "another: model/with any name"])
+async def test_the_choice_of_a_model_is_kept(path: Path, chosen: str | None) -> None:
+    """And so is the model that an unfinished turn is of."""
+    store = Store.open(path)
+    store.write(opened(chosen_model=chosen), flush=True)
+    store.write(ordered(order=make_order(model="large")), flush=True)
+    await store.close()
+    kept = (await kept_in(path))["s_1"]
+    assert kept.facts.chosen_model == chosen
+    assert kept.unfinished is not None
+    assert kept.unfinished.order.model == "large"
