@@ -12,6 +12,7 @@ import json
 import os
 import tomllib
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -82,7 +83,7 @@ class Layers:
         if detail["type"] == "extra_forbidden":
             return _invalid(f"{origin}: unknown setting {name}", name=name, hint=_nearest(name))
         reason = str(detail["ctx"]["error"]) if detail["type"] == "value_error" else detail["msg"]
-        value = json.dumps(detail["input"], default=str)
+        value = "***" if _may_hold_secrets(name) else json.dumps(detail["input"], default=str)
         return _invalid(f"{origin}: {name} is {value}: {reason[0].lower()}{reason[1:]}", name=name)
 
 
@@ -180,6 +181,16 @@ def _invalid(message: str, *, name: str | None = None, hint: str | None = None) 
 def _setting_at(location: tuple[str | int, ...]) -> str:
     """The dotted setting that a validation error's location lies in, list positions included."""
     return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in location).lstrip(".")
+
+
+def _may_hold_secrets(name: str) -> bool:
+    """Tell whether a setting, something in it or the table around it is a secret."""
+    return any(f"{name}.".startswith(f"{secret}.") or secret.startswith(f"{name}.") for secret in _secret_settings())
+
+
+@cache
+def _secret_settings() -> frozenset[str]:
+    return frozenset(name for name, field in setting_fields() if "SecretStr" in repr(field.annotation))
 
 
 def _nearest(name: str) -> str:

@@ -17,6 +17,7 @@ from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, Settings
 from inferencecenter.auth_settings import AuthSettings, ExternalAuthSettings
 from inferencecenter.limits import Limits, Network
 from inferencecenter.setting_types import ExpandedPath, Section
+from inferencecenter.telemetry_settings import LogSettings, TelemetrySettings
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -417,13 +418,6 @@ class ModelEntry(Section):
     )
 
 
-class LogSettings(Section):
-    """What is written to standard error."""
-
-    level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least severe level written.")
-    format: Literal["auto", "pretty", "json"] = Field("auto", description="`auto` is pretty on a terminal, else JSON.")
-
-
 class Settings(BaseSettings):
     """All settings. ``load_settings`` reads them; constructing one directly reads nothing from outside."""
 
@@ -467,6 +461,7 @@ class Settings(BaseSettings):
         description="Sampling and stopping parameters under those of sessions and turns; names as in docs/protocol.md.",
     )
     log: LogSettings = Field(default_factory=LogSettings)
+    telemetry: TelemetrySettings = Field(default_factory=TelemetrySettings)
 
     @classmethod
     def settings_customise_sources(

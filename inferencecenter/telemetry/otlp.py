@@ -1,0 +1,237 @@
+"""One tree of spans a turn, sent to a collector by a thread of its own. Imports OpenTelemetry.
+
+Spans of both processes are made here: the engine tells when its stages began and ended, and knows nothing of traces.
+They are told apart by ``service.name``, each process being a resource of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import threading
+import time
+from typing import TYPE_CHECKING, Final, Protocol, TypeAlias
+from weakref import WeakSet
+
+import structlog
+from opentelemetry.context import Context
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
+from opentelemetry.sdk.trace.sampling import ALWAYS_ON, ParentBased, TraceIdRatioBased
+from opentelemetry.trace import SpanKind, StatusCode, set_span_in_context
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+from inferencecenter import __version__
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor
+    from opentelemetry.sdk.trace.sampling import Sampler
+    from opentelemetry.trace import Span, Tracer
+
+FRONT: Final = "inferencecenter"
+ENGINE: Final = "inferencecenter-engine"
+FLUSH_S: Final = 2.0
+"""How long stopping waits for the last spans to be sent."""
+_SEND_TIMEOUT_S: Final = 5.0
+_COMPLAIN_EVERY_S: Final = 60.0
+_PATH: Final = "/v1/traces"
+_NS_PER_S: Final = 1_000_000_000
+
+Figures: TypeAlias = "Mapping[str, str | bool | int | float | tuple[str, ...]]"
+
+_log = structlog.get_logger(__name__)
+
+
+class Stage(Protocol):
+    """Where a turn spent its time in the engine, in seconds of the machine's monotonic clock."""
+
+    @property
+    def name(self) -> str: ...  # noqa: D102
+    @property
+    def began_s(self) -> float: ...  # noqa: D102
+    @property
+    def ended_s(self) -> float: ...  # noqa: D102
+    @property
+    def tokens(self) -> int: ...  # noqa: D102
+
+
+class Traces:
+    """Begins a trace for each turn. Its methods are called on the event loop and none of them waits.
+
+    Args:
+        processor: Takes the spans that have ended.
+        ratio: Share of the turns that is traced, where the client's trace does not decide it.
+        wall_ns: Unix nanoseconds.
+        monotonic: Seconds that only rise, of the clock that the engine reads too.
+    """
+
+    def __init__(
+        self,
+        processor: SpanProcessor,
+        *,
+        ratio: float = 1.0,
+        wall_ns: Callable[[], int] = time.time_ns,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._processor = processor
+        self._front = _tracer(FRONT, processor, ParentBased(TraceIdRatioBased(ratio)))
+        self._engine = _tracer(ENGINE, processor, ALWAYS_ON)
+        self._wall_ns = wall_ns
+        self._monotonic = monotonic
+        self._propagator = TraceContextTextMapPropagator()
+        self._open: WeakSet[TurnTrace] = WeakSet()
+
+    @classmethod
+    def to_collector(cls, address: str, *, headers: Mapping[str, str], ratio: float) -> Traces:
+        """Return traces that go to the collector at ``address``, with ``headers`` on each request."""
+        complaints = _Complaints()
+        base = address.rstrip("/").removesuffix(_PATH)
+        sender = OTLPSpanExporter(endpoint=base + _PATH, headers=headers, timeout=_SEND_TIMEOUT_S)
+        return cls(BatchSpanProcessor(Sending(sender, complaints=complaints)), ratio=ratio)
+
+    def begin(self, traceparent: str | None) -> TurnTrace:
+        """Begin the trace of a turn, inside the client's if it named a span of its own."""
+        empty = Context()
+        context = empty if traceparent is None else self._propagator.extract({"traceparent": traceparent}, empty)
+        now_s, now_ns = self._monotonic(), self._wall_ns()
+        span = self._front.start_span("turn", context, kind=SpanKind.SERVER, start_time=now_ns)
+        trace = TurnTrace(span, self._engine, epoch_ns=now_ns - round(now_s * _NS_PER_S), monotonic=self._monotonic)
+        if trace.wanted:
+            self._open.add(trace)
+        return trace
+
+    async def close(self) -> None:
+        """End the traces of turns that go on with the next daemon, and send what there is for ``FLUSH_S`` at most."""
+        for trace in tuple(self._open):
+            trace.suspend()
+        loop, sent = asyncio.get_running_loop(), asyncio.Event()
+
+        def send() -> None:
+            self._processor.shutdown()
+            with contextlib.suppress(RuntimeError):  # nobody waited so long
+                loop.call_soon_threadsafe(sent.set)
+
+        # A collector that does not answer is left behind with the process.
+        threading.Thread(target=send, name="traces-last", daemon=True).start()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(FLUSH_S):
+                await sent.wait()
+
+
+class TurnTrace:
+    """The spans of one turn.
+
+    Args:
+        span: The turn's own span, which is the parent of the others.
+        engine: Makes those of the engine.
+        epoch_ns: Unix nanoseconds at which the monotonic clock was 0, as it is told when the turn begins: within a
+            trace no time jumps.
+        monotonic: Seconds that only rise.
+    """
+
+    def __init__(self, span: Span, engine: Tracer, *, epoch_ns: int, monotonic: Callable[[], float]) -> None:
+        self.wanted = span.is_recording()
+        self._span = span
+        self._engine = engine
+        self._epoch_ns = epoch_ns
+        self._monotonic = monotonic
+
+    def describe(self, figures: Figures) -> None:
+        """Say what is asked for."""
+        self._span.set_attributes(figures)
+
+    def spent(self, stages: Iterable[Stage]) -> None:
+        """Add a span for each stage of the engine."""
+        for stage in stages:
+            span = self._engine.start_span(
+                stage.name, set_span_in_context(self._span, Context()), start_time=self._at(stage.began_s)
+            )
+            if stage.tokens:
+                span.set_attribute("inferencecenter.tokens", stage.tokens)
+            span.end(self._at(stage.ended_s))
+
+    def note(self, event: str, figures: Figures) -> None:
+        """Take note of something that happens to the turn now."""
+        self._span.add_event(event, figures, self._at(self._monotonic()))
+
+    def end(self, figures: Figures, *, error: str | None) -> None:
+        """End the trace now, with the code of the error that the turn failed with, if it did."""
+        self._span.set_attributes(figures)
+        if error is not None:
+            self._span.set_attribute("error.type", error)
+            self._span.set_status(StatusCode.ERROR, error)
+        self._span.end(self._at(self._monotonic()))
+
+    def suspend(self) -> None:
+        """End the trace, if it has not ended: the next daemon goes on with the turn."""
+        if self._span.is_recording():
+            self.note("suspended", {})
+            self._span.end(self._at(self._monotonic()))
+
+    def _at(self, second: float) -> int:
+        return self._epoch_ns + round(second * _NS_PER_S)
+
+
+class Sending(SpanExporter):
+    """Hands spans on to what sends them, and says once when that fails, and when it works again.
+
+    Args:
+        sender: Sends them, from a thread, for as long as it may take.
+        complaints: What the libraries say of failures.
+        monotonic: Seconds that only rise.
+    """
+
+    def __init__(
+        self, sender: SpanExporter, *, complaints: _Complaints, monotonic: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._sender = sender
+        self._complaints = complaints
+        self._monotonic = monotonic
+        self._lost = 0
+        self._complained = False
+        self._complained_s = float("-inf")
+
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        """Send spans; those that cannot be sent are lost."""
+        result = self._sender.export(spans)
+        if result is SpanExportResult.SUCCESS:
+            if self._complained:
+                _log.info("traces_sent_again", lost_spans=self._lost)
+            self._lost, self._complained = 0, False
+            return result
+        self._lost += len(spans)
+        now = self._monotonic()
+        if not self._complained and now >= self._complained_s + _COMPLAIN_EVERY_S:
+            self._complained, self._complained_s = True, now
+            _log.warning("traces_not_sent", reason=self._complaints.last)
+        return result
+
+    def shutdown(self) -> None:
+        """Give up what is being sent."""
+        self._sender.shutdown()
+
+
+class _Complaints(logging.Handler):
+    """Keeps what OpenTelemetry logs out of the log: a line or more for each batch, and under load for each span."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.last = ""
+        logger = logging.getLogger("opentelemetry")
+        logger.handlers, logger.propagate = [self], False
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Remember the last line."""
+        self.last = record.getMessage()
+
+
+def _tracer(service: str, processor: SpanProcessor, sampler: Sampler) -> Tracer:
+    resource = Resource.create({"service.name": service, "service.version": __version__})
+    provider = TracerProvider(sampler=sampler, resource=resource, shutdown_on_exit=False)
+    provider.add_span_processor(processor)
+    return provider.get_tracer(FRONT, __version__)

@@ -1,0 +1,51 @@
+"""Traces with OpenTelemetry, which is imported here only when a collector is set."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Final
+
+from inferencecenter.errors import ErrorCode, InferenceCenterError
+
+if TYPE_CHECKING:
+    from inferencecenter.telemetry.otlp import Traces
+    from inferencecenter.telemetry_settings import TelemetrySettings
+
+_PACKAGES: Final = ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http")
+
+
+def check_installed(settings: TelemetrySettings) -> None:
+    """Find out whether turns can be traced, if they are to be.
+
+    Raises:
+        InferenceCenterError: ``invalid_config`` without OpenTelemetry.
+    """
+    if settings.otlp_endpoint is not None and not all(_is_there(package) for package in _PACKAGES):
+        raise InferenceCenterError(
+            ErrorCode.INVALID_CONFIG,
+            "telemetry.otlp_endpoint is set, but OpenTelemetry is not installed",
+            hint="pip install 'inferencecenter[otel]', or leave the setting out.",
+            field="telemetry.otlp_endpoint",
+        )
+
+
+def open_traces(settings: TelemetrySettings) -> Traces | None:
+    """Return what traces turns; ``None`` without a collector.
+
+    Raises:
+        InferenceCenterError: ``invalid_config`` without OpenTelemetry.
+    """
+    if settings.otlp_endpoint is None:
+        return None
+    check_installed(settings)
+    from inferencecenter.telemetry.otlp import Traces  # noqa: PLC0415 - a quarter of a second, and an extra
+
+    headers = {name: value.get_secret_value() for name, value in settings.otlp_headers.items()}
+    return Traces.to_collector(settings.otlp_endpoint, headers=headers, ratio=settings.trace_ratio)
+
+
+def _is_there(package: str) -> bool:
+    try:
+        return find_spec(package) is not None
+    except ModuleNotFoundError:  # not even what it is in
+        return False

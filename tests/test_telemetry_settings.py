@@ -1,0 +1,74 @@
+"""Tests of the settings of log and traces, above all that headers stay secret."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from inferencecenter.configuration import InvalidSettingsError, read_layers
+from inferencecenter.settings import Settings
+from inferencecenter.telemetry_settings import TelemetrySettings
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+SECRET = "hunter2hunter2"
+WRONG = {
+    "text instead of a table": f'telemetry.otlp_headers = "Bearer {SECRET}"',
+    "a list as a value": f'telemetry.otlp_headers = {{authorization = ["{SECRET}"]}}',
+    "two lines": f'telemetry.otlp_headers = {{authorization = "{SECRET}\\n"}}',
+    "not ASCII": f'telemetry.otlp_headers = {{authorization = "{SECRET}ä"}}',
+    "no name of a header": f'telemetry.otlp_headers = {{"a b" = "{SECRET}"}}',
+    "text instead of the section": f'telemetry = "{SECRET}"',
+}
+
+
+@pytest.mark.parametrize("text", WRONG.values(), ids=WRONG)
+def test_a_wrong_header_is_refused_without_being_told(tmp_path: Path, text: str) -> None:
+    """The setting is named, its value is not."""
+    path = tmp_path / "test.toml"
+    path.write_text(text)
+    with pytest.raises(InvalidSettingsError) as refused:
+        read_layers(path).settings()
+    assert "telemetry" in str(refused.value.field)
+    assert all(SECRET not in str(problem) for problem in refused.value.problems)
+
+
+def test_headers_are_not_shown() -> None:
+    """Neither as text nor as JSON; whoever sends them asks for the secret itself."""
+    settings = Settings(telemetry=TelemetrySettings(otlp_headers={"Authorization": f"Bearer {SECRET}"}))
+    assert SECRET not in repr(settings)
+    assert SECRET not in settings.model_dump_json()
+    assert settings.telemetry.otlp_headers["Authorization"].get_secret_value() == f"Bearer {SECRET}"
+
+
+@pytest.mark.parametrize(
+    ("address", "right"),
+    [
+        ("http://127.0.0.1:4318", True),
+        ("https://collector.example/base", True),
+        ("127.0.0.1:4318", False),
+        ("grpc://collector:4317", False),
+        ("http://", False),
+        (f"http://me:{SECRET}@collector", False),
+        ("http://collector/?key=1", False),
+    ],
+)
+def test_the_address_of_a_collector(address: str, *, right: bool) -> None:
+    """Plain HTTP or HTTPS, without credentials in it."""
+    if right:
+        assert TelemetrySettings(otlp_endpoint=address).otlp_endpoint == address
+    else:
+        with pytest.raises(ValueError, match="must"):
+            TelemetrySettings(otlp_endpoint=address)
+
+
+def test_other_values_are_told_as_before(tmp_path: Path) -> None:
+    """Only what may hold a secret is left out."""
+    path = tmp_path / "test.toml"
+    path.write_text("telemetry.trace_ratio = 7\nlog.backups = 0\n")
+    with pytest.raises(InvalidSettingsError) as refused:
+        read_layers(path).settings()
+    assert "telemetry.trace_ratio is 7" in str(refused.value.problems)
+    assert "log.backups is 0" in str(refused.value.problems)
