@@ -44,7 +44,14 @@ def make_models(
     corrections = Corrections(settings.state_dir / _PLAN_FILE)
     return Models(
         registry,
-        make=partial(_model, settings=settings, corrections=corrections, metrics=metrics, live_sessions=live_sessions),
+        make=partial(
+            _model,
+            first=registry.default,
+            settings=settings,
+            corrections=corrections,
+            metrics=metrics,
+            live_sessions=live_sessions,
+        ),
         max_resident=settings.engine.max_resident,
     )
 
@@ -53,6 +60,7 @@ def _model(  # noqa: PLR0913 - what it is put together from, by name
     spec: ModelSpec,
     admit: Callable[[Model], Awaitable[bool]],
     *,
+    first: str,
     settings: Settings,
     corrections: Corrections,
     metrics: EngineMetrics,
@@ -60,14 +68,17 @@ def _model(  # noqa: PLR0913 - what it is put together from, by name
 ) -> Model:
     engine = spec.engine
     planner = Planner(engine=engine, gpu=settings.gpu, corrections=corrections)
-    places = kv_places(settings.kv, settings.state_dir, spec)
+    options = engine_options(spec, kv_places(settings.kv, settings.state_dir, spec), settings.kv)
+    if spec.name == first:
+        # What is wrong with the GPUs that are set is to end the daemon, and the others are planned when they load.
+        options = planner.first(options)
     meter = StepMeter(metrics, model=spec.name)
 
     async def may_load() -> bool:
         return await admit(model)
 
     supervisor = Supervisor(
-        planner.first(engine_options(spec, places, settings.kv)),
+        options,
         policy=RestartPolicy(
             min_s=engine.restart_backoff_min_s,
             max_s=engine.restart_backoff_max_s,

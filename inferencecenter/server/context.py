@@ -69,7 +69,7 @@ class ServedModels(Protocol):
 class Context:
     """The daemon as the server's parts see it; ``clock`` is Unix seconds, ``monotonic`` seconds that only rise.
 
-    ``pressure`` tells how short memory was at the last look.
+    ``pressure`` tells how short memory was at the last look, ``told`` what clients heard last of each model's engine.
     """
 
     settings: ServerSettings
@@ -86,6 +86,7 @@ class Context:
     clock: Callable[[], float]
     monotonic: Callable[[], float]
     started_s: float
+    told: dict[str, events.EngineChanged]
 
     @classmethod
     def create(  # noqa: PLR0913 - every part of the daemon by its name
@@ -127,6 +128,7 @@ class Context:
             clock=clock,
             monotonic=monotonic,
             started_s=monotonic(),
+            told={},
         )
         models.subscribe_models(context.engine_changed)
         models.subscribe_swaps(context.model_changed)
@@ -139,7 +141,11 @@ class Context:
     def engine_changed(self, name: str, engine: EngineStatus) -> None:
         """Tell every client of the new state of a model's engine."""
         event = replies.engine_changed(engine, model=None if name == self.models.default else name)
-        if event is not None:
+        if event is None or event == self.told.get(name):
+            return
+        is_news = name in self.told or event.model is None or event.state != "asleep"
+        self.told[name] = event
+        if is_news:  # that a model which nobody has used sleeps is none
             self.hub.broadcast(event)
 
     def model_changed(self, model: ModelInfo) -> None:

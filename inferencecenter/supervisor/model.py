@@ -65,7 +65,8 @@ class Model:
 
 async def fits_beside(model: Model, others: Sequence[Model]) -> bool:
     """Tell whether a model has as much beside the others, which are loaded, as it would have alone."""
-    return await asyncio.to_thread(model.planner.fits_beside, [each.planner for each in others])
+    planners = [each.planner for each in others]
+    return await asyncio.to_thread(model.planner.fits_beside, planners, model.supervisor.options)
 
 
 def summary(name: str, model: Model | None, *, default: bool) -> ModelSummary:

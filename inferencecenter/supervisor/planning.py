@@ -102,6 +102,7 @@ class Planner:
         self._read_host = host
         self._used_bytes = used_bytes
         self._model: ModelShape | None = None
+        self._unknown = False
         self._plan: Plan | None = None
         self._given_layers: int | None = None
         self._compared_pid = 0
@@ -112,20 +113,11 @@ class Planner:
         Raises:
             InferenceCenterError: ``invalid_config`` for a GPU that is set and not there.
         """
-        if options.backend != "llama":
-            return options
-        try:
-            shape = describe(read_gguf(Path(options.model_path)))
-        except InferenceCenterError as error:
-            # llama.cpp may read what is not understood here; if it cannot either, it says so.
-            _log.warning("plan_impossible", reason=error.message)
-            return options
-        self._model = with_adapters(shape, lora_bytes(Path(each.path) for each in options.lora))
-        return self._planned(options)
+        return self._planned(options) if self._knows_model(options) else options
 
     def again(self, options: EngineOptions) -> EngineOptions:
         """Return the options of a further engine; fewer layers than were planned before are a limit from now on."""
-        if self._model is None:
+        if not self._knows_model(options):
             return options
         if self._given_layers is not None and options.n_gpu_layers < self._given_layers:
             self._wishes = replace(self._wishes, most_gpu_layers=options.n_gpu_layers)
@@ -135,10 +127,11 @@ class Planner:
             _log.warning("plan_impossible", reason=error.message)
             return options
 
-    def fits_beside(self, others: Sequence[Planner]) -> bool:
+    def fits_beside(self, others: Sequence[Planner], options: EngineOptions) -> bool:
         """Tell whether the model has as much beside the others, which are loaded, as it would have alone. Blocks."""
-        if self._model is None:
+        if not self._knows_model(options):
             return True
+        assert self._model is not None, "its header was read"
         devices, host = self._devices(), self._read_host()
         made = plan(self._model, devices, host, self._wishes)
         taken = [other._plan for other in others if other._plan is not None]
@@ -179,6 +172,18 @@ class Planner:
                 off_percent=round(_PERCENT * (used_bytes - demand.bytes) / demand.bytes, 1),
             )
             self._corrections.put(self._model.digest, device.id, estimated_bytes=demand.bytes, used_bytes=used_bytes)
+
+    def _knows_model(self, options: EngineOptions) -> bool:
+        """Read the model's header if that was not done before; tell whether there is one to plan by."""
+        if self._model is None and not self._unknown and options.backend == "llama":
+            try:
+                shape = describe(read_gguf(Path(options.model_path)))
+                self._model = with_adapters(shape, lora_bytes(Path(each.path) for each in options.lora))
+            except InferenceCenterError as error:
+                # llama.cpp may read what is not understood here; if it cannot either, it says so.
+                _log.warning("plan_impossible", reason=error.message)
+                self._unknown = True
+        return self._model is not None
 
     def _planned(self, options: EngineOptions) -> EngineOptions:
         """Make a plan of what is free now, and return the options with it."""

@@ -151,6 +151,11 @@ class Supervisor:
         )
 
     @property
+    def options(self) -> EngineOptions:
+        """What the last engine was told, or the next one is if nothing is planned anew."""
+        return self._options
+
+    @property
     def load_failure(self) -> InferenceCenterError | None:
         """Why the model could not be loaded, when that is final."""
         return self._load_failure
