@@ -115,5 +115,5 @@ def _show_process(metrics: MachineMetrics, pid: int, process: str, model: str) -
 def _encoder(accept: str) -> tuple[Callable[[Collector], bytes], str]:
     try:
         return choose_encoder(accept)
-    except ValueError:  # a version that is no number
+    except (TypeError, ValueError):  # it asks for a version that is no number
         return generate_latest, CONTENT_TYPE_PLAIN_0_0_4

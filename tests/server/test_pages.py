@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
+import platform
 from typing import TYPE_CHECKING
 
 import pytest
+from prometheus_client.openmetrics import parser as openmetrics_parser
+from prometheus_client.parser import text_string_to_metric_families
 
-from inferencecenter.ipc.port import EngineState
+import inferencecenter
+from inferencecenter.hardware.nvml import GpuReading, Gpus
+from inferencecenter.ipc.port import EngineState, EngineStatus
+from inferencecenter.server.scrape import show_gpus
+from inferencecenter.telemetry.metrics import Metrics
 from tests.server.harness import Running, ready
 
 if TYPE_CHECKING:
@@ -49,18 +57,104 @@ async def test_readiness_is_the_engines(server: Running, state: EngineState) -> 
     }.get(state, f"the engine is {state}: because")
 
 
+async def figures(server: Running, headers: str = "") -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
+    """Return the samples on the page by name and labels."""
+    status, head, body = await server.http("/metrics", headers)
+    assert (status, "text/plain; version=" in head) == (200, True)
+    families = text_string_to_metric_families(body.decode())
+    return {
+        (sample.name, frozenset(sample.labels.items())): sample.value
+        for family in families
+        for sample in family.samples
+    }
+
+
+def figure(name: str, **labels: str) -> tuple[str, frozenset[tuple[str, str]]]:
+    """Return the key of a sample."""
+    return f"inferencecenter_{name}", frozenset(labels.items())
+
+
 async def test_metrics_are_in_prometheus_format(server: Running) -> None:
-    """Gauges are up to date; readings of a GPU that is not there are NaN."""
-    server.engine.status = ready(restarts=3, rss_bytes=1000, waiting=2)
-    status, head, body = await server.http("/metrics")
-    text = body.decode()
+    """Engines by their models, with what is read of them now."""
+    server.engine.status = ready(
+        restarts=3, running=1, waiting=2, parked_sessions=5, parked_bytes=9, parked_ram_bytes=4
+    )
+    found = await figures(server)
+    expected = {
+        figure("engine_restarts_total", model="stub"): 3,
+        figure("engine_ready", model="stub"): 1,
+        figure("engine_state", model="stub", state="ready"): 1,
+        figure("engine_state", model="stub", state="failed"): 0,
+        figure("slots", model="stub"): 4,
+        figure("running_turns", model="stub"): 1,
+        figure("waiting_turns", model="stub"): 2,
+        figure("parked_sessions", model="stub"): 5,
+        figure("parked_bytes", model="stub", tier="ram"): 4,
+        figure("parked_bytes", model="stub", tier="disk"): 5,
+        figure("model_info", model="stub", architecture="stub", backend="stub", library="stub"): 1,
+        figure("storage_failing"): 0,
+        figure("build_info", version=inferencecenter.__version__, python=platform.python_version()): 1,
+    }
+    assert {key: found.get(key) for key in expected} == expected
+
+
+async def test_an_engine_without_a_model_has_a_state(server: Running) -> None:
+    """What only a loaded model has is absent."""
+    server.engine.status = EngineStatus(state=EngineState.STARTING)
+    found = await figures(server)
+    assert found[figure("engine_state", model="stub", state="starting")] == 1
+    assert found[figure("engine_ready", model="stub")] == 0
+    assert figure("slots", model="stub") not in found
+
+
+async def test_processes_are_shown_while_they_are_there(server: Running) -> None:
+    """The front, and the engine by its process; one that has just ended is absent."""
+    server.engine.status = ready(pid=os.getppid())
+    found = await figures(server)
+    for process, model in (("front", ""), ("engine", "stub")):
+        assert found[figure("process_resident_memory_bytes", process=process, model=model)] > 0
+        assert found[figure("process_cpu_seconds_total", process=process, model=model)] >= 0
+    server.engine.status = ready(pid=2**30)
+    assert figure("process_resident_memory_bytes", process="engine", model="stub") not in await figures(server)
+
+
+def test_gpus_are_shown_as_far_as_they_tell() -> None:
+    """Each by its index; what is not read is absent, and one that is gone leaves nothing behind."""
+    metrics = Metrics()
+    readings = (
+        GpuReading(index=0, name="One", uuid="GPU-1", temperature_c=60, slowdowns=("power_cap",)),
+        GpuReading(index=1, power_watts=45.5),
+    )
+
+    def shown(metric: str, **labels: str) -> float | None:
+        return metrics.registry.get_sample_value(f"inferencecenter_gpu_{metric}", labels)
+
+    show_gpus(metrics.machine, Gpus(readings, driver_version="580.1"))
+    assert shown("info", gpu="0", name="One", uuid="GPU-1", driver="580.1") == 1
+    assert (shown("temperature_celsius", gpu="0"), shown("temperature_celsius", gpu="1")) == (60, None)
+    assert (shown("power_watts", gpu="0"), shown("power_watts", gpu="1")) == (None, 45.5)
+    assert [shown("slowdown", gpu="0", reason=reason) for reason in ("power_cap", "hw_thermal")] == [1, 0]
+    assert shown("slowdown", gpu="1", reason="power_cap") is None
+    show_gpus(metrics.machine, Gpus())
+    assert shown("temperature_celsius", gpu="0") is None
+
+
+async def test_openmetrics_for_those_who_ask_for_it(server: Running) -> None:
+    """As Prometheus does; its parser takes the page."""
+    accept = "Accept: application/openmetrics-text;version=1.0.0;q=0.5,text/plain;version=0.0.4;q=0.2\r\n"
+    status, head, body = await server.http("/metrics", accept)
     assert status == 200
-    assert "text/plain; version=" in head
-    assert "inferencecenter_engine_restarts 3.0" in text
-    assert 'inferencecenter_engine_state{state="ready"} 1.0' in text
-    assert 'inferencecenter_engine_state{state="failed"} 0.0' in text
-    assert "inferencecenter_waiting_turns 2.0" in text
-    assert "inferencecenter_gpu_temperature_celsius NaN" in text
+    assert "application/openmetrics-text; version=1.0.0" in head
+    families = list(openmetrics_parser.text_string_to_metric_families(body.decode()))  # type: ignore[no-untyped-call]
+    assert "inferencecenter_frames_out" in {family.name for family in families}
+
+
+@pytest.mark.parametrize(
+    "accept", ["text/plain;version=x", "application/openmetrics-text;version=..", "*/*;version", ";;,=", "x" * 4000]
+)
+async def test_a_strange_wish_gets_the_plain_page(server: Running, accept: str) -> None:
+    """What nobody can read as a format is no error."""
+    assert figure("connections") in await figures(server, f"Accept: {accept}\r\n")
 
 
 @pytest.mark.parametrize(
