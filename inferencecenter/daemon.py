@@ -48,6 +48,7 @@ from inferencecenter.supervisor.pressure import MemoryGuard
 from inferencecenter.supervisor.process import EXIT_GRACE_S, STOP_DEADLINE_S, SUSPEND_DEADLINE_S
 from inferencecenter.telemetry.metrics import Metrics
 from inferencecenter.telemetry.notify import Notifier
+from inferencecenter.telemetry.traces import open_traces
 
 if TYPE_CHECKING:
     import socket
@@ -62,6 +63,7 @@ if TYPE_CHECKING:
     from inferencecenter.sessions.totals import Totals, TurnObserver
     from inferencecenter.settings import Settings
     from inferencecenter.supervisor.models import Models
+    from inferencecenter.telemetry.otlp import Traces
 
 ACCOUNTS_FILE: Final = "accounts.sqlite3"
 _STOP_S: Final = CLOSING_S + SUSPEND_DEADLINE_S + STOP_DEADLINE_S + EXIT_GRACE_S + 5.0
@@ -81,7 +83,10 @@ class Announcement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Prepared:
-    """What there must be before the event loop runs. Without ``store`` sessions end with the daemon."""
+    """What there must be before the event loop runs.
+
+    Without ``store`` sessions end with the daemon, without ``traces`` no turn is traced.
+    """
 
     accounts: Accounts
     store: Store | None
@@ -89,6 +94,7 @@ class _Prepared:
     registry: Registry
     sockets: list[socket.socket]
     certificate: Certificate | None
+    traces: Traces | None
     read_again: Callable[[], Settings]
 
     @property
@@ -119,6 +125,7 @@ def serve(settings: Settings, *, announce: Callable[[Announcement], None], read_
             held.callback(listening.close)
         certificate = Certificate(server.certfile, server.keyfile) if server.certfile and server.keyfile else None
         config_params, registry = parse_config_params(settings), read_registry(settings)
+        traces = open_traces(settings.telemetry)
         accounts = Accounts.open(
             settings.state_dir / ACCOUNTS_FILE,
             clock=time.time,
@@ -136,6 +143,7 @@ def serve(settings: Settings, *, announce: Callable[[Announcement], None], read_
             registry=registry,
             sockets=sockets,
             certificate=certificate,
+            traces=traces,
             read_again=read_again,
         )
         announcement = Announcement(
@@ -205,6 +213,8 @@ async def _run(settings: Settings, prepared: _Prepared, *, on_listening: Callabl
 
     supervisor.subscribe(stop_when_hopeless)
     async with AsyncExitStack() as running:
+        if prepared.traces is not None:
+            running.push_async_callback(prepared.traces.close)
         if store is not None:
             running.push_async_callback(store.close)
             sessions.restore(store.load(), clean=store.was_clean, retention_days=accounts.retentions())
@@ -250,6 +260,7 @@ def _sessions(
         shared_prompts=settings.sessions.shared_prompts,
         journal=prepared.store,
         observer=observer,
+        tracer=prepared.traces,
         admit=admit,
     )
 

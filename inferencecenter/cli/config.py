@@ -16,6 +16,7 @@ from inferencecenter.errors import ERRORS, ErrorCode, InferenceCenterError
 from inferencecenter.protocol.params import cross_check, parse_params
 from inferencecenter.server.clients_file import load_clients
 from inferencecenter.settings import setting_fields
+from inferencecenter.telemetry.traces import check_installed
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -81,7 +82,11 @@ def default() -> None:
 
 
 def _deeper_problems(settings: Settings) -> Iterator[InferenceCenterError]:
-    """What only other parts can tell: the parameters' meaning and the file of clients."""
+    """What only other parts can tell: the parameters' meaning, the file of clients, and what is installed."""
+    try:
+        check_installed(settings.telemetry)
+    except InferenceCenterError as error:
+        yield error
     try:
         parse_params(settings.params)
     except InferenceCenterError as error:
