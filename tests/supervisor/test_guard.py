@@ -164,16 +164,11 @@ async def test_heat_limits_the_engine_and_is_told(bench: Bench) -> None:
     ]
 
 
-async def test_throttling_is_shown_and_counts(bench: Bench) -> None:
-    """What NVML says is in the metrics by its name, until it is over."""
+async def test_throttling_counts(bench: Bench) -> None:
+    """A GPU that slows down for heat is warm, whatever its temperature."""
     await bench.look(60.0, now=2.0, slowdowns=("sw_thermal", "power_cap"))
     assert bench.sent == [WARM]
     assert bench.shown("inferencecenter_thermal_state", state="warm") == 1
-    assert bench.shown("inferencecenter_gpu_slowdown", reason="sw_thermal") == 1
-    assert bench.shown("inferencecenter_gpu_slowdown", reason="power_cap") == 1
-    assert bench.shown("inferencecenter_gpu_slowdown", reason="hw_thermal") == 0
-    await bench.look(60.0, now=4.0)
-    assert bench.shown("inferencecenter_gpu_slowdown", reason="sw_thermal") == 0
 
 
 async def test_it_looks_often_only_while_turns_run_or_wait(bench: Bench) -> None:
