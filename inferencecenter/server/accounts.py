@@ -129,6 +129,10 @@ class Accounts:
         with self._rows("SELECT 1 FROM clients WHERE client_id = ?", (client_id,)) as rows:
             return rows.fetchone() is not None
 
+    def knows(self, client_id: str) -> bool:
+        """Tell whether this is a client of the database or of ``clients.toml``."""
+        return client_id in self._static or self.has_client(client_id)
+
     def retentions(self) -> dict[str, float]:
         """Return the ``retention_days`` of every client that has its own, by client id."""
         with self._rows("SELECT client_id, retention_days FROM clients WHERE retention_days IS NOT NULL") as rows:

@@ -54,6 +54,11 @@ class Attempts:
         if len(self._buckets) > _MAX_ADDRESSES:
             self._buckets.popitem(last=False)
 
+    def forgive(self, address: str) -> None:
+        """Take back a failure of ``address`` that was counted before it was known."""
+        if (bucket := self._buckets.get(site(address))) is not None:
+            bucket.left = min(self._capacity, bucket.left + 1)
+
     def _refill(self, bucket: _Bucket) -> None:
         now_s = self._clock()
         bucket.left = min(self._capacity, bucket.left + (now_s - bucket.filled_at_s) * self._per_s)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Protocol
 
 import structlog
 
@@ -18,6 +18,7 @@ from inferencecenter.tasks import TaskGroup
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from inferencecenter.limits import Limits
     from inferencecenter.server.account import Account
     from inferencecenter.server.accounts import Accounts
     from inferencecenter.server.audit import Entry
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
 _WRITE_AFTER_S: Final = 1.0
 _RETRY_AFTER_S: Final = 30.0
+_CANNOT_TELL_RETRY_MS: Final = 1000
 _MAX_CLAIM_CHARS: Final = 64
 _LIKE_A_SECRET: Final = re.compile(r"[0-9A-Fa-f]{32}|[A-Za-z0-9+/_-]{40}")
 
@@ -49,20 +51,48 @@ class KeyCredential:
 Credential = TokenCredential | KeyCredential
 
 
+class OtherAccounts(Protocol):
+    """Another program that knows clients, as ``ExternalAuth`` asks it."""
+
+    async def verify(self, client_id: str, api_key: str) -> Account | None:
+        """Return the account of a client id and its key, ``None`` for a no; ``CannotTellError`` when it cannot tell."""
+
+    def forget(self, client_id: str) -> None:
+        """Ask again when this client comes next."""
+
+    async def close(self) -> None:
+        """End what is under way."""
+
+
+class CannotTellError(Exception):
+    """Nobody can tell whether a key is right; ``str()`` says why, and holds no secret."""
+
+
 class Authenticator:
     """Checks credentials; used on the event loop.
 
     Args:
         accounts: Who may come in.
+        limits_of: What holds for an account, by which addresses it may come from.
+        others: Who is asked about keys of clients that have no account here.
         attempts_per_minute: Failures one address may have.
         clock: Monotonic seconds.
         metrics: Where failures are counted.
     """
 
-    def __init__(
-        self, accounts: Accounts, *, attempts_per_minute: int, clock: Callable[[], float], metrics: Metrics
+    def __init__(  # noqa: PLR0913 - keyword-only
+        self,
+        accounts: Accounts,
+        *,
+        limits_of: Callable[[Limits], Limits] = lambda own: own,
+        others: OtherAccounts | None = None,
+        attempts_per_minute: int,
+        clock: Callable[[], float],
+        metrics: Metrics,
     ) -> None:
         self._accounts = accounts
+        self._limits_of = limits_of
+        self._others = others
         self._attempts = Attempts(per_minute=attempts_per_minute, clock=clock)
         self._metrics = metrics
         self._tasks = TaskGroup("authenticator")
@@ -71,35 +101,65 @@ class Authenticator:
         self._warned = False
 
     def authenticate(self, credential: Credential, *, address: str) -> Account:
-        """Return the account of a credential.
+        """Return the account of a credential; only accounts of this daemon count.
 
         Raises:
             InferenceCenterError: ``not_authenticated`` when it is wrong, ``rate_limited`` when ``address`` has failed
                 too often, right or not this time, ``storage_unavailable`` when nobody can tell.
         """
-        retry_after_ms = self._attempts.retry_after_ms(address)
-        if retry_after_ms is not None:
-            self.note(entry(AuditEvent.LOGIN_REFUSED, address=site(address), detail="too many attempts"))
-            raise InferenceCenterError(
-                ErrorCode.RATE_LIMITED, "too many failed logins from this address", retry_after_ms=retry_after_ms
-            )
-        match credential:
-            case TokenCredential(token):
-                account = self._accounts.verify_token(token)
-            case KeyCredential(client_id, api_key):
-                account = self._accounts.verify_key(client_id, api_key)
-        if account is None:
+        self._check_attempts(address)
+        account = self._look_up(credential)
+        if account is None or not self._may_come(account, address):
             self._attempts.failed(address)
-            self._metrics.login_failures.inc()
-            self.note(refusal(credential, address=address))
-            _log.warning("login_failed", address=address)
+            raise self._refused(credential, address=address)
+        return self._admitted(account, address=address)
+
+    def asks_others(self, credential: Credential) -> bool:
+        """Tell whether ``authenticate_anywhere`` has to ask somebody about a credential, which takes time.
+
+        Never about a client that has an account here, and never with what has the form of a token of this daemon.
+
+        Raises:
+            InferenceCenterError: ``storage_unavailable``.
+        """
+        return (
+            self._others is not None
+            and isinstance(credential, KeyCredential)
+            and public_id(credential.api_key) is None
+            and not self._accounts.knows(credential.client_id)
+        )
+
+    async def authenticate_anywhere(self, credential: Credential, *, address: str) -> Account:
+        """Do the same as ``authenticate``, and ask others about clients that have no account here.
+
+        Raises:
+            InferenceCenterError: See ``authenticate``; ``not_authenticated`` also while nobody can tell.
+        """
+        if self._others is None or not isinstance(credential, KeyCredential) or not self.asks_others(credential):
+            return self.authenticate(credential, address=address)
+        self._check_attempts(address)
+        # Counted before the answer is there: many guesses at once are not more than one after the other.
+        self._attempts.failed(address)
+        try:
+            account = await self._others.verify(credential.client_id, credential.api_key)
+        except CannotTellError as error:
+            self._attempts.forgive(address)
+            self.note(refusal(credential, address=address, detail=f"cannot be checked: {error}"))
             raise InferenceCenterError(
                 ErrorCode.NOT_AUTHENTICATED,
-                "the credential is not valid",
-                hint="It may be mistyped, expired or revoked; inferencecenter token create makes a new token.",
-            )
-        self.note(entry(AuditEvent.LOGIN, client_id=account.client_id, token_id=account.token_id, address=address))
-        return account
+                "the credential cannot be checked at the moment",
+                hint="Try again later.",
+                retry_after_ms=_CANNOT_TELL_RETRY_MS,
+            ) from None
+        if account is None or not self._may_come(account, address):
+            raise self._refused(credential, address=address)
+        self._attempts.forgive(address)
+        return self._admitted(account, address=address, detail="known elsewhere")
+
+    def forget(self, client_id: str) -> None:
+        """Have others asked again when this client comes next."""
+        if self._others is not None:
+            self._others.forget(client_id)
 
     def living_tokens(self) -> frozenset[str]:
         """Return the ids of the tokens that would let somebody in now.
@@ -114,6 +174,42 @@ class Authenticator:
         if self._writing is not None:
             self._writing.cancel()
         await self._tasks.cancel()
+        if self._others is not None:
+            await self._others.close()
+
+    def _check_attempts(self, address: str) -> None:
+        retry_after_ms = self._attempts.retry_after_ms(address)
+        if retry_after_ms is not None:
+            self.note(entry(AuditEvent.LOGIN_REFUSED, address=site(address), detail="too many attempts"))
+            raise InferenceCenterError(
+                ErrorCode.RATE_LIMITED, "too many failed logins from this address", retry_after_ms=retry_after_ms
+            )
+
+    def _look_up(self, credential: Credential) -> Account | None:
+        match credential:
+            case TokenCredential(token):
+                return self._accounts.verify_token(token)
+            case KeyCredential(client_id, api_key):
+                return self._accounts.verify_key(client_id, api_key)
+
+    def _may_come(self, account: Account, address: str) -> bool:
+        return self._limits_of(account.limits).allows_address(address)
+
+    def _refused(self, credential: Credential, *, address: str) -> InferenceCenterError:
+        """Take note of a refusal that was counted, and return it; it does not tell what was wrong."""
+        self._metrics.login_failures.inc()
+        self.note(refusal(credential, address=address))
+        _log.warning("login_failed", address=address)
+        return InferenceCenterError(
+            ErrorCode.NOT_AUTHENTICATED,
+            "the credential is not valid",
+            hint="It may be mistyped, expired or revoked; inferencecenter token create makes a new token.",
+        )
+
+    def _admitted(self, account: Account, *, address: str, detail: str = "") -> Account:
+        client_id, token_id = account.client_id, account.token_id
+        self.note(entry(AuditEvent.LOGIN, client_id=client_id, token_id=token_id, address=address, detail=detail))
+        return account
 
     def note(self, line: Entry) -> None:
         """Have a line written within a second, with the last uses, by one timer for all until then."""
@@ -145,17 +241,18 @@ class Authenticator:
             self._write_after(_WRITE_AFTER_S)
 
 
-def refusal(credential: Credential, *, address: str) -> Entry:
+def refusal(credential: Credential, *, address: str, detail: str = "") -> Entry:
     """Return what the audit log says of a refused credential: whom it claimed, and nothing that may be secret."""
     match credential:
         case TokenCredential(token):
-            return entry(AuditEvent.LOGIN_REFUSED, token_id=public_id(token), address=address)
+            return entry(AuditEvent.LOGIN_REFUSED, token_id=public_id(token), address=address, detail=detail)
         case KeyCredential(client_id, api_key):
             return entry(
                 AuditEvent.LOGIN_REFUSED,
                 client_id=_claim(client_id, api_key),
                 token_id=public_id(api_key),
                 address=address,
+                detail=detail,
             )
 
 
