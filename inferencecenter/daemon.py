@@ -125,7 +125,8 @@ def serve(settings: Settings, *, announce: Callable[[Announcement], None], read_
             held.callback(listening.close)
         certificate = Certificate(server.certfile, server.keyfile) if server.certfile and server.keyfile else None
         config_params, registry = parse_config_params(settings), read_registry(settings)
-        traces = open_traces(settings.telemetry)
+        if (traces := open_traces(settings.telemetry)) is not None:
+            held.callback(traces.close)
         accounts = Accounts.open(
             settings.state_dir / ACCOUNTS_FILE,
             clock=time.time,
@@ -213,8 +214,6 @@ async def _run(settings: Settings, prepared: _Prepared, *, on_listening: Callabl
 
     supervisor.subscribe(stop_when_hopeless)
     async with AsyncExitStack() as running:
-        if prepared.traces is not None:
-            running.push_async_callback(prepared.traces.close)
         if store is not None:
             running.push_async_callback(store.close)
             sessions.restore(store.load(), clean=store.was_clean, retention_days=accounts.retentions())

@@ -6,8 +6,6 @@ They are told apart by ``service.name``, each process being a resource of its ow
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import logging
 import threading
 import time
@@ -61,7 +59,7 @@ class Stage(Protocol):
 
 
 class Traces:
-    """Begins a trace for each turn. Its methods are called on the event loop and none of them waits.
+    """Begins a trace for each turn. Its methods are called on the event loop, and only ``close``, after it, waits.
 
     Args:
         processor: Takes the spans that have ended.
@@ -105,22 +103,14 @@ class Traces:
             self._open.add(trace)
         return trace
 
-    async def close(self) -> None:
+    def close(self) -> None:
         """End the traces of turns that go on with the next daemon, and send what there is for ``FLUSH_S`` at most."""
         for trace in tuple(self._open):
             trace.suspend()
-        loop, sent = asyncio.get_running_loop(), asyncio.Event()
-
-        def send() -> None:
-            self._processor.shutdown()
-            with contextlib.suppress(RuntimeError):  # nobody waited so long
-                loop.call_soon_threadsafe(sent.set)
-
         # A collector that does not answer is left behind with the process.
-        threading.Thread(target=send, name="traces-last", daemon=True).start()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(FLUSH_S):
-                await sent.wait()
+        sending = threading.Thread(target=self._processor.shutdown, name="traces-last", daemon=True)
+        sending.start()
+        sending.join(FLUSH_S)
 
 
 class TurnTrace:
