@@ -42,11 +42,12 @@ def of_all(  # noqa: PLR0913 - all by name
             main = pressure.usage(MAIN_MEMORY)
             return {
                 "pressure": pressure.state.value,
-                "counted_bytes": main.used_bytes if main else None,
-                "ceiling_bytes": main.limit_bytes if main else None,
+                "memory_used_bytes": main.used_bytes if main else None,
+                "memory_limit_bytes": main.limit_bytes if main else None,
                 "engine_rss_bytes": engine.rss_bytes,
                 "parked_sessions": engine.parked_sessions,
                 "parked_bytes": engine.parked_bytes,
+                "parked_ram_bytes": engine.parked_ram_bytes,
                 "model_bytes": engine.model.size_bytes if engine.model else None,
                 "n_ctx": engine.model.n_ctx if engine.model else None,
                 "slots": engine.model.slots if engine.model else 0,

@@ -78,6 +78,7 @@ async def test_parked_sessions_are_told(server: Running) -> None:
         values = (await ask(socket, op="status", type="memory"))["values"]
     assert (inference["parked_sessions"], inference["parked_mb"]) == (3, 2.5)
     assert (values["parked_sessions"], values["parked_bytes"]) == (3, 5 * 2**19)
+    assert (values["pressure"], values["memory_used_bytes"], values["memory_limit_bytes"]) == ("easy", None, None)
 
 
 async def test_frames_come_only_while_subscribed(server: Running) -> None:

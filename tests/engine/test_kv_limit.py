@@ -1,0 +1,98 @@
+"""An engine that may park less in memory: what was parked is free at once, and answers are the same."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from inferencecenter.ipc.messages import KvLimit, Step, Submit
+from tests.engine.harness import Engine, Front, submit
+from tests.engine.process import demo_options, running
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+MIB = 2**20
+SHORT = b'{"temperature":0,"max_tokens":8}'
+QUESTION = "My name is Ana and I live in Oslo. Count from one to ten, please. " * 3
+
+
+def last_step(front: Front) -> Step:
+    """Return the last frame with gauges."""
+    return next(frame for frame in reversed(front.frames) if isinstance(frame, Step))
+
+
+def parked(front: Front) -> bool:
+    """Tell whether something is parked in memory now."""
+    return last_step(front).parked_ram_bytes > 0
+
+
+def parked_until(front: Front, *, in_ram: bool) -> Step:
+    """Read until something, or nothing, is parked in memory."""
+    front.read_until(lambda: parked(front) is in_ram)
+    return last_step(front)
+
+
+def of_client(client_id: str, turn: Submit) -> Submit:
+    """Return a turn of a client who shares nothing with others."""
+    return msgspec.structs.replace(turn, client_id=client_id)
+
+
+def test_parked_sessions_are_given_up_at_once_and_answered_as_before(tmp_path: Path) -> None:
+    """Their tokens are read again; what one limit forbids another allows."""
+    engine = Engine(tmp_path, slots=1, prefill_grid_tokens=16)
+    front = engine.front
+    for name in ("one", "two", "three"):
+        front.send(of_client(name, submit(name, f"some words in session {name}")))
+        front.finished(name)
+    assert parked_until(front, in_ram=True).parked_sessions == 2
+    front.send(KvLimit(0))
+    assert parked_until(front, in_ram=False).parked_sessions == 0
+    assert list((tmp_path / "ram").iterdir()) == []
+    front.send(of_client("one", submit("again", "more", session="one", tokens=front.history("one"))))
+    assert front.finished("again").cached_tokens == 0
+    assert front.text("again") == "more"
+    assert last_step(front).parked_ram_bytes == 0
+    last = submit("last", "more words", session="two", tokens=front.history("two"))
+    front.send(KvLimit(None), of_client("two", last))
+    front.finished("last")
+    assert parked_until(front, in_ram=True).parked_sessions == 1
+    engine.stop()
+
+
+def test_turns_in_the_middle_of_their_answers_go_on(tmp_path: Path) -> None:
+    """One whose KV was parked while another had its slot reads it again; without parking nobody gives a slot up."""
+    engine = Engine(tmp_path, slots=1, prefill_grid_tokens=16, quantum_tokens=8)
+    texts = {name: f"{name} says " + "abcdefghij " * 12 for name in ("ada", "bob")}
+    engine.front.send(*(submit(name, text) for name, text in texts.items()))
+    engine.front.read_until(lambda: texts.keys() <= engine.front.events.keys() and parked(engine.front))
+    engine.front.send(KvLimit(0))
+    preempted = [engine.front.finished(name).preempted for name in texts]
+    assert sum(preempted) > 0
+    assert {name: engine.front.text(name) for name in texts} == texts
+    engine.stop()
+
+
+def test_a_model_says_the_same(demo_model_path: Path, tmp_path: Path) -> None:
+    """With real KV, in a real process, as if it had kept what it gave up."""
+    options = demo_options(
+        demo_model_path, slots=1, n_ctx=512, kv_ram_dir=str(tmp_path), kv_ram_bytes=64 * MIB, prefill_grid_tokens=16
+    )
+    said = {}
+    for limit in (None, 0):
+        with running(options) as child:
+            front = child.front
+            front.send(submit("one", QUESTION, session="ana", params=SHORT))
+            history = front.history("one")
+            front.send(of_client("bob", submit("other", "Hello!", params=SHORT)))
+            front.finished("other")
+            assert parked_until(front, in_ram=True).parked_sessions == 1
+            front.send(KvLimit(limit), submit("two", "What is my name?", session="ana", tokens=history, params=SHORT))
+            end = front.finished("two")
+            assert (end.cached_tokens > 0) is (limit is None)
+            assert child.log == []
+            said[limit] = front.text("two")
+        for path in tmp_path.iterdir():
+            path.unlink()
+    assert said[None] == said[0] != ""

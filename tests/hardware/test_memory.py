@@ -1,0 +1,138 @@
+"""What the kernel says of memory: of the machine, of control groups, of a process, and where it says nothing."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from typing import TYPE_CHECKING
+
+import pytest
+
+from inferencecenter.hardware.memory import Resident, Share, cgroup_memory, machine_memory, resident
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+KIB, MIB = 1024, 2**20
+MEMINFO = """\
+MemTotal:        8000 kB
+MemFree:          500 kB
+MemAvailable:    3000 kB
+HugePages_Total:    0
+"""
+# 700 in all: 300 of processes, 100 of a tmpfs, 250 of files, 30 of the kernel that it can free, 20 that it cannot.
+STAT = """\
+anon 300
+file 350
+shmem 100
+inactive_anon 400
+active_anon 0
+inactive_file 200
+active_file 50
+unevictable 0
+slab_reclaimable 30
+slab_unreclaimable 20
+"""
+
+
+@pytest.fixture
+def proc(tmp_path: Path) -> Path:
+    """A place for processes, with this one in the group ``/user/app``."""
+    path = tmp_path / "proc"
+    (path / "self").mkdir(parents=True)
+    (path / "self" / "cgroup").write_text("4:memory:/old\n0::/user/app\n")
+    (path / "meminfo").write_text(MEMINFO)
+    return path
+
+
+def group(path: Path, *, limit: str = "max", high: str = "max", current: int = 700, stat: str = STAT) -> None:
+    """Make a control group."""
+    path.mkdir(parents=True, exist_ok=True)
+    for name, text in (("max", limit), ("high", high), ("current", str(current)), ("stat", stat)):
+        (path / f"memory.{name}").write_text(f"{text}\n")
+
+
+def test_of_the_machine(proc: Path) -> None:
+    """All that is not available is used."""
+    assert machine_memory(proc) == Share(5000 * KIB, 8000 * KIB)
+
+
+@pytest.mark.parametrize("text", ["", "MemTotal: 1 kB\n", "MemTotal: lots kB\nMemAvailable: 5 kB\n", "\n\n:\n"])
+def test_a_machine_that_does_not_tell(proc: Path, text: str) -> None:
+    """Neither wholly nor in part."""
+    (proc / "meminfo").write_text(text)
+    assert machine_memory(proc) is None
+
+
+def test_this_machine_tells() -> None:
+    """Of itself, and of this process as it grows, also by shared memory."""
+    share = machine_memory()
+    assert share is not None
+    assert 0 < share.used_bytes < share.total_bytes
+    before = resident(os.getpid())
+    with mmap.mmap(-1, 32 * MIB) as shared, mmap.mmap(-1, 16 * MIB, flags=mmap.MAP_PRIVATE) as own:
+        for mapping in (shared, own):
+            mapping.write(b"x" * len(mapping))
+        after = resident(os.getpid())
+    assert after.shared_bytes - before.shared_bytes >= 32 * MIB
+    assert after.own_bytes - before.own_bytes >= 16 * MIB
+
+
+def test_of_a_group_what_can_be_taken_back_does_not_count(proc: Path, tmp_path: Path) -> None:
+    """Files of a tmpfs do, being no file that can be read again."""
+    group(tmp_path / "user" / "app", limit="1000")
+    assert cgroup_memory(proc, tmp_path) == Share(420, 1000)
+
+
+def test_the_lower_limit_counts(proc: Path, tmp_path: Path) -> None:
+    """Above ``memory.high`` a group is slowed down until nothing goes any more."""
+    group(tmp_path / "user" / "app", limit="1000", high="800")
+    assert cgroup_memory(proc, tmp_path) == Share(420, 800)
+    group(tmp_path / "user" / "app", high="900")
+    assert cgroup_memory(proc, tmp_path) == Share(420, 900)
+
+
+def test_of_several_groups_the_fullest_counts(proc: Path, tmp_path: Path) -> None:
+    """Be it one around this process's own; one without a limit does not."""
+    group(tmp_path / "user" / "app", limit="10000")
+    group(tmp_path / "user", limit="1000", current=1000)
+    group(tmp_path)
+    assert cgroup_memory(proc, tmp_path) == Share(720, 1000)
+
+
+def test_a_container_sees_its_group_as_the_root(proc: Path, tmp_path: Path) -> None:
+    """Its limit is there."""
+    (proc / "self" / "cgroup").write_text("0::/\n")
+    group(tmp_path, limit="1000")
+    assert cgroup_memory(proc, tmp_path) == Share(420, 1000)
+
+
+@pytest.mark.parametrize("line", ["", "0::/../other\n", "4:memory:/old\n", "0::/gone\n", "nonsense"])
+def test_no_group_that_is_limited(proc: Path, tmp_path: Path, line: str) -> None:
+    """Of version 1, gone, outside of what can be seen, or none at all."""
+    (proc / "self" / "cgroup").write_text(line)
+    group(tmp_path / "old", limit="1000")
+    group(tmp_path.parent / "other", limit="1000")
+    assert cgroup_memory(proc, tmp_path) is None
+
+
+@pytest.mark.parametrize("broken", ["memory.current", "memory.stat", "memory.max"])
+def test_a_group_that_tells_in_part(proc: Path, tmp_path: Path, broken: str) -> None:
+    """Without its limit or its use it says nothing; without details all of its use counts."""
+    group(tmp_path / "user" / "app", limit="1000")
+    (tmp_path / "user" / "app" / broken).unlink()
+    assert cgroup_memory(proc, tmp_path) == (Share(700, 1000) if broken == "memory.stat" else None)
+
+
+def test_a_limit_of_nothing_is_none(proc: Path, tmp_path: Path) -> None:
+    """A group that may have nothing runs no daemon."""
+    group(tmp_path / "user" / "app", limit="0")
+    assert cgroup_memory(proc, tmp_path) is None
+
+
+def test_of_a_process(proc: Path) -> None:
+    """What it has read of files does not count."""
+    (proc / "7").mkdir()
+    (proc / "7" / "status").write_text("Name:\tengine 1\nRssAnon:\t 10 kB\nRssFile:\t 90 kB\nRssShmem:\t 3 kB\n")
+    assert resident(7, proc) == Resident(10 * KIB, 3 * KIB)
+    assert resident(8, proc) == Resident()

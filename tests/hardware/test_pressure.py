@@ -1,0 +1,152 @@
+"""How short memory is: every state and change, what is given a chance, and the way back."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from inferencecenter.hardware.pressure import (
+    PRESSURE,
+    SETTLED_S,
+    Pressure,
+    PressureChange,
+    PressureState,
+    Usage,
+    felt,
+)
+from inferencecenter.lifecycle import IllegalTransitionError
+
+EASY, SHEDDING, FULL = PressureState
+LEGAL = {
+    (EASY, PressureChange.TIGHTENED): SHEDDING,
+    (EASY, PressureChange.EXHAUSTED): FULL,
+    (SHEDDING, PressureChange.EXHAUSTED): FULL,
+    (FULL, PressureChange.RELIEVED): SHEDDING,
+    (SHEDDING, PressureChange.RELIEVED): EASY,
+}
+
+
+def used(used_bytes: int, *, parked_bytes: int = 0) -> Usage:
+    """Return a usage that is over from 101 on and calm up to 90."""
+    return Usage(name="memory", used_bytes=used_bytes, limit_bytes=100, calm_bytes=90, parked_bytes=parked_bytes)
+
+
+def states(*moments: tuple[float, int, int]) -> list[PressureState]:
+    """Return the states after looks at these seconds, at what is used and what of it is parked."""
+    pressure, seen = Pressure(), []
+    for now, used_bytes, parked_bytes in moments:
+        pressure = felt(pressure, [used(used_bytes, parked_bytes=parked_bytes)], now=now)
+        seen.append(pressure.state)
+    return seen
+
+
+@pytest.mark.parametrize("state", list(PressureState))
+@pytest.mark.parametrize("change", list(PressureChange))
+def test_only_what_the_table_lists_can_happen(state: PressureState, change: PressureChange) -> None:
+    """Everything else raises."""
+    if (state, change) in LEGAL:
+        assert PRESSURE.after(state, change) is LEGAL[state, change]
+    else:
+        with pytest.raises(IllegalTransitionError):
+            PRESSURE.after(state, change)
+
+
+def test_up_to_the_limit_nothing_is_done() -> None:
+    """However long, and whatever is parked."""
+    assert states((0, 0, 0), (1, 91, 91), (2, 100, 5), (1000, 100, 0)) == [EASY] * 4
+
+
+def test_parked_kv_is_given_one_look_to_help() -> None:
+    """A second look in a row that finds too much makes it full, whether something is parked still or not."""
+    assert states((0, 101, 1), (2, 101, 0)) == [SHEDDING, FULL]
+    assert states((0, 101, 50), (2, 101, 50), (4, 500, 50)) == [SHEDDING, FULL, FULL]
+
+
+def test_where_nothing_is_parked_it_is_full_at_once() -> None:
+    """Nothing would become less by waiting."""
+    assert states((0, 101, 0)) == [FULL]
+
+
+def test_each_rise_is_given_its_chance() -> None:
+    """It helped before, so it may again."""
+    assert states((0, 101, 9), (2, 90, 2), (4, 101, 2), (6, 95, 1), (8, 101, 1), (10, 101, 0)) == [SHEDDING] * 5 + [
+        FULL
+    ]
+
+
+def test_turns_begin_again_as_soon_as_all_is_calm() -> None:
+    """And parking is free again when that has lasted."""
+    moments = ((0, 101, 0), (2, 91, 0), (4, 90, 0), (SETTLED_S - 1, 0, 0), (SETTLED_S, 0, 0))
+    assert states(*moments) == [FULL, FULL, SHEDDING, SHEDDING, EASY]
+
+
+def test_between_limit_and_calm_it_is_not_full_for_ever() -> None:
+    """A model that alone takes so much would otherwise never be asked again."""
+    moments = ((0, 101, 0), (2, 95, 0), (SETTLED_S - 1, 95, 0), (SETTLED_S, 95, 0), (SETTLED_S + 2, 95, 0))
+    assert states(*moments) == [FULL, FULL, FULL, SHEDDING, EASY]
+
+
+def test_what_is_over_again_begins_to_settle_anew() -> None:
+    """The time counts from the last look that found too much."""
+    moments = ((0, 101, 9), (20, 101, 0), (SETTLED_S + 1, 95, 0), (SETTLED_S + 20, 95, 0))
+    assert states(*moments) == [SHEDDING, FULL, FULL, SHEDDING]
+
+
+def test_each_kind_of_memory_counts() -> None:
+    """One that is over and has nothing parked makes it full, and calm are all or none."""
+    gpu = Usage(name="GPU 0", used_bytes=11, limit_bytes=10, calm_bytes=9)
+    assert felt(Pressure(), [used(0), gpu], now=0.0).state is FULL
+    assert felt(Pressure(), [used(101, parked_bytes=5), gpu], now=0.0).state is FULL
+    full = Pressure(state=FULL, over_at_s=0.0)
+    assert (
+        felt(full, [used(0), Usage(name="GPU 0", used_bytes=10, limit_bytes=10, calm_bytes=9)], now=1.0).state is FULL
+    )
+    assert (
+        felt(full, [used(0), Usage(name="GPU 0", used_bytes=9, limit_bytes=10, calm_bytes=9)], now=1.0).state
+        is SHEDDING
+    )
+
+
+def test_what_cannot_be_read_is_not_short() -> None:
+    """Where there are no figures it is relieved in order."""
+    assert felt(Pressure(), [], now=0.0).state is EASY
+    assert felt(Pressure(state=FULL, is_over=True, over_at_s=0.0), [], now=1.0).state is SHEDDING
+
+
+def test_a_look_is_remembered() -> None:
+    """With its figures, by name."""
+    pressure = felt(Pressure(), [used(50)], now=0.0)
+    assert pressure.usage("memory") == used(50)
+    assert pressure.usage("GPU 0") is None
+
+
+@pytest.mark.parametrize(
+    ("used_bytes", "parked_bytes", "kept_bytes"),
+    [(101, 50, 39), (101, 11, 0), (101, 5, 0), (90, 50, 50), (50, 50, 50), (1000, 0, 0)],
+)
+def test_so_much_stays_parked_that_all_is_calm(used_bytes: int, parked_bytes: int, kept_bytes: int) -> None:
+    """Or nothing, where that is not enough."""
+    assert used(used_bytes, parked_bytes=parked_bytes).kept_bytes == kept_bytes
+
+
+@given(st.lists(st.tuples(st.floats(0, 40), st.integers(0, 120), st.integers(0, 20)), max_size=60))
+def test_states_follow_each_other(moments: list[tuple[float, int, int]]) -> None:
+    """Too much is never easy, a step down at a time, full never without reason, and all is easy again in the end."""
+    pressure, now, order = Pressure(), 0.0, list(PressureState)
+    history = [pressure]
+    for wait_s, used_bytes, parked_bytes in moments:
+        now += wait_s
+        pressure = felt(pressure, [used(used_bytes, parked_bytes=parked_bytes)], now=now)
+        history.append(pressure)
+        assert pressure.is_over == (used_bytes > 100)
+        assert not pressure.is_over or pressure.state is not EASY
+    for before, after in pairwise(history):
+        assert order.index(before.state) - order.index(after.state) <= 1
+        if after.state is FULL and before.state is not FULL:
+            assert before.is_over or after.usages[0].parked_bytes == 0
+    for looks in (2, 3):
+        pressure = felt(pressure, [used(100)], now=now + SETTLED_S * looks)
+    assert pressure.state is EASY

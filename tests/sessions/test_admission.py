@@ -1,0 +1,76 @@
+"""While no turn may begin: who is refused, and who goes on."""
+
+from __future__ import annotations
+
+import pytest
+
+from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.ipc.port import EngineState, EngineStatus
+from tests.sessions.conftest import World, make_model
+from tests.sessions.oracle import kept
+
+N_CTX = 400
+
+
+@pytest.fixture
+def full(world: World) -> World:
+    """Sessions on a small context, with a turn that runs; no other may begin."""
+    world.engine.status = EngineStatus(state=EngineState.READY, model=make_model(n_ctx=N_CTX))
+    session_id = world.create()
+    for number in (1, 2, 3):
+        world.turn(session_id, f"question {number}", f"answer {number}")
+    world.infer(session_id, "And now?", turn_key="k")
+    world.refusal = InferenceCenterError(ErrorCode.OVERLOADED)
+    return world
+
+
+def test_a_turn_that_would_begin_is_refused(full: World) -> None:
+    """It leaves no trace, and may be asked again."""
+    session_id = full.create()
+    submitted = len(full.engine.submitted)
+    with pytest.raises(InferenceCenterError) as refused:
+        full.infer(session_id, "Hi", turn_key="later")
+    assert refused.value.code is ErrorCode.OVERLOADED
+    assert len(full.engine.submitted) == submitted
+    assert (full.get(session_id).state, full.transcript(session_id)) == ("idle", [])
+    full.refusal = None
+    full.turn(session_id, "Hi", "Hello", turn_key="later")
+    assert full.transcript(session_id) == [("user", "Hi"), ("assistant", "Hello")]
+
+
+def test_a_turn_that_runs_ends(full: World) -> None:
+    """Whoever asks it again attaches to it."""
+    session_id = full.sink.last.session_id
+    full.infer(session_id, "And now?", turn_key="k")
+    assert full.sink.last.op == "queued"
+    full.engine.answer("Now")
+    assert full.sink.last.op == "end"
+    full.infer(session_id, "And now?", turn_key="k")
+    assert full.sink.last.op == "end"
+
+
+@pytest.mark.parametrize("said", [None, "Now "])
+def test_a_turn_whose_context_is_full_is_shifted(full: World, said: str | None) -> None:
+    """Whether it has said something or its prompt was too long."""
+    turn_id = full.engine.last.turn_id
+    if said is not None:
+        full.engine.start()
+        full.engine.generate(said)
+    full.engine.overflow(N_CTX, said=said)
+    assert (full.engine.last.turn_id, full.sink.last.op) == (turn_id, "context_shifted")
+
+
+def test_a_turn_whose_engine_is_lost_goes_on(full: World) -> None:
+    """With the next one, though it has said nothing."""
+    turn_id, submitted = full.engine.last.turn_id, len(full.engine.submitted)
+    full.engine.lose()
+    full.engine.ready()
+    assert (full.engine.last.turn_id, len(full.engine.submitted)) == (turn_id, submitted + 1)
+
+
+def test_a_turn_that_an_earlier_daemon_left_goes_on(full: World) -> None:
+    """It was told that it waits."""
+    turn_id, submitted = full.engine.last.turn_id, len(full.engine.submitted)
+    assert full.journal is not None
+    full.reopen().restore(kept(tuple(full.journal.records)), clean=True)
+    assert (full.engine.last.turn_id, len(full.engine.submitted)) == (turn_id, submitted + 1)

@@ -1,0 +1,105 @@
+"""What counts towards which ceiling, as the settings have it."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from pydantic import ValidationError
+
+from inferencecenter.hardware.memory import Resident, Share
+from inferencecenter.hardware.nvml import NO_GPU, GpuReading, Gpus
+from inferencecenter.hardware.pressure import Usage
+from inferencecenter.ipc.port import EngineState, EngineStatus
+from inferencecenter.settings import GpuSettings, MemorySettings
+from inferencecenter.supervisor import memory_use
+from inferencecenter.supervisor.memory_use import gpu_memory, main_memory, reader
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+MIB = 2**20
+PARKED = EngineStatus(EngineState.READY, pid=7, parked_bytes=90, parked_ram_bytes=40)
+
+
+@pytest.fixture
+def kernel(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Set what the kernel says; nothing is limited or known before."""
+
+    def say(*, group: Share | None = None, machine: Share | None = None, **processes: Resident) -> None:
+        known = {os.getpid() if name == "front" else int(name[1:]): each for name, each in processes.items()}
+        monkeypatch.setattr(memory_use, "cgroup_memory", lambda: group)
+        monkeypatch.setattr(memory_use, "machine_memory", lambda: machine)
+        monkeypatch.setattr(memory_use, "resident", lambda pid: known.get(pid, Resident()))
+
+    say()
+    return say
+
+
+def test_a_ceiling_counts_what_is_the_daemons_own(kernel: Callable[..., None]) -> None:
+    """Front and engines, whatever the machine's memory is used for."""
+    kernel(front=Resident(100, 1), _7=Resident(1000, 10), machine=Share(999, 1000), group=Share(999, 1000))
+    usage = main_memory(MemorySettings(ram_ceiling_mib=2), [EngineStatus(EngineState.READY, pid=7)])
+    assert usage == Usage(name="memory", used_bytes=1111, limit_bytes=2 * MIB, calm_bytes=int(1.9 * MIB))
+
+
+@pytest.mark.parametrize(("shared", "counted"), [(0, 40), (10, 40), (40, 40), (45, 45)])
+def test_what_is_parked_counts_once(kernel: Callable[..., None], shared: int, counted: int) -> None:
+    """Whether the engine has touched it, so that it is in its shared memory, or not; also of one that sleeps."""
+    kernel(_7=Resident(1000, shared))
+    asleep = EngineStatus(EngineState.ASLEEP, parked_ram_bytes=5)
+    usage = main_memory(MemorySettings(ram_ceiling_mib=1), [PARKED, asleep])
+    assert usage is not None
+    assert usage.used_bytes == 1000 + counted + 5
+    assert usage.parked_bytes == 45
+
+
+def test_a_limited_group_counts_whole(kernel: Callable[..., None]) -> None:
+    """Up to 90 %, also where others share it."""
+    kernel(front=Resident(100), group=Share(500, 1000), machine=Share(1, 2))
+    usage = main_memory(MemorySettings(hysteresis_percent=10), [PARKED])
+    assert usage == Usage(name="memory", used_bytes=500, limit_bytes=900, calm_bytes=810, parked_bytes=40)
+
+
+def test_else_the_machine_counts(kernel: Callable[..., None]) -> None:
+    """Up to 95 %."""
+    kernel(machine=Share(500, 1000))
+    usage = main_memory(MemorySettings(hysteresis_percent=0), [])
+    assert usage == Usage(name="memory", used_bytes=500, limit_bytes=950, calm_bytes=950)
+
+
+@pytest.mark.usefixtures("kernel")
+def test_where_nothing_is_told_nothing_counts() -> None:
+    """Nor is it an error."""
+    assert main_memory(MemorySettings(), [PARKED]) is None
+    assert reader(MemorySettings(), GpuSettings())([PARKED]) == []
+
+
+def test_a_gpu_is_to_have_so_much_free() -> None:
+    """Hysteresis is of that, as a model may take most of the rest. One that does not tell is left out."""
+    gpus = [GpuReading(index=1, vram_total_bytes=1000, vram_free_bytes=90), NO_GPU]
+    (usage,) = gpu_memory(gpus, floor_bytes=100, hysteresis=0.05)
+    assert usage == Usage(name="GPU 1", used_bytes=910, limit_bytes=900, calm_bytes=895)
+    assert usage.is_over
+
+
+def test_only_gpus_in_use_are_looked_at_and_only_when_wanted(
+    kernel: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a floor NVML is not even asked."""
+    kernel(machine=Share(500, 1000))
+    assert [each.name for each in reader(MemorySettings(), GpuSettings())([])] == ["memory"]
+    readings = tuple(GpuReading(index=index, vram_total_bytes=9 * MIB, vram_free_bytes=MIB) for index in (0, 1))
+    monkeypatch.setattr(memory_use, "read_gpus", lambda: Gpus(readings))
+    seen = reader(MemorySettings(vram_floor_mib=2), GpuSettings(devices=("1",)))([])
+    assert [(each.name, each.is_over) for each in seen] == [("memory", False), ("GPU 1", True)]
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"ram_ceiling_mib": 0}, {"vram_floor_mib": -1}, {"hysteresis_percent": 51}, {"ram": 1}]
+)
+def test_settings_that_make_no_sense_are_refused(wrong: dict[str, Any]) -> None:
+    """Before anything starts."""
+    with pytest.raises(ValidationError):
+        MemorySettings(**wrong)
