@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Final
 
-from inferencecenter.ipc.messages import Delta, Failed, Finished, Overflowed, TokenSources
+from inferencecenter.ipc.messages import Delta, Failed, Finished, Overflowed
 from inferencecenter.telemetry.labels import label_text
 
 if TYPE_CHECKING:
@@ -31,7 +31,6 @@ class StepMeter:
     """
 
     def __init__(self, metrics: EngineMetrics, *, model: str, monotonic: Callable[[], float] = time.monotonic) -> None:
-        self._metrics = metrics
         self._model = label_text(model)
         self._meters = metrics.of(model)
         self._monotonic = monotonic
@@ -59,21 +58,25 @@ class StepMeter:
                 told_s.pop(event.turn_id, None)
         meters.tokens.value += n_bytes // _TOKEN_BYTES
         if (work := step.work) is not None:
-            self._work(work, meters)
+            _count(work, meters)
 
-    def _work(self, work: Work, meters: EngineMeters) -> None:
-        if work.rows:
-            meters.batch_turns.observe(work.rows)
-            meters.decode_s.value += work.decode_s
-        if work.prefill_tokens:
-            meters.prefill_tokens.value += work.prefill_tokens
-            meters.prefill_s.value += work.prefill_s
-        if work.rows or work.prefill_tokens:
-            meters.step_s.observe(work.step_s)
-        if work.fetches:
-            meters.fetches.value += work.fetches
-        for move in work.moves:
-            self._metrics.kv_move_s.labels(self._model, move.kind).observe(move.took_s)
-        if work.sources is not None:
-            for source in TokenSources.__struct_fields__:
-                self._metrics.prompt_tokens.labels(self._model, source).inc(getattr(work.sources, source))
+
+def _count(work: Work, meters: EngineMeters) -> None:
+    if work.rows:
+        meters.batch_turns.observe(work.rows)
+        meters.decode_s.value += work.decode_s
+    if work.prefill_tokens:
+        meters.prefill_tokens.value += work.prefill_tokens
+        meters.prefill_s.value += work.prefill_s
+    if work.rows or work.prefill_tokens:
+        meters.step_s.observe(work.step_s)
+    if work.fetches:
+        meters.fetches.value += work.fetches
+    if work.drafted:
+        meters.drafted.value += work.drafted
+        meters.accepted.value += work.accepted
+    for move in work.moves:
+        meters.moves[move.kind].observe(move.took_s)
+    if work.sources is not None:
+        for source, count in meters.sources.items():
+            count.value += getattr(work.sources, source)

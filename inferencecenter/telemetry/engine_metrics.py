@@ -11,6 +11,8 @@ from inferencecenter.telemetry.instruments import Counts, Histograms
 from inferencecenter.telemetry.labels import label_text
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from prometheus_client import CollectorRegistry
 
     from inferencecenter.telemetry.instruments import Count, Distribution
@@ -23,6 +25,8 @@ _STEP_BOUNDS_S: Final = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 
 _TURN_BOUNDS: Final = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 # About 2 ms for 1500 tokens of a small model, a hundred times as much for a long conversation of a large one.
 _MOVE_BOUNDS_S: Final = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1)
+_MOVE_KINDS: Final = ("park", "restore", "copy")
+_SOURCES: Final = ("slot", "neighbour", "parked", "prefix", "computed")
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +40,11 @@ class EngineMeters:
     decode_s: Count
     prefill_s: Count
     prefill_tokens: Count
+    drafted: Count
+    accepted: Count
     fetches: Count
+    sources: Mapping[str, Count]
+    moves: Mapping[str, Distribution]
 
 
 class EngineMetrics:
@@ -124,6 +132,19 @@ class EngineMetrics:
             registry=registry,
         )
 
+        self.drafted_tokens = Counts(
+            "inferencecenter_drafted_tokens",
+            "Tokens that were guessed from what the text said before.",
+            ["model"],
+            registry=registry,
+        )
+        self.accepted_tokens = Counts(
+            "inferencecenter_accepted_tokens",
+            "Of the guessed tokens those that were right; they are among the generated ones.",
+            ["model"],
+            registry=registry,
+        )
+
     def _declare_kv(self, registry: CollectorRegistry) -> None:
         self.prompt_tokens = Counts(
             "inferencecenter_prompt_tokens",
@@ -166,7 +187,11 @@ class EngineMetrics:
             decode_s=self.decode_s.labels(model),
             prefill_s=self.prefill_s.labels(model),
             prefill_tokens=self.prefill_tokens.labels(model),
+            drafted=self.drafted_tokens.labels(model),
+            accepted=self.accepted_tokens.labels(model),
             fetches=self.kv_fetches.labels(model),
+            sources={source: self.prompt_tokens.labels(model, source) for source in _SOURCES},
+            moves={kind: self.kv_move_s.labels(model, kind) for kind in _MOVE_KINDS},
         )
 
     def clear(self) -> None:

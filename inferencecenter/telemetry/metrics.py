@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 from prometheus_client import CollectorRegistry, Gauge
 
 from inferencecenter import __version__
+from inferencecenter.errors import ErrorCode
 from inferencecenter.telemetry.engine_metrics import EngineMetrics
 from inferencecenter.telemetry.instruments import Counts, Histograms
 from inferencecenter.telemetry.labels import BoundedLabel, label_text
@@ -81,6 +82,8 @@ class Metrics:
         self.errors = Counts(
             "inferencecenter_errors", "Errors sent to clients, by code of the error table.", ["code"], registry=registry
         )
+        for code in ErrorCode:
+            self.errors.labels(code.value)  # so that the first of each is seen as an increase
         self.refused_connections = Counts(
             "inferencecenter_refused_connections",
             "WebSocket upgrades refused, by HTTP status.",

@@ -138,6 +138,19 @@ def test_what_only_moves_is_no_step(bench: Bench) -> None:
     assert bench.shown("kv_fetches_total") == 2
 
 
+def test_guesses_are_counted(bench: Bench) -> None:
+    """Those that were tried and those that were right."""
+    bench.step(work=Work(1.0, rows=2, drafted=7, accepted=5))
+    bench.step(work=Work(1.0, rows=2))
+    assert (bench.shown("drafted_tokens_total"), bench.shown("accepted_tokens_total")) == (7, 5)
+
+
+def test_every_kind_and_source_is_there_from_the_beginning(bench: Bench) -> None:
+    """So that the first of each is seen as an increase; what the engine can say has a place."""
+    assert [bench.shown("prompt_tokens_total", source=source) for source in TokenSources.__struct_fields__] == [0] * 5
+    assert [bench.shown("kv_move_seconds_count", kind=kind) for kind in ("park", "restore", "copy")] == [0] * 3
+
+
 def test_where_prompts_came_from(bench: Bench) -> None:
     """By source, added up over the turns."""
     bench.step(work=Work(1.0, sources=TokenSources(slot=5, computed=2)))
