@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from datetime import datetime
 from typing import TYPE_CHECKING, Final, Protocol
 
 import msgspec
@@ -11,12 +10,13 @@ import structlog
 
 from inferencecenter.errors import ErrorCode, InferenceCenterError
 from inferencecenter.ipc.messages import Delta, Failed, Finished, Overflowed, Position, Progress, Started, Withdrawn
+from inferencecenter.sessions.allowance import check_model
 from inferencecenter.sessions.history import TOKEN_BYTES
-from inferencecenter.sessions.prompt import after_turn, messages_of, next_prompt, unread_prompt, whole_prompt
+from inferencecenter.sessions.prompt import after_turn, messages_of, unread_prompt
 from inferencecenter.sessions.records import Ordered
 from inferencecenter.sessions.shift import plan_shift
 from inferencecenter.sessions.states import TurnChange, TurnState
-from inferencecenter.sessions.submission import never_began, order_for, submission
+from inferencecenter.sessions.submission import failed, never_began, order_for, prompt_for, submission
 from inferencecenter.sessions.tracing import end_trace, trace_turn
 
 if TYPE_CHECKING:
@@ -166,13 +166,8 @@ class Answering:
         if turn.n_tokens and turn.order.made_by != made_by:
             raise InferenceCenterError(ErrorCode.MODEL_NOT_FOUND, "The model that began this answer is not loaded.")
         order = order_for(turn, serving, facts=self._facts, around=self._around)
-        new = messages_of(order.request)
         history = self._history.made_for(made_by)
-        renderer, now = serving.renderer(self._facts.mode), datetime.fromisoformat(order.rendered_at)
-        if order.view is None:
-            prompt = next_prompt(history, new, renderer=renderer, now=now, n_keep=order.params.n_keep)
-        else:
-            prompt = whole_prompt(history.messages + new, order.view, renderer=renderer, now=now)
+        prompt = prompt_for(order, history, renderer=serving.renderer(self._facts.mode))
         self._history, turn.order, turn.prompt = history, order, prompt
         return prompt
 
@@ -205,7 +200,7 @@ class Answering:
             self.turn.position = self._serving.engine.submit(self)
         except InferenceCenterError as error:
             self._speechless = self.turn.n_tokens > 0
-            self._fail(_failed(self.turn_id, error))
+            self._fail(failed(self.turn_id, error))
 
     def acknowledge(self, *, request_id: str | None) -> None:
         """Say again where the turn stands."""
@@ -236,11 +231,15 @@ class Answering:
         """Return the model that has begun to answer, else the one that the session has now.
 
         Raises:
-            InferenceCenterError: ``model_not_found``.
+            InferenceCenterError: ``model_not_found``, or ``forbidden`` where the turn may not have the one of now.
         """
-        if not self.turn.n_tokens:
-            return self._around.engines.of(self._facts.chosen_model)
-        return self._serving or self._around.engines.of(self.turn.order.model or None)
+        name = self.turn.order.model
+        if self.turn.n_tokens:
+            return self._serving or self._around.engines.of(name or None)
+        serving = self._around.engines.of(self._facts.chosen_model)
+        if serving.name != name:
+            check_model(serving.name, self._allowance.limits)
+        return serving
 
     # How it goes on.
 
@@ -332,13 +331,13 @@ class Answering:
             turn.change(TurnChange.FAIL)
             outcome = turn.failed(failure, now=self._around.monotonic())
             turn.trace.spent(failure.stages)
-            end_trace(turn.trace, outcome, failed=True)
+            end_trace(turn, outcome, failed=True)
             self._allowance.end_turn()
             self._asker.turn_failed(turn, failure, outcome)
 
     def _over(self, history: History, outcome: Outcome) -> None:
         self.turn.change(TurnChange.ABORT if outcome.finish in _MADE_TO_END else TurnChange.FINISH)
-        end_trace(self.turn.trace, outcome)
+        end_trace(self.turn, outcome)
         self._allowance.end_turn()
         self._asker.turn_ended(self.turn, history, outcome)
 
@@ -365,7 +364,3 @@ class Answering:
 
     def _eta_ms(self) -> float | None:
         return self._around.eta_ms(self._answers, self.turn.position)
-
-
-def _failed(turn_id: str, error: InferenceCenterError) -> Failed:
-    return Failed(turn_id=turn_id, code=error.code.value, message=error.message, hint=error.hint, field=error.field)

@@ -30,12 +30,13 @@ def new_facts(client: Client, request: CreateSession, *, durable: bool, around: 
             ``forbidden``, or ``internal`` when the model's template does not compile.
     """
     serving = around.engines.of(request.model)
-    model = serving.model()
     overlay = parse_params(request.params or {})
     limits = around.allowance_of(client.client_id, client.token_id).limits
     check_model(serving.name, limits)
     limited(overlay, limits, session=overlay, chosen=())
     priority = client.allow_priority(request.priority, otherwise=client.priority)
+    # Whoever may not use a model has nobody load it.
+    model = serving.model()
     serving.renderer(request.mode)
     return SessionFacts(
         session_id=around.new_id("s_"),
@@ -57,13 +58,14 @@ def new_facts(client: Client, request: CreateSession, *, durable: bool, around: 
     )
 
 
-def fork_facts(parent: SessionFacts, around: Surroundings) -> SessionFacts:
+def fork_facts(client: Client, parent: SessionFacts, around: Surroundings) -> SessionFacts:
     """Return what holds for a session that begins now as ``parent`` did.
 
     Raises:
-        InferenceCenterError: ``model_loading``, ``engine_unavailable`` or ``model_not_found``.
+        InferenceCenterError: ``model_loading``, ``engine_unavailable``, ``model_not_found`` or ``forbidden``.
     """
     serving = around.engines.of(parent.chosen_model)
+    check_model(serving.name, around.allowance_of(client.client_id, client.token_id).limits)
     n_ctx = serving.model().n_ctx
     return replace(
         parent,

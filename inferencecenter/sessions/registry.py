@@ -222,7 +222,7 @@ class Sessions:
             InferenceCenterError: ``session_not_found``, ``session_limit``, and see ``Session.fork``.
         """
         parent = self._roster.own(client, request.session_id)
-        facts = fork_facts(parent.facts, self._around)
+        facts = fork_facts(client, parent.facts, self._around)
         session = parent.fork(facts, turn=request.turn, sink=sink)
         return self._open(client, session, parent=parent)
 

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from datetime import datetime
 from typing import TYPE_CHECKING
 
 from inferencecenter.errors import ErrorCode, InferenceCenterError
 from inferencecenter.ipc.messages import Failed, Submit
 from inferencecenter.protocol.params import Params, encode, merge, parse_params
 from inferencecenter.sessions.allowance import check_model, limited
+from inferencecenter.sessions.prompt import messages_of, next_prompt, whole_prompt
 from inferencecenter.sessions.records import TurnOrder
 
 if TYPE_CHECKING:
     from inferencecenter.ipc.messages import Overflowed
     from inferencecenter.protocol.requests import Infer
     from inferencecenter.sessions.facts import SessionFacts, Surroundings
+    from inferencecenter.sessions.history import History
     from inferencecenter.sessions.models import Serving
     from inferencecenter.sessions.prompt import Prompt
+    from inferencecenter.sessions.template import Renderer
     from inferencecenter.sessions.turn import Turn
 
 
@@ -44,10 +48,10 @@ def new_order(  # noqa: PLR0913 - keyword-only
             ``model_loading``, ``engine_unavailable``, ``model_not_found`` or ``forbidden``.
     """
     serving = around.engines.of(facts.chosen_model)
-    made_by = serving.made_by()
-    below = around.engines.params(facts, serving.name)
     limits = around.allowance_of(facts.client_id, token_id).limits
     check_model(serving.name, limits)
+    made_by = serving.made_by()
+    below = around.engines.params(facts, serving.name)
     overlay = limited(overlay, limits, session=below, chosen=facts.chosen)
     params = merge(below, overlay)
     warnings = facts.warnings(params, chosen=facts.chosen | overlay.model_fields_set)
@@ -91,6 +95,18 @@ def order_for(turn: Turn, serving: Serving, *, facts: SessionFacts, around: Surr
     return replace(order, params=params, warnings=facts.warnings(params, chosen=facts.chosen | asked))
 
 
+def prompt_for(order: TurnOrder, history: History, *, renderer: Renderer) -> Prompt:
+    """Return what a turn submits on top of a history that is made for its model.
+
+    Raises:
+        InferenceCenterError: See ``Renderer.render``.
+    """
+    new, now = messages_of(order.request), datetime.fromisoformat(order.rendered_at)
+    if order.view is None:
+        return next_prompt(history, new, renderer=renderer, now=now, n_keep=order.params.n_keep)
+    return whole_prompt(history.messages + new, order.view, renderer=renderer, now=now)
+
+
 def submission(turn: Turn, prompt: Prompt, *, facts: SessionFacts, around: Surroundings) -> Submit:
     """Return the turn, or what is left of it, as it is submitted now."""
     is_shared = prompt.shared_pieces > 0 and prompt.messages[0].content in around.shared_prompts
@@ -111,6 +127,11 @@ def submission(turn: Turn, prompt: Prompt, *, facts: SessionFacts, around: Surro
         durable=facts.store,
         traced=turn.trace.wanted,
     )
+
+
+def failed(turn_id: str, error: InferenceCenterError) -> Failed:
+    """Return the end of a turn that could not be submitted again."""
+    return Failed(turn_id=turn_id, code=error.code.value, message=error.message, hint=error.hint, field=error.field)
 
 
 def never_began(event: Overflowed, refusal: InferenceCenterError | None, *, n_ctx: int) -> Failed:

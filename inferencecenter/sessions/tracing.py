@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from inferencecenter.ipc.messages import Stage
     from inferencecenter.sessions.facts import SessionFacts
     from inferencecenter.sessions.records import TurnOrder
-    from inferencecenter.sessions.turn import Outcome
+    from inferencecenter.sessions.turn import Outcome, Turn
 
 Figures: TypeAlias = "Mapping[str, str | bool | int | float | tuple[str, ...]]"
 
@@ -76,7 +76,7 @@ def trace_turn(tracer: Tracer, facts: SessionFacts, order: TurnOrder, *, said_to
     asked = {
         "gen_ai.operation.name": "chat" if facts.mode == "chat" else "text_completion",
         "gen_ai.provider.name": "inferencecenter",
-        "gen_ai.request.model": facts.model,
+        "gen_ai.request.model": order.model or facts.model,
         "gen_ai.conversation.id": facts.session_id,
         "gen_ai.response.id": order.turn_id,
         "gen_ai.request.max_tokens": params.max_tokens,
@@ -93,12 +93,13 @@ def trace_turn(tracer: Tracer, facts: SessionFacts, order: TurnOrder, *, said_to
     return trace
 
 
-def end_trace(trace: TurnTrace, outcome: Outcome, *, failed: bool = False) -> None:
+def end_trace(turn: Turn, outcome: Outcome, *, failed: bool = False) -> None:
     """End the trace of a turn that is over."""
-    if not trace.wanted:
+    if not turn.trace.wanted:
         return
     stats = outcome.stats
     answered: Figures = {
+        "gen_ai.response.model": turn.order.model,
         "gen_ai.response.finish_reasons": () if failed else (outcome.finish,),
         "gen_ai.usage.input_tokens": stats.prompt_tokens,
         "gen_ai.usage.cache_read.input_tokens": stats.cached_tokens,
@@ -106,4 +107,4 @@ def end_trace(trace: TurnTrace, outcome: Outcome, *, failed: bool = False) -> No
         "gen_ai.response.time_to_first_chunk": stats.ttft_ms / 1000,
         "inferencecenter.preempted": stats.preempted,
     }
-    trace.end(answered, error=outcome.finish if failed else None)
+    turn.trace.end(answered, error=outcome.finish if failed else None)

@@ -22,10 +22,12 @@ from inferencecenter.ipc.messages import (
     pack_tokens,
 )
 from inferencecenter.ipc.port import EngineState, EngineStatus
+from inferencecenter.limits import NO_LIMITS, Limits
 from inferencecenter.models.registry import not_registered
 from inferencecenter.protocol import events, requests
 from inferencecenter.protocol.params import Params
 from inferencecenter.protocol.values import ChatMessage
+from inferencecenter.sessions.allowance import Unlimited
 from inferencecenter.sessions.client import Client
 from inferencecenter.sessions.registry import Sessions
 
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
     from inferencecenter.protocol.base import Event
     from inferencecenter.sessions.records import Record
     from inferencecenter.sessions.totals import TurnRecord
+    from inferencecenter.sessions.tracing import Tracer
 
 DETACHED_TURN_S = 900.0
 CONTROL_TOKENS = ("<|im_start|>", "<|im_end|>")
@@ -316,6 +319,13 @@ class FakeTimer:
         self.cancelled = True
 
 
+class FakeAllowance(Unlimited):
+    """Counts nothing, and lets through what is within limits."""
+
+    def __init__(self, limits: Limits) -> None:
+        self.limits = limits
+
+
 @dataclass
 class World:
     """Sessions with one client, engines and a clock that a test moves."""
@@ -334,9 +344,11 @@ class World:
     default_ttl_s: float | None = None
     max_transcript_chars: int = 10_000
     shared_prompts: tuple[str, ...] = ()
+    limits: Limits = NO_LIMITS
     drawn: int = 0
     wall: Callable[[], float] | None = None
     refusal: InferenceCenterError | None = None
+    tracer: Tracer | None = None
 
     def __post_init__(self) -> None:
         self.sessions = self.reopen()
@@ -355,7 +367,9 @@ class World:
             max_transcript_chars=self.max_transcript_chars,
             shared_prompts=self.shared_prompts,
             observer=self,
+            tracer=self.tracer,
             admit=self._admit,
+            allowance_of=lambda _client_id, _token_id: FakeAllowance(self.limits),
             clock=self.wall or (lambda: self.now),
             monotonic=lambda: self.now,
             local_time=lambda: datetime.fromtimestamp(self.now, tz=UTC),

@@ -8,6 +8,7 @@ import pytest
 
 from inferencecenter.errors import ErrorCode, InferenceCenterError
 from inferencecenter.ipc.port import EngineState, EngineStatus
+from inferencecenter.limits import Limits
 from inferencecenter.protocol import requests
 from inferencecenter.protocol.params import Params, decode
 from inferencecenter.sessions.models import Engines
@@ -201,6 +202,18 @@ def test_a_lost_engine_of_an_unknown_model_is_told_as_such(world: World) -> None
     large = world.add_model("large", loaded=False)
     large.status = EngineStatus(EngineState.BACKOFF, detail="it died")
     assert refused(ErrorCode.ENGINE_UNAVAILABLE, world.create, model="large").message == "it died"
+
+
+def test_who_may_not_use_a_model_has_nobody_load_it(world: World) -> None:
+    """Refused before anything is done for it: to open, fork or use a session on it."""
+    large = world.add_model("large")
+    session_id = world.create(model="large")
+    large.status = EngineStatus(EngineState.ASLEEP)
+    world.limits = Limits(models=("toy",))
+    refused(ErrorCode.FORBIDDEN, world.create, model="large")
+    refused(ErrorCode.FORBIDDEN, world.fork, session_id)
+    refused(ErrorCode.FORBIDDEN, world.infer, session_id)
+    assert world.engines.wanted == []
 
 
 # The cache.

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from inferencecenter.errors import ErrorCode, InferenceCenterError
 from inferencecenter.ipc.messages import unpack_tokens
 from inferencecenter.ipc.port import EngineState, EngineStatus
+from inferencecenter.limits import Limits
 from inferencecenter.protocol import events, requests
 from inferencecenter.protocol.params import Params, decode
 from inferencecenter.protocol.requests import START
@@ -321,6 +322,17 @@ def test_a_recalled_turn_that_is_refused_fails(world: World, large: FakeEngine) 
     assert world.transcript(session_id)[-1] == ("assistant", "Hello")
     assert world.journal is not None
     assert len(world.journal.of(Dropped)) == 1
+
+
+def test_a_turn_is_not_recalled_to_a_model_that_it_may_not_have(world: World, large: FakeEngine) -> None:
+    """Another default does not widen what a token may use: the turn fails, and nothing is loaded for it."""
+    world.limits = Limits(models=("toy",))
+    session_id = waiting(world)
+    large.status = EngineStatus(EngineState.ASLEEP)
+    swap(world)
+    assert (world.sink.last.op, world.sink.last.code) == ("error", "forbidden")
+    assert (large.turns, world.engines.wanted) == ({}, [])
+    assert world.get(session_id).state == "idle"
 
 
 def test_a_turn_is_recalled_to_a_model_that_still_loads(world: World, large: FakeEngine) -> None:
