@@ -350,8 +350,8 @@ class MemorySettings(Section):
         ge=1,
         le=2**30,
         description="MiB that the daemon, its engines and what they park may take, mapped model files not counted; "
-        "without it 90 % of what the control group may, or if that is not limited 95 % of the machine's memory, whoever "
-        "uses it.",
+        "without it 90 % of what the control group may, or if that is not limited 95 % of the machine's memory, "
+        "whoever uses it.",
     )
     vram_floor_mib: int | None = Field(
         None,
@@ -363,7 +363,8 @@ class MemorySettings(Section):
         5.0,
         ge=0,
         le=50,
-        description="How far below the ceiling KV is given up, and turns begin again at once; later they do also above.",
+        description="Percent below the ceiling down to which KV is given up, and from which on turns begin again at "
+        "once; anywhere below the ceiling they do after half a minute.",
     )
 
 
