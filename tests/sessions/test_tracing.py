@@ -1,0 +1,240 @@
+"""What sessions tell of their turns to whoever traces them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from msgspec import structs
+
+from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.ipc.messages import Delta, Failed, Stage, Started
+from inferencecenter.protocol import requests
+from inferencecenter.sessions.tracing import Untraced
+from tests.sessions.conftest import World, packed
+from tests.sessions.test_restore import restart
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from inferencecenter.sessions.tracing import Figures
+
+PARENT = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
+QUEUE, PREFILL, DECODE = Stage("queue", 1.0, 2.0), Stage("prefill", 2.0, 3.0, 7), Stage("decode", 3.0, 4.0, 5)
+
+
+@dataclass
+class HeardTrace:
+    """A trace that keeps what it is told."""
+
+    traceparent: str | None
+    wanted: bool
+    figures: dict[str, Any] = field(default_factory=dict)
+    stages: list[Stage] = field(default_factory=list)
+    events: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
+    ends: list[str | None] = field(default_factory=list)
+
+    def describe(self, figures: Figures) -> None:
+        """Keep them."""
+        self.figures |= figures
+
+    def spent(self, stages: Iterable[Stage]) -> None:
+        """Keep them."""
+        self.stages += stages
+
+    def note(self, event: str, figures: Figures) -> None:
+        """Keep it."""
+        self.events.append((event, dict(figures)))
+
+    def end(self, figures: Figures, *, error: str | None) -> None:
+        """Keep it; only once."""
+        assert not self.ends
+        self.figures |= figures
+        self.ends.append(error)
+
+
+@dataclass
+class HeardTracer:
+    """Begins traces that are wanted, or not."""
+
+    wanted: bool = True
+    traces: list[HeardTrace] = field(default_factory=list)
+
+    def begin(self, traceparent: str | None) -> HeardTrace:
+        """Begin one more."""
+        self.traces.append(HeardTrace(traceparent, self.wanted))
+        return self.traces[-1]
+
+    @property
+    def last(self) -> HeardTrace:
+        """The newest."""
+        return self.traces[-1]
+
+
+@pytest.fixture
+def tracer(world: World) -> HeardTracer:
+    """Traces all turns of ``world``."""
+    tracer = HeardTracer()
+    world.tracer = tracer
+    world.reopen()
+    return tracer
+
+
+def start(world: World, *stages: Stage) -> None:
+    """Give the last turn a slot, with what it took to get there."""
+    turn = world.engine.last
+    world.engine.say(Started(turn.turn_id, turn.tokens + packed(world.engine.last_text), 0, stages))
+
+
+def test_a_turn_is_told_from_its_beginning_to_its_end(world: World, tracer: HeardTracer) -> None:
+    """What was asked for, where the engine says its time went, and what came of it, by the conventions' names."""
+    session_id = world.create()
+    world.infer(session_id, "Hi", params={"temperature": 0.5, "max_tokens": 9, "seed": 3}, traceparent=PARENT)
+    trace, turn_id = tracer.last, world.engine.last.turn_id
+    assert trace.traceparent == PARENT
+    assert world.engine.last.traced
+    start(world, QUEUE)
+    assert trace.stages == [QUEUE]
+    world.engine.generate("Hello")
+    world.engine.finish(kept="Hello", stages=(PREFILL, DECODE))
+    assert trace.stages == [QUEUE, PREFILL, DECODE]
+    assert (trace.events, trace.ends) == ([], [None])
+    expected = {
+        "gen_ai.operation.name": "chat",
+        "gen_ai.provider.name": "inferencecenter",
+        "gen_ai.request.model": "toy",
+        "gen_ai.response.model": "toy",
+        "gen_ai.conversation.id": session_id,
+        "gen_ai.response.id": turn_id,
+        "gen_ai.request.temperature": 0.5,
+        "gen_ai.request.max_tokens": 9,
+        "gen_ai.request.seed": 3,
+        "gen_ai.response.finish_reasons": ("stop",),
+        "gen_ai.usage.input_tokens": 7,
+        "gen_ai.usage.cache_read.input_tokens": 3,
+        "gen_ai.usage.output_tokens": 6,
+        "inferencecenter.client": "ada",
+        "inferencecenter.priority": 1,
+        "inferencecenter.preempted": 0,
+    }
+    assert expected.items() <= trace.figures.items()
+
+
+def test_nothing_that_was_said_is_told(world: World, tracer: HeardTracer) -> None:
+    """Neither prompts nor answers, nor stop strings, nor what a client wrote beside them."""
+    session_id = world.create(system="Secret system", metadata={"name": "Secret name"})
+    world.infer(session_id, "Secret question", params={"stop": ["Secret stop"]}, turn_key="Secret key")
+    start(world)
+    world.engine.generate("Secret answer")
+    world.engine.finish(kept="Secret answer")
+    world.infer(session_id, "Secret failure")
+    world.engine.say(Failed(turn_id=world.engine.last.turn_id, code="internal", message="Secret", hint="Secret"))
+    assert len(tracer.traces) == 2
+    assert "Secret" not in str(tracer.traces)
+
+
+def test_a_turn_that_fails(world: World, tracer: HeardTracer) -> None:
+    """Its trace ends with the code, and with what the engine had come to."""
+    world.infer(world.create())
+    start(world, QUEUE)
+    world.engine.say(Failed(turn_id=world.engine.last.turn_id, code="internal", message="No.", stages=(PREFILL,)))
+    assert tracer.last.ends == ["internal"]
+    assert tracer.last.stages == [QUEUE, PREFILL]
+    assert tracer.last.figures["gen_ai.response.finish_reasons"] == ()
+
+
+def test_a_turn_that_is_abandoned(world: World, tracer: HeardTracer) -> None:
+    """The end of its session is the end of its trace; what the engine says later adds nothing."""
+    session_id = world.create()
+    world.infer(session_id)
+    start(world, QUEUE)
+    world.sessions.close(world.client, requests.CloseSession(op="close_session", session_id=session_id))
+    world.engine.finish("aborted", kept="", stages=(PREFILL,))
+    assert tracer.last.ends == [None]
+    assert tracer.last.figures["gen_ai.response.finish_reasons"] == ("aborted",)
+    assert tracer.last.stages == [QUEUE]
+
+
+def test_a_turn_whose_engine_is_lost(world: World, tracer: HeardTracer) -> None:
+    """One trace for all of it, with the loss as an event; the next engine is asked for its times too."""
+    world.infer(world.create())
+    start(world, QUEUE)
+    world.engine.say(Delta(world.engine.last.turn_id, packed("abc"), "abc"))
+    world.engine.lose()
+    world.engine.ready()
+    assert world.engine.last.traced
+    start(world, Stage("queue", 5.0, 6.0))
+    world.engine.finish(kept="abc", stages=(DECODE,))
+    (trace,) = tracer.traces
+    assert trace.events == [("engine_lost", {"inferencecenter.tokens": 3})]
+    assert [stage.name for stage in trace.stages] == ["queue", "queue", "decode"]
+    assert trace.ends == [None]
+
+
+def test_a_turn_that_is_shifted(world: World, tracer: HeardTracer) -> None:
+    """One trace for all of it, with the stages before and after."""
+    session_id = world.create()
+    for question in "abc":
+        world.turn(session_id, question, question * 20)
+    world.infer(session_id, "More")
+    start(world, QUEUE)
+    world.engine.generate("xyz")
+    world.engine.overflow(1025, said="xyz", stages=(PREFILL, DECODE))
+    start(world, Stage("queue", 5.0, 6.0))
+    world.engine.finish(kept="xyz", stages=(DECODE,))
+    trace = tracer.last
+    assert trace.events == [("shifted", {"inferencecenter.tokens": 1025})]
+    assert [stage.name for stage in trace.stages] == ["queue", "prefill", "decode", "queue", "decode"]
+    assert trace.ends == [None]
+
+
+def test_a_turn_that_is_refused_is_no_turn(world: World, tracer: HeardTracer) -> None:
+    """Its trace has no end, so nothing is sent of it."""
+    world.engine.refusal = InferenceCenterError(ErrorCode.QUEUE_FULL)
+    with pytest.raises(InferenceCenterError):
+        world.infer(world.create())
+    assert [trace.ends for trace in tracer.traces] == [[]]
+
+
+def test_a_turn_that_an_earlier_daemon_began(world: World, tracer: HeardTracer) -> None:
+    """It goes on in the client's trace, which was written down with its question."""
+    world.infer(world.create(), traceparent=PARENT)
+    start(world, QUEUE)
+    world.engine.generate("ab")
+    restart(world)
+    before, after = tracer.traces
+    assert (before.ends, after.ends) == ([], [])
+    assert after.traceparent == PARENT
+    assert after.events == [("continued", {"inferencecenter.tokens": 2})]
+    assert after.figures["gen_ai.response.id"] == before.figures["gen_ai.response.id"]
+    assert world.engine.last.traced
+
+
+def test_what_is_not_wanted_is_not_told(world: World, tracer: HeardTracer) -> None:
+    """A turn that is not sampled costs its question whether it is, and the engine takes no times."""
+    tracer.wanted = False
+    session_id = world.create()
+    world.turn(session_id, "Hi", "Hello", traceparent=PARENT)
+    assert not world.engine.last.traced
+    assert tracer.last == HeardTrace(PARENT, wanted=False)
+
+
+def test_without_a_tracer_nothing_is_traced(world: World) -> None:
+    """As by default: one object for all turns, whose methods do nothing."""
+    world.turn(world.create(), "Hi", "Hello", traceparent=PARENT)
+    assert not world.engine.last.traced
+    untraced = Untraced()
+    assert untraced.begin(PARENT) is untraced
+    untraced.describe({})
+    untraced.spent((QUEUE,))
+    untraced.note("lost", {})
+    untraced.end({}, error=None)
+    assert vars(untraced) == {}
+
+
+def test_the_parent_is_nothing_that_the_engine_is_told(world: World, tracer: HeardTracer) -> None:
+    """It takes times and knows of no trace."""
+    world.infer(world.create(), traceparent=PARENT)
+    assert tracer.last.wanted
+    assert PARENT[3:35] not in str(structs.asdict(world.engine.last))
