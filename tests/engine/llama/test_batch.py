@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -45,3 +46,44 @@ def test_split_leaves_what_fits_alone() -> None:
     """Chunks that fit one call are that call."""
     chunks = [Chunk(0, 0, [1, 2], sample=True)]
     assert list(split(chunks, 2)) == [chunks]
+
+
+def test_drafts_have_logits_and_so_has_the_token_before_them() -> None:
+    """Rows of several chunks are counted through."""
+    arrays = BatchArrays(n_batch=16, slots=4)
+    chunks = [
+        Chunk(0, 5, [10], sample=True),
+        Chunk(1, 3, [11, 12, 13, 14], sample=True, drafts=2),
+        Chunk(2, 0, [15], sample=False),
+        Chunk(3, 7, [16, 17], sample=True, drafts=1),
+    ]
+    batch = arrays.fill(chunks)
+    assert batch.logits[:8] == [1, 0, 1, 1, 1, 0, 1, 1]
+    assert arrays.sampled == [0, 2, 3, 4, 6, 7]
+
+
+@given(
+    chunks=st.lists(st.tuples(st.integers(1, 30), st.integers(0, 4)), min_size=1, max_size=5), spare=st.integers(0, 20)
+)
+def test_split_keeps_drafts_together_for_the_end(chunks: list[tuple[int, int]], spare: int) -> None:
+    """Their logits are there in the last part, with those of the token before them."""
+    whole = [
+        Chunk(slot, slot, list(range(length + drafts)), sample=True, drafts=drafts)
+        for slot, (length, drafts) in enumerate(chunks)
+    ]
+    n_batch = sum(chunk.n_sampled for chunk in whole) + spare
+    *heads, last = split(whole, n_batch)
+    assert all(not chunk.sample and not chunk.drafts for part in heads for chunk in part)
+    assert all(sum(len(chunk.tokens) for chunk in part) <= n_batch for part in (*heads, last))
+    for chunk, end in zip(whole, last, strict=True):
+        assert (end.sample, end.drafts) == (True, chunk.drafts)
+        assert len(end.tokens) > chunk.drafts
+        assert end.start + len(end.tokens) == chunk.start + len(chunk.tokens)
+        begun = [token for part in heads for head in part if head.slot == chunk.slot for token in head.tokens]
+        assert [*begun, *end.tokens] == chunk.tokens
+
+
+def test_more_logits_than_a_call_has_rows_are_refused() -> None:
+    """They could not all be read."""
+    with pytest.raises(ValueError, match="more than 4"):
+        next(split([Chunk(0, 0, [1, 2, 3], sample=True, drafts=2), Chunk(1, 0, [1, 2], sample=True, drafts=1)], 4))

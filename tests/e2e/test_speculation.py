@@ -1,0 +1,71 @@
+"""A daemon that drafts answers as one that does not."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.e2e.answers import Answer, ask
+from tests.e2e.harness import run_daemon, talk
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from tests.e2e.harness import Daemon
+
+GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": 150, "n_probs": 2, "ignore_eos": True}
+PROMPTS = (
+    "Give me a JSON object with a name and an age.",
+    "What is 7 plus 8?",
+    "My name is Ada. I have a cat.",
+    "Tell me a short story.",
+)
+
+
+@pytest.fixture(scope="module")
+def drafting(tmp_path_factory: pytest.TempPathFactory, demo_model_path: Path) -> Iterator[Daemon]:
+    """A daemon that drafts."""
+    state_dir = tmp_path_factory.mktemp("drafting") / "state"
+    with run_daemon(state_dir, demo_model_path, INFERENCECENTER_ENGINE__SPECULATIVE="lookup") as running:
+        yield running
+
+
+async def _answers(daemon: Daemon, *prompts: str) -> list[Answer]:
+    async with talk(daemon) as client:
+        return await ask(client, [await client.create() for _ in prompts], prompts, **GREEDY)
+
+
+@pytest.mark.parametrize("prompts", [*((prompt,) for prompt in PROMPTS), PROMPTS])
+async def test_greedy_answers_are_the_same(daemon: Daemon, drafting: Daemon, prompts: tuple[str, ...]) -> None:
+    """Alone and together, up to a choice between tokens that are nearly equally likely; each with its logprobs."""
+    plain, drafted = await _answers(daemon, *prompts), await _answers(drafting, *prompts)
+    assert [len(answer.tokens) for answer in drafted] == [GREEDY["max_tokens"]] * len(prompts)
+    for prompt, one, other in zip(prompts, plain, drafted, strict=True):
+        assert one.agrees_with(other), f"{prompt!r}: {one} without drafts, {other} with them"
+
+
+@pytest.mark.parametrize("stop", ["age", '"}', "I"])
+async def test_a_stop_string_ends_the_answer_where_it_would(daemon: Daemon, drafting: Daemon, stop: str) -> None:
+    """Also among drafts: text, counts and what the next turn finds in KV are the same."""
+    params = {"temperature": 0.0, "max_tokens": 150, "ignore_eos": True, "stop": [stop]}
+    told = []
+    for each in (daemon, drafting):
+        async with talk(each) as client:
+            session = await client.create()
+            text, end = await client.turn(session, PROMPTS[0], **params)
+            again, after = await client.turn(session, "What is 3 plus 9?", temperature=0.0, max_tokens=20)
+        told.append((text, end["finish_reason"], end["stats"]["tokens"], again, after["stats"]["cached_tokens"]))
+    assert told[0] == told[1]
+
+
+async def test_several_tokens_come_in_one_frame(drafting: Daemon) -> None:
+    """Where text repeats itself there are fewer frames than tokens, and all numbers say how many they were."""
+    async with talk(drafting) as client:
+        session = await client.create()
+        _, end = await client.turn(session, PROMPTS[0], **GREEDY)
+        frames = [frame for frame in client.seen if frame["op"] == "token"]
+    assert end["stats"]["tokens"] == GREEDY["max_tokens"]
+    assert len(frames) < GREEDY["max_tokens"] / 2
+    assert sum(len(frame["logprobs"]) for frame in frames) == GREEDY["max_tokens"]
