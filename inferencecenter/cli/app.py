@@ -18,6 +18,7 @@ _COMMANDS: Final = {
     "model": "app",
     "token": "app",
     "session": "app",
+    "stats": "stats",
     "usage": "usage",
     "backup": "backup",
     "audit": "audit",

@@ -1,0 +1,211 @@
+"""Tests of how a daemon looks at a glance: screens of three widths, lines, data, bars."""
+
+from __future__ import annotations
+
+import io
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.cells import cell_len
+from rich.console import Console
+
+from inferencecenter.cli.stats_view import Glance, as_data, bar, line, screen, sparkline
+from inferencecenter.protocol.events import Metrics, Thermal
+from inferencecenter.protocol.values import EngineReadings, GpuReadings, InferenceReadings, ModelSummary
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+NO_GPU = dict.fromkeys(GpuReadings.model_fields)
+GPU = NO_GPU | {
+    "name": "NVIDIA GeForce GTX 1060 3GB",
+    "temp": 71.0,
+    "vram_total_mb": 3072.0,
+    "vram_used_mb": 2900.0,
+    "vram_free_mb": 172.0,
+    "power_watts": 98.4,
+    "utilization": 97.0,
+    "throttling": False,
+}
+
+
+def glance(*, gpu: Mapping[str, Any] = NO_GPU, engine: Mapping[str, Any] | None = None, **fields: Any) -> Glance:
+    """Return a busy daemon's."""
+    work = InferenceReadings(
+        active_generations=9,
+        total_sessions=14,
+        last_tps=23.4,
+        last_ttft_ms=312.6,
+        total_tokens_generated=12_345,
+        queue_depth=5,
+        tokens_per_s=87.6,
+        slots_used=4,
+        slots=8,
+        parked_sessions=3,
+        parked_mb=54.2,
+    )
+    readings = {"state": "ready", "model": "demo", "gpu_layers": 0, "restarts": 0, "rss_mb": 812.0, **(engine or {})}
+    metrics = Metrics(
+        timestamp=1_000.0, gpu=GpuReadings(**gpu), inference=work, engine=EngineReadings.model_validate(readings)
+    )
+    known: dict[str, Any] = {
+        "address": "ws://box/ws",
+        "version": "1.2.3",
+        "metrics": metrics,
+        "rates": (0.0, 40.0, 87.6),
+        "status": {
+            "model": {"n_ctx": 4096, "layers": 25},
+            "sessions": {"connections": 6, "storage": "ok"},
+            "memory": {"pressure": "easy", "memory_used_bytes": 2**31, "memory_limit_bytes": 2**33},
+        },
+    }
+    return Glance(**(known | fields))
+
+
+def shown(what: Glance, *, width: int = 100) -> str:
+    """Return the screen as text."""
+    console = Console(file=io.StringIO(), width=width, force_terminal=True, color_system=None, record=True)
+    console.print(screen(what, width=width))
+    return console.export_text()
+
+
+@pytest.mark.parametrize("width", [60, 100, 160])
+def test_a_screen_of_any_width(width: int) -> None:
+    """Has all that matters, and no line is longer than the screen."""
+    text = shown(glance(gpu=GPU), width=width)
+    assert all(cell_len(each) <= width for each in text.splitlines())
+    words = " ".join(text.split())
+    for told in (
+        "InferenceCenter 1.2.3 ws://box/ws",
+        "demo · 4096 tokens of context · on the processor",
+        "ready · 812 MiB resident",
+        "87.6",
+        "23.4 tokens/s, the first after 313 ms",
+        "4 of 8",
+        "5 waiting",
+        "14 open · 9 answering · 3 parked (54 MiB) · 6 connections",
+        "2.0 GiB of 8.0 GiB",
+        "2.8 GiB of 3.0 GiB",
+        "71 °C",
+        "97 % busy",
+        "98 W",
+    ):
+        assert told in words, told
+
+
+def test_without_a_gpu_a_dash_stands_for_it() -> None:
+    """Nothing is said of its memory; a reading that a GPU does not have is a dash of its own."""
+    text = shown(glance())
+    assert "GPU        —" in text
+    assert "VRAM" not in text
+    fanless = " ".join(shown(glance(gpu=GPU | {"temp": None})).split())
+    assert "— °C · 97 % busy · 98 W · — fan" in fanless
+
+
+def test_heat_is_shown_until_it_is_over() -> None:
+    """What was told of it, and that the GPU slows itself down."""
+    hot = Thermal(state="hot", temp=91.0, action="a quarter of the slots")
+    text = shown(glance(gpu=GPU | {"throttling": True, "throttle_reasons": ("hw_thermal",)}, heat=hot), width=160)
+    assert "hot: a quarter of the slots" in text
+    assert "slowed down: hw_thermal" in text
+    assert "quarter" not in shown(glance(gpu=GPU, heat=Thermal(state="cool", temp=60.0, action="no limits")))
+
+
+def test_what_is_wrong_is_shown() -> None:
+    """Lost connections, memory above its ceiling, a store that cannot write, restarts."""
+    status = {
+        "memory": {"pressure": "full", "memory_used_bytes": 10.0, "memory_limit_bytes": 10.0},
+        "sessions": {"storage": "disk full"},
+    }
+    text = shown(glance(status=status, notice="connection lost, reconnecting…", engine={"restarts": 2}))
+    assert "connection lost, reconnecting…" in text
+    assert "· full" in text
+    assert "nothing can be stored: disk full" in text
+    assert "2 restarts" in text
+
+
+def test_a_screen_does_not_jump_when_there_is_something_to_say() -> None:
+    """The line of the notice is there when it is empty, too."""
+    assert len(shown(glance()).splitlines()) == len(
+        shown(glance(notice="the daemon is about to restart…")).splitlines()
+    )
+
+
+def test_an_account_that_may_not_see_everything() -> None:
+    """Has the readings that are for everybody."""
+    text = shown(glance(status={"sessions": {"sessions": 1, "busy": 0, "max_sessions": 4, "storage": "ok"}}))
+    assert "14 open" in text
+    assert "memory" not in text
+    assert "connections" not in text
+
+
+def test_models_are_listed_when_there_are_several() -> None:
+    """With their states; the default one has a mark."""
+    one = ModelSummary(name="demo", default=True, state="loaded", n_ctx=4096, slots=8, size_mb=512.0)
+    other = ModelSummary(name="big", default=False, state="unloaded")
+    text = shown(glance(models=(one, other)))
+    assert "demo *  loaded        8     4096  512 MiB" in text
+    assert "big     unloaded" in text
+    assert "demo *" not in shown(glance(models=(one,)))
+
+
+def test_names_cannot_move_the_cursor() -> None:
+    """Escape sequences and markup in names are shown as harmless text."""
+    evil = "\x1b]0;title\x07[red]x\x9b2J"
+    what = glance(gpu=GPU | {"name": evil}, engine={"model": evil}, notice=evil)
+    text = shown(what, width=160)
+    assert text.count("]0;title[red]x2J") == 3
+    assert not set(text) & {"\x1b", "\x07", "\x9b"}
+
+
+def test_before_the_first_readings() -> None:
+    """It is said that there are none."""
+    nothing = Glance(address="ws://box/ws")
+    assert "no readings yet" in shown(nothing)
+    assert line(nothing) == "no readings yet"
+    assert as_data(nothing)["metrics"] is None
+
+
+def test_a_line() -> None:
+    """What matters most; the GPU where there is one."""
+    plain = line(glance())
+    assert plain[8:] == "  ready  87.6 tokens/s  4 of 8 slots  5 waiting  14 sessions  3 parked"
+    assert line(glance(gpu=GPU)).endswith("  VRAM 2.8 GiB of 3.0 GiB  71 °C")
+
+
+def test_data() -> None:
+    """Everything under the protocol's own names."""
+    data = json.loads(json.dumps(as_data(glance(gpu=GPU, heat=Thermal(state="warm", temp=82.0, action="half")))))
+    assert data["metrics"]["inference"]["queue_depth"] == 5
+    assert data["metrics"]["gpu"]["temp"] == 71.0
+    assert data["status"]["sessions"]["connections"] == 6
+    assert data["thermal"] == {"state": "warm", "temp": 82.0, "action": "half"}
+
+
+def test_a_sparkline() -> None:
+    """Eighths of the highest; the latest at the right; nothing at all is blank."""
+    assert sparkline([0.0, 1.0, 4.0, 8.0], width=6) == "   ▁▄█"
+    assert sparkline([9.0, 1.0, 2.0], width=2) == "▄█"
+    assert sparkline([], width=3) == "   "
+
+
+@given(st.lists(st.floats(), max_size=30), st.integers(1, 40))
+def test_a_sparkline_of_anything_is_as_wide_as_told(values: list[float], width: int) -> None:
+    """Also of what is no number, or negative."""
+    assert cell_len(sparkline(values, width=width)) == width
+
+
+@given(st.floats(0, 1e9), st.floats(0, 1e9), st.integers(1, 80))
+def test_a_bar_is_full_only_when_all_is_used(used: float, total: float, width: int) -> None:
+    """And empty only when nothing is."""
+    text = bar(used, total, width=width).plain
+    assert len(text) == width
+    if total > 0:
+        assert ("░" not in text) == (used >= total)
+        if width > 1:
+            assert ("█" in text) == (used > 0)
+    else:
+        assert "█" not in text
