@@ -1,4 +1,4 @@
-"""The configuration's level of parameters."""
+"""The configuration's levels of parameters: everybody's, and those of single models."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ if TYPE_CHECKING:
 
 
 def parse_config_params(settings: Settings) -> Params:
-    """Return the configuration's level of parameters.
+    """Return the configuration's level of parameters that holds for all models; those of single ones are checked.
 
     Raises:
         InferenceCenterError: ``invalid_config``.
     """
     try:
+        for name, entry in settings.models.items():
+            parse_params(entry.params, path=f"models.{name}.params")
         return parse_params(settings.params)
     except InferenceCenterError as error:
         raise InferenceCenterError(

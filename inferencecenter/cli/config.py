@@ -11,6 +11,7 @@ from rich.table import Column, Table
 from inferencecenter.cli.options import ConfigOption, JsonOption
 from inferencecenter.cli.output import as_json, print_json, problems_of, report, stdout
 from inferencecenter.cli.reference import configuration as reference
+from inferencecenter.config_params import parse_config_params
 from inferencecenter.configuration import read_layers
 from inferencecenter.errors import ERRORS, ErrorCode, InferenceCenterError
 from inferencecenter.protocol.params import cross_check, parse_params
@@ -88,9 +89,9 @@ def _deeper_problems(settings: Settings) -> Iterator[InferenceCenterError]:
     except InferenceCenterError as error:
         yield error
     try:
-        parse_params(settings.params)
+        parse_config_params(settings)
     except InferenceCenterError as error:
-        yield InferenceCenterError(ErrorCode.INVALID_CONFIG, error.message, hint=error.hint, field=error.field)
+        yield error
     if settings.auth.clients_file is not None:
         try:
             load_clients(

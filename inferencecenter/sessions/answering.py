@@ -228,14 +228,14 @@ class Answering:
         return self._serving
 
     def _choose(self) -> Serving:
-        """Return the model that has begun to answer, else the one that the session has now.
+        """Return the model of the name that has begun to answer, else the one that the session has now.
 
         Raises:
             InferenceCenterError: ``model_not_found``, or ``forbidden`` where the turn may not have the one of now.
         """
         name = self.turn.order.model
         if self.turn.n_tokens:
-            return self._serving or self._around.engines.of(name or None)
+            return self._around.engines.of(name or None)
         serving = self._around.engines.of(self._facts.chosen_model)
         if serving.name != name:
             check_model(serving.name, self._allowance.limits)

@@ -61,11 +61,18 @@ class Serving:
         """Return the model; one that was never loaded is loaded from now on.
 
         Raises:
-            InferenceCenterError: ``model_loading``, ``engine_unavailable``, or why it could not be loaded.
+            InferenceCenterError: ``model_loading``, or ``engine_unavailable`` with the reason.
         """
         if (model := self.known) is not None:
             return model
-        self._want()
+        try:
+            self._want()
+        except InferenceCenterError as error:
+            if error.spec.on_wire:
+                raise
+            # What is wrong with a file is the operator's to know by its code; others are told in words.
+            message = f"{self.name} cannot be loaded: {error.message}"
+            raise InferenceCenterError(ErrorCode.ENGINE_UNAVAILABLE, message, hint=error.hint) from error
         raise _not_loaded(self.name, self.engine.status)
 
     def made_by(self) -> str:

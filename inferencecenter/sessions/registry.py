@@ -309,6 +309,11 @@ class Sessions:
                 if session.facts.on_disconnect == "close":
                     self._close(session)
 
+    def count_of(self, client_id: str) -> tuple[int, int]:
+        """Return how many sessions a client has open, and how many of them answer."""
+        own = self._roster.of(client_id)
+        return len(own), sum(session.state is SessionState.BUSY for session in own)
+
     def totals(self) -> Totals:
         """Return readings over all sessions."""
         active = sum(session.state is SessionState.BUSY for session in self._roster)

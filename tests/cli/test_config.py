@@ -66,6 +66,7 @@ def test_check_tells_every_problem(cli: Cli, tmp_path: Path) -> None:
     [
         ("[params]\ntemperature = 9.0\n", "params.temperature"),
         ("[params]\ntfs_z = 0.5\n", "tfs_z"),
+        ("[models.phi.params]\ntemperature = 9.0\n", "models.phi.params.temperature"),
         ('[auth]\nclients_file = "/nowhere/clients.toml"\n', "/nowhere/clients.toml"),
     ],
 )

@@ -42,6 +42,8 @@ if TYPE_CHECKING:
 
 DETACHED_TURN_S = 900.0
 CONTROL_TOKENS = ("<|im_start|>", "<|im_end|>")
+BRACKETS = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]"
+"""A template that is short to read."""
 
 
 def make_model(**changes: Any) -> ModelInfo:
@@ -70,6 +72,10 @@ def make_model(**changes: Any) -> ModelInfo:
         "library": "",
     }
     return ModelInfo(**(facts | changes))
+
+
+TOY = make_model()
+LARGE = make_model(name="large", chat_template=BRACKETS, n_ctx=4096, n_vocab=512)
 
 
 def packed(text: str) -> bytes:
@@ -115,10 +121,10 @@ class FakeEngine:
                 del self.turns[turn_id]
                 turn.hear(Failed(turn_id=turn_id, code=error.code.value, message=error.message))
 
-    def recall(self) -> None:
-        """Give back the turns that have no tokens yet, as when sessions have another default."""
+    def recall(self, *, begun: bool = False) -> None:
+        """Give back the turns that have no tokens yet, as when sessions have another default, or all of them."""
         for turn_id, turn in tuple(self.turns.items()):
-            if not turn.n_tokens:
+            if begun or not turn.n_tokens:
                 del self.turns[turn_id]
                 turn.recalled()
 

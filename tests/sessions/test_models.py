@@ -12,14 +12,12 @@ from inferencecenter.limits import Limits
 from inferencecenter.protocol import requests
 from inferencecenter.protocol.params import Params, decode
 from inferencecenter.sessions.models import Engines
-from tests.sessions.conftest import FakeEngines, World, make_model, one_model
+from tests.sessions.conftest import BRACKETS, FakeEngines, World, make_model, one_model
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from tests.sessions.conftest import FakeEngine
-
-BRACKETS = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]"
 
 
 def refused(code: ErrorCode, call: Callable[..., object], *args: Any, **kwargs: Any) -> InferenceCenterError:
@@ -195,6 +193,15 @@ def test_a_model_that_cannot_be_loaded_says_why(world: World) -> None:
     world.add_model("large", loaded=False)
     world.engines.unloadable["large"] = InferenceCenterError(ErrorCode.ENGINE_UNAVAILABLE, "no tensors in it")
     assert refused(ErrorCode.ENGINE_UNAVAILABLE, world.create, model="large").message == "no tensors in it"
+
+
+def test_what_is_wrong_with_a_file_is_told_in_words(world: World) -> None:
+    """Its code is for the command line; a client hears that there is no engine, and why."""
+    world.add_model("large", loaded=False)
+    reason = InferenceCenterError(ErrorCode.INVALID_MODEL_FILE, "no GGUF file", hint="Pull it again.")
+    world.engines.unloadable["large"] = reason
+    error = refused(ErrorCode.ENGINE_UNAVAILABLE, world.create, model="large")
+    assert (error.message, error.hint) == ("large cannot be loaded: no GGUF file", "Pull it again.")
 
 
 def test_a_lost_engine_of_an_unknown_model_is_told_as_such(world: World) -> None:

@@ -9,15 +9,22 @@ import pytest
 
 from inferencecenter.ipc.port import EngineState, EngineStatus
 from inferencecenter.sessions.records import Dropped, Ended, Ordered
-from tests.sessions.conftest import FakeEngine, FakeEngines, FakeJournal, FakeSink, World, make_model, packed
+from tests.sessions.conftest import (
+    BRACKETS,
+    LARGE,
+    TOY,
+    FakeEngine,
+    FakeEngines,
+    FakeJournal,
+    FakeSink,
+    World,
+    make_model,
+    packed,
+)
 from tests.sessions.oracle import kept
 
 if TYPE_CHECKING:
     from inferencecenter.ipc.messages import ModelInfo
-
-BRACKETS = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]"
-TOY = make_model()
-LARGE = make_model(name="large", chat_template=BRACKETS, n_ctx=4096, n_vocab=512)
 
 
 def orders(world: World) -> list[str]:

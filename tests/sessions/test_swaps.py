@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from inferencecenter.errors import ErrorCode, InferenceCenterError
 from inferencecenter.ipc.messages import unpack_tokens
@@ -16,19 +14,8 @@ from inferencecenter.limits import Limits
 from inferencecenter.protocol import events, requests
 from inferencecenter.protocol.params import Params, decode
 from inferencecenter.protocol.requests import START
-from inferencecenter.sessions.client import Client
 from inferencecenter.sessions.records import Dropped, Ordered
-from inferencecenter.sessions.registry import Sessions
-from tests.sessions.conftest import FakeEngine, FakeEngines, FakeSink, World, make_model, packed
-from tests.sessions.oracle import Oracle, script
-
-if TYPE_CHECKING:
-    pass
-
-BRACKETS = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]"
-ADA = Client("ada", 4, "normal", frozenset({"user"}))
-TOY = make_model()
-LARGE = make_model(name="large", chat_template=BRACKETS, n_ctx=4096, n_vocab=512)
+from tests.sessions.conftest import BRACKETS, FakeEngine, FakeSink, World, make_model, packed
 
 
 @pytest.fixture
@@ -242,6 +229,39 @@ def test_another_file_under_the_same_name(world: World) -> None:
     assert new.last_text == "[user]Hi[assistant]Hel[user]And?[assistant]"
 
 
+def taken_back(world: World) -> tuple[str, FakeEngine, FakeEngine]:
+    """A session whose turn has begun on an engine that is gone, and another that takes its place."""
+    session_id = world.create()
+    world.turn(session_id, "Hi", "Hello")
+    world.infer(session_id, "Go on")
+    world.engine.start()
+    world.engine.generate("ab")
+    world.engine.lose()
+    old, world.engine = world.engine, FakeEngine()
+    return session_id, old, world.engine
+
+
+def test_a_begun_turn_goes_on_with_the_engine_that_takes_the_place(world: World) -> None:
+    """Where only the way it is run has changed, not the model."""
+    session_id, old, new = taken_back(world)
+    new.status = EngineStatus(EngineState.READY, model=make_model(slots=9))
+    old.recall(begun=True)
+    assert (new.last.answer, bool(new.last.tokens), old.turns) == (packed("ab"), True, {})
+    assert world.sink.last.op == "queued"
+    new.answer("cd")
+    assert world.transcript(session_id)[-1] == ("assistant", "abcd")
+
+
+def test_a_begun_turn_ends_where_another_model_takes_the_place(world: World) -> None:
+    """With what it said and the reason; it is no part of the new one's work."""
+    session_id, old, new = taken_back(world)
+    new.status = EngineStatus(EngineState.READY, model=make_model(chat_template=BRACKETS))
+    old.recall(begun=True)
+    assert (world.sink.last.op, world.sink.last.finish_reason) == ("end", "aborted")
+    assert world.transcript(session_id)[-1] == ("assistant", "ab")
+    assert (new.turns, world.get(session_id).state) == ({}, "idle")
+
+
 # Before it has begun.
 
 
@@ -365,119 +385,3 @@ def test_an_engine_that_asks_is_given_what_it_can_read(world: World, toy: FakeEn
     toy.ready()
     assert "<|im_start|>user\nGo on" in toy.last_text
     assert large.submitted == []
-
-
-# Whatever happens.
-
-
-class Recallable(Oracle):
-    """An oracle that gives back what it has not begun."""
-
-    def recall(self) -> None:
-        """Give back all turns without tokens."""
-        turns = {**self.waiting, **{turn_id: running.turn for turn_id, running in self.running.items()}}
-        for turn_id, turn in turns.items():
-            if not turn.n_tokens:
-                self.waiting.pop(turn_id, None)
-                self.running.pop(turn_id, None)
-                turn.recalled()
-
-
-class Conversation:
-    """One session on two models, of which one is the default."""
-
-    def __init__(self, *, pinned: bool) -> None:
-        self.oracles = {
-            model.name: Recallable(status=EngineStatus(EngineState.READY, model=model)) for model in (TOY, LARGE)
-        }
-        self.engines = FakeEngines(engines=dict(self.oracles), default="toy")
-        self.sessions = Sessions(engines=self.engines, config_params=Params(), max_sessions=9, default_ttl_s=None)
-        self.sink = FakeSink()
-        request = requests.CreateSession(op="create_session", model="toy" if pinned else None)
-        self.session_id = self.sessions.create(ADA, request, self.sink).session_id
-        self.asked: list[str] = []
-        self.aborted: set[int] = set()
-
-    @property
-    def session(self) -> events.Session:
-        """The session as clients are told of it."""
-        return self.sessions.get(ADA, requests.GetSession(op="get_session", session_id=self.session_id))
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether a question is not answered yet."""
-        return self.session.state == "busy"
-
-    def ask(self) -> None:
-        """Ask the next question, if the last one is answered."""
-        if not self.is_busy:
-            self.asked.append(f"question {len(self.asked)}")
-            request = requests.Infer(op="infer", session_id=self.session_id, prompt=self.asked[-1])
-            self.sessions.infer(ADA, request, self.sink)
-
-    def work(self) -> None:
-        """Let both engines make a step."""
-        for oracle in self.oracles.values():
-            oracle.step()
-
-    def swap(self) -> None:
-        """Make the other model the default."""
-        before = self.oracles[self.engines.default]
-        self.engines.default = "large" if self.engines.default == "toy" else "toy"
-        before.recall()
-
-    def lose(self) -> None:
-        """Let the default's engine die."""
-        self.oracles[self.engines.default].lose()
-
-    def ready(self) -> None:
-        """Start what was lost again."""
-        for oracle in self.oracles.values():
-            if oracle.status.state is not EngineState.READY:
-                oracle.ready()
-
-    def abort(self) -> None:
-        """Ask for the end of the answer, once."""
-        if self.is_busy and len(self.asked) not in self.aborted:
-            self.aborted.add(len(self.asked))
-            self.sessions.abort(ADA, requests.Abort(op="abort", session_id=self.session_id))
-
-    def finish(self) -> None:
-        """Let everything come to its end."""
-        self.ready()
-        for oracle in self.oracles.values():
-            oracle.run()
-
-    def check(self) -> None:
-        """Every question stands there, with what a model says to a prompt that spells all that came before."""
-        contents = [message.content for message in self.session.transcript]
-        assert contents[::2] == self.asked
-        for turn in self.session.turns:
-            prompts = [
-                oracle.prompts[turn.turn_id] for oracle in self.oracles.values() if turn.turn_id in oracle.prompts
-            ]
-            answer = contents[turn.messages - 1]
-            if turn.finish_reason == "stop":
-                assert answer in [script(prompt) for prompt in prompts]
-            elif answer:
-                assert any(script(prompt).startswith(answer) for prompt in prompts)
-            for prompt in prompts:
-                place = 0
-                for content in contents[: turn.messages - 1]:
-                    place = prompt.index(content, place) + len(content)
-
-
-@given(
-    steps=st.lists(st.sampled_from(["ask", "work", "swap", "lose", "ready", "abort"]), max_size=40),
-    pinned=st.booleans(),
-)
-def test_swaps_change_no_word_and_lose_no_turn(steps: list[str], pinned: bool) -> None:
-    """Each turn ends once, and says what its model says to a prompt in which all that was said before stands."""
-    conversation = Conversation(pinned=pinned)
-    for step in steps:
-        getattr(conversation, step)()
-    conversation.finish()
-    assert not conversation.is_busy
-    assert conversation.sink.ops.count("end") == len(conversation.asked) == len(conversation.session.turns)
-    assert "error" not in conversation.sink.ops
-    conversation.check()

@@ -1,0 +1,129 @@
+"""Whenever models are swapped, engines lost and answers aborted: no turn is lost and no word is changed."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from inferencecenter.ipc.port import EngineState, EngineStatus
+from inferencecenter.protocol import events, requests
+from inferencecenter.protocol.params import Params
+from inferencecenter.sessions.client import Client
+from inferencecenter.sessions.registry import Sessions
+from tests.sessions.conftest import LARGE, TOY, FakeEngines, FakeSink
+from tests.sessions.oracle import Oracle, script
+
+ADA = Client("ada", 4, "normal", frozenset({"user"}))
+
+
+class Recallable(Oracle):
+    """An oracle that gives back what it has not begun."""
+
+    def recall(self) -> None:
+        """Give back all turns without tokens."""
+        turns = {**self.waiting, **{turn_id: running.turn for turn_id, running in self.running.items()}}
+        for turn_id, turn in turns.items():
+            if not turn.n_tokens:
+                self.waiting.pop(turn_id, None)
+                self.running.pop(turn_id, None)
+                turn.recalled()
+
+
+class Conversation:
+    """One session on two models, of which one is the default."""
+
+    def __init__(self, *, pinned: bool) -> None:
+        self.oracles = {
+            model.name: Recallable(status=EngineStatus(EngineState.READY, model=model)) for model in (TOY, LARGE)
+        }
+        self.engines = FakeEngines(engines=dict(self.oracles), default="toy")
+        self.sessions = Sessions(engines=self.engines, config_params=Params(), max_sessions=9, default_ttl_s=None)
+        self.sink = FakeSink()
+        request = requests.CreateSession(op="create_session", model="toy" if pinned else None)
+        self.session_id = self.sessions.create(ADA, request, self.sink).session_id
+        self.asked: list[str] = []
+        self.aborted: set[int] = set()
+
+    @property
+    def session(self) -> events.Session:
+        """The session as clients are told of it."""
+        return self.sessions.get(ADA, requests.GetSession(op="get_session", session_id=self.session_id))
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a question is not answered yet."""
+        return self.session.state == "busy"
+
+    def ask(self) -> None:
+        """Ask the next question, if the last one is answered."""
+        if not self.is_busy:
+            self.asked.append(f"question {len(self.asked)}")
+            request = requests.Infer(op="infer", session_id=self.session_id, prompt=self.asked[-1])
+            self.sessions.infer(ADA, request, self.sink)
+
+    def work(self) -> None:
+        """Let both engines make a step."""
+        for oracle in self.oracles.values():
+            oracle.step()
+
+    def swap(self) -> None:
+        """Make the other model the default."""
+        before = self.oracles[self.engines.default]
+        self.engines.default = "large" if self.engines.default == "toy" else "toy"
+        before.recall()
+
+    def lose(self) -> None:
+        """Let the default's engine die."""
+        self.oracles[self.engines.default].lose()
+
+    def ready(self) -> None:
+        """Start what was lost again."""
+        for oracle in self.oracles.values():
+            if oracle.status.state is not EngineState.READY:
+                oracle.ready()
+
+    def abort(self) -> None:
+        """Ask for the end of the answer, once."""
+        if self.is_busy and len(self.asked) not in self.aborted:
+            self.aborted.add(len(self.asked))
+            self.sessions.abort(ADA, requests.Abort(op="abort", session_id=self.session_id))
+
+    def finish(self) -> None:
+        """Let everything come to its end."""
+        self.ready()
+        for oracle in self.oracles.values():
+            oracle.run()
+
+    def check(self) -> None:
+        """Every question stands there, with what a model says to a prompt that spells all that came before."""
+        contents = [message.content for message in self.session.transcript]
+        assert contents[::2] == self.asked
+        for turn in self.session.turns:
+            prompts = [
+                oracle.prompts[turn.turn_id] for oracle in self.oracles.values() if turn.turn_id in oracle.prompts
+            ]
+            answer = contents[turn.messages - 1]
+            if turn.finish_reason == "stop":
+                assert answer in [script(prompt) for prompt in prompts]
+            elif answer:
+                assert any(script(prompt).startswith(answer) for prompt in prompts)
+            for prompt in prompts:
+                place = 0
+                for content in contents[: turn.messages - 1]:
+                    place = prompt.index(content, place) + len(content)
+
+
+@given(
+    steps=st.lists(st.sampled_from(["ask", "work", "swap", "lose", "ready", "abort"]), max_size=40),
+    pinned=st.booleans(),
+)
+def test_swaps_change_no_word_and_lose_no_turn(steps: list[str], pinned: bool) -> None:
+    """Each turn ends once, and says what its model says to a prompt in which all that was said before stands."""
+    conversation = Conversation(pinned=pinned)
+    for step in steps:
+        getattr(conversation, step)()
+    conversation.finish()
+    assert not conversation.is_busy
+    assert conversation.sink.ops.count("end") == len(conversation.asked) == len(conversation.session.turns)
+    assert "error" not in conversation.sink.ops
+    conversation.check()
