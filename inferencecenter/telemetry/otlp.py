@@ -87,7 +87,7 @@ class Traces:
     @classmethod
     def to_collector(cls, address: str, *, headers: Mapping[str, str], ratio: float) -> Traces:
         """Return traces that go to the collector at ``address``, with ``headers`` on each request."""
-        complaints = _Complaints()
+        complaints = Complaints()
         base = address.rstrip("/").removesuffix(_PATH)
         sender = OTLPSpanExporter(endpoint=base + _PATH, headers=headers, timeout=_SEND_TIMEOUT_S)
         return cls(BatchSpanProcessor(Sending(sender, complaints=complaints)), ratio=ratio)
@@ -177,7 +177,7 @@ class Sending(SpanExporter):
     """
 
     def __init__(
-        self, sender: SpanExporter, *, complaints: _Complaints, monotonic: Callable[[], float] = time.monotonic
+        self, sender: SpanExporter, *, complaints: Complaints, monotonic: Callable[[], float] = time.monotonic
     ) -> None:
         self._sender = sender
         self._complaints = complaints
@@ -206,7 +206,7 @@ class Sending(SpanExporter):
         self._sender.shutdown()
 
 
-class _Complaints(logging.Handler):
+class Complaints(logging.Handler):
     """Keeps what OpenTelemetry logs out of the log: a line or more for each batch, and under load for each span."""
 
     def __init__(self) -> None:

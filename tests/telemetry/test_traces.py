@@ -1,0 +1,334 @@
+"""Tests of traces: the tree of spans, what is sent of it, and that a collector is never waited for."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import structlog
+from opentelemetry.sdk.trace import SpanProcessor
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor, SpanExporter, SpanExportResult
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from pydantic import SecretStr
+
+from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.telemetry import otlp, traces
+from inferencecenter.telemetry.otlp import ENGINE, FRONT, Sending, Traces
+from inferencecenter.telemetry_settings import TelemetrySettings
+from tests.telemetry.collector import Collector
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from opentelemetry.sdk.trace import ReadableSpan
+
+TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
+SAMPLED, UNSAMPLED = f"00-{TRACE}-{SPAN}-01", f"00-{TRACE}-{SPAN}-00"
+EPOCH_NS = 1_700_000_000_000_000_000
+
+
+@dataclass(frozen=True)
+class Spent:
+    """A stage."""
+
+    name: str
+    began_s: float
+    ended_s: float
+    tokens: int = 0
+
+
+class Clock:
+    """Seconds that a test moves; the wall clock may jump beside them."""
+
+    def __init__(self) -> None:
+        self.second = 100.0
+        self.jump_ns = 0
+
+    def monotonic(self) -> float:
+        """Return the second."""
+        return self.second
+
+    def wall_ns(self) -> int:
+        """Return Unix nanoseconds."""
+        return EPOCH_NS + round(self.second * 1e9) + self.jump_ns
+
+
+@dataclass
+class Bench:
+    """Traces whose spans are kept."""
+
+    clock: Clock
+    kept: InMemorySpanExporter
+    traces: Traces
+
+    @property
+    def spans(self) -> dict[str, ReadableSpan]:
+        """The spans that have ended, by name."""
+        return {span.name: span for span in self.kept.get_finished_spans()}
+
+
+def bench(ratio: float = 1.0) -> Bench:
+    """Return a fresh one."""
+    clock, kept = Clock(), InMemorySpanExporter()
+    made = Traces(SimpleSpanProcessor(kept), ratio=ratio, wall_ns=clock.wall_ns, monotonic=clock.monotonic)
+    return Bench(clock, kept, made)
+
+
+@pytest.fixture(autouse=True)
+def quiet_again() -> Iterator[None]:
+    """Leave OpenTelemetry's logger as it was."""
+    logger = logging.getLogger("opentelemetry")
+    handlers, propagate = logger.handlers, logger.propagate
+    yield
+    logger.handlers, logger.propagate = handlers, propagate
+
+
+def test_a_turn_is_one_tree_over_both_processes() -> None:
+    """The engine's stages hang under the turn, from when to when the engine says, and are another service's."""
+    world = bench()
+    trace = world.traces.begin(None)
+    trace.describe({"gen_ai.request.model": "demo"})
+    trace.spent((Spent("queue", 100.5, 101.0), Spent("prefill", 101.0, 102.25, 40)))
+    world.clock.second = 105.0
+    trace.end({"gen_ai.usage.output_tokens": 7}, error=None)
+    spans = world.spans
+    turn, queue, prefill = spans["turn"], spans["queue"], spans["prefill"]
+    assert turn.parent is None
+    assert (turn.start_time, turn.end_time) == (EPOCH_NS + 100 * 10**9, EPOCH_NS + 105 * 10**9)
+    assert turn.attributes == {"gen_ai.request.model": "demo", "gen_ai.usage.output_tokens": 7}
+    assert turn.status.is_unset
+    for span in (queue, prefill):
+        assert span.parent == turn.context
+        assert span.resource.attributes["service.name"] == ENGINE
+    assert turn.resource.attributes["service.name"] == FRONT
+    assert (queue.start_time, queue.end_time) == (EPOCH_NS + 100_500_000_000, EPOCH_NS + 101_000_000_000)
+    assert (queue.attributes, prefill.attributes) == ({}, {"inferencecenter.tokens": 40})
+
+
+def test_two_turns_are_two_traces() -> None:
+    """Whoever is traced at the same time, neither is the other's child."""
+    world = bench()
+    first, second = world.traces.begin(None), world.traces.begin(None)
+    second.end({}, error=None)
+    first.end({}, error=None)
+    one, other = world.kept.get_finished_spans()
+    assert one.context.trace_id != other.context.trace_id
+    assert one.parent is other.parent is None
+
+
+def test_a_client_may_have_the_turn_in_its_trace() -> None:
+    """Its span is the turn's parent, whatever our share of turns is."""
+    world = bench(ratio=0.0)
+    trace = world.traces.begin(SAMPLED)
+    trace.spent((Spent("queue", 100.0, 101.0),))
+    trace.end({}, error=None)
+    turn = world.spans["turn"]
+    assert turn.parent is not None
+    assert (f"{turn.parent.trace_id:032x}", f"{turn.parent.span_id:016x}") == (TRACE, SPAN)
+    assert {f"{span.context.trace_id:032x}" for span in world.spans.values()} == {TRACE}
+
+
+@pytest.mark.parametrize(("ratio", "parent"), [(1.0, UNSAMPLED), (0.0, None)])
+def test_what_is_not_sampled_is_not_wanted(ratio: float, parent: str | None) -> None:
+    """As the client says, else as the ratio has it; whatever is told of it leaves nothing."""
+    world = bench(ratio)
+    trace = world.traces.begin(parent)
+    assert not trace.wanted
+    trace.describe({"a": 1})
+    trace.spent(())
+    trace.note("lost", {})
+    trace.end({}, error="internal")
+    assert world.kept.get_finished_spans() == ()
+
+
+def test_a_share_of_the_turns() -> None:
+    """About so many of them as the ratio says."""
+    made = bench(0.25).traces
+    assert 150 < sum(made.begin(None).wanted for _ in range(1000)) < 350
+
+
+def test_a_turn_that_fails() -> None:
+    """The code is its status and its error's type; no message goes with it."""
+    world = bench()
+    world.traces.begin(None).end({}, error="engine_crashed")
+    turn = world.spans["turn"]
+    assert (turn.status.status_code.name, turn.status.description) == ("ERROR", "engine_crashed")
+    assert turn.attributes == {"error.type": "engine_crashed"}
+
+
+def test_what_happens_on_the_way_is_an_event() -> None:
+    """With its time and figures."""
+    world = bench()
+    trace = world.traces.begin(None)
+    world.clock.second = 102.0
+    trace.note("engine_lost", {"inferencecenter.tokens": 3})
+    trace.end({}, error=None)
+    (event,) = world.spans["turn"].events
+    assert (event.name, event.timestamp) == ("engine_lost", EPOCH_NS + 102 * 10**9)
+    assert event.attributes == {"inferencecenter.tokens": 3}
+
+
+def test_a_wall_clock_that_jumps_tears_no_trace() -> None:
+    """Within a turn only the monotonic clock counts."""
+    world = bench()
+    trace = world.traces.begin(None)
+    world.clock.jump_ns = -3600 * 10**9
+    world.clock.second = 103.0
+    trace.spent((Spent("decode", 101.0, 102.0),))
+    trace.end({}, error=None)
+    turn, decode = world.spans["turn"], world.spans["decode"]
+    times = [turn.start_time, decode.start_time, decode.end_time, turn.end_time]
+    assert times == [EPOCH_NS + second * 10**9 for second in (100, 101, 102, 103)]
+
+
+def test_turns_that_go_on_with_the_next_daemon_are_sent_too() -> None:
+    """They end with the daemon, and say so; those that have ended are not touched, refused ones are forgotten."""
+    world = bench()
+    world.traces.begin(None).end({}, error=None)
+    running = world.traces.begin(None)
+    world.traces.begin(None)
+    world.traces.close()
+    ended, suspended = world.kept.get_finished_spans()
+    assert ended.events == ()
+    assert [event.name for event in suspended.events] == ["suspended"]
+    running.end({}, error=None)
+    assert len(world.kept.get_finished_spans()) == 2
+
+
+class Stuck(SpanProcessor):
+    """Does not come to its end before it may."""
+
+    def __init__(self) -> None:
+        self.may = threading.Event()
+
+    def shutdown(self) -> None:
+        """Wait."""
+        self.may.wait(20)
+
+
+def test_the_end_is_not_waited_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A collector that does not answer costs ``FLUSH_S`` and no more."""
+    monkeypatch.setattr(otlp, "FLUSH_S", 0.05)
+    stuck = Stuck()
+    began = time.monotonic()
+    Traces(stuck).close()
+    assert 0.05 <= time.monotonic() - began < 5
+    stuck.may.set()
+
+
+class Moody(SpanExporter):
+    """Sends or does not, as a test has it."""
+
+    def __init__(self) -> None:
+        self.works = True
+
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        """Say whether it would have."""
+        return SpanExportResult.SUCCESS if self.works else SpanExportResult.FAILURE
+
+
+def test_an_outage_is_one_line_and_its_end_another() -> None:
+    """However many batches are lost; the next one is not complained of within a minute."""
+    clock, sender = Clock(), Moody()
+    sending = Sending(sender, complaints=otlp.Complaints(), monotonic=clock.monotonic)
+    logging.getLogger("opentelemetry.anything").warning("refused %s", "by 127.0.0.1")
+    span = _span()
+    with structlog.testing.capture_logs() as lines:
+        sending.export([span])
+        for works in (False, False, False, True, False, True):
+            sender.works = works
+            sending.export([span, span])
+        clock.second += 60
+        sender.works = False
+        sending.export([span])
+    assert [(line["event"], line.get("lost_spans")) for line in lines] == [
+        ("traces_not_sent", None),
+        ("traces_sent_again", 6),
+        ("traces_not_sent", None),
+    ]
+    assert lines[0]["reason"] == "refused by 127.0.0.1"
+
+
+def _span() -> ReadableSpan:
+    world = bench()
+    world.traces.begin(None).end({}, error=None)
+    return world.spans["turn"]
+
+
+def settings(**values: Any) -> TelemetrySettings:
+    """Settings, validated."""
+    return TelemetrySettings(**values)
+
+
+def test_nothing_is_traced_unless_it_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then it does not matter what is installed."""
+    monkeypatch.setattr(traces, "find_spec", lambda _name: None)
+    assert traces.open_traces(settings()) is None
+    traces.check_installed(settings())
+
+
+@pytest.mark.parametrize("missing", ["opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http"])
+def test_a_missing_package_is_named_with_what_to_do(monkeypatch: pytest.MonkeyPatch, missing: str) -> None:
+    """It is the daemon's start that fails, not its first turn."""
+
+    def find_spec(name: str) -> object:
+        if name == missing:
+            raise ModuleNotFoundError(name)
+        return object()
+
+    monkeypatch.setattr(traces, "find_spec", find_spec)
+    with pytest.raises(InferenceCenterError) as refused:
+        traces.open_traces(settings(otlp_endpoint="http://127.0.0.1:4318"))
+    assert (refused.value.code, refused.value.field) == (ErrorCode.INVALID_CONFIG, "telemetry.otlp_endpoint")
+    assert "inferencecenter[otel]" in str(refused.value.hint)
+
+
+@pytest.mark.parametrize("path", ["", "/", "/v1/traces"])
+def test_a_collector_gets_the_tree(path: str) -> None:
+    """As protobuf over HTTP, with the headers that it wants."""
+    with Collector() as collector:
+        made = traces.open_traces(
+            settings(otlp_endpoint=collector.address + path, otlp_headers={"X-Key": SecretStr("hunter2")})
+        )
+        assert made is not None
+        trace = made.begin(SAMPLED)
+        now = time.monotonic()
+        trace.spent((Spent("decode", now, now + 0.5, 3),))
+        trace.end({"gen_ai.response.finish_reasons": ("stop",)}, error=None)
+        made.close()
+        spans = {span.name: span for span in collector.wait(lambda spans: len(spans) == 2)}
+    turn, decode = spans["turn"], spans["decode"]
+    assert collector.paths == ["/v1/traces"]
+    assert collector.headers["x-key"] == "hunter2"
+    assert (turn.service, turn.trace_id, turn.parent_id) == (FRONT, TRACE, SPAN)
+    assert (decode.service, decode.trace_id, decode.parent_id) == (ENGINE, TRACE, turn.span_id)
+    assert turn.attributes == {"gen_ai.response.finish_reasons": ["stop"]}
+    assert decode.attributes == {"inferencecenter.tokens": 3}
+    assert decode.ended_ns - decode.began_ns == pytest.approx(5e8, abs=1000)
+
+
+def test_a_collector_that_is_not_there_matters_to_nobody(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Turns are begun and ended at once, there is one line, and the end comes in time."""
+    monkeypatch.setattr(otlp, "FLUSH_S", 0.2)
+    monkeypatch.setattr(otlp, "_SEND_TIMEOUT_S", 0.1)
+    with socket.socket() as unheard:
+        unheard.bind(("127.0.0.1", 0))
+        address = f"http://127.0.0.1:{unheard.getsockname()[1]}"
+        made = traces.open_traces(settings(otlp_endpoint=address))
+        assert made is not None
+        with structlog.testing.capture_logs() as lines:
+            began = time.monotonic()
+            for _ in range(3000):
+                made.begin(None).end({}, error=None)
+            assert time.monotonic() - began < 2
+            made.close()
+            assert time.monotonic() - began < 4
+    assert [line["event"] for line in lines] in ([], ["traces_not_sent"])
+    assert [record for record in caplog.records if record.name.startswith("opentelemetry")] == []
