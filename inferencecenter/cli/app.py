@@ -15,6 +15,7 @@ from inferencecenter.errors import InferenceCenterError
 _COMMANDS: Final = {
     "serve": "serve",
     "chat": "chat",
+    "run": "run",
     "model": "app",
     "token": "app",
     "session": "app",

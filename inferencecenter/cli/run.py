@@ -1,0 +1,194 @@
+"""``inferencecenter run``: one question to a model from the shell, without a daemon."""
+
+from __future__ import annotations
+
+import io
+import os
+import stat
+import sys
+from contextlib import suppress
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+import typer
+
+from inferencecenter.cli.options import ConfigOption, JsonOption, given
+from inferencecenter.cli.output import print_json, stderr, stdout
+from inferencecenter.cli.parameters import read_params
+from inferencecenter.cli.view import PlainView, TerminalView
+from inferencecenter.configuration import load_settings
+from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.ipc.port import EngineState
+from inferencecenter.one_shot import Question, ask, chosen_model
+from inferencecenter.protocol.events import End, Token
+from inferencecenter.telemetry import logs
+
+if TYPE_CHECKING:
+    from inferencecenter.cli.view import TurnView
+    from inferencecenter.ipc.port import EngineStatus
+    from inferencecenter.models.registry import ModelSpec
+    from inferencecenter.one_shot import Answered, Shown
+    from inferencecenter.settings import Settings
+
+_SIGNALLED: Final = 128
+"""What shells add to the number of a signal that ended a program."""
+_SIGINT, _SIGPIPE = 2, 13
+
+
+def run(  # noqa: PLR0913 - one argument an option
+    model: Annotated[str, typer.Argument(help="GGUF file, name of a registered model, or demo.", metavar="MODEL")],
+    prompt: Annotated[
+        str | None, typer.Argument(help="What to ask; - reads it from standard input.", show_default=False)
+    ] = None,
+    *,
+    system: Annotated[str | None, typer.Option(help="System prompt.", show_default=False)] = None,
+    params: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--param", "--params", "-p", help="A parameter as name=value; may be repeated.", show_default=False
+        ),
+    ] = None,
+    max_tokens: Annotated[
+        int | None, typer.Option("--max-tokens", help="Most tokens of the answer.", show_default=False)
+    ] = None,
+    raw: Annotated[bool, typer.Option("--raw", help="Go on with the text as it is, without a template.")] = False,
+    json: JsonOption = False,
+    n_ctx: Annotated[int | None, typer.Option("--n-ctx", help="Tokens of context.", show_default=False)] = None,
+    n_gpu_layers: Annotated[
+        int | None, typer.Option("--n-gpu-layers", help="Layers on the GPU; -1 is all.", show_default=False)
+    ] = None,
+    log_level: Annotated[
+        str | None,
+        typer.Option(
+            "--log-level", help="Log to standard error: debug, info, warning or error.", show_default="no log"
+        ),
+    ] = None,
+    config: ConfigOption = None,
+) -> None:
+    """Ask a model once and print the answer as it comes; no daemon is needed, and none is asked.
+
+    What is piped in is the prompt, or follows it.
+    """
+    turn_params = read_params([*(params or []), *([] if max_tokens is None else [f"max_tokens={max_tokens}"])])
+    overrides = given(engine__n_ctx=n_ctx, engine__n_gpu_layers=n_gpu_layers, log__level=log_level)
+    settings = load_settings(config, overrides)
+    # What keeps the answer from coming is reported once, by the command.
+    logs.configure(
+        level=settings.log.level if log_level else "error",
+        log_format=settings.log.format,
+        stream=None if log_level else io.StringIO(),
+    )
+    spec = _as_asked(chosen_model(settings, model), settings, n_ctx=n_ctx, n_gpu_layers=n_gpu_layers)
+    try:
+        question = Question(prompt=read_prompt(prompt), params=turn_params, system=system, raw=raw)
+        answered = _run(spec, question, settings, as_json=json)
+    except BrokenPipeError:
+        # Nobody reads any more; what Python would flush at its end has nowhere to go either.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise typer.Exit(_SIGNALLED + _SIGPIPE) from None
+    except KeyboardInterrupt:
+        raise typer.Exit(_SIGNALLED + _SIGINT) from None
+    if answered.interrupted:
+        raise typer.Exit(_SIGNALLED + answered.interrupted)
+
+
+def read_prompt(argument: str | None) -> str:
+    """Return what is asked: the argument, standard input where it is ``-`` or missing, or both if something is piped.
+
+    Raises:
+        InferenceCenterError: ``invalid_request`` for nothing at all, and for what is no text.
+    """
+    if argument is None and sys.stdin.isatty():
+        raise _refused("there is no prompt", hint='Give one, as in: inferencecenter run demo "What is a llama?"')
+    from_stdin = argument in (None, "-") or _is_piped()
+    try:
+        piped = sys.stdin.buffer.read().decode().removesuffix("\n") if from_stdin else ""
+    except UnicodeDecodeError as error:
+        raise _refused(f"what was piped in is no UTF-8 at byte {error.start}", hint="Pipe text.") from None
+    prompt = "\n\n".join(part for part in ("" if argument in (None, "-") else argument, piped) if part)
+    if not prompt.strip():
+        raise _refused("the prompt is empty", hint="Give one as an argument, or pipe it in.")
+    return prompt
+
+
+def _is_piped() -> bool:
+    """Tell whether standard input is a pipe or a file; a terminal, and what services have there, is neither."""
+    with suppress(OSError, ValueError):
+        mode = os.fstat(sys.stdin.fileno()).st_mode
+        return stat.S_ISFIFO(mode) or stat.S_ISREG(mode)
+    return False
+
+
+def _refused(message: str, *, hint: str) -> InferenceCenterError:
+    return InferenceCenterError(ErrorCode.INVALID_REQUEST, message, hint=hint, field="prompt")
+
+
+def _as_asked(spec: ModelSpec, settings: Settings, **asked: int | None) -> ModelSpec:
+    """Return the model with what the command line sets, which wins over what is registered for it."""
+    own = {name: getattr(settings.engine, name) for name, value in asked.items() if value is not None}
+    return replace(spec, engine=spec.engine.model_copy(update=own))
+
+
+def _run(spec: ModelSpec, question: Question, settings: Settings, *, as_json: bool) -> Answered:
+    screen = _Screen(None if as_json else TerminalView(stdout) if stdout.is_terminal else PlainView(), spec.name)
+    try:
+        answered = ask(spec, question, settings, on_status=screen.moved, on_event=screen.show)
+    except InferenceCenterError:
+        screen.finish()
+        raise
+    finally:
+        screen.stop_waiting()
+    screen.finish()
+    if as_json and answered.end is not None:
+        print_json(screen.as_data(answered.end))
+    return answered
+
+
+class _Screen:
+    """What is seen while the model loads and answers; without a view the answer is only collected."""
+
+    def __init__(self, view: TurnView | None, model: str) -> None:
+        self._view = view
+        self._model = model
+        self._waiting = stderr.status(f"loading {model}", spinner_style="dim") if stderr.is_terminal else None
+        self._has_begun = False
+        self._texts: list[str] = []
+        self._logprobs: list[dict[str, Any]] = []
+
+    def moved(self, status: EngineStatus) -> None:
+        """Tell people how far the loading is; an engine that is lost later only keeps them waiting."""
+        if self._has_begun:
+            return
+        if status.state is EngineState.READY:
+            self.stop_waiting()
+            self._has_begun = True
+            if self._view is not None:
+                self._view.begin()
+        elif self._waiting is not None:
+            self._waiting.start()
+            self._waiting.update(f"loading {self._model}: {status.load_fraction:.0%}")
+
+    def show(self, event: Shown) -> None:
+        """Show an event of the turn."""
+        if isinstance(event, Token):
+            self._texts.append(event.content)
+            self._logprobs += [each.model_dump(mode="json") for each in event.logprobs or ()]
+        if self._view is not None:
+            self._view.show(event)
+
+    def stop_waiting(self) -> None:
+        """Take away what was said about the loading."""
+        if self._waiting is not None:
+            self._waiting.stop()
+
+    def finish(self) -> None:
+        """Leave the screen ready for the next line; a pipe into which nothing was written stays empty."""
+        is_drawn = self._has_begun and stdout.is_terminal
+        if self._view is not None and (is_drawn or self._texts):
+            self._view.finish()
+
+    def as_data(self, end: End) -> dict[str, Any]:
+        """Return the answer as scripts read it."""
+        told = end.model_dump(mode="json", include={"finish_reason", "stop", "warnings", "usage", "stats"})
+        logprobs = {"logprobs": self._logprobs} if self._logprobs else {}
+        return {"model": self._model, "text": "".join(self._texts), **told, **logprobs}

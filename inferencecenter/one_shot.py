@@ -1,0 +1,256 @@
+"""Asks a model one question with nothing else around it: no daemon, no port, no accounts, nothing written down.
+
+Puts together, beside ``daemon``, what a turn takes: an engine process and a session in memory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
+
+from inferencecenter.config_params import parse_config_params
+from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.ipc.port import EngineState
+from inferencecenter.models.registry import ModelSpec, not_registered, read_registry
+from inferencecenter.protocol import requests
+from inferencecenter.protocol.events import ContextShifted, End, Error, Progress, Queued, Token
+from inferencecenter.sessions.client import Client
+from inferencecenter.sessions.registry import Sessions
+from inferencecenter.settings import bundled_model
+from inferencecenter.supervisor.backoff import RestartPolicy
+from inferencecenter.supervisor.corrections import Corrections
+from inferencecenter.supervisor.kv_places import KvPlaces
+from inferencecenter.supervisor.options import engine_options
+from inferencecenter.supervisor.planning import Planner
+from inferencecenter.supervisor.supervisor import Supervisor
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from inferencecenter.ipc.port import EngineStatus
+    from inferencecenter.protocol.base import Event
+    from inferencecenter.settings import Settings
+
+DEMO: Final = "demo"
+"""Name of the bundled model, where no model that is registered has it."""
+_PLAN_FILE: Final = "plan.json"
+_NOWHERE: Final = KvPlaces(ram_dir=Path(), ram_bytes=0, disk_dir=Path(), disk_bytes=0)
+_STOP_S: Final = 1.0
+_CLIENT: Final = Client("shell", max_sessions=1, priority="interactive", scopes=frozenset({"user"}))
+_SETTLED: Final = (EngineState.READY, EngineState.FAILED)
+
+Shown: TypeAlias = Queued | Progress | ContextShifted | Token | End
+"""What a turn is made of, in the order of its events."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """What is asked; with ``raw`` a text to go on with, as it is, after that of ``system``."""
+
+    prompt: str
+    params: Mapping[str, Any]
+    system: str | None = None
+    raw: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answered:
+    """How it ended; ``end`` is ``None`` if it never began. ``interrupted`` is the signal that ended it, 0 for none."""
+
+    end: End | None
+    interrupted: int = 0
+
+
+def chosen_model(settings: Settings, wanted: str) -> ModelSpec:
+    """Return a model by its registered name, ``demo``, or the path of its file.
+
+    Raises:
+        InferenceCenterError: ``model_not_found``, or ``invalid_config``.
+    """
+    registry = read_registry(settings)
+    if wanted in registry.models:
+        return registry.get(wanted)
+    path = bundled_model() if wanted == DEMO else Path(wanted)
+    if "/" not in wanted and path.suffix != ".gguf" and not path.is_file():
+        raise not_registered(wanted, {DEMO: None, **registry.models})
+    return ModelSpec(name=path.stem, path=path, engine=settings.engine, params={}, lora=())
+
+
+def ask(
+    spec: ModelSpec,
+    question: Question,
+    settings: Settings,
+    *,
+    on_status: Callable[[EngineStatus], None],
+    on_event: Callable[[Shown], None],
+) -> Answered:
+    """Load a model, ask it, and let it go; to be called from the main thread.
+
+    SIGINT and SIGTERM end the answer, which keeps what was said.
+
+    Args:
+        spec: The model. It runs in one slot.
+        question: What it is asked.
+        settings: What holds for engines and GPUs. Nothing is written into the state directory.
+        on_status: Hears of each change of the engine's state, and of each tenth of the loading.
+        on_event: Hears of each event of the turn; what it raises ends the turn, and is raised from here.
+
+    Raises:
+        InferenceCenterError: Why there is no answer.
+    """
+    return asyncio.run(_ask(spec, question, settings, on_status=on_status, on_event=on_event))
+
+
+async def _ask(
+    spec: ModelSpec,
+    question: Question,
+    settings: Settings,
+    *,
+    on_status: Callable[[EngineStatus], None],
+    on_event: Callable[[Shown], None],
+) -> Answered:
+    config_params = parse_config_params(settings)
+    supervisor = _supervisor(spec, settings)
+    turn = _Turn(on_event)
+
+    def moved(status: EngineStatus) -> None:
+        on_status(status)
+        if status.state in _SETTLED:
+            turn.engine_settled.set()
+
+    supervisor.subscribe(moved)
+    for each in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(each, turn.interrupt, each)
+    supervisor.start()
+    try:
+        await turn.engine_settled.wait()
+        if turn.interrupted:
+            return Answered(end=None, interrupted=turn.interrupted)
+        if supervisor.load_failure is not None:
+            raise supervisor.load_failure
+        sessions = Sessions(
+            engines=_OneModel(spec, supervisor), config_params=config_params, max_sessions=1, default_ttl_s=None
+        )
+        turn.begin(sessions, question)
+        return Answered(end=await turn.ended, interrupted=turn.interrupted)
+    finally:
+        await supervisor.stop(suspend_deadline_s=_STOP_S)
+
+
+class _Turn:
+    """The one turn, and the socket that its session sends to. Implements ``sessions.client.EventSink``."""
+
+    def __init__(self, on_event: Callable[[Shown], None]) -> None:
+        self._on_event = on_event
+        self._abort: Callable[[], None] | None = None
+        self.engine_settled = asyncio.Event()
+        self.ended: asyncio.Future[End] = asyncio.get_running_loop().create_future()
+        self.interrupted = 0
+
+    def begin(self, sessions: Sessions, question: Question) -> None:
+        """Open a session and ask.
+
+        Raises:
+            InferenceCenterError: It cannot be asked.
+        """
+        created = sessions.create(
+            _CLIENT,
+            requests.CreateSession(
+                op="create_session", system=question.system, mode="raw" if question.raw else "chat", store=False
+            ),
+            self,
+        )
+        session_id = created.session_id
+        self._abort = lambda: sessions.abort(_CLIENT, requests.Abort(op="abort", session_id=session_id))
+        sessions.infer(
+            _CLIENT,
+            requests.Infer(op="infer", session_id=session_id, prompt=question.prompt, params=dict(question.params)),
+            self,
+        )
+
+    def interrupt(self, number: int) -> None:
+        """End the turn, or the waiting for it; whoever cannot wait for that is heard the second time."""
+        for each in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().remove_signal_handler(each)
+        self.interrupted = number
+        self.engine_settled.set()
+        if self._abort is not None and not self.ended.done():
+            self._abort()
+
+    def send(self, event: Event) -> None:
+        """Show an event of the turn; a screen that is gone ends it."""
+        if self.ended.done():
+            return
+        try:
+            if isinstance(event, Shown):
+                self._on_event(event)
+        except OSError as error:
+            self.ended.set_exception(error)
+            return
+        if isinstance(event, End):
+            self.ended.set_result(event)
+        elif isinstance(event, Error):
+            self.ended.set_exception(
+                InferenceCenterError(ErrorCode(event.code), event.message, hint=event.hint, field=event.field)
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class _OneModel:
+    """A model and no other. Implements ``ipc.port.EnginesPort``."""
+
+    spec: ModelSpec
+    supervisor: Supervisor
+
+    @property
+    def default(self) -> str:
+        """Its name."""
+        return self.spec.name
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Its name alone."""
+        return (self.spec.name,)
+
+    def engine(self, name: str) -> Supervisor:
+        """Return its engine."""
+        if name != self.spec.name:
+            raise not_registered(name, {self.spec.name: self.spec})
+        return self.supervisor
+
+    def want(self, name: str) -> None:
+        """Say why it could not be loaded."""
+        if (failure := self.engine(name).load_failure) is not None:
+            raise failure
+
+    def params_of(self, name: str) -> Mapping[str, Any]:
+        """Return its own parameters."""
+        self.engine(name)
+        return self.spec.params
+
+    def release(self, session_id: str) -> None:
+        """Let its engine forget a session's KV."""
+        self.supervisor.release(session_id)
+
+
+def _supervisor(spec: ModelSpec, settings: Settings) -> Supervisor:
+    """Return what runs the engine; corrections of plans are heeded and left as they are."""
+    engine = spec.engine.model_copy(update={"slots": 1})
+    alone = replace(spec, engine=engine)
+    planner = Planner(engine=engine, gpu=settings.gpu, corrections=Corrections(settings.state_dir / _PLAN_FILE))
+    return Supervisor(
+        planner.first(engine_options(alone, _NOWHERE, settings.kv)),
+        policy=RestartPolicy(
+            min_s=engine.restart_backoff_min_s,
+            max_s=engine.restart_backoff_max_s,
+            max_restarts=engine.max_restarts,
+            window_s=engine.restart_window_s,
+        ),
+        max_queue=engine.max_queue,
+        load_timeout_s=engine.load_timeout_s,
+        hang_timeout_s=engine.hang_timeout_s,
+        plan_again=planner.again,
+    )

@@ -1,0 +1,288 @@
+"""Tests of ``inferencecenter run``, with the demo model and without a daemon."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import structlog
+
+from inferencecenter.cli.run import read_prompt
+from inferencecenter.configuration import load_settings
+from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.one_shot import Question, ask, chosen_model
+from inferencecenter.protocol.events import End, Token
+from inferencecenter.settings import bundled_model
+from tests.engine.llama.lora_files import write_adapter
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from inferencecenter.one_shot import Shown
+    from tests.cli.conftest import Cli
+
+QUESTION = "What is the capital of France?"
+ANSWER = "The capital of France is Paris."
+TIMEOUT_S = 60
+ENDLESS: dict[str, Any] = {"temperature": 0, "ignore_eos": True, "max_tokens": 3000}
+
+
+@pytest.fixture(autouse=True)
+def restored_logs() -> Iterator[None]:
+    """Leave the loggers of other tests as they were."""
+    root = logging.getLogger()
+    handlers, level = root.handlers, root.level
+    yield
+    logging.captureWarnings(capture=False)
+    root.handlers = handlers
+    root.setLevel(level)
+    structlog.reset_defaults()
+
+
+@pytest.fixture(autouse=True)
+def no_child_left() -> Iterator[None]:
+    """Whatever a test does, the engine is gone afterwards."""
+    before = children(os.getpid())
+    yield
+    assert children(os.getpid()) == before
+
+
+@pytest.fixture(autouse=True)
+def piped(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[bytes], None]]:
+    """Have data on standard input, through a pipe; before that there is what services have."""
+    with ExitStack() as opened:
+        monkeypatch.setattr(sys, "stdin", opened.enter_context(Path(os.devnull).open()))
+
+        def pipe_in(data: bytes) -> None:
+            reading, writing = os.pipe()
+            os.write(writing, data)
+            os.close(writing)
+            monkeypatch.setattr(sys, "stdin", opened.enter_context(io.TextIOWrapper(os.fdopen(reading, "rb"))))
+
+        yield pipe_in
+
+
+def children(pid: int) -> set[int]:
+    """The processes that a process has started."""
+    return {int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()}
+
+
+def started(state_dir: Path) -> subprocess.Popen[bytes]:
+    """Ask for an answer that does not end, as a shell does."""
+    options = [f"-p{name}={json.dumps(value)}" for name, value in ENDLESS.items()]
+    return subprocess.Popen(
+        [sys.executable, "-m", "inferencecenter", "run", "demo", QUESTION, *options],
+        env={"INFERENCECENTER_STATE_DIR": str(state_dir), "PATH": os.environ["PATH"]},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+
+
+def answer(*, on_event: Any = None, **params: Any) -> tuple[str, End]:
+    """Ask the demo model; the text, and how it ended."""
+    texts: list[str] = []
+
+    def show(event: Shown) -> None:
+        if isinstance(event, Token):
+            texts.append(event.content)
+        if on_event is not None:
+            on_event(event)
+
+    settings = load_settings(None, {"engine.n_ctx": 4096})
+    question = Question(prompt=QUESTION, params=params)
+    answered = ask(chosen_model(settings, "demo"), question, settings, on_status=lambda _status: None, on_event=show)
+    assert answered.end is not None
+    return "".join(texts), answered.end
+
+
+def test_an_answer_and_nothing_else(cli: Cli, state_dir: Path) -> None:
+    """The text and a line's end; no state directory is made."""
+    result = cli.run("run", "demo", QUESTION, "-p", "temperature=0")
+    assert (result.code, result.out, result.err) == (0, f"{ANSWER}\n", "")
+    assert not state_dir.exists()
+
+
+def test_as_data_with_everything_set(cli: Cli, demo_model_path: Path) -> None:
+    """A file, a system prompt, parameters and a limit: one object with all that there is to know."""
+    options = ["--system", "Answer briefly.", "--max-tokens", "3", "--param", "temp=0", "-p", "n_probs=1"]
+    result = cli.run("run", str(demo_model_path), QUESTION, *options, "--n-ctx", "512", "--json")
+    found = json.loads(result.out)
+    assert (result.code, found["model"], found["finish_reason"]) == (0, demo_model_path.stem, "length")
+    assert (found["usage"]["completion_tokens"], len(found["logprobs"])) == (3, 3)
+    assert ANSWER.startswith(found["text"])
+    assert found["stats"]["total_ms"] > 0
+
+
+def test_raw_goes_on_with_a_text(cli: Cli, piped: Callable[[bytes], None]) -> None:
+    """Without a template, which shows in the tokens that are read."""
+    used = {}
+    for options in ((), ("--raw",)):
+        piped(b"Once upon a time\n")
+        result = cli.run("run", "demo", "-", *options, "--json", "--max-tokens", "1")
+        used[options] = json.loads(result.out)["usage"]["prompt_tokens"]
+    assert used["--raw",] < used[()]
+
+
+def test_a_registered_model_with_an_adapter(cli: Cli, tmp_path: Path, demo_model_path: Path) -> None:
+    """A model of the configuration is run as it says there, with its parameters and its adapter."""
+    adapter = write_adapter(tmp_path / "wanderer.gguf")
+    config = tmp_path / "config.toml"
+    config.write_text(
+        f'[models.wanderer]\npath = "{demo_model_path}"\nlora = [{{path = "{adapter}"}}]\n'
+        "params = {temperature = 0, max_tokens = 9}\n"
+    )
+    result = cli.run("run", "wanderer", QUESTION, "--config", str(config), "--json")
+    found = json.loads(result.out)
+    assert found["model"] == "wanderer"
+    assert found["text"].startswith("The capital of France is")
+    assert "Paris" not in found["text"]
+    assert found["usage"]["completion_tokens"] <= 9
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "shown"),
+    [
+        (("/nowhere/model.gguf", "Hi"), 66, "invalid_model_file: /nowhere/model.gguf does not exist."),
+        (("nobody", "Hi"), 66, "model_not_found: no model is named 'nobody'"),
+        (("demo", "Hi", "-p", "temperature=9"), 64, "params.temperature must be"),
+        (("demo", "Hi", "-p", "warmth=1"), 64, "warmth"),
+        (("demo", "Hi", "--max-tokens", "-7"), 64, "max_tokens"),
+        (("demo", "Hi", "--n-ctx", "-1"), 78, "n_ctx is -1"),
+        (("demo", "Hi", "--n-gpu-layers", "-2"), 78, "n_gpu_layers is -2"),
+        (("demo", "Hi", "--log-level", "loud"), 78, 'log.level is "loud"'),
+        (("demo",), 64, "invalid_request: the prompt is empty"),
+        (("demo", " "), 64, "invalid_request: the prompt is empty"),
+        (("demo", "Hi " * 5000, "--n-ctx", "256"), 65, "prompt_too_long"),
+    ],
+    ids=["file", "name", "value", "parameter", "limit", "context", "layers", "log", "none", "blank", "long"],
+)
+def test_what_cannot_be_answered(cli: Cli, arguments: tuple[str, ...], code: int, shown: str) -> None:
+    """One message on standard error, nothing on standard output, and the exit code of the error."""
+    result = cli.run("run", *arguments)
+    assert shown in result.err
+    assert (result.code, result.out) == (code, "")
+
+
+def test_a_prompt_from_a_pipe(piped: Callable[[bytes], None]) -> None:
+    """It is the prompt, or follows the one that was given; without its last line's end."""
+    for argument, expected in ((None, " some\ntext"), ("-", " some\ntext"), ("Sum up:", "Sum up:\n\n some\ntext")):
+        piped(b" some\ntext\n")
+        assert read_prompt(argument) == expected
+    piped(b"")
+    assert read_prompt("Hi") == "Hi"
+
+
+def test_a_prompt_from_what_is_no_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a prompt given nothing else is waited for; without one a terminal is not read either."""
+    assert read_prompt("Hi") == "Hi"
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
+    with pytest.raises(InferenceCenterError, match="there is no prompt") as refused:
+        read_prompt(None)
+    assert refused.value.code is ErrorCode.INVALID_REQUEST
+
+
+def test_what_is_piped_must_be_text(piped: Callable[[bytes], None]) -> None:
+    """An image is refused before a model is loaded."""
+    piped(b"\x89PNG")
+    with pytest.raises(InferenceCenterError, match="no UTF-8 at byte 0"):
+        read_prompt("Look:")
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_ends_the_answer(state_dir: Path, number: signal.Signals, code: int) -> None:
+    """What was said until then is written, also as data, and the engine is gone."""
+    process = started(state_dir)
+    assert process.stdout is not None
+    first = process.stdout.read(5)
+    engines = children(process.pid)
+    process.send_signal(number)
+    rest, errors = process.communicate(timeout=TIMEOUT_S)
+    assert (process.returncode, errors) == (code, b"")
+    assert (first + rest).startswith(b"The c")
+    assert rest.endswith(b"\n")
+    assert len(engines) == 1
+    assert not any(Path(f"/proc/{pid}").exists() for pid in engines)
+
+
+def test_nobody_reads(state_dir: Path) -> None:
+    """A pipe whose reader has enough ends the answer, as it ends other programs."""
+    process = started(state_dir)
+    assert process.stdout is not None
+    assert process.stderr is not None
+    process.stdout.read(5)
+    process.stdout.close()
+    with process.stderr:
+        assert process.stderr.read() == b""
+    assert process.wait(TIMEOUT_S) == 141
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("cli")
+def test_an_engine_that_is_lost_costs_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is started again and goes on with the next token: the text is that of an answer that was not interrupted."""
+    monkeypatch.setenv("INFERENCECENTER_ENGINE__RESTART_BACKOFF_MIN_S", "0.01")
+    before = children(os.getpid())
+    killed: list[int] = []
+
+    def kill_once(event: Shown) -> None:
+        if isinstance(event, Token) and not killed:
+            (engine,) = children(os.getpid()) - before
+            killed.append(engine)
+            os.kill(engine, signal.SIGKILL)
+
+    undisturbed, _ = answer(temperature=0, ignore_eos=True, max_tokens=60)
+    disturbed, end = answer(on_event=kill_once, temperature=0, ignore_eos=True, max_tokens=60)
+    assert killed
+    assert disturbed == undisturbed
+    assert end.finish_reason == "length"
+
+
+@pytest.mark.usefixtures("cli")
+def test_an_engine_that_cannot_be_kept_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After its restarts the answer is an error, and nothing hangs."""
+    monkeypatch.setenv("INFERENCECENTER_ENGINE__MAX_RESTARTS", "0")
+    before = children(os.getpid())
+
+    def kill(event: Shown) -> None:
+        if isinstance(event, Token):
+            for engine in children(os.getpid()) - before:
+                os.kill(engine, signal.SIGKILL)
+
+    with pytest.raises(InferenceCenterError) as failed:
+        answer(on_event=kill, **ENDLESS)
+    assert failed.value.code is ErrorCode.ENGINE_UNAVAILABLE
+
+
+@pytest.mark.usefixtures("cli")
+def test_a_screen_that_fails_ends_the_answer() -> None:
+    """What showing an event raises is raised, after the engine has gone."""
+
+    def fail(_event: Shown) -> None:
+        raise BrokenPipeError
+
+    with pytest.raises(BrokenPipeError):
+        answer(on_event=fail, **ENDLESS)
+
+
+@pytest.mark.usefixtures("cli")
+def test_names_and_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A registered name is before a file of that name, and the bundled model is there unless another is called so."""
+    model = tmp_path / "demo"
+    model.touch()
+    monkeypatch.chdir(tmp_path)
+    settings = load_settings(None, {})
+    assert chosen_model(settings, "demo").path == bundled_model()
+    assert chosen_model(settings, "./demo").path == Path("./demo")
+    assert chosen_model(settings, "gone.gguf").name == "gone"
+    registered = load_settings(None, {"models": {"demo": {"path": str(model), "n_ctx": 333}}})
+    assert chosen_model(registered, "demo").engine.n_ctx == 333
