@@ -77,6 +77,7 @@ def test_installing_twice_changes_nothing(tmp_path: Path) -> None:
     assert {path.split("/")[0] for path in first} == {"etc", "opt", "usr"}
     config = tmp_path / "etc/inferencecenter/inferencecenter.toml"
     assert b'\nstate_dir = "/var/lib/inferencecenter"\n' in config.read_bytes()
+    assert b'\nmodels_dir = "/var/lib/inferencecenter-models"\n' in config.read_bytes()
     config.write_text("server.port = 4000\n")
     make("install-files", f"DESTDIR={tmp_path}")
     second = tree(tmp_path)
