@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 ENV_CONFIG: Final = "INFERENCECENTER_CONFIG"
 OTHER_ENVIRONMENT: Final[Mapping[str, str]] = {
     ENV_CONFIG: "The configuration file, when `--config` is not given.",
-    "INFERENCECENTER_URL": "The daemon that `inferencecenter chat` talks to.",
-    "INFERENCECENTER_TOKEN": "The token that `inferencecenter chat` shows.",
+    "INFERENCECENTER_URL": "The daemon that `inferencecenter chat` and `stats` talk to.",
+    "INFERENCECENTER_TOKEN": "The token that `inferencecenter chat` and `stats` show.",
     "INFERENCECENTER_TEST_MODEL": "A model file for the tests, in place of the bundled one.",
 }
 SYSTEM_CONFIG: Final = Path("/etc/inferencecenter/inferencecenter.toml")
