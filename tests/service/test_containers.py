@@ -36,7 +36,7 @@ def test_every_file_that_is_mounted_is_there(compose: Any) -> None:
         for source in (volume.split(":")[0] for volume in service.get("volumes", ()))
         if source.startswith("./config/")
     ]
-    assert len(mounted) == 2
+    assert len(mounted) == 5
     assert [source for source in mounted if not (ROOT / source).is_file()] == []
 
 

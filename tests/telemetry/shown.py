@@ -1,0 +1,94 @@
+"""Metrics in which everything has happened: every series that a daemon can show is there."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any, get_args
+
+from prometheus_client import generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+
+from inferencecenter.errors import ErrorCode
+from inferencecenter.hardware.nvml import SLOWDOWN_NAMES, GpuReading, Gpus
+from inferencecenter.hardware.pressure import PressureState
+from inferencecenter.hardware.thermal import ThermalState
+from inferencecenter.ipc.messages import Delta, Step, Work, pack_tokens
+from inferencecenter.ipc.port import EngineState, EngineStatus
+from inferencecenter.protocol.values import FinishReason
+from inferencecenter.server.scrape import show_engines, show_gpus, show_processes
+from inferencecenter.sessions.totals import TurnRecord
+from inferencecenter.supervisor.meter import StepMeter
+from inferencecenter.telemetry.metrics import Metrics
+from tests.supervisor.stub_engine import MODEL
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+GPU = GpuReading(
+    name="Stub",
+    uuid="GPU-0",
+    index=0,
+    temperature_c=60.0,
+    vram_total_bytes=6,
+    vram_used_bytes=2,
+    power_watts=90.0,
+    power_limit_watts=120.0,
+    fan_percent=40.0,
+    utilization_percent=70.0,
+    sm_clock_mhz=1500,
+    slowdowns=SLOWDOWN_NAMES,
+)
+
+# Name of a sample to its labels, and these to the values that they have.
+Shown = dict[str, dict[str, set[str]]]
+
+
+def busy_metrics() -> Metrics:
+    """Return metrics of a daemon to which everything has happened."""
+    metrics = Metrics()
+    engines = {MODEL.name: EngineStatus(EngineState.READY, model=MODEL, pid=os.getpid())}
+    show_engines(metrics.engines, engines)
+    show_processes(metrics.machine, engines)
+    show_gpus(metrics.machine, Gpus((GPU,), driver_version="580.1"))
+    metrics.set_thermal("cool", states=ThermalState)
+    metrics.set_memory("easy", used_bytes=1, limit_bytes=2, states=PressureState)
+    metrics.refused_connections.labels("401").inc()
+    meter = StepMeter(metrics.engines, model=MODEL.name)
+    for _ in range(2):
+        delta = Delta("turn", pack_tokens([1]), "x")
+        meter.step(Step((delta,), running=1, waiting=0, rss_bytes=1, work=Work(0.1, rows=1, prefill_tokens=1)))
+    for finish in (*get_args(FinishReason), *ErrorCode):
+        metrics.turn_ended(_record(finish))
+    return metrics
+
+
+def shown(metrics: Metrics) -> Shown:
+    """Return what the page has."""
+    found: Shown = {}
+    for sample in _samples(metrics):
+        labels = found.setdefault(sample.name, {})
+        for name, value in sample.labels.items():
+            labels.setdefault(name, set()).add(value)
+    return found
+
+
+def _samples(metrics: Metrics) -> Iterator[Any]:
+    for family in text_string_to_metric_families(generate_latest(metrics.registry).decode()):
+        yield from family.samples
+
+
+def _record(finish: str) -> TurnRecord:
+    return TurnRecord(
+        client_id="ada",
+        session_id="s",
+        turn_id="t",
+        model=MODEL.name,
+        finish=finish,
+        queue_ms=1.0,
+        ttft_ms=1.0,
+        total_ms=1.0,
+        prompt_tokens=1,
+        cached_tokens=1,
+        tokens=1,
+        tps=1.0,
+    )

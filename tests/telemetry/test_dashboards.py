@@ -1,0 +1,242 @@
+"""What alerts and the dashboard ask for is there: every metric, label and value."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import promql_parser
+import pytest
+import yaml
+
+from inferencecenter.errors import ERRORS, ErrorCode
+from tests.telemetry.shown import busy_metrics, shown
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tests.telemetry.shown import Shown
+
+ROOT = Path(__file__).parents[2]
+RULES = ROOT / "config/prometheus/rules.yml"
+SCRAPING = ROOT / "config/prometheus/prometheus.yml"
+DASHBOARD = ROOT / "config/grafana/inferencecenter.json"
+ALERT_TESTS = Path(__file__).parent / "alerts.yml"
+# What Prometheus and Grafana put in.
+OF_PROMETHEUS = {"up": {"job": {"inferencecenter"}, "instance": {"box:3000"}}}
+VARIABLES = {"$__rate_interval": "5m", "$model": ".*"}
+FREE = {"model", "gpu", "client"}
+
+
+@dataclass(frozen=True)
+class Query:
+    """An expression, where it stands, and the labels that its texts name."""
+
+    place: str
+    expr: str
+    labels: frozenset[str]
+
+    @property
+    def parsed(self) -> Any:
+        """The expression with its variables put in, as PromQL."""
+        text = self.expr
+        for name, value in VARIABLES.items():
+            text = text.replace(name, value)
+        return promql_parser.parse(text)
+
+
+def alerts() -> list[dict[str, Any]]:
+    """All alert rules."""
+    return [rule for group in yaml.safe_load(RULES.read_text())["groups"] for rule in group["rules"]]
+
+
+def dashboard() -> Any:
+    """The dashboard."""
+    return json.loads(DASHBOARD.read_text())
+
+
+def queries() -> Iterator[Query]:
+    """Everything that is asked of Prometheus."""
+    for rule in alerts():
+        texts = " ".join(rule["annotations"].values())
+        yield Query(rule["alert"], rule["expr"], frozenset(re.findall(r"\$labels\.(\w+)", texts)))
+    for panel in dashboard()["panels"]:
+        for target in panel.get("targets", ()):
+            labels = frozenset(re.findall(r"\{\{(\w+)\}\}", target["legendFormat"]))
+            yield Query(f"{panel['title']} {target['refId']}", target["expr"], labels)
+    for note in dashboard()["annotations"]["list"]:
+        yield Query(note["name"], note["expr"], frozenset(re.findall(r"\{\{(\w+)\}\}", note["titleFormat"])))
+
+
+QUERIES = list(queries())
+
+
+@pytest.fixture(scope="module")
+def there() -> Shown:
+    """What a daemon shows that has seen everything."""
+    return shown(busy_metrics()) | OF_PROMETHEUS
+
+
+def nodes(expr: Any, kind: type[Any]) -> list[Any]:
+    """Return all parts of an expression that are of a kind."""
+    found: list[Any] = []
+
+    def visit(node: Any) -> bool:
+        if isinstance(node, kind):
+            found.append(node)
+        return True
+
+    promql_parser.walk(expr, pre_visit=visit)
+    return found
+
+
+def selectors(expr: Any) -> list[Any]:
+    """Return the selectors of an expression, those of ranges too."""
+    return nodes(expr, promql_parser.VectorSelector)
+
+
+def outcome_labels(node: Any, there: Shown) -> set[str]:
+    """Return the labels of what an expression yields, as far as one side of it says."""
+    match node:
+        case promql_parser.VectorSelector():
+            found = set(there[str(node.name)])
+        case promql_parser.AggregateExpr():
+            kept = set(node.modifier.labels if node.modifier else ())
+            found = outcome_labels(node.expr, there)
+            found = found if str(node.op) == "topk" else found & kept
+        case promql_parser.BinaryExpr():
+            found = outcome_labels(node.lhs, there) or outcome_labels(node.rhs, there)
+        case promql_parser.Call():
+            found = set().union(*(outcome_labels(each, there) for each in node.args))
+            found -= {"le"} if node.func.name == "histogram_quantile" else set()
+        case promql_parser.MatrixSelector():
+            found = outcome_labels(node.vector_selector, there)
+        case promql_parser.ParenExpr() | promql_parser.UnaryExpr() | promql_parser.SubqueryExpr():
+            found = outcome_labels(node.expr, there)
+        case _:
+            found = set()
+    return found
+
+
+@pytest.mark.parametrize("query", QUERIES, ids=lambda query: query.place)
+def test_what_is_asked_for_is_there(query: Query, there: Shown) -> None:
+    """The name of each metric, its labels, the values that are compared, and the labels that texts are made of."""
+    for selector in selectors(query.parsed):
+        assert selector.name in there, f"{selector.name} is no metric"
+        labels = there[selector.name]
+        for matcher in selector.matchers.matchers:
+            assert matcher.name in labels, f"{selector.name} has no label {matcher.name}"
+            if matcher.name not in FREE:
+                for value in matcher.value.split("|"):
+                    assert value in labels[matcher.name], f"{selector.name} has no {matcher.name}={value}"
+    assert query.labels <= outcome_labels(query.parsed, there)
+
+
+def test_a_query_of_something_else_is_noticed(there: Shown) -> None:
+    """The test above can fail: for a name, a label, a value and a text."""
+    for expr, label in (
+        ("inferencecenter_nothing", "model"),
+        ('inferencecenter_slots{state="x"}', "model"),
+        ('inferencecenter_engine_state{state="x"}', "model"),
+        ("sum(inferencecenter_slots)", "model"),
+    ):
+        with pytest.raises(AssertionError):
+            test_what_is_asked_for_is_there(Query("planned", expr, frozenset({label})), there)
+
+
+def test_every_metric_is_looked_at_by_somebody(there: Shown) -> None:
+    """What no panel and no alert shows is told by name: it is there for other queries."""
+    names = {selector.name for query in QUERIES for selector in selectors(query.parsed)}
+    unseen = {re.sub(r"_(bucket|sum|count)$", "", name) for name in there} - {
+        re.sub(r"_(bucket|sum|count)$", "", name) for name in names
+    }
+    assert unseen == {
+        "inferencecenter_build_info",
+        "inferencecenter_client_turns_total",
+        "inferencecenter_gpu_info",
+        "inferencecenter_model_info",
+    }
+
+
+@pytest.mark.parametrize("query", QUERIES, ids=lambda query: query.place)
+def test_counters_are_asked_how_fast_they_rise(query: Query) -> None:
+    """A bare counter says how long the daemon has been up."""
+    ranges = [matrix.vector_selector.name for matrix in nodes(query.parsed, promql_parser.MatrixSelector)]
+    bare = [selector.name for selector in selectors(query.parsed) if selector.name.endswith("_total")]
+    assert sorted(bare) == sorted(name for name in ranges if name.endswith("_total"))
+
+
+def test_a_bare_counter_is_noticed() -> None:
+    """The test above can fail."""
+    with pytest.raises(AssertionError):
+        test_counters_are_asked_how_fast_they_rise(Query("planned", "sum(inferencecenter_errors_total)", frozenset()))
+
+
+@pytest.mark.parametrize("alert", alerts(), ids=lambda alert: alert["alert"])
+def test_alerts_say_what_is_wrong_and_what_to_do(alert: dict[str, Any]) -> None:
+    """Each has sentences, a severity, and a row in the operator's guide."""
+    assert alert["labels"]["severity"] in ("critical", "warning")
+    assert alert["annotations"].keys() == {"summary", "description"}
+    assert all(text.endswith(".") for text in alert["annotations"].values())
+    assert f"| `{alert['alert']}` |" in (ROOT / "docs/operations.md").read_text()
+
+
+def test_what_counts_as_failure_is_nobodys_fault_but_ours() -> None:
+    """The codes of the alert are those of HTTP's 5xx that a turn can end with, and the dashboard has the same."""
+    (alert,) = (rule for rule in alerts() if rule["alert"] == "InferenceCenterTurnsFail")
+    (codes,) = set(re.findall(r'finish=~"([^"]+)"', alert["expr"] + DASHBOARD.read_text().replace('\\"', '"')))
+    assert all(ERRORS[ErrorCode(code)].http_status >= 500 for code in codes.split("|"))
+
+
+def test_prometheus_reads_the_rules() -> None:
+    """Its configuration names them, and gives the daemon the name that the rules ask for."""
+    config = yaml.safe_load(SCRAPING.read_text())
+    assert config["rule_files"] == [RULES.name]
+    assert [job["job_name"] for job in config["scrape_configs"]] == ["inferencecenter"]
+
+
+def test_panels_have_their_place() -> None:
+    """Nothing overlaps, nothing is wider than the page, and no two have one number."""
+    panels = dashboard()["panels"]
+    assert len({panel["id"] for panel in panels}) == len(panels)
+    cells: set[tuple[int, int]] = set()
+    for panel in panels:
+        place = panel["gridPos"]
+        assert place["x"] + place["w"] <= 24
+        taken = {
+            (x, y)
+            for x in range(place["x"], place["x"] + place["w"])
+            for y in range(place["y"], place["y"] + place["h"])
+        }
+        assert not cells & taken, panel["title"]
+        cells |= taken
+
+
+def test_panels_use_the_variables() -> None:
+    """No panel names a source of its own, and all that is of models is of the chosen ones."""
+    board = dashboard()
+    assert [variable["name"] for variable in board["templating"]["list"]] == ["datasource", "model"]
+    for panel in board["panels"]:
+        if panel["type"] != "row":
+            assert panel["datasource"] == {"type": "prometheus", "uid": "${datasource}"}
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not on PATH")
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("check", "rules", str(RULES)),
+        ("check", "config", "--syntax-only", str(SCRAPING)),
+        ("test", "rules", str(ALERT_TESTS)),
+    ],
+    ids=["rules", "scraping", "alerts"],
+)
+def test_promtool_agrees(arguments: tuple[str, ...]) -> None:
+    """Prometheus' own checks, and alerts that are raised when they should be and not otherwise."""
+    done = subprocess.run(["promtool", *arguments], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
