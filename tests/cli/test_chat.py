@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import codecs
 import contextlib
 import io
 import os
-import pty
 import subprocess
 import sys
 from pathlib import Path
@@ -22,28 +20,12 @@ from inferencecenter.client import Connected, Reconnecting
 from inferencecenter.errors import ErrorCode, InferenceCenterError
 from inferencecenter.protocol.events import EngineChanged, GoingAway
 from inferencecenter.settings import Settings
+from tests.cli.chatting import TIMEOUT_S, Screen, answer, converse, on_terminal
 from tests.client.peer import AUTH_SUCCESS, HELLO, USAGE
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from tests.cli.conftest import Cli, Result
+    from tests.cli.conftest import Cli
     from tests.client.peer import Peer, Start
-
-_TIMEOUT_S = 10
-
-
-async def _converse(cli: Cli, monkeypatch: pytest.MonkeyPatch, url: str, lines: str, *options: str) -> Result:
-    monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
-    return await asyncio.to_thread(cli.run, "chat", "--url", url, "--token", "ic_a_b", *options)
-
-
-async def _answer(peer: Peer, *pieces: str, session_id: str = "s1") -> dict[str, object]:
-    infer = await peer.begin("t")
-    for piece in pieces:
-        await peer.token("t", piece, session_id)
-    await peer.end("t", session_id)
-    return infer
 
 
 async def test_each_line_is_a_turn_and_only_answers_are_written(
@@ -55,12 +37,12 @@ async def test_each_line_is_a_turn_and_only_answers_are_written(
         await peer.welcome()
         await peer.open_session()
         assert peer.heard[-1]["system"] == "Be brief."
-        first = await _answer(peer, "Nice to meet you, ", "Ada!")
-        second = await _answer(peer, "Ada.")
+        first = await answer(peer, "Nice to meet you, ", "Ada!")
+        second = await answer(peer, "Ada.")
         assert [first["prompt"], second["prompt"]] == ["My name is Ada.", "What is my name?"]
         assert first["params"] == {"temperature": 0, "stop": ["x"]}
 
-    result = await _converse(
+    result = await converse(
         cli,
         monkeypatch,
         await scripted(daemon),
@@ -77,16 +59,16 @@ async def test_commands(cli: Cli, monkeypatch: pytest.MonkeyPatch, scripted: Sta
     async def daemon(peer: Peer) -> None:
         await peer.welcome()
         await peer.open_session("s1")
-        heard.append(await _answer(peer, "one", session_id="s1"))
+        heard.append(await answer(peer, "one", session_id="s1"))
         await peer.open_session("s2")
-        heard.append(await _answer(peer, "two", session_id="s2"))
-        heard.append(await _answer(peer, "three", session_id="s2"))
+        heard.append(await answer(peer, "two", session_id="s2"))
+        heard.append(await answer(peer, "three", session_id="s2"))
 
     lines = [
         *("/params temperature 0.5", "a", "/stats", "/new", "/params reset", "//b", "/params top_k 3", "c"),
         *("/params", "/help", "/quit", "never"),
     ]
-    result = await _converse(cli, monkeypatch, await scripted(daemon), "\n".join(lines))
+    result = await converse(cli, monkeypatch, await scripted(daemon), "\n".join(lines))
     assert result.code == 0, result.err
     assert [(turn["session_id"], turn["prompt"], turn.get("params")) for turn in heard] == [
         ("s1", "a", {"temperature": 0.5}),
@@ -131,7 +113,7 @@ async def test_commands_that_go_back(cli: Cli, monkeypatch: pytest.MonkeyPatch, 
         await turn(peer, "t4")
 
     lines = ["a", "b", "/fork", "/undo", "c", "/back", "/undo", "/undo", "d"]
-    result = await _converse(cli, monkeypatch, await scripted(daemon), "\n".join(lines))
+    result = await converse(cli, monkeypatch, await scripted(daemon), "\n".join(lines))
     assert result.code == 0, result.err
     assert heard == [
         ("s1", "a"),
@@ -165,7 +147,7 @@ async def test_a_wrong_command_ends_a_script(
         await peer.welcome()
         await peer.open_session()
 
-    result = await _converse(cli, monkeypatch, await scripted(daemon), f"{line}\nhello\n")
+    result = await converse(cli, monkeypatch, await scripted(daemon), f"{line}\nhello\n")
     assert result.code == 64
     assert told in result.err
 
@@ -180,7 +162,7 @@ async def test_a_refused_turn_ends_a_script(cli: Cli, monkeypatch: pytest.Monkey
         text = {"message": "full", "error": "full", "hint": "Open another session.", "retryable": False}
         await peer.say(op="error", id=infer["id"], code="context_full", **text)
 
-    result = await _converse(cli, monkeypatch, await scripted(daemon), "hello\n")
+    result = await converse(cli, monkeypatch, await scripted(daemon), "hello\n")
     assert result.code == 65
     assert result.err == "context_full: full\nhint: Open another session.\n"
 
@@ -195,9 +177,9 @@ async def test_waiting_for_the_model(cli: Cli, monkeypatch: pytest.MonkeyPatch, 
         for status in ("loading", "ready"):
             await peer.say(**{**HELLO, "status": status, "message": status}, id=(await peer.hear())["id"])
         await peer.open_session()
-        await _answer(peer, "Here.")
+        await answer(peer, "Here.")
 
-    result = await _converse(cli, monkeypatch, await scripted(daemon), "hello\n")
+    result = await converse(cli, monkeypatch, await scripted(daemon), "hello\n")
     assert (result.code, result.out) == (0, "Here.\n")
 
 
@@ -254,15 +236,15 @@ async def test_a_script_leaves_no_conversation_behind(
         peers.append(peer)
         await peer.welcome()
         await peer.open_session("s1")
-        await _answer(peer, "one", session_id="s1")
+        await answer(peer, "one", session_id="s1")
         await peer.open_session("s2")
 
-    assert (await _converse(cli, monkeypatch, await scripted(daemon), "a\n/fork\n")).code == 0
+    assert (await converse(cli, monkeypatch, await scripted(daemon), "a\n/fork\n")).code == 0
     assert [(frame["op"], frame["session_id"]) for frame in peers[0].heard[4:]] == [
         ("close_session", "s1"),
         ("close_session", "s2"),
     ]
-    assert (await _converse(cli, monkeypatch, await scripted(daemon), "\n")).code == 0
+    assert (await converse(cli, monkeypatch, await scripted(daemon), "\n")).code == 0
     assert [frame["op"] for frame in peers[1].heard] == ["auth"]
 
 
@@ -280,13 +262,13 @@ async def test_going_on_with_a_conversation(
             await _list(peer, _summary("s1", 30.0), _summary("s2", 20.0))
         assert (await peer.resumed(**PAST))["session_id"] == "s1"
         peer.skip(7)
-        await _answer(peer, "Ada.")
+        await answer(peer, "Ada.")
         rewind = await peer.hear()
         assert rewind["turn"] == "t2"
         await peer.numbered("session_rewound", id=rewind["id"], turn="t2", messages=4)
 
     options = [option, "s1"] if option == "--resume" else [option]
-    result = await _converse(cli, monkeypatch, await scripted(daemon), "My name?\n/undo\n", *options)
+    result = await converse(cli, monkeypatch, await scripted(daemon), "My name?\n/undo\n", *options)
     assert (result.code, result.out, result.err) == (0, "Ada.\n", "")
     assert "close_session" not in [frame["op"] for frame in peers[0].heard]
 
@@ -302,9 +284,9 @@ async def test_a_script_waits_for_a_turn_that_still_runs(
         peer.skip(7)
         await peer.token("t3", " yours.")
         await peer.end("t3")
-        await _answer(peer, "Yours.")
+        await answer(peer, "Yours.")
 
-    result = await _converse(cli, monkeypatch, await scripted(daemon), "next\n", "--resume", "s1")
+    result = await converse(cli, monkeypatch, await scripted(daemon), "next\n", "--resume", "s1")
     assert (result.code, result.out) == (0, "Yours.\n")
 
 
@@ -330,7 +312,7 @@ async def test_nothing_to_go_on_with(cli: Cli, monkeypatch: pytest.MonkeyPatch, 
         await peer.welcome()
         await _list(peer)
 
-    result = await _converse(cli, monkeypatch, await scripted(daemon), "hello\n", "--continue")
+    result = await converse(cli, monkeypatch, await scripted(daemon), "hello\n", "--continue")
     assert result.code == 66
     assert "no conversation" in result.err
 
@@ -350,7 +332,7 @@ async def test_sessions_are_listed_and_taken_up_by_number(
         heard.append((await peer.resumed(**PAST))["session_id"])
         await _list(peer, *sessions)
 
-    result = await _converse(
+    result = await converse(
         cli, monkeypatch, await scripted(daemon), "/sessions\n/resume 2\n/resume\n/sessions\n/resume 3\n"
     )
     assert heard == ["s1", "s2"]
@@ -380,66 +362,9 @@ async def test_an_answer_goes_on_when_the_connection_is_lost(
         await peer.token("t", "two.")
         await peer.end("t")
 
-    result = await _converse(cli, monkeypatch, await scripted(before, after), "count\n")
+    result = await converse(cli, monkeypatch, await scripted(before, after), "count\n")
     assert (result.code, result.out) == (0, "One, two.\n")
     assert result.err == "connection lost, reconnecting…\n"
-
-
-@contextlib.contextmanager
-def _on_terminal(url: str) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
-    """A chat on a terminal of its own; gives the process and the terminal's other end."""
-    ours, theirs = pty.openpty()
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("INFERENCECENTER_")}
-    command = [sys.executable, "-m", "inferencecenter", "chat", "--url", url, "--token", "ic_a_b"]
-    # A session of its own makes the terminal the controlling one, so that ^C becomes a signal.
-    process = subprocess.Popen(
-        [sys.executable, "-c", _CONTROL, *command], stdin=theirs, stdout=theirs, stderr=theirs, env=environment
-    )
-    os.close(theirs)
-    try:
-        yield process, ours
-    finally:
-        process.kill()
-        process.wait()
-        os.close(ours)
-
-
-# As a shell on a terminal starts its programs; what runs the tests may ignore ^C, which would be inherited.
-_CONTROL = """
-import fcntl, os, signal, sys, termios
-os.setsid()
-fcntl.ioctl(0, termios.TIOCSCTTY, 0)
-signal.signal(signal.SIGINT, signal.SIG_DFL)
-os.execv(sys.argv[1], sys.argv[1:])
-"""
-
-
-class Screen:
-    """What the terminal has shown so far."""
-
-    def __init__(self, terminal: int) -> None:
-        self._terminal = terminal
-        self._decode = codecs.getincrementaldecoder("utf-8")(errors="replace").decode
-        self._seen = 0
-        self.text = ""
-
-    async def until(self, wanted: str) -> None:
-        """Read until ``wanted`` has been shown after what was waited for before."""
-        async with asyncio.timeout(_TIMEOUT_S):
-            while (at := self.text.find(wanted, self._seen)) < 0:
-                self.text += self._decode(await self._read())
-        self._seen = at + len(wanted)
-
-    async def _read(self) -> bytes:
-        """What the terminal shows next; waiting for it can be given up."""
-        loop = asyncio.get_running_loop()
-        readable = asyncio.Event()
-        loop.add_reader(self._terminal, readable.set)
-        try:
-            await readable.wait()
-        finally:
-            loop.remove_reader(self._terminal)
-        return os.read(self._terminal, 4096)
 
 
 async def test_ctrl_c_ends_the_answer_and_then_the_program(scripted: Start) -> None:
@@ -455,22 +380,22 @@ async def test_ctrl_c_ends_the_answer_and_then_the_program(scripted: Start) -> N
         assert abort["op"] == "abort"
         aborted.set()
         await peer.end("t", id=abort["id"], finish_reason="aborted")
-        await _answer(peer, "Still here.")
+        await answer(peer, "Still here.")
 
-    with _on_terminal(await scripted(daemon)) as (process, terminal):
+    with on_terminal(await scripted(daemon)) as (process, terminal):
         screen = Screen(terminal)
         await screen.until("> ")
         os.write(terminal, b"count\n")
         await screen.until("One, two")
         os.write(terminal, b"\x03")
-        await asyncio.wait_for(aborted.wait(), _TIMEOUT_S)
+        await asyncio.wait_for(aborted.wait(), TIMEOUT_S)
         await screen.until("ended by aborted")
         os.write(terminal, b"hello\n")
         await screen.until("Still here.")
         await screen.until("the first after")
         await screen.until("> ")
         # Python sees a signal that comes just before input() waits only at the next one, so one more may be needed.
-        for _attempt in range(_TIMEOUT_S):
+        for _attempt in range(TIMEOUT_S):
             os.write(terminal, b"\x03")
             with contextlib.suppress(subprocess.TimeoutExpired):
                 await asyncio.to_thread(process.wait, 1)
@@ -487,9 +412,9 @@ async def test_ctrl_d_leaves_and_a_refused_turn_does_not(scripted: Start) -> Non
         infer = await peer.hear()
         text = {"message": "the queue is full", "error": "the queue is full", "retryable": True}
         await peer.say(op="error", id=infer["id"], code="queue_full", **text)
-        await _answer(peer, "\x1b[2JDone.")
+        await answer(peer, "\x1b[2JDone.")
 
-    with _on_terminal(await scripted(daemon)) as (process, terminal):
+    with on_terminal(await scripted(daemon)) as (process, terminal):
         screen = Screen(terminal)
         await screen.until("> ")
         os.write(terminal, b"hello\n")
@@ -500,7 +425,7 @@ async def test_ctrl_d_leaves_and_a_refused_turn_does_not(scripted: Start) -> Non
         await screen.until("the first after")
         await screen.until("> ")
         os.write(terminal, b"\x04")
-        assert await asyncio.to_thread(process.wait, _TIMEOUT_S) == 0
+        assert await asyncio.to_thread(process.wait, TIMEOUT_S) == 0
 
 
 async def test_a_lost_connection_is_shown_below_the_answer_and_gone_when_it_goes_on(scripted: Start) -> None:
@@ -529,9 +454,9 @@ async def test_a_lost_connection_is_shown_below_the_answer_and_gone_when_it_goes
         await seen.acquire()
         await peer.token("t", "three.")
         await peer.end("t")
-        await _answer(peer, "Done.")
+        await answer(peer, "Done.")
 
-    with _on_terminal(await scripted(before, after)) as (_process, terminal):
+    with on_terminal(await scripted(before, after)) as (_process, terminal):
         screen = Screen(terminal)
         await screen.until("> ")
         os.write(terminal, b"count\n")
@@ -554,7 +479,7 @@ async def test_a_conversation_is_taken_up_on_a_terminal(scripted: Start) -> None
     async def daemon(peer: Peer) -> None:
         await peer.welcome()
         await peer.open_session("s1")
-        await _answer(peer, "Hello.", session_id="s1")
+        await answer(peer, "Hello.", session_id="s1")
         await _list(peer, _summary("s1", 30.0), _summary("s2", 20.0))
         asked = [*SAID, {"role": "user", "content": "And now?"}]
         running = {"state": "busy", "turn_id": "t3", "content": "Still "}
@@ -563,7 +488,7 @@ async def test_a_conversation_is_taken_up_on_a_terminal(scripted: Start) -> None
         await peer.token("t3", "here.", "s2")
         await peer.end("t3", "s2")
 
-    with _on_terminal(await scripted(daemon)) as (_process, terminal):
+    with on_terminal(await scripted(daemon)) as (_process, terminal):
         screen = Screen(terminal)
         await screen.until("> ")
         os.write(terminal, b"hello\n")
@@ -582,15 +507,15 @@ async def test_a_conversation_set_aside_makes_room(scripted: Start) -> None:
     async def daemon(peer: Peer) -> None:
         await peer.welcome()
         await peer.open_session("s1")
-        await _answer(peer, "One.", session_id="s1")
+        await answer(peer, "One.", session_id="s1")
         await peer.refuse(await peer.hear(), "session_limit", retryable=True)
         close = await peer.hear()
         closed.append((close["op"], close["session_id"]))
         await peer.say(op="session_closed", id=close["id"], session_id="s1")
         await peer.open_session("s2")
-        await _answer(peer, "Two.", session_id="s2")
+        await answer(peer, "Two.", session_id="s2")
 
-    with _on_terminal(await scripted(daemon)) as (_process, terminal):
+    with on_terminal(await scripted(daemon)) as (_process, terminal):
         screen = Screen(terminal)
         await screen.until("> ")
         os.write(terminal, b"a\n")
@@ -614,7 +539,7 @@ async def test_a_shifted_context_is_told_on_a_terminal(scripted: Start) -> None:
         await peer.token("t", "second half.")
         await peer.end("t")
 
-    with _on_terminal(await scripted(daemon)) as (_process, terminal):
+    with on_terminal(await scripted(daemon)) as (_process, terminal):
         screen = Screen(terminal)
         await screen.until("> ")
         os.write(terminal, b"hello\n")
