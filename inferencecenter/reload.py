@@ -13,6 +13,7 @@ from inferencecenter.models.registry import read_registry
 from inferencecenter.server.clients_file import load_clients
 from inferencecenter.settings import setting_fields
 from inferencecenter.telemetry import logs
+from inferencecenter.telemetry_settings import LogSettings
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
@@ -26,7 +27,10 @@ if TYPE_CHECKING:
     from inferencecenter.settings import Settings
 
 _APPLIED: Final = frozenset(
-    {"log.level", "log.format", "auth.clients_file", "auth.default_max_sessions", "auth.default_priority"}
+    {
+        *(f"log.{name}" for name in LogSettings.model_fields),
+        *("auth.clients_file", "auth.default_max_sessions", "auth.default_priority"),
+    }
 )
 
 _OF_MODELS: Final = ("model.", "models", "engine.")
@@ -68,7 +72,7 @@ class Reload:
         except InferenceCenterError as error:
             _failed("settings", error)
             settings = self.started_with
-        logs.configure(level=settings.log.level, log_format=settings.log.format)
+        _reload_log(settings)
         self._reload_clients(settings)
         self._reload_certificate()
         self._reload_models(settings)
@@ -121,6 +125,13 @@ def changed_settings(before: Settings, after: Settings) -> frozenset[str]:
     """Return the dotted names of the settings that differ."""
     names = [name for name, _ in setting_fields()]
     return frozenset(name for name in names if attrgetter(name)(before) != attrgetter(name)(after))
+
+
+def _reload_log(settings: Settings) -> None:
+    try:
+        logs.apply(settings.log)
+    except InferenceCenterError as error:
+        _failed("log", error)
 
 
 def _failed(what: str, error: InferenceCenterError) -> None:

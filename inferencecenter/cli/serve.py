@@ -60,7 +60,7 @@ def serve(  # noqa: PLR0913 - one argument an option
         log__format=log_format,
     )
     settings = load_settings(config, overrides)
-    logs.configure(level=settings.log.level, log_format=settings.log.format)
+    logs.apply(settings.log)
     from inferencecenter import daemon  # noqa: PLC0415 - the other commands start faster without the server's imports
 
     status = daemon.serve(

@@ -176,7 +176,7 @@ class Turn:
     def interrupt(self, *, now: float) -> None:
         """Take note that the turn's engine is gone, and that it waits for a slot of another one."""
         self._wait_again(TurnChange.INTERRUPT, now=now)
-        self.trace.note("engine_lost", {"inferencecenter.tokens": self.n_tokens})
+        self.trace.note("interrupted", {"inferencecenter.tokens": self.n_tokens})
 
     def recall(self, *, now: float) -> None:
         """Take note that no engine has the turn any more, and that it waits for a slot of the one it should have."""

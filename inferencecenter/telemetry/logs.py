@@ -11,15 +11,20 @@ from typing import TYPE_CHECKING, Final, Literal, cast
 import orjson
 import structlog
 
+from inferencecenter.telemetry.log_file import LogFile
+
 if TYPE_CHECKING:
     from typing import TextIO
 
     from structlog.typing import EventDict, Processor, WrappedLogger
 
+    from inferencecenter.telemetry_settings import LogSettings
+
 LogFormat = Literal["auto", "pretty", "json"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 
 REDACTED: Final = "***"
+_MIB: Final = 2**20
 _SECRET_KEYS: Final = frozenset({"token", "admin_token", "api_key", "authorization", "cookie", "password", "secret"})
 _TOKEN: Final = re.compile(r"\bic_([A-Za-z0-9]+)_[A-Za-z0-9_-]{8,}")
 _FOREIGN: Final = ("uvicorn", "uvicorn.error", "uvicorn.access", "uvicorn.asgi", "websockets", "asyncio")
@@ -60,6 +65,23 @@ def configure(*, level: LogLevel = "info", log_format: LogFormat = "auto", strea
         logger.handlers, logger.propagate = [], True
         logger.setLevel(logging.NOTSET)
     logging.captureWarnings(capture=True)
+
+
+def apply(settings: LogSettings) -> None:
+    """Log as ``settings`` say from now on; a file is opened again, as it may have been renamed.
+
+    Raises:
+        InferenceCenterError: ``invalid_config`` when it cannot be opened; then nothing has changed.
+    """
+    stream: TextIO = getattr(sys, settings.output)
+    if settings.file is not None:
+        file = LogFile(settings.file, max_bytes=settings.max_mib * _MIB, backups=settings.backups)
+        stream = cast("TextIO", file)
+    before = [handler.stream for handler in logging.getLogger().handlers if isinstance(handler, logging.StreamHandler)]
+    configure(level=settings.level, log_format=settings.format, stream=stream)
+    for each in before:
+        if isinstance(each, LogFile):
+            each.close()
 
 
 class _Unfailing:

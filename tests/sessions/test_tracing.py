@@ -167,7 +167,7 @@ def test_a_turn_whose_engine_is_lost(world: World, tracer: HeardTracer) -> None:
     start(world, Stage("queue", 5.0, 6.0))
     world.engine.finish(kept="abc", stages=(DECODE,))
     (trace,) = tracer.traces
-    assert trace.events == [("engine_lost", {"inferencecenter.tokens": 3})]
+    assert trace.events == [("interrupted", {"inferencecenter.tokens": 3})]
     assert [stage.name for stage in trace.stages] == ["queue", "queue", "decode"]
     assert trace.ends == [None]
 

@@ -1,0 +1,193 @@
+"""Tests of the log file: what is in it, when it is renamed, and that a full disk stops nobody."""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+import resource
+import stat
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import structlog
+
+from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.telemetry import logs
+from inferencecenter.telemetry.log_file import LogFile
+from inferencecenter.telemetry_settings import LogSettings
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+
+@pytest.fixture(autouse=True)
+def restored() -> Iterator[None]:
+    """Leave the loggers of other tests as they were, and no file open."""
+    root = logging.getLogger()
+    handlers, level = root.handlers, root.level
+    yield
+    logs.apply(LogSettings())
+    logging.captureWarnings(capture=False)
+    root.handlers = handlers
+    root.setLevel(level)
+    structlog.reset_defaults()
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    """Return the lines of a file of JSON lines."""
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def say(n_lines: int = 1, **values: object) -> None:
+    """Log some lines, by turns from our code and from a library."""
+    for number in range(n_lines):
+        if number % 2:
+            logging.getLogger("uvicorn.error").warning("line %d", number)
+        else:
+            structlog.get_logger("x").warning(f"line {number}", **values)
+
+
+def test_all_lines_go_to_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As JSON, from all loggers, and nothing to the terminal; only the owner may read it."""
+    path = tmp_path / "daemon.log"
+    logs.apply(LogSettings(file=path))
+    say(4, token="ic_k3x9_" + "Zq-8_s" * 7, text="ü\n")
+    assert [line["event"] for line in lines(path)] == ["line 0", "line 1", "line 2", "line 3"]
+    assert lines(path)[0]["token"] == "***"
+    assert lines(path)[0]["text"] == "ü\n"
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_file_is_gone_on_with(tmp_path: Path) -> None:
+    """What an earlier daemon wrote stays."""
+    path = tmp_path / "daemon.log"
+    path.write_text('{"event":"before"}\n')
+    logs.apply(LogSettings(file=path))
+    say()
+    assert [line["event"] for line in lines(path)] == ["before", "line 0"]
+
+
+def test_without_a_file_a_stream_is_chosen(capsys: pytest.CaptureFixture[str]) -> None:
+    """Standard error, or standard output."""
+    logs.apply(LogSettings())
+    say()
+    logs.apply(LogSettings(output="stdout"))
+    say(2)
+    out, err = capsys.readouterr()
+    assert [json.loads(line)["event"] for line in err.splitlines()] == ["line 0"]
+    assert [json.loads(line)["event"] for line in out.splitlines()] == ["line 0", "line 1"]
+
+
+def test_a_file_that_gets_too_large_is_renamed(tmp_path: Path) -> None:
+    """The newest lines are in the file itself, then in ``.1``; no more than ``backups`` are kept, all private."""
+    path = tmp_path / "daemon.log"
+    logs.configure(stream=LogFile(path, max_bytes=1000, backups=2))  # type: ignore[arg-type]
+    say(100)
+    files = sorted(tmp_path.iterdir())
+    assert [file.name for file in files] == ["daemon.log", "daemon.log.1", "daemon.log.2"]
+    assert all(file.stat().st_size <= 1000 for file in files)
+    assert all(stat.S_IMODE(file.stat().st_mode) == 0o600 for file in files)
+    told = [line["event"] for file in reversed(files) for line in lines(file)]
+    assert told == [f"line {number}" for number in range(100)][-len(told) :]
+
+
+def test_a_file_without_a_limit_grows(tmp_path: Path) -> None:
+    """For ``logrotate`` to rename."""
+    path = tmp_path / "daemon.log"
+    logs.apply(LogSettings(file=path, max_mib=0))
+    say(2000)
+    assert [file.name for file in tmp_path.iterdir()] == ["daemon.log"]
+    assert len(lines(path)) == 2000
+
+
+def test_a_file_that_was_renamed_by_others_is_left(tmp_path: Path) -> None:
+    """Applying the settings again, as SIGHUP does, begins a new one, and closes the old."""
+    path, moved = tmp_path / "daemon.log", tmp_path / "daemon.log-20261122"
+    settings = LogSettings(file=path)
+    logs.apply(settings)
+    say()
+    path.rename(moved)
+    say(3)
+    logs.apply(settings)
+    say(2)
+    assert (len(lines(moved)), len(lines(path))) == (4, 2)
+    open_files = [os.path.realpath(link) for link in Path("/proc/self/fd").iterdir()]
+    assert open_files.count(str(path)) == 1
+    assert str(moved) not in open_files
+
+
+@pytest.mark.parametrize("name", ["no/such/directory.log", ""])
+def test_a_file_that_cannot_be_opened_is_named(tmp_path: Path, name: str) -> None:
+    """By its setting; the log stays where it was."""
+    good = tmp_path / "good.log"
+    logs.apply(LogSettings(file=good))
+    with pytest.raises(InferenceCenterError) as refused:
+        logs.apply(LogSettings(file=tmp_path / name))
+    assert (refused.value.code, refused.value.field) == (ErrorCode.INVALID_CONFIG, "log.file")
+    say()
+    assert len(lines(good)) == 1
+
+
+@pytest.fixture
+def limit_files() -> Iterator[Callable[[int], None]]:
+    """Let files grow no larger than so many bytes: what goes over it is cut off, as on a disk that is full."""
+    _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    yield lambda n_bytes: resource.setrlimit(resource.RLIMIT_FSIZE, (n_bytes, hard))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+
+
+def test_a_full_disk_costs_lines_and_nothing_else(
+    tmp_path: Path, limit_files: Callable[[int], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whoever logs goes on, a line is written whole or not at all, and when there is room again the next one is."""
+    path = tmp_path / "daemon.log"
+    logs.apply(LogSettings(file=path))
+    say()
+    limit_files(path.stat().st_size + 10)
+    say(3)
+    limit_files(2**30)
+    say(2, text="room")
+    assert [line.get("text") for line in lines(path)] == [None, "room", None]
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_full_device_is_no_exception() -> None:
+    """The kernel's own: every write fails, none raises."""
+    file = LogFile(Path("/dev/full"), max_bytes=10, backups=1)
+    file.write("one\n")
+    file.write("two\n")
+    file.close()
+
+
+def test_a_file_that_cannot_be_renamed_is_written_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A directory that nobody may write to any more costs no line."""
+
+    def refuse(*_: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    path = tmp_path / "daemon.log"
+    logs.configure(stream=LogFile(path, max_bytes=300, backups=2))  # type: ignore[arg-type]
+    monkeypatch.setattr(os, "rename", refuse)
+    say(20)
+    monkeypatch.undo()
+    assert len(lines(path)) == 20
+    say(1)
+    assert len(lines(path)) == 1
+    assert len(lines(tmp_path / "daemon.log.1")) == 20
+
+
+def test_lines_of_many_threads_stay_whole(tmp_path: Path) -> None:
+    """Also while the file is renamed under them."""
+    path = tmp_path / "daemon.log"
+    logs.configure(stream=LogFile(path, max_bytes=4000, backups=1000))  # type: ignore[arg-type]
+    threads = [threading.Thread(target=say, args=(100,)) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sum(len(lines(file)) for file in tmp_path.iterdir()) == 400
