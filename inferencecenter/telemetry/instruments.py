@@ -47,10 +47,10 @@ class Distribution:
         """How many values there were."""
         return sum(self.counts)
 
-    def observe(self, value: float) -> None:
-        """Take in a value."""
-        self.counts[bisect_left(self.bounds, value)] += 1
-        self.sum += value
+    def observe(self, value: float, times: int = 1) -> None:
+        """Take in a value, once or several times."""
+        self.counts[bisect_left(self.bounds, value)] += times
+        self.sum += value * times
 
 
 _InstrumentT = TypeVar("_InstrumentT", Count, Distribution)

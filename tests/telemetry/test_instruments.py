@@ -74,6 +74,14 @@ def test_a_name_is_declared_once() -> None:
         Counts("frames", "More frames.", registry=registry)
 
 
+def test_a_value_may_come_several_times() -> None:
+    """At once, as if it had come one after the other, and never."""
+    distribution = Distribution((1, 2))
+    distribution.observe(1.5, 3)
+    distribution.observe(1.5, 0)
+    assert (distribution.counts, distribution.sum, distribution.count) == ([0, 3, 0], 4.5, 3)
+
+
 def test_what_is_above_all_bounds_is_counted() -> None:
     """In the bucket without one."""
     distribution = Distribution((1, 2))
