@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Final, Literal
 import orjson
 
 from inferencecenter.bench.target import TargetSpec
-from inferencecenter.hardware.process_usage import Usage, read_usage
 from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.hardware.process_usage import Usage, read_usage
 from inferencecenter.settings import ENV_PREFIX
 from inferencecenter.tasks import TaskGroup
 
@@ -43,7 +43,8 @@ class DaemonSettings:
     """What a scenario asks of the daemon; 0 leaves ``n_ctx`` and ``threads`` to it.
 
     ``store`` is whether conversations are written down that may be. ``loses_engines`` is set where the scenario kills
-    engines. ``echo_delay_ms`` is what a decode of the echo backend takes.
+    engines. ``echo_delay_ms`` is what a decode of the echo backend takes. With ``lookup`` tokens are guessed from what
+    the text said before.
     """
 
     backend: Literal["llama", "echo"]
@@ -54,6 +55,7 @@ class DaemonSettings:
     store: bool = True
     loses_engines: bool = False
     echo_delay_ms: int = 0
+    lookup: bool = False
 
     def environment(self, state_dir: Path) -> dict[str, str]:
         """Return the environment of the daemon's process: these settings and nobody's own."""
@@ -69,6 +71,7 @@ class DaemonSettings:
             "ENGINE__N_THREADS": str(self.threads),
             "ENGINE__N_THREADS_BATCH": str(self.threads),
             "ENGINE__ECHO_DELAY_MS": str(self.echo_delay_ms),
+            "ENGINE__SPECULATIVE": "lookup" if self.lookup else "off",
             "LOG__FORMAT": "json",
         }
         if self.model is not None:

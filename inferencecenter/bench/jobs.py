@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import msgspec
 
-from inferencecenter.bench.target import AbortTrace, TargetSpec, TurnTrace
+from inferencecenter.bench.target import USUAL_TEMPERATURE, AbortTrace, TargetSpec, TurnTrace
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -16,7 +16,8 @@ class ClosedLoop(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Clients that each start their next turn when the last one ends.
 
     Each begins with a warm-up turn, of a length of its own so that they do not stay in step; when the last warm-up is
-    over, turns are started for ``duration_s`` more. Each conversation has ``turns_each`` turns.
+    over, turns are started for ``duration_s`` more. Each conversation has ``turns_each`` turns. The ``temperature`` is
+    that of ``Work``.
     """
 
     target: TargetSpec
@@ -26,6 +27,7 @@ class ClosedLoop(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     duration_s: float
     first_seed: int
     turns_each: int = 1
+    temperature: float = USUAL_TEMPERATURE
 
 
 class TurnSize(msgspec.Struct, frozen=True):

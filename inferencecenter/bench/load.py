@@ -152,6 +152,7 @@ class _ClosedLoop:
             seed=job.first_seed + number * job.clients + index,
             history_id=str(conversation) if job.turns_each > 1 else None,
             ends_history=place == job.turns_each - 1 and job.turns_each > 1,
+            temperature=job.temperature,
         )
         turns.append(_sound(await session.turn(work)))
 

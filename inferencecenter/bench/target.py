@@ -8,11 +8,14 @@ measures hands it to the one that makes the load.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Final, Literal, Protocol, TypeAlias
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from contextlib import AbstractAsyncContextManager
+
+USUAL_TEMPERATURE: Final = 0.8
+"""llama-server's default."""
 
 TargetKind: TypeAlias = Literal["inferencecenter", "llama-server", "openai"]
 
@@ -69,7 +72,8 @@ class Work:
     on, so that no prefix is found in a cache, unless they have the same ``opening``, whose tokens are part of
     ``prompt_tokens``. Exactly ``max_tokens`` are generated: ends of text are ignored. Turns of one ``history_id``
     continue one conversation, up to one that ``ends_history``; ``None`` is a conversation of its own. ``slot`` is where
-    the conversation's KV is, for servers that clients may name a slot to; others find it by themselves.
+    the conversation's KV is, for servers that clients may name a slot to; others find it by themselves. Tokens are
+    drawn at the ``temperature``, at 0 the likeliest are taken.
     """
 
     prompt_tokens: int
@@ -79,6 +83,7 @@ class Work:
     ends_history: bool = False
     opening: Opening | None = None
     slot: int | None = None
+    temperature: float = USUAL_TEMPERATURE
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,9 +27,6 @@ _ENTRIES_A_TOKEN: Final = 4
 _FEWEST_ENTRIES: Final = 1 << 10
 _MOST_ENTRIES: Final = 1 << 16
 _MOST_NEW_TOKENS: Final = 1024
-_MULTIPLIER: Final = 0x9E3779B1
-_KEY_SHIFT: Final = 16
-_WORD: Final = 0xFFFFFFFF
 
 # How many tokens are looked up, and how likely a draft found by them is right before any was tried.
 _LIKELIHOODS: Final = ((2, 0.3), (4, 0.7))
@@ -83,7 +80,7 @@ class TokenIndex:
         for size, table in self._tables:
             # What ends with the last token has no continuation yet: it is taken in with the next one.
             for position in range(max(self._known, size), end):
-                table[_key(tokens, position, size) & mask] = position
+                table[hash(tuple(tokens[position - size : position])) & mask] = position
         self._known = end
         return end == len(tokens)
 
@@ -93,18 +90,12 @@ class TokenIndex:
         for size, table in self._tables:
             if end <= size:
                 break
-            position = table[_key(tokens, end, size) & self._mask]
-            if not position or tokens[position - size : position] != tokens[end - size :]:
+            last = tokens[end - size :]
+            position = table[hash(tuple(last)) & self._mask]
+            if not position or tokens[position - size : position] != last:
                 break
             found = size, position
         return found
-
-
-def _key(tokens: Sequence[int], end: int, size: int) -> int:
-    key = 0
-    for position in range(end - size, end):
-        key = (key ^ tokens[position]) * _MULTIPLIER & _WORD
-    return key >> _KEY_SHIFT
 
 
 def continuation(tokens: Sequence[int], position: int, n_tokens: int) -> list[int]:

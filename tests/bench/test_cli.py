@@ -203,6 +203,11 @@ async def test_a_peer_with_other_slots_gets_no_ratio(daemon: RunningDaemon) -> N
             "turns",
             marks=pytest.mark.slow,
         ),
+        (
+            "speculation",
+            Options(backend="echo", clients=(2,), max_tokens=8, duration_s=0.2, repeat=1),
+            "generation",
+        ),
         pytest.param(
             "soak",
             Options(backend="echo", clients=(3,), duration_s=1.0, repeat=2),

@@ -8,9 +8,9 @@ if TYPE_CHECKING:
     from inferencecenter.bench.target import Work
 
 # llama-server's defaults, stated so that nobody's own defaults count.
-_SAMPLING: Final = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05, "ignore_eos": True}
+_SAMPLING: Final = {"top_k": 40, "top_p": 0.95, "min_p": 0.05, "ignore_eos": True}
 
 
 def sampling(work: Work) -> dict[str, float | bool]:
     """Return parameters by the names that all the servers know; the number of tokens has a different name on each."""
-    return {**_SAMPLING, "seed": work.seed % 2**31}
+    return {**_SAMPLING, "temperature": work.temperature, "seed": work.seed % 2**31}

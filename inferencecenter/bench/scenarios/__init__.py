@@ -20,6 +20,7 @@ from inferencecenter.bench.scenarios import (
     shared_prefix,
     soak,
     sparse,
+    speculation,
     start,
     store,
     throughput,
@@ -52,6 +53,7 @@ SCENARIOS: Final[Mapping[str, Scenario]] = MappingProxyType(
             restart,
             soak,
             store,
+            speculation,
         )
     }
 )
