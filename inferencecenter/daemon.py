@@ -22,6 +22,7 @@ import structlog
 import uvloop
 
 from inferencecenter import __version__
+from inferencecenter.accounting import other_accounts, usage_reader, used_today
 from inferencecenter.config_params import parse_config_params
 from inferencecenter.engines import make_models
 from inferencecenter.errors import ErrorCode, InferenceCenterError
@@ -30,6 +31,7 @@ from inferencecenter.models.registry import read_registry
 from inferencecenter.reload import Reload, static_clients
 from inferencecenter.reporting import Reporter
 from inferencecenter.server.accounts import Accounts
+from inferencecenter.server.allowances import Allowances
 from inferencecenter.server.app import create_app
 from inferencecenter.server.audit import AuditEvent
 from inferencecenter.server.context import Context
@@ -60,6 +62,7 @@ if TYPE_CHECKING:
     from inferencecenter.ipc.port import EnginesPort, EngineStatus
     from inferencecenter.models.registry import Registry
     from inferencecenter.protocol.params import Params
+    from inferencecenter.sessions.allowance import Allowance
     from inferencecenter.sessions.store.recorder import PurgeKind
     from inferencecenter.sessions.totals import Totals, TurnObserver
     from inferencecenter.settings import Settings
@@ -176,16 +179,21 @@ async def _run(settings: Settings, prepared: _Prepared, *, on_listening: Callabl
     memory = MemoryGuard(
         engines=lambda: models.supervisors, measure=reader(settings.memory, settings.gpu), metrics=metrics
     )
-    sessions = _sessions(settings, prepared, models, observer=metrics, admit=memory.admit)
+    allowances = Allowances(accounts, defaults=settings.limits, clock=time.time, monotonic=time.monotonic)
+    sessions = _sessions(settings, prepared, models, observer=metrics, admit=memory.admit, allowance_of=allowances.of)
     reporter = _reporter(settings, models, gpu, totals=sessions.totals)
     context = Context.create(
         settings.server,
         models=models,
         sessions=sessions,
         accounts=accounts,
+        allowances=allowances,
         gpu=gpu,
         metrics=metrics,
         pressure=lambda: memory.pressure,
+        stop=lambda: listener.stop(),  # noqa: PLW0108 - it is made further down
+        read_usage=usage_reader(settings),
+        others=other_accounts(settings),
     )
     guard = ThermalGuard(settings.gpu, engines=models, limit=models.limit, tell=context.hub.broadcast, metrics=metrics)
     reload = Reload(
@@ -194,6 +202,7 @@ async def _run(settings: Settings, prepared: _Prepared, *, on_listening: Callabl
         accounts=accounts,
         certificate=prepared.certificate,
         close_clients=context.hub.close_clients,
+        limits_changed=context.limits_changed,
         announced=reporter.reloading,
         apply_models=models.apply,
     )
@@ -217,6 +226,7 @@ async def _run(settings: Settings, prepared: _Prepared, *, on_listening: Callabl
     async with AsyncExitStack() as running:
         if store is not None:
             running.push_async_callback(store.close)
+            allowances.recall(used_today(settings))
             sessions.restore(store.load(), clean=store.was_clean, retention_days=accounts.retentions())
         control = ControlSocket(settings.state_dir, tokens_changed=context.tokens_changed, purge=purge)
         control.open()
@@ -241,13 +251,14 @@ async def _run(settings: Settings, prepared: _Prepared, *, on_listening: Callabl
     return int(failed())
 
 
-def _sessions(
+def _sessions(  # noqa: PLR0913 - keyword-only
     settings: Settings,
     prepared: _Prepared,
     engines: EnginesPort,
     *,
     observer: TurnObserver,
     admit: Callable[[], None],
+    allowance_of: Callable[[str, str], Allowance],
 ) -> Sessions:
     return Sessions(
         engines=engines,
@@ -262,6 +273,7 @@ def _sessions(
         observer=observer,
         tracer=prepared.traces,
         admit=admit,
+        allowance_of=allowance_of,
     )
 
 

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from inferencecenter.auth_settings import AuthSettings
+    from inferencecenter.limits import Limits
     from inferencecenter.models.registry import Registry
     from inferencecenter.server.account import StaticClient
     from inferencecenter.server.accounts import Accounts
@@ -33,8 +34,8 @@ _APPLIED: Final = frozenset(
     }
 )
 
-_OF_MODELS: Final = ("model.", "models", "engine.")
-"""Settings that each model is run by."""
+_APPLIED_TABLES: Final = ("limits.", "model.", "models", "engine.")
+"""Settings that tokens are limited by, and that each model is run by."""
 
 _log = structlog.get_logger(__name__)
 
@@ -49,6 +50,7 @@ class Reload:
         accounts: Where the clients of ``clients.toml`` are.
         certificate: The certificate, if the port speaks TLS.
         close_clients: Closes the sockets of clients, by their ids, that showed an API key.
+        limits_changed: Lets other limits hold, those of the settings by default.
         announced: Entered before anything is read, and left when all is done.
         apply_models: Goes over to other models, in its own time.
     """
@@ -58,6 +60,7 @@ class Reload:
     accounts: Accounts
     certificate: Certificate | None
     close_clients: Callable[[Collection[str]], None]
+    limits_changed: Callable[[Limits], None]
     announced: Callable[[], AbstractContextManager[None]]
     apply_models: Callable[[Registry], None]
 
@@ -74,10 +77,13 @@ class Reload:
             settings = self.started_with
         _reload_log(settings)
         self._reload_clients(settings)
+        self._reload_limits(settings)
         self._reload_certificate()
         self._reload_models(settings)
         waiting = {
-            name for name in changed_settings(self.started_with, settings) - _APPLIED if not name.startswith(_OF_MODELS)
+            name
+            for name in changed_settings(self.started_with, settings) - _APPLIED
+            if not name.startswith(_APPLIED_TABLES)
         }
         if waiting:
             _log.warning("settings_need_restart", settings=sorted(waiting))
@@ -90,6 +96,12 @@ class Reload:
             _failed("clients", error)
             return
         self.close_clients(changed)
+
+    def _reload_limits(self, settings: Settings) -> None:
+        try:
+            self.limits_changed(settings.limits)
+        except InferenceCenterError as error:
+            _failed("limits", error)
 
     def _reload_models(self, settings: Settings) -> None:
         try:

@@ -33,7 +33,7 @@ class CloseSpec:
 CLOSE_CODES = (
     CloseSpec(CloseCode.NORMAL, "normal", "stop"),
     CloseSpec(CloseCode.SHUTDOWN, "the daemon shuts down", "reconnect later"),
-    CloseSpec(CloseCode.POLICY, "Origin refused", "stop"),
+    CloseSpec(CloseCode.POLICY, "Origin refused, or an administrator closed the socket", "stop"),
     CloseSpec(CloseCode.TOO_LARGE, "frame too large", "fix, reconnect"),
     CloseSpec(CloseCode.INTERNAL, "internal error", "reconnect with back-off"),
     CloseSpec(CloseCode.RESTART, "restart", "reconnect"),

@@ -10,6 +10,7 @@ from inferencecenter.protocol.base import DAGGER, Event, SessionEvent, TurnEvent
 from inferencecenter.protocol.values import (
     ChatMessage,
     ClientLimits,
+    ConnectedClient,
     EngineReadings,
     FinishReason,
     GpuReadings,
@@ -24,6 +25,8 @@ from inferencecenter.protocol.values import (
     TranscriptTurn,
     TurnStats,
     Usage,
+    UsageDay,
+    UsageLeft,
 )
 
 
@@ -269,6 +272,37 @@ class Status(Event):
     values: dict[str, float | int | str | None] = Field(description="Readings by name.")
 
 
+class UsageReport(Event):
+    """What a client used; days without a turn are left out."""
+
+    op: Literal["usage"] = "usage"
+    client_id: str = Field(description="The account.")
+    days: tuple[UsageDay, ...] = Field(description="By day, the latest last.")
+    left: UsageLeft | None = Field(default=None, description="What may still be used, of one's own.")
+
+
+class Clients(Event):
+    """Which clients are connected."""
+
+    op: Literal["clients"] = "clients"
+    clients: tuple[ConnectedClient, ...] = Field(description="By their names.")
+
+
+class Kicked(Event):
+    """A client's sockets are closed."""
+
+    op: Literal["kicked"] = "kicked"
+    client_id: str = Field(description="The account.")
+    connections: int = Field(description="Sockets that it had.")
+
+
+class Draining(Event):
+    """The daemon is about to stop; `going_away` follows on every socket."""
+
+    op: Literal["draining"] = "draining"
+    deadline_ms: int = Field(description="Milliseconds that running turns have to finish.")
+
+
 class Pong(Event):
     """The answer to `ping`."""
 
@@ -376,6 +410,10 @@ AnyEvent = (
     | MetricsSubscribed
     | MetricsUnsubscribed
     | Status
+    | UsageReport
+    | Clients
+    | Kicked
+    | Draining
     | Pong
     | EngineChanged
     | Models

@@ -248,6 +248,38 @@ class Status(Request):
     type: StatusType = Field(default="queue", description="Which side.")
 
 
+class Usage(Request):
+    """Ask what a client used by day, and what its token may still use; another's needs the operator scope."""
+
+    op: Literal["usage"]
+    client_id: Credential | None = Field(default=None, description="Whose; one's own when absent.")
+    days: int = Field(
+        default=30, ge=1, le=3660, description="So many days, today included; they begin at midnight UTC."
+    )
+
+
+class ListClients(Request):
+    """Ask which clients are connected; `clients` answers."""
+
+    op: Literal["list_clients"]
+
+
+class Kick(Request):
+    """Close all sockets of a client; its sessions go on without them. `kicked` answers."""
+
+    op: Literal["kick"]
+    client_id: Credential = Field(description="As `clients` lists it.")
+
+
+class Drain(Request):
+    """Have the daemon stop as SIGTERM does: everybody hears `going_away`, running turns get time, nobody new gets in.
+
+    `draining` answers.
+    """
+
+    op: Literal["drain"]
+
+
 class Ping(Request):
     """Ask for a `pong`."""
 
@@ -274,5 +306,9 @@ AnyRequest = (
     | SubscribeMetrics
     | UnsubscribeMetrics
     | Status
+    | Usage
+    | ListClients
+    | Kick
+    | Drain
     | Ping
 )

@@ -25,8 +25,8 @@ SCOPES: Final[Mapping[Scope, str]] = MappingProxyType(
     {
         Scope.USER: "Open sessions, generate, and read one's own sessions and the metrics.",
         Scope.PRIORITY: "Raise the priority class of one's own turns above the account's.",
-        Scope.OPERATOR: "Read the status of everybody together and /metrics, swap models, drain the daemon.",
-        Scope.ADMIN: "Manage clients and tokens.",
+        Scope.OPERATOR: "Read everybody's status and usage and /metrics, swap models, drain the daemon.",
+        Scope.ADMIN: "See which clients are connected, and close their sockets.",
     }
 )
 

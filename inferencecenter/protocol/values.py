@@ -77,10 +77,52 @@ class TokenLogprobs(Value):
 
 
 class ClientLimits(Value):
-    """What a client may have at once."""
+    """What a client may have at once, and what the token that it showed may use; what is absent has no limit."""
 
     max_sessions: int = Field(description="Open sessions.")
     max_connections: int = Field(description="Open sockets.")
+    requests_per_minute: int | None = Field(default=None, description="Turns that may be asked for in any minute.")
+    tokens_per_minute: int | None = Field(
+        default=None, description="Tokens of prompts that have to be read, and of answers, in a minute."
+    )
+    tokens_per_day: int | None = Field(default=None, description="The same in a day, which begins at midnight UTC.")
+    concurrent_turns: int | None = Field(default=None, description="Turns that run or wait at once.")
+    max_tokens: int | None = Field(default=None, description="Tokens of one answer.")
+    models: tuple[str, ...] | None = Field(default=None, description="Models that may be used.")
+
+
+class UsageDay(Value):
+    """What turns that ended on one day took."""
+
+    day: str = Field(description="In UTC, as 2026-11-22.")
+    turns: int = Field(description="Turns.")
+    prompt_tokens: int = Field(description="Tokens the model was given.")
+    cached_tokens: int = Field(description="Of those, tokens whose KV was reused; limits do not count them.")
+    completion_tokens: int = Field(description="Tokens the model made.")
+
+
+class UsageLeft(Value):
+    """What the token that asks may still use now; what is absent has no limit."""
+
+    tokens_today: int = Field(description="Tokens that limits count, used since midnight UTC.")
+    day_ends_in_ms: int = Field(description="Milliseconds until the next.")
+    turns: int = Field(description="Turns that run or wait.")
+    requests_left: int | None = Field(default=None, description="Turns that may be asked for.")
+    minute_tokens_left: int | None = Field(
+        default=None, description="Tokens that are left of a minute's; below 0 so many have to be regained first."
+    )
+    day_tokens_left: int | None = Field(default=None, description="Tokens that are left of today's.")
+
+
+class ConnectedClient(Value):
+    """A client with open sockets."""
+
+    client_id: str = Field(description="The account.")
+    connections: int = Field(description="Its sockets.")
+    addresses: int = Field(description="Different addresses that they come from.")
+    sessions: int = Field(description="Its open sessions.")
+    busy: int = Field(description="Of those, sessions that answer.")
+    tokens_today: int = Field(description="Tokens that limits count, used since midnight UTC.")
 
 
 class ServerLimits(Value):

@@ -1,6 +1,7 @@
 """What each op does: one table from op to handler and the scope it needs.
 
-Handlers are plain calls that return the answer at once or arrange for it: the task that reads a socket never waits.
+Handlers are plain calls that return the answer at once or arrange for it. The task that reads a socket waits only where
+a handler says so, by ``Connection.wait_for``.
 """
 
 from __future__ import annotations
@@ -13,11 +14,9 @@ import structlog
 
 from inferencecenter.errors import ErrorCode, InferenceCenterError
 from inferencecenter.protocol import events, requests
-from inferencecenter.protocol.close import CloseCode
 from inferencecenter.protocol.scopes import Scope
-from inferencecenter.server import standing
+from inferencecenter.server import administration, login, standing
 from inferencecenter.server.audit import AuditEvent
-from inferencecenter.server.authentication import KeyCredential, TokenCredential
 from inferencecenter.server.states import ConnectionState
 
 if TYPE_CHECKING:
@@ -85,31 +84,6 @@ def _hello(connection: Connection, request: requests.Hello) -> Event:
     if request.protocol is not None:
         connection.speak_v1()
     return connection.greeting()
-
-
-def _auth(connection: Connection, request: requests.Auth) -> Event | None:
-    if connection.authenticated:
-        raise InferenceCenterError(
-            ErrorCode.INVALID_REQUEST, "this socket is authenticated already", hint="Open another one."
-        )
-    if request.protocol is not None:
-        connection.speak_v1()
-    credential = (
-        TokenCredential(request.token)
-        if request.token is not None
-        else KeyCredential(request.client_id or "", request.api_key or "")
-    )
-    try:
-        account = connection.context.authenticator.authenticate(credential, address=connection.address)
-        connection.authenticate(account)
-    except InferenceCenterError as error:
-        if error.code not in (ErrorCode.NOT_AUTHENTICATED, ErrorCode.RATE_LIMITED):
-            raise
-        connection.send(events.AuthFailed(id=request.id, reason=error.message, retry_after_ms=error.retry_after_ms))
-        if error.code is ErrorCode.RATE_LIMITED:
-            connection.close(CloseCode.TOO_MANY, error.message)
-        return None
-    return connection.welcome()
 
 
 def _create_session(connection: Connection, request: requests.CreateSession) -> Event:
@@ -219,7 +193,7 @@ def _ping(_connection: Connection, _request: requests.Ping) -> Event:
 COMMANDS: Final[Mapping[str, Command]] = MappingProxyType(
     {
         "hello": Command(_hello, scope=None),
-        "auth": Command(_auth, scope=None),
+        "auth": Command(login.auth, scope=None),
         "create_session": Command(_create_session, starts_work=True),
         "infer": Command(_infer, starts_work=True),
         "abort": Command(_abort),
@@ -237,6 +211,10 @@ COMMANDS: Final[Mapping[str, Command]] = MappingProxyType(
         "subscribe_metrics": Command(_subscribe_metrics),
         "unsubscribe_metrics": Command(_unsubscribe_metrics),
         "status": Command(_status),
+        "usage": Command(administration.usage),
+        "list_clients": Command(administration.list_clients, scope=Scope.ADMIN),
+        "kick": Command(administration.kick, scope=Scope.ADMIN),
+        "drain": Command(administration.drain, scope=Scope.OPERATOR),
         "ping": Command(_ping),
     }
 )

@@ -20,6 +20,9 @@ from inferencecenter.server.websocket import LAST_WORD_S, LINGER_S
 from inferencecenter.sessions.client import Client
 
 if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from inferencecenter.limits import Limits
     from inferencecenter.protocol.base import Event, Request
     from inferencecenter.server.account import Account
     from inferencecenter.server.audit import AuditEvent
@@ -55,6 +58,7 @@ class Connection:
         self._client: Client | None = None
         self._turns: dict[str, str] = {}
         self._timer: asyncio.TimerHandle | None = None
+        self._rest: Callable[[], Awaitable[None]] | None = None
         self._outbox = Outbox(
             wire,
             limit_bytes=context.settings.outbox_bytes,
@@ -89,6 +93,11 @@ class Connection:
     def token_id(self) -> str | None:
         """The token that let the socket in."""
         return self._account.token_id if self._account else None
+
+    @property
+    def limits(self) -> Limits:
+        """What the client's token may use; only once the socket is authenticated."""
+        return self.context.allowances.of(self.client.client_id, self.client.token_id).limits
 
     def speak_v1(self) -> None:
         """Send this socket all ops and fields from now on."""
@@ -135,7 +144,9 @@ class Connection:
             priority=account.priority,
             scopes=account.scopes,
             retention_days=account.retention_days,
+            token_id=account.token_id or "",
         )
+        self.context.allowances.admit(account)
         self._disarm()
         if account.expires_at is not None:
             self._arm(account.expires_at - self.context.clock(), "the token has expired")
@@ -143,14 +154,21 @@ class Connection:
 
     def welcome(self) -> events.AuthSuccess:
         """Return what the client is told about itself."""
-        client = self.client
+        client, limits = self.client, self.limits
         return events.AuthSuccess(
             client_id=client.client_id,
             max_sessions=client.max_sessions,
             scopes=tuple(sorted(client.scopes)),
             priority=client.priority,
             limits=ClientLimits(
-                max_sessions=client.max_sessions, max_connections=self.context.settings.max_connections_per_client
+                max_sessions=client.max_sessions,
+                max_connections=self.context.settings.max_connections_per_client,
+                requests_per_minute=limits.requests_per_minute,
+                tokens_per_minute=limits.tokens_per_minute,
+                tokens_per_day=limits.tokens_per_day,
+                concurrent_turns=limits.concurrent_turns,
+                max_tokens=limits.max_tokens,
+                models=limits.models,
             ),
         )
 
@@ -169,6 +187,16 @@ class Connection:
             self.fail(error, request_id=error.request_id if isinstance(error, FrameError) else None)
         else:
             commands.run(self, frame)
+
+    def wait_for(self, rest: Callable[[], Awaitable[None]]) -> None:
+        """Have the rest of a command done before the next frame is read: it takes the time of a disk or of others."""
+        self._rest = rest
+
+    async def finish_command(self) -> None:
+        """Do the rest of the last command, if there is one."""
+        if (rest := self._rest) is not None:
+            self._rest = None
+            await rest()
 
     def send(self, event: Event) -> None:
         """Send an event; never blocks. A closed connection sends nothing."""

@@ -13,6 +13,7 @@ from inferencecenter.hardware.nvml import read_gpus
 from inferencecenter.hardware.pressure import Pressure
 from inferencecenter.protocol import events
 from inferencecenter.server import replies
+from inferencecenter.server.administration import UsageReader, no_usage
 from inferencecenter.server.authentication import Authenticator
 from inferencecenter.server.feed import MetricsFeed, Sources
 from inferencecenter.server.gpu_cache import GpuCache
@@ -25,8 +26,11 @@ if TYPE_CHECKING:
     from inferencecenter.hardware.nvml import Gpu, Gpus
     from inferencecenter.ipc.messages import ModelInfo
     from inferencecenter.ipc.port import EngineStatus
+    from inferencecenter.limits import Limits
     from inferencecenter.protocol.values import ModelSummary
     from inferencecenter.server.accounts import Accounts
+    from inferencecenter.server.allowances import Allowances
+    from inferencecenter.server.authentication import OtherAccounts
     from inferencecenter.sessions.registry import Sessions
     from inferencecenter.settings import ServerSettings
     from inferencecenter.telemetry.metrics import Metrics
@@ -70,6 +74,7 @@ class Context:
     """The daemon as the server's parts see it; ``clock`` is Unix seconds, ``monotonic`` seconds that only rise.
 
     ``pressure`` tells how short memory was at the last look, ``told`` what clients heard last of each model's engine.
+    ``read_usage`` tells what a client used, and ``stop`` ends the daemon as SIGTERM does.
     """
 
     settings: ServerSettings
@@ -79,6 +84,9 @@ class Context:
     gpus: GpuCache
     metrics: Metrics
     pressure: Callable[[], Pressure]
+    allowances: Allowances
+    read_usage: UsageReader
+    stop: Callable[[], None]
     authenticator: Authenticator
     proxies: Proxies
     hub: Hub
@@ -96,8 +104,12 @@ class Context:
         models: ServedModels,
         sessions: Sessions,
         accounts: Accounts,
+        allowances: Allowances,
         gpu: Gpu,
         metrics: Metrics,
+        stop: Callable[[], None],
+        read_usage: UsageReader = no_usage,
+        others: OtherAccounts | None = None,
         pressure: Callable[[], Pressure] = Pressure,
         gpus: Callable[[], Gpus] = read_gpus,
         clock: Callable[[], float] = time.time,
@@ -112,8 +124,13 @@ class Context:
             gpus=GpuCache(gpus),
             metrics=metrics,
             pressure=pressure,
+            allowances=allowances,
+            read_usage=read_usage,
+            stop=stop,
             authenticator=Authenticator(
                 accounts,
+                limits_of=allowances.effective,
+                others=others,
                 attempts_per_minute=settings.login_attempts_per_minute,
                 clock=monotonic,
                 metrics=metrics,
@@ -153,13 +170,24 @@ class Context:
         self.hub.broadcast(events.ModelChanged(model=model.name, n_ctx=model.n_ctx))
 
     def tokens_changed(self) -> None:
-        """Close the sockets whose token was revoked."""
+        """Close the sockets whose token was revoked, and let other limits hold."""
         try:
             living = self.authenticator.living_tokens()
+            self.allowances.reload()
         except InferenceCenterError as error:
             _log.error("tokens_unreadable", error=error.message, hint=error.hint)
             return
         self.hub.close_revoked(living)
+        self.hub.close_misplaced()
+
+    def limits_changed(self, defaults: Limits) -> None:
+        """Let limits hold that the settings or ``clients.toml`` have changed.
+
+        Raises:
+            InferenceCenterError: ``storage_unavailable``; then those of before hold.
+        """
+        self.allowances.reload(defaults)
+        self.hub.close_misplaced()
 
     async def drain(self) -> None:
         """Tell clients that the daemon stops and let their turns finish, for as long as the settings allow."""

@@ -34,7 +34,7 @@ class WebSocketEndpoint:
         """Serve one socket until it is closed."""
         await receive()  # websocket.connect, which says nothing that the scope does not
         try:
-            connection = self._admit(scope)
+            connection = await self._admit(scope)
         except InferenceCenterError as error:
             await self._refuse(send, error)
             return
@@ -45,13 +45,14 @@ class WebSocketEndpoint:
             connection.greet()
             while (message := await receive())["type"] == "websocket.receive":
                 connection.receive(message.get("text"))
+                await connection.finish_command()
                 # A client that sends many frames at once waits its turn after each.
                 await asyncio.sleep(0)
         finally:
             connection.lost()
             hub.remove(connection)
 
-    def _admit(self, scope: Scope) -> Connection:
+    async def _admit(self, scope: Scope) -> Connection:
         """Return the connection for an upgrade.
 
         Raises:
@@ -68,12 +69,7 @@ class WebSocketEndpoint:
                 field="Origin",
                 hint="An operator may add it to server.allowed_origins.",
             )
-        if context.hub.draining:
-            raise InferenceCenterError(ErrorCode.ENGINE_UNAVAILABLE, "the daemon is about to stop")
-        if context.hub.full:
-            raise InferenceCenterError(
-                ErrorCode.QUEUE_FULL, "the daemon has as many connections as it may have", retry_after_ms=1000
-            )
+        self._check_open()
         credential = read_credential(headers, scope["subprotocols"])
         wire: WebSocket = cast("dict[str, Any]", scope["state"])[SCOPE_KEY]
         connection = Connection(
@@ -84,8 +80,19 @@ class WebSocketEndpoint:
             traceparent=read_traceparent(headers.get("traceparent")),
         )
         if credential is not None:
-            connection.authenticate(context.authenticator.authenticate(credential, address=caller.address))
+            account = await context.authenticator.authenticate_anywhere(credential, address=caller.address)
+            self._check_open()  # if somebody had to be asked, that took a while
+            connection.authenticate(account)
         return connection
+
+    def _check_open(self) -> None:
+        hub = self._context.hub
+        if hub.draining:
+            raise InferenceCenterError(ErrorCode.ENGINE_UNAVAILABLE, "the daemon is about to stop")
+        if hub.full:
+            raise InferenceCenterError(
+                ErrorCode.QUEUE_FULL, "the daemon has as many connections as it may have", retry_after_ms=1000
+            )
 
     async def _refuse(self, send: Send, error: InferenceCenterError) -> None:
         status = error.spec.http_status

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
+from collections import Counter, defaultdict
 from typing import TYPE_CHECKING
 
 import structlog
@@ -107,6 +107,24 @@ class Hub:
             by_key = connection.authenticated and connection.token_id is None
             if by_key and connection.client.client_id in client_ids:
                 connection.close(CloseCode.NOT_AUTHENTICATED, "the client's API key or limits have changed")
+
+    def of_client(self, client_id: str) -> list[Connection]:
+        """Return the sockets of a client."""
+        return [each for each in self._connections if each.authenticated and each.client.client_id == client_id]
+
+    def clients(self) -> dict[str, list[Connection]]:
+        """Return the sockets of each client that has any, by its name."""
+        found: defaultdict[str, list[Connection]] = defaultdict(list)
+        for each in self._connections:
+            if each.authenticated:
+                found[each.client.client_id].append(each)
+        return dict(sorted(found.items()))
+
+    def close_misplaced(self) -> None:
+        """Close the sockets from addresses that their tokens may not come from any more."""
+        for connection in list(self._connections):
+            if connection.authenticated and not connection.limits.allows_address(connection.address):
+                connection.close(CloseCode.NOT_AUTHENTICATED, "the token is not valid for this address")
 
     async def drain(self, deadline_s: float) -> None:
         """Tell every client to go, and wait until all have, at most ``deadline_s``.

@@ -18,11 +18,14 @@ from inferencecenter.errors import ErrorCode, InferenceCenterError
 from inferencecenter.hardware.nvml import NO_GPU, Gpu
 from inferencecenter.ipc.messages import Delta, Finished, ModelInfo, Overflowed, Started, pack_tokens
 from inferencecenter.ipc.port import EngineState, EngineStatus
+from inferencecenter.limits import NO_LIMITS, Limits
 from inferencecenter.protocol.params import Params
 from inferencecenter.protocol.scopes import Scope
 from inferencecenter.protocol.values import ModelSummary
 from inferencecenter.server.account import Account, StaticClient
 from inferencecenter.server.accounts import Accounts
+from inferencecenter.server.administration import UsageReader, no_usage
+from inferencecenter.server.allowances import Allowances
 from inferencecenter.server.app import create_app
 from inferencecenter.server.clients_file import load_clients
 from inferencecenter.server.context import Context
@@ -42,6 +45,7 @@ if TYPE_CHECKING:
     from inferencecenter.ipc.port import EngineTurn
     from inferencecenter.protocol.events import Swap
     from inferencecenter.server.audit import Entry
+    from inferencecenter.server.authentication import OtherAccounts
     from inferencecenter.sessions.journal import Journal
     from inferencecenter.sessions.records import Record
 
@@ -296,7 +300,14 @@ async def close_code(socket: ClientConnection) -> int | None:
 
 @asynccontextmanager
 async def running_server(
-    tmp_path: Path, *, tls: ssl.SSLContext | None = None, journal: Journal | None = None, **settings: Any
+    tmp_path: Path,
+    *,
+    tls: ssl.SSLContext | None = None,
+    journal: Journal | None = None,
+    limits: Limits = NO_LIMITS,
+    others: OtherAccounts | None = None,
+    read_usage: UsageReader = no_usage,
+    **settings: Any,
 ) -> AsyncIterator[Running]:
     """Run a server with some settings changed, short deadlines otherwise; without ``journal`` it keeps no sessions."""
     clients = tmp_path / "clients.toml"
@@ -306,6 +317,11 @@ async def running_server(
     accounts.ensure_client("ada", max_sessions=8, priority="normal")
     new = accounts.create_token("ada", name="test")
     engine, gpu, metrics = StubEngine(), StubGpu(), Metrics()
+    allowances = Allowances(accounts, defaults=limits, clock=time.time, monotonic=time.monotonic)
+
+    def stop() -> None:
+        listener.stop()
+
     chosen = ServerSettings(**{"port": 0, "shutdown_timeout_s": 0, **settings})
     context = Context.create(
         chosen,
@@ -317,10 +333,15 @@ async def running_server(
             default_ttl_s=None,
             journal=journal,
             observer=metrics,
+            allowance_of=allowances.of,
         ),
         accounts=accounts,
+        allowances=allowances,
         gpu=gpu,
         metrics=metrics,
+        stop=stop,
+        read_usage=read_usage,
+        others=others,
     )
     listener = Listener(create_app(context), chosen, drain=context.drain, tls=tls)
     sockets = bind("127.0.0.1", 0)
@@ -396,14 +417,16 @@ class StubAccounts:
 
 def stub_context() -> Context:
     """Return a context with real sessions, and nothing outside this process."""
-    engine = StubEngine()
+    engine, accounts = StubEngine(), cast("Accounts", StubAccounts())
     return Context.create(
         ServerSettings(outbox_bytes=2**14),
         models=engine,
         sessions=Sessions(
             engines=one_model(engine, MODEL.name), config_params=Params(), max_sessions=10, default_ttl_s=None
         ),
-        accounts=cast("Accounts", StubAccounts()),
+        accounts=accounts,
+        allowances=Allowances(accounts, clock=time.time, monotonic=time.monotonic),
         gpu=StubGpu(),
         metrics=Metrics(),
+        stop=lambda: None,
     )

@@ -1,0 +1,67 @@
+"""What clients used, as the file of sessions has it, and who else knows clients."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+import structlog
+
+from inferencecenter.errors import InferenceCenterError
+from inferencecenter.server.administration import no_usage
+from inferencecenter.sessions.store.archive import Archive
+from inferencecenter.sessions.store.schema import DATABASE_NAME
+from inferencecenter.sessions.store.usage import day_of
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from inferencecenter.server.administration import UsageReader
+    from inferencecenter.server.authentication import OtherAccounts
+    from inferencecenter.sessions.store.archive import UsageLine
+    from inferencecenter.settings import Settings
+
+_log = structlog.get_logger(__name__)
+
+
+def used_today(settings: Settings) -> dict[tuple[str, str], int]:
+    """Return the tokens that limits count, used since midnight UTC, by client and token; none if nobody can tell."""
+    path, today = settings.state_dir / DATABASE_NAME, day_of(time.time())
+    try:
+        with Archive.open(path) as archive:
+            lines = archive.usage_by_token(since=today)
+    except InferenceCenterError as error:
+        _log.warning("usage_unreadable", error=error.message, hint=error.hint)
+        return {}
+    return {(line.client_id, line.token_id or ""): line.counted_tokens for line in lines if line.day == today}
+
+
+def usage_reader(settings: Settings) -> UsageReader:
+    """Return what reads a client's usage from a day on; nothing is kept where sessions are not."""
+    if not settings.sessions.store:
+        return no_usage
+
+    def read(client_id: str, since: str) -> Sequence[UsageLine]:
+        with Archive.open(settings.state_dir / DATABASE_NAME) as archive:
+            return archive.usage(client_id, since=since)
+
+    return read
+
+
+def other_accounts(settings: Settings) -> OtherAccounts | None:
+    """Return another program that knows clients, if there is one; call it on the event loop.
+
+    Raises:
+        InferenceCenterError: ``invalid_config`` for a file that cannot be used.
+    """
+    if settings.external_auth.url is None:
+        return None
+    # What speaks HTTP takes a tenth of a second to import, which most daemons need not.
+    from inferencecenter.server.external_auth import ExternalAuth  # noqa: PLC0415
+
+    return ExternalAuth(
+        settings.external_auth,
+        default_max_sessions=settings.auth.default_max_sessions,
+        default_priority=settings.auth.default_priority,
+        clock=time.monotonic,
+    )
