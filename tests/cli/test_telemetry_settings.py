@@ -8,10 +8,13 @@ import pytest
 
 from inferencecenter.configuration import InvalidSettingsError, read_layers
 from inferencecenter.settings import Settings
+from inferencecenter.telemetry import traces
 from inferencecenter.telemetry_settings import TelemetrySettings
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from tests.cli.conftest import Cli
 
 SECRET = "hunter2hunter2"
 WRONG = {
@@ -72,3 +75,28 @@ def test_other_values_are_told_as_before(tmp_path: Path) -> None:
         read_layers(path).settings()
     assert "telemetry.trace_ratio is 7" in str(refused.value.problems)
     assert "log.backups is 0" in str(refused.value.problems)
+
+
+def test_config_show_keeps_headers_to_itself(cli: Cli, tmp_path: Path) -> None:
+    """Neither the table nor the JSON has them, nor does a check that finds them wrong."""
+    path = tmp_path / "test.toml"
+    path.write_text(f'[telemetry]\notlp_headers = {{authorization = "Bearer {SECRET}"}}\n')
+    shown = cli.run("config", "show", "--config", str(path))
+    as_json = cli.run("config", "show", "--config", str(path), "--json")
+    assert "telemetry.otlp_headers" in shown.out
+    assert '"authorization"' in as_json.out
+    path.write_text(f'[telemetry]\notlp_headers = "Bearer {SECRET}"\n')
+    checked = cli.run("config", "check", str(path))
+    assert checked.code == 78
+    assert "telemetry.otlp_headers is ***" in checked.err
+    assert not any(SECRET in text for run in (shown, as_json, checked) for text in (run.out, run.err))
+
+
+def test_config_check_tells_what_is_not_installed(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the daemon is started with it."""
+    monkeypatch.setattr(traces, "find_spec", lambda _name: None)
+    path = tmp_path / "test.toml"
+    path.write_text('telemetry.otlp_endpoint = "http://127.0.0.1:4318"\n')
+    checked = cli.run("config", "check", str(path))
+    assert checked.code == 78
+    assert "inferencecenter[otel]" in checked.err
