@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import termios
+import time
 import tty
 from collections import deque
 from dataclasses import replace
@@ -29,6 +30,7 @@ from inferencecenter.client import Connected, Reconnecting, connect
 from inferencecenter.configuration import load_settings
 from inferencecenter.errors import InferenceCenterError
 from inferencecenter.protocol import events, requests
+from inferencecenter.protocol.scopes import Scope
 from inferencecenter.protocol.values import StatusType
 
 if TYPE_CHECKING:
@@ -36,11 +38,13 @@ if TYPE_CHECKING:
 
     from inferencecenter.client import Client, Notice
     from inferencecenter.protocol.base import Event, Request
+    from inferencecenter.protocol.values import ConnectedClient
 
 E = TypeVar("E", bound="Event")
 
 _SIDES: Final[tuple[StatusType, ...]] = ("model", "sessions", "memory")
 _MAX_RATES: Final = 200
+_CLIENTS_EVERY_S: Final = 10.0
 _QUIT: Final = frozenset(b"qQ\x03\x04")
 _READ_BYTES: Final = 64
 
@@ -80,6 +84,7 @@ class Watch:
 
     Args:
         address: Where the daemon is, as it is shown.
+        monotonic: Seconds that only rise.
 
     Attributes:
         glance: What is known now.
@@ -87,10 +92,12 @@ class Watch:
         complain: Says what is the matter with the connection where no screen shows it.
     """
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, *, monotonic: Callable[[], float] = time.monotonic) -> None:
         self.glance = Glance(address=address)
         self.draw: Callable[[Glance], None] = lambda _glance: None
         self.complain: Callable[[str], None] | None = None
+        self._monotonic = monotonic
+        self._next_clients_at = float("-inf")
         self._rates: deque[float] = deque(maxlen=_MAX_RATES)
 
     def notice(self, notice: Notice) -> None:
@@ -136,6 +143,7 @@ class Watch:
         metrics = await _ask(client, requests.Metrics(op="metrics"), events.Metrics)
         models = await _ask(client, requests.ListModels(op="list_models"), events.Models)
         sides = {side: await _ask(client, requests.Status(op="status", type=side), events.Status) for side in _SIDES}
+        clients = await self._clients(client)
         if metrics is not None:
             self._rates.append(metrics.inference.tokens_per_s)
         self.glance = replace(
@@ -143,9 +151,21 @@ class Watch:
             version=client.hello.version,
             metrics=metrics or self.glance.metrics,
             models=models.models if models else (),
+            clients=clients,
             status={side: status.values for side, status in sides.items() if status},
             rates=tuple(self._rates),
         )
+
+    async def _clients(self, client: Client) -> tuple[ConnectedClient, ...]:
+        """Return who is connected; asked seldom, since the daemon notes in its audit log who asks."""
+        if Scope.ADMIN not in client.account.scopes:
+            return ()
+        now = self._monotonic()
+        if now < self._next_clients_at:
+            return self.glance.clients
+        self._next_clients_at = now + _CLIENTS_EVERY_S
+        answer = await _ask(client, requests.ListClients(op="list_clients"), events.Clients)
+        return answer.clients if answer else ()
 
 
 async def _ask(client: Client, request: Request, kind: type[E]) -> E | None:

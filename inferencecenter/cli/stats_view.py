@@ -17,12 +17,13 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from inferencecenter.protocol.events import Metrics, Thermal
-    from inferencecenter.protocol.values import EngineReadings, GpuReadings, ModelSummary, StatusType
+    from inferencecenter.protocol.values import ConnectedClient, EngineReadings, GpuReadings, ModelSummary, StatusType
 
 _LEVELS: Final = " ▁▂▃▄▅▆▇█"
 _LABEL_WIDTH: Final = 10
 _MIN_BAR, _MAX_BAR = 10, 80
 _FIGURES_WIDTH: Final = 30
+_TABLE_FIGURES_WIDTH: Final = 40
 _BUSY, _FULL = 0.75, 0.9
 _MIB: Final = 2**20
 # Names come from files and clients; escape sequences would move the cursor or rename the window.
@@ -48,6 +49,7 @@ class Glance:
         metrics: Its readings; ``None`` before the first.
         status: Readings by side, as many as this account may see.
         models: The models there are.
+        clients: Who is connected; none for an account that may not see it.
         rates: Tokens a second at each look, the oldest first.
         heat: What was told of the GPUs' heat last.
         notice: What is the matter with the connection; empty when all is well.
@@ -58,6 +60,7 @@ class Glance:
     metrics: Metrics | None = None
     status: Mapping[StatusType, Mapping[str, float | int | str | None]] = field(default_factory=dict)
     models: tuple[ModelSummary, ...] = ()
+    clients: tuple[ConnectedClient, ...] = ()
     rates: tuple[float, ...] = ()
     heat: Thermal | None = None
     notice: str = ""
@@ -77,7 +80,9 @@ def screen(glance: Glance, *, width: int) -> RenderableType:
         grid.add_row(label, content)
     parts.append(grid)
     if len(glance.models) > 1:
-        parts += [Text(), models_table(glance.models)]
+        parts += [Text(), models_table(glance.models, width=width)]
+    if glance.clients:
+        parts += [Text(), clients_table(glance.clients, width=width)]
     return Group(*parts)
 
 
@@ -112,6 +117,7 @@ def as_data(glance: Glance) -> dict[str, Any]:
         "metrics": None if metrics is None else metrics.model_dump(exclude={"op", "id"}),
         "status": {side: dict(values) for side, values in glance.status.items()},
         "models": [model.model_dump() for model in glance.models],
+        "clients": [client.model_dump() for client in glance.clients],
         "thermal": None if glance.heat is None else glance.heat.model_dump(exclude={"op", "id"}),
     }
 
@@ -137,10 +143,10 @@ def bar(used: float, total: float, *, width: int, style: str | None = None) -> T
     return Text.assemble(("█" * filled, colour), ("░" * (width - filled), "dim"))
 
 
-def models_table(models: Sequence[ModelSummary]) -> Table:
+def models_table(models: Sequence[ModelSummary], *, width: int) -> Table:
     """Return the models there are, the default one with a mark."""
     right = [Column(name, justify="right") for name in ("slots", "context", "size")]
-    table = Table("model", "state", *right, box=None, pad_edge=False, header_style="dim")
+    table = Table(_name_column("model", width), "state", *right, box=None, pad_edge=False, header_style="dim")
     for model in models:
         table.add_row(
             Text(_plain(model.name) + (" *" if model.default else "")),
@@ -149,6 +155,21 @@ def models_table(models: Sequence[ModelSummary]) -> Table:
             "" if model.size_mb is None else _mib(model.size_mb),
         )
     return table
+
+
+def clients_table(clients: Sequence[ConnectedClient], *, width: int) -> Table:
+    """Return who is connected; who answers most comes first, so that they stand where a screen is too short."""
+    right = [Column(name, justify="right") for name in ("sockets", "sessions", "busy", "tokens today")]
+    table = Table(_name_column("client", width), *right, box=None, pad_edge=False, header_style="dim")
+    for client in sorted(clients, key=lambda client: (-client.busy, -client.tokens_today, client.client_id)):
+        figures = (client.connections, client.sessions, client.busy, client.tokens_today)
+        table.add_row(Text(_plain(client.client_id)), *map(str, figures))
+    return table
+
+
+def _name_column(heading: str, width: int) -> Column:
+    """A column of names that leaves room for the figures beside it."""
+    return Column(heading, max_width=max(_MIN_BAR, width - _TABLE_FIGURES_WIDTH), overflow="ellipsis", no_wrap=True)
 
 
 def _rows(glance: Glance, metrics: Metrics, bar_width: int) -> Iterator[tuple[str, Text]]:

@@ -19,8 +19,9 @@ from websockets import ConnectionClosed
 from inferencecenter.cli.stats import Watch
 from inferencecenter.client import Timing, connect
 from inferencecenter.errors import ErrorCode, InferenceCenterError
-from tests.cli.test_chat import _CONTROL, Screen
+from tests.cli.chatting import CONTROL, Screen
 from tests.cli.test_stats_view import GPU, glance
+from tests.client.peer import AUTH_SUCCESS, HELLO
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -175,6 +176,28 @@ async def test_heat_is_shown_at_once(scripted: Start) -> None:
     assert seen[0].heat.state == "warm"
 
 
+async def test_an_administrator_sees_clients(scripted: Start) -> None:
+    """They are asked for every ten seconds, as the daemon writes down who asks; nobody else is let do it."""
+
+    async def daemon(peer: Peer) -> None:
+        await peer.say(**HELLO)
+        auth = await peer.hear()
+        await peer.say(**AUTH_SUCCESS | {"scopes": ["user", "admin"]}, id=auth["id"])
+        for look in range(5):
+            for _ in range(5):
+                await answer(peer)
+            if look in (0, 3):
+                asked = await peer.hear()
+                assert asked["op"] == "list_clients"
+                ada = {"connections": 1, "addresses": 1, "sessions": 2, "busy": look, "tokens_today": 7}
+                await peer.say(op="clients", id=asked["id"], clients=[{"client_id": "ada", **ada}])
+
+    seen: list[Glance] = []
+    watch = Watch("here", monotonic=lambda: 4.0 * len(seen))
+    await _stop_after(5, seen, watch, await scripted(daemon))
+    assert [each.clients[0].busy for each in seen] == [0, 0, 0, 3, 3]
+
+
 @contextlib.contextmanager
 def _on_terminal(url: str) -> Iterator[tuple[subprocess.Popen[bytes], int, int]]:
     """Stats on a terminal of its own; gives the process and both ends of the terminal."""
@@ -182,7 +205,7 @@ def _on_terminal(url: str) -> Iterator[tuple[subprocess.Popen[bytes], int, int]]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("INFERENCECENTER_")}
     command = [sys.executable, "-m", "inferencecenter", "stats", "--url", url, "--token", "t", "--interval", "0.1"]
     process = subprocess.Popen(
-        [sys.executable, "-c", _CONTROL, *command],
+        [sys.executable, "-c", CONTROL, *command],
         stdin=theirs,
         stdout=theirs,
         stderr=theirs,

@@ -14,7 +14,13 @@ from rich.console import Console
 
 from inferencecenter.cli.stats_view import Glance, as_data, bar, line, screen, sparkline
 from inferencecenter.protocol.events import Metrics, Thermal
-from inferencecenter.protocol.values import EngineReadings, GpuReadings, InferenceReadings, ModelSummary
+from inferencecenter.protocol.values import (
+    ConnectedClient,
+    EngineReadings,
+    GpuReadings,
+    InferenceReadings,
+    ModelSummary,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -150,6 +156,16 @@ def test_models_are_listed_when_there_are_several() -> None:
     assert "demo *  loaded        8     4096  512 MiB" in text
     assert "big     unloaded" in text
     assert "demo *" not in shown(glance(models=(one,)))
+
+
+def test_clients_are_listed_for_those_who_may_see_them() -> None:
+    """Those who are busy first; names are cut rather than figures, also on a narrow screen."""
+    calm = ConnectedClient(client_id="calm", connections=1, addresses=1, sessions=2, busy=0, tokens_today=9_000)
+    busy = ConnectedClient(client_id="b" * 80, connections=3, addresses=2, sessions=5, busy=4, tokens_today=120)
+    lines = shown(glance(clients=(calm, busy)), width=60).splitlines()
+    assert lines[-2].split()[-4:] == ["3", "5", "4", "120"]
+    assert lines[-1].split() == ["calm", "1", "2", "0", "9000"]
+    assert as_data(glance(clients=(calm,)))["clients"][0]["client_id"] == "calm"
 
 
 def test_names_cannot_move_the_cursor() -> None:
