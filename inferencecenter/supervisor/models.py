@@ -56,7 +56,7 @@ class Models:
         self._default = registry.default
         self._models: dict[str, Model] = {}
         self._started = False
-        self._replaced: list[Model] = []
+        self._begun: list[Model] = []
         self._residency: Residency[Model] = Residency(
             max_resident=max_resident, fits=fits_beside, changed=self._news_came
         )
@@ -64,6 +64,7 @@ class Models:
         self._model_listeners: list[Callable[[str, EngineStatus], None]] = []
         self._swap_listeners: list[Callable[[ModelInfo], None]] = []
         self._tasks = TaskGroup("models")
+        self._retiring = TaskGroup("retired-models")
         self._changing = asyncio.Lock()
         self._news = asyncio.Event()
 
@@ -94,8 +95,8 @@ class Models:
 
     @property
     def supervisors(self) -> tuple[Supervisor, ...]:
-        """All of them, with those that finish what they have."""
-        return tuple(model.supervisor for model in (*self._models.values(), *self._replaced))
+        """All that were begun, with those that are to take another's place and those that finish what they have."""
+        return tuple(model.supervisor for model in self._begun)
 
     def params_of(self, name: str) -> Mapping[str, Any]:
         """Return the parameters that a model's entry sets; none for one that is gone."""
@@ -139,6 +140,7 @@ class Models:
         """End all engines for good."""
         await self._tasks.cancel()
         await asyncio.gather(*(supervisor.stop() for supervisor in self.supervisors))
+        await self._retiring.cancel()
 
     def want(self, name: str) -> None:
         """Load a model, if it is not loaded, though no turn asks for it yet.
@@ -203,18 +205,24 @@ class Models:
         if model.supervisor.load_failure is not None or model.supervisor.given_up:
             self._forget(model)
             model = self._get(name)
-        failure = await self._load(model, tell)
+        old = self._get(self._default)
+        # What waits for it is to go to the new one: it would only want the memory back.
+        old.supervisor.pause(paused=old is not model)
+        try:
+            failure = await self._load(model, tell)
+            if failure is None:
+                self._default = name
+                _log.info("model_changed", model=name, before=old.name)
+                self._listeners.tell(self.status)
+                _send_on(old)
+        finally:
+            old.supervisor.pause(paused=False)
         if failure is not None:
             _log.error("swap_failed", model=name, reason=failure, default=self._default)
             self._forget(model)
-            self._get(self._default).supervisor.wake()
+            old.supervisor.wake()
             tell(Swap(model=name, phase="failed", detail=failure))
             return
-        old, self._default = self._models.get(self._default), name
-        _log.info("model_changed", model=name, before=old.name if old else "")
-        self._listeners.tell(self.status)
-        if old is not None and old is not model:
-            _send_on(old)
         tell(Swap(model=name, phase="done", done=1.0))
         if (loaded := model.supervisor.status.model) is not None:
             for listener in self._swap_listeners:
@@ -255,28 +263,32 @@ class Models:
             _log.info("models_applied", models=self.names, default=self._default)
 
     async def _replace(self, old: Model, spec: ModelSpec) -> None:
-        """Have another engine take the place of a model's; one that cannot be loaded leaves it where it was."""
+        """Have another engine take the place of a model's; one that cannot be loaded leaves it where it was.
+
+        The new one is loaded beside the old, unless both would keep KV in the same place: then the old one ends first,
+        and what it had begun goes on with the new.
+        """
         new = self._make(spec, self._residency.admit)
         same_place = place_name(spec) == place_name(old.spec)
-        if old.holds_memory:
-            if same_place:
-                await old.make_way()
-            self._begin(new, asleep=True)
-            failure = await self._load(new, lambda _: None)
-            if failure is not None:
-                _log.error("model_not_replaced", model=spec.name, reason=failure)
-                self._registry = Registry(self._registry.default, {**self._registry.models, spec.name: old.spec})
-                self._retire(new)
-                old.supervisor.wake()
-                return
-        else:
-            self._begin(new, asleep=True)
+        was_loaded = old.holds_memory
+        if same_place:
+            old.supervisor.pause(paused=True)
+            await old.make_way()
+        self._begin(new, asleep=True)
+        failure = await self._load(new, lambda _: None) if was_loaded else None
+        if failure is not None:
+            _log.error("model_not_replaced", model=spec.name, reason=failure)
+            self._registry = Registry(self._registry.default, {**self._registry.models, spec.name: old.spec})
+            self._retire(new)
+            old.supervisor.pause(paused=False)
+            old.supervisor.wake()
+            return
         self._models[spec.name] = new
         _log.info("model_replaced", model=spec.name)
         _send_on(old, begun=same_place)
+        old.supervisor.pause(paused=False)
         self._retire(old)
-        if spec.name == self._default:
-            self._listeners.tell(self.status)
+        self._heard(new, new.supervisor.status)
 
     def _get(self, name: str) -> Model:
         """Return a model, made now if nobody has asked for it before.
@@ -291,6 +303,7 @@ class Models:
         return model
 
     def _begin(self, model: Model, *, asleep: bool) -> None:
+        self._begun.append(model)
         self._residency.add(model)
         model.supervisor.subscribe(lambda status: self._heard(model, status))
         model.supervisor.start(asleep=asleep)
@@ -315,12 +328,11 @@ class Models:
         self._retire(model)
 
     def _retire(self, model: Model) -> None:
-        self._replaced.append(model)
-        self._tasks.spawn(self._finish(model), name=f"retire {model.name}")
+        self._retiring.spawn(self._finish(model), name=model.name)
 
     async def _finish(self, model: Model) -> None:
         await model.supervisor.retire()
-        self._replaced.remove(model)
+        self._begun.remove(model)
         self._residency.remove(model)
 
 

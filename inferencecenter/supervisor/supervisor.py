@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 import msgspec
@@ -122,7 +123,7 @@ class Supervisor:
         self._ready_since: float | None = None
         self._gauges = _NOTHING_RUNS
         self._called = False
-        self._makes_way = False
+        self._paused = False
         self._is_planned = True
         self._news = asyncio.Event()
         self._keeper: asyncio.Task[None] | None = None
@@ -168,7 +169,7 @@ class Supervisor:
     @property
     def wanted(self) -> bool:
         """Whether there is something for an engine to do, or somebody has called for one."""
-        return not self._stop_asked.is_set() and (self._called or len(self._turns) > 0)
+        return not self._stop_asked.is_set() and not self._paused and (self._called or len(self._turns) > 0)
 
     @property
     def holds_memory(self) -> bool:
@@ -202,20 +203,20 @@ class Supervisor:
     async def make_way(self, *, patience_s: float | None) -> None:
         """Have the engine end when its turns have, and wait until it is gone; what comes meanwhile waits.
 
-        Turns that are not done after ``patience_s`` are interrupted, and go on with the next engine; ``None`` waits for
-        them as long as it takes.
+        One that is being loaded gets ready first, and takes what waits for it. Turns that are not done after
+        ``patience_s`` are interrupted, and go on with the next engine; ``None`` waits for them as long as it takes.
         """
-        self._makes_way = True
-        self._turns.hold()
-        try:
-            async with asyncio.timeout(patience_s):
-                await self._until(lambda: not self.busy or self._state is not EngineState.READY)
-        except TimeoutError:
-            _log.info("turns_wait_for_another_model", running=self._gauges.running)
-        if self._state is EngineState.READY:
-            self._fall_asleep()
-        await self._until(lambda: self._state not in _HOLDS_MEMORY)
-        self._makes_way = False
+        while self.holds_memory:
+            if self._state is EngineState.READY:
+                await self._let_turns_end(patience_s)
+            if self._state is EngineState.READY:
+                self._fall_asleep()
+            await self._until(partial(self._has_left, self._state))
+
+    def pause(self, *, paused: bool) -> None:
+        """While ``paused``, start no engine for what waits; one that is there goes on."""
+        self._paused = paused
+        self._sleep.wake()
 
     def recall(self, *, begun: bool = False) -> list[EngineTurn]:
         """Give back the turns that no engine has, those with tokens only if ``begun``; they are not here any more."""
@@ -238,6 +239,7 @@ class Supervisor:
             deadline_s: Seconds it may take to end after that, before it is killed.
         """
         if self._stop_asked.is_set():
+            await self._until(lambda: self._state is EngineState.STOPPED)
             return
         self._stop_asked.set()
         self._sleep.wake()
@@ -323,6 +325,17 @@ class Supervisor:
                 await self._sleep.until_woken()
             elif self._admit is None or await self._admit():
                 return
+
+    async def _let_turns_end(self, patience_s: float | None) -> None:
+        self._turns.hold()
+        try:
+            async with asyncio.timeout(patience_s):
+                await self._until(lambda: not self.busy or self._state is not EngineState.READY)
+        except TimeoutError:
+            _log.info("turns_wait_for_another_model", running=self._gauges.running)
+
+    def _has_left(self, state: EngineState) -> bool:
+        return self._state is not state
 
     async def _until(self, holds: Callable[[], bool]) -> None:
         while not holds():
@@ -416,9 +429,6 @@ class Supervisor:
         self._called = False
         log_ready(model)
         self._change(EngineChange.LOADED)
-        if self._makes_way:
-            self._fall_asleep()
-            return
         if self._live_sessions is not None:
             self._process.send(Keep(tuple(self._live_sessions())))
         self._turns.connect(self._process.send)

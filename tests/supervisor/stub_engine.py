@@ -22,6 +22,8 @@ import threading
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
+
 from inferencecenter.ipc.messages import (
     Abort,
     Configure,
@@ -192,7 +194,7 @@ def _load(pipe: Pipe, options: EngineOptions) -> bool:
     if how == "refuse" and not 0 <= options.n_gpu_layers <= int(bound):
         pipe.send(LoadFailed("invalid_model_file", "unable to allocate CUDA0 buffer", ""))
         return False
-    pipe.send(Ready(MODEL))
+    pipe.send(Ready(msgspec.structs.replace(MODEL, name=options.model_name or MODEL.name)))
     return True
 
 

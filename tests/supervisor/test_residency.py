@@ -1,0 +1,163 @@
+"""Which models are in memory: who is let in, and who makes way."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from inferencecenter.supervisor.residency import Residency
+from inferencecenter.tasks import TaskGroup
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+@dataclass(eq=False)
+class Engine:
+    """A model's engine without one; it makes way when the test says so, or at once."""
+
+    name: str
+    last_used_s: float = 0.0
+    busy: bool = False
+    wanted: bool = True
+    holds_memory: bool = False
+    gone: asyncio.Event = field(default_factory=asyncio.Event)
+    at_once: bool = True
+    asked: int = 0
+    was_asked: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def make_way(self) -> None:
+        """Give up memory."""
+        self.asked += 1
+        self.was_asked.set()
+        if not self.at_once:
+            await self.gone.wait()
+        self.holds_memory = False
+
+
+@dataclass
+class House:
+    """A residency where so many fit; whoever is let in is loaded."""
+
+    room: int = 1
+    max_resident: int = 0
+    changes: int = 0
+
+    def __post_init__(self) -> None:
+        self.residency: Residency[Engine] = Residency(
+            max_resident=self.max_resident, fits=self.fits, changed=self.changed
+        )
+
+    def engine(self, name: str, *, loaded: bool = False, **fields: object) -> Engine:
+        """Return an engine that the residency knows."""
+        engine = Engine(name, holds_memory=loaded, **fields)  # type: ignore[arg-type]
+        self.residency.add(engine)
+        return engine
+
+    async def fits(self, _engine: Engine, others: Sequence[Engine]) -> bool:
+        """Tell whether there is room beside others."""
+        return len(others) < self.room
+
+    def changed(self) -> None:
+        """Count."""
+        self.changes += 1
+
+    async def enter(self, engine: Engine) -> bool:
+        """Let an engine in, and load it."""
+        admitted = await self.residency.admit(engine)
+        engine.holds_memory = engine.holds_memory or admitted
+        return admitted
+
+
+async def test_who_fits_is_let_in_beside_the_others() -> None:
+    """Nobody makes way."""
+    house = House(room=2)
+    first, second = house.engine("first", loaded=True), house.engine("second")
+    assert await house.enter(second)
+    assert (first.asked, first.holds_memory) == (0, True)
+
+
+async def test_the_one_used_longest_ago_makes_way() -> None:
+    """Of the idle ones; what is not loaded is not asked."""
+    house = House(room=2)
+    old = house.engine("old", loaded=True, last_used_s=1.0)
+    house.engine("busy", loaded=True, last_used_s=0.5, busy=True)
+    unloaded = house.engine("unloaded", last_used_s=0.0)
+    assert await house.enter(house.engine("new"))
+    assert not old.holds_memory
+    assert (old.asked, unloaded.asked) == (1, 0)
+
+
+async def test_a_busy_one_makes_way_if_all_are() -> None:
+    """The one that was asked longest ago."""
+    house = House()
+    busy = [house.engine(str(number), loaded=True, last_used_s=float(number), busy=True) for number in (2, 1)]
+    assert await house.enter(house.engine("new"))
+    assert [engine.asked for engine in busy] == [1, 1]
+
+
+async def test_there_is_a_limit_of_models() -> None:
+    """It holds however much would fit."""
+    house = House(room=100, max_resident=2)
+    first, second = (house.engine(str(number), loaded=True, last_used_s=float(number)) for number in range(2))
+    assert await house.enter(house.engine("third"))
+    assert (first.holds_memory, second.holds_memory) == (False, True)
+
+
+async def test_what_fits_nowhere_is_let_in_alone() -> None:
+    """Its plan does with what there is."""
+    house = House(room=0)
+    other = house.engine("other", loaded=True)
+    assert await house.enter(house.engine("huge"))
+    assert not other.holds_memory
+
+
+async def test_who_is_not_wanted_any_more_is_not_let_in() -> None:
+    """Nobody makes way for it; nor is it loaded when another has made way in the meantime."""
+    house = House()
+    other = house.engine("other", loaded=True, at_once=False)
+    assert not await house.enter(house.engine("idle", wanted=False))
+    assert other.asked == 0
+    new, tasks, answers = house.engine("new"), TaskGroup("test"), []
+
+    async def ask() -> None:
+        answers.append(await house.enter(new))
+
+    asking = tasks.spawn(ask(), name="ask")
+    await other.was_asked.wait()
+    assert house.residency.waits(new)
+    new.wanted = False
+    other.gone.set()
+    await asking
+    assert answers == [False]
+    assert not house.residency.waits(new)
+    assert house.changes == 2
+
+
+async def test_they_are_let_in_one_after_the_other() -> None:
+    """Whoever asks while another one waits does not overtake it."""
+    house = House()
+    other = house.engine("other", loaded=True, at_once=False)
+    entered: list[str] = []
+
+    async def enter(engine: Engine) -> None:
+        if await house.enter(engine):
+            entered.append(engine.name)
+
+    tasks = TaskGroup("test")
+    asking = [tasks.spawn(enter(house.engine(name)), name=name) for name in ("first", "second")]
+    await other.was_asked.wait()
+    assert entered == []
+    other.gone.set()
+    await asyncio.gather(*asking)
+    assert entered == ["first", "second"]
+
+
+async def test_who_is_gone_is_not_asked() -> None:
+    """A model whose entry went away makes no way."""
+    house = House()
+    gone = house.engine("gone", loaded=True)
+    house.residency.remove(gone)
+    assert await house.enter(house.engine("new"))
+    assert gone.asked == 0
