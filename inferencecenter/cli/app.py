@@ -18,6 +18,7 @@ _COMMANDS: Final = {
     "run": "run",
     "model": "app",
     "token": "app",
+    "client": "app",
     "session": "app",
     "stats": "stats",
     "usage": "usage",

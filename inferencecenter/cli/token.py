@@ -5,20 +5,22 @@ from __future__ import annotations
 import contextlib
 import re
 import time
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Annotated, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 from rich.table import Column, Table
 from rich.text import Text
 
+from inferencecenter.cli.limits import LIMITS_HELP, changed
 from inferencecenter.cli.options import ConfigOption, JsonOption, StateDirOption, given
 from inferencecenter.cli.output import print_json, stdout
 from inferencecenter.configuration import load_settings
 from inferencecenter.errors import ErrorCode, InferenceCenterError
 from inferencecenter.protocol.scopes import Scope
 from inferencecenter.server import control
+from inferencecenter.server.account_rows import words
 from inferencecenter.server.accounts import DATABASE_NAME, Accounts
 from inferencecenter.server.first_run import ensure_admin
 from inferencecenter.setting_types import Priority
@@ -27,6 +29,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+    from inferencecenter.limits import Limits
+    from inferencecenter.server.account import ClientInfo, TokenInfo
     from inferencecenter.settings import Settings
 
 _SECONDS: Final = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
@@ -55,14 +59,16 @@ def create(  # noqa: PLR0913 - one argument an option
             "--retention-days", help="Days after which a new account's unused sessions go.", show_default=False
         ),
     ] = None,
+    limit: Annotated[list[str] | None, typer.Option(help=LIMITS_HELP, metavar="NAME=VALUE", show_default=False)] = None,
     config: ConfigOption = None,
     state_dir: StateDirOption = None,
     json: JsonOption = False,
 ) -> None:
     """Make a token and show it, this once."""
     settings = load_settings(config, given(state_dir=state_dir))
+    limits = changed(limit or ())
     expires_at = None if expires_in is None else time.time() + duration_s(expires_in)
-    with _accounts(settings) as accounts:
+    with open_accounts(settings) as accounts:
         # Without this, a first token made here would keep the daemon from making its administrator.
         ensure_admin(accounts, settings.state_dir)
         if not accounts.has_client(client):
@@ -79,9 +85,10 @@ def create(  # noqa: PLR0913 - one argument an option
                 f"client {client!r} exists, with limits of its own",
                 hint="Leave out --scope, --max-sessions, --priority and --retention-days, or name a new client.",
             )
-        made = accounts.create_token(client, name=name, expires_at=expires_at)
+        made = accounts.create_token(client, name=name, expires_at=expires_at, limits=limits)
     if json:
-        print_json({**asdict(made), "client_id": client, "name": name, "expires_at": expires_at})
+        of_token = {"client_id": client, "name": name, "expires_at": expires_at, "limits": limits.given()}
+        print_json({**asdict(made), **of_token})
     elif stdout.is_terminal:
         stdout.print(Text.assemble((made.token, "bold")), soft_wrap=True)
         stdout.print("Shown this once. Revoke it with", f"`inferencecenter token revoke {made.token_id}`.")
@@ -99,18 +106,50 @@ def list_tokens(
 ) -> None:
     """List tokens, oldest first; a secret is not among what is kept."""
     settings = load_settings(config, given(state_dir=state_dir))
-    with _accounts(settings) as accounts:
+    with open_accounts(settings) as accounts:
         tokens = accounts.list_tokens(client)
     if json:
-        print_json([asdict(token) for token in tokens])
+        print_json([plain(token) for token in tokens])
         return
-    table = Table(Column("token_id", no_wrap=True), "client", "name", "made", "expires", "last used", "state")
+    table = Table(Column("token_id", no_wrap=True), "client", "name", "made", "expires", "last used", "state", "limits")
     for token in tokens:
         dates = [_date(at) for at in (token.created_at, token.expires_at, token.last_used_at)]
         state = "revoked" if token.revoked else "valid"
         # As text: a name is not markup.
-        table.add_row(*map(Text, (token.token_id, token.client_id, token.name, *dates, state)))
+        cells = (token.token_id, token.client_id, token.name, *dates, state, words(token.limits))
+        table.add_row(*map(Text, cells))
     stdout.print(table)
+
+
+@app.command("limits")
+def limits(
+    token_id: Annotated[str, typer.Argument(help="The token's id as `token list` shows it.")],
+    assignments: Annotated[
+        list[str] | None, typer.Argument(metavar="[NAME=VALUE]...", help=LIMITS_HELP, show_default=False)
+    ] = None,
+    *,
+    config: ConfigOption = None,
+    state_dir: StateDirOption = None,
+    json: JsonOption = False,
+) -> None:
+    """Show a token's own limits, or change them; a running daemon goes by them at once."""
+    settings = load_settings(config, given(state_dir=state_dir))
+    told = None
+    with open_accounts(settings) as accounts:
+        found = next((each for each in accounts.list_tokens() if each.token_id == token_id), None)
+        if found is None:
+            raise InferenceCenterError(
+                ErrorCode.INVALID_REQUEST,
+                f"{token_id!r} is no token's id",
+                field="token_id",
+                hint="`inferencecenter token list` shows the ids.",
+            )
+        own = found.limits
+        if assignments:
+            own = changed(assignments, own)
+            accounts.limit_token(token_id, own)
+            told = control.notify(settings.state_dir)
+    show_limits({"token_id": token_id, "client_id": found.client_id}, own, told=told, json=json)
 
 
 @app.command("revoke")
@@ -123,7 +162,7 @@ def revoke(
 ) -> None:
     """Make a token useless and close the sockets that showed it."""
     settings = load_settings(config, given(state_dir=state_dir))
-    with _accounts(settings) as accounts:
+    with open_accounts(settings) as accounts:
         if not accounts.revoke(token_id):
             raise InferenceCenterError(
                 ErrorCode.INVALID_REQUEST,
@@ -155,8 +194,24 @@ def duration_s(text: str) -> int:
     return int(match[1]) * _SECONDS[match[2]]
 
 
+def show_limits(whose: dict[str, str], limits: Limits, *, told: bool | None, json: bool) -> None:
+    """Show limits, and whether a daemon was ``told`` of a change; ``None`` if nothing was changed."""
+    if json:
+        print_json({**whose, "limits": limits.given()} | ({} if told is None else {"daemon_notified": told}))
+        return
+    typer.echo(words(limits) or "no limits of its own")
+    if told is not None:
+        stdout.print("They hold from now on." if told else "No daemon is running.")
+
+
+def plain(found: TokenInfo | ClientInfo) -> dict[str, Any]:
+    """Return what is known of a token or an account as JSON takes it."""
+    return {field.name: getattr(found, field.name) for field in fields(found)} | {"limits": found.limits.given()}
+
+
 @contextlib.contextmanager
-def _accounts(settings: Settings) -> Iterator[Accounts]:
+def open_accounts(settings: Settings) -> Iterator[Accounts]:
+    """Lend the accounts of the state directory."""
     path: Path = settings.state_dir / DATABASE_NAME
     with contextlib.closing(Accounts.open(path, clock=time.time, audit_days=settings.auth.audit_days)) as accounts:
         yield accounts

@@ -23,34 +23,38 @@ if TYPE_CHECKING:
 _DAY_S: Final = 86_400
 
 
-def usage(
+def usage(  # noqa: PLR0913 - one argument an option
     *,
     client: Annotated[str | None, typer.Option(help="Only this account's.", show_default=False)] = None,
+    token: Annotated[
+        bool, typer.Option("--token", help="Each token by itself; API keys, and what is older than this, have no id.")
+    ] = False,
     days: Annotated[int, typer.Option(help="So many days, today included; days begin at midnight UTC.", min=1)] = 30,
     config: ConfigOption = None,
     state_dir: StateDirOption = None,
     json: JsonOption = False,
 ) -> None:
-    """Show turns and tokens by client and day, of sessions that are or were on disk; in a pipe as lines with tabs."""
+    """Show turns and tokens by client and day, counted where sessions are kept; in a pipe as lines with tabs."""
     settings = load_settings(config, given(state_dir=state_dir))
     since = day_of(max(0.0, time.time() - (days - 1) * _DAY_S))
     with Archive.open(settings.state_dir / DATABASE_NAME) as archive:
-        lines = archive.usage(client, since=since)
+        lines = archive.usage_by_token(client, since=since) if token else archive.usage(client, since=since)
     if json:
         print_json([asdict(line) for line in lines])
         return
     if not stdout.is_terminal:
         for line in lines:
-            typer.echo("\t".join(cells(line)))
+            typer.echo("\t".join(cells(line, by_token=token)))
         return
     counted = [Column(name, justify="right") for name in ("turns", "prompt tokens", "of these cached", "generated")]
-    table = Table("day", "client", *counted)
+    table = Table("day", "client", *(["token_id"] if token else []), *counted)
     for line in lines:
-        table.add_row(*map(Text, cells(line)))
+        table.add_row(*map(Text, cells(line, by_token=token)))
     stdout.print(table)
 
 
-def cells(line: UsageLine) -> tuple[str, ...]:
-    """Return day, client, turns, and tokens of prompts, of these cached, and generated."""
+def cells(line: UsageLine, *, by_token: bool) -> tuple[str, ...]:
+    """Return day, client, the token's id ``by_token``, turns, and tokens of prompts, of these cached, and generated."""
     counts = (line.turns, line.prompt_tokens, line.cached_tokens, line.completion_tokens)
-    return (line.day, line.client_id, *map(str, counts))
+    whose = (line.client_id, line.token_id or "") if by_token else (line.client_id,)
+    return (line.day, *whose, *map(str, counts))

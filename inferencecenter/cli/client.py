@@ -1,0 +1,83 @@
+"""``inferencecenter client``: the accounts in the state directory, and what each may use."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.table import Column, Table
+from rich.text import Text
+
+from inferencecenter.cli.limits import LIMITS_HELP, changed
+from inferencecenter.cli.options import ConfigOption, JsonOption, StateDirOption, given
+from inferencecenter.cli.output import print_json, stdout
+from inferencecenter.cli.token import open_accounts, plain, show_limits
+from inferencecenter.configuration import load_settings
+from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.server import control
+from inferencecenter.server.account_rows import words
+
+if TYPE_CHECKING:
+    from inferencecenter.server.account import ClientInfo
+    from inferencecenter.server.accounts import Accounts
+
+app = typer.Typer(help="List accounts and limit them.", no_args_is_help=True)
+
+
+@app.command("list")
+def list_clients(
+    *,
+    config: ConfigOption = None,
+    state_dir: StateDirOption = None,
+    json: JsonOption = False,
+) -> None:
+    """List the accounts, oldest first; those of clients.toml stand there."""
+    settings = load_settings(config, given(state_dir=state_dir))
+    with open_accounts(settings) as accounts:
+        clients = accounts.clients()
+    if json:
+        print_json([plain(client) for client in clients])
+        return
+    table = Table(Column("client", no_wrap=True), "class", "scopes", "sessions", "tokens", "limits")
+    for client in clients:
+        counts = (str(client.max_sessions), str(client.tokens))
+        table.add_row(
+            *map(Text, (client.client_id, client.priority, " ".join(client.scopes), *counts, words(client.limits)))
+        )
+    stdout.print(table)
+
+
+@app.command("limits")
+def limits(
+    client: Annotated[str, typer.Argument(help="The account.")],
+    assignments: Annotated[
+        list[str] | None, typer.Argument(metavar="[NAME=VALUE]...", help=LIMITS_HELP, show_default=False)
+    ] = None,
+    *,
+    config: ConfigOption = None,
+    state_dir: StateDirOption = None,
+    json: JsonOption = False,
+) -> None:
+    """Show what an account may use, or change it; its tokens have that where they have no limit of their own."""
+    settings = load_settings(config, given(state_dir=state_dir))
+    told = None
+    with open_accounts(settings) as accounts:
+        found = _find(accounts, client)
+        if assignments:
+            found = replace(found, limits=changed(assignments, found.limits))
+            accounts.limit_client(client, found.limits)
+            told = control.notify(settings.state_dir)
+    show_limits({"client_id": client}, found.limits, told=told, json=json)
+
+
+def _find(accounts: Accounts, client_id: str) -> ClientInfo:
+    found = next((each for each in accounts.clients() if each.client_id == client_id), None)
+    if found is None:
+        raise InferenceCenterError(
+            ErrorCode.INVALID_REQUEST,
+            f"client {client_id!r} is none of the accounts in the state directory",
+            field="client",
+            hint="`inferencecenter client list` shows them; limits of clients.toml stand in that file.",
+        )
+    return found
