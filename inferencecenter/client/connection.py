@@ -11,17 +11,34 @@ from inferencecenter.client.link import Address, open_link
 from inferencecenter.client.loading import LOAD_TIMEOUT_S
 from inferencecenter.client.reconnecting import BackoffPolicy
 from inferencecenter.client.session import ClientSession
-from inferencecenter.errors import InferenceCenterError
+from inferencecenter.errors import ErrorCode, InferenceCenterError
 from inferencecenter.protocol import requests
 from inferencecenter.protocol.base import PROTOCOL_VERSION
-from inferencecenter.protocol.events import AuthSuccess, Hello, SessionCreated, SessionResumed, Sessions
+from inferencecenter.protocol.events import (
+    AuthSuccess,
+    Hello,
+    Models,
+    ModelUnloaded,
+    SessionCreated,
+    SessionResumed,
+    Sessions,
+    Swap,
+)
 from inferencecenter.tasks import TaskGroup
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
     from inferencecenter.protocol.base import Event, Request
-    from inferencecenter.protocol.values import Metadata, Mode, OnDisconnect, OnFull, Priority, SessionSummary
+    from inferencecenter.protocol.values import (
+        Metadata,
+        Mode,
+        ModelSummary,
+        OnDisconnect,
+        OnFull,
+        Priority,
+        SessionSummary,
+    )
 
 _PAGE_SESSIONS: Final = 1000
 
@@ -141,6 +158,47 @@ class Client:
             found += page.sessions
             if (after := page.next) is None:
                 return tuple(found)
+
+    async def models(self) -> tuple[ModelSummary, ...]:
+        """Return the models that this client may use, by name.
+
+        Raises:
+            InferenceCenterError: ``daemon_unreachable``.
+        """
+        return expect(await self.request(requests.ListModels(op="list_models")), Models).models
+
+    async def load_model(self, name: str, *, on_progress: Callable[[Swap], None] | None = None) -> None:
+        """Have a model loaded and be the one of all sessions that name none; return when it is.
+
+        Args:
+            name: As ``models`` tells.
+            on_progress: Called with how far it is.
+
+        Raises:
+            InferenceCenterError: ``forbidden``, ``model_not_found``, ``model_loading`` while another is being loaded,
+                ``engine_unavailable`` with the reason when it cannot be loaded, which changes nothing, or
+                ``daemon_unreachable``.
+        """
+
+        def is_interim(event: Event) -> bool:
+            if not isinstance(event, Swap) or event.phase in ("done", "failed"):
+                return False
+            if on_progress is not None:
+                on_progress(event)
+            return True
+
+        load = requests.LoadModel(op="load_model", name=name)
+        ended = expect(await self._exchange.request(load, is_interim=is_interim), Swap)
+        if ended.phase == "failed":
+            raise InferenceCenterError(ErrorCode.ENGINE_UNAVAILABLE, f"{name} cannot be loaded: {ended.detail}")
+
+    async def unload_model(self, name: str) -> None:
+        """Have a model's memory freed when its turns have ended; the next turn that wants it loads it again.
+
+        Raises:
+            InferenceCenterError: ``forbidden``, ``model_not_found`` or ``daemon_unreachable``.
+        """
+        expect(await self.request(requests.UnloadModel(op="unload_model", name=name)), ModelUnloaded)
 
     async def refresh_hello(self) -> Hello:
         """Ask again who answers and whether it is ready.

@@ -39,19 +39,26 @@ _REPEATABLE: Final = (
     requests.Ping,
     requests.GetSession,
     requests.ListSessions,
+    requests.ListModels,
     requests.ResumeSession,
     requests.CloseSession,
+    requests.UnloadModel,
     requests.Status,
     requests.Metrics,
 )
 
 
+def _is_answer(_event: Event) -> bool:
+    return False
+
+
 @dataclass(frozen=True, slots=True)
 class _Pending:
-    """A request that is not answered yet."""
+    """A request that is not answered yet; ``is_interim`` takes what comes before the answer."""
 
     request: Request
     answer: asyncio.Future[Event]
+    is_interim: Callable[[Event], bool]
 
 
 class Exchange:
@@ -109,17 +116,21 @@ class Exchange:
         self.hello, self.account = link.hello, link.account
         self.line.begin(link)
 
-    async def request(self, request: Request) -> Event:
+    async def request(self, request: Request, *, is_interim: Callable[[Event], bool] = _is_answer) -> Event:
         """Send a request and return its direct reply; while the connection is lost, wait.
 
         What only reads, or ends a session, is sent again when its answer is lost with the socket. Of anything else
         nobody knows then whether it was done.
 
+        Args:
+            request: What to ask.
+            is_interim: Called with each reply; the first that it is ``False`` for is the one that is returned.
+
         Raises:
             InferenceCenterError: What the daemon refused, or ``daemon_unreachable``.
         """
         await self.line.until_connected()
-        return await self.ask(request)
+        return await self.ask(request, is_interim=is_interim)
 
     async def request_when_loaded(
         self, request: Request, *, timeout_s: float, on_loading: Callable[[str], None] | None = None
@@ -133,14 +144,14 @@ class Exchange:
             lambda: self.request(request), timeout_s=timeout_s, on_loading=on_loading, timing=self._timing
         )
 
-    async def ask(self, request: Request) -> Event:
+    async def ask(self, request: Request, *, is_interim: Callable[[Event], bool] = _is_answer) -> Event:
         """Send a request on the socket there is, and return its direct reply.
 
         Raises:
             InferenceCenterError: See ``request``.
         """
         request = self.numbered(request)
-        pending = _Pending(request, asyncio.get_running_loop().create_future())
+        pending = _Pending(request, asyncio.get_running_loop().create_future(), is_interim)
         self._pending[str(request.id)] = pending
         try:
             await self.line.send(request)
@@ -211,7 +222,7 @@ class Exchange:
             return
         if isinstance(event, Error):
             pending.answer.set_exception(as_exception(event))
-        else:
+        elif not pending.is_interim(event):
             pending.answer.set_result(event)
 
     def cut(self) -> None:

@@ -1,0 +1,127 @@
+"""A client asks which models there are, has one loaded and one unloaded."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from inferencecenter.client import Connected, Timing, connect
+from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.protocol.values import ModelSummary
+
+if TYPE_CHECKING:
+    from inferencecenter.client import Notice
+    from inferencecenter.protocol.events import Swap
+    from tests.client.peer import Peer, Start
+
+DEMO = {"name": "demo", "default": True, "state": "loaded", "n_ctx": 1024, "slots": 4}
+PHI = {"name": "phi", "default": False, "state": "unloaded"}
+
+
+async def at_once(_seconds: float) -> None:
+    """Wait for nothing before the next attempt."""
+
+
+async def swap(peer: Peer, *frames: dict[str, Any]) -> dict[str, Any]:
+    """Hear a ``load_model``, answer it frame by frame and return it."""
+    request = await peer.hear()
+    assert request["op"] == "load_model", request
+    for frame in frames:
+        await peer.say(op="swap", id=request["id"], model=request["name"], **frame)
+    return request
+
+
+async def test_the_models_there_are(scripted: Start) -> None:
+    """As the daemon lists them; what it does not know is absent."""
+
+    async def daemon(peer: Peer) -> None:
+        await peer.welcome()
+        asked = await peer.hear()
+        await peer.say(op="models", id=asked["id"], models=[DEMO, PHI])
+
+    async with connect(await scripted(daemon), token="ic_a_b") as client:
+        assert await client.models() == tuple(ModelSummary.model_validate(each) for each in (DEMO, PHI))
+
+
+async def test_a_model_is_loaded(scripted: Start) -> None:
+    """Whoever wants to know hears how far it is; the call returns with the last word on its own swap."""
+
+    async def daemon(peer: Peer) -> None:
+        await peer.welcome()
+        await peer.say(op="swap", id="another", model="phi", phase="failed", detail="not ours")
+        await swap(peer, {"phase": "draining"}, {"phase": "loading", "done": 0.5}, {"phase": "done", "done": 1.0})
+        await peer.say(op="model_changed", model="phi", n_ctx=2048)
+        await swap(peer, {"phase": "loading"}, {"phase": "done", "done": 1.0})
+
+    heard: list[Swap] = []
+    async with connect(await scripted(daemon), token="ic_a_b") as client:
+        await client.load_model("phi", on_progress=heard.append)
+        assert [(each.phase, each.done) for each in heard] == [("draining", 0.0), ("loading", 0.5)]
+        await client.load_model("phi")
+        assert client.hello.model == "phi"
+
+
+async def test_a_model_that_cannot_be_loaded(scripted: Start) -> None:
+    """The daemon's reason is raised, and the connection goes on."""
+
+    async def daemon(peer: Peer) -> None:
+        await peer.welcome()
+        await swap(peer, {"phase": "loading"}, {"phase": "failed", "detail": "phi.gguf ends too early"})
+        await peer.refuse(await peer.hear(), "model_not_found", message="no model is named 'psi'")
+        await peer.refuse(await peer.hear(), "model_loading", retryable=True, retry_after_ms=1000)
+
+    async with connect(await scripted(daemon), token="ic_a_b") as client:
+        with pytest.raises(InferenceCenterError, match=r"phi cannot be loaded: phi\.gguf ends") as failed:
+            await client.load_model("phi")
+        assert failed.value.code is ErrorCode.ENGINE_UNAVAILABLE
+        with pytest.raises(InferenceCenterError, match="psi") as missing:
+            await client.load_model("psi")
+        assert missing.value.code is ErrorCode.MODEL_NOT_FOUND
+        with pytest.raises(InferenceCenterError) as other:
+            await client.load_model("phi")
+        assert (other.value.code, other.value.retry_after_ms) == (ErrorCode.MODEL_LOADING, 1000)
+
+
+async def test_a_socket_that_is_lost_while_a_model_is_loaded(scripted: Start) -> None:
+    """Nobody knows how that ends, and it is not asked for again; what only reads is."""
+
+    async def cut(peer: Peer) -> None:
+        await peer.welcome()
+        await swap(peer, {"phase": "loading"})
+        await peer.hear()
+        peer.socket.transport.abort()
+
+    async def back(peer: Peer) -> None:
+        await peer.welcome()
+        asked = await peer.hear()
+        assert asked["op"] == "list_models"
+        await peer.say(op="models", id=asked["id"], models=[DEMO])
+
+    notices: list[Notice] = []
+    url = await scripted(cut, back)
+    async with connect(url, token="ic_a_b", on_notice=notices.append, timing=Timing(sleep=at_once)) as client:
+        load, models = asyncio.create_task(client.load_model("phi")), asyncio.create_task(client.models())  # noqa: TID251
+        with pytest.raises(InferenceCenterError, match="load_model") as lost:
+            await load
+        assert lost.value.code is ErrorCode.DAEMON_UNREACHABLE
+        assert [each.name for each in await models] == ["demo"]
+        assert any(isinstance(notice, Connected) for notice in notices)
+
+
+async def test_a_model_is_unloaded(scripted: Start) -> None:
+    """Done when the daemon says so, and refused to those who may not."""
+
+    async def daemon(peer: Peer) -> None:
+        await peer.welcome()
+        asked = await peer.hear()
+        assert (asked["op"], asked["name"]) == ("unload_model", "phi")
+        await peer.say(op="model_unloaded", id=asked["id"], model="phi")
+        await peer.refuse(await peer.hear(), "forbidden")
+
+    async with connect(await scripted(daemon), token="ic_a_b") as client:
+        await client.unload_model("phi")
+        with pytest.raises(InferenceCenterError) as refused:
+            await client.unload_model("phi")
+        assert refused.value.code is ErrorCode.FORBIDDEN
