@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import readline  # noqa: F401 - importing it gives input() line editing and history
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -14,6 +13,14 @@ from inferencecenter.cli.conversation import Conversation
 from inferencecenter.cli.options import ConfigOption, StateDirOption, given
 from inferencecenter.cli.output import stderr, stdout
 from inferencecenter.cli.parameters import read_params
+from inferencecenter.cli.reach import (
+    TokenFileOption,
+    TokenOption,
+    UrlOption,
+    admin_token_file,
+    daemon_url,
+    read_token,
+)
 from inferencecenter.cli.view import PlainView, TerminalView
 from inferencecenter.cli.waiting import until_ready
 from inferencecenter.client import connect
@@ -22,20 +29,13 @@ from inferencecenter.errors import ErrorCode, InferenceCenterError
 
 if TYPE_CHECKING:
     from inferencecenter.client import Client
-    from inferencecenter.settings import Settings
 
 
 def chat(  # noqa: PLR0913 - one argument an option
     *,
-    url: Annotated[
-        str | None, typer.Option(envvar="INFERENCECENTER_URL", help="The daemon's address.", show_default=False)
-    ] = None,
-    token: Annotated[
-        str | None, typer.Option(envvar="INFERENCECENTER_TOKEN", help="Token to show.", show_default=False)
-    ] = None,
-    token_file: Annotated[
-        Path | None, typer.Option(help="File with the token.", show_default="admin.token in the state directory")
-    ] = None,
+    url: UrlOption = None,
+    token: TokenOption = None,
+    token_file: TokenFileOption = None,
     model: Annotated[
         str | None, typer.Option(help="Model that answers.", show_default="the daemon's choice, also when it changes")
     ] = None,
@@ -57,7 +57,7 @@ def chat(  # noqa: PLR0913 - one argument an option
     check_resumption(resume=resume, latest=latest, system=system, model=model)
     settings = load_settings(config, given(state_dir=state_dir))
     address = url or daemon_url(settings)
-    credential = token or read_token(token_file or settings.state_dir / "admin.token")
+    credential = token or read_token(token_file or admin_token_file(settings))
     interactive = sys.stdin.isatty() and stdout.is_terminal
     view = TerminalView(stdout, model=model) if interactive else PlainView()
     with (
@@ -91,30 +91,6 @@ def check_resumption(*, resume: str | None, latest: bool, system: str | None, mo
         raise InferenceCenterError(
             ErrorCode.INVALID_REQUEST, "--model is for a new conversation; one that goes on keeps its own"
         )
-
-
-def daemon_url(settings: Settings) -> str:
-    """Return where the daemon of these settings is reached from this machine."""
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(settings.server.host, settings.server.host)  # noqa: S104
-    bracketed = f"[{host}]" if ":" in host else host
-    return f"ws://{bracketed}:{settings.server.port}{settings.server.base_path}/ws"
-
-
-def read_token(path: Path) -> str:
-    """Return the token in a file.
-
-    Raises:
-        InferenceCenterError: ``not_authenticated``, naming the file.
-    """
-    try:
-        return path.expanduser().read_text(encoding="ascii").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "is no text"
-        raise InferenceCenterError(
-            ErrorCode.NOT_AUTHENTICATED,
-            f"no token: {path}: {reason}",
-            hint="The first `inferencecenter serve` writes it; or give --token, --token-file, INFERENCECENTER_TOKEN.",
-        ) from None
 
 
 async def _wait_until_ready(client: Client) -> None:

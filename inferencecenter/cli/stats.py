@@ -12,7 +12,6 @@ import time
 import tty
 from collections import deque
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final, TypeVar
 
 import orjson
@@ -21,9 +20,16 @@ from rich.console import Group
 from rich.live import Live
 from rich.text import Text
 
-from inferencecenter.cli.chat import daemon_url, read_token
 from inferencecenter.cli.options import ConfigOption, StateDirOption, given
 from inferencecenter.cli.output import stderr, stdout
+from inferencecenter.cli.reach import (
+    TokenFileOption,
+    TokenOption,
+    UrlOption,
+    admin_token_file,
+    daemon_url,
+    read_token,
+)
 from inferencecenter.cli.stats_view import Glance, as_data, line, screen
 from inferencecenter.cli.view import describe_notice
 from inferencecenter.client import Connected, Reconnecting, connect
@@ -51,15 +57,9 @@ _READ_BYTES: Final = 64
 
 def stats(  # noqa: PLR0913 - one argument an option
     *,
-    url: Annotated[
-        str | None, typer.Option(envvar="INFERENCECENTER_URL", help="The daemon's address.", show_default=False)
-    ] = None,
-    token: Annotated[
-        str | None, typer.Option(envvar="INFERENCECENTER_TOKEN", help="Token to show.", show_default=False)
-    ] = None,
-    token_file: Annotated[
-        Path | None, typer.Option(help="File with the token.", show_default="admin.token in the state directory")
-    ] = None,
+    url: UrlOption = None,
+    token: TokenOption = None,
+    token_file: TokenFileOption = None,
     interval: Annotated[float, typer.Option(help="Seconds between looks.", min=0.1, max=3600)] = 1.0,
     once: Annotated[bool, typer.Option("--once", help="Look once and leave.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Write JSON, a line for each look.")] = False,
@@ -69,7 +69,7 @@ def stats(  # noqa: PLR0913 - one argument an option
     """Watch slots, queue, tokens a second, memory and GPU; q or Ctrl-C leaves. In a pipe, a line for each look."""
     settings = load_settings(config, given(state_dir=state_dir))
     address = url or daemon_url(settings)
-    credential = token or read_token(token_file or settings.state_dir / "admin.token")
+    credential = token or read_token(token_file or admin_token_file(settings))
     live = stdout.is_terminal and not once and not json
     watch = Watch(address)
     if not live:

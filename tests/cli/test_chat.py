@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from inferencecenter.cli.chat import daemon_url, read_token
 from inferencecenter.cli.parameters import read_params
+from inferencecenter.cli.reach import daemon_url, read_token
 from inferencecenter.cli.view import column_after, describe_notice
 from inferencecenter.client import Connected, Reconnecting
 from inferencecenter.errors import ErrorCode, InferenceCenterError
