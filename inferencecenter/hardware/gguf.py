@@ -9,20 +9,24 @@ from __future__ import annotations
 
 import re
 import struct
+from contextlib import suppress
 from dataclasses import dataclass, field
 from math import prod
 from typing import TYPE_CHECKING, Final, TypeAlias
 
 from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.hardware.ggml_types import BLOCKS
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
     from io import BufferedReader
     from pathlib import Path
 
 _MAGIC: Final = b"GGUF"
 _VERSIONS: Final = (2, 3)
 _CHUNK_BYTES: Final = 2**22
+_GLANCE_BYTES: Final = 2**20
+_GLANCE_CHUNK_BYTES: Final = 2**15
 _MAX_TENSORS: Final = 100_000
 _MAX_ENTRIES: Final = 100_000
 _MAX_NAME_BYTES: Final = 2**16 - 1
@@ -44,44 +48,6 @@ _SCALARS: Final = {
     if code
 }
 _STRING, _ARRAY = 8, 9
-
-# ``ggml_type``: weights in a block and bytes that it takes (ggml-common.h).
-_BLOCKS: Final[Mapping[int, tuple[int, int]]] = {
-    0: (1, 4),  # F32
-    1: (1, 2),  # F16
-    2: (32, 18),  # Q4_0
-    3: (32, 20),  # Q4_1
-    6: (32, 22),  # Q5_0
-    7: (32, 24),  # Q5_1
-    8: (32, 34),  # Q8_0
-    9: (32, 40),  # Q8_1
-    10: (256, 84),  # Q2_K
-    11: (256, 110),  # Q3_K
-    12: (256, 144),  # Q4_K
-    13: (256, 176),  # Q5_K
-    14: (256, 210),  # Q6_K
-    15: (256, 292),  # Q8_K
-    16: (256, 66),  # IQ2_XXS
-    17: (256, 74),  # IQ2_XS
-    18: (256, 98),  # IQ3_XXS
-    19: (256, 50),  # IQ1_S
-    20: (32, 18),  # IQ4_NL
-    21: (256, 110),  # IQ3_S
-    22: (256, 82),  # IQ2_S
-    23: (256, 136),  # IQ4_XS
-    24: (1, 1),  # I8
-    25: (1, 2),  # I16
-    26: (1, 4),  # I32
-    27: (1, 8),  # I64
-    28: (1, 8),  # F64
-    29: (256, 56),  # IQ1_M
-    30: (1, 2),  # BF16
-    34: (256, 54),  # TQ1_0
-    35: (256, 66),  # TQ2_0
-    39: (32, 17),  # MXFP4
-    40: (64, 36),  # NVFP4
-    41: (128, 18),  # Q1_0
-}
 
 Scalar: TypeAlias = int | float | bool | str
 
@@ -146,6 +112,18 @@ def read_gguf(path: Path) -> GgufFile:
     return GgufFile(tuple(part.paths[0] for part in parts), first.version, first.metadata, tensors)
 
 
+def glance(path: Path) -> dict[str, Value]:
+    """Return the metadata before the vocabulary, as far as it can be read: what a file is, at the price of one read."""
+    found: dict[str, Value] = {}
+    with suppress(OSError, InferenceCenterError), path.open("rb") as file:
+        size_bytes = min(path.stat().st_size, _GLANCE_BYTES)
+        for name, value in _Header(path, file, size_bytes, chunk_bytes=_GLANCE_CHUNK_BYTES).metadata():
+            if name.startswith("tokenizer."):
+                break
+            found[name] = value
+    return found
+
+
 def _other_parts(path: Path, first: GgufFile, count: int) -> list[Path]:
     named = _SHARD.match(path.name)
     if named is None or int(named["count"]) != count:
@@ -166,7 +144,7 @@ def _read_part(path: Path) -> GgufFile:
     try:
         size_bytes = path.stat().st_size
         with path.open("rb") as file:
-            return _Header(path, file, size_bytes).read()
+            return _Header(path, file, size_bytes, chunk_bytes=_CHUNK_BYTES).read()
     except OSError as error:
         raise _refusal(f"{path} cannot be read: {error.strerror}.", "Name a readable GGUF file.") from None
 
@@ -174,31 +152,38 @@ def _read_part(path: Path) -> GgufFile:
 class _Header:
     """One pass over the beginning of a file, of which no more is read than is needed."""
 
-    def __init__(self, path: Path, file: BufferedReader, size_bytes: int) -> None:
+    def __init__(self, path: Path, file: BufferedReader, size_bytes: int, *, chunk_bytes: int) -> None:
         self._path = path
         self._file = file
         self._size_bytes = size_bytes
+        self._chunk_bytes = chunk_bytes
+        self._version = self._n_tensors = 0
         self._data = b""
         self._position = 0
 
     def read(self) -> GgufFile:
+        metadata = dict(self.metadata())
+        table = [self._tensor() for _ in range(self._n_tensors)]
+        self._check_data(table, metadata.get("general.alignment", _DEFAULT_ALIGNMENT))
+        return GgufFile((self._path,), self._version, metadata, tuple(tensor for tensor, _ in table))
+
+    def metadata(self) -> Iterator[tuple[str, Value]]:
+        """Yield the entries in their order; what follows them is the table of tensors."""
         magic = self._take(4)
         if magic != _MAGIC:
             raise self._wrong(f"starts with {magic!r}, not with {_MAGIC!r}", "Give the path of a .gguf file.")
-        version = self._u32()
-        if version not in _VERSIONS:
-            if version & 0xFFFF == 0:
+        self._version = self._u32()
+        if self._version not in _VERSIONS:
+            if self._version & 0xFFFF == 0:
                 raise self._wrong("is a big-endian GGUF file", "Get the little-endian one, which is the usual form.")
             raise self._wrong(
-                f"is GGUF version {version}; versions 2 and 3 can be read",
+                f"is GGUF version {self._version}; versions 2 and 3 can be read",
                 "Convert the model again with a current llama.cpp, or download a current file.",
             )
-        n_tensors = self._count("tensors", _MAX_TENSORS)
-        n_entries = self._count("metadata entries", _MAX_ENTRIES)
-        metadata = {self._text(_MAX_NAME_BYTES): self._value(self._u32()) for _ in range(n_entries)}
-        table = [self._tensor() for _ in range(n_tensors)]
-        self._check_data(table, metadata.get("general.alignment", _DEFAULT_ALIGNMENT))
-        return GgufFile((self._path,), version, metadata, tuple(tensor for tensor, _ in table))
+        self._n_tensors = self._count("tensors", _MAX_TENSORS)
+        for _ in range(self._count("metadata entries", _MAX_ENTRIES)):
+            name = self._text(_MAX_NAME_BYTES)
+            yield name, self._value(self._u32())
 
     def _check_data(self, table: list[tuple[Tensor, int]], alignment: Value) -> None:
         if not isinstance(alignment, int) or not 0 < alignment <= _MAX_ALIGNMENT:
@@ -218,12 +203,12 @@ class _Header:
             raise self._wrong(f"gives {name!r} {n_dimensions} dimensions; llama.cpp has {_MAX_DIMENSIONS}")
         shape = tuple(self._u64() for _ in range(n_dimensions))
         kind = self._u32()
-        if kind not in _BLOCKS:
+        if kind not in BLOCKS:
             raise self._wrong(
                 f"stores {name!r} as type {kind}, which is not known here",
                 "A newer type may need a newer InferenceCenter and llama-cpp-python.",
             )
-        weights, block_bytes = _BLOCKS[kind]
+        weights, block_bytes = BLOCKS[kind]
         if not shape or 0 in shape or shape[0] % weights or prod(shape) >= 2**60:
             raise self._wrong(f"gives {name!r} the shape {shape}, which blocks of {weights} weights do not fill")
         return Tensor(name, shape, kind, prod(shape) // weights * block_bytes), self._u64()
@@ -324,7 +309,7 @@ class _Header:
         if end > self._size_bytes:
             raise self._truncated()
         # At least as much again as was read: a long header is copied a few times, not once for every part.
-        self._data += self._file.read(max(end - len(self._data), len(self._data), _CHUNK_BYTES))
+        self._data += self._file.read(max(end - len(self._data), len(self._data), self._chunk_bytes))
         if end > len(self._data):
             raise self._truncated()
 

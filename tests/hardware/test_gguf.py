@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from inferencecenter.errors import ErrorCode, InferenceCenterError
 from inferencecenter.hardware import gguf as own
-from inferencecenter.hardware.gguf import Array, read_gguf
+from inferencecenter.hardware.ggml_types import BLOCKS
+from inferencecenter.hardware.gguf import Array, glance, read_gguf
 from inferencecenter.settings import bundled_model
 
 if TYPE_CHECKING:
@@ -67,7 +68,7 @@ def test_the_demo_model_as_the_reference_reads_it() -> None:
 def test_sizes_of_all_types_are_those_of_the_reference() -> None:
     """A type that llama.cpp adds is noticed here when the reference is updated."""
     reference = {int(kind): sizes for kind, sizes in gguf.GGML_QUANT_SIZES.items()}
-    assert dict(own._BLOCKS) == reference
+    assert dict(BLOCKS) == reference
 
 
 def test_a_large_vocabulary_is_jumped_over(header_of: Callable[[HeaderName], Path]) -> None:
@@ -81,6 +82,44 @@ def test_a_large_vocabulary_is_jumped_over(header_of: Callable[[HeaderName], Pat
 
     assert min(taken_s() for _ in range(5)) < 0.05
     assert read_gguf(path).metadata["tokenizer.ggml.tokens"] == Array(152_064)
+
+
+def test_a_glance_ends_before_the_vocabulary(header_of: Callable[[HeaderName], Path]) -> None:
+    """What a file is and what it is called costs a piece of 32 KiB, whatever comes after it."""
+    path = header_of("qwen2.5-7b")
+    found = glance(path)
+    whole = read_gguf(path).metadata
+    assert found["general.architecture"] == "qwen2"
+    assert not any(name.startswith("tokenizer.") for name in found)
+    assert found == {name: whole[name] for name in found}
+
+    def taken_s() -> float:
+        start = time.perf_counter()
+        glance(path)
+        return time.perf_counter() - start
+
+    assert min(taken_s() for _ in range(5)) < 0.005
+
+
+@pytest.mark.parametrize("content", [b"", b"PK\x03\x04", b"GGUF", header(entries=1, version=9), header(entries=2**40)])
+def test_a_glance_at_what_is_no_model(tmp_path: Path, content: bytes) -> None:
+    """Nothing is said of it, and nothing is raised: who loads it is told."""
+    path = tmp_path / "file.gguf"
+    path.write_bytes(content)
+    assert glance(path) == {}
+    assert glance(tmp_path / "missing.gguf") == {}
+
+
+def test_a_glance_at_a_file_that_is_cut_off(tmp_path: Path) -> None:
+    """What came before is told; an array as long as the rest of a huge file is not looked for."""
+    path = tmp_path / "file.gguf"
+    one = text("general.type") + U32.pack(8) + text("adapter")
+    path.write_bytes(header(entries=2) + one + text("general.name") + U32.pack(8) + U64.pack(50) + b"A")
+    assert glance(path) == {"general.type": "adapter"}
+    with path.open("wb") as file:
+        file.write(header(entries=2) + one + text("a.weights") + U32.pack(9) + U32.pack(0) + U64.pack(2**33))
+        file.truncate(2**34)
+    assert glance(path) == {"general.type": "adapter"}
 
 
 def test_every_kind_of_value(tmp_path: Path) -> None:
