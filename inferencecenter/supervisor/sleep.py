@@ -1,8 +1,7 @@
-"""When an engine that nobody asks anything is to end, and when the next one is wanted."""
+"""When an engine that nobody asks anything is to end."""
 
 from __future__ import annotations
 
-import asyncio
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -31,7 +30,6 @@ class Sleep:
         self._on_tired = on_tired
         self._call_later = call_later
         self._timer: Timer | None = None
-        self._woken = asyncio.Event()
 
     def keep(self, *, idle: bool) -> None:
         """Begin to count, or end it; counting goes on where it is if nothing has changed."""
@@ -40,15 +38,6 @@ class Sleep:
         elif not idle and self._timer is not None:
             self._timer.cancel()
             self._timer = None
-
-    def wake(self) -> None:
-        """Take note that an engine may be wanted, or that nobody is to wait for that any longer."""
-        self._woken.set()
-
-    async def until_woken(self) -> None:
-        """Wait for the next ``wake``."""
-        self._woken.clear()
-        await self._woken.wait()
 
     def _tire(self) -> None:
         self._timer = None

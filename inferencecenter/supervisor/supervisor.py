@@ -26,6 +26,7 @@ from inferencecenter.supervisor.sleep import Sleep
 from inferencecenter.supervisor.states import ENGINE, EngineChange
 from inferencecenter.supervisor.turns import Turns
 from inferencecenter.supervisor.watch import HangWatch, call_later
+from inferencecenter.supervisor.wish import Wish
 from inferencecenter.tasks import TaskGroup
 
 if TYPE_CHECKING:
@@ -98,13 +99,13 @@ class Supervisor:
         self._hang_timeout_s = hang_timeout_s
         self._live_sessions = live_sessions
         self._plan_again = plan_again
-        self._admit = admit
         self._on_step = on_step
         self._lock_path = lock_path
         self._monotonic = monotonic
         self._tasks = TaskGroup("supervisor")
         self._listeners = Listeners()
         self._turns = Turns()
+        self._wish = Wish(has_turns=lambda: len(self._turns) > 0, admit=admit)
         self._hang_watch = HangWatch(
             hang_timeout_s,
             beats=lambda: self._process.beats if self._process else 0,
@@ -122,8 +123,6 @@ class Supervisor:
         self._restarts = 0
         self._ready_since: float | None = None
         self._gauges = _NOTHING_RUNS
-        self._called = False
-        self._paused = False
         self._is_planned = True
         self._news = asyncio.Event()
         self._keeper: asyncio.Task[None] | None = None
@@ -169,7 +168,7 @@ class Supervisor:
     @property
     def wanted(self) -> bool:
         """Whether there is something for an engine to do, or somebody has called for one."""
-        return not self._stop_asked.is_set() and not self._paused and (self._called or len(self._turns) > 0)
+        return bool(self._wish)
 
     @property
     def holds_memory(self) -> bool:
@@ -197,8 +196,8 @@ class Supervisor:
 
     def wake(self) -> None:
         """Start an engine that sleeps, though no turn wants it yet."""
-        self._called = self._state is not EngineState.READY
-        self._sleep.wake()
+        if self._state is not EngineState.READY:
+            self._wish.call()
 
     async def make_way(self, *, patience_s: float | None) -> None:
         """Have the engine end when its turns have, and wait until it is gone; what comes meanwhile waits.
@@ -215,8 +214,7 @@ class Supervisor:
 
     def pause(self, *, paused: bool) -> None:
         """While ``paused``, start no engine for what waits; one that is there goes on."""
-        self._paused = paused
-        self._sleep.wake()
+        self._wish.pause(paused=paused)
 
     def recall(self, *, begun: bool = False) -> list[EngineTurn]:
         """Give back the turns that no engine has, those with tokens only if ``begun``; they are not here any more."""
@@ -242,7 +240,7 @@ class Supervisor:
             await self._until(lambda: self._state is EngineState.STOPPED)
             return
         self._stop_asked.set()
-        self._sleep.wake()
+        self._wish.end()
         was_loaded = self._state in (EngineState.READY, EngineState.SUSPENDING)
         self._change(EngineChange.STOP)
         self._turns.lost()
@@ -268,7 +266,7 @@ class Supervisor:
             raise queue_full(self._max_queue)
         given = self._turns.add(turn)
         self.last_used_s = self._monotonic()
-        self._sleep.wake()
+        self._wish.look()
         self._watch()
         return position if given else max(1, position)
 
@@ -289,7 +287,7 @@ class Supervisor:
 
     async def _keep_alive(self, *, asleep: bool) -> None:
         if asleep:
-            await self._until_admitted()
+            await self._wish.granted()
         while not self._stop_asked.is_set():
             self._progress.begin()
             self._change(EngineChange.START)
@@ -317,14 +315,7 @@ class Supervisor:
         self._gauges = msgspec.structs.replace(self._gauges, running=0, waiting=0, rss_bytes=0)
         _log.info("engine_asleep", detail=ended.detail, parked_sessions=self._gauges.parked_sessions)
         self._change(EngineChange.ENDED)
-        await self._until_admitted()
-
-    async def _until_admitted(self) -> None:
-        while not self._stop_asked.is_set():
-            if not self.wanted:
-                await self._sleep.until_woken()
-            elif self._admit is None or await self._admit():
-                return
+        await self._wish.granted()
 
     async def _let_turns_end(self, patience_s: float | None) -> None:
         self._turns.hold()
@@ -426,7 +417,7 @@ class Supervisor:
         assert self._process is not None, "it has just spoken"
         self._model, self._progress.fraction, self._detail = model, 1.0, ""
         self._ready_since = self._monotonic()
-        self._called = False
+        self._wish.come_true()
         log_ready(model)
         self._change(EngineChange.LOADED)
         if self._live_sessions is not None:

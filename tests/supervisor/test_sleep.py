@@ -18,7 +18,6 @@ from inferencecenter.ipc.messages import EngineOptions, Failed, Withdrawn
 from inferencecenter.ipc.port import EngineState, EngineStatus
 from inferencecenter.supervisor import process
 from inferencecenter.supervisor.sleep import Sleep
-from inferencecenter.tasks import TaskGroup
 from tests.supervisor import stub_engine
 from tests.supervisor.harness import TIMEOUT_S, Heard, Watched, end_of, order
 from tests.supervisor.timers import Timers
@@ -70,18 +69,6 @@ def test_one_that_never_sleeps_has_no_timer() -> None:
     bed = Bed(after_s=None)
     bed.sleep.keep(idle=True)
     assert bed.calls == []
-
-
-async def test_it_is_woken_by_what_comes_while_somebody_waits() -> None:
-    """What was said before does not count: whoever waits has looked before whether anything is wanted."""
-    bed = Bed()
-    bed.sleep.wake()
-    tasks = TaskGroup("test")
-    waiting = tasks.spawn(bed.sleep.until_woken(), name="waiting")
-    await asyncio.sleep(0)
-    assert not waiting.done()
-    bed.sleep.wake()
-    await asyncio.wait_for(waiting, TIMEOUT_S)
 
 
 async def asleep(**options: object) -> Watched:

@@ -1,0 +1,61 @@
+"""Whether an engine is to be started, and when it may be."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+
+class Wish:
+    """An engine is wanted while turns wait or somebody has called for one; not while paused, and not after the end.
+
+    Args:
+        has_turns: Whether turns wait for an engine.
+        admit: Waits until the engine may be started, or is wanted no more, and tells which; none to start it at once.
+    """
+
+    def __init__(self, *, has_turns: Callable[[], bool], admit: Callable[[], Awaitable[bool]] | None) -> None:
+        self._has_turns = has_turns
+        self._admit = admit
+        self._called = False
+        self._paused = False
+        self._over = False
+        self._news = asyncio.Event()
+
+    def __bool__(self) -> bool:
+        return not self._over and not self._paused and (self._called or self._has_turns())
+
+    def call(self) -> None:
+        """Want an engine, though no turn does."""
+        self._called = True
+        self._news.set()
+
+    def look(self) -> None:
+        """Take note that turns may have come."""
+        self._news.set()
+
+    def pause(self, *, paused: bool) -> None:
+        """Want none while ``paused``, whatever waits."""
+        self._paused = paused
+        self._news.set()
+
+    def come_true(self) -> None:
+        """Take note that the engine is there: who called has been heard."""
+        self._called = False
+
+    def end(self) -> None:
+        """Want none any more."""
+        self._over = True
+        self._news.set()
+
+    async def granted(self) -> None:
+        """Wait until an engine is wanted and may be started, or none is to be any more."""
+        while not self._over:
+            if not self:
+                self._news.clear()
+                await self._news.wait()
+            elif self._admit is None or await self._admit():
+                return
