@@ -1,4 +1,4 @@
-"""``inferencecenter model``: fetch, list, look at, check and delete model files; no daemon is needed."""
+"""``inferencecenter model``: fetch, list, look at, check and delete model files, and have a daemon swap them."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from rich.table import Column, Table
 from rich.text import Text
 
-from inferencecenter.cli.options import ConfigOption, JsonOption, given
+from inferencecenter.cli.model_swap import load, models_of_daemon, state, unload
+from inferencecenter.cli.options import ConfigOption, JsonOption, StateDirOption, given
 from inferencecenter.cli.output import print_json, stderr, stdout
+from inferencecenter.cli.reach import TokenFileOption, TokenOption, UrlOption
 from inferencecenter.configuration import load_settings
 from inferencecenter.errors import ERRORS, ErrorCode, InferenceCenterError
 from inferencecenter.models import files
@@ -25,24 +27,43 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from inferencecenter.models.files import ModelFacts, ModelFiles, Verdict
+    from inferencecenter.protocol.values import ModelSummary
     from inferencecenter.settings import Settings
 
 ModelsDirOption = Annotated[Path | None, typer.Option("--models-dir", help="Directory of models.", show_default=False)]
 
-app = typer.Typer(help="Fetch, list, look at, check and delete model files.", no_args_is_help=True)
+app = typer.Typer(
+    help="Fetch, list, look at, check and delete model files, and have the daemon load and unload them.",
+    no_args_is_help=True,
+)
+app.command("load")(load)
+app.command("unload")(unload)
 
 
 @app.command("list")
-def list_models(*, models_dir: ModelsDirOption = None, config: ConfigOption = None, json: JsonOption = False) -> None:
-    """List the models in the models directory; in a pipe as lines of fields between tabs."""
-    settings = load_settings(config, given(models_dir=models_dir))
+def list_models(  # noqa: PLR0913 - one argument an option
+    *,
+    models_dir: ModelsDirOption = None,
+    url: UrlOption = None,
+    token: TokenOption = None,
+    token_file: TokenFileOption = None,
+    config: ConfigOption = None,
+    state_dir: StateDirOption = None,
+    json: JsonOption = False,
+) -> None:
+    """List the models in the models directory, and what a running daemon has; in a pipe as fields between tabs."""
+    settings = load_settings(config, given(models_dir=models_dir, state_dir=state_dir))
     names = configured_files(settings)
-    lines = [_Line(model, names) for model in files.list_models(settings.models_dir)]
+    served = models_of_daemon(settings, url=url, token=token, token_file=token_file)
+    lines: list[_Line | _Served] = [
+        _Line(model, names, served.pop(model.name, None)) for model in files.list_models(settings.models_dir)
+    ]
+    lines += map(_Served, served.values())
     if json:
         print_json([line.as_data() for line in lines])
     elif stdout.is_terminal:
         right = [Column(name, justify="right") for name in ("parameters", "size")]
-        table = Table("model", "architecture", "weights", *right, "from", "")
+        table = Table("model", "architecture", "weights", *right, "from", "state", "")
         for line in lines:
             # As text: what a file says of itself is not markup.
             table.add_row(*map(Text, line.cells()))
@@ -218,8 +239,9 @@ def count(number: int) -> str:
 class _Line:
     """A model in the list; one whose header cannot be read says so."""
 
-    def __init__(self, model: ModelFiles, configured: dict[Path, str]) -> None:
+    def __init__(self, model: ModelFiles, configured: dict[Path, str], served: ModelSummary | None) -> None:
         self._model = model
+        self._served = served
         self._setting = configured.get(model.paths[0].resolve())
         self._facts: ModelFacts | None = None
         self._problem = ""
@@ -229,16 +251,41 @@ class _Line:
             self._problem = error.message
 
     def cells(self) -> tuple[str, ...]:
-        """Return name, architecture, weights, parameters, size, source and what is to be noted."""
+        """Return name, architecture, weights, parameters, size, source, state and what is to be noted."""
         facts, receipt = self._facts, self._model.receipt
         told = ("", "", "") if facts is None else (facts.architecture, facts.quantization, count(facts.parameters))
         source = receipt.source if receipt else ""
-        return self._model.name, *told, size(self._model.size_bytes), source, self._problem or self._setting or ""
+        now = state(self._served) if self._served else ""
+        return self._model.name, *told, size(self._model.size_bytes), source, now, self._problem or self._setting or ""
 
     def as_data(self) -> dict[str, Any]:
         """Return the model as scripts read it."""
         facts = None if self._facts is None else asdict(self._facts)
-        return {**_as_data(self._model), "facts": facts, "problem": self._problem or None, "setting": self._setting}
+        found = {"facts": facts, "problem": self._problem or None, "setting": self._setting}
+        return {**_as_data(self._model), **found, "served": _served_data(self._served)}
+
+
+class _Served:
+    """A model that the daemon has from elsewhere, of which only it knows."""
+
+    def __init__(self, model: ModelSummary) -> None:
+        self._model = model
+
+    def cells(self) -> tuple[str, ...]:
+        """Return what ``_Line`` has, as far as the daemon tells."""
+        model = self._model
+        parameters = "" if model.parameters is None else count(model.parameters)
+        weights = "" if model.size_mb is None else size(round(model.size_mb * 2**20))
+        return model.name, "", "", parameters, weights, "", state(model), ""
+
+    def as_data(self) -> dict[str, Any]:
+        """Return the model as scripts read it; what only a file in the directory has is null."""
+        unknown = dict.fromkeys(("size_bytes", "source", "pulled_at", "facts", "problem", "setting"))
+        return {"name": self._model.name, "files": [], **unknown, "served": _served_data(self._model)}
+
+
+def _served_data(model: ModelSummary | None) -> dict[str, Any] | None:
+    return None if model is None else model.model_dump(exclude={"name"})
 
 
 def _as_data(model: ModelFiles) -> dict[str, Any]:
