@@ -129,6 +129,7 @@ def serve(settings: Settings, *, announce: Callable[[Announcement], None], read_
             held.callback(listening.close)
         certificate = Certificate(server.certfile, server.keyfile) if server.certfile and server.keyfile else None
         config_params, registry = parse_config_params(settings), read_registry(settings)
+        registry.log_remarks()
         if (traces := open_traces(settings.telemetry)) is not None:
             held.callback(traces.close)
         accounts = Accounts.open(

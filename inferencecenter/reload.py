@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import TYPE_CHECKING, Final
 
 import structlog
 
+from inferencecenter.config_params import parse_config_params
 from inferencecenter.errors import InferenceCenterError
-from inferencecenter.models.registry import read_registry
+from inferencecenter.models.registry import DAEMON_SETTINGS, read_registry
 from inferencecenter.server.clients_file import load_clients
 from inferencecenter.settings import setting_fields
 from inferencecenter.telemetry import logs
@@ -37,10 +38,12 @@ _APPLIED: Final = frozenset(
 _APPLIED_TABLES: Final = ("limits.", "model.", "models", "engine.")
 """Settings that tokens are limited by, and that each model is run by."""
 
+_AT_START: Final = frozenset(f"engine.{name}" for name in DAEMON_SETTINGS)
+
 _log = structlog.get_logger(__name__)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Reload:
     """What can be read again, and those whom it concerns.
 
@@ -63,6 +66,10 @@ class Reload:
     limits_changed: Callable[[Limits], None]
     announced: Callable[[], AbstractContextManager[None]]
     apply_models: Callable[[Registry], None]
+    _last: Settings = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._last = self.started_with
 
     def run(self) -> None:
         """Read everything again. What is wrong is logged, and stays as it was; the rest is done."""
@@ -71,20 +78,17 @@ class Reload:
 
     def _read(self) -> None:
         try:
-            settings = self.read()
+            self._last = self.read()
         except InferenceCenterError as error:
             _failed("settings", error)
-            settings = self.started_with
+        settings = self._last
         _reload_log(settings)
         self._reload_clients(settings)
         self._reload_limits(settings)
         self._reload_certificate()
         self._reload_models(settings)
-        waiting = {
-            name
-            for name in changed_settings(self.started_with, settings) - _APPLIED
-            if not name.startswith(_APPLIED_TABLES)
-        }
+        changed = changed_settings(self.started_with, settings) - _APPLIED
+        waiting = {name for name in changed if name in _AT_START or not name.startswith(_APPLIED_TABLES)}
         if waiting:
             _log.warning("settings_need_restart", settings=sorted(waiting))
         _log.info("reloaded")
@@ -105,9 +109,13 @@ class Reload:
 
     def _reload_models(self, settings: Settings) -> None:
         try:
-            self.apply_models(read_registry(settings))
+            parse_config_params(settings)
+            registry = read_registry(settings)
         except InferenceCenterError as error:
             _failed("models", error)
+            return
+        registry.log_remarks()
+        self.apply_models(registry)
 
     def _reload_certificate(self) -> None:
         if self.certificate is None:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 APP_NAME: Final = "inferencecenter"
 ENV_PREFIX: Final = "INFERENCECENTER_"
+MODEL_NAME: Final = r"^[A-Za-z0-9][A-Za-z0-9._:+-]{0,127}$"
 
 
 def _base_path(value: str) -> str:
@@ -57,7 +58,7 @@ def bundled_model() -> Path:
 
 
 Origin = Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9+.-]*://[^/]+$")]
-ModelName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:+-]{0,127}$")]
+ModelName = Annotated[str, StringConstraints(pattern=MODEL_NAME)]
 KvType = Literal["f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0"]
 
 

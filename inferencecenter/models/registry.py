@@ -3,25 +3,32 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final
 
 import structlog
 from pydantic import ValidationError
 
 from inferencecenter.errors import ErrorCode, InferenceCenterError
-from inferencecenter.hardware.gguf import read_gguf
-from inferencecenter.settings import EngineSettings, bundled_model
+from inferencecenter.hardware.gguf import glance, read_gguf
+from inferencecenter.settings import MODEL_NAME, EngineSettings, bundled_model
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Collection, Mapping
     from pathlib import Path
 
     from inferencecenter.settings import LoraSettings, ModelEntry, Settings
 
+# Settings of ``[engine]`` that concern no single engine: models are not run otherwise when they change.
+DAEMON_SETTINGS: Final = frozenset({"max_resident", "exit_when_failed"})
+
 _SHARD: Final = re.compile(r"^(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})$")
+_NAME: Final = re.compile(MODEL_NAME)
 _LONGEST_NAME: Final = 256
+_SHOWN_NAMES: Final = 5
+_SHOWN_CHARS: Final = 80
 _OWN_OF_ENGINE: Final = ("slots", "n_ctx", "n_gpu_layers", "kv_type_k", "kv_type_v")
+_OF_THE_DAEMON: Final = {name: EngineSettings.model_fields[name].default for name in DAEMON_SETTINGS}
 
 _log = structlog.get_logger(__name__)
 
@@ -33,7 +40,7 @@ class ModelSpec:
     Attributes:
         name: What clients call it.
         path: Its GGUF file, the first of a split one.
-        engine: The engine's settings, with the model's own in their place.
+        engine: The engine's settings, with the model's own in their place; ``DAEMON_SETTINGS`` are at their defaults.
         params: Parameters between those that the file recommends and the configuration's.
         lora: Adapters on top of it.
     """
@@ -47,10 +54,25 @@ class ModelSpec:
 
 @dataclass(frozen=True, slots=True)
 class Registry:
-    """The models by their names; sessions that name none get ``default``."""
+    """The models by their names; sessions that name none get ``default``.
+
+    ``remarks`` says what in ``models_dir`` cannot be used, a sentence each. ``read_again`` reads it as it was read.
+    """
 
     default: str
     models: Mapping[str, ModelSpec]
+    remarks: tuple[str, ...] = ()
+    read_again: Callable[[], Registry] | None = field(default=None, compare=False, repr=False)
+
+    def with_new_files(self) -> Registry:
+        """Return the registry with the models that have come into ``models_dir`` since; reads the directory.
+
+        Raises:
+            InferenceCenterError: See ``read_registry``.
+        """
+        if self.read_again is None:
+            return self
+        return replace(self, models={**self.read_again().models, **self.models})
 
     def get(self, name: str) -> ModelSpec:
         """Return a model.
@@ -61,6 +83,11 @@ class Registry:
         if (spec := self.models.get(name)) is None:
             raise not_registered(name, self.models)
         return spec
+
+    def log_remarks(self) -> None:
+        """Log what is to be said, in the daemon; commands show it themselves."""
+        for remark in self.remarks:
+            _log.warning("models_dir", reason=remark)
 
 
 def not_registered(name: str, known: Mapping[str, object]) -> InferenceCenterError:
@@ -74,20 +101,31 @@ def not_registered(name: str, known: Mapping[str, object]) -> InferenceCenterErr
 
 
 def read_registry(settings: Settings) -> Registry:
-    """Return the models that the settings name and those in ``models_dir``. Opens the default one's file.
+    """Return the models that the settings name and those in ``models_dir``. Reads the beginnings of files there.
+
+    An entry hides a file of its name, and the model of ``model.path`` both.
 
     Raises:
         InferenceCenterError: ``invalid_config``: two models of one name, or settings of a model that exclude each
             other.
     """
-    models = {spec.name: spec for spec in _found(settings)}
-    models |= {name: _entry(name, entry, settings) for name, entry in settings.models.items()}
-    default = _default(settings, models)
-    if default.name in settings.models and models[default.name] != default:
+    there = _look_into(settings.models_dir)
+    shared = settings.engine.model_copy(update=_OF_THE_DAEMON)
+    found = {
+        name: ModelSpec(name=name, path=path, engine=shared, params={}, lora=()) for name, path in there.models.items()
+    }
+    entries = {name: _entry(name, entry, settings, there.models) for name, entry in settings.models.items()}
+    default = _default(settings, found, entries, shared)
+    if default != entries.get(default.name, default):
         raise _invalid(
-            f"model.path names a file for {default.name}, and so does models.{default.name}", field="model.path"
+            f"the default model is called {default.name}, and models.{default.name} is another",
+            field="model.name" if settings.model.path is None else "model.path",
+            hint=f"Leave model.path out and set model.name to {default.name!r} to have that one as the default, "
+            "or call the default something else with model.name.",
         )
-    return Registry(default.name, {default.name: default} | models | {default.name: default})
+    models = found | entries | {default.name: default}
+    remarks = there.remarks(named={spec.path for spec in models.values()})
+    return Registry(default.name, models, remarks, read_again=lambda: read_registry(settings))
 
 
 def default_model(settings: Settings) -> ModelSpec:
@@ -101,58 +139,119 @@ def default_model(settings: Settings) -> ModelSpec:
 
 
 def files_in(directory: Path) -> dict[str, Path]:
-    """Return the GGUF files in a directory by their stems; of a split model the first part, by the stem of all."""
-    found: dict[str, Path] = {}
+    """Return the models in a directory by their stems; of a split one the first part, by the stem of all."""
+    return _look_into(directory).models
+
+
+@dataclass(frozen=True, slots=True)
+class _Directory:
+    """What is in ``models_dir``; adapters and other companions of models are left out.
+
+    Attributes:
+        models: Files that sessions may name.
+        unnameable: Those that they may not, by the name that would be theirs.
+        problem: Why the directory cannot be read.
+    """
+
+    path: Path
+    models: dict[str, Path]
+    unnameable: dict[str, Path]
+    problem: str = ""
+
+    def remarks(self, *, named: Collection[Path]) -> tuple[str, ...]:
+        """Return what is to be said of it; the files ``named`` elsewhere have names there."""
+        if self.problem:
+            return (f"{self.path} cannot be read: {self.problem}",)
+        # A name may have bytes that are no text, or what a terminal takes for a command.
+        nameless = [ascii(name[:_SHOWN_CHARS]) for name, path in self.unnameable.items() if path not in named]
+        if not nameless:
+            return ()
+        shown = ", ".join(nameless[:_SHOWN_NAMES]) + (", …" if len(nameless) > _SHOWN_NAMES else "")
+        return (
+            f"{self.path} has files whose names sessions cannot use: {shown}; rename them, or give them a name with "
+            "[models.NAME] and path",
+        )
+
+
+def _look_into(directory: Path) -> _Directory:
+    found = _Directory(directory, {}, {})
     try:
-        paths = sorted(directory.glob("*.gguf"))
-    except OSError as error:
-        _log.warning("models_dir_unreadable", path=str(directory), reason=error.strerror)
+        paths = sorted(path for path in directory.iterdir() if path.suffix == ".gguf" and path.is_file())
+    except FileNotFoundError:
         return found
+    except OSError as error:
+        return replace(found, problem=error.strerror or str(error))
     for path in paths:
         shard = _SHARD.match(path.stem)
-        if shard is None:
-            found[path.stem] = path
-        elif int(shard["number"]) == 1:
-            found.setdefault(shard["stem"], path)
+        name = shard["stem"] if shard else path.stem
+        if path.name.startswith(".") or (shard and int(shard["number"]) != 1) or not _is_model(path):
+            continue
+        group = found.models if _NAME.fullmatch(name) else found.unnameable
+        if shard:
+            group.setdefault(name, path)
+        else:
+            group[name] = path
     return found
 
 
-def _found(settings: Settings) -> Iterator[ModelSpec]:
-    for name, path in files_in(settings.models_dir).items():
-        yield ModelSpec(name=name, path=path, engine=settings.engine, params={}, lora=())
+def _is_model(path: Path) -> bool:
+    """Tell adapters and projectors from models; what cannot be read counts as one, and says so when it is loaded."""
+    metadata = glance(path)
+    return metadata.get("general.type", "model") == "model" and metadata.get("general.architecture") != "clip"
 
 
-def _entry(name: str, entry: ModelEntry, settings: Settings) -> ModelSpec:
+def _entry(name: str, entry: ModelEntry, settings: Settings, there: Mapping[str, Path]) -> ModelSpec:
     own = {field: value for field in _OWN_OF_ENGINE if (value := getattr(entry, field)) is not None}
     if entry.keep_alive_s is not None:
         own["sleep_after_s"] = entry.keep_alive_s
     try:
         # A copy would not be validated.
-        engine = EngineSettings(**(settings.engine.model_dump() | own))
+        engine = EngineSettings(**(settings.engine.model_dump() | own | _OF_THE_DAEMON))
     except ValidationError as error:
         detail = error.errors(include_url=False)[0]
         reason = str(detail.get("ctx", {}).get("error", detail["msg"]))
-        raise _invalid(f"models.{name}: {reason}", field=f"models.{name}") from None
-    path = entry.path or files_in(settings.models_dir).get(name, settings.models_dir / f"{name}.gguf")
+        raise _invalid(
+            f"models.{name}: {reason}",
+            field=f"models.{name}",
+            hint="What it sets takes the place of [engine]'s, keep_alive_s that of sleep_after_s.",
+        ) from None
+    path = entry.path or there.get(name, settings.models_dir / f"{name}.gguf")
     return ModelSpec(name=name, path=path, engine=engine, params=entry.params, lora=entry.lora)
 
 
-def _default(settings: Settings, models: Mapping[str, ModelSpec]) -> ModelSpec:
-    chosen = settings.model
+def _default(
+    settings: Settings, found: Mapping[str, ModelSpec], entries: Mapping[str, ModelSpec], shared: EngineSettings
+) -> ModelSpec:
+    chosen, models = settings.model, {**found, **entries}
     if chosen.path is None and chosen.name is not None and chosen.name in models:
-        if chosen.lora:
-            raise _invalid(f"model.lora has no effect on models.{chosen.name}", field="model.lora")
-        return models[chosen.name]
-    if chosen.path is None and chosen.name is not None and settings.engine.backend == "llama":
-        raise InferenceCenterError(
-            ErrorCode.INVALID_CONFIG,
+        return _with_adapters(models[chosen.name], settings)
+    if chosen.path is None and chosen.name is not None and shared.backend == "llama":
+        raise _invalid(
             f"model.name is {chosen.name!r}, which is no model, and model.path names no file",
-            hint=f"There are {', '.join(sorted(models))}." if models else f"{settings.models_dir} has no models.",
             field="model.name",
+            hint=f"There are {', '.join(sorted(models))}." if models else f"{settings.models_dir} has no models.",
         )
     path = chosen.path or bundled_model()
-    name = chosen.name or _own_name(path, backend=settings.engine.backend)
-    return ModelSpec(name=name, path=path, engine=settings.engine, params={}, lora=chosen.lora)
+    name = chosen.name or _stem_of(chosen.path, found) or _own_name(path, backend=shared.backend)
+    return ModelSpec(name=name, path=path, engine=shared, params={}, lora=chosen.lora)
+
+
+def _with_adapters(spec: ModelSpec, settings: Settings) -> ModelSpec:
+    """Return a model of ``models_dir`` with the adapters of ``[model]``; one with an entry has its own."""
+    if settings.model.lora and spec.name in settings.models:
+        raise _invalid(
+            f"model.lora has no effect on models.{spec.name}",
+            field="model.lora",
+            hint=f"Adapters of that model are models.{spec.name}.lora.",
+        )
+    return replace(spec, lora=settings.model.lora) if settings.model.lora else spec
+
+
+def _stem_of(path: Path | None, found: Mapping[str, ModelSpec]) -> str | None:
+    """Return the name that a file has in ``models_dir``: under another it would be a second model."""
+    if path is None:
+        return None
+    return next((name for name, spec in found.items() if spec.path.resolve() == path.resolve()), None)
 
 
 def _own_name(path: Path, *, backend: str) -> str:
@@ -166,5 +265,5 @@ def _own_name(path: Path, *, backend: str) -> str:
     return own[:_LONGEST_NAME] if isinstance(own, str) and own else path.stem
 
 
-def _invalid(message: str, *, field: str) -> InferenceCenterError:
-    return InferenceCenterError(ErrorCode.INVALID_CONFIG, message, field=field)
+def _invalid(message: str, *, field: str, hint: str) -> InferenceCenterError:
+    return InferenceCenterError(ErrorCode.INVALID_CONFIG, message, field=field, hint=hint)
