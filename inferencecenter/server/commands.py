@@ -132,14 +132,21 @@ def _list_sessions(connection: Connection, request: requests.ListSessions) -> Ev
 
 
 def _list_models(connection: Connection, _request: requests.ListModels) -> Event:
-    return events.Models(models=connection.context.models.describe())
+    models = connection.context.models
+    if Scope.OPERATOR in connection.client.scopes:
+        models.look_again()
+        return events.Models(models=models.describe())
+    limits = connection.limits
+    return events.Models(models=tuple(model for model in models.describe() if limits.allows_model(model.name)))
 
 
 def _load_model(connection: Connection, request: requests.LoadModel) -> None:
     def tell(swap: events.Swap) -> None:
         connection.send(swap.model_copy(update={"id": request.id}))
 
-    connection.context.models.swap(request.name, tell)
+    models = connection.context.models
+    models.look_again()
+    models.swap(request.name, tell)
     connection.audit(AuditEvent.MODEL_SWAPPED, detail=request.name)
 
 

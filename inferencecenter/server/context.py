@@ -53,6 +53,9 @@ class ServedModels(Protocol):
     def statuses(self) -> Mapping[str, EngineStatus]:
         """The engines of all models that were asked for, by name."""
 
+    def look_again(self) -> None:
+        """Take in models that have come into ``models_dir``."""
+
     def describe(self) -> tuple[ModelSummary, ...]:
         """Return all models."""
 

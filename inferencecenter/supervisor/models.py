@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 import structlog
 
 from inferencecenter.errors import ErrorCode, InferenceCenterError
 from inferencecenter.ipc.port import EngineState
-from inferencecenter.models.registry import Registry
 from inferencecenter.protocol.events import Swap
 from inferencecenter.supervisor.kv_places import place_name
 from inferencecenter.supervisor.listeners import Listeners
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from inferencecenter.ipc.messages import Limit, ModelInfo
     from inferencecenter.ipc.port import EngineStatus
-    from inferencecenter.models.registry import ModelSpec
+    from inferencecenter.models.registry import ModelSpec, Registry
     from inferencecenter.protocol.values import ModelSummary
     from inferencecenter.supervisor.supervisor import Supervisor
 
@@ -128,6 +128,13 @@ class Models:
         self._swap_listeners.append(listener)
 
     # What is asked of it.
+
+    def look_again(self) -> None:
+        """Take in models that have come into ``models_dir``; what cannot be read now changes nothing."""
+        try:
+            self._registry = self._registry.with_new_files()
+        except InferenceCenterError as error:
+            _log.warning("models_dir", reason=error.message)
 
     def start(self) -> None:
         """Load the default; to be called once, from the main thread. What was asked for before is begun now."""
@@ -248,7 +255,7 @@ class Models:
     async def _apply(self, registry: Registry) -> None:
         async with self._changing:
             before = self._registry
-            self._registry = Registry(registry.default, {**before.models, **registry.models})
+            self._registry = replace(registry, models={**before.models, **registry.models})
             for name, spec in registry.models.items():
                 if name in self._models and spec != before.models.get(name):
                     await self._replace(self._models[name], spec)
@@ -259,7 +266,7 @@ class Models:
                     self._retire(model)
             kept = {self._default: self._registry.models[self._default]}
             changed = {name: self._registry.models[name] for name in registry.models}
-            self._registry = Registry(registry.default, kept | changed)
+            self._registry = replace(registry, models=kept | changed)
             _log.info("models_applied", models=self.names, default=self._default)
 
     async def _replace(self, old: Model, spec: ModelSpec) -> None:
@@ -278,7 +285,7 @@ class Models:
         failure = await self._load(new, lambda _: None) if was_loaded else None
         if failure is not None:
             _log.error("model_not_replaced", model=spec.name, reason=failure)
-            self._registry = Registry(self._registry.default, {**self._registry.models, spec.name: old.spec})
+            self._registry = replace(self._registry, models={**self._registry.models, spec.name: old.spec})
             self._retire(new)
             old.supervisor.pause(paused=False)
             old.supervisor.wake()

@@ -105,14 +105,16 @@ class StubEngine:
         """The one status."""
         return {self.default: self.status}
 
+    def look_again(self) -> None:
+        """There is no directory of models."""
+
     def describe(self) -> tuple[ModelSummary, ...]:
         """Return the one model."""
         return (ModelSummary(name=self.default, default=True, state="loaded"),)
 
     def swap(self, name: str, tell: Callable[[Swap], None]) -> None:
         """Keep what is asked for; the test tells how it goes on."""
-        if name == "missing":
-            raise InferenceCenterError(ErrorCode.MODEL_NOT_FOUND, field="name")
+        _refuse_missing(name)
         self.swaps.append((name, tell))
 
     def swapped(self, name: str) -> None:
@@ -123,6 +125,7 @@ class StubEngine:
 
     def unload(self, name: str) -> None:
         """Keep what is asked for."""
+        _refuse_missing(name)
         self.unloaded.append(name)
 
     def subscribe_models(self, listener: Callable[[str, EngineStatus], None]) -> None:
@@ -194,6 +197,11 @@ class StubEngine:
                 tokens_per_s=4.0,
             )
         )
+
+
+def _refuse_missing(name: str) -> None:
+    if name == "missing":
+        raise InferenceCenterError(ErrorCode.MODEL_NOT_FOUND, field="model")
 
 
 class StubGpu(Gpu):

@@ -422,3 +422,27 @@ async def test_the_end_while_another_is_being_loaded(fleet: Callable[..., Fleet]
     supervisors = house.models.supervisors
     await house.models.stop()
     assert [each.status.state for each in supervisors] == [EngineState.STOPPED, EngineState.STOPPED]
+
+
+async def test_models_come_into_the_directory(fleet: Callable[..., Fleet]) -> None:
+    """Whoever looks again finds them; those that there were stay as they are, also where nothing can be read."""
+    house = fleet()
+    fresh = house.registry(first=house.spec("first", max_queue=5), third=house.spec("third"))
+    house.models.apply(replace(house.registry(), read_again=lambda: fresh))
+    await house.ready("first")
+    await house.until(lambda: not house.models._changing.locked())
+    engine = house.models.engine("first")
+    with pytest.raises(InferenceCenterError):
+        house.models.engine("third")
+    house.models.look_again()
+    assert house.models.names == ("first", "second", "third")
+    assert house.models.engine("first") is engine
+    assert await ended(house.submit("t1", 2, model="third")) == answer(2)
+    house.models._registry = replace(house.models._registry, read_again=unreadable)
+    house.models.look_again()
+    assert house.models.names == ("first", "second", "third")
+
+
+def unreadable() -> Registry:
+    """Be settings that exclude each other."""
+    raise InferenceCenterError(ErrorCode.INVALID_CONFIG, "no")
