@@ -1,0 +1,409 @@
+"""Tests of which models there are: settings and files in every combination."""
+
+from __future__ import annotations
+
+import os
+import struct
+import time
+from pathlib import Path
+from typing import Any
+
+import gguf
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from structlog.testing import capture_logs
+
+from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.models.registry import DAEMON_SETTINGS, Registry, default_model, files_in, read_registry
+from inferencecenter.settings import LoraSettings, Settings, bundled_model
+from tests.engine.llama.lora_files import write_adapter
+
+ROOT = os.geteuid() == 0
+DEMO_NAME = "InferenceCenter Demo"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """An empty ``models_dir``."""
+    path = tmp_path / "models"
+    path.mkdir()
+    return path
+
+
+def _write(path: Path, **metadata: str) -> Path:
+    """Write a model that is a header and nothing else; ``name`` is what it calls itself."""
+    writer = gguf.GGUFWriter(path, metadata.pop("architecture", "llama"))
+    for key, value in metadata.items():
+        writer.add_string(f"general.{key}", value)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    return path
+
+
+def _read(folder: Path, **tables: Any) -> Registry:
+    return read_registry(Settings.model_validate({"models_dir": folder, **tables}))
+
+
+def _refused(folder: Path, **tables: Any) -> InferenceCenterError:
+    with pytest.raises(InferenceCenterError) as caught:
+        _read(folder, **tables)
+    assert caught.value.code is ErrorCode.INVALID_CONFIG
+    assert caught.value.hint
+    return caught.value
+
+
+# The default.
+
+
+def test_without_settings_there_is_the_demo_model(folder: Path) -> None:
+    """It is called what its file says, and runs as every engine does."""
+    settings = Settings(models_dir=folder)
+    registry = read_registry(settings)
+    spec = registry.get(DEMO_NAME)
+    assert (registry.default, dict(registry.models)) == (DEMO_NAME, {DEMO_NAME: spec})
+    assert (spec.path, spec.engine, spec.params, spec.lora) == (bundled_model(), settings.engine, {}, ())
+    assert default_model(settings) == spec
+
+
+def test_the_echo_backend_has_a_name_and_reads_no_file(folder: Path) -> None:
+    """Unless it is given one; files are found all the same, so that names can be tried without a model."""
+    _write(folder / "phi.gguf")
+    registry = _read(folder, engine={"backend": "echo"})
+    assert (registry.default, sorted(registry.models)) == ("echo", ["echo", "phi"])
+    named = _read(folder, engine={"backend": "echo"}, model={"name": "parrot"})
+    assert (named.default, sorted(named.models)) == ("parrot", ["parrot", "phi"])
+    assert _read(folder, engine={"backend": "echo"}, model={"name": "phi"}).default == "phi"
+
+
+def test_a_default_by_its_path(folder: Path, tmp_path: Path) -> None:
+    """It has the name that is set, else what the file calls itself, else the file's stem."""
+    path = _write(tmp_path / "mine.gguf", name="Ada's own")
+    assert _read(folder, model={"path": path}).default == "Ada's own"
+    assert _read(folder, model={"path": path, "name": "ada"}).get("ada").path == path
+    assert _read(folder, model={"path": _write(tmp_path / "nameless.gguf")}).default == "nameless"
+
+
+@pytest.mark.parametrize("content", [None, b"", b"PK\x03\x04 and more", b"GGUF"])
+def test_a_default_that_is_no_model(folder: Path, tmp_path: Path, content: bytes | None) -> None:
+    """It is there under its stem; the engine says what is wrong with it."""
+    path = tmp_path / "broken.gguf"
+    if content is not None:
+        path.write_bytes(content)
+    registry = _read(folder, model={"path": path})
+    assert (registry.default, registry.get("broken").path) == ("broken", path)
+
+
+def test_a_default_of_a_very_long_name(folder: Path, tmp_path: Path) -> None:
+    """A file may claim any name; what goes to clients is no longer than what they may send."""
+    path = _write(tmp_path / "long.gguf", name="n" * 5000)
+    assert _read(folder, model={"path": path}).default == "n" * 256
+
+
+def test_a_default_by_the_name_of_an_entry(folder: Path, tmp_path: Path) -> None:
+    """It is that entry, with all that is set there."""
+    path = _write(tmp_path / "phi-3.gguf", name="Phi 3")
+    registry = _read(folder, model={"name": "phi"}, models={"phi": {"path": path, "slots": 2}})
+    assert (registry.default, list(registry.models)) == ("phi", ["phi"])
+    assert (registry.get("phi").path, registry.get("phi").engine.slots) == (path, 2)
+
+
+def test_a_default_by_the_name_of_a_file(folder: Path, tmp_path: Path) -> None:
+    """It may have adapters, since it has no entry to have them."""
+    path, adapter = _write(folder / "phi.gguf"), tmp_path / "lora.gguf"
+    assert _read(folder, model={"name": "phi"}).get("phi").path == path
+    spec = default_model(
+        Settings.model_validate(
+            {"models_dir": folder, "model": {"name": "phi", "lora": [{"path": adapter, "scale": 0.5}]}}
+        )
+    )
+    assert (spec.path, spec.lora) == (path, (LoraSettings(path=adapter, scale=0.5),))
+
+
+def test_a_default_whose_file_lies_in_models_dir(folder: Path, tmp_path: Path) -> None:
+    """It is one model and not two: called by its stem there, also where a link leads to it."""
+    path = _write(folder / "phi.gguf", name="Phi 3")
+    (tmp_path / "link.gguf").symlink_to(path)
+    for chosen in (path, tmp_path / "link.gguf"):
+        registry = _read(folder, model={"path": chosen})
+        assert (registry.default, list(registry.models)) == ("phi", ["phi"])
+    assert sorted(_read(folder, model={"path": path, "name": "other"}).models) == ["other", "phi"]
+
+
+def test_a_default_hides_a_file_of_its_name(folder: Path, tmp_path: Path) -> None:
+    """What is set wins over what lies there; nobody's daemon fails to start for a file that was pulled."""
+    _write(folder / "phi.gguf")
+    path = _write(tmp_path / "other.gguf")
+    registry = _read(folder, model={"path": path, "name": "phi"})
+    assert registry.get("phi").path == path
+
+
+# What is refused.
+
+
+def test_a_default_of_a_name_that_nothing_has(folder: Path) -> None:
+    """The refusal says which there are, or that there are none."""
+    error = _refused(folder, model={"name": "phy"})
+    assert error.field == "model.name"
+    assert "'phy'" in error.message
+    assert str(folder) in (error.hint or "")
+    _write(folder / "phi.gguf")
+    assert "phi, qwen" in (_refused(folder, model={"name": "phy"}, models={"qwen": {}}).hint or "")
+
+
+def test_two_models_of_one_name(folder: Path, tmp_path: Path) -> None:
+    """A default that is called like an entry, and is another model, is refused, whoever gave it the name."""
+    path = _write(tmp_path / "a.gguf", name="phi")
+    entry = {"phi": {"path": tmp_path / "b.gguf"}}
+    error = _refused(folder, model={"path": path, "name": "phi"}, models=entry)
+    assert (error.field, "models.phi" in error.message) == ("model.path", True)
+    assert "model.name" in (error.hint or "")
+    assert _refused(folder, model={"path": path}, models=entry).field == "model.path"
+    assert _refused(folder, engine={"backend": "echo"}, models={"echo": {}}).field == "model.name"
+
+
+def test_one_model_named_twice(folder: Path, tmp_path: Path) -> None:
+    """The same file under the same name, run alike, is no conflict."""
+    path = _write(tmp_path / "a.gguf")
+    registry = _read(folder, model={"path": path, "name": "phi"}, models={"phi": {"path": path}})
+    assert (registry.default, list(registry.models)) == ("phi", ["phi"])
+    assert (
+        _refused(folder, model={"path": path, "name": "phi"}, models={"phi": {"path": path, "n_ctx": 512}}).field
+        == "model.path"
+    )
+
+
+def test_adapters_of_a_default_with_an_entry(folder: Path) -> None:
+    """They would be ignored; the entry is where they belong."""
+    error = _refused(folder, model={"name": "phi", "lora": [{"path": "/a.gguf"}]}, models={"phi": {}})
+    assert error.field == "model.lora"
+    assert "models.phi.lora" in (error.hint or "")
+
+
+def test_overrides_that_do_not_go_with_the_rest(folder: Path) -> None:
+    """What an entry sets is looked at together with the settings of all engines."""
+    error = _refused(folder, models={"phi": {"keep_alive_s": -0.5}})
+    assert error.field == "models.phi"
+    assert "keep_alive_s" in (error.hint or "")
+    assert "above 0" in error.message
+
+
+# Entries.
+
+
+def test_an_entry_says_how_its_model_runs(folder: Path) -> None:
+    """What it sets takes the place of the engine's settings, what it leaves out is as for every engine."""
+    settings = Settings.model_validate(
+        {
+            "models_dir": folder,
+            "engine": {"slots": 8, "n_threads": 3, "swap_patience_s": 7.0},
+            "models": {
+                "phi": {
+                    "path": "/m/phi.gguf",
+                    "slots": 2,
+                    "n_ctx": 1024,
+                    "n_gpu_layers": 5,
+                    "kv_type_k": "q8_0",
+                    "kv_type_v": "q4_0",
+                    "keep_alive_s": 60,
+                    "params": {"temperature": 0.1},
+                    "lora": [{"path": "/m/lora.gguf", "scale": 0.5}],
+                },
+                "plain": {"path": "/m/plain.gguf"},
+            },
+        }
+    )
+    registry = read_registry(settings)
+    spec, plain = registry.get("phi"), registry.get("plain")
+    changed = {
+        "slots": 2, "n_ctx": 1024, "n_gpu_layers": 5, "kv_type_k": "q8_0", "kv_type_v": "q4_0", "sleep_after_s": 60.0
+    }  # fmt: skip
+    assert spec.engine.model_dump() == settings.engine.model_dump() | changed
+    assert (spec.path, spec.params) == (Path("/m/phi.gguf"), {"temperature": 0.1})
+    assert spec.lora == (LoraSettings(path=Path("/m/lora.gguf"), scale=0.5),)
+    assert (plain.engine, plain.params, plain.lora) == (settings.engine, {}, ())
+
+
+def test_a_model_may_stay_for_ever(folder: Path) -> None:
+    """-1 is never to end, also where other engines do."""
+    assert _read(folder, models={"phi": {"keep_alive_s": -1}}).get("phi").engine.sleep_after_s == -1
+
+
+def test_an_entry_without_a_path(folder: Path, tmp_path: Path) -> None:
+    """It is the file or the split model of its name in ``models_dir``, or the place where that would be."""
+    whole = _write(folder / "phi.gguf")
+    first = _write(folder / "big-00001-of-00002.gguf")
+    registry = _read(folder, models={"phi": {"slots": 1}, "big": {}, "later": {}})
+    assert registry.get("phi").path == whole
+    assert registry.get("phi").engine.slots == 1
+    assert registry.get("big").path == first
+    assert registry.get("later").path == folder / "later.gguf"
+    assert _read(tmp_path / "nowhere", models={"phi": {}}).get("phi").path == tmp_path / "nowhere" / "phi.gguf"
+
+
+def test_an_entry_hides_a_file_of_its_name(folder: Path) -> None:
+    """Its own path is what counts."""
+    _write(folder / "phi.gguf")
+    assert _read(folder, models={"phi": {"path": "/m/other.gguf"}}).get("phi").path == Path("/m/other.gguf")
+
+
+@given(st.sampled_from(sorted(DAEMON_SETTINGS)))
+def test_what_concerns_no_engine_makes_no_other_model(name: str) -> None:
+    """Else a reload would load everything anew for nothing."""
+    tables = {"models_dir": "/nowhere", "models": {"phi": {"slots": 2}}}
+    changed = {"max_resident": 3, "exit_when_failed": True}
+    before = read_registry(Settings.model_validate(tables))
+    after = read_registry(Settings.model_validate({**tables, "engine": {name: changed[name]}}))
+    assert before == after
+    assert read_registry(Settings.model_validate({**tables, "engine": {"n_threads": 3}})) != before
+
+
+def test_a_name_that_nobody_has(folder: Path) -> None:
+    """Who asks for it hears which there are; hostile names are cut."""
+    registry = _read(folder, models={"phi": {}})
+    for name in ("", "nope", "x" * 1000, "../../etc/passwd"):
+        with pytest.raises(InferenceCenterError) as caught:
+            registry.get(name)
+        assert caught.value.code is ErrorCode.MODEL_NOT_FOUND
+        assert "phi" in (caught.value.hint or "")
+        assert len(caught.value.message) < 100
+
+
+# Files.
+
+
+def test_files_by_their_stems(folder: Path) -> None:
+    """Whole models and split ones, those by their first part; a whole one wins over a split one of its name."""
+    names = ("b.gguf", "a-00001-of-00002.gguf", "a-00002-of-00002.gguf", "rest-00002-of-00002.gguf", "notes.txt")
+    paths = {name: _write(folder / name) for name in names}
+    assert files_in(folder) == {"a": paths["a-00001-of-00002.gguf"], "b": paths["b.gguf"]}
+    whole = _write(folder / "a.gguf")
+    assert files_in(folder)["a"] == whole
+
+
+def test_what_is_no_file_is_no_model(folder: Path, tmp_path: Path) -> None:
+    """Directories, links that lead nowhere, pipes (which nobody waits for) and hidden files; other links count."""
+    (folder / "directory.gguf").mkdir()
+    (folder / "dangling.gguf").symlink_to(tmp_path / "nowhere.gguf")
+    (folder / "loop.gguf").symlink_to(folder / "loop.gguf")
+    os.mkfifo(folder / "pipe.gguf")
+    _write(folder / "._phi.gguf")
+    (folder / "linked.gguf").symlink_to(_write(tmp_path / "real.gguf"))
+    assert files_in(folder) == {"linked": folder / "linked.gguf"}
+    assert _read(folder).remarks == ()
+
+
+def test_companions_of_models_are_none(folder: Path) -> None:
+    """An adapter or a projector answers nobody; neither can it be the default."""
+    write_adapter(folder / "lora.gguf")
+    _write(folder / "mmproj.gguf", type="mmproj")
+    _write(folder / "old-mmproj.gguf", architecture="clip")
+    _write(folder / "said.gguf", type="model")
+    _write(folder / "unsaid.gguf")
+    assert sorted(files_in(folder)) == ["said", "unsaid"]
+    assert _read(folder).remarks == ()
+    assert _refused(folder, model={"name": "lora"}).field == "model.name"
+
+
+@pytest.mark.parametrize("content", [b"", b"PK\x03\x04", b"GGUF", b"GGUF\x03\0\0\0" + b"\xff" * 16])
+def test_a_broken_file_is_listed(folder: Path, content: bytes) -> None:
+    """Who asks for it is told what is wrong; silence would be harder to understand."""
+    (folder / "broken.gguf").write_bytes(content)
+    assert sorted(files_in(folder)) == ["broken"]
+
+
+@pytest.mark.skipif(ROOT, reason="root may read everything")
+def test_a_file_that_may_not_be_read_is_listed(folder: Path) -> None:
+    """For the same reason."""
+    _write(folder / "sealed.gguf").chmod(0)
+    assert sorted(files_in(folder)) == ["sealed"]
+
+
+def test_directories_without_models(folder: Path, tmp_path: Path) -> None:
+    """One that is empty or not there has none, and nothing is said of it."""
+    for directory in (folder, tmp_path / "nowhere"):
+        assert files_in(directory) == {}
+        assert _read(directory).remarks == ()
+
+
+def test_a_directory_that_is_none(folder: Path) -> None:
+    """It is said once, and the other models are there."""
+    (folder / "file").touch()
+    registry = _read(folder / "file")
+    assert list(registry.models) == [DEMO_NAME]
+    (remark,) = registry.remarks
+    assert remark == f"{folder / 'file'} cannot be read: Not a directory"
+    with capture_logs() as logs:
+        registry.log_remarks()
+    assert [(line["event"], line["reason"]) for line in logs] == [("models_dir", remark)]
+
+
+@pytest.mark.skipif(ROOT, reason="root may read everything")
+@pytest.mark.parametrize("mode", [0o000, 0o300, 0o600])
+def test_a_directory_that_may_not_be_read(folder: Path, mode: int) -> None:
+    """Whether its list is closed or its files, no model of it is offered."""
+    _write(folder / "phi.gguf")
+    folder.chmod(mode)
+    try:
+        registry = _read(folder)
+    finally:
+        folder.chmod(0o700)
+    assert list(registry.models) == [DEMO_NAME]
+    assert "cannot be read: Permission denied" in registry.remarks[0]
+
+
+def test_names_that_sessions_cannot_use(folder: Path) -> None:
+    """They are told in one line that a terminal may show, and cut; one that has a name elsewhere is fine."""
+    for name in ("My Model", "-rf", "\x1b[31mred", "ü" * 100, "a\nb", "x" * 129, "é", "$(id)"):
+        _write(folder / f"{name}.gguf")
+    odd = Path(os.fsdecode(os.fsencode(folder) + b"/\xff\xfe.gguf"))
+    _write(odd)
+    _write(folder / "good.gguf")
+    registry = _read(folder)
+    assert sorted(registry.models) == [DEMO_NAME, "good"]
+    (remark,) = registry.remarks
+    assert remark.isprintable()
+    assert remark.encode()
+    assert (remark.count("'"), ", …; " in remark, "'My Model'" in remark) == (10, True, True)
+    assert "My Model" not in _read(folder, models={"m": {"path": folder / "My Model.gguf"}}).remarks[0]
+
+
+def test_a_very_long_name_is_cut(folder: Path) -> None:
+    """A line of the log has an end."""
+    _write(folder / f"{'ü' * 100}.gguf")
+    (remark,) = _read(folder).remarks
+    assert remark.count("\\xfc") == 80
+
+
+@given(st.text(min_size=1, max_size=40))
+def test_every_name_of_a_file_is_one_that_settings_allow(tmp_path_factory: pytest.TempPathFactory, name: str) -> None:
+    """Whatever a file is called, a model that is listed can be given an entry."""
+    directory = tmp_path_factory.mktemp("any")
+    try:
+        (directory / f"{name}.gguf").write_bytes(b"GGUF")
+    except (OSError, ValueError):
+        return
+    for found in files_in(directory):
+        assert Settings.model_validate({"models": {found: {}}}).models.keys() == {found}
+
+
+def test_many_files_with_large_vocabularies_are_looked_at_quickly(folder: Path) -> None:
+    """Only the beginning of each is read: a reload looks at all of them on the event loop."""
+
+    def text(value: str) -> bytes:
+        return struct.pack("<Q", len(value)) + value.encode()
+
+    entries = text("general.architecture") + struct.pack("<I", 8) + text("llama")
+    entries += text("tokenizer.ggml.tokens") + struct.pack("<IIQ", 9, 8, 150_000) + text("token") * 150_000
+    first = folder / "m0.gguf"
+    first.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 0, 2) + entries)
+    for number in range(1, 50):
+        os.link(first, folder / f"m{number}.gguf")
+
+    def taken_s() -> float:
+        start = time.perf_counter()
+        assert len(files_in(folder)) == 50
+        return time.perf_counter() - start
+
+    assert min(taken_s() for _ in range(5)) < 0.05
