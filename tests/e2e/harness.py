@@ -41,6 +41,27 @@ def free_port() -> int:
         return port
 
 
+class Figures:
+    """What a page of metrics says."""
+
+    def __init__(self, page: str) -> None:
+        self._samples = [sample for family in text_string_to_metric_families(page) for sample in family.samples]
+
+    def of(self, name: str, **labels: str) -> float:
+        """Return the sum of all samples of ``inferencecenter_`` and ``name`` that have these labels.
+
+        Raises:
+            AssertionError: There is none.
+        """
+        found = [
+            sample.value
+            for sample in self._samples
+            if sample.name == f"inferencecenter_{name}" and labels.items() <= sample.labels.items()
+        ]
+        assert found, f"there is no {name} with {labels}"
+        return sum(found)
+
+
 @dataclass
 class Daemon:
     """A running daemon and where to find it."""
@@ -68,21 +89,13 @@ class Daemon:
         except urllib.error.HTTPError as error:
             return error.code, error.read().decode()
 
-    def figure(self, name: str, **labels: str) -> float:
-        """Return what the metrics say of ``inferencecenter_`` and ``name``: the sum of all samples with these labels.
+    def figures(self) -> Figures:
+        """Return what the metrics say now."""
+        return Figures(self.get("/metrics")[1])
 
-        Raises:
-            AssertionError: There is none.
-        """
-        families = text_string_to_metric_families(self.get("/metrics")[1])
-        samples = [sample for family in families for sample in family.samples]
-        found = [
-            sample.value
-            for sample in samples
-            if sample.name == f"inferencecenter_{name}" and labels.items() <= sample.labels.items()
-        ]
-        assert found, f"there is no {name} with {labels}"
-        return sum(found)
+    def figure(self, name: str, **labels: str) -> float:
+        """Return one of the figures; see ``Figures.of``."""
+        return self.figures().of(name, **labels)
 
     def ready(self) -> bool:
         """Whether the daemon answers and its engine is ready."""
