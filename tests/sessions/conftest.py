@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
     from inferencecenter.ipc.port import EnginePort, EngineTurn
     from inferencecenter.protocol.base import Event
+    from inferencecenter.sessions.allowance import Allowance
     from inferencecenter.sessions.records import Record
     from inferencecenter.sessions.totals import TurnRecord
     from inferencecenter.sessions.tracing import Tracer
@@ -351,6 +352,7 @@ class World:
     max_transcript_chars: int = 10_000
     shared_prompts: tuple[str, ...] = ()
     limits: Limits = NO_LIMITS
+    allowance_of: Callable[[str, str], Allowance] | None = None
     drawn: int = 0
     wall: Callable[[], float] | None = None
     refusal: InferenceCenterError | None = None
@@ -375,7 +377,7 @@ class World:
             observer=self,
             tracer=self.tracer,
             admit=self._admit,
-            allowance_of=lambda _client_id, _token_id: FakeAllowance(self.limits),
+            allowance_of=self.allowance_of or (lambda _client_id, _token_id: FakeAllowance(self.limits)),
             clock=self.wall or (lambda: self.now),
             monotonic=lambda: self.now,
             local_time=lambda: datetime.fromtimestamp(self.now, tz=UTC),
