@@ -22,13 +22,14 @@ from inferencecenter.hardware.host import read_host
 from inferencecenter.hardware.model_shape import describe, with_adapters
 from inferencecenter.hardware.nvml import read_gpus
 from inferencecenter.hardware.split import plan
-from inferencecenter.models.registry import default_model
+from inferencecenter.models.registry import default_model, read_registry
 from inferencecenter.supervisor.planning import lora_bytes, wishes
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from inferencecenter.hardware.nvml import GpuReading
+    from inferencecenter.models.registry import ModelSpec
     from inferencecenter.settings import Settings
 
 _PROBE_TIMEOUT_S: Final = 60
@@ -128,24 +129,44 @@ def cores() -> Check:
     return Check("cores", Verdict.OK, f"{len(os.sched_getaffinity(0))} usable of {os.cpu_count()}")
 
 
-def model_file(settings: Settings) -> Check:
-    """Open the model file and look at its first bytes."""
+def model_files(settings: Settings) -> list[Check]:
+    """Open every model's files and adapters and look at their first bytes; only the default keeps a daemon from it."""
     if settings.engine.backend != "llama":
-        return Check("model file", Verdict.OK, f"the {settings.engine.backend} backend reads none")
+        return [Check("model file", Verdict.OK, f"the {settings.engine.backend} backend reads none")]
     try:
-        path = default_model(settings).path
+        registry = read_registry(settings)
     except InferenceCenterError as error:
-        return Check("model file", Verdict.FAILED, error.message, error.hint or "", error.code)
-    try:
-        with path.open("rb") as file:
-            magic = file.read(4)
-    except OSError as error:
-        hint = "Name a readable GGUF file with --model or model.path."
-        return Check("model file", Verdict.FAILED, f"{path}: {error.strerror}", hint, ErrorCode.INVALID_MODEL_FILE)
-    if magic != b"GGUF":
-        hint = "The daemon reads GGUF files, which begin with the letters GGUF."
-        return Check("model file", Verdict.FAILED, f"{path}: is no GGUF file", hint, ErrorCode.INVALID_MODEL_FILE)
-    return Check("model file", Verdict.OK, f"{path}, {path.stat().st_size / _MB:.1f} MB")
+        return [Check("model file", Verdict.FAILED, error.message, error.hint or "", error.code)]
+    default = registry.get(registry.default)
+    found = [_broken(default, "model file", Verdict.FAILED) or Check("model file", Verdict.OK, _sized(default.path))]
+    whole = []
+    for name in sorted(registry.models.keys() - {registry.default}):
+        if (broken := _broken(registry.get(name), f"model {name}", Verdict.WARNING)) is not None:
+            found.append(broken)
+        else:
+            whole.append(name)
+    if whole:
+        found.append(Check("other models", Verdict.OK, ", ".join(whole)))
+    return [*found, *(Check("models_dir", Verdict.WARNING, remark) for remark in registry.remarks)]
+
+
+def _sized(path: Path) -> str:
+    return f"{path}, {path.stat().st_size / _MB:.1f} MB"
+
+
+def _broken(spec: ModelSpec, name: str, verdict: Verdict) -> Check | None:
+    """Return what is wrong with the first of a model's files that is wrong."""
+    for path in (spec.path, *(adapter.path for adapter in spec.lora)):
+        try:
+            with path.open("rb") as file:
+                magic = file.read(4)
+        except OSError as error:
+            hint = "Name a readable GGUF file, with --model or in the configuration."
+            return Check(name, verdict, f"{path}: {error.strerror}", hint, ErrorCode.INVALID_MODEL_FILE)
+        if magic != b"GGUF":
+            hint = "The daemon reads GGUF files, which begin with the letters GGUF."
+            return Check(name, verdict, f"{path}: is no GGUF file", hint, ErrorCode.INVALID_MODEL_FILE)
+    return None
 
 
 def memory(settings: Settings) -> Check:

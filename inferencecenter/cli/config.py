@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,14 +15,16 @@ from inferencecenter.cli.reference import configuration as reference
 from inferencecenter.config_params import parse_config_params
 from inferencecenter.configuration import read_layers
 from inferencecenter.errors import ERRORS, ErrorCode, InferenceCenterError
+from inferencecenter.models.registry import read_registry
 from inferencecenter.protocol.params import cross_check, parse_params
 from inferencecenter.server.clients_file import load_clients
 from inferencecenter.settings import setting_fields
 from inferencecenter.telemetry.traces import check_installed
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
+    from inferencecenter.auth_settings import AuthSettings
     from inferencecenter.configuration import Layers
     from inferencecenter.settings import Settings
 
@@ -58,7 +61,7 @@ def check(
         layers = read_layers(file)
         settings = layers.settings()
         problems = list(_deeper_problems(settings))
-        warnings = () if problems else cross_check(parse_params(settings.params))
+        warnings = () if problems else tuple(_warnings(settings))
     except InferenceCenterError as error:
         problems = list(problems_of(error))
     if json:
@@ -83,24 +86,43 @@ def default() -> None:
 
 
 def _deeper_problems(settings: Settings) -> Iterator[InferenceCenterError]:
-    """What only other parts can tell: the parameters' meaning, the file of clients, and what is installed."""
-    try:
-        check_installed(settings.telemetry)
-    except InferenceCenterError as error:
-        yield error
-    try:
-        parse_config_params(settings)
-    except InferenceCenterError as error:
-        yield error
-    if settings.auth.clients_file is not None:
-        try:
+    """What only other parts can tell: the parameters' meaning, models, the file of clients, and what is installed."""
+
+    def load_static_clients(auth: AuthSettings) -> None:
+        if auth.clients_file is not None:
             load_clients(
-                settings.auth.clients_file,
-                default_max_sessions=settings.auth.default_max_sessions,
-                default_priority=settings.auth.default_priority,
+                auth.clients_file,
+                default_max_sessions=auth.default_max_sessions,
+                default_priority=auth.default_priority,
             )
+
+    looks: tuple[Callable[[], object], ...] = (
+        partial(check_installed, settings.telemetry),
+        partial(parse_config_params, settings),
+        partial(read_registry, settings),
+        partial(load_static_clients, settings.auth),
+    )
+    for look in looks:
+        try:
+            look()
         except InferenceCenterError as error:
             yield error
+
+
+def _warnings(settings: Settings) -> Iterator[str]:
+    """What is allowed and may not be meant: parameters without effect, files that are not there (yet, or here)."""
+    yield from cross_check(parse_params(settings.params))
+    for name, entry in settings.models.items():
+        for warning in cross_check(parse_params(entry.params)):
+            yield f"models.{name}: {warning}"
+    registry = read_registry(settings)
+    yield from registry.remarks
+    if settings.engine.backend != "llama":
+        return
+    for spec in registry.models.values():
+        for path in (spec.path, *(adapter.path for adapter in spec.lora)):
+            if not path.is_file():
+                yield f"the model {spec.name!r} needs {path}, which is not there"
 
 
 def _value(settings: Settings, name: str) -> Any:

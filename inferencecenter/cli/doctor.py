@@ -78,7 +78,7 @@ def examine(config: ConfigOption, state_dir: StateDirOption) -> list[Check]:
         checks.llama_cpp(needed=settings.engine.backend == "llama", gpu=gpu.verdict is Verdict.OK),
         gpu,
         checks.cores(),
-        checks.model_file(settings),
+        *checks.model_files(settings),
         checks.memory(settings),
         *checks.placement(settings),
         checks.state_dir(settings.state_dir),

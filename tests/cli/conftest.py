@@ -68,6 +68,7 @@ def cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp
             monkeypatch.delenv(name)
     monkeypatch.setenv("INFERENCECENTER_STATE_DIR", str(state_dir))
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "xdg"))
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "xdg-data"))
     monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.setattr(configuration, "SYSTEM_CONFIG", tmp_path / "etc" / "inferencecenter.toml")
     return Cli(monkeypatch, capsys)

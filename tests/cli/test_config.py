@@ -67,11 +67,14 @@ def test_check_tells_every_problem(cli: Cli, tmp_path: Path) -> None:
         ("[params]\ntemperature = 9.0\n", "params.temperature"),
         ("[params]\ntfs_z = 0.5\n", "tfs_z"),
         ("[models.phi.params]\ntemperature = 9.0\n", "models.phi.params.temperature"),
+        ('[model]\nname = "nobody"\n', "'nobody', which is no model"),
+        ('[model]\nname = "a"\nlora = [{path = "/a"}]\n[models.a]\n', "model.lora has no effect"),
+        ("[models.a]\nkeep_alive_s = -0.5\n", "models.a: sleep_after_s must be above 0"),
         ('[auth]\nclients_file = "/nowhere/clients.toml"\n', "/nowhere/clients.toml"),
     ],
 )
 def test_check_looks_deeper_than_types(cli: Cli, tmp_path: Path, text: str, told: str) -> None:
-    """Parameters and the file of clients are checked as the daemon would at its start."""
+    """Parameters, models and the file of clients are checked as the daemon would at its start."""
     result = cli.run("config", "check", _file(tmp_path, text))
     assert result.code == 78
     assert told in result.err
@@ -82,6 +85,33 @@ def test_check_warns_of_what_has_no_effect(cli: Cli, tmp_path: Path) -> None:
     result = cli.run("config", "check", _file(tmp_path, "[params]\ntemperature = 0.0\ntop_k = 5\n"))
     assert result.code == 0
     assert "warning: " in result.out
+
+
+def test_check_tells_everything_that_is_wrong_deeper_down(cli: Cli, tmp_path: Path) -> None:
+    """One look finds what is wrong with parameters, with models and with the file of clients."""
+    text = '[model]\nname = "nobody"\n[models.a.params]\ntop_k = -5\n[auth]\nclients_file = "/nowhere"\n'
+    answer = json.loads(cli.run("config", "check", _file(tmp_path, text), "--json").out)
+    parameter, model, clients = answer["problems"]
+    assert (parameter["field"], model["field"]) == ("models.a.params.top_k", "model.name")
+    assert "/nowhere" in clients["message"]
+
+
+def test_check_warns_of_files_that_are_not_there(cli: Cli, tmp_path: Path) -> None:
+    """They may be pulled later, or be on the machine that the file is for; a backend that reads none needs none."""
+    text = (
+        f'models_dir = "{tmp_path}"\n[models.phi]\nlora = [{{path = "/nowhere/lora.gguf"}}]\n'
+        "[models.phi.params]\ntemperature = 0.0\ntop_k = 5\n"
+    )
+    (tmp_path / "My Model.gguf").write_bytes(b"GGUF")
+    result = cli.run("config", "check", _file(tmp_path, text))
+    assert result.code == 0
+    warnings = [line for line in result.out.splitlines() if line.startswith("warning: ")]
+    assert len(warnings) == 4
+    assert "warning: models.phi: top_k has no effect" in warnings[0]
+    assert "'My Model'" in warnings[1]
+    assert f"'phi' needs {tmp_path / 'phi.gguf'}, which is not there" in warnings[2]
+    assert "'phi' needs /nowhere/lora.gguf, which is not there" in warnings[3]
+    assert "not there" not in cli.run("config", "check", _file(tmp_path, text + '[engine]\nbackend = "echo"\n')).out
 
 
 def test_default_is_the_annotated_file(cli: Cli) -> None:

@@ -58,6 +58,71 @@ def test_a_model_file_that_is_none(cli: Cli, quick: Path, content: bytes | None)
     assert str(quick) in found["model file"]["detail"]
 
 
+def _configure(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: str) -> Path:
+    models_dir = tmp_path / "models"
+    models_dir.mkdir()
+    config = tmp_path / "test.toml"
+    config.write_text(f'models_dir = "{models_dir}"\n{text}')
+    monkeypatch.setenv("INFERENCECENTER_CONFIG", str(config))
+    return models_dir
+
+
+@pytest.mark.usefixtures("quick")
+def test_all_models_are_looked_at(cli: Cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Those that sessions may name besides are no reason for the daemon not to start, and worth a warning each."""
+    adapter = tmp_path / "lora.gguf"
+    models_dir = _configure(
+        monkeypatch,
+        tmp_path,
+        f'[models.gone]\n[models.tuned]\npath = "{tmp_path}/whole.gguf"\nlora = [{{path = "{adapter}"}}]',
+    )
+    (tmp_path / "whole.gguf").write_bytes(b"GGUF")
+    (models_dir / "whole.gguf").write_bytes(b"GGUF")
+    (models_dir / "foreign.gguf").write_bytes(b"PK")
+    (models_dir / "My Model.gguf").write_bytes(b"GGUF")
+    code, found = _found(cli)
+    assert code == 0
+    assert found["model file"]["verdict"] == "ok"
+    assert {name: found[name]["verdict"] for name in ("model gone", "model tuned", "model foreign", "models_dir")} == {
+        "model gone": "warning",
+        "model tuned": "warning",
+        "model foreign": "warning",
+        "models_dir": "warning",
+    }
+    assert str(models_dir / "gone.gguf") in found["model gone"]["detail"]
+    assert str(adapter) in found["model tuned"]["detail"]
+    assert "is no GGUF file" in found["model foreign"]["detail"]
+    assert found["other models"]["detail"] == "whole"
+
+
+@pytest.mark.usefixtures("quick")
+def test_an_adapter_of_the_default_that_is_missing(cli: Cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The daemon would not start."""
+    monkeypatch.setenv("INFERENCECENTER_MODEL__LORA", '[{"path": "/nowhere/lora.gguf"}]')
+    code, found = _found(cli)
+    assert code == 66
+    assert "/nowhere/lora.gguf" in found["model file"]["detail"]
+
+
+def test_a_default_that_nothing_is_called(cli: Cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What is wrong with the models is found before any file is looked for."""
+    monkeypatch.setattr(checks, "llama_cpp", lambda **_options: Check("llama.cpp", Verdict.OK, "not looked at"))
+    monkeypatch.setenv("INFERENCECENTER_SERVER__PORT", "0")
+    _configure(monkeypatch, tmp_path, '[model]\nname = "nobody"')
+    code, found = _found(cli)
+    assert code == 78
+    assert "'nobody'" in found["model file"]["detail"]
+
+
+def test_the_echo_backend_needs_no_file(cli: Cli, monkeypatch: pytest.MonkeyPatch, quick: Path) -> None:
+    """Whatever is registered, nothing of it is read."""
+    quick.unlink()
+    monkeypatch.setenv("INFERENCECENTER_ENGINE__BACKEND", "echo")
+    code, found = _found(cli)
+    assert code == 0
+    assert found["model file"]["detail"] == "the echo backend reads none"
+
+
 @pytest.mark.usefixtures("quick")
 def test_a_port_in_use_by_another_program(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     """A port that is taken, and does not answer like the daemon, fails."""
