@@ -144,7 +144,7 @@ class SessionSettings(Section):
 
 
 class EngineSettings(Section):
-    """The process that decodes."""
+    """The processes that decode, one for each model that is loaded; what is set holds for each of them."""
 
     backend: Literal["llama", "echo"] = Field(
         "llama", description="`llama` decodes with llama.cpp; `echo` repeats the prompt and needs no model."
@@ -331,14 +331,17 @@ class KvSettings(Section):
         json_schema_extra={"default_text": "$RUNTIME_DIRECTORY/kv, else /dev/shm/inferencecenter-<uid>"},
     )
     ram_mib: int = Field(
-        1024, ge=0, le=2**30, description="MiB of it to use, or what is free there if that is less; 0 uses none."
+        1024,
+        ge=0,
+        le=2**30,
+        description="MiB of it to use for each model, or what is free there if that is less; 0 uses none.",
     )
     disk_dir: ExpandedPath | None = Field(
         None,
         description="Directory on disk; each daemon uses one of its own in it.",
         json_schema_extra={"default_text": "kv in the state directory"},
     )
-    disk_mib: int = Field(4096, ge=0, le=2**30, description="MiB of it to use; 0 uses none.")
+    disk_mib: int = Field(4096, ge=0, le=2**30, description="MiB of it to use for each model; 0 uses none.")
     client_share: float = Field(0.5, gt=0, le=1, description="Most that one client may have of either.")
 
 
@@ -387,7 +390,7 @@ class ModelSettings(Section):
         None,
         min_length=1,
         max_length=256,
-        description="Name shown to clients; the file's own, or its stem, when not set.",
+        description="Name shown to clients; if not set, the file's stem if it lies in `models_dir`, else its own name.",
     )
     lora: tuple[LoraSettings, ...] = Field(
         (),

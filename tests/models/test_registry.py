@@ -270,6 +270,19 @@ def test_a_name_that_nobody_has(folder: Path) -> None:
         assert len(caught.value.message) < 100
 
 
+def test_what_has_come_since(folder: Path) -> None:
+    """New files are taken in; what was there stays as it was, also when its file is gone."""
+    first = _write(folder / "first.gguf")
+    registry = _read(folder, models={"phi": {"slots": 2}})
+    first.unlink()
+    _write(folder / "second.gguf")
+    _write(folder / "phi.gguf")
+    later = registry.with_new_files()
+    assert sorted(later.models) == [DEMO_NAME, "first", "phi", "second"]
+    assert {name: later.get(name) for name in registry.models} == registry.models
+    assert Registry("a", {}).with_new_files() == Registry("a", {})
+
+
 # Files.
 
 
