@@ -11,8 +11,10 @@ from typing import get_args
 import pytest
 
 from inferencecenter.cli.reference import documents
+from inferencecenter.config_params import parse_config_params
 from inferencecenter.configuration import load_settings
 from inferencecenter.errors import ErrorCode
+from inferencecenter.models.registry import read_registry
 from inferencecenter.protocol.events import AnyEvent
 from inferencecenter.protocol.params import PARAM_DOCS
 from inferencecenter.protocol.requests import AnyRequest
@@ -68,6 +70,22 @@ def test_the_schema_resolves_its_own_references() -> None:
         place = document
         for part in reference.split("/"):
             place = place[part]
+
+
+def test_the_example_of_several_models_is_valid(tmp_path: Path) -> None:
+    """What the page of operations shows is read without a complaint, and means what is said beside it."""
+    page = (ROOT / "docs/operations.md").read_text(encoding="utf-8")
+    (example,) = re.findall(r"## Several models\n\n```toml\n(.*?)```", page, flags=re.DOTALL)
+    config = tmp_path / "example.toml"
+    config.write_text(example, encoding="utf-8")
+    settings = load_settings(config, {"models_dir": tmp_path})
+    parse_config_params(settings)
+    registry = read_registry(settings)
+    assert (registry.default, sorted(registry.models)) == ("qwen", ["coder", "qwen", "support"])
+    qwen, support = registry.get("qwen"), registry.get("support")
+    assert (qwen.engine.slots, qwen.engine.n_ctx, qwen.engine.sleep_after_s) == (4, 8192, -1)
+    assert (support.path, len(support.lora), support.engine) == (qwen.path, 1, settings.engine)
+    assert registry.get("coder").params == {"temperature": 0.2}
 
 
 def test_every_error_is_listed() -> None:
