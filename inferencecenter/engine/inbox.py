@@ -75,6 +75,11 @@ class Inbox:
         """Whether a turn is to end; work done for it meanwhile is lost."""
         return self._urgent
 
+    @property
+    def empty(self) -> bool:
+        """Whether nothing has come in."""
+        return self._commands.empty()
+
     def put(self, command: Command) -> None:
         """Add a command; from any thread."""
         self._commands.put(command)

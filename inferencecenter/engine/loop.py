@@ -14,9 +14,9 @@ from inferencecenter.engine.outputs import failed, never_ran
 from inferencecenter.engine.pause import Pause
 from inferencecenter.engine.preparation import Preparation
 from inferencecenter.engine.resident import ResidentMemory
+from inferencecenter.engine.saving import QUIET_S, IdleSaving
 from inferencecenter.engine.scheduler.limits import Limits
 from inferencecenter.engine.scheduler.plan import Restore
-from inferencecenter.engine.scheduler.request import Request
 from inferencecenter.engine.scheduler.scheduler import Scheduler
 from inferencecenter.engine.speculation import draft_tokens
 from inferencecenter.errors import ErrorCode, InferenceCenterError
@@ -60,6 +60,7 @@ class EngineLoop:
         pulse: Where it counts its progress: a loop that sleeps, or turns without moving anything, makes none.
         send: Sends a frame to the front; may block.
         clock: Monotonic seconds.
+        quiet_s: How long nothing is to come in before what slots hold is saved.
     """
 
     def __init__(  # noqa: PLR0913 - keyword-only
@@ -72,6 +73,7 @@ class EngineLoop:
         pulse: Pulse,
         send: Callable[[FromEngine], None],
         clock: Callable[[], float],
+        quiet_s: float = QUIET_S,
     ) -> None:
         self._backend = backend
         self._kv = kv
@@ -118,6 +120,7 @@ class EngineLoop:
         self._gauges = (0, 0, 0, 0)
         self._memory = ResidentMemory(clock)
         self._pause = Pause(inbox, clock=clock)
+        self._saving = IdleSaving(self._scheduler.saving, park=self._executor.park, inbox=inbox, quiet_s=quiet_s)
         self._suspended = False
         self._closed = False
 
@@ -139,15 +142,18 @@ class EngineLoop:
     def _take_commands(self) -> bool:
         """Handle what has come in, waiting for it when there is nothing else to do; ``False`` at the end."""
         idle = not self._scheduler.has_work
+        quiet = idle and not (self._preparation or self._suspended or self._pause.is_set)
         if idle:
             self._scheduler.check_integrity()
             self._kv.check_integrity()
             if not self._preparation:
                 self._deadlines.clear()
         if idle or self._scheduler.blocked:
-            command = self._inbox.get(timeout_s=self._sleep_s(idle=idle))
+            command = self._inbox.get(timeout_s=self._saving.wait_s if quiet else self._sleep_s(idle=idle))
             if command is not None:
                 self._handle(command)
+            elif quiet:
+                self._saving.run()
             elif not idle:
                 self._pulse.beat()  # a disk that does not answer is given up, which is no hang
         while not self._closed and (command := self._pause.command()) is not None:
@@ -240,6 +246,7 @@ class EngineLoop:
                 self._limit(limit)
             case KvLimit(ram_bytes=ram_bytes):
                 self._kv.limit_ram(ram_bytes)
+                self._scheduler.saving.begin_again()
             case Suspend(park_all=park_all):
                 self._suspend(park_all=park_all)
 
@@ -262,7 +269,7 @@ class EngineLoop:
             self._events += output.end(pending.ending, now=now)
             return
         try:
-            self._scheduler.add(_request(pending, prepared))
+            self._scheduler.add(pending.request(prepared))
         except InferenceCenterError as error:
             shifts = submit.may_shift and error.code is ErrorCode.PROMPT_TOO_LONG
             self._events.append(output.overflow(now=now) if shifts else output.fail(error, now=now))
@@ -330,19 +337,3 @@ class EngineLoop:
 
     def _on_log(self, level: str, text: str) -> None:
         self._send(Log(level, text, "engine"))
-
-
-def _request(pending: Pending, prepared: Prepared) -> Request:
-    submit = pending.submit
-    return Request(
-        turn_id=submit.turn_id,
-        session_id=submit.session_id,
-        client_id=submit.client_id,
-        priority=submit.priority,
-        arrival=pending.arrival,
-        submitted_s=pending.at_s,
-        prefix_tokens=prepared.prefix_tokens,
-        public=submit.public,
-        durable=submit.durable,
-        tokens=prepared.tokens,
-    )

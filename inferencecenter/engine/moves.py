@@ -142,6 +142,7 @@ class Mover:
             write=lambda buffer: self._backend.save(park.slot, buffer),
             durable=park.durable,
             keep=self._wanted,
+            spare=park.spare,
         )
 
     def _restore(self, restore: Restore) -> bool:

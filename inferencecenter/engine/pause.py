@@ -25,6 +25,11 @@ class Pause:
         self._length_s = 0.0
         self._until_s = -math.inf
 
+    @property
+    def is_set(self) -> bool:
+        """Whether there is to be a pause after each step."""
+        return self._length_s > 0
+
     def change(self, length_s: float) -> None:
         """Let pauses be so long from the next step on, and end the one that is."""
         self._length_s, self._until_s = length_s, -math.inf

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from inferencecenter.engine.inbox import Prepared, Unprepared
 from inferencecenter.engine.outputs import Turn, TurnOutput
+from inferencecenter.engine.scheduler.request import Request
 from inferencecenter.errors import ErrorCode, InferenceCenterError
 from inferencecenter.ipc.messages import unpack_tokens
 from inferencecenter.protocol import params as turn_params
@@ -34,6 +35,22 @@ class Pending:
     at_s: float
     prepared: Prepared | Unprepared | None = None
     ending: str | None = None
+
+    def request(self, prepared: Prepared) -> Request:
+        """Return the turn as the scheduler takes it."""
+        submit = self.submit
+        return Request(
+            turn_id=submit.turn_id,
+            session_id=submit.session_id,
+            client_id=submit.client_id,
+            priority=submit.priority,
+            arrival=self.arrival,
+            submitted_s=self.at_s,
+            prefix_tokens=prepared.prefix_tokens,
+            public=submit.public,
+            durable=submit.durable,
+            tokens=prepared.tokens,
+        )
 
 
 class Preparation:

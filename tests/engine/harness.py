@@ -155,7 +155,10 @@ class SlowEcho(EchoBackend):
 
 
 class Engine:
-    """A loop on a thread, the front at the other end of its socket; it parks in the directory ``kv``, if given one."""
+    """A loop on a thread, the front at the other end of its socket; it parks in the directory ``kv``, if given one.
+
+    It saves what slots hold when nothing came in for ``quiet_s``.
+    """
 
     def __init__(
         self,
@@ -165,6 +168,7 @@ class Engine:
         disk_bytes: int = 0,
         adopt: Adoption = Adoption.ALL,
         on_log: Callable[[str, str], None] = lambda level, text: None,
+        quiet_s: float = 1000.0,
         **options: float,
     ) -> None:
         ours, theirs = socket.socketpair()
@@ -199,6 +203,7 @@ class Engine:
             pulse=self.pulse,
             send=self._pipe.send,
             clock=time.monotonic,
+            quiet_s=quiet_s,
         )
         self.failure: BaseException | None = None
         self._threads = [threading.Thread(target=each, daemon=True) for each in (self._read, self._run)]

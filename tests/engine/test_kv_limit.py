@@ -87,7 +87,7 @@ def test_a_model_says_the_same(demo_model_path: Path, tmp_path: Path) -> None:
             history = front.history("one")
             front.send(of_client("bob", submit("other", "Hello!", params=SHORT)))
             front.finished("other")
-            assert parked_until(front, in_ram=True).parked_sessions == 1
+            assert parked_until(front, in_ram=True).parked_sessions >= 1
             front.send(KvLimit(limit), submit("two", "What is my name?", session="ana", tokens=history, params=SHORT))
             end = front.finished("two")
             assert (end.cached_tokens > 0) is (limit is None)

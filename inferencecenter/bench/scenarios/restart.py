@@ -2,11 +2,13 @@
 
 The question is how long they wait: until they have their session again, and then for the first word of an answer,
 against a history of the same length that the daemon has never read. That one has other words, because with the same
-ones it would find the KV of the session that came back. ``--restart-by kill`` gives the daemon no time to put KV away.
+ones it would find the KV of the session that came back. ``--restart-by kill`` gives the daemon no time to put KV away;
+what it kept until then it kept while nobody asked anything.
 """
 
 from __future__ import annotations
 
+import asyncio
 import tempfile
 import time
 from dataclasses import dataclass
@@ -36,6 +38,8 @@ if TYPE_CHECKING:
 
 _SLOTS: Final = 2
 _QUESTION_TOKENS: Final = 16
+_READING_S: Final = 0.5
+"""How long the client looks at the answer before the daemon ends."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,6 +150,7 @@ class _Restarts:
             created = await line.create_session(stored=True)
             first = await run_turn(line, named(created), text, max_tokens=self._max_tokens)
             answer = await finished(line, named(created), first)
+        await asyncio.sleep(_READING_S)
         stopping_s = time.monotonic()
         await (launched.stop() if by == "term" else launched.kill())
         return _Left(created, first, answer, time.monotonic() - stopping_s)

@@ -32,7 +32,7 @@ class Entry:
     """One parked sequence; a later one of the same key is another entry.
 
     ``tokens`` are packed; ``file_bytes`` is header and payload. ``verified``: the copy in RAM is known to be what was
-    saved. ``durable``: it may be copied to disk; ``refused``: that was tried and failed.
+    saved. ``durable``: it may be copied to disk; ``refused``: that was tried and failed. ``spare``: a slot has it too.
     """
 
     key: str
@@ -44,6 +44,7 @@ class Entry:
     payload_bytes: int
     verified: bool = True
     refused: bool = False
+    spare: bool = False
     ram: Place = Place.ABSENT
     disk: Place = Place.ABSENT
     used: int = 0
@@ -126,8 +127,8 @@ class Catalogue:
     def find(self, scope: str, tokens: Sequence[int]) -> Match | None:
         """Return the entry of ``scope`` or of the public one that shares most tokens, or ``None`` if none shares any.
 
-        Of equal ones the first is that in RAM, then the shortest, then the one parked last. One on disk is passed over
-        while it may not be fetched.
+        Of equal ones the first is that in RAM, then the shortest, then one that is no spare copy, then the one parked
+        last. One on disk is passed over while it may not be fetched.
         """
         candidates = [*self._scopes.get(scope, {}).values()]
         if scope != PUBLIC:
@@ -135,7 +136,7 @@ class Catalogue:
         if not candidates:
             return None
         wanted = pack_tokens(tokens[: max(entry.n_tokens for entry in candidates)])
-        best: tuple[tuple[int, bool, int, int], Entry] | None = None
+        best: tuple[tuple[int, bool, int, bool, int], Entry] | None = None
         shared = b""
         for entry in candidates:
             if not entry.tokens.startswith(shared):  # shares less than the best so far, seen by one comparison
@@ -145,29 +146,44 @@ class Catalogue:
             common = common_prefix_tokens(entry.tokens, wanted) // TOKEN_BYTES
             if common == 0 or (common < entry.n_tokens and not self._can_rewind):
                 continue
-            merit = (common, entry.ram is Place.THERE, -entry.n_tokens, entry.stamp)
+            merit = (common, entry.ram is Place.THERE, -entry.n_tokens, not entry.spare, entry.stamp)
             if best is None or merit > best[0]:
                 best = (merit, entry)
                 shared = wanted[: common * TOKEN_BYTES]
         if best is None:
             return None
-        (common, ready, _, _), entry = best
-        return Match(entry.key, common_tokens=common, n_tokens=entry.n_tokens, ready=ready, tokens=entry.tokens)
+        (common, ready, *_), entry = best
+        return Match(
+            entry.key,
+            common_tokens=common,
+            n_tokens=entry.n_tokens,
+            ready=ready,
+            tokens=entry.tokens,
+            spare=entry.spare,
+        )
 
     def room_in_ram(
         self, scope: str, n_bytes: int, *, without: Entry | None, keep: Collection[str]
     ) -> tuple[Entry, ...] | None:
         """Return the entries that leave RAM for one of ``scope`` and ``n_bytes``; ``None`` when it finds no room.
 
-        ``without`` leaves anyway. Those with a key in ``keep`` stay. Those that could still be copied to disk go last.
+        ``without`` leaves anyway. Those with a key in ``keep`` stay. Spare ones go first, those that could still be
+        copied to disk last.
         """
 
         def rank(entry: Entry) -> int | None:
             if entry.key in keep or entry.ram is Place.ARRIVING or entry.disk is Place.ARRIVING:
                 return None
-            return 1 if self._awaits_copy(entry) else 0
+            return 0 if entry.spare else 2 if self._awaits_copy(entry) else 1
 
         return self.ram.room(scope, n_bytes, without=without, rank=rank)
+
+    def is_free_in_ram(self, scope: str, n_bytes: int, *, without: Entry | None) -> bool:
+        """Tell whether RAM may be used wholly, and has room once ``without`` is gone for one of these bytes."""
+        ram = self.ram
+        if ram.allowed_bytes < ram.limits.budget_bytes:
+            return False
+        return ram.room(scope, n_bytes, without=without, rank=lambda _: None) == ()
 
     def room_on_disk(self, entry: Entry) -> tuple[Entry, ...] | None:
         """Return the entries that leave the disk for a copy of ``entry``; only those used before it do."""
@@ -181,13 +197,17 @@ class Catalogue:
     def excess_in_ram(self) -> list[Entry]:
         """Return the entries to leave RAM so that it holds no more than is allowed; those that arrive cannot.
 
-        What is on disk goes first, as nothing is lost with it, and of these what was used longest ago; what is on its
-        way there goes last.
+        What is spare or on disk goes first, as nothing is lost with it, and of these what was used longest ago; what is
+        on its way there goes last.
         """
         order = {Place.THERE: 0, Place.ABSENT: 1, Place.ARRIVING: 2}
+
+        def rank(entry: Entry) -> int:
+            return 0 if entry.spare and entry.disk is Place.ABSENT else order[entry.disk]
+
         excess = self.ram.total_bytes - self.ram.allowed_bytes
         chosen: list[Entry] = []
-        for entry in sorted(self.ram, key=lambda entry: order[entry.disk]):
+        for entry in sorted(self.ram, key=rank):
             if excess <= 0:
                 break
             if entry.ram is Place.THERE:
@@ -196,14 +216,17 @@ class Catalogue:
         return chosen
 
     def to_copy(self, spare_bytes: int) -> list[Entry]:
-        """Return the entries to be copied to disk now, so that ``spare_bytes`` of RAM can be had at no loss."""
+        """Return the entries to be copied to disk now, so that ``spare_bytes`` of RAM can be had at no loss.
+
+        Spare ones are not: nothing is lost with them.
+        """
         chosen: list[Entry] = []
         spare = self.ram.allowed_bytes - self.ram.total_bytes
         for entry in self.ram:
             if spare >= spare_bytes:
                 break
             spare += self.ram.bytes_of(entry)
-            if self._awaits_copy(entry) and entry.ram is Place.THERE:
+            if self._awaits_copy(entry) and entry.ram is Place.THERE and not entry.spare:
                 chosen.append(entry)
         return chosen
 

@@ -132,6 +132,16 @@ class KvStore:
             return False
         return whole_pages(need) <= min(catalogue.ram.limits.of(_ANY), catalogue.ram.allowed_bytes)
 
+    def has_room(self, key: str, scope: str, n_tokens: int) -> bool:
+        """Tell whether a spare copy of ``n_tokens`` may be parked now, in place of what was parked under ``key``.
+
+        Not without a RAM tier: what passes through goes to the disk, and a copy after each turn would wear it out. And
+        not while RAM may not be used wholly.
+        """
+        self._tiers.settle()
+        need = whole_pages(record.header_bytes(key, scope, n_tokens) + n_tokens * self._bytes_per_token)
+        return not self._passes_through and self._is_free(self._tiers.catalogue.get(key), scope, need)
+
     def park(  # noqa: PLR0913 - a sequence and its owner, all by name
         self,
         key: str,
@@ -142,24 +152,29 @@ class KvStore:
         write: Callable[[memoryview], int],
         durable: bool,
         keep: Collection[str] = (),
+        spare: bool = False,
     ) -> bool:
         """Have ``write`` save a sequence of ``size_bytes``, in place of what was parked under ``key``.
 
         ``write`` returns the bytes that it wrote, 0 when it could not. It is not called when the same tokens are parked
-        already. Entries with a key in ``keep``, about to be loaded, are not pushed out by this one. ``False``: it was
-        not parked; of an earlier one of the key what is on disk may be left.
+        already. Entries with a key in ``keep``, about to be loaded, are not pushed out by this one; a ``spare`` one
+        pushes none out, and is the first to go until it is parked again without that. ``False``: it was not parked; of
+        an earlier one of the key what is on disk may be left.
         """
         self._tiers.settle()
         packed = pack_tokens(tokens)
         entry = self._tiers.catalogue.get(key)
         same = entry is not None and (entry.scope, entry.tokens, entry.durable) == (scope, packed, durable)
         if entry is not None and same and entry.ram is Place.THERE:
-            self._tiers.catalogue.touch(entry)
+            self._tiers.hold(entry, spare=spare)
             return True
         if not packed or size_bytes <= 0 or (self._passes_through and not durable):
             return False
         start = record.header_bytes(key, scope, len(tokens))
-        mapping = self._tiers.claim(entry, scope, whole_pages(start + size_bytes), keep)
+        need = whole_pages(start + size_bytes)
+        if spare and not self._is_free(entry, scope, need):
+            return False
+        mapping = self._tiers.claim(entry, scope, need, keep)
         if mapping is None:
             return False
         mapping.begin()
@@ -173,7 +188,9 @@ class KvStore:
         if not 0 < written <= size_bytes:
             return False
         self._stamp += 1
-        self._tiers.enter(Entry(key, scope, packed, durable, self._stamp, start, written), mapping)
+        # A place that was not spare stays the session's with what it holds now.
+        spare = spare and (entry is None or entry.spare)
+        self._tiers.enter(Entry(key, scope, packed, durable, self._stamp, start, written, spare=spare), mapping)
         return True
 
     def load(self, key: str, tokens: bytes, read: Callable[[memoryview], bool]) -> bool:
@@ -264,6 +281,10 @@ class KvStore:
         has the sequence.
         """
         self._tiers.close()
+
+    def _is_free(self, entry: Entry | None, scope: str, n_bytes: int) -> bool:
+        own = entry if entry is not None and entry.ram is Place.THERE else None
+        return self._tiers.catalogue.is_free_in_ram(scope, n_bytes, without=own)
 
     def _take_over(self, ram: RamTier | None, disk: DiskTier | None, *, adopt: Adoption) -> None:
         if adopt is Adoption.NONE:

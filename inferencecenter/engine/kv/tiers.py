@@ -136,6 +136,13 @@ class Tiers:
         self._jobs.submit(partial(seal, mapping, mapping.generation, header, self._fingerprint), self._finished)
         self._copy_ahead()
 
+    def hold(self, entry: Entry, *, spare: bool) -> None:
+        """Take note that an entry was parked again as it is; once it was no spare copy it is none any more."""
+        self.catalogue.touch(entry)
+        if entry.spare and not spare:
+            entry.spare = False
+            self._copy_ahead()
+
     def limit_ram(self, allowed_bytes: int | None) -> None:
         """Let RAM hold no more than ``allowed_bytes`` from now on, ``None`` for its budget; what is more goes at once.
 

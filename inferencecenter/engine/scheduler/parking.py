@@ -17,7 +17,8 @@ _PREFIX_KEY: Final = "prefix-"
 class Match:
     """A parked sequence of ``n_tokens`` whose first ``common_tokens`` are the wanted ones; ``tokens``, packed, are all.
 
-    ``ready``: in RAM, usable now. Not ready: on disk only, to be fetched first.
+    ``ready``: in RAM, usable now. Not ready: on disk only, to be fetched first. ``spare``: a copy of what a slot held,
+    which goes first when there is no room.
     """
 
     key: str
@@ -25,6 +26,7 @@ class Match:
     n_tokens: int
     ready: bool
     tokens: bytes
+    spare: bool = False
 
 
 class ParkedKv(Protocol):
@@ -38,6 +40,9 @@ class ParkedKv(Protocol):
 
     def fits(self, n_tokens: int) -> bool:
         """Tell whether a sequence of ``n_tokens`` could be parked at all."""
+
+    def has_room(self, key: str, scope: str, n_tokens: int) -> bool:
+        """Tell whether a spare copy of ``n_tokens`` may be parked now: in place of that of ``key``, and of no other."""
 
 
 def prefix_key(scope: str, tokens: Sequence[int]) -> str:

@@ -45,6 +45,7 @@ class Park:
     """Save what a slot holds, ``n_tokens`` spelt by ``tokens``, under ``key`` of ``scope``; the slot keeps its content.
 
     That it fails is no error: what was not parked is read again. Without ``durable`` it may not be written to a disk.
+    A ``spare`` one is a copy of what stays in the slot: it pushes nothing out, and goes first when there is no room.
     ``turn_id`` is the turn that loses the slot, if it was running.
     """
 
@@ -55,6 +56,7 @@ class Park:
     tokens: tuple[int, ...]
     durable: bool
     turn_id: str | None = None
+    spare: bool = False
 
     @property
     def turn_ids(self) -> tuple[str, ...]:

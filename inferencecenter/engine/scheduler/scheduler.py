@@ -20,6 +20,7 @@ from inferencecenter.engine.scheduler.plan import Copy, Park, Reading, Restore, 
 from inferencecenter.engine.scheduler.policy import PrefillBudget, decode_pass, prefill_passes
 from inferencecenter.engine.scheduler.quantum import Quantum
 from inferencecenter.engine.scheduler.request import Request, RequestChange, RequestState
+from inferencecenter.engine.scheduler.saving import Saving
 from inferencecenter.engine.scheduler.slots import SlotTable
 from inferencecenter.engine.scheduler.sources import Sources
 from inferencecenter.engine.scheduler.turn_queue import TurnQueue
@@ -84,6 +85,7 @@ class Scheduler:
         )
         sources = Sources(self._slots, parked, can_rewind=can_rewind, grid_tokens=grid_tokens)
         self._placement = Placement(self._slots, sources, parked, can_rewind=can_rewind, grid_tokens=grid_tokens)
+        self.saving = Saving(self._slots, sources, parked, grid_tokens=grid_tokens)
         self._dispatcher = Dispatcher(
             self._slots, self._running, self._queue, sources=sources, placement=self._placement
         )

@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 class Slot:
     """One KV stream: ``tokens`` are what it holds, ``turn_id`` the turn that runs in it, ``used_s`` its last use.
 
-    ``durable`` tells whether what it holds may be written to a disk.
+    ``durable`` tells whether what it holds may be written to a disk, ``saved`` whether it was looked at since its last
+    turn if a copy of it is needed.
     """
 
     index: int
@@ -24,6 +25,7 @@ class Slot:
     turn_id: str | None = None
     tokens: list[int] = field(default_factory=list)
     durable: bool = True
+    saved: bool = False
     used_s: float = 0.0
 
     @property
@@ -71,7 +73,7 @@ class SlotTable:
             raise ValueError(f"session {request.session_id} has a slot already")
         self._disown(slot)
         slot.session_id, slot.client_id, slot.turn_id = request.session_id, request.client_id, request.turn_id
-        slot.durable = request.durable
+        slot.durable, slot.saved = request.durable, False
         self._of_session[request.session_id] = slot
         del slot.tokens[keep_tokens:]
 

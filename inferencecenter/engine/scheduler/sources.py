@@ -70,10 +70,12 @@ class Sources:
             best = parked
         return best
 
-    def is_parked(self, scope: str, tokens: Sequence[int]) -> bool:
-        """Tell whether exactly these tokens are parked."""
+    def is_parked(self, scope: str, tokens: Sequence[int], *, spare: bool = False) -> bool:
+        """Tell whether exactly these tokens are parked; a spare copy counts if ``spare``."""
         match = self._parked.find(scope, tokens)
-        return match is not None and match.common_tokens == match.n_tokens == len(tokens)
+        if match is None or (match.spare and not spare):
+            return False
+        return match.common_tokens == match.n_tokens == len(tokens)
 
     def _own(self, request: Request, limit: int) -> tuple[Source, int]:
         """Return what the session's slot holds, and how much that counts."""

@@ -116,6 +116,7 @@ class Bench:
         n_bytes: int = 3000,
         durable: bool = True,
         keep: Sequence[str] = (),
+        spare: bool = False,
     ) -> bool:
         """Park a sequence whose payload tells its key and tokens."""
 
@@ -124,7 +125,14 @@ class Bench:
             return n_bytes
 
         return self.store.park(
-            key, scope=scope, tokens=tokens, size_bytes=n_bytes, write=write, durable=durable, keep=keep
+            key,
+            scope=scope,
+            tokens=tokens,
+            size_bytes=n_bytes,
+            write=write,
+            durable=durable,
+            keep=keep,
+            spare=spare,
         )
 
     def load(self, key: str) -> bytes | None:

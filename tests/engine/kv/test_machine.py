@@ -67,6 +67,22 @@ class StoreMachine(RuleBasedStateMachine):
             self.parked[key] = (tokens, len(payload))
         assert all(self.bench.load(other) is not None for other in kept)
 
+    @rule(key=KEYS, tokens=TOKENS, n_bytes=st.sampled_from([500, 3900, 9000]))
+    def copy(self, key: str, tokens: list[int], n_bytes: int) -> None:
+        """Park a spare copy: every other sequence stays where it is, and it finds room only if memory is not short."""
+        catalogue = self.bench.store._tiers.catalogue
+        before = {entry.key: (entry.tokens, entry.ram, entry.disk) for entry in catalogue if entry.key != key}
+        short = catalogue.ram.allowed_bytes < catalogue.ram.limits.budget_bytes
+        same = key in self.parked and self.parked[key][0] == tokens
+        if self.bench.park(key, tokens, scope=SCOPES[key], n_bytes=n_bytes, spare=True):
+            assert same or not short
+            payload = self.payload_of_new(key, tokens)
+            self.parked[key] = (tokens, len(payload))
+        after = {entry.key: (entry.tokens, entry.ram, entry.disk) for entry in catalogue if entry.key != key}
+        # Only that copies to disk begin.
+        assert after.keys() == before.keys()
+        assert all(after[other][:2] == before[other][:2] for other in before)
+
     @rule(key=KEYS)
     def load(self, key: str) -> None:
         """Load what is there."""
@@ -185,6 +201,13 @@ class StoreMachine(RuleBasedStateMachine):
         if payload is not None:
             tokens, n_bytes = self.parked[key]
             assert payload == payload_of(key, tokens, n_bytes)
+        return payload
+
+    def payload_of_new(self, key: str, tokens: list[int]) -> bytes:
+        """Load a sequence that has just been parked."""
+        payload = self.bench.load(key)
+        assert payload is not None
+        assert payload == payload_of(key, tokens, len(payload))
         return payload
 
     @staticmethod

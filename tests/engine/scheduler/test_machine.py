@@ -153,6 +153,16 @@ class SchedulerMachine(RuleBasedStateMachine):
         for _ in range(count):
             self.world.step()
 
+    @precondition(lambda self: not self.world.scheduler.has_work)
+    @rule(fails=booleans, room_tokens=st.sampled_from([0, 10, N_CTX]))
+    def rest(self, *, fails: bool, room_tokens: int) -> None:
+        """Nobody asks for anything: what the slots hold is saved, each slot once at most, as far as there is room."""
+        self.world.store.room_tokens = room_tokens
+        saved = 0
+        while self.world.save(fails=fails) is not None:
+            saved += 1
+        assert saved <= len(self.world.kv)
+
     @rule(
         active_slots=st.integers(1, 5),
         lowest_class=st.integers(0, 2),

@@ -35,6 +35,7 @@ class Entry:
     cells: list[Cell]
     durable: bool
     ready: bool = True
+    spare: bool = False
 
     @property
     def tokens(self) -> list[int]:
@@ -48,18 +49,19 @@ def restore(slot: int, key: str, tokens: Sequence[int], turn_id: str) -> Restore
 
 
 class FakeStore:
-    """Parks lists. ``limit_tokens`` is the longest sequence that fits."""
+    """Parks lists. ``limit_tokens`` is the longest sequence that fits; spare ones find room up to ``room_tokens``."""
 
-    def __init__(self, *, limit_tokens: int = N_CTX) -> None:
+    def __init__(self, *, limit_tokens: int = N_CTX, room_tokens: int = N_CTX) -> None:
         self.entries: dict[str, Entry] = {}
         self.limit_tokens = limit_tokens
+        self.room_tokens = room_tokens
         self.finds = 0
 
     def find(self, scope: str, tokens: Sequence[int]) -> Match | None:
         """Return the longest match, of equal ones the shortest sequence, of those one that is ready."""
         self.finds += 1
         matches = [
-            Match(key, common, len(entry.cells), entry.ready, pack_tokens(entry.tokens))
+            Match(key, common, len(entry.cells), entry.ready, pack_tokens(entry.tokens), entry.spare)
             for key, entry in self.entries.items()
             if entry.scope in ("", scope) and (common := common_prefix_tokens(entry.tokens, tokens))
         ]
@@ -68,6 +70,12 @@ class FakeStore:
     def fits(self, n_tokens: int) -> bool:
         """Tell whether a sequence is short enough."""
         return n_tokens <= self.limit_tokens
+
+    def has_room(self, key: str, scope: str, n_tokens: int) -> bool:
+        """Tell whether a spare copy is short enough."""
+        entry = self.entries.get(key)
+        assert entry is None or entry.scope == scope
+        return n_tokens <= self.room_tokens
 
 
 @dataclass(frozen=True)
@@ -220,6 +228,25 @@ class World:
         steps = self.run(most_steps, until=lambda: not self.scheduler.has_work)
         assert not self.scheduler.has_work, f"still at work after {steps} steps: {self.scheduler!r}"
 
+    def save(self, *, fails: bool = False) -> Park | None:
+        """Save what a slot holds, if nothing else is to be done; no state is parked that is parked already."""
+        assert not self.scheduler.has_work
+        wanted = self.scheduler.saving.wanted
+        park = self.scheduler.saving.next()
+        if park is None:
+            assert not self.scheduler.saving.wanted
+            return None
+        slot = self.scheduler.slots[park.slot]
+        assert wanted
+        assert park.spare
+        assert park.durable
+        assert slot.durable
+        assert (park.key, park.scope) == (slot.session_id, slot.client_id)
+        assert not any(entry.tokens == slot.tokens for key, entry in self.store.entries.items() if key == park.key)
+        self._move(park, Faults(park=fails), Results())
+        self.scheduler.check_integrity()
+        return park
+
     def step(self, faults: Faults = Faults(), *, move_s: float = 0.0) -> Plan:
         """Carry out one plan, checking each of its promises."""
         self.now += STEP_S
@@ -255,7 +282,8 @@ class World:
                 assert [token for token, _ in self.kv[move.slot]] == list(move.tokens)
                 assert move.n_tokens == len(move.tokens) > 0
                 if not faults.park:
-                    self.store.entries[move.key] = Entry(move.scope, self._cells_to_park(move), move.durable)
+                    cells = self._cells_to_park(move)
+                    self.store.entries[move.key] = Entry(move.scope, cells, move.durable, spare=move.spare)
                     results.parked += 1
             case Restore():
                 entry = self.store.entries.get(move.key)

@@ -1,0 +1,138 @@
+"""What idle slots hold is saved once, as a spare copy, and goes the usual way when the slot is needed."""
+
+from __future__ import annotations
+
+import pytest
+
+from inferencecenter.engine.scheduler.plan import Park
+from tests.engine.scheduler.world import GRID_TOKENS, Entry, FakeStore, Faults, World
+
+
+def idle(*prompts: list[int], durable: bool = True, store: FakeStore | None = None) -> World:
+    """Return a world in whose slots idle sessions ``s0``, ``s1`` … hold these prompts; nothing is parked."""
+    world = World(slots=max(2, len(prompts)), answer_tokens=1, store=store)
+    for prompt in prompts:
+        world.add(prompt, durable=durable)
+        world.run_to_end()
+    return world
+
+
+def saved(world: World) -> list[str]:
+    """Save all there is to save, and return whose."""
+    keys: list[str] = []
+    while (park := world.save()) is not None:
+        keys.append(park.key)
+    return keys
+
+
+def parks(world: World) -> list[Park]:
+    """Run to the end, and return what was parked."""
+    found: list[Park] = []
+    while world.scheduler.has_work:
+        found += [move for move in world.step().moves if isinstance(move, Park)]
+    return found
+
+
+def test_each_slot_is_saved_once_the_last_used_first() -> None:
+    """Until its session has another turn; the slots keep what they hold."""
+    world = idle([1] * 8, [2] * 9)
+    assert world.scheduler.saving.wanted
+    assert saved(world) == ["s1", "s0"]
+    assert {key: (entry.tokens, entry.spare) for key, entry in world.store.entries.items()} == {
+        "s0": ([1] * 8, True),
+        "s1": ([2] * 9, True),
+    }
+    assert [len(slot.tokens) for slot in world.scheduler.slots] == [8, 9]
+    assert not world.scheduler.saving.wanted
+    world.add([1] * 12, session="s0")
+    plan = world.step()
+    assert not plan.moves
+    assert plan.admissions[0].cached_tokens == 8
+    world.run_to_end()
+    assert saved(world) == ["s0"]
+    assert world.store.entries["s0"].tokens == [1] * 12
+
+
+@pytest.mark.parametrize(
+    ("prompt", "durable", "store"),
+    [
+        pytest.param([1] * (GRID_TOKENS - 1), True, FakeStore(), id="too short to be worth it"),
+        pytest.param([1] * 8, False, FakeStore(), id="not to be stored"),
+        pytest.param([1] * 8, True, FakeStore(room_tokens=7), id="no room"),
+        pytest.param([1] * 8, True, FakeStore(limit_tokens=0, room_tokens=0), id="nothing is parked"),
+    ],
+)
+def test_what_is_not_saved(prompt: list[int], durable: bool, store: FakeStore) -> None:
+    """Nobody is to wake up for it."""
+    world = idle(prompt, durable=durable, store=store)
+    assert not world.scheduler.saving.wanted
+    assert saved(world) == []
+
+
+def test_what_found_no_room_is_saved_when_there_is_some() -> None:
+    """Without its session having another turn."""
+    world = idle([1] * 8, store=FakeStore(room_tokens=0))
+    assert saved(world) == []
+    world.store.room_tokens = 8
+    assert saved(world) == ["s0"]
+
+
+def test_what_is_parked_already_is_not_parked_again() -> None:
+    """Neither under the session's name nor under that of a session of the same client that says the same."""
+    world = idle([1] * 8, [1] * 8)
+    world.store.entries["s0"] = Entry("c", [(1, "c")] * 8, durable=True, ready=False)
+    assert world.scheduler.saving.wanted
+    assert saved(world) == []
+
+
+def test_a_failure_is_not_tried_again() -> None:
+    """An engine with a full disk would never rest."""
+    world = idle([1] * 8)
+    assert world.save(fails=True) is not None
+    assert saved(world) == []
+    assert world.store.entries == {}
+
+
+def test_copies_that_were_given_up_are_made_again_when_told_so() -> None:
+    """Those that are still there are not."""
+    world = idle([1] * 8, [2] * 8)
+    saved(world)
+    del world.store.entries["s0"]
+    assert saved(world) == []
+    world.scheduler.saving.begin_again()
+    assert saved(world) == ["s0"]
+
+
+def test_a_slot_that_is_taken_makes_of_the_copy_what_it_would_have_parked() -> None:
+    """It is parked under the same name, no more as a spare one; then no more is to be done for it."""
+    world = idle([1] * 8, [2] * 8)
+    saved(world)
+    world.add([3] * 8)
+    assert [(park.key, park.spare) for park in parks(world)] == [("s0", False)]
+    assert not world.store.entries["s0"].spare
+    world.add([1] * 12, session="s0")
+    assert [park.key for park in parks(world)] == ["s1"]
+    assert world.requests["t3"].cached_tokens == 8
+
+
+def test_a_stop_parks_what_was_saved_as_if_it_were_not() -> None:
+    """A copy that goes first is not enough to come back to."""
+    world = idle([1] * 8, [2] * 8)
+    saved(world)
+    assert [(park.key, park.spare) for park in world.scheduler.suspend(now=world.now, park_all=False)] == [
+        ("s0", False),
+        ("s1", False),
+    ]
+
+
+def test_a_fork_takes_the_copy_or_the_slot() -> None:
+    """Whichever it is, all that is shared is there."""
+    world = idle([1] * 8)
+    saved(world)
+    fork = world.add([*[1] * 8, 2, 2, 2, 2], session="fork")
+    world.run_to_end()
+    assert fork.cached_tokens == 8
+    last = world.add([*[1] * 8, 3, 3, 3, 3], session="other")
+    world.step(Faults(restore=True))
+    world.run_to_end()
+    assert last.cached_tokens in (0, 8)

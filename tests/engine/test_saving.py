@@ -1,0 +1,227 @@
+"""An engine that has nothing to do saves what its slots hold, once, and then sleeps until it is asked for something."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING
+
+import msgspec
+import pytest
+
+from inferencecenter.engine.kv.adoption import Adoption
+from inferencecenter.ipc.messages import KvLimit, Limit, Release, Step, Suspend, Suspended
+from tests.engine.harness import TIMEOUT_S, Engine, submit
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from inferencecenter.engine.inbox import Command
+
+TEXT = "some words that take more than a cell of the grid"
+
+
+class Watched(Engine):
+    """An engine that tells how often, and for how long at most, it waits for something to come in."""
+
+    def __init__(self, kv: Path, **options: float) -> None:
+        super().__init__(kv, prefill_grid_tokens=16, quiet_s=0.01, **options)  # type: ignore[arg-type]
+        self.waits: list[float | None] = []
+        self.asleep = threading.Event()
+        self._get = self._inbox.get
+        setattr(self._inbox, "get", self._wait)  # noqa: B010 - mypy takes the plain assignment for a mistake
+
+    def _wait(self, *, timeout_s: float | None) -> Command | None:
+        self.waits.append(timeout_s)
+        if timeout_s is None:
+            self.asleep.set()
+        command = self._get(timeout_s=timeout_s)
+        if timeout_s is None:
+            self.asleep.clear()
+        return command
+
+    def rests(self) -> list[float | None]:
+        """Wait until it has nothing left to do; return how it waited since the last time."""
+        assert self.asleep.wait(TIMEOUT_S)
+        waits, self.waits = self.waits, []
+        return waits
+
+    def parked(self) -> set[str]:
+        """Return the sessions whose KV is parked; to be asked while it rests."""
+        return {entry.key for entry in self.kv._tiers.catalogue}
+
+
+@pytest.fixture
+def watched(tmp_path: Path) -> Iterator[Callable[..., Watched]]:
+    """Engines that are stopped at the end."""
+    engines: list[Watched] = []
+
+    def make(**options: float) -> Watched:
+        engines.append(Watched(tmp_path, **options))
+        return engines[-1]
+
+    yield make
+    for engine in engines:
+        engine.stop()
+
+
+def ask(engine: Engine, session: str, *, durable: bool = True, tokens: bytes = b"") -> str:
+    """Run a turn to its end and return its id."""
+    turn = msgspec.structs.replace(
+        submit(f"{session} {len(tokens)}", f"{session} says {TEXT}", session=session), durable=durable
+    )
+    engine.front.send(msgspec.structs.replace(turn, tokens=tokens))
+    engine.front.finished(turn.turn_id)
+    return turn.turn_id
+
+
+def test_it_saves_once_and_sleeps(watched: Callable[..., Watched]) -> None:
+    """After one short wait in which nothing came; two sessions take no more, and gauges are told."""
+    engine = watched()
+    engine.front.send(submit("one", f"one says {TEXT}"), submit("two", f"two says {TEXT}"))
+    engine.front.wait_for("one", "two")
+    engine.front.read_until(lambda: any(isinstance(f, Step) and f.parked_sessions == 2 for f in engine.front.frames))
+    assert [wait for wait in engine.rests() if wait != 1.0][-2:] == [0.01, None]
+    assert engine.parked() == {"one", "two"}
+    assert engine.asleep.is_set()
+    assert engine.waits == []
+
+
+def test_each_turn_is_saved_in_place_of_the_one_before(watched: Callable[..., Watched]) -> None:
+    """It goes on in its slot, of which nothing was taken."""
+    engine = watched()
+    turn_id = ask(engine, "s")
+    engine.rests()
+    history = engine.front.history(turn_id)
+    again = ask(engine, "s", tokens=history)
+    end = engine.front.finished(again)
+    assert end.cached_tokens >= len(history) // 4 - 1
+    engine.rests()
+    (entry,) = engine.kv._tiers.catalogue
+    assert entry.tokens.startswith(history[: 4 * end.cached_tokens])
+    assert entry.n_tokens > len(history) // 4
+
+
+def test_another_engine_goes_on_with_what_was_saved(tmp_path: Path) -> None:
+    """It reads nothing again but the last token, though the first engine had no time to put anything away."""
+    engine = Watched(tmp_path)
+    turn_id = ask(engine, "s")
+    engine.rests()
+    history = engine.front.history(turn_id)
+    following = Engine(tmp_path, adopt=Adoption.DURABLE, prefill_grid_tokens=16)
+    again = ask(following, "s", tokens=history)
+    assert following.front.finished(again).cached_tokens >= len(history) // 4 - 1
+    following.stop()
+    engine.stop()
+
+
+def test_what_is_not_to_be_stored_is_not_saved(watched: Callable[..., Watched]) -> None:
+    """It does not even wake up for that."""
+    engine = watched()
+    ask(engine, "s", durable=False)
+    assert 0.01 not in engine.rests()
+    assert engine.parked() == set()
+
+
+def test_without_parking_nothing_is_saved(watched: Callable[..., Watched]) -> None:
+    """There is no place for it."""
+    engine = watched(ram_bytes=0)
+    ask(engine, "s")
+    assert 0.01 not in engine.rests()
+    assert engine.parked() == set()
+
+
+def test_a_full_store_loses_nothing(watched: Callable[..., Watched]) -> None:
+    """What is parked stays, and what finds no room is not saved."""
+    engine = watched(ram_bytes=4096, slots=1)
+    ask(engine, "s")
+    engine.rests()
+    before = engine.parked()
+    ask(engine, "other")
+    assert 0.01 not in engine.rests()
+    assert engine.parked() == before
+
+
+def test_not_while_memory_is_short(watched: Callable[..., Watched]) -> None:
+    """What was saved is given up with all else, and saved again when there is memory."""
+    engine = watched()
+    ask(engine, "s")
+    engine.front.read_until(lambda: gauges(engine).parked_sessions == 1)
+    engine.front.send(KvLimit(0))
+    engine.front.read_until(lambda: gauges(engine).parked_sessions == 0)
+    ask(engine, "t")
+    assert engine.rests()[-1] is None
+    assert engine.parked() == set()
+    engine.front.send(KvLimit(None))
+    engine.front.read_until(lambda: gauges(engine).parked_sessions == 2)
+    engine.rests()
+    assert engine.parked() == {"s", "t"}
+
+
+def test_not_while_it_is_to_pause(watched: Callable[..., Watched]) -> None:
+    """A machine that is too hot has time to cool; afterwards it is done."""
+    engine = watched()
+    pause = Limit(active_slots=2, prefill_share=1.0, lowest_class=2, pause_ms=1)
+    engine.front.send(pause)
+    ask(engine, "s")
+    assert 0.01 not in engine.rests()
+    engine.front.send(msgspec.structs.replace(pause, pause_ms=0))
+    engine.front.read_until(lambda: gauges(engine).parked_sessions == 1)
+
+
+def test_what_comes_in_is_looked_at_between_two_slots(watched: Callable[..., Watched]) -> None:
+    """A turn that comes while one slot is saved does not wait for the next."""
+    engine = watched(slots=3)
+    saving, saved = threading.Event(), threading.Event()
+    save = engine.backend.save
+
+    def slow(slot: int, buffer: memoryview) -> int:
+        saving.set()
+        assert saved.wait(TIMEOUT_S)
+        return save(slot, buffer)
+
+    engine.backend.decoding.clear()
+    engine.front.send(submit("one", f"one says {TEXT}"), submit("two", f"two says {TEXT}"))
+    setattr(engine.backend, "save", slow)  # noqa: B010
+    engine.backend.decoding.set()
+    engine.front.wait_for("one", "two")
+    assert saving.wait(TIMEOUT_S)
+    engine.backend.entered.clear()
+    engine.backend.decoding.clear()
+    engine.front.send(submit("three", f"three says {TEXT}"))
+    while engine._inbox.empty:
+        pass
+    saved.set()
+    assert engine.backend.entered.wait(TIMEOUT_S)
+    assert len(engine.parked()) == 1
+    engine.backend.decoding.set()
+    engine.front.wait_for("three")
+    engine.rests()
+    assert engine.parked() == {"one", "two", "three"}
+
+
+def test_a_session_that_is_closed_is_forgotten(watched: Callable[..., Watched]) -> None:
+    """With the copy of its KV."""
+    engine = watched()
+    ask(engine, "s")
+    engine.front.read_until(lambda: gauges(engine).parked_sessions == 1)
+    engine.front.send(Release("s"))
+    engine.front.read_until(lambda: gauges(engine).parked_sessions == 0)
+    engine.rests()
+    assert engine.parked() == set()
+
+
+def test_a_suspended_engine_saves_nothing_more(watched: Callable[..., Watched]) -> None:
+    """All that could be put away was."""
+    engine = watched(disk_bytes=2**20)
+    ask(engine, "s")
+    engine.rests()
+    engine.front.send(Suspend())
+    engine.front.read_until(lambda: isinstance(engine.front.frames[-1], Suspended))
+    assert 0.01 not in engine.rests()
+    assert engine.front.frames[-1] == Suspended(1)
+
+
+def gauges(engine: Engine) -> Step:
+    """Return the last frame with gauges."""
+    return next(frame for frame in reversed(engine.front.frames) if isinstance(frame, Step))
