@@ -257,7 +257,7 @@ class Models:
             before = self._registry
             self._registry = replace(registry, models={**before.models, **registry.models})
             for name, spec in registry.models.items():
-                if name in self._models and spec != before.models.get(name):
+                if name in self._models and not _runs_alike(spec, before.models.get(name)):
                     await self._replace(self._models[name], spec)
             if registry.default not in (before.default, self._default):
                 await self._make_default(registry.default, lambda _: None)
@@ -341,6 +341,11 @@ class Models:
         await model.supervisor.retire()
         self._begun.remove(model)
         self._residency.remove(model)
+
+
+def _runs_alike(spec: ModelSpec, other: ModelSpec | None) -> bool:
+    """Tell whether two entries need no other engine: parameters are looked up for each turn."""
+    return other is not None and replace(spec, params={}) == replace(other, params={})
 
 
 def _send_on(model: Model, *, begun: bool = False) -> None:

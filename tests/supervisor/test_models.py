@@ -33,13 +33,15 @@ if TYPE_CHECKING:
 
 
 class Room:
-    """A planner that knows of no memory; a house of so many models is full."""
+    """A planner that knows of no memory; a house of so many models is full, and a huge one fits into none."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
 
-    def fits_beside(self, others: Sequence[Planner], _options: EngineOptions) -> bool:
+    def fits_beside(self, others: Sequence[Planner], options: EngineOptions) -> bool:
         """Tell whether there is room beside others."""
+        if options.model_name == "huge":
+            raise InferenceCenterError(ErrorCode.INVALID_CONFIG, "Does not fit in memory.")
         return len(others) < self._limit
 
 
@@ -268,6 +270,29 @@ async def test_a_model_that_cannot_be_loaded_changes_nothing(fleet: Callable[...
     assert (await house.swap("second")).phase == "done"
 
 
+@pytest.mark.parametrize("room", [1, 2])
+async def test_a_model_too_large_takes_nothing_from_others(fleet: Callable[..., Fleet], room: int) -> None:
+    """Nobody makes way and nothing is started for it; whoever wants it hears why, and may ask again."""
+    house = fleet(room=room, names=("first", "huge", "second"))
+    await house.ready("first")
+    running = house.submit("t1", 2500)
+    await asyncio.wait_for(running.spoke.wait(), TIMEOUT_S)
+    for _ in range(2):
+        house.swaps.clear()
+        failed = await house.swap("huge")
+        assert (failed.phase, failed.detail) == ("failed", "Does not fit in memory.")
+        assert {swap.phase for swap in house.swaps} <= {"loading", "failed"}
+    house.models.want("huge")
+    await house.until(lambda: house.state("huge") is EngineState.FAILED)
+    with pytest.raises(InferenceCenterError, match="Does not fit"):
+        house.models.want("huge")
+    assert (house.models.default, house.state("first")) == ("first", EngineState.READY)
+    assert await ended(running) == answer(2500)
+    assert running.interruptions == 0
+    house.swaps.clear()
+    assert (await house.swap("second")).phase == "done"
+
+
 @pytest.mark.slow
 async def test_whoever_wants_what_cannot_be_loaded_hears_why(fleet: Callable[..., Fleet]) -> None:
     """The call after that tries again."""
@@ -356,6 +381,19 @@ async def test_a_changed_entry_is_loaded_anew(fleet: Callable[..., Fleet]) -> No
     assert await ended(running) == answer(2500)
     assert (running.interruptions, running.recalls) == (0, 0)
     await house.until(lambda: old.status.state is EngineState.STOPPED)
+
+
+async def test_other_parameters_need_no_other_engine(fleet: Callable[..., Fleet]) -> None:
+    """They hold from the next turn on."""
+    house = fleet()
+    await house.ready("first")
+    old = house.models.engine("first")
+    house.models.apply(house.registry(first=replace(house.spec("first"), params={"temp": 0.5})))
+    await asyncio.sleep(0)
+    async with house.models._changing:
+        assert house.models.params_of("first") == {"temp": 0.5}
+    assert house.models.engine("first") is old
+    assert old.status.state is EngineState.READY
 
 
 async def test_what_waits_goes_on_with_the_changed_entry(fleet: Callable[..., Fleet]) -> None:
