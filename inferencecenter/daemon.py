@@ -207,23 +207,24 @@ async def _run(settings: Settings, prepared: _Prepared, *, on_listening: Callabl
         announced=reporter.reloading,
         apply_models=models.apply,
     )
-    drain = partial(reporter.told_to_stop, context.drain)
-    listener = Listener(create_app(context), settings.server, drain=drain, tls=prepared.tls)
 
-    def failed() -> bool:
-        return settings.engine.exit_when_failed and models.engine(models.default).given_up
+    def hopeless() -> bool:
+        return supervisor.load_failure is not None or _ends_with(models, settings)
 
     def stop_when_hopeless(_: EngineStatus) -> None:
-        # Only the model that the daemon began with is worth ending for; one that is swapped in and fails is told.
-        if supervisor.load_failure is not None or failed():
+        # A model that is swapped in and cannot be loaded is no reason: who asked for it is told.
+        if hopeless():
             listener.stop()
+
+    drain = partial(reporter.told_to_stop, lambda: context.drain(at_once=hopeless()))
+    listener = Listener(create_app(context), settings.server, drain=drain, tls=prepared.tls)
 
     def purge(kind: PurgeKind, name: str) -> None:
         _log.info("purged", kind=kind, name=name, sessions=sessions.purge(kind, name))
         if store is not None:
             store.purge(kind, name)
 
-    supervisor.subscribe(stop_when_hopeless)
+    models.subscribe(stop_when_hopeless)
     async with AsyncExitStack() as running:
         if store is not None:
             running.push_async_callback(store.close)
@@ -249,7 +250,12 @@ async def _run(settings: Settings, prepared: _Prepared, *, on_listening: Callabl
     if supervisor.load_failure is not None:
         raise supervisor.load_failure
     _log.info("stopped")
-    return int(failed())
+    return int(_ends_with(models, settings))
+
+
+def _ends_with(models: Models, settings: Settings) -> bool:
+    """Tell whether the daemon ends because everybody's engine was given up."""
+    return settings.engine.exit_when_failed and models.engine(models.default).given_up
 
 
 def _sessions(  # noqa: PLR0913 - keyword-only

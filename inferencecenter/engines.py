@@ -42,7 +42,11 @@ def make_models(
     """
     clean_places(settings.kv, settings.state_dir, registry.models.values())
     corrections = Corrections(settings.state_dir / _PLAN_FILE)
-    return Models(
+
+    def ends_daemon(supervisor: Supervisor) -> bool:
+        return settings.engine.exit_when_failed and supervisor is models.engine(models.default)
+
+    models = Models(
         registry,
         make=partial(
             _model,
@@ -51,9 +55,11 @@ def make_models(
             corrections=corrections,
             metrics=metrics,
             live_sessions=live_sessions,
+            ends_daemon=ends_daemon,
         ),
         max_resident=settings.engine.max_resident,
     )
+    return models
 
 
 def _model(  # noqa: PLR0913 - what it is put together from, by name
@@ -65,6 +71,7 @@ def _model(  # noqa: PLR0913 - what it is put together from, by name
     corrections: Corrections,
     metrics: EngineMetrics,
     live_sessions: Callable[[], Collection[str]] | None,
+    ends_daemon: Callable[[Supervisor], bool],
 ) -> Model:
     engine = spec.engine
     planner = Planner(engine=engine, gpu=settings.gpu, corrections=corrections)
@@ -92,6 +99,7 @@ def _model(  # noqa: PLR0913 - what it is put together from, by name
         sleep_after_s=engine.sleep_after_s if engine.sleep_after_s > 0 else None,
         live_sessions=live_sessions,
         plan_again=planner.again,
+        ends_with_it=lambda: ends_daemon(supervisor),
         admit=may_load,
         on_step=meter.step,
         lock_path=settings.state_dir / f"engine-{place_name(spec)}.lock",

@@ -192,9 +192,12 @@ class Context:
         self.allowances.reload(defaults)
         self.hub.close_misplaced()
 
-    async def drain(self) -> None:
-        """Tell clients that the daemon stops and let their turns finish, for as long as the settings allow."""
-        await self.hub.drain(self.settings.shutdown_timeout_s)
+    async def drain(self, *, at_once: bool = False) -> None:
+        """Tell clients that the daemon stops and let their turns finish, for as long as the settings allow.
+
+        ``at_once`` their turns stay as they are: nobody would finish them.
+        """
+        await self.hub.drain(0.0 if at_once else self.settings.shutdown_timeout_s)
 
     async def close(self) -> None:
         """End what runs beside the connections."""

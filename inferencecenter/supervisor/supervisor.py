@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 import structlog
 
+from inferencecenter.errors import InferenceCenterError
 from inferencecenter.ipc.messages import Keep, LoadFailed, Loading, Log, Ready, Release, Step, Suspended
 from inferencecenter.ipc.port import EngineState, EngineStatus
 from inferencecenter.supervisor.backoff import Backoff, RestartPolicy
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Collection
     from pathlib import Path
 
-    from inferencecenter.errors import InferenceCenterError
     from inferencecenter.ipc.messages import EngineOptions, FromEngine, KvLimit, Limit, ModelInfo
     from inferencecenter.ipc.port import EngineTurn
     from inferencecenter.supervisor.process import EngineProcess
@@ -50,8 +50,9 @@ class Supervisor:
     Implements ``ipc.port.EnginePort``. ``_change`` is the only writer of the engine's state. A model that cannot be
     loaded at first is not tried again: the engine stays ``failed``, ``load_failure`` says why, and turns wait for the
     next daemon. Once a model was loaded, every failure is taken to pass, until there are too many: then the engine is
-    ``given_up`` and its turns fail. An engine that has no turns for a while is ended, and the next turn starts another;
-    so is one that is to ``make_way``, whose turns go on with the next.
+    ``given_up`` and its turns fail, or wait for the next daemon if this one ``ends_with_it``. An engine that has no
+    turns for a while is ended, and the next turn starts another; so is one that is to ``make_way``, whose turns go on
+    with the next.
 
     Args:
         options: What each engine is told at its start.
@@ -63,7 +64,9 @@ class Supervisor:
         sleep_after_s: One that has no turns for so long is ended until it is wanted; ``None`` for never.
         live_sessions: Names the sessions whose KV a new engine is to keep; without it all is kept.
         plan_again: Completes the options of every engine but the first, from a thread; none to leave them.
-        admit: Waits until an engine that sleeps may be started again, or is ``wanted`` no more, and tells which.
+        ends_with_it: Tells whether the daemon ends when the engine is given up.
+        admit: Waits until an engine that sleeps may be started again, or is ``wanted`` no more, and tells which; raises
+            why a model that was never loaded cannot be.
         on_step: Hears of each step of the engine before the turns do.
         lock_path: File by which the engine of a daemon that died is noticed; none to do without.
         jitter: Numbers from 0 to 1.
@@ -84,6 +87,7 @@ class Supervisor:
         # Surroundings
         live_sessions: Callable[[], Collection[str]] | None = None,
         plan_again: Callable[[EngineOptions], EngineOptions] | None = None,
+        ends_with_it: Callable[[], bool] = lambda: False,
         admit: Callable[[], Awaitable[bool]] | None = None,
         on_step: Callable[[Step], None] | None = None,
         lock_path: Path | None = None,
@@ -99,6 +103,7 @@ class Supervisor:
         self._hang_timeout_s = hang_timeout_s
         self._live_sessions = live_sessions
         self._plan_again = plan_again
+        self._ends_with_it = ends_with_it
         self._on_step = on_step
         self._lock_path = lock_path
         self._monotonic = monotonic
@@ -287,7 +292,7 @@ class Supervisor:
 
     async def _keep_alive(self, *, asleep: bool) -> None:
         if asleep:
-            await self._wish.granted()
+            await self._until_granted()
         while not self._stop_asked.is_set():
             self._progress.begin()
             self._change(EngineChange.START)
@@ -298,6 +303,13 @@ class Supervisor:
                 return
             else:
                 await self._back_off(ended)
+
+    async def _until_granted(self) -> None:
+        """Wait until the first engine may be started, or none is to be; a model that never may has failed to load."""
+        try:
+            await self._wish.granted()
+        except InferenceCenterError as refusal:
+            self._load_failure = refusal
 
     async def _back_off(self, ended: Ended) -> None:
         """Wait until the next engine may be started, or none is to be."""
@@ -335,6 +347,8 @@ class Supervisor:
     async def _live(self) -> Ended:
         """Run one engine until it is gone."""
         self._ready_since = None
+        if self._load_failure is not None:
+            return Ended(self._load_failure.message)
         if self._plan_again is not None and not self._is_planned:
             self._options = await asyncio.to_thread(self._plan_again, self._options)
         self._is_planned = False
@@ -376,7 +390,8 @@ class Supervisor:
         self._change(EngineChange.GIVE_UP if self._given_up else EngineChange.LOST)
         if self._given_up:
             _log.error("engine_given_up", restarts=self._restarts, detail=ended.detail)
-            self._turns.fail(unavailable(self.status, given_up=self._given_up))
+            if not self._ends_with_it():
+                self._turns.fail(unavailable(self.status, given_up=self._given_up))
         return not self._given_up
 
     def _fall_asleep(self) -> None:

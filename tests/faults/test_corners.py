@@ -79,6 +79,31 @@ async def test_a_turn_is_aborted_as_its_engine_dies(echo: Site, lost: str) -> No
 
 
 @pytest.mark.slow
+async def test_a_turn_is_aborted_as_its_daemon_stops(echo: Site) -> None:
+    """An abort that the engine had no time for holds in the next daemon: the turn does not go on, and says so."""
+    echo.daemon.stop()
+    echo.start(INFERENCECENTER_SERVER__SHUTDOWN_TIMEOUT_S="0.2", INFERENCECENTER_ENGINE__HANG_TIMEOUT_S="60")
+    async with talk(echo.daemon) as client:
+        witness = await Witness.open(client)
+        await witness.infer(LINE * 10)
+        await witness.until("token")
+        with stopped(echo.daemon.engine_pid()):
+            await client.send(op="abort", session_id=witness.session_id)
+            await client.ask(op="ping")
+            echo.daemon.process.terminate()
+            await witness.drain()
+            assert await asyncio.to_thread(echo.daemon.process.wait, 30) == 0
+    assert not witness.is_over
+    echo.start()
+    async with talk(echo.daemon) as client:
+        await witness.resume(client)
+        assert (LINE * 10).startswith(await witness.finish())
+        assert witness.end["finish_reason"] == "aborted"
+        await witness.described()
+        assert await witness.turn("Next.") == "Next."
+
+
+@pytest.mark.slow
 async def test_a_session_is_closed_while_there_is_no_engine(echo: Site) -> None:
     """It is gone, and its turn does not come back with the next engine or daemon."""
     async with talk(echo.daemon) as client:

@@ -243,15 +243,22 @@ async def test_it_is_given_up(tmp_path: Path, demo_model_path: Path) -> None:
 
 @pytest.mark.slow
 async def test_the_daemon_ends_with_it_if_it_shall(tmp_path: Path, demo_model_path: Path) -> None:
-    """With exit_when_failed whoever watches the daemon is told by its status."""
+    """With exit_when_failed whoever watches the daemon is told by its status; the next one goes on with the turn."""
     settings = {"INFERENCECENTER_ENGINE__MAX_RESTARTS": "0", "INFERENCECENTER_ENGINE__EXIT_WHEN_FAILED": "true"}
     with site(tmp_path, demo_model_path, **(ECHO | settings)) as found:
         found.start()
         async with talk(found.daemon) as client:
             witness = await Witness.open(client)
-            await witness.infer(LINE)
+            await witness.infer(LINE * 3)
             await witness.until("token")
             os.kill(found.daemon.engine_pid(), signal.SIGKILL)
             assert await witness.drain() == 1012
-            assert witness.end["code"] == "engine_unavailable"
+            assert not witness.is_over
         assert await asyncio.to_thread(found.daemon.process.wait, 20) == 1
+        found.start()
+        async with talk(found.daemon) as client:
+            assert (await witness.resume(client))["resumed"] is True
+            assert await witness.finish() == LINE * 3
+            assert witness.end["op"] == "end"
+            assert await witness.turn("Next.") == "Next."
+            await witness.described()

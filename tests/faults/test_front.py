@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 from typing import TYPE_CHECKING
 
 import pytest
@@ -213,6 +214,32 @@ async def test_a_long_session_is_not_read_again(echo: Site) -> None:
         assert await witness.turn("And then?") == "And then?"
         assert witness.end["stats"]["prompt_tokens"] > 1000
         assert witness.end["stats"]["cached_tokens"] > 1000
+        await witness.described()
+
+
+@pytest.mark.parametrize("lost", ["daemon", pytest.param("engine", marks=SLOW)])
+async def test_an_idle_session_is_not_read_again(echo: Site, lost: str) -> None:
+    """Killed while nobody asked anything: the next turn reads what is new in it, though nothing was put away."""
+    async with talk(echo.daemon) as client:
+        witness = await Witness.open(client, system=os.urandom(8).hex())
+        before = echo.daemon.figure("parked_sessions")
+        assert await witness.turn(QUESTION) == QUESTION
+        history = witness.end["stats"]["prompt_tokens"] + witness.end["stats"]["tokens"]
+        async with asyncio.timeout(20):
+            while echo.daemon.figure("parked_sessions") <= before:
+                await client.ask(op="ping")
+        if lost == "daemon":
+            echo.kill()
+            await witness.drain()
+        else:
+            os.kill(echo.daemon.engine_pid(), signal.SIGKILL)
+            await client.until(lambda message: message["op"] == "engine" and message["state"] == "ready")
+    if lost == "daemon":
+        echo.start()
+    async with talk(echo.daemon) as client:
+        await witness.resume(client)
+        assert await witness.turn("And then?") == "And then?"
+        assert witness.end["stats"]["cached_tokens"] >= history - 2
         await witness.described()
 
 

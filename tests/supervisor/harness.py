@@ -125,6 +125,7 @@ class Watched:
         max_restarts: int = 100,
         live_sessions: Callable[[], Collection[str]] | None = None,
         plan_again: Callable[[EngineOptions], EngineOptions] | None = None,
+        ends_with_it: Callable[[], bool] = lambda: False,
         lock_path: Path | None = None,
         **options: object,
     ) -> None:
@@ -139,6 +140,7 @@ class Watched:
             sleep_after_s=sleep_after_s,
             live_sessions=live_sessions,
             plan_again=plan_again,
+            ends_with_it=ends_with_it,
             lock_path=lock_path,
         )
         self.states: list[EngineState] = []

@@ -325,6 +325,21 @@ async def test_too_many_restarts_are_the_end() -> None:
 
 
 @pytest.mark.usefixtures("stub")
+async def test_turns_outlive_an_engine_with_which_the_daemon_ends() -> None:
+    """They hear nothing, as at a stop: the next daemon goes on with them. New ones are refused."""
+    watched = Watched(model_name="die", max_restarts=2, ends_with_it=lambda: True)
+    turn = watched.submit("t", "count 3")
+    watched.supervisor.start()
+    await watched.until(EngineState.FAILED)
+    assert watched.supervisor.given_up
+    with pytest.raises(InferenceCenterError) as caught:
+        watched.submit("t2")
+    assert caught.value.code is ErrorCode.ENGINE_UNAVAILABLE
+    await watched.supervisor.stop()
+    assert turn.terminal == []
+
+
+@pytest.mark.usefixtures("stub")
 @pytest.mark.parametrize("how", ["layers", "refuse"])
 async def test_a_gpu_that_is_too_small_gets_fewer_layers(how: str) -> None:
     """Half as many with each attempt, which are no restarts that count, until the model loads."""
