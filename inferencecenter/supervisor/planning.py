@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 import structlog
 
-from inferencecenter.errors import InferenceCenterError
+from inferencecenter.errors import ErrorCode, InferenceCenterError
 from inferencecenter.hardware import nvml
 from inferencecenter.hardware.devices import find_devices
 from inferencecenter.hardware.gguf import read_gguf
@@ -128,7 +128,12 @@ class Planner:
             return options
 
     def fits_beside(self, others: Sequence[Planner], options: EngineOptions) -> bool:
-        """Tell whether the model has as much beside the others, which are loaded, as it would have alone. Blocks."""
+        """Tell whether the model has as much beside the others, which are loaded, as it would have alone. Blocks.
+
+        Raises:
+            InferenceCenterError: ``invalid_config`` for a model that was never loaded and does not fit even alone:
+                nobody is to make way for what would end for lack of memory, or take it from other programs.
+        """
         if not self._knows_model(options):
             return True
         assert self._model is not None, "its header was read"
@@ -136,6 +141,8 @@ class Planner:
         made = plan(self._model, devices, host, self._wishes)
         taken = [other._plan for other in others if other._plan is not None]
         alone = plan(self._model, _without(taken, devices), _freed(host, taken), self._wishes)
+        if not alone.fits and self._plan is None:
+            raise InferenceCenterError(ErrorCode.INVALID_CONFIG, " ".join(alone.advice))
         return made.fits and _worth(made) >= _worth(alone)
 
     def heard(self, status: EngineStatus) -> None:

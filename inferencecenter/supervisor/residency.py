@@ -47,11 +47,12 @@ class Residency(Generic[_Tenant]):
     """Lets engines be loaded one after the other, in the order in which they ask.
 
     What does not fit beside the others takes the place of the model that was used longest ago, of an idle one if there
-    is one. A model that fits nowhere is let in when it is alone: its plan does with what there is.
+    is one. A model for which there is never as much room as it would like is let in when it is alone: its plan does
+    with what there is.
 
     Args:
         max_resident: Models loaded at once; 0 for as many as fit.
-        fits: Whether a model fits beside others that are loaded.
+        fits: Whether a model fits beside others that are loaded; raises why, if it never will.
         changed: Called when ``waits`` has another answer.
     """
 
@@ -82,11 +83,16 @@ class Residency(Generic[_Tenant]):
         self._tenants.remove(tenant)
 
     async def admit(self, tenant: _Tenant) -> bool:
-        """Wait until ``tenant`` may be loaded; ``False`` if it does not want to any more."""
+        """Wait until ``tenant`` may be loaded; ``False`` if it does not want to any more.
+
+        Raises:
+            InferenceCenterError: Why it fits nowhere; nobody has made way for it then.
+        """
         async with self._one_at_a_time:
             while tenant.wanted:
                 others = [each for each in self._tenants if each is not tenant and each.holds_memory]
-                if not others or await self._has_room(tenant, others):
+                has_room = await self._has_room(tenant, others)
+                if has_room or not others:
                     return tenant.wanted
                 leaving = min(others, key=lambda each: (each.busy, each.last_used_s))
                 _log.info("model_makes_way", model=leaving.name, wanted=tenant.name, busy=leaving.busy)
@@ -98,9 +104,8 @@ class Residency(Generic[_Tenant]):
             return False
 
     async def _has_room(self, tenant: _Tenant, others: Sequence[_Tenant]) -> bool:
-        if self._max_resident and len(others) >= self._max_resident:
-            return False
-        return await self._fits(tenant, others)
+        fits = await self._fits(tenant, others)
+        return fits and not (self._max_resident and len(others) >= self._max_resident)
 
     def _wait(self, tenant: _Tenant | None) -> None:
         self._waiting = tenant

@@ -52,7 +52,11 @@ class Wish:
         self._news.set()
 
     async def granted(self) -> None:
-        """Wait until an engine is wanted and may be started, or none is to be any more."""
+        """Wait until an engine is wanted and may be started, or none is to be any more.
+
+        Raises:
+            InferenceCenterError: Why it never may.
+        """
         while not self._over:
             if not self:
                 self._news.clear()

@@ -288,6 +288,35 @@ def test_without_a_plan_there_is_nothing_to_compare(tmp_path: Path, options: Eng
     assert logs == []
 
 
+def test_models_beside_each_other(tmp_path: Path, options: EngineOptions) -> None:
+    """One fits if it has as much as it would have alone; what another has taken would be free without it."""
+    machine = Machine(devices=(), available_bytes=32 * GIB)
+    first, second = machine.planner(tmp_path, slots=1), machine.planner(tmp_path, slots=1)
+    assert first.fits_beside([], options)
+    taken = first.first(options)
+    assert taken.slots == 1
+    assert second.fits_beside([first], options)
+    machine.available_bytes = 4 * GIB
+    assert not second.fits_beside([first], options)
+
+
+def test_a_model_that_fits_nowhere(tmp_path: Path, options: EngineOptions) -> None:
+    """Is refused with what it lacks, whoever made way; one that was loaded before is not, as that will pass."""
+    machine = Machine(devices=(), available_bytes=32 * GIB)
+    other = machine.planner(tmp_path)
+    other.first(options)
+    huge = machine.planner(tmp_path, slots=64, n_ctx=2**20)
+    for others in ([], [other]):
+        with pytest.raises(InferenceCenterError, match=r"Does not fit in memory: has .* MiB, needs") as refused:
+            huge.fits_beside(others, options)
+        assert refused.value.code is ErrorCode.INVALID_CONFIG
+    small = machine.planner(tmp_path)
+    assert small.fits_beside([], options)
+    small.first(options)
+    machine.available_bytes = GIB
+    assert not small.fits_beside([], options)
+
+
 async def test_every_engine_but_the_first_is_planned_again() -> None:
     """In a thread, from the options of the one before; what comes out is what it is started with."""
     given: list[EngineOptions] = []

@@ -6,6 +6,9 @@ import asyncio
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import pytest
+
+from inferencecenter.errors import ErrorCode, InferenceCenterError
 from inferencecenter.supervisor.residency import Residency
 from inferencecenter.tasks import TaskGroup
 
@@ -43,6 +46,7 @@ class House:
     room: int = 1
     max_resident: int = 0
     changes: int = 0
+    refusal: InferenceCenterError | None = None
 
     def __post_init__(self) -> None:
         self.residency: Residency[Engine] = Residency(
@@ -57,6 +61,8 @@ class House:
 
     async def fits(self, _engine: Engine, others: Sequence[Engine]) -> bool:
         """Tell whether there is room beside others."""
+        if self.refusal is not None:
+            raise self.refusal
         return len(others) < self.room
 
     def changed(self) -> None:
@@ -105,7 +111,22 @@ async def test_there_is_a_limit_of_models() -> None:
     assert (first.holds_memory, second.holds_memory) == (False, True)
 
 
-async def test_what_fits_nowhere_is_let_in_alone() -> None:
+@pytest.mark.parametrize("max_resident", [0, 1])
+async def test_nobody_makes_way_for_what_fits_nowhere(max_resident: int) -> None:
+    """Whoever asks hears why, with others there and alone; the next one is let in as ever."""
+    house = House(max_resident=max_resident, refusal=InferenceCenterError(ErrorCode.INVALID_CONFIG, "too large"))
+    other = house.engine("other", loaded=True)
+    for is_loaded in (False, True):
+        other.holds_memory = is_loaded
+        with pytest.raises(InferenceCenterError, match="too large"):
+            await house.enter(house.engine("huge"))
+    assert (other.asked, other.holds_memory) == (0, True)
+    house.refusal = None
+    assert await house.enter(house.engine("new"))
+    assert other.asked == 1
+
+
+async def test_what_has_never_enough_room_is_let_in_alone() -> None:
     """Its plan does with what there is."""
     house = House(room=0)
     other = house.engine("other", loaded=True)
