@@ -134,17 +134,18 @@ class Daemon:
             raise
 
 
-def start_daemon(state_dir: Path, model: Path, *, program: str = "inferencecenter", **settings: str) -> Daemon:
+def start_daemon(state_dir: Path, model: Path | None, *, program: str = "inferencecenter", **settings: str) -> Daemon:
     """Start a daemon, by the module of its command line, on a free port; it is not ready when this returns.
 
-    Its log is beside the state directory, after that of an earlier one there.
+    Without ``model`` the settings say which one it is, or a file that they name. Its log is beside the state directory,
+    after that of an earlier one there.
     """
     port = free_port()
     environment = {name: value for name, value in os.environ.items() if not name.startswith("INFERENCECENTER_")}
     environment |= {
         "INFERENCECENTER_STATE_DIR": str(state_dir),
         "INFERENCECENTER_SERVER__PORT": str(port),
-        "INFERENCECENTER_MODEL__PATH": str(model),
+        **({} if model is None else {"INFERENCECENTER_MODEL__PATH": str(model)}),
         "INFERENCECENTER_LOG__FORMAT": "json",
         "INFERENCECENTER_KV__RAM_DIR": str(state_dir.parent / "ram"),  # a daemon that is killed leaves files there
         "INFERENCECENTER_ENGINE__N_CTX": "8192",  # so that an endless turn lasts for seconds on the small demo model
@@ -160,7 +161,7 @@ def start_daemon(state_dir: Path, model: Path, *, program: str = "inferencecente
 
 
 @contextlib.contextmanager
-def run_daemon(state_dir: Path, model: Path, **settings: str) -> Iterator[Daemon]:
+def run_daemon(state_dir: Path, model: Path | None, **settings: str) -> Iterator[Daemon]:
     """Start a daemon on a free port, wait until it is ready, and stop it at the end."""
     daemon = start_daemon(state_dir, model, **settings)
     try:
