@@ -409,6 +409,7 @@ class ModelEntry(Section):
     n_gpu_layers: int | None = Field(None, ge=-1, le=10_000, description="In place of `engine.n_gpu_layers`.")
     kv_type_k: KvType | Literal["auto"] | None = Field(None, description="In place of `engine.kv_type_k`.")
     kv_type_v: KvType | Literal["auto"] | None = Field(None, description="In place of `engine.kv_type_v`.")
+    speculative: Literal["off", "lookup"] | None = Field(None, description="In place of `engine.speculative`.")
     keep_alive_s: float | None = Field(
         None, ge=-1, le=2_592_000, description="In place of `engine.sleep_after_s`; -1 is for ever."
     )

@@ -197,7 +197,10 @@ def configured_files(settings: Settings) -> dict[Path, str]:
         named[settings.model.path] = "model.path"
     elif settings.model.name is not None and settings.model.name not in settings.models:
         named[there.get(settings.model.name)] = "model.name"
-    return {path.resolve(): setting for path, setting in named.items() if path is not None}
+    adapters = {adapter.path: "model.lora" for adapter in settings.model.lora}
+    for name, entry in settings.models.items():
+        adapters |= {adapter.path: f"models.{name}.lora" for adapter in entry.lora}
+    return {path.resolve(): setting for path, setting in (adapters | named).items() if path is not None}
 
 
 def described(facts: ModelFacts) -> dict[str, str]:

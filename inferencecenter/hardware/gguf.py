@@ -37,7 +37,8 @@ _KEPT_ELEMENTS: Final = 4096
 _MAX_ALIGNMENT: Final = 2**20
 _DEFAULT_ALIGNMENT: Final = 32
 _DOWNLOAD_AGAIN: Final = "Download the file again and compare its size or checksum with the source's."
-_SHARD: Final = re.compile(r"^(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf$")
+SHARD: Final = re.compile(r"^(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})$")
+"""The stem of a part of a split model."""
 
 _U32: Final = struct.Struct("<I")
 _U64: Final = struct.Struct("<Q")
@@ -125,7 +126,7 @@ def glance(path: Path) -> dict[str, Value]:
 
 
 def _other_parts(path: Path, first: GgufFile, count: int) -> list[Path]:
-    named = _SHARD.match(path.name)
+    named = SHARD.match(path.stem)
     if named is None or int(named["count"]) != count:
         raise _refusal(
             f"{path} is one of {count} parts, but its name does not end with -00001-of-{count:05}.gguf.",

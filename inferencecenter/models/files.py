@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import re
 from collections import Counter
 from dataclasses import dataclass
 from functools import partial
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from inferencecenter.errors import ErrorCode, InferenceCenterError
-from inferencecenter.hardware.gguf import read_gguf
+from inferencecenter.hardware.gguf import SHARD, read_gguf
 from inferencecenter.hardware.model_shape import describe
 
 if TYPE_CHECKING:
@@ -22,7 +21,6 @@ if TYPE_CHECKING:
 
     from inferencecenter.hardware.gguf import GgufFile
 
-_PART: Final = re.compile(r"^(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})$")
 _HASHED_BYTES: Final = 2**22
 
 # ``llama_ftype``: what a file says most of its weights are.
@@ -129,7 +127,7 @@ def list_models(directory: Path) -> tuple[ModelFiles, ...]:
             ErrorCode.STORAGE_UNAVAILABLE, f"{directory} cannot be read: {error.strerror}", field="models_dir"
         ) from None
     for path in paths:
-        part = _PART.match(path.stem)
+        part = SHARD.match(path.stem)
         groups.setdefault(part["stem"] if part else path.stem, []).append(path)
     return tuple(
         ModelFiles(name, tuple(parts), _missing(parts), _receipt(directory, name))
@@ -230,7 +228,7 @@ def remove(directory: Path, name: str, *, configured: Mapping[Path, str]) -> Mod
 
 
 def _missing(parts: list[Path]) -> tuple[str, ...]:
-    part = _PART.match(parts[-1].stem)
+    part = SHARD.match(parts[-1].stem)
     if part is None:
         return ()
     count = int(part["count"])

@@ -9,6 +9,7 @@ from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Final
 
 from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.hardware.gguf import SHARD
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -17,7 +18,6 @@ _REFERENCE: Final = re.compile(
     r"^(?P<repo>[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95})(?::(?P<quant>[\w.-]{1,32})|/(?P<file>\S+\.gguf))?$",
     re.ASCII,
 )
-_PART: Final = re.compile(r"^(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})$")
 _QUANT: Final = re.compile(
     r"(?:^|[-._])(?P<quant>(?:UD-)?(?:I?Q\d(?:_[A-Z0-9]+)*|TQ\d_\d|(?:MX|NV)FP4(?:_MOE)?|BF16|F16|F32))(?=$|[-.])",
     re.IGNORECASE,
@@ -125,7 +125,7 @@ def offers(files: Sequence[RemoteFile]) -> tuple[Offer, ...]:
         path = PurePosixPath(file.path)
         if path.suffix != ".gguf":
             continue
-        part = _PART.match(path.stem)
+        part = SHARD.match(path.stem)
         place = str(path.parent / (part["stem"] if part else path.stem))
         models[place, int(part["count"]) if part else 1][int(part["number"]) if part else 1] = file
     return tuple(

@@ -10,7 +10,7 @@ import structlog
 from pydantic import ValidationError
 
 from inferencecenter.errors import ErrorCode, InferenceCenterError
-from inferencecenter.hardware.gguf import glance, read_gguf
+from inferencecenter.hardware.gguf import SHARD, glance, read_gguf
 from inferencecenter.settings import MODEL_NAME, EngineSettings, bundled_model
 
 if TYPE_CHECKING:
@@ -22,12 +22,11 @@ if TYPE_CHECKING:
 # Settings of ``[engine]`` that concern no single engine: models are not run otherwise when they change.
 DAEMON_SETTINGS: Final = frozenset({"max_resident", "exit_when_failed"})
 
-_SHARD: Final = re.compile(r"^(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})$")
 _NAME: Final = re.compile(MODEL_NAME)
 _LONGEST_NAME: Final = 256
 _SHOWN_NAMES: Final = 5
 _SHOWN_CHARS: Final = 80
-_OWN_OF_ENGINE: Final = ("slots", "n_ctx", "n_gpu_layers", "kv_type_k", "kv_type_v")
+_OWN_OF_ENGINE: Final = ("slots", "n_ctx", "n_gpu_layers", "kv_type_k", "kv_type_v", "speculative")
 _OF_THE_DAEMON: Final = {name: EngineSettings.model_fields[name].default for name in DAEMON_SETTINGS}
 
 _log = structlog.get_logger(__name__)
@@ -182,7 +181,7 @@ def _look_into(directory: Path) -> _Directory:
     except OSError as error:
         return replace(found, problem=error.strerror or str(error))
     for path in paths:
-        shard = _SHARD.match(path.stem)
+        shard = SHARD.match(path.stem)
         name = shard["stem"] if shard else path.stem
         if path.name.startswith(".") or (shard and int(shard["number"]) != 1) or not _is_model(path):
             continue

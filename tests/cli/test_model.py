@@ -124,6 +124,9 @@ def test_a_configured_model_is_not_removed(cli: Cli, models: Path, demo_model_pa
     assert configured_files(by_name) == {models / "a.gguf": "model.name"}
     by_table = Settings(models_dir=models, model=ModelSettings(name="a"), models={"a": ModelEntry()})
     assert configured_files(by_table) == {models / "a.gguf": "models.a"}
+    lora = {"lora": [{"path": str(models / "tone.gguf")}]}
+    with_adapters = Settings.model_validate({"model": lora, "models": {"b": {"path": str(models / "b.gguf"), **lora}}})
+    assert configured_files(with_adapters) == {models / "tone.gguf": "models.b.lora", models / "b.gguf": "models.b"}
 
 
 def test_removal_is_asked_for(cli: Cli, models: Path, pulled: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:

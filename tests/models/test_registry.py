@@ -206,6 +206,7 @@ def test_an_entry_says_how_its_model_runs(folder: Path) -> None:
                     "n_gpu_layers": 5,
                     "kv_type_k": "q8_0",
                     "kv_type_v": "q4_0",
+                    "speculative": "lookup",
                     "keep_alive_s": 60,
                     "params": {"temperature": 0.1},
                     "lora": [{"path": "/m/lora.gguf", "scale": 0.5}],
@@ -217,7 +218,8 @@ def test_an_entry_says_how_its_model_runs(folder: Path) -> None:
     registry = read_registry(settings)
     spec, plain = registry.get("phi"), registry.get("plain")
     changed = {
-        "slots": 2, "n_ctx": 1024, "n_gpu_layers": 5, "kv_type_k": "q8_0", "kv_type_v": "q4_0", "sleep_after_s": 60.0
+        "slots": 2, "n_ctx": 1024, "n_gpu_layers": 5, "kv_type_k": "q8_0", "kv_type_v": "q4_0", "sleep_after_s": 60.0,
+        "speculative": "lookup",
     }  # fmt: skip
     assert spec.engine.model_dump() == settings.engine.model_dump() | changed
     assert (spec.path, spec.params) == (Path("/m/phi.gguf"), {"temperature": 0.1})
