@@ -123,7 +123,7 @@ class Mapping:
         path = self._path
         try:
             if path is not None and capacity_bytes > self.capacity_bytes:
-                _allocate(path, capacity_bytes)
+                _allocate(path, self.capacity_bytes, capacity_bytes)
             self._memory.resize(capacity_bytes)
         except (BufferError, OSError):
             if path is not None:
@@ -147,10 +147,11 @@ class Mapping:
         self.release()
 
 
-def _allocate(path: Path, n_bytes: int) -> None:
+def _allocate(path: Path, held_bytes: int, n_bytes: int) -> None:
     descriptor = os.open(path, _OPEN)
     try:
-        os.posix_fallocate(descriptor, 0, n_bytes)
+        # From the old end on: the kernel looks at every page that it is told of, also at those that are there.
+        os.posix_fallocate(descriptor, held_bytes, n_bytes - held_bytes)
     finally:
         os.close(descriptor)
 

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 _MAX_WARM = 4
 # A warm mapping may be so much larger than needed; beyond that it is cut, which costs less than the memory is worth.
 _SLACK = 1.25
+# What grows with every turn gets this part more, because a mapping that was resized is nearly as slow as a new one.
+_HEADROOM = 1 / 8
 
 
 def whole_pages(n_bytes: int) -> int:
@@ -53,29 +55,38 @@ class RamTier:
         folder.prepare(self._path)
         return Mapping.create(self._path / f"kv-{secrets.token_hex(16)}.ram", whole_pages(capacity_bytes))
 
-    def take(self, need_bytes: int, *, at_most_bytes: int, room_bytes: int) -> Mapping:
+    def take(self, need_bytes: int, *, at_most_bytes: int, room_bytes: int, grows: bool = False) -> Mapping:
         """Return a mapping for ``need_bytes``, whole pages, a warm one if possible.
 
-        It takes no more than ``at_most_bytes``, and with what stays warm no more than ``room_bytes``.
+        It takes no more than ``at_most_bytes``, and with what stays warm no more than ``room_bytes``. For what
+        ``grows`` there is room for more in it, as far as these allow.
 
         Raises:
             OSError: It would have to be a new one, which cannot be made.
         """
-        mapping = self.take_warm(need_bytes, at_most_bytes=at_most_bytes, room_bytes=room_bytes)
-        return mapping or self.create(need_bytes)
+        roomy_bytes = whole_pages(need_bytes + int(need_bytes * _HEADROOM) - mmap.PAGESIZE + 1) if grows else need_bytes
+        if roomy_bytes > min(at_most_bytes, room_bytes):
+            roomy_bytes = need_bytes
+        mapping = self.take_warm(
+            need_bytes, at_most_bytes=at_most_bytes, room_bytes=room_bytes, roomy_bytes=roomy_bytes
+        )
+        return mapping or self.create(roomy_bytes)
 
-    def take_warm(self, need_bytes: int, *, at_most_bytes: int, room_bytes: int) -> Mapping | None:
-        """Do what ``take`` does, but leave it to the caller to make a new one."""
+    def take_warm(
+        self, need_bytes: int, *, at_most_bytes: int, room_bytes: int, roomy_bytes: int = 0
+    ) -> Mapping | None:
+        """Do what ``take`` does, but leave it to the caller to make a new one; one that is resized is ``roomy``."""
+        roomy_bytes = max(need_bytes, roomy_bytes)
         for mapping in self._best_first(need_bytes):
             if mapping not in self._warm:  # trimmed for the sake of one that could not be resized
                 continue
             fits = need_bytes <= mapping.capacity_bytes <= min(need_bytes * _SLACK, at_most_bytes)
             self._warm.remove(mapping)
-            self.trim(room_bytes - (mapping.capacity_bytes if fits else need_bytes))
-            if fits or mapping.resize(need_bytes):
+            self.trim(room_bytes - (mapping.capacity_bytes if fits else roomy_bytes))
+            if fits or mapping.resize(roomy_bytes):
                 return mapping
             self._warm.append(mapping)
-        self.trim(room_bytes - need_bytes)
+        self.trim(room_bytes - roomy_bytes)
         return None
 
     def give_back(self, mapping: Mapping) -> Mapping | None:

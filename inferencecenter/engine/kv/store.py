@@ -174,7 +174,7 @@ class KvStore:
         need = whole_pages(start + size_bytes)
         if spare and not self._is_free(entry, scope, need):
             return False
-        mapping = self._tiers.claim(entry, scope, need, keep)
+        mapping = self._tiers.claim(entry, scope, need, keep, grows=spare)
         if mapping is None:
             return False
         mapping.begin()

@@ -102,7 +102,9 @@ class Tiers:
             self._ram.trim(self._room_bytes)
         self._copy_ahead()
 
-    def claim(self, entry: Entry | None, scope: str, need_bytes: int, keep: Collection[str]) -> Mapping | None:
+    def claim(
+        self, entry: Entry | None, scope: str, need_bytes: int, keep: Collection[str], *, grows: bool
+    ) -> Mapping | None:
         """Return memory for a sequence that takes the place of ``entry``; the latter has left RAM then."""
         ram = self.catalogue.ram
         own = entry if entry is not None and entry.ram is Place.THERE else None
@@ -120,6 +122,7 @@ class Tiers:
                 need_bytes,
                 at_most_bytes=ram.spare_bytes(scope),
                 room_bytes=self._room_bytes,
+                grows=grows,
             )
         except OSError as error:
             self._warn("RAM", error)

@@ -149,3 +149,20 @@ def test_the_next_engine_has_it(tmp_path: Path) -> None:
     match = bench.store.find("client", [1, 2, 3])
     assert match is not None
     assert (match.n_tokens, match.spare) == (3, False)
+
+
+def test_what_grows_with_every_turn_has_room_to_grow(tmp_path: Path) -> None:
+    """The memory is the same for a while, since resizing it takes longer than saving; never more than there may be."""
+    bench = bench_of(tmp_path, pages=40, disk_pages=0, client_share=0.5)
+    sizes = []
+    for n_pages in range(8, 20):
+        assert bench.park("a", list(range(n_pages)), n_bytes=n_pages * PAGE_BYTES - 1000, spare=True)
+        bench.settle()
+        (path,) = bench.ram_files()
+        sizes.append(path.stat().st_size // PAGE_BYTES)
+        assert n_pages <= sizes[-1] <= 20
+    assert sizes == sorted(sizes)
+    assert len(set(sizes)) < len(sizes)
+    assert bench.park("b", [1], scope="other", n_bytes=12 * PAGE_BYTES - 1000)
+    bench.settle()
+    assert sum(path.stat().st_size for path in bench.ram_files()) == (sizes[-1] + 12) * PAGE_BYTES
