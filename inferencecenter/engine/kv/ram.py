@@ -64,7 +64,8 @@ class RamTier:
         Raises:
             OSError: It would have to be a new one, which cannot be made.
         """
-        roomy_bytes = whole_pages(need_bytes + int(need_bytes * _HEADROOM) - mmap.PAGESIZE + 1) if grows else need_bytes
+        more_pages = int(need_bytes // mmap.PAGESIZE * _HEADROOM) if grows else 0
+        roomy_bytes = need_bytes + more_pages * mmap.PAGESIZE
         if roomy_bytes > min(at_most_bytes, room_bytes):
             roomy_bytes = need_bytes
         mapping = self.take_warm(
