@@ -27,6 +27,10 @@ Schema.
 - A second `infer` with the same `turn_key` on the same session attaches to the first turn and does not run again.
 - A turn belongs to the client's trace when `infer` carries `traceparent`, or the upgrade had a header of that name
   (W3C Trace Context; a wrong header is passed over, a wrong field refused). Where it is recorded is the daemon's.
+- A turn counts for the token that its socket showed. `limits` of `auth_success` says what that may use, `usage` what
+  is left. Beyond a limit of a minute, or of turns at once, `infer` is answered by `rate_limited`; without tokens for
+  the day by `quota_exceeded`, and a turn that runs then ends with that as its `finish_reason` and keeps what it said.
+  Both carry `retry_after_ms`.
 - A session belongs to the client (the account) that made it. Any other client's session is answered like one that
   does not exist.
 

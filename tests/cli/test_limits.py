@@ -1,0 +1,206 @@
+"""Tests of limits on the command line: ``token create --limit``, ``token limits``, ``client``, ``usage --token``."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import sqlite3
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from inferencecenter.cli.limits import changed
+from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.limits import NO_LIMITS, Limits
+from inferencecenter.server.account_rows import words
+from inferencecenter.server.accounts import DATABASE_NAME, Accounts
+from inferencecenter.server.control import ControlSocket
+from inferencecenter.sessions.store.opening import open_writing
+from inferencecenter.sessions.store.schema import DATABASE_NAME as SESSIONS_NAME
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.cli.conftest import Cli
+
+
+def _json(cli: Cli, *arguments: str) -> Any:
+    result = cli.run(*arguments, "--json")
+    assert result.code == 0, result.err
+    return json.loads(result.out)
+
+
+def _limits_of(state_dir: Path, token: str) -> Limits:
+    with contextlib.closing(Accounts.open(state_dir / DATABASE_NAME, clock=time.time)) as accounts:
+        account = accounts.verify_token(token)
+    assert account is not None
+    return account.limits
+
+
+def test_a_token_may_be_made_with_limits(cli: Cli, state_dir: Path) -> None:
+    """Also of an account that is there; another token of it has none of them."""
+    limits = ("--limit", "tokens_per_day=5000", "--limit", "models=demo,qwen", "--limit", "addresses=10.0.0.0/8,::1")
+    made = _json(cli, "token", "create", "ada", *limits)
+    expected = {"tokens_per_day": 5000, "models": ["demo", "qwen"], "addresses": ["10.0.0.0/8", "::1"]}
+    assert made["limits"] == expected
+    assert _limits_of(state_dir, made["token"]) == Limits.model_validate(expected)
+    assert _limits_of(state_dir, _json(cli, "token", "create", "ada")["token"]) == NO_LIMITS
+    shown = cli.run("token", "limits", made["token_id"]).out.strip()
+    assert shown == "tokens_per_day=5000 models=demo,qwen addresses=10.0.0.0/8,::1"
+    assert [token["limits"] for token in _json(cli, "token", "list", "--client", "ada")] == [expected, {}]
+
+
+def test_limits_of_a_token_can_be_changed(cli: Cli, state_dir: Path) -> None:
+    """One by one; what is not named stays, `none` lifts what the account says, `default` goes by it again."""
+    made = _json(cli, "token", "create", "ada", "--limit", "tokens_per_day=5000", "--limit", "max_tokens=9")
+    limits = ("token", "limits", made["token_id"])
+    shown = _json(cli, "client", "limits", "ada", "max_tokens=100", "concurrent_turns=2")
+    assert shown["limits"] == {"max_tokens": 100, "concurrent_turns": 2}
+    changed_ = _json(cli, *limits, "tokens_per_day=default", "concurrent_turns=none", "requests_per_minute=6")
+    own = {"max_tokens": 9, "concurrent_turns": None, "requests_per_minute": 6}
+    assert (changed_["limits"], changed_["daemon_notified"]) == (own, False)
+    assert _limits_of(state_dir, made["token"]) == Limits(max_tokens=9, concurrent_turns=None, requests_per_minute=6)
+    assert cli.run(*limits).out.strip() == "requests_per_minute=6 concurrent_turns=none max_tokens=9"
+    assert cli.run("token", "limits", _json(cli, "token", "create", "ada")["token_id"]).out.strip() == (
+        "no limits of its own"
+    )
+
+
+def test_what_is_only_looked_at_is_not_changed(cli: Cli, state_dir: Path) -> None:
+    """Nothing is in the audit log of it, of changes there is."""
+    made = _json(cli, "token", "create", "ada")
+    cli.run("token", "limits", made["token_id"])
+    cli.run("client", "limits", "ada")
+    cli.run("token", "limits", made["token_id"], "max_tokens=9")
+    cli.run("client", "limits", "ada", "models=demo")
+    with contextlib.closing(Accounts.open(state_dir / DATABASE_NAME, clock=time.time)) as accounts:
+        lines = [(line.event, line.client_id, line.token_id, line.detail) for line in accounts.audit_lines(last=2)]
+    assert lines == [
+        ("token_changed", "ada", made["token_id"], "limits max_tokens=9"),
+        ("client_changed", "ada", None, "limits models=demo"),
+    ]
+
+
+async def test_a_running_daemon_is_told(cli: Cli, state_dir: Path) -> None:
+    """Of each change, at once."""
+    made = _json(cli, "token", "create", "ada")
+    told = asyncio.Event()
+    control = ControlSocket(state_dir, tokens_changed=told.set)
+    control.open()
+    try:
+        for command in (("token", "limits", made["token_id"]), ("client", "limits", "ada")):
+            told.clear()
+            assert _json(cli, *command, "max_tokens=9")["daemon_notified"] is True
+            async with asyncio.timeout(10):
+                await told.wait()
+    finally:
+        control.close()
+
+
+@pytest.mark.parametrize(
+    ("assignment", "said"),
+    [
+        ("tokens_per_hour=5", "'tokens_per_hour=5' is no limit"),
+        ("tokens_per_day", "'tokens_per_day' is no limit"),
+        ("tokens_per_day=", "'tokens_per_day=' is no limit"),
+        ("tokens_per_day=0", "tokens_per_day is"),
+        ("tokens_per_day=many", "tokens_per_day is"),
+        ("addresses=10.0.0.0/33", "10.0.0.0/33"),
+        ("models=a,,b", "models"),
+    ],
+)
+def test_limits_that_are_none_change_nothing(cli: Cli, assignment: str, said: str) -> None:
+    """The message names what is wrong, no token is made and no account."""
+    refused = cli.run("token", "create", "ada", "--limit", assignment)
+    assert (refused.code, _json(cli, "token", "list")) == (64, [])
+    assert said in " ".join(refused.err.split())
+    _json(cli, "token", "create", "ada")
+    assert cli.run("client", "limits", "ada", assignment).code == 64
+    assert _json(cli, "client", "limits", "ada")["limits"] == {}
+
+
+def test_whose_limits_must_be_known(cli: Cli) -> None:
+    """An unknown token or client is an error, not a new one."""
+    for command in (("token", "limits", "aabbccddeeff", "max_tokens=9"), ("client", "limits", "eve", "max_tokens=9")):
+        refused = cli.run(*command)
+        assert (refused.code, command[2] in refused.err) == (64, True)
+
+
+def test_clients_are_listed(cli: Cli) -> None:
+    """With what they may have, and how many tokens are theirs."""
+    _json(cli, "token", "create", "ada", "--max-sessions", "3", "--scope", "user", "--scope", "operator")
+    revoked = _json(cli, "token", "create", "ada")
+    cli.run("token", "revoke", revoked["token_id"])
+    cli.run("client", "limits", "ada", "max_tokens=9")
+    listed = {client["client_id"]: client for client in _json(cli, "client", "list")}
+    assert set(listed) == {"admin", "ada"}
+    ada = listed["ada"]
+    assert (ada["max_sessions"], ada["scopes"], ada["tokens"]) == (3, ["operator", "user"], 1)
+    assert ada["limits"] == {"max_tokens": 9}
+    assert "max_tokens=9" in cli.run("client", "list").out
+
+
+def test_new_clients_have_plain_names(cli: Cli) -> None:
+    """Names stand in logs, labels of metrics and on terminals."""
+    for name in ("a b", "é", "\x1b[31m", "x" * 65, '{a="b"}'):
+        refused = cli.run("token", "create", name)
+        assert (refused.code, "no name of a client" in refused.err) == (64, True)
+    assert cli.run("token", "create", "ada.lovelace+phone@example.org").code == 0
+
+
+def test_usage_is_shown_by_token(cli: Cli, state_dir: Path) -> None:
+    """What was counted before tokens were, and what keys used, has none."""
+    state_dir.mkdir()
+    with contextlib.closing(open_writing(state_dir / SESSIONS_NAME)) as database:
+        database.executemany(
+            "INSERT INTO usage VALUES ('ada', ?, ?, 1, 10, 4, 5)", [("", "2026-11-20"), ("aabb", "2026-11-20")]
+        )
+    by_token = _json(cli, "usage", "--token", "--days", "3660")
+    assert [(line["token_id"], line["turns"]) for line in by_token] == [("", 1), ("aabb", 1)]
+    assert [(line["turns"], line["prompt_tokens"]) for line in _json(cli, "usage", "--days", "3660")] == [(2, 20)]
+    assert cli.run("usage", "--token", "--days", "3660").out.splitlines()[1] == "2026-11-20\tada\taabb\t1\t10\t4\t5"
+
+
+def test_a_file_without_tokens_is_brought_up_to_date(tmp_path: Path) -> None:
+    """Usage that was counted before is kept, for no token in particular."""
+    path = tmp_path / "sessions.sqlite3"
+    with contextlib.closing(open_writing(path)) as database:
+        database.execute("PRAGMA user_version = 2")
+        database.execute("ALTER TABLE orders DROP COLUMN token_id")
+        database.execute("DROP TABLE usage")
+        database.execute(
+            "CREATE TABLE usage (client_id TEXT NOT NULL, day TEXT NOT NULL, turns INTEGER NOT NULL, prompt_tokens"
+            " INTEGER NOT NULL, cached_tokens INTEGER NOT NULL, completion_tokens INTEGER NOT NULL,"
+            " PRIMARY KEY (client_id, day)) STRICT, WITHOUT ROWID"
+        )
+        database.execute("INSERT INTO usage VALUES ('ada', '2026-11-20', 2, 20, 8, 10)")
+    open_writing(path).close()
+    with contextlib.closing(sqlite3.connect(path)) as database:
+        assert database.execute("SELECT * FROM usage").fetchall() == [("ada", "", "2026-11-20", 2, 20, 8, 10)]
+
+
+LIMITS = st.builds(
+    Limits.model_validate,
+    st.dictionaries(
+        st.sampled_from(["requests_per_minute", "tokens_per_day", "max_tokens"]), st.none() | st.integers(1, 10**9)
+    )
+    | st.dictionaries(st.just("models"), st.none() | st.lists(st.sampled_from(["a", "b.c", "d"]), min_size=1)),
+)
+
+
+@given(LIMITS, LIMITS)
+def test_limits_can_be_written_as_they_are_shown(limits: Limits, before: Limits) -> None:
+    """What `token limits` shows, given to it again, says the same, whatever stood there."""
+    assert changed(words(limits).split()) == limits
+    assert changed(words(limits).split(), before) == limits.over(before)
+
+
+def test_what_is_wrong_is_an_error_of_the_request() -> None:
+    """With the field's name."""
+    with pytest.raises(InferenceCenterError) as caught:
+        changed(["max_tokens=-5"])
+    assert (caught.value.code, caught.value.field) == (ErrorCode.INVALID_REQUEST, "max_tokens")
