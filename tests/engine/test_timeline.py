@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from inferencecenter.engine.timeline import MAX_STAGES, Timeline
-from inferencecenter.ipc.messages import Abort, Failed, Overflowed, Stage, Started
+from inferencecenter.ipc.messages import Abort, Failed, Finished, Overflowed, Stage, Started
 from tests.engine.harness import Engine, submit
 
 if TYPE_CHECKING:
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from inferencecenter.ipc.messages import TurnEvent
 
+ENDLESS = b'{"ignore_eos":true}'
 LONG = b'{"max_tokens":24,"ignore_eos":true}'
 
 
@@ -92,28 +93,32 @@ def engine(tmp_path: Path) -> Engine:
     return Engine(tmp_path, slots=1, quantum_tokens=4, prefill_grid_tokens=16)
 
 
+def take_turns(engine: Engine, *, traced: bool) -> dict[str, Finished]:
+    """Let a short turn have the slot of an endless one for a while, and return how both ended."""
+    endless, short = submit("a", "one two three " * 4, params=ENDLESS), submit("b", "one two three " * 4, params=LONG)
+    engine.front.send(structs.replace(endless, traced=traced))
+    engine.front.read_until(lambda: "a" in engine.front.events and bool(engine.front.text("a")))
+    engine.front.send(structs.replace(short, traced=traced))
+    engine.front.wait_for("b")
+    engine.front.send(Abort("a"))
+    ends = {name: engine.front.finished(name) for name in ("a", "b")}
+    engine.stop()
+    assert (ends["a"].reason, ends["a"].preempted > 0) == ("aborted", True)
+    return ends
+
+
 def test_turns_that_are_not_traced_tell_nothing(engine: Engine) -> None:
     """Not one stage, though they wait for each other."""
-    engine.front.send(submit("a", "one two", params=LONG), submit("b", "three four", params=LONG))
-    engine.front.wait_for("a", "b")
-    engine.stop()
+    take_turns(engine, traced=False)
     assert [stages_of(events) for events in engine.front.events.values()] == [[], []]
 
 
 def test_turns_that_take_turns_tell_where_their_time_went(engine: Engine) -> None:
     """Each stage is inside the turn, those that follow each other do not overlap, and the tokens add up."""
-    engine.front.send(
-        *(structs.replace(submit(name, "one two three " * 4, params=LONG), traced=True) for name in ("a", "b"))
-    )
-    engine.front.wait_for("a", "b")
-    engine.stop()
-    ends = {name: engine.front.finished(name) for name in ("a", "b")}
-    assert sum(end.preempted for end in ends.values()) > 0
-    for name, end in ends.items():
+    for name, end in take_turns(engine, traced=True).items():
         stages = stages_of(engine.front.events[name])
         names = [stage.name for stage in stages]
-        assert names[:1] == ["queue"]
-        assert names[-1] == "decode"
+        assert names[0] == "queue"
         assert names.count("queue") == end.preempted + 1
         assert names.count("park") == end.preempted
         assert sum(stage.tokens for stage in stages if stage.name == "decode") == end.generated_tokens
@@ -136,7 +141,7 @@ def test_a_turn_that_waits_is_told_with_its_slot(engine: Engine) -> None:
 
 def test_a_turn_that_is_aborted_tells_how_far_it_came(engine: Engine) -> None:
     """What had begun ends with it."""
-    engine.front.send(structs.replace(submit("a", "one", params=b'{"ignore_eos":true}'), traced=True))
+    engine.front.send(structs.replace(submit("a", "one", params=ENDLESS), traced=True))
     engine.front.read_until(lambda: "a" in engine.front.events and bool(engine.front.text("a")))
     engine.front.send(Abort("a"))
     end = engine.front.finished("a")
@@ -148,9 +153,9 @@ def test_a_turn_that_is_aborted_tells_how_far_it_came(engine: Engine) -> None:
 def test_a_turn_that_gets_no_slot_in_time_tells_that_it_waited(tmp_path: Path) -> None:
     """Its failure carries the stage."""
     engine = Engine(tmp_path, slots=1, queue_timeout_s=0.05, quantum_tokens=1_000_000)
-    engine.front.send(
-        submit("a", "one", params=b'{"ignore_eos":true}'), structs.replace(submit("b", "one"), traced=True)
-    )
+    engine.front.send(submit("a", "one", params=ENDLESS))
+    engine.front.read_until(lambda: "a" in engine.front.events and bool(engine.front.text("a")))
+    engine.front.send(structs.replace(submit("b", "one"), traced=True))
     engine.front.wait_for("b")
     engine.front.send(Abort("a"))
     engine.front.wait_for("a")
