@@ -73,14 +73,14 @@ class Registry:
             return self
         return replace(self, models={**self.read_again().models, **self.models})
 
-    def get(self, name: str) -> ModelSpec:
-        """Return a model.
+    def get(self, name: str, *, field: str = "model") -> ModelSpec:
+        """Return a model, which a request names in ``field``.
 
         Raises:
             InferenceCenterError: ``model_not_found``.
         """
         if (spec := self.models.get(name)) is None:
-            raise not_registered(name, self.models)
+            raise not_registered(name, self.models, field=field)
         return spec
 
     def log_remarks(self) -> None:
@@ -89,12 +89,12 @@ class Registry:
             _log.warning("models_dir", reason=remark)
 
 
-def not_registered(name: str, known: Mapping[str, object]) -> InferenceCenterError:
+def not_registered(name: str, known: Mapping[str, object], *, field: str = "model") -> InferenceCenterError:
     """Return what is said to those who name a model that there is not."""
     return InferenceCenterError(
         ErrorCode.MODEL_NOT_FOUND,
         f"no model is named {name[:64]!r}" if name else "the model's name is empty",
-        field="model",
+        field=field,
         hint=f"There are {', '.join(sorted(known))}." if len(known) > 1 else f"The model is {next(iter(known))}.",
     )
 

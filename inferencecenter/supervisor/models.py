@@ -180,7 +180,7 @@ class Models:
         Raises:
             InferenceCenterError: ``model_not_found``, or ``model_loading`` while another swap is going on.
         """
-        self._registry.get(name)
+        self._registry.get(name, field="name")
         if self._changing.locked():
             raise InferenceCenterError(
                 ErrorCode.MODEL_LOADING, "another model is being loaded", retry_after_ms=1000, field="name"
@@ -193,7 +193,7 @@ class Models:
         Raises:
             InferenceCenterError: ``model_not_found``.
         """
-        self._registry.get(name)
+        self._registry.get(name, field="name")
         if (model := self._models.get(name)) is not None:
             self._tasks.spawn(model.supervisor.make_way(patience_s=None), name="unload")
 

@@ -33,7 +33,7 @@ FRAMES = [
     ('{"op": 5}', "invalid_request"),
     ('{"op": "nonsense"}', "unknown_op"),
     ('{"op": "resume_session", "session_id": "x"}', "session_not_found"),
-    ('{"op": "load_model", "name": "x"}', "unknown_op"),
+    ('{"op": "load_model", "name": "x"}', "model_not_found"),
     ('{"op": "ping", "extra": 1}', "invalid_request"),
     ('{"op": "ping", "id": 5}', "invalid_request"),
     ('{"op": "ping", "id": "' + "x" * 65 + '"}', "invalid_request"),
