@@ -33,6 +33,8 @@ _STOP_LIMIT_S: Final = 20.0
 _SHOWN_LINES: Final = 5
 _ADDRESS: Final = re.compile(rb"^\W*Address +http(://\S+)/")
 _OF_ENGINES: Final = b'"engine_'
+MODEL_NAMES: Final = ("first", "second")
+"""What a daemon of two models calls them; the first is its default."""
 _MANY: Final = "100000"
 _RARELY: Final = {"ENGINE__RESTART_BACKOFF_MAX_S": "0.5", "ENGINE__RESTART_WINDOW_S": "1"}
 """What makes a daemon take engines that are lost every few seconds as if hours lay between."""
@@ -44,7 +46,7 @@ class DaemonSettings:
 
     ``store`` is whether conversations are written down that may be. ``loses_engines`` is set where the scenario kills
     engines. ``echo_delay_ms`` is what a decode of the echo backend takes. With ``lookup`` tokens are guessed from what
-    the text said before.
+    the text said before. With ``two_models`` the file is there twice, under ``MODEL_NAMES``.
     """
 
     backend: Literal["llama", "echo"]
@@ -56,6 +58,7 @@ class DaemonSettings:
     loses_engines: bool = False
     echo_delay_ms: int = 0
     lookup: bool = False
+    two_models: bool = False
 
     def environment(self, state_dir: Path) -> dict[str, str]:
         """Return the environment of the daemon's process: these settings and nobody's own."""
@@ -78,6 +81,10 @@ class DaemonSettings:
             settings["MODEL__PATH"] = str(self.model)
         if self.loses_engines:
             settings |= _RARELY
+        if self.two_models:
+            first, second = MODEL_NAMES
+            entry = {second: {"path": str(self.model or "echo")}}
+            settings |= {"MODEL__NAME": first, "MODELS": orjson.dumps(entry).decode()}
         kept = {name: value for name, value in os.environ.items() if not name.startswith(ENV_PREFIX)}
         return kept | {ENV_PREFIX + name: value for name, value in settings.items()}
 

@@ -52,8 +52,10 @@ async def open_session(line: Line) -> str:
     return named(await line.create_session(stored=True))
 
 
-async def run_turn(line: Line, session_id: str, text: str, *, max_tokens: int) -> Shown:
-    """Run a greedy turn to its first terminal event.
+async def run_turn(
+    line: Line, session_id: str, text: str, *, max_tokens: int, on_frame: Callable[[Shown], None] = lambda _: None
+) -> Shown:
+    """Run a greedy turn to its first terminal event; ``on_frame`` is called with what was shown after each.
 
     Raises:
         InferenceCenterError: ``daemon_unreachable``.
@@ -62,6 +64,7 @@ async def run_turn(line: Line, session_id: str, text: str, *, max_tokens: int) -
     params: dict[str, Any] = {**GREEDY, "max_tokens": max_tokens}
     async for frame in line.turn(session_id, text, params):
         shown.take(frame, now_s=time.monotonic())
+        on_frame(shown)
     return shown
 
 

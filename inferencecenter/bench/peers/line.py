@@ -60,6 +60,9 @@ class Frame(msgspec.Struct):
     resumed: bool | None = None
     state: str | None = None
     transcript: list[Message] | None = None
+    # Of models:
+    phase: str | None = None
+    detail: str = ""
 
 
 _read_frame: Final = msgspec.json.Decoder(Frame).decode

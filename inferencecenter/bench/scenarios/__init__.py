@@ -23,6 +23,7 @@ from inferencecenter.bench.scenarios import (
     speculation,
     start,
     store,
+    swap,
     throughput,
 )
 from inferencecenter.errors import ErrorCode, InferenceCenterError
@@ -51,6 +52,7 @@ SCENARIOS: Final[Mapping[str, Scenario]] = MappingProxyType(
             start,
             crash,
             restart,
+            swap,
             soak,
             store,
             speculation,
