@@ -74,7 +74,7 @@ class TokenAllowance:
 
     def use(self, n_tokens: int) -> bool:
         """Count tokens that were read or generated; ``False`` once there are none left for today."""
-        limits, day = self.limits, self._today()
+        limits, day = self.limits, self._day.at(self._clock() * 1000)
         day.used += n_tokens
         if limits.tokens_per_minute is not None:
             self._minute.take(n_tokens, limits.tokens_per_minute, now_ms=_ms(self._monotonic()))
@@ -132,7 +132,7 @@ class TokenAllowance:
             )
 
     def _today(self) -> Day:
-        return self._day.at(_ms(self._clock()))
+        return self._day.at(self._clock() * 1000)
 
 
 class Allowances:

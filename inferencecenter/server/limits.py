@@ -91,11 +91,10 @@ class Day:
     used: int = 0
     ends_ms: int = 0
 
-    def at(self, now_ms: int) -> Day:
-        """Return this day, begun anew if it is another by now."""
-        ends_ms = (now_ms // DAY_MS + 1) * DAY_MS
-        if ends_ms != self.ends_ms:
-            self.used, self.ends_ms = 0, ends_ms
+    def at(self, now_ms: float) -> Day:
+        """Return this day, begun anew if it is another by now; asked for every token, hence one comparison."""
+        if not 0 < self.ends_ms - now_ms <= DAY_MS:
+            self.used, self.ends_ms = 0, (int(now_ms) // DAY_MS + 1) * DAY_MS
         return self
 
     @property

@@ -130,6 +130,9 @@ def test_unknown_fields_are_refused_in_every_request(op: str) -> None:
         "infer": {"session_id": "s", "prompt": "p"},
         "append": {"session_id": "s", "messages": [{"role": "user", "content": "c"}]},
         "rewind_session": {"session_id": "s", "turn": "start"},
+        "load_model": {"name": "m"},
+        "unload_model": {"name": "m"},
+        "kick": {"client_id": "c"},
     }
     least = special.get(op, {"session_id": "s"} if "session_id" in REQUESTS[op].model_fields else {})
     assert read_frame(json.dumps({"op": op, **least})).parse().op == op

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.limits import Limits
 from inferencecenter.protocol.scopes import Scope
 from inferencecenter.server.clients_file import load_clients
 
@@ -31,12 +32,14 @@ def test_a_client_with_everything(tmp_path: Path) -> None:
     (client,) = load(
         tmp_path,
         f'[[client]]\nclient_id = "k"\napi_key_sha256 = "{DIGEST.upper()}"\nmax_sessions = 2\npriority = "batch"\n'
-        'scopes = ["user", "operator"]\nretention_days = 30\n',
+        'scopes = ["user", "operator"]\nretention_days = 30\n'
+        'limits = {tokens_per_day = 5000, models = ["demo"], addresses = ["10.0.0.0/8"]}\n',
     ).values()
     assert client.key_sha256.hex() == DIGEST
     assert (client.account.client_id, client.account.max_sessions, client.account.priority) == ("k", 2, "batch")
     assert client.account.scopes == {Scope.USER, Scope.OPERATOR}
     assert client.account.retention_days == 30
+    assert client.account.limits == Limits(tokens_per_day=5000, models=("demo",), addresses=("10.0.0.0/8",))
 
 
 def test_a_client_with_the_least(tmp_path: Path) -> None:
@@ -57,6 +60,9 @@ def test_an_empty_file_has_no_clients(tmp_path: Path) -> None:
     ("entry", "field", "words"),
     [
         ('client_id = "k"', "client[1]", "either api_key or api_key_sha256"),
+        ('client_id = "a b"\napi_key = "x"', "client[1].client_id", "no name of a client"),
+        ('client_id = "k"\napi_key = "x"\nlimits = {max_tokens = 0}', "client[1].limits.max_tokens", "greater than"),
+        ('client_id = "k"\napi_key = "x"\nlimits = {tokens = 1}', "client[1].limits.tokens", "unknown field"),
         (f'client_id = "k"\napi_key = "x"\napi_key_sha256 = "{DIGEST}"', "client[1]", "either api_key"),
         ('api_key = "x"', "client[1].client_id", "client_id is missing"),
         ('client_id = ""\napi_key = "x"', "client[1].client_id", 'client_id is ""'),
