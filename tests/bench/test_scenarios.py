@@ -36,8 +36,8 @@ from inferencecenter.bench.soak.memory import Growth
 from inferencecenter.bench.soak.tally import Tally, Timed
 from inferencecenter.bench.stage import Measured
 from inferencecenter.bench.target import AbortTrace, TurnTrace
-from inferencecenter.hardware.process_usage import Usage
 from inferencecenter.errors import InferenceCenterError
+from inferencecenter.hardware.process_usage import Usage
 from tests.bench.test_outages import outage, stream
 from tests.bench.test_timeline import turn
 
