@@ -133,6 +133,7 @@ def test_raw_goes_on_with_a_text(cli: Cli, piped: Callable[[bytes], None]) -> No
     assert used["--raw",] < used[()]
 
 
+@pytest.mark.slow
 def test_a_registered_model_with_an_adapter(cli: Cli, tmp_path: Path, demo_model_path: Path) -> None:
     """A model of the configuration is run as it says there, with its parameters and its adapter."""
     adapter = write_adapter(tmp_path / "wanderer.gguf")
@@ -198,6 +199,7 @@ def test_what_is_piped_must_be_text(piped: Callable[[bytes], None]) -> None:
         read_prompt("Look:")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_ends_the_answer(state_dir: Path, number: signal.Signals, code: int) -> None:
     """What was said until then is written, also as data, and the engine is gone."""
@@ -214,6 +216,7 @@ def test_a_signal_ends_the_answer(state_dir: Path, number: signal.Signals, code:
     assert not any(Path(f"/proc/{pid}").exists() for pid in engines)
 
 
+@pytest.mark.slow
 def test_nobody_reads(state_dir: Path) -> None:
     """A pipe whose reader has enough ends the answer, as it ends other programs."""
     process = started(state_dir)

@@ -37,6 +37,7 @@ async def _answers(daemon: Daemon, *prompts: str) -> list[Answer]:
         return await ask(client, [await client.create() for _ in prompts], prompts, **GREEDY)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("prompts", [*((prompt,) for prompt in PROMPTS), PROMPTS])
 async def test_greedy_answers_are_the_same(daemon: Daemon, drafting: Daemon, prompts: tuple[str, ...]) -> None:
     """Alone and together, up to a choice between tokens that are nearly equally likely; each with its logprobs."""
