@@ -22,7 +22,7 @@ INSTALLED_BY := prefix='$(prefix)' sysconfdir='$(sysconfdir)' bindir='$(bindir)'
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help run test test-all lint docs clean wheels install install-files uninstall
+.PHONY: help run test test-slow test-all lint docs clean wheels install install-files uninstall
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -33,8 +33,10 @@ run: $(VENV)/.installed $(if $(CUDA),$(VENV)/.cuda) ## Install and start the dae
 test: $(VENV)/.installed-dev ## Run the tests that take a few minutes together
 	$(BIN)/pytest
 
-test-all: $(VENV)/.installed-dev ## Run every test, the slow ones too
-	$(BIN)/pytest -m 'slow or not slow'
+test-slow: $(VENV)/.installed-dev ## Run the slow tests
+	$(BIN)/pytest -m slow
+
+test-all: test test-slow ## Run every test, the slow ones too
 
 lint: $(VENV)/.installed-dev ## Check style, types, imports and that the generated documentation is current
 	$(BIN)/ruff check
