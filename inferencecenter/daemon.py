@@ -1,8 +1,8 @@
 """Composition root: puts the parts of the daemon together, runs them, and takes them apart again.
 
-The only module that names the concrete classes, beside ``one_shot``. What can be wrong with a configuration (state
-directory, port, client file, parameters, model file) is found here, before or while the first engine starts, and ends
-the daemon.
+The only module that names the concrete classes, beside ``engines`` and ``one_shot``. What can be wrong with a
+configuration (state directory, port, client file, parameters, model file) is found here, before or while the first
+engine starts, and ends the daemon.
 """
 
 from __future__ import annotations

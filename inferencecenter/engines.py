@@ -5,13 +5,12 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from inferencecenter.supervisor.backoff import RestartPolicy
 from inferencecenter.supervisor.corrections import Corrections
 from inferencecenter.supervisor.kv_places import clean_places, kv_places, place_name
 from inferencecenter.supervisor.meter import StepMeter
 from inferencecenter.supervisor.model import Model
 from inferencecenter.supervisor.models import Models
-from inferencecenter.supervisor.options import engine_options
+from inferencecenter.supervisor.options import engine_options, restart_policy
 from inferencecenter.supervisor.planning import Planner
 from inferencecenter.supervisor.supervisor import Supervisor
 
@@ -86,12 +85,7 @@ def _model(  # noqa: PLR0913 - what it is put together from, by name
 
     supervisor = Supervisor(
         options,
-        policy=RestartPolicy(
-            min_s=engine.restart_backoff_min_s,
-            max_s=engine.restart_backoff_max_s,
-            max_restarts=engine.max_restarts,
-            window_s=engine.restart_window_s,
-        ),
+        policy=restart_policy(engine),
         max_queue=engine.max_queue,
         queue_warning=engine.queue_warning,
         load_timeout_s=engine.load_timeout_s,

@@ -20,10 +20,9 @@ from inferencecenter.protocol.events import ContextShifted, End, Error, Progress
 from inferencecenter.sessions.client import Client
 from inferencecenter.sessions.registry import Sessions
 from inferencecenter.settings import bundled_model
-from inferencecenter.supervisor.backoff import RestartPolicy
 from inferencecenter.supervisor.corrections import Corrections
 from inferencecenter.supervisor.kv_places import KvPlaces
-from inferencecenter.supervisor.options import engine_options
+from inferencecenter.supervisor.options import engine_options, restart_policy
 from inferencecenter.supervisor.planning import Planner
 from inferencecenter.supervisor.supervisor import Supervisor
 
@@ -243,12 +242,7 @@ def _supervisor(spec: ModelSpec, settings: Settings) -> Supervisor:
     planner = Planner(engine=engine, gpu=settings.gpu, corrections=Corrections(settings.state_dir / _PLAN_FILE))
     return Supervisor(
         planner.first(engine_options(alone, _NOWHERE, settings.kv)),
-        policy=RestartPolicy(
-            min_s=engine.restart_backoff_min_s,
-            max_s=engine.restart_backoff_max_s,
-            max_restarts=engine.max_restarts,
-            window_s=engine.restart_window_s,
-        ),
+        policy=restart_policy(engine),
         max_queue=engine.max_queue,
         load_timeout_s=engine.load_timeout_s,
         hang_timeout_s=engine.hang_timeout_s,

@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Final
 
 from inferencecenter.hardware.split import USUAL_N_BATCH, USUAL_N_UBATCH, USUAL_SLOTS
 from inferencecenter.ipc.messages import Adapter, EngineOptions
+from inferencecenter.supervisor.backoff import RestartPolicy
 
 if TYPE_CHECKING:
     from inferencecenter.models.registry import ModelSpec
-    from inferencecenter.settings import KvSettings
+    from inferencecenter.settings import EngineSettings, KvSettings
     from inferencecenter.supervisor.kv_places import KvPlaces
 
 _MAX_WORKER_THREADS: Final = 8
@@ -51,4 +52,14 @@ def engine_options(spec: ModelSpec, places: KvPlaces, kv: KvSettings) -> EngineO
         kv_disk_dir=str(places.disk_dir),
         kv_disk_bytes=places.disk_bytes,
         kv_client_share=kv.client_share,
+    )
+
+
+def restart_policy(engine: EngineSettings) -> RestartPolicy:
+    """Return when and how often an engine that was lost is started again."""
+    return RestartPolicy(
+        min_s=engine.restart_backoff_min_s,
+        max_s=engine.restart_backoff_max_s,
+        max_restarts=engine.max_restarts,
+        window_s=engine.restart_window_s,
     )
