@@ -35,6 +35,16 @@ class Piece(msgspec.Struct, frozen=True, array_like=True):
     special: bool = False
 
 
+class Grammar(msgspec.Struct, frozen=True, array_like=True):
+    """The form of an answer; ``text`` is of the kind ``json_schema``, ``regex``, ``lark`` or ``gbnf``.
+
+    A turn that goes on has its earlier answer in this form too.
+    """
+
+    kind: str
+    text: str
+
+
 # --- front to engine
 
 
@@ -50,6 +60,9 @@ class Submit(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     shorter or its engine was lost; the first ``shown_chars`` characters of its text have been told. With ``may_shift``
     a turn whose context is full hears ``Overflowed`` instead of its end. Without ``durable`` nothing of it may be
     written to a disk. Where its time goes is taken down if it is ``traced``.
+
+    Its answer has the form of ``grammar``, if there is one. The ``markers`` are control tokens that are shown as text
+    when they are generated, as those around a call of a tool; all others show nothing.
     """
 
     turn_id: str
@@ -66,6 +79,8 @@ class Submit(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     may_shift: bool = False
     durable: bool = True
     traced: bool = False
+    grammar: Grammar | None = None
+    markers: tuple[str, ...] = ()
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True):
@@ -93,6 +108,21 @@ class Suspend(msgspec.Struct, frozen=True, tag=True):
     """
 
     park_all: bool = False
+
+
+class Tokenize(msgspec.Struct, frozen=True, tag=True):
+    """Turn text into tokens; ``Tokenized`` answers. With ``first`` they begin a sequence, with its BOS token."""
+
+    ask_id: int
+    pieces: tuple[Piece, ...]
+    first: bool
+
+
+class Detokenize(msgspec.Struct, frozen=True, tag=True):
+    """Turn packed tokens into text, control tokens by their names; ``Detokenized`` answers."""
+
+    ask_id: int
+    tokens: bytes
 
 
 class Limit(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -191,7 +221,7 @@ class Configure(msgspec.Struct, frozen=True, tag=True):
     options: EngineOptions
 
 
-ToEngine: TypeAlias = Configure | Submit | Abort | Release | Keep | Limit | KvLimit | Suspend
+ToEngine: TypeAlias = Configure | Submit | Abort | Release | Keep | Tokenize | Detokenize | Limit | KvLimit | Suspend
 
 
 # --- engine to front: the life of the process
@@ -266,6 +296,22 @@ class Suspended(msgspec.Struct, frozen=True, tag=True):
     """All turns have stopped and what was to be kept is on disk; the process may be ended. ``sessions`` are there."""
 
     sessions: int
+
+
+class Tokenized(msgspec.Struct, frozen=True, tag=True):
+    """The packed tokens of a ``Tokenize``, and the bytes that each adds to the text."""
+
+    ask_id: int
+    tokens: bytes
+    spelled: tuple[bytes, ...]
+
+
+class Detokenized(msgspec.Struct, frozen=True, tag=True):
+    """The text of a ``Detokenize``, or which token is none of the model's."""
+
+    ask_id: int
+    text: str
+    unknown: int | None = None
 
 
 class Log(msgspec.Struct, frozen=True, tag=True):
@@ -463,4 +509,4 @@ class Step(msgspec.Struct, frozen=True, tag=True):
     work: Work | None = None
 
 
-FromEngine: TypeAlias = Loading | Ready | LoadFailed | Suspended | Log | Step
+FromEngine: TypeAlias = Loading | Ready | LoadFailed | Suspended | Tokenized | Detokenized | Log | Step

@@ -125,6 +125,28 @@ class Token(TurnEvent):
     logprobs: tuple[TokenLogprobs, ...] | None = Field(default=None, description="When `n_probs` was asked for.")
 
 
+class Reasoning(TurnEvent):
+    """New text of what the model thinks before it answers; whole UTF-8. It is no part of the answer."""
+
+    op: Literal["reasoning"] = "reasoning"
+    content: str = Field(description="Text to append.")
+    logprobs: tuple[TokenLogprobs, ...] | None = Field(default=None, description="When `n_probs` was asked for.")
+
+
+class ToolCall(TurnEvent):
+    """The model asks for a tool: the first event of a call has its name, all append to its arguments.
+
+    The turn then ends with `tool_calls`; the results are the `messages` of role `tool` of the next `infer`.
+    """
+
+    op: Literal["tool_call"] = "tool_call"
+    index: int = Field(ge=0, description="Counts the calls of the turn.")
+    call_id: str = Field(description="Names the call.")
+    name: str | None = Field(default=None, description="The tool, with the first event of the call.")
+    arguments: str = Field(description="Text to append to the arguments, which are JSON at the end.")
+    logprobs: tuple[TokenLogprobs, ...] | None = Field(default=None, description="When `n_probs` was asked for.")
+
+
 class End(TurnEvent):
     """The turn is over."""
 
@@ -396,6 +418,8 @@ AnyEvent = (
     | Progress
     | ContextShifted
     | Token
+    | Reasoning
+    | ToolCall
     | End
     | AbortStatus
     | SessionClosed

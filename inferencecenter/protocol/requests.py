@@ -8,7 +8,21 @@ from pydantic import Field, StringConstraints, model_validator
 
 from inferencecenter.protocol.base import DAGGER, Request, SessionId, TurnId
 from inferencecenter.protocol.trace_context import Traceparent
-from inferencecenter.protocol.values import ChatMessage, Metadata, Mode, OnDisconnect, OnFull, Priority, StatusType
+from inferencecenter.protocol.values import (
+    ChatMessage,
+    Metadata,
+    Mode,
+    NamedTool,
+    OnDisconnect,
+    OnFull,
+    Priority,
+    StatusType,
+    Tool,
+    ToolChoice,
+)
+
+MAX_GRAMMAR_CHARS: Final = 262_144
+"""Characters of a grammar or a regular expression, and of a JSON Schema when it is written out."""
 
 RawParams = dict[str, Any]
 """Parameters as the client wrote them; ``params.parse_params`` gives them meaning."""
@@ -93,6 +107,35 @@ class Infer(Request):
         default=None, min_length=1, max_length=1000, description="New messages, the last from `user` or `tool`."
     )
     params: Annotated[RawParams | None, DAGGER] = Field(default=None, description="Turn level of parameters.")
+    tools: list[Tool] | None = Field(
+        default=None, min_length=1, max_length=128, description="Tools that the model may ask for, each name once."
+    )
+    tool_choice: ToolChoice = Field(
+        default="auto",
+        description="Whether it does: `auto` leaves it to the model, `none` forbids, `required` demands, and `{name}` "
+        "demands one tool.",
+    )
+    parallel_tool_calls: bool = Field(default=True, description="Whether it may ask for several at once.")
+    json_schema: dict[str, Any] | bool | None = Field(
+        default=None, description="The answer is JSON that this JSON Schema accepts."
+    )
+    regex: str | None = Field(
+        default=None,
+        min_length=1,
+        max_length=MAX_GRAMMAR_CHARS,
+        description="This expression matches the whole answer.",
+    )
+    grammar: str | None = Field(
+        default=None,
+        min_length=1,
+        max_length=MAX_GRAMMAR_CHARS,
+        description="This grammar spells the answer: GBNF where its rules have `::=`, else Lark.",
+    )
+    thinking: bool | None = Field(
+        default=None,
+        description="Whether the model thinks before it answers, where its template lets one choose; without it as the "
+        "template has it.",
+    )
     n_probs: int | None = Field(default=None, ge=0, le=20, description="Short for `params.n_probs`.")
     priority: Priority | None = Field(default=None, description="Class of this turn; raising it needs the scope.")
     turn_key: Annotated[str, StringConstraints(min_length=1, max_length=64)] | None = Field(
@@ -110,6 +153,27 @@ class Infer(Request):
             raise ValueError("give either prompt or messages")
         if self.messages is not None and self.messages[-1].role not in ("user", "tool"):
             raise ValueError("the last of messages must have role user or tool")
+        return self
+
+    @model_validator(mode="after")
+    def _one_form(self) -> Infer:
+        forms = [name for name in ("json_schema", "regex", "grammar") if getattr(self, name) is not None]
+        if len(forms) > 1:
+            raise ValueError(f"{forms[0]} excludes {forms[1]}")
+        if forms and self.tools is not None and self.tool_choice != "none":
+            raise ValueError(f"{forms[0]} excludes tools, unless tool_choice is none")
+        return self
+
+    @model_validator(mode="after")
+    def _known_tools(self) -> Infer:
+        names = [tool.name for tool in self.tools or ()]
+        if len(set(names)) < len(names):
+            raise ValueError("two tools have the same name")
+        choice = self.tool_choice
+        if isinstance(choice, NamedTool) and choice.name not in names:
+            raise ValueError(f"tool_choice names {choice.name}, which is none of the tools")
+        if choice == "required" and not names:
+            raise ValueError("tool_choice is required, and there are no tools")
         return self
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
 
 from inferencecenter.protocol.base import DAGGER
 
@@ -31,11 +31,57 @@ class Value(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
 
+ToolName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
+CallId = Annotated[str, StringConstraints(min_length=1, max_length=64)]
+
+
+class Tool(Value):
+    """A function that the client can run, and that the model may ask for."""
+
+    name: ToolName = Field(description="Its name.")
+    description: str | None = Field(default=None, max_length=16_384, description="What it does, for the model.")
+    parameters: dict[str, Any] | None = Field(
+        default=None, description="JSON Schema of its arguments, an object; without it there are none."
+    )
+
+
+class NamedTool(Value):
+    """The tool that the model has to call."""
+
+    name: ToolName = Field(description="Its name.")
+
+
+ToolChoice = Literal["auto", "none", "required"] | NamedTool
+
+
+class ToolCall(Value):
+    """A tool that the model asked for."""
+
+    call_id: CallId = Field(description="Names this call; the message with its result has it as `tool_call_id`.")
+    name: ToolName = Field(description="The tool.")
+    arguments: str = Field(description="Its arguments, as JSON text.")
+
+
 class ChatMessage(Value):
     """One message of a conversation."""
 
     role: Role = Field(description="Who speaks.")
-    content: str = Field(description="What is said, as plain text.")
+    content: str = Field(description="What is said, as plain text; may be empty.")
+    reasoning: str | None = Field(
+        default=None, description="What an assistant thought before; the model's template says who reads it again."
+    )
+    tool_calls: Annotated[tuple[ToolCall, ...], Field(min_length=1, max_length=128, strict=False)] | None = Field(
+        default=None, description="Tools that an assistant asked for."
+    )
+    tool_call_id: CallId | None = Field(default=None, description="The call that a message of a tool is the result of.")
+
+    @model_validator(mode="after")
+    def _fits_role(self) -> ChatMessage:
+        if self.role != "assistant" and (self.tool_calls is not None or self.reasoning is not None):
+            raise ValueError("tool_calls and reasoning belong to messages of role assistant")
+        if self.role != "tool" and self.tool_call_id is not None:
+            raise ValueError("tool_call_id belongs to messages of role tool")
+        return self
 
 
 class Usage(Value):

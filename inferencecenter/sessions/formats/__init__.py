@@ -1,0 +1,1 @@
+"""How models write what is not plain speech: what they think, and the tools that they ask for."""
