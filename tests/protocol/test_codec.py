@@ -14,7 +14,7 @@ from inferencecenter.protocol import events, requests
 from inferencecenter.protocol.base import Dagger, Event
 from inferencecenter.protocol.codec import REQUESTS, FrameError, encode, read_frame
 from inferencecenter.protocol.events import AnyEvent
-from inferencecenter.protocol.values import TokenLogprobs
+from inferencecenter.protocol.values import ChatMessage, TokenLogprobs, ToolCall
 
 EVENTS: tuple[type[Event], ...] = get_args(AnyEvent)
 
@@ -227,6 +227,8 @@ def sample(annotation: Any) -> Any:  # a value of any type that events are made 
         return {"key": 1 if arguments[1] is not str else "value"}
     if arguments:
         return sample(next(each for each in arguments if each is not type(None)))
+    if annotation is ChatMessage:  # of which some fields belong to one role, others to another
+        return ChatMessage(role="assistant", content="text", tool_calls=(sample(ToolCall),))
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation(**{name: sample(field.annotation) for name, field in annotation.model_fields.items()})
     return {str: "text", int: 3, float: 0.5, bool: True}[annotation]
