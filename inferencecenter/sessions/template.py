@@ -6,8 +6,11 @@ from typing import TYPE_CHECKING, Final, Protocol
 
 import structlog
 from jinja2 import TemplateError
+from jinja2.meta import find_undeclared_variables
 
 from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.sessions.formats.values import message_values, tool_values
+from inferencecenter.sessions.formats.written import PLAIN
 from inferencecenter.sessions.quoting import Rendering, SpecialTexts
 from inferencecenter.sessions.sandbox import TemplateRefusalError, TemplateSandbox
 
@@ -16,13 +19,16 @@ if TYPE_CHECKING:
     from datetime import datetime
 
     from inferencecenter.ipc.messages import ModelInfo
-    from inferencecenter.protocol.values import ChatMessage
+    from inferencecenter.protocol.values import ChatMessage, Tool
+    from inferencecenter.sessions.formats.written import Written
 
 CHATML: Final = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 """What is used for a model that has no template of its own."""
+
+_SWITCHES: Final = frozenset(("enable_thinking", "thinking"))
 
 _log = structlog.get_logger(__name__)
 
@@ -35,8 +41,22 @@ class Renderer(Protocol):
     keeps_end: bool
     """Whether the token that ended an answer is part of the rendered history."""
 
-    def render(self, messages: Sequence[ChatMessage], *, now: datetime, asks: bool = True) -> Rendering:
+    written: Written
+    """How the model writes calls of tools and what it thinks."""
+
+    def render(
+        self,
+        messages: Sequence[ChatMessage],
+        *,
+        now: datetime,
+        asks: bool = True,
+        tools: Sequence[Tool] = (),
+        thinking: bool | None = None,
+    ) -> Rendering:
         """Return the whole conversation as text, which ``asks`` for an answer or just ends.
+
+        The model may ask for ``tools``; ``thinking`` says whether it thinks before it answers, ``None`` leaves it to
+        the template.
 
         Raises:
             InferenceCenterError: ``invalid_request`` when the conversation does not suit the template, ``internal``
@@ -49,9 +69,30 @@ class RawText:
 
     implied_bos = ""
     keeps_end = False
+    written = PLAIN
 
-    def render(self, messages: Sequence[ChatMessage], *, now: datetime, asks: bool = True) -> Rendering:
-        """Return all contents one after the other."""
+    def render(
+        self,
+        messages: Sequence[ChatMessage],
+        *,
+        now: datetime,
+        asks: bool = True,
+        tools: Sequence[Tool] = (),
+        thinking: bool | None = None,
+    ) -> Rendering:
+        """Return all contents one after the other.
+
+        Raises:
+            InferenceCenterError: ``invalid_request`` for tools and for a choice of thinking: it knows neither.
+        """
+        if tools:
+            raise InferenceCenterError(
+                ErrorCode.INVALID_REQUEST, 'sessions with mode "raw" know no tools', field="tools"
+            )
+        if thinking is not None:
+            raise InferenceCenterError(
+                ErrorCode.INVALID_REQUEST, 'sessions with mode "raw" let nobody choose thinking', field="thinking"
+            )
         return Rendering("".join(message.content for message in messages), special=False)
 
 
@@ -67,26 +108,38 @@ class ChatTemplate:
     def __init__(self, model: ModelInfo) -> None:
         if not model.chat_template:
             _log.warning("chat_template_missing", model=model.name, used="chatml")
+        source = model.chat_template or CHATML
         self._special = SpecialTexts(model.special_tokens)
         self._sandbox = TemplateSandbox()
-        self._constants = {"bos_token": model.bos_token, "eos_token": model.eos_token, "tools": None, "documents": None}
+        self._constants = {"bos_token": model.bos_token, "eos_token": model.eos_token, "documents": None}
         self.implied_bos = model.bos_token if model.add_bos else ""
+        self.written = PLAIN
         try:
-            self._template = self._sandbox.from_string(model.chat_template or CHATML)
+            self._template = self._sandbox.from_string(source)
+            self._switches = _SWITCHES & find_undeclared_variables(self._sandbox.parse(source))
         except (TemplateError, RecursionError) as error:
             raise _broken(error) from error
 
-    def render(self, messages: Sequence[ChatMessage], *, now: datetime, asks: bool = True) -> Rendering:
+    def render(
+        self,
+        messages: Sequence[ChatMessage],
+        *,
+        now: datetime,
+        asks: bool = True,
+        tools: Sequence[Tool] = (),
+        thinking: bool | None = None,
+    ) -> Rendering:
         """Return the conversation as the template writes it, up to where the model answers if it ``asks``.
 
         Raises:
             InferenceCenterError: See ``Renderer``.
         """
+        mark = self._special.mark
         values = {
             **self._constants,
-            "messages": [
-                {"role": message.role, "content": self._special.mark(message.content)} for message in messages
-            ],
+            **self._switched(thinking),
+            "messages": message_values(messages, mark=mark, text_arguments=False, short_ids=False),
+            "tools": tool_values(tools, mark=mark) or None,
             "add_generation_prompt": asks,
         }
         try:
@@ -101,6 +154,18 @@ class ChatTemplate:
         # The border to a program from a model file, which can fail in any way a program can.
         except Exception as error:
             raise _broken(error) from error
+
+    def _switched(self, thinking: bool | None) -> dict[str, bool]:
+        """Return the template's variables that say whether the model thinks."""
+        if thinking is None:
+            return {}
+        if not self._switches:
+            raise InferenceCenterError(
+                ErrorCode.INVALID_REQUEST,
+                "the model's chat template does not let one choose whether it thinks",
+                field="thinking",
+            )
+        return dict.fromkeys(self._switches, thinking)
 
 
 def _broken(error: Exception) -> InferenceCenterError:

@@ -1,0 +1,138 @@
+"""Messages and tools as chat templates want them.
+
+Every text that comes from people or models goes through ``mark``, so that none of it becomes a special token; that
+includes names, keys and values inside arguments and schemas, which templates write as JSON.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import TYPE_CHECKING, Any, Final
+
+from inferencecenter.errors import ErrorCode, InferenceCenterError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from inferencecenter.protocol.values import ChatMessage, Tool, ToolCall
+
+_MAX_DEPTH: Final = 100
+_SHORT_ID_CHARS: Final = 9
+
+Values = dict[str, Any]
+"""What a template gets: there is no telling what another's program wants to find in it."""
+
+
+def tool_values(tools: Sequence[Tool], *, mark: Callable[[str], str]) -> list[Values]:
+    """Return tools as most templates want them: as OpenAI's functions.
+
+    Raises:
+        InferenceCenterError: ``invalid_request`` when a schema is nested too deep.
+    """
+    return [
+        {
+            "type": "function",
+            "function": {
+                "name": mark(tool.name),
+                "description": mark(tool.description or ""),
+                "parameters": marked(schema_of(tool), mark=mark, field="tools"),
+            },
+        }
+        for tool in tools
+    ]
+
+
+def schema_of(tool: Tool) -> Values:
+    """Return the JSON Schema of a tool's arguments; without one there are none."""
+    if tool.parameters is None:
+        return {"type": "object", "properties": {}, "additionalProperties": False}
+    return tool.parameters
+
+
+def message_values(
+    messages: Sequence[ChatMessage], *, mark: Callable[[str], str], text_arguments: bool, short_ids: bool
+) -> list[Values]:
+    """Return messages with their calls and results, natively.
+
+    Args:
+        messages: The conversation.
+        mark: Keeps a text from becoming special tokens.
+        text_arguments: Whether the template takes arguments as JSON text, so that they stay as the model wrote them;
+            others want an object.
+        short_ids: Whether the template wants ids of nine letters and digits, as Mistral's do.
+
+    Raises:
+        InferenceCenterError: ``invalid_request`` when arguments are not such an object.
+    """
+    names: dict[str, str] = {}
+    written = []
+    for message in messages:
+        values: Values = {"role": message.role, "content": mark(message.content)}
+        if message.reasoning is not None:
+            thought = mark(message.reasoning)
+            values |= {"reasoning_content": thought, "reasoning": thought, "thinking": thought}
+        if message.tool_calls is not None:
+            names |= {call.call_id: call.name for call in message.tool_calls}
+            values["tool_calls"] = [
+                _call_values(call, mark=mark, text_arguments=text_arguments, short_ids=short_ids)
+                for call in message.tool_calls
+            ]
+        if message.tool_call_id is not None:
+            values["tool_call_id"] = _id(message.tool_call_id, mark=mark, short=short_ids)
+            if message.tool_call_id in names:
+                values["name"] = mark(names[message.tool_call_id])
+        written.append(values)
+    return written
+
+
+def _call_values(call: ToolCall, *, mark: Callable[[str], str], text_arguments: bool, short_ids: bool) -> Values:
+    arguments = mark(call.arguments) if text_arguments and call.arguments.strip() else _parsed(call, mark=mark)
+    return {
+        "id": _id(call.call_id, mark=mark, short=short_ids),
+        "type": "function",
+        "function": {"name": mark(call.name), "arguments": arguments},
+    }
+
+
+def _id(call_id: str, *, mark: Callable[[str], str], short: bool) -> str:
+    return hashlib.sha256(call_id.encode()).hexdigest()[:_SHORT_ID_CHARS] if short else mark(call_id)
+
+
+def _parsed(call: ToolCall, *, mark: Callable[[str], str]) -> Values:
+    try:
+        parsed = json.loads(call.arguments) if call.arguments.strip() else {}
+    except (ValueError, RecursionError) as error:
+        raise _no_object(call) from error
+    if not isinstance(parsed, dict):
+        raise _no_object(call)
+    values: Values = marked(parsed, mark=mark, field="messages")
+    return values
+
+
+def _no_object(call: ToolCall) -> InferenceCenterError:
+    return InferenceCenterError(
+        ErrorCode.INVALID_REQUEST,
+        f"the arguments of the call {call.call_id} of {call.name} are no JSON object",
+        field="messages",
+        hint="The model's chat template needs an object.",
+    )
+
+
+def marked(value: Any, *, mark: Callable[[str], str], field: str, depth: int = 0) -> Any:
+    """Return a JSON value with all its texts and keys marked.
+
+    Raises:
+        InferenceCenterError: ``invalid_request`` that names ``field`` when the value is nested too deep.
+    """
+    if isinstance(value, str):
+        return mark(value)
+    if depth > _MAX_DEPTH:
+        raise InferenceCenterError(
+            ErrorCode.INVALID_REQUEST, f"a JSON value is nested more than {_MAX_DEPTH} deep", field=field
+        )
+    if isinstance(value, dict):
+        return {mark(key): marked(item, mark=mark, field=field, depth=depth + 1) for key, item in value.items()}
+    if isinstance(value, list):
+        return [marked(item, mark=mark, field=field, depth=depth + 1) for item in value]
+    return value
