@@ -6,9 +6,9 @@ import asyncio
 import itertools
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Generic, Protocol, TypeAlias, TypeVar
 
-from inferencecenter.bench.compare import compare
+from inferencecenter.bench.compare import Comparison, compare
 from inferencecenter.bench.daemon_process import OURS, DaemonSettings, start_daemon
 from inferencecenter.bench.jobs import Aborted, Turns
 from inferencecenter.bench.peers import detect, make_target
@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     from inferencecenter.bench.target import TargetFacts, TargetSpec
 
 A = TypeVar("A", Turns, Aborted)
+
+Way: TypeAlias = "Callable[[TargetSpec], TargetSpec]"
+"""Turns where our daemon is and what it usually speaks into what is spoken instead; the name is set afterwards."""
 
 _SEEDS_OF_A_JOB = 1_000_000
 
@@ -182,7 +185,12 @@ class Bench:
 
     @asynccontextmanager
     async def stage(
-        self, settings: DaemonSettings, *, points: int, beside: Mapping[str, DaemonSettings] | None = None
+        self,
+        settings: DaemonSettings,
+        *,
+        points: int,
+        beside: Mapping[str, DaemonSettings] | None = None,
+        ways: Mapping[str, Way] | None = None,
     ) -> AsyncIterator[Stage]:
         """Start our daemon, unless one is named, find the peers, and compare what they run.
 
@@ -190,18 +198,20 @@ class Bench:
             settings: Of our daemon.
             points: How often ``measure`` will be called.
             beside: Further daemons of ours to be measured as peers are, by name.
+            ways: Ways to speak to our daemon, by name: each is a side of its own, in place of the usual one.
 
         Raises:
             InferenceCenterError: A server does not answer, or our daemon does not become ready.
         """
         others = beside or {}
-        self.progress.expect(points * self.repeat * (self.n_sides + len(others)))
+        n_sides = self.n_sides - 1 + len(ways or (OURS,)) + len(others)
+        self.progress.expect(points * self.repeat * n_sides)
         async with AsyncExitStack() as stack:
             if self.options.url is not None:
                 ours = await found(OURS, self.options.url, token=self.options.token)
             else:
                 ours = await started(await stack.enter_async_context(start_daemon(settings)))
-            servers = [ours]
+            servers = [ours] if ways is None else spoken_to(ours, ways)
             for name, other in others.items():
                 another = await started(await stack.enter_async_context(start_daemon(other, name=name)))
                 servers.append(replace(another, side=compared(ours.side.facts, another.side.facts, self.options)))
@@ -209,6 +219,16 @@ class Bench:
                 theirs = await found(peer.name, peer.url, token=peer.token)
                 servers.append(replace(theirs, side=compared(ours.side.facts, theirs.side.facts, self.options)))
             yield Stage(self, tuple(servers))
+
+
+def spoken_to(server: Server, ways: Mapping[str, Way]) -> list[Server]:
+    """Return one server as several sides, each spoken to in a way of its own; what they run is the same."""
+    specs = [replace(way(server.spec), name=name) for name, way in ways.items()]
+    sides = [
+        Side(replace(server.side.facts, name=spec.name, kind=spec.kind), Comparison((), ()) if index else None)
+        for index, spec in enumerate(specs)
+    ]
+    return [replace(server, spec=spec, side=side) for spec, side in zip(specs, sides, strict=True)]
 
 
 async def found(name: str, url: str, *, token: str | None = None) -> Server:

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 USUAL_TEMPERATURE: Final = 0.8
 """llama-server's default."""
 
-TargetKind: TypeAlias = Literal["inferencecenter", "llama-server", "openai"]
+TargetKind: TypeAlias = Literal["inferencecenter", "llama-server", "openai", "chat-completions", "responses"]
+"""What is spoken; the last two are our own daemon's `/v1/chat/completions` and, over WebSocket, `/v1/responses`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +27,8 @@ class TargetSpec:
 
     ``token`` is the bearer or account token, where one is needed. ``model`` is the model name that an OpenAI-compatible
     server wants in each request; empty where it is not needed. ``stored`` conversations are written down by our daemon;
-    others end with their connection.
+    others end with their connection. Of our daemon's sessions, ``chat`` is whether prompts go through the model's
+    template, and ``json_schema`` is the text of the schema that every answer follows; empty for none.
     """
 
     name: str
@@ -35,6 +37,8 @@ class TargetSpec:
     token: str | None = None
     model: str = ""
     stored: bool = False
+    chat: bool = False
+    json_schema: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -75,15 +75,25 @@ def make_target(spec: TargetSpec) -> Target:
         return Daemon(spec)
     try:
         # Not at the top: the daemon alone can be measured without the extra.
+        from inferencecenter.bench.peers.chat import ChatServer  # noqa: PLC0415
         from inferencecenter.bench.peers.llama_server import LlamaServer  # noqa: PLC0415
         from inferencecenter.bench.peers.openai import OpenAIServer  # noqa: PLC0415
+        from inferencecenter.bench.peers.responses import ResponsesServer  # noqa: PLC0415
     except ModuleNotFoundError as error:
         raise InferenceCenterError(
             ErrorCode.INVALID_CONFIG,
             f"{spec.url} is driven with the package {error.name}, which is not installed",
             hint="Install the extra: pip install 'inferencecenter[bench]'.",
         ) from error
-    return LlamaServer(spec) if spec.kind == "llama-server" else OpenAIServer(spec)
+    match spec.kind:
+        case "llama-server":
+            return LlamaServer(spec)
+        case "chat-completions":
+            return ChatServer(spec)
+        case "responses":
+            return ResponsesServer(spec)
+        case "openai":
+            return OpenAIServer(spec)
 
 
 def _detect(name: str, url: str, token: str | None) -> TargetSpec:

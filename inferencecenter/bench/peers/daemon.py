@@ -1,4 +1,4 @@
-"""This project's daemon as a target: sessions in raw mode over one WebSocket for each client.
+"""This project's daemon as a target: sessions, in raw mode or for chat, over one WebSocket for each client.
 
 A conversation's session is opened before the turn's clock starts, as a connection is; the clock runs from ``infer`` to
 ``end``. Each ``token`` frame is one piece of text. The daemon joins pieces only for clients that fall behind, and says
@@ -10,7 +10,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from functools import partial
 from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from inferencecenter.bench.peers.line import LAST_OPS, Frame, Line, named, open_line
 from inferencecenter.bench.peers.prompts import calibrate
@@ -69,17 +72,18 @@ class Daemon:
         async with open_line(self._spec) as line:
             async with self._calibrating:
                 if self._prompts is None:
-                    self._prompts = await calibrate(line.count)
-            yield DaemonSession(line, self._prompts, stored=self._spec.stored)
+                    self._prompts = await calibrate(partial(line.count, chat=self._spec.chat))
+            yield DaemonSession(line, self._prompts, self._spec)
 
 
 class DaemonSession:
-    """One client's socket and its conversations, which the daemon writes down if they are ``stored``."""
+    """One client's socket and its conversations, of the kind that ``spec`` says."""
 
-    def __init__(self, line: Line, prompts: Prompts, *, stored: bool = False) -> None:
+    def __init__(self, line: Line, prompts: Prompts, spec: TargetSpec) -> None:
         self._line = line
         self._prompts = prompts
-        self._stored = stored
+        self._spec = spec
+        self._json_schema = msgspec.Raw(spec.json_schema.encode()) if spec.json_schema else None
         self._conversations: dict[str, str] = {}
 
     async def turn(self, work: Work, *, on_text: Callable[[], None] | None = None) -> TurnTrace:
@@ -90,7 +94,7 @@ class DaemonSession:
         try:
             session_id, text = await self._prepare(work)
             started_s = time.monotonic()
-            async for frame in self._line.turn(session_id, text, _params(work)):
+            async for frame in self._line.turn(session_id, text, _params(work), json_schema=self._json_schema):
                 if frame.op == "token":
                     times_s.append(time.monotonic())
                     if on_text is not None:
@@ -119,7 +123,7 @@ class DaemonSession:
         try:
             session_id, text = await self._prepare(work)
             started_s = time.monotonic()
-            async for frame in self._line.turn(session_id, text, _params(work)):
+            async for frame in self._line.turn(session_id, text, _params(work), json_schema=self._json_schema):
                 if frame.op == "token":
                     times_s.append(time.monotonic())
                 elif frame.op in LAST_OPS:
@@ -144,7 +148,7 @@ class DaemonSession:
         """Return the session and the text of a turn."""
         known = self._conversations.get(work.history_id) if work.history_id is not None else None
         text = self._prompts.text(work, first=known is None)
-        session_id = known or named(await self._line.create_session(stored=self._stored))
+        session_id = known or named(await self._line.create_session(stored=self._spec.stored, chat=self._spec.chat))
         if work.history_id is not None:
             self._conversations[work.history_id] = session_id
         return session_id, text

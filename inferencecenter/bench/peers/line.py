@@ -103,8 +103,8 @@ class Line:
                 on_other(frame)
         return frame
 
-    async def create_session(self, *, stored: bool = False) -> Frame:
-        """Open a session in raw mode and return what was said of it.
+    async def create_session(self, *, stored: bool = False, chat: bool = False) -> Frame:
+        """Open a session, in raw mode unless it is for ``chat``, and return what was said of it.
 
         Without ``stored`` it is not written down and ends with the connection, so that no repetition finds those of
         another.
@@ -114,13 +114,18 @@ class Line:
         """
         on_disconnect = "detach" if stored else "close"
         return succeeded(
-            await self.ask(op="create_session", mode="raw", store=stored, on_disconnect=on_disconnect),
+            await self.ask(
+                op="create_session", mode="chat" if chat else "raw", store=stored, on_disconnect=on_disconnect
+            ),
             "session_created",
         )
 
-    async def turn(self, session_id: str, text: str, params: dict[str, Any]) -> AsyncIterator[Frame]:
+    async def turn(
+        self, session_id: str, text: str, params: dict[str, Any], *, json_schema: msgspec.Raw | None = None
+    ) -> AsyncIterator[Frame]:
         """Start a turn and yield its frames; the last is ``end`` or ``error``."""
-        request_id = await self.send(op="infer", session_id=session_id, prompt=text, params=params)
+        schema = {} if json_schema is None else {"json_schema": json_schema}
+        request_id = await self.send(op="infer", session_id=session_id, prompt=text, params=params, **schema)
         while True:
             frame = await self.receive()
             if frame.session_id == session_id or frame.id == request_id:
@@ -128,13 +133,13 @@ class Line:
                 if frame.op in LAST_OPS:
                     return
 
-    async def count(self, text: str) -> int:
-        """Return the tokens of a text, by a turn that generates one token.
+    async def count(self, text: str, *, chat: bool = False) -> int:
+        """Return the tokens of a text, with the template's where it is for ``chat``, by a turn that generates one.
 
         Raises:
             InferenceCenterError: ``engine_unavailable`` when no turn can run.
         """
-        session_id = named(await self.create_session())
+        session_id = named(await self.create_session(chat=chat))
         last = [frame async for frame in self.turn(session_id, text, {"max_tokens": 1, "ignore_eos": True})][-1]
         await self.send(op="close_session", session_id=session_id)
         if last.usage is None:

@@ -14,17 +14,18 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
+from inferencecenter.bench.peers.heard import Counted, Heard
 from inferencecenter.bench.peers.http import Http
 from inferencecenter.bench.peers.prompts import calibrate
 from inferencecenter.bench.peers.sampling import sampling
-from inferencecenter.bench.target import AbortTrace, TargetFacts, TurnTrace, Work
+from inferencecenter.bench.target import AbortTrace, TargetFacts, Work
 from inferencecenter.errors import ErrorCode, InferenceCenterError
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
     from inferencecenter.bench.peers.prompts import Prompts
-    from inferencecenter.bench.target import TargetSpec
+    from inferencecenter.bench.target import TargetSpec, TurnTrace
 
 _COUNTING: Final = Work(prompt_tokens=0, max_tokens=1, seed=0)
 
@@ -35,21 +36,26 @@ class _Choice(msgspec.Struct):
     text: str = ""
 
 
-class _PromptDetails(msgspec.Struct):
+class PromptDetails(msgspec.Struct):
     """More about the prompt."""
 
     cached_tokens: int | None = None
 
 
-class _Usage(msgspec.Struct):
+class Usage(msgspec.Struct):
     """Token counts."""
 
     prompt_tokens: int
     completion_tokens: int
-    prompt_tokens_details: _PromptDetails | None = None
+    prompt_tokens_details: PromptDetails | None = None
+
+    def counted(self) -> Counted:
+        """Return them as every server's are kept."""
+        details = self.prompt_tokens_details
+        return Counted(self.prompt_tokens, self.completion_tokens, details.cached_tokens if details else None)
 
 
-class _Error(msgspec.Struct):
+class Problem(msgspec.Struct):
     """A failure in the middle of a stream."""
 
     message: str = ""
@@ -59,8 +65,8 @@ class _Event(msgspec.Struct):
     """An event of a stream, or a whole answer."""
 
     choices: list[_Choice] = msgspec.field(default_factory=list)
-    usage: _Usage | None = None
-    error: _Error | None = None
+    usage: Usage | None = None
+    error: Problem | None = None
 
 
 _EVENTS: Final = msgspec.json.Decoder(_Event)
@@ -84,20 +90,7 @@ class OpenAIServer:
         Raises:
             InferenceCenterError: ``daemon_unreachable`` or ``not_authenticated``.
         """
-        async with Http(self._spec) as http:
-            await http.get("/v1/models", msgspec.Raw)
-        return TargetFacts(
-            name=self._spec.name,
-            kind="openai",
-            url=self._spec.url,
-            model=self._spec.model,
-            model_bytes=None,
-            n_params=None,
-            library="",
-            threads=None,
-            slots=None,
-            n_ctx=None,
-        )
+        return await nameless_facts(self._spec)
 
     @contextlib.asynccontextmanager
     async def session(self) -> AsyncIterator[OpenAISession]:
@@ -124,49 +117,56 @@ class OpenAISession:
 
     async def turn(self, work: Work, *, on_text: Callable[[], None] | None = None) -> TurnTrace:
         """Run a turn to its end; a failure of the turn is the trace's ``error``."""
-        started_s = time.monotonic()
-        times_s: list[float] = []
-        usage, error = None, None
+        heard = Heard(on_text)
         try:
             told = self._conversations.get(work.history_id, "") if work.history_id is not None else ""
             prompt = told + self._prompts.text(work, first=not told)
-            answer: list[str] = []
-            started_s = time.monotonic()
             stream = {"stream": True, "stream_options": {"include_usage": True}}
             body = _body(work, prompt, model=self._model) | stream
-            async for now, event in self._http.stream("/v1/completions", body, _EVENTS):
-                text = "".join(choice.text for choice in event.choices)
-                if text:
-                    times_s.append(now)
-                    answer.append(text)
-                    if on_text is not None:
-                        on_text()
-                usage = event.usage or usage
-                error = event.error.message if event.error else error
-            ended_s = time.monotonic()
-            if error is None and usage is None:
-                error = "the server does not say how many tokens it made"
-            if work.history_id is not None and error is None:
-                self._conversations[work.history_id] = prompt + "".join(answer)
+            heard.begin()
+            async for now_s, event in self._http.stream("/v1/completions", body, _EVENTS):
+                heard.piece("".join(choice.text for choice in event.choices), now_s=now_s)
+                heard.counted = event.usage.counted() if event.usage else heard.counted
+                heard.error = event.error.message if event.error else heard.error
+            if work.history_id is not None and heard.error is None:
+                self._conversations[work.history_id] = prompt + heard.text
                 if work.ends_history:
                     del self._conversations[work.history_id]
         except InferenceCenterError as failure:
-            ended_s, error = time.monotonic(), str(failure)
-        details = usage.prompt_tokens_details if usage else None
-        return TurnTrace(
-            started_s=started_s,
-            token_times_s=tuple(times_s),
-            ended_s=ended_s,
-            prompt_tokens=usage.prompt_tokens if usage else 0,
-            tokens=usage.completion_tokens if usage else 0,
-            cached_tokens=details.cached_tokens if details else None,
-            error=error,
-        )
+            heard.error = str(failure)
+        return heard.trace()
 
     async def turn_then_abort(self, work: Work, *, after_tokens: int | None) -> AbortTrace:
         """Return an error: when such a server has stopped cannot be seen from outside."""
-        now = time.monotonic()
-        return AbortTrace(now, (), now, now, error="when this server has stopped cannot be seen from outside")
+        return unmeasured_abort()
+
+
+async def nameless_facts(spec: TargetSpec) -> TargetFacts:
+    """Return what a server with OpenAI's API tells of itself, which is that it is there.
+
+    Raises:
+        InferenceCenterError: ``daemon_unreachable`` or ``not_authenticated``.
+    """
+    async with Http(spec) as http:
+        await http.get("/v1/models", msgspec.Raw)
+    return TargetFacts(
+        name=spec.name,
+        kind=spec.kind,
+        url=spec.url,
+        model=spec.model,
+        model_bytes=None,
+        n_params=None,
+        library="",
+        threads=None,
+        slots=None,
+        n_ctx=None,
+    )
+
+
+def unmeasured_abort() -> AbortTrace:
+    """Return the trace of an abort whose end nobody can see."""
+    now = time.monotonic()
+    return AbortTrace(now, (), now, now, error="when this server has stopped cannot be seen from outside")
 
 
 async def _count(http: Http, text: str, *, model: str) -> int:

@@ -10,11 +10,13 @@ from inferencecenter.bench.scenarios import (
     burst,
     context,
     crash,
+    dialects,
     gateway,
     idle,
     interference,
     overload,
     parking,
+    resend,
     restart,
     returning,
     shared_prefix,
@@ -23,6 +25,7 @@ from inferencecenter.bench.scenarios import (
     speculation,
     start,
     store,
+    structured,
     swap,
     throughput,
 )
@@ -56,6 +59,9 @@ SCENARIOS: Final[Mapping[str, Scenario]] = MappingProxyType(
             soak,
             store,
             speculation,
+            dialects,
+            resend,
+            structured,
         )
     }
 )
