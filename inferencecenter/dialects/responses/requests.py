@@ -1,0 +1,238 @@
+"""What a client may ask of Responses. Pure; what is not here is refused by name."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Final, Literal
+
+from pydantic import ConfigDict, Discriminator, Field, StringConstraints, Tag, model_validator
+
+from inferencecenter.dialects.responses.items import (
+    MAX_ITEMS,
+    FunctionCall,
+    FunctionCallOutput,
+    Given,
+    Item,
+    Message,
+    Reasoning,
+    messages_of,
+)
+from inferencecenter.protocol.requests import ModelName, RawParams
+from inferencecenter.protocol.values import ChatMessage, Metadata, MetadataText, NamedTool, Tool, ToolChoice, ToolName
+
+MAX_TOOLS: Final = 128
+LOGPROBS: Final = "message.output_text.logprobs"
+
+ResponseName = Annotated[str, StringConstraints(min_length=1, max_length=128)]
+StreamId = Annotated[str, StringConstraints(min_length=1, max_length=64)]
+
+
+class PlainText(Given):
+    """The answer is text."""
+
+    type: Literal["text"] = Field(description="What it is.")
+
+
+class JsonObject(Given):
+    """The answer is a JSON object."""
+
+    type: Literal["json_object"] = Field(description="What it is.")
+
+
+class JsonSchema(Given):
+    """The answer is JSON that a JSON Schema accepts."""
+
+    # The field is called schema, which pydantic's models have a method for.
+    model_config = ConfigDict(serialize_by_alias=True)
+
+    type: Literal["json_schema"] = Field(description="What it is.")
+    name: str = Field(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9_-]+$", description="A name for it.")
+    schema_: dict[str, Any] = Field(alias="schema", description="The JSON Schema.")
+    strict: bool = Field(default=True, description="The answer is held to the schema either way.")
+
+
+class TextConfig(Given):
+    """What the text of the answer looks like."""
+
+    format: Annotated[PlainText | JsonObject | JsonSchema, Field(discriminator="type")] = Field(
+        default=PlainText(type="text"), description="Its form."
+    )
+    verbosity: Literal["medium"] = Field(default="medium", description="There is no other.")
+
+
+class FunctionTool(Given):
+    """A function that the client can run."""
+
+    type: Literal["function"] = Field(description="What it is.")
+    name: ToolName = Field(description="Its name.")
+    description: str | None = Field(default=None, max_length=16_384, description="What it does, for the model.")
+    parameters: dict[str, Any] | None = Field(default=None, description="JSON Schema of its arguments, an object.")
+    strict: bool = Field(default=True, description="Arguments are held to the schema either way.")
+
+
+class FunctionChoice(Given):
+    """The function that has to be called."""
+
+    type: Literal["function"] = Field(description="What it is.")
+    name: ToolName = Field(description="Its name.")
+
+
+class AllowedTools(Given):
+    """The functions, out of all, that may be called now."""
+
+    type: Literal["allowed_tools"] = Field(description="What it is.")
+    mode: Literal["auto", "required"] = Field(description="Whether one has to be called.")
+    tools: list[FunctionChoice] = Field(min_length=1, max_length=MAX_TOOLS, description="Which.")
+
+
+class ReasoningConfig(Given):
+    """Whether the model thinks before it answers."""
+
+    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = Field(
+        default=None, description="`none` is not to think; all others are to think, where the model can choose."
+    )
+    summary: Literal["auto"] | None = Field(default=None, description="There are no summaries: thoughts come whole.")
+
+
+class StreamOptions(Given):
+    """How a stream is told."""
+
+    include_obfuscation: Literal[False] = Field(default=False, description="Nothing is added to hide lengths.")
+
+
+def _kind(item: Any) -> str:
+    """Return the type of an item; one that names none is a message."""
+    found = item.get("type", "message") if isinstance(item, dict) else getattr(item, "type", "message")
+    return found if isinstance(found, str) else ""
+
+
+InputItem = Annotated[
+    Annotated[Message, Tag("message")]
+    | Annotated[Reasoning, Tag("reasoning")]
+    | Annotated[FunctionCall, Tag("function_call")]
+    | Annotated[FunctionCallOutput, Tag("function_call_output")],
+    Discriminator(_kind),
+]
+
+
+class CreateResponse(Given):
+    """Ask for a response."""
+
+    input: str | Annotated[list[InputItem], Field(max_length=MAX_ITEMS)] = Field(
+        default=[], description="What is said: text of a user, or items."
+    )
+    model: ModelName | None = Field(default=None, description="A name that `/v1/models` lists; the daemon's choice.")
+    instructions: str | None = Field(
+        default=None, description="What the model is told first. It holds for this response alone."
+    )
+    previous_response_id: ResponseName | None = Field(
+        default=None, description="The response that this one goes on to."
+    )
+    store: bool = Field(default=True, description="Whether the response may be written to disk, and asked for later.")
+    background: bool = Field(default=False, description="Answer at once, and go on without whoever asked.")
+    stream: bool = Field(default=False, description="Tell the response while it comes.")
+    stream_options: StreamOptions = Field(default=StreamOptions(), description="How.")
+    max_output_tokens: int | None = Field(default=None, ge=1, le=2**20, description="Most tokens, thoughts included.")
+    max_tool_calls: int | None = Field(default=None, ge=1, description="Of tools that a server runs; it runs none.")
+    temperature: float | None = Field(default=None, ge=0, le=2, description="How freely tokens are chosen.")
+    top_p: float | None = Field(default=None, gt=0, le=1, description="Tokens of this much probability are left.")
+    top_logprobs: int | None = Field(default=None, ge=0, le=20, description="So many of the likeliest tokens each.")
+    include: list[Literal["message.output_text.logprobs"]] = Field(default=[], max_length=16, description="More of it.")
+    text: TextConfig = Field(default=TextConfig(), description="What the answer looks like.")
+    tools: list[FunctionTool] = Field(default=[], max_length=MAX_TOOLS, description="Functions that may be asked for.")
+    tool_choice: (
+        Literal["auto", "none", "required"] | Annotated[FunctionChoice | AllowedTools, Field(discriminator="type")]
+    ) = Field(default="auto", description="Whether one is asked for.")
+    parallel_tool_calls: bool = Field(default=True, description="Whether several may be asked for at once.")
+    reasoning: ReasoningConfig = Field(default=ReasoningConfig(), description="Whether the model thinks first.")
+    truncation: Literal["auto", "disabled"] = Field(
+        default="disabled", description="With `auto` the oldest turns go when the context is full."
+    )
+    metadata: Metadata = Field(default={}, description="Strings of your own, given back as they are.")
+    service_tier: Literal["auto", "default", "flex", "priority", "fast"] = Field(
+        default="auto", description="`priority` and `fast` are interactive, `flex` is a batch."
+    )
+    user: MetadataText | None = Field(default=None, description="Whom it is for; kept with the session.")
+    safety_identifier: MetadataText | None = Field(default=None, description="Whom it is for; kept with the session.")
+    prompt_cache_key: MetadataText | None = Field(
+        default=None, description="Kept with the session; any prefix is found."
+    )
+    params: RawParams = Field(default={}, description="Further parameters, as in `infer`.")
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> CreateResponse:
+        if self.background and not self.store:
+            raise ValueError("background needs store: whoever asks comes back for the response")
+        names = {tool.name for tool in self.tools}
+        choice = self.tool_choice
+        wanted = choice.tools if isinstance(choice, AllowedTools) else []
+        for each in wanted:
+            if each.name not in names:
+                raise ValueError(f"tool_choice names {each.name}, which is none of the tools")
+        return self
+
+    @property
+    def items(self) -> tuple[Item, ...]:
+        """What is said, as items."""
+        if isinstance(self.input, str):
+            return (Message(role="user", content=self.input),)
+        return tuple(self.input)
+
+    @property
+    def messages(self) -> tuple[ChatMessage, ...]:
+        """What is said, as messages; ``instructions`` are none of them."""
+        return messages_of(self.items)
+
+    @property
+    def wire_tools(self) -> list[Tool] | None:
+        """The functions that may be asked for now."""
+        choice = self.tool_choice
+        allowed = {each.name for each in choice.tools} if isinstance(choice, AllowedTools) else None
+        return [
+            Tool(name=tool.name, description=tool.description, parameters=tool.parameters)
+            for tool in self.tools
+            if allowed is None or tool.name in allowed
+        ] or None
+
+    @property
+    def wire_tool_choice(self) -> ToolChoice:
+        """Whether one of them is."""
+        match self.tool_choice:
+            case FunctionChoice(name=name):
+                return NamedTool(name=name)
+            case AllowedTools(mode=mode):
+                return mode
+            case choice:
+                return choice
+
+    @property
+    def json_schema(self) -> dict[str, Any] | None:
+        """What the answer is held to; ``None`` for any text."""
+        match self.text.format:
+            case JsonSchema(schema_=schema):
+                return schema
+            case JsonObject():
+                return {"type": "object"}
+        return None
+
+    @property
+    def n_probs(self) -> int | None:
+        """How many of the likeliest tokens are wanted with each; 1 where only that itself is."""
+        return (self.top_logprobs or 1) if self.top_logprobs or LOGPROBS in self.include else None
+
+
+class CreateOnSocket(CreateResponse):
+    """Ask for a response over a WebSocket; responses of one ``stream_id`` come one after the other."""
+
+    type: Literal["response.create"] = Field(description="What it is.")
+    stream_id: StreamId | None = Field(default=None, description="Its lane; different lanes go on at once.")
+    stream: Literal[True] = Field(default=True, description="It is told while it comes.")
+    background: Literal[False] = Field(default=False, description="A response outlives its socket as it is.")
+    generate: bool = Field(default=True, description="Without it all is read, and nothing answered.")
+
+
+class CancelOnSocket(Given):
+    """End a response that is running or waiting, or what a lane has running."""
+
+    type: Literal["response.cancel"] = Field(description="What it is.")
+    response_id: ResponseName | None = Field(default=None, description="Which response.")
+    stream_id: StreamId | None = Field(default=None, description="Which lane; without either the one without a name.")
