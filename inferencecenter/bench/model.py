@@ -2,7 +2,7 @@
 
 Speed depends on the shape and the type of the weights, not on what was learned, so a file made here stands for the
 model whose shape it has. The vocabulary has the real size; it spells every byte and the words " a" to " z", the rest is
-filler that only sampling produces.
+filler that only sampling produces. Where spellings matter, as they do to masks, a real one is taken from another file.
 """
 
 from __future__ import annotations
@@ -202,6 +202,23 @@ def write_vocabulary(writer: GGUFWriter, shape: Shape) -> None:
     writer.add_chat_template(_CHAT_TEMPLATE)
 
 
+def copy_vocabulary(writer: GGUFWriter, shape: Shape, source: Path) -> None:
+    """Write the vocabulary of another file, with its chat template.
+
+    Raises:
+        OSError: The file cannot be read.
+        ValueError: It is no GGUF file, or its vocabulary is of another size.
+    """
+    fields = {name: field for name, field in gguf.GGUFReader(source).fields.items() if name.startswith("tokenizer.")}
+    tokens = fields.get(gguf.Keys.Tokenizer.LIST)
+    n_tokens = 0 if tokens is None else len(tokens.data)
+    if n_tokens != shape.vocabulary:
+        raise ValueError(f"{source} has a vocabulary of {n_tokens} tokens, the shape one of {shape.vocabulary}")
+    for name, field in fields.items():
+        kind, *items = field.types
+        writer.add_key_value(name, field.contents(), kind, sub_type=items[0] if items else None)
+
+
 def write_facts(writer: GGUFWriter, shape: Shape, *, name: str) -> None:
     """Write the numbers that every architecture here has."""
     writer.add_name(f"{name}, random weights")
@@ -219,15 +236,26 @@ def write_facts(writer: GGUFWriter, shape: Shape, *, name: str) -> None:
     writer.add_layer_norm_rms_eps(shape.norm_epsilon)
 
 
-def write_model(path: Path, shape: Shape, *, name: str, seed: int = 0) -> None:
+def write_model(path: Path, shape: Shape, *, name: str, seed: int = 0, vocabulary: Path | None = None) -> None:
     """Write a model file; equal arguments give equal bytes. Memory holds one tensor at a time, twice while it is made.
 
+    Args:
+        path: The file.
+        shape: What the model is like.
+        name: What it is called.
+        seed: Start of the random numbers.
+        vocabulary: A GGUF file whose vocabulary it has, instead of a made-up one.
+
     Raises:
-        OSError: The file cannot be written.
+        OSError: A file cannot be written or read.
+        ValueError: The vocabulary is no GGUF file's, or of another size.
     """
     writer = GGUFWriter(path, shape.architecture)
     write_facts(writer, shape, name=name)
-    write_vocabulary(writer, shape)
+    if vocabulary is None:
+        write_vocabulary(writer, shape)
+    else:
+        copy_vocabulary(writer, shape, vocabulary)
     for tensor in _tensors(shape):
         if tensor.fill is not None:
             writer.add_tensor_info(tensor.name, [tensor.columns], np.dtype(np.float32), 4 * tensor.columns)
@@ -251,12 +279,18 @@ def main(
     *,
     layers: Annotated[int | None, typer.Option(min=1, help="Layers, instead of as many as the shape has.")] = None,
     seed: Annotated[int, typer.Option(min=0, help="Start of the random numbers.")] = 0,
+    vocabulary: Annotated[
+        Path | None, typer.Option(help="A GGUF file whose vocabulary it has.", metavar="FILE", show_default="made up")
+    ] = None,
 ) -> None:
     """Write a random-weight model."""
     chosen = SHAPES[shape]
     if layers is not None:
         chosen = replace(chosen, layers=layers)
-    write_model(out, chosen, name=shape, seed=seed)
+    try:
+        write_model(out, chosen, name=shape, seed=seed, vocabulary=vocabulary)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--vocabulary") from error
     typer.echo(f"{out}: {out.stat().st_size / 1e6:.0f} MB, {chosen.layers} layers, {chosen.weights.ggml.name}")
 
 

@@ -119,3 +119,30 @@ def test_shapes_have_the_size_of_the_models_they_are_named_after() -> None:
     assert parameters(SHAPES["qwen2.5-1.5b"]) == pytest.approx(1.54e9, rel=0.01)
     assert parameters(SHAPES["llama3.2-1b"]) == pytest.approx(1.236e9, rel=0.01)
     assert parameters(SHAPES["llama3.1-8b"]) == pytest.approx(8.03e9, rel=0.01)
+
+
+def test_a_vocabulary_is_taken_from_another_file(tmp_path: Path) -> None:
+    """With its special tokens and its template; the weights are its own."""
+    source, path = tmp_path / "source.gguf", tmp_path / "model.gguf"
+    write_model(source, replace(TINY, layers=1, width=32), name="source")
+
+    write_model(path, TINY, name="tiny", vocabulary=source)
+
+    fields, own = gguf.GGUFReader(path).fields, tmp_path / "own.gguf"
+    write_model(own, TINY, name="tiny")
+    expected = {name: field.contents() for name, field in gguf.GGUFReader(own).fields.items()}
+    assert {name: field.contents() for name, field in fields.items()} == expected
+    assert len(_logits(path, " a b z", n_tokens=1)[0]) == 3
+
+
+def test_a_vocabulary_of_another_size_is_refused(tmp_path: Path) -> None:
+    """As is what has none."""
+    source = tmp_path / "source.gguf"
+    write_model(source, replace(TINY, layers=1, vocabulary=600), name="source")
+    app = Typer()
+    app.command()(main)
+
+    result = CliRunner().invoke(app, ["tiny", str(tmp_path / "model.gguf"), "--vocabulary", str(source)])
+
+    assert result.exit_code == 2
+    assert "600 tokens" in result.output
