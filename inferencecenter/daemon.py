@@ -278,6 +278,7 @@ def _sessions(  # noqa: PLR0913 - keyword-only
         shared_prompts=settings.sessions.shared_prompts,
         journal=prepared.store,
         observer=observer,
+        stateless_ttl_s=settings.server.stateless_ttl_s,
         tracer=prepared.traces,
         admit=admit,
         allowance_of=allowance_of,

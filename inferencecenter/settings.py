@@ -125,6 +125,12 @@ class SessionSettings(Section):
         None,
         gt=0,
         le=36_500,
+    stateless_ttl_s: float = Field(
+        900.0,
+        gt=0,
+        le=31_536_000,
+        description="Idle seconds for which a conversation is kept whose client sends all of it each time.",
+    )
         description="Days after its last use at which a session is deleted, whatever its `ttl_s`; without it none is.",
     )
     replay_kib: int = Field(

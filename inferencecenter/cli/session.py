@@ -149,8 +149,8 @@ def as_json(kept: Kept) -> dict[str, Any]:
         "ttl_s": facts.ttl_s,
         "metadata": facts.metadata,
         "params": facts.params.model_dump(mode="json"),
-        "transcript": [message.model_dump(mode="json") for message in kept.history.messages],
-        "turns": [turn.model_dump(mode="json") for turn in kept.turns],
+        "transcript": [message.model_dump(mode="json", exclude_none=True) for message in kept.history.messages],
+        "turns": [_turn(turn, kept.notes.get(turn.turn_id)) for turn in kept.turns],
         "usage": _usage(kept.turns),
         "unfinished": None
         if unfinished is None
@@ -160,6 +160,11 @@ def as_json(kept: Kept) -> dict[str, Any]:
             "content": unfinished.text,
         },
     }
+
+
+def _turn(turn: TranscriptTurn, note: str | None) -> dict[str, object]:
+    listed = turn.model_dump(mode="json")
+    return listed if note is None else {**listed, "note": note}
 
 
 def _usage(turns: tuple[TranscriptTurn, ...]) -> dict[str, int]:

@@ -5,18 +5,38 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from inferencecenter.errors import ErrorCode, InferenceCenterError
 from inferencecenter.protocol import events
 from inferencecenter.protocol.values import SessionSummary
 from inferencecenter.sessions.prompt import messages_of
 
 if TYPE_CHECKING:
     from inferencecenter.protocol.params import Params
+    from inferencecenter.protocol.values import ChatMessage, Usage
     from inferencecenter.sessions.audience import Lost
     from inferencecenter.sessions.facts import SessionFacts
     from inferencecenter.sessions.history import History
     from inferencecenter.sessions.ledger import Ledger
     from inferencecenter.sessions.states import SessionState
     from inferencecenter.sessions.turn import Turn
+
+
+@dataclass(frozen=True, slots=True)
+class TurnFacts:
+    """What is known of a turn: the messages ``before`` it, those that it ``asked``, and its ``answer``.
+
+    ``note`` is text of whoever asked. A turn that is ``running`` has no answer, ``finish_reason`` or usage yet. One
+    that was discarded left no messages.
+    """
+
+    turn_id: str
+    note: str
+    before: tuple[ChatMessage, ...]
+    asked: tuple[ChatMessage, ...]
+    answer: ChatMessage | None = None
+    finish_reason: str | None = None
+    usage: Usage | None = None
+    running: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +88,29 @@ class Standing:
             created_at=facts.created_at,
             last_used_at=self.last_used_at,
             metadata=facts.metadata,
+        )
+
+    def turn(self, turn_id: str) -> TurnFacts:
+        """Return what is known of a turn that has ended.
+
+        Raises:
+            InferenceCenterError: ``turn_not_found``.
+        """
+        if (known := self.ledger.turn(turn_id)) is None:
+            raise InferenceCenterError(ErrorCode.TURN_NOT_FOUND)
+        listed, note = known
+        messages = self.history.messages
+        mark = next((mark for mark in self.history.turns if mark.turn_id == turn_id), None)
+        begin, end = (listed.messages, listed.messages) if mark is None else (mark.n_before, mark.n_messages)
+        said = messages[begin:end]
+        return TurnFacts(
+            turn_id=turn_id,
+            note=note,
+            before=messages[:begin],
+            asked=said[:-1],
+            answer=said[-1] if said else None,
+            finish_reason=listed.finish_reason,
+            usage=listed.usage,
         )
 
     def resumed(self, lost: Lost | None, *, turn: Turn | None, request_id: str | None) -> events.SessionResumed:

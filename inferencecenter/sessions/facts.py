@@ -34,7 +34,7 @@ class Surroundings:
 
     ``call_later`` arranges for a call after some seconds, ``admit`` raises while no turn may begin. ``allowance_of``
     tells by client and token what there may be of turns and tokens. Of its events a session keeps ``replay_bytes``,
-    while it answers with nobody listening for ``detached_turn_s``.
+    while it answers with nobody listening for ``detached_turn_s``. A stateless one is kept for ``stateless_ttl_s``.
     """
 
     engines: Engines
@@ -55,6 +55,7 @@ class Surroundings:
     shared_prompts: frozenset[str]
     replay_bytes: int
     detached_turn_s: float
+    stateless_ttl_s: float
 
     def check_writable(self, *, store: bool) -> None:
         """Refuse what would have to be written down, which it is with ``store``, while nothing can be.
@@ -77,7 +78,9 @@ class SessionFacts:
 
     ``model`` and ``n_ctx`` are those of its beginning; without a ``chosen_model`` it goes with the default, also when
     that changes. ``params`` are effective with that first model: no level is left to merge below them. ``chosen`` are
-    those that the client set itself. Without ``store`` nothing of the session may be written to a disk.
+    those that the client set itself. Without ``store`` nothing of the session may be written to a disk. A ``stateless``
+    one is kept for whoever sends the whole conversation each time: it saves reading it again, and is none of the
+    client's sessions otherwise.
     """
 
     session_id: str
@@ -96,6 +99,7 @@ class SessionFacts:
     ttl_s: float | None
     metadata: dict[str, str]
     created_at: float
+    stateless: bool = False
 
     def warnings(self, params: Params, *, chosen: Collection[str]) -> tuple[str, ...]:
         """Return a sentence for each of the ``chosen`` that has no effect.

@@ -20,6 +20,7 @@ MAX_TURNS: Final = 1000
 MAX_TURN_KEYS: Final = 64
 """Turns that a repeated ``turn_key`` finds."""
 _NO_ENDS: Final[Mapping[str, End]] = MappingProxyType({})
+_NO_NOTES: Final[Mapping[str, str]] = MappingProxyType({})
 _NOTHING: Final = Usage(prompt_tokens=0, cached_tokens=0, completion_tokens=0)
 
 
@@ -29,10 +30,17 @@ class Ledger:
     Args:
         turns: Those that have ended, oldest first.
         ends: How those with a key have ended, the latest last.
+        notes: What was noted of turns by their ids.
     """
 
-    def __init__(self, turns: Iterable[TranscriptTurn] = (), ends: Mapping[str, End] = _NO_ENDS) -> None:
+    def __init__(
+        self,
+        turns: Iterable[TranscriptTurn] = (),
+        ends: Mapping[str, End] = _NO_ENDS,
+        notes: Mapping[str, str] = _NO_NOTES,
+    ) -> None:
         self._turns = list(turns)
+        self._notes = dict(notes)
         self._ends = OrderedDict(list(ends.items())[-MAX_TURN_KEYS:])
         self.usage = _sum(self._turns)
 
@@ -46,13 +54,30 @@ class Ledger:
         """All turns, oldest first, as they are written down."""
         return tuple(self._turns)
 
-    def record(self, turn_key: str | None, end: End, *, n_messages: int) -> TranscriptTurn:
+    @property
+    def notes(self) -> Mapping[str, str]:
+        """What was noted of turns by their ids."""
+        return dict(self._notes)
+
+    @property
+    def n_note_chars(self) -> int:
+        """Characters of all notes."""
+        return sum(map(len, self._notes.values()))
+
+    def turn(self, turn_id: str) -> tuple[TranscriptTurn, str] | None:
+        """Return how a turn is listed and what was noted of it; ``None`` if it is not known."""
+        turn = next((turn for turn in reversed(self._turns) if turn.turn_id == turn_id), None)
+        return None if turn is None else (turn, self._notes.get(turn_id, ""))
+
+    def record(self, turn_key: str | None, end: End, *, n_messages: int, note: str = "") -> TranscriptTurn:
         """Take note of a turn that did not fail, after which there are ``n_messages``, and return how it is listed."""
         turn = TranscriptTurn(
             turn_id=end.turn_id, finish_reason=end.finish_reason, messages=n_messages, usage=end.usage
         )
         self._turns.append(turn)
         self.usage = _add(self.usage, end.usage)
+        if note:
+            self._notes[end.turn_id] = note
         if turn_key is not None:
             self._ends[turn_key] = end
             if len(self._ends) > MAX_TURN_KEYS:
@@ -68,7 +93,9 @@ class Ledger:
 
         The keys stay behind: what they are answered with belongs to this session's events.
         """
-        return Ledger(self._turns if turn is None else self._turns[: self._length(turn)])
+        turns = self._turns if turn is None else self._turns[: self._length(turn)]
+        kept = {known.turn_id for known in turns}
+        return Ledger(turns, notes={turn_id: note for turn_id, note in self._notes.items() if turn_id in kept})
 
     def rewind(self, turn: str) -> None:
         """Forget all turns after ``turn``, which is there, or all of them for ``START``."""
@@ -78,6 +105,8 @@ class Ledger:
         self.usage = _sum(self._turns)
         for key in [key for key, end in self._ends.items() if end.turn_id in gone]:
             del self._ends[key]
+        for turn_id in gone:
+            self._notes.pop(turn_id, None)
 
     def _length(self, turn: str) -> int:
         if turn == START:

@@ -22,8 +22,12 @@ if TYPE_CHECKING:
     from inferencecenter.sessions.records import Kept
 
 
-def new_facts(client: Client, request: CreateSession, *, durable: bool, around: Surroundings) -> SessionFacts:
-    """Return what holds for a session that is opened now; it may be written to a disk only if ``durable``.
+def new_facts(
+    client: Client, request: CreateSession, *, durable: bool, stateless: bool, around: Surroundings
+) -> SessionFacts:
+    """Return what holds for a session that is opened now.
+
+    It may be written to a disk only if it is ``durable``, and never if it is ``stateless``.
 
     Raises:
         InferenceCenterError: ``model_loading``, ``engine_unavailable``, ``model_not_found``, ``invalid_request``,
@@ -51,10 +55,11 @@ def new_facts(client: Client, request: CreateSession, *, durable: bool, around: 
         priority=priority,
         on_full=request.on_full or ("shift" if request.mode == "chat" else "stop"),
         on_disconnect=request.on_disconnect or "detach",
-        store=request.store and durable,
-        ttl_s=request.ttl_s,
+        store=request.store and durable and not stateless,
+        ttl_s=around.stateless_ttl_s if stateless and request.ttl_s is None else request.ttl_s,
         metadata=dict(request.metadata or {}),
         created_at=around.clock(),
+        stateless=stateless,
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeAlias
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ class TurnOrder:
     seconds. ``rendered_at`` is the local time that its template was told, in ISO 8601 with offset. ``model`` is the
     model that answers by its name, empty where that was not written down, and ``made_by`` by what its tokens mean.
     ``view`` is set once its prompt was made shorter: which messages are read since. ``token_id`` is the token that it
-    counts for, empty for a client that shows a key.
+    counts for, empty for a client that shows a key. ``note`` is text of whoever asked, kept with the turn for itself.
     """
 
     turn_id: str
@@ -38,16 +38,18 @@ class TurnOrder:
     made_by: str
     view: View | None = None
     token_id: str = ""
+    note: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Opened:
-    """A session begins, as a fork with a history and turns."""
+    """A session begins, as a fork with a history, and turns with ``notes`` by their ids."""
 
     facts: SessionFacts
     history: History
     turns: tuple[TranscriptTurn, ...]
     last_used_at: float
+    notes: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,6 +92,7 @@ class Ended:
     turn_key: str | None
     end: End
     token_id: str = ""
+    note: str = ""
 
     def spent(self) -> Spent:
         """Return what it counts for."""
@@ -108,7 +111,7 @@ class Dropped:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Changed:
-    """The history changed without a turn: appended to, or rewound to the turns that are left."""
+    """The history changed without a turn: appended to, or rewound to the first of its turns."""
 
     session_id: str
     seq: int
@@ -156,7 +159,10 @@ class Unfinished:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kept:
-    """A session as it was written down. ``ends`` are the ends of turns by their keys, the latest last."""
+    """A session as it was written down.
+
+    ``ends`` are the ends of turns by their keys, the latest last, ``notes`` what was noted of turns by their ids.
+    """
 
     facts: SessionFacts
     seq: int
@@ -165,3 +171,4 @@ class Kept:
     turns: tuple[TranscriptTurn, ...]
     ends: Mapping[str, End]
     unfinished: Unfinished | None
+    notes: Mapping[str, str] = field(default_factory=dict)

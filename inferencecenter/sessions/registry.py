@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING, Final, Literal
 
 import structlog
 
+from inferencecenter.errors import ErrorCode, InferenceCenterError
 from inferencecenter.ipc.port import EngineState
 from inferencecenter.protocol import events, requests
+from inferencecenter.sessions.agreement import longest
 from inferencecenter.sessions.allowance import unlimited
 from inferencecenter.sessions.facts import Surroundings
 from inferencecenter.sessions.journal import Unwritten
@@ -24,18 +26,21 @@ from inferencecenter.sessions.opening import first_history, fork_facts, new_fact
 from inferencecenter.sessions.roster import Roster
 from inferencecenter.sessions.session import Session
 from inferencecenter.sessions.states import SessionState
-from inferencecenter.sessions.submission import turn_params
+from inferencecenter.sessions.submission import terms_of
 from inferencecenter.sessions.totals import Tally
 from inferencecenter.sessions.tracing import Untraced
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Mapping
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
     from inferencecenter.ipc.port import EnginesPort
     from inferencecenter.protocol.base import Request
     from inferencecenter.protocol.params import Params
+    from inferencecenter.protocol.values import ChatMessage, Mode, OnFull
+    from inferencecenter.sessions.agreement import Found
     from inferencecenter.sessions.allowance import Allowance
     from inferencecenter.sessions.client import Client, EventSink
+    from inferencecenter.sessions.description import TurnFacts
     from inferencecenter.sessions.facts import Timer
     from inferencecenter.sessions.journal import Journal
     from inferencecenter.sessions.models import Serving
@@ -46,6 +51,7 @@ if TYPE_CHECKING:
 DEFAULT_MAX_TRANSCRIPT_CHARS: Final = 16 * 1024 * 1024
 DEFAULT_REPLAY_KIB: Final = 256
 DEFAULT_DETACHED_TURN_S: Final = 900.0
+DEFAULT_STATELESS_TTL_S: Final = 900.0
 _NO_RETENTION: Final[Mapping[str, float | None]] = MappingProxyType({})
 
 _log = structlog.get_logger(__name__)
@@ -73,6 +79,7 @@ class Sessions:
         config_params: The configuration's level of parameters.
         max_sessions: Open sessions of all clients together.
         default_ttl_s: Idle seconds after which a session expires that sets no own.
+        stateless_ttl_s: The same of a stateless one.
         retention_days: Days after its last use at which a session is deleted, whatever it sets; ``None`` for never.
         replay_kib: KiB of events that a session keeps for those who come back.
         detached_turn_s: Seconds that a turn keeps its events while nobody listens.
@@ -98,6 +105,7 @@ class Sessions:
         # Limits
         max_sessions: int,
         default_ttl_s: float | None,
+        stateless_ttl_s: float = DEFAULT_STATELESS_TTL_S,
         retention_days: float | None = None,
         replay_kib: int = DEFAULT_REPLAY_KIB,
         detached_turn_s: float = DEFAULT_DETACHED_TURN_S,
@@ -138,6 +146,7 @@ class Sessions:
             shared_prompts=frozenset(shared_prompts),
             replay_bytes=replay_kib * 1024,
             detached_turn_s=detached_turn_s,
+            stateless_ttl_s=stateless_ttl_s,
         )
         self._roster = Roster(
             max_sessions=max_sessions,
@@ -192,7 +201,7 @@ class Sessions:
     def purge(self, kind: Literal["session", "client"], name: str) -> int:
         """End a session, or all sessions of a client, as if it had closed them; return how many there were."""
         if kind == "client":
-            doomed = self._roster.of(name)
+            doomed = self._roster.all_of(name)
         else:
             doomed = [session for session in (self._roster.get(name),) if session is not None]
         for session in doomed:
@@ -202,16 +211,22 @@ class Sessions:
                 session.journal.release(partial(sink.send, closed))
         return len(doomed)
 
-    def create(self, client: Client, request: requests.CreateSession, sink: EventSink) -> events.SessionCreated:
+    def create(
+        self, client: Client, request: requests.CreateSession, sink: EventSink, *, stateless: bool = False
+    ) -> events.SessionCreated:
         """Open a session.
+
+        A ``stateless`` one is for whoever sends the whole conversation with each question: it is never written down, is
+        not listed, and does not count among the client's sessions. It is closed when it was not used for a while, or
+        when there is no room for another.
 
         Raises:
             InferenceCenterError: ``model_loading``, ``engine_unavailable``, ``model_not_found``, ``invalid_request``,
                 ``forbidden``, ``internal``, ``session_limit``, ``storage_unavailable`` or ``context_full``.
         """
         around = self._around
-        around.check_writable(store=request.store and self.durable)
-        facts = new_facts(client, request, durable=self.durable, around=around)
+        around.check_writable(store=request.store and self.durable and not stateless)
+        facts = new_facts(client, request, durable=self.durable, stateless=stateless, around=around)
         history = first_history(request, max_chars=around.max_transcript_chars)
         return self._open(client, Session(facts, around=around, history=history, ledger=Ledger(), sink=sink))
 
@@ -242,16 +257,49 @@ class Sessions:
         """
         self._roster.own(client, request.session_id).resume(request, sink)
 
-    def infer(self, client: Client, request: requests.Infer, sink: EventSink) -> None:
+    def find(  # noqa: PLR0913 - keyword-only
+        self,
+        client: Client,
+        messages: Sequence[ChatMessage],
+        *,
+        stateless: bool,
+        model: str | None,
+        mode: Mode,
+        on_full: OnFull,
+    ) -> Found | None:
+        """Return the client's own idle session that goes on to ``messages``, that which says most of them.
+
+        Of several the one that was used last. What an assistant thought does not matter: it is not sent back.
+
+        Args:
+            client: Whose session.
+            messages: The whole conversation; one of them at least is left to be said.
+            stateless: Whether a stateless one is looked for, or another.
+            model: What its client chose for it.
+            mode: As it was created.
+            on_full: What happens when its context is full.
+        """
+        own = self._roster.stateless_of(client.client_id) if stateless else self._roster.of(client.client_id)
+        kind = model, mode, on_full
+        idle = [
+            session
+            for session in own
+            if session.state is SessionState.IDLE
+            and (session.facts.chosen_model, session.facts.mode, session.facts.on_full) == kind
+        ]
+        idle.sort(key=lambda session: session.idle_s)
+        return longest(((session.facts.session_id, session.history) for session in idle), messages)
+
+    def infer(self, client: Client, request: requests.Infer, sink: EventSink, *, note: str = "") -> None:
         """Start a turn; its events, ``queued`` first, go to ``sink``.
+
+        ``note`` is kept with it for ``turn_of``, and told to nobody else.
 
         Raises:
             InferenceCenterError: ``session_not_found``, ``invalid_request``, ``forbidden``, and see ``Session.infer``.
         """
         session = self._roster.own(client, request.session_id)
-        overlay = turn_params(request)
-        priority = client.allow_priority(request.priority, otherwise=session.facts.priority)
-        session.infer(request, overlay=overlay, priority=priority, token_id=client.token_id, sink=sink)
+        session.infer(request, terms_of(request, client, session.facts, note=note), sink)
 
     def abort(self, client: Client, request: requests.Abort) -> None:
         """Ask for the end of a session's running turn; its ``end`` answers the request.
@@ -278,6 +326,14 @@ class Sessions:
         session = self._roster.own(client, request.session_id)
         return session.standing.describe(self._around.engines.params_now(session.facts))
 
+    def turn_of(self, client: Client, session_id: str, turn_id: str) -> TurnFacts:
+        """Return what is known of a turn, whether it has ended or not.
+
+        Raises:
+            InferenceCenterError: ``session_not_found`` or ``turn_not_found``.
+        """
+        return self._roster.own(client, session_id).turn_facts(turn_id)
+
     def list(self, client: Client, request: requests.ListSessions) -> events.Sessions:
         """Return a page of the client's own sessions, oldest first.
 
@@ -285,7 +341,12 @@ class Sessions:
             InferenceCenterError: ``session_not_found`` when ``after`` names none of them.
         """
         own = self._roster.of(client.client_id)
-        start = own.index(self._roster.own(client, request.after)) + 1 if request.after is not None else 0
+        start = 0
+        if request.after is not None:
+            names = [session.facts.session_id for session in own]
+            if request.after not in names:
+                raise InferenceCenterError(ErrorCode.SESSION_NOT_FOUND)
+            start = names.index(request.after) + 1
         page = own[start : start + request.limit]
         more = len(own) > start + len(page)
         return events.Sessions(
@@ -330,7 +391,7 @@ class Sessions:
             params=facts.params.model_dump(mode="json"),
             warnings=facts.warnings(facts.params, chosen=facts.chosen),
         )
-        if (closing := self._roster.make_room(client, keeping=parent)) is not None:
+        if (closing := self._roster.make_room(client, stateless=facts.stateless, keeping=parent)) is not None:
             self._close(closing)
         self._roster.learn_retention({client.client_id: client.retention_days})
         session.open()

@@ -60,7 +60,15 @@ class Roster:
         return self._sessions.get(session_id)
 
     def of(self, client_id: str) -> list[Session]:
-        """Return the sessions of a client, oldest first."""
+        """Return the sessions of a client, oldest first, without the stateless ones."""
+        return [session for session in self.all_of(client_id) if not session.facts.stateless]
+
+    def stateless_of(self, client_id: str) -> list[Session]:
+        """Return the stateless sessions of a client, oldest first."""
+        return [session for session in self.all_of(client_id) if session.facts.stateless]
+
+    def all_of(self, client_id: str) -> list[Session]:
+        """Return all sessions of a client, oldest first."""
         return list(self._of_client.get(client_id, {}).values())
 
     def own(self, client: Client, session_id: str) -> Session:
@@ -74,31 +82,38 @@ class Roster:
             raise InferenceCenterError(ErrorCode.SESSION_NOT_FOUND)
         return session
 
-    def make_room(self, client: Client, *, keeping: Session | None) -> Session | None:
+    def make_room(self, client: Client, *, stateless: bool, keeping: Session | None) -> Session | None:
         """Make sure that a client may have another session; return the one that has to be closed for it, if any.
 
-        It is the client's own oldest that nobody listens to and that does not answer.
+        It is the client's own oldest that nobody listens to and that does not answer. Where the daemon has no room, a
+        stateless one goes first, whoever has it; one of them takes no other's place. A client has as many of these as
+        of others at most; of its own the one that was used longest ago goes.
 
         Args:
             client: Who wants one.
+            stateless: Whether it is a stateless one.
             keeping: A session that may not go.
 
         Raises:
             InferenceCenterError: ``session_limit``.
         """
-        own = self._of_client.get(client.client_id, {})
-        if len(own) < client.max_sessions and len(self._sessions) < self._max_sessions:
-            return None
-        for session in own.values():
-            if session.sink is None and session.state is SessionState.IDLE and session is not keeping:
-                return session
+        own = self.stateless_of(client.client_id) if stateless else self.of(client.client_id)
         everybodys = len(own) < client.max_sessions
+        if everybodys and len(self._sessions) < self._max_sessions:
+            return None
+        spare = None
+        if stateless or everybodys:
+            spare = self._spare(client, everybodys=everybodys, keeping=keeping)
+        if spare is None and not stateless:
+            spare = next((session for session in own if session.sink is None and _may_go(session, keeping)), None)
+        if spare is not None:
+            return spare
         raise InferenceCenterError(
             ErrorCode.SESSION_LIMIT,
             f"all {self._max_sessions} sessions of this daemon are in use"
             if everybodys
             else f"this client has {len(own)} sessions of {client.max_sessions}",
-            hint="Try again later." if everybodys else "Close one of them: list_sessions shows them.",
+            hint="Try again later." if everybodys or stateless else "Close one of them: list_sessions shows them.",
         )
 
     def learn_retention(self, own_days: Mapping[str, float | None]) -> None:
@@ -106,7 +121,7 @@ class Roster:
         for client_id, days in own_days.items():
             if self._own_retention_days.get(client_id) != days:
                 self._own_retention_days[client_id] = days
-                for session in self.of(client_id):
+                for session in self.all_of(client_id):
                     self._watch(session)
 
     def add(self, session: Session) -> None:
@@ -124,6 +139,14 @@ class Roster:
         if not own:
             del self._of_client[facts.client_id]
         self._unwatch(session)
+
+    def _spare(self, client: Client, *, everybodys: bool, keeping: Session | None) -> Session | None:
+        """Return the stateless session that is missed least: of the client, or else of ``everybodys``."""
+        for sessions in (self.stateless_of(client.client_id), self if everybodys else ()):
+            spare = [each for each in sessions if each.facts.stateless and _may_go(each, keeping)]
+            if spare:
+                return max(spare, key=lambda session: session.idle_s)
+        return None
 
     def _watch(self, session: Session) -> None:
         """Expire the session, or look again when it may be time: use does not move the timer, this does."""
@@ -150,3 +173,7 @@ class Roster:
         ttl_s = self._default_ttl_s if facts.ttl_s is None else facts.ttl_s
         limits_s = [ttl_s, None if days is None else days * _DAY_S]
         return min((limit_s for limit_s in limits_s if limit_s is not None), default=None)
+
+
+def _may_go(session: Session, keeping: Session | None) -> bool:
+    return session.state is SessionState.IDLE and session is not keeping

@@ -8,8 +8,7 @@ from inferencecenter.errors import ErrorCode, InferenceCenterError
 from inferencecenter.protocol import events
 from inferencecenter.sessions.answering import Answering
 from inferencecenter.sessions.audience import Audience
-from inferencecenter.sessions.client import PRIORITY_RANK
-from inferencecenter.sessions.description import Standing
+from inferencecenter.sessions.description import Standing, TurnFacts
 from inferencecenter.sessions.journal import Unwritten
 from inferencecenter.sessions.ledger import Ledger
 from inferencecenter.sessions.prompt import messages_of
@@ -23,14 +22,13 @@ from inferencecenter.sessions.turn import Turn
 if TYPE_CHECKING:
     from inferencecenter.ipc.messages import Failed
     from inferencecenter.protocol.base import SessionEvent
-    from inferencecenter.protocol.params import Params
     from inferencecenter.protocol.requests import Abort, Append, Infer, ResumeSession, RewindSession
-    from inferencecenter.protocol.values import Priority
     from inferencecenter.sessions.client import EventSink
     from inferencecenter.sessions.facts import SessionFacts, Surroundings
     from inferencecenter.sessions.history import History
     from inferencecenter.sessions.journal import Journal
     from inferencecenter.sessions.records import Kept
+    from inferencecenter.sessions.submission import Terms
     from inferencecenter.sessions.turn import Outcome
 
 
@@ -83,7 +81,7 @@ class Session:
             facts,
             around=around,
             history=kept.history,
-            ledger=Ledger(kept.turns, kept.ends),
+            ledger=Ledger(kept.turns, kept.ends, kept.notes),
             seq=kept.seq,
             last_used_at=kept.last_used_at,
         )
@@ -128,14 +126,37 @@ class Session:
             ledger=self._ledger,
         )
 
+    def turn_facts(self, turn_id: str) -> TurnFacts:
+        """Return what is known of a turn.
+
+        Raises:
+            InferenceCenterError: ``turn_not_found``.
+        """
+        turn = self._answering.turn if self._answering else None
+        if turn is None or turn.turn_id != turn_id:
+            return self.standing.turn(turn_id)
+        asked = messages_of(turn.order.request)
+        return TurnFacts(turn_id, turn.order.note, before=self._history.messages, asked=asked, running=True)
+
+    @property
+    def history(self) -> History:
+        """What was said; a running turn is not yet part of it."""
+        return self._history
+
     # What clients ask for.
 
     def open(self) -> None:
         """Write down that the session begins."""
-        facts, history, turns = self.facts, self._history, self._ledger.all_turns
-        self._stream.write(Opened(facts=facts, history=history, turns=turns, last_used_at=self._last_used_at))
+        record = Opened(
+            facts=self.facts,
+            history=self._history,
+            turns=self._ledger.all_turns,
+            last_used_at=self._last_used_at,
+            notes=self._ledger.notes,
+        )
+        self._stream.write(record)
 
-    def infer(self, request: Infer, *, overlay: Params, priority: Priority, token_id: str, sink: EventSink) -> None:
+    def infer(self, request: Infer, terms: Terms, sink: EventSink) -> None:
         """Start a turn, or attach to the turn that has the request's ``turn_key`` already.
 
         A turn of that key which runs is acknowledged again; of one that has ended, ``end`` is sent again with its own
@@ -143,9 +164,7 @@ class Session:
 
         Args:
             request: What to say.
-            overlay: The turn's own parameters.
-            priority: The turn's class.
-            token_id: The token that it counts for, empty for a key.
+            terms: What holds for the turn besides.
             sink: Who asks; the session's events go there from now on.
 
         Raises:
@@ -164,7 +183,7 @@ class Session:
             self._audience.attach(sink)
             self._stream.again(ended, request_id=request.id)
         else:
-            self._begin(request, overlay=overlay, priority=priority, token_id=token_id, sink=sink)
+            self._begin(request, terms, sink)
 
     def resume(self, request: ResumeSession, sink: EventSink) -> None:
         """Send the session's events to ``sink`` from now on, those first that it has missed.
@@ -259,7 +278,8 @@ class Session:
         self._turn_is_over()
         self._history = history
         end = self._stream.end(turn, outcome)
-        listed = self._ledger.record(turn.turn_key, end, n_messages=len(history.messages))
+        note = turn.order.note
+        listed = self._ledger.record(turn.turn_key, end, n_messages=len(history.messages), note=note)
         record = Ended(
             session_id=self.facts.session_id,
             client_id=self.facts.client_id,
@@ -270,6 +290,7 @@ class Session:
             turn_key=turn.turn_key,
             end=end,
             token_id=turn.order.token_id,
+            note=note,
         )
         self._stream.tell(end, record)
         if not self.facts.store and self._around.journal.fault is None:
@@ -291,13 +312,13 @@ class Session:
 
     # How it changes.
 
-    def _begin(self, request: Infer, *, overlay: Params, priority: Priority, token_id: str, sink: EventSink) -> None:
+    def _begin(self, request: Infer, terms: Terms, sink: EventSink) -> None:
         around, facts = self._around, self.facts
         around.check_writable(store=facts.store)
         around.admit()
-        self._history.check_room(messages_of(request), max_chars=around.max_transcript_chars)
-        rank = PRIORITY_RANK[priority]
-        order = new_order(request, overlay, rank=rank, token_id=token_id, facts=facts, around=around)
+        noted = self._ledger.n_note_chars + len(terms.note)
+        self._history.check_room(messages_of(request), max_chars=around.max_transcript_chars - noted)
+        order = new_order(request, terms, facts=facts, around=around)
         now = around.monotonic()
         answering = self._answer(Turn(order, since=now, now=now))
         try:

@@ -2,26 +2,46 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import datetime
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from inferencecenter.errors import ErrorCode, InferenceCenterError
 from inferencecenter.ipc.messages import Failed, Submit
 from inferencecenter.protocol.params import Params, encode, merge, parse_params
 from inferencecenter.sessions.allowance import check_model, limited
+from inferencecenter.sessions.client import PRIORITY_RANK
 from inferencecenter.sessions.prompt import messages_of, next_prompt, whole_prompt
 from inferencecenter.sessions.records import TurnOrder
 
 if TYPE_CHECKING:
     from inferencecenter.ipc.messages import Overflowed
     from inferencecenter.protocol.requests import Infer
+    from inferencecenter.protocol.values import Priority
+    from inferencecenter.sessions.client import Client
     from inferencecenter.sessions.facts import SessionFacts, Surroundings
     from inferencecenter.sessions.history import History
     from inferencecenter.sessions.models import Serving
     from inferencecenter.sessions.prompt import Prompt
     from inferencecenter.sessions.template import Renderer
     from inferencecenter.sessions.turn import Turn
+
+
+MAX_NOTE_CHARS: Final = 256 * 1024
+"""Characters that whoever asks for a turn may have kept with it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What holds for a turn besides what it says: its own parameters, its class, and whose tokens it takes.
+
+    ``note`` is text of whoever asked, for itself.
+    """
+
+    params: Params
+    priority: Priority
+    token_id: str = ""
+    note: str = ""
 
 
 def turn_params(request: Infer) -> Params:
@@ -38,9 +58,23 @@ def turn_params(request: Infer) -> Params:
     return merge(params, Params(n_probs=request.n_probs))
 
 
-def new_order(  # noqa: PLR0913 - keyword-only
-    request: Infer, overlay: Params, *, rank: int, token_id: str, facts: SessionFacts, around: Surroundings
-) -> TurnOrder:
+def terms_of(request: Infer, client: Client, facts: SessionFacts, *, note: str) -> Terms:
+    """Return what holds for a turn that a client asks for in its session.
+
+    Raises:
+        InferenceCenterError: ``invalid_request`` or ``forbidden``.
+    """
+    if len(note) > MAX_NOTE_CHARS:
+        raise InferenceCenterError(
+            ErrorCode.INVALID_REQUEST,
+            f"what is to be kept with the turn has {len(note)} characters, not {MAX_NOTE_CHARS}",
+        )
+    params = turn_params(request)
+    priority = client.allow_priority(request.priority, otherwise=facts.priority)
+    return Terms(params, priority=priority, token_id=client.token_id, note=note)
+
+
+def new_order(request: Infer, terms: Terms, *, facts: SessionFacts, around: Surroundings) -> TurnOrder:
     """Return what it takes to run a turn that is asked for now, within the limits of the token.
 
     Raises:
@@ -48,11 +82,11 @@ def new_order(  # noqa: PLR0913 - keyword-only
             ``model_loading``, ``engine_unavailable``, ``model_not_found`` or ``forbidden``.
     """
     serving = around.engines.of(facts.chosen_model)
-    limits = around.allowance_of(facts.client_id, token_id).limits
+    limits = around.allowance_of(facts.client_id, terms.token_id).limits
     check_model(serving.name, limits)
     made_by = serving.made_by()
     below = around.engines.params(facts, serving.name)
-    overlay = limited(overlay, limits, session=below, chosen=facts.chosen)
+    overlay = limited(terms.params, limits, session=below, chosen=facts.chosen)
     params = merge(below, overlay)
     warnings = facts.warnings(params, chosen=facts.chosen | overlay.model_fields_set)
     if params.seed is None:
@@ -61,13 +95,14 @@ def new_order(  # noqa: PLR0913 - keyword-only
         turn_id=around.new_id("t_"),
         request=request,
         params=params,
-        rank=rank,
+        rank=PRIORITY_RANK[terms.priority],
         warnings=warnings,
         submitted_at=around.clock(),
         rendered_at=around.local_time().isoformat(),
         model=serving.name,
         made_by=made_by,
-        token_id=token_id,
+        token_id=terms.token_id,
+        note=terms.note,
     )
 
 

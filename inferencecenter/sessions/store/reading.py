@@ -28,19 +28,19 @@ _SESSION: Final = (
     "SELECT session_id, client_id, epoch, seq, created_at, last_used_at, made_by, view_kept, view_resumes_at, facts"
     " FROM sessions WHERE id = ?"
 )
-_MESSAGES: Final = "SELECT n, role, content FROM messages WHERE session = ? ORDER BY n"
+_MESSAGES: Final = "SELECT n, role, content, more FROM messages WHERE session = ? ORDER BY n"
 _TOKENS: Final = "SELECT n, ids, covered FROM tokens WHERE session = ? ORDER BY n"
 _MARKS: Final = (
     "SELECT n, turn_id, n_before, n_messages, n_tokens, n_chars, view_kept, view_resumes_at"
     " FROM marks WHERE session = ? ORDER BY n"
 )
 _TURNS: Final = (
-    "SELECT n, turn_id, finish_reason, messages, prompt_tokens, cached_tokens, completion_tokens, turn_key, ending"
-    " FROM turns WHERE session = ? ORDER BY n"
+    "SELECT n, turn_id, finish_reason, messages, prompt_tokens, cached_tokens, completion_tokens, turn_key, ending,"
+    " note FROM turns WHERE session = ? ORDER BY n"
 )
 _ORDER: Final = (
     "SELECT turn_id, request, params, rank, warnings, submitted_at, rendered_at, made_by, view_kept, view_resumes_at,"
-    " model, token_id FROM orders WHERE session = ?"
+    " model, token_id, note FROM orders WHERE session = ?"
 )
 
 _log = structlog.get_logger(__name__)
@@ -108,7 +108,7 @@ def read_one(database: sqlite3.Connection, row: int, said: dict[int, Said] | Non
         raise ValueError("its row is missing")
     session_id, client_id, epoch, seq, created_at, last_used_at, made_by, kept, resumes_at, facts = held
     history, pieces = _history(database, row, view=View(kept, resumes_at), made_by=made_by)
-    turns, ends, first_turn = _turns(database, row)
+    turns, ends, notes, first_turn = _turns(database, row)
     here = Said() if said is None else said.get(row, Said())
     unfinished = _unfinished(database, row, here)
     if unfinished is not None and said is None:
@@ -121,6 +121,7 @@ def read_one(database: sqlite3.Connection, row: int, said: dict[int, Said] | Non
         turns=turns,
         ends=ends,
         unfinished=unfinished,
+        notes=notes,
     )
     written = Written(history, pieces, turns, first_turn)
     return Found(session, Known(row, written, unfinished.order.turn_id if unfinished else None))
@@ -145,16 +146,20 @@ def _history(
     return history, tuple(pieces)
 
 
-def _turns(database: sqlite3.Connection, row: int) -> tuple[tuple[TranscriptTurn, ...], dict[str, End], int]:
-    """Return a session's turns, the ends of the latest that have keys, and the number of the first turn's row."""
+def _turns(
+    database: sqlite3.Connection, row: int
+) -> tuple[tuple[TranscriptTurn, ...], dict[str, End], dict[str, str], int]:
+    """Return a session's turns, the ends of the latest that have keys, all notes, and the number of the first row."""
     held = database.execute(_TURNS, (row,)).fetchall()
     first = held[0][0] if held else 0
     numbered = rows.numbered(held, first)
     ends: dict[str, End] = {}
-    for turn_key, ending in [each[-2:] for each in numbered if each[-2] is not None][-MAX_TURN_KEYS:]:
+    for turn_key, ending in [each[-3:-1] for each in numbered if each[-3] is not None][-MAX_TURN_KEYS:]:
         ends.pop(turn_key, None)
         ends[turn_key] = rows.end_of(ending)
-    return rows.turns_of([each[:-2] for each in numbered]), ends, first
+    turns = rows.turns_of([each[:-3] for each in numbered])
+    notes = {turn.turn_id: each[-1] for turn, each in zip(turns, numbered, strict=True) if each[-1]}
+    return turns, ends, notes, first
 
 
 def _unfinished(database: sqlite3.Connection, row: int, said: Said) -> Unfinished | None:

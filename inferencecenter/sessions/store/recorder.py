@@ -6,6 +6,7 @@ import sqlite3
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import groupby
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
 from inferencecenter.sessions.records import (
@@ -34,6 +35,7 @@ PurgeKind: TypeAlias = Literal["session", "client"]
 
 # A statement holds at most 32,766 values; more rows than there are slots at once do not make it faster.
 _MAX_ROWS: Final = 64
+_NO_NOTES: Final[Mapping[str, str]] = MappingProxyType({})
 # What is wrong with a record, not with the file: these say so every time.
 _REFUSED: Final = (
     sqlite3.IntegrityError,
@@ -228,7 +230,7 @@ class Recorder:
         assert row is not None, "an insertion gives a row"
         written = self._write_history(row, Written(), record.history)
         written = replace(written, turns=record.turns)
-        self._insert_turns(row, 0, record.turns)
+        self._insert_turns(row, 0, record.turns, notes=record.notes)
         self._staged[facts.session_id] = Known(row, written)
 
     def _order(self, record: Ordered) -> None:
@@ -238,7 +240,7 @@ class Recorder:
             self._forget_turn(known.row)
         self._touch(known.row, record)
         self._database.execute(
-            "INSERT OR REPLACE INTO orders VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            "INSERT OR REPLACE INTO orders VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
             (known.row, *rows.order_row(record.order)),
         )
         self._staged[record.session_id] = replace(known, turn_id=turn_id)
@@ -250,7 +252,8 @@ class Recorder:
         self._touch(row, record)
         written = self._write_history(row, known.written, record.history)
         ending = rows.ending_column(record.end) if record.turn_key is not None else None
-        self._database.execute(_INSERT_TURN, (row, written.next_turn, *rows.turn_row(turn), record.turn_key, ending))
+        values = (row, written.next_turn, *rows.turn_row(turn), record.turn_key, ending, record.note)
+        self._database.execute(_INSERT_TURN, values)
         usage.count(self._database, record.spent())
         self._staged[record.session_id] = Known(row, replace(written, turns=(*written.turns, turn)))
 
@@ -290,18 +293,21 @@ class Recorder:
         ):
             if n_kept < n_held:
                 execute(f"DELETE FROM {table} WHERE session = ? AND n >= ?", (row, n_kept))  # noqa: S608 - three names
-        messages = [
-            (row, n, message.role, message.content) for n, message in enumerate(change.messages, change.n_messages)
-        ]
-        self._database.executemany("INSERT INTO messages VALUES (?, ?, ?, ?)", messages)
+        messages = [(row, n, *rows.message_row(each)) for n, each in enumerate(change.messages, change.n_messages)]
+        self._database.executemany("INSERT INTO messages VALUES (?, ?, ?, ?, ?)", messages)
         if change.piece is not None:
             execute("INSERT INTO tokens VALUES (?, ?, ?, ?)", (row, change.n_pieces, *change.piece))
         marks = [(row, n, *rows.mark_row(mark)) for n, mark in enumerate(change.marks, change.n_marks)]
         self._database.executemany("INSERT INTO marks VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", marks)
         return replace(before, history=now, pieces=change.pieces)
 
-    def _insert_turns(self, row: int, first: int, turns: Sequence[TranscriptTurn]) -> None:
-        values = [(row, n, *rows.turn_row(turn), None, None) for n, turn in enumerate(turns, first)]
+    def _insert_turns(
+        self, row: int, first: int, turns: Sequence[TranscriptTurn], *, notes: Mapping[str, str] = _NO_NOTES
+    ) -> None:
+        values = [
+            (row, n, *rows.turn_row(turn), None, None, notes.get(turn.turn_id, ""))
+            for n, turn in enumerate(turns, first)
+        ]
         self._database.executemany(_INSERT_TURN, values)
 
     def _touch(self, row: int, record: Ordered | Ended | Dropped | Changed) -> None:
@@ -314,7 +320,7 @@ class Recorder:
         self._database.execute("DELETE FROM orders WHERE session = ?", (row,))
 
 
-_INSERT_TURN: Final = "INSERT INTO turns VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
+_INSERT_TURN: Final = "INSERT INTO turns VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
 
 
 def delete(database: sqlite3.Connection, purge: Purge) -> list[str]:

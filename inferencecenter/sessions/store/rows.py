@@ -84,8 +84,30 @@ def facts_of(column: str, *, session_id: str, client_id: str, epoch: str, create
 
 
 def messages_of(rows: Sequence[Row]) -> tuple[ChatMessage, ...]:
-    """Return the messages in the columns ``role`` and ``content``; all at once, which is ten times as fast."""
-    return _MESSAGES.validate_python(tuple({"role": role, "content": content} for role, content in rows))
+    """Return the messages in the columns of ``message_row``; all at once, which is ten times as fast."""
+    return _MESSAGES.validate_python(
+        tuple({"role": role, "content": content, **_object(more)} for role, content, more in rows)
+    )
+
+
+def message_row(message: ChatMessage) -> Row:
+    """Return the columns ``role``, ``content`` and ``more``."""
+    return (message.role, message.content, _more(message))
+
+
+def _more(message: ChatMessage) -> str | None:
+    if message.tool_calls is None and message.reasoning is None and message.tool_call_id is None:
+        return None
+    return message.model_dump_json(exclude={"role", "content"}, exclude_none=True)
+
+
+def _object(column: str | None) -> dict[str, object]:
+    if column is None:
+        return {}
+    found = orjson.loads(column)
+    if not isinstance(found, dict):
+        raise ValueError("no object")
+    return found
 
 
 def turn_row(turn: TranscriptTurn) -> Row:
@@ -133,7 +155,7 @@ def mark_of(row: Row) -> TurnMark:
 
 
 def order_row(order: TurnOrder) -> Row:
-    """Return the columns from ``turn_id`` to ``token_id``."""
+    """Return the columns from ``turn_id`` to ``note``."""
     view = order.view
     return (
         order.turn_id,
@@ -148,12 +170,13 @@ def order_row(order: TurnOrder) -> Row:
         None if view is None else view.resumes_at,
         order.model,
         order.token_id,
+        order.note,
     )
 
 
 def order_of(row: Row) -> TurnOrder:
     """Return the order in the columns of ``order_row``."""
-    *begin, made_by, kept, resumes_at, model, token_id = row
+    *begin, made_by, kept, resumes_at, model, token_id, note = row
     turn_id, request, params, rank, warnings, submitted_at, rendered_at = begin
     return TurnOrder(
         turn_id=turn_id,
@@ -167,6 +190,7 @@ def order_of(row: Row) -> TurnOrder:
         made_by=made_by,
         view=None if kept is None else View(kept, resumes_at),
         token_id=token_id,
+        note=note,
     )
 
 

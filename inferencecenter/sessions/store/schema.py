@@ -151,4 +151,12 @@ MIGRATIONS: Final[Steps] = (
         " FROM usage_before",
         "DROP TABLE usage_before",
     ),
+    (
+        # What a message has besides its text, as JSON: what was thought, the tools that were asked for, or the call
+        # that it is the result of.
+        "ALTER TABLE messages ADD COLUMN more TEXT",
+        # Text of whoever asked for the turn.
+        "ALTER TABLE turns ADD COLUMN note TEXT NOT NULL DEFAULT ''",
+        "ALTER TABLE orders ADD COLUMN note TEXT NOT NULL DEFAULT ''",
+    ),
 )

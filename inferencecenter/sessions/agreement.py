@@ -1,0 +1,82 @@
+"""Which conversation goes on to the messages that somebody sends who keeps it himself. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import orjson
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from inferencecenter.protocol.values import ChatMessage, ToolCall
+    from inferencecenter.sessions.history import History
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A session that goes on to certain messages, of which it says the first ``n_messages`` already.
+
+    It does so from the end of ``turn`` on; what came after that is something else. Without it nothing did.
+    """
+
+    session_id: str
+    turn: str | None
+    n_messages: int
+
+
+def longest(histories: Iterable[tuple[str, History]], messages: Sequence[ChatMessage]) -> Found | None:
+    """Return the session that says most of ``messages``, by its id and history; the first of equals.
+
+    One message at least is left to be said. One that says them only up to before its first turn is none.
+    """
+    best: Found | None = None
+    for session_id, history in histories:
+        found = _agreed(session_id, history, messages)
+        if found is not None and (best is None or _rank(found) > _rank(best)):
+            best = found
+    return best
+
+
+def agree(held: ChatMessage, sent: ChatMessage) -> bool:
+    """Tell whether two messages say the same to everybody else.
+
+    What was thought is not sent back, and arguments of a tool may be written another way.
+    """
+    return (
+        held.role == sent.role
+        and held.content == sent.content
+        and held.tool_call_id == sent.tool_call_id
+        and _agree_on_calls(held.tool_calls or (), sent.tool_calls or ())
+    )
+
+
+def _rank(found: Found) -> tuple[int, bool]:
+    return found.n_messages, found.turn is None
+
+
+def _agreed(session_id: str, history: History, messages: Sequence[ChatMessage]) -> Found | None:
+    held = history.messages
+    most = min(len(held), len(messages) - 1)
+    n_messages = next((n for n in range(most) if not agree(held[n], messages[n])), most)
+    if n_messages == len(held):
+        return Found(session_id, None, n_messages) if held else None
+    turn = next((turn for turn in reversed(history.turns) if turn.n_messages <= n_messages), None)
+    return None if turn is None else Found(session_id, turn.turn_id, turn.n_messages)
+
+
+def _agree_on_calls(held: Sequence[ToolCall], sent: Sequence[ToolCall]) -> bool:
+    return len(held) == len(sent) and all(
+        one.call_id == other.call_id and one.name == other.name and _same_json(one.arguments, other.arguments)
+        for one, other in zip(held, sent, strict=True)
+    )
+
+
+def _same_json(one: str, other: str) -> bool:
+    if one == other:
+        return True
+    try:
+        return bool(orjson.loads(one) == orjson.loads(other))
+    except orjson.JSONDecodeError:
+        return False
