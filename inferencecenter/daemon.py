@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Final
 import structlog
 import uvloop
 
-from inferencecenter import __version__
+from inferencecenter import __version__, dialects
 from inferencecenter.accounting import other_accounts, usage_reader, used_today
 from inferencecenter.config_params import parse_config_params
 from inferencecenter.engines import make_models
@@ -217,7 +217,13 @@ async def _run(settings: Settings, prepared: _Prepared, *, on_listening: Callabl
             listener.stop()
 
     drain = partial(reporter.told_to_stop, lambda: context.drain(at_once=hopeless()))
-    listener = Listener(create_app(context), settings.server, drain=drain, tls=prepared.tls)
+    listener = Listener(
+        create_app(context, *dialects.routes(context)),
+        settings.server,
+        drain=drain,
+        tls=prepared.tls,
+        refused=metrics.connection_refused,
+    )
 
     def purge(kind: PurgeKind, name: str) -> None:
         _log.info("purged", kind=kind, name=name, sessions=sessions.purge(kind, name))
@@ -272,13 +278,13 @@ def _sessions(  # noqa: PLR0913 - keyword-only
         config_params=prepared.config_params,
         max_sessions=settings.sessions.max_sessions,
         default_ttl_s=settings.sessions.default_ttl_s,
+        stateless_ttl_s=settings.server.stateless_ttl_s,
         retention_days=settings.sessions.retention_days,
         replay_kib=settings.sessions.replay_kib,
         detached_turn_s=settings.sessions.detached_turn_s,
         shared_prompts=settings.sessions.shared_prompts,
         journal=prepared.store,
         observer=observer,
-        stateless_ttl_s=settings.server.stateless_ttl_s,
         tracer=prepared.traces,
         admit=admit,
         allowance_of=allowance_of,

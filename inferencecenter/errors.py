@@ -42,6 +42,9 @@ class ErrorCode(StrEnum):
     STORAGE_UNAVAILABLE = "storage_unavailable"
     MESSAGE_TOO_LARGE = "message_too_large"
     INTERNAL = "internal"
+    # Of HTTP alone, never sent over a socket.
+    METHOD_NOT_ALLOWED = "method_not_allowed"
+    REQUEST_TIMEOUT = "request_timeout"
     # Met by whoever runs the daemon or the command line, never sent over a socket.
     INVALID_CONFIG = "invalid_config"
     INVALID_MODEL_FILE = "invalid_model_file"
@@ -54,7 +57,8 @@ class ErrorCode(StrEnum):
 class ErrorSpec:
     """One row of the table: what a code means and how each border reports it.
 
-    ``retry_after_ms`` is the earliest useful retry where the place that failed knows none.
+    ``retry_after_ms`` is the earliest useful retry where the place that failed knows none. ``on_wire`` are those that
+    are sent over sockets, ``on_http`` those that are sent over HTTP: what is neither, the command line meets.
     """
 
     code: ErrorCode
@@ -65,6 +69,7 @@ class ErrorSpec:
     retry_after_ms: int | None = None
     close_code: int | None = None
     on_wire: bool = True
+    on_http: bool = True
 
 
 # Exit codes follow sysexits(3): 64 usage, 65 data, 66 input missing, 69 unavailable, 70 software,
@@ -97,11 +102,19 @@ _ROWS = (
     ErrorSpec(ErrorCode.STORAGE_UNAVAILABLE, "Nothing can be kept in the state directory.", 503, 73, retryable=True),
     ErrorSpec(ErrorCode.MESSAGE_TOO_LARGE, "The frame is larger than allowed.", 413, 65, close_code=1009),
     ErrorSpec(ErrorCode.INTERNAL, "An internal error; the log has the details.", 500, 70, close_code=1011),
-    ErrorSpec(ErrorCode.INVALID_CONFIG, "The configuration is not valid.", 500, 78, on_wire=False),
-    ErrorSpec(ErrorCode.INVALID_MODEL_FILE, "The model file cannot be loaded.", 500, 66, on_wire=False),
-    ErrorSpec(ErrorCode.ADDRESS_IN_USE, "The address is in use.", 500, 69, on_wire=False),
-    ErrorSpec(ErrorCode.DAEMON_UNREACHABLE, "No daemon answers there.", 503, 69, retryable=True, on_wire=False),
-    ErrorSpec(ErrorCode.HUB_UNREACHABLE, "No hub of models answers.", 503, 69, retryable=True, on_wire=False),
+    ErrorSpec(ErrorCode.METHOD_NOT_ALLOWED, "This address does not take that method.", 405, 64, on_wire=False),
+    ErrorSpec(
+        ErrorCode.REQUEST_TIMEOUT, "The request took too long to arrive.", 408, 75, retryable=True, on_wire=False
+    ),
+    ErrorSpec(ErrorCode.INVALID_CONFIG, "The configuration is not valid.", 500, 78, on_wire=False, on_http=False),
+    ErrorSpec(ErrorCode.INVALID_MODEL_FILE, "The model file cannot be loaded.", 500, 66, on_wire=False, on_http=False),
+    ErrorSpec(ErrorCode.ADDRESS_IN_USE, "The address is in use.", 500, 69, on_wire=False, on_http=False),
+    ErrorSpec(
+        ErrorCode.DAEMON_UNREACHABLE, "No daemon answers there.", 503, 69, retryable=True, on_wire=False, on_http=False
+    ),
+    ErrorSpec(
+        ErrorCode.HUB_UNREACHABLE, "No hub of models answers.", 503, 69, retryable=True, on_wire=False, on_http=False
+    ),
 )
 
 ERRORS: Mapping[ErrorCode, ErrorSpec] = MappingProxyType({row.code: row for row in _ROWS})

@@ -77,10 +77,37 @@ class ServerSettings(Section):
         (), description="Origins that browsers may connect from besides the daemon's own, as https://example.org."
     )
     max_frame_bytes: int = Field(2**20, ge=1024, le=2**28, description="Largest frame a client may send.")
+    max_body_bytes: int = Field(
+        8 * 2**20,
+        ge=1024,
+        le=2**30,
+        description="Largest body of an HTTP request; one that is being read is in memory.",
+    )
+    body_timeout_s: float = Field(
+        10.0, gt=0, le=3600, description="Seconds that the body of an HTTP request may take to arrive."
+    )
+    sse_keepalive_s: float = Field(
+        15.0,
+        gt=0,
+        le=3600,
+        description="Seconds without an event after which a stream over HTTP says that it is alive.",
+    )
     auth_timeout_s: float = Field(5.0, gt=0, le=300, description="Seconds a socket has to authenticate.")
     ping_interval_s: float = Field(20.0, gt=0, le=3600, description="Seconds between keepalive pings.")
     ping_timeout_s: float = Field(20.0, gt=0, le=3600, description="Seconds a pong may take.")
-    max_connections: int = Field(10_000, ge=1, le=1_000_000, description="Open sockets, all clients together.")
+    head_timeout_s: float = Field(
+        10.0, gt=0, le=300, description="Seconds that the line and the headers of an HTTP request may take to arrive."
+    )
+    keep_alive_s: float = Field(
+        75.0, gt=0, le=3600, description="Seconds that an HTTP connection may wait for its next request."
+    )
+    max_connections: int = Field(
+        10_000,
+        ge=1,
+        le=1_000_000,
+        description="Open sockets, all clients together, and beside them as many HTTP connections; one that waits for "
+        "a request makes way for one that comes.",
+    )
     max_connections_per_client: int = Field(32, ge=1, le=1_000_000, description="Open sockets of one client.")
     outbox_bytes: int = Field(
         2**20, ge=2**14, le=2**30, description="Bytes that may wait for a slow reader before its socket is aborted."
@@ -97,6 +124,12 @@ class ServerSettings(Section):
         ge=0,
         le=3600,
         description="Seconds that running turns get to finish when the daemon stops; the rest goes on after its start.",
+    )
+    stateless_ttl_s: float = Field(
+        900.0,
+        gt=0,
+        le=31_536_000,
+        description="Idle seconds for which a conversation is kept whose client sends all of it each time.",
     )
     certfile: ExpandedPath | None = Field(
         None,
@@ -125,12 +158,6 @@ class SessionSettings(Section):
         None,
         gt=0,
         le=36_500,
-    stateless_ttl_s: float = Field(
-        900.0,
-        gt=0,
-        le=31_536_000,
-        description="Idle seconds for which a conversation is kept whose client sends all of it each time.",
-    )
         description="Days after its last use at which a session is deleted, whatever its `ttl_s`; without it none is.",
     )
     replay_kib: int = Field(

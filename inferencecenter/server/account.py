@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 from inferencecenter.errors import ErrorCode, InferenceCenterError
 from inferencecenter.limits import NO_LIMITS, Limits
+from inferencecenter.sessions.client import Client
 
 if TYPE_CHECKING:
     from inferencecenter.protocol.scopes import Scope
@@ -77,6 +78,18 @@ class ClientInfo:
     created_at: float
     tokens: int
     limits: Limits
+
+
+def client_of(account: Account) -> Client:
+    """Return an account as sessions see it."""
+    return Client(
+        client_id=account.client_id,
+        max_sessions=account.max_sessions,
+        priority=account.priority,
+        scopes=account.scopes,
+        retention_days=account.retention_days,
+        token_id=account.token_id or "",
+    )
 
 
 def check_client_id(client_id: str) -> None:

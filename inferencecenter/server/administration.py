@@ -105,8 +105,8 @@ def _described(client_id: str, sockets: Sequence[Connection]) -> ConnectedClient
 def kick(connection: Connection, request: requests.Kick) -> None:
     """Close the sockets of a client; one that another program knows is asked about again when it comes back."""
     context = connection.context
-    sockets = context.hub.of_client(request.client_id)
-    if not sockets:
+    sockets, guests = context.hub.of_client(request.client_id), context.hub.guests_of(request.client_id)
+    if not sockets and not guests:
         raise InferenceCenterError(
             ErrorCode.INVALID_REQUEST,
             f"client_id is {request.client_id!r}, which has no socket open",
@@ -116,9 +116,12 @@ def kick(connection: Connection, request: requests.Kick) -> None:
     connection.audit(AuditEvent.CLIENT_KICKED, detail=request.client_id)
     context.authenticator.forget(request.client_id)
     # First, as the socket that asked may be one of them.
-    connection.send(events.Kicked(id=request.id, client_id=request.client_id, connections=len(sockets)))
+    n_closed = len(sockets) + len(guests)
+    connection.send(events.Kicked(id=request.id, client_id=request.client_id, connections=n_closed))
     for each in sockets:
         each.close(CloseCode.POLICY, "an administrator closed the socket")
+    for guest in guests:
+        guest.dismiss(CloseCode.POLICY, "an administrator closed the socket")
 
 
 def drain(connection: Connection, _request: requests.Drain) -> Event:

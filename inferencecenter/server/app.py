@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 SOCKET_PATHS: Final = ("/", "/ws", "/api/inference", "/api/inference/")
 
 
-def create_app(context: Context) -> Starlette:
-    """Return the application for one port, under the base path of the settings."""
+def create_app(context: Context, *more: BaseRoute) -> Starlette:
+    """Return the application for one port, under the base path of the settings; ``more`` are routes of dialects."""
     base, pages = context.settings.base_path, Pages(context)
     paths = [base + path for path in SOCKET_PATHS] + ([base] if base else [])
     endpoint = WebSocketEndpoint(context)
@@ -28,4 +28,4 @@ def create_app(context: Context) -> Starlette:
         Route(base + "/readyz", pages.readyz),
         Route(base + "/metrics", pages.metrics),
     ]
-    return Starlette(routes=routes)
+    return Starlette(routes=[*routes, *more])

@@ -13,11 +13,11 @@ from inferencecenter.protocol.close import CloseCode
 from inferencecenter.protocol.codec import FrameError, read_frame
 from inferencecenter.protocol.values import ClientLimits
 from inferencecenter.server import commands, replies
+from inferencecenter.server.account import client_of
 from inferencecenter.server.audit import entry
 from inferencecenter.server.outbox import Outbox
 from inferencecenter.server.states import CONNECTION, ConnectionEvent, ConnectionState
 from inferencecenter.server.websocket import LAST_WORD_S, LINGER_S
-from inferencecenter.sessions.client import Client
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from inferencecenter.server.audit import AuditEvent
     from inferencecenter.server.context import Context
     from inferencecenter.server.outbox import Wire
+    from inferencecenter.sessions.client import Client
 
 _MAX_TIMER_S: Final = 7 * 86_400.0
 
@@ -138,14 +139,7 @@ class Connection:
         self.context.hub.join(account.client_id)
         self._move(ConnectionEvent.AUTHENTICATE)
         self._account = account
-        self._client = Client(
-            client_id=account.client_id,
-            max_sessions=account.max_sessions,
-            priority=account.priority,
-            scopes=account.scopes,
-            retention_days=account.retention_days,
-            token_id=account.token_id or "",
-        )
+        self._client = client_of(account)
         self.context.allowances.admit(account)
         self._disarm()
         if account.expires_at is not None:

@@ -181,7 +181,7 @@ class Context:
             _log.error("tokens_unreadable", error=error.message, hint=error.hint)
             return
         self.hub.close_revoked(living)
-        self.hub.close_misplaced()
+        self.hub.close_misplaced(self.limits_of)
 
     def limits_changed(self, defaults: Limits) -> None:
         """Let limits hold that the settings or ``clients.toml`` have changed.
@@ -190,7 +190,11 @@ class Context:
             InferenceCenterError: ``storage_unavailable``; then those of before hold.
         """
         self.allowances.reload(defaults)
-        self.hub.close_misplaced()
+        self.hub.close_misplaced(self.limits_of)
+
+    def limits_of(self, client_id: str, token_id: str) -> Limits:
+        """Return what a client's token may use now; a key's has the empty id."""
+        return self.allowances.of(client_id, token_id).limits
 
     async def drain(self, *, at_once: bool = False) -> None:
         """Tell clients that the daemon stops and let their turns finish, for as long as the settings allow.

@@ -69,7 +69,7 @@ class WebSocketEndpoint:
                 field="Origin",
                 hint="An operator may add it to server.allowed_origins.",
             )
-        self._check_open()
+        context.hub.check_open()
         credential = read_credential(headers, scope["subprotocols"])
         wire: WebSocket = cast("dict[str, Any]", scope["state"])[SCOPE_KEY]
         connection = Connection(
@@ -81,18 +81,9 @@ class WebSocketEndpoint:
         )
         if credential is not None:
             account = await context.authenticator.authenticate_anywhere(credential, address=caller.address)
-            self._check_open()  # if somebody had to be asked, that took a while
+            context.hub.check_open()  # if somebody had to be asked, that took a while
             connection.authenticate(account)
         return connection
-
-    def _check_open(self) -> None:
-        hub = self._context.hub
-        if hub.draining:
-            raise InferenceCenterError(ErrorCode.ENGINE_UNAVAILABLE, "the daemon is about to stop")
-        if hub.full:
-            raise InferenceCenterError(
-                ErrorCode.QUEUE_FULL, "the daemon has as many connections as it may have", retry_after_ms=1000
-            )
 
     async def _refuse(self, send: Send, error: InferenceCenterError) -> None:
         status = error.spec.http_status

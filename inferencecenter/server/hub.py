@@ -1,10 +1,10 @@
-"""All live connections: how many there may be, and what concerns all of them at once."""
+"""All live connections, and what other dialects serve: how many there may be, and what concerns all of them at once."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter, defaultdict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final, Protocol
 
 import structlog
 
@@ -12,21 +12,46 @@ from inferencecenter.errors import ErrorCode, InferenceCenterError
 from inferencecenter.protocol.close import CloseCode
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Callable, Collection
 
+    from inferencecenter.limits import Limits
     from inferencecenter.protocol.base import Event
+    from inferencecenter.server.account import Account
     from inferencecenter.server.connection import Connection
     from inferencecenter.telemetry.metrics import Metrics
+
+BUSY_RETRY_MS: Final = 1000
+"""When to ask again where there is no room: nobody knows when somebody goes."""
+
+_MISPLACED: Final = "the token is not valid for this address"
 
 _log = structlog.get_logger(__name__)
 
 
+class Guest(Protocol):
+    """Whoever is served in another dialect: an HTTP request that is being answered, or a socket."""
+
+    @property
+    def account(self) -> Account:
+        """What its credential showed."""
+
+    @property
+    def address(self) -> str:
+        """Where it comes from."""
+
+    def drain(self, deadline_s: float) -> None:
+        """Begin nothing new and leave when what runs has ended, for which there are ``deadline_s``."""
+
+    def dismiss(self, code: CloseCode, reason: str) -> None:
+        """Leave soon, whatever runs."""
+
+
 class Hub:
-    """The live connections.
+    """The live connections, and guests beside them, who count as connections do.
 
     Args:
-        max_connections: Sockets of all clients together.
-        max_per_client: Sockets of one client.
+        max_connections: Sockets and guests of all clients together.
+        max_per_client: Sockets and guests of one client.
         metrics: Where they are counted.
     """
 
@@ -35,6 +60,7 @@ class Hub:
         self._max_per_client = max_per_client
         self._metrics = metrics
         self._connections: set[Connection] = set()
+        self._guests: set[Guest] = set()
         self._per_client: Counter[str] = Counter()
         self._empty = asyncio.Event()
         self._empty.set()
@@ -45,8 +71,8 @@ class Hub:
 
     @property
     def full(self) -> bool:
-        """Whether no further socket can be taken."""
-        return len(self._connections) >= self._max_connections
+        """Whether nobody further can be taken."""
+        return len(self._connections) + len(self._guests) >= self._max_connections
 
     def add(self, connection: Connection) -> None:
         """Take in a socket."""
@@ -58,8 +84,40 @@ class Hub:
         """Let a socket go."""
         self._connections.discard(connection)
         self._metrics.connections.dec()
-        if not self._connections:
-            self._empty.set()
+        self._look_if_empty()
+
+    def enter(self, guest: Guest) -> None:
+        """Take in a guest.
+
+        Raises:
+            InferenceCenterError: ``engine_unavailable`` when the daemon stops, ``queue_full`` when there is no room,
+                ``rate_limited`` when its client has too many.
+        """
+        self.check_open()
+        self.join(guest.account.client_id)
+        self._guests.add(guest)
+        self._empty.clear()
+
+    def exit(self, guest: Guest) -> None:
+        """Let a guest go."""
+        self._guests.discard(guest)
+        self.leave(guest.account.client_id)
+        self._look_if_empty()
+
+    def check_open(self) -> None:
+        """Refuse whoever comes while the daemon stops or is full.
+
+        Raises:
+            InferenceCenterError: ``engine_unavailable`` or ``queue_full``.
+        """
+        if self.draining:
+            raise InferenceCenterError(ErrorCode.ENGINE_UNAVAILABLE, "the daemon is about to stop")
+        if self.full:
+            raise InferenceCenterError(
+                ErrorCode.QUEUE_FULL,
+                "the daemon has as many connections as it may have",
+                retry_after_ms=BUSY_RETRY_MS,
+            )
 
     def check_room(self, client_id: str) -> None:
         """Refuse a client that has as many sockets as it may have.
@@ -72,6 +130,7 @@ class Hub:
                 ErrorCode.RATE_LIMITED,
                 f"this client has {self._max_per_client} connections, as many as it may have",
                 hint="Close one; one connection carries any number of sessions.",
+                retry_after_ms=BUSY_RETRY_MS,
             )
 
     def join(self, client_id: str) -> None:
@@ -100,6 +159,9 @@ class Hub:
         for connection in list(self._connections):
             if connection.token_id is not None and connection.token_id not in living_tokens:
                 connection.close(CloseCode.NOT_AUTHENTICATED, "the token was revoked")
+        for guest in list(self._guests):
+            if guest.account.token_id is not None and guest.account.token_id not in living_tokens:
+                guest.dismiss(CloseCode.NOT_AUTHENTICATED, "the token was revoked")
 
     def close_clients(self, client_ids: Collection[str]) -> None:
         """Close the sockets of these clients that were let in by an API key, as it may be another now."""
@@ -107,10 +169,17 @@ class Hub:
             by_key = connection.authenticated and connection.token_id is None
             if by_key and connection.client.client_id in client_ids:
                 connection.close(CloseCode.NOT_AUTHENTICATED, "the client's API key or limits have changed")
+        for guest in list(self._guests):
+            if guest.account.token_id is None and guest.account.client_id in client_ids:
+                guest.dismiss(CloseCode.NOT_AUTHENTICATED, "the client's API key or limits have changed")
 
     def of_client(self, client_id: str) -> list[Connection]:
         """Return the sockets of a client."""
         return [each for each in self._connections if each.authenticated and each.client.client_id == client_id]
+
+    def guests_of(self, client_id: str) -> list[Guest]:
+        """Return the guests of a client."""
+        return [each for each in self._guests if each.account.client_id == client_id]
 
     def clients(self) -> dict[str, list[Connection]]:
         """Return the sockets of each client that has any, by its name."""
@@ -120,24 +189,39 @@ class Hub:
                 found[each.client.client_id].append(each)
         return dict(sorted(found.items()))
 
-    def close_misplaced(self) -> None:
-        """Close the sockets from addresses that their tokens may not come from any more."""
+    def close_misplaced(self, limits_of: Callable[[str, str], Limits]) -> None:
+        """Close the sockets from addresses that their tokens may not come from any more.
+
+        Args:
+            limits_of: What a token of a client may use, by both ids.
+        """
         for connection in list(self._connections):
             if connection.authenticated and not connection.limits.allows_address(connection.address):
-                connection.close(CloseCode.NOT_AUTHENTICATED, "the token is not valid for this address")
+                connection.close(CloseCode.NOT_AUTHENTICATED, _MISPLACED)
+        for guest in list(self._guests):
+            if not limits_of(guest.account.client_id, guest.account.token_id or "").allows_address(guest.address):
+                guest.dismiss(CloseCode.NOT_AUTHENTICATED, _MISPLACED)
 
     async def drain(self, deadline_s: float) -> None:
         """Tell every client to go, and wait until all have, at most ``deadline_s``.
 
-        A socket closes when its running turns have ended; at the deadline it closes whatever runs.
+        A socket closes when its running turns have ended; at the deadline it closes whatever runs. So do guests.
         """
         self.draining = True
         for connection in list(self._connections):
             connection.drain(deadline_s)
+        for guest in list(self._guests):
+            guest.drain(deadline_s)
         try:
             async with asyncio.timeout(deadline_s):
                 await self._empty.wait()
         except TimeoutError:
-            _log.warning("drain_deadline", connections=len(self._connections))
+            _log.warning("drain_deadline", connections=len(self._connections), guests=len(self._guests))
             for connection in list(self._connections):
                 connection.close(CloseCode.RESTART, "the daemon stops")
+            for guest in list(self._guests):
+                guest.dismiss(CloseCode.RESTART, "the daemon stops")
+
+    def _look_if_empty(self) -> None:
+        if not self._connections and not self._guests:
+            self._empty.set()

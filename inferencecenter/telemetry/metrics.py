@@ -86,8 +86,17 @@ class Metrics:
             self.errors.labels(code.value)  # so that the first of each is seen as an increase
         self.refused_connections = Counts(
             "inferencecenter_refused_connections",
-            "WebSocket upgrades refused, by HTTP status.",
+            "WebSocket upgrades refused, and connections turned away before their request was heard, by HTTP status.",
             ["status"],
+            registry=registry,
+        )
+        self.http_requests = Gauge(
+            "inferencecenter_http_requests", "HTTP requests of clients that are being answered.", registry=registry
+        )
+        self.http_responses = Counts(
+            "inferencecenter_http_responses",
+            "HTTP answers to clients, by the address's pattern and by status.",
+            ["path", "status"],
             registry=registry,
         )
         self.login_failures = Counts("inferencecenter_login_failures", "Wrong credentials.", registry=registry).labels()
@@ -135,6 +144,10 @@ class Metrics:
             ["client", "kind"],
             registry=registry,
         )
+
+    def connection_refused(self, status: int) -> None:
+        """Count a connection that was turned away with an HTTP status."""
+        self.refused_connections.labels(str(status)).inc()
 
     def turn_ended(self, record: TurnFigures) -> None:
         """Count a turn that ended, well or not."""

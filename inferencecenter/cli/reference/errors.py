@@ -24,7 +24,7 @@ def page() -> str:
             str(row.http_status),
             str(row.close_code or ""),
             str(row.exit_code),
-            "" if row.on_wire else "command line only",
+            "" if row.on_wire else "HTTP only" if row.on_http else "command line only",
         )
         for row in ERRORS.values()
     ]

@@ -1,0 +1,20 @@
+"""Other tongues for the same sessions: OpenAI's HTTP interface. They translate, and have no behaviour of their own."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from inferencecenter.dialects import endpoint
+
+if TYPE_CHECKING:
+    from starlette.routing import BaseRoute
+
+    from inferencecenter.server.context import Context
+
+OPERATIONS: Final[tuple[endpoint.Operation, ...]] = ()
+"""Every HTTP operation; routes and the OpenAPI document derive from it."""
+
+
+def routes(context: Context) -> list[BaseRoute]:
+    """Return the routes of all dialects."""
+    return endpoint.routes(context, OPERATIONS)

@@ -1,0 +1,101 @@
+"""The body of a request: read within bounds of size and time, and checked."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, TypeVar
+
+import orjson
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+
+from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.protocol.codec import invalid_request
+
+if TYPE_CHECKING:
+    from starlette.datastructures import Headers
+    from starlette.types import Receive
+
+    from inferencecenter.settings import ServerSettings
+
+_Model = TypeVar("_Model", bound=BaseModel)
+
+
+class Fields(BaseModel):
+    """Part of a body: immutable, no unknown fields, nothing coerced; a null is as if the field were absent."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, data: object) -> object:
+        if not isinstance(data, dict):
+            return data
+        return {name: value for name, value in data.items() if value is not None}
+
+
+async def read_body(receive: Receive, headers: Headers, settings: ServerSettings) -> bytes:
+    """Return the whole body.
+
+    Raises:
+        InferenceCenterError: ``message_too_large``, before it is read where it says so itself; ``request_timeout``.
+        ConnectionError: The peer has gone before its end.
+    """
+    limit = settings.max_body_bytes
+    declared = headers.get("content-length", "0")
+    if declared.isdecimal() and int(declared) > limit:
+        raise _too_large(limit)
+    body = bytearray()
+    try:
+        async with asyncio.timeout(settings.body_timeout_s):
+            while True:
+                message = await receive()
+                if message["type"] != "http.request":
+                    raise ConnectionAbortedError
+                body += message.get("body", b"")
+                if len(body) > limit:
+                    raise _too_large(limit)
+                if not message.get("more_body", False):
+                    return bytes(body)
+    except TimeoutError:
+        raise InferenceCenterError(
+            ErrorCode.REQUEST_TIMEOUT, f"the body was not there within {settings.body_timeout_s:g} s"
+        ) from None
+
+
+def parse(kind: type[_Model], body: bytes) -> _Model:
+    """Return a body as a model.
+
+    Raises:
+        InferenceCenterError: ``invalid_json``, or ``invalid_request`` with the first offending field.
+    """
+    try:
+        value = orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        raise InferenceCenterError(
+            ErrorCode.INVALID_JSON,
+            f"the body is not JSON: {error.msg} at character {error.pos}",
+            hint="Send a JSON object.",
+        ) from None
+    if not isinstance(value, dict):
+        raise InferenceCenterError(ErrorCode.INVALID_JSON, "the body is JSON, but not an object")
+    return checked(kind, value)
+
+
+def checked(kind: type[_Model], value: object) -> _Model:
+    """Return a value as a model.
+
+    Raises:
+        InferenceCenterError: ``invalid_request`` with the first offending field.
+    """
+    try:
+        return kind.model_validate(value)
+    except ValidationError as error:
+        raise invalid_request(error, known=kind.model_fields) from None
+
+
+def _too_large(limit: int) -> InferenceCenterError:
+    return InferenceCenterError(
+        ErrorCode.MESSAGE_TOO_LARGE,
+        f"the body is larger than {limit} bytes",
+        hint="An operator may raise server.max_body_bytes.",
+    )

@@ -1,0 +1,113 @@
+"""Sessions for clients that send whole conversations: what is said already is found again, the rest is left to say."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Final
+
+from inferencecenter.dialects.answer import Deaf
+from inferencecenter.protocol.requests import Append, CloseSession, CreateSession, ForkSession, RewindSession
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from inferencecenter.protocol.values import ChatMessage, Mode, OnFull
+    from inferencecenter.sessions.client import Client
+    from inferencecenter.sessions.registry import Sessions
+
+_MOST_AT_ONCE: Final = 1000
+_DEAF: Final = Deaf()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conversation:
+    """What somebody wants answered: all messages, the last of them the question.
+
+    ``stateless`` says that its session is kept for what its engine remembers, and for nothing else. ``metadata`` is
+    for a session that has to be opened.
+    """
+
+    messages: tuple[ChatMessage, ...]
+    model: str | None = None
+    mode: Mode = "chat"
+    on_full: OnFull = "stop"
+    stateless: bool = True
+    metadata: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A session that has been told all but ``unsaid``, which ends with the question."""
+
+    session_id: str
+    unsaid: tuple[ChatMessage, ...]
+
+
+def place_for(sessions: Sessions, client: Client, conversation: Conversation) -> Place:
+    """Return where a conversation goes on: the client's session that says most of it, or a new one.
+
+    A stateless session that went on in another way is taken back; of another one a fork goes on.
+
+    Raises:
+        InferenceCenterError: See ``Sessions.create``, ``rewind``, ``fork`` and ``append``.
+    """
+    found = sessions.find(
+        client,
+        conversation.messages,
+        stateless=conversation.stateless,
+        model=conversation.model,
+        mode=conversation.mode,
+        on_full=conversation.on_full,
+    )
+    if found is None:
+        return _opened(sessions, client, conversation)
+    session_id = found.session_id
+    if found.turn is not None and conversation.stateless:
+        sessions.rewind(client, RewindSession(op="rewind_session", session_id=session_id, turn=found.turn), _DEAF)
+    elif found.turn is not None:
+        session_id = forked(sessions, client, session_id, turn=found.turn)
+    return _told(sessions, client, session_id, conversation.messages[found.n_messages :])
+
+
+def forked(sessions: Sessions, client: Client, session_id: str, *, turn: str | None = None) -> str:
+    """Return a session that begins as another one does, up to a turn.
+
+    Raises:
+        InferenceCenterError: See ``Sessions.fork``.
+    """
+    request = ForkSession(op="fork_session", session_id=session_id, turn=turn)
+    created = sessions.fork(client, request, _DEAF)
+    sessions.detach(_DEAF)
+    return created.session_id
+
+
+def closed(sessions: Sessions, client: Client, session_id: str) -> None:
+    """Close a session of which nothing is wanted any more."""
+    sessions.close(client, CloseSession(op="close_session", session_id=session_id))
+
+
+def _opened(sessions: Sessions, client: Client, conversation: Conversation) -> Place:
+    messages = conversation.messages
+    system = messages[0].content if messages[0].role == "system" and len(messages) > 1 else None
+    request = CreateSession(
+        op="create_session",
+        system=system,
+        mode=conversation.mode,
+        model=conversation.model,
+        on_full=conversation.on_full,
+        on_disconnect="detach",
+        metadata=dict(conversation.metadata) or None,
+    )
+    created = sessions.create(client, request, _DEAF, stateless=conversation.stateless)
+    sessions.detach(_DEAF)
+    return _told(sessions, client, created.session_id, messages if system is None else messages[1:])
+
+
+def _told(sessions: Sessions, client: Client, session_id: str, messages: tuple[ChatMessage, ...]) -> Place:
+    """Tell a session all up to the last answer among messages; what comes after it is the question."""
+    n_told = max((n for n, message in enumerate(messages, start=1) if message.role == "assistant"), default=0)
+    for start in range(0, n_told, _MOST_AT_ONCE):
+        some = list(messages[start : min(start + _MOST_AT_ONCE, n_told)])
+        sessions.append(client, Append(op="append", session_id=session_id, messages=some), _DEAF)
+    return Place(session_id, messages[n_told:])

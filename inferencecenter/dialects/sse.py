@@ -1,0 +1,17 @@
+"""Server-sent events, as bytes. Pure."""
+
+from __future__ import annotations
+
+from typing import Final
+
+MEDIA_TYPE: Final = "text/event-stream; charset=utf-8"
+KEEPALIVE: Final = b": keepalive\n\n"
+"""A comment, which readers skip: it keeps proxies from closing a connection on which nothing is said for long."""
+DONE: Final = b"data: [DONE]\n\n"
+"""What OpenAI's streams end with."""
+
+
+def event(data: bytes, *, name: str | None = None) -> bytes:
+    """Return an event; ``data`` is JSON without line breaks."""
+    head = b"" if name is None else b"event: %b\n" % name.encode()
+    return b"%bdata: %b\n\n" % (head, data)
