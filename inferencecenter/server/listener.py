@@ -12,12 +12,15 @@ import errno
 import logging
 import socket
 from email.utils import formatdate
-from typing import TYPE_CHECKING, Any, Final
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import uvicorn
 from uvicorn.server import ServerState
 
 from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.server.crowd import Crowd
+from inferencecenter.server.http import Http
 from inferencecenter.server.websocket import WebSocket
 
 if TYPE_CHECKING:
@@ -101,6 +104,10 @@ class _State(ServerState):
         """Take uvicorn's initial list, which is empty: there are no other headers."""
 
 
+def _nobody(_status: int) -> None:
+    """Hear of no refusal."""
+
+
 class Listener(uvicorn.Server):
     """The one port.
 
@@ -109,6 +116,7 @@ class Listener(uvicorn.Server):
         settings: Limits and keepalive.
         drain: Awaited when ``stop`` was called and nobody new is accepted: tells clients, and lets turns finish.
         tls: The side of TLS that listens; without it the port speaks plainly.
+        refused: Called with the HTTP status when a connection is turned away unheard.
     """
 
     def __init__(
@@ -118,7 +126,10 @@ class Listener(uvicorn.Server):
         *,
         drain: Callable[[], Awaitable[None]],
         tls: ssl.SSLContext | None = None,
+        refused: Callable[[int], object] = _nobody,
     ) -> None:
+        self.crowd: Crowd[Http] = Crowd(settings.max_connections)
+        http = partial(Http, crowd=self.crowd, head_timeout_s=settings.head_timeout_s, refused=refused)
         super().__init__(
             uvicorn.Config(
                 app,
@@ -127,7 +138,8 @@ class Listener(uvicorn.Server):
                 ws_ping_interval=settings.ping_interval_s,
                 ws_ping_timeout=settings.ping_timeout_s,
                 ws_per_message_deflate=False,
-                http="h11",
+                http=cast("type[asyncio.Protocol]", http),  # called as the class would be
+                timeout_keep_alive=cast("int", settings.keep_alive_s),  # handed to `call_later`
                 lifespan="off",
                 interface="asgi3",
                 proxy_headers=False,

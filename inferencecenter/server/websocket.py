@@ -31,6 +31,15 @@ LAST_WORD_S: Final = 1.0
 SCOPE_KEY: Final = "websocket"
 
 
+def bound_writes(transport: asyncio.Transport) -> None:
+    """Have what is written go out at once, and little of it wait where nobody can count it."""
+    transport.set_write_buffer_limits(high=_HIGH_WATER_BYTES, low=_LOW_WATER_BYTES)
+    raw = transport.get_extra_info("socket")
+    if raw is not None and raw.family in (socket.AF_INET, socket.AF_INET6):
+        raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, NOT_SENT_LOW_WATER_BYTES)
+
+
 class WebSocket(WebSocketsSansIOProtocol):
     """One socket; the ASGI application finds it in ``scope["state"]["websocket"]``."""
 
@@ -43,11 +52,7 @@ class WebSocket(WebSocketsSansIOProtocol):
         """Prepare the transport of a socket that was just upgraded."""
         super().connection_made(transport)
         self.lost: asyncio.Future[None] = self.loop.create_future()
-        self.transport.set_write_buffer_limits(high=_HIGH_WATER_BYTES, low=_LOW_WATER_BYTES)
-        raw = transport.get_extra_info("socket")
-        if raw is not None and raw.family in (socket.AF_INET, socket.AF_INET6):
-            raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, NOT_SENT_LOW_WATER_BYTES)
+        bound_writes(self.transport)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Let the application know that nobody is there any more."""

@@ -1,0 +1,237 @@
+"""uvicorn's HTTP protocol, made to bear peers that dawdle: each state a connection can be in has its end.
+
+uvicorn bounds how long a connection idles between requests and how large a head may be. It bounds neither how long a
+head takes, nor what becomes of a body that nobody wants to read any more, nor of a response that nobody reads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from http import HTTPStatus
+from typing import TYPE_CHECKING, Any, Final, cast
+
+import orjson
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from inferencecenter.server.crowd import Crowd
+from inferencecenter.server.websocket import bound_writes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from uvicorn.server import ServerState
+
+LINGER_S: Final = 5.0
+"""How long a peer that still sends gets to see the answer, before the connection is reset."""
+STALL_S: Final = 30.0
+"""How long a response may wait without a single byte of it being taken."""
+
+_faults = logging.getLogger("uvicorn.error.http")
+# What peers do wrong is counted: with a line for each they could fill the log.
+_faults.setLevel(logging.ERROR)
+
+
+class Http(H11Protocol):
+    """One connection, until it is closed or has become a WebSocket.
+
+    Args:
+        config: uvicorn's.
+        server_state: What all connections share, uvicorn's.
+        app_state: uvicorn's.
+        _loop: uvicorn's.
+        crowd: All such connections.
+        head_timeout_s: How long the head of a request may take.
+        refused: Called with the HTTP status of each answer that is given here rather than by the application.
+    """
+
+    def __init__(  # noqa: PLR0913 - uvicorn's own arguments, and after them ours by their names
+        self,
+        config: Any,
+        server_state: ServerState,
+        app_state: dict[str, Any],
+        _loop: asyncio.AbstractEventLoop | None = None,
+        *,
+        crowd: Crowd[Http],
+        head_timeout_s: float,
+        refused: Callable[[int], object],
+    ) -> None:
+        super().__init__(config, server_state, app_state, _loop)
+        self.logger = _faults
+        self._refused = refused
+        self._crowd = crowd
+        self._head_timeout_s = head_timeout_s
+        self._head_timer: asyncio.TimerHandle | None = None
+        self._end_timer: asyncio.TimerHandle | None = None
+        self._stall_timer: asyncio.TimerHandle | None = None
+        self._unsent_bytes = 0
+        self._in_head = False
+        self._malformed = False
+        self._lingers = False
+        self._is_socket = False
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Take the connection in, if there is room."""
+        self._raw = cast("asyncio.Transport", transport)
+        super().connection_made(self._raw)
+        bound_writes(self._raw)
+        self.transport = cast("asyncio.Transport", _Closing(self._raw, self._close))
+        if self._crowd.admit(self):
+            self._await_head()
+        else:
+            self._write(HTTPStatus.SERVICE_UNAVAILABLE, "queue_full", "the daemon has as many connections as it may")
+            self._close()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Forget the connection."""
+        self._leave()
+        for timer in (self._end_timer, self._stall_timer):
+            if timer is not None:
+                timer.cancel()
+        self._unset_keepalive_if_required()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """Take what the peer sent; once the answer is given, what still comes of the request is thrown away."""
+        if self._lingers:
+            return
+        super().data_received(data)
+        if self._is_socket or self._lingers or self._raw.is_closing():
+            return
+        if self._answering:
+            self._busy()
+        else:
+            self._in_head = True
+            self._await_head()
+
+    def handle_websocket_upgrade(self, event: Any) -> None:
+        """Let go of the connection: it is a WebSocket's from here on."""
+        self._is_socket = True
+        self._leave()
+        self.transport = self._raw
+        super().handle_websocket_upgrade(event)
+
+    def on_response_complete(self) -> None:
+        """Wait for the next request; a peer that still sends this one is heard out for a while, and then reset."""
+        unfinished = self.cycle.more_body
+        super().on_response_complete()
+        if unfinished:
+            self._close()
+        elif not self._answering and not self._raw.is_closing():
+            self._in_head = False
+            self._crowd.wait(self)
+
+    def send_400_response(self, msg: str) -> None:
+        """Refuse what is no HTTP."""
+        self._answer(HTTPStatus.BAD_REQUEST, "invalid_request", msg)
+
+    def pause_writing(self) -> None:
+        """Hold the response back: the peer is behind, and may have stopped reading."""
+        super().pause_writing()
+        self._watch_reader()
+
+    def resume_writing(self) -> None:
+        """Go on: the peer has caught up."""
+        super().resume_writing()
+        if self._stall_timer is not None:
+            self._stall_timer.cancel()
+
+    def shutdown(self) -> None:
+        """Close because the daemon stops, after the response that is under way."""
+        if self._lingers:
+            self._raw.abort()
+        else:
+            super().shutdown()
+
+    def make_way(self) -> None:
+        """Close a connection that waits for a request, because others want in."""
+        self._raw.abort()
+
+    @property
+    def _answering(self) -> bool:
+        """Whether a request has come whose response is not complete."""
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def _await_head(self) -> None:
+        self._crowd.wait(self)
+        if self._head_timer is None:
+            self._head_timer = self.loop.call_later(self._head_timeout_s, self._head_overdue)
+
+    def _busy(self) -> None:
+        self._crowd.work(self)
+        self._in_head = False
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+    def _leave(self) -> None:
+        self._busy()
+        self._crowd.leave(self)
+
+    def _head_overdue(self) -> None:
+        self._head_timer = None
+        if self._in_head:
+            self._answer(HTTPStatus.REQUEST_TIMEOUT, "request_timeout", "the head of the request did not come in time")
+        else:
+            self._raw.close()
+
+    def _answer(self, status: HTTPStatus, code: str, message: str) -> None:
+        """Refuse a request that has not got as far as the application, and close when that has been read."""
+        self._malformed = True
+        self._write(status, code, message)
+        self._close()
+
+    def _write(self, status: HTTPStatus, code: str, message: str) -> None:
+        self._refused(status.value)
+        kind = "invalid_request_error" if status < HTTPStatus.INTERNAL_SERVER_ERROR else "server_error"
+        body = orjson.dumps({"error": {"message": message, "type": kind, "param": None, "code": code}})
+        lines = (
+            f"HTTP/1.1 {status.value} {status.phrase}",
+            *(f"{name.decode()}: {value.decode()}" for name, value in self.server_state.default_headers),
+            "content-type: application/json",
+            f"content-length: {len(body)}",
+            "connection: close",
+        )
+        self._raw.write("\r\n".join((*lines, "", "")).encode() + body)
+
+    def _close(self) -> None:
+        """Close when all that was written has been read.
+
+        Closed with unread bytes in it a connection is reset, and a peer that still sends never sees the answer.
+        """
+        if self._lingers or self._raw.is_closing():
+            return
+        if not self._malformed and (self.cycle is None or not self.cycle.more_body):
+            self._raw.close()
+            self._end_timer = self.loop.call_later(STALL_S, self._raw.abort)
+            return
+        self._lingers = True
+        self._busy()
+        self._crowd.wait(self)
+        self._unset_keepalive_if_required()
+        self.flow.resume_reading()
+        if self._raw.can_write_eof():
+            self._raw.write_eof()
+        self._end_timer = self.loop.call_later(LINGER_S, self._raw.abort)
+
+    def _watch_reader(self) -> None:
+        self._unsent_bytes = self._raw.get_write_buffer_size()
+        self._stall_timer = self.loop.call_later(STALL_S, self._look_at_reader)
+
+    def _look_at_reader(self) -> None:
+        """Reset the connection if nothing was taken since the last look; one that reads slowly gets more time."""
+        if self._raw.get_write_buffer_size() < self._unsent_bytes:
+            self._watch_reader()
+        else:
+            self._raw.abort()
+
+
+class _Closing:
+    """A transport that leaves it to its connection how to close."""
+
+    def __init__(self, transport: asyncio.Transport, close: Callable[[], None]) -> None:
+        self._transport = transport
+        self.close = close
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)

@@ -1,0 +1,309 @@
+"""Tests of HTTP connections whose peers dawdle, flood, or are more than there may be."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import socket
+from typing import TYPE_CHECKING
+
+import pytest
+
+from inferencecenter.server import http
+from inferencecenter.server.crowd import Crowd
+from tests.server.harness import ask, hear
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable
+    from contextlib import AbstractAsyncContextManager
+
+    from starlette.types import Receive, Scope, Send
+
+    from tests.server.harness import Running
+
+    Serve = Callable[..., AbstractAsyncContextManager[Running]]
+
+SOON_S = 5.0
+"""Far longer than anything here takes, and shorter than the limits that are not lowered."""
+GET = b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n"
+
+
+@contextlib.asynccontextmanager
+async def peer(server: Running) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    """Open a plain connection."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+    try:
+        async with asyncio.timeout(SOON_S):
+            yield reader, writer
+    finally:
+        writer.close()
+
+
+async def tick() -> None:
+    """Let the server go on."""
+    await asyncio.sleep(0)
+
+
+async def answer(reader: asyncio.StreamReader) -> tuple[int, bytes]:
+    """Read one answer that tells its length; returns its status and body."""
+    head = await reader.readuntil(b"\r\n\r\n")
+    lines = head.lower().split(b"\r\n")
+    length = next(int(line.partition(b":")[2]) for line in lines if line.startswith(b"content-length:"))
+    return int(head.split()[1]), await reader.readexactly(length)
+
+
+def answering(server: Running, app: Callable[[Scope, Receive, Send], object]) -> None:
+    """Have connections that come from now on answered by another application."""
+    config = server.listener.config
+    if not config.loaded:
+        config.load()
+    vars(config)["loaded_app"] = app
+
+
+async def refuse(_scope: Scope, _receive: Receive, send: Send) -> None:
+    """Answer without having read the request's body."""
+    await send({"type": "http.response.start", "status": 413, "headers": [(b"content-length", b"2")]})
+    await send({"type": "http.response.body", "body": b"no"})
+
+
+@pytest.mark.parametrize("said", [b"GET / HTTP/1.1\r\nHost: x\r\nX-Slow: ", b"G"])
+async def test_a_head_that_does_not_end_is_refused(serve: Serve, said: bytes) -> None:
+    """What has begun and goes on too slowly gets 408, however it dribbles."""
+    async with serve(head_timeout_s=0.1) as server, peer(server) as (reader, writer):
+        writer.write(said)
+        status, body = await answer(reader)
+        assert (status, json.loads(body)["error"]["code"]) == (408, "request_timeout")
+        assert await reader.read() == b""
+
+
+async def test_each_byte_gives_no_more_time(serve: Serve) -> None:
+    """The time of a head is counted from its first byte."""
+    async with serve(head_timeout_s=0.2) as server, peer(server) as (reader, writer):
+        writer.write(b"GET / HTTP/1.1\r\nX-Slow: ")
+        answered = asyncio.get_running_loop().create_task(answer(reader))
+        while not answered.done():
+            writer.write(b"x")
+            await asyncio.wait([answered], timeout=0.01)
+        assert answered.result()[0] == 408
+
+
+async def test_who_says_nothing_is_closed_without_a_word(serve: Serve) -> None:
+    """A connection without a request ends as quietly as it came."""
+    async with serve(head_timeout_s=0.05) as server, peer(server) as (reader, _):
+        assert await reader.read() == b""
+
+
+async def test_a_kept_connection_waits_for_its_next_request(serve: Serve) -> None:
+    """Between requests the longer time holds, and when it is over the connection closes."""
+    async with serve(head_timeout_s=0.05, keep_alive_s=0.3) as server, peer(server) as (reader, writer):
+        for _ in range(2):
+            writer.write(GET)
+            assert (await answer(reader))[0] == 200
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(reader.read(1), 0.1)
+        assert await reader.read() == b""
+
+
+async def test_the_head_of_a_second_request_has_its_time_too(serve: Serve) -> None:
+    """A connection that was good once is held to the same."""
+    async with serve(head_timeout_s=0.1) as server, peer(server) as (reader, writer):
+        writer.write(GET)
+        await answer(reader)
+        writer.write(GET[:10])
+        assert (await answer(reader))[0] == 408
+
+
+async def test_a_response_may_take_longer_than_a_head(serve: Serve) -> None:
+    """The time of the head ends with the head."""
+
+    async def slow(_scope: Scope, receive: Receive, send: Send) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(0.2):
+                await receive()
+                await receive()
+        await refuse(_scope, receive, send)
+
+    async with serve(head_timeout_s=0.05) as server:
+        answering(server, slow)
+        async with peer(server) as (reader, writer):
+            writer.write(GET)
+            assert (await answer(reader))[0] == 413
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
+        b"\r\n\r\n",
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: x\r\nHost: y\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: x\r\nContent-Length: -1\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: x\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: gzip, chunked\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: x\r\nNo colon\r\n\r\n",
+        b"GET /\xff HTTP/1.1\r\nHost: x\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: x\r\nA: " + b"x" * 100_000,
+        b"GET / HTTP/1.1\r\nHost: x\r\n" + b"A: x\r\n" * 50_000,
+    ],
+)
+async def test_what_is_no_http_is_refused(server: Running, said: bytes) -> None:
+    """Broken, ambiguous and enormous heads get 400 as JSON, and the connection ends."""
+    async with peer(server) as (reader, writer):
+        writer.write(said)
+        status, body = await answer(reader)
+        assert (status, json.loads(body)["error"]["code"]) == (400, "invalid_request")
+        assert await reader.read() == b""
+
+
+async def test_an_answer_that_comes_before_the_body_is_seen(server: Running) -> None:
+    """Whoever sends a large body that nobody reads can read why, and is cut off after that."""
+    answering(server, refuse)
+    async with peer(server) as (reader, writer):
+        writer.write(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 100000000\r\n\r\n" + b"x" * 5_000_000)
+        assert await answer(reader) == (413, b"no")
+        assert await reader.read() == b""
+
+
+@pytest.mark.parametrize("headers", [b"", b"Connection: close\r\n"])
+async def test_a_body_that_nobody_waits_for_does_not_hold_its_connection(
+    server: Running, monkeypatch: pytest.MonkeyPatch, headers: bytes
+) -> None:
+    """A peer that goes on sending after its answer, byte by byte, is reset."""
+    monkeypatch.setattr(http, "LINGER_S", 0.1)
+    answering(server, refuse)
+    async with peer(server) as (reader, writer):
+        writer.write(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n" + headers + b"\r\nx")
+        assert (await answer(reader))[0] == 413
+        with contextlib.suppress(ConnectionError):
+            while len(server.listener.crowd):
+                writer.write(b"x")
+                await writer.drain()
+                await tick()
+    assert len(server.listener.crowd) == 0
+
+
+def endless(server: Running) -> Callable[[Scope, Receive, Send], object]:
+    """Return an application that answers for as long as somebody is there."""
+
+    async def app(_scope: Scope, _receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        while len(server.listener.crowd):
+            await send({"type": "http.response.body", "body": b"x" * 65_536, "more_body": True})
+
+    return app
+
+
+async def test_a_response_that_nobody_reads_is_given_up(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """When nothing is taken for a while the connection is reset."""
+    monkeypatch.setattr(http, "STALL_S", 0.1)
+    answering(server, endless(server))
+    async with peer(server) as (reader, writer):
+        writer.transport.pause_reading()  # type: ignore[attr-defined]
+        writer.write(GET)
+        while not server.listener.server_state.tasks:
+            await tick()
+        (task,) = server.listener.server_state.tasks
+        await asyncio.wait([task])
+        assert len(server.listener.crowd) == 0
+        assert not reader.at_eof()
+
+
+async def test_a_slow_reader_gets_more_time(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As long as something is taken between two looks the response goes on."""
+    monkeypatch.setattr(http, "STALL_S", 0.1)
+    answering(server, endless(server))
+    plain = socket.socket()
+    plain.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    plain.setblocking(False)
+    loop = asyncio.get_running_loop()
+    with plain:
+        await loop.sock_connect(plain, ("127.0.0.1", server.port))
+        await loop.sock_sendall(plain, GET)
+        until = loop.time() + 0.4
+        while loop.time() < until:
+            assert await loop.sock_recv(plain, 1024)
+            await tick()
+        assert len(server.listener.crowd) == 1
+
+
+async def test_whoever_waits_makes_way_for_one_more(serve: Serve) -> None:
+    """At the limit the connection that has waited longest is closed, and the new one is answered."""
+    async with serve(max_connections=2) as server, peer(server) as (first, _), peer(server) as (_, second):
+        second.write(GET)
+        async with peer(server) as (reader, writer):
+            assert await first.read() == b""
+            writer.write(GET)
+            assert (await answer(reader))[0] == 200
+            assert (len(server.listener.crowd), server.listener.crowd.n_waiting) == (2, 2)
+
+
+async def test_when_all_are_busy_one_more_is_turned_away(serve: Serve) -> None:
+    """It hears 503, and those that are being answered go on."""
+    finish = asyncio.Event()
+
+    async def waiting(scope: Scope, receive: Receive, send: Send) -> None:
+        await finish.wait()
+        await refuse(scope, receive, send)
+
+    async with serve(max_connections=1) as server:
+        answering(server, waiting)
+        async with peer(server) as (busy, writer):
+            writer.write(GET)
+            while not server.listener.server_state.tasks:
+                await tick()
+            async with peer(server) as (reader, _):
+                status, body = await answer(reader)
+                assert (status, json.loads(body)["error"]["code"]) == (503, "queue_full")
+            finish.set()
+            assert (await answer(busy))[0] == 413
+
+
+async def test_sockets_are_not_counted_among_http_connections(serve: Serve) -> None:
+    """A connection that became a WebSocket has left the crowd, and neither timer nor newcomer touches it."""
+    async with serve(max_connections=1, head_timeout_s=0.05) as server, server.v1() as client:
+        await hear(client)
+        assert len(server.listener.crowd) == 0
+        assert (await server.http("/healthz"))[0] == 200
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(hear(client), 0.15)
+        assert (await ask(client, op="ping"))["op"] == "pong"
+
+
+async def test_requests_in_a_row_are_answered_in_their_order(server: Running) -> None:
+    """Pipelined requests, the last of them incomplete, are answered one after the other."""
+    async with peer(server) as (reader, writer):
+        writer.write(GET + b"GET /nowhere HTTP/1.1\r\nHost: x\r\n\r\n" + GET * 50 + GET[:-2])
+        statuses = [(await answer(reader))[0] for _ in range(52)]
+        assert statuses == [200, 404, *[200] * 50]
+        writer.write(b"\r\n")
+        assert (await answer(reader))[0] == 200
+
+
+async def test_a_second_request_is_not_smuggled_in(server: Running) -> None:
+    """Where a request tells its length in two ways, what follows its chunks is the next request."""
+    async with peer(server) as (reader, writer):
+        body = b"0\r\n\r\n"
+        head = b"POST /nowhere HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\nContent-Length: 50\r\n\r\n"
+        writer.write(head + body + GET)
+        assert [(await answer(reader))[0] for _ in range(2)] == [404, 200]
+
+
+def test_a_crowd_forgets_who_has_left() -> None:
+    """Whoever was never let in, or has gone, neither waits nor counts."""
+
+    class Nobody:
+        """A connection that must not be closed."""
+
+        def make_way(self) -> None:
+            raise AssertionError
+
+    crowd: Crowd[Nobody] = Crowd(1)
+    first, second = Nobody(), Nobody()
+    assert crowd.admit(first)
+    assert not crowd.admit(second)
+    crowd.wait(second)
+    assert (len(crowd), crowd.n_waiting) == (1, 0)
+    crowd.leave(first)
+    crowd.leave(second)
+    assert (len(crowd), crowd.admit(second)) == (0, True)
