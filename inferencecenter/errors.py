@@ -45,6 +45,10 @@ class ErrorCode(StrEnum):
     # Of HTTP alone, never sent over a socket.
     METHOD_NOT_ALLOWED = "method_not_allowed"
     REQUEST_TIMEOUT = "request_timeout"
+    # Of Responses alone, over HTTP and over sockets of its own.
+    PREVIOUS_RESPONSE_NOT_FOUND = "previous_response_not_found"
+    CONNECTION_LIMIT = "websocket_connection_limit_reached"
+    STREAM_LIMIT = "websocket_stream_limit_reached"
     # Met by whoever runs the daemon or the command line, never sent over a socket.
     INVALID_CONFIG = "invalid_config"
     INVALID_MODEL_FILE = "invalid_model_file"
@@ -105,6 +109,13 @@ _ROWS = (
     ErrorSpec(ErrorCode.METHOD_NOT_ALLOWED, "This address does not take that method.", 405, 64, on_wire=False),
     ErrorSpec(
         ErrorCode.REQUEST_TIMEOUT, "The request took too long to arrive.", 408, 75, retryable=True, on_wire=False
+    ),
+    ErrorSpec(ErrorCode.PREVIOUS_RESPONSE_NOT_FOUND, "No such previous response.", 400, 66, on_wire=False),
+    ErrorSpec(
+        ErrorCode.CONNECTION_LIMIT, "The client has too many connections.", 429, 75, retryable=True, on_wire=False
+    ),
+    ErrorSpec(
+        ErrorCode.STREAM_LIMIT, "Too many responses run or wait on this socket.", 429, 75, retryable=True, on_wire=False
     ),
     ErrorSpec(ErrorCode.INVALID_CONFIG, "The configuration is not valid.", 500, 78, on_wire=False, on_http=False),
     ErrorSpec(ErrorCode.INVALID_MODEL_FILE, "The model file cannot be loaded.", 500, 66, on_wire=False, on_http=False),

@@ -61,7 +61,7 @@ def place_for(sessions: Sessions, client: Client, conversation: Conversation) ->
         on_full=conversation.on_full,
     )
     if found is None:
-        return _opened(sessions, client, conversation)
+        return opened(sessions, client, conversation)
     session_id = found.session_id
     if found.turn is not None and conversation.stateless:
         sessions.rewind(client, RewindSession(op="rewind_session", session_id=session_id, turn=found.turn), _DEAF)
@@ -87,7 +87,12 @@ def closed(sessions: Sessions, client: Client, session_id: str) -> None:
     sessions.close(client, CloseSession(op="close_session", session_id=session_id))
 
 
-def _opened(sessions: Sessions, client: Client, conversation: Conversation) -> Place:
+def opened(sessions: Sessions, client: Client, conversation: Conversation) -> Place:
+    """Return where a conversation goes on that gets a session of its own.
+
+    Raises:
+        InferenceCenterError: See ``Sessions.create`` and ``append``.
+    """
     messages = conversation.messages
     system = messages[0].content if messages[0].role == "system" and len(messages) > 1 else None
     request = CreateSession(
