@@ -1,17 +1,20 @@
-"""Other tongues for the same sessions: OpenAI's HTTP interface. They translate, and have no behaviour of their own."""
+"""Other tongues for the same sessions: OpenAI's HTTP interface, and plain text.
+
+They translate, and have no behaviour of their own.
+"""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from inferencecenter.dialects import endpoint
+from inferencecenter.dialects import endpoint, openapi, plain
 
 if TYPE_CHECKING:
     from starlette.routing import BaseRoute
 
     from inferencecenter.server.context import Context
 
-OPERATIONS: Final[tuple[endpoint.Operation, ...]] = ()
+OPERATIONS: Final[tuple[endpoint.Operation, ...]] = (*plain.OPERATIONS, openapi.operation(lambda: OPERATIONS))
 """Every HTTP operation; routes and the OpenAPI document derive from it."""
 
 

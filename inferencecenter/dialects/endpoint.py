@@ -13,9 +13,10 @@ from pydantic import BaseModel
 from starlette.datastructures import Headers, QueryParams
 from starlette.routing import BaseRoute, Route
 
-from inferencecenter.dialects import sse
+from inferencecenter.dialects import nowhere, sse
 from inferencecenter.dialects.body import checked, parse, read_body
 from inferencecenter.dialects.caller import Caller, GoneError, Visit, admit
+from inferencecenter.dialects.cors import CrossOrigin
 from inferencecenter.dialects.errors import error_body, error_headers
 from inferencecenter.dialects.replies import Document, Reply, Stream
 from inferencecenter.errors import ErrorCode, InferenceCenterError
@@ -109,7 +110,7 @@ class Call:
     guest: Visit | None = None
     body: Any = None
     query: Any = None
-    path: Mapping[str, str] = field(default=_NOTHING)
+    path: Mapping[str, str] = field(default_factory=lambda: _NOTHING)
 
     @property
     def visit(self) -> Visit:
@@ -124,12 +125,16 @@ class Call:
 
 
 def routes(context: Context, operations: Iterable[Operation]) -> list[BaseRoute]:
-    """Return the routes of all operations, under the base path of the settings."""
+    """Return the routes of all operations, under the base path of the settings, and of what there is not in ``/v1``."""
     by_path: defaultdict[str, dict[str, Operation]] = defaultdict(dict)
     for operation in operations:
         by_path[operation.path][operation.method] = operation
     base = context.settings.base_path
-    return [Route(base + path, Endpoint(context, methods, path=path)) for path, methods in by_path.items()]
+    found: list[BaseRoute] = [
+        Route(base + path, CrossOrigin(Endpoint(context, methods, path=path), context, methods=methods))
+        for path, methods in by_path.items()
+    ]
+    return [*found, Route(base + nowhere.PATTERN, nowhere.nowhere)]
 
 
 class Endpoint:
