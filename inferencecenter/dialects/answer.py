@@ -95,13 +95,15 @@ class Turns:
         context: The rest of the daemon.
         visit: The request.
         discard: Whether what aborted turns have said is forgotten.
+        outlived: Whether turns go on without the request in place of being aborted.
     """
 
-    def __init__(self, context: Context, visit: Visit, *, discard: bool = True) -> None:
+    def __init__(self, context: Context, visit: Visit, *, discard: bool = True, outlived: bool = False) -> None:
         self._context = context
         self._visit = visit
         self._client = visit.caller.client
         self._discard = discard
+        self._outlived = outlived
         self._ears: list[_Ear] = []
         self._queue: deque[tuple[int, Event | _Run]] = deque()
         self._bytes = 0
@@ -219,8 +221,8 @@ class Turns:
         """Abort what has not ended, and have sessions go on without this request."""
         sessions = self._context.sessions
         for ear in self._ears:
-            if not ear.over:
-                ear.over = True
+            over, ear.over = ear.over, True
+            if not over and not self._outlived:
                 abort = Abort(op="abort", session_id=ear.request.session_id, discard=self._discard)
                 with suppress(InferenceCenterError):  # it has ended, and its end is on its way
                     sessions.abort(self._client, abort)

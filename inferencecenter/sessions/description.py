@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 class TurnFacts:
     """What is known of a turn: the messages ``before`` it, those that it ``asked``, and its ``answer``.
 
-    ``note`` is text of whoever asked. A turn that is ``running`` has no answer, ``finish_reason`` or usage yet. One
-    that was discarded left no messages.
+    ``note`` is text of whoever asked. A turn that is ``running`` has no answer or usage yet, and a ``finish_reason``
+    only if it is about to end for it. One that was discarded left no messages, and one that failed its ``failure``.
     """
 
     turn_id: str
@@ -37,6 +37,7 @@ class TurnFacts:
     finish_reason: str | None = None
     usage: Usage | None = None
     running: bool = False
+    failure: events.Error | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +97,9 @@ class Standing:
         Raises:
             InferenceCenterError: ``turn_not_found``.
         """
+        if (failed := self.ledger.failure(turn_id)) is not None:
+            failure, note = failed
+            return TurnFacts(turn_id, note, before=self.history.messages, asked=(), failure=failure)
         if (known := self.ledger.turn(turn_id)) is None:
             raise InferenceCenterError(ErrorCode.TURN_NOT_FOUND)
         listed, note = known
@@ -122,6 +126,7 @@ class Standing:
             request_id: The frame that asked.
         """
         asked = messages_of(turn.order.request) if turn else ()
+        speaking = turn.speaking if turn else None
         return events.SessionResumed(
             id=request_id,
             session_id=self.facts.session_id,
@@ -131,7 +136,9 @@ class Standing:
             epoch=self.facts.epoch,
             seq=self.seq,
             turn_id=turn.turn_id if turn else None,
-            content=turn.answer.text if turn and lost else None,
+            content=turn.content if turn and lost else None,
+            reasoning=(speaking.reasoning or None) if speaking and lost else None,
+            tool_calls=(speaking.calls or None) if speaking and lost else None,
             transcript=self.history.messages + asked if lost else None,
             turns=self.ledger.turns if lost else None,
         )

@@ -13,12 +13,14 @@ from inferencecenter.protocol.values import TranscriptTurn, Usage
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from inferencecenter.protocol.events import End
+    from inferencecenter.protocol.events import End, Error
 
 MAX_TURNS: Final = 1000
 """Turns that are listed."""
 MAX_TURN_KEYS: Final = 64
 """Turns that a repeated ``turn_key`` finds."""
+MAX_FAILURES: Final = 16
+"""Turns that failed, which are remembered with the reason until the daemon ends."""
 _NO_ENDS: Final[Mapping[str, End]] = MappingProxyType({})
 _NO_NOTES: Final[Mapping[str, str]] = MappingProxyType({})
 _NOTHING: Final = Usage(prompt_tokens=0, cached_tokens=0, completion_tokens=0)
@@ -42,6 +44,7 @@ class Ledger:
         self._turns = list(turns)
         self._notes = dict(notes)
         self._ends = OrderedDict(list(ends.items())[-MAX_TURN_KEYS:])
+        self._failures: OrderedDict[str, tuple[Error, str]] = OrderedDict()
         self.usage = _sum(self._turns)
 
     @property
@@ -83,6 +86,16 @@ class Ledger:
             if len(self._ends) > MAX_TURN_KEYS:
                 self._ends.popitem(last=False)
         return turn
+
+    def remember(self, turn_id: str, failure: Error, *, note: str) -> None:
+        """Take note of a turn that failed."""
+        self._failures[turn_id] = failure, note
+        if len(self._failures) > MAX_FAILURES:
+            self._failures.popitem(last=False)
+
+    def failure(self, turn_id: str) -> tuple[Error, str] | None:
+        """Return why a turn failed and what was noted of it, if that is still known."""
+        return self._failures.get(turn_id)
 
     def find(self, turn_key: str | None) -> End | None:
         """Return how the turn with this key ended, if it is still known."""

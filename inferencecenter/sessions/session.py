@@ -88,8 +88,7 @@ class Session:
         if (unfinished := kept.unfinished) is not None:
             now = around.monotonic()
             since = now - max(0.0, around.clock() - unfinished.order.submitted_at)
-            said = unfinished.tokens, unfinished.text
-            session._answer(Turn(unfinished.order, since=since, now=now, said=said))
+            session._answer(Turn(unfinished.order, since=since, now=now, said=unfinished))
             session._change(SessionChange.TURN_QUEUED)
         return session
 
@@ -136,7 +135,14 @@ class Session:
         if turn is None or turn.turn_id != turn_id:
             return self.standing.turn(turn_id)
         asked = messages_of(turn.order.request)
-        return TurnFacts(turn_id, turn.order.note, before=self._history.messages, asked=asked, running=True)
+        return TurnFacts(
+            turn_id,
+            turn.order.note,
+            before=self._history.messages,
+            asked=asked,
+            finish_reason=turn.cut,
+            running=True,
+        )
 
     @property
     def history(self) -> History:
@@ -301,6 +307,7 @@ class Session:
         """Tell that the running turn leaves nothing behind."""
         self._turn_is_over()
         error = self._stream.failed(turn, failure)
+        self._ledger.remember(turn.turn_id, error, note=turn.order.note)
         record = Dropped(
             session_id=self.facts.session_id,
             seq=self._stream.seq,
@@ -317,7 +324,9 @@ class Session:
         around.check_writable(store=facts.store)
         around.admit()
         noted = self._ledger.n_note_chars + len(terms.note)
-        self._history.check_room(messages_of(request), max_chars=around.max_transcript_chars - noted)
+        asked = messages_of(request)
+        self._history.check_results(asked)
+        self._history.check_room(asked, max_chars=around.max_transcript_chars - noted)
         order = new_order(request, terms, facts=facts, around=around)
         now = around.monotonic()
         answering = self._answer(Turn(order, since=now, now=now))
