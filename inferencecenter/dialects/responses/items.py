@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field
 
+from inferencecenter.dialects.body import Fields
 from inferencecenter.protocol.values import CallId, ChatMessage, ToolCall, ToolName
 
 if TYPE_CHECKING:
@@ -21,27 +22,14 @@ ItemId = Annotated[str, Field(max_length=128)]
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
 
 
-class Given(BaseModel):
-    """Part of a request: no unknown fields, nothing is coerced, and null is as absent."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _null_is_absent(cls, given: Any) -> Any:
-        if isinstance(given, dict):
-            return {name: value for name, value in given.items() if value is not None}
-        return given
-
-
-class InputText(Given):
+class InputText(Fields):
     """Text of a message, or of what a tool answered."""
 
     type: Literal["input_text"] = Field(description="What it is.")
     text: str = Field(description="The text.")
 
 
-class GivenOutputText(Given):
+class GivenOutputText(Fields):
     """Text that a model has said."""
 
     type: Literal["output_text"] = Field(description="What it is.")
@@ -53,7 +41,7 @@ class GivenOutputText(Given):
 TextPart = Annotated[InputText | GivenOutputText, Field(discriminator="type")]
 
 
-class Message(Given):
+class Message(Fields):
     """Something that was said."""
 
     type: Literal["message"] = Field(default="message", description="What it is.")
@@ -68,21 +56,21 @@ class Message(Given):
         return text_of(self.content)
 
 
-class ReasoningText(Given):
+class ReasoningText(Fields):
     """What a model has thought."""
 
     type: Literal["reasoning_text"] = Field(description="What it is.")
     text: str = Field(description="The text.")
 
 
-class SummaryText(Given):
+class SummaryText(Fields):
     """A summary of what a model has thought."""
 
     type: Literal["summary_text"] = Field(description="What it is.")
     text: str = Field(description="The text.")
 
 
-class Reasoning(Given):
+class Reasoning(Fields):
     """What a model thought before it said something or asked for a tool."""
 
     type: Literal["reasoning"] = Field(description="What it is.")
@@ -97,7 +85,7 @@ class Reasoning(Given):
         return "".join(part.text for part in self.content or self.summary)
 
 
-class FunctionCall(Given):
+class FunctionCall(Fields):
     """A tool that a model asked for."""
 
     type: Literal["function_call"] = Field(description="What it is.")
@@ -108,7 +96,7 @@ class FunctionCall(Given):
     status: ItemStatus = Field(default="completed", description="As it came.")
 
 
-class FunctionCallOutput(Given):
+class FunctionCallOutput(Fields):
     """What a tool answered."""
 
     type: Literal["function_call_output"] = Field(description="What it is.")

@@ -10,14 +10,13 @@ import re
 from typing import Final, NamedTuple
 
 from inferencecenter.errors import ErrorCode, InferenceCenterError
-from inferencecenter.protocol.requests import START
 
 _PART: Final = r"[A-Za-z0-9_-]{22}"
-_NAME: Final = re.compile(rf"resp_({_PART})({_PART}|start)")
+_NAME: Final = re.compile(rf"resp_({_PART})({_PART})")
 
 
 class Place(NamedTuple):
-    """Where a response is: a session, and a turn of it or ``START``."""
+    """Where a response is: a session, and a turn of it."""
 
     session_id: str
     turn_id: str
@@ -25,26 +24,20 @@ class Place(NamedTuple):
 
 def response_id(place: Place) -> str:
     """Return the name of the response of a turn."""
-    session = place.session_id.removeprefix("s_")
-    turn = START if place.turn_id == START else place.turn_id.removeprefix("t_")
-    return f"resp_{session}{turn}"
+    return f"resp_{place.session_id.removeprefix('s_')}{place.turn_id.removeprefix('t_')}"
 
 
-def read_response_id(name: str, *, field: str | None = None) -> Place:
+def read_response_id(name: str) -> Place:
     """Return where the response of a name is, if it is anywhere.
-
-    Args:
-        name: As ``response_id`` makes them.
-        field: Where it was given.
 
     Raises:
         InferenceCenterError: ``turn_not_found`` for what is no such name.
     """
     match = _NAME.fullmatch(name)
     if match is None:
-        raise InferenceCenterError(ErrorCode.TURN_NOT_FOUND, "No such response.", field=field)
+        raise InferenceCenterError(ErrorCode.TURN_NOT_FOUND, "No such response.")
     session, turn = match.groups()
-    return Place(f"s_{session}", START if turn == START else f"t_{turn}")
+    return Place(f"s_{session}", f"t_{turn}")
 
 
 def item_id(kind: str, turn_id: str, index: int = 0) -> str:

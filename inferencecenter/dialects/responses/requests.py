@@ -6,11 +6,11 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import ConfigDict, Discriminator, Field, StringConstraints, Tag, model_validator
 
+from inferencecenter.dialects.body import Fields
 from inferencecenter.dialects.responses.items import (
     MAX_ITEMS,
     FunctionCall,
     FunctionCallOutput,
-    Given,
     Item,
     Message,
     Reasoning,
@@ -26,19 +26,19 @@ ResponseName = Annotated[str, StringConstraints(min_length=1, max_length=128)]
 StreamId = Annotated[str, StringConstraints(min_length=1, max_length=64)]
 
 
-class PlainText(Given):
+class PlainText(Fields):
     """The answer is text."""
 
     type: Literal["text"] = Field(description="What it is.")
 
 
-class JsonObject(Given):
+class JsonObject(Fields):
     """The answer is a JSON object."""
 
     type: Literal["json_object"] = Field(description="What it is.")
 
 
-class JsonSchema(Given):
+class JsonSchema(Fields):
     """The answer is JSON that a JSON Schema accepts."""
 
     # The field is called schema, which pydantic's models have a method for.
@@ -50,7 +50,7 @@ class JsonSchema(Given):
     strict: bool = Field(default=True, description="The answer is held to the schema either way.")
 
 
-class TextConfig(Given):
+class TextConfig(Fields):
     """What the text of the answer looks like."""
 
     format: Annotated[PlainText | JsonObject | JsonSchema, Field(discriminator="type")] = Field(
@@ -59,7 +59,7 @@ class TextConfig(Given):
     verbosity: Literal["medium"] = Field(default="medium", description="There is no other.")
 
 
-class FunctionTool(Given):
+class FunctionTool(Fields):
     """A function that the client can run."""
 
     type: Literal["function"] = Field(description="What it is.")
@@ -69,14 +69,14 @@ class FunctionTool(Given):
     strict: bool = Field(default=True, description="Arguments are held to the schema either way.")
 
 
-class FunctionChoice(Given):
+class FunctionChoice(Fields):
     """The function that has to be called."""
 
     type: Literal["function"] = Field(description="What it is.")
     name: ToolName = Field(description="Its name.")
 
 
-class AllowedTools(Given):
+class AllowedTools(Fields):
     """The functions, out of all, that may be called now."""
 
     type: Literal["allowed_tools"] = Field(description="What it is.")
@@ -84,7 +84,7 @@ class AllowedTools(Given):
     tools: list[FunctionChoice] = Field(min_length=1, max_length=MAX_TOOLS, description="Which.")
 
 
-class ReasoningConfig(Given):
+class ReasoningConfig(Fields):
     """Whether the model thinks before it answers."""
 
     effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = Field(
@@ -93,7 +93,7 @@ class ReasoningConfig(Given):
     summary: Literal["auto"] | None = Field(default=None, description="There are no summaries: thoughts come whole.")
 
 
-class StreamOptions(Given):
+class StreamOptions(Fields):
     """How a stream is told."""
 
     include_obfuscation: Literal[False] = Field(default=False, description="Nothing is added to hide lengths.")
@@ -114,7 +114,7 @@ InputItem = Annotated[
 ]
 
 
-class CreateResponse(Given):
+class CreateResponse(Fields):
     """Ask for a response."""
 
     input: str | Annotated[list[InputItem], Field(max_length=MAX_ITEMS)] = Field(
@@ -230,7 +230,7 @@ class CreateOnSocket(CreateResponse):
     generate: bool = Field(default=True, description="Without it all is read, and nothing answered.")
 
 
-class CancelOnSocket(Given):
+class CancelOnSocket(Fields):
     """End a response that is running or waiting, or what a lane has running."""
 
     type: Literal["response.cancel"] = Field(description="What it is.")

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import orjson
 from pydantic import BaseModel
 
+from inferencecenter.dialects.responses.describing import error_of, logprobs_of, response_of, status_of
 from inferencecenter.dialects.responses.names import Place, item_id
 from inferencecenter.dialects.responses.objects import (
     Logprob,
@@ -18,10 +19,6 @@ from inferencecenter.dialects.responses.objects import (
     OutputReasoning,
     OutputText,
     ThoughtText,
-    error_of,
-    logprobs_of,
-    response_of,
-    status_of,
 )
 from inferencecenter.protocol import events
 

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inferencecenter.dialects.responses.objects import Echo, echo_of, output_of
+from inferencecenter.dialects.responses.describing import echo_of, note_of, output_of, read_note
+from inferencecenter.dialects.responses.objects import Echo
 from inferencecenter.dialects.responses.requests import CreateResponse
 from inferencecenter.dialects.responses.telling import Frame, Telling
 from inferencecenter.protocol import events
@@ -248,5 +249,7 @@ def test_a_note_gives_the_whole_response_back() -> None:
         metadata={"a": "b"},
         reasoning={"effort": "high"},
     )
-    assert Echo.model_validate_json(asked.note()) == asked
-    assert json.loads(asked.note())["text"]["format"]["schema"] == {"type": "object"}
+    note = read_note(note_of(asked))
+    assert note is not None
+    assert dict(note) == {**dict(asked), "generate": True}
+    assert json.loads(note_of(asked))["text"]["format"]["schema"] == {"type": "object"}
