@@ -21,10 +21,12 @@ class Thinking:
 class Written:
     """How a model writes calls of tools and what it thinks; without a style it cannot ask for any tool.
 
-    Of the texts that set these off, ``control`` are control tokens, which an answer shows only where that is asked for.
+    It may write ``several`` calls in an answer. Of the texts that set these off, ``control`` are control tokens, which
+    an answer shows only where that is asked for.
     """
 
     style: Style | None = None
+    several: bool = True
     thinking: Thinking | None = None
     control: frozenset[str] = frozenset()
 

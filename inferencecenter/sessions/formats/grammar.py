@@ -1,0 +1,159 @@
+"""What the engine holds an answer to: calls of tools by their schemas, and answers that have a form."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.ipc.messages import Grammar
+from inferencecenter.sessions.formats.lark import Lark, either, escaped, joined, optional, repeated
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from inferencecenter.protocol.requests import Infer
+    from inferencecenter.protocol.values import Tool
+    from inferencecenter.sessions.formats.style import Style
+    from inferencecenter.sessions.formats.written import Thinking
+
+_ANYTHING: Final = r"/(.|\n)*/"
+_BLANK: Final = r"/\s{0,2}/"
+_IN_EXPRESSION: Final = re.compile(r"\\.|[/\n]", re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """How an answer may begin, before what it is held to.
+
+    With ``thinking`` the model may think first; it does so already where the prompt has ``opened`` its thoughts. Where
+    the prompt ends with the trigger of calls, they have ``begun``, and text needs an ``address``. The ``control`` tokens stand for themselves, all other marks are spelled.
+    """
+
+    control: frozenset[str] = frozenset()
+    thinking: Thinking | None = None
+    opened: bool = False
+    begun: bool = False
+    address: str = ""
+
+
+def form_grammar(request: Infer, start: Start) -> Grammar | None:
+    """Return the form that a request wants its answer to have, if it wants one.
+
+    Raises:
+        InferenceCenterError: ``invalid_request`` for GBNF where the model thinks already.
+    """
+    form = _form(request)
+    if form is None or (start.thinking is None and not start.address):
+        return form
+    if form.kind == "gbnf":
+        if not start.opened and not start.address:
+            return form
+        raise InferenceCenterError(
+            ErrorCode.INVALID_REQUEST,
+            "this model thinks before it answers, and a grammar in GBNF has no place for that",
+            field="grammar",
+            hint="Write it in Lark, or set `thinking` to false where the model lets you.",
+        )
+    lark = Lark(start.control)
+    answer = joined(lark.spelled(start.address), lark.rule("answer", _expression(form)))
+    _begin(lark, start, after=joined(_BLANK, answer), plain=answer)
+    return Grammar("lark", lark.text)
+
+
+def calls_grammar(style: Style, tools: Sequence[Tool], *, start: Start, demands: bool, several: bool) -> Grammar:
+    """Return the grammar of an answer that may ask for tools, or that ``demands`` it.
+
+    Calls end the answer: nothing follows them. Without ``several`` there is one at most.
+    """
+    lark = Lark(start.control)
+    rules = style.rules(tools, lark)
+    calls = lark.rule("calls", joined(rules.first, repeated(rules.next) if several else "", rules.end))
+    if demands:
+        called = joined("" if start.begun else _opened(lark, style), calls)
+        _begin(lark, start, after=joined(_BLANK, called), plain=called)
+    else:
+        lark.rule("TEXT", _text(style))
+        spoken = _spoken(lark, style, calls, text="TEXT", start=start)
+        plain = spoken
+        if start.thinking is not None and start.thinking.opens not in start.control:
+            lark.rule("FIRST", rf"TEXT & ~/(?s:\s*{escaped(start.thinking.opens)}.*)/")
+            plain = _spoken(lark, style, calls, text="FIRST", start=start)
+        _begin(lark, start, after=spoken, plain=plain)
+    return Grammar("lark", lark.text)
+
+
+def silent_grammar(style: Style, *, start: Start) -> Grammar:
+    """Return the grammar of an answer that asks for no tool."""
+    lark = Lark(start.control)
+    text = _text(style)
+    if style.trigger not in start.control and not style.opening:
+        text += f" & ~/(?s:.*{escaped(style.trigger)}.*)/"
+    said = joined(lark.spelled(start.address), lark.rule("TEXT", text))
+    _begin(lark, start, after=said, plain=said)
+    return Grammar("lark", lark.text)
+
+
+def _text(style: Style) -> str:
+    """Return what text is like that does not begin as a call does that is the whole answer."""
+    return rf"/\s*([^\s{escaped(style.opening)}](.|\n)*)?/" if style.opening else _ANYTHING
+
+
+def _opened(lark: Lark, style: Style) -> str:
+    if style.opening:
+        return optional(lark.spelled(style.trigger)) if lark.knows(style.trigger) else ""
+    return lark.spelled(style.trigger)
+
+
+def _spoken(lark: Lark, style: Style, calls: str, *, text: str, start: Start) -> str:
+    """Return text, and calls where their trigger comes; the rules of it are named after the kind of ``text``."""
+    said = lark.spelled(start.address)
+    options = [joined(said, text)]
+    if lark.knows(style.trigger):
+        options.append(joined(said, text, lark.spelled(style.trigger), calls))
+    elif not style.opening:
+        head = f"head_{text.lower()}"
+        lark.rule(f"{head}[lazy]", f"{text} {lark.spelled(style.trigger)}")
+        options.append(joined(said, head, calls))
+    if start.begun or style.opening:
+        options.append(calls)
+    return either(*options)
+
+
+def _begin(lark: Lark, start: Start, *, after: str, plain: str) -> None:
+    """Add the first rule: the answer, ``plain`` or ``after`` what the model thinks."""
+    thinking = start.thinking
+    if thinking is None:
+        lark.rule("start", plain)
+        return
+    if thinking.closes in start.control:
+        lark.rule("thoughts", joined(_ANYTHING, lark.spelled(thinking.closes)))
+    else:
+        lark.rule("thoughts[lazy]", rf"/(.|\n)*{escaped(thinking.closes)}/")
+    thought = joined("thoughts", after)
+    lark.rule("start", thought if start.opened else either(joined(lark.spelled(thinking.opens), thought), plain))
+
+
+def _form(request: Infer) -> Grammar | None:
+    if request.json_schema is not None:
+        return Grammar("json_schema", json.dumps(request.json_schema, ensure_ascii=False))
+    if request.regex is not None:
+        return Grammar("regex", request.regex)
+    if request.grammar is not None:
+        return Grammar("gbnf" if "::=" in request.grammar else "lark", request.grammar)
+    return None
+
+
+def _expression(form: Grammar) -> str:
+    """Return a form as an expression of Lark."""
+    if form.kind == "json_schema":
+        return f"%json {form.text}"
+    if form.kind == "regex":
+        return f"/{_IN_EXPRESSION.sub(_escaped_mark, form.text)}/"
+    return f"%lark {{\n{form.text}\n}}"
+
+
+def _escaped_mark(found: re.Match[str]) -> str:
+    return {"/": r"\/", "\n": r"\n"}.get(found[0], found[0])

@@ -1,0 +1,185 @@
+"""Calls that are JSON objects with a name and arguments: Hermes and Qwen, Llama 3, Mistral."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from inferencecenter.sessions.formats.json_text import read_arguments, read_key, read_value
+from inferencecenter.sessions.formats.lark import either, joined, rule_name
+from inferencecenter.sessions.formats.style import CallRules
+from inferencecenter.sessions.formats.values import schema_of
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from inferencecenter.protocol.values import Tool
+    from inferencecenter.sessions.formats.lark import Lark
+    from inferencecenter.sessions.formats.outlet import Outlet
+    from inferencecenter.sessions.formats.tape import Reading, Tape
+
+_ARGUMENT_KEYS: Final = ("arguments", "parameters")
+_PYTHON_TAG: Final = "<|python_tag|>"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JsonCalls:
+    """Calls between two texts, as ``<tool_call>`` and ``</tool_call>``.
+
+    What begins with nothing is the whole answer, as Llama 3 has it, or what follows its ``<|python_tag|>``. In an
+    ``array`` all calls of an answer stand between the two texts, in brackets.
+
+    ``lead`` stands before an object or the array, ``trail`` behind it, and ``between`` between two calls. ``key`` is
+    that of the arguments.
+    """
+
+    opens: str = ""
+    closes: str = ""
+    lead: str = ""
+    trail: str = ""
+    between: str = ""
+    key: str = "arguments"
+    array: bool = False
+
+    @property
+    def trigger(self) -> str:
+        """The text that calls begin with."""
+        return self.opens or _PYTHON_TAG
+
+    @property
+    def opening(self) -> str:
+        """The brace of an object that is the whole answer."""
+        return "" if self.opens else "{"
+
+    @property
+    def address(self) -> str:
+        """Nothing."""
+        return ""
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """The texts around calls."""
+        return (self.trigger, self.closes) if self.closes else (self.trigger,)
+
+    def read(self, tape: Tape, outlet: Outlet, *, tools: Mapping[str, Tool], trigger: str) -> Reading[bool]:
+        """Read the calls behind a trigger."""
+        if trigger == "{":
+            tape.back(trigger)
+        yield from tape.blank()
+        if self.array and (yield from tape.found("[")):
+            called = yield from _read_array(tape, outlet, tools=tools)
+        else:
+            called = yield from _read_call(tape, outlet, tools=tools)
+        if called and self.closes:
+            yield from tape.blank()
+            yield from tape.found(self.closes)
+        elif called:
+            yield from self._read_separator(tape)
+        return called
+
+    def _read_separator(self, tape: Tape) -> Reading[None]:
+        separator = self.between.strip()
+        if separator and not self.array:
+            yield from tape.blank()
+            yield from tape.found(separator)
+
+    def rules(self, tools: Sequence[Tool], lark: Lark) -> CallRules:
+        """Add what calls of ``tools`` consist of."""
+        call = lark.rule("call", either(*(self._object(index, tool, lark) for index, tool in enumerate(tools))))
+        if self.array:
+            return CallRules(
+                joined(lark.spelled(self.lead, "["), call),
+                joined(lark.spelled(self.between), call),
+                lark.spelled("]", self.trail, self.closes),
+            )
+        ends = lark.spelled(self.trail, self.closes)
+        return CallRules(
+            joined(lark.spelled(self.lead), call, ends),
+            joined(lark.spelled(self.between, self.opens, self.lead), call, ends),
+        )
+
+    def _object(self, index: int, tool: Tool, lark: Lark) -> str:
+        arguments = lark.schema(rule_name(f"arguments_{index}", tool.name), schema_of(tool))
+        head = f'{{"name": {json.dumps(tool.name)}, "{self.key}": '
+        return joined(lark.spelled(head), arguments, lark.spelled("}"))
+
+
+def _read_array(tape: Tape, outlet: Outlet, *, tools: Mapping[str, Tool]) -> Reading[bool]:
+    """Read calls up to the bracket that closes them, or as long as they are calls."""
+    called = False
+    while True:
+        yield from tape.blank()
+        if not (yield from _read_call(tape, outlet, tools=tools)):
+            if called:
+                tape.give_up()
+            return called
+        called = True
+        yield from tape.blank()
+        if not (yield from tape.found(",")):
+            yield from tape.found("]")
+            return True
+        tape.try_on()
+
+
+def _read_call(tape: Tape, outlet: Outlet, *, tools: Mapping[str, Tool]) -> Reading[bool]:
+    """Read an object that is a call: its name comes first, or behind other short texts."""
+    if not (yield from tape.found("{")):
+        return False
+    name = None
+    while True:
+        key = yield from _read_member(tape)
+        if key in _ARGUMENT_KEYS:
+            break
+        value = None if key is None else (yield from read_key(tape))
+        if value is None:
+            return False
+        if key == "name":
+            name = value
+        yield from tape.blank()
+        follows = yield from tape.found(",", "}")
+        if follows == "}" and name in tools:
+            _begin(tape, outlet, name)
+            outlet.argue("{}")
+            return True
+        if not follows:
+            return False
+    if name not in tools:
+        return False
+    _begin(tape, outlet, name)
+    yield from read_arguments(tape, outlet.argue)
+    yield from _read_remainder(tape)
+    return True
+
+
+def _begin(tape: Tape, outlet: Outlet, name: str | None) -> None:
+    assert name is not None
+    tape.settle()
+    outlet.call(name)
+
+
+def _read_member(tape: Tape) -> Reading[str | None]:
+    """Read a key up to where its value begins."""
+    yield from tape.blank()
+    key = yield from read_key(tape)
+    yield from tape.blank()
+    if not (yield from tape.found(":")):
+        return None
+    yield from tape.blank()
+    return key
+
+
+def _read_remainder(tape: Tape) -> Reading[None]:
+    """Read what else an object has behind its arguments."""
+    while True:
+        yield from tape.blank()
+        follows = yield from tape.found("}", ",")
+        if follows != ",":
+            return
+        if (yield from _read_member(tape)) is None:
+            return
+        yield from read_value(tape, _ignore)
+
+
+def _ignore(text: str) -> None:
+    pass

@@ -1,0 +1,97 @@
+"""Grammars in llguidance's Lark, put together rule by rule."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping
+
+# Small models lose themselves in white space where they may write any, and templates write arguments this way too, so
+# that the next prompt begins with the very tokens of this answer.
+_SPACING: Final = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+
+
+class Lark:
+    """A grammar in the making.
+
+    Args:
+        control: Texts that are control tokens of the model; all others are spelled.
+    """
+
+    def __init__(self, control: Collection[str]) -> None:
+        self._control = control
+        self._rules: list[str] = []
+
+    @property
+    def text(self) -> str:
+        """The grammar as it is now."""
+        return "\n".join(self._rules) + "\n"
+
+    def rule(self, name: str, body: str) -> str:
+        """Add a rule and return its name."""
+        self._rules.append(f"{name}: {body}")
+        return name
+
+    def knows(self, text: str) -> bool:
+        """Tell whether a text is a control token."""
+        return text in self._control
+
+    def spelled(self, *texts: str) -> str:
+        """Return the expression of texts one after the other, each of which is a control token or is spelled."""
+        expressions: list[str] = []
+        plain = ""
+        for text in texts:
+            if text in self._control:
+                expressions += [quoted(plain) if plain else "", special(text)]
+                plain = ""
+            else:
+                plain += text
+        return joined(*expressions, quoted(plain) if plain else "")
+
+    def schema(self, name: str, schema: Mapping[str, Any] | bool) -> str:
+        """Add a rule for JSON that a JSON Schema accepts and return its name."""
+        accepts = {**schema, "x-guidance": _SPACING} if not isinstance(schema, bool) else schema
+        return self.rule(name, f"%json {json.dumps(accepts)}")
+
+
+def special(text: str) -> str:
+    """Return the expression of a control token."""
+    return f"<[{text}]>"
+
+
+def joined(*expressions: str) -> str:
+    """Return what matches one expression after the other."""
+    return " ".join(expression for expression in expressions if expression)
+
+
+def either(*expressions: str) -> str:
+    """Return what matches any of some expressions."""
+    return f"({' | '.join(expressions)})"
+
+
+def repeated(expression: str) -> str:
+    """Return what matches an expression any number of times."""
+    return f"({expression})*"
+
+
+def optional(expression: str) -> str:
+    """Return what matches an expression or nothing."""
+    return f"({expression})?"
+
+
+def quoted(text: str) -> str:
+    """Return the expression of a text."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+def escaped(text: str) -> str:
+    """Return a regular expression, to stand between slashes, that matches a text."""
+    return re.escape(text).replace("/", r"\/").replace("\n", r"\n")
+
+
+def rule_name(prefix: str, name: str) -> str:
+    """Return a name of a rule by which people recognise a tool in what is said of a faulty grammar."""
+    return f"{prefix}_{re.sub(r'[^a-z0-9_-]', '_', name.lower())}"
