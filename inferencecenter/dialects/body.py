@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import orjson
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
@@ -12,6 +12,8 @@ from inferencecenter.errors import ErrorCode, InferenceCenterError
 from inferencecenter.protocol.codec import invalid_request
 
 if TYPE_CHECKING:
+    from pydantic import GetJsonSchemaHandler
+    from pydantic_core import CoreSchema
     from starlette.datastructures import Headers
     from starlette.types import Receive
 
@@ -31,6 +33,16 @@ class Fields(BaseModel):
         if not isinstance(data, dict):
             return data
         return {name: value for name, value in data.items() if value is not None}
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        """Return the schema, in which every field that may be absent may be null."""
+        reference = handler(core_schema)
+        schema = handler.resolve_ref_schema(reference)
+        for name, field in schema.get("properties", {}).items():
+            if name not in schema.get("required", ()) and {"type": "null"} not in field.get("anyOf", ()):
+                schema["properties"][name] = _or_null(field)
+        return reference
 
 
 async def read_body(receive: Receive, headers: Headers, settings: ServerSettings) -> bytes:
@@ -91,6 +103,14 @@ def checked(kind: type[_Model], value: object) -> _Model:
         return kind.model_validate(value)
     except ValidationError as error:
         raise invalid_request(error, known=kind.model_fields) from None
+
+
+def _or_null(field: dict[str, Any]) -> dict[str, Any]:
+    """Return the schema of a field, with null beside what it may be; what is said of it stays where it is."""
+    said: dict[str, Any] = {name: field[name] for name in ("title", "description", "default") if name in field}
+    kind = {name: value for name, value in field.items() if name not in said}
+    options = kind["anyOf"] if set(kind) == {"anyOf"} else [kind]
+    return {"anyOf": [*options, {"type": "null"}], **said}
 
 
 def _too_large(limit: int) -> InferenceCenterError:

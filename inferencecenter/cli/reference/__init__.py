@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from inferencecenter.cli.reference import configuration, errors, metrics, protocol, states
+from inferencecenter.cli.reference import configuration, errors, metrics, openapi, protocol, states
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -20,6 +20,7 @@ def documents() -> Mapping[str, str]:
     return {
         "docs/protocol.md": protocol.page(),
         "docs/protocol.schema.json": protocol.schema(),
+        "docs/openapi.json": openapi.document(),
         "docs/errors.md": errors.page(),
         "docs/configuration.md": configuration.page(),
         "docs/states.md": states.page(),

@@ -1,0 +1,12 @@
+"""The OpenAPI document as it lies in the repository."""
+
+from __future__ import annotations
+
+import json
+
+from inferencecenter.dialects import OPERATIONS, openapi
+
+
+def document() -> str:
+    """Return ``docs/openapi.json``."""
+    return json.dumps(openapi.document(OPERATIONS), indent=2, ensure_ascii=False) + "\n"
