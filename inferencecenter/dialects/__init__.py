@@ -8,13 +8,20 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from inferencecenter.dialects import endpoint, openapi, plain
+from inferencecenter.dialects.openai import chat, completions, models
 
 if TYPE_CHECKING:
     from starlette.routing import BaseRoute
 
     from inferencecenter.server.context import Context
 
-OPERATIONS: Final[tuple[endpoint.Operation, ...]] = (*plain.OPERATIONS, openapi.operation(lambda: OPERATIONS))
+OPERATIONS: Final[tuple[endpoint.Operation, ...]] = (
+    *models.OPERATIONS,
+    *chat.OPERATIONS,
+    *completions.OPERATIONS,
+    *plain.OPERATIONS,
+    openapi.operation(lambda: OPERATIONS),
+)
 """Every HTTP operation; routes and the OpenAPI document derive from it."""
 
 

@@ -132,12 +132,7 @@ def _list_sessions(connection: Connection, request: requests.ListSessions) -> Ev
 
 
 def _list_models(connection: Connection, _request: requests.ListModels) -> Event:
-    models = connection.context.models
-    if Scope.OPERATOR in connection.client.scopes:
-        models.look_again()
-        return events.Models(models=models.describe())
-    limits = connection.limits
-    return events.Models(models=tuple(model for model in models.describe() if limits.allows_model(model.name)))
+    return events.Models(models=connection.context.models_for(connection.client))
 
 
 def _load_model(connection: Connection, request: requests.LoadModel) -> None:

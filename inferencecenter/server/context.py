@@ -12,6 +12,7 @@ from inferencecenter.errors import InferenceCenterError
 from inferencecenter.hardware.nvml import read_gpus
 from inferencecenter.hardware.pressure import Pressure
 from inferencecenter.protocol import events
+from inferencecenter.protocol.scopes import Scope
 from inferencecenter.server import replies
 from inferencecenter.server.administration import UsageReader, no_usage
 from inferencecenter.server.authentication import Authenticator
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from inferencecenter.server.accounts import Accounts
     from inferencecenter.server.allowances import Allowances
     from inferencecenter.server.authentication import OtherAccounts
+    from inferencecenter.sessions.client import Client
     from inferencecenter.sessions.registry import Sessions
     from inferencecenter.settings import ServerSettings
     from inferencecenter.telemetry.metrics import Metrics
@@ -191,6 +193,14 @@ class Context:
         """
         self.allowances.reload(defaults)
         self.hub.close_misplaced(self.limits_of)
+
+    def models_for(self, client: Client) -> tuple[ModelSummary, ...]:
+        """Return the models that a client may use, all for an operator."""
+        if Scope.OPERATOR in client.scopes:
+            self.models.look_again()
+            return self.models.describe()
+        limits = self.limits_of(client.client_id, client.token_id)
+        return tuple(model for model in self.models.describe() if limits.allows_model(model.name))
 
     def limits_of(self, client_id: str, token_id: str) -> Limits:
         """Return what a client's token may use now; a key's has the empty id."""

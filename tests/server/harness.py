@@ -14,6 +14,7 @@ from websockets.asyncio import client
 from websockets.asyncio.client import ClientConnection
 from websockets.exceptions import ConnectionClosed
 
+from inferencecenter import dialects
 from inferencecenter.errors import ErrorCode, InferenceCenterError
 from inferencecenter.hardware.nvml import NO_GPU, Gpu
 from inferencecenter.ipc.messages import Delta, Finished, ModelInfo, Overflowed, Started, pack_tokens
@@ -351,7 +352,8 @@ async def running_server(
         read_usage=read_usage,
         others=others,
     )
-    listener = Listener(create_app(context), chosen, drain=context.drain, tls=tls)
+    app = create_app(context, *dialects.routes(context))
+    listener = Listener(app, chosen, drain=context.drain, tls=tls)
     sockets = bind("127.0.0.1", 0)
     port = sockets[0].getsockname()[1]
     tasks = TaskGroup("server")

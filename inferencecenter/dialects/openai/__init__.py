@@ -1,0 +1,1 @@
+"""OpenAI's models, chat completions and completions."""
