@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from contextlib import suppress
-from typing import TYPE_CHECKING, Final, Self, TypeAlias
+from typing import TYPE_CHECKING, Final, Self
 
+from inferencecenter.dialects.runs import Run, Text, size_of
 from inferencecenter.errors import ErrorCode, InferenceCenterError
 from inferencecenter.protocol import events
 from inferencecenter.protocol.requests import Abort
@@ -19,12 +20,8 @@ if TYPE_CHECKING:
     from inferencecenter.protocol.requests import Infer
     from inferencecenter.server.context import Context
 
-_Text: TypeAlias = events.Token | events.Reasoning | events.ToolCall
-
 MOST_SEPARATE: Final = 32
 """Events that wait before text is joined: a reader that keeps up gets one event for each token."""
-_EVENT_BYTES: Final = 64
-_LOGPROB_BYTES: Final = 96
 
 _ENDS: Final = (events.End, events.SessionClosed, events.SessionExpired, events.SessionDetached)
 
@@ -59,32 +56,6 @@ class _Ear:
         self._turns.take(self.index, event)
 
 
-class _Run:
-    """Text of one turn that waits to be taken as one event."""
-
-    __slots__ = ("first", "last", "parts")
-
-    def __init__(self, event: _Text) -> None:
-        self.first = self.last = event
-        self.parts = [_text_of(event)]
-
-    def add(self, event: _Text) -> bool:
-        """Take further text; ``False`` if it is of another kind, or has more to it than text."""
-        first = self.first
-        if type(event) is not type(first) or event.logprobs is not None or first.logprobs is not None:
-            return False
-        if isinstance(event, events.ToolCall) and (event.name is not None or not _same_call(event, first)):
-            return False
-        self.parts.append(_text_of(event))
-        self.last = event
-        return True
-
-    def joined(self) -> _Text:
-        """Return all of it as one event, with the number of the last."""
-        name = "arguments" if isinstance(self.first, events.ToolCall) else "content"
-        return self.first.model_copy(update={"seq": self.last.seq, name: "".join(self.parts)})
-
-
 class Turns:
     """The turns that one request has begun, until the block that this is the context manager of is left.
 
@@ -105,7 +76,7 @@ class Turns:
         self._discard = discard
         self._outlived = outlived
         self._ears: list[_Ear] = []
-        self._queue: deque[tuple[int, Event | _Run]] = deque()
+        self._queue: deque[tuple[int, Event | Run]] = deque()
         self._bytes = 0
         self._failure: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None
@@ -145,8 +116,8 @@ class Turns:
         if self._failure is not None:
             return
         queue = self._queue
-        if isinstance(event, _Text):
-            self._bytes += _size(event)
+        if isinstance(event, Text):
+            self._bytes += size_of(event)
             if len(queue) < MOST_SEPARATE or not self._join(index, event):
                 queue.append((index, event))
             if self._bytes > self._context.settings.outbox_bytes:
@@ -173,17 +144,17 @@ class Turns:
             if not self._queue and all(ear.over for ear in self._ears):
                 return
 
-    def _join(self, index: int, event: _Text) -> bool:
+    def _join(self, index: int, event: Text) -> bool:
         """Add text to the entry of its turn that waits last, if nothing else of it came after that."""
         for place in range(len(self._queue) - 1, max(-1, len(self._queue) - 1 - len(self._ears)), -1):
             other, waiting = self._queue[place]
             if other != index:
                 continue
-            if isinstance(waiting, _Run):
+            if isinstance(waiting, Run):
                 return waiting.add(event)
-            if not isinstance(waiting, _Text):
+            if not isinstance(waiting, Text):
                 return False
-            run = _Run(waiting)
+            run = Run(waiting)
             if run.add(event):
                 self._queue[place] = index, run
                 return True
@@ -192,7 +163,7 @@ class Turns:
 
     def _taken(self) -> list[tuple[int, Event]]:
         queue = self._queue
-        taken = [(index, each.joined() if type(each) is _Run else each) for index, each in queue]
+        taken = [(index, each.joined() if type(each) is Run else each) for index, each in queue]
         queue.clear()
         self._bytes = 0
         return taken  # type: ignore[return-value]  # what is no run is an event
@@ -234,16 +205,3 @@ class Deaf:
 
     def send(self, event: Event) -> None:
         """Pass over the event."""
-
-
-def _text_of(event: _Text) -> str:
-    return event.arguments if isinstance(event, events.ToolCall) else event.content
-
-
-def _same_call(event: events.ToolCall, other: _Text) -> bool:
-    return isinstance(other, events.ToolCall) and other.index == event.index
-
-
-def _size(event: _Text) -> int:
-    logprobs = sum(1 + len(each.top) for each in event.logprobs or ())
-    return _EVENT_BYTES + len(_text_of(event)) + _LOGPROB_BYTES * logprobs
