@@ -28,6 +28,7 @@ from inferencecenter.protocol.values import (
     UsageDay,
     UsageLeft,
 )
+from inferencecenter.protocol.values import ToolCall as AskedTool
 
 
 class Hello(Event):
@@ -200,6 +201,12 @@ class SessionResumed(Event):
     seq: int = Field(ge=0, description="Number of its last event.")
     turn_id: str | None = Field(default=None, description="The turn that is being answered.")
     content: str | None = Field(default=None, description="What that turn has said up to `seq`, when not resumed.")
+    reasoning: str | None = Field(default=None, description="What it has thought up to `seq`, when not resumed.")
+    tool_calls: tuple[AskedTool, ...] | None = Field(
+        default=None,
+        description="The tools that it has asked for up to `seq`, when not resumed; the arguments of the last may lack "
+        "their end.",
+    )
     transcript: tuple[ChatMessage, ...] | None = Field(
         default=None, description="All messages, when not resumed, those that are being answered included."
     )

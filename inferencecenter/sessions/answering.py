@@ -167,8 +167,10 @@ class Answering:
             raise InferenceCenterError(ErrorCode.MODEL_NOT_FOUND, "The model that began this answer is not loaded.")
         order = order_for(turn, serving, facts=self._facts, around=self._around)
         history = self._history.made_for(made_by)
-        prompt = prompt_for(order, history, renderer=serving.renderer(self._facts.mode))
-        self._history, turn.order, turn.prompt = history, order, prompt
+        renderer = serving.renderer(self._facts.mode)
+        prompt = prompt_for(order, history, renderer=renderer)
+        turn.ask(prompt, order, written=renderer.written)
+        self._history = history
         return prompt
 
     def hand_over(self) -> None:
@@ -245,9 +247,13 @@ class Answering:
 
     def _say(self, event: Delta) -> None:
         now, n_tokens = self._around.monotonic(), len(event.tokens) // TOKEN_BYTES
-        self.turn.extend(event, now=now)
+        turn = self.turn
+        turn.extend(event, now=now)
         self._around.meter.add(n_tokens, now=now)
-        self._stream.say(event)
+        if turn.speaking is None:
+            self._stream.say(event)
+        else:
+            self._stream.speak(event, turn.speaking.read(event))
         self._spend(n_tokens)
 
     def _spend(self, n_tokens: int) -> None:
@@ -311,13 +317,13 @@ class Answering:
         self._finish(msgspec.structs.replace(event.end, reason=reason, warnings=warnings))
 
     def _finish(self, end: Finished) -> None:
-        self._say_held_back()
+        self._say_rest()
         self.turn.trace.spent(end.stages)
         self._over(self._kept(end), self.turn.reported(end, now=self._around.monotonic()))
 
     def _cut_short(self, finish: str, *warnings: str) -> None:
         """End the turn, of which the engine says no more, with what was said."""
-        self._say_held_back()
+        self._say_rest()
         self._over(self._kept(None), self.turn.cut_short(finish, now=self._around.monotonic(), warnings=warnings))
 
     def _fail(self, failure: Failed) -> None:
@@ -341,10 +347,16 @@ class Answering:
         self._allowance.end_turn()
         self._asker.turn_ended(self.turn, history, outcome)
 
-    def _say_held_back(self) -> None:
-        """Tell the rest of a turn that ends while it waits to go on, of which the engine has not said it again."""
+    def _say_rest(self) -> None:
+        """Tell the rest of a turn that ends.
+
+        While it waits to go on, the engine has not said again what it held back; and what may have been the beginning
+        of something else is text after all.
+        """
         if text := self.turn.take_held_back():
             self._say(Delta(self.turn_id, b"", text))
+        if self.turn.speaking is not None and (rest := self.turn.speaking.finish()).parts:
+            self._stream.speak(Delta(self.turn_id, b"", ""), rest)
 
     def _kept(self, end: Finished | None) -> History:
         """Return the history with the turn, unless it is to be discarded."""

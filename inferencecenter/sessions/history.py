@@ -71,7 +71,7 @@ class History:
     @property
     def n_chars(self) -> int:
         """Characters of all messages."""
-        return sum(len(message.content) for message in self.messages)
+        return sum(map(chars_of, self.messages))
 
     def made_for(self, model: str) -> History:
         """Return the history as ``model`` goes on with it: another model's tokens mean nothing to it."""
@@ -96,12 +96,30 @@ class History:
         Raises:
             InferenceCenterError: ``context_full``.
         """
-        n_chars = self.n_chars + sum(len(message.content) for message in messages)
+        n_chars = self.n_chars + sum(map(chars_of, messages))
         if n_chars > max_chars:
             raise InferenceCenterError(
                 ErrorCode.CONTEXT_FULL,
                 f"the session's history would hold {n_chars} characters; {max_chars} are allowed",
                 hint="Open a new session.",
+            )
+
+    def check_results(self, messages: tuple[ChatMessage, ...]) -> None:
+        """Refuse results of calls that nobody has asked for, neither before nor in ``messages``.
+
+        Raises:
+            InferenceCenterError: ``invalid_request``.
+        """
+        results = [message.tool_call_id for message in messages if message.tool_call_id is not None]
+        if not results:
+            return
+        calls = {call.call_id for message in (*self.messages, *messages) for call in message.tool_calls or ()}
+        if unknown := next((result for result in results if result not in calls), None):
+            raise InferenceCenterError(
+                ErrorCode.INVALID_REQUEST,
+                f"tool_call_id is {unknown}, which is no call of this session",
+                field="messages",
+                hint="It is the call_id of one of the tool_calls of an answer.",
             )
 
     def after(self, turn_id: str, now: History, *, goes_on: bool) -> History:
@@ -151,6 +169,12 @@ class History:
             field="turn",
             hint=f"get_session lists them; {START} stands for the place before the first one.",
         )
+
+
+def chars_of(message: ChatMessage) -> int:
+    """Return the characters of a message, with what was thought and the calls of tools."""
+    n_chars = len(message.content) + len(message.reasoning or "")
+    return n_chars + sum(len(call.name) + len(call.arguments) for call in message.tool_calls or ())
 
 
 def _unspelled(turns: tuple[TurnMark, ...]) -> tuple[TurnMark, ...]:

@@ -16,12 +16,28 @@ from inferencecenter.protocol.values import ChatMessage
 from inferencecenter.sessions.history import TOKEN_BYTES, History, View
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from datetime import datetime
 
     from inferencecenter.ipc.messages import Finished, Piece
     from inferencecenter.protocol.requests import Infer
+    from inferencecenter.protocol.values import Tool
     from inferencecenter.sessions.quoting import Rendering
     from inferencecenter.sessions.template import Renderer
+
+
+@dataclass(frozen=True, slots=True)
+class Writer:
+    """Has a conversation written as a turn wants it: at its time, with its tools, thinking or not."""
+
+    renderer: Renderer
+    now: datetime
+    tools: tuple[Tool, ...] = ()
+    thinking: bool | None = None
+
+    def write(self, messages: Sequence[ChatMessage], *, asks: bool = True) -> Rendering:
+        """Return the conversation as text; see ``Renderer.render``, also for what it raises."""
+        return self.renderer.render(messages, now=self.now, asks=asks, tools=self.tools, thinking=self.thinking)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,12 +58,16 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What the engine said in a turn: its text, its packed tokens, and the packed tokens of the prompt if it began."""
+    """What the engine said in a turn: its text, its packed tokens, and the packed tokens of the prompt if it began.
+
+    ``message`` is how the conversation keeps it, where that is not just the text.
+    """
 
     turn_id: str
     text: str
     tokens: bytes
     prompt_tokens: bytes | None
+    message: ChatMessage | None = None
 
 
 def messages_of(request: Infer) -> tuple[ChatMessage, ...]:
@@ -64,9 +84,7 @@ def n_kept(messages: tuple[ChatMessage, ...], n_keep: int) -> int:
     return min(n_system + n_keep, len(messages))
 
 
-def next_prompt(
-    history: History, new: tuple[ChatMessage, ...], *, renderer: Renderer, now: datetime, n_keep: int = 0
-) -> Prompt:
+def next_prompt(history: History, new: tuple[ChatMessage, ...], *, writer: Writer, n_keep: int = 0) -> Prompt:
     """Return what to submit to have ``new`` answered.
 
     Raises:
@@ -74,21 +92,21 @@ def next_prompt(
     """
     messages = history.messages + new
     view = View(n_kept(messages, n_keep), history.view.resumes_at)
-    rendering = renderer.render(view.of(messages), now=now)
+    rendering = writer.write(view.of(messages))
     covered = len(history.covered)
     if history.tokens and rendering.text.startswith(history.covered):
         return Prompt(messages, view, rendering.text, history.tokens, rendering.pieces(covered))
-    return _from_the_start(messages, view, rendering, renderer=renderer, now=now)
+    return _from_the_start(messages, view, rendering, writer)
 
 
-def whole_prompt(messages: tuple[ChatMessage, ...], view: View, *, renderer: Renderer, now: datetime) -> Prompt:
+def whole_prompt(messages: tuple[ChatMessage, ...], view: View, *, writer: Writer) -> Prompt:
     """Return what to submit to have the last of ``messages`` answered, of which only ``view`` is read.
 
     Raises:
         InferenceCenterError: See ``Renderer.render``.
     """
-    rendering = renderer.render(view.of(messages), now=now)
-    return _from_the_start(messages, view, rendering, renderer=renderer, now=now)
+    rendering = writer.write(view.of(messages))
+    return _from_the_start(messages, view, rendering, writer)
 
 
 def unread_prompt(history: History, new: tuple[ChatMessage, ...], view: View | None) -> Prompt:
@@ -106,7 +124,7 @@ def after_turn(history: History, prompt: Prompt, *, answer: Answer, end: Finishe
         end: How it ended; not needed for a prompt that did not begin.
         keeps_end: Whether the token that ended the answer is part of the text.
     """
-    messages = (*prompt.messages, ChatMessage(role="assistant", content=answer.text))
+    messages = (*prompt.messages, answer.message or ChatMessage(role="assistant", content=answer.text))
     if answer.prompt_tokens is None or end is None:
         if prompt.view.n_dropped == history.view.n_dropped:
             now = History(messages, history.tokens, history.covered, prompt.view, made_by=history.made_by)
@@ -126,20 +144,19 @@ def after_turn(history: History, prompt: Prompt, *, answer: Answer, end: Finishe
     return history.after(answer.turn_id, now, goes_on=bool(prompt.tokens))
 
 
-def _from_the_start(
-    messages: tuple[ChatMessage, ...], view: View, rendering: Rendering, *, renderer: Renderer, now: datetime
-) -> Prompt:
+def _from_the_start(messages: tuple[ChatMessage, ...], view: View, rendering: Rendering, writer: Writer) -> Prompt:
     # The engine puts the BOS token before what comes first; the template's own would be a second one.
-    start = len(renderer.implied_bos) if rendering.text.startswith(renderer.implied_bos) else 0
+    implied_bos = writer.renderer.implied_bos
+    start = len(implied_bos) if rendering.text.startswith(implied_bos) else 0
     shared: tuple[Piece, ...] = ()
-    end = _system_end(messages, rendering, renderer=renderer, now=now)
+    end = _system_end(messages, rendering, writer)
     if end > start:
         shared, start = rendering.pieces(start, end), end
     pieces = shared + rendering.pieces(start)
     return Prompt(messages, view, rendering.text, b"", pieces, len(shared))
 
 
-def _system_end(messages: tuple[ChatMessage, ...], rendering: Rendering, *, renderer: Renderer, now: datetime) -> int:
+def _system_end(messages: tuple[ChatMessage, ...], rendering: Rendering, writer: Writer) -> int:
     """Return how many characters at the beginning come from the system prompt alone, 0 when that cannot be told.
 
     A template may need more than a system prompt, or write it elsewhere. And what is cut where no special token begins
@@ -148,7 +165,7 @@ def _system_end(messages: tuple[ChatMessage, ...], rendering: Rendering, *, rend
     if messages[0].role != "system" or len(messages) == 1:
         return 0
     try:
-        alone = renderer.render(messages[:1], now=now, asks=False).text
+        alone = writer.write(messages[:1], asks=False).text
     except InferenceCenterError:
         return 0
     return len(alone) if rendering.text.startswith(alone) and rendering.begins_special(len(alone)) else 0

@@ -6,13 +6,14 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeAlias
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from inferencecenter.protocol.events import End
     from inferencecenter.protocol.params import Params
     from inferencecenter.protocol.requests import Infer
     from inferencecenter.protocol.values import TranscriptTurn, Usage
     from inferencecenter.sessions.facts import SessionFacts
+    from inferencecenter.sessions.formats.parts import Part
     from inferencecenter.sessions.history import History, View
 
 
@@ -64,9 +65,10 @@ class Ordered:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Said:
-    """A turn generated packed ``tokens``, and ``text`` is about to be shown.
+    """A turn generated packed ``tokens``, and ``text`` is about to be shown, or those ``parts`` that it was read as.
 
-    With neither of them the session only told something that leaves no other trace, as a place in the queue.
+    With none of them the session only told something that leaves no other trace, as a place in the queue. Answers that
+    are plain text have no parts.
     """
 
     session_id: str
@@ -74,6 +76,7 @@ class Said:
     turn_id: str
     tokens: bytes
     text: str
+    parts: Sequence[Part] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,11 +153,15 @@ Record: TypeAlias = Opened | Ordered | Said | Ended | Dropped | Changed | Rename
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unfinished:
-    """A turn that was running or waiting when the daemon ended, with all it had generated and shown."""
+    """A turn that was running or waiting when the daemon ended, with all it had generated and shown.
+
+    ``parts`` are what was shown where that is not its ``text``.
+    """
 
     order: TurnOrder
     tokens: bytes
     text: str
+    parts: Sequence[Part] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

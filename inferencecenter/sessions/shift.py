@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Final
 
-from inferencecenter.sessions.history import View
+from inferencecenter.sessions.history import View, chars_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -77,6 +77,6 @@ def _message_tokens(messages: Sequence[ChatMessage], known: list[tuple[int, int]
     """Return about how many tokens each message takes; between two known places they follow the characters."""
     costs: list[float] = []
     for (start, before), (end, after) in pairwise(known):
-        chars = [len(message.content) + _AROUND_CHARS for message in messages[start:end]]
+        chars = [chars_of(message) + _AROUND_CHARS for message in messages[start:end]]
         costs.extend(max(0, after - before) * n_chars / sum(chars) for n_chars in chars)
     return costs

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from inferencecenter.errors import ERRORS, ErrorCode
 from inferencecenter.protocol import events
 from inferencecenter.protocol.values import TokenLogprobs, TokenProbability, Usage
+from inferencecenter.sessions.formats import parts
 from inferencecenter.sessions.records import Said
+from inferencecenter.sessions.speaking import call_id
 
 if TYPE_CHECKING:
     from inferencecenter.ipc import messages as ipc
     from inferencecenter.protocol.base import SessionEvent, TurnEvent
     from inferencecenter.sessions.audience import Audience
     from inferencecenter.sessions.client import EventSink
+    from inferencecenter.sessions.formats.parts import Part
     from inferencecenter.sessions.journal import Journal
     from inferencecenter.sessions.records import Record
     from inferencecenter.sessions.replay import Numbered
     from inferencecenter.sessions.shift import Shift
+    from inferencecenter.sessions.speaking import Utterance
     from inferencecenter.sessions.turn import Outcome, Turn
 
 
@@ -161,6 +165,24 @@ class EventStream:
         )
         self.tell(token, said)
 
+    def speak(self, event: ipc.Delta, utterance: Utterance) -> None:
+        """Pass on what new text consists of; text that shows nothing yet is only written down."""
+        told = [self._spoken(event.turn_id, part) for part in utterance.parts]
+        if told and utterance.logprobs:
+            told[0] = told[0].model_copy(update={"logprobs": tuple(map(_logprobs, utterance.logprobs))})
+        self.write(
+            Said(
+                session_id=self._session_id,
+                seq=self.seq,
+                turn_id=event.turn_id,
+                tokens=event.tokens,
+                text=event.text,
+                parts=utterance.parts,
+            )
+        )
+        for spoken in told:
+            self._audience.tell(spoken)
+
     def answer(self, event: SessionEvent, record: Record, sink: EventSink) -> None:
         """Send the event that was built last to whoever asked for it; see ``tell``."""
         self.write(record)
@@ -169,6 +191,25 @@ class EventStream:
     def again(self, event: events.End, *, request_id: str | None) -> None:
         """Repeat the end of a turn, with the number it had."""
         self._audience.send(event.model_copy(update={"id": request_id}))
+
+    def _spoken(self, turn_id: str, part: Part) -> events.Token | events.Reasoning | events.ToolCall:
+        told: dict[str, Any] = {
+            "id": None,
+            "session_id": self._session_id,
+            "seq": self._next(),
+            "turn_id": turn_id,
+            "logprobs": None,
+        }
+        match part:
+            case parts.Said(text):
+                return events.Token.model_construct(op="token", content=text, **told)
+            case parts.Thought(text):
+                return events.Reasoning.model_construct(op="reasoning", content=text, **told)
+            case parts.Called(index, name):
+                told |= {"index": index, "name": name, "arguments": ""}
+            case parts.Argued(index, text):
+                told |= {"index": index, "name": None, "arguments": text}
+        return events.ToolCall.model_construct(op="tool_call", call_id=call_id(turn_id, part.index), **told)
 
     def _next(self) -> int:
         self.seq += 1

@@ -11,7 +11,7 @@ from inferencecenter.ipc.messages import Failed, Submit
 from inferencecenter.protocol.params import Params, encode, merge, parse_params
 from inferencecenter.sessions.allowance import check_model, limited
 from inferencecenter.sessions.client import PRIORITY_RANK
-from inferencecenter.sessions.prompt import messages_of, next_prompt, whole_prompt
+from inferencecenter.sessions.prompt import Writer, messages_of, next_prompt, whole_prompt
 from inferencecenter.sessions.records import TurnOrder
 
 if TYPE_CHECKING:
@@ -136,15 +136,18 @@ def prompt_for(order: TurnOrder, history: History, *, renderer: Renderer) -> Pro
     Raises:
         InferenceCenterError: See ``Renderer.render``.
     """
-    new, now = messages_of(order.request), datetime.fromisoformat(order.rendered_at)
+    request, now = order.request, datetime.fromisoformat(order.rendered_at)
+    writer = Writer(renderer, now, tools=tuple(request.tools or ()), thinking=request.thinking)
+    new = messages_of(request)
     if order.view is None:
-        return next_prompt(history, new, renderer=renderer, now=now, n_keep=order.params.n_keep)
-    return whole_prompt(history.messages + new, order.view, renderer=renderer, now=now)
+        return next_prompt(history, new, writer=writer, n_keep=order.params.n_keep)
+    return whole_prompt(history.messages + new, order.view, writer=writer)
 
 
 def submission(turn: Turn, prompt: Prompt, *, facts: SessionFacts, around: Surroundings) -> Submit:
     """Return the turn, or what is left of it, as it is submitted now."""
-    is_shared = prompt.shared_pieces > 0 and prompt.messages[0].content in around.shared_prompts
+    # What tools there are stands beside the system prompt, and may be told to nobody else.
+    system = prompt.messages[0].content if prompt.shared_pieces and not turn.order.request.tools else None
     answer = turn.answer
     return Submit(
         turn_id=turn.turn_id,
@@ -155,12 +158,14 @@ def submission(turn: Turn, prompt: Prompt, *, facts: SessionFacts, around: Surro
         pieces=prompt.pieces,
         params_json=encode(turn.params_left(now=around.monotonic())),
         shared_pieces=prompt.shared_pieces,
-        public=is_shared,
+        public=system in around.shared_prompts,
         answer=answer.tokens,
         shown_chars=len(answer.text),
         may_shift=facts.on_full == "shift",
         durable=facts.store,
         traced=turn.trace.wanted,
+        grammar=turn.speech.grammar,
+        markers=turn.speech.markers,
     )
 
 

@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING
 
 from inferencecenter.errors import ErrorCode, InferenceCenterError
 from inferencecenter.protocol.values import TurnStats
+from inferencecenter.sessions.formats.speech import Speech, speech_of
 from inferencecenter.sessions.history import TOKEN_BYTES
 from inferencecenter.sessions.prompt import Answer
+from inferencecenter.sessions.speaking import Speaking, speaking_as
 from inferencecenter.sessions.states import TURN, TurnChange, TurnState
 from inferencecenter.sessions.totals import TurnRecord
 from inferencecenter.sessions.tracing import Untraced
@@ -18,8 +20,9 @@ if TYPE_CHECKING:
     from inferencecenter.protocol.params import Params
     from inferencecenter.protocol.requests import Abort
     from inferencecenter.sessions.facts import SessionFacts
+    from inferencecenter.sessions.formats.written import Written
     from inferencecenter.sessions.prompt import Prompt
-    from inferencecenter.sessions.records import TurnOrder
+    from inferencecenter.sessions.records import TurnOrder, Unfinished
     from inferencecenter.sessions.tracing import TurnTrace
 
 
@@ -59,13 +62,17 @@ class Turn:
         order: What it takes to run it.
         since: Second at which it was asked for, of the clock that all later times are of.
         now: Second at which it begins to wait.
-        said: Packed tokens and text that an earlier daemon left of it.
+        said: What an earlier daemon left of it.
     """
 
-    def __init__(self, order: TurnOrder, *, since: float, now: float, said: tuple[bytes, str] | None = None) -> None:
-        tokens, text = said or (b"", "")
+    def __init__(self, order: TurnOrder, *, since: float, now: float, said: Unfinished | None = None) -> None:
+        tokens, text = (said.tokens, said.text) if said is not None else (b"", "")
         self.order = order
         self.prompt: Prompt | None = None
+        self.speech = Speech()
+        self.speaking: Speaking | None = None
+        if said is not None and said.parts is not None:
+            self.speaking = Speaking.restored(order.turn_id, said.parts)
         self.position = 0
         self.abort_request: Abort | None = None
         self.out_of_quota = False
@@ -119,10 +126,16 @@ class Turn:
         """What was said so far."""
         return Answer(
             turn_id=self.turn_id,
-            text="".join(self._texts),
+            text=self._text,
             tokens=bytes(self._tokens),
             prompt_tokens=self._prompt_tokens,
+            message=self.speaking.message() if self.speaking is not None else None,
         )
+
+    @property
+    def content(self) -> str:
+        """What was said so far, without what was thought and the tools that were asked for."""
+        return self._text if self.speaking is None else self.speaking.content
 
     @property
     def ending_id(self) -> str | None:
@@ -143,6 +156,18 @@ class Turn:
             IllegalTransitionError: The table of turns has no such row.
         """
         self._state = TURN.after(self._state, change)
+
+    def ask(self, prompt: Prompt, order: TurnOrder, *, written: Written) -> None:
+        """Take what is submitted, for a model that writes like this; it says how the answer is read.
+
+        Raises:
+            InferenceCenterError: See ``speech_of``.
+        """
+        self.speech = speech_of(order.request, written=written, asked=prompt.text)
+        self.order, self.prompt = order, prompt
+        self.speaking = speaking_as(
+            self.speech, self.speaking, turn_id=self.turn_id, said=self._text, begun=self.n_tokens > 0
+        )
 
     def start(self, event: Started, *, now: float) -> int:
         """Take note that the turn has a slot, and of which tokens its prompt consists.
@@ -219,6 +244,8 @@ class Turn:
         """Return how the turn ended as the engine says, which knows of it since it was submitted last."""
         warnings = (*self.order.warnings, *end.warnings)
         finish = self.cut if self.cut is not None and end.reason == "aborted" else end.reason
+        if finish == "stop" and self.speaking is not None and self.speaking.complete_calls:
+            finish = "tool_calls"
         if self._measured_here:
             stats = self._measured(now=now, preempted=self._preempted + end.preempted)
             return Outcome(finish, stats, stop=end.stop, warnings=warnings)
@@ -242,6 +269,10 @@ class Turn:
     def failed(self, failure: Failed, *, now: float) -> Outcome:
         """Return how the turn ended that could not go on."""
         return Outcome(failure.code, self._measured(now=now, preempted=self._preempted))
+
+    @property
+    def _text(self) -> str:
+        return "".join(self._texts)
 
     def _wait_again(self, change: TurnChange, *, now: float) -> None:
         self.change(change)

@@ -14,6 +14,7 @@ import structlog
 from inferencecenter.sessions.history import TOKEN_BYTES, History, View
 from inferencecenter.sessions.ledger import MAX_TURN_KEYS
 from inferencecenter.sessions.records import Kept, Unfinished
+from inferencecenter.sessions.speaking import decode_parts
 from inferencecenter.sessions.store import rows
 from inferencecenter.sessions.store.difference import Written
 from inferencecenter.sessions.store.recorder import Known
@@ -43,6 +44,8 @@ _ORDER: Final = (
     " model, token_id, note FROM orders WHERE session = ?"
 )
 
+_SAID: Final = "SELECT session, seq, ids, text, parts FROM said ORDER BY rowid"
+
 _log = structlog.get_logger(__name__)
 
 
@@ -53,6 +56,7 @@ class Said:
     seq: int = 0
     tokens: list[bytes] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
+    parts: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,11 +89,13 @@ def read_said(database: sqlite3.Connection) -> dict[int, Said] | None:
     """Return what unfinished turns have said by the rows of their sessions; ``None`` if it cannot be read."""
     said: defaultdict[int, Said] = defaultdict(Said)
     try:
-        for row, seq, tokens, text in database.execute("SELECT session, seq, ids, text FROM said ORDER BY rowid"):
+        for row, seq, tokens, text, parts in database.execute(_SAID):
             here = said[row]
             here.seq = seq
             here.tokens.append(tokens)
             here.texts.append(text)
+            if parts is not None:
+                here.parts.append(parts)
     except sqlite3.Error as error:
         _log.error("answers_unreadable", reason=_reason(error))
         return None
@@ -166,7 +172,12 @@ def _unfinished(database: sqlite3.Connection, row: int, said: Said) -> Unfinishe
     held = database.execute(_ORDER, (row,)).fetchone()
     if held is None:
         return None
-    return Unfinished(order=rows.order_of(held), tokens=b"".join(said.tokens), text="".join(said.texts))
+    return Unfinished(
+        order=rows.order_of(held),
+        tokens=b"".join(said.tokens),
+        text="".join(said.texts),
+        parts=decode_parts(said.parts) if said.parts else None,
+    )
 
 
 def _reason(error: Exception) -> str:

@@ -149,7 +149,7 @@ class Recorder:
             for entry in entries:
                 if type(entry) is not Said:
                     return False
-                values += (known[entry.session_id].row, entry.seq, entry.tokens, entry.text)
+                values += rows.said_row(known[entry.session_id].row, entry)
             self._database.execute(_insertion(len(entries)), values)
         except _REFUSED:
             # Those that can be written are, one by one.
@@ -214,7 +214,7 @@ class Recorder:
     def _insert_said(self, said: Sequence[Said]) -> None:
         values: list[object] = []
         for each in said:
-            values += (self._find(each.session_id).row, each.seq, each.tokens, each.text)
+            values += rows.said_row(self._find(each.session_id).row, each)
         self._database.execute(_insertion(len(said)), values)
 
     def _open(self, record: Opened) -> None:
@@ -337,4 +337,4 @@ def delete(database: sqlite3.Connection, purge: Purge) -> list[str]:
 
 @cache
 def _insertion(n_rows: int) -> str:
-    return "INSERT INTO said VALUES " + ", ".join(["(?, ?, ?, ?)"] * n_rows)  # noqa: S608 - no values
+    return "INSERT INTO said VALUES " + ", ".join(["(?, ?, ?, ?, ?)"] * n_rows)  # noqa: S608 - no values

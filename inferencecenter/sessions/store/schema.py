@@ -158,5 +158,7 @@ MIGRATIONS: Final[Steps] = (
         # Text of whoever asked for the turn.
         "ALTER TABLE turns ADD COLUMN note TEXT NOT NULL DEFAULT ''",
         "ALTER TABLE orders ADD COLUMN note TEXT NOT NULL DEFAULT ''",
+        # What was shown where that is not the text, as JSON: parts of an answer.
+        "ALTER TABLE said ADD COLUMN parts TEXT",
     ),
 )

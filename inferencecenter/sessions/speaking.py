@@ -1,0 +1,270 @@
+"""What an answer consists of that is more than plain text: read while it comes, remembered, and put together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final, TypeAlias
+
+import orjson
+
+from inferencecenter.protocol.values import ChatMessage, ToolCall
+from inferencecenter.sessions.formats.parts import Argued, Called, Part, Said, Thought
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from inferencecenter.ipc.messages import Delta, TokenLogprobs
+    from inferencecenter.sessions.formats.parts import Reader
+    from inferencecenter.sessions.formats.speech import Speech
+
+Parts: TypeAlias = Sequence[Part]
+
+_MAX_CALLS: Final = 128
+_ID_PREFIX: Final = "call_"
+
+
+@dataclass(frozen=True, slots=True)
+class Utterance:
+    """Parts of an answer that are to be told now; ``logprobs`` go with the first."""
+
+    parts: Parts
+    logprobs: tuple[TokenLogprobs, ...] = ()
+
+
+def call_id(turn_id: str, index: int) -> str:
+    """Return the name of a turn's call, which is the same each time it is asked for."""
+    return f"{_ID_PREFIX}{turn_id.removeprefix('t_')}_{index}"
+
+
+@dataclass(slots=True)
+class Speaking:
+    """An answer as it is told.
+
+    A turn that an earlier daemon began has told parts of it already; until its model is known again it cannot be read
+    any further.
+    """
+
+    turn_id: str
+    _saids: list[str] = field(default_factory=list)
+    _thoughts: list[str] = field(default_factory=list)
+    _calls: list[tuple[str, list[str]]] = field(default_factory=list)
+    _told: list[Part] = field(default_factory=list)
+    _due: Parts = ()
+    _logprobs: tuple[TokenLogprobs, ...] = ()
+    _reader: Reader | None = None
+
+    @classmethod
+    def restored(cls, turn_id: str, told: Iterable[Part]) -> Speaking:
+        """Return an answer of which parts were told before."""
+        speaking = cls(turn_id)
+        speaking._told = list(told)
+        for part in speaking._told:
+            speaking._take(part)
+        return speaking
+
+    @property
+    def is_read(self) -> bool:
+        """Whether it is known how the answer is read."""
+        return self._reader is not None
+
+    @property
+    def content(self) -> str:
+        """What was said so far."""
+        return "".join(self._saids)
+
+    @property
+    def reasoning(self) -> str:
+        """What was thought so far."""
+        return "".join(self._thoughts)
+
+    @property
+    def calls(self) -> tuple[ToolCall, ...]:
+        """The tools that were asked for so far; arguments of the last may lack their end."""
+        return tuple(
+            ToolCall(call_id=call_id(self.turn_id, index), name=name, arguments="".join(arguments))
+            for index, (name, arguments) in enumerate(self._calls[:_MAX_CALLS])
+        )
+
+    @property
+    def complete_calls(self) -> tuple[ToolCall, ...]:
+        """Those of the calls whose arguments are a whole JSON object."""
+        return tuple(call for call in self.calls if _is_object(call.arguments))
+
+    def message(self) -> ChatMessage:
+        """Return the answer as the conversation keeps it; a call that was cut off is not part of it."""
+        return ChatMessage(
+            role="assistant",
+            content=self.content,
+            reasoning=self.reasoning or None,
+            tool_calls=self.complete_calls or None,
+        )
+
+    def follow(self, speech: Speech, said: str) -> None:
+        """Read the answer from now on as ``speech`` says, after the text ``said``, whose parts may have been told."""
+        self._reader = speech.reader()
+        self._due = untold(self._told, self._reader.feed(said))
+        self._told = []
+
+    def read(self, delta: Delta) -> Utterance:
+        """Take more of the answer and return what is to be told of it now."""
+        return self._utter(self._reader.feed(delta.text) if self._reader is not None else (), delta.logprobs)
+
+    def finish(self) -> Utterance:
+        """Return what is left to be told when no more comes."""
+        parts = self._reader.finish() if self._reader is not None else ()
+        if not parts and not self._due and self._logprobs:
+            parts = (Said(""),)
+        return self._utter(parts, ())
+
+    def _utter(self, parts: Parts, logprobs: tuple[TokenLogprobs, ...]) -> Utterance:
+        if self._due:
+            parts, self._due = (*self._due, *parts), ()
+        if self._logprobs:
+            logprobs, self._logprobs = self._logprobs + logprobs, ()
+        if not parts:
+            self._logprobs = logprobs
+            return _NOTHING
+        for part in parts:
+            self._take(part)
+        return Utterance(parts, logprobs)
+
+    def _take(self, part: Part) -> None:
+        match part:
+            case Said(text):
+                self._saids.append(text)
+            case Thought(text):
+                self._thoughts.append(text)
+            case Called(_, name):
+                self._calls.append((name, []))
+            case Argued(index, text):
+                self._calls[index][1].append(text)
+
+
+def speaking_as(speech: Speech, before: Speaking | None, *, turn_id: str, said: str, begun: bool) -> Speaking | None:
+    """Return how an answer goes on that is read as ``speech`` says; ``None`` for one that is plain text.
+
+    Args:
+        speech: How the model writes.
+        before: How it was read up to now.
+        turn_id: The turn.
+        said: All of its text so far.
+        begun: Whether it has said anything; then it goes on as it began.
+    """
+    if begun and (before is None or before.is_read):
+        return before
+    if before is None or not begun:
+        if speech.plain:
+            return None
+        before = Speaking(turn_id)
+    before.follow(speech, said)
+    return before
+
+
+def untold(told: Parts, read: Parts) -> tuple[Part, ...]:
+    """Return what comes after ``told`` in ``read``, which begins with it however both are cut.
+
+    If it does not, what was told stands, and nothing more is certain.
+    """
+    left, rest = joined(told), joined(read)
+    while left and rest:
+        first, other = left.pop(0), rest.pop(0)
+        if first == other:
+            continue
+        tail = _tail(first, other)
+        if left or tail is None:
+            return ()
+        return (tail, *rest)
+    return tuple(rest)
+
+
+def joined(parts: Parts) -> list[Part]:
+    """Return the same parts with texts that follow each other as one."""
+    together: list[Part] = []
+    for part in parts:
+        if not isinstance(part, Called) and not part.text:
+            continue
+        last = together[-1] if together else None
+        match last, part:
+            case (Said(before), Said(text)):
+                together[-1] = Said(before + text)
+            case (Thought(before), Thought(text)):
+                together[-1] = Thought(before + text)
+            case (Argued(index, before), Argued(other, text)) if index == other:
+                together[-1] = Argued(index, before + text)
+            case _:
+                together.append(part)
+    return together
+
+
+def encode_parts(parts: Parts) -> str:
+    """Return parts as they are written down."""
+    return orjson.dumps([_encoded(part) for part in parts]).decode()
+
+
+def decode_parts(columns: Iterable[str]) -> tuple[Part, ...]:
+    """Return the parts of one answer that ``encode_parts`` wrote, one time after the other.
+
+    Raises:
+        ValueError: It did not write this.
+    """
+    parts: list[Part] = []
+    n_calls = 0
+    for column in columns:
+        found = orjson.loads(column)
+        if not isinstance(found, list):
+            raise ValueError("no list of parts")
+        for part in map(_decoded, found):
+            if isinstance(part, Called):
+                n_calls += 1
+            if isinstance(part, Called | Argued) and part.index != n_calls - 1:
+                raise ValueError("a call is missing")
+            parts.append(part)
+    return tuple(parts)
+
+
+def _tail(first: Part, other: Part) -> Part | None:
+    """Return the rest of ``other``, which begins with ``first``; ``None`` if it does not."""
+    match first, other:
+        case (Said(head), Said(whole)) if whole.startswith(head):
+            return Said(whole[len(head) :])
+        case (Thought(head), Thought(whole)) if whole.startswith(head):
+            return Thought(whole[len(head) :])
+        case (Argued(index, head), Argued(same, whole)) if index == same and whole.startswith(head):
+            return Argued(index, whole[len(head) :])
+    return None
+
+
+def _encoded(part: Part) -> list[str | int]:
+    match part:
+        case Said(text):
+            return ["said", text]
+        case Thought(text):
+            return ["thought", text]
+        case Called(index, name):
+            return ["called", index, name]
+        case Argued(index, text):
+            return ["argued", index, text]
+
+
+def _decoded(encoded: object) -> Part:
+    match encoded:
+        case ["said", str(text)]:
+            return Said(text)
+        case ["thought", str(text)]:
+            return Thought(text)
+        case ["called", int(index), str(name)]:
+            return Called(index, name)
+        case ["argued", int(index), str(text)]:
+            return Argued(index, text)
+    raise ValueError("no part of an answer")
+
+
+def _is_object(arguments: str) -> bool:
+    try:
+        return isinstance(orjson.loads(arguments), dict)
+    except orjson.JSONDecodeError:
+        return False
+
+
+_NOTHING: Final = Utterance(())
