@@ -27,6 +27,7 @@ MAX_OPERATIONS: Final = 2_000_000
 MAX_CHARS: Final = 64 * 1024 * 1024
 _MAX_NUMBER: Final = 10_000_000
 _MAX_EXPONENT: Final = 64
+_NOT_ASCII: Final = re.compile(r"[^\x00-\x7f\ud800-\udfff]")
 _WIDE_FORMAT: Final = re.compile(r"\d{5}|\*")  # a width makes texts of any length out of nothing
 
 
@@ -67,13 +68,20 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
             del self.filters[name]
         self.globals["raise_exception"] = _refuse
 
-    def run(self, template: Template, values: Mapping[str, object], *, now: datetime) -> str:
-        """Return what ``template`` writes.
+    def run(
+        self,
+        template: Template,
+        values: Mapping[str, object],
+        *,
+        now: datetime,
+        max_operations: int = MAX_OPERATIONS,
+    ) -> str:
+        """Return what ``template`` writes, doing no more than ``max_operations``.
 
         Raises:
             TemplateError: The template refuses, goes over a bound, or is in error.
         """
-        self._operations_left = MAX_OPERATIONS
+        self._operations_left = max_operations
         parts: list[str] = []
         chars_left = MAX_CHARS
         for part in template.generate(**values, strftime_now=now.strftime):
@@ -114,7 +122,7 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
     def _spend(self, operations: int) -> None:
         self._operations_left -= operations
         if self._operations_left < 0:
-            raise TemplateLimitError(f"the chat template takes more than {MAX_OPERATIONS} operations")
+            raise TemplateLimitError("the chat template takes more operations than it may")
 
 
 def _is_huge(operator: str, left: Any, right: Any) -> bool:
@@ -144,5 +152,13 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """JSON as model files expect it: not escaped for HTML, as jinja2's own filter does."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    """JSON as model files expect it: not escaped for HTML, as jinja2's own filter does.
+
+    Lone surrogates stay as they are: they are the marks of ``quoting``.
+    """
+    text = json.dumps(value, ensure_ascii=False, indent=indent, separators=separators, sort_keys=sort_keys)
+    return _NOT_ASCII.sub(_escaped, text) if ensure_ascii else text
+
+
+def _escaped(found: re.Match[str]) -> str:
+    return json.dumps(found[0])[1:-1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Final, Protocol
 
 import structlog
@@ -9,6 +10,8 @@ from jinja2 import TemplateError
 from jinja2.meta import find_undeclared_variables
 
 from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.sessions.formats.detection import detect
+from inferencecenter.sessions.formats.fallback import as_text
 from inferencecenter.sessions.formats.values import message_values, tool_values
 from inferencecenter.sessions.formats.written import PLAIN
 from inferencecenter.sessions.quoting import Rendering, SpecialTexts
@@ -16,10 +19,10 @@ from inferencecenter.sessions.sandbox import TemplateRefusalError, TemplateSandb
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from datetime import datetime
 
     from inferencecenter.ipc.messages import ModelInfo
     from inferencecenter.protocol.values import ChatMessage, Tool
+    from inferencecenter.sessions.formats.detection import TemplateForm
     from inferencecenter.sessions.formats.written import Written
 
 CHATML: Final = (
@@ -28,6 +31,8 @@ CHATML: Final = (
 )
 """What is used for a model that has no template of its own."""
 
+_SOME_DAY: Final = datetime(2026, 1, 1, tzinfo=UTC)
+_TRIAL_OPERATIONS: Final = 20_000
 _SWITCHES: Final = frozenset(("enable_thinking", "thinking"))
 
 _log = structlog.get_logger(__name__)
@@ -113,12 +118,12 @@ class ChatTemplate:
         self._sandbox = TemplateSandbox()
         self._constants = {"bos_token": model.bos_token, "eos_token": model.eos_token, "documents": None}
         self.implied_bos = model.bos_token if model.add_bos else ""
-        self.written = PLAIN
         try:
             self._template = self._sandbox.from_string(source)
             self._switches = _SWITCHES & find_undeclared_variables(self._sandbox.parse(source))
         except (TemplateError, RecursionError) as error:
             raise _broken(error) from error
+        self._form, self.written = detect(self._try, source=source, control=model.special_tokens)
 
     def render(
         self,
@@ -134,12 +139,9 @@ class ChatTemplate:
         Raises:
             InferenceCenterError: See ``Renderer``.
         """
-        mark = self._special.mark
         values = {
-            **self._constants,
+            **self._given(messages, tools, self._form),
             **self._switched(thinking),
-            "messages": message_values(messages, mark=mark, text_arguments=False, short_ids=False),
-            "tools": tool_values(tools, mark=mark) or None,
             "add_generation_prompt": asks,
         }
         try:
@@ -154,6 +156,27 @@ class ChatTemplate:
         # The border to a program from a model file, which can fail in any way a program can.
         except Exception as error:
             raise _broken(error) from error
+
+    def _given(self, messages: Sequence[ChatMessage], tools: Sequence[Tool], form: TemplateForm) -> dict[str, object]:
+        """Return what the template gets of a conversation in the form that it wants."""
+        mark = self._special.mark
+        if not form.native:
+            messages, tools = as_text(messages, tools, knows_system=form.knows_system), ()
+        return {
+            **self._constants,
+            "messages": message_values(
+                messages, mark=mark, text_arguments=form.text_arguments, short_ids=form.short_ids
+            ),
+            "tools": tool_values(tools, mark=mark) or None,
+        }
+
+    def _try(self, messages: Sequence[ChatMessage], tools: Sequence[Tool], form: TemplateForm) -> str:
+        """Return what the template writes, nothing if it fails or does much."""
+        values = {**self._given(messages, tools, form), "add_generation_prompt": False}
+        try:
+            return self._sandbox.run(self._template, values, now=_SOME_DAY, max_operations=_TRIAL_OPERATIONS)
+        except Exception:  # noqa: BLE001 - the same border as above; what fails is not how the model writes
+            return ""
 
     def _switched(self, thinking: bool | None) -> dict[str, bool]:
         """Return the template's variables that say whether the model thinks."""

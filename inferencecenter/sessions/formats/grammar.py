@@ -29,7 +29,8 @@ class Start:
     """How an answer may begin, before what it is held to.
 
     With ``thinking`` the model may think first; it does so already where the prompt has ``opened`` its thoughts. Where
-    the prompt ends with the trigger of calls, they have ``begun``, and text needs an ``address``. The ``control`` tokens stand for themselves, all other marks are spelled.
+    the prompt ends with the trigger of calls, they have ``begun``, and text needs an ``address``. The ``control``
+    tokens stand for themselves, all other marks are spelled.
     """
 
     control: frozenset[str] = frozenset()
