@@ -6,12 +6,15 @@ from collections import deque
 from typing import TYPE_CHECKING, Final, TypeAlias
 
 from inferencecenter.protocol.codec import encode
-from inferencecenter.protocol.events import Error, Token
+from inferencecenter.protocol.events import Reasoning, Token, ToolCall
+from inferencecenter.protocol.text_events import goes_on, text_of, with_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from inferencecenter.protocol.base import SessionEvent
+    from inferencecenter.protocol.events import Error
+    from inferencecenter.protocol.text_events import Text
     from inferencecenter.protocol.values import TokenLogprobs
 
 Numbered: TypeAlias = "SessionEvent | Error"
@@ -23,26 +26,30 @@ _LOGPROB_BYTES: Final = 64
 
 
 class _Run:
-    """Tokens of one turn whose numbers follow each other; kept as text, since there are many."""
+    """Pieces of one text whose numbers follow each other; kept as text, since there are many."""
 
-    __slots__ = ("contents", "first_seq", "logprobs", "session_id", "turn_id")
+    __slots__ = ("contents", "first", "first_seq", "logprobs", "plain")
 
-    def __init__(self, event: Token) -> None:
-        self.session_id = event.session_id
-        self.turn_id = event.turn_id
+    def __init__(self, event: Text) -> None:
+        self.first = event
+        self.plain = type(event) is Token
         self.first_seq = event.seq
         self.contents: deque[str] = deque()
         self.logprobs: deque[tuple[TokenLogprobs, ...] | None] | None = None if event.logprobs is None else deque()
 
-    def takes(self, event: Token) -> bool:
+    def takes(self, event: Text) -> bool:
+        if self.plain and type(event) is Token:  # by far the most, so it is quick
+            same = event.turn_id == self.first.turn_id
+        else:
+            same = goes_on(self.first, event)
         return (
-            event.turn_id == self.turn_id
+            same
             and event.seq == self.first_seq + len(self.contents)
             and (event.logprobs is None) == (self.logprobs is None)
         )
 
-    def add(self, event: Token) -> None:
-        self.contents.append(event.content)
+    def add(self, event: Text, text: str) -> None:
+        self.contents.append(text)
         if self.logprobs is not None:
             self.logprobs.append(event.logprobs)
 
@@ -52,7 +59,7 @@ class _Run:
         content = self.contents.popleft()
         return _token_bytes(content, self.logprobs.popleft() if self.logprobs is not None else None)
 
-    def after(self, last_seq: int) -> Iterator[Token]:
+    def after(self, last_seq: int) -> Iterator[Text]:
         """Yield what came after ``last_seq``, joined as far as one event should hold."""
         parts: list[str] = []
         logprobs: list[TokenLogprobs] = []
@@ -68,14 +75,8 @@ class _Run:
         if parts:
             yield self._joined(len(self.contents) - 1, parts, logprobs)
 
-    def _joined(self, index: int, parts: list[str], logprobs: list[TokenLogprobs]) -> Token:
-        return Token(
-            session_id=self.session_id,
-            turn_id=self.turn_id,
-            seq=self.first_seq + index,
-            content="".join(parts),
-            logprobs=tuple(logprobs) or None,
-        )
+    def _joined(self, index: int, parts: list[str], logprobs: list[TokenLogprobs]) -> Text:
+        return with_text(self.first, "".join(parts), seq=self.first_seq + index, logprobs=tuple(logprobs) or None)
 
 
 class Replay:
@@ -109,8 +110,8 @@ class Replay:
         if self._folded:
             self._lost_seq = event.seq
             return
-        if type(event) is Token:
-            self._add_token(event)
+        if type(event) is Token or isinstance(event, Reasoning | ToolCall):
+            self._add_text(event)
         else:
             size = len(encode(event) or "")
             self._entries.append((event, size))
@@ -119,7 +120,7 @@ class Replay:
             self._forget_oldest()
 
     def after(self, last_seq: int) -> list[Numbered] | None:
-        """Return all events after ``last_seq``, neighbouring tokens of one turn joined; ``None`` if some are lost."""
+        """Return all events after ``last_seq``, neighbouring pieces of a text joined; ``None`` if some are lost."""
         if last_seq < self._lost_seq:
             return None
         missing: list[Numbered] = []
@@ -141,13 +142,14 @@ class Replay:
         """Keep events again."""
         self._folded = False
 
-    def _add_token(self, event: Token) -> None:
+    def _add_text(self, event: Text) -> None:
         last = self._entries[-1] if self._entries else None
         if not isinstance(last, _Run) or not last.takes(event):
             last = _Run(event)
             self._entries.append(last)
-        last.add(event)
-        self._bytes += _token_bytes(event.content, event.logprobs)
+        text = event.content if type(event) is Token else text_of(event)
+        last.add(event, text)
+        self._bytes += _token_bytes(text, event.logprobs)
 
     def _forget_oldest(self) -> None:
         oldest = self._entries[0]
