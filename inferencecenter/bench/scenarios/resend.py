@@ -12,10 +12,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from inferencecenter.bench import timeline, ways
-from inferencecenter.bench.jobs import Round, Rounds, Turns
+from inferencecenter.bench.jobs import Round, Rounds, Turns, TurnSize
 from inferencecenter.bench.options import Options, refused
 from inferencecenter.bench.results import Metric, Parameter, Report, metrics_if_known, percentile_metrics
-from inferencecenter.bench.scenario import OWN, WARM_UP, Scenario, context_tokens, one_prompt_length, required
+from inferencecenter.bench.scenario import OWN, Scenario, context_tokens, one_prompt_length, required
 
 if TYPE_CHECKING:
     from inferencecenter.bench.stage import Bench, Measured
@@ -23,8 +23,9 @@ if TYPE_CHECKING:
 _WAYS: Final = {"HTTP, all again": ways.chat_completions, "WebSocket": ways.websocket}
 _HISTORY_TURNS: Final = 8
 _QUESTION_TOKENS: Final = 20
-_LEAST_TOKENS: Final = 32
+_LEAST_TOKENS: Final = 64
 """Of a turn of the history: the template's own tokens are among them."""
+_WARM_UP: Final = TurnSize(_LEAST_TOKENS, 8)
 _TEMPLATE_TOKENS: Final = 16
 """More than templates put around a question and its answer."""
 
@@ -83,7 +84,7 @@ async def run(bench: Bench) -> Report:
                     clients=n_clients,
                     rounds=(*[told] * _HISTORY_TURNS, *[asked] * count),
                     continues=True,
-                    warm_up=WARM_UP,
+                    warm_up=_WARM_UP,
                 ),
                 answer=Turns,
                 read=read,
