@@ -119,11 +119,22 @@ class _Search:
         return place(self._model, setup, team, (n_gpu_layers, in_host), self._wishes)
 
     def _first_fit(self, division: tuple[int, int], n_ctx: int, *, usual: int) -> Place | None:
-        for setup in self._setups(n_ctx, n_gpu_layers=division[0]):
-            for team in self._teams if division[0] else [()]:
-                found = place(self._model, setup, team, division, self._wishes)
-                if found.fits and self._host_holds(found):
-                    return self._grown(found) if setup.n_ctx == usual else found
+        setups = list(self._setups(n_ctx, n_gpu_layers=division[0]))
+        # The last takes least, of everything and on each GPU. Where it does not fit, none does.
+        if self._fit(setups[-1], division) is None:
+            return None
+        for setup in setups:
+            found = self._fit(setup, division)
+            if found is not None:
+                return self._grown(found) if setup.n_ctx == usual else found
+        return None
+
+    def _fit(self, setup: SetUp, division: tuple[int, int]) -> Place | None:
+        """Return the place on the first team that holds it."""
+        for team in self._teams if division[0] else [()]:
+            found = place(self._model, setup, team, division, self._wishes)
+            if found.fits and self._host_holds(found):
+                return found
         return None
 
     def _grown(self, found: Place) -> Place:

@@ -30,24 +30,10 @@ def gpus(*gib: float) -> tuple[Device, ...]:
 
 
 @pytest.fixture(scope="session")
-def shape_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[HeaderName], ModelShape]:
-    """Return the shape of a real model, read from a file that is all header."""
-
-    @cache
-    def read(name: HeaderName) -> ModelShape:
-        return describe(read_gguf(header_of(name)))
-
-    header_of = _headers(tmp_path_factory.mktemp("headers"))
-    return read
-
-
-@pytest.fixture(scope="session")
 def header_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[HeaderName], Path]:
-    """Return such a file."""
-    return _headers(tmp_path_factory.mktemp("files"))
+    """Return a file that is all header, of a real model."""
+    folder = tmp_path_factory.mktemp("headers")
 
-
-def _headers(folder: Path) -> Callable[[HeaderName], Path]:
     @cache
     def write(name: HeaderName) -> Path:
         path = folder / f"{name}.gguf"
@@ -55,3 +41,14 @@ def _headers(folder: Path) -> Callable[[HeaderName], Path]:
         return path
 
     return write
+
+
+@pytest.fixture(scope="session")
+def shape_of(header_of: Callable[[HeaderName], Path]) -> Callable[[HeaderName], ModelShape]:
+    """Return the shape of a real model, read from such a file."""
+
+    @cache
+    def read(name: HeaderName) -> ModelShape:
+        return describe(read_gguf(header_of(name)))
+
+    return read

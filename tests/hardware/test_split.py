@@ -192,7 +192,7 @@ def _machine(sizes: list[int]) -> tuple[Device, ...]:
     return gpus(*(size / 1024 for size in sizes))
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None)
 @given(name=MODELS, sizes=SIZES, wishes=WISHES)
 def test_never_more_than_free_less_the_margin(
     shape_of: ShapeOf, name: HeaderName, sizes: list[int], wishes: Wishes
@@ -208,7 +208,7 @@ def test_never_more_than_free_less_the_margin(
     assert made.setup.n_ubatch <= made.setup.n_batch
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None)
 @given(name=MODELS, sizes=SIZES, more=st.integers(min_value=1, max_value=8192), which=st.integers(0, 2))
 def test_more_memory_gives_no_less(
     shape_of: ShapeOf, name: HeaderName, sizes: list[int], more: int, which: int
