@@ -1,0 +1,38 @@
+"""A server for each test, on the event loop that the daemon uses."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import uvloop
+
+from tests.server.harness import Running, running_server
+
+if TYPE_CHECKING:
+    import asyncio
+    from collections.abc import AsyncIterator, Callable, Mapping
+    from contextlib import AbstractAsyncContextManager
+    from pathlib import Path
+
+
+def pytest_asyncio_loop_factories() -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
+    """Run the tests of this folder on uvloop."""
+    return {"uvloop": uvloop.new_event_loop}
+
+
+@pytest.fixture
+def serve(tmp_path: Path) -> Callable[..., AbstractAsyncContextManager[Running]]:
+    """Return what runs a server with settings of the test's own."""
+
+    def run(**settings: Any) -> AbstractAsyncContextManager[Running]:
+        return running_server(tmp_path, **settings)
+
+    return run
+
+
+@pytest.fixture
+async def server(tmp_path: Path) -> AsyncIterator[Running]:
+    """A server with the default limits."""
+    async with running_server(tmp_path) as running:
+        yield running
