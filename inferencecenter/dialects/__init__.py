@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from inferencecenter.dialects import endpoint, openapi, plain
+from inferencecenter.dialects import endpoint, openapi, plain, responses
 from inferencecenter.dialects.openai import chat, completions, models
 
 if TYPE_CHECKING:
@@ -19,6 +19,7 @@ OPERATIONS: Final[tuple[endpoint.Operation, ...]] = (
     *models.OPERATIONS,
     *chat.OPERATIONS,
     *completions.OPERATIONS,
+    *responses.OPERATIONS,
     *plain.OPERATIONS,
     openapi.operation(lambda: OPERATIONS),
 )
@@ -27,4 +28,4 @@ OPERATIONS: Final[tuple[endpoint.Operation, ...]] = (
 
 def routes(context: Context) -> list[BaseRoute]:
     """Return the routes of all dialects."""
-    return endpoint.routes(context, OPERATIONS)
+    return [*endpoint.routes(context, OPERATIONS), responses.socket_route(context)]

@@ -40,8 +40,8 @@ if TYPE_CHECKING:
     from inferencecenter.protocol.base import Event
     from inferencecenter.sessions.description import TurnFacts
 
-_PATH: Final = "/v1/responses"
-_ONE: Final = _PATH + "/{response_id}"
+PATH: Final = "/v1/responses"
+_ONE: Final = PATH + "/{response_id}"
 
 
 class ListItems(Fields):
@@ -267,7 +267,7 @@ def _document(response: Response) -> Document:
 OPERATIONS: Final = (
     Operation(
         method="POST",
-        path=_PATH,
+        path=PATH,
         summary="Have a response made.",
         handler=create,
         body=CreateResponse,

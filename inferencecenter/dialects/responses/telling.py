@@ -18,6 +18,7 @@ from inferencecenter.dialects.responses.objects import (
     OutputMessage,
     OutputReasoning,
     OutputText,
+    ResponseError,
     ThoughtText,
 )
 from inferencecenter.protocol import events
@@ -80,14 +81,22 @@ class Telling:
         top_logprobs: So many of the likeliest tokens are shown with each.
         clock: Unix seconds.
         stream_id: The lane that is named in each frame.
+        generate: Whether there is to be an answer; else what the model says is told to nobody.
     """
 
     def __init__(
-        self, echo: Echo, *, top_logprobs: int, clock: Callable[[], float], stream_id: str | None = None
+        self,
+        echo: Echo,
+        *,
+        top_logprobs: int,
+        clock: Callable[[], float],
+        stream_id: str | None = None,
+        generate: bool = True,
     ) -> None:
         self._echo = echo
         self._top = top_logprobs
         self._clock = clock
+        self._generate = generate
         self._lane = {} if stream_id is None else {"stream_id": stream_id}
         self._lane_tail = b"" if stream_id is None else b',"stream_id":' + orjson.dumps(stream_id)
         self._number = 0
@@ -126,7 +135,7 @@ class Telling:
                 frames = self._begin()
             case events.End():
                 frames = self._end(event)
-            case events.Error(turn_id=str()):
+            case _:
                 frames = self._fail(event)
         return frames
 
@@ -149,6 +158,8 @@ class Telling:
 
     def _say(self, kind: str, text: str, event: events.Token | events.Reasoning) -> list[Frame]:
         frames = self._begin()
+        if not self._generate:
+            return frames
         item = self._item
         if item is None or item.kind != kind:
             frames += self._close("completed")
@@ -166,6 +177,8 @@ class Telling:
 
     def _call(self, event: events.ToolCall) -> list[Frame]:
         frames = self._begin()
+        if not self._generate:
+            return frames
         item = self._item
         if item is None or item.call_id != event.call_id:
             frames += self._close("completed")
@@ -217,10 +230,10 @@ class Telling:
     def _end(self, event: events.End) -> list[Frame]:
         if self._place is None:
             self._place = Place(event.session_id, event.turn_id)
-        status = status_of(event.finish_reason)
+        status = status_of(event.finish_reason) if self._generate else "completed"
         state: ItemState = "completed" if status == "completed" else "incomplete"
         frames = self._begin()
-        if self._item is None and not (self._counts.get(_MESSAGE) or self._counts.get(_CALL)):
+        if self._generate and self._item is None and not (self._counts.get(_MESSAGE) or self._counts.get(_CALL)):
             frames += self._open(_MESSAGE)[1]
         frames += self._close(state)
         complete = status == "completed"
@@ -236,13 +249,19 @@ class Telling:
         # There is no event of its own for a response that was cancelled; this one ends it for every client.
         return [*frames, self._frame("response.completed" if complete else "response.incomplete", response=final)]
 
-    def _fail(self, event: events.Error) -> list[Frame]:
-        if self._place is None:
-            self._place = Place(event.session_id or "", event.turn_id or "")
+    def _fail(self, event: Event) -> list[Frame]:
+        """Tell that there will be no more of the turn, if the event says so."""
+        match event:
+            case events.Error(session_id=str(session_id), turn_id=str(turn_id)):
+                place, error = Place(session_id, turn_id), error_of(event)
+            case events.SessionClosed() | events.SessionExpired() | events.SessionDetached():
+                place = self._place or Place(event.session_id, "")
+                error = ResponseError(code="server_error", message="Its session was closed, or is told elsewhere.")
+            case _:
+                return []
+        self._place = place
         frames = self._begin() + self._close("incomplete")
-        final = self._final = response_of(
-            self._echo, self._place, status="failed", output=tuple(self._output), error=error_of(event)
-        )
+        final = self._final = response_of(self._echo, place, status="failed", output=tuple(self._output), error=error)
         return [*frames, self._frame("response.failed", response=final)]
 
     def _standing(self, *, waits: bool) -> Response:
