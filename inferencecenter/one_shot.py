@@ -16,7 +16,7 @@ from inferencecenter.errors import ErrorCode, InferenceCenterError
 from inferencecenter.ipc.port import EngineState
 from inferencecenter.models.registry import ModelSpec, not_registered, read_registry
 from inferencecenter.protocol import requests
-from inferencecenter.protocol.events import ContextShifted, End, Error, Progress, Queued, Token
+from inferencecenter.protocol.events import ContextShifted, End, Error, Progress, Queued, Reasoning, Token
 from inferencecenter.sessions.client import Client
 from inferencecenter.sessions.registry import Sessions
 from inferencecenter.settings import bundled_model
@@ -41,7 +41,7 @@ _STOP_S: Final = 1.0
 _CLIENT: Final = Client("shell", max_sessions=1, priority="interactive", scopes=frozenset({"user"}))
 _SETTLED: Final = (EngineState.READY, EngineState.FAILED)
 
-Shown: TypeAlias = Queued | Progress | ContextShifted | Token | End
+Shown: TypeAlias = Queued | Progress | ContextShifted | Token | Reasoning | End
 """What a turn is made of, in the order of its events."""
 
 

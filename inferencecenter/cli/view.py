@@ -22,6 +22,7 @@ from inferencecenter.protocol.events import (
     ModelChanged,
     Progress,
     Queued,
+    Reasoning,
     Thermal,
     Token,
 )
@@ -108,13 +109,14 @@ class TerminalView:
         self._news: dict[type[ModelChanged | Thermal], str] = {}
         self._status = console.status("waiting", spinner_style="dim")
         self._shows_turn = False
+        self._thinks = False
         self._column: int | None = None
         self._notice = ""
         self._is_drawn = False
 
     def begin(self) -> None:
         """Show that something happens."""
-        self._shows_turn = True
+        self._shows_turn, self._thinks = True, False
         self._tell_news()
         self._wait("waiting")
         self._status.start()
@@ -137,8 +139,15 @@ class TerminalView:
                 self._wait("reading what is left")
                 self._status.start()
             case Token(content=content):
+                if self._thinks:
+                    self._write("\n")
+                self._thinks = False
                 self._write(content.translate(_CONTROLS).expandtabs(_TAB_COLUMNS))
                 # Text from before may arrive after the news.
+                self._draw_notice()
+            case Reasoning(content=content):
+                self._thinks = True
+                self._write(content.translate(_CONTROLS).expandtabs(_TAB_COLUMNS), style="dim")
                 self._draw_notice()
             case End():
                 self._write()
@@ -183,11 +192,11 @@ class TerminalView:
         if self._column is None:
             self._status.update(self._notice or why)
 
-    def _write(self, text: str = "") -> None:
+    def _write(self, text: str = "", *, style: str = "") -> None:
         """Go on with the answer, where a spinner or a notice may stand."""
         self._status.stop()
         self._remove_notice()
-        self._console.print(Text(text), end="", soft_wrap=True)
+        self._console.print(Text(text, style=style), end="", soft_wrap=True)
         self._column = column_after(self._column or 0, text, width=self._console.width)
 
     def _draw_notice(self) -> None:

@@ -1,5 +1,6 @@
 """A client of the daemon's WebSocket protocol, for asyncio. It connects again by itself and goes on where it was."""
 
+from inferencecenter.client.answer import Answer, collect, result
 from inferencecenter.client.connection import Client, connect
 from inferencecenter.client.exchange import Notice
 from inferencecenter.client.failures import SessionTakenOverError
@@ -10,6 +11,7 @@ from inferencecenter.client.session import ClientSession
 from inferencecenter.client.stream import TurnStreamEvent
 
 __all__ = [
+    "Answer",
     "Client",
     "ClientSession",
     "Connected",
@@ -20,6 +22,8 @@ __all__ = [
     "SessionTakenOverError",
     "Timing",
     "TurnStreamEvent",
+    "collect",
     "connect",
+    "result",
     "while_loading",
 ]

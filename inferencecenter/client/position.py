@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import Enum, auto
 from typing import TYPE_CHECKING
 
-from inferencecenter.protocol.events import Error, Token
+from inferencecenter.protocol.events import Error, Reasoning, Token, ToolCall
 
 if TYPE_CHECKING:
     from inferencecenter.protocol.base import SessionEvent
@@ -39,13 +39,14 @@ class Position:
     def admit(self, event: SessionEvent | Error) -> Arrival:
         """Count an event, unless it was here before or events before it are missing.
 
-        A token may stand for several, of which it has the last number, so nothing is missing before one. Nor is there
+        A text may stand for several, of which it has the last number, so nothing is missing before one. Nor is there
         a gap to fill where the history was resumed already: what is not sent again was not for this client.
         """
         assert event.seq is not None, "only numbered events have a position"
         if event.seq <= self.seq:
             return Arrival.REPEATED
-        adjoins = isinstance(event, Token) or event.seq == self.seq + 1 or self.seq == self._resumed_after
+        is_text = isinstance(event, Token | Reasoning | ToolCall)
+        adjoins = is_text or event.seq == self.seq + 1 or self.seq == self._resumed_after
         if not adjoins:
             return Arrival.AFTER_A_GAP
         self.seq = event.seq

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import uuid
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 from inferencecenter.client.exchange import expect
 from inferencecenter.client.failures import SessionTakenOverError
@@ -32,7 +32,19 @@ if TYPE_CHECKING:
     from inferencecenter.client.exchange import Exchange
     from inferencecenter.client.stream import TurnStreamEvent
     from inferencecenter.protocol.base import Event
-    from inferencecenter.protocol.values import ChatMessage
+    from inferencecenter.protocol.values import ChatMessage, Tool, ToolChoice
+
+
+class Asked(TypedDict, total=False):
+    """What a turn may ask of its answer; see ``requests.Infer``."""
+
+    tools: list[Tool]
+    tool_choice: ToolChoice
+    parallel_tool_calls: bool
+    json_schema: dict[str, Any] | bool
+    regex: str
+    grammar: str
+    thinking: bool
 
 
 class ClientSession:
@@ -69,24 +81,45 @@ class ClientSession:
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.session_id} {self._position} readers={len(self._readers)}>"
 
-    def infer(self, prompt: str, *, params: dict[str, Any] | None = None) -> AsyncIterator[TurnStreamEvent]:
-        """Say something and yield the turn's events, the last being ``End``.
+    def infer(
+        self,
+        prompt: str | None = None,
+        *,
+        messages: Sequence[ChatMessage] | None = None,
+        params: dict[str, Any] | None = None,
+        **asked: Unpack[Asked],
+    ) -> AsyncIterator[TurnStreamEvent]:
+        """Say something and yield the turn's events, the last being ``End``; ``collect`` puts an answer together.
 
         The stream goes on unbroken when the connection is lost and comes back: nothing is missing, nothing comes
         twice, though text may come in larger pieces. Leaving the iterator early does not end the turn: ``abort`` does.
 
+        Args:
+            prompt: What the user says.
+            messages: What is said, in place of a prompt; as what tools returned, see ``result``.
+            params: Parameters of this turn.
+            asked: What the answer has to be.
+
         Raises:
             InferenceCenterError: What the daemon refused, what ended the turn, or why its rest is lost.
+            pydantic.ValidationError: What is asked makes no sense.
         """
         infer = requests.Infer(
-            op="infer", session_id=self.session_id, prompt=prompt, params=params, turn_key=uuid.uuid4().hex
+            op="infer",
+            session_id=self.session_id,
+            prompt=prompt,
+            messages=None if messages is None else list(messages),
+            params=params,
+            turn_key=uuid.uuid4().hex,
+            **asked,
         )
         return TurnReader(self._exchange, self, stream=TurnStream(self.session_id), infer=infer).events()
 
     async def follow(self) -> AsyncIterator[TurnStreamEvent]:
         """Yield the events of the turn that was running when the session was resumed, from its beginning to its end.
 
-        What it had said by then comes as one ``Token``. Without such a turn nothing is yielded.
+        What it had said by then comes as one ``Token``, as does what it thought and what it asked of each tool. Without
+        such a turn nothing is yielded.
 
         Raises:
             InferenceCenterError: What ended the turn, or why its rest is lost.

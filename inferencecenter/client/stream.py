@@ -9,6 +9,7 @@ from __future__ import annotations
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Final, TypeAlias
 
+from inferencecenter.client.answer import Answer
 from inferencecenter.client.failures import as_exception
 from inferencecenter.errors import ErrorCode, InferenceCenterError
 from inferencecenter.protocol.events import (
@@ -17,8 +18,10 @@ from inferencecenter.protocol.events import (
     Error,
     Progress,
     Queued,
+    Reasoning,
     SessionResumed,
     Token,
+    ToolCall,
 )
 from inferencecenter.protocol.values import TurnStats
 
@@ -28,7 +31,7 @@ if TYPE_CHECKING:
     from inferencecenter.protocol.base import Event
     from inferencecenter.protocol.values import TranscriptTurn
 
-TurnStreamEvent: TypeAlias = Queued | Progress | ContextShifted | Token | End
+TurnStreamEvent: TypeAlias = Queued | Progress | ContextShifted | Token | Reasoning | ToolCall | End
 
 # A daemon that has just started may say so to a turn that is sent again.
 _PASSING: Final = frozenset({ErrorCode.MODEL_LOADING, ErrorCode.ENGINE_UNAVAILABLE})
@@ -66,7 +69,7 @@ class TurnStream:
         self._state = StreamState.ASKING
         self._request_id: str | None = None
         self._turn_id: str | None = None
-        self._shown: list[str] = []
+        self._shown = Answer()
         # While asking: what may turn out to belong to the turn.
         self._snapshot: SessionResumed | None = None
         self._early: list[TurnStreamEvent] = []
@@ -113,7 +116,7 @@ class TurnStream:
                 yield from self._resume(event)
             case Error():
                 self._fail(event)
-            case Queued() | Progress() | ContextShifted() | Token() | End():
+            case Queued() | Progress() | ContextShifted() | Token() | Reasoning() | ToolCall() | End():
                 yield from self._take(event)
 
     def _take(self, event: TurnStreamEvent) -> Iterator[TurnStreamEvent]:
@@ -131,9 +134,8 @@ class TurnStream:
             yield from self._give(event)
 
     def _give(self, event: TurnStreamEvent) -> Iterator[TurnStreamEvent]:
-        if isinstance(event, Token):
-            self._shown.append(event.content)
-        elif isinstance(event, End):
+        self._shown.take(event)
+        if isinstance(event, End):
             self._state = StreamState.OVER
         yield event
 
@@ -143,7 +145,7 @@ class TurnStream:
         self._snapshot, self._early = None, []
         self._state, self._turn_id, self.due = StreamState.RUNNING, event.turn_id, False
         if snapshot is not None and snapshot.turn_id == event.turn_id:
-            yield from self._catch_up(snapshot.content or "", seq=snapshot.seq)
+            yield from self._catch_up(_so_far(snapshot), seq=snapshot.seq)
         elif snapshot is not None and (ended := _ended(snapshot, event.turn_id)) is not None:
             yield from self._finish_text(snapshot, ended)
         for known in (*early, event):
@@ -164,7 +166,7 @@ class TurnStream:
     def _resume_without_events(self, resumed: SessionResumed) -> Iterator[TurnStreamEvent]:
         assert self._turn_id is not None, "a running turn has a name"
         if resumed.turn_id == self._turn_id:
-            yield from self._catch_up(resumed.content or "", seq=resumed.seq)
+            yield from self._catch_up(_so_far(resumed), seq=resumed.seq)
             return
         ended = _ended(resumed, self._turn_id)
         if ended is None:
@@ -175,18 +177,18 @@ class TurnStream:
         else:
             yield from self._give(_end_of(resumed, ended))
 
-    def _catch_up(self, answer: str, *, seq: int) -> Iterator[TurnStreamEvent]:
-        """Show what is new in all that the turn has said."""
-        shown = "".join(self._shown)
-        if not answer.startswith(shown):
+    def _catch_up(self, answer: Answer, *, seq: int) -> Iterator[TurnStreamEvent]:
+        """Show what is new in all that the turn has answered."""
+        turn_id = str(self._turn_id)
+        try:
+            missing = tuple(self._shown.missing(answer, session_id=self._session_id, turn_id=turn_id, seq=max(seq, 1)))
+        except ValueError:
             self._state = StreamState.OVER
             raise InferenceCenterError(
-                ErrorCode.INTERNAL, f"what was shown of turn {self._turn_id} is not how its answer begins"
-            )
-        if rest := answer[len(shown) :]:
-            yield from self._give(
-                Token(session_id=self._session_id, seq=max(seq, 1), turn_id=str(self._turn_id), content=rest)
-            )
+                ErrorCode.INTERNAL, f"what was shown of turn {turn_id} is not how its answer begins"
+            ) from None
+        for event in missing:
+            yield from self._give(event)
 
     def _finish_text(self, resumed: SessionResumed, ended: TranscriptTurn) -> Iterator[TurnStreamEvent]:
         """Show what is new in the answer of a turn that has ended."""
@@ -218,7 +220,12 @@ def _ended(resumed: SessionResumed, turn_id: str) -> TranscriptTurn | None:
     return next((turn for turn in resumed.turns or () if turn.turn_id == turn_id), None)
 
 
-def _answer(resumed: SessionResumed, ended: TranscriptTurn) -> str | None:
+def _so_far(resumed: SessionResumed) -> Answer:
+    """Return what the running turn has answered."""
+    return Answer.of(resumed.content or "", resumed.reasoning, resumed.tool_calls)
+
+
+def _answer(resumed: SessionResumed, ended: TranscriptTurn) -> Answer | None:
     """Return a turn's answer, ``None`` when the turn was discarded and left no messages."""
     turns = resumed.turns or ()
     before = max((turn.messages for turn in turns[: turns.index(ended)]), default=0)
@@ -226,7 +233,7 @@ def _answer(resumed: SessionResumed, ended: TranscriptTurn) -> str | None:
     if not before < ended.messages <= len(transcript):
         return None
     last = transcript[ended.messages - 1]
-    return last.content if last.role == "assistant" else None
+    return Answer.of(last.content, last.reasoning, last.tool_calls) if last.role == "assistant" else None
 
 
 def _end_of(resumed: SessionResumed, ended: TranscriptTurn) -> End:

@@ -1,0 +1,118 @@
+"""What a turn has answered so far, put together from its events. No I/O."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from inferencecenter.protocol.events import End, Reasoning, Token
+from inferencecenter.protocol.events import ToolCall as ToolCallEvent
+from inferencecenter.protocol.values import ChatMessage, ToolCall
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterable, Iterator, Sequence
+
+    from inferencecenter.protocol.base import Event
+
+
+@dataclass(slots=True)
+class Answer:
+    """An answer as far as it has come; ``end`` is there when nothing follows."""
+
+    end: End | None = None
+    _content: list[str] = field(default_factory=list)
+    _reasoning: list[str] = field(default_factory=list)
+    _calls: list[_Call] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, content: str, reasoning: str | None = None, tool_calls: Sequence[ToolCall] | None = None) -> Answer:
+        """Return an answer that says this."""
+        calls = [_Call(call.call_id, call.name, [call.arguments]) for call in tool_calls or ()]
+        return cls(_content=[content], _reasoning=[reasoning or ""], _calls=calls)
+
+    @property
+    def content(self) -> str:
+        """What was said."""
+        return "".join(self._content)
+
+    @property
+    def reasoning(self) -> str:
+        """What was thought before."""
+        return "".join(self._reasoning)
+
+    @property
+    def tool_calls(self) -> tuple[ToolCall, ...]:
+        """The tools that were asked for; arguments of the last are whole only when the turn ended with ``tool_calls``.
+
+        What each of them returns is said with ``result``.
+        """
+        return tuple(
+            ToolCall(call_id=call.call_id, name=call.name, arguments="".join(call.arguments)) for call in self._calls
+        )
+
+    def take(self, event: Event) -> None:
+        """Take an event of the turn."""
+        match event:
+            case Token(content=content):
+                self._content.append(content)
+            case Reasoning(content=content):
+                self._reasoning.append(content)
+            case ToolCallEvent(name=str(name)):
+                self._calls.append(_Call(event.call_id, name, [event.arguments]))
+            case ToolCallEvent(index=index) if index < len(self._calls):
+                self._calls[index].arguments.append(event.arguments)
+            case End():
+                self.end = event
+
+    def missing(self, whole: Answer, *, session_id: str, turn_id: str, seq: int) -> Iterator[_Text]:
+        """Yield, as events, what ``whole`` has more than this.
+
+        Raises:
+            ValueError: It does not begin with this.
+        """
+        head = {"session_id": session_id, "turn_id": turn_id, "seq": seq}
+        if thought := _rest(self.reasoning, whole.reasoning):
+            yield Reasoning.model_validate({**head, "content": thought})
+        if said := _rest(self.content, whole.content):
+            yield Token.model_validate({**head, "content": said})
+        told = self.tool_calls
+        for index, call in enumerate(whole.tool_calls):
+            name = None if index < len(told) else call.name
+            rest = call.arguments if name is not None else _rest(told[index].arguments, call.arguments)
+            if rest or name is not None:
+                yield ToolCallEvent.model_validate(
+                    {**head, "index": index, "call_id": call.call_id, "name": name, "arguments": rest}
+                )
+
+
+@dataclass(slots=True)
+class _Call:
+    call_id: str
+    name: str
+    arguments: list[str]
+
+
+_Text = Token | Reasoning | ToolCallEvent
+
+
+async def collect(events: AsyncIterable[Event]) -> Answer:
+    """Return the whole answer of a turn, as ``ClientSession.infer`` yields it.
+
+    Raises:
+        InferenceCenterError: See ``ClientSession.infer``.
+    """
+    answer = Answer()
+    async for event in events:
+        answer.take(event)
+    return answer
+
+
+def result(call: ToolCall, content: str) -> ChatMessage:
+    """Return the message that says what a tool returned."""
+    return ChatMessage(role="tool", content=content, tool_call_id=call.call_id)
+
+
+def _rest(begins: str, whole: str) -> str:
+    if not whole.startswith(begins):
+        raise ValueError("another answer")
+    return whole[len(begins) :]
