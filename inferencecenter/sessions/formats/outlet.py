@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from inferencecenter.sessions.formats.parts import Argued, Called, Said, Thought
 
 if TYPE_CHECKING:
     from inferencecenter.sessions.formats.parts import Part
+
+_Kind: TypeAlias = type[Said] | type[Thought] | type[Argued]
 
 
 class Outlet:
@@ -16,16 +17,17 @@ class Outlet:
 
     def __init__(self) -> None:
         self._parts: list[Part] = []
-        self._texts: list[str] = []  # of the last part
+        self._kind: _Kind = Said
+        self._texts: list[str] = []  # of this kind, behind the parts
         self._n_calls = 0
 
     def say(self, text: str) -> None:
         """Add text of the answer."""
-        self._add(Said(""), text)
+        self._add(Said, text)
 
     def think(self, text: str) -> None:
         """Add text of what the model thinks."""
-        self._add(Thought(""), text)
+        self._add(Thought, text)
 
     def call(self, name: str) -> None:
         """Begin a call."""
@@ -35,7 +37,7 @@ class Outlet:
 
     def argue(self, text: str) -> None:
         """Add text of the arguments of the call that began last."""
-        self._add(Argued(self._n_calls - 1, ""), text)
+        self._add(Argued, text)
 
     def take(self) -> tuple[Part, ...]:
         """Return what was added since the last time."""
@@ -43,17 +45,19 @@ class Outlet:
         parts, self._parts = tuple(self._parts), []
         return parts
 
-    def _add(self, empty: Said | Thought | Argued, text: str) -> None:
+    def _add(self, kind: _Kind, text: str) -> None:
         if not text:
             return
-        if not self._parts or not self._texts or self._parts[-1] != empty:
+        if kind is not self._kind:
             self._close()
-            self._parts.append(empty)
+            self._kind = kind
         self._texts.append(text)
 
     def _close(self) -> None:
-        if self._texts:
-            last = self._parts[-1]
-            assert not isinstance(last, Called)
-            self._parts[-1] = replace(last, text="".join(self._texts))
-            self._texts = []
+        if not self._texts:
+            return
+        text, self._texts = "".join(self._texts), []
+        if self._kind is Argued:
+            self._parts.append(Argued(self._n_calls - 1, text))
+        else:
+            self._parts.append(Thought(text) if self._kind is Thought else Said(text))

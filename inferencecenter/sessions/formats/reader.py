@@ -108,7 +108,8 @@ def _read_speech(tape: Tape, outlet: Outlet, *, style: Style, tools: Mapping[str
 
 def _read_until(tape: Tape, tell: Callable[[str], None], end: str) -> Reading[tuple[str, str]]:
     """Tell text up to ``end``; return the white space before it, which is not told, and ``end`` itself if it came."""
-    ordinary = re.compile(rf"[^\s{re.escape(end[0])}]+")
+    # Words and the white space before them; possessive, so that nothing is looked at twice.
+    ordinary = re.compile(rf"(?:\s*+[^\s{re.escape(end[0])}]++)++")
     while True:
         tell(tape.run(ordinary))
         blank = yield from tape.blank()

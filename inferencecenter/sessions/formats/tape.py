@@ -49,7 +49,7 @@ class Tape:
     def run(self, pattern: re.Pattern[str]) -> str:
         """Read what ``pattern`` matches of the text that is there already, possibly nothing.
 
-        The pattern must tell of each character by itself whether it belongs to the run.
+        Whatever comes next, what the pattern matches must be right to read.
         """
         if self._again or self._tried is not None:
             return ""
