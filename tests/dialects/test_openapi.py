@@ -100,7 +100,7 @@ def test_fields_that_may_be_absent_may_be_null() -> None:
         """A body."""
 
         inner: Inner | None = None
-        many: list[Inner] = []
+        many: list[Inner] | None = None
 
     class Shown(BaseModel):
         """An answer."""
