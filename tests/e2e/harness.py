@@ -148,6 +148,8 @@ def start_daemon(state_dir: Path, model: Path | None, *, program: str = "inferen
         **({} if model is None else {"INFERENCECENTER_MODEL__PATH": str(model)}),
         "INFERENCECENTER_LOG__FORMAT": "json",
         "INFERENCECENTER_KV__RAM_DIR": str(state_dir.parent / "ram"),  # a daemon that is killed leaves files there
+        "INFERENCECENTER_ENGINE__N_THREADS": "1",  # enough for the demo model, and undisturbed by a busy machine
+        "INFERENCECENTER_ENGINE__N_THREADS_BATCH": "1",
         "INFERENCECENTER_ENGINE__N_CTX": "8192",  # so that an endless turn lasts for seconds on the small demo model
         **settings,
     }

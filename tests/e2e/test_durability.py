@@ -38,8 +38,6 @@ SETTINGS = {
     "INFERENCECENTER_ENGINE__RESTART_BACKOFF_MAX_S": "0.1",
     "INFERENCECENTER_ENGINE__MAX_RESTARTS": "100",
     "INFERENCECENTER_ENGINE__PREFILL_GRID_TOKENS": "16",  # what is shorter is not worth parking
-    "INFERENCECENTER_ENGINE__N_THREADS": "1",  # enough for the demo model, and undisturbed by a busy machine
-    "INFERENCECENTER_ENGINE__N_THREADS_BATCH": "1",
 }
 CROWDED = SETTINGS | {
     "INFERENCECENTER_ENGINE__SLOTS": "2",

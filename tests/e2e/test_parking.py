@@ -27,8 +27,6 @@ SMALL = {
     "INFERENCECENTER_ENGINE__N_CTX": "1024",
     "INFERENCECENTER_ENGINE__PREFILL_GRID_TOKENS": "16",  # what is shorter is not worth parking
     "INFERENCECENTER_ENGINE__RESTART_BACKOFF_MIN_S": "0.1",
-    "INFERENCECENTER_ENGINE__N_THREADS": "1",  # enough for the demo model, and undisturbed by a busy machine
-    "INFERENCECENTER_ENGINE__N_THREADS_BATCH": "1",
 }
 TIERS = {"ram": (64, 0), "disk": (0, 64), "both": (1, 64), "none": (0, 0)}
 

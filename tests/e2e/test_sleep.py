@@ -23,8 +23,6 @@ ASKED = "What is my name?"
 SETTINGS = {
     "INFERENCECENTER_ENGINE__SLEEP_AFTER_S": "0.5",
     "INFERENCECENTER_ENGINE__PREFILL_GRID_TOKENS": "16",  # what is shorter is not worth parking
-    "INFERENCECENTER_ENGINE__N_THREADS": "1",  # enough for the demo model, and undisturbed by a busy machine
-    "INFERENCECENTER_ENGINE__N_THREADS_BATCH": "1",
 }
 
 

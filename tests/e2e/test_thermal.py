@@ -104,8 +104,7 @@ async def test_an_engine_that_is_started_while_it_is_hot_is_limited(tmp_path: Pa
 
 async def test_an_answer_that_rested_is_the_same(tmp_path: Path, demo_model_path: Path) -> None:
     """With the real backend, for a greedy turn that rests in the middle while others use what is left."""
-    threads = {"INFERENCECENTER_ENGINE__N_THREADS": "1", "INFERENCECENTER_ENGINE__N_THREADS_BATCH": "1"}
-    with heated(tmp_path, demo_model_path, **threads) as (daemon, heat):
+    with heated(tmp_path, demo_model_path) as (daemon, heat):
         async with talk(daemon) as client:
             params = ENDLESS | {"max_tokens": 200}
             undisturbed, _ = await client.turn(await client.create(priority="batch"), "Hello!", **params)
