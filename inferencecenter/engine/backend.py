@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from inferencecenter.engine.sampling.structured import Constraint
     from inferencecenter.ipc.messages import ModelInfo, Piece, TokenLogprobs
     from inferencecenter.protocol.params import Params
 
@@ -137,12 +138,15 @@ class Backend(Protocol):
             DecodeError: Some slots' KV is lost; the others are as before.
         """
 
-    def sampler(self, params: Params, prompt: Sequence[int], answer: Sequence[int] = ()) -> TurnSampler:
+    def sampler(
+        self, params: Params, prompt: Sequence[int], answer: Sequence[int] = (), constraint: Constraint | None = None
+    ) -> TurnSampler:
         """Build a turn's sampler chain; the tail of ``prompt`` feeds the penalties.
 
         ``answer`` is what the turn generated before its prompt was made shorter to ``prompt``; the slot holds it after
         the prompt. The penalties see it as if it had been sampled here. A seed does not start over: the rest is drawn
-        with another one, made of the seed and the length of ``answer``.
+        with another one, made of the seed and the length of ``answer``. A ``constraint`` says what may be sampled;
+        it has taken ``answer`` in, and the sampler keeps it up to date.
 
         Raises:
             InferenceCenterError: ``invalid_request`` for a parameter this model cannot obey.

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from inferencecenter.engine.backend import Chunk
+    from inferencecenter.engine.sampling.structured import Constraint
     from inferencecenter.ipc.messages import EngineOptions, Piece
     from inferencecenter.protocol.params import Params
 
@@ -204,11 +205,14 @@ class EchoBackend:
             for left in range(chunk.n_sampled - 1, -1, -1)
         ]
 
-    def sampler(self, params: Params, prompt: Sequence[int], answer: Sequence[int] = ()) -> EchoSampler:
+    def sampler(
+        self, params: Params, prompt: Sequence[int], answer: Sequence[int] = (), constraint: Constraint | None = None
+    ) -> EchoSampler:
         """Return the sampler that spells the answer to ``prompt``, of which ``answer`` has been spelled already.
 
         Raises:
-            InferenceCenterError: ``invalid_request`` for a bias: there are no logits to add it to.
+            InferenceCenterError: ``invalid_request`` for a bias: there are no logits to add it to. Also for a
+                constraint that the message does not fit: it is all that can be said.
         """
         if params.logit_bias:
             raise InferenceCenterError(
@@ -217,7 +221,14 @@ class EchoBackend:
                 hint="Leave logit_bias out, or serve a model.",
                 field="params.logit_bias",
             )
-        return EchoSampler(self, params, prompt, answer)
+        sampler = EchoSampler(self, params, prompt, answer)
+        if constraint is not None and not constraint.fits(sampler.rest):
+            raise InferenceCenterError(
+                ErrorCode.INVALID_REQUEST,
+                "The echo backend answers with the last message, which is not of the form that is asked for.",
+                hint="Send a message that is, or serve a model.",
+            )
+        return sampler
 
     def row(self, row: int) -> tuple[int, ...]:
         """Return the tokens in KV up to a row of the last decode."""
@@ -245,6 +256,11 @@ class EchoSampler:
         if not params.ignore_eos or not self._answer:
             self._answer = [*self._answer, MESSAGE_END]
         self._closed = False
+
+    @property
+    def rest(self) -> list[int]:
+        """What is left to be said, of an answer that is said once."""
+        return self._answer[len(self._expected) - self._prompt_tokens :]
 
     def sample(self, row: int) -> Sampled:
         """Return the next token of the answer, over and over with ``ignore_eos``.

@@ -193,7 +193,7 @@ class Executor:
         begins_at = len(admission.prompt) - output.n_answered
         prompt, answer = admission.prompt[:begins_at], admission.prompt[begins_at:]
         try:
-            self._samplers[turn_id] = self._backend.sampler(output.params, prompt, answer)
+            self._samplers[turn_id] = self._backend.sampler(output.params, prompt, answer, output.constraint)
         except InferenceCenterError as error:
             results.events.append(output.fail(error, now=self._clock()))
             results.ended.add(turn_id)

@@ -6,7 +6,7 @@ import queue
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
-from inferencecenter.ipc.messages import Abort, Keep, KvLimit, Limit, Release, Submit, Suspend
+from inferencecenter.ipc.messages import Abort, Detokenize, Keep, KvLimit, Limit, Release, Submit, Suspend, Tokenize
 
 if TYPE_CHECKING:
     from inferencecenter.engine.outputs import TurnOutput
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 class Received:
     """A command of the front, with the monotonic second at which it came."""
 
-    command: Submit | Abort | Release | Keep | Limit | KvLimit | Suspend
+    command: Submit | Abort | Release | Keep | Tokenize | Detokenize | Limit | KvLimit | Suspend
     at_s: float
 
 

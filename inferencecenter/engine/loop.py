@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING
 from inferencecenter.engine.accounting import work_of
 from inferencecenter.engine.deadlines import Deadlines
 from inferencecenter.engine.executor import Executor
+from inferencecenter.engine.grammars import Grammars
 from inferencecenter.engine.inbox import Closed, Fetched, Prepared, Received, Unprepared
+from inferencecenter.engine.lookups import Lookups
 from inferencecenter.engine.outputs import failed, never_ran
 from inferencecenter.engine.pause import Pause
 from inferencecenter.engine.preparation import Preparation
@@ -22,6 +24,7 @@ from inferencecenter.engine.speculation import draft_tokens
 from inferencecenter.errors import ErrorCode, InferenceCenterError
 from inferencecenter.ipc.messages import (
     Abort,
+    Detokenize,
     Keep,
     KvLimit,
     Limit,
@@ -33,6 +36,7 @@ from inferencecenter.ipc.messages import (
     Submit,
     Suspend,
     Suspended,
+    Tokenize,
 )
 
 if TYPE_CHECKING:
@@ -105,8 +109,11 @@ class EngineLoop:
             progressed=pulse.beat,
             on_log=self._on_log,
         )
+        self._grammars = Grammars(backend)
+        self._lookups = Lookups(backend, pool=self._pool, send=send, on_log=self._on_log)
         self._preparation = Preparation(
             backend,
+            grammars=self._grammars,
             pool=self._pool,
             inbox=inbox,
             pulse=pulse,
@@ -136,6 +143,8 @@ class EngineLoop:
                 self._step()
                 self._report()
         finally:
+            self._preparation.close()
+            self._grammars.close()
             self._pool.shutdown(cancel_futures=True)
             self._executor.close()
 
@@ -242,6 +251,8 @@ class EngineLoop:
                 self._release(session_id)
             case Keep(session_ids=session_ids):
                 self._kv.keep(session_ids)
+            case Tokenize() | Detokenize() as question:
+                self._lookups.take(question)
             case Limit() as limit:
                 self._limit(limit)
             case KvLimit(ram_bytes=ram_bytes):

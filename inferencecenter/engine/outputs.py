@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from inferencecenter.engine.backend import Sampled
     from inferencecenter.engine.sampling.stop import Scan
+    from inferencecenter.engine.sampling.structured import Constraint
     from inferencecenter.errors import InferenceCenterError
     from inferencecenter.ipc.messages import Stage, TurnEvent
     from inferencecenter.protocol.params import Params
@@ -47,7 +48,8 @@ class Turn:
 
     ``answer`` is what the turn generated before its prompt was made shorter or its engine was lost, and the first
     ``shown_chars`` characters of its text have been told. With ``may_shift`` a full context is not its end. Where its
-    time goes is taken down if it is ``traced``.
+    time goes is taken down if it is ``traced``. Control tokens named in ``markers`` are text where they are generated,
+    unless they end the answer. A ``constraint``, which has taken ``answer`` in, says what may be generated next.
     """
 
     turn_id: str
@@ -58,6 +60,8 @@ class Turn:
     shown_chars: int = 0
     may_shift: bool = False
     traced: bool = False
+    markers: tuple[str, ...] = ()
+    constraint: Constraint | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +98,8 @@ class TurnOutput:
         params = turn.params
         self.turn_id = turn.turn_id
         self.params = params
+        self.constraint = turn.constraint
+        self._markers = turn.markers
         self.ended = False
         self.n_answered = len(turn.answer)
         self._may_shift = turn.may_shift
@@ -249,7 +255,14 @@ class TurnOutput:
         if self._vocabulary.is_end(token):
             self._end_text = self._vocabulary.token_text(token)
             return self._scanner.feed(self._text.push(b""))
-        return self._scanner.feed(self._text.push(self._vocabulary.token_bytes(token)))
+        return self._scanner.feed(self._text.push(self._bytes(token)))
+
+    def _bytes(self, token: int) -> bytes:
+        """Return the bytes a token adds to this answer's text."""
+        shown = self._vocabulary.token_bytes(token)
+        if not shown and self._markers and (name := self._vocabulary.token_text(token)) in self._markers:
+            return name.encode()
+        return shown
 
     def _say(self, released: str) -> str:
         """Return what is told when text is released."""

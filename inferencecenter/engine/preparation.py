@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -14,13 +15,15 @@ from inferencecenter.ipc.messages import unpack_tokens
 from inferencecenter.protocol import params as turn_params
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-    from concurrent.futures import ThreadPoolExecutor
+    from collections.abc import Callable, Sequence
 
     from inferencecenter.engine.backend import Backend
+    from inferencecenter.engine.grammars import Grammars
     from inferencecenter.engine.inbox import Inbox
+    from inferencecenter.engine.sampling.structured import Constraint
     from inferencecenter.ipc.messages import Submit
     from inferencecenter.ipc.pulse import Pulse
+    from inferencecenter.protocol.params import Params
 
 
 @dataclass(slots=True)
@@ -58,6 +61,7 @@ class Preparation:
 
     Args:
         backend: Tokenizes, on the workers.
+        grammars: Compiles, on a thread of its own: whoever needs no new grammar does not wait for one.
         pool: The workers.
         inbox: Where they put the tokens.
         pulse: Where they say whose prompt they work on.
@@ -70,6 +74,7 @@ class Preparation:
         self,
         backend: Backend,
         *,
+        grammars: Grammars,
         pool: ThreadPoolExecutor,
         inbox: Inbox,
         pulse: Pulse,
@@ -78,7 +83,9 @@ class Preparation:
         on_log: Callable[[str, str], None],
     ) -> None:
         self._backend = backend
+        self._grammars = grammars
         self._pool = pool
+        self._compiler = ThreadPoolExecutor(1, thread_name_prefix="grammars")
         self._inbox = inbox
         self._pulse = pulse
         self._queue_timeout_s = queue_timeout_s
@@ -104,7 +111,8 @@ class Preparation:
         self._arrivals += 1
         self._pending[submit.turn_id] = Pending(submit, self._arrivals, at_s)
         self._sessions.setdefault(submit.session_id, deque()).append(submit.turn_id)
-        self._pool.submit(self._prepare, submit, at_s=at_s)
+        is_new = submit.grammar is not None and not self._grammars.knows(submit.grammar, submit.markers)
+        (self._compiler if is_new else self._pool).submit(self._prepare, submit, at_s=at_s)
 
     def take(self, prepared: Prepared | Unprepared) -> None:
         """Take what a worker has made; one whose turn has ended meanwhile is forgotten."""
@@ -127,6 +135,10 @@ class Preparation:
         self._pending.clear()
         self._sessions.clear()
 
+    def close(self) -> None:
+        """End the thread that compiles, after what it is at."""
+        self._compiler.shutdown(wait=False, cancel_futures=True)
+
     def _advance(self, session_id: str) -> None:
         turns = self._sessions[session_id]
         while turns and (prepared := self._pending[turns[0]].prepared) is not None:
@@ -143,26 +155,42 @@ class Preparation:
         except InferenceCenterError as error:
             self._inbox.put(Unprepared(submit.turn_id, error))
         except Exception as error:  # noqa: BLE001 - a border: what one turn sent must not end the others
-            self._on_log("error", f"tokenizing failed: {error!r}")
-            failure = InferenceCenterError(ErrorCode.INTERNAL, "The prompt could not be turned into tokens.")
+            self._on_log("error", f"preparing a turn failed: {error!r}")
+            failure = InferenceCenterError(ErrorCode.INTERNAL, "The turn could not be prepared.")
             self._inbox.put(Unprepared(submit.turn_id, failure))
 
     def _prepared(self, submit: Submit, *, at_s: float) -> Prepared:
         history = unpack_tokens(submit.tokens)
         prompt = history + self._backend.tokenize(submit.pieces, first=not history)
         answer = unpack_tokens(submit.answer)
+        params = turn_params.decode(submit.params_json)
         turn = Turn(
             turn_id=submit.turn_id,
-            params=turn_params.decode(submit.params_json),
+            params=params,
             submitted_s=at_s,
             prompt_tokens=len(prompt),
             answer=tuple(answer),
             shown_chars=submit.shown_chars,
             may_shift=submit.may_shift,
             traced=submit.traced,
+            markers=submit.markers,
+            constraint=self._constraint(submit, params, answer),
         )
         output = TurnOutput(turn, self._backend, n_ctx=self._backend.model.n_ctx, queue_timeout_s=self._queue_timeout_s)
         return Prepared(submit.turn_id, prompt + answer, self._prefix_tokens(submit, prompt), output)
+
+    def _constraint(self, submit: Submit, params: Params, answer: Sequence[int]) -> Constraint | None:
+        """Return what holds the answer to its grammar, where it has one."""
+        if submit.grammar is None:
+            return None
+        if params.ignore_eos:
+            raise InferenceCenterError(
+                ErrorCode.INVALID_REQUEST,
+                "An answer that has a form ends where that is complete.",
+                hint="Leave ignore_eos out, or ask for no form.",
+                field="params.ignore_eos",
+            )
+        return self._grammars.constraint(submit.grammar, submit.markers, answer)
 
     def _prefix_tokens(self, submit: Submit, prompt: list[int]) -> int:
         """Return how many tokens the shared pieces are; none where a token reaches over their end."""

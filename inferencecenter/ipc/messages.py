@@ -39,6 +39,12 @@ class Grammar(msgspec.Struct, frozen=True, array_like=True):
     """The form of an answer; ``text`` is of the kind ``json_schema``, ``regex``, ``lark`` or ``gbnf``.
 
     A turn that goes on has its earlier answer in this form too.
+
+    Text is matched as it is shown, however it is cut into tokens. A control token is no text, also where it is shown:
+    it comes only where the grammar names it, which is written ``<[its text]>`` in Lark, as in ``<[<tool_call>]>``, and
+    understood for those of the turn's ``markers``. What ends a generation may come wherever the grammar may end, and
+    needs no name. JSON of a ``json_schema`` is written on one line as Python writes it, with a space after each comma
+    and colon; within Lark, ``%json`` does so if its schema says so in ``x-guidance``.
     """
 
     kind: str
@@ -299,7 +305,7 @@ class Suspended(msgspec.Struct, frozen=True, tag=True):
 
 
 class Tokenized(msgspec.Struct, frozen=True, tag=True):
-    """The packed tokens of a ``Tokenize``, and the bytes that each adds to the text."""
+    """The packed tokens of a ``Tokenize``, and the bytes that each adds to the text; of control tokens their names."""
 
     ask_id: int
     tokens: bytes
@@ -312,6 +318,14 @@ class Detokenized(msgspec.Struct, frozen=True, tag=True):
     ask_id: int
     text: str
     unknown: int | None = None
+
+
+class LookupFailed(msgspec.Struct, frozen=True, tag=True):
+    """A ``Tokenize`` or ``Detokenize`` has no answer. ``code`` is an ``errors.ErrorCode`` value."""
+
+    ask_id: int
+    code: str
+    message: str
 
 
 class Log(msgspec.Struct, frozen=True, tag=True):
@@ -509,4 +523,4 @@ class Step(msgspec.Struct, frozen=True, tag=True):
     work: Work | None = None
 
 
-FromEngine: TypeAlias = Loading | Ready | LoadFailed | Suspended | Tokenized | Detokenized | Log | Step
+FromEngine: TypeAlias = Loading | Ready | LoadFailed | Suspended | Tokenized | Detokenized | LookupFailed | Log | Step

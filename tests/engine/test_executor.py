@@ -42,6 +42,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
 
+    from inferencecenter.engine.sampling.structured import Constraint
+
 PROMPT = list(b"hello")
 
 
@@ -84,7 +86,9 @@ class FaultyEcho(EchoBackend):
             raise DecodeError((a, b), "planned")
         super().swap(a, b)
 
-    def sampler(self, params: Params, prompt: Sequence[int], answer: Sequence[int] = ()) -> WatchedSampler:
+    def sampler(
+        self, params: Params, prompt: Sequence[int], answer: Sequence[int] = (), constraint: Constraint | None = None
+    ) -> WatchedSampler:
         """Return a sampler that the test can see."""
         self.samplers.append(WatchedSampler(self, params, prompt, answer))
         return self.samplers[-1]
@@ -568,7 +572,9 @@ def test_a_sampler_that_cannot_be_made_fails_its_turn_alone(
     """Whatever it raises: the other turn of the step is answered, and the log says what it was."""
     made = bench.backend.sampler
 
-    def sampler(params: Params, prompt: Sequence[int], answer: Sequence[int] = ()) -> WatchedSampler:
+    def sampler(
+        params: Params, prompt: Sequence[int], answer: Sequence[int] = (), constraint: Constraint | None = None
+    ) -> WatchedSampler:
         if params.top_k == 7:
             raise error
         return made(params, prompt, answer)

@@ -154,7 +154,7 @@ def test_a_prompt_that_cannot_be_tokenized_fails_alone(engine: Engine) -> None:
     (failure,) = engine.front.events["bad"]
     assert isinstance(failure, Failed)
     assert failure.code == "internal"
-    assert Log("error", "tokenizing failed: RuntimeError('no token for it')", "engine") in engine.front.frames
+    assert Log("error", "preparing a turn failed: RuntimeError('no token for it')", "engine") in engine.front.frames
     assert engine.front.text("good") == "text"
 
 

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from inferencecenter.engine.backend import Chunk, Sampled
+    from inferencecenter.engine.sampling.structured import Constraint
     from inferencecenter.ipc.messages import BufferUse, EngineOptions, ModelInfo, Piece
     from inferencecenter.protocol.params import Params
 
@@ -171,11 +172,14 @@ class LlamaBackend:
         """
         self._context.decode(chunks)
 
-    def sampler(self, params: Params, prompt: Sequence[int], answer: Sequence[int] = ()) -> LlamaTurnSampler:
+    def sampler(
+        self, params: Params, prompt: Sequence[int], answer: Sequence[int] = (), constraint: Constraint | None = None
+    ) -> LlamaTurnSampler:
         """Build a turn's sampler chain; the tail of ``prompt`` and ``answer`` feeds the penalties.
 
         ``answer`` is what the turn generated before its prompt was made shorter. Mirostat and adaptive-p, which learn
-        from the probabilities of what they drew, start over: llama.cpp cannot tell them.
+        from the probabilities of what they drew, start over: llama.cpp cannot tell them. A ``constraint`` says
+        what may be sampled.
 
         Raises:
             InferenceCenterError: ``invalid_request`` for a parameter this model cannot obey.
@@ -192,6 +196,7 @@ class LlamaBackend:
             token_text=vocab.token_text,
             n_probs=params.n_probs,
             prompt=[*prompt, *answer],
+            constraint=constraint,
         )
         sampler = LlamaTurnSampler(native, context, on_close=self._samplers.discard)
         self._samplers.add(sampler)

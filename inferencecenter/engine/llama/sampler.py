@@ -9,7 +9,9 @@ import numpy as np
 from llama_cpp import llama_cpp as lib
 
 from inferencecenter.engine.backend import Sampled
+from inferencecenter.engine.llama.candidates import Candidates, chosen
 from inferencecenter.engine.sampling import chain as plan
+from inferencecenter.errors import ErrorCode, InferenceCenterError
 from inferencecenter.ipc.messages import TokenLogprob, TokenLogprobs
 
 if TYPE_CHECKING:
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from inferencecenter.engine.sampling.chain import SamplerSpec
+    from inferencecenter.engine.sampling.structured import Constraint
 
 
 class NativeSampler:
@@ -31,6 +34,7 @@ class NativeSampler:
         n_probs: How many of the likeliest tokens to report with each; 0 reports none.
         prompt: Token ids before the first sampled one, whose tail feeds the penalties and DRY.
         token_text: Gives a token's text, for the report.
+        constraint: Says which tokens may be sampled, and is told which one was; without it all may.
     """
 
     def __init__(  # noqa: PLR0913 - keyword-only, and each a different thing
@@ -43,11 +47,17 @@ class NativeSampler:
         token_text: Callable[[int], str],
         n_probs: int = 0,
         prompt: Sequence[int] = (),
+        constraint: Constraint | None = None,
     ) -> None:
         self._context = context
         self._n_vocab = n_vocab
         self._n_probs = n_probs
         self._token_text = token_text
+        self._constraint = constraint
+        self._banned = _banned(specs) if constraint is not None else []
+        # Entropy is no number where a token has no probability.
+        compact = any(isinstance(spec, plan.TypicalP) for spec in specs)
+        self._candidates = None if constraint is None else Candidates(n_vocab, compact=compact)
         settings = lib.llama_sampler_chain_default_params()
         settings.no_perf = True
         self._chain = lib.llama_sampler_chain_init(settings)
@@ -73,16 +83,35 @@ class NativeSampler:
         row = lib.llama_get_logits_ith(self._context, batch_index)
         if not row:
             raise IndexError(f"token {batch_index} of the last batch has no logits")
-        token = int(lib.llama_sampler_sample(self._chain, self._context, batch_index))
-        if self._n_probs == 0:
-            return Sampled(token)
-        return Sampled(token, self._logprobs(np.ctypeslib.as_array(row, shape=(self._n_vocab,)), token))
+        logits = np.ctypeslib.as_array(row, shape=(self._n_vocab,))
+        if self._constraint is None or self._candidates is None:
+            token = int(lib.llama_sampler_sample(self._chain, self._context, batch_index))
+        else:
+            token = self._sample_allowed(logits, self._constraint, self._candidates)
+        return Sampled(token, self._logprobs(logits, token) if self._n_probs else None)
 
     def close(self) -> None:
         """Free the chain; further calls do nothing."""
         if self._chain is not None:
             lib.llama_sampler_free(self._chain)
             self._chain = None
+
+    def _sample_allowed(self, logits: npt.NDArray[np.float32], constraint: Constraint, candidates: Candidates) -> int:
+        """Do as ``llama_sampler_sample`` does, with those tokens alone that may come next."""
+        allowed = constraint.allowed(self._n_vocab)
+        allowed[self._banned] = False
+        if not allowed.any():
+            raise InferenceCenterError(
+                ErrorCode.INVALID_REQUEST,
+                "logit_bias bans every token that the form of the answer allows next.",
+                field="params.logit_bias",
+            )
+        array = candidates.fill(logits, allowed)
+        lib.llama_sampler_apply(self._chain, ctypes.byref(array))
+        token = chosen(array)
+        lib.llama_sampler_accept(self._chain, token)
+        constraint.accept(token)
+        return token
 
     def _logprobs(self, logits: npt.NDArray[np.float32], token: int) -> TokenLogprobs:
         largest = logits.max()
@@ -95,6 +124,12 @@ class NativeSampler:
         top = np.argpartition(logits, -count)[-count:]
         top = top[np.lexsort((top, -logits[top]))]
         return TokenLogprobs(report(token), tuple(report(int(index)) for index in top))
+
+
+def _banned(specs: Sequence[SamplerSpec]) -> list[int]:
+    """Return the tokens that a bias leaves no probability."""
+    biases = (bias for spec in specs if isinstance(spec, plan.LogitBias) for bias in spec.biases)
+    return [token for token, bias in biases if bias == -np.inf]
 
 
 def _build(spec: SamplerSpec, *, vocab: int, n_vocab: int) -> lib.llama_sampler_p:  # noqa: C901, PLR0911, PLR0912

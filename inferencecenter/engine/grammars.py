@@ -1,0 +1,153 @@
+"""The grammars of an engine: each is tried and compiled once, and kept for the turns that want it again."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+import time
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, TypeAlias
+
+from inferencecenter.engine.sampling.structured import Constraint, compiled, tokenizer_of
+from inferencecenter.engine.trial import Trial
+from inferencecenter.errors import ErrorCode, InferenceCenterError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from llguidance import LLMatcher, LLTokenizer
+
+    from inferencecenter.engine.backend import Backend
+    from inferencecenter.ipc.messages import Grammar
+
+_MAX_BYTES: Final = 256 * 1024 * 1024
+_MAX_GRAMMARS: Final = 256
+# What a compiled grammar takes at least, with what it learns while it is used.
+_LEAST_BYTES: Final = 1024 * 1024
+
+_Key: TypeAlias = tuple[str, bytes, tuple[str, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """A grammar's matcher, or what is wrong with it; it takes about ``size_bytes``."""
+
+    matcher: LLMatcher | str
+    size_bytes: int
+
+
+class Grammars:
+    """Compiles grammars for one model; used from several threads.
+
+    What was wrong with a grammar is kept too, so that asking again costs nothing.
+
+    Args:
+        backend: Whose vocabulary is meant; it is looked at when a grammar first comes.
+        trial: Where each grammar is compiled first.
+        clock: Seconds that only rise.
+    """
+
+    def __init__(
+        self, backend: Backend, *, trial: Trial | None = None, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self._backend = backend
+        self._trial = trial or Trial()
+        self._clock = clock
+        self._tokenizer: LLTokenizer | None = None
+        self._control: dict[str, int] = {}
+        self._kept: OrderedDict[_Key, _Kept] = OrderedDict()
+        self._looking = threading.Lock()
+        self._compiling = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def knows(self, grammar: Grammar, markers: Sequence[str] = ()) -> bool:
+        """Tell whether a grammar need not be compiled any more."""
+        with self._looking:
+            return _key(grammar, markers) in self._kept
+
+    def constraint(self, grammar: Grammar, markers: Sequence[str] = (), answer: Sequence[int] = ()) -> Constraint:
+        """Return what a turn's answer is held to that has begun with ``answer``.
+
+        It blocks while the grammar is compiled, if that is not known. The ``markers`` are control tokens that it may
+        name.
+
+        Raises:
+            InferenceCenterError: ``invalid_grammar``.
+            ValueError: The answer does not fit the grammar.
+        """
+        key = _key(grammar, markers)
+        kept = self._find(key) or self._compile(key, grammar)
+        if isinstance(kept.matcher, str):
+            raise InferenceCenterError(ErrorCode.INVALID_GRAMMAR, kept.matcher)
+        assert self._tokenizer is not None, "something was compiled"
+        constraint = Constraint(
+            kept.matcher.deep_copy(),
+            n_words=(self._tokenizer.vocab_size + 31) // 32,
+            clock=self._clock,
+            on_failed=lambda: self._forget(key),
+        )
+        constraint.replay(answer)
+        return constraint
+
+    def close(self) -> None:
+        """End what compiles."""
+        with self._compiling:
+            self._trial.close()
+
+    def _find(self, key: _Key) -> _Kept | None:
+        with self._looking:
+            kept = self._kept.get(key)
+            if kept is not None:
+                self._kept.move_to_end(key)
+            return kept
+
+    def _compile(self, key: _Key, grammar: Grammar) -> _Kept:
+        with self._compiling:
+            # Another thread may have waited for the same grammar.
+            if (kept := self._find(key)) is not None:
+                return kept
+            size_bytes = 0
+            matcher: LLMatcher | str
+            self._trial.start()  # while the vocabulary is looked at
+            try:
+                tokenizer = self._prepared()
+                size_bytes = self._trial.run(grammar)
+                markers = {name: self._control[name] for name in key[2] if name in self._control}
+                matcher = compiled(tokenizer, grammar, markers)
+            except InferenceCenterError as error:
+                if error.code is not ErrorCode.INVALID_GRAMMAR:
+                    raise
+                matcher = error.message
+            kept = _Kept(matcher, max(size_bytes, _LEAST_BYTES))
+            self._keep(key, kept)
+            return kept
+
+    def _prepared(self) -> LLTokenizer:
+        if self._tokenizer is None:
+            backend = self._backend
+            self._tokenizer = tokenizer_of(backend)
+            tokens = range(backend.model.n_vocab)
+            self._control = {backend.token_text(token): token for token in tokens if not backend.token_bytes(token)}
+        return self._tokenizer
+
+    def _keep(self, key: _Key, kept: _Kept) -> None:
+        with self._looking:
+            self._kept[key] = kept
+            total_bytes = sum(each.size_bytes for each in self._kept.values())
+            while len(self._kept) > 1 and (total_bytes > _MAX_BYTES or len(self._kept) > _MAX_GRAMMARS):
+                _, oldest = self._kept.popitem(last=False)
+                total_bytes -= oldest.size_bytes
+
+    def _forget(self, key: _Key) -> None:
+        """Have a grammar compiled anew: its turns share what they learn of it, and that has reached a limit."""
+        with self._looking:
+            self._kept.pop(key, None)
+
+
+def _key(grammar: Grammar, markers: Sequence[str]) -> _Key:
+    # Markers are of no matter to the other kinds, which cannot name them.
+    digest = hashlib.sha256(grammar.text.encode()).digest()
+    return grammar.kind, digest, tuple(sorted(markers)) if grammar.kind == "lark" else ()
