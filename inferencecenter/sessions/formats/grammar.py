@@ -59,7 +59,11 @@ def form_grammar(request: Infer, start: Start) -> Grammar | None:
             hint="Write it in Lark, or set `thinking` to false where the model lets you.",
         )
     lark = Lark(start.control)
-    answer = joined(lark.spelled(start.address), lark.rule("answer", _expression(form)))
+    if request.json_schema is not None:
+        answer = lark.schema("answer", request.json_schema)
+    else:
+        answer = lark.rule("answer", _expression(form))
+    answer = joined(lark.spelled(start.address), answer)
     _begin(lark, start, after=joined(_BLANK, answer), plain=answer)
     return Grammar("lark", lark.text)
 
@@ -148,9 +152,7 @@ def _form(request: Infer) -> Grammar | None:
 
 
 def _expression(form: Grammar) -> str:
-    """Return a form as an expression of Lark."""
-    if form.kind == "json_schema":
-        return f"%json {form.text}"
+    """Return a regular expression or a grammar as an expression within another."""
     if form.kind == "regex":
         return f"/{_IN_EXPRESSION.sub(_escaped_mark, form.text)}/"
     return f"%lark {{\n{form.text}\n}}"

@@ -221,7 +221,7 @@ FUNCTIONARY31: Final = """\
 {{- bos_token }}
 {%- if tools %}
 {{- '<|start_header_id|>system<|end_header_id|>\\n\\nYou have these functions:\\n' }}
-{%- for t in tools %}{{- "Use the function '" + t.function.name + "'\\n" + (t.function | tojson) + "\\n\\n" }}{%- endfor %}
+{%- for t in tools %}{{- "Use " + t.function.name + "\\n" + (t.function | tojson) + "\\n\\n" }}{%- endfor %}
 {{- 'Write <function=example_function_name>{"example_name": "example_value"}</function><|eot_id|>' }}
 {%- endif %}
 {%- for message in messages %}
