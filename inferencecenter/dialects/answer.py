@@ -7,7 +7,7 @@ from collections import deque
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final, Self
 
-from inferencecenter.dialects.runs import Run, Text, size_of
+from inferencecenter.dialects.runs import Run, Text, size_of, text_of
 from inferencecenter.errors import ErrorCode, InferenceCenterError
 from inferencecenter.protocol import events
 from inferencecenter.protocol.requests import Abort
@@ -78,6 +78,7 @@ class Turns:
         self._ears: list[_Ear] = []
         self._queue: deque[tuple[int, Event | Run]] = deque()
         self._bytes = 0
+        self._overflowed = False
         self._failure: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None
 
@@ -117,10 +118,12 @@ class Turns:
             return
         queue = self._queue
         if isinstance(event, Text):
-            self._bytes += size_of(event)
-            if len(queue) < MOST_SEPARATE or not self._join(index, event):
+            if len(queue) >= MOST_SEPARATE and self._join(index, event):
+                self._bytes += len(text_of(event))
+            else:
                 queue.append((index, event))
-            if self._bytes > self._context.settings.outbox_bytes:
+                self._bytes += size_of(event)
+            if self._bytes > self._context.settings.outbox_bytes and not self._overflowed:
                 self._overflow()
         else:
             queue.append((index, event))
@@ -183,6 +186,7 @@ class Turns:
             self._waiter.set_result(None)
 
     def _overflow(self) -> None:
+        self._overflowed = True
         self._context.metrics.outbox_overflows.inc()
         # Not at once: a session may be halfway through telling something.
         error = InferenceCenterError(ErrorCode.OVERLOADED, "the answer was not read while it came")

@@ -20,7 +20,7 @@ class Run:
 
     def __init__(self, event: Text) -> None:
         self.first = self.last = event
-        self.parts = [_text_of(event)]
+        self.parts = [text_of(event)]
 
     def add(self, event: Text) -> bool:
         """Take further text; ``False`` if it is of another kind, or has more to it than text."""
@@ -29,7 +29,7 @@ class Run:
             return False
         if isinstance(event, events.ToolCall) and (event.name is not None or not _same_call(event, first)):
             return False
-        self.parts.append(_text_of(event))
+        self.parts.append(text_of(event))
         self.last = event
         return True
 
@@ -42,10 +42,11 @@ class Run:
 def size_of(event: Text) -> int:
     """Return about how many bytes text takes while it waits."""
     logprobs = sum(1 + len(each.top) for each in event.logprobs or ())
-    return _EVENT_BYTES + len(_text_of(event)) + _LOGPROB_BYTES * logprobs
+    return _EVENT_BYTES + len(text_of(event)) + _LOGPROB_BYTES * logprobs
 
 
-def _text_of(event: Text) -> str:
+def text_of(event: Text) -> str:
+    """Return the text that an event tells."""
     return event.arguments if isinstance(event, events.ToolCall) else event.content
 
 

@@ -177,6 +177,11 @@ class Hub:
         """Return the sockets of a client."""
         return [each for each in self._connections if each.authenticated and each.client.client_id == client_id]
 
+    @property
+    def guests(self) -> frozenset[Guest]:
+        """The guests of all clients."""
+        return frozenset(self._guests)
+
     def guests_of(self, client_id: str) -> list[Guest]:
         """Return the guests of a client."""
         return [each for each in self._guests if each.account.client_id == client_id]

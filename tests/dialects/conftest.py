@@ -1,4 +1,4 @@
-"""A server for each test, on the event loop that the daemon uses."""
+"""A server for each test, and OpenAI's own client of it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import uvloop
+from openai import AsyncOpenAI
 
 from tests.server.harness import Running, running_server
 
@@ -36,3 +37,12 @@ async def server(tmp_path: Path) -> AsyncIterator[Running]:
     """A server with the default limits."""
     async with running_server(tmp_path) as running:
         yield running
+
+
+@pytest.fixture
+async def ada(server: Running) -> AsyncIterator[AsyncOpenAI]:
+    """OpenAI's client with the token of ada, which tries everything once."""
+    async with AsyncOpenAI(
+        base_url=f"http://127.0.0.1:{server.port}/v1", api_key=server.token, max_retries=0
+    ) as client:
+        yield client
