@@ -183,6 +183,15 @@ class Deleted(Told):
     deleted: Literal[True] = True
 
 
+class StreamEvent(Told):
+    """An event of a response: each type has fields of its own, as OpenAI's have."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+
+    type: str = Field(description="What kind of event, as `response.output_text.delta`.")
+    sequence_number: int = Field(description="Counts the events of the response from 0.")
+
+
 class ItemList(Told):
     """A page of items."""
 

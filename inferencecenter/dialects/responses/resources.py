@@ -24,7 +24,7 @@ from inferencecenter.dialects.responses.describing import (
     status_of,
 )
 from inferencecenter.dialects.responses.names import Place, read_response_id
-from inferencecenter.dialects.responses.objects import Deleted, ItemList, Response
+from inferencecenter.dialects.responses.objects import Deleted, ItemList, Response, StreamEvent
 from inferencecenter.dialects.responses.requests import CreateResponse
 from inferencecenter.dialects.responses.telling import Telling
 from inferencecenter.errors import ErrorCode, InferenceCenterError
@@ -145,11 +145,18 @@ async def _streamed(call: Call, request: CreateResponse) -> AsyncGenerator[bytes
     telling = _telling(call, request, asked)
     with Turns(context, call.visit, discard=not request.store, outlived=request.background) as turns:
         _begin(call, asked, turns)
-        async for batch in turns.batches():
-            frames = [frame for _, event in batch for frame in telling.feed(event)]
-            told = b"".join([sse.event(frame.data, name=frame.type) for frame in frames])
-            if told or not batch:
-                yield told or sse.KEEPALIVE
+        try:
+            async for batch in turns.batches():
+                frames = [frame for _, event in batch for frame in telling.feed(event)]
+                told = b"".join([sse.event(frame.data, name=frame.type) for frame in frames])
+                if told or not batch:
+                    yield told or sse.KEEPALIVE
+        except InferenceCenterError as error:
+            if telling.place is None:
+                raise
+            context.metrics.errors.labels(error.code.value).inc()
+            frame = telling.broken(error)
+            yield sse.event(frame.data, name=frame.type)
     yield sse.DONE
 
 
@@ -272,6 +279,7 @@ OPERATIONS: Final = (
         handler=create,
         body=CreateResponse,
         answer=Response,
+        event=StreamEvent,
         errors=(*TURN_ERRORS, ErrorCode.PREVIOUS_RESPONSE_NOT_FOUND),
     ),
     Operation(

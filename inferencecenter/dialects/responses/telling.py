@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import orjson
 from pydantic import BaseModel
 
+from inferencecenter.dialects.errors import described
 from inferencecenter.dialects.responses.describing import error_of, logprobs_of, response_of, status_of
 from inferencecenter.dialects.responses.names import Place, item_id
 from inferencecenter.dialects.responses.objects import (
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from inferencecenter.dialects.responses.objects import Echo, ItemState, OutputItem, Response
+    from inferencecenter.errors import InferenceCenterError
     from inferencecenter.protocol.base import Event
 
 _MESSAGE: Final = "msg"
@@ -138,6 +140,11 @@ class Telling:
             case _:
                 frames = self._fail(event)
         return frames
+
+    def broken(self, error: InferenceCenterError) -> Frame:
+        """Return what is told last where the stream ends, rather than the turn."""
+        failure = described(error)
+        return self._frame("error", code=failure["code"], message=failure["message"], param=failure["param"])
 
     def _queued(self, event: events.Queued) -> list[Frame]:
         frames = []

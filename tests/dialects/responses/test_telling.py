@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from inferencecenter.dialects.responses.describing import echo_of, note_of, output_of, read_note
@@ -199,6 +199,7 @@ def test_probabilities_are_told_with_deltas_and_kept_for_the_end() -> None:
     assert part.content[0].logprobs[0].bytes == [195, 169]
 
 
+@settings(max_examples=25)
 @given(st.lists(st.sampled_from(["think", "say", "call"]), max_size=12))
 def test_what_is_put_together_from_events_is_the_object_at_the_end(pieces: list[str]) -> None:
     """Items are added and done in order, one after the other, and no delta comes outside its item."""
