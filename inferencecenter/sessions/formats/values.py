@@ -35,7 +35,7 @@ def tool_values(tools: Sequence[Tool], *, mark: Callable[[str], str]) -> list[Va
             "type": "function",
             "function": {
                 "name": mark(tool.name),
-                "description": mark(tool.description or ""),
+                **({} if tool.description is None else {"description": mark(tool.description)}),
                 "parameters": marked(schema_of(tool), mark=mark, field="tools"),
             },
         }

@@ -204,7 +204,8 @@ MISTRAL11: Final = """\
 {%- for message in messages %}
 {%- if message.role == 'system' %}{{- '[SYSTEM_PROMPT]' + message.content + '[/SYSTEM_PROMPT]' }}
 {%- elif message.role == 'user' %}
-{%- if tools and loop.last %}{{- '[AVAILABLE_TOOLS]' + (tools | tojson) + '[/AVAILABLE_TOOLS]' }}{%- endif %}
+{%- if tools and message == (messages | selectattr('role', 'equalto', 'user') | list)[-1] %}
+{{- '[AVAILABLE_TOOLS]' + (tools | tojson) + '[/AVAILABLE_TOOLS]' }}{%- endif %}
 {{- '[INST]' + message.content + '[/INST]' }}
 {%- elif message.role == 'assistant' %}
 {{- message.content }}
