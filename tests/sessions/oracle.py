@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from inferencecenter.ipc.port import EngineTurn
     from inferencecenter.protocol.base import Event
     from inferencecenter.sessions.records import Record
+    from inferencecenter.sessions.formats.parts import Part
 
 END = "\0"
 
@@ -194,6 +195,7 @@ def kept(records: Iterable[Record]) -> list[Kept]:
                 ends={},
                 unfinished=None,
             )
+                notes=record.notes,
         elif isinstance(record, Gone):
             del sessions[record.session_id]
         elif not isinstance(record, Spent):
@@ -202,6 +204,12 @@ def kept(records: Iterable[Record]) -> list[Kept]:
 
 
 def _after(session: Kept, record: Ordered | Said | Ended | Dropped | Changed | Renamed) -> Kept:
+def _parts(before: Unfinished, said: Said) -> tuple[Part, ...] | None:
+    if before.parts is None and said.parts is None:
+        return None
+    return (*(before.parts or ()), *(said.parts or ()))
+
+
     match record:
         case Ordered():
             before = session.unfinished or Unfinished(order=record.order, tokens=b"", text="")
@@ -215,6 +223,7 @@ def _after(session: Kept, record: Ordered | Said | Ended | Dropped | Changed | R
                 tokens=session.unfinished.tokens + record.tokens,
                 text=session.unfinished.text + record.text,
             )
+                parts=_parts(session.unfinished, record),
             return replace(session, seq=record.seq, unfinished=unfinished)
         case Ended():
             ends = dict(session.ends)
@@ -229,6 +238,7 @@ def _after(session: Kept, record: Ordered | Said | Ended | Dropped | Changed | R
                 ends=ends,
                 unfinished=None,
             )
+                notes={**session.notes, record.turn.turn_id: record.note} if record.note else session.notes,
         case Dropped():
             return replace(session, seq=record.seq, last_used_at=record.last_used_at, unfinished=None)
         case Changed():

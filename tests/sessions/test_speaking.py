@@ -1,0 +1,151 @@
+"""Answers that consist of more than text: read while they come, and told once whatever happens in between."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from inferencecenter.ipc.messages import Delta, TokenLogprob, TokenLogprobs
+from inferencecenter.protocol.requests import Infer
+from inferencecenter.sessions.formats.parts import Argued, Called, Part, Said, Thought
+from inferencecenter.sessions.formats.speech import Speech, speech_of
+from inferencecenter.sessions.speaking import Speaking, decode_parts, encode_parts, joined, speaking_as, untold
+from inferencecenter.sessions.template import ChatTemplate
+from tests.sessions.conftest import make_model
+from tests.sessions.talking import ANSWER, CALL, HERMES, WEATHER
+
+WRITTEN = ChatTemplate(make_model(chat_template=HERMES)).written
+REQUEST = Infer.model_validate({"op": "infer", "session_id": "s", "prompt": "?", "tools": [WEATHER]})
+
+texts = st.text("ab", max_size=3)
+part = st.one_of(
+    st.builds(Said, texts),
+    st.builds(Thought, texts),
+    st.builds(Argued, st.just(0), texts),
+)
+
+
+def speech() -> Speech:
+    """How the answers here are read."""
+    return speech_of(REQUEST, written=WRITTEN, asked="")
+
+
+def delta(text: str, *, logprobs: int = 0) -> Delta:
+    """New text, with the logprobs of so many tokens."""
+    entry = TokenLogprobs(TokenLogprob("x", 1, -1.0), ())
+    return Delta("t_1", b"", text, (entry,) * logprobs)
+
+
+def whole(told: list[Part]) -> list[Part]:
+    """Parts without where they were cut."""
+    return joined(told)
+
+
+@given(
+    cuts=st.lists(st.integers(0, len(ANSWER)), max_size=6), lost_at=st.integers(0, len(ANSWER)), ends_at=st.integers(0)
+)
+def test_wherever_it_is_cut_or_lost_each_part_is_told_once(cuts: list[int], lost_at: int, ends_at: int) -> None:
+    """What was told before a restart and what is told after it are the answer, for every text and every cut."""
+    text = ANSWER[: ends_at % (len(ANSWER) + 1)]
+    at_once = Speaking("t_1")
+    at_once.follow(speech(), "")
+    expected = [*at_once.read(delta(text)).parts, *at_once.finish().parts]
+
+    lost_at = min(lost_at, len(text))
+    places = sorted({0, lost_at, len(text), *(min(cut, len(text)) for cut in cuts)})
+    pieces = [text[begin:end] for begin, end in pairwise(places)]
+    told: list[Part] = []
+    before = Speaking("t_1")
+    before.follow(speech(), "")
+    while pieces and sum(map(len, pieces)) > len(text) - lost_at:
+        told += before.read(delta(pieces.pop(0))).parts
+    after = Speaking.restored("t_1", told)
+    after.follow(speech(), text[:lost_at])
+    for piece in pieces:
+        told += after.read(delta(piece)).parts
+    told += after.finish().parts
+
+    assert whole(told) == whole(expected)
+    assert after.message() == at_once.message()
+
+
+def test_a_call_that_was_cut_off_is_not_kept() -> None:
+    """The conversation has the whole ones only, and nothing of the other becomes text."""
+    speaking = Speaking("t_1")
+    speaking.follow(speech(), "")
+    speaking.read(delta(ANSWER[:-20]))
+    speaking.finish()
+    assert len(speaking.calls) == 2
+    (call,) = speaking.message().tool_calls or ()
+    assert (call.name, call.arguments, call.call_id) == ("weather", '{"city": "Oslo"}', "call_1_0")
+    assert speaking.content == "Let me see."
+    assert speaking.reasoning == "North or south?"
+
+
+def test_logprobs_wait_for_a_part() -> None:
+    """Those of text that shows nothing yet go with what is shown next, or with an empty text at the end."""
+    speaking = Speaking("t_1")
+    speaking.follow(speech(), "")
+    assert speaking.read(delta("<tool", logprobs=2)).parts == ()
+    utterance = speaking.read(delta("box> is", logprobs=1))
+    assert len(utterance.logprobs) == 3
+    assert whole(list(utterance.parts)) == [Said("<toolbox> is")]
+    silent = Speaking("t_1")
+    silent.follow(speech(), "")
+    silent.read(delta(f"{CALL}"))
+    assert silent.read(delta("\n", logprobs=1)).parts == ()
+    rest = silent.finish()
+    assert (list(rest.parts), len(rest.logprobs)) == ([Said("")], 1)
+
+
+def test_an_answer_goes_on_as_it_began() -> None:
+    """One that began as plain text stays that; one that said nothing is read as its model of now writes."""
+    plain, rich = Speech(), speech()
+    assert speaking_as(plain, None, turn_id="t", said="", begun=False) is None
+    fresh = speaking_as(rich, None, turn_id="t", said="", begun=False)
+    assert fresh is not None
+    assert fresh.is_read
+    assert speaking_as(rich, None, turn_id="t", said="old", begun=True) is None
+    assert speaking_as(plain, fresh, turn_id="t", said="", begun=False) is None
+    assert speaking_as(rich, fresh, turn_id="t", said="x", begun=True) is fresh
+    restored = Speaking.restored("t", [Said("x")])
+    assert restored.finish().parts == ()
+    assert speaking_as(rich, restored, turn_id="t", said="xy", begun=True) is restored
+    assert whole(list(restored.finish().parts)) == [Said("y")]
+
+
+@given(read=st.lists(part, max_size=6), n=st.integers(0, 6), tail=st.integers(0, 3))
+def test_what_is_untold_is_what_follows(read: list[Part], n: int, tail: int) -> None:
+    """Told and untold together are what was read, also where a part was told in part."""
+    told = read[:n]
+    if told and not isinstance(told[-1], Called):
+        last = told[-1]
+        short = last.text[:tail]
+        told = [*told[:-1], Argued(last.index, short) if isinstance(last, Argued) else type(last)(short)]
+    assert whole([*told, *untold(told, read)]) == whole(read)
+
+
+def test_what_was_told_stands_if_it_reads_otherwise() -> None:
+    """Nothing is told twice, or in place of something else."""
+    assert untold([Said("ab")], [Said("a")]) == ()
+    assert untold([Said("a"), Thought("b")], [Said("ac")]) == ()
+    assert untold([Called(0, "x")], [Called(0, "y"), Argued(0, "{}")]) == ()
+
+
+@given(st.lists(st.lists(st.one_of(part, st.builds(Said, st.text(max_size=4))), max_size=3), max_size=3))
+def test_parts_come_back_from_their_columns(said: list[list[Part]]) -> None:
+    """Whatever they hold."""
+    named: list[list[Part]] = [[Called(0, "tool")], *said]
+    assert decode_parts(map(encode_parts, named)) == tuple(each for column in named for each in column)
+
+
+@pytest.mark.parametrize(
+    "column", ["{}", "[1]", '[["said"]]', '[["said", 3]]', '[["argued", 0, "x"]]', '[["called", 1, "x"]]', "["]
+)
+def test_columns_that_make_no_sense_are_refused(column: str) -> None:
+    """As whatever else in a damaged file."""
+    with pytest.raises(ValueError):  # noqa: PT011 - of several kinds
+        decode_parts([column])

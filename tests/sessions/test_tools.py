@@ -1,0 +1,381 @@
+"""Turns in which a model thinks and asks for tools, from the question to the conversation that is left."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from inferencecenter.errors import ErrorCode
+from inferencecenter.ipc.messages import Delta, TokenLogprob, TokenLogprobs
+from inferencecenter.protocol import events
+from inferencecenter.protocol.values import ChatMessage
+from inferencecenter.sessions.records import Ended, Said
+from tests.sessions.conftest import FakeSink, World, packed
+from tests.sessions.oracle import kept
+from tests.sessions.talking import ANSWER, CALL, OTHER_CALL, THOUGHT, WEATHER, Heard, heard, talking_world
+from tests.sessions.test_registry import refused
+
+
+@pytest.fixture
+def world() -> World:
+    """Sessions with a model that thinks and asks for tools."""
+    return talking_world()
+
+
+def ask(world: World, session_id: str, prompt: str = "Weather?", **fields: Any) -> None:
+    """Ask with a tool at hand."""
+    world.infer(session_id, prompt, tools=[WEATHER], **fields)
+
+
+def say(world: World, text: str, *, pieces: int = 1) -> None:
+    """Let the model say something, in pieces of so many characters."""
+    for start in range(0, len(text), pieces):
+        world.engine.generate(text[start : start + pieces])
+
+
+def answered(world: World, session_id: str, text: str = ANSWER) -> ChatMessage:
+    """Ask, have ``text`` answered, and return how the conversation keeps it."""
+    ask(world, session_id)
+    world.engine.answer(text)
+    return world.get(session_id).transcript[-1]
+
+
+def results(message: ChatMessage) -> list[dict[str, str]]:
+    """What tools returned that a message asked for."""
+    return [{"role": "tool", "content": "5 °C", "tool_call_id": call.call_id} for call in message.tool_calls or ()]
+
+
+def test_an_answer_is_told_as_what_it_consists_of(world: World) -> None:
+    """Thoughts, text and calls are events of their own, numbered in one row; the end says that tools were asked for."""
+    session_id = world.create()
+    ask(world, session_id)
+    world.engine.start()
+    say(world, ANSWER)
+    world.engine.finish(kept=ANSWER)
+    told = heard(world.sink)
+    assert (told.reasoning, told.content, told.names) == ("North or south?", "Let me see.", ["weather", "weather"])
+    assert told.arguments == ['{"city": "Oslo"}', '{"city": "Rome"}']
+    assert world.sink.last.finish_reason == "tool_calls"
+    assert [getattr(event, "seq", None) for event in world.sink.events] == list(range(1, len(world.sink.events) + 1))
+    message = world.get(session_id).transcript[-1]
+    assert message.tool_calls == told.calls
+    assert (message.content, message.reasoning) == (told.content, told.reasoning)
+    turn_id = world.engine.last.turn_id
+    assert told.ids == [f"call_{turn_id[2:]}_0", f"call_{turn_id[2:]}_1"]
+
+
+@settings(deadline=None, max_examples=25)
+@given(
+    cuts=st.lists(st.integers(1, 20), min_size=1, max_size=8),
+    kills=st.sets(st.integers(0, 12), max_size=3),
+    ends=st.sampled_from(["stop", "length", "aborted"]),
+    upto=st.integers(0, len(ANSWER)),
+)
+def test_whatever_happens_on_the_way_the_answer_is_the_same(
+    cuts: list[int], kills: set[int], ends: str, upto: int
+) -> None:
+    """Any cuts, and restarts between any two of them: one end, the same events put together, the same history."""
+    text = ANSWER[:upto]
+    plain, told = _run(text, cuts=[len(text) or 1], kills=set(), ends=ends)
+    other, retold = _run(text, cuts=cuts, kills=kills, ends=ends)
+    assert told.same_as(retold)
+    (end,), (same_end,) = told.ends, retold.ends
+    assert isinstance(end, events.End)
+    assert isinstance(same_end, events.End)
+    assert end.finish_reason == same_end.finish_reason
+    assert plain == other
+
+
+def _run(text: str, *, cuts: list[int], kills: set[int], ends: str) -> tuple[tuple[ChatMessage, ...], Heard]:
+    world = talking_world()
+    session_id = world.create()
+    ask(world, session_id, params={"seed": 1})
+    world.engine.start()
+    position, step = 0, 0
+    while position < len(text):
+        if step in kills:
+            _restart(world, session_id)
+        size = cuts[step % len(cuts)]
+        world.engine.generate(text[position : position + size])
+        position, step = position + size, step + 1
+    world.engine.say(world.engine.finished(ends, kept=text))
+    return world.get(session_id).transcript, heard(world.sink)
+
+
+def _restart(world: World, session_id: str) -> None:
+    """Let the daemon end and begin, and the client come back with what it has."""
+    assert world.journal is not None
+    epoch, last = world.get(session_id).epoch, world.sink.last
+    engine = world.engine
+    engine.turns.clear()
+    world.reopen().restore(kept(world.journal.records), clean=True)
+    world.resume(session_id, FakeSink(), epoch=epoch, last_seq=last.seq)
+    world.resume(session_id, epoch=epoch, last_seq=last.seq)
+    world.sink.events = [event for event in world.sink.events if not isinstance(event, events.SessionResumed)]
+    engine.start()
+
+
+def test_a_restart_in_the_middle_of_a_call_goes_on_there(world: World) -> None:
+    """The new daemon reads what was said without telling it again, and the call keeps its name."""
+    session_id = world.create()
+    ask(world, session_id)
+    world.engine.start()
+    middle = ANSWER.index("slo")
+    say(world, ANSWER[:middle], pieces=3)
+    before = heard(world.sink)
+    assert before.arguments == ['{"city": "O']
+    _restart(world, session_id)
+    assert world.engine.last.answer == packed(ANSWER[:middle])
+    assert world.engine.last.shown_chars == middle
+    say(world, ANSWER[middle:], pieces=3)
+    world.engine.finish(kept=ANSWER)
+    after = heard(world.sink)
+    assert after.ids[0] == before.ids[0]
+    assert after.arguments == ['{"city": "Oslo"}', '{"city": "Rome"}']
+
+
+def test_a_restarted_turn_whose_model_is_gone_keeps_what_was_told(world: World) -> None:
+    """Nobody can read the rest, but what was shown stays as it was shown."""
+    session_id = world.create()
+    ask(world, session_id)
+    world.engine.start()
+    say(world, ANSWER[: ANSWER.index("Rome")])
+    assert world.journal is not None
+    del world.engines.engines["toy"]
+    world.engines.default = "large"
+    world.add_model("large")
+    world.reopen().restore(kept(world.journal.records), clean=True)
+    message = world.get(session_id).transcript[-1]
+    assert (message.content, message.reasoning) == ("Let me see.", "North or south?")
+    assert [call.arguments for call in message.tool_calls or ()] == ['{"city": "Oslo"}']
+    assert world.get(session_id).turns[-1].finish_reason == "aborted"
+
+
+def test_results_go_on_where_the_calls_were_asked_for(world: World) -> None:
+    """The next turn keeps the tokens of the answer, and is given what came after it."""
+    session_id = world.create()
+    message = answered(world, session_id)
+    ask(world, session_id, messages=results(message))
+    assert world.engine.last.tokens, "what was read is not read again"
+    assert world.engine.last_text.endswith("<|im_start|>tool\n5 °C<|im_end|>\n<|im_start|>assistant\n")
+    world.engine.answer("Warm.")
+    assert [each.role for each in world.get(session_id).transcript] == [
+        "user",
+        "assistant",
+        "tool",
+        "tool",
+        "assistant",
+    ]
+
+
+def test_a_conversation_without_tools_is_written_anew_with_them(world: World) -> None:
+    """Tools are those of the turn; where they stand before everything, everything is read again."""
+    session_id = world.create()
+    world.turn(session_id, "Hi", "Hello")
+    ask(world, session_id)
+    assert not world.engine.last.tokens
+    assert '"name": "weather"' in world.engine.last_text
+    assert world.engine.last.grammar is not None
+
+
+@pytest.mark.parametrize("reason", ["aborted", "length", "context_full"])
+def test_a_call_that_was_cut_off_is_no_part_of_the_conversation(world: World, reason: str) -> None:
+    """Nor is it text; whole calls before it stay."""
+    session_id = world.create()
+    ask(world, session_id)
+    world.engine.start()
+    text = THOUGHT + CALL + OTHER_CALL[:-20]
+    say(world, text)
+    world.engine.finish(reason, kept=text, end_text="")
+    assert world.sink.last.finish_reason == reason
+    message = world.get(session_id).transcript[-1]
+    assert (message.content, len(message.tool_calls or ())) == ("", 1)
+
+
+def test_only_a_cut_call_is_no_reason_to_wait_for_results(world: World) -> None:
+    """What ends in ``stop`` without a whole call ends in that."""
+    session_id = world.create()
+    message = answered(world, session_id, CALL[:-20])
+    assert world.sink.last.finish_reason == "stop"
+    assert message.tool_calls is None
+
+
+def test_a_discarded_turn_leaves_nothing(world: World) -> None:
+    """As one of plain text."""
+    session_id = world.create()
+    ask(world, session_id)
+    world.engine.start()
+    say(world, ANSWER)
+    world.abort(session_id, discard=True)
+    world.engine.finish("aborted", kept=ANSWER, end_text="")
+    assert world.get(session_id).transcript == ()
+
+
+def test_forks_and_rewinds_have_calls(world: World) -> None:
+    """A fork can answer them, and so can a session that is taken back to them."""
+    session_id = world.create()
+    message = answered(world, session_id)
+    turn = world.engine.last.turn_id
+    forked = world.fork(session_id)
+    ask(world, forked, messages=results(message))
+    world.engine.answer("Warm.")
+    ask(world, session_id, messages=results(message))
+    world.engine.answer("Cold.")
+    world.rewind(session_id, turn)
+    assert world.get(session_id).transcript[-1] == message
+    ask(world, session_id, messages=results(message))
+
+
+def test_another_model_is_given_calls_in_its_own_way(world: World) -> None:
+    """Nothing is lost when a session's model changes in between."""
+    session_id = world.create()
+    message = answered(world, session_id)
+    world.add_model("large", chat_template="")
+    world.engines.default = "large"
+    ask(world, session_id, messages=results(message))
+    assert not world.engine.last.tokens
+    assert '"city": "Oslo"' in world.engine.last_text
+
+
+def test_whoever_comes_back_gets_neighbouring_pieces_as_one(world: World) -> None:
+    """Of thoughts, of text, and of each call's arguments."""
+    session_id = world.create()
+    ask(world, session_id)
+    world.engine.start()
+    say(world, ANSWER, pieces=1)
+    again = FakeSink()
+    world.resume(session_id, again, epoch=world.get(session_id).epoch, last_seq=1)
+    ops = [event.op for event in again.events[1:]]
+    assert ops == ["reasoning", "token", "tool_call", "tool_call", "tool_call", "tool_call"]
+    assert heard(again).same_as(heard(world.sink))
+
+
+def test_whoever_lost_events_is_told_all_that_was_answered(world: World) -> None:
+    """What was said, thought and asked for each in its place, the last call as far as it has come."""
+    session_id = world.create()
+    ask(world, session_id)
+    world.engine.start()
+    say(world, ANSWER[: ANSWER.index('me"}')])
+    world.resume(session_id)
+    resumed = world.sink.last
+    assert (resumed.content, resumed.reasoning) == ("Let me see.", "North or south?")
+    assert [call.arguments for call in resumed.tool_calls] == ['{"city": "Oslo"}', '{"city": "Ro']
+    say(world, "m", pieces=9)
+    assert world.sink.last.arguments == "m"
+
+
+def test_logprobs_go_with_the_first_event_of_what_was_generated(world: World) -> None:
+    """None is lost, also of text that shows nothing."""
+    session_id = world.create()
+    ask(world, session_id, n_probs=0)
+    world.engine.start()
+    for token in ("<tool_call>\n", '{"name": "weather", ', '"arguments": {"city"', ': "Oslo"}}', "\n</tool_call>"):
+        entry = TokenLogprobs(TokenLogprob(token, 1, -0.5), ())
+        world.engine.say(Delta(world.engine.last.turn_id, packed("x"), token, (entry,)))
+    world.engine.finish(kept="")
+    told = [
+        entry.token
+        for event in world.sink.events
+        if isinstance(event, events.Token | events.ToolCall)
+        for entry in event.logprobs or ()
+    ]
+    assert "".join(told).startswith('<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n')
+
+
+def test_what_was_shown_is_written_down_first(world: World) -> None:
+    """One record for what one step brought, with the number of the last event of it."""
+    session_id = world.create()
+    ask(world, session_id)
+    world.engine.start()
+    assert world.journal is not None
+    world.journal.holding = True
+    n_told = len(world.sink.events)
+    say(world, CALL, pieces=len(CALL))
+    assert len(world.sink.events) == n_told
+    said = world.journal.of(Said)[-1]
+    assert said.text == CALL
+    world.journal.let_go()
+    assert world.sink.last.seq == said.seq
+    world.journal.holding = False
+    world.engine.finish(kept=CALL)
+    (ended,) = world.journal.of(Ended)
+    assert ended.history.messages[-1].tool_calls is not None
+
+
+def test_a_plain_turn_costs_no_more_than_before(world: World) -> None:
+    """Without tools and thoughts nothing is read: text goes out as it comes."""
+    world.engine.status = World().engine.status
+    session_id = world.create()
+    world.turn(session_id, "Hi", "<tool_call>{}</tool_call>")
+    assert world.sink.text == "<tool_call>{}</tool_call>"
+    assert world.journal is not None
+    assert all(record.parts is None for record in world.journal.of(Said))
+    assert (world.engine.last.grammar, world.engine.last.markers) == (None, ())
+
+
+def test_thoughts_and_calls_take_room(world: World) -> None:
+    """A history is full of them as of text."""
+    world.max_transcript_chars = len(ANSWER)
+    world.reopen()
+    session_id = world.create()
+    answered(world, session_id)
+    held = "Weather?" + "North or south?" + "Let me see." + 2 * ('{"city": "Oslo"}' + "weather")
+    room = world.max_transcript_chars - len(held)
+    refused(ErrorCode.CONTEXT_FULL, world.append, session_id, ("user", "x" * (room + 1)))
+    world.append(session_id, ("user", "x" * room))
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [({"tools": [WEATHER]}, "tools"), ({"thinking": True}, "thinking")],
+)
+def test_raw_sessions_know_no_tools(world: World, fields: dict[str, Any], field: str) -> None:
+    """Nobody could say where they stand; the session goes on."""
+    session_id = world.create(mode="raw")
+    assert refused(ErrorCode.INVALID_REQUEST, world.infer, session_id, **fields).field == field
+    world.turn(session_id, "Once", " upon")
+
+
+@pytest.mark.parametrize(
+    ("fields", "kind"),
+    [
+        ({"json_schema": {"type": "object"}}, "json_schema"),
+        ({"regex": "[0-9]+"}, "regex"),
+        ({"grammar": 'root ::= "a"'}, "gbnf"),
+    ],
+)
+@pytest.mark.parametrize("mode", ["chat", "raw"])
+def test_an_answer_has_its_form_in_every_mode(mode: str, fields: dict[str, Any], kind: str) -> None:
+    """The engine is told which; the answer is text."""
+    world = World()
+    session_id = world.create(mode=mode)
+    world.infer(session_id, **fields)
+    grammar = world.engine.last.grammar
+    assert grammar is not None
+    assert grammar.kind == kind
+    world.engine.answer("1")
+    assert world.sink.text == "1"
+
+
+def test_results_of_no_call_are_refused(world: World) -> None:
+    """The field is named, and the session goes on; calls may also come with the results."""
+    session_id = world.create()
+    message = answered(world, session_id)
+    wrong = [{"role": "tool", "content": "5", "tool_call_id": "call_other"}]
+    assert refused(ErrorCode.INVALID_REQUEST, ask, world, session_id, messages=wrong).field == "messages"
+    other = {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"call_id": "mine", "name": "weather", "arguments": "{}"}],
+    }
+    own = [other, {"role": "tool", "content": "5", "tool_call_id": "mine"}]
+    ask(world, session_id, messages=[*results(message), *own])
+
+
+def test_old_sockets_hear_only_text() -> None:
+    """Ops of thoughts and calls are not for them; see ``protocol.codec``."""
+    assert not events.Reasoning.dagger
+    assert not events.ToolCall.dagger
