@@ -81,10 +81,17 @@ class Server:
 
 
 class Stage:
-    """Servers that are up, ours first, and what was measured on them so far."""
+    """Servers that are up, ours first, and what was measured on them so far.
 
-    def __init__(self, bench: Bench, servers: tuple[Server, ...]) -> None:
+    Args:
+        bench: The run.
+        servers: The sides.
+        is_one_server: Whether they are ways to speak to one server.
+    """
+
+    def __init__(self, bench: Bench, servers: tuple[Server, ...], *, is_one_server: bool = False) -> None:
         self._bench = bench
+        self._is_one_server = is_one_server
         self.servers = servers
         self.points: list[Point] = []
 
@@ -109,11 +116,12 @@ class Stage:
     ) -> None:
         """Run a job on each side in turn, as often as is wanted, and keep the results as one point.
 
-        Only one server is under load at any moment.
+        Only one server is under load at any moment. All are sent the same, except where sides are ways to speak to one
+        server, which would find for the one what it has read for the other.
 
         Args:
             parameters: What distinguishes this point.
-            job: Makes the job, given its ``target`` and its ``first_seed``: a million seeds are its own.
+            job: Makes the job, given its ``target`` and its ``first_seed``, from which a million seeds are its own.
             answer: What the generator answers.
             read: Turns what was measured into the scenario's result.
         """
@@ -121,8 +129,9 @@ class Stage:
         label = ", ".join(f"{parameter.value} {parameter.name}" for parameter in parameters)
         repeat = self._bench.repeat
         for repetition in range(repeat):
-            seed = self._bench.next_seed()
+            common_seed = self._bench.next_seed()
             for server, kept in zip(self.servers, results, strict=True):
+                seed = self._bench.next_seed() if self._is_one_server else common_seed
                 with self._bench.run(f"{server.spec.name}: {label} ({repetition + 1} of {repeat})"):
                     kept.append(
                         read(await self._one(server, job(target=server.spec, first_seed=seed), answer)).metrics()
@@ -218,7 +227,7 @@ class Bench:
             for peer in self.options.peers or ():
                 theirs = await found(peer.name, peer.url, token=peer.token)
                 servers.append(replace(theirs, side=compared(ours.side.facts, theirs.side.facts, self.options)))
-            yield Stage(self, tuple(servers))
+            yield Stage(self, tuple(servers), is_one_server=ways is not None)
 
 
 def spoken_to(server: Server, ways: Mapping[str, Way]) -> list[Server]:

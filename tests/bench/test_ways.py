@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TYPE_CHECKING, cast
 
 import pytest
 
 from inferencecenter.bench import ways
 from inferencecenter.bench.compare import Comparison
+from inferencecenter.bench.jobs import ClosedLoop, Turns
 from inferencecenter.bench.options import Options, resolve
-from inferencecenter.bench.results import Side
+from inferencecenter.bench.results import Metric, Side
 from inferencecenter.bench.runner import run_scenario
 from inferencecenter.bench.scenarios import dialects, find, resend, structured
-from inferencecenter.bench.stage import Server, spoken_to
+from inferencecenter.bench.stage import Bench, Server, Stage, spoken_to
 from inferencecenter.bench.target import TargetFacts, TargetSpec
 from inferencecenter.errors import InferenceCenterError
 from tests.bench.test_cli import Heard
 from tests.bench.test_scenarios import measured, values
 from tests.bench.test_timeline import turn
+
+if TYPE_CHECKING:
+    from inferencecenter.bench.generator import LoadGenerator
 
 SPEC = TargetSpec("inferencecenter", "inferencecenter", "ws://127.0.0.1:3000/", "t")
 FACTS = TargetFacts(
@@ -46,6 +52,41 @@ def test_each_way_is_a_side_of_the_same_server() -> None:
     assert (first.side.facts.name, first.side.facts.kind, first.side.comparison) == ("HTTP", "chat-completions", None)
     assert second.side.comparison == Comparison((), ())
     assert second.side.comparison.fair
+
+
+@dataclass
+class Seeds:
+    """Answers what a load generator answers, and keeps the seeds that it was given."""
+
+    used: list[int] = field(default_factory=list)
+
+    async def do(self, job: ClosedLoop, _answer: type[Turns]) -> Turns:
+        """Answer at once."""
+        self.used.append(job.first_seed)
+        return Turns((), 0.0)
+
+
+@dataclass(frozen=True)
+class Nothing:
+    """A result without numbers."""
+
+    def metrics(self) -> tuple[Metric, ...]:
+        """Return none."""
+        return ()
+
+
+@pytest.mark.parametrize(("is_one_server", "n_seeds"), [(True, 4), (False, 2)])
+async def test_one_server_is_never_sent_the_same_twice(*, is_one_server: bool, n_seeds: int) -> None:
+    """What it has read for one side would be found for the other; different servers are sent the same."""
+    generator = Seeds()
+    bench = Bench(Options(repeat=2), cast("LoadGenerator", generator), Heard())
+    sides = spoken_to(Server(SPEC, Side(FACTS, None)), {"one": ways.as_usual, "other": ways.websocket})
+    job = partial(ClosedLoop, clients=1, prompt_tokens=1, max_tokens=1, duration_s=1)
+    stage = Stage(bench, tuple(sides), is_one_server=is_one_server)
+    await stage.measure(job=job, answer=Turns, read=lambda _: Nothing())
+
+    assert len(generator.used) == 4
+    assert len(set(generator.used)) == n_seeds
 
 
 def test_responses_are_reached_at_the_http_address() -> None:
