@@ -208,6 +208,16 @@ async def test_a_peer_with_other_slots_gets_no_ratio(daemon: RunningDaemon) -> N
             Options(backend="echo", clients=(2,), max_tokens=8, duration_s=0.2, repeat=1),
             "generation",
         ),
+        (
+            "dialects",
+            Options(backend="echo", clients=(2,), max_tokens=8, duration_s=0.2, repeat=1),
+            "front CPU a token",
+        ),
+        (
+            "resend",
+            Options(backend="echo", clients=(1,), prompt_tokens=(800,), max_tokens=8, count=2, repeat=1),
+            "tokens read a turn",
+        ),
         pytest.param(
             "soak",
             Options(backend="echo", clients=(3,), duration_s=1.0, repeat=2),
@@ -246,6 +256,21 @@ async def test_a_question_that_a_run_could_not_answer_is_refused(name: str, give
     options = resolve(name, replace(given, backend="echo"), defaults=scenario.defaults, takes=scenario.takes)
     with pytest.raises(InferenceCenterError, match=said):
         await run_scenario(scenario, options, Heard())
+
+
+async def test_answers_with_a_schema_are_as_long_as_those_without(demo_model_path: Path) -> None:
+    """Both end by their length, else their rates could not be compared."""
+    scenario = find("structured")
+    given = Options(model=demo_model_path, clients=(2,), max_tokens=32, duration_s=0.2, repeat=1)
+    report = await run_scenario(
+        scenario, resolve("structured", given, defaults=scenario.defaults, takes=scenario.takes), Heard()
+    )
+
+    assert [side.facts.name for side in report.sides] == ["with a schema", "without"]
+    assert report.sides[1].comparison is not None
+    assert report.sides[1].comparison.fair
+    for (repetition,) in report.points[0].repetitions:
+        assert {metric.name: metric.value for metric in repetition}["tokens a turn"] == 32
 
 
 async def test_aborts_are_measured_in_both_phases(demo_model_path: Path) -> None:
