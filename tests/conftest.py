@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 import inferencecenter
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 _BUNDLED = Path(inferencecenter.__file__).parent / "demo" / "demo.gguf"
 
@@ -16,3 +20,17 @@ _BUNDLED = Path(inferencecenter.__file__).parent / "demo" / "demo.gguf"
 def demo_model_path() -> Path:
     """The bundled demo model, or the file named by ``INFERENCECENTER_TEST_MODEL``."""
     return Path(os.environ.get("INFERENCECENTER_TEST_MODEL", _BUNDLED))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _compiled_once(pytestconfig: pytest.Config) -> Iterator[None]:
+    """Where no bytecode may be left beside the code, have the processes that tests start share it in pytest's cache.
+
+    There are hundreds of them, and each would compile everything again.
+    """
+    with pytest.MonkeyPatch.context() as environment:
+        if os.environ.get("PYTHONDONTWRITEBYTECODE") and pytestconfig.pluginmanager.hasplugin("cacheprovider"):
+            assert pytestconfig.cache is not None
+            environment.delenv("PYTHONDONTWRITEBYTECODE")
+            environment.setenv("PYTHONPYCACHEPREFIX", str(pytestconfig.cache.mkdir("bytecode")))
+        yield
