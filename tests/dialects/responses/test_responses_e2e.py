@@ -179,7 +179,8 @@ async def test_a_socket_cancels_and_another_goes_on(daemon: Daemon, model: str) 
     """What was cancelled has said something, which is gone on from over another socket."""
     async with asking(daemon) as client:
         async with client.responses.connect() as connection:
-            await connection.send({"type": "response.create", "model": model, "input": "Go on.", **ENDLESS})
+            create: Any = {"type": "response.create", "model": model, "input": "Go on.", **ENDLESS}
+            await connection.send(create)
             async with asyncio.timeout(PATIENCE_S):
                 while (await connection.recv()).type != "response.output_text.delta":
                     pass
