@@ -7,9 +7,10 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    import asyncio
+    from collections.abc import Callable, Mapping, Sequence
 
-    from inferencecenter.ipc.messages import ModelInfo, Submit, TurnEvent
+    from inferencecenter.ipc.messages import Detokenized, ModelInfo, Piece, Submit, Tokenized, TurnEvent
 
 
 class EngineState(StrEnum):
@@ -109,6 +110,23 @@ class EnginePort(Protocol):
 
     def release(self, session_id: str) -> None:
         """Let the engine forget a session's KV."""
+
+    def tokenize(self, pieces: Sequence[Piece], *, first: bool) -> asyncio.Future[Tokenized]:
+        """Ask for the tokens of a text, with what begins a sequence if they are the ``first`` of one.
+
+        An engine that sleeps is woken. What is awaited raises ``InferenceCenterError``: ``model_loading`` where none is
+        ready in time, ``engine_unavailable`` where it is lost meanwhile, ``invalid_request`` for what is no text.
+
+        Raises:
+            InferenceCenterError: ``engine_unavailable`` or ``overloaded``; nothing is asked.
+        """
+
+    def detokenize(self, tokens: Sequence[int]) -> asyncio.Future[Detokenized]:
+        """Ask for the text of tokens, which are 32-bit numbers; otherwise as ``tokenize``.
+
+        Raises:
+            InferenceCenterError: ``engine_unavailable`` or ``overloaded``; nothing is asked.
+        """
 
     def subscribe(self, listener: Callable[[EngineStatus], None]) -> None:
         """Call ``listener`` on the event loop whenever ``status.state`` changes, and at each tenth of the loading."""

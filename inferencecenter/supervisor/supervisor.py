@@ -12,12 +12,25 @@ import msgspec
 import structlog
 
 from inferencecenter.errors import InferenceCenterError
-from inferencecenter.ipc.messages import Keep, LoadFailed, Loading, Log, Ready, Release, Step, Suspended
+from inferencecenter.ipc.messages import (
+    Detokenized,
+    Keep,
+    LoadFailed,
+    Loading,
+    Log,
+    LookupFailed,
+    Ready,
+    Release,
+    Step,
+    Suspended,
+    Tokenized,
+)
 from inferencecenter.ipc.port import EngineState, EngineStatus
 from inferencecenter.supervisor.backoff import Backoff, RestartPolicy
 from inferencecenter.supervisor.launch import launch
 from inferencecenter.supervisor.listeners import Listeners
 from inferencecenter.supervisor.loading import LoadProgress, log_ready, with_fewer_layers
+from inferencecenter.supervisor.lookups import Lookups
 from inferencecenter.supervisor.orphan import OrphanError
 from inferencecenter.supervisor.process import STOP_DEADLINE_S, SUSPEND_DEADLINE_S, Ended, log_line
 from inferencecenter.supervisor.queue_watch import QueueWatch
@@ -31,10 +44,10 @@ from inferencecenter.supervisor.wish import Wish
 from inferencecenter.tasks import TaskGroup
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Collection
+    from collections.abc import Awaitable, Callable, Collection, Sequence
     from pathlib import Path
 
-    from inferencecenter.ipc.messages import EngineOptions, FromEngine, KvLimit, Limit, ModelInfo
+    from inferencecenter.ipc.messages import EngineOptions, FromEngine, KvLimit, Limit, ModelInfo, Piece
     from inferencecenter.ipc.port import EngineTurn
     from inferencecenter.supervisor.process import EngineProcess
 
@@ -110,7 +123,8 @@ class Supervisor:
         self._tasks = TaskGroup("supervisor")
         self._listeners = Listeners()
         self._turns = Turns()
-        self._wish = Wish(has_turns=lambda: len(self._turns) > 0, admit=admit)
+        self._lookups = Lookups(call_later=call_later)
+        self._wish = Wish(has_turns=lambda: len(self._turns) + len(self._lookups) > 0, admit=admit)
         self._hang_watch = HangWatch(
             hang_timeout_s,
             beats=lambda: self._process.beats if self._process else 0,
@@ -249,6 +263,7 @@ class Supervisor:
         was_loaded = self._state in (EngineState.READY, EngineState.SUSPENDING)
         self._change(EngineChange.STOP)
         self._turns.lost()
+        self._lookups.fail(unavailable(self.status, given_up=False))
         self._watch()
         if (process := self._process) is not None:
             await process.end(suspend_deadline_s=suspend_deadline_s if was_loaded else None, deadline_s=deadline_s)
@@ -263,15 +278,12 @@ class Supervisor:
         Raises:
             InferenceCenterError: ``engine_unavailable``, ``queue_full``, ``prompt_too_long``, or what the turn says.
         """
-        if self._stop_asked.is_set() or self._load_failure is not None or self._given_up:
-            raise unavailable(self.status, given_up=self._given_up)
+        self._take_note()
         slots = self._model.slots if self._model else self._options.slots
         position = max(0, len(self._turns) + 1 - slots)
         if position > self._max_queue:
             raise queue_full(self._max_queue)
         given = self._turns.add(turn)
-        self.last_used_s = self._monotonic()
-        self._wish.look()
         self._watch()
         return position if given else max(1, position)
 
@@ -282,6 +294,23 @@ class Supervisor:
     def release(self, session_id: str) -> None:
         """Let the engine forget a session's KV."""
         self.send(Release(session_id))
+
+    def tokenize(self, pieces: Sequence[Piece], *, first: bool) -> asyncio.Future[Tokenized]:
+        """Ask for the tokens of a text; see ``EnginePort``."""
+        self._take_note()
+        return self._lookups.tokenize(pieces, first=first)
+
+    def detokenize(self, tokens: Sequence[int]) -> asyncio.Future[Detokenized]:
+        """Ask for the text of tokens; see ``EnginePort``."""
+        self._take_note()
+        return self._lookups.detokenize(tokens)
+
+    def _take_note(self) -> None:
+        """Let what comes now wake an engine that sleeps; refuse it where there will be none."""
+        if self._stop_asked.is_set() or self._load_failure is not None or self._given_up:
+            raise unavailable(self.status, given_up=self._given_up)
+        self.last_used_s = self._monotonic()
+        self._wish.look()
 
     def send(self, message: Release | Limit | KvLimit) -> None:
         """Tell the engine if it is ready."""
@@ -378,9 +407,11 @@ class Supervisor:
         was_loading = self._state is EngineState.STARTING
         self._detail = self._load_failure.message if self._load_failure else ended.detail
         self._gauges = _NOTHING_RUNS
+        self._lookups.lost()
         if self._turns.lost(ended):
             self._budget.clear()
         if self._load_failure is not None:
+            self._lookups.fail(unavailable(self.status, given_up=False))
             self._change(EngineChange.GIVE_UP)
             return False
         if was_loading and ended.by_itself and self._progress.may_lack_gpu_memory(self._options):
@@ -390,6 +421,7 @@ class Supervisor:
         self._change(EngineChange.GIVE_UP if self._given_up else EngineChange.LOST)
         if self._given_up:
             _log.error("engine_given_up", restarts=self._restarts, detail=ended.detail)
+            self._lookups.fail(unavailable(self.status, given_up=True))
             if not self._ends_with_it():
                 self._turns.fail(unavailable(self.status, given_up=self._given_up))
         return not self._given_up
@@ -397,6 +429,7 @@ class Supervisor:
     def _fall_asleep(self) -> None:
         assert self._process is not None, "it was idle until now"
         self._turns.lost()
+        self._lookups.lost()
         self._change(EngineChange.SLEEP)
         self._tasks.spawn(self._process.end(park_all=True), name="fall-asleep")
 
@@ -415,6 +448,8 @@ class Supervisor:
                 self._ready(model)
             case LoadFailed():
                 self._load_failed(message)
+            case Tokenized() | Detokenized() | LookupFailed():
+                self._lookups.hear(message)
             case Suspended() if self._process is not None:
                 self._process.suspended(message)
 
@@ -438,6 +473,7 @@ class Supervisor:
         if self._live_sessions is not None:
             self._process.send(Keep(tuple(self._live_sessions())))
         self._turns.connect(self._process.send)
+        self._lookups.connect(self._process.send)
         self._watch()
 
     def _load_failed(self, message: LoadFailed) -> None:

@@ -35,6 +35,7 @@ from inferencecenter.sessions.registry import Sessions
 from inferencecenter.settings import ServerSettings
 from inferencecenter.tasks import TaskGroup
 from inferencecenter.telemetry.metrics import Metrics
+from tests.ipc.lookups import CharacterTokens
 from tests.sessions.conftest import one_model
 
 if TYPE_CHECKING:
@@ -86,7 +87,7 @@ scopes = ["user", "operator"]
 """
 
 
-class StubEngine:
+class StubEngine(CharacterTokens):
     """An engine whose turns go on when a test says so, and the only model that there is."""
 
     default = MODEL.name

@@ -30,6 +30,7 @@ from inferencecenter.protocol.values import ChatMessage
 from inferencecenter.sessions.allowance import Unlimited
 from inferencecenter.sessions.client import Client
 from inferencecenter.sessions.registry import Sessions
+from tests.ipc.lookups import CharacterTokens
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -85,7 +86,7 @@ def packed(text: str) -> bytes:
 
 
 @dataclass
-class FakeEngine:
+class FakeEngine(CharacterTokens):
     """Takes turns and says what a test wants said."""
 
     status: EngineStatus = field(default_factory=lambda: EngineStatus(state=EngineState.READY, model=make_model()))

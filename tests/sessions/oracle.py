@@ -32,6 +32,7 @@ from inferencecenter.sessions.records import (
     Spent,
     Unfinished,
 )
+from tests.ipc.lookups import CharacterTokens
 from tests.sessions.conftest import make_model, packed
 
 if TYPE_CHECKING:
@@ -39,8 +40,8 @@ if TYPE_CHECKING:
 
     from inferencecenter.ipc.port import EngineTurn
     from inferencecenter.protocol.base import Event
-    from inferencecenter.sessions.records import Record
     from inferencecenter.sessions.formats.parts import Part
+    from inferencecenter.sessions.records import Record
 
 END = "\0"
 
@@ -64,7 +65,7 @@ class _Running:
 
 
 @dataclass
-class Oracle:
+class Oracle(CharacterTokens):
     """An engine that says one character a step, and shows it ``lag`` characters later, as if for a stop string."""
 
     lag: int = 2
@@ -194,8 +195,8 @@ def kept(records: Iterable[Record]) -> list[Kept]:
                 turns=record.turns,
                 ends={},
                 unfinished=None,
-            )
                 notes=record.notes,
+            )
         elif isinstance(record, Gone):
             del sessions[record.session_id]
         elif not isinstance(record, Spent):
@@ -203,13 +204,13 @@ def kept(records: Iterable[Record]) -> list[Kept]:
     return list(sessions.values())
 
 
-def _after(session: Kept, record: Ordered | Said | Ended | Dropped | Changed | Renamed) -> Kept:
 def _parts(before: Unfinished, said: Said) -> tuple[Part, ...] | None:
     if before.parts is None and said.parts is None:
         return None
     return (*(before.parts or ()), *(said.parts or ()))
 
 
+def _after(session: Kept, record: Ordered | Said | Ended | Dropped | Changed | Renamed) -> Kept:
     match record:
         case Ordered():
             before = session.unfinished or Unfinished(order=record.order, tokens=b"", text="")
@@ -222,8 +223,8 @@ def _parts(before: Unfinished, said: Said) -> tuple[Part, ...] | None:
                 session.unfinished,
                 tokens=session.unfinished.tokens + record.tokens,
                 text=session.unfinished.text + record.text,
-            )
                 parts=_parts(session.unfinished, record),
+            )
             return replace(session, seq=record.seq, unfinished=unfinished)
         case Ended():
             ends = dict(session.ends)
@@ -237,8 +238,8 @@ def _parts(before: Unfinished, said: Said) -> tuple[Part, ...] | None:
                 turns=(*session.turns, record.turn),
                 ends=ends,
                 unfinished=None,
-            )
                 notes={**session.notes, record.turn.turn_id: record.note} if record.note else session.notes,
+            )
         case Dropped():
             return replace(session, seq=record.seq, last_used_at=record.last_used_at, unfinished=None)
         case Changed():

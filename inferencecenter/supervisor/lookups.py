@@ -1,0 +1,141 @@
+"""Questions about tokens, from whoever asks until an engine has answered."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from itertools import count
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+from inferencecenter.errors import ERRORS, ErrorCode, InferenceCenterError
+from inferencecenter.ipc.framing import FrameError
+from inferencecenter.ipc.messages import Detokenize, Detokenized, LookupFailed, Tokenize, Tokenized, pack_tokens
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from inferencecenter.ipc.messages import Piece, ToEngine
+    from inferencecenter.supervisor.watch import Timer
+
+MAX_LOOKUPS: Final = 64
+"""How many questions may wait for their answers; an engine answers one in milliseconds."""
+
+TIMEOUT_S: Final = 30.0
+
+_Answer = TypeVar("_Answer", Tokenized, Detokenized)
+
+
+@dataclass(slots=True)
+class _Asked:
+    """A question that is not answered; ``given`` says that an engine has it."""
+
+    question: Tokenize | Detokenize
+    answer: asyncio.Future[Any]
+    timer: Timer
+    given: bool = False
+
+
+class Lookups:
+    """Keeps questions until an engine is there, and gives each to one engine only.
+
+    Args:
+        call_later: Arranges for a call after some seconds.
+        timeout_s: How long a question waits for an engine and its answer.
+    """
+
+    def __init__(
+        self, *, call_later: Callable[[float, Callable[[], None]], Timer], timeout_s: float = TIMEOUT_S
+    ) -> None:
+        self._timeout_s = timeout_s
+        self._call_later = call_later
+        self._numbers = count(1)
+        self._asked: dict[int, _Asked] = {}
+        self._send: Callable[[ToEngine], None] | None = None
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({len(self._asked)})"
+
+    def __len__(self) -> int:
+        return len(self._asked)
+
+    def tokenize(self, pieces: Sequence[Piece], *, first: bool) -> asyncio.Future[Tokenized]:
+        """Ask for the tokens of a text; see ``EnginePort.tokenize``."""
+        return self._ask(Tokenize(next(self._numbers), tuple(pieces), first), Tokenized)
+
+    def detokenize(self, tokens: Sequence[int]) -> asyncio.Future[Detokenized]:
+        """Ask for the text of tokens; see ``EnginePort.detokenize``."""
+        return self._ask(Detokenize(next(self._numbers), pack_tokens(tokens)), Detokenized)
+
+    def connect(self, send: Callable[[ToEngine], None]) -> None:
+        """Ask a new engine, which hears by ``send``, all that waits."""
+        self._send = send
+        for asked in list(self._asked.values()):
+            self._give(asked)
+
+    def hear(self, answer: Tokenized | Detokenized | LookupFailed) -> None:
+        """Pass an answer on; nobody waits any more for one that comes too late."""
+        if isinstance(answer, LookupFailed):
+            code = ErrorCode(answer.code) if answer.code in ERRORS else ErrorCode.INTERNAL
+            self._fail(answer.ask_id, InferenceCenterError(code, answer.message))
+        elif (asked := self._forget(answer.ask_id)) is not None:
+            asked.answer.set_result(answer)
+
+    def lost(self) -> None:
+        """Take note that the engine is gone: what it was asked has no answer, what waits goes on waiting."""
+        self._send = None
+        error = InferenceCenterError(
+            ErrorCode.ENGINE_UNAVAILABLE, "the engine was lost before it answered", retry_after_ms=1000
+        )
+        for ask_id in [ask_id for ask_id, asked in self._asked.items() if asked.given]:
+            self._fail(ask_id, error)
+
+    def fail(self, error: InferenceCenterError) -> None:
+        """Answer all questions with an error."""
+        self._send = None
+        for ask_id in list(self._asked):
+            self._fail(ask_id, error)
+
+    def _ask(self, question: Tokenize | Detokenize, kind: type[_Answer]) -> asyncio.Future[_Answer]:
+        if len(self._asked) >= MAX_LOOKUPS:
+            raise InferenceCenterError(
+                ErrorCode.OVERLOADED, f"{MAX_LOOKUPS} texts are being looked up already", retry_after_ms=1000
+            )
+        ask_id = question.ask_id
+        answer: asyncio.Future[_Answer] = asyncio.get_running_loop().create_future()
+        timer = self._call_later(self._timeout_s, lambda: self._expire(ask_id))
+        asked = self._asked[ask_id] = _Asked(question, answer, timer)
+        answer.add_done_callback(lambda _: self._forget(ask_id))  # whoever asked may not want to know any more
+        self._give(asked)
+        return answer
+
+    def _give(self, asked: _Asked) -> None:
+        if self._send is None:
+            return
+        try:
+            self._send(asked.question)
+        except FrameError as error:
+            self._fail(asked.question.ask_id, InferenceCenterError(ErrorCode.MESSAGE_TOO_LARGE, str(error)))
+        asked.given = True
+
+    def _forget(self, ask_id: int) -> _Asked | None:
+        """Keep a question no more, and return it if somebody still waits for its answer."""
+        if (asked := self._asked.pop(ask_id, None)) is None:
+            return None
+        asked.timer.cancel()
+        return None if asked.answer.done() else asked
+
+    def _expire(self, ask_id: int) -> None:
+        asked = self._asked[ask_id]
+        if asked.given:
+            error = InferenceCenterError(
+                ErrorCode.ENGINE_UNAVAILABLE, "the engine does not answer", retry_after_ms=1000
+            )
+        else:
+            error = InferenceCenterError(
+                ErrorCode.MODEL_LOADING, f"the model was not ready within {self._timeout_s:g} s", retry_after_ms=1000
+            )
+        self._fail(ask_id, error)
+
+    def _fail(self, ask_id: int, error: InferenceCenterError) -> None:
+        if (asked := self._forget(ask_id)) is not None:
+            asked.answer.set_exception(error)
