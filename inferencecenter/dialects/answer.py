@@ -144,7 +144,7 @@ class Turns:
             if self._failure is not None:
                 raise self._failure
             yield self._taken()
-            if not self._queue and all(ear.over for ear in self._ears):
+            if self._failure is None and not self._queue and all(ear.over for ear in self._ears):
                 return
 
     def _join(self, index: int, event: Text) -> bool:

@@ -20,7 +20,7 @@ HI: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}]}
 async def streamed(server: Running, body: dict[str, Any], path: str = CHAT) -> AsyncIterator[asyncio.StreamReader]:
     """Ask for a stream and read it as it comes; the connection is dropped at the end."""
     data = json.dumps({**body, "stream": True}).encode()
-    reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+    reader, writer = await asyncio.open_connection("127.0.0.1", server.port, limit=2**24)
     lines = [f"POST {path} HTTP/1.1", "host: test", f"authorization: Bearer {server.token}"]
     writer.write("\r\n".join([*lines, f"content-length: {len(data)}", "", ""]).encode() + data)
     try:
@@ -50,6 +50,17 @@ async def say(server: Running, *texts: str, reason: str = "stop") -> None:
     for text in texts:
         server.engine.say(turn, text)
     server.engine.finish(turn, reason=reason)
+
+
+async def say_each(server: Running, *texts: str) -> None:
+    """Answer as many turns as there are texts, when all of them have been submitted."""
+    async with asyncio.timeout(5):
+        while len(server.engine.turns) < len(texts):  # noqa: ASYNC110 - each of them sets the event
+            await asyncio.sleep(0)
+    for turn, text in zip(list(server.engine.turns), texts, strict=True):
+        server.engine.begin(turn)
+        server.engine.say(turn, text)
+        server.engine.finish(turn)
 
 
 async def gone(server: Running) -> None:
