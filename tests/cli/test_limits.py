@@ -21,6 +21,8 @@ from inferencecenter.server.accounts import DATABASE_NAME, Accounts
 from inferencecenter.server.control import ControlSocket
 from inferencecenter.sessions.store.opening import open_writing
 from inferencecenter.sessions.store.schema import DATABASE_NAME as SESSIONS_NAME
+from inferencecenter.sessions.store.schema import MIGRATIONS
+from inferencecenter.sqlite_file import connect, make_private, migrate
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -168,15 +170,9 @@ def test_usage_is_shown_by_token(cli: Cli, state_dir: Path) -> None:
 def test_a_file_without_tokens_is_brought_up_to_date(tmp_path: Path) -> None:
     """Usage that was counted before is kept, for no token in particular."""
     path = tmp_path / "sessions.sqlite3"
-    with contextlib.closing(open_writing(path)) as database:
-        database.execute("PRAGMA user_version = 2")
-        database.execute("ALTER TABLE orders DROP COLUMN token_id")
-        database.execute("DROP TABLE usage")
-        database.execute(
-            "CREATE TABLE usage (client_id TEXT NOT NULL, day TEXT NOT NULL, turns INTEGER NOT NULL, prompt_tokens"
-            " INTEGER NOT NULL, cached_tokens INTEGER NOT NULL, completion_tokens INTEGER NOT NULL,"
-            " PRIMARY KEY (client_id, day)) STRICT, WITHOUT ROWID"
-        )
+    make_private(path)
+    with contextlib.closing(connect(path)) as database:
+        migrate(database, MIGRATIONS[:2], path=path, hint="")
         database.execute("INSERT INTO usage VALUES ('ada', '2026-11-20', 2, 20, 8, 10)")
     open_writing(path).close()
     with contextlib.closing(sqlite3.connect(path)) as database:

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 QUESTION = "What is the capital of France?"
 ANSWER = "The capital of France is Paris."
 TIMEOUT_S = 60
+ONE_THREAD = {"INFERENCECENTER_ENGINE__N_THREADS": "1", "INFERENCECENTER_ENGINE__N_THREADS_BATCH": "1"}
 ENDLESS: dict[str, Any] = {"temperature": 0, "ignore_eos": True, "max_tokens": 3000}
 
 
@@ -46,6 +47,14 @@ def restored_logs() -> Iterator[None]:
     root.handlers = handlers
     root.setLevel(level)
     structlog.reset_defaults()
+
+
+@pytest.fixture(autouse=True)
+def one_thread(monkeypatch: pytest.MonkeyPatch, cli: Cli) -> None:
+    """Decode on one thread, which waits for no processor that others use; the other settings are those of ``cli``."""
+    assert cli
+    for name, value in ONE_THREAD.items():
+        monkeypatch.setenv(name, value)
 
 
 @pytest.fixture(autouse=True)
@@ -81,7 +90,7 @@ def started(state_dir: Path) -> subprocess.Popen[bytes]:
     options = [f"-p{name}={json.dumps(value)}" for name, value in ENDLESS.items()]
     return subprocess.Popen(
         [sys.executable, "-m", "inferencecenter", "run", "demo", QUESTION, *options],
-        env={"INFERENCECENTER_STATE_DIR": str(state_dir), "PATH": os.environ["PATH"]},
+        env={"INFERENCECENTER_STATE_DIR": str(state_dir), "PATH": os.environ["PATH"], **ONE_THREAD},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -230,7 +239,6 @@ def test_nobody_reads(state_dir: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("cli")
 def test_an_engine_that_is_lost_costs_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is started again and goes on with the next token: the text is that of an answer that was not interrupted."""
     monkeypatch.setenv("INFERENCECENTER_ENGINE__RESTART_BACKOFF_MIN_S", "0.01")
@@ -250,7 +258,6 @@ def test_an_engine_that_is_lost_costs_a_moment(monkeypatch: pytest.MonkeyPatch) 
     assert end.finish_reason == "length"
 
 
-@pytest.mark.usefixtures("cli")
 def test_an_engine_that_cannot_be_kept_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     """After its restarts the answer is an error, and nothing hangs."""
     monkeypatch.setenv("INFERENCECENTER_ENGINE__MAX_RESTARTS", "0")
@@ -266,7 +273,6 @@ def test_an_engine_that_cannot_be_kept_is_reported(monkeypatch: pytest.MonkeyPat
     assert failed.value.code is ErrorCode.ENGINE_UNAVAILABLE
 
 
-@pytest.mark.usefixtures("cli")
 def test_a_screen_that_fails_ends_the_answer() -> None:
     """What showing an event raises is raised, after the engine has gone."""
 
@@ -277,7 +283,6 @@ def test_a_screen_that_fails_ends_the_answer() -> None:
         answer(on_event=fail, **ENDLESS)
 
 
-@pytest.mark.usefixtures("cli")
 def test_names_and_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A registered name is before a file of that name, and the bundled model is there unless another is called so."""
     model = tmp_path / "demo"
