@@ -19,7 +19,7 @@ from inferencecenter.sessions.store.store import Store
 from inferencecenter.sqlite_file import migrate
 from tests.sessions.store.conftest import as_nobody
 from tests.sessions.store.stores import kept_in
-from tests.sessions.store.values import CLOCK, ended, make_facts, make_order, opened, ordered, packed
+from tests.sessions.store.values import CLOCK, ended, make_facts, make_history, make_order, opened, ordered, packed
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -217,3 +217,26 @@ async def test_the_choice_of_a_model_is_kept(path: Path, chosen: str | None) -> 
     assert kept.facts.chosen_model == chosen
     assert kept.unfinished is not None
     assert kept.unfinished.order.model == "large"
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        "UPDATE messages SET more = '[]' WHERE n = 1",
+        "UPDATE messages SET more = '{' WHERE n = 1",
+        """UPDATE messages SET more = '{"tool_calls": [{}]}' WHERE n = 1""",
+        """INSERT INTO said SELECT id, 9, x'', '', '[["argued", 0, "x"]]' FROM sessions""",
+    ],
+)
+async def test_calls_that_make_no_sense_take_only_their_session(path: Path, damage: str) -> None:
+    """The others are read, and what cannot be read stays as it is."""
+    store = Store.open(path)
+    for session_id in ("s_1", "s_2"):
+        store.write(opened(session_id, history=make_history("Hello")), flush=True)
+    store.write(ordered("s_1"), flush=True)
+    await store.close()
+    with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as database:
+        database.execute(
+            damage.replace("WHERE n", "WHERE session = 1 AND n").replace("FROM sessions", "FROM sessions LIMIT 1")
+        )
+    assert set(await kept_in(path)) == {"s_2"}

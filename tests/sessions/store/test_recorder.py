@@ -14,6 +14,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, precondition, rule
 
+from inferencecenter.protocol.values import ChatMessage, ToolCall
+from inferencecenter.sessions.formats.parts import Said as SaidPart
+from inferencecenter.sessions.formats.parts import Thought
 from inferencecenter.sessions.history import TOKEN_BYTES, History, TurnMark, View
 from inferencecenter.sessions.records import (
     Changed,
@@ -48,14 +51,30 @@ from tests.sessions.store.values import (
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from inferencecenter.protocol.values import ChatMessage
+    from inferencecenter.sessions.formats.parts import Part
     from inferencecenter.sessions.store.recorder import Entry
 
 _texts = st.text(max_size=6)
 _tokens = st.lists(st.integers(0, 2**32 - 1), max_size=4).map(packed)
+_calls = st.lists(
+    st.builds(ToolCall, call_id=st.just("c"), name=st.just("f"), arguments=_texts), min_size=1, max_size=2
+)
 _messages = st.lists(
-    st.builds(said_by, st.sampled_from(["system", "user", "assistant", "tool"]), _texts), max_size=3
+    st.one_of(
+        st.builds(said_by, st.sampled_from(["system", "user", "assistant", "tool"]), _texts),
+        st.builds(
+            ChatMessage,
+            role=st.just("assistant"),
+            content=_texts,
+            reasoning=st.none() | _texts,
+            tool_calls=st.none() | _calls.map(tuple),
+        ),
+        st.builds(ChatMessage, role=st.just("tool"), content=_texts, tool_call_id=st.none() | st.just("c")),
+    ),
+    max_size=3,
 ).map(tuple)
+_notes = st.sampled_from(["", "", "a note"])
+_parts = st.none() | st.lists(st.one_of(st.builds(SaidPart, _texts), st.builds(Thought, _texts)), max_size=2).map(tuple)
 _views = st.builds(View, st.integers(0, 9), st.integers(0, 9))
 _histories = st.builds(History, _messages, _tokens, _texts, _views, st.just(()), st.sampled_from(["", "toy", "other"]))
 _keys = st.none() | st.sampled_from(["k1", "k2"])
@@ -78,40 +97,54 @@ class Writing(RuleBasedStateMachine):
         self.database = open_writing(self.path)
         self.recorder = Recorder(self.database, {})
 
-    @rule(target=sessions, history=_histories, n_turns=st.integers(0, 2))
-    def open(self, history: History, n_turns: int) -> str:
+    @rule(target=sessions, history=_histories, n_turns=st.integers(0, 2), note=_notes)
+    def open(self, history: History, n_turns: int, note: str) -> str:
         """A session begins, as a fork has turns."""
         session_id = self._name("s")
         facts = make_facts(session_id)
         turns = tuple(make_turn(self._name("t")) for _ in range(n_turns))
-        self.pending.append(Opened(facts=facts, history=history, turns=turns, last_used_at=CLOCK))
+        notes = {turn.turn_id: note for turn in turns[:1] if note}
+        self.pending.append(Opened(facts=facts, history=history, turns=turns, last_used_at=CLOCK, notes=notes))
         self.kept[session_id] = Kept(
-            facts=facts, seq=0, last_used_at=CLOCK, history=history, turns=turns, ends={}, unfinished=None
+            facts=facts,
+            seq=0,
+            last_used_at=CLOCK,
+            history=history,
+            turns=turns,
+            ends={},
+            unfinished=None,
+            notes=notes,
         )
         return session_id
 
-    @rule(session_id=sessions, view=st.none() | _views)
-    def order(self, session_id: str, view: View | None) -> None:
+    @rule(session_id=sessions, view=st.none() | _views, note=_notes)
+    def order(self, session_id: str, view: View | None, note: str) -> None:
         """A turn begins, or goes on with a shorter prompt."""
         kept = self.kept[session_id]
         running = kept.unfinished
-        order = make_order(running.order.turn_id if running else self._name("t"), view=view)
+        order = make_order(running.order.turn_id if running else self._name("t"), view=view, note=note)
         unfinished = replace(running, order=order) if running else Unfinished(order=order, tokens=b"", text="")
         at = kept.last_used_at + 1
         self.pending.append(Ordered(session_id=session_id, seq=kept.seq + 1, last_used_at=at, order=order))
         self.kept[session_id] = replace(kept, seq=kept.seq + 1, last_used_at=at, unfinished=unfinished)
 
-    @rule(session_id=sessions, tokens=_tokens, text=_texts, tells=st.booleans(), times=st.integers(1, 70))
-    def say(self, session_id: str, tokens: bytes, text: str, tells: bool, times: int) -> None:
-        """A turn generates; not every token is an event."""
+    @rule(session_id=sessions, tokens=_tokens, text=_texts, parts=_parts, tells=st.booleans(), times=st.integers(1, 70))
+    def say(  # noqa: PLR0917 - hypothesis names them
+        self, session_id: str, tokens: bytes, text: str, parts: tuple[Part, ...] | None, tells: bool, times: int
+    ) -> None:
+        """A turn generates; not every token is an event, and not every text is what was shown."""
         for _ in range(times):
             kept = self.kept[session_id]
             if (running := kept.unfinished) is None:
                 return
             seq = kept.seq + tells
-            record = Said(session_id=session_id, seq=seq, turn_id=running.order.turn_id, tokens=tokens, text=text)
-            self.pending.append(record)
+            turn_id = running.order.turn_id
+            self.pending.append(
+                Said(session_id=session_id, seq=seq, turn_id=turn_id, tokens=tokens, text=text, parts=parts)
+            )
             running = replace(running, tokens=running.tokens + tokens, text=running.text + text)
+            if parts is not None:
+                running = replace(running, parts=(*(running.parts or ()), *parts))
             self.kept[session_id] = replace(kept, seq=seq, unfinished=running)
 
     @rule(session_id=sessions, more=_messages, tokens=_tokens, text=_texts, anew=st.booleans(), key=_keys)
@@ -131,7 +164,8 @@ class Writing(RuleBasedStateMachine):
         mark = TurnMark(turn_id, len(held.messages), len(now.messages), now.n_tokens, len(now.covered), now.view)
         now = replace(now, turns=(*now.turns, mark))
         turn, end, seq = make_turn(turn_id), make_end(turn_id, session_id=session_id), kept.seq + 1
-        record = ended(session_id, history=now, turn=turn, end=end, turn_key=key, seq=seq)
+        note = kept.unfinished.order.note
+        record = ended(session_id, history=now, turn=turn, end=end, turn_key=key, seq=seq, note=note)
         ends = dict(kept.ends)
         if key is not None:
             ends.pop(key, None)
@@ -146,6 +180,7 @@ class Writing(RuleBasedStateMachine):
             turns=(*kept.turns, turn),
             ends=ends,
             unfinished=None,
+            notes={**kept.notes, turn_id: note} if note else kept.notes,
         )
 
     @rule(session_id=sessions)
@@ -250,6 +285,7 @@ class Writing(RuleBasedStateMachine):
             history=history,
             turns=turns,
             ends={key: end for key, end in kept.ends.items() if end.turn_id not in gone},
+            notes={turn_id: note for turn_id, note in kept.notes.items() if turn_id not in gone},
         )
 
     def _name(self, kind: str) -> str:
