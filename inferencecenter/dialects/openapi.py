@@ -37,8 +37,8 @@ _RETRY_AFTER: Final = {
     "schema": {"type": "integer", "minimum": 0},
 }
 _STREAM: Final = (
-    "Server-sent events. The data of each is as `contentSchema` says, or an error in place of it, which then is the "
-    "last; OpenAI's streams end with `[DONE]`. Comments keep the connection alive."
+    "Server-sent events, this is one of them. An error ends the stream. OpenAI's streams end with `[DONE]` in place of "
+    "JSON. Comments keep the connection alive."
 )
 
 
@@ -158,15 +158,25 @@ def _answer(row: Operation, schemas: Schemas) -> dict[str, Any]:
     if row.answer is not None:
         content["application/json"] = {"schema": schemas[row.answer, "serialization"]}
     if row.event is not None:
-        content["text/event-stream"] = {
-            "schema": {
-                "type": "string",
-                "description": _STREAM,
-                "contentMediaType": "application/json",
-                "contentSchema": schemas[row.event, "serialization"],
-            }
-        }
+        content["text/event-stream"] = {"schema": _event(schemas[row.event, "serialization"], schemas)}
     return {"description": "The answer.", **({"content": content} if content else {})}
+
+
+def _event(data: Mapping[str, Any], schemas: Schemas) -> dict[str, Any]:
+    """Return the schema of each event of a stream."""
+    return {
+        "type": "object",
+        "description": _STREAM,
+        "required": ["data"],
+        "properties": {
+            "event": {"type": "string", "description": "Its name, where it has one."},
+            "data": {
+                "type": "string",
+                "contentMediaType": "application/json",
+                "contentSchema": {"anyOf": [data, schemas[ErrorAnswer, "serialization"]]},
+            },
+        },
+    }
 
 
 def _errors(row: Operation, schemas: Schemas) -> dict[str, Any]:
