@@ -160,14 +160,15 @@ class ChatTemplate:
     def _given(self, messages: Sequence[ChatMessage], tools: Sequence[Tool], form: TemplateForm) -> dict[str, object]:
         """Return what the template gets of a conversation in the form that it wants."""
         mark = self._special.mark
+        offered = tool_values(tools, mark=mark)
         if not form.native:
-            messages, tools = as_text(messages, tools, knows_system=form.knows_system), ()
+            messages, offered = as_text(messages, tools, knows_system=form.knows_system), []
         return {
             **self._constants,
             "messages": message_values(
                 messages, mark=mark, text_arguments=form.text_arguments, short_ids=form.short_ids
             ),
-            "tools": tool_values(tools, mark=mark) or None,
+            "tools": offered or None,
         }
 
     def _try(self, messages: Sequence[ChatMessage], tools: Sequence[Tool], form: TemplateForm) -> str:

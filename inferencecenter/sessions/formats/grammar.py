@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Final
 
 from inferencecenter.errors import ErrorCode, InferenceCenterError
 from inferencecenter.ipc.messages import Grammar
+from inferencecenter.protocol.requests import MAX_GRAMMAR_CHARS
 from inferencecenter.sessions.formats.lark import Lark, either, escaped, joined, optional, repeated
+from inferencecenter.sessions.formats.values import check_depth
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -19,8 +21,13 @@ if TYPE_CHECKING:
     from inferencecenter.sessions.formats.style import Style
     from inferencecenter.sessions.formats.written import Thinking
 
+MAX_CALLS_CHARS: Final = 1_048_576
+"""Characters of the grammar of all tools of a turn."""
+
 _ANYTHING: Final = r"/(.|\n)*/"
 _BLANK: Final = r"/\s{0,2}/"
+# In a regular expression, to stand between slashes.
+_MARKS: Final = {"/": r"\/", "\n": r"\n"}
 _IN_EXPRESSION: Final = re.compile(r"\\.|[/\n]", re.DOTALL)
 
 
@@ -43,10 +50,19 @@ class Start:
 def form_grammar(request: Infer, start: Start) -> Grammar | None:
     """Return the form that a request wants its answer to have, if it wants one.
 
+    In GBNF it holds from the first token on, so that a model that might think first does not.
+
     Raises:
-        InferenceCenterError: ``invalid_request`` for GBNF where the model thinks already.
+        InferenceCenterError: ``invalid_request`` for GBNF where the model thinks already, ``invalid_grammar`` for a
+            schema that is too long.
     """
     form = _form(request)
+    if form is not None and len(form.text) > MAX_GRAMMAR_CHARS:
+        raise InferenceCenterError(
+            ErrorCode.INVALID_GRAMMAR,
+            f"the form of the answer has {len(form.text)} characters; {MAX_GRAMMAR_CHARS} are allowed",
+            field="json_schema" if request.json_schema is not None else None,
+        )
     if form is None or (start.thinking is None and not start.address):
         return form
     if form.kind == "gbnf":
@@ -72,6 +88,9 @@ def calls_grammar(style: Style, tools: Sequence[Tool], *, start: Start, demands:
     """Return the grammar of an answer that may ask for tools, or that ``demands`` it.
 
     Calls end the answer: nothing follows them. Without ``several`` there is one at most.
+
+    Raises:
+        InferenceCenterError: ``invalid_grammar`` for tools that are too long, and see the style's ``rules``.
     """
     lark = Lark(start.control)
     rules = style.rules(tools, lark)
@@ -87,6 +106,12 @@ def calls_grammar(style: Style, tools: Sequence[Tool], *, start: Start, demands:
             lark.rule("FIRST", rf"TEXT & ~/(?s:\s*{escaped(start.thinking.opens)}.*)/")
             plain = _spoken(lark, style, calls, text="FIRST", start=start)
         _begin(lark, start, after=spoken, plain=plain)
+    if len(lark.text) > MAX_CALLS_CHARS:
+        raise InferenceCenterError(
+            ErrorCode.INVALID_GRAMMAR,
+            f"the grammar of the tools has {len(lark.text)} characters; {MAX_CALLS_CHARS} are allowed",
+            field="tools",
+        )
     return Grammar("lark", lark.text)
 
 
@@ -143,6 +168,7 @@ def _begin(lark: Lark, start: Start, *, after: str, plain: str) -> None:
 
 def _form(request: Infer) -> Grammar | None:
     if request.json_schema is not None:
+        check_depth(request.json_schema, field="json_schema")
         return Grammar("json_schema", json.dumps(request.json_schema, ensure_ascii=False))
     if request.regex is not None:
         return Grammar("regex", request.regex)
@@ -159,4 +185,4 @@ def _expression(form: Grammar) -> str:
 
 
 def _escaped_mark(found: re.Match[str]) -> str:
-    return {"/": r"\/", "\n": r"\n"}.get(found[0], found[0])
+    return _MARKS.get(found[0], found[0])

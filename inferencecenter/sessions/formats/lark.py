@@ -7,7 +7,7 @@ import re
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
+    from collections.abc import Collection
 
 # Small models lose themselves in white space where they may write any, and templates write arguments this way too, so
 # that the next prompt begins with the very tokens of this answer.
@@ -51,10 +51,10 @@ class Lark:
                 plain += text
         return joined(*expressions, quoted(plain) if plain else "")
 
-    def schema(self, name: str, schema: Mapping[str, Any] | bool) -> str:
-        """Add a rule for JSON that a JSON Schema accepts and return its name."""
-        accepts = {**schema, "x-guidance": _SPACING} if not isinstance(schema, bool) else schema
-        return self.rule(name, f"%json {json.dumps(accepts)}")
+    def schema(self, name: str, schema: Any) -> str:
+        """Add a rule for JSON that a JSON Schema accepts and return its name; what is no schema is no grammar."""
+        accepts = {**schema, "x-guidance": _SPACING} if isinstance(schema, dict) else schema
+        return self.rule(name, f"%json {_literal(accepts)}")
 
 
 def special(text: str) -> str:
@@ -84,7 +84,7 @@ def optional(expression: str) -> str:
 
 def quoted(text: str) -> str:
     """Return the expression of a text."""
-    return json.dumps(text, ensure_ascii=False)
+    return _literal(text)
 
 
 def escaped(text: str) -> str:
@@ -95,3 +95,8 @@ def escaped(text: str) -> str:
 def rule_name(prefix: str, name: str) -> str:
     """Return a name of a rule by which people recognise a tool in what is said of a faulty grammar."""
     return f"{prefix}_{re.sub(r'[^a-z0-9_-]', '_', name.lower())}"
+
+
+def _literal(value: Any) -> str:
+    """Return a value as JSON in which nothing looks like a control token's name, which the engine replaces."""
+    return json.dumps(value, ensure_ascii=False).replace("<[", r"\u003c[")

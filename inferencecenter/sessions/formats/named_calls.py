@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
+from inferencecenter.errors import ErrorCode, InferenceCenterError
 from inferencecenter.sessions.formats.json_text import read_arguments
 from inferencecenter.sessions.formats.lark import either, joined, rule_name
 from inferencecenter.sessions.formats.style import CallRules
@@ -83,11 +84,21 @@ class NamedCalls:
         return True
 
     def rules(self, tools: Sequence[Tool], lark: Lark) -> CallRules:
-        """Add what calls of ``tools`` consist of."""
+        """Add what calls of ``tools`` consist of.
+
+        Raises:
+            InferenceCenterError: ``invalid_request`` for a tool whose name is that of everybody.
+        """
         call = lark.rule("call", either(*(self._call(index, tool, lark) for index, tool in enumerate(tools))))
         return CallRules(call, joined(lark.spelled(self.between, self.opens), call))
 
     def _call(self, index: int, tool: Tool, lark: Lark) -> str:
+        if self.recipients and tool.name == _EVERYBODY:
+            raise InferenceCenterError(
+                ErrorCode.INVALID_REQUEST,
+                f'a tool for this model cannot be named "{_EVERYBODY}", by which it addresses the user',
+                field="tools",
+            )
         arguments = lark.schema(rule_name(f"arguments_{index}", tool.name), schema_of(tool))
         if self.call_ids:
             head = joined(lark.spelled(tool.name, _CALL_ID), "/[A-Za-z0-9]{9}/", lark.spelled(self.then))

@@ -64,7 +64,7 @@ def speech_of(request: Infer, *, written: Written, asked: str) -> Speech:
     style = written.style
     if request.tools and style is None:
         raise InferenceCenterError(ErrorCode.INVALID_REQUEST, "this session's model knows no tools", field="tools")
-    begun = style.trigger if style is not None and asked.endswith(style.trigger) else ""
+    begun = style.trigger if style is not None and style.address and asked.endswith(style.trigger) else ""
     thinks = _thinks(request, written, asked=asked)
     start = Start(
         control=written.control,

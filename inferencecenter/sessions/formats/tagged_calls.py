@@ -83,13 +83,13 @@ class TaggedCalls:
 def _call(index: int, tool: Tool, lark: Lark) -> str:
     schema = schema_of(tool)
     properties = _properties(tool)
-    required = schema.get("required", [])
+    required = schema.get("required")
     parameters = [
         _parameter(rule_name(f"argument_{index}_{place}", f"{tool.name}_{key}"), key, subschema, schema, lark)
         for place, (key, subschema) in enumerate(properties.items())
     ]
     wanted = [
-        parameter if key in required else optional(parameter)
+        parameter if isinstance(required, list) and key in required else optional(parameter)
         for key, parameter in zip(properties, parameters, strict=True)
     ]
     if not properties and schema.get("additionalProperties", True) is not False:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 from inferencecenter.errors import ErrorCode, InferenceCenterError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from inferencecenter.protocol.values import ChatMessage, Tool, ToolCall
 
@@ -87,7 +87,8 @@ def message_values(
 
 
 def _call_values(call: ToolCall, *, mark: Callable[[str], str], text_arguments: bool, short_ids: bool) -> Values:
-    arguments = mark(call.arguments) if text_arguments and call.arguments.strip() else _parsed(call, mark=mark)
+    text = call.arguments if call.arguments.strip() else "{}"
+    arguments = mark(text) if text_arguments else _parsed(call, text, mark=mark)
     return {
         "id": _id(call.call_id, mark=mark, short=short_ids),
         "type": "function",
@@ -99,9 +100,9 @@ def _id(call_id: str, *, mark: Callable[[str], str], short: bool) -> str:
     return hashlib.sha256(call_id.encode()).hexdigest()[:_SHORT_ID_CHARS] if short else mark(call_id)
 
 
-def _parsed(call: ToolCall, *, mark: Callable[[str], str]) -> Values:
+def _parsed(call: ToolCall, text: str, *, mark: Callable[[str], str]) -> Values:
     try:
-        parsed = json.loads(call.arguments) if call.arguments.strip() else {}
+        parsed = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise _no_object(call) from error
     if not isinstance(parsed, dict):
@@ -119,20 +120,43 @@ def _no_object(call: ToolCall) -> InferenceCenterError:
     )
 
 
-def marked(value: Any, *, mark: Callable[[str], str], field: str, depth: int = 0) -> Any:
+def marked(value: Any, *, mark: Callable[[str], str], field: str) -> Any:
     """Return a JSON value with all its texts and keys marked.
 
     Raises:
-        InferenceCenterError: ``invalid_request`` that names ``field`` when the value is nested too deep.
+        InferenceCenterError: See ``check_depth``.
     """
+    check_depth(value, field=field)
+    return _marked(value, mark)
+
+
+def check_depth(value: Any, *, field: str) -> None:
+    """Refuse a JSON value that is nested too deep to be worked on.
+
+    Raises:
+        InferenceCenterError: ``invalid_request`` that names ``field``.
+    """
+    level = [value]
+    for _ in range(_MAX_DEPTH):
+        level = [item for parent in level for item in _items(parent)]
+        if not level:
+            return
+    raise InferenceCenterError(
+        ErrorCode.INVALID_REQUEST, f"a JSON value is nested more than {_MAX_DEPTH} deep", field=field
+    )
+
+
+def _items(value: Any) -> Iterable[Any]:
+    if isinstance(value, dict):
+        return value.values()
+    return value if isinstance(value, list) else ()
+
+
+def _marked(value: Any, mark: Callable[[str], str]) -> Any:
     if isinstance(value, str):
         return mark(value)
-    if depth > _MAX_DEPTH:
-        raise InferenceCenterError(
-            ErrorCode.INVALID_REQUEST, f"a JSON value is nested more than {_MAX_DEPTH} deep", field=field
-        )
     if isinstance(value, dict):
-        return {mark(key): marked(item, mark=mark, field=field, depth=depth + 1) for key, item in value.items()}
+        return {mark(key): _marked(item, mark) for key, item in value.items()}
     if isinstance(value, list):
-        return [marked(item, mark=mark, field=field, depth=depth + 1) for item in value]
+        return [_marked(item, mark) for item in value]
     return value
