@@ -1,23 +1,25 @@
 """The one writer of a connection: sends at once while the peer reads, and keeps a bounded rest while it does not.
 
-Control frames are never dropped. Token text of a turn that waits is joined into one frame. Past the limit of bytes the
+Control frames are never dropped. Text of a turn that waits is joined into one frame. Past the limit of bytes the
 peer has stopped reading, and the connection is told to end.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final, Protocol, TypeGuard
 
 import orjson
 
 from inferencecenter.protocol.codec import encode
-from inferencecenter.protocol.events import SessionClosed, Token
+from inferencecenter.protocol.events import Reasoning, SessionClosed, Token, ToolCall
+from inferencecenter.protocol.text_events import goes_on, text_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from inferencecenter.protocol.base import Event
+    from inferencecenter.protocol.text_events import Text
     from inferencecenter.telemetry.metrics import Metrics
 
 # Below what WebSocket clients accept by default (1 MiB), with room for JSON around it.
@@ -40,21 +42,32 @@ class Wire(Protocol):
         """Send a close frame, and abort the connection when it is not answered in time."""
 
 
-class TokenFrames:
-    """Makes the token frames of one turn, of which most bytes are always the same.
+class TextFrames:
+    """Makes the frames of one text of a turn, of which most bytes are always the same.
 
     Equal to ``codec.encode`` of the event, at a tenth of its cost.
+
+    Args:
+        first: The event that the text begins with.
+        dagger_only: The socket speaks the first protocol, which knows tokens only.
     """
 
-    def __init__(self, session_id: str, turn_id: str, *, dagger_only: bool) -> None:
-        self.turn_id = turn_id
+    def __init__(self, first: Text, *, dagger_only: bool) -> None:
+        self._first = first
+        self._plain_turn = first.turn_id if type(first) is Token else None
         self._numbered = not dagger_only
-        head = b'{"op":"token","session_id":' + orjson.dumps(session_id)
+        head = b'{"op":%b,"session_id":%b' % (orjson.dumps(first.op), orjson.dumps(first.session_id))
         if dagger_only:
             self._head, self._middle = head + b',"content":"', b""
         else:
             self._head = head + b',"seq":'
-            self._middle = b',"turn_id":' + orjson.dumps(turn_id) + b',"content":"'
+            self._middle = b',"turn_id":%b,%b"' % (orjson.dumps(first.turn_id), _field(first))
+
+    def take(self, event: Text) -> bool:
+        """Tell whether these are the frames of an event."""
+        if self._plain_turn is not None and type(event) is Token:  # by far the most, so it is quick
+            return event.turn_id == self._plain_turn
+        return goes_on(self._first, event)
 
     def frame(self, seq: int, content: bytes) -> bytes:
         """Return the frame for ``content``, which is the inside of a JSON string."""
@@ -68,7 +81,7 @@ class _Run:
 
     __slots__ = ("content", "frames", "seq", "session_id")
 
-    def __init__(self, session_id: str, frames: TokenFrames) -> None:
+    def __init__(self, session_id: str, frames: TextFrames) -> None:
         self.session_id = session_id
         self.frames = frames
         self.seq = 0
@@ -94,7 +107,7 @@ class Outbox:
         self._queue: deque[bytes | _Run] = deque()
         self._bytes = 0
         self._runs: dict[str, _Run] = {}
-        self._frames: dict[str, TokenFrames] = {}
+        self._frames: dict[str, TextFrames] = {}
         self._closed = False
 
     def __repr__(self) -> str:
@@ -114,8 +127,8 @@ class Outbox:
         """Send an event now, or when the peer has caught up."""
         if self._closed:
             return
-        if type(event) is Token and event.logprobs is None and event.id is None:
-            self._send_token(event)
+        if (type(event) is Token or self._joins(event)) and event.logprobs is None and event.id is None:
+            self._send_text(event)
             return
         session_id: str | None = getattr(event, "session_id", None)
         if session_id is not None:
@@ -141,12 +154,17 @@ class Outbox:
                 self._write(frame)
         self._frames.clear()
 
-    def _send_token(self, event: Token) -> None:
+    def _joins(self, event: Event) -> TypeGuard[Reasoning | ToolCall]:
+        """Tell whether an event that is no token brings text only; the one that names a tool does not."""
+        return not self._dagger_only and (
+            isinstance(event, Reasoning) or (isinstance(event, ToolCall) and event.name is None)
+        )
+
+    def _send_text(self, event: Text) -> None:
         frames = self._frames.get(event.session_id)
-        if frames is None or frames.turn_id != event.turn_id:
-            frames = TokenFrames(event.session_id, event.turn_id, dagger_only=self._dagger_only)
-            self._frames[event.session_id] = frames
-        content = orjson.dumps(event.content)[1:-1]
+        if frames is None or not frames.take(event):
+            frames = self._frames[event.session_id] = TextFrames(event, dagger_only=self._dagger_only)
+        content = orjson.dumps(event.content if type(event) is Token else text_of(event))[1:-1]
         if not self._queue and self._wire.takes_frames:
             self._write(frames.frame(event.seq, content))
             return
@@ -186,3 +204,10 @@ class Outbox:
             self.close(write_rest=False)
             self._metrics.outbox_overflows.inc()
             self._overflowed()
+
+
+def _field(event: Text) -> bytes:
+    """Return what stands between an event's turn and its text."""
+    if isinstance(event, ToolCall):
+        return b'"index":%d,"call_id":%b,"arguments":' % (event.index, orjson.dumps(event.call_id))
+    return b'"content":'

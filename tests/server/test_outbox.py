@@ -73,6 +73,51 @@ def test_token_frames_equal_the_codecs(content: str, session: str, turn: str, se
     assert [frame.decode() for frame in wire.written] == [encode(event, dagger_only=not v1)]
 
 
+def reasoning(content: str, seq: int, *, turn: str = "t") -> events.Reasoning:
+    """Return what is thought."""
+    return events.Reasoning(session_id="s", seq=seq, turn_id=turn, content=content)
+
+
+def call(arguments: str, seq: int, *, index: int = 0, name: str | None = None) -> events.ToolCall:
+    """Return a piece of a call."""
+    return events.ToolCall(
+        session_id="s", seq=seq, turn_id="t", index=index, call_id=f'"{index}', name=name, arguments=arguments
+    )
+
+
+@given(st.text(), st.integers(min_value=1, max_value=2**53), st.integers(0, 200))
+def test_frames_of_thoughts_and_calls_equal_the_codecs(text: str, seq: int, index: int) -> None:
+    """Byte for byte; sockets of the first protocol get none."""
+    for event in (reasoning(text, seq), call(text, seq, index=index), call(text, seq, index=index, name="f")):
+        for v1 in (True, False):
+            wire = StubWire()
+            outbox = Outbox(wire, limit_bytes=1000, overflowed=Overflows(), metrics=Metrics())
+            if v1:
+                outbox.speak_v1()
+            outbox.send(event)
+            assert [frame.decode() for frame in wire.written] == ([encode(event)] if v1 else [])
+
+
+def test_what_waits_is_joined_by_what_it_is(outbox: Outbox, wire: StubWire) -> None:
+    """Thoughts with thoughts, text with text, arguments with those of the same call; the name stands by itself."""
+    wire.takes_frames = False
+    for event in (
+        *(reasoning("a", 1), reasoning("b", 2), token("c", 3), token("d", 4)),
+        *(call("", 5, name="f"), call("{", 6), call("}", 7), call("[", 8, index=1)),
+    ):
+        outbox.send(event)
+    wire.takes_frames = True
+    outbox.flush()
+    told = [(frame["op"], frame["seq"], frame.get("content", frame.get("arguments"))) for frame in wire.frames]
+    assert told == [
+        ("reasoning", 2, "ab"),
+        ("token", 4, "cd"),
+        ("tool_call", 5, ""),
+        ("tool_call", 7, "{}"),
+        ("tool_call", 8, "["),
+    ]
+
+
 def test_a_reading_socket_is_written_to_at_once(outbox: Outbox, wire: StubWire, metrics: Metrics) -> None:
     """Every event is a frame of its own, and none waits."""
     for event in (token("a", 1), token("b", 2), PONG):
