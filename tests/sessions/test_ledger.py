@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from inferencecenter.protocol.events import End
+from inferencecenter.protocol.events import End, Error
 from inferencecenter.protocol.values import TurnStats, Usage
-from inferencecenter.sessions.ledger import MAX_TURN_KEYS, MAX_TURNS, Ledger
+from inferencecenter.sessions.ledger import MAX_FAILURES, MAX_TURN_KEYS, MAX_TURNS, Ledger
 
 
 def end(number: int) -> End:
@@ -51,3 +51,14 @@ def test_ends_that_were_kept_are_found_again() -> None:
     ledger = Ledger((), ends)
     assert ledger.find("k1") is None
     assert ledger.find("k2") == ends["k2"]
+
+
+def test_why_turns_failed_is_known_for_a_while() -> None:
+    """With what was noted of them; only the latest, and no failure is a turn that is listed."""
+    ledger = Ledger()
+    failure = Error(code="internal", message="no", error="no", session_id="s", turn_id="t", retryable=False)
+    for number in range(MAX_FAILURES + 1):
+        ledger.remember(f"t{number}", failure, note=f"n{number}")
+    assert ledger.failure("t0") is None
+    assert ledger.failure("t1") == (failure, "n1")
+    assert ledger.turns == ()
