@@ -140,7 +140,11 @@ def _said(role: str, content: str) -> dict[str, str]:
 
 
 def _body(work: Work, messages: Messages, spec: TargetSpec) -> dict[str, Any]:
-    body: dict[str, Any] = {"messages": messages, "max_completion_tokens": work.max_tokens, "params": sampling(work)}
+    body: dict[str, Any] = {
+        "messages": messages,
+        "max_completion_tokens": work.max_tokens,
+        "params": sampling(work, has_form=bool(spec.json_schema)),
+    }
     if spec.model:
         body["model"] = spec.model
     if spec.json_schema:

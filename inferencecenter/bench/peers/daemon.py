@@ -94,7 +94,7 @@ class DaemonSession:
         try:
             session_id, text = await self._prepare(work)
             started_s = time.monotonic()
-            async for frame in self._line.turn(session_id, text, _params(work), json_schema=self._json_schema):
+            async for frame in self._line.turn(session_id, text, self._params(work), json_schema=self._json_schema):
                 if frame.op == "token":
                     times_s.append(time.monotonic())
                     if on_text is not None:
@@ -123,7 +123,7 @@ class DaemonSession:
         try:
             session_id, text = await self._prepare(work)
             started_s = time.monotonic()
-            async for frame in self._line.turn(session_id, text, _params(work), json_schema=self._json_schema):
+            async for frame in self._line.turn(session_id, text, self._params(work), json_schema=self._json_schema):
                 if frame.op == "token":
                     times_s.append(time.monotonic())
                 elif frame.op in LAST_OPS:
@@ -160,9 +160,8 @@ class DaemonSession:
                 del self._conversations[work.history_id]
             await self._line.send(op="close_session", session_id=session_id)
 
-
-def _params(work: Work) -> dict[str, Any]:
-    return {**sampling(work), "max_tokens": work.max_tokens}
+    def _params(self, work: Work) -> dict[str, Any]:
+        return {**sampling(work, has_form=self._json_schema is not None), "max_tokens": work.max_tokens}
 
 
 def _why_not_aborted(last: Frame, *, too_late: bool) -> str | None:

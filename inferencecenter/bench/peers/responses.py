@@ -180,7 +180,7 @@ def _request(work: Work, text: str, spec: TargetSpec, *, before: str | None) -> 
         "type": "response.create",
         "input": text,
         "max_output_tokens": work.max_tokens,
-        "params": sampling(work),
+        "params": sampling(work, has_form=bool(spec.json_schema)),
         "store": work.history_id is not None,
     }
     if before is not None:
