@@ -261,7 +261,7 @@ async def test_a_question_that_a_run_could_not_answer_is_refused(name: str, give
 async def test_answers_with_a_schema_are_as_long_as_those_without(demo_model_path: Path) -> None:
     """Both end by their length, else their rates could not be compared."""
     scenario = find("structured")
-    given = Options(model=demo_model_path, clients=(2,), max_tokens=32, duration_s=0.2, repeat=1)
+    given = Options(model=demo_model_path, threads=1, clients=(2,), max_tokens=32, duration_s=0.2, repeat=1)
     report = await run_scenario(
         scenario, resolve("structured", given, defaults=scenario.defaults, takes=scenario.takes), Heard()
     )
@@ -276,7 +276,9 @@ async def test_answers_with_a_schema_are_as_long_as_those_without(demo_model_pat
 async def test_aborts_are_measured_in_both_phases(demo_model_path: Path) -> None:
     """While decoding there is a step to hold the delay against, while reading a chunk."""
     scenario = find("abort")
-    given = Options(model=demo_model_path, clients=(1,), prompt_tokens=(8000,), max_tokens=400, count=1, repeat=1)
+    given = Options(
+        model=demo_model_path, threads=1, clients=(1,), prompt_tokens=(4000,), max_tokens=400, count=1, repeat=1
+    )
     options = resolve("abort", given, defaults=scenario.defaults, takes=scenario.takes)
     report = await run_scenario(scenario, options, Heard())
 
@@ -289,7 +291,7 @@ async def test_aborts_are_measured_in_both_phases(demo_model_path: Path) -> None
 async def test_a_crash_of_the_demo_models_engine_loses_nothing(demo_model_path: Path) -> None:
     """All that was shown is in the transcript, once, and every turn ends once."""
     scenario = find("crash")
-    given = Options(model=demo_model_path, clients=(3,), count=2, prompt_tokens=(40,), max_tokens=80)
+    given = Options(model=demo_model_path, threads=1, clients=(3,), count=2, prompt_tokens=(40,), max_tokens=80)
     options = resolve("crash", given, defaults=scenario.defaults, takes=scenario.takes)
     (point,) = (await run_scenario(scenario, options, Heard())).points
 
@@ -311,7 +313,7 @@ async def test_a_crash_of_the_demo_models_engine_loses_nothing(demo_model_path: 
 async def test_the_resumed_session_of_the_demo_model_is_not_read_again(demo_model_path: Path) -> None:
     """After a clean stop its KV comes from disk; the cold history of the same length is read whole."""
     scenario = find("restart")
-    given = Options(model=demo_model_path, prompt_tokens=(300,), max_tokens=8, repeat=1)
+    given = Options(model=demo_model_path, threads=1, prompt_tokens=(300,), max_tokens=8, repeat=1)
     options = resolve("restart", given, defaults=scenario.defaults, takes=scenario.takes)
     (point,) = (await run_scenario(scenario, options, Heard())).points
 
