@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from inferencecenter.hardware.nvml import Gpu, Gpus
     from inferencecenter.ipc.messages import ModelInfo
-    from inferencecenter.ipc.port import EngineStatus
+    from inferencecenter.ipc.port import EnginePort, EngineStatus
     from inferencecenter.limits import Limits
     from inferencecenter.protocol.values import ModelSummary
     from inferencecenter.server.accounts import Accounts
@@ -54,6 +54,9 @@ class ServedModels(Protocol):
     @property
     def statuses(self) -> Mapping[str, EngineStatus]:
         """The engines of all models that were asked for, by name."""
+
+    def engine(self, name: str) -> EnginePort:
+        """Return the engine of a model, loaded or not; ``model_not_found`` where there is none."""
 
     def look_again(self) -> None:
         """Take in models that have come into ``models_dir``."""

@@ -107,6 +107,12 @@ class StubEngine(CharacterTokens):
         """The one status."""
         return {self.default: self.status}
 
+    def engine(self, name: str) -> StubEngine:
+        """Return itself, under its own name."""
+        if name != self.default:
+            raise InferenceCenterError(ErrorCode.MODEL_NOT_FOUND, field="model")
+        return self
+
     def look_again(self) -> None:
         """There is no directory of models."""
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from inferencecenter.dialects.plain import generate
+from inferencecenter.dialects.plain import generate, tokens
 
 if TYPE_CHECKING:
     from inferencecenter.dialects.endpoint import Operation
 
-OPERATIONS: Final[tuple[Operation, ...]] = (generate.OPERATION,)
+OPERATIONS: Final[tuple[Operation, ...]] = (generate.OPERATION, *tokens.OPERATIONS)
