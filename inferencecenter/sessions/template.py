@@ -155,7 +155,7 @@ class ChatTemplate:
             ) from error
         # The border to a program from a model file, which can fail in any way a program can.
         except Exception as error:
-            raise _broken(error) from error
+            raise _unsuitable(error, messages, tools) or _broken(error) from error
 
     def _given(self, messages: Sequence[ChatMessage], tools: Sequence[Tool], form: TemplateForm) -> dict[str, object]:
         """Return what the template gets of a conversation in the form that it wants."""
@@ -190,6 +190,24 @@ class ChatTemplate:
                 field="thinking",
             )
         return dict.fromkeys(self._switches, thinking)
+
+
+def _unsuitable(
+    error: Exception, messages: Sequence[ChatMessage], tools: Sequence[Tool]
+) -> InferenceCenterError | None:
+    """Return why tools or their results were too much for a template, if there are any: it knows some forms of them."""
+    if tools:
+        field = "tools"
+    elif any(message.role == "tool" or message.tool_calls is not None for message in messages):
+        field = "messages"
+    else:
+        return None
+    return InferenceCenterError(
+        ErrorCode.INVALID_REQUEST,
+        f"the model's chat template cannot write these {field}: {type(error).__name__}: {str(error)[:200]}",
+        field=field,
+        hint="Give tools an object's schema as parameters, and results the tool_call_id of their call.",
+    )
 
 
 def _broken(error: Exception) -> InferenceCenterError:

@@ -70,6 +70,15 @@ def test_what_model_files_expect_is_there() -> None:
     assert run("[{{ missing }}]") == "[]"
 
 
+def test_marks_survive_json() -> None:
+    """The lone surrogates that mark special tokens are not escaped, whether other characters are or not."""
+    value = {"a\udfff": "\udffe<é😀>\n"}
+    assert run("{{ value|tojson }}", value=value) == '{"a\udfff": "\udffe<é😀>\\n"}'
+    assert (
+        run("{{ value|tojson(ensure_ascii=True) }}", value=value) == '{"a\udfff": "\udffe<\\u00e9\\ud83d\\ude00>\\n"}'
+    )
+
+
 def test_a_template_can_refuse() -> None:
     """Its own words reach the caller."""
     with pytest.raises(TemplateRefusalError, match="roles must alternate"):

@@ -82,6 +82,13 @@ def test_calls_and_results_are_written_natively(name: str) -> None:
     assert "get_weather_clock" in text
 
 
+@pytest.mark.parametrize("name", ["DEMO", "QWEN25", "LLAMA31", "FUNCTIONARY31", "FUNCTIONARY32", "QWEN_CODER"])
+def test_the_next_prompt_begins_with_the_answer_as_it_was_given(name: str) -> None:
+    """A call in the history has the very text in which the grammar had it written, so that its KV is used again."""
+    asked = model(name).render(CONVERSATION[:1], now=NOW, tools=TOOLS).text
+    assert model(name).render(CONVERSATION, now=NOW, tools=TOOLS).text.startswith(asked + ANSWERS[name])
+
+
 @pytest.mark.parametrize("name", ["DEMO", "QWEN3", "HERMES", "FUNCTIONARY31", "FUNCTIONARY32"])
 def test_arguments_stay_as_the_model_wrote_them(name: str) -> None:
     """A template that takes arguments as text repeats them to the letter, so that their tokens stay in the KV."""
@@ -117,6 +124,14 @@ def test_ids_have_the_form_that_a_template_wants() -> None:
     changed = (CONVERSATION[0], ChatMessage(role="assistant", content="", tool_calls=(other,)))
     assert called not in model("MISTRAL3").render(changed, now=NOW).text
     assert "call_a" in model("MISTRAL11").render(CONVERSATION, now=NOW).text
+
+
+def test_a_result_of_no_call_is_the_callers_fault() -> None:
+    """A template that fails over what is missing in it is not said to be broken."""
+    messages = (*CONVERSATION[:2], ChatMessage(role="tool", content="sunny"))
+    with pytest.raises(InferenceCenterError, match="cannot write these messages") as caught:
+        model("MISTRAL11").render(messages, now=NOW)
+    assert (caught.value.code, caught.value.field) == (ErrorCode.INVALID_REQUEST, "messages")
 
 
 def test_two_calls_for_a_model_of_one_are_the_callers_fault() -> None:

@@ -249,3 +249,51 @@ def test_every_name_that_tools_may_have_makes_a_grammar(names: list[str]) -> Non
             if name != "all":
                 assert fits(spoken, text.format(name))
                 assert read(spoken, text.format(name)) == called(0, name, "{}")
+
+
+def nested(depth: int) -> dict[str, Any]:
+    """A schema so many levels deep."""
+    schema: dict[str, Any] = {"type": "integer"}
+    for _ in range(depth // 2):
+        schema = {"properties": {"a": schema}}
+    return schema
+
+
+@pytest.mark.parametrize(
+    ("name", "wants", "code", "field"),
+    [
+        ("HERMES", {"tools": [Tool(name="deep", parameters=nested(400))]}, ErrorCode.INVALID_REQUEST, "tools"),
+        ("GEMMA", {"tools": [Tool(name="deep", parameters=nested(400))]}, ErrorCode.INVALID_REQUEST, "tools"),
+        ("HERMES", {"tools": None, "json_schema": nested(400)}, ErrorCode.INVALID_REQUEST, "json_schema"),
+        ("HERMES", {"tools": None, "json_schema": {"enum": ["x" * 300_000]}}, ErrorCode.INVALID_GRAMMAR, "json_schema"),
+        (
+            "HERMES",
+            {"tools": [Tool(name="long", parameters={"enum": ["x" * 1_100_000]})]},
+            ErrorCode.INVALID_GRAMMAR,
+            "tools",
+        ),
+        ("FUNCTIONARY32", {"tools": [Tool(name="all")]}, ErrorCode.INVALID_REQUEST, "tools"),
+    ],
+)
+def test_what_is_too_much_is_refused_by_name(name: str, wants: dict[str, Any], code: ErrorCode, field: str) -> None:
+    """Schemas that are too deep or too long, and a name that means everybody, never reach the engine."""
+    with pytest.raises(InferenceCenterError) as caught:
+        speech(name, **wants)
+    assert (caught.value.code, caught.value.field) == (code, field)
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters", "code"),
+    [
+        ("HERMES", {"properties": {"a": 5}, "required": 7}, ErrorCode.INVALID_GRAMMAR),
+        ("HERMES", {"properties": []}, ErrorCode.INVALID_GRAMMAR),
+        ("HERMES", {"type": "string", "enum": {}}, ErrorCode.INVALID_GRAMMAR),
+        ("QWEN_CODER", {"properties": {"a": 5}, "required": 7}, ErrorCode.INVALID_GRAMMAR),
+        ("QWEN_CODER", {"properties": []}, ErrorCode.INVALID_REQUEST),  # its template wants to go through them
+    ],
+)
+def test_schemas_that_are_none_are_refused(name: str, parameters: dict[str, Any], code: ErrorCode) -> None:
+    """Whatever stands where keywords should, the client hears that it is its schema."""
+    with pytest.raises(InferenceCenterError) as caught:
+        matcher(speech(name, tools=[Tool(name="odd", parameters=parameters)]))
+    assert caught.value.code is code
