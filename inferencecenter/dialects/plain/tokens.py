@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Final
+from typing import TYPE_CHECKING, Annotated, Final, TypeVar
 
 from pydantic import BaseModel, Field
 
@@ -10,11 +10,13 @@ from inferencecenter.dialects.body import Fields
 from inferencecenter.dialects.endpoint import Call, Operation
 from inferencecenter.dialects.replies import document
 from inferencecenter.errors import ErrorCode, InferenceCenterError
-from inferencecenter.ipc.messages import Piece, unpack_tokens
+from inferencecenter.ipc.messages import Detokenized, Piece, Tokenized, unpack_tokens
 from inferencecenter.protocol.requests import ModelName
 from inferencecenter.sessions.allowance import check_model
 
 if TYPE_CHECKING:
+    import asyncio
+
     from inferencecenter.dialects.replies import Reply
     from inferencecenter.ipc.port import EnginePort
 
@@ -23,6 +25,7 @@ MAX_CHARS: Final = 1_048_576
 MAX_TOKENS: Final = 262_144
 
 _MODEL: Final = "Name of a model; without it the daemon's choice."
+_Found = TypeVar("_Found", Tokenized, Detokenized)
 _TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 
 
@@ -68,7 +71,7 @@ async def tokenize(call: Call) -> Reply:
     """Tell the tokens of a text."""
     body: Tokenize = call.body
     pieces = (Piece(body.text, body.special),) if body.text else ()
-    found = await _engine(call, body.model).tokenize(pieces, first=body.add_bos)
+    found = await _answer(call, _engine(call, body.model).tokenize(pieces, first=body.add_bos))
     tokens = unpack_tokens(found.tokens)
     answer = {"tokens": tokens, "count": len(tokens)}
     if body.pieces:
@@ -79,7 +82,7 @@ async def tokenize(call: Call) -> Reply:
 async def detokenize(call: Call) -> Reply:
     """Tell the text of tokens."""
     body: Detokenize = call.body
-    found = await _engine(call, body.model).detokenize(body.tokens)
+    found = await _answer(call, _engine(call, body.model).detokenize(body.tokens))
     if found.unknown is not None:
         raise InferenceCenterError(
             ErrorCode.INVALID_REQUEST,
@@ -99,6 +102,20 @@ def _engine(call: Call, model: str | None) -> EnginePort:
     name = context.models.default if model is None else model
     check_model(name, context.limits_of(client.client_id, client.token_id))
     return context.models.engine(name)
+
+
+async def _answer(call: Call, asked: asyncio.Future[_Found]) -> _Found:
+    """Return what the engine says, unless nobody waits for it any more."""
+
+    def give_up(reason: Exception) -> None:
+        if not asked.done():
+            asked.set_exception(reason)
+
+    call.visit.listen(give_up)
+    try:
+        return await asked
+    finally:
+        call.visit.forget(give_up)
 
 
 _ERRORS: Final = (ErrorCode.MODEL_NOT_FOUND, ErrorCode.MODEL_LOADING, ErrorCode.OVERLOADED)
