@@ -38,9 +38,8 @@ class Candidates:
         The array is good until the next call; the chain may change it.
         """
         n_vocab = len(logits)
-        left_out = np.flatnonzero(~allowed)
         entries = self._entries
-        if self._compact or 2 * len(left_out) > n_vocab:
+        if self._compact or 2 * np.count_nonzero(allowed) < n_vocab:
             chosen = np.flatnonzero(allowed)
             entries = entries[: len(chosen)]
             entries["id"] = chosen
@@ -48,7 +47,7 @@ class Candidates:
         else:
             entries["id"] = self._ids
             entries["logit"] = logits
-            entries["logit"][left_out] = -np.inf
+            entries["logit"][np.flatnonzero(~allowed)] = -np.inf
         entries["p"] = 0
         data = entries.ctypes.data_as(lib.llama_token_data_p)
         return lib.llama_token_data_array(data=data, size=len(entries), selected=-1, sorted=False)

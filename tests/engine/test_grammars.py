@@ -1,0 +1,153 @@
+"""The grammars of an engine: each is compiled once."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+from inferencecenter.engine import grammars as module
+from inferencecenter.engine.echo import MESSAGE_END, MESSAGE_START, EchoBackend
+from inferencecenter.engine.grammars import Grammars
+from inferencecenter.engine.trial import Trial
+from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.ipc.messages import EngineOptions, Grammar
+
+MIB = 2**20
+WORD = Grammar("regex", "[a-z]+")
+
+
+class Trials(Trial):
+    """Tries nothing, but takes note; ``size_bytes`` is what it says, ``refusal`` what it raises."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tried: list[str] = []
+        self.size_bytes = 0
+        self.refusal: InferenceCenterError | None = None
+        self.may_go_on = threading.Event()
+        self.may_go_on.set()
+
+    def start(self) -> None:
+        """Start nothing."""
+
+    def run(self, grammar: Grammar) -> int:
+        """Take note, and wait until the test lets it go on."""
+        self.tried.append(grammar.text)
+        assert self.may_go_on.wait(20)
+        if self.refusal is not None:
+            raise self.refusal
+        return self.size_bytes
+
+
+@pytest.fixture
+def trials() -> Trials:
+    """What would be tried."""
+    return Trials()
+
+
+@pytest.fixture
+def grammars(trials: Trials) -> Grammars:
+    """The grammars of an echo backend."""
+    return Grammars(EchoBackend(EngineOptions(backend="echo", parent_pid=0)), trial=trials)
+
+
+def test_a_grammar_is_compiled_once_and_each_turn_goes_its_own_way(grammars: Grammars, trials: Trials) -> None:
+    """What one turn says is of no matter to another; one that goes on begins behind its answer."""
+    assert not grammars.knows(WORD)
+    first = grammars.constraint(WORD)
+    assert grammars.knows(WORD)
+    second = grammars.constraint(WORD, answer=[ord("a")])
+    first.accept(ord("x"))
+    assert second.allowed(258)[MESSAGE_END]
+    assert not grammars.constraint(WORD).allowed(258)[MESSAGE_END]
+    assert trials.tried == ["[a-z]+"]
+
+
+def test_what_is_wrong_with_a_grammar_is_known_too(grammars: Grammars, trials: Trials) -> None:
+    """Whoever asks again is told the same, and nothing is tried."""
+    wrong = Grammar("regex", "(a")
+    said = set()
+    for _ in range(2):
+        with pytest.raises(InferenceCenterError) as refused:
+            grammars.constraint(wrong)
+        said.add((refused.value.code, refused.value.message))
+    assert len(said) == 1
+    assert trials.tried == ["(a"]
+
+
+@pytest.mark.parametrize(("code", "tried"), [(ErrorCode.INVALID_GRAMMAR, 1), (ErrorCode.INTERNAL, 2)])
+def test_a_grammar_that_does_not_survive_its_trial_is_not_compiled(
+    grammars: Grammars, trials: Trials, code: ErrorCode, tried: int
+) -> None:
+    """It is not tried again; where the trial itself failed it is."""
+    trials.refusal = InferenceCenterError(code, "planned")
+    for _ in range(2):
+        with pytest.raises(InferenceCenterError, match="planned"):
+            grammars.constraint(WORD)
+    assert len(trials.tried) == tried
+
+
+def test_what_two_turns_want_at_once_is_compiled_once(grammars: Grammars, trials: Trials) -> None:
+    """The second waits for the first."""
+    trials.may_go_on.clear()
+    with ThreadPoolExecutor(2) as pool:
+        both = [pool.submit(grammars.constraint, WORD) for _ in range(2)]
+        trials.may_go_on.set()
+        assert all(each.result(20).fits([ord("a"), MESSAGE_END]) for each in both)
+    assert len(trials.tried) == 1
+
+
+def test_grammars_are_forgotten_when_they_take_too_much(grammars: Grammars, trials: Trials) -> None:
+    """Those that were wanted last stay; one that alone takes more than all may stays until the next."""
+    trials.size_bytes = 100 * MIB
+    texts = ["a", "b", "c"]
+    for text in texts[:2]:
+        grammars.constraint(Grammar("regex", text))
+    grammars.constraint(Grammar("regex", "a"))
+    grammars.constraint(Grammar("regex", "c"))
+    assert [grammars.knows(Grammar("regex", text)) for text in texts] == [True, False, True]
+    trials.size_bytes = 1000 * MIB
+    grammars.constraint(Grammar("regex", "d"))
+    assert len(grammars) == 1
+
+
+def test_only_so_many_are_kept(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also small ones."""
+    monkeypatch.setattr(module, "_MAX_GRAMMARS", 3)
+    for number in range(5):
+        grammars.constraint(Grammar("regex", f"a{number}"))
+    assert len(grammars) == 3
+
+
+def test_one_that_has_reached_a_limit_is_compiled_anew(grammars: Grammars, trials: Trials) -> None:
+    """Its turns share what they learn of it: the next one would begin at the limit."""
+    held = grammars.constraint(WORD)
+    with pytest.raises(InferenceCenterError):
+        held.accept(ord("7"))
+    assert not grammars.knows(WORD)
+    grammars.constraint(WORD)
+    assert len(trials.tried) == 2
+
+
+def test_lark_names_the_control_tokens_of_its_turn(grammars: Grammars) -> None:
+    """The same text with other markers is another grammar."""
+    named = Grammar("lark", 'start: <[<|im_start|>]> "a"')
+    held = grammars.constraint(named, ("<|im_start|>", "<no token>"))
+    assert list(np.flatnonzero(held.allowed(258))) == [MESSAGE_START]
+    with pytest.raises(InferenceCenterError, match="lexer error"):
+        grammars.constraint(named)
+
+
+def test_without_an_end_there_is_no_form() -> None:
+    """A model of which no token ends an answer cannot give one that is complete."""
+
+    class Endless(EchoBackend):
+        def is_end(self, token: int) -> bool:
+            return False
+
+    grammars = Grammars(Endless(EngineOptions(backend="echo", parent_pid=0)), trial=Trials())
+    with pytest.raises(InferenceCenterError, match="no token that ends"):
+        grammars.constraint(WORD)

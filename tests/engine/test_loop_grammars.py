@@ -1,0 +1,186 @@
+"""Turns whose answers have a form, and questions about tokens, through the engine's loop with the echo backend."""
+
+from __future__ import annotations
+
+import json
+import threading
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import pytest
+
+from inferencecenter.engine.trial import Trial
+from inferencecenter.ipc.messages import (
+    Abort,
+    Detokenize,
+    Detokenized,
+    Failed,
+    Finished,
+    Grammar,
+    LookupFailed,
+    Piece,
+    Submit,
+    Tokenize,
+    Tokenized,
+    pack_tokens,
+)
+from tests.engine.harness import TIMEOUT_S, Engine, submit
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+SCHEMA = Grammar("json_schema", json.dumps({"type": "object", "additionalProperties": {"type": "integer"}}))
+
+
+class Gate:
+    """Lets grammars be tried at once, or when the test says so."""
+
+    def __init__(self) -> None:
+        self.open = threading.Event()
+        self.open.set()
+        self.entered = threading.Event()
+
+    def run(self, _grammar: Grammar) -> int:
+        """Wait for the test."""
+        self.entered.set()
+        assert self.open.wait(TIMEOUT_S)
+        return 0
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Gate:
+    """No grammar is tried in another process here."""
+    gate = Gate()
+    monkeypatch.setattr(Trial, "start", lambda _trial: None)
+    monkeypatch.setattr(Trial, "run", gate.run)
+    return gate
+
+
+@pytest.fixture
+def engine(gate: Gate) -> Iterator[Engine]:
+    """A running engine without parking."""
+    engine = Engine()
+    yield engine
+    gate.open.set()
+    engine.stop()
+
+
+def formed(turn_id: str, text: str, grammar: Grammar = SCHEMA, **fields: Any) -> Submit:
+    """Return a turn whose answer, which is ``text``, is to have a form."""
+    return msgspec.structs.replace(submit(turn_id, text), grammar=grammar, **fields)
+
+
+def failure(engine: Engine, turn_id: str) -> Failed:
+    """Return how a turn failed."""
+    engine.front.wait_for(turn_id)
+    last = engine.front.events[turn_id][-1]
+    assert isinstance(last, Failed)
+    return last
+
+
+def test_what_has_the_form_is_said_and_nothing_else(engine: Engine) -> None:
+    """The echo backend can say one thing only; where that is of another form it says why it does not."""
+    engine.front.send(formed("good", '{"a": 1}'), formed("bad", '{"a": "x"}'), submit("free", "hello"))
+    assert engine.front.finished("good").reason == "stop"
+    assert engine.front.text("good") == '{"a": 1}'
+    assert failure(engine, "bad").code == "invalid_request"
+    assert engine.front.finished("free").reason == "stop"
+
+
+@pytest.mark.parametrize(
+    ("turn", "code", "said"),
+    [
+        (formed("t", "x", Grammar("regex", "(a")), "invalid_grammar", "unclosed group"),
+        (formed("t", "x", Grammar("json_schema", '{"not": {}}')), "invalid_grammar", "not"),
+        (formed("t", "x", params_json=b'{"ignore_eos":true}'), "invalid_request", "ends where that is complete"),
+        (formed("t", '{"a": 1}', answer=pack_tokens([*b"[1"])), "internal", ""),
+    ],
+)
+def test_a_turn_fails_alone(engine: Engine, turn: Submit, code: str, said: str) -> None:
+    """Its grammar, its parameters or its earlier answer are its own affair."""
+    engine.front.send(turn, submit("other", "hello"))
+    failed = failure(engine, "t")
+    assert failed.code == code
+    assert said in failed.message
+    assert engine.front.finished("other").reason == "stop"
+
+
+def test_a_turn_goes_on_in_its_form(engine: Engine) -> None:
+    """What it had said is taken in, and the rest follows; one that was complete hears its end."""
+    answer = '{"a": 1}'
+    engine.front.send(formed("begun", answer, answer=pack_tokens([*answer.encode()[:4]]), shown_chars=4))
+    assert engine.front.finished("begun").generated_tokens == len(answer) + 1
+    assert engine.front.text("begun") == answer[4:]
+    engine.front.send(formed("over", answer, answer=pack_tokens([*answer.encode(), 257]), shown_chars=8))
+    assert engine.front.finished("over").reason == "stop"
+
+
+def test_a_grammar_that_takes_long_keeps_nobody_else_waiting(engine: Engine, gate: Gate) -> None:
+    """Neither turns without a form nor those whose form is known; aborted meanwhile, a turn ends at once."""
+    engine.front.send(formed("first", '{"a": 1}'))
+    engine.front.wait_for("first")
+    gate.open.clear()
+    gate.entered.clear()
+    engine.front.send(formed("slow", "ab", Grammar("regex", "ab")), formed("gone", "ab", Grammar("regex", "ab?")))
+    assert gate.entered.wait(TIMEOUT_S)
+    engine.front.send(formed("known", '{"b": 2}'), submit("free", "hello"), Abort("gone"))
+    engine.front.wait_for("known", "free", "gone")
+    assert engine.front.finished("gone").reason == "aborted"
+    assert not engine.front.ended("slow")
+    gate.open.set()
+    assert engine.front.finished("slow").reason == "stop"
+
+
+def test_turns_that_take_a_slot_from_each_other_keep_their_forms(gate: Gate, tmp_path: Any) -> None:
+    """Preempted over and over, each answer is what it would have been."""
+    engine = Engine(tmp_path, slots=1, quantum_tokens=5)
+    try:
+        answers = {f"t{n}": json.dumps({f"key_{n}_{m}": n * m for m in range(4)}) for n in range(4)}
+        engine.front.send(*(formed(turn_id, answer) for turn_id, answer in answers.items()))
+        engine.front.wait_for(*answers)
+        assert {turn_id: engine.front.text(turn_id) for turn_id in answers} == answers
+        assert sum(engine.front.finished(turn_id).preempted for turn_id in answers) > 4
+    finally:
+        engine.stop()
+
+
+def test_a_marker_is_text_where_it_is_generated(engine: Engine) -> None:
+    """It counts as what is shown and stays in the history; the same token is nothing where it is no marker."""
+    said = pack_tokens([*b"ab", 256, *b"cd"])
+    for turn_id, markers, text in (("shown", ("<|im_start|>",), "ab<|im_start|>cd"), ("hidden", (), "abcd")):
+        engine.front.send(msgspec.structs.replace(submit(turn_id, "abcde", answer=said), markers=markers))
+        end = engine.front.finished(turn_id)
+        shown = engine.front.text(turn_id)
+        assert shown.startswith(text)
+        assert (end.kept_chars, end.kept_tokens) == (len(shown), end.generated_tokens)
+
+
+def test_an_end_is_an_end_also_as_a_marker(engine: Engine) -> None:
+    """What ends a generation shows nothing."""
+    engine.front.send(msgspec.structs.replace(submit("t", "ab"), markers=("<|im_end|>",)))
+    assert isinstance(engine.front.finished("t"), Finished)
+    assert engine.front.text("t") == "ab"
+
+
+def test_tokens_are_looked_up(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each question has one answer; one that cannot be answered is told so, and the loop goes on."""
+    pieces = (Piece("<|im_start|>", True), Piece("é<|im_end|>"))
+    engine.front.send(
+        Tokenize(1, pieces, True),
+        Detokenize(2, pack_tokens([256, 0xC3, 0xA9])),
+        Detokenize(3, pack_tokens([65, 300])),
+        Detokenize(4, pack_tokens([-1])),
+        Tokenize(5, (Piece("x"), Piece("unspeakable")), False),
+        Detokenize(6, pack_tokens([0xFF])),
+    )
+    kinds = (Tokenized, Detokenized, LookupFailed)
+    engine.front.read_until(lambda: sum(isinstance(frame, kinds) for frame in engine.front.frames) == 6)
+    answers = {frame.ask_id: frame for frame in engine.front.frames if isinstance(frame, kinds)}
+    spelled = (b"<|im_start|>", b"\xc3", b"\xa9", *(bytes((byte,)) for byte in b"<|im_end|>"))
+    assert answers[1] == Tokenized(1, pack_tokens([256, 0xC3, 0xA9, *b"<|im_end|>"]), spelled)
+    assert answers[2] == Detokenized(2, "<|im_start|>é")
+    assert (answers[3], answers[4]) == (Detokenized(3, "", 300), Detokenized(4, "", -1))
+    assert isinstance(answers[5], LookupFailed)
+    assert answers[6] == Detokenized(6, "\ufffd")
+    engine.front.send(submit("t", "hello"))
+    assert engine.front.finished("t").reason == "stop"
