@@ -30,7 +30,6 @@ class Candidates:
         self._entries = np.zeros(n_vocab, dtype=_ENTRY)
         self._ids = np.arange(n_vocab, dtype=np.int32)
         self._compact = compact
-        self._whole = False
 
     def fill(self, logits: npt.NDArray[np.float32], allowed: npt.NDArray[np.bool_]) -> lib.llama_token_data_array:
         """Return the tokens that are ``allowed``, of which there is one at least, in their order, with their logits.
