@@ -78,6 +78,7 @@ class Turns:
         self._ears: list[_Ear] = []
         self._queue: deque[tuple[int, Event | Run]] = deque()
         self._bytes = 0
+        self._said = False
         self._overflowed = False
         self._failure: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None
@@ -118,6 +119,7 @@ class Turns:
             return
         queue = self._queue
         if isinstance(event, Text):
+            self._said = True
             if len(queue) >= MOST_SEPARATE and self._join(index, event):
                 self._bytes += len(text_of(event))
             else:
@@ -132,20 +134,29 @@ class Turns:
     async def batches(self) -> AsyncGenerator[list[tuple[int, Event]], None]:
         """Yield what has come, each with the number of its turn, until all turns have ended.
 
-        An empty list says that nothing came for ``server.sse_keepalive_s``.
+        An empty list says that nothing was said for ``server.sse_keepalive_s``, whatever else came.
 
         Raises:
             InferenceCenterError: The request was ended, or its reader is too slow.
             GoneError: Nobody listens.
         """
+        clock, keepalive_s = asyncio.get_running_loop().time, self._context.settings.sse_keepalive_s
+        quiet_until = clock() + keepalive_s
         while True:
             if not self._queue and self._failure is None:
-                await self._wait()
+                await self._wait(quiet_until)
             if self._failure is not None:
                 raise self._failure
-            yield self._taken()
+            said, self._said = self._said, False
+            if taken := self._taken():
+                yield taken
             if self._failure is None and not self._queue and all(ear.over for ear in self._ears):
                 return
+            if not said and clock() >= quiet_until:
+                yield []
+                said = True
+            if said:
+                quiet_until = clock() + keepalive_s
 
     def _join(self, index: int, event: Text) -> bool:
         """Add text to the entry of its turn that waits last, if nothing else of it came after that."""
@@ -171,10 +182,10 @@ class Turns:
         self._bytes = 0
         return taken  # type: ignore[return-value]  # what is no run is an event
 
-    async def _wait(self) -> None:
+    async def _wait(self, until: float) -> None:
         loop = asyncio.get_running_loop()
         self._waiter = loop.create_future()
-        timer = loop.call_later(self._context.settings.sse_keepalive_s, self._wake)
+        timer = loop.call_at(until, self._wake)
         try:
             await self._waiter
         finally:

@@ -203,10 +203,18 @@ async def test_a_request_that_has_ended_starts_nothing_that_goes_on() -> None:
 
 
 async def test_a_turn_for_which_nothing_comes_is_alive() -> None:
-    """An empty batch says that time has passed."""
+    """An empty batch says that nothing was said for a while, also where a prompt is being read."""
     context = stub_context()
     vars(context.settings)["sse_keepalive_s"] = 0.001
     with Turns(context, visit_of_kitchen()) as turns:
-        begun(context, turns)
-        await heard(turns)
-        assert await heard(turns) == []
+        turn = begun(context, turns)
+        _engine(context).begin(turn)
+        batches = aiter(turns.batches())
+        assert [type(event).__name__ for _, event in await anext(batches)] == ["Queued"]
+        for done in range(2):
+            turns.take(0, events.Progress(session_id=SESSION, seq=1, turn_id=turn, done=done, total=9))
+            assert await anext(batches)
+            assert await anext(batches) == []
+        _engine(context).say(turn, "x")
+        assert [type(event).__name__ for _, event in await anext(batches)] == ["Token"]
+        await batches.aclose()  # type: ignore[attr-defined]  # it is a generator

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from inferencecenter.dialects.answer import Turns
@@ -52,7 +53,7 @@ def answered(
                 places = [first]
                 for _ in range(n - 1):
                     spare.append(forked(sessions, client, first.session_id))
-                    places.append(type(first)(spare[-1], first.unsaid))
+                    places.append(replace(first, session_id=spare[-1]))
                 for choice, place in enumerate(places):
                     turns.begin(infer(place, choice))
             yield turns
