@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -24,6 +25,7 @@ from websockets.asyncio.client import ClientConnection, connect
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator
 
+_LISTENING_PORTS = range(20_000, 32_768)  # the kernel takes those above for connections
 START_TIMEOUT_S = 60.0
 REPLY_TIMEOUT_S = 60.0
 
@@ -34,11 +36,12 @@ ENDLESS: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True}
 
 
 def free_port() -> int:
-    """A port that nobody listened on a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """A port that nobody listened on a moment ago, and that is not given to connections which others make meanwhile."""
+    while True:
+        port = secrets.choice(_LISTENING_PORTS)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 class Figures:

@@ -73,13 +73,13 @@ def test_sizes_of_all_types_are_those_of_the_reference() -> None:
 
 
 def test_a_large_vocabulary_is_jumped_over(header_of: Callable[[HeaderName], Path]) -> None:
-    """152,064 tokens take no longer than 50 ms; the best of five, since this machine does other things too."""
+    """152,064 tokens take no more than 50 ms of a processor, which does other things too: the best of five."""
     path = header_of("qwen2.5-7b")
 
     def taken_s() -> float:
-        start = time.perf_counter()
+        start = time.thread_time()
         read_gguf(path)
-        return time.perf_counter() - start
+        return time.thread_time() - start
 
     assert min(taken_s() for _ in range(5)) < 0.05
     assert read_gguf(path).metadata["tokenizer.ggml.tokens"] == Array(152_064)
@@ -95,9 +95,9 @@ def test_a_glance_ends_before_the_vocabulary(header_of: Callable[[HeaderName], P
     assert found == {name: whole[name] for name in found}
 
     def taken_s() -> float:
-        start = time.perf_counter()
+        start = time.thread_time()
         glance(path)
-        return time.perf_counter() - start
+        return time.thread_time() - start
 
     assert min(taken_s() for _ in range(5)) < 0.005
 
