@@ -28,22 +28,20 @@ _LOGPROB_BYTES: Final = 64
 class _Run:
     """Pieces of one text whose numbers follow each other; kept as text, since there are many."""
 
-    __slots__ = ("contents", "first", "first_seq", "logprobs", "plain")
+    __slots__ = ("contents", "first", "first_seq", "logprobs", "plain_turn")
 
     def __init__(self, event: Text) -> None:
         self.first = event
-        self.plain = type(event) is Token
+        self.plain_turn = event.turn_id if type(event) is Token else None
         self.first_seq = event.seq
         self.contents: deque[str] = deque()
         self.logprobs: deque[tuple[TokenLogprobs, ...] | None] | None = None if event.logprobs is None else deque()
 
     def takes(self, event: Text) -> bool:
-        if self.plain and type(event) is Token:  # by far the most, so it is quick
-            same = event.turn_id == self.first.turn_id
-        else:
-            same = goes_on(self.first, event)
+        # By far most are tokens, so these are quick.
+        is_plain = self.plain_turn is not None and type(event) is Token
         return (
-            same
+            (event.turn_id == self.plain_turn if is_plain else goes_on(self.first, event))
             and event.seq == self.first_seq + len(self.contents)
             and (event.logprobs is None) == (self.logprobs is None)
         )

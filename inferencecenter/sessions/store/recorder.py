@@ -21,6 +21,7 @@ from inferencecenter.sessions.records import (
     Said,
     Spent,
 )
+from inferencecenter.sessions.speaking import encode_parts
 from inferencecenter.sessions.store import rows, usage
 from inferencecenter.sessions.store.difference import Written, difference, turns_difference
 from inferencecenter.sqlite_file import transaction
@@ -149,7 +150,8 @@ class Recorder:
             for entry in entries:
                 if type(entry) is not Said:
                     return False
-                values += rows.said_row(known[entry.session_id].row, entry)
+                parts = None if entry.parts is None else encode_parts(entry.parts)
+                values += (known[entry.session_id].row, entry.seq, entry.tokens, entry.text, parts)
             self._database.execute(_insertion(len(entries)), values)
         except _REFUSED:
             # Those that can be written are, one by one.
@@ -214,7 +216,8 @@ class Recorder:
     def _insert_said(self, said: Sequence[Said]) -> None:
         values: list[object] = []
         for each in said:
-            values += rows.said_row(self._find(each.session_id).row, each)
+            parts = None if each.parts is None else encode_parts(each.parts)
+            values += (self._find(each.session_id).row, each.seq, each.tokens, each.text, parts)
         self._database.execute(_insertion(len(said)), values)
 
     def _open(self, record: Opened) -> None:

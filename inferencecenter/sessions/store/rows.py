@@ -14,12 +14,9 @@ from inferencecenter.protocol.values import ChatMessage, Mode, OnDisconnect, OnF
 from inferencecenter.sessions.facts import SessionFacts
 from inferencecenter.sessions.history import TurnMark, View
 from inferencecenter.sessions.records import TurnOrder
-from inferencecenter.sessions.speaking import encode_parts
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    from inferencecenter.sessions.records import Said
 
 Row: TypeAlias = tuple[Any, ...]
 
@@ -111,12 +108,6 @@ def _object(column: str | None) -> dict[str, object]:
     if not isinstance(found, dict):
         raise ValueError("no object")
     return found
-
-
-def said_row(session: int, said: Said) -> Row:
-    """Return all columns of what was said in a session."""
-    parts = None if said.parts is None else encode_parts(said.parts)
-    return (session, said.seq, said.tokens, said.text, parts)
 
 
 def turn_row(turn: TranscriptTurn) -> Row:
