@@ -64,19 +64,22 @@ class JsonCalls:
 
     def read(self, tape: Tape, outlet: Outlet, *, tools: Mapping[str, Tool], trigger: str) -> Reading[bool]:
         """Read the calls behind a trigger."""
-        if trigger == "{":
-            tape.back(trigger)
-        yield from tape.blank()
-        if self.array and (yield from tape.found("[")):
-            called = yield from _read_array(tape, outlet, tools=tools)
+        if trigger == self.opening:
+            called = yield from _read_members(tape, outlet, tools=tools)
         else:
-            called = yield from _read_call(tape, outlet, tools=tools)
+            called = yield from self._read_behind_mark(tape, outlet, tools=tools)
         if called and self.closes:
             yield from tape.blank()
             yield from tape.found(self.closes)
         elif called:
             yield from self._read_separator(tape)
         return called
+
+    def _read_behind_mark(self, tape: Tape, outlet: Outlet, *, tools: Mapping[str, Tool]) -> Reading[bool]:
+        yield from tape.blank()
+        if self.array and (yield from tape.found("[")):
+            return (yield from _read_array(tape, outlet, tools=tools))
+        return (yield from _read_call(tape, outlet, tools=tools))
 
     def _read_separator(self, tape: Tape) -> Reading[None]:
         separator = self.between.strip()
@@ -123,9 +126,13 @@ def _read_array(tape: Tape, outlet: Outlet, *, tools: Mapping[str, Tool]) -> Rea
 
 
 def _read_call(tape: Tape, outlet: Outlet, *, tools: Mapping[str, Tool]) -> Reading[bool]:
-    """Read an object that is a call: its name comes first, or behind other short texts."""
     if not (yield from tape.found("{")):
         return False
+    return (yield from _read_members(tape, outlet, tools=tools))
+
+
+def _read_members(tape: Tape, outlet: Outlet, *, tools: Mapping[str, Tool]) -> Reading[bool]:
+    """Read an object that is a call: its name comes first, or behind other short texts."""
     name = None
     while True:
         key = yield from _read_member(tape)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from inferencecenter.sessions.formats.parts import Argued, Called, Part, Said, Thought
@@ -79,10 +79,39 @@ def test_cuts_make_no_difference_to_nonsense(fragments: list[str], data: st.Data
     assert read(spoken, *pieces) == read(spoken, text)
 
 
-@given(st.text(alphabet="ab <>\n{}[]_/tolcrhinké", max_size=40))
-def test_text_without_calls_is_said_to_the_letter(text: str) -> None:
-    """Nothing of plain text is lost, whatever marks it comes near."""
-    assert read(speech("HERMES"), *text) == ([Said(text)] if text else [])
+MARKS = [
+    "<tool_call>",
+    "</tool_call>",
+    "<function=",
+    "</function>",
+    "<parameter=",
+    "[TOOL_CALLS]",
+    "[ARGS]",
+    "[CALL_ID]",
+    "<|python_tag|>",
+    ">>>",
+    '{"name": "',
+    '", "arguments": {',
+    "{",
+    "}",
+    "[",
+    '"',
+    "<",
+    ">",
+    "\n",
+    " ",
+    "x",
+    "é",
+]
+
+
+@pytest.mark.parametrize("name", ["HERMES", "LLAMA31", "MISTRAL3", "MISTRAL11", "FUNCTIONARY31", "QWEN_CODER"])
+@given(fragments=st.lists(st.sampled_from(MARKS), max_size=10))
+@settings(max_examples=40)
+def test_text_without_calls_is_said_to_the_letter(name: str, fragments: list[str]) -> None:
+    """Nothing of plain text is lost or comes twice, whatever marks are in it."""
+    text = "".join(fragments)
+    assert read(speech(name), *text) == ([Said(text)] if text else [])
 
 
 @pytest.mark.parametrize(
