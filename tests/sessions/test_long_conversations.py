@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from inferencecenter.errors import ErrorCode, InferenceCenterError
@@ -429,6 +429,7 @@ STEPS = st.lists(
 )
 
 
+@settings(deadline=None)
 @given(steps=STEPS)
 def test_overflows_never_lose_or_double_an_end(steps: list[str]) -> None:
     """Whatever is mixed with overflows: every turn ends once, numbers rise by one, the system prompt is always read."""

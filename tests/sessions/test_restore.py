@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from inferencecenter.errors import ErrorCode, InferenceCenterError
@@ -330,6 +330,7 @@ def test_a_turn_nobody_comes_back_to_keeps_its_events_for_a_while(world: World) 
     assert [timer.delay_s for timer in world.timers] == [DETACHED_TURN_S]
 
 
+@settings(deadline=None)
 @given(
     steps=st.lists(
         st.sampled_from(["ask", "start", "say", "finish", "fail", "abort", "append", "rewind", "overflow", "lose"]),
