@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any, TypeVar
+from itertools import islice
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import orjson
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
 
     from inferencecenter.settings import ServerSettings
 
+_MANY: Final = 200
+"""More fields than anything has: where there are so many, some of the first are unknown."""
+
 _Model = TypeVar("_Model", bound=BaseModel)
 
 
@@ -32,6 +36,8 @@ class Fields(BaseModel):
     def _without_nulls(cls, data: object) -> object:
         if not isinstance(data, dict):
             return data
+        if len(data) > _MANY:  # one unknown field is refused as a million are, which takes a second to say
+            data = dict(islice(data.items(), _MANY))
         return {name: value for name, value in data.items() if value is not None}
 
     @classmethod

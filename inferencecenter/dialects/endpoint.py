@@ -13,11 +13,12 @@ from pydantic import BaseModel
 from starlette.datastructures import Headers, QueryParams
 from starlette.routing import BaseRoute, Route
 
-from inferencecenter.dialects import nowhere, sse
+from inferencecenter.dialects import sse
 from inferencecenter.dialects.body import checked, parse, read_body
 from inferencecenter.dialects.caller import Caller, GoneError, Visit, admit
 from inferencecenter.dialects.cors import CrossOrigin
 from inferencecenter.dialects.errors import error_body, error_headers
+from inferencecenter.dialects.nowhere import Nowhere
 from inferencecenter.dialects.replies import Document, Reply, Stream
 from inferencecenter.errors import ErrorCode, InferenceCenterError
 from inferencecenter.protocol.scopes import Scope
@@ -134,7 +135,7 @@ def routes(context: Context, operations: Iterable[Operation]) -> list[BaseRoute]
         Route(base + path, CrossOrigin(Endpoint(context, methods, path=path), context, methods=methods))
         for path, methods in by_path.items()
     ]
-    return [*found, Route(base + nowhere.PATTERN, nowhere.nowhere)]
+    return [*found, Nowhere(base + "/v1/")]
 
 
 class Endpoint:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 _MAX_ID_CHARS: Final = 64
 _SHOWN_VALUE_CHARS: Final = 60
+_MOST_FAULTS: Final = 1000
 _SECRET_FIELDS: Final = frozenset({"token", "api_key"})
 
 REQUESTS: Final[Mapping[str, type[Request]]] = MappingProxyType(
@@ -105,8 +106,13 @@ def invalid_request(
         known: Field names, to suggest the nearest for an unknown one.
         path: Prefix of the field's path.
     """
+    if (n_faults := error.error_count()) > _MOST_FAULTS:  # listing them takes seconds, if somebody wants it to
+        return InferenceCenterError(
+            ErrorCode.INVALID_REQUEST, f"{n_faults} fields are unknown, missing or out of range"
+        )
     first = error.errors(include_url=False)[0]
-    location = ".".join([path, *(str(part) for part in first["loc"])] if path else [str(part) for part in first["loc"]])
+    parts = [_cut(str(part), _MAX_ID_CHARS) for part in first["loc"]]
+    location = ".".join([path, *parts] if path else parts)
     if first["type"] == "extra_forbidden":
         message, hint = f"unknown field {location}", _nearest(str(first["loc"][-1]), known)
     elif first["type"] == "missing":
@@ -161,8 +167,15 @@ def _json_type(value: object) -> str:
 
 def _shown(value: object) -> str:
     """A value as a client would recognise it, shortened."""
-    text = orjson.dumps(value, default=lambda other: type(other).__name__).decode()
-    return text if len(text) <= _SHOWN_VALUE_CHARS else text[:_SHOWN_VALUE_CHARS] + "…"
+    try:
+        text = orjson.dumps(value, default=lambda other: type(other).__name__).decode()
+    except orjson.JSONEncodeError:  # it can be read at depths at which it cannot be written
+        return f"a JSON {_json_type(value)} of many levels"
+    return _cut(text, _SHOWN_VALUE_CHARS)
+
+
+def _cut(text: str, n_chars: int) -> str:
+    return text if len(text) <= n_chars else text[:n_chars] + "…"
 
 
 def _nearest(name: str, known: Mapping[str, object]) -> str | None:

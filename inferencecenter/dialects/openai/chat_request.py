@@ -30,7 +30,9 @@ def _as_object(value: object) -> object:
 
 
 Content: TypeAlias = Annotated[
-    list[TextPart], BeforeValidator(_as_parts, json_schema_input_type=str | list[TextPart]), Field(max_length=1000)
+    list[TextPart],
+    Field(max_length=1000),  # before what comes before it, so that a longer one is not looked into
+    BeforeValidator(_as_parts, json_schema_input_type=str | list[TextPart]),
 ]
 
 

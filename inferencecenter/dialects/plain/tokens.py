@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Final, TypeVar
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, FailFast, Field
 
 from inferencecenter.dialects.body import Fields
 from inferencecenter.dialects.endpoint import Call, Operation
@@ -57,7 +57,9 @@ class Tokens(BaseModel):
 class Detokenize(Fields):
     """Tokens."""
 
-    tokens: list[_TokenId] = Field(max_length=MAX_TOKENS, description="Their numbers in the vocabulary.")
+    tokens: Annotated[list[_TokenId], FailFast()] = Field(
+        max_length=MAX_TOKENS, description="Their numbers in the vocabulary."
+    )
     model: ModelName | None = Field(default=None, description=_MODEL)
 
 
