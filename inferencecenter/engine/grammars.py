@@ -9,6 +9,7 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, TypeAlias
 
+from inferencecenter.engine.sampling.digits import Digits, begins_with_digit
 from inferencecenter.engine.sampling.structured import Constraint, compiled, tokenizer_of
 from inferencecenter.engine.trial import Trial
 from inferencecenter.errors import ErrorCode, InferenceCenterError
@@ -16,6 +17,8 @@ from inferencecenter.errors import ErrorCode, InferenceCenterError
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    import numpy as np
+    import numpy.typing as npt
     from llguidance import LLMatcher, LLTokenizer
 
     from inferencecenter.engine.backend import Backend
@@ -56,6 +59,7 @@ class Grammars:
         self._clock = clock
         self._tokenizer: LLTokenizer | None = None
         self._control: dict[str, int] = {}
+        self._more_digits: npt.NDArray[np.bool_] | None = None
         self._kept: OrderedDict[_Key, _Kept] = OrderedDict()
         self._looking = threading.Lock()
         self._compiling = threading.Lock()
@@ -87,6 +91,7 @@ class Grammars:
             kept.matcher.deep_copy(),
             n_words=(self._tokenizer.vocab_size + 31) // 32,
             clock=self._clock,
+            digits=self._digits() if grammar.kind == "json_schema" else None,
             on_failed=lambda: self._forget(key),
         )
         constraint.replay(answer)
@@ -96,6 +101,11 @@ class Grammars:
         """End what compiles."""
         with self._compiling:
             self._trial.close()
+
+    def _digits(self) -> Digits:
+        if self._more_digits is None:
+            self._more_digits = begins_with_digit(self._backend.model.n_vocab, self._backend.token_bytes)
+        return Digits(self._more_digits, self._backend.token_bytes)
 
     def _find(self, key: _Key) -> _Kept | None:
         with self._looking:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from inferencecenter.engine.backend import Backend
+    from inferencecenter.engine.sampling.digits import Digits
     from inferencecenter.ipc.messages import Grammar
 
 # Small models lose themselves in white space where they may write any. This is how Python writes JSON, and most of what
@@ -134,6 +135,7 @@ class Constraint:
         matcher: The turn's own.
         n_words: Length of a mask, in words of 32 tokens.
         clock: Seconds that only rise.
+        digits: Where the answer is JSON, what keeps its numbers short.
         on_failed: Called once if the matcher reaches a limit and can go no further.
     """
 
@@ -143,10 +145,12 @@ class Constraint:
         *,
         n_words: int,
         clock: Callable[[], float],
+        digits: Digits | None = None,
         on_failed: Callable[[], None] = lambda: None,
     ) -> None:
         self._matcher = matcher
         self._clock = clock
+        self._digits = digits
         self._on_failed = on_failed
         self._mask = np.zeros(n_words, dtype=np.uint32)
         self._spare_s = _SPARE_S
@@ -165,7 +169,7 @@ class Constraint:
         allowed = np.unpackbits(self._mask.view(np.uint8), count=n_tokens, bitorder="little").view(np.bool_)
         if not allowed.any():
             self._fail("no token of this model goes on with the form that the answer has so far")
-        return allowed
+        return allowed if self._digits is None else self._digits.narrow(allowed)
 
     def accept(self, token: int) -> None:
         """Take in the token that comes next.
@@ -177,6 +181,8 @@ class Constraint:
         began_s = self._clock()
         if not self._matcher.consume_token(token):
             self._fail(_reason(self._matcher.get_error(), "lark"))
+        if self._digits is not None:
+            self._digits.take(token)
         self._spend(began_s)
 
     def fits(self, tokens: Sequence[int]) -> bool:
@@ -191,6 +197,9 @@ class Constraint:
         """
         if answer and not self._matcher.consume_tokens(list(answer)):
             raise ValueError(f"an earlier answer does not fit its grammar: {self._matcher.get_error()[:200]}")
+        if self._digits is not None:
+            for token in answer:
+                self._digits.take(token)
 
     def _spend(self, began_s: float) -> None:
         """Take the time that a token took off what the turn has, since all turns of its step have waited for it."""
