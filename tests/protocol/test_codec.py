@@ -74,6 +74,28 @@ def test_a_long_value_is_shown_short() -> None:
     assert len(error.message) < 200
 
 
+@pytest.mark.parametrize("value", ["[" * 500 + "]" * 500, '{"a":' * 500 + "1" + "}" * 500])
+def test_a_deep_value_of_a_known_field_is_refused(value: str) -> None:
+    """What can be read but not written again is described instead of shown."""
+    error = refused('{"op": "infer", "session_id": ' + value + "}")
+    assert (error.code, error.field) == (ErrorCode.INVALID_REQUEST, "session_id")
+    assert "of many levels" in error.message
+
+
+def test_a_long_name_is_shown_short() -> None:
+    """Neither the message nor the field has all of it."""
+    error = refused(json.dumps({"op": "ping", "k" * 100_000: 1}))
+    assert str(error.field).startswith("kkk")
+    assert len(error.message) + len(str(error.field)) < 300
+
+
+def test_many_faults_are_counted_and_not_listed() -> None:
+    """Saying what is wrong takes no longer than finding it."""
+    error = refused(json.dumps({"op": "ping", **{f"k{n}": n for n in range(5000)}}))
+    assert (error.code, error.field) == (ErrorCode.INVALID_REQUEST, None)
+    assert error.message.startswith("5000 fields")
+
+
 # The op and the id.
 
 
