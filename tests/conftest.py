@@ -13,7 +13,18 @@ import inferencecenter
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+_MOST_WORKERS = 8
+for _name in ("COLUMNS", "LINES"):  # the size of no terminal, which readline leaves to processes that are started
+    os.environ.pop(_name, None)
+
 _BUNDLED = Path(inferencecenter.__file__).parent / "demo" / "demo.gguf"
+
+
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """Run the whole suite on all processors, and what is named on the command line in this process."""
+    if config.args_source is not pytest.Config.ArgsSource.TESTPATHS:
+        return 0
+    return min(len(os.sched_getaffinity(0)), _MOST_WORKERS)
 
 
 @pytest.fixture(scope="session")

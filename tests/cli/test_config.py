@@ -22,8 +22,9 @@ def _file(tmp_path: Path, text: str) -> str:
     return str(path)
 
 
-def test_show_names_the_origin_of_each_value(cli: Cli, tmp_path: Path) -> None:
+def test_show_names_the_origin_of_each_value(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """File, variable and default are told apart."""
+    monkeypatch.setenv("COLUMNS", "300")  # the path is long
     path = _file(tmp_path, "[server]\nport = 4000\n")
     lines = cli.run("config", "show", "--config", path).out.splitlines()
     port = next(line for line in lines if "server.port" in line)
