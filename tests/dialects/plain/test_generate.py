@@ -53,7 +53,8 @@ async def test_a_prompt_is_answered(server: Running) -> None:
     assert heard.headers["content-type"] == "application/json"
     answer = heard.json
     assert (answer["text"], answer["finish_reason"]) == ("Good day", "stop")
-    assert answer["usage"] == {"prompt_tokens": 1, "cached_tokens": 0, "completion_tokens": 1}
+    usage = {"prompt_tokens": 1, "cached_tokens": 0, "completion_tokens": 1, "reasoning_tokens": 0}
+    assert answer["usage"] == usage
     assert answer["stats"]["tps"] == 4.0
     assert "Hello" in text_of(submitted)
 
