@@ -1,0 +1,184 @@
+// @ts-check
+/** A live chart: uPlot on a canvas, its legend and latest values as text. */
+
+import uPlot from "../../vendor/uplot.js";
+import { html, useEffect, useId, useRef, useState } from "../ui.js";
+
+/**
+ * @typedef {object} Line
+ * @property {import("./history.js").Column} column
+ * @property {string} label
+ * @property {boolean} [stepped]  The value holds until the next one.
+ */
+
+/**
+ * @typedef {object} ChartOptions
+ * @property {string} title
+ * @property {readonly Line[]} lines  Drawn in the colours `--chart-1`, `--chart-2`, …
+ * @property {(value: number | null | undefined) => string} show
+ * @property {number | null} [ceiling]  The axis goes up to it at least.
+ * @property {string} [note]
+ */
+
+const HEIGHT_PX = 132;
+const AXIS_PX = 52;
+const SECONDS_BELOW_S = 120;
+const SYNC = uPlot.sync("board");
+
+/**
+ * @param {object} props
+ * @param {ChartOptions} props.options
+ * @param {import("./history.js").History} props.history
+ * @param {number} props.version  Changes with the history.
+ * @param {number} props.windowS  Seconds that are shown.
+ */
+export function Chart({ options, history, version, windowS }) {
+  const id = useId();
+  const box = useRef(/** @type {HTMLElement | null} */ (null));
+  const plot = useRef(/** @type {uPlot | null} */ (null));
+  const [pointed, setPointed] = useState(/** @type {number | null} */ (null));
+  const view = useRef({ windowS, options });
+  view.current = { windowS, options };
+
+  useEffect(() => {
+    const parent = /** @type {HTMLElement} */ (box.current);
+    const made = draw(parent, view, setPointed);
+    plot.current = made;
+    const sized = new ResizeObserver(() => made.setSize({ width: parent.clientWidth, height: HEIGHT_PX }));
+    sized.observe(parent);
+    const unthemed = onTheme(() => made.redraw(false, true));
+    return () => {
+      sized.disconnect();
+      unthemed();
+      made.destroy();
+    };
+  }, []);
+
+  useEffect(() => {
+    const columns = options.lines.map((line) => history.columns[line.column]);
+    plot.current?.setData([history.times, ...columns]);
+  }, [history, version, windowS, options.ceiling]);
+
+  const at = pointed !== null && pointed < history.times.length ? pointed : history.times.length - 1;
+  return html`<figure class="chart" aria-labelledby=${id}>
+    <figcaption id=${id}>
+      <span class="chart-title">${options.title}</span>
+      <span class="chart-legend">
+        ${options.lines.map(
+          (line, index) => html`<span key=${line.column} class="chart-value">
+            <i class="swatch swatch-${index + 1}" aria-hidden="true"></i>${options.lines.length > 1 && `${line.label} `}
+            <b>${options.show(history.columns[line.column][at])}</b>
+          </span>`,
+        )}
+      </span>
+    </figcaption>
+    <div class="chart-plot" ref=${box} aria-hidden="true"></div>
+    ${options.note && html`<p class="chart-note">${options.note}</p>`}
+  </figure>`;
+}
+
+/**
+ * @param {HTMLElement} parent
+ * @param {{current: {windowS: number, options: ChartOptions}}} view
+ * @param {(at: number | null) => void} point
+ * @returns {uPlot}
+ */
+function draw(parent, view, point) {
+  const { lines } = view.current.options;
+  const faint = () => getComputedStyle(parent).borderTopColor;
+  const text = () => getComputedStyle(parent).color;
+  const axis = { stroke: text, font: `11px ${getComputedStyle(parent).fontFamily}` };
+  const ticks = { stroke: faint, width: 1, size: 4 };
+  return new uPlot(
+    {
+      width: parent.clientWidth || 300,
+      height: HEIGHT_PX,
+      padding: [8, 8, 0, 0],
+      legend: { show: false },
+      cursor: { sync: { key: SYNC.key }, y: false, drag: { x: false, y: false }, points: { size: 6 } },
+      scales: {
+        x: { range: (plot) => shownTimes(plot, view.current.windowS) },
+        y: { range: (_plot, _low, high) => shownValues(high, view.current.options.ceiling ?? 0) },
+      },
+      axes: [
+        { ...axis, grid: { show: false }, ticks, size: 26, space: 64, values: (_plot, times) => clockTimes(times, view.current.windowS) },
+        {
+          ...axis, grid: { stroke: faint, width: 1 }, ticks: { show: false }, size: AXIS_PX, space: 28,
+          values: (_plot, values) => values.map((value) => view.current.options.show(value)),
+        },
+      ],
+      series: [{}, ...lines.map((line, index) => lineOf(parent, line, index))],
+      hooks: { setCursor: [(plot) => point(plot.cursor.idx ?? null)] },
+    },
+    [[], ...lines.map(() => [])],
+    parent,
+  );
+}
+
+/**
+ * @param {HTMLElement} parent
+ * @param {Line} line
+ * @param {number} index
+ * @returns {uPlot.Series}
+ */
+function lineOf(parent, line, index) {
+  const color = () => {
+    const swatch = parent.parentElement?.querySelector(`.swatch-${index + 1}`);
+    return swatch ? getComputedStyle(swatch).backgroundColor : "gray";
+  };
+  const stepped = line.stepped && uPlot.paths.stepped;
+  return {
+    label: line.label,
+    stroke: color,
+    width: 1.75,
+    points: { show: false },
+    ...(stepped ? { paths: stepped({ align: 1 }) } : {}),
+  };
+}
+
+/**
+ * @param {uPlot} plot
+ * @param {number} windowS
+ * @returns {[number, number]}
+ */
+function shownTimes(plot, windowS) {
+  const latest = plot.data[0].at(-1) ?? Date.now() / 1000;
+  return [latest - windowS, latest];
+}
+
+/**
+ * @param {number | null} high
+ * @param {number} ceiling
+ * @returns {[number, number]}
+ */
+function shownValues(high, ceiling) {
+  return [0, Math.max((high ?? 0) * 1.08, ceiling, 1)];
+}
+
+/**
+ * @param {number[]} times  Unix seconds.
+ * @param {number} windowS
+ */
+function clockTimes(times, windowS) {
+  const seconds = windowS <= SECONDS_BELOW_S ? /** @type {const} */ ("2-digit") : undefined;
+  return times.map((time) =>
+    new Date(time * 1000).toLocaleTimeString([], { hour: "2-digit", minute: "2-digit", second: seconds, hour12: false }),
+  );
+}
+
+/**
+ * Calls `listener` when colours may have changed.
+ *
+ * @param {() => void} listener
+ * @returns {() => void} Ends that.
+ */
+function onTheme(listener) {
+  const dark = matchMedia("(prefers-color-scheme: dark)");
+  const themed = new MutationObserver(listener);
+  themed.observe(document.documentElement, { attributes: true });
+  dark.addEventListener("change", listener);
+  return () => {
+    themed.disconnect();
+    dark.removeEventListener("change", listener);
+  };
+}

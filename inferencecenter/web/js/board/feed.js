@@ -1,0 +1,119 @@
+// @ts-check
+/** Metrics for as long as somebody looks at them. */
+
+import { signal, useEffect, useState } from "../ui.js";
+import { asWireError } from "../wire/errors.js";
+import { History } from "./history.js";
+
+/** @typedef {import("../wire/link.js").Link} Link */
+
+const EVERY_MS = 1000;
+
+/** What one daemon told of itself while it was looked at. */
+export class Feed {
+  /** @param {Link} link */
+  constructor(link) {
+    this._link = link;
+    this.history = new History();
+    /** The last `metrics` event. */
+    this.latest = signal(/** @type {any} */ (null));
+    /** The last `thermal` event, told only when it changes. */
+    this.thermal = signal(/** @type {any} */ (null));
+    /** Why nothing comes, in words. */
+    this.fault = signal("");
+    link.on("thermal", (event) => {
+      this.thermal.value = event;
+    });
+  }
+
+  /**
+   * Has readings come every second.
+   *
+   * @returns {() => void} Ends that.
+   */
+  follow() {
+    const off = this._link.on("metrics", (event) => {
+      this.history.add(event);
+      this.latest.value = event;
+    });
+    this._link.send("metrics");
+    this._link.request("subscribe_metrics", { interval_ms: EVERY_MS }).then(
+      () => {
+        this.fault.value = "";
+      },
+      (error) => {
+        this.fault.value = asWireError(error).message;
+      },
+    );
+    return () => {
+      off();
+      this._link.send("unsubscribe_metrics");
+    };
+  }
+}
+
+/** @type {WeakMap<Link, Feed>} */
+const feeds = new WeakMap();
+
+/**
+ * Returns a link's feed, which keeps its history while nobody looks.
+ *
+ * @param {Link} link
+ * @returns {Feed}
+ */
+export function feedOf(link) {
+  const feed = feeds.get(link) ?? new Feed(link);
+  feeds.set(link, feed);
+  return feed;
+}
+
+/**
+ * Tells whether the page is looked at and its link is open, so that asking is of use.
+ *
+ * @param {Link} link
+ * @returns {boolean}
+ */
+export function useActive(link) {
+  const [visible, setVisible] = useState(document.visibilityState !== "hidden");
+  useEffect(() => {
+    const look = () => setVisible(document.visibilityState !== "hidden");
+    document.addEventListener("visibilitychange", look);
+    return () => document.removeEventListener("visibilitychange", look);
+  }, []);
+  return visible && link.state.value === "open";
+}
+
+/**
+ * Asks something every few seconds, and returns the last answer.
+ *
+ * @param {Link} link
+ * @param {object} question
+ * @param {string} question.op
+ * @param {Record<string, unknown>} [question.fields]
+ * @param {number} question.everyMs
+ * @param {boolean} question.active  Nothing is asked otherwise.
+ * @returns {{answer: any, fault: string}} `answer` is null before the first.
+ */
+export function useAnswer(link, { op, fields = {}, everyMs, active }) {
+  const [known, setKnown] = useState(/** @type {{answer: any, fault: string}} */ ({ answer: null, fault: "" }));
+  useEffect(() => {
+    if (!active) return undefined;
+    let timer = 0;
+    let left = false;
+    const ask = async () => {
+      try {
+        const answer = await link.request(op, fields);
+        if (!left) setKnown({ answer, fault: "" });
+      } catch (error) {
+        if (!left) setKnown(({ answer }) => ({ answer, fault: asWireError(error).message }));
+      }
+      if (!left) timer = setTimeout(ask, everyMs);
+    };
+    ask();
+    return () => {
+      left = true;
+      clearTimeout(timer);
+    };
+  }, [link, op, JSON.stringify(fields), everyMs, active]);
+  return known;
+}

@@ -1,0 +1,87 @@
+// @ts-check
+/** What the charts draw: readings of the last minutes, column by column. Pure, no clock. */
+
+/** Seconds that are kept. */
+export const KEPT_S = 900;
+/** Readings further apart than this are not joined by a line. */
+const GAP_S = 5;
+
+/** @typedef {"tokensPerS" | "ttftMs" | "running" | "waiting" | "sessions" | "parked" | "vramMb" | "temperature"} Column */
+/** @typedef {(number | null)[]} Values */
+/** @typedef {{now: number | null, lowest: number | null, mean: number | null, highest: number | null}} Summary */
+
+/** @type {Readonly<Record<Column, (metrics: any) => number | null>>} */
+const READ = {
+  tokensPerS: (metrics) => metrics.inference.tokens_per_s,
+  ttftMs: (metrics) => metrics.inference.last_ttft_ms,
+  running: (metrics) => metrics.inference.slots_used,
+  waiting: (metrics) => metrics.inference.queue_depth,
+  sessions: (metrics) => metrics.inference.total_sessions,
+  parked: (metrics) => metrics.inference.parked_sessions,
+  vramMb: (metrics) => metrics.gpu.vram_used_mb,
+  temperature: (metrics) => metrics.gpu.temp,
+};
+
+/** @type {readonly Column[]} */
+const COLUMNS = /** @type {Column[]} */ (Object.keys(READ));
+
+/** Readings in the order of their time; what is older than `KEPT_S` is dropped. */
+export class History {
+  constructor() {
+    /** Unix seconds. @type {number[]} */
+    this.times = [];
+    /** @type {Record<Column, Values>} */
+    this.columns = /** @type {any} */ (Object.fromEntries(COLUMNS.map((column) => [column, []])));
+  }
+
+  /** Unix seconds of the latest reading, 0 before the first. */
+  get latest() {
+    return this.times.at(-1) ?? 0;
+  }
+
+  /**
+   * Adds the readings of a `metrics` event; one that is not later than the last is passed over.
+   *
+   * @param {any} metrics
+   */
+  add(metrics) {
+    const time = metrics.timestamp;
+    if (time <= this.latest) return;
+    if (this.latest && time - this.latest > GAP_S) this._push(this.latest + GAP_S / 2, () => null);
+    this._push(time, (column) => READ[column](metrics) ?? null);
+    let old = 0;
+    while (this.times[old] < time - KEPT_S) old += 1;
+    if (old === 0) return;
+    this.times.splice(0, old);
+    for (const column of COLUMNS) this.columns[column].splice(0, old);
+  }
+
+  /**
+   * Returns how a column went in the last `windowS` seconds.
+   *
+   * @param {Column} column
+   * @param {number} windowS
+   * @returns {Summary}
+   */
+  summary(column, windowS) {
+    const from = this.latest - windowS;
+    const known = this.columns[column].filter((value, at) => value !== null && this.times[at] >= from);
+    const values = /** @type {number[]} */ (known);
+    if (!values.length) return { now: null, lowest: null, mean: null, highest: null };
+    return {
+      now: this.columns[column].at(-1) ?? null,
+      lowest: Math.min(...values),
+      mean: values.reduce((sum, value) => sum + value, 0) / values.length,
+      highest: Math.max(...values),
+    };
+  }
+
+  /**
+   * @param {number} time
+   * @param {(column: Column) => number | null} valueOf
+   */
+  _push(time, valueOf) {
+    this.times.push(time);
+    for (const column of COLUMNS) this.columns[column].push(valueOf(column));
+  }
+}

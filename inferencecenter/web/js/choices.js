@@ -1,0 +1,49 @@
+// @ts-check
+/** What a person chose for a conversation: system prompt, model, parameters, the form of answers. */
+
+import { keep, kept } from "./storage.js";
+
+/**
+ * @typedef {{kind: "none" | "json_schema" | "regex" | "grammar", text: string}} Form
+ * @typedef {{system: string, model: string, params: Record<string, unknown>, form: Form}} Choices
+ */
+
+/**
+ * Returns what was chosen for a session, or for the next one that is opened.
+ *
+ * @param {string | null} id
+ * @returns {Choices}
+ */
+export function choicesOf(id) {
+  return { system: "", model: "", params: {}, form: { kind: "none", text: "" }, ...kept(choicesKey(id), {}) };
+}
+
+/**
+ * @param {string | null} id
+ * @param {Choices} chosen
+ */
+export function keepChoices(id, chosen) {
+  keep(choicesKey(id), chosen);
+}
+
+/** @param {string} id */
+export function dropChoices(id) {
+  keep(choicesKey(id), undefined);
+}
+
+/** @param {string | null} id */
+function choicesKey(id) {
+  return id === null ? "choices" : `choices.${id}`;
+}
+
+/**
+ * Returns the fields of `infer` that say what was chosen.
+ *
+ * @param {Choices} chosen
+ * @returns {object}
+ */
+export function turnFields({ params, form }) {
+  const fields = Object.keys(params).length > 0 ? { params } : {};
+  if (form.kind === "none" || !form.text.trim()) return fields;
+  return { ...fields, [form.kind]: form.kind === "json_schema" ? JSON.parse(form.text) : form.text };
+}

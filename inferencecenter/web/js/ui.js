@@ -1,0 +1,7 @@
+// @ts-check
+/** What views are made of: preact with htm in place of JSX, and signals that views follow by reading them. */
+
+export { Fragment } from "../vendor/preact.js";
+export { html, render } from "../vendor/htm-preact.js";
+export { useCallback, useEffect, useLayoutEffect, useMemo, useRef, useState } from "../vendor/preact-hooks.js";
+export { batch, computed, effect, signal, useComputed, useSignal, useSignalEffect } from "../vendor/signals.js";

@@ -1,0 +1,116 @@
+// @ts-check
+/** The answer that is being given. Events change it at once; views hear of that once a frame. */
+
+import { signal } from "../../vendor/signals-core.js";
+
+/** Frames are not drawn while the page is hidden; its title and live region follow at this pace then. */
+const HIDDEN_EVERY_MS = 500;
+
+/** @typedef {"sending" | "loading" | "queued" | "reading" | "thinking" | "writing" | "calling"} Phase */
+
+/** A turn from its question to its end. */
+export class Live {
+  /**
+   * @param {object} turn
+   * @param {readonly import("./transcript.js").ChatMessage[]} turn.asked
+   * @param {object | null} turn.fields  Those of `infer` when this page asked; null when another did.
+   * @param {string | null} turn.turnId
+   */
+  constructor({ asked, fields, turnId }) {
+    this.key = turnId ?? newKey();
+    this.asked = asked;
+    this.fields = fields && { ...fields, turn_key: this.key };
+    this.turnId = turnId;
+    this.content = "";
+    this.reasoning = "";
+    /** @type {{call_id: string, name: string, arguments: string}[]} */
+    this.toolCalls = [];
+    /** @type {Phase} */
+    this.phase = turnId ? "queued" : "sending";
+    this.position = 0;
+    this.etaMs = /** @type {number | null} */ (null);
+    this.progress = /** @type {{done: number, total: number} | null} */ (null);
+    this.shifted = 0;
+    this.notice = "";
+    this.stopping = false;
+    this.tokens = 0;
+    this.firstAt = 0;
+    /** Rises whenever something changed; read it to follow. */
+    this.version = signal(0);
+    this._scheduled = false;
+  }
+
+  /** Has views look again, soon. */
+  touch() {
+    if (this._scheduled) return;
+    this._scheduled = true;
+    const show = () => {
+      this._scheduled = false;
+      this.version.value += 1;
+    };
+    if (document.visibilityState === "hidden") setTimeout(show, HIDDEN_EVERY_MS);
+    else requestAnimationFrame(show);
+  }
+
+  /**
+   * Takes an event of the turn, other than its last.
+   *
+   * @param {import("./link.js").WireEvent} event
+   */
+  take(event) {
+    if (event.op === "queued") {
+      if (this.phase === "sending" || this.phase === "loading") this.phase = "queued";
+      this.position = event.position;
+      this.etaMs = event.eta_ms ?? null;
+    } else if (event.op === "progress") {
+      this.phase = "reading";
+      this.progress = { done: event.done, total: event.total };
+    } else if (event.op === "context_shifted") {
+      this.shifted += event.dropped_turns;
+    } else {
+      this._grow(event);
+    }
+    this.touch();
+  }
+
+  /**
+   * Says what the daemon says of the turn, in place of what was known.
+   *
+   * @param {import("./link.js").WireEvent} resumed  `session_resumed`.
+   */
+  replace(resumed) {
+    this.content = resumed.content ?? "";
+    this.reasoning = resumed.reasoning ?? "";
+    this.toolCalls = (resumed.tool_calls ?? []).map((/** @type {any} */ call) => ({ ...call }));
+    if (this.content) this.phase = "writing";
+    this.touch();
+  }
+
+  /** @returns {import("./transcript.js").Answer} */
+  answer() {
+    return { content: this.content, reasoning: this.reasoning, toolCalls: this.toolCalls };
+  }
+
+  /** @param {import("./link.js").WireEvent} event */
+  _grow(event) {
+    this.firstAt ||= performance.now();
+    this.tokens += 1;
+    if (event.op === "token") {
+      this.phase = "writing";
+      this.content += event.content;
+    } else if (event.op === "reasoning") {
+      this.phase = "thinking";
+      this.reasoning += event.content;
+    } else if (event.op === "tool_call") {
+      this.phase = "calling";
+      const call = this.toolCalls[event.index];
+      if (call) call.arguments += event.arguments;
+      else this.toolCalls[event.index] = { call_id: event.call_id, name: event.name, arguments: event.arguments };
+    }
+  }
+}
+
+/** Returns a key that no other turn has; `crypto.randomUUID` is not there on pages without TLS. */
+function newKey() {
+  return Array.from(crypto.getRandomValues(new Uint8Array(16)), (byte) => byte.toString(16).padStart(2, "0")).join("");
+}

@@ -1,0 +1,122 @@
+// @ts-check
+/** A conversation as turns: what was asked, what was answered, how it ended. Pure. */
+
+/** @typedef {{call_id: string, name: string, arguments: string}} ToolCall */
+/** @typedef {{role: string, content: string, reasoning?: string, tool_calls?: ToolCall[], tool_call_id?: string}} ChatMessage */
+/** @typedef {{content: string, reasoning: string, toolCalls: ToolCall[]}} Answer */
+/** @typedef {{prompt_tokens: number, cached_tokens: number, completion_tokens: number}} Usage */
+
+/**
+ * @typedef {object} Ending
+ * @property {string} reason  `finish_reason`, or "error".
+ * @property {Usage | null} usage
+ * @property {Record<string, number> | null} stats  Null where the turn ended while nobody listened.
+ * @property {string} stop  The stop string that matched.
+ * @property {readonly string[]} warnings
+ * @property {import("./errors.js").WireError | null} error
+ */
+
+/**
+ * @typedef {object} Turn
+ * @property {string} key  Names it in lists.
+ * @property {string | null} turnId  Null for one that the daemon does not know (any more).
+ * @property {readonly ChatMessage[]} asked  All since the turn before.
+ * @property {Answer | null} answer
+ * @property {Ending | null} ending  Null for messages that nobody asked an answer for.
+ */
+
+/** Goes back to before the first turn. */
+export const START = "start";
+
+/**
+ * Returns the system prompt of a transcript.
+ *
+ * @param {readonly ChatMessage[]} transcript
+ */
+export function systemOf(transcript) {
+  return transcript[0]?.role === "system" ? transcript[0].content : "";
+}
+
+/**
+ * Divides a transcript into turns; what follows the last of them is left over, as the question that is being answered.
+ *
+ * @param {readonly ChatMessage[]} transcript
+ * @param {readonly {turn_id: string, finish_reason: string, messages: number, usage: Usage}[]} ended  As
+ *   `session_resumed` tells them.
+ * @returns {{turns: Turn[], rest: readonly ChatMessage[]}}
+ */
+export function divide(transcript, ended) {
+  let from = transcript[0]?.role === "system" ? 1 : 0;
+  /** @type {Turn[]} */
+  const turns = [];
+  for (const turn of ended) {
+    if (turn.messages <= from) continue; // it was discarded, and left nothing
+    const messages = transcript.slice(from, turn.messages);
+    from = turn.messages;
+    const last = /** @type {ChatMessage} */ (messages.at(-1));
+    const answered = last?.role === "assistant";
+    turns.push({
+      key: turn.turn_id,
+      turnId: turn.turn_id,
+      asked: answered ? messages.slice(0, -1) : messages,
+      answer: answered ? answerOf(last) : null,
+      ending: { reason: turn.finish_reason, usage: turn.usage, stats: null, stop: "", warnings: [], error: null },
+    });
+  }
+  return { turns, rest: transcript.slice(from) };
+}
+
+/**
+ * Returns messages that belong to no turn as one.
+ *
+ * @param {readonly ChatMessage[]} messages
+ * @param {string} key
+ * @returns {Turn}
+ */
+export function loose(messages, key) {
+  return { key, turnId: null, asked: messages, answer: null, ending: null };
+}
+
+/**
+ * Returns the turn to go back to so that the one at `index` is gone, `null` where that cannot be told.
+ *
+ * @param {readonly Turn[]} turns
+ * @param {number} index
+ * @returns {string | null}
+ */
+export function before(turns, index) {
+  if (index === 0) return START;
+  return turns[index - 1].turnId;
+}
+
+/**
+ * Returns what a message says, as an answer.
+ *
+ * @param {ChatMessage} message
+ * @returns {Answer}
+ */
+export function answerOf(message) {
+  return { content: message.content, reasoning: message.reasoning ?? "", toolCalls: message.tool_calls ?? [] };
+}
+
+/**
+ * Returns the fields of `infer` that ask this.
+ *
+ * @param {readonly ChatMessage[]} asked
+ */
+export function question(asked) {
+  return asked.length === 1 && asked[0].role === "user" ? { prompt: asked[0].content } : { messages: asked };
+}
+
+/**
+ * Returns a title made of the first words of a text.
+ *
+ * @param {string} text
+ */
+export function titleOf(text) {
+  const line = text.trim().replace(/\s+/g, " ");
+  if (line.length <= 60) return line || "New chat";
+  const cut = line.slice(0, 60);
+  const space = cut.lastIndexOf(" ");
+  return `${space > 30 ? cut.slice(0, space) : cut}…`;
+}
