@@ -76,6 +76,7 @@ class ServerSettings(Section):
     allowed_origins: tuple[Origin, ...] = Field(
         (), description="Origins that browsers may connect from besides the daemon's own, as https://example.org."
     )
+    web: bool = Field(True, description="Whether browsers are shown the web page.")
     max_frame_bytes: int = Field(2**20, ge=1024, le=2**28, description="Largest frame a client may send.")
     max_body_bytes: int = Field(
         8 * 2**20,

@@ -9,6 +9,8 @@ from starlette.routing import BaseRoute, Route, WebSocketRoute
 
 from inferencecenter.server.endpoint import WebSocketEndpoint
 from inferencecenter.server.pages import Pages
+from inferencecenter.server.web import WebPage
+from inferencecenter.server.web_files import read_web_files
 
 if TYPE_CHECKING:
     from inferencecenter.server.context import Context
@@ -22,6 +24,8 @@ def create_app(context: Context, *more: BaseRoute) -> Starlette:
     paths = [base + path for path in SOCKET_PATHS] + ([base] if base else [])
     endpoint = WebSocketEndpoint(context)
     routes: list[BaseRoute] = [WebSocketRoute(path, endpoint) for path in paths]
+    if context.settings.web:
+        routes += WebPage(read_web_files(), base_path=base, otherwise=pages.about).routes()
     routes += [Route(path, pages.about) for path in paths]
     routes += [
         Route(base + "/healthz", pages.healthz),
