@@ -90,6 +90,9 @@ class Usage(Value):
     prompt_tokens: int = Field(ge=0, description="Tokens the model was given.")
     cached_tokens: int = Field(ge=0, description="Of those, tokens whose KV was reused.")
     completion_tokens: int = Field(ge=0, description="Tokens the model made.")
+    reasoning_tokens: int = Field(
+        default=0, ge=0, description="Of those, tokens of what it thought, by the share of the text: about so many."
+    )
 
 
 class TurnStats(Value):

@@ -136,4 +136,5 @@ def _add(total: Usage, usage: Usage) -> Usage:
         prompt_tokens=total.prompt_tokens + usage.prompt_tokens,
         cached_tokens=total.cached_tokens + usage.cached_tokens,
         completion_tokens=total.completion_tokens + usage.completion_tokens,
+        reasoning_tokens=total.reasoning_tokens + usage.reasoning_tokens,
     )

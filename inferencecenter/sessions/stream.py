@@ -92,6 +92,7 @@ class EventStream:
                     prompt_tokens=stats.prompt_tokens,
                     cached_tokens=stats.cached_tokens,
                     completion_tokens=stats.tokens,
+                    reasoning_tokens=turn.reasoning_tokens,
                 ),
                 "stats": stats,
             }

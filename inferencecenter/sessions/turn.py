@@ -138,6 +138,13 @@ class Turn:
         return self._text if self.speaking is None else self.speaking.content
 
     @property
+    def reasoning_tokens(self) -> int:
+        """Tokens of what was thought, by its share of the text, since one token may spell the end of it and more."""
+        if self.speaking is None or not self.speaking.reasoning:
+            return 0
+        return min(self.n_tokens, round(self.n_tokens * len(self.speaking.reasoning) / len(self._text)))
+
+    @property
     def ending_id(self) -> str | None:
         """The frame that the turn's terminal event answers, if one asked for its end."""
         return self.abort_request.id if self.abort_request else None

@@ -64,6 +64,19 @@ def answered(client: OpenAI, messages: list[Any], **more: Any) -> tuple[str, int
     return content, answer.usage.prompt_tokens, answer.usage.prompt_tokens_details.cached_tokens
 
 
+def test_a_text_that_grows_is_read_on_from_where_it_grew(ada: OpenAI) -> None:
+    """What programs that complete texts send again is not read again, but for less than a step of reading."""
+    text = "One two three four five six seven eight nine ten. " * 12
+    first = ada.completions.create(model=model_of(ada), prompt=text, max_tokens=8, temperature=0)
+    again = ada.completions.create(
+        model=model_of(ada), prompt=text + first.choices[0].text + " And", max_tokens=8, temperature=0
+    )
+    assert again.usage is not None
+    assert again.usage.prompt_tokens_details is not None
+    assert again.usage.prompt_tokens_details.cached_tokens is not None
+    assert again.usage.prompt_tokens_details.cached_tokens >= again.usage.prompt_tokens - 80
+
+
 def test_a_stream_says_what_the_answer_says(ada: OpenAI) -> None:
     """The same question, asked both ways, has the same words, and usage that agrees with them."""
     messages: Any = [user("What is the capital of France?")]

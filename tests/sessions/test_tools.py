@@ -43,6 +43,21 @@ def answered(world: World, session_id: str, text: str = ANSWER) -> ChatMessage:
     return world.get(session_id).transcript[-1]
 
 
+def test_tokens_of_thoughts_are_counted_by_their_share_of_the_text(world: World) -> None:
+    """None in a plain answer, some where the model thought, and never all of an answer that says more."""
+    session_id = world.create()
+    ask(world, session_id)
+    world.engine.start()
+    say(world, ANSWER)
+    world.engine.finish(kept=ANSWER)
+    (end,) = heard(world.sink).ends
+    assert isinstance(end, events.End)
+    usage = end.usage
+    share = len("North or south?") / len(ANSWER)
+    assert 0 < usage.reasoning_tokens == round(usage.completion_tokens * share) < usage.completion_tokens
+    assert world.get(session_id).turns[-1].usage == usage == world.get(session_id).usage
+
+
 def results(message: ChatMessage) -> list[dict[str, str]]:
     """What tools returned that a message asked for."""
     return [{"role": "tool", "content": "5 °C", "tool_call_id": call.call_id} for call in message.tool_calls or ()]

@@ -21,6 +21,12 @@ class PromptTokensDetails(Shape):
     cached_tokens: int = Field(description="Those whose KV was reused.")
 
 
+class CompletionTokensDetails(Shape):
+    """Tokens of answers."""
+
+    reasoning_tokens: int = Field(description="Those of what the model thought, by its share of the text.")
+
+
 class TokenUsage(Shape):
     """Tokens of a request; a prompt that is answered several times counts once."""
 
@@ -28,6 +34,7 @@ class TokenUsage(Shape):
     completion_tokens: int = Field(description="Tokens the model made.")
     total_tokens: int = Field(description="Both.")
     prompt_tokens_details: PromptTokensDetails = Field(description="More of the prompt's.")
+    completion_tokens_details: CompletionTokensDetails = Field(description="More of the answer's.")
 
 
 class Probability(Shape):

@@ -30,7 +30,8 @@ def answered(
 ) -> Iterator[Turns]:
     """Have each conversation answered ``n`` times; turn ``i * n + j`` is the ``j``-th answer to the ``i``-th.
 
-    The session of a conversation's first answer stays for what comes next; those of the others are closed at the end.
+    The session of a conversation's first answer stays, for what its engine remembers: what comes next may begin alike.
+    Those of the others are closed at the end.
 
     Args:
         context: The rest of the daemon.
@@ -48,8 +49,6 @@ def answered(
         with Turns(context, visit) as turns:
             for conversation in conversations:
                 first = place_for(sessions, client, conversation)
-                if conversation.mode == "raw":
-                    spare.append(first.session_id)
                 places = [first]
                 for _ in range(n - 1):
                     spare.append(forked(sessions, client, first.session_id))

@@ -73,6 +73,7 @@ def usage_of(ends: Iterable[events.End], *, n: int = 1) -> dict[str, Any]:
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
         "prompt_tokens_details": {"cached_tokens": sum(end.usage.cached_tokens for end in prompts)},
+        "completion_tokens_details": {"reasoning_tokens": sum(end.usage.reasoning_tokens for end in all_ends)},
     }
 
 

@@ -140,7 +140,7 @@ def usage_of(usage: Usage) -> ResponseUsage:
         input_tokens=usage.prompt_tokens,
         input_tokens_details=CachedTokens(cached_tokens=usage.cached_tokens),
         output_tokens=usage.completion_tokens,
-        output_tokens_details=ReasoningTokens(reasoning_tokens=0),
+        output_tokens_details=ReasoningTokens(reasoning_tokens=usage.reasoning_tokens),
         total_tokens=usage.prompt_tokens + usage.completion_tokens,
     )
 

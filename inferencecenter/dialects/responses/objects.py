@@ -98,7 +98,7 @@ class CachedTokens(Told):
 class ReasoningTokens(Told):
     """Tokens of thoughts."""
 
-    reasoning_tokens: int = Field(description="They are not told apart from others: 0.")
+    reasoning_tokens: int = Field(description="Those of what the model thought, by its share of the text.")
 
 
 class ResponseUsage(Told):

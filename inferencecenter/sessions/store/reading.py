@@ -36,8 +36,8 @@ _MARKS: Final = (
     " FROM marks WHERE session = ? ORDER BY n"
 )
 _TURNS: Final = (
-    "SELECT n, turn_id, finish_reason, messages, prompt_tokens, cached_tokens, completion_tokens, turn_key, ending,"
-    " note FROM turns WHERE session = ? ORDER BY n"
+    "SELECT n, turn_id, finish_reason, messages, prompt_tokens, cached_tokens, completion_tokens, reasoning_tokens,"
+    " turn_key, ending, note FROM turns WHERE session = ? ORDER BY n"
 )
 _ORDER: Final = (
     "SELECT turn_id, request, params, rank, warnings, submitted_at, rendered_at, made_by, view_kept, view_resumes_at,"

@@ -323,7 +323,10 @@ class Recorder:
         self._database.execute("DELETE FROM orders WHERE session = ?", (row,))
 
 
-_INSERT_TURN: Final = "INSERT INTO turns VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
+_INSERT_TURN: Final = (
+    "INSERT INTO turns (session, n, turn_id, finish_reason, messages, prompt_tokens, cached_tokens, completion_tokens,"
+    " reasoning_tokens, turn_key, ending, note) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
+)
 
 
 def delete(database: sqlite3.Connection, purge: Purge) -> list[str]:

@@ -111,9 +111,9 @@ def _object(column: str | None) -> dict[str, object]:
 
 
 def turn_row(turn: TranscriptTurn) -> Row:
-    """Return the columns from ``turn_id`` to ``completion_tokens``."""
+    """Return the columns from ``turn_id`` to ``completion_tokens``, and ``reasoning_tokens``."""
     usage = turn.usage
-    tokens = (usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens)
+    tokens = (usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens, usage.reasoning_tokens)
     return (turn.turn_id, turn.finish_reason, turn.messages, *tokens)
 
 
@@ -125,9 +125,14 @@ def turns_of(rows: Sequence[Row]) -> tuple[TranscriptTurn, ...]:
                 "turn_id": turn_id,
                 "finish_reason": finish_reason,
                 "messages": messages,
-                "usage": {"prompt_tokens": prompt, "cached_tokens": cached, "completion_tokens": completion},
+                "usage": {
+                    "prompt_tokens": prompt,
+                    "cached_tokens": cached,
+                    "completion_tokens": completion,
+                    "reasoning_tokens": reasoning,
+                },
             }
-            for turn_id, finish_reason, messages, prompt, cached, completion in rows
+            for turn_id, finish_reason, messages, prompt, cached, completion, reasoning in rows
         )
     )
 

@@ -161,4 +161,8 @@ MIGRATIONS: Final[Steps] = (
         # What was shown where that is not the text, as JSON: parts of an answer.
         "ALTER TABLE said ADD COLUMN parts TEXT",
     ),
+    (
+        # Of the tokens that a turn made, those of what was thought.
+        "ALTER TABLE turns ADD COLUMN reasoning_tokens INTEGER NOT NULL DEFAULT 0",
+    ),
 )

@@ -131,6 +131,7 @@ def test_usage_is_the_last_chunk_where_it_is_asked_for() -> None:
         "completion_tokens": 2,
         "total_tokens": 12,
         "prompt_tokens_details": {"cached_tokens": 4},
+        "completion_tokens_details": {"reasoning_tokens": 0},
     }
 
 
