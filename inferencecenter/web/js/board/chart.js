@@ -17,12 +17,14 @@ import { html, useEffect, useId, useRef, useState } from "../ui.js";
  * @property {readonly Line[]} lines  Drawn in the colours `--chart-1`, `--chart-2`, …
  * @property {(value: number | null | undefined) => string} show
  * @property {number | null} [ceiling]  The axis goes up to it at least.
+ * @property {boolean} [whole]  There is nothing between 1 and 2.
  * @property {string} [note]
  */
 
 const HEIGHT_PX = 132;
 const AXIS_PX = 52;
 const SECONDS_BELOW_S = 120;
+const WHOLE_STEPS = [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000];
 const SYNC = uPlot.sync("board");
 
 /**
@@ -105,6 +107,7 @@ function draw(parent, view, point) {
         {
           ...axis, grid: { stroke: faint, width: 1 }, ticks: { show: false }, size: AXIS_PX, space: 28,
           values: (_plot, values) => values.map((value) => view.current.options.show(value)),
+          ...(view.current.options.whole ? { incrs: WHOLE_STEPS } : {}),
         },
       ],
       series: [{}, ...lines.map((line, index) => lineOf(parent, line, index))],

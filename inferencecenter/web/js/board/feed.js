@@ -27,6 +27,15 @@ export class Feed {
   }
 
   /**
+   * Has readings come every second for as long as a component wants them.
+   *
+   * @param {boolean} active
+   */
+  useFollowing(active) {
+    useEffect(() => (active ? this.follow() : undefined), [this, active]);
+  }
+
+  /**
    * Has readings come every second.
    *
    * @returns {() => void} Ends that.
