@@ -1,0 +1,81 @@
+// @ts-check
+/** Parts of the dashboard that are text: tiles, facts, and readings as a table. */
+
+import { html, useId } from "../ui.js";
+import { factsOf } from "./facts.js";
+
+/**
+ * One number that matters.
+ *
+ * @param {{label: string, value: unknown, of?: string, note?: string, mood?: string}} props
+ */
+export function Tile({ label, value, of = "", note = "", mood = "" }) {
+  return html`<div class="tile" data-mood=${mood || undefined}>
+    <dt>${label}</dt>
+    <dd><b>${value}</b>${of && html` <span class="tile-of">${of}</span>`}${note && html`<small>${note}</small>`}</dd>
+  </div>`;
+}
+
+/**
+ * A titled part of the page.
+ *
+ * @param {{title: string, aside?: unknown, children?: unknown}} props
+ */
+export function Panel({ title, aside, children }) {
+  const id = useId();
+  return html`<section class="panel" aria-labelledby=${id}>
+    <header class="panel-head"><h2 id=${id}>${title}</h2>${aside}</header>
+    ${children}
+  </section>`;
+}
+
+/**
+ * What `status` tells of one side of the daemon.
+ *
+ * @param {{title: string, told: {answer: any, fault: string}}} props
+ */
+export function Facts({ title, told }) {
+  const facts = factsOf(told.answer?.values);
+  return html`<${Panel} title=${title}>
+    ${told.fault && html`<p class="board-fault">${told.fault}</p>`}
+    ${!told.fault && !facts.length && html`<p class="board-quiet">${told.answer ? "Nothing to tell." : "Asking…"}</p>`}
+    <dl class="facts">
+      ${facts.map(({ name, label, text }) => html`<div key=${name}><dt>${label}</dt><dd>${text}</dd></div>`)}
+    </dl>
+  <//>`;
+}
+
+/**
+ * What the charts show, for those who do not see them.
+ *
+ * @param {object} props
+ * @param {readonly import("./chart.js").ChartOptions[]} props.charts
+ * @param {import("./history.js").History} props.history
+ * @param {number} props.windowS
+ */
+export function Readings({ charts, history, windowS }) {
+  const rows = charts.flatMap((chart) =>
+    chart.lines.map((line) => {
+      const label = chart.lines.length > 1 ? `${chart.title}: ${line.label}` : chart.title;
+      return { label, show: chart.show, summary: history.summary(line.column, windowS) };
+    }),
+  );
+  return html`<div class="table-scroll" tabindex="0" role="region" aria-label="Readings as a table">
+    <table>
+      <thead>
+        <tr>
+          <th scope="col">Reading</th>
+          ${["Now", "Lowest", "Mean", "Highest"].map((name) => html`<th scope="col" key=${name} class="number">${name}</th>`)}
+        </tr>
+      </thead>
+      <tbody>
+        ${rows.map(
+          ({ label, show, summary }) => html`<tr key=${label}>
+            <th scope="row">${label}</th>
+            ${[summary.now, summary.lowest, summary.mean, summary.highest].map((value) => html`<td class="number">${show(value)}</td>`)}
+          </tr>`,
+        )}
+      </tbody>
+    </table>
+  </div>`;
+}

@@ -1,0 +1,88 @@
+// @ts-check
+/** What one used by day, and what one's token may still use. */
+
+import { html } from "../ui.js";
+import { count, duration } from "./format.js";
+import { Panel } from "./panels.js";
+
+/** @typedef {{day: string, turns: number, prompt_tokens: number, cached_tokens: number, completion_tokens: number}} Day */
+/** @typedef {{label: string, used: number, limit: number | null, note: string}} Allowance */
+
+/**
+ * Returns what limits say of now. Pure.
+ *
+ * @param {any} left  `left` of `usage`.
+ * @param {any} limits  `limits` of `auth_success`.
+ * @returns {Allowance[]}
+ */
+export function allowancesOf(left, limits) {
+  const { tokens_per_day: day, tokens_per_minute: tokens, requests_per_minute: requests, concurrent_turns: turns } = limits;
+  /** @type {(limit: number | undefined, rest: number | undefined) => number} */
+  const gone = (limit, rest) => Math.max(0, (limit ?? 0) - (rest ?? 0));
+  const all = [
+    { label: "Tokens today", used: left.tokens_today, limit: day ?? null, note: `starts anew in ${duration(left.day_ends_in_ms)}` },
+    { label: "Turns under way", used: left.turns, limit: turns ?? null, note: "" },
+  ];
+  if (tokens) all.push({ label: "Tokens this minute", used: gone(tokens, left.minute_tokens_left), limit: tokens, note: "" });
+  if (requests) all.push({ label: "Questions this minute", used: gone(requests, left.requests_left), limit: requests, note: "" });
+  return all;
+}
+
+/**
+ * @param {{told: {answer: any, fault: string}, account: any}} props
+ */
+export function Usage({ told, account }) {
+  const usage = told.answer;
+  const aside = account && html`<span class="board-quiet">${account.client_id}</span>`;
+  return html`<${Panel} title="Your usage" aside=${aside}>
+    ${told.fault && html`<p class="board-fault">${told.fault}</p>`}
+    ${usage?.left && html`<${Allowances} all=${allowancesOf(usage.left, account?.limits ?? {})} />`}
+    ${usage && html`<${Days} days=${usage.days} />`}
+  <//>`;
+}
+
+/** @param {{all: readonly Allowance[]}} props */
+function Allowances({ all }) {
+  return html`<dl class="allowances">
+    ${all.map(
+      ({ label, used, limit, note }) => html`<div key=${label}>
+        <dt>${label}</dt>
+        <dd>
+          <b>${count(used)}</b> ${limit === null ? html`<span class="board-quiet">no limit</span>` : `of ${count(limit)}`}
+          ${limit !== null && html`<meter min="0" max=${limit} high=${limit * 0.9} value=${Math.min(used, limit)} aria-label=${label}></meter>`}
+          ${note && html`<small>${note}</small>`}
+        </dd>
+      </div>`,
+    )}
+  </dl>`;
+}
+
+/** @param {{days: readonly Day[]}} props */
+function Days({ days }) {
+  if (!days.length) return html`<p class="board-quiet">No turn has ended in the last 30 days.</p>`;
+  const most = Math.max(...days.map(tokensOf), 1);
+  return html`<div class="table-scroll" tabindex="0" role="region" aria-label="Usage by day">
+    <table>
+      <thead>
+        <tr>
+          <th scope="col">Day (UTC)</th><th scope="col" class="number">Turns</th><th scope="col" class="number">Read</th>
+          <th scope="col" class="number">From cache</th><th scope="col" class="number">Written</th>
+        </tr>
+      </thead>
+      <tbody>
+        ${days.toReversed().map(
+          (day) => html`<tr key=${day.day}>
+            <th scope="row">${day.day}<span class="bar" style=${{ "--part": tokensOf(day) / most }} aria-hidden="true"></span></th>
+            <td class="number">${count(day.turns)}</td><td class="number">${count(day.prompt_tokens)}</td>
+            <td class="number">${count(day.cached_tokens)}</td><td class="number">${count(day.completion_tokens)}</td>
+          </tr>`,
+        )}
+      </tbody>
+    </table>
+  </div>`;
+}
+
+/** @param {Day} day */
+function tokensOf(day) {
+  return day.prompt_tokens + day.completion_tokens;
+}

@@ -1,0 +1,111 @@
+// @ts-check
+/** Which models there are; operators choose the one that answers, and free memory. */
+
+import { useActive } from "../board/feed.js";
+import { count, magnitude, memory, percent } from "../board/format.js";
+import { shelfOf } from "../board/shelf.js";
+import { account, link } from "../state.js";
+import { html, useEffect, useMemo } from "../ui.js";
+
+const EVERY_MS = 10_000;
+const EVERY_WHILE_LOADING_MS = 1500;
+const MAY_SWAP = "operator";
+/** @type {Readonly<Record<string, [string, string]>>} */
+const STATES = {
+  loaded: ["In memory", "good"],
+  loading: ["Loading", "busy"],
+  asleep: ["Asleep", "calm"],
+  unloaded: ["Not loaded", "calm"],
+  failed: ["Failed", "bad"],
+};
+/** @type {Readonly<Record<string, string>>} */
+const PHASES = {
+  asked: "Asking…",
+  draining: "Waiting for the turns of another model, whose memory is needed",
+  loading: "Loading",
+};
+
+/** The list of models; without a connection nothing. */
+export function Models() {
+  const there = link.value;
+  return there && html`<${List} link=${there} />`;
+}
+
+/** @param {{link: import("../wire/link.js").Link}} props */
+function List({ link: there }) {
+  const shelf = useMemo(() => shelfOf(there), [there]);
+  const active = useActive(there);
+  const models = shelf.models.value;
+  const loading = models?.some((model) => model.state === "loading") ?? false;
+  useEffect(() => {
+    if (!active) return undefined;
+    shelf.refresh();
+    const timer = setInterval(() => shelf.refresh(), loading ? EVERY_WHILE_LOADING_MS : EVERY_MS);
+    return () => clearInterval(timer);
+  }, [shelf, active, loading]);
+  const may = account.value?.scopes.includes(MAY_SWAP) ?? false;
+  const { words, hint, failed } = shelf.said.value;
+  return html`<div class="board">
+    <header class="board-head">
+      <h1>Models</h1>
+      <p class="board-quiet">
+        ${may ? "A question to a model that is not loaded loads it." : "Operators choose which model answers; a question loads it where that is needed."}
+      </p>
+    </header>
+    <div role="status">
+      ${words && html`<p class=${failed ? "board-fault" : "board-note"}>${words}${hint && html` <span>${hint}</span>`}</p>`}
+    </div>
+    ${models === null && html`<p class="board-quiet">Asking…</p>`}
+    ${models?.length === 0 && html`<p class="board-quiet">There is no model that you may use.</p>`}
+    <ul class="models">
+      ${models?.map((model) => html`<${Model} key=${model.name} model=${model} shelf=${shelf} may=${may && active} />`)}
+    </ul>
+  </div>`;
+}
+
+/** @param {{model: any, shelf: import("../board/shelf.js").Shelf, may: boolean}} props */
+function Model({ model, shelf, may }) {
+  const swap = shelf.swap.value;
+  const [state, mood] = STATES[model.state] ?? [model.state, "calm"];
+  const inMemory = model.state === "loaded" || model.state === "loading";
+  return html`<li class="model">
+    <div class="model-head">
+      <h2>${model.name}</h2>
+      ${model.default && html`<span class="badge" data-mood="accent">Default</span>`}
+      <span class="badge" data-mood=${mood}>${state}</span>
+    </div>
+    <p class="model-facts">${factsOf(model).map((fact) => html`<span key=${fact}>${fact}</span>`)}</p>
+    ${model.detail && html`<p class="board-fault">${model.detail}</p>`}
+    ${swap?.name === model.name && html`<${Progress} swap=${swap} />`}
+    ${may &&
+    html`<div class="model-acts">
+      ${!(model.default && inMemory) &&
+      html`<button type="button" disabled=${swap !== null} aria-label=${`${model.default ? "Load" : "Switch to"} ${model.name}`}
+        onClick=${() => shelf.load(model.name)}>${model.default ? "Load" : "Switch to it"}</button>`}
+      ${inMemory &&
+      html`<button type="button" class="quiet-button" disabled=${swap !== null} aria-label=${`Unload ${model.name}`}
+        onClick=${() => shelf.unload(model.name)}>Unload</button>`}
+    </div>`}
+  </li>`;
+}
+
+/** @param {{swap: import("../board/shelf.js").Swap}} props */
+function Progress({ swap }) {
+  const words = PHASES[swap.phase] ?? swap.phase;
+  const known = swap.phase === "loading";
+  return html`<div class="model-progress">
+    <span role="status">${words}</span>
+    ${known && html` <span>${percent(swap.done)}</span>`}
+    <progress aria-label=${`Loading ${swap.name}`} max="1" value=${known ? swap.done : undefined}></progress>
+  </div>`;
+}
+
+/** @param {any} model */
+function factsOf(model) {
+  return [
+    model.parameters && `${magnitude(model.parameters)} parameters`,
+    model.size_mb && memory(model.size_mb),
+    model.n_ctx && `${count(model.n_ctx)} tokens of context`,
+    model.slots && (model.slots === 1 ? "1 turn at once" : `${count(model.slots)} turns at once`),
+  ].filter(Boolean);
+}
