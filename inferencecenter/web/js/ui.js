@@ -3,5 +3,5 @@
 
 export { Fragment } from "../vendor/preact.js";
 export { html, render } from "../vendor/htm-preact.js";
-export { useCallback, useEffect, useLayoutEffect, useMemo, useRef, useState } from "../vendor/preact-hooks.js";
+export { useCallback, useEffect, useId, useLayoutEffect, useMemo, useRef, useState } from "../vendor/preact-hooks.js";
 export { batch, computed, effect, signal, useComputed, useSignal, useSignalEffect } from "../vendor/signals.js";
