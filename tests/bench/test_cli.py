@@ -208,15 +208,17 @@ async def test_a_peer_with_other_slots_gets_no_ratio(daemon: RunningDaemon) -> N
             Options(backend="echo", clients=(2,), max_tokens=8, duration_s=0.2, repeat=1),
             "generation",
         ),
-        (
+        pytest.param(
             "dialects",
             Options(backend="echo", clients=(2,), max_tokens=8, duration_s=0.2, repeat=1),
             "front CPU a token",
+            marks=pytest.mark.slow,
         ),
-        (
+        pytest.param(
             "resend",
             Options(backend="echo", clients=(1,), prompt_tokens=(800,), max_tokens=8, count=2, repeat=1),
             "tokens read a turn",
+            marks=pytest.mark.slow,
         ),
         pytest.param(
             "soak",
@@ -258,6 +260,7 @@ async def test_a_question_that_a_run_could_not_answer_is_refused(name: str, give
         await run_scenario(scenario, options, Heard())
 
 
+@pytest.mark.slow
 async def test_answers_with_a_schema_are_as_long_as_those_without(demo_model_path: Path) -> None:
     """Both end by their length, else their rates could not be compared."""
     scenario = find("structured")
