@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, TypeAlias
 
 from inferencecenter.engine.sampling.digits import Digits, begins_with_digit
-from inferencecenter.engine.sampling.structured import Constraint, compiled, tokenizer_of
+from inferencecenter.engine.sampling.structured import Constraint, compiled, names_of, tokenizer_of
 from inferencecenter.engine.trial import Trial
 from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.ipc.messages import Piece
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
     from inferencecenter.engine.backend import Backend
+    from inferencecenter.engine.sampling.structured import Names
     from inferencecenter.ipc.messages import Grammar
 
 _MAX_BYTES: Final = 256 * 1024 * 1024
@@ -58,6 +60,7 @@ class Grammars:
         self._trial = trial or Trial()
         self._clock = clock
         self._tokenizer: LLTokenizer | None = None
+        self._names: Names | None = None
         self._control: dict[str, int] = {}
         self._more_digits: npt.NDArray[np.bool_] | None = None
         self._kept: OrderedDict[_Key, _Kept] = OrderedDict()
@@ -121,11 +124,10 @@ class Grammars:
                 return kept
             size_bytes = 0
             matcher: LLMatcher | str
-            self._trial.start()  # while the vocabulary is looked at
             try:
-                tokenizer = self._prepared()
-                size_bytes = self._trial.run(grammar)
+                tokenizer, names = self._prepared()
                 markers = {name: self._control[name] for name in key[2] if name in self._control}
+                size_bytes = self._trial.run(names, grammar, markers)
                 matcher = compiled(tokenizer, grammar, markers)
             except InferenceCenterError as error:
                 if error.code is not ErrorCode.INVALID_GRAMMAR:
@@ -135,13 +137,16 @@ class Grammars:
             self._keep(key, kept)
             return kept
 
-    def _prepared(self) -> LLTokenizer:
-        if self._tokenizer is None:
+    def _prepared(self) -> tuple[LLTokenizer, Names]:
+        if self._tokenizer is None or self._names is None:
             backend = self._backend
-            self._tokenizer = tokenizer_of(backend)
-            tokens = range(backend.model.n_vocab)
-            self._control = {backend.token_text(token): token for token in tokens if not backend.token_bytes(token)}
-        return self._tokenizer
+            self._names = names_of(backend)
+            self._control = {text: token for token, text in self._names.special.items()}
+            self._trial.start(self._names)  # it gets ready meanwhile
+            self._tokenizer = tokenizer_of(
+                self._names, backend.token_bytes, tokenize=lambda text: backend.tokenize((Piece(text),), first=False)
+            )
+        return self._tokenizer, self._names
 
     def _keep(self, key: _Key, kept: _Kept) -> None:
         with self._looking:

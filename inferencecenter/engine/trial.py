@@ -2,8 +2,10 @@
 
 llguidance bounds what a grammar may grow to, but not everything that it does before: a schema of 80 characters takes
 half a minute and 400 MB, a chain of 15,000 rules overflows the stack, and neither can be stopped from outside. So each
-grammar is compiled once in a process that may be killed, on a small stack and with little memory, and only if it
-survives in the engine's. What the other process finds wrong with it is not asked: its vocabulary is another.
+grammar is compiled once in a process that may be killed, on a small stack and with little memory, and in the engine
+only if it was compiled there. The other process has a vocabulary with the same names, whose text is single bytes.
+
+Each line that it reads and writes is JSON: first the names, then grammars; for each of these what came of it.
 """
 
 from __future__ import annotations
@@ -15,14 +17,19 @@ import select
 import subprocess
 import sys
 import threading
+import time
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Final
+from typing import IO, TYPE_CHECKING, Any, Final
 
+from inferencecenter.engine.sampling.structured import Names, compiled, tokenizer_of
 from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.ipc.messages import Grammar
 
 if TYPE_CHECKING:
-    from inferencecenter.ipc.messages import Grammar
+    from collections.abc import Mapping
+
+    from llguidance import LLTokenizer
 
 TIMEOUT_S: Final = 5.0
 """How long a compilation may take; those that applications send take milliseconds."""
@@ -49,44 +56,51 @@ class Trial:
         self._process: subprocess.Popen[bytes] | None = None
         self._ready = False
 
-    def start(self) -> None:
+    def start(self, names: Names) -> None:
         """Start the other process if there is none, so that it is ready when it is needed."""
-        if self._process is None or self._process.poll() is not None:
-            self.close()
-            self._ready = False
-            self._process = subprocess.Popen(  # noqa: S603 - ourselves
-                [sys.executable, "-m", __name__],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-            )
+        if self._process is not None and self._process.poll() is None:
+            return
+        self.close()
+        self._ready = False
+        self._process = subprocess.Popen(  # noqa: S603 - ourselves
+            [sys.executable, "-m", __name__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+        )
+        self._tell([names.n_vocab, list(names.special.items()), names.ends])
 
-    def run(self, grammar: Grammar) -> int:
-        """Compile a grammar and return how many bytes that took; also if there is something wrong with it.
+    def run(self, names: Names, grammar: Grammar, markers: Mapping[str, int]) -> int:
+        """Compile a grammar and return how many bytes that took.
+
+        Args:
+            names: Of the vocabulary that the grammar is for.
+            grammar: What is compiled.
+            markers: The tokens that it may name, by their texts.
 
         Raises:
-            InferenceCenterError: ``invalid_grammar`` where it takes too long, or more memory or stack than it may;
-                ``internal`` where the other process does not start.
+            InferenceCenterError: ``invalid_grammar`` where there is something wrong with it, or it takes too long, or
+                more memory or stack than it may; ``internal`` where the other process does not start.
         """
-        process = self._running()
-        assert process.stdin is not None
-        assert process.stdout is not None
-        try:
-            process.stdin.write(json.dumps([grammar.kind, grammar.text]).encode() + b"\n")
-            process.stdin.flush()
-            answer = _line(process.stdout, timeout_s=self._timeout_s)
-        except BrokenPipeError:
-            answer = b""
+        self.start(names)
+        if not self._ready and not self._hear(_START_TIMEOUT_S):
+            self.close()
+            raise InferenceCenterError(ErrorCode.INTERNAL, "The process that tries grammars does not start.")
+        self._ready = True
+        self._tell([grammar.kind, grammar.text, dict(markers)])
+        answer = self._hear(self._timeout_s)
         if answer is None:
             self.close()
             raise _refused(f"this grammar takes more than {self._timeout_s:g} s to compile")
         if not answer:
             self.close()
             raise _refused("this grammar is too large, or nested too deeply, to be compiled")
-        grown_bytes = int(answer)
+        grown_bytes, reason = json.loads(answer)
         if grown_bytes > _GROWN_BYTES:
             self.close()
-        return grown_bytes
+        if reason is not None:
+            raise _refused(reason)
+        return int(grown_bytes)
 
     def close(self) -> None:
         """End the other process, if there is one; another ``run`` starts the next."""
@@ -95,21 +109,31 @@ class Trial:
             process.kill()
             process.communicate()
 
-    def _running(self) -> subprocess.Popen[bytes]:
-        self.start()
+    def _tell(self, message: Any) -> None:
+        assert self._process is not None
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError):  # that it has ended is heard
+            self._process.stdin.write(json.dumps(message).encode() + b"\n")
+            self._process.stdin.flush()
+
+    def _hear(self, timeout_s: float) -> bytes | None:
+        """Return the next line; empty if the process has ended, ``None`` when nothing comes in time."""
         assert self._process is not None
         assert self._process.stdout is not None
-        if not self._ready and not _line(self._process.stdout, timeout_s=_START_TIMEOUT_S):
-            self.close()
-            raise InferenceCenterError(ErrorCode.INTERNAL, "The process that tries grammars does not start.")
-        self._ready = True
-        return self._process
+        return _line(self._process.stdout, timeout_s=timeout_s)
 
 
 def _line(pipe: IO[bytes], *, timeout_s: float) -> bytes | None:
-    """Return the line that comes next, which is short; empty at the end, ``None`` when nothing comes in time."""
-    ready, _, _ = select.select([pipe], [], [], timeout_s)
-    return os.read(pipe.fileno(), 64) if ready else None
+    line, ends_s = b"", time.monotonic() + timeout_s
+    while not line.endswith(b"\n"):
+        ready, _, _ = select.select([pipe], [], [], max(0.0, ends_s - time.monotonic()))
+        if not ready:
+            return None
+        data = os.read(pipe.fileno(), 65_536)
+        if not data:
+            return b""
+        line += data
+    return line
 
 
 def _refused(reason: str) -> InferenceCenterError:
@@ -117,36 +141,47 @@ def _refused(reason: str) -> InferenceCenterError:
 
 
 def main() -> int:
-    """Compile the grammars that come, one a line, until none will come any more."""
-    from llguidance import LLTokenizer  # noqa: PLC0415 - not wanted by who only asks
-
-    from inferencecenter.engine.sampling.structured import compiled  # noqa: PLC0415
-    from inferencecenter.ipc.messages import Grammar  # noqa: PLC0415
-
-    # Where a byte is a token nothing has to be told of the model's vocabulary, and the work is of the same order.
-    tokenizer = LLTokenizer("byte")
+    """Compile the grammars that come until none will come any more."""
+    lines = map(json.loads, sys.stdin.buffer)
+    n_vocab, special, ends = next(lines)
+    tokenizer = _byte_tokenizer(Names(n_vocab, dict(special), tuple(ends)))
     threading.stack_size(_STACK_BYTES)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_AS, (_size_bytes(0) + _MEMORY_BYTES,) * 2)
+    reasons: list[str] = []
 
-    def compile_one(grammar: Grammar) -> None:
-        with suppress(InferenceCenterError):  # the engine will find it too, and say so with its own vocabulary
-            compiled(tokenizer, grammar, {})
+    def compile_one(kind: str, text: str, markers: dict[str, int]) -> None:
+        try:
+            compiled(tokenizer, Grammar(kind, text), markers)
+        except InferenceCenterError as error:
+            reasons.append(error.message)
 
-    _say(b"ready")
-    for line in sys.stdin.buffer:
+    _say("ready")
+    for asked in lines:
         before_bytes = _size_bytes(1)
+        reasons.clear()
         _limit_cpu(TIMEOUT_S)
         # On a thread, whose stack has the size that was asked for.
-        thread = threading.Thread(target=compile_one, args=(Grammar(*json.loads(line)),))
+        thread = threading.Thread(target=compile_one, args=asked)
         thread.start()
         thread.join()
-        _say(str(max(0, _size_bytes(1) - before_bytes)).encode())
+        _say([max(0, _size_bytes(1) - before_bytes), reasons[0] if reasons else None])
     return os.EX_OK
 
 
-def _say(text: bytes) -> None:
-    sys.stdout.buffer.write(text + b"\n")
+def _byte_tokenizer(names: Names) -> LLTokenizer:
+    """Return a vocabulary with these names, in which a byte is a token and all other tokens are nothing."""
+    n_vocab = max(names.n_vocab, len(names.special) + 256)
+    plain = [token for token in range(n_vocab) if token not in names.special]
+    spelled = {token: bytes((byte,)) for byte, token in enumerate(plain[:256])}
+    whole = Names(n_vocab, names.special, names.ends)
+    return tokenizer_of(
+        whole, lambda token: spelled.get(token, b""), tokenize=lambda text: [plain[byte] for byte in text.encode()]
+    )
+
+
+def _say(message: Any) -> None:
+    sys.stdout.buffer.write(json.dumps(message).encode() + b"\n")
     sys.stdout.buffer.flush()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -14,6 +15,11 @@ from inferencecenter.engine.grammars import Grammars
 from inferencecenter.engine.trial import Trial
 from inferencecenter.errors import ErrorCode, InferenceCenterError
 from inferencecenter.ipc.messages import EngineOptions, Grammar
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from inferencecenter.engine.sampling.structured import Names
 
 MIB = 2**20
 WORD = Grammar("regex", "[a-z]+")
@@ -30,10 +36,10 @@ class Trials(Trial):
         self.may_go_on = threading.Event()
         self.may_go_on.set()
 
-    def start(self) -> None:
+    def start(self, _names: Names) -> None:
         """Start nothing."""
 
-    def run(self, grammar: Grammar) -> int:
+    def run(self, _names: Names, grammar: Grammar, _markers: Mapping[str, int]) -> int:
         """Take note, and wait until the test lets it go on."""
         self.tried.append(grammar.text)
         assert self.may_go_on.wait(20)

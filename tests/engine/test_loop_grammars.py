@@ -27,7 +27,9 @@ from inferencecenter.ipc.messages import (
 from tests.engine.harness import TIMEOUT_S, Engine, submit
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
+
+    from inferencecenter.engine.sampling.structured import Names
 
 SCHEMA = Grammar("json_schema", json.dumps({"type": "object", "additionalProperties": {"type": "integer"}}))
 
@@ -40,7 +42,7 @@ class Gate:
         self.open.set()
         self.entered = threading.Event()
 
-    def run(self, _grammar: Grammar) -> int:
+    def run(self, _names: Names, _grammar: Grammar, _markers: Mapping[str, int]) -> int:
         """Wait for the test."""
         self.entered.set()
         assert self.open.wait(TIMEOUT_S)
@@ -51,7 +53,7 @@ class Gate:
 def gate(monkeypatch: pytest.MonkeyPatch) -> Gate:
     """No grammar is tried in another process here."""
     gate = Gate()
-    monkeypatch.setattr(Trial, "start", lambda _trial: None)
+    monkeypatch.setattr(Trial, "start", lambda _trial, _names: None)
     monkeypatch.setattr(Trial, "run", gate.run)
     return gate
 

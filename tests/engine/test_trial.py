@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from typing import TYPE_CHECKING
 
 import pytest
 
+from inferencecenter.engine.sampling.structured import Names
 from inferencecenter.engine.trial import Trial
 from inferencecenter.errors import ErrorCode, InferenceCenterError
 from inferencecenter.ipc.messages import Grammar
@@ -15,6 +17,8 @@ from inferencecenter.ipc.messages import Grammar
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+NAMES = Names(1000, {0: "<unknown>", 900: "<tool_call>", 901: "<|im_end|>"}, (901,))
+MARKERS = {"<tool_call>": 900}
 SLOW = Grammar("json_schema", json.dumps({"type": "integer", "multipleOf": 999_983}))
 DEEP = Grammar("lark", "start: r0\n" + "\n".join(f"r{n}: r{n + 1}" for n in range(15_000)) + '\nr15000: "a"\n')
 PLAIN = Grammar("regex", "a+")
@@ -24,7 +28,7 @@ PLAIN = Grammar("regex", "a+")
 def trial() -> Iterator[Trial]:
     """A trial with a process that has started, and not much patience."""
     trial = Trial(timeout_s=1.0)
-    trial.run(PLAIN)
+    trial.run(NAMES, PLAIN, MARKERS)
     yield trial
     trial.close()
 
@@ -36,47 +40,76 @@ def pid_of(trial: Trial) -> int:
 
 
 @pytest.mark.parametrize(
-    "grammar", [PLAIN, Grammar("regex", "(a"), Grammar("json_schema", "{"), Grammar("lark", 'start: "\ud83d\ude00é"\n')]
+    "grammar",
+    [
+        PLAIN,
+        Grammar("lark", 'start: "\U0001f600é" <[<tool_call>]> <|im_end|> <[0,999]>\n'),
+        Grammar("json_schema", '{"type": "object"}'),
+    ],
 )
-def test_an_ordinary_grammar_passes_also_if_it_is_wrong(trial: Trial, grammar: Grammar) -> None:
-    """What is wrong with it is for the engine to say; the same process takes the next one."""
+def test_an_ordinary_grammar_passes(trial: Trial, grammar: Grammar) -> None:
+    """Whatever it names of the model's vocabulary; the same process takes the next one."""
     before = pid_of(trial)
-    assert trial.run(grammar) < 32 * 2**20
+    assert trial.run(NAMES, grammar, MARKERS) < 32 * 2**20
     assert pid_of(trial) == before
 
 
-@pytest.mark.parametrize(("grammar", "said"), [(SLOW, "more than 1 s"), (DEEP, "too large, or nested too deeply")])
+@pytest.mark.parametrize(
+    ("grammar", "said"),
+    [
+        (Grammar("regex", "(a"), "unclosed group"),
+        (Grammar("json_schema", "{"), "no JSON"),
+        (Grammar("lark", "start: <|im_start|>"), "unknown special token"),
+        (Grammar("lark", "start: <[1000]>"), "1000"),
+    ],
+)
+def test_what_is_wrong_is_said_and_the_process_stays(trial: Trial, grammar: Grammar, said: str) -> None:
+    """The engine is spared what the trial could not compile to its end."""
+    before = pid_of(trial)
+    with pytest.raises(InferenceCenterError, match=re.escape(said)):
+        trial.run(NAMES, grammar, MARKERS)
+    assert pid_of(trial) == before
+
+
+@pytest.mark.parametrize(
+    ("grammar", "said"),
+    [
+        (SLOW, "more than 1 s"),
+        (DEEP, "too large, or nested too deeply"),
+        (Grammar("lark", f"start: <|im_end|> | <[<tool_call>]> | %json {SLOW.text}"), "more than 1 s"),
+    ],
+)
 def test_what_a_grammar_ends_is_replaced(trial: Trial, grammar: Grammar, said: str) -> None:
     """The grammar is refused, and the next one is tried as if nothing had been."""
-    trial.run(PLAIN)
+    trial.run(NAMES, PLAIN, MARKERS)
     before = pid_of(trial)
     with pytest.raises(InferenceCenterError, match=said) as refused:
-        trial.run(grammar)
+        trial.run(NAMES, grammar, MARKERS)
     assert refused.value.code is ErrorCode.INVALID_GRAMMAR
     with pytest.raises(ProcessLookupError):
         os.kill(before, 0)
-    trial.run(PLAIN)
+    trial.run(NAMES, PLAIN, MARKERS)
 
 
 def test_a_large_grammar_says_what_it_takes_and_has_the_process_to_itself(trial: Trial) -> None:
     """Memory that it leaves behind would not be counted with the next one."""
     many = {f"field_{n}": {"type": "string", "maxLength": n} for n in range(1500)}
     large = Grammar("json_schema", json.dumps({"type": "object", "properties": many, "required": list(many)}))
-    assert trial.run(large) > 2**20
+    assert trial.run(NAMES, large, MARKERS) > 2**20
 
 
 def test_a_process_that_was_ended_by_somebody_else_is_replaced(trial: Trial) -> None:
     """The kernel may take it when memory is short: nobody hears of it."""
-    trial.run(PLAIN)
+    trial.run(NAMES, PLAIN, MARKERS)
     os.kill(pid_of(trial), 9)
     assert trial._process is not None
     trial._process.wait()
-    trial.run(PLAIN)
+    trial.run(NAMES, PLAIN, MARKERS)
 
 
 def test_without_a_process_nothing_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """That is no fault of the grammar."""
     monkeypatch.setattr("inferencecenter.engine.trial.sys.executable", "/bin/false")
     with pytest.raises(InferenceCenterError) as failed:
-        Trial().run(PLAIN)
+        Trial().run(NAMES, PLAIN, {})
     assert failed.value.code is ErrorCode.INTERNAL

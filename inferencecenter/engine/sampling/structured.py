@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -17,7 +18,6 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper,
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from inferencecenter.errors import ErrorCode, InferenceCenterError
-from inferencecenter.ipc.messages import Piece
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -48,40 +48,62 @@ _EXCERPT: Final = re.compile(r"\n +\d+ \| .*", re.DOTALL)
 _GBNF_ESCAPE: Final = re.compile(r"\\(\\|u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8})")
 
 
+@dataclass(frozen=True, slots=True)
+class Names:
+    """What grammars can name of a vocabulary of ``n_vocab`` tokens: the ``special`` ones, which are no text.
+
+    Those of them that are ``ends`` end a generation.
+    """
+
+    n_vocab: int
+    special: Mapping[int, str]
+    ends: tuple[int, ...]
+
+
 class _Tokens(TokenizerWrapper):
     """A vocabulary as llguidance takes it."""
 
-    def __init__(self, backend: Backend) -> None:
+    def __init__(self, names: Names, token_bytes: Callable[[int], bytes], tokenize: Callable[[str], list[int]]) -> None:
         self.is_tokenizer_wrapper = True
-        self._backend = backend
-        tokens = range(backend.model.n_vocab)
-        ends = [token for token in tokens if backend.is_end(token)]
-        hidden = {token for token in tokens if not backend.token_bytes(token)}.union(ends)
         self.bos_token_id = None
-        self.eos_token_id = ends[0]
-        self.eos_token_ids = ends
-        self.special_token_ids = sorted(hidden)
+        self.eos_token_id = names.ends[0]
+        self.special_token_ids = sorted(names.special)
         self.tokens = [
-            backend.token_text(token).encode() if token in hidden else backend.token_bytes(token) for token in tokens
+            names.special[token].encode() if token in names.special else token_bytes(token)
+            for token in range(names.n_vocab)
         ]
+        self._tokenize = tokenize
 
     def __call__(self, text: str | bytes) -> list[int]:
         """Return the tokens of a text; called only where a part of a grammar asks for it with an option of its own."""
-        if isinstance(text, bytes):
-            text = text.decode(errors="replace")
-        return self._backend.tokenize((Piece(text),), first=False)
+        return self._tokenize(text.decode(errors="replace") if isinstance(text, bytes) else text)
 
 
-def tokenizer_of(backend: Backend) -> LLTokenizer:
-    """Return llguidance's view of a backend's vocabulary: a second of work for 152,000 tokens, and 60 MB.
+def names_of(backend: Backend) -> Names:
+    """Return what grammars can name of a backend's vocabulary.
 
     Raises:
         InferenceCenterError: ``invalid_grammar`` where no token ends a generation, so that no form is ever complete.
     """
-    if not any(backend.is_end(token) for token in range(backend.model.n_vocab)):
+    tokens = range(backend.model.n_vocab)
+    ends = tuple(token for token in tokens if backend.is_end(token))
+    if not ends:
         raise _refused("this model has no token that ends an answer, so an answer cannot have a form")
-    tokens = _Tokens(backend)
-    return LLTokenizer(tokens, eos_token=tokens.eos_token_ids)
+    special = {*ends, *(token for token in tokens if not backend.token_bytes(token))}
+    return Names(len(tokens), {token: backend.token_text(token) for token in sorted(special)}, ends)
+
+
+def tokenizer_of(
+    names: Names, token_bytes: Callable[[int], bytes], *, tokenize: Callable[[str], list[int]]
+) -> LLTokenizer:
+    """Return llguidance's view of a vocabulary: a second of work for 152,000 tokens, and 60 MB.
+
+    Args:
+        names: The tokens that are no text.
+        token_bytes: Gives the bytes of the others.
+        tokenize: Gives the tokens of a text.
+    """
+    return LLTokenizer(_Tokens(names, token_bytes, tokenize), eos_token=list(names.ends))
 
 
 def lark_of(grammar: Grammar, markers: Mapping[str, int]) -> str:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 
 from inferencecenter.engine.echo import MESSAGE_END, MESSAGE_START, EchoBackend
-from inferencecenter.engine.sampling.structured import Constraint, compiled, tokenizer_of
+from inferencecenter.engine.sampling.structured import Constraint, compiled, names_of, tokenizer_of
 from inferencecenter.errors import ErrorCode, InferenceCenterError
 from inferencecenter.ipc.messages import EngineOptions, Grammar
 from tests.engine.schemas import CASES, UNSUPPORTED, Case
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 BACKEND = EchoBackend(EngineOptions(backend="echo", parent_pid=0))
-TOKENIZER = tokenizer_of(BACKEND)
+TOKENIZER = tokenizer_of(names_of(BACKEND), BACKEND.token_bytes, tokenize=lambda text: [*text.encode()])
 N_VOCAB = BACKEND.model.n_vocab
 # llguidance has DEL escaped, which JSON does not ask for.
 TEXTS = st.text(st.characters(exclude_characters="\x7f", codec="utf-8"))
