@@ -158,10 +158,12 @@ _Patterns: TypeAlias = Annotated[
     BeforeValidator(_as_list, json_schema_input_type=str | tuple[str, ...]),
 ]
 _Seed: TypeAlias = Annotated[
-    Annotated[int, Field(ge=0, le=MAX_SEED)] | None, BeforeValidator(_minus_one_is_none, json_schema_input_type=int)
+    Annotated[int, Field(ge=0, le=MAX_SEED)] | None,
+    BeforeValidator(_minus_one_is_none, json_schema_input_type=Annotated[int, Field(ge=-1, le=MAX_SEED)]),
 ]
 _MaxTokens: TypeAlias = Annotated[
-    Annotated[int, Field(ge=1, le=MAX_TOKENS)] | None, BeforeValidator(_minus_one_is_none, json_schema_input_type=int)
+    Annotated[int, Field(ge=1, le=MAX_TOKENS)] | None,
+    BeforeValidator(_minus_one_is_none, json_schema_input_type=Annotated[int, Field(ge=-1, le=MAX_TOKENS)]),
 ]
 
 

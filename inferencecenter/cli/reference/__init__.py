@@ -1,4 +1,4 @@
-"""Documentation that is generated from the code, so that it cannot say anything else.
+"""Documentation that is generated from the code, so that it cannot say anything else, and what the web page knows.
 
 ``documents`` returns every generated file; ``inferencecenter docs`` writes them, ``docs --check`` compares.
 """
@@ -7,7 +7,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from inferencecenter.cli.reference import configuration, errors, metrics, openapi, protocol, states
+from inferencecenter.cli.reference import (
+    configuration,
+    errors,
+    metrics,
+    openapi,
+    protocol,
+    states,
+    wire_params,
+    wire_types,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -26,4 +35,6 @@ def documents() -> Mapping[str, str]:
         "docs/states.md": states.page(),
         "docs/metrics.md": metrics.page(),
         "config/inferencecenter.toml": configuration.default_toml(),
+        "inferencecenter/web/js/wire/types.d.ts": wire_types.module(),
+        "inferencecenter/web/js/wire/params.js": wire_params.module(),
     }

@@ -18,7 +18,7 @@ from inferencecenter.protocol.requests import AnyRequest
 from inferencecenter.protocol.scopes import SCOPES
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
 
     from inferencecenter.protocol.base import Event, Request
 
@@ -39,7 +39,7 @@ def page() -> str:
         protocol_text.EVENTS,
         *(_operation(kind) for kind in _EVENTS),
         "## Values",
-        *(_value(kind) for kind in _values()),
+        *(_value(kind) for kind in values_of((*_REQUESTS, *_EVENTS))),
         "## Parameters",
         protocol_text.PARAMETERS,
         _parameters(),
@@ -92,10 +92,10 @@ def _fields(kind: type[BaseModel], *, skip: tuple[str, ...] = ()) -> str:
     return markdown.table(("field", "type", "always", "meaning"), rows) if rows else ""
 
 
-def _values() -> Iterator[type[BaseModel]]:
-    """Models that other models carry, in the order of their names."""
+def values_of(kinds: Iterable[type[BaseModel]]) -> Iterator[type[BaseModel]]:
+    """Yield the models that these carry, directly or in others, in the order of their names."""
     found: dict[str, type[BaseModel]] = {}
-    waiting: list[type[BaseModel]] = [*_REQUESTS, *_EVENTS]
+    waiting: list[type[BaseModel]] = [*kinds]
     while waiting:
         for field in waiting.pop().model_fields.values():
             for kind in _models_in(field.annotation):
