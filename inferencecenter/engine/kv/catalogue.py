@@ -33,6 +33,7 @@ class Entry:
 
     ``tokens`` are packed; ``file_bytes`` is header and payload. ``verified``: the copy in RAM is known to be what was
     saved. ``durable``: it may be copied to disk; ``refused``: that was tried and failed. ``spare``: a slot has it too.
+    ``in_vain``: when it was to come from disk the last time, there was no room in RAM.
     """
 
     key: str
@@ -45,6 +46,7 @@ class Entry:
     verified: bool = True
     refused: bool = False
     spare: bool = False
+    in_vain: bool = False
     ram: Place = Place.ABSENT
     disk: Place = Place.ABSENT
     used: int = 0
@@ -160,6 +162,7 @@ class Catalogue:
             ready=ready,
             tokens=entry.tokens,
             spare=entry.spare,
+            in_vain=entry.in_vain,
         )
 
     def room_in_ram(

@@ -218,6 +218,7 @@ class KvStore:
         """Bring a sequence from disk to RAM; ``on_fetched`` is called however that ends, and if there is nothing to do.
 
         One that is damaged, or for which RAM is too small, is dropped. Entries with a key in ``keep`` stay in RAM.
+        Where there is no room for now, that is told when there may be some, and what ``find`` returns is ``in_vain``.
         """
         self._tiers.settle()
         entry = self._tiers.catalogue.get(key)
@@ -225,7 +226,7 @@ class KvStore:
             return
         if entry is None or entry.ram is Place.THERE or not self._tiers.fetch(entry, keep, self._on_fetched):
             # In the order of the jobs: those that keep RAM occupied for now are done when this one is.
-            self._tiers.notify(self._on_fetched)
+            self._tiers.notify(self._on_fetched, entry)
 
     def forget(self, key: str) -> None:
         """Delete what is parked under ``key``, from both tiers."""

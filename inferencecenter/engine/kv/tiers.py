@@ -84,9 +84,14 @@ class Tiers:
             return None
         return mapping
 
-    def notify(self, callback: Callable[[], None]) -> None:
-        """Have the worker call back when it has done all that it was given so far."""
-        self._jobs.submit(_nothing, self._finished, notify=callback)
+    def notify(self, callback: Callable[[], None], wanted: Entry | None) -> None:
+        """Have the worker call back when it has done all that it was given so far, and note what is not in RAM then."""
+
+        def told(_result: object) -> None:
+            if wanted is not None:
+                wanted.in_vain = wanted.ram is Place.ABSENT
+
+        self._jobs.submit(_nothing, told, notify=callback)
 
     def adopt(self, found: Iterable[Found]) -> None:
         """Take over what an earlier engine left, in the order in which it was parked."""
@@ -198,6 +203,7 @@ class Tiers:
         ``on_fetched`` is called on the worker. Damaged or too large, the entry is dropped.
         """
         assert self._disk is not None
+        entry.in_vain = False
         ram = self.catalogue.ram
         need = whole_pages(entry.file_bytes)
         victims = self.catalogue.room_in_ram(entry.scope, need, without=None, keep=keep)

@@ -11,7 +11,8 @@ if TYPE_CHECKING:
     from inferencecenter.engine.scheduler.parking import Match, ParkedKv
     from inferencecenter.engine.scheduler.request import Request
 
-# What came from disk can be pushed out of RAM again before its turn gets a slot; after that the tokens are read.
+# What came from disk can be pushed out of RAM again before its turn gets a slot, and RAM can be full of what goes to
+# disk; after that the tokens are read.
 _MOST_FETCHES: Final = 2
 # A disk that takes longer than this does not answer.
 _PATIENCE_S: Final = 10.0
@@ -79,4 +80,4 @@ class Fetches:
             fetching.request.fetches = _MOST_FETCHES
             return True
         match = self._parked.find(fetching.request.client_id, fetching.request.tokens)
-        return match is None or match.ready or match.key != fetching.key
+        return match is None or match.ready or match.in_vain or match.key != fetching.key

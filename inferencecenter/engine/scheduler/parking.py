@@ -17,8 +17,8 @@ _PREFIX_KEY: Final = "prefix-"
 class Match:
     """A parked sequence of ``n_tokens`` whose first ``common_tokens`` are the wanted ones; ``tokens``, packed, are all.
 
-    ``ready``: in RAM, usable now. Not ready: on disk only, to be fetched first. ``spare``: a copy of what a slot held,
-    which goes first when there is no room.
+    ``ready``: in RAM, usable now. Not ready: on disk only, to be fetched first; ``in_vain``: that was tried, and there
+    was no room in RAM at the time. ``spare``: a copy of what a slot held, which goes first when there is no room.
     """
 
     key: str
@@ -27,6 +27,7 @@ class Match:
     ready: bool
     tokens: bytes
     spare: bool = False
+    in_vain: bool = False
 
 
 class ParkedKv(Protocol):

@@ -251,7 +251,7 @@ def test_disk_only(tmp_path: Path) -> None:
 
 
 def test_many_fetches_without_a_ram_tier(tmp_path: Path) -> None:
-    """More fetches than there are buffers all come to an end, and can be repeated."""
+    """More fetches than there are buffers all come to an end, tell for whom there was none, and can be repeated."""
     bench = Bench(tmp_path, ram_bytes=0)
     for number in range(10):
         assert bench.park(f"s{number}", [number])
@@ -261,8 +261,11 @@ def test_many_fetches_without_a_ram_tier(tmp_path: Path) -> None:
     bench.settle()
     assert bench.fetched == 5
     assert [bench.ready(f"s{number}", [number]) for number in range(5)] == [True] * 4 + [False]
+    found = [bench.store.find("client", [number]) for number in range(6)]
+    assert [match.in_vain for match in found if match is not None] == [False] * 4 + [True, False]
     bench.store.fetch("s4")
     bench.settle()
+    assert [match.in_vain for match in [bench.store.find("client", [4])] if match is not None] == [False]
     assert bench.load("s4") == payload_of("s4", [4], 3000)
 
 

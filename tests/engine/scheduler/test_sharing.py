@@ -242,6 +242,24 @@ def test_what_leaves_ram_again_and_again_is_read() -> None:
     assert turn.cached_tokens == 0
 
 
+@pytest.mark.parametrize("finds_room", [True, False])
+def test_a_fetch_that_finds_no_room_is_repeated_at_once(finds_room: bool) -> None:
+    """As soon as there may be room; a turn that finds none again reads its tokens, and waits for no clock."""
+    world = World(slots=1)
+    park(world, "s", list(range(20)), ready=False)
+    turn = world.add(list(range(24)), session="s")
+    assert world.step().fetches == ("s",)
+    world.store.entries["s"].in_vain = True
+    assert world.step().fetches == ("s",)
+    world.store.entries["s"].in_vain = not finds_room
+    if finds_room:
+        assert world.step().fetches == ()
+        world.finish_fetches()
+    world.step()
+    assert turn.cached_tokens == (20 if finds_room else 0)
+    world.run_to_end()
+
+
 def test_few_turns_wait_for_the_disk_at_once() -> None:
     """No more than there are slots: what comes from disk needs room in RAM until it is used."""
     world = World(slots=2)

@@ -29,13 +29,14 @@ Cell = tuple[int, str]
 
 @dataclass
 class Entry:
-    """A parked sequence; not ``ready`` while it is on disk only."""
+    """A parked sequence; not ``ready`` while it is on disk only, ``in_vain`` when there was no room for it in RAM."""
 
     scope: str
     cells: list[Cell]
     durable: bool
     ready: bool = True
     spare: bool = False
+    in_vain: bool = False
 
     @property
     def tokens(self) -> list[int]:
@@ -61,7 +62,7 @@ class FakeStore:
         """Return the longest match, of equal ones the shortest sequence, of those one that is ready."""
         self.finds += 1
         matches = [
-            Match(key, common, len(entry.cells), entry.ready, pack_tokens(entry.tokens), entry.spare)
+            Match(key, common, len(entry.cells), entry.ready, pack_tokens(entry.tokens), entry.spare, entry.in_vain)
             for key, entry in self.entries.items()
             if entry.scope in ("", scope) and (common := common_prefix_tokens(entry.tokens, tokens))
         ]
