@@ -1,0 +1,77 @@
+// @ts-check
+/** All parameters of a turn, to be looked through, changed, and set back. */
+
+import { isFound, isMeant } from "../params/fields.js";
+import { PRESETS, isPreset, withPreset } from "../params/presets.js";
+import { Fragment, html, useState } from "../ui.js";
+import { PARAMS } from "../wire/params.js";
+import { ParameterRow } from "./parameter.js";
+
+/** @typedef {Record<string, unknown>} Params */
+
+const GROUPS = new Map(Object.entries({ stopping: "Length and stopping", sampling: "Sampling", memory: "Memory" }));
+
+/**
+ * @param {object} props
+ * @param {Params} props.params  Those that were chosen, by name. Give the component another `key` for another conversation.
+ * @param {(params: Params) => void} props.onChange  Told all that are chosen now; what is wrong is not among them.
+ * @param {Params} [props.defaults]  What holds where nothing is chosen, if it is another than llama.cpp's own.
+ * @param {{field?: string, message: string} | null} [props.error]  What the daemon refused.
+ */
+export function Parameters({ params, onChange, defaults = {}, error = null }) {
+  const [search, setSearch] = useState("");
+  // Rows hold what is typed; a change from elsewhere has to begin them anew.
+  const [round, setRound] = useState(0);
+  const nChanged = Object.keys(params).length;
+  const found = PARAMS.filter((parameter) => isFound(parameter, search));
+  /** @param {Params} next */
+  const replace = (next) => {
+    setRound(round + 1);
+    onChange(next);
+  };
+  return html`<div class="parameters">
+    <${Presets} params=${params} onChoose=${replace} />
+    <div class="parameters-bar">
+      <input type="search" placeholder="Find a parameter" aria-label="Find a parameter" value=${search}
+        onInput=${(/** @type {any} */ event) => setSearch(event.target.value.trim())} />
+      <button type="button" class="quiet-button" disabled=${nChanged === 0} onClick=${() => replace({})}>
+        Reset all${nChanged > 0 && ` (${nChanged})`}
+      </button>
+    </div>
+    ${!found.length && html`<p class="board-quiet" role="status">No parameter is called or does “${search}”.</p>`}
+    <${Fragment} key=${round}>
+      ${[...GROUPS].map(([group, title]) => {
+        const rows = found.filter((parameter) => parameter.group === group);
+        return rows.length > 0 && html`<fieldset key=${group} class="parameter-group">
+          <legend>${title}</legend>
+          ${rows.map(
+            (parameter) => html`<${ParameterRow} key=${parameter.name} parameter=${parameter} value=${params[parameter.name]}
+              otherwise=${defaults[parameter.name] ?? parameter.default} refusal=${isMeant(parameter, error?.field) ? error?.message : ""}
+              onValue=${(/** @type {unknown} */ value) => onChange(changed(params, parameter.name, value))} />`,
+          )}
+        </fieldset>`;
+      })}
+    <//>
+  </div>`;
+}
+
+/** @param {{params: Params, onChoose: (params: Params) => void}} props */
+function Presets({ params, onChoose }) {
+  return html`<div class="segments parameters-presets" role="group" aria-label="Presets">
+    ${PRESETS.map(
+      ({ name, about, params: preset }) => html`<button type="button" key=${name} title=${about}
+        aria-pressed=${isPreset(params, preset)} onClick=${() => onChoose(withPreset(params, preset))}>${name}</button>`,
+    )}
+  </div>`;
+}
+
+/**
+ * @param {Params} params
+ * @param {string} name
+ * @param {unknown} value
+ * @returns {Params}
+ */
+function changed(params, name, value) {
+  const { [name]: _before, ...others } = params;
+  return value === undefined ? others : { ...others, [name]: value };
+}
