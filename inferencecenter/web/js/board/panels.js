@@ -37,8 +37,8 @@ export function Panel({ title, aside, children }) {
 export function Facts({ title, told }) {
   const facts = factsOf(told.answer?.values);
   return html`<${Panel} title=${title}>
-    ${told.fault && html`<p class="board-fault">${told.fault}</p>`}
-    ${!told.fault && !facts.length && html`<p class="board-quiet">${told.answer ? "Nothing to tell." : "Asking…"}</p>`}
+    ${told.fault && html`<p class="problem">${told.fault}</p>`}
+    ${!told.fault && !facts.length && html`<p class="hint">${told.answer ? "Nothing to tell." : "Asking…"}</p>`}
     <dl class="facts">
       ${facts.map(({ name, label, text }) => html`<div key=${name}><dt>${label}</dt><dd>${text}</dd></div>`)}
     </dl>

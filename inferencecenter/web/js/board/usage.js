@@ -33,9 +33,9 @@ export function allowancesOf(left, limits) {
  */
 export function Usage({ told, account }) {
   const usage = told.answer;
-  const aside = account && html`<span class="board-quiet">${account.client_id}</span>`;
+  const aside = account && html`<span class="hint">${account.client_id}</span>`;
   return html`<${Panel} title="Your usage" aside=${aside}>
-    ${told.fault && html`<p class="board-fault">${told.fault}</p>`}
+    ${told.fault && html`<p class="problem">${told.fault}</p>`}
     ${usage?.left && html`<${Allowances} all=${allowancesOf(usage.left, account?.limits ?? {})} />`}
     ${usage && html`<${Days} days=${usage.days} />`}
   <//>`;
@@ -48,7 +48,7 @@ function Allowances({ all }) {
       ({ label, used, limit, note }) => html`<div key=${label}>
         <dt>${label}</dt>
         <dd>
-          <b>${count(used)}</b> ${limit === null ? html`<span class="board-quiet">no limit</span>` : `of ${count(limit)}`}
+          <b>${count(used)}</b> ${limit === null ? html`<span class="hint">no limit</span>` : `of ${count(limit)}`}
           ${limit !== null && html`<meter min="0" max=${limit} high=${limit * 0.9} value=${Math.min(used, limit)} aria-label=${label}></meter>`}
           ${note && html`<small>${note}</small>`}
         </dd>
@@ -59,7 +59,7 @@ function Allowances({ all }) {
 
 /** @param {{days: readonly Day[]}} props */
 function Days({ days }) {
-  if (!days.length) return html`<p class="board-quiet">No turn has ended in the last 30 days.</p>`;
+  if (!days.length) return html`<p class="hint">No turn has ended in the last 30 days.</p>`;
   const most = Math.max(...days.map(tokensOf), 1);
   return html`<div class="table-scroll" tabindex="0" role="region" aria-label="Usage by day">
     <table>

@@ -151,7 +151,7 @@ function pairs(parameter, text) {
     const match = /^\s*(\d{1,10})\s*[:=]\s*(false|[-+]?\d+(?:\.\d+)?)\s*$/.exec(line);
     const bias = match && (match[2] === "false" ? false : Number(match[2]));
     if (!match || bias === null || Math.abs(Number(bias)) > MAX_BIAS || match[1] in value) {
-      return { fault: `“${line.trim()}” is not understood: write one “token id: bias” a line, each token once. It must be ${parameter.allowed}.` };
+      return { fault: `“${line.trim()}” is not understood: write one “token id: bias” a line, each token once and each bias false or a number from -100 to 100.` };
     }
     value[match[1]] = bias;
   }

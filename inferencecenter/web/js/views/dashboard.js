@@ -45,7 +45,7 @@ function Board({ link: there }) {
       <h1>Dashboard</h1>
       <${State} link=${there} metrics=${metrics} active=${active} />
     </header>
-    ${feed.fault.value && html`<p class="board-fault" role="alert">${feed.fault.value}</p>`}
+    ${feed.fault.value && html`<p class="problem" role="alert">${feed.fault.value}</p>`}
     <${Tiles} metrics=${metrics} />
     <${Panel} title="Live" aside=${html`<${Choices} windowS=${windowS} onWindow=${setWindowS} asTable=${asTable} onTable=${setAsTable} />`}>
       ${asTable
@@ -74,8 +74,8 @@ function State({ link: there, metrics, active }) {
     <span class="badge" data-mood=${mood}>${words}</span>
     ${metrics?.engine.model && html`<span class="board-model">${metrics.engine.model}</span>`}
     ${loading && mood !== "good" && html`<span>${hello.message}</span>`}
-    ${hello && html`<span class="board-quiet">up ${duration(hello.uptime_seconds * 1000)}, version ${hello.version}</span>`}
-    ${!active && html`<span class="board-quiet">paused</span>`}
+    ${hello && html`<span class="hint">up ${duration(hello.uptime_seconds * 1000)}, version ${hello.version}</span>`}
+    ${!active && html`<span class="hint">paused</span>`}
   </p>`;
 }
 
@@ -87,7 +87,7 @@ function Choices({ windowS, onWindow, asTable, onTable }) {
         ([s, label]) => html`<button type="button" key=${s} aria-pressed=${windowS === s} onClick=${() => onWindow(s)}>${label}</button>`,
       )}
     </div>
-    <button type="button" class="quiet-button" aria-pressed=${asTable} onClick=${() => onTable(!asTable)}>As a table</button>
+    <button type="button" class="button quiet" aria-pressed=${asTable} onClick=${() => onTable(!asTable)}>As a table</button>
   </div>`;
 }
 
@@ -113,9 +113,9 @@ function Tiles({ metrics }) {
 /** @param {{gpu: any, thermal: any}} props */
 function Gpu({ gpu, thermal }) {
   if (!gpu) return null;
-  if (!hasGpu(gpu)) return html`<p class="board-quiet">No GPU is in use or readable here, so there is no VRAM and no temperature to show.</p>`;
+  if (!hasGpu(gpu)) return html`<p class="hint">No GPU is in use or readable here, so there is no VRAM and no temperature to show.</p>`;
   const slowed = gpu.throttling && `It slows itself down${gpu.throttle_reasons?.length ? `: ${gpu.throttle_reasons.join(", ")}` : ""}.`;
-  return html`<p class="board-quiet" role="status">
+  return html`<p class="hint" role="status">
     ${[gpu.name, slowed, thermal && thermal.state !== "cool" && `It is ${thermal.state}: ${thermal.action}`].filter(Boolean).join(". ")}
   </p>`;
 }

@@ -48,15 +48,15 @@ function List({ link: there }) {
   return html`<div class="board">
     <header class="board-head">
       <h1>Models</h1>
-      <p class="board-quiet">
+      <p class="hint">
         ${may ? "A question to a model that is not loaded loads it." : "Operators choose which model answers; a question loads it where that is needed."}
       </p>
     </header>
     <div role="status">
-      ${words && html`<p class=${failed ? "board-fault" : "board-note"}>${words}${hint && html` <span>${hint}</span>`}</p>`}
+      ${words && html`<p class=${failed ? "problem" : "board-note"}>${words}${hint && html` <span>${hint}</span>`}</p>`}
     </div>
-    ${models === null && html`<p class="board-quiet">Asking…</p>`}
-    ${models?.length === 0 && html`<p class="board-quiet">There is no model that you may use.</p>`}
+    ${models === null && html`<p class="hint">Asking…</p>`}
+    ${models?.length === 0 && html`<p class="hint">There is no model that you may use.</p>`}
     <ul class="models">
       ${models?.map((model) => html`<${Model} key=${model.name} model=${model} shelf=${shelf} may=${may && active} />`)}
     </ul>
@@ -75,15 +75,15 @@ function Model({ model, shelf, may }) {
       <span class="badge" data-mood=${mood}>${state}</span>
     </div>
     <p class="model-facts">${factsOf(model).map((fact) => html`<span key=${fact}>${fact}</span>`)}</p>
-    ${model.detail && html`<p class="board-fault">${model.detail}</p>`}
+    ${model.detail && html`<p class="problem">${model.detail}</p>`}
     ${swap?.name === model.name && html`<${Progress} swap=${swap} />`}
     ${may &&
     html`<div class="model-acts">
       ${!(model.default && inMemory) &&
-      html`<button type="button" disabled=${swap !== null} aria-label=${`${model.default ? "Load" : "Switch to"} ${model.name}`}
+      html`<button type="button" class="button" disabled=${swap !== null} aria-label=${`${model.default ? "Load" : "Switch to"} ${model.name}`}
         onClick=${() => shelf.load(model.name)}>${model.default ? "Load" : "Switch to it"}</button>`}
       ${inMemory &&
-      html`<button type="button" class="quiet-button" disabled=${swap !== null} aria-label=${`Unload ${model.name}`}
+      html`<button type="button" class="button quiet" disabled=${swap !== null} aria-label=${`Unload ${model.name}`}
         onClick=${() => shelf.unload(model.name)}>Unload</button>`}
     </div>`}
   </li>`;

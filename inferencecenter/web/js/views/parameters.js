@@ -34,11 +34,11 @@ export function Parameters({ params, onChange, defaults = {}, error = null }) {
     <div class="parameters-bar">
       <input type="search" placeholder="Find a parameter" aria-label="Find a parameter" value=${search}
         onInput=${(/** @type {any} */ event) => setSearch(event.target.value.trim())} />
-      <button type="button" class="quiet-button" disabled=${nChanged === 0} onClick=${() => replace({})}>
+      <button type="button" class="button quiet" disabled=${nChanged === 0} onClick=${() => replace({})}>
         Reset all${nChanged > 0 && ` (${nChanged})`}
       </button>
     </div>
-    ${!found.length && html`<p class="board-quiet" role="status">No parameter is called or does “${search}”.</p>`}
+    ${!found.length && html`<p class="hint" role="status">No parameter is called or does “${search}”.</p>`}
     <${Fragment} key=${round}>
       ${[...GROUPS].map(([group, title]) => {
         const rows = found.filter((parameter) => parameter.group === group);
