@@ -38,12 +38,13 @@ test-slow: $(VENV)/.installed-dev ## Run the slow tests
 
 test-all: test test-slow ## Run every test, the slow ones too
 
-lint: $(VENV)/.installed-dev ## Check style, types, imports and that the generated documentation is current
+lint: $(VENV)/.installed-dev ## Check style, types (of the web page too), imports and that what is generated is current
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/inferencecenter docs --check
+	tools/check-web $(VENV)
 
 wheels: $(VENV)/.installed ## Build what `make install` installs, into build/wheels; needs no root
 	@CUDA='$(CUDA)' tools/wheels '$(VENV)' '$(WHEELS)'

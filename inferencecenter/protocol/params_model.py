@@ -36,6 +36,7 @@ SAMPLER_ALIASES = {"typical_p": "typ_p"}
 MAX_SEED = 2**32 - 2
 MAX_TOKENS = 2**20
 MAX_KEPT = 1000
+MAX_REPETITIONS = 100
 MAX_STOPS = 16
 MAX_STOP_CHARS = 256
 MAX_PATTERNS = 4
@@ -147,23 +148,35 @@ _Samplers: TypeAlias = Annotated[
 _Breakers: TypeAlias = Annotated[
     tuple[Annotated[str, AfterValidator(_breaker)], ...], Field(strict=False, max_length=MAX_BREAKERS)
 ]
+_Stop: TypeAlias = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 _Stops: TypeAlias = Annotated[
-    tuple[Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)], ...],
+    tuple[_Stop, ...],
     Field(strict=False, max_length=MAX_STOPS),
-    BeforeValidator(_as_list, json_schema_input_type=str | tuple[str, ...]),
+    BeforeValidator(_as_list, json_schema_input_type=_Stop | Annotated[tuple[_Stop, ...], Field(max_length=MAX_STOPS)]),
 ]
+_Pattern: TypeAlias = Annotated[str, Field(min_length=1, max_length=MAX_PATTERN_CHARS)]
 _Patterns: TypeAlias = Annotated[
-    tuple[Annotated[str, Field(min_length=1, max_length=MAX_PATTERN_CHARS), AfterValidator(_pattern)], ...],
+    tuple[Annotated[_Pattern, AfterValidator(_pattern)], ...],
     Field(strict=False, max_length=MAX_PATTERNS),
-    BeforeValidator(_as_list, json_schema_input_type=str | tuple[str, ...]),
+    BeforeValidator(
+        _as_list, json_schema_input_type=_Pattern | Annotated[tuple[_Pattern, ...], Field(max_length=MAX_PATTERNS)]
+    ),
+]
+_Repetitions: TypeAlias = Annotated[
+    int,
+    Field(ge=0, le=MAX_REPETITIONS),
+    AfterValidator(_repeats),
+    WithJsonSchema({"type": "integer", "minimum": 0, "maximum": MAX_REPETITIONS, "not": {"const": 1}}),
 ]
 _Seed: TypeAlias = Annotated[
     Annotated[int, Field(ge=0, le=MAX_SEED)] | None,
-    BeforeValidator(_minus_one_is_none, json_schema_input_type=Annotated[int, Field(ge=-1, le=MAX_SEED)]),
+    BeforeValidator(_minus_one_is_none, json_schema_input_type=Annotated[int, Field(ge=0, le=MAX_SEED)] | Literal[-1]),
 ]
 _MaxTokens: TypeAlias = Annotated[
     Annotated[int, Field(ge=1, le=MAX_TOKENS)] | None,
-    BeforeValidator(_minus_one_is_none, json_schema_input_type=Annotated[int, Field(ge=-1, le=MAX_TOKENS)]),
+    BeforeValidator(
+        _minus_one_is_none, json_schema_input_type=Annotated[int, Field(ge=1, le=MAX_TOKENS)] | Literal[-1]
+    ),
 ]
 
 
@@ -303,10 +316,10 @@ class Params(BaseModel):
         "an integer from 1 to 86400000",
         group="stopping",
     )
-    stop_on_repetition: Annotated[int, Field(ge=0, le=100), AfterValidator(_repeats)] = _param(
+    stop_on_repetition: _Repetitions = _param(
         0,
         "Ends the answer when the same run of tokens came this many times in a row; 0 is off.",
-        "0 or an integer from 2 to 100",
+        f"0 or an integer from 2 to {MAX_REPETITIONS}",
         group="stopping",
     )
     n_keep: Annotated[int, Field(ge=0, le=MAX_KEPT)] = _param(
@@ -335,7 +348,7 @@ def _doc(name: str, schema: Mapping[str, Any]) -> ParamDoc:
     return ParamDoc(
         name=name,
         aliases=tuple(schema["aliases"]),
-        kind=" or ".join(option["type"] for option in options if option["type"] != "null"),
+        kind=" or ".join(dict.fromkeys(option["type"] for option in options if option["type"] != "null")),
         allowed=schema["allowed"],
         default=Params.model_fields[name].default,
         group=schema["group"],

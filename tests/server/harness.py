@@ -279,11 +279,11 @@ class Running:
             **options,
         )
 
-    async def http(self, path: str, headers: str = "") -> tuple[int, str, bytes]:
-        """Make a plain GET; returns status, head and body."""
+    async def http(self, path: str, headers: str = "", *, method: str = "GET") -> tuple[int, str, bytes]:
+        """Make a plain request, a GET unless told otherwise; returns status, head and body."""
         reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
         writer.write(
-            f"GET {path} HTTP/1.1\r\nHost: 127.0.0.1:{self.port}\r\nConnection: close\r\n{headers}\r\n".encode()
+            f"{method} {path} HTTP/1.1\r\nHost: 127.0.0.1:{self.port}\r\nConnection: close\r\n{headers}\r\n".encode()
         )
         answer = await reader.read()
         writer.close()

@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 _TYPES: Final = """\
 /**
  * @typedef {object} ParamSpec
- * @property {keyof import("./types").ParamValues} name
+ * @property {keyof import("./types.js").ParamValues} name
  * @property {readonly string[]} aliases  names that mean the same
  * @property {"sampling" | "stopping" | "memory"} group
  * @property {"number" | "integer" | "boolean" | "texts" | "choices" | "biases"} kind  texts: any strings; choices: some
  *   of `choices`, in an order; biases: numbers, or false, by token id
- * @property {number | null} minimum
+ * @property {number | null} minimum  where -1 has a meaning of its own, -1; what lies between is in `allowed`
  * @property {number | null} maximum
  * @property {readonly string[] | null} choices
  * @property {number | boolean | readonly string[] | Readonly<Record<string, number | false>> | null} default  null: the
@@ -42,7 +42,9 @@ def module() -> str:
 
 
 def _row(doc: ParamDoc, schema: Mapping[str, Any]) -> dict[str, Any]:
-    bounds = next((option for option in schema.get("anyOf", [schema]) if option["type"] != "null"), schema)
+    options = [option for option in schema.get("anyOf", [schema]) if option["type"] != "null"]
+    # -1 stands for what the daemon decides, and lies below a range's beginning.
+    lows = [option.get("const", option.get("minimum")) for option in options]
     kind = _kind(doc, schema)
     # An empty list is how the daemon's own model writes that no token has a bias.
     default = {} if kind == "biases" else doc.default
@@ -51,8 +53,8 @@ def _row(doc: ParamDoc, schema: Mapping[str, Any]) -> dict[str, Any]:
         "aliases": doc.aliases,
         "group": doc.group,
         "kind": kind,
-        "minimum": bounds.get("minimum"),
-        "maximum": bounds.get("maximum"),
+        "minimum": min((low for low in lows if low is not None), default=None),
+        "maximum": options[0].get("maximum"),
         "choices": schema["items"]["enum"] if kind == "choices" else None,
         "default": default,
         "allowed": doc.allowed,

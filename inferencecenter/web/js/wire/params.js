@@ -3,12 +3,12 @@
 
 /**
  * @typedef {object} ParamSpec
- * @property {keyof import("./types").ParamValues} name
+ * @property {keyof import("./types.js").ParamValues} name
  * @property {readonly string[]} aliases  names that mean the same
  * @property {"sampling" | "stopping" | "memory"} group
  * @property {"number" | "integer" | "boolean" | "texts" | "choices" | "biases"} kind  texts: any strings; choices: some
  *   of `choices`, in an order; biases: numbers, or false, by token id
- * @property {number | null} minimum
+ * @property {number | null} minimum  where -1 has a meaning of its own, -1; what lies between is in `allowed`
  * @property {number | null} maximum
  * @property {readonly string[] | null} choices
  * @property {number | boolean | readonly string[] | Readonly<Record<string, number | false>> | null} default  null: the

@@ -56,7 +56,7 @@ export interface ParamValues {
   /** Tokens that top_p, min_p, typical_p and xtc leave at least. */
   min_keep?: number;
   /** Start of the random numbers: equal seeds give equal answers; without one each turn draws its own. */
-  seed?: number;
+  seed?: number | -1;
   /** Added to the logits of single tokens; false bans a token. */
   logit_bias?: Record<string, number | false>;
   /** How many of the likeliest tokens are reported with each token. */
@@ -70,7 +70,7 @@ export interface ParamValues {
   /** Regular expressions that end the answer where their match begins; the match is never shown. */
   stop_regex?: string | string[];
   /** Tokens to generate at most; without it the answer may fill the context. */
-  max_tokens?: number;
+  max_tokens?: number | -1;
   /** Milliseconds, from `infer` on, after which the answer ends; waiting for a slot counts. */
   max_time_ms?: number | null;
   /** Ends the answer when the same run of tokens came this many times in a row; 0 is off. */

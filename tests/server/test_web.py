@@ -1,0 +1,197 @@
+"""Tests of the web page over HTTP."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from inferencecenter.server.web import HEADERS
+from inferencecenter.server.web_files import ROOT, read_web_files
+from tests.server.harness import Running, hear
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from contextlib import AbstractAsyncContextManager
+
+    Serve = Callable[..., AbstractAsyncContextManager[Running]]
+
+BROWSER = "Accept: text/html,application/xhtml+xml,application/xml;q=0.9,*/*;q=0.8\r\n"
+ZIPPED = "Accept-Encoding: gzip, deflate, br\r\n"
+SAFE = set(HEADERS)
+
+
+def fields(head: str) -> dict[str, str]:
+    """Return the headers of an answer."""
+    return dict(line.split(": ", maxsplit=1) for line in head.split("\r\n")[1:] if line)
+
+
+async def test_a_browser_is_shown_the_page(server: Running) -> None:
+    """Its own files and nothing else may be loaded, and each of those that it names is there for good."""
+    status, head, body = await server.http("/", BROWSER)
+    found = fields(head)
+    assert (status, found["content-type"]) == (200, "text/html; charset=utf-8")
+    assert found["content-security-policy"].startswith("default-src 'none'; script-src 'self'; style-src 'self'; ")
+    assert "unsafe" not in found["content-security-policy"]
+    assert (found["cache-control"], set(found) >= SAFE) == ("no-cache", True)
+    named = re.findall(r'(?:src|href)="([^"]+)"', body.decode())
+    assert len(named) >= 4
+    for path in named:
+        status, head, _ = await server.http("/" + path)
+        assert (status, fields(head)["cache-control"]) == (200, "public, max-age=31536000, immutable"), path
+
+
+def test_the_page_holds_no_script_or_style_of_its_own() -> None:
+    """Its policy would refuse them."""
+    page = (ROOT / "index.html").read_text(encoding="utf-8")
+    assert re.findall(r"<style|\sstyle=|\son\w+=|<script(?![^>]*\ssrc=)|javascript:|https?://", page) == []
+
+
+@pytest.mark.parametrize("accept", ["", "Accept: */*\r\n", "Accept: application/json\r\n"])
+async def test_programs_are_told_what_this_is(server: Running, accept: str) -> None:
+    """Only who asks for HTML gets it; what lies between must not mix that up."""
+    status, head, body = await server.http("/", accept)
+    assert (status, json.loads(body)["server"], fields(head)["vary"]) == (200, "inferencecenter", "accept")
+
+
+@pytest.mark.parametrize("path", ["/ws", "/api/inference", "/api/inference/"])
+async def test_other_addresses_of_the_socket_show_no_page(server: Running, path: str) -> None:
+    """The page's relative addresses would lead nowhere from there."""
+    assert json.loads((await server.http(path, BROWSER))[2])["server"] == "inferencecenter"
+
+
+async def test_a_socket_opens_where_the_page_is(server: Running) -> None:
+    """The page's address is the socket's as well."""
+    async with server.connect() as socket:
+        assert (await hear(socket))["op"] == "hello"
+
+
+async def test_files_are_compressed_for_who_takes_that(server: Running) -> None:
+    """The same bytes either way, each way with its own tag."""
+    plain = await server.http("/web/vendor/preact.js")
+    packed = await server.http("/web/vendor/preact.js", ZIPPED)
+    declined = await server.http("/web/vendor/preact.js", "Accept-Encoding: gzip;q=0, br\r\n")
+    expected = (ROOT / "vendor/preact.js").read_bytes()
+    assert plain[2] == declined[2] == gzip.decompress(packed[2]) == expected
+    assert (fields(packed[1])["content-encoding"], "content-encoding" in plain[1]) == ("gzip", False)
+    assert fields(plain[1])["etag"] == fields(declined[1])["etag"] != fields(packed[1])["etag"]
+    assert fields(plain[1])["content-type"] == "text/javascript; charset=utf-8"
+    assert "accept-encoding" in fields(plain[1])["vary"]
+
+
+@pytest.mark.parametrize("path", ["/", "/web/vendor/htm.js", "/web/vendor/uplot.css"])
+async def test_a_file_that_is_known_is_not_sent_again(server: Running, path: str) -> None:
+    """304 without a body for its tag, weak or among others; the file for another one."""
+    tag = fields((await server.http(path, BROWSER))[1])["etag"]
+    for known in (tag, f"W/{tag}", f'"other", {tag}', "*"):
+        status, head, body = await server.http(path, BROWSER + f"If-None-Match: {known}\r\n")
+        assert (status, body, fields(head)["etag"], set(fields(head)) >= SAFE) == (304, b"", tag, True)
+    assert (await server.http(path, BROWSER + 'If-None-Match: "other"\r\n'))[0] == 200
+
+
+async def test_a_head_has_no_body(server: Running) -> None:
+    """The size is told, nothing is sent."""
+    size = (ROOT / "vendor/htm.js").stat().st_size
+    status, head, body = await server.http("/web/vendor/htm.js", method="HEAD")
+    assert (status, body, fields(head)["content-length"]) == (200, b"", str(size))
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/web/",
+        "/web/js",
+        "/web/js/",
+        "/web/../settings.py",
+        "/web/js/../../settings.py",
+        "/web/%2e%2e/settings.py",
+        "/web/..%2fsettings.py",
+        "/web/..%5csettings.py",
+        "/web/%2fetc/passwd",
+        "/web//etc/passwd",
+        "/web/js/main.js%00.css",
+        "/web/js/main.js/",
+        "/web/JS/MAIN.JS",
+        "/web/index.html",
+        "/web/0123456789abcdef/js/main.js",
+        "/web/vendor/versions.json",
+        "/web/vendor/preact.d.ts",
+        "/web/%ff%fe",
+        "/web/.git/config",
+    ],
+)
+async def test_what_is_not_in_the_table_is_not_there(server: Running, path: str) -> None:
+    """Paths are names in a table and never lead into the file system."""
+    status, head, body = await server.http(path)
+    assert (status, "error" in json.loads(body), set(fields(head)) >= SAFE) == (404, True, True)
+
+
+async def test_only_reading_is_possible(server: Running) -> None:
+    """There is nothing to write to."""
+    assert (await server.http("/web/vendor/htm.js", method="DELETE"))[0] == 405
+
+
+async def test_the_page_can_be_switched_off(serve: Serve) -> None:
+    """Browsers are then told what programs are, and there are no files."""
+    async with serve(web=False) as server:
+        assert json.loads((await server.http("/", BROWSER))[2])["server"] == "inferencecenter"
+        assert (await server.http("/web/vendor/htm.js"))[0] == 404
+
+
+async def test_the_page_lives_below_the_base_path(serve: Serve) -> None:
+    """Its addresses are relative, so a browser is first sent to where they lead to its files."""
+    async with serve(base_path="/inference") as server:
+        status, head, _ = await server.http("/inference", BROWSER)
+        assert (status, fields(head)["location"]) == (307, "/inference/")
+        status, _, body = await server.http("/inference/", BROWSER)
+        (script,) = re.findall(r'<script[^>]* src="([^"]+)"', body.decode())
+        assert (status, (await server.http(f"/inference/{script}"))[0]) == (200, 200)
+        assert json.loads((await server.http("/inference"))[2])["server"] == "inferencecenter"
+        assert (await server.http("/web/vendor/htm.js"))[0] == 404
+
+
+def test_a_version_is_of_all_files(tmp_path: Path) -> None:
+    """It changes with any file that is served and with no other; files outside the table stay outside."""
+    (tmp_path / "js").mkdir()
+    (tmp_path / "index.html").write_text('<script src="web/js/a.js">')
+    (tmp_path / "js/a.js").write_text("1")
+    (tmp_path / "js/a.d.ts").write_text("declare")
+    read = read_web_files.__wrapped__
+    first = read(tmp_path)
+    assert list(first.assets) == ["js/a.js"]
+    assert f'"web/{first.version}/js/a.js"' in first.front_page.plain.body.decode()
+    (tmp_path / "js/a.d.ts").write_text("other")
+    assert read(tmp_path).version == first.version
+    (tmp_path / "js/a.js").write_text("2")
+    assert read(tmp_path).version != first.version
+
+
+def test_vendored_files_are_what_was_fetched() -> None:
+    """Each has the digest that was noted when it came, a licence, and none came by another way."""
+    folder = ROOT / "vendor"
+    packages = json.loads((folder / "versions.json").read_text(encoding="utf-8"))["packages"]
+    noted = {each["file"]: each["sha256"] for package in packages for each in package["files"]}
+    files = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.is_file()}
+    assert {name: hashlib.sha256(files.pop(name).read_bytes()).hexdigest() for name in noted} == noted
+    assert set(files) == {"LICENSES", "versions.json"}
+    licenses = files["LICENSES"].read_text(encoding="utf-8")
+    for package in packages:
+        assert f"{package['name']} {package['version']} ({package['license']})" in licenses
+
+
+def test_modules_import_what_is_served() -> None:
+    """Every static import of every module is relative and leads to a file: there is no import map."""
+    assets = read_web_files().assets
+    statement = re.compile(r"""\b(?:import|export)\b[\w\s{},*$]*\bfrom\s*["']([^"'\n]+)["']""")
+    wrong = []
+    for path in (each for each in assets if each.endswith(".js")):
+        for target in statement.findall(assets[path].plain.body.decode()):
+            resolved = (ROOT / path).parent.joinpath(target).resolve()
+            if not target.startswith(".") or resolved.relative_to(ROOT.resolve()).as_posix() not in assets:
+                wrong.append((path, target))
+    assert wrong == []
