@@ -2,6 +2,7 @@
 /** What a person chose for a conversation: system prompt, model, parameters, the form of answers. */
 
 import { keep, kept } from "./storage.js";
+import { WireError } from "./wire/errors.js";
 
 /**
  * @typedef {{kind: "none" | "json_schema" | "regex" | "grammar", text: string}} Form
@@ -41,9 +42,20 @@ function choicesKey(id) {
  *
  * @param {Choices} chosen
  * @returns {object}
+ * @throws {WireError} The JSON schema is no JSON.
  */
 export function turnFields({ params, form }) {
   const fields = Object.keys(params).length > 0 ? { params } : {};
   if (form.kind === "none" || !form.text.trim()) return fields;
-  return { ...fields, [form.kind]: form.kind === "json_schema" ? JSON.parse(form.text) : form.text };
+  return { ...fields, [form.kind]: form.kind === "json_schema" ? schemaOf(form.text) : form.text };
+}
+
+/** @param {string} text */
+function schemaOf(text) {
+  try {
+    return JSON.parse(text);
+  } catch (error) {
+    const message = `The JSON schema is no JSON: ${/** @type {Error} */ (error).message}`;
+    throw new WireError({ code: "invalid_request", message, hint: "It is in the settings of the conversation." });
+  }
 }

@@ -121,13 +121,29 @@ export function openSession(id) {
 }
 
 /**
- * Asks in the conversation that is shown.
+ * Asks in the conversation that is shown; returns whether what was chosen for it allows that.
  *
  * @param {string} text
  */
-export async function ask(text) {
+export function ask(text) {
   const session = current.peek();
-  if (session) await askAgain(session, [{ role: "user", content: text }]);
+  if (!session) return false;
+  try {
+    turnFields(choicesOf(session.id.peek()));
+  } catch (error) {
+    failure.value = asWireError(error);
+    return false;
+  }
+  attempt(() => askAgain(session, [{ role: "user", content: text }]));
+  return true;
+}
+
+/** Ends the answer that is being given in the conversation that is shown; returns whether there was one. */
+export function stopStreaming() {
+  const session = current.peek();
+  if (view.peek() !== "chat" || !session?.live.peek()) return false;
+  session.stop();
+  return true;
 }
 
 /**
@@ -223,7 +239,7 @@ export async function attempt(what) {
 
 /** The daemon's WebSocket, below whatever path a proxy serves this page at. */
 function socketUrl() {
-  const url = new URL("../../ws", import.meta.url);
+  const url = new URL("ws", document.baseURI);
   url.protocol = url.protocol === "https:" ? "wss:" : "ws:";
   return url.href;
 }

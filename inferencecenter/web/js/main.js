@@ -1,0 +1,42 @@
+// @ts-check
+/** Where the page begins. */
+
+import { account, link, newChat, refreshSessions, signIn, stopStreaming } from "./state.js";
+import { followAddress, goToAddress } from "./routing.js";
+import { keptToken, takeTokenFromAddress } from "./storage.js";
+import { followTheme } from "./theme.js";
+import { html, render, useEffect } from "./ui.js";
+import { Connecting, SignIn } from "./views/signin.js";
+import { Shell } from "./views/shell.js";
+
+/** Signed in or not. */
+function App() {
+  const known = account.value !== null;
+  useEffect(() => {
+    if (!known) return undefined;
+    goToAddress();
+    return followAddress();
+  }, [known]);
+  if (known) return html`<${Shell} />`;
+  return link.value && keptToken() ? html`<${Connecting} />` : html`<${SignIn} />`;
+}
+
+/** @param {KeyboardEvent} event */
+function shortcuts(event) {
+  if (account.peek() === null || event.defaultPrevented || document.querySelector("dialog[open]")) return;
+  if ((event.ctrlKey || event.metaKey) && !event.altKey && event.key.toLowerCase() === "k") {
+    event.preventDefault();
+    newChat();
+  } else if (event.key === "Escape" && stopStreaming()) {
+    event.preventDefault();
+  }
+}
+
+followTheme();
+addEventListener("keydown", shortcuts);
+document.addEventListener("visibilitychange", () => {
+  if (document.visibilityState === "visible" && account.peek()) refreshSessions();
+});
+const token = takeTokenFromAddress() ?? keptToken();
+if (token) signIn(token);
+render(html`<${App} />`, /** @type {HTMLElement} */ (document.getElementById("app")));

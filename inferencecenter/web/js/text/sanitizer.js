@@ -1,0 +1,52 @@
+// @ts-check
+/** The only way from HTML text to nodes. What models and highlighters write is untrusted. */
+
+import DOMPurify from "../../vendor/dompurify.js";
+
+const TAGS = [
+  "a", "b", "blockquote", "br", "code", "del", "details", "em", "h1", "h2", "h3", "h4", "h5", "h6", "hr", "i", "ins",
+  "kbd", "li", "mark", "ol", "p", "pre", "s", "span", "strong", "sub", "summary", "sup", "table", "tbody", "td", "th",
+  "thead", "tr", "u", "ul",
+];
+const ATTRIBUTES = ["align", "class", "colspan", "dir", "href", "lang", "open", "rowspan", "start", "title"];
+const CLASSES = /^(language-[\w+#.-]{1,32}|(hljs-[\w-]{1,32}( [\w-]{1,32}_{0,2})*))$/;
+const ADDRESSES = /^(?:https?:\/\/|mailto:)/i;
+
+const purify = DOMPurify(window);
+
+purify.addHook("uponSanitizeAttribute", (_node, attribute) => {
+  if (attribute.attrName === "class" && !CLASSES.test(attribute.attrValue)) attribute.keepAttr = false;
+});
+
+purify.addHook("afterSanitizeAttributes", (node) => {
+  if (node.nodeName !== "A" || !node.hasAttribute("href")) return;
+  node.setAttribute("target", "_blank");
+  node.setAttribute("rel", "noopener noreferrer");
+});
+
+/**
+ * Returns what is harmless of an HTML text: text and its form, no images, no ids, no styles, no scripts, and links only
+ * to other sites and to mail, which open in a tab of their own.
+ *
+ * @param {string} text
+ * @returns {DocumentFragment}
+ */
+export function sanitized(text) {
+  return purify.sanitize(text, {
+    ALLOWED_TAGS: TAGS,
+    ALLOWED_ATTR: ATTRIBUTES,
+    ALLOWED_URI_REGEXP: ADDRESSES,
+    ALLOW_ARIA_ATTR: false,
+    ALLOW_DATA_ATTR: false,
+    RETURN_DOM_FRAGMENT: true,
+  });
+}
+
+/**
+ * Tells whether a link may lead there.
+ *
+ * @param {string} address
+ */
+export function mayLink(address) {
+  return ADDRESSES.test(address.trim());
+}

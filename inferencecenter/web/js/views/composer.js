@@ -1,0 +1,61 @@
+// @ts-check
+import { html, useEffect, useLayoutEffect, useRef, useState } from "../ui.js";
+import { ask } from "../state.js";
+import { Icon } from "./icons.js";
+
+/** @type {WeakMap<object, string>} */
+const drafts = new WeakMap();
+
+/**
+ * Where one writes.
+ *
+ * @param {{session: import("../wire/session.js").Session}} props
+ */
+export function Composer({ session }) {
+  const [text, setText] = useState(drafts.get(session) ?? "");
+  const ref = useRef(/** @type {HTMLTextAreaElement | null} */ (null));
+  const running = session.live.value !== null;
+  const state = session.state.value;
+  const blocked = state === "gone" || state === "detached";
+  const write = (/** @type {string} */ value) => {
+    drafts.set(session, value);
+    setText(value);
+  };
+  useEffect(() => {
+    if (matchMedia("(hover: hover)").matches) ref.current?.focus();
+  }, [session]);
+  useLayoutEffect(() => grow(ref.current), [text]);
+  const send = () => {
+    if (!text.trim() || running || blocked) return;
+    if (ask(text)) write("");
+  };
+  const submit = (/** @type {Event} */ event) => {
+    event.preventDefault();
+    if (running) session.stop();
+    else send();
+  };
+  const keys = (/** @type {KeyboardEvent} */ event) => {
+    if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
+    event.preventDefault();
+    send();
+  };
+  return html`
+    <form class="composer" onSubmit=${submit}>
+      <textarea id="composer" ref=${ref} rows="1" aria-label="Message" placeholder="Ask something" value=${text}
+        disabled=${blocked} enterkeyhint="send" title="Enter sends, Shift+Enter begins a line, Esc stops the answer"
+        onInput=${(/** @type {any} */ event) => write(event.target.value)} onKeyDown=${keys}></textarea>
+      ${running
+        ? html`<button type="submit" class="send" aria-label="Stop" title="Stop (Esc)"><${Icon} name="stop" /></button>`
+        : html`<button type="submit" class="send" aria-label="Send" title="Send (Enter)" disabled=${!text.trim() || blocked}>
+            <${Icon} name="send" />
+          </button>`}
+    </form>
+  `;
+}
+
+/** @param {HTMLTextAreaElement | null} area  Gets as high as what is written in it; its style says how high at most. */
+function grow(area) {
+  if (!area) return;
+  area.style.height = "auto";
+  area.style.height = `${area.scrollHeight + 2}px`;
+}

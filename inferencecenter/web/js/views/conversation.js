@@ -1,0 +1,149 @@
+// @ts-check
+import { html, useEffect, useRef, useState } from "../ui.js";
+import { ask, askAgain, attempt, fork, hello, link, newChat, titleOfSession } from "../state.js";
+import { Announcer } from "./announcer.js";
+import { Composer } from "./composer.js";
+import { Icon } from "./icons.js";
+import { TurnView } from "./message.js";
+import { Notices } from "./notices.js";
+import { followEnd } from "./scrolling.js";
+import { Settings } from "./settings.js";
+
+/** @typedef {import("../wire/session.js").Session} Session */
+
+const SUGGESTIONS = ["Explain how a hash table works.", "Write a haiku about rain.", "Count from 1 to 20."];
+
+/**
+ * One conversation.
+ *
+ * @param {{session: Session, opener: any}} props  `opener` opens the list where it is not beside this.
+ */
+export function Conversation({ session, opener }) {
+  const [choosing, setChoosing] = useState(false);
+  const [atEnd, setAtEnd] = useState(true);
+  const scroller = useRef(/** @type {HTMLElement | null} */ (null));
+  const follower = useRef(/** @type {ReturnType<typeof followEnd> | null} */ (null));
+  useEffect(() => {
+    follower.current = followEnd(/** @type {HTMLElement} */ (scroller.current), setAtEnd);
+    return () => follower.current?.end();
+  }, [session]);
+  const live = session.live.value;
+  useEffect(() => {
+    if (live) follower.current?.toEnd();
+  }, [live]);
+  const id = session.id.value;
+  return html`
+    <main class="conversation">
+      <header class="conversation-head">
+        ${opener}
+        <div class="conversation-title">
+          <h1>${titleOfSession(id)}</h1>
+          <${Facts} session=${session} />
+        </div>
+        <button type="button" class="icon-button" aria-label="Settings of this conversation" aria-expanded=${choosing}
+          title="System prompt, parameters, form of answers" onClick=${() => setChoosing(!choosing)}>
+          <${Icon} name="settings" />
+        </button>
+      </header>
+      <${Notices} />
+      <div class="scroller" ref=${scroller} tabindex="0" role="region" aria-label="Messages">
+        <${Turns} session=${session} />
+      </div>
+      <div class="dock">
+        ${!atEnd &&
+        html`<button type="button" class="to-end" aria-label="To the end" onClick=${() => follower.current?.toEnd()}>
+          <${Icon} name="down" />
+        </button>`}
+        <${Standing} session=${session} />
+        <${Composer} session=${session} />
+      </div>
+      ${choosing && html`<${Settings} session=${session} onClose=${() => setChoosing(false)} />`}
+      <${Announcer} session=${session} />
+    </main>
+  `;
+}
+
+/** @param {{session: Session}} props */
+function Facts({ session }) {
+  const tokens = session.contextTokens.value;
+  const model = session.model.value || hello.value?.model || "";
+  return html`
+    <p class="facts">
+      ${model && html`<span>${model}</span>`}
+      ${tokens !== null && html`<span title="Tokens that the next question builds on">${tokens.toLocaleString()} tokens</span>`}
+    </p>
+  `;
+}
+
+/** @param {{session: Session}} props */
+function Turns({ session }) {
+  const turns = session.turns.value;
+  const live = session.live.value;
+  const connected = link.value?.state.value === "open";
+  if (!session.known.value && session.state.value !== "gone") return html`<p class="empty hint">Loading…</p>`;
+  if (turns.length === 0 && !live) return html`<${Empty} session=${session} />`;
+  return html`
+    <div class="turns">
+      ${turns.map((turn, index) => html`<${TurnView} key=${turn.key} turn=${turn} connected=${connected}
+        doing=${doingWith(session, index)} />`)}
+      ${live && html`<${TurnView} key=${live.key} live=${live} connected=${connected} doing=${{}} />`}
+    </div>
+  `;
+}
+
+/** @param {{session: Session}} props */
+function Empty({ session }) {
+  if (session.state.value === "gone") return null;
+  return html`
+    <div class="empty">
+      <h2>What is on your mind?</h2>
+      <div class="suggestions">
+        ${SUGGESTIONS.map((text) => html`<button type="button" class="button" key=${text} onClick=${() => ask(text)}>${text}</button>`)}
+      </div>
+    </div>
+  `;
+}
+
+/** @param {{session: Session}} props  Says why one cannot write, and what to do about it. */
+function Standing({ session }) {
+  const error = session.error.value;
+  if (session.state.value === "detached") {
+    return html`
+      <div class="notice" role="status">
+        <span>This conversation is open in another tab or on another device.</span>
+        <button type="button" class="button small" onClick=${() => session.resume()}>Continue here</button>
+      </div>
+    `;
+  }
+  if (session.state.value === "gone") {
+    return html`
+      <div class="notice" data-mood="bad" role="status">
+        <span>This conversation was deleted, or it expired.</span>
+        <button type="button" class="button small" onClick=${newChat}>New chat</button>
+      </div>
+    `;
+  }
+  return error && html`<div class="notice" data-mood="bad" role="alert"><span>${error.message} ${error.hint}</span></div>`;
+}
+
+/**
+ * Returns what may be done with a turn now.
+ *
+ * @param {Session} session
+ * @param {number} index
+ * @returns {import("./message.js").Doing}
+ */
+function doingWith(session, index) {
+  const turns = session.turns.value;
+  const turn = turns[index];
+  const failed = turn.ending?.reason === "error";
+  if (!session.idle || turn.ending === null) return {};
+  const reachable = failed || index === 0 || turns[index - 1].turnId !== null;
+  const again = (/** @type {(asked: readonly any[]) => readonly any[]} */ change) =>
+    attempt(async () => askAgain(session, change(await session.takeBack(index))));
+  return {
+    edit: reachable ? (text) => again((asked) => [...asked.slice(0, -1), { role: "user", content: text }]) : undefined,
+    again: reachable && index === turns.length - 1 ? () => again((asked) => asked) : undefined,
+    fork: turn.turnId !== null ? () => fork(session, /** @type {string} */ (turn.turnId)) : undefined,
+  };
+}

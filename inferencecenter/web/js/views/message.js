@@ -1,0 +1,188 @@
+// @ts-check
+import { html, useEffect, useLayoutEffect, useRef, useState } from "../ui.js";
+import { copy } from "../text/clipboard.js";
+import { MarkdownView } from "../text/markdown.js";
+import { Icon } from "./icons.js";
+import { Outcome, Progress } from "./outcome.js";
+
+/**
+ * @typedef {import("../wire/transcript.js").ChatMessage} ChatMessage
+ * @typedef {import("../wire/transcript.js").Answer} Answer
+ * @typedef {import("../wire/transcript.js").Turn} Turn
+ * @typedef {import("../wire/live.js").Live} Live
+ *
+ * @typedef {object} Doing  What may be done with a turn; what is absent may not.
+ * @property {(text: string) => void} [edit]  Asks something else in its place.
+ * @property {() => void} [again]  Asks the same again.
+ * @property {() => void} [fork]
+ */
+
+const COPIED_MS = 1500;
+
+/**
+ * A question with its answer, whole or as far as it has come.
+ *
+ * @param {{turn?: Turn, live?: Live, connected: boolean, doing: Doing}} props
+ */
+export function TurnView({ turn, live, connected, doing }) {
+  live?.version.value;
+  const asked = (live ?? turn)?.asked ?? [];
+  const answer = live?.answer() ?? turn?.answer ?? null;
+  const lastUser = asked.findLastIndex((message) => message.role === "user");
+  return html`
+    <div class="turn">
+      ${asked.map((message, index) => html`<${Asked} key=${index} message=${message} edit=${index === lastUser ? doing.edit : undefined} />`)}
+      ${(answer || turn?.ending) &&
+      html`<${Reply} answer=${answer} live=${live} ending=${turn?.ending} connected=${connected} doing=${doing} />`}
+    </div>
+  `;
+}
+
+/** @param {{message: ChatMessage, edit?: (text: string) => void}} props */
+function Asked({ message, edit }) {
+  const [editing, setEditing] = useState(false);
+  if (message.role === "assistant") {
+    const { content, reasoning = "", tool_calls: toolCalls = [] } = message;
+    return html`<${Reply} answer=${{ content, reasoning, toolCalls }} connected=${true} doing=${{}} />`;
+  }
+  if (message.role === "tool") {
+    return html`<details class="tool"><summary><${Icon} name="tool" /> Result of a tool</summary><pre tabindex="0">${message.content}</pre></details>`;
+  }
+  if (editing && edit) {
+    const save = (/** @type {string} */ text) => {
+      setEditing(false);
+      edit(text);
+    };
+    return html`<${Editor} text=${message.content} onSave=${save} onCancel=${() => setEditing(false)} />`;
+  }
+  return html`
+    <article class="message asked" data-role=${message.role} aria-label=${message.role === "user" ? "You" : "System"}>
+      <div class="bubble">${message.content}</div>
+      <div class="actions">
+        <${CopyButton} text=${message.content} />
+        ${edit && html`<${Action} icon="edit" label="Edit" onClick=${() => setEditing(true)} />`}
+      </div>
+    </article>
+  `;
+}
+
+/** @param {{answer: Answer | null, live?: Live, ending?: Turn["ending"], connected: boolean, doing: Doing}} props */
+function Reply({ answer, live, ending, connected, doing }) {
+  const content = answer?.content ?? "";
+  const thinking = live?.phase === "thinking";
+  return html`
+    <article class="message answer" aria-label="Answer" aria-busy=${Boolean(live)}>
+      ${answer?.reasoning && html`<${Reasoning} text=${answer.reasoning} open=${thinking} done=${!live} />`}
+      ${content && html`<${Markdown} text=${content} done=${!live} />`}
+      ${answer?.toolCalls.map((call) => html`<${Call} key=${call.call_id} call=${call} done=${!live} />`)}
+      ${live && live.shifted > 0 && html`<p class="aside">The context was full: the oldest ${live.shifted} turns are no longer read.</p>`}
+      ${live && html`<${Progress} live=${live} connected=${connected} />`}
+      ${ending?.error && html`<${Problem} error=${ending.error} again=${doing.again} />`}
+      ${!live &&
+      html`<div class="answer-foot">
+        <div class="actions">
+          ${content && html`<${CopyButton} text=${content} />`}
+          ${doing.again && !ending?.error && html`<${Action} icon="again" label="Regenerate" onClick=${doing.again} />`}
+          ${doing.fork && html`<${Action} icon="fork" label="Fork from here" onClick=${doing.fork} />`}
+        </div>
+        ${ending && html`<${Outcome} ending=${ending} />`}
+      </div>`}
+    </article>
+  `;
+}
+
+/** @param {{text: string, done: boolean}} props */
+function Markdown({ text, done }) {
+  const ref = useRef(/** @type {HTMLElement | null} */ (null));
+  const view = useRef(/** @type {MarkdownView | null} */ (null));
+  useLayoutEffect(() => {
+    view.current ??= new MarkdownView(/** @type {HTMLElement} */ (ref.current));
+    view.current.update(text, { done });
+  }, [text, done]);
+  useEffect(() => () => view.current?.end(), []);
+  return html`<div class="prose" ref=${ref} dir="auto"></div>`;
+}
+
+/** @param {{text: string, open: boolean, done: boolean}} props */
+function Reasoning({ text, open, done }) {
+  return html`
+    <details class="reasoning">
+      <summary>${open ? "Thinking…" : "Thought"}</summary>
+      <${Markdown} text=${text} done=${done} />
+    </details>
+  `;
+}
+
+/** @param {{call: {call_id: string, name: string, arguments: string}, done: boolean}} props */
+function Call({ call, done }) {
+  return html`
+    <details class="tool" open>
+      <summary><${Icon} name="tool" /> Asks for <code>${call.name}</code></summary>
+      <pre tabindex="0">${done ? indented(call.arguments) : call.arguments}</pre>
+    </details>
+  `;
+}
+
+/** @param {{error: import("../wire/errors.js").WireError, again?: () => void}} props */
+function Problem({ error, again }) {
+  return html`
+    <div class="notice" data-mood="bad" role="alert">
+      <span><strong>${error.message}</strong> ${error.hint} ${error.field && html`<span class="notice-detail">Field: <code>${error.field}</code></span>`}</span>
+      ${again && html`<button type="button" class="button small" onClick=${again}>Ask again</button>`}
+    </div>
+  `;
+}
+
+/** @param {{text: string, onSave: (text: string) => void, onCancel: () => void}} props */
+function Editor({ text, onSave, onCancel }) {
+  const [value, setValue] = useState(text);
+  const ref = useRef(/** @type {HTMLTextAreaElement | null} */ (null));
+  useEffect(() => ref.current?.focus(), []);
+  const keys = (/** @type {KeyboardEvent} */ event) => {
+    if (event.key === "Escape") {
+      event.stopPropagation();
+      onCancel();
+    } else if (event.key === "Enter" && !event.shiftKey && !event.isComposing && value.trim()) {
+      event.preventDefault();
+      onSave(value);
+    }
+  };
+  return html`
+    <div class="editor">
+      <textarea ref=${ref} aria-label="Edit the message" rows=${Math.min(12, value.split("\n").length + 1)} value=${value}
+        onInput=${(/** @type {any} */ event) => setValue(event.target.value)} onKeyDown=${keys}></textarea>
+      <p class="hint">What came after it will be gone.</p>
+      <div class="dialog-actions">
+        <button type="button" class="button" onClick=${onCancel}>Cancel</button>
+        <button type="button" class="button primary" disabled=${!value.trim()} onClick=${() => onSave(value)}>Send</button>
+      </div>
+    </div>
+  `;
+}
+
+/** @param {{text: string}} props */
+function CopyButton({ text }) {
+  const [copied, setCopied] = useState(false);
+  const press = async () => {
+    if (!(await copy(text))) return;
+    setCopied(true);
+    setTimeout(() => setCopied(false), COPIED_MS);
+  };
+  return html`<${Action} icon=${copied ? "check" : "copy"} label=${copied ? "Copied" : "Copy"} onClick=${press} />`;
+}
+
+/** @param {{icon: string, label: string, onClick: () => void}} props */
+function Action({ icon, label, onClick }) {
+  return html`
+    <button type="button" class="icon-button" aria-label=${label} title=${label} onClick=${onClick}><${Icon} name=${icon} /></button>
+  `;
+}
+
+/** @param {string} json */
+function indented(json) {
+  try {
+    return JSON.stringify(JSON.parse(json), null, 2);
+  } catch {
+    return json;
+  }
+}

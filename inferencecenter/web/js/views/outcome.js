@@ -1,0 +1,93 @@
+// @ts-check
+/** What stands under an answer: how it ended, what it took; and above it while it comes, how far it is. */
+
+import { html } from "../ui.js";
+
+/** @type {Readonly<Record<string, string>>} */
+const REASONS = {
+  aborted: "Stopped",
+  length: "Reached the limit of tokens",
+  context_full: "The context is full",
+  time: "Reached the limit of time",
+  repetition: "Repeated itself",
+  quota_exceeded: "The token's quota for today is used up",
+  tool_calls: "Waits for the results of tools",
+};
+
+/**
+ * @param {{ending: import("../wire/transcript.js").Ending}} props
+ */
+export function Outcome({ ending }) {
+  const words = REASONS[ending.reason];
+  return html`
+    <div class="outcome">
+      ${words && html`<span class="badge" data-mood="warn">${words}</span>`}
+      ${measures(ending).map(([short, long]) => html`<span key=${long} title=${long}>${short}</span>`)}
+      ${ending.warnings.map((warning) => html`<span class="outcome-warning" key=${warning}>${warning}</span>`)}
+    </div>
+  `;
+}
+
+/**
+ * Returns what a turn took, in short and in full.
+ *
+ * @param {import("../wire/transcript.js").Ending} ending
+ * @returns {[string, string][]}
+ */
+export function measures({ usage, stats }) {
+  /** @type {[string, string][]} */
+  const found = [];
+  if (usage) {
+    const n = usage.completion_tokens;
+    found.push([`${n} ${n === 1 ? "token" : "tokens"}`, promptWords(usage)]);
+  }
+  if (stats && stats.tps > 0) found.push([`${rounded(stats.tps)} tokens/s`, "Speed after the first token"]);
+  if (stats && stats.ttft_ms > 0) found.push([`first after ${seconds(stats.ttft_ms)}`, "Time to the first token"]);
+  if (stats && stats.queue_ms >= 100) found.push([`waited ${seconds(stats.queue_ms)}`, "Time in the queue"]);
+  return found;
+}
+
+/** @param {{live: import("../wire/live.js").Live, connected: boolean}} props */
+export function Progress({ live, connected }) {
+  const words = connected ? phaseWords(live) : "Waiting for the connection…";
+  const part = live.phase === "reading" && live.progress?.total ? live.progress.done / live.progress.total : null;
+  return html`
+    <div class="progress-line">
+      ${words && html`<span class="pulse" aria-hidden="true"></span><span>${words}</span>`}
+      ${part !== null && html`<progress aria-label="Reading the prompt" max="1" value=${part}></progress>`}
+    </div>
+  `;
+}
+
+/**
+ * Returns what is going on, "" while the answer itself shows it.
+ *
+ * @param {import("../wire/live.js").Live} live
+ */
+export function phaseWords(live) {
+  if (live.stopping) return "Stopping…";
+  if (live.phase === "loading") return live.notice || "The model is being loaded…";
+  if (live.phase === "queued" && live.position > 0) {
+    const wait = live.etaMs === null ? "" : `, about ${seconds(live.etaMs)}`;
+    return `In the queue: ${live.position} ahead${wait}`;
+  }
+  if (live.phase === "reading") return `Reading ${live.progress?.total ?? ""} tokens…`;
+  if (live.phase === "thinking") return "Thinking…";
+  if (live.phase === "calling") return "Asking for a tool…";
+  return live.phase === "writing" ? "" : "Starting…";
+}
+
+/** @param {import("../wire/transcript.js").Usage} usage */
+function promptWords(usage) {
+  return `${usage.completion_tokens} generated; ${usage.prompt_tokens} read, ${usage.cached_tokens} of them from the cache`;
+}
+
+/** @param {number} ms */
+function seconds(ms) {
+  return ms < 995 ? `${Math.max(10, Math.round(ms / 10) * 10)} ms` : `${rounded(ms / 1000)} s`;
+}
+
+/** @param {number} n */
+function rounded(n) {
+  return n >= 10 ? Math.round(n).toString() : n.toFixed(1);
+}

@@ -1,0 +1,51 @@
+// @ts-check
+
+/** So near to the end counts as there. */
+const NEAR_PX = 48;
+
+/**
+ * Keeps an element scrolled to its end while its content grows, until somebody scrolls up.
+ *
+ * @param {HTMLElement} scroller  Its only child is what grows.
+ * @param {(atEnd: boolean) => void} onChange
+ */
+export function followEnd(scroller, onChange) {
+  let following = true;
+  let lastTop = 0;
+  const atEnd = () => scroller.scrollHeight - scroller.scrollTop - scroller.clientHeight < NEAR_PX;
+  const set = (/** @type {boolean} */ value) => {
+    if (following === value) return;
+    following = value;
+    onChange(value);
+  };
+  const toEnd = () => {
+    set(true);
+    scroller.scrollTop = scroller.scrollHeight;
+  };
+  const scrolled = () => {
+    // What grows or shrinks scrolls too; only a person scrolls up while there is more below.
+    const up = scroller.scrollTop < lastTop - 1;
+    lastTop = scroller.scrollTop;
+    if (atEnd()) set(true);
+    else if (up) set(false);
+  };
+  const grown = new ResizeObserver(() => {
+    if (following) toEnd();
+    else onChange(atEnd());
+  });
+  const watch = () => {
+    grown.disconnect();
+    grown.observe(scroller);
+    for (const child of scroller.children) grown.observe(child);
+  };
+  const replaced = new MutationObserver(watch);
+  watch();
+  replaced.observe(scroller, { childList: true });
+  scroller.addEventListener("scroll", scrolled, { passive: true });
+  const end = () => {
+    grown.disconnect();
+    replaced.disconnect();
+    scroller.removeEventListener("scroll", scrolled);
+  };
+  return { toEnd, end };
+}

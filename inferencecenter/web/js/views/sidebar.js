@@ -1,0 +1,202 @@
+// @ts-check
+import { Fragment, html, useRef, useState } from "../ui.js";
+import { account, current, newChat, openSession, preferences, remove, rename, sessions, signOut, view } from "../state.js";
+import { Confirm } from "./dialog.js";
+import { Icon } from "./icons.js";
+
+/** @typedef {import("../state.js").Summary} Summary */
+
+const DAY_MS = 86_400_000;
+const FILTER_FROM = 8;
+const THEMES = /** @type {const} */ (["system", "light", "dark"]);
+const THEME_ICONS = { system: "system", light: "sun", dark: "moon" };
+
+/**
+ * Conversations, other views, and who is signed in.
+ *
+ * @param {{open: boolean, onClose: () => void}} props  Whether it is shown where there is no room for it beside the rest.
+ */
+export function Sidebar({ open, onClose }) {
+  const [filter, setFilter] = useState("");
+  const list = sessions.value;
+  const wanted = filter.trim().toLowerCase();
+  const found = (list ?? []).filter((each) => titleOf(each).toLowerCase().includes(wanted));
+  const start = () => {
+    newChat();
+    onClose();
+  };
+  return html`
+    <nav class="sidebar" data-open=${open} aria-label="Conversations">
+      <div class="sidebar-head">
+        <span class="brand"><span class="mark" aria-hidden="true"></span>InferenceCenter</span>
+        <button type="button" class="icon-button only-narrow" aria-label="Close the list" onClick=${onClose}>
+          <${Icon} name="close" />
+        </button>
+      </div>
+      <button type="button" class="button new-chat" title="Ctrl+K" onClick=${start}>
+        <${Icon} name="plus" /> New chat
+      </button>
+      ${(list?.length ?? 0) > FILTER_FROM &&
+      html`<input type="search" class="filter" placeholder="Find…" aria-label="Find a conversation" value=${filter}
+        onInput=${(/** @type {any} */ event) => setFilter(event.target.value)} />`}
+      <div class="sidebar-list" onKeyDown=${moveFocus}>
+        ${list === null && html`<p class="hint">Loading…</p>`}
+        ${list?.length === 0 && html`<p class="hint">Conversations appear here.</p>`}
+        ${wanted && found.length === 0 && html`<p class="hint">None is called that.</p>`}
+        ${byAge(found, Date.now()).map(
+          ([age, group]) => html`
+            <${Fragment} key=${age}>
+              <h2>${age}</h2>
+              <ul>
+                ${group.map((each) => html`<${Item} key=${each.session_id} summary=${each} onClose=${onClose} />`)}
+              </ul>
+            <//>
+          `,
+        )}
+      </div>
+      <${Foot} onClose=${onClose} />
+    </nav>
+  `;
+}
+
+/** @param {{summary: Summary, onClose: () => void}} props */
+function Item({ summary, onClose }) {
+  const [doing, setDoing] = useState(/** @type {"" | "renaming" | "deleting"} */ (""));
+  const ref = useRef(/** @type {HTMLButtonElement | null} */ (null));
+  const id = summary.session_id;
+  const title = titleOf(summary);
+  const selected = view.value === "chat" && current.value?.id.value === id;
+  const busy = selected ? current.value?.live.value !== null : summary.state === "busy";
+  const done = () => {
+    setDoing("");
+    setTimeout(() => ref.current?.focus());
+  };
+  const keys = (/** @type {KeyboardEvent} */ event) => {
+    if (event.key === "F2") setDoing("renaming");
+    else if (event.key === "Delete") setDoing("deleting");
+  };
+  const select = () => {
+    openSession(id);
+    onClose();
+  };
+  if (doing === "renaming") {
+    return html`<li><${Rename} title=${title} onDone=${done} onSave=${(/** @type {string} */ to) => rename(id, to)} /></li>`;
+  }
+  return html`
+    <li class="item" data-selected=${selected}>
+      <button type="button" class="item-open" ref=${ref} aria-current=${selected ? "page" : undefined} title=${title}
+        onClick=${select} onKeyDown=${keys}>
+        ${busy && html`<span class="dot" role="img" aria-label="Answering"></span>`}
+        <span class="item-title">${title}</span>
+      </button>
+      <span class="item-actions">
+        <button type="button" class="icon-button" aria-label=${`Rename ${title}`} title="Rename (F2)"
+          onClick=${() => setDoing("renaming")}><${Icon} name="edit" /></button>
+        <button type="button" class="icon-button" aria-label=${`Delete ${title}`} title="Delete"
+          onClick=${() => setDoing("deleting")}><${Icon} name="trash" /></button>
+      </span>
+      ${doing === "deleting" &&
+      html`<${Confirm} title="Delete this conversation?" text=${`“${title}” will be gone for good.`} action="Delete"
+        onConfirm=${() => remove(id)} onClose=${done} />`}
+    </li>
+  `;
+}
+
+/** @param {{title: string, onSave: (title: string) => void, onDone: () => void}} props */
+function Rename({ title, onSave, onDone }) {
+  const saved = useRef(false);
+  const save = (/** @type {string} */ text) => {
+    if (saved.current) return;
+    saved.current = true;
+    if (text.trim() && text.trim() !== title) onSave(text.trim());
+    onDone();
+  };
+  const keys = (/** @type {any} */ event) => {
+    event.stopPropagation();
+    if (event.key === "Enter" && !event.isComposing) save(event.target.value);
+    if (event.key === "Escape") save(title);
+  };
+  return html`<input class="rename" aria-label="Title" maxlength="200" value=${title} onKeyDown=${keys}
+    ref=${focusAll} onBlur=${(/** @type {any} */ event) => save(event.target.value)} />`;
+}
+
+/** @param {{onClose: () => void}} props */
+function Foot({ onClose }) {
+  const theme = preferences.value.theme;
+  const go = (/** @type {import("../state.js").View} */ to) => () => {
+    view.value = to;
+    onClose();
+  };
+  const nextTheme = () => {
+    const next = THEMES[(THEMES.indexOf(theme) + 1) % THEMES.length];
+    preferences.value = { ...preferences.value, theme: next };
+  };
+  return html`
+    <div class="sidebar-foot">
+      <${ViewLink} to="chat" icon="chat" label="Chat" onClick=${go("chat")} />
+      <${ViewLink} to="dashboard" icon="chart" label="Dashboard" onClick=${go("dashboard")} />
+      <${ViewLink} to="models" icon="cube" label="Models" onClick=${go("models")} />
+      <div class="account">
+        <span class="account-name" title="Signed in as">${account.value?.client_id}</span>
+        <button type="button" class="icon-button" aria-label=${`Theme: ${theme}`} title=${`Theme: ${theme}`}
+          onClick=${nextTheme}><${Icon} name=${THEME_ICONS[theme]} /></button>
+        <button type="button" class="icon-button" aria-label="Sign out" title="Sign out" onClick=${() => signOut()}>
+          <${Icon} name="leave" />
+        </button>
+      </div>
+    </div>
+  `;
+}
+
+/** @param {{to: string, icon: string, label: string, onClick: () => void}} props */
+function ViewLink({ to, icon, label, onClick }) {
+  const here = view.value === to;
+  return html`
+    <button type="button" class="view-link" aria-current=${here ? "page" : undefined} onClick=${onClick}>
+      <${Icon} name=${icon} /> ${label}
+    </button>
+  `;
+}
+
+/** @param {Summary} summary */
+function titleOf(summary) {
+  return summary.metadata.title || "Untitled";
+}
+
+/**
+ * Returns conversations by how long ago they were used.
+ *
+ * @param {readonly Summary[]} list  The latest first.
+ * @param {number} now  Milliseconds since 1970.
+ * @returns {[string, Summary[]][]}
+ */
+export function byAge(list, now) {
+  const midnight = new Date(now).setHours(0, 0, 0, 0);
+  const ages = /** @type {const} */ ([
+    ["Today", midnight],
+    ["Yesterday", midnight - DAY_MS],
+    ["Last 7 days", midnight - 7 * DAY_MS],
+    ["Last 30 days", midnight - 30 * DAY_MS],
+    ["Older", -Infinity],
+  ]);
+  const ageOf = (/** @type {Summary} */ each) => ages.find(([, since]) => each.last_used_at * 1000 >= since)?.[0];
+  /** @type {[string, Summary[]][]} */
+  const groups = ages.map(([age]) => [age, list.filter((each) => ageOf(each) === age)]);
+  return groups.filter(([, group]) => group.length > 0);
+}
+
+/** @param {HTMLInputElement | null} input */
+function focusAll(input) {
+  if (!input || input === document.activeElement) return;
+  input.focus();
+  input.select();
+}
+
+/** @param {any} event  Up and down move through the list. */
+function moveFocus(event) {
+  const step = event.key === "ArrowDown" ? 1 : event.key === "ArrowUp" ? -1 : 0;
+  if (!step || !event.target.classList.contains("item-open")) return;
+  const all = [...event.currentTarget.querySelectorAll(".item-open")];
+  all[all.indexOf(event.target) + step]?.focus();
+  event.preventDefault();
+}
