@@ -177,6 +177,17 @@ def run_daemon(state_dir: Path, model: Path | None, **settings: str) -> Iterator
             daemon.stop()
 
 
+def command_line(daemon: Daemon, *arguments: str) -> Any:
+    """Run ``inferencecenter`` on the daemon's state directory and return what it writes as JSON."""
+    done = subprocess.run(
+        [sys.executable, "-m", "inferencecenter", *arguments, "--json"],
+        env={"INFERENCECENTER_STATE_DIR": str(daemon.state_dir), "PATH": "/usr/bin:/bin"},
+        check=True,
+        capture_output=True,
+    )
+    return json.loads(done.stdout)
+
+
 @dataclass
 class Talk:
     """A connected socket, the frames it has received, and who is shown each of them."""

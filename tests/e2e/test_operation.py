@@ -4,31 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import json
-import subprocess
-import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 from websockets.asyncio.client import connect
 from websockets.exceptions import ConnectionClosed
 
-from tests.e2e.harness import ENDLESS, REPLY_TIMEOUT_S, run_daemon, talk
+from tests.e2e.harness import ENDLESS, REPLY_TIMEOUT_S, command_line, run_daemon, talk
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from tests.e2e.harness import Daemon
-
-
-def command_line(daemon: Daemon, *arguments: str) -> Any:
-    """Run ``inferencecenter`` on the daemon's state directory and return what it writes as JSON."""
-    done = subprocess.run(
-        [sys.executable, "-m", "inferencecenter", *arguments, "--json"],
-        env={"INFERENCECENTER_STATE_DIR": str(daemon.state_dir), "PATH": "/usr/bin:/bin"},
-        check=True,
-        capture_output=True,
-    )
-    return json.loads(done.stdout)
 
 
 async def test_a_revoked_token_loses_its_live_socket(daemon: Daemon) -> None:

@@ -1,0 +1,91 @@
+"""Tests of how somebody gets in, and is shown the door, in a browser."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from playwright.async_api import expect
+
+from tests.e2e.harness import command_line
+from tests.web.browser import MARKS, origin_of, visiting
+
+if TYPE_CHECKING:
+    from playwright.async_api import Browser
+
+    from tests.e2e.harness import Daemon
+
+pytestmark = MARKS
+
+
+async def test_by_token(browser: Browser, echo: Daemon) -> None:
+    """The form takes the token; a reload needs none, another tab does, and signing out forgets it."""
+    async with visiting(browser, origin_of(echo)) as visit:
+        await visit.sign_in(echo.admin_token)
+        await expect(visit.composer).to_be_visible()
+        await visit.page.reload()
+        await expect(visit.composer).to_be_visible()
+        other = await visit.page.context.new_page()
+        await other.goto(visit.origin)
+        await expect(other.get_by_label("Token", exact=True)).to_be_visible()
+        await visit.button("Sign out").click()
+        await expect(visit.token).to_be_visible()
+        kept: str = await visit.page.evaluate("() => JSON.stringify([sessionStorage, localStorage, document.cookie])")
+        assert echo.admin_token not in kept
+
+
+async def test_by_the_first_link(browser: Browser, echo: Daemon) -> None:
+    """The token is gone from the address and from the history, and went into no other address."""
+    asked: list[str] = []
+    async with visiting(browser, origin_of(echo)) as visit:
+        visit.page.on("request", lambda request: asked.append(request.url))
+        visit.page.on("websocket", lambda socket: asked.append(socket.url))
+        await visit.go(f"#token={echo.admin_token}")
+        await expect(visit.composer).to_be_visible()
+        assert echo.admin_token not in visit.page.url
+        assert [each for each in asked if echo.admin_token in each.partition("#")[0]] == []
+        await visit.page.go_back()
+        assert echo.admin_token not in visit.page.url
+
+
+async def test_not_by_a_wrong_token(browser: Browser, echo: Daemon) -> None:
+    """It is said, the form stays, nothing is kept, and the right one works after it."""
+    async with visiting(browser, origin_of(echo)) as visit:
+        await visit.sign_in("ic_0123456789ab_not-this-one")
+        await expect(visit.page.get_by_role("alert")).not_to_be_empty()
+        await expect(visit.token).to_have_attribute("aria-invalid", "true")
+        assert await visit.page.evaluate("() => sessionStorage.length") == 0
+        await visit.token.fill(echo.admin_token)
+        await visit.button("Sign in").click()
+        await expect(visit.composer).to_be_visible()
+
+
+async def test_no_longer_by_a_revoked_token(browser: Browser, echo: Daemon) -> None:
+    """Whoever is in is put before the form, and told why."""
+    made = await asyncio.to_thread(command_line, echo, "token", "create", "guest")
+    async with visiting(browser, origin_of(echo)) as visit:
+        await visit.sign_in(made["token"])
+        await visit.ask("Before it was revoked.")
+        await visit.answered()
+        await asyncio.to_thread(command_line, echo, "token", "revoke", made["token_id"])
+        await expect(visit.token).to_be_visible()
+        await expect(visit.page.get_by_role("alert")).not_to_be_empty()
+        assert await visit.page.evaluate("() => sessionStorage.length") == 0
+        await expect(visit.page.get_by_text("Before it was revoked.")).to_have_count(0)
+
+
+async def test_who_signs_in_next_sees_nothing_of_the_one_before(browser: Browser, echo: Daemon) -> None:
+    """Conversations belong to the account, also in one tab."""
+    made = await asyncio.to_thread(command_line, echo, "token", "create", "visitor")
+    async with visiting(browser, origin_of(echo)) as visit:
+        await visit.sign_in(echo.admin_token)
+        await visit.ask("For my eyes only.")
+        await visit.answered()
+        address = visit.page.url
+        await visit.button("Sign out").click()
+        await visit.token.fill(made["token"])
+        await visit.button("Sign in").click()
+        await expect(visit.composer).to_be_visible()
+        await expect(visit.page.get_by_text("For my eyes only.")).to_have_count(0)
+        await visit.page.goto(address)
+        await expect(visit.page.get_by_text("was deleted, or it expired")).to_be_visible()
