@@ -35,7 +35,7 @@ OTHER_ENVIRONMENT: Final[Mapping[str, str]] = {
     "INFERENCECENTER_URL": "The daemon that `inferencecenter chat` and `stats` talk to.",
     "INFERENCECENTER_TOKEN": "The token that `inferencecenter chat` and `stats` show.",
     "INFERENCECENTER_TEST_MODEL": "A model file for the tests, in place of the bundled one.",
-    "INFERENCECENTER_TEST_BROWSER": "Path of Chromium for the tests of the web page, which then must run; else found, or they are skipped.",
+    "INFERENCECENTER_TEST_BROWSER": "Chromium for the tests of the web page; with it none is left out.",
 }
 SYSTEM_CONFIG: Final = Path("/etc/inferencecenter/inferencecenter.toml")
 
