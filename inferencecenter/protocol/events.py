@@ -238,6 +238,14 @@ class SessionRewound(SessionEvent):
     messages: int = Field(description="Messages the session holds now.")
 
 
+class MetadataSet(Event):
+    """A session has other metadata; all sockets of its client hear of it."""
+
+    op: Literal["metadata_set"] = "metadata_set"
+    session_id: str = Field(description="The session.")
+    metadata: dict[str, str] = Field(description="All that it has now.")
+
+
 class Session(Event):
     """Everything about one session."""
 
@@ -252,7 +260,7 @@ class Session(Event):
     on_full: OnFull = Field(description="What happens when the context is full.")
     dropped_messages: int = Field(description="Messages of the transcript that are no longer read.")
     params: dict[str, Any] = Field(description="Effective parameters of the session level.")
-    metadata: dict[str, str] = Field(description="What was given when it was created.")
+    metadata: dict[str, str] = Field(description="What was given when it was created, or by `set_metadata` since.")
     transcript: tuple[ChatMessage, ...] = Field(description="All messages; a running turn is not part of it yet.")
     turns: tuple[TranscriptTurn, ...] = Field(description="The latest of its turns that have ended.")
     usage: Usage = Field(description="Tokens of all its turns.")
@@ -435,6 +443,7 @@ AnyEvent = (
     | SessionDetached
     | Appended
     | SessionRewound
+    | MetadataSet
     | Session
     | Sessions
     | Metrics

@@ -245,6 +245,17 @@ class RewindSession(Request):
     turn: TurnId = Field(description="Id of the last turn to keep; `start` goes back to before the first turn.")
 
 
+class SetMetadata(Request):
+    """Give a session other metadata, as a title; `metadata_set` tells so on all sockets of the client.
+
+    What the session holds and when it was used last stays as it is, and a running turn goes on.
+    """
+
+    op: Literal["set_metadata"]
+    session_id: SessionId = Field(description="The session.")
+    metadata: Metadata = Field(description="Up to 16 strings of your own, in place of those that it had.")
+
+
 class GetSession(Request):
     """Read a session: transcript, usage, state."""
 
@@ -361,6 +372,7 @@ AnyRequest = (
     | Append
     | ForkSession
     | RewindSession
+    | SetMetadata
     | GetSession
     | ListSessions
     | ListModels

@@ -201,7 +201,7 @@ class SessionSummary(Value):
     tokens: int = Field(description="Tokens of history.")
     created_at: float = Field(description="Unix seconds.")
     last_used_at: float = Field(description="Unix seconds.")
-    metadata: dict[str, str] = Field(description="What was given when it was created.")
+    metadata: dict[str, str] = Field(description="What was given when it was created, or by `set_metadata` since.")
 
 
 class ModelSummary(Value):

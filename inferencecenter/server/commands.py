@@ -123,6 +123,19 @@ def _rewind_session(connection: Connection, request: requests.RewindSession) -> 
     connection.context.sessions.rewind(connection.client, request, connection)
 
 
+def _set_metadata(connection: Connection, request: requests.SetMetadata) -> Event:
+    context = connection.context
+    event = context.sessions.set_metadata(connection.client, request)
+
+    def tell_others() -> None:
+        for each in context.hub.of_client(connection.client.client_id):
+            if each is not connection:
+                each.send(event)
+
+    context.sessions.journal_of(request).release(tell_others)
+    return event
+
+
 def _get_session(connection: Connection, request: requests.GetSession) -> Event:
     return connection.context.sessions.get(connection.client, request)
 
@@ -204,6 +217,7 @@ COMMANDS: Final[Mapping[str, Command]] = MappingProxyType(
         "append": Command(_append),
         "fork_session": Command(_fork_session, starts_work=True),
         "rewind_session": Command(_rewind_session),
+        "set_metadata": Command(_set_metadata),
         "get_session": Command(_get_session),
         "list_sessions": Command(_list_sessions),
         "list_models": Command(_list_models),

@@ -74,7 +74,7 @@ class Surroundings:
 
 @dataclass(frozen=True, slots=True)
 class SessionFacts:
-    """What never changes about a session.
+    """What is settled about a session when it begins; of it only ``metadata`` may be replaced later.
 
     ``model`` and ``n_ctx`` are those of its beginning; without a ``chosen_model`` it goes with the default, also when
     that changes. ``params`` are effective with that first model: no level is left to merge below them. ``chosen`` are

@@ -124,6 +124,18 @@ class Changed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Described:
+    """A session's client gave it other metadata; ``facts`` have it."""
+
+    facts: SessionFacts
+
+    @property
+    def session_id(self) -> str:
+        """The session."""
+        return self.facts.session_id
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Renamed:
     """The events of a session up to now are lost for good: its history of events has another ``epoch``."""
 
@@ -148,7 +160,7 @@ class Spent:
     usage: Usage
 
 
-Record: TypeAlias = Opened | Ordered | Said | Ended | Dropped | Changed | Renamed | Gone | Spent
+Record: TypeAlias = Opened | Ordered | Said | Ended | Dropped | Changed | Described | Renamed | Gone | Spent
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -171,7 +171,7 @@ class Sessions:
                 return self._journal if store else Unwritten()
             case requests.ListSessions():
                 return self._journal
-            case requests.GetSession() | requests.ForkSession() | requests.CloseSession():
+            case requests.GetSession() | requests.ForkSession() | requests.SetMetadata() | requests.CloseSession():
                 session = self._roster.get(request.session_id)
                 return session.journal if session else Unwritten()
             case _:
@@ -248,6 +248,14 @@ class Sessions:
             InferenceCenterError: ``session_not_found``, and see ``Session.rewind``.
         """
         self._roster.own(client, request.session_id).rewind(request, sink)
+
+    def set_metadata(self, client: Client, request: requests.SetMetadata) -> events.MetadataSet:
+        """Give a session other metadata.
+
+        Raises:
+            InferenceCenterError: ``session_not_found``, and see ``Session.describe``.
+        """
+        return self._roster.own(client, request.session_id).describe(request.metadata)
 
     def resume(self, client: Client, request: requests.ResumeSession, sink: EventSink) -> None:
         """Send a session's events to ``sink`` from now on, those that it has missed first.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from inferencecenter.errors import ErrorCode, InferenceCenterError
@@ -12,7 +13,7 @@ from inferencecenter.sessions.description import Standing, TurnFacts
 from inferencecenter.sessions.journal import Unwritten
 from inferencecenter.sessions.ledger import Ledger
 from inferencecenter.sessions.prompt import messages_of
-from inferencecenter.sessions.records import Changed, Dropped, Ended, Gone, Opened
+from inferencecenter.sessions.records import Changed, Described, Dropped, Ended, Gone, Opened
 from inferencecenter.sessions.replay import Replay
 from inferencecenter.sessions.states import SESSION, SessionChange, SessionState
 from inferencecenter.sessions.stream import EventStream
@@ -252,6 +253,17 @@ class Session:
         self._ledger.rewind(request.turn)
         n_messages = len(self._history.messages)
         self._tell_changed(self._stream.rewound(request.turn, n_messages, request_id=request.id), sink)
+
+    def describe(self, metadata: dict[str, str]) -> events.MetadataSet:
+        """Have other metadata, also while a turn runs; that is no use of the session.
+
+        Raises:
+            InferenceCenterError: ``storage_unavailable``.
+        """
+        self._around.check_writable(store=self.facts.store)
+        self.facts = replace(self.facts, metadata=dict(metadata))
+        self._stream.write(Described(facts=self.facts))
+        return events.MetadataSet(session_id=self.facts.session_id, metadata=self.facts.metadata)
 
     def close(self) -> events.SessionClosed:
         """End the session, its running turn as aborted, and let the engine forget it."""

@@ -152,6 +152,7 @@ def test_unknown_fields_are_refused_in_every_request(op: str) -> None:
         "infer": {"session_id": "s", "prompt": "p"},
         "append": {"session_id": "s", "messages": [{"role": "user", "content": "c"}]},
         "rewind_session": {"session_id": "s", "turn": "start"},
+        "set_metadata": {"session_id": "s", "metadata": {}},
         "load_model": {"name": "m"},
         "unload_model": {"name": "m"},
         "kick": {"client_id": "c"},

@@ -47,7 +47,7 @@ async def test_a_missing_scope_is_refused(server: Running) -> None:
 
 
 @pytest.mark.parametrize(
-    "op", ["infer", "abort", "close_session", "append", "fork_session", "rewind_session", "get_session"]
+    "op", ["infer", "abort", "close_session", "append", "fork_session", "rewind_session", "set_metadata", "get_session"]
 )
 async def test_foreign_and_random_sessions_are_the_same(server: Running, op: str) -> None:
     """Byte for byte: nothing tells one client of another's sessions."""
@@ -55,6 +55,7 @@ async def test_foreign_and_random_sessions_are_the_same(server: Running, op: str
         "infer": {"prompt": "x"},
         "append": {"messages": [{"role": "user", "content": "x"}]},
         "rewind_session": {"turn": "start"},
+        "set_metadata": {"metadata": {}},
     }
     fields = extra.get(op, {})
     key = {"X-Client-ID": "desk", "X-API-Key": "desk-key"}
@@ -185,3 +186,26 @@ async def test_a_shift_is_told_to_v1_sockets_only(server: Running) -> None:
                 while heard[-1]["op"] != "end":
                     heard.append(await hear(socket))
             assert [frame["op"] for frame in heard if frame["op"] != "queued"] == expected
+
+
+async def test_all_sockets_of_a_client_hear_of_other_metadata(server: Running) -> None:
+    """As a second tab, whoever has the session; sockets of the first protocol and of other clients hear nothing."""
+    key = {"X-Client-ID": "desk", "X-API-Key": "desk-key"}
+    old = server.connect(additional_headers={"Authorization": f"Bearer {server.token}"})
+    async with (
+        server.v1() as first,
+        server.v1() as second,
+        old as plain,
+        server.connect(additional_headers=key) as other,
+    ):
+        for socket in (first, second, plain, other):
+            await hear(socket)
+        await ask(other, op="hello", protocol=1)
+        sid = (await ask(first, op="create_session"))["session_id"]
+        expected = {"op": "metadata_set", "session_id": sid, "metadata": {"title": "Über"}}
+        told = await ask(second, op="set_metadata", id="m", session_id=sid, metadata={"title": "Über"})
+        assert told == {**expected, "id": "m"}
+        assert await hear(first) == expected
+        assert (await ask(other, op="ping"))["op"] == "pong"
+        assert (await ask(plain, op="metrics"))["op"] == "metrics"
+        assert (await ask(first, op="get_session", session_id=sid))["metadata"] == {"title": "Über"}

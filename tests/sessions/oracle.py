@@ -21,6 +21,7 @@ from inferencecenter.ipc.port import EngineState, EngineStatus
 from inferencecenter.protocol import events
 from inferencecenter.sessions.records import (
     Changed,
+    Described,
     Dropped,
     Ended,
     Gone,
@@ -210,7 +211,7 @@ def _parts(before: Unfinished, said: Said) -> tuple[Part, ...] | None:
     return (*(before.parts or ()), *(said.parts or ()))
 
 
-def _after(session: Kept, record: Ordered | Said | Ended | Dropped | Changed | Renamed) -> Kept:
+def _after(session: Kept, record: Ordered | Said | Ended | Dropped | Changed | Described | Renamed) -> Kept:
     match record:
         case Ordered():
             before = session.unfinished or Unfinished(order=record.order, tokens=b"", text="")
@@ -252,8 +253,9 @@ def _after(session: Kept, record: Ordered | Said | Ended | Dropped | Changed | R
                 turns=record.turns,
                 ends={key: end for key, end in session.ends.items() if end.turn_id in left},
             )
-        case Renamed():
-            return replace(session, facts=replace(session.facts, epoch=record.epoch))
+        case Described() | Renamed():
+            facts = record.facts if isinstance(record, Described) else replace(session.facts, epoch=record.epoch)
+            return replace(session, facts=facts)
 
 
 @dataclass

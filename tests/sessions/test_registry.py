@@ -45,6 +45,9 @@ def answers(world: World, client: Client, session_id: str) -> list[tuple[object,
         lambda: sessions.resume(
             client, requests.ResumeSession(op="resume_session", session_id=session_id, epoch="e"), world.sink
         ),
+        lambda: sessions.set_metadata(
+            client, requests.SetMetadata(op="set_metadata", session_id=session_id, metadata={})
+        ),
         lambda: sessions.get(client, requests.GetSession(op="get_session", session_id=session_id)),
         lambda: sessions.list(client, requests.ListSessions(op="list_sessions", after=session_id)),
         lambda: sessions.close(client, requests.CloseSession(op="close_session", session_id=session_id)),

@@ -16,6 +16,7 @@ from inferencecenter.protocol.events import Error
 from inferencecenter.sessions.journal import Unwritten
 from inferencecenter.sessions.records import (
     Changed,
+    Described,
     Dropped,
     Ended,
     Gone,
@@ -82,7 +83,9 @@ def test_each_number_is_written_with_its_event(world: World) -> None:
     world.append(session_id, ("user", "x"))
     world.rewind(session_id, "start")
     written = [
-        record.seq for record in journal(world).records if not isinstance(record, Opened | Renamed | Gone | Spent)
+        record.seq
+        for record in journal(world).records
+        if not isinstance(record, Opened | Described | Renamed | Gone | Spent)
     ]
     told = [event.seq for event in world.sink.events if isinstance(event, SessionEvent | Error)]
     assert written == told == [1, 2, 3, 4, 5, 6, 7, 8]
@@ -172,6 +175,7 @@ def test_answers_are_held_back_with_the_session_that_they_tell_of(world: World) 
         (requests.GetSession(op="get_session", session_id=not_stored), False),
         (requests.GetSession(op="get_session", session_id="s_none"), False),
         (requests.ForkSession(op="fork_session", session_id=stored), True),
+        (requests.SetMetadata(op="set_metadata", session_id=stored, metadata={}), True),
         (requests.CloseSession(op="close_session", session_id=stored), True),
         (requests.Ping(op="ping"), False),
         (requests.Status(op="status"), False),

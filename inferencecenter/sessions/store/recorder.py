@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
 from inferencecenter.sessions.records import (
     Changed,
+    Described,
     Dropped,
     Ended,
     Gone,
@@ -195,13 +196,20 @@ class Recorder:
                 self._open(entry)
             case Changed():
                 self._change(entry)
-            case Renamed():
-                row = self._find(entry.session_id).row
-                self._database.execute("UPDATE sessions SET epoch = ? WHERE id = ?", (entry.epoch, row))
+            case Described() | Renamed():
+                self._alter(entry)
             case Spent():
                 usage.count(self._database, entry)
             case Gone() | Purge():
                 self._forget(entry)
+
+    def _alter(self, entry: Described | Renamed) -> None:
+        row = self._find(entry.session_id).row
+        if isinstance(entry, Renamed):
+            self._database.execute("UPDATE sessions SET epoch = ? WHERE id = ?", (entry.epoch, row))
+        else:
+            facts = rows.facts_column(entry.facts)
+            self._database.execute("UPDATE sessions SET facts = ? WHERE id = ?", (facts, row))
 
     def _forget(self, entry: Gone | Purge) -> None:
         purge = entry if isinstance(entry, Purge) else Purge("session", entry.session_id)

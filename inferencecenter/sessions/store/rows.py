@@ -25,7 +25,7 @@ _TURNS: Final = TypeAdapter(tuple[TranscriptTurn, ...])
 
 
 class _Facts(BaseModel):
-    """The column ``facts``: what never changes about a session and has no column of its own."""
+    """The column ``facts``: what is settled about a session when it begins, and has no column of its own."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
 

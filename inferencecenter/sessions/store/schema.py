@@ -18,7 +18,7 @@ HINT: Final = (
 # ``session`` is ``sessions.id`` everywhere, ``n`` counts the rows of a session up.
 MIGRATIONS: Final[Steps] = (
     (
-        # ``seq`` is the number of the last event, unless ``said`` has a later one. ``facts`` is what never changes.
+        # ``seq`` is the number of the last event, unless ``said`` has a later one. ``facts`` is what is settled at its beginning.
         """
         CREATE TABLE sessions (
             id INTEGER PRIMARY KEY,

@@ -20,6 +20,7 @@ from inferencecenter.sessions.formats.parts import Thought
 from inferencecenter.sessions.history import TOKEN_BYTES, History, TurnMark, View
 from inferencecenter.sessions.records import (
     Changed,
+    Described,
     Dropped,
     Gone,
     Kept,
@@ -224,6 +225,14 @@ class Writing(RuleBasedStateMachine):
         self.pending.append(Renamed(session_id=session_id, epoch=epoch))
         kept = self.kept[session_id]
         self.kept[session_id] = replace(kept, facts=replace(kept.facts, epoch=epoch))
+
+    @rule(session_id=sessions, title=st.text(max_size=8))
+    def describe(self, session_id: str, title: str) -> None:
+        """A client gives its session another title."""
+        kept = self.kept[session_id]
+        facts = replace(kept.facts, metadata={"title": title})
+        self.pending.append(Described(facts=facts))
+        self.kept[session_id] = replace(kept, facts=facts)
 
     @rule(session_id=consumes(sessions), purges=st.booleans())
     def go(self, session_id: str, purges: bool) -> None:

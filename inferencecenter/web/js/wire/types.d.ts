@@ -265,7 +265,7 @@ export interface SessionSummary {
   created_at: number;
   /** Unix seconds. */
   last_used_at: number;
-  /** What was given when it was created. */
+  /** What was given when it was created, or by `set_metadata` since. */
   metadata: Record<string, string>;
 }
 
@@ -532,6 +532,21 @@ export interface RewindSessionRequest {
   session_id: string;
   /** Id of the last turn to keep; `start` goes back to before the first turn. */
   turn: string;
+}
+
+/**
+ * Give a session other metadata, as a title; `metadata_set` tells so on all sockets of the client.
+ *
+ * What the session holds and when it was used last stays as it is, and a running turn goes on.
+ */
+export interface SetMetadataRequest {
+  op: "set_metadata";
+  /** Echoed in the direct reply and in every error this frame causes. */
+  id?: string | null;
+  /** The session. */
+  session_id: string;
+  /** Up to 16 strings of your own, in place of those that it had. */
+  metadata: Record<string, string>;
 }
 
 /** Read a session: transcript, usage, state. */
@@ -988,6 +1003,17 @@ export interface SessionRewoundEvent {
   messages: number;
 }
 
+/** A session has other metadata; all sockets of its client hear of it. */
+export interface MetadataSetEvent {
+  op: "metadata_set";
+  /** The `id` of the frame this answers. */
+  id?: string;
+  /** The session. */
+  session_id: string;
+  /** All that it has now. */
+  metadata: Record<string, string>;
+}
+
 /** Everything about one session. */
 export interface SessionEvent {
   op: "session";
@@ -1013,7 +1039,7 @@ export interface SessionEvent {
   dropped_messages: number;
   /** Effective parameters of the session level. */
   params: ParamValues;
-  /** What was given when it was created. */
+  /** What was given when it was created, or by `set_metadata` since. */
   metadata: Record<string, string>;
   /** All messages; a running turn is not part of it yet. */
   transcript: ChatMessage[];
@@ -1245,6 +1271,7 @@ export interface Requests {
   append: AppendRequest;
   fork_session: ForkSessionRequest;
   rewind_session: RewindSessionRequest;
+  set_metadata: SetMetadataRequest;
   get_session: GetSessionRequest;
   list_sessions: ListSessionsRequest;
   list_models: ListModelsRequest;
@@ -1282,6 +1309,7 @@ export interface Events {
   session_detached: SessionDetachedEvent;
   appended: AppendedEvent;
   session_rewound: SessionRewoundEvent;
+  metadata_set: MetadataSetEvent;
   session: SessionEvent;
   sessions: SessionsEvent;
   metrics: MetricsEvent;
