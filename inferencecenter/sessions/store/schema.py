@@ -18,7 +18,8 @@ HINT: Final = (
 # ``session`` is ``sessions.id`` everywhere, ``n`` counts the rows of a session up.
 MIGRATIONS: Final[Steps] = (
     (
-        # ``seq`` is the number of the last event, unless ``said`` has a later one. ``facts`` is what is settled at its beginning.
+        # ``seq`` is the number of the last event, unless ``said`` has a later one. ``facts`` is what is settled when
+        # it begins.
         """
         CREATE TABLE sessions (
             id INTEGER PRIMARY KEY,
