@@ -49,6 +49,20 @@ async def launch(playwright: Playwright) -> Browser:
     return await playwright.chromium.launch(executable_path=find_browser(), args=list(OPTIONS))
 
 
+MOST_STOPS: Final = 200
+_FOCUSED: Final = """() => {
+  const at = document.activeElement;
+  window.stops ??= new Map();
+  if (!window.stops.has(at)) window.stops.set(at, window.stops.size);
+  const { outlineStyle, outlineWidth, boxShadow, opacity } = getComputedStyle(at);
+  const box = at.getBoundingClientRect();
+  const marked = (outlineStyle !== "none" && parseFloat(outlineWidth) > 0) || boxShadow !== "none";
+  const there = box.width > 0 && box.height > 0 && Number(opacity) > 0.5;
+  const name = at.getAttribute("aria-label") ?? at.textContent.trim();
+  return [name, window.stops.get(at), at === document.body || (marked && there)];
+}"""
+
+
 @dataclass
 class Visit:
     """One tab on the page of one daemon, and what went wrong in it.
@@ -136,6 +150,20 @@ class Visit:
         await expect(last).to_have_attribute("aria-busy", "false")
         return last
 
+    async def tab_through(self) -> list[str]:
+        """Move the focus once around the page and return the names of what had it; each could be seen to have it."""
+        names: list[str] = []
+        first = None
+        for _ in range(MOST_STOPS):
+            await self.page.keyboard.press("Tab")
+            name, key, shown = await self.page.evaluate(_FOCUSED)
+            assert shown, f"the focus on {name!r} cannot be seen"
+            if key == first:
+                return names
+            first = key if first is None else first
+            names.append(name)
+        raise AssertionError(f"the focus never came back: {names}")
+
     def _take_message(self, message: ConsoleMessage) -> None:
         if message.type in ("error", "warning"):
             self.faults.append(f"{message.type}: {message.text} ({message.location.get('url', '')})")
@@ -195,3 +223,13 @@ async def barriers(visit: Visit) -> list[str]:
         for each in found
         if each["impact"] in ("serious", "critical")
     ]
+
+
+async def said(answer: Locator) -> str:
+    """Return the text of an answer, without what stands around it."""
+    return (await answer.locator(".prose").last.inner_text()).strip()
+
+
+def bare(text: str) -> str:
+    """Return letters and digits alone: what is left of a text however it is set."""
+    return re.sub(r"[\W_]+", "", text)
