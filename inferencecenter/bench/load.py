@@ -33,7 +33,7 @@ from inferencecenter.bench.jobs import (
 from inferencecenter.bench.peers import make_target
 from inferencecenter.bench.target import AbortTrace, Opening, TurnTrace, Work
 from inferencecenter.bench.together import together
-from inferencecenter.client import connect
+from inferencecenter.client import Client
 from inferencecenter.errors import ErrorCode, InferenceCenterError
 
 if TYPE_CHECKING:
@@ -116,7 +116,7 @@ class Generator:
             await together(self._hold_one(job) for _ in range(count))
 
     async def _hold_one(self, job: Hold) -> None:
-        client = await self._held.enter_async_context(connect(job.target.url, token=job.target.token, reconnect=False))
+        client = await self._held.enter_async_context(Client(job.target.url, token=job.target.token, reconnect=False))
         for _ in range(job.sessions_each):
             await client.create_session(on_disconnect="close", store=False)
         self._holding += 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import readline  # noqa: F401 - importing it gives input() line editing and history
 import sys
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 from anyio.from_thread import start_blocking_portal
@@ -23,12 +23,9 @@ from inferencecenter.cli.reach import (
 )
 from inferencecenter.cli.view import PlainView, TerminalView
 from inferencecenter.cli.waiting import until_ready
-from inferencecenter.client import connect
+from inferencecenter.client import Client
 from inferencecenter.configuration import load_settings
 from inferencecenter.errors import ErrorCode, InferenceCenterError
-
-if TYPE_CHECKING:
-    from inferencecenter.client import Client
 
 
 def chat(  # noqa: PLR0913 - one argument an option
@@ -62,7 +59,7 @@ def chat(  # noqa: PLR0913 - one argument an option
     view = TerminalView(stdout, model=model) if interactive else PlainView()
     with (
         start_blocking_portal() as portal,
-        portal.wrap_async_context_manager(connect(address, token=credential, on_notice=view.notice)) as client,
+        portal.wrap_async_context_manager(Client(address, token=credential, on_notice=view.notice)) as client,
     ):
         portal.call(_wait_until_ready, client)
         conversation = Conversation(

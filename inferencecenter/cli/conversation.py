@@ -14,20 +14,19 @@ from inferencecenter.cli.output import report, stdout
 from inferencecenter.cli.parameters import read_value
 from inferencecenter.cli.view import describe_past, sessions_table
 from inferencecenter.cli.waiting import until_ready
-from inferencecenter.client import while_loading
 from inferencecenter.errors import ErrorCode, InferenceCenterError
 from inferencecenter.protocol.events import End
 from inferencecenter.protocol.params import parse_params
 from inferencecenter.protocol.requests import START
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+    from collections.abc import Callable, Coroutine, Iterator
     from concurrent.futures import Future
 
     from anyio.from_thread import BlockingPortal
 
     from inferencecenter.cli.view import TurnView
-    from inferencecenter.client import Client, ClientSession, TurnStreamEvent
+    from inferencecenter.client import Client, ClientSession, Turn
     from inferencecenter.protocol.values import SessionSummary
 
 _HELP: Final = """\
@@ -191,9 +190,7 @@ class Conversation:
             self._session = await self._create(" ".join(prompt.split())[:_TITLE_CHARS])
         session = self._session
         # A conversation that goes on may have a model that nobody has asked for since the daemon began.
-        await while_loading(
-            lambda: self._read(session.infer(prompt, params=self._params or None)), on_loading=self._loads
-        )
+        await self._read(session.infer(prompt, params=self._params or None, on_loading=self._loads))
 
     async def _create(self, title: str) -> ClientSession:
         """Open a session; when there are too many, in place of the one that was set aside first."""
@@ -215,8 +212,8 @@ class Conversation:
         self._is_loading = True
         self._view.loading(self._model)
 
-    async def _read(self, turn: AsyncIterator[TurnStreamEvent]) -> None:
-        async for event in turn:
+    async def _read(self, turn: Turn) -> None:
+        async for event in turn.events():
             self._is_loading = False
             self._view.show(event)
             if isinstance(event, End):
@@ -225,7 +222,7 @@ class Conversation:
 
     async def _wait_for_end(self, session: ClientSession) -> None:
         """Let a turn that runs come to its end; its answer is to nobody's line."""
-        async for event in session.follow():
+        async for event in session.follow().events():
             if isinstance(event, End):
                 self._turns.append(event.turn_id)
 
@@ -259,7 +256,7 @@ class Conversation:
         return others[0]
 
     def _latest_first(self) -> tuple[SessionSummary, ...]:
-        sessions = self._portal.call(self._client.list_sessions)
+        sessions = self._portal.call(self._client.sessions)
         return tuple(sorted(sessions, key=lambda session: session.last_used_at, reverse=True))
 
     def _command_sessions(self, _words: list[str]) -> None:

@@ -113,23 +113,23 @@ def _reached(settings: Settings, *, url: str | None, token: str | None, token_fi
 
 async def _load(address: str, credential: str, name: str, show: Callable[[Swap], None]) -> None:
     # Here, so that the commands that need no daemon start faster.
-    from inferencecenter.client import connect  # noqa: PLC0415
+    from inferencecenter.client import Client  # noqa: PLC0415
 
-    async with connect(address, token=credential) as client:
+    async with Client(address, token=credential) as client:
         await client.load_model(name, on_progress=show)
 
 
 async def _unload(address: str, credential: str, name: str) -> None:
-    from inferencecenter.client import connect  # noqa: PLC0415
+    from inferencecenter.client import Client  # noqa: PLC0415
 
-    async with connect(address, token=credential) as client:
+    async with Client(address, token=credential) as client:
         await client.unload_model(name)
 
 
 async def _ask_models(address: str, credential: str) -> dict[str, ModelSummary]:
-    from inferencecenter.client import connect  # noqa: PLC0415
+    from inferencecenter.client import Client  # noqa: PLC0415
 
-    async with connect(address, token=credential, open_timeout_s=_LOOK_TIMEOUT_S, reconnect=False) as client:
+    async with Client(address, token=credential, open_timeout_s=_LOOK_TIMEOUT_S, reconnect=False) as client:
         return {model.name: model for model in await client.models()}
 
 

@@ -32,7 +32,7 @@ from inferencecenter.cli.reach import (
 )
 from inferencecenter.cli.stats_view import Glance, as_data, line, screen
 from inferencecenter.cli.view import describe_notice
-from inferencecenter.client import Connected, Reconnecting, connect
+from inferencecenter.client import Client, Connected, Reconnecting
 from inferencecenter.configuration import load_settings
 from inferencecenter.errors import InferenceCenterError
 from inferencecenter.protocol import events, requests
@@ -42,7 +42,7 @@ from inferencecenter.protocol.values import StatusType
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator
 
-    from inferencecenter.client import Client, Notice
+    from inferencecenter.client import Notice
     from inferencecenter.protocol.base import Event, Request
     from inferencecenter.protocol.values import ConnectedClient
 
@@ -182,9 +182,7 @@ async def _ask(client: Client, request: Request, kind: type[E]) -> E | None:
 async def _watch(watch: Watch, credential: str, *, interval_s: float, once: bool, live: bool) -> None:
     # Who watches wants to see the daemon come back, whenever that is.
     give_up_after_s = None if live else 300.0
-    connection = connect(
-        watch.glance.address, token=credential, on_notice=watch.notice, give_up_after_s=give_up_after_s
-    )
+    connection = Client(watch.glance.address, token=credential, on_notice=watch.notice, give_up_after_s=give_up_after_s)
     async with connection as client:
         if not live:
             await watch.run(client, interval_s=interval_s, once=once)

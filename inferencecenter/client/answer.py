@@ -10,9 +10,10 @@ from inferencecenter.protocol.events import ToolCall as ToolCallEvent
 from inferencecenter.protocol.values import ChatMessage, ToolCall
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
     from inferencecenter.protocol.base import Event
+    from inferencecenter.protocol.values import FinishReason, TurnStats, Usage
 
 
 @dataclass(slots=True)
@@ -29,6 +30,14 @@ class Answer:
         """Return an answer that says this."""
         calls = [_Call(call.call_id, call.name, [call.arguments]) for call in tool_calls or ()]
         return cls(_content=[content], _reasoning=[reasoning or ""], _calls=calls)
+
+    def __str__(self) -> str:
+        return self.content
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether anything was said, thought or asked for."""
+        return bool(self._content or self._reasoning or self._calls)
 
     @property
     def content(self) -> str:
@@ -49,6 +58,26 @@ class Answer:
         return tuple(
             ToolCall(call_id=call.call_id, name=call.name, arguments="".join(call.arguments)) for call in self._calls
         )
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        """Why it is over; ``None`` while it is not."""
+        return None if self.end is None else self.end.finish_reason
+
+    @property
+    def stats(self) -> TurnStats | None:
+        """How it went; ``None`` while it goes on."""
+        return None if self.end is None else self.end.stats
+
+    @property
+    def usage(self) -> Usage | None:
+        """Its tokens; ``None`` while it goes on."""
+        return None if self.end is None else self.end.usage
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """Legal parameters of which one had no effect."""
+        return () if self.end is None else self.end.warnings
 
     def take(self, event: Event) -> None:
         """Take an event of the turn."""
@@ -85,6 +114,46 @@ class Answer:
                 )
 
 
+class Answered:
+    """Shows the answer that it has.
+
+    Attributes:
+        answer: What has come so far.
+    """
+
+    answer: Answer
+
+    @property
+    def content(self) -> str:
+        """What was said so far."""
+        return self.answer.content
+
+    @property
+    def reasoning(self) -> str:
+        """What was thought before."""
+        return self.answer.reasoning
+
+    @property
+    def tool_calls(self) -> tuple[ToolCall, ...]:
+        """The tools that were asked for; see ``Answer.tool_calls``."""
+        return self.answer.tool_calls
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        """Why the turn is over; ``None`` while it is not."""
+        return self.answer.finish_reason
+
+    @property
+    def stats(self) -> TurnStats | None:
+        """How the turn went; ``None`` while it goes on."""
+        return self.answer.stats
+
+    @property
+    def usage(self) -> Usage | None:
+        """The turn's tokens; ``None`` while it goes on."""
+        return self.answer.usage
+
+
 @dataclass(slots=True)
 class _Call:
     call_id: str
@@ -93,18 +162,6 @@ class _Call:
 
 
 _Text = Token | Reasoning | ToolCallEvent
-
-
-async def collect(events: AsyncIterable[Event]) -> Answer:
-    """Return the whole answer of a turn, as ``ClientSession.infer`` yields it.
-
-    Raises:
-        InferenceCenterError: See ``ClientSession.infer``.
-    """
-    answer = Answer()
-    async for event in events:
-        answer.take(event)
-    return answer
 
 
 def result(call: ToolCall, content: str) -> ChatMessage:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final, Unpack
 
-from inferencecenter.client.exchange import Exchange, Notice, expect
+from inferencecenter.client.exchange import Exchange, expect
+from inferencecenter.client.failures import NotFoundError, UnreachableError, failure, made
 from inferencecenter.client.lifeline import Timing
-from inferencecenter.client.link import Address, open_link
-from inferencecenter.client.loading import LOAD_TIMEOUT_S
+from inferencecenter.client.link import Address, open_link, socket_url
+from inferencecenter.client.options import ClientOptions, Waits, waits
 from inferencecenter.client.reconnecting import BackoffPolicy
 from inferencecenter.client.session import ClientSession
 from inferencecenter.errors import ErrorCode, InferenceCenterError
@@ -17,40 +18,109 @@ from inferencecenter.protocol.base import PROTOCOL_VERSION
 from inferencecenter.protocol.events import (
     AuthSuccess,
     Hello,
+    Metrics,
     Models,
     ModelUnloaded,
     SessionCreated,
     SessionResumed,
     Sessions,
     Swap,
+    UsageReport,
 )
 from inferencecenter.tasks import TaskGroup
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
+    from types import TracebackType
 
+    from inferencecenter.client.options import SessionOptions
     from inferencecenter.protocol.base import Event, Request
-    from inferencecenter.protocol.values import (
-        Metadata,
-        Mode,
-        ModelSummary,
-        OnDisconnect,
-        OnFull,
-        Priority,
-        SessionSummary,
-    )
+    from inferencecenter.protocol.values import ModelSummary, SessionSummary
 
 _PAGE_SESSIONS: Final = 1000
 
 
+_WIND_UP_S: Final = 1.0
+"""How long a client that leaves waits for the end of turns that were left before."""
+
+
 class Client:
-    """A connected client; ``connect`` makes one.
+    """A client of one daemon, open inside ``async with``, or from ``open`` to ``close``.
 
     When its socket is lost it opens another, and every session goes on there.
+
+    Args:
+        url: Where the daemon is: ``ws://`` or ``wss://``, or the ``http://`` that a browser is given.
+        token: What to show.
+        options: See ``ClientOptions``.
+
+    Raises:
+        RequestError: There is neither a token nor a client id with its key, or both.
     """
 
-    def __init__(self, exchange: Exchange) -> None:
-        self._exchange = exchange
+    def __init__(self, url: str, token: str | None = None, **options: Unpack[ClientOptions]) -> None:
+        if unknown := options.keys() - ClientOptions.__annotations__:
+            raise TypeError(f"a client has no option {min(unknown)}")
+        credential = made(
+            requests.Auth,
+            token=token,
+            client_id=options.get("client_id"),
+            api_key=options.get("api_key"),
+            protocol=PROTOCOL_VERSION,
+        )
+        self._address = Address(
+            url=socket_url(url),
+            credential=credential,
+            open_timeout_s=options.get("open_timeout_s", 10.0),
+            keepalive_s=options.get("keepalive_s", 20.0),
+        )
+        self._options = options
+        self._tasks = TaskGroup("client")
+        self._opened: Exchange | None = None
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self._address.url} {self._opened and self._opened.line}>"
+
+    async def __aenter__(self) -> Client:
+        await self.open()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def open(self) -> None:
+        """Open a socket and authenticate.
+
+        Raises:
+            InferenceCenterError: ``daemon_unreachable``, ``not_authenticated``, ``forbidden`` or ``rate_limited``.
+        """
+        options = self._options
+        policy = BackoffPolicy(give_up_after_s=options.get("give_up_after_s", 300.0))
+        link = await open_link(self._address)
+        exchange = Exchange(
+            self._address,
+            policy=policy if options.get("reconnect", True) else None,
+            on_notice=options.get("on_notice"),
+            timing=options.get("timing", Timing()),
+            retries=options.get("retries", 0),
+        )
+        exchange.begin(link)
+        self._tasks.spawn(exchange.run(link), name="connection")
+        self._opened = exchange
+
+    async def close(self) -> None:
+        """Close the socket. Sessions stay, and turns go on, but for those that were left."""
+        if self._opened is not None:
+            await self._opened.wound_up(timeout_s=_WIND_UP_S)
+        await self._tasks.cancel()
+
+    @property
+    def _exchange(self) -> Exchange:
+        if self._opened is None:
+            raise failure(ErrorCode.DAEMON_UNREACHABLE, "the client is not open", hint="Use it inside `async with`.")
+        return self._opened
 
     @property
     def hello(self) -> Hello:
@@ -72,56 +142,42 @@ class Client:
         """Why the connection is over for good; ``None`` while it is not."""
         return self._exchange.line.ended
 
-    async def create_session(  # noqa: PLR0913 - all by name, each a field of the frame
-        self,
-        *,
-        system: str | None = None,
-        mode: Mode = "chat",
-        model: str | None = None,
-        params: dict[str, Any] | None = None,
-        priority: Priority | None = None,
-        on_full: OnFull | None = None,
-        on_disconnect: OnDisconnect | None = None,
-        store: bool = True,
-        ttl_s: float | None = None,
-        metadata: Metadata | None = None,
-        load_timeout_s: float = LOAD_TIMEOUT_S,
-        on_loading: Callable[[str], None] | None = None,
-    ) -> ClientSession:
+    @contextlib.asynccontextmanager
+    async def session(self, **options: Unpack[SessionOptions]) -> AsyncIterator[ClientSession]:
+        """Have a session that is closed when it is left; ``create_session`` opens one that stays.
+
+        Args:
+            options: See ``SessionOptions``.
+
+        Raises:
+            InferenceCenterError: See ``create_session``.
+        """
+        session = await self.create_session(**options)
+        try:
+            yield session
+        except BaseException:
+            if self.connected:
+                with contextlib.suppress(InferenceCenterError):
+                    await session.close()
+            raise
+        # Closed elsewhere, or by the daemon, is closed too.
+        with contextlib.suppress(NotFoundError, UnreachableError):
+            await session.close()
+
+    async def create_session(self, **options: Unpack[SessionOptions]) -> ClientSession:
         """Open a session; if its model has to be loaded first, wait for that.
 
         Args:
-            system: System prompt.
-            mode: Whether the model's template is applied.
-            model: Name of its model; without it the session goes with the daemon's choice.
-            params: Session level of parameters.
-            priority: Class of its turns; the account's when not given.
-            on_full: What happens when its context is full; without it the mode decides.
-            on_disconnect: What happens when the socket is lost; without it the session goes on and is resumed.
-            store: Whether it may be written to disk.
-            ttl_s: Idle seconds before it expires.
-            metadata: Strings of the caller's own.
-            load_timeout_s: Seconds that the model may take to be loaded.
-            on_loading: Called about once a second until then, with what the daemon says.
+            options: See ``SessionOptions``.
 
         Raises:
             InferenceCenterError: What the daemon refused, ``model_loading`` when that took too long, or
                 ``daemon_unreachable``.
         """
-        create = requests.CreateSession(
-            op="create_session",
-            system=system,
-            mode=mode,
-            model=model,
-            params=params,
-            priority=priority,
-            on_full=on_full,
-            on_disconnect=on_disconnect,
-            store=store,
-            ttl_s=ttl_s,
-            metadata=metadata,
-        )
-        created = await self._exchange.request_when_loaded(create, timeout_s=load_timeout_s, on_loading=on_loading)
+        fields = {name: value for name, value in options.items() if name not in Waits.__annotations__}
+        create = made(requests.CreateSession, **fields)
+        patience = self._exchange.patience(**waits(options))
+        created = await patience.persist(lambda: self._exchange.request(create))
         return ClientSession.opened(self._exchange, expect(created, SessionCreated))
 
     async def resume(self, session_id: str) -> tuple[ClientSession, SessionResumed]:
@@ -144,7 +200,7 @@ class Client:
             raise
         return session, expect(answer, SessionResumed)
 
-    async def list_sessions(self) -> tuple[SessionSummary, ...]:
+    async def sessions(self) -> tuple[SessionSummary, ...]:
         """Return all sessions of this client, oldest first, whichever connection has them.
 
         Raises:
@@ -158,6 +214,31 @@ class Client:
             found += page.sessions
             if (after := page.next) is None:
                 return tuple(found)
+
+    async def usage(self, *, days: int = 30, client_id: str | None = None) -> UsageReport:
+        """Return what was used by day, and what the token may still use.
+
+        Args:
+            days: So many, today included; they begin at midnight UTC.
+            client_id: Whose; another's needs the operator scope.
+
+        Raises:
+            InferenceCenterError: ``forbidden`` or ``daemon_unreachable``.
+        """
+        return expect(await self.request(made(requests.Usage, days=days, client_id=client_id)), UsageReport)
+
+    async def metrics(self, interval_s: float = 1.0) -> AsyncIterator[Metrics]:
+        """Yield readings of the GPU, the engine and the work, again and again; while the connection is lost, wait.
+
+        Args:
+            interval_s: Seconds between them.
+
+        Raises:
+            InferenceCenterError: ``daemon_unreachable``.
+        """
+        while True:
+            yield expect(await self.request(requests.Metrics(op="metrics")), Metrics)
+            await self._exchange.timing.sleep(interval_s)
 
     async def models(self) -> tuple[ModelSummary, ...]:
         """Return the models that this client may use, by name.
@@ -190,7 +271,7 @@ class Client:
         load = requests.LoadModel(op="load_model", name=name)
         ended = expect(await self._exchange.request(load, is_interim=is_interim), Swap)
         if ended.phase == "failed":
-            raise InferenceCenterError(ErrorCode.ENGINE_UNAVAILABLE, f"{name} cannot be loaded: {ended.detail}")
+            raise failure(ErrorCode.ENGINE_UNAVAILABLE, f"{name} cannot be loaded: {ended.detail}")
 
     async def unload_model(self, name: str) -> None:
         """Have a model's memory freed when its turns have ended; the next turn that wants it loads it again.
@@ -220,51 +301,3 @@ class Client:
             InferenceCenterError: What the daemon refused, or ``daemon_unreachable``.
         """
         return await self._exchange.request(request)
-
-
-@contextlib.asynccontextmanager
-async def connect(  # noqa: PLR0913 - all by name
-    url: str,
-    *,
-    token: str | None = None,
-    client_id: str | None = None,
-    api_key: str | None = None,
-    # Timeouts
-    open_timeout_s: float = 10.0,
-    keepalive_s: float = 20.0,
-    # When the socket is lost
-    reconnect: bool = True,
-    give_up_after_s: float | None = 300.0,
-    on_notice: Callable[[Notice], None] | None = None,
-    timing: Timing | None = None,
-) -> AsyncIterator[Client]:
-    """Open a socket and authenticate with a token, or with a client id and its API key.
-
-    Args:
-        url: The daemon's WebSocket.
-        token: A token.
-        client_id: The account's name, with ``api_key``.
-        api_key: The account's key.
-        open_timeout_s: Seconds that opening, and then authenticating, may take.
-        keepalive_s: Seconds between pings; a daemon that leaves one unanswered for as long is lost.
-        reconnect: Open another socket when this one is lost, and go on there with every session. Without it a lost
-            socket is the end.
-        give_up_after_s: Seconds without a connection after which that is the end; ``None`` for never.
-        on_notice: Called with each change of the connection, and with what the daemon tells everybody.
-        timing: Time and chance, for tests.
-
-    Raises:
-        InferenceCenterError: ``daemon_unreachable``, ``not_authenticated``, ``forbidden`` or ``rate_limited``.
-    """
-    credential = requests.Auth(op="auth", token=token, client_id=client_id, api_key=api_key, protocol=PROTOCOL_VERSION)
-    address = Address(url=url, credential=credential, open_timeout_s=open_timeout_s, keepalive_s=keepalive_s)
-    policy = BackoffPolicy(give_up_after_s=give_up_after_s) if reconnect else None
-    link = await open_link(address)
-    exchange = Exchange(address, policy=policy, on_notice=on_notice, timing=timing or Timing())
-    exchange.begin(link)
-    tasks = TaskGroup("client")
-    tasks.spawn(exchange.run(link), name="connection")
-    try:
-        yield Client(exchange)
-    finally:
-        await tasks.cancel()

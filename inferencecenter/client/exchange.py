@@ -6,12 +6,12 @@ import asyncio
 import itertools
 import uuid
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
 
-from inferencecenter.client.failures import as_exception, outcome_unknown
+from inferencecenter.client.failures import as_exception, failure, outcome_unknown
 from inferencecenter.client.lifeline import Lifeline, Timing, new_backoff
 from inferencecenter.client.link import Unknown
-from inferencecenter.client.loading import while_loading
+from inferencecenter.client.patience import LOAD_TIMEOUT_S, Patience
 from inferencecenter.client.reconnecting import ConnectionState, Ended
 from inferencecenter.errors import ErrorCode, InferenceCenterError
 from inferencecenter.protocol import requests
@@ -19,7 +19,7 @@ from inferencecenter.protocol.events import EngineChanged, Error, GoingAway, Mod
 from inferencecenter.tasks import TaskGroup
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Coroutine
 
     from inferencecenter.client.link import Address, Link
     from inferencecenter.client.reconnecting import Backoff, BackoffPolicy
@@ -45,6 +45,7 @@ _REPEATABLE: Final = (
     requests.UnloadModel,
     requests.Status,
     requests.Metrics,
+    requests.Usage,
 )
 
 
@@ -69,9 +70,11 @@ class Exchange:
         policy: When to connect again; ``None`` for never.
         on_notice: Called with what concerns every session.
         timing: Time and chance.
+        retries: How often what the daemon cannot do now is asked again, where the caller does not say.
 
     Attributes:
         line: The connection.
+        timing: Time and chance.
         hello: What the daemon said when the socket opened last.
         account: Who the daemon says this is.
         sessions: Those that are resumed on every new socket, by their ids.
@@ -87,13 +90,16 @@ class Exchange:
         policy: BackoffPolicy | None,
         on_notice: Callable[[Notice], None] | None,
         timing: Timing,
+        retries: int = 0,
     ) -> None:
         self.line = Lifeline(address, policy=policy, timing=timing, user=self)
         self.sessions: dict[str, ClientSession] = {}
         self._policy = policy
-        self._timing = timing
+        self.timing = timing
+        self._retries = retries
         self._on_notice = on_notice
         self._tasks = TaskGroup("client")
+        self._winding_up: set[asyncio.Task[None]] = set()
         # Replayed events keep the ids of the frames they answered, which another connection may have sent.
         self._name = uuid.uuid4().hex[:8]
         self._ids = itertools.count(1)
@@ -132,18 +138,6 @@ class Exchange:
         await self.line.until_connected()
         return await self.ask(request, is_interim=is_interim)
 
-    async def request_when_loaded(
-        self, request: Request, *, timeout_s: float, on_loading: Callable[[str], None] | None = None
-    ) -> Event:
-        """Send a request as often as it takes until the model is loaded, and return its direct reply.
-
-        Raises:
-            InferenceCenterError: See ``request`` and ``while_loading``.
-        """
-        return await while_loading(
-            lambda: self.request(request), timeout_s=timeout_s, on_loading=on_loading, timing=self._timing
-        )
-
     async def ask(self, request: Request, *, is_interim: Callable[[Event], bool] = _is_answer) -> Event:
         """Send a request on the socket there is, and return its direct reply.
 
@@ -164,6 +158,33 @@ class Exchange:
         return request.model_copy(update={"id": f"{self._name}-{next(self._ids)}"})
 
     # What sessions use.
+
+    def patience(
+        self,
+        *,
+        retries: int | None = None,
+        load_timeout_s: float = LOAD_TIMEOUT_S,
+        on_loading: Callable[[str], None] | None = None,
+    ) -> Patience:
+        """Return how long the caller of something waits; without ``retries``, as this connection has it."""
+        return Patience(
+            retries=self._retries if retries is None else retries,
+            load_timeout_s=load_timeout_s,
+            on_loading=on_loading,
+            timing=self.timing,
+        )
+
+    def wind_up(self, turn: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Bring a turn to its end that nobody reads any more."""
+        task = self._tasks.spawn(turn, name="wind_up")
+        self._winding_up.add(task)
+        task.add_done_callback(self._winding_up.discard)
+        return task
+
+    async def wound_up(self, *, timeout_s: float) -> None:
+        """Wait until all such turns have ended, while the daemon hears this client."""
+        if self._winding_up and self.line.connected:
+            await asyncio.wait(self._winding_up, timeout=timeout_s)
 
     def attach(self, session: ClientSession) -> None:
         """Hand out its events to the session from now on, and resume it on every new socket."""
@@ -186,21 +207,21 @@ class Exchange:
         """Resume a session of which events did not arrive, though the socket is open."""
         self._tasks.spawn(self._fill_gap(session), name="fill_gap")
 
-    async def pause(self, backoff: Backoff, failure: InferenceCenterError) -> None:
+    async def pause(self, backoff: Backoff, refusal: InferenceCenterError) -> None:
         """Wait before an attempt at what failed.
 
         Raises:
             InferenceCenterError: The failure, when it is time to give up.
         """
-        retry_after_s = (failure.retry_after_ms or 0) / 1000
-        wait_s = backoff.next_wait_s(now=self._timing.monotonic(), retry_after_s=retry_after_s)
+        retry_after_s = (refusal.retry_after_ms or 0) / 1000
+        wait_s = backoff.next_wait_s(now=self.timing.monotonic(), retry_after_s=retry_after_s)
         if wait_s is None:
-            raise failure
-        await self._timing.sleep(wait_s)
+            raise refusal
+        await self.timing.sleep(wait_s)
 
     def new_backoff(self) -> Backoff:
         """Return a count of attempts that begins now."""
-        return new_backoff(self._policy, self._timing)
+        return new_backoff(self._policy, self.timing)
 
     # What the connection calls.
 
@@ -242,9 +263,9 @@ class Exchange:
         self.hello, self.account = link.hello, link.account
         unanswered = [pending.request for pending in self._pending.values() if not pending.answer.done()]
         results = await asyncio.gather(*map(self._resume, list(self.sessions.values())), return_exceptions=True)
-        for failure in results:
-            if failure is not None:
-                raise failure
+        for failed in results:
+            if failed is not None:
+                raise failed
         for request in unanswered:
             await self.line.send(request)
 
@@ -293,4 +314,4 @@ def expect(event: Event, kind: type[E]) -> E:
     """
     if isinstance(event, kind):
         return event
-    raise InferenceCenterError(ErrorCode.INTERNAL, f"the daemon answered with an unexpected op, {event.op}")
+    raise failure(ErrorCode.INTERNAL, f"the daemon answered with an unexpected op, {event.op}")

@@ -8,6 +8,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from inferencecenter.client.failures import failure
 from inferencecenter.client.link import open_link
 from inferencecenter.client.reconnecting import Backoff, BackoffPolicy, Connected, Ended, Reconnecting, is_final
 from inferencecenter.errors import ErrorCode, InferenceCenterError
@@ -99,10 +100,10 @@ class Lifeline:
         if self._link is not None:
             await self._link.send(request)
 
-    async def fail(self, failure: InferenceCenterError) -> None:
+    async def fail(self, error: InferenceCenterError) -> None:
         """Give up the socket, which is open but of no use at the moment."""
         if self._link is not None:
-            self._failure = failure
+            self._failure = error
             await self._link.close()
 
     async def run(self, link: Link) -> None:
@@ -144,9 +145,9 @@ class Lifeline:
             self._user.take(event)
         if restoring is not None:
             restoring.cancel()
-        failure, self._failure, self._link = self._failure, None, None
+        failed, self._failure, self._link = self._failure, None, None
         self._settled.clear()
-        return link.closing_error() if failure is None else (failure, False)
+        return link.closing_error() if failed is None else (failed, False)
 
     async def _restore(self, link: Link) -> None:
         try:
@@ -171,10 +172,10 @@ class Lifeline:
             await self._timing.sleep(wait_s)
             try:
                 return await open_link(self._address)
-            except InferenceCenterError as failure:
-                if is_final(failure):
-                    raise _OverError(failure) from failure
-                error = failure
+            except InferenceCenterError as refusal:
+                if is_final(refusal):
+                    raise _OverError(refusal) from refusal
+                error = refusal
 
     def _end(self, error: InferenceCenterError) -> None:
         self.ended = error
@@ -184,7 +185,7 @@ class Lifeline:
     async def _close(self) -> None:
         """Leave nobody waiting, whatever the reason, and no socket open."""
         if self.ended is None:
-            self._end(InferenceCenterError(ErrorCode.DAEMON_UNREACHABLE, "the client was closed"))
+            self._end(failure(ErrorCode.DAEMON_UNREACHABLE, "the client was closed"))
         await self._tasks.cancel()
         if self._link is not None:
             await self._link.close()
@@ -204,7 +205,7 @@ def new_backoff(policy: BackoffPolicy | None, timing: Timing) -> Backoff:
 
 
 def _given_up(error: InferenceCenterError) -> InferenceCenterError:
-    return InferenceCenterError(
+    return failure(
         ErrorCode.DAEMON_UNREACHABLE,
         f"the connection was lost and did not come back in time: {error.message}",
         hint=error.hint,

@@ -12,7 +12,7 @@ from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 from websockets.asyncio.client import connect as open_socket
 from websockets.typing import Subprotocol
 
-from inferencecenter.client.failures import as_exception, unreachable
+from inferencecenter.client.failures import as_exception, failure, unreachable
 from inferencecenter.client.reconnecting import closing_error
 from inferencecenter.errors import ErrorCode, InferenceCenterError
 from inferencecenter.protocol import requests
@@ -83,7 +83,7 @@ class Link:
         limit = self.hello.limits.max_frame_bytes
         # The daemon would close the socket, and with it everybody's turns.
         if len(text) > limit or (len(text) * 4 > limit and len(text.encode()) > limit):
-            raise InferenceCenterError(
+            raise failure(
                 ErrorCode.MESSAGE_TOO_LARGE, f"{request.op} is larger than the {limit} bytes that the daemon takes"
             )
         with contextlib.suppress(websockets.ConnectionClosed):
@@ -137,6 +137,12 @@ async def open_link(address: Address) -> Link:
         raise
 
 
+def socket_url(url: str) -> str:
+    """Return an address as a WebSocket's: ``http`` and ``https`` are said of the same daemon."""
+    scheme, separator, rest = url.partition("://")
+    return {"http": "ws", "https": "wss"}.get(scheme.lower(), scheme) + separator + rest
+
+
 def parse(text: str | bytes) -> Event | Unknown | None:
     """Return an event; of an op or a shape that this version does not know, at most its number."""
     for kind in (_EVENTS, _UNKNOWN):
@@ -171,7 +177,7 @@ async def _not_let_in(socket: ClientConnection, answer: AuthFailed) -> Inference
     code = ErrorCode.NOT_AUTHENTICATED
     if answer.retry_after_ms is not None or socket.close_code is not None:
         code = ErrorCode.RATE_LIMITED
-    return InferenceCenterError(code, words, retry_after_ms=answer.retry_after_ms)
+    return failure(code, words, retry_after_ms=answer.retry_after_ms)
 
 
 def _refused(url: str, error: Exception) -> InferenceCenterError:
@@ -182,5 +188,5 @@ def _refused(url: str, error: Exception) -> InferenceCenterError:
     retry_after_ms = int(retry_after) * 1000 if retry_after.isdecimal() else None
     code = _HTTP_ERRORS.get(response.status_code)
     if code is not None:
-        return InferenceCenterError(code, f"{url} refuses with HTTP status {response.status_code}")
+        return failure(code, f"{url} refuses with HTTP status {response.status_code}")
     return unreachable(url, str(error), retry_after_ms=retry_after_ms)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from enum import Enum, auto
 from typing import TYPE_CHECKING
 
@@ -11,8 +12,6 @@ from inferencecenter.errors import InferenceCenterError
 from inferencecenter.protocol import requests
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator
-
     from inferencecenter.client.exchange import Exchange
     from inferencecenter.client.reconnecting import Backoff
     from inferencecenter.client.session import ClientSession
@@ -29,13 +28,16 @@ class _Abort(Enum):
 
 
 class TurnReader:
-    """One iterator over one turn.
+    """Reads one turn once.
 
     Args:
         exchange: The connection.
         session: The session, which hands in its events.
         stream: What makes one stream of them.
         infer: What asks for the turn; ``None`` when somebody else did.
+
+    Attributes:
+        closed: Whether nothing more comes.
     """
 
     def __init__(
@@ -46,9 +48,14 @@ class TurnReader:
         self._stream = stream
         self._infer = infer
         self._inbox: asyncio.Queue[Event | InferenceCenterError] = asyncio.Queue()
+        self._ready: deque[TurnStreamEvent] = deque()
         self._request_id: str | None = None
         self._backoff: Backoff | None = None
         self._abort = _Abort.UNWANTED
+        self.closed = False
+        if infer is not None:
+            exchange.attach(session)
+        session.begin_reading(self)
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self._stream} waiting={self._inbox.qsize()} abort={self._abort.name}>"
@@ -62,43 +69,62 @@ class TurnReader:
         if self._abort is _Abort.SENT:
             self._abort = _Abort.WANTED
 
-    async def events(self) -> AsyncGenerator[TurnStreamEvent, None]:
-        """Yield the turn's events, the last being ``End``.
+    @property
+    def turn_id(self) -> str | None:
+        """The turn, once the daemon has named it."""
+        return self._stream.turn_id
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether the daemon may know of the turn."""
+        return self._infer is None or self._request_id is not None
+
+    async def next(self) -> TurnStreamEvent | None:
+        """Return the turn's next event, the last being ``End``, and then ``None``. If it is cancelled, nothing is lost.
 
         Raises:
             InferenceCenterError: What the daemon refused, what ended the turn, or why its rest is lost.
         """
-        stream = self._stream
-        if self._infer is not None:
-            self._exchange.attach(self._session)
-        self._session.begin_reading(self)
         try:
-            while not stream.over:
-                # What has come already may change what is to be asked.
-                if stream.due and self._inbox.empty():
-                    await self._ask()
-                    continue
-                item = await self._inbox.get()
-                if isinstance(item, InferenceCenterError):
-                    raise item
-                for event in stream.take(item):
-                    yield event
-                if self._abort is _Abort.WANTED and stream.state is StreamState.RUNNING:
-                    await self.abort()
-        finally:
-            self._session.end_reading(self)
-            self._ignore_answers()
+            while not self._ready and not self.closed:
+                await self._read()
+        except InferenceCenterError:
+            self.close()
+            raise
+        return self._ready.popleft() if self._ready else None
+
+    def close(self) -> None:
+        """Read no more; the turn is left as it is."""
+        self.closed = True
+        self._session.end_reading(self)
+        self._ignore_answers()
 
     async def abort(self) -> None:
         """Have the turn end, now or as soon as the daemon can be told."""
         self._abort = _Abort.WANTED
-        if not self._stream.due and self._exchange.line.connected:
+        # Without its name, whatever runs would be aborted: if this is refused, somebody else's.
+        if self._stream.turn_id is not None and self._exchange.line.connected:
             await self._send_abort()
 
     async def repeat_abort(self, running: str | None) -> None:
         """On a new socket, say again that the turn is to end if it still runs."""
         if self._abort is _Abort.WANTED and running is not None and running == self._stream.turn_id:
             await self._send_abort()
+
+    async def _read(self) -> None:
+        stream = self._stream
+        # What has come already may change what is to be asked.
+        if stream.due and self._inbox.empty():
+            await self._ask()
+            return
+        item = await self._inbox.get()
+        if isinstance(item, InferenceCenterError):
+            raise item
+        self._ready.extend(stream.take(item))
+        if stream.over:
+            self.close()
+        elif self._abort is _Abort.WANTED and stream.state is StreamState.RUNNING:
+            await self.abort()
 
     async def _ask(self) -> None:
         """Send ``infer`` again, after a while if the daemon could not take it yet."""
@@ -114,7 +140,11 @@ class TurnReader:
         self._request_id = str(request.id)
         self._stream.asked(self._request_id)
         self._exchange.hear_answers(self._request_id, self._session)
-        await self._exchange.line.send(request)
+        try:
+            await self._exchange.line.send(request)
+        except BaseException:
+            self._stream.due = True  # cancelled: it is not known to have gone out
+            raise
 
     async def _send_abort(self) -> None:
         self._abort = _Abort.SENT

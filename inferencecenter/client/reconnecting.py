@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Final, TypeAlias
 
+from inferencecenter.client.failures import failure
 from inferencecenter.errors import ErrorCode, InferenceCenterError
 from inferencecenter.protocol.close import CLOSE_CODES, CloseCode
 
@@ -130,7 +131,7 @@ def closing_error(code: int | None, reason: str | None) -> tuple[InferenceCenter
     row = next((row for row in CLOSE_CODES if row.code == code), None)
     words = reason or (row.meaning if row else "without a reason")
     final = _FINAL_CLOSES.get(code) if code is not None else None
-    error = InferenceCenterError(
+    error = failure(
         final or ErrorCode.DAEMON_UNREACHABLE,
         f"the connection closed with {code}: {words}",
         hint=f"{row.client_should.capitalize()}." if row else None,

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
-import contextlib
+import asyncio
 import uuid
-from typing import TYPE_CHECKING, Any, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
+from inferencecenter.client.asking import asking
 from inferencecenter.client.exchange import expect
-from inferencecenter.client.failures import SessionTakenOverError
+from inferencecenter.client.failures import SessionTakenOverError, failure, made
 from inferencecenter.client.link import Unknown
-from inferencecenter.client.loading import LOAD_TIMEOUT_S
+from inferencecenter.client.options import waits
+from inferencecenter.client.patience import LOAD_TIMEOUT_S
 from inferencecenter.client.position import Arrival, Position
 from inferencecenter.client.reader import TurnReader
 from inferencecenter.client.stream import TurnStream
+from inferencecenter.client.turn import Turn
 from inferencecenter.errors import ErrorCode, InferenceCenterError
 from inferencecenter.protocol import requests
 from inferencecenter.protocol.base import SessionEvent
 from inferencecenter.protocol.events import (
     Appended,
     Error,
+    Session,
     SessionCreated,
     SessionDetached,
     SessionExpired,
@@ -27,24 +31,13 @@ from inferencecenter.protocol.events import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Sequence
+    from collections.abc import Coroutine, Sequence
 
+    from inferencecenter.client.answer import Answer
     from inferencecenter.client.exchange import Exchange
-    from inferencecenter.client.stream import TurnStreamEvent
+    from inferencecenter.client.options import Asked
     from inferencecenter.protocol.base import Event
-    from inferencecenter.protocol.values import ChatMessage, Tool, ToolChoice
-
-
-class Asked(TypedDict, total=False):
-    """What a turn may ask of its answer; see ``requests.Infer``."""
-
-    tools: list[Tool]
-    tool_choice: ToolChoice
-    parallel_tool_calls: bool
-    json_schema: dict[str, Any] | bool
-    regex: str
-    grammar: str
-    thinking: bool
+    from inferencecenter.protocol.values import ChatMessage
 
 
 class ClientSession:
@@ -69,6 +62,7 @@ class ClientSession:
         self._readers: list[TurnReader] = []
         self._taking_up = False
         self._following: TurnReader | None = None
+        self._winding_up: set[asyncio.Task[None]] = set()
 
     @classmethod
     def opened(cls, exchange: Exchange, created: SessionCreated) -> ClientSession:
@@ -82,53 +76,52 @@ class ClientSession:
         return f"<{type(self).__name__} {self.session_id} {self._position} readers={len(self._readers)}>"
 
     def infer(
-        self,
-        prompt: str | None = None,
-        *,
-        messages: Sequence[ChatMessage] | None = None,
-        params: dict[str, Any] | None = None,
-        **asked: Unpack[Asked],
-    ) -> AsyncIterator[TurnStreamEvent]:
-        """Say something and yield the turn's events, the last being ``End``; ``collect`` puts an answer together.
+        self, prompt: str | None = None, *, messages: Sequence[ChatMessage] | None = None, **asked: Unpack[Asked]
+    ) -> Turn:
+        """Say something and return the turn that answers it; iterate over it for the text.
 
-        The stream goes on unbroken when the connection is lost and comes back: nothing is missing, nothing comes
-        twice, though text may come in larger pieces. Leaving the iterator early does not end the turn: ``abort`` does.
+        It goes on unbroken when the connection is lost and comes back: nothing is missing, nothing comes twice, though
+        text may come in larger pieces. It belongs to the current span of OpenTelemetry, if there is one.
 
         Args:
             prompt: What the user says.
             messages: What is said, in place of a prompt; as what tools returned, see ``result``.
-            params: Parameters of this turn.
-            asked: What the answer has to be.
+            asked: What else is asked; see ``Asked``.
+
+        Raises:
+            RequestError: What is asked makes no sense.
+        """
+        infer = asking(self.session_id, prompt, messages=messages, asked=asked)
+
+        def begin() -> TurnReader:
+            keyed = infer.model_copy(update={"turn_key": uuid.uuid4().hex})
+            return TurnReader(self._exchange, self, stream=TurnStream(self.session_id), infer=keyed)
+
+        return Turn(self, begin, self._exchange.patience(**waits(asked)))
+
+    async def ask(
+        self, prompt: str | None = None, *, messages: Sequence[ChatMessage] | None = None, **asked: Unpack[Asked]
+    ) -> Answer:
+        """Say something and return the whole answer.
+
+        Args:
+            prompt: What the user says.
+            messages: What is said, in place of a prompt.
+            asked: What else is asked; see ``Asked``.
 
         Raises:
             InferenceCenterError: What the daemon refused, what ended the turn, or why its rest is lost.
-            pydantic.ValidationError: What is asked makes no sense.
         """
-        infer = requests.Infer(
-            op="infer",
-            session_id=self.session_id,
-            prompt=prompt,
-            messages=None if messages is None else list(messages),
-            params=params,
-            turn_key=uuid.uuid4().hex,
-            **asked,
-        )
-        return TurnReader(self._exchange, self, stream=TurnStream(self.session_id), infer=infer).events()
+        return await self.infer(prompt, messages=messages, **asked).rest()
 
-    async def follow(self) -> AsyncIterator[TurnStreamEvent]:
-        """Yield the events of the turn that was running when the session was resumed, from its beginning to its end.
+    def follow(self) -> Turn:
+        """Return the turn that was running when the session was resumed, from its beginning to its end.
 
-        What it had said by then comes as one ``Token``, as does what it thought and what it asked of each tool. Without
-        such a turn nothing is yielded.
-
-        Raises:
-            InferenceCenterError: What ended the turn, or why its rest is lost.
+        What it had said by then comes as one piece, as does what it thought and what it asked of each tool. Leaving it
+        does not end it. Without such a turn nothing comes.
         """
         reader, self._following = self._following, None
-        if reader is not None:
-            async with contextlib.aclosing(reader.events()) as events:
-                async for event in events:
-                    yield event
+        return Turn(self, lambda: reader, None)
 
     async def abort(self) -> None:
         """Ask for the end of the running turn; its iterator yields ``End``. With nothing running, nothing happens.
@@ -145,13 +138,23 @@ class ClientSession:
         await self._exchange.line.until_connected()
         await self._exchange.line.send(self._exchange.numbered(requests.Abort(op="abort", session_id=self.session_id)))
 
+    async def read(self) -> Session:
+        """Return all that the daemon knows of the session: transcript, turns, parameters, tokens.
+
+        Raises:
+            InferenceCenterError: What the daemon refused, or ``daemon_unreachable``.
+        """
+        request = requests.GetSession(op="get_session", session_id=self.session_id)
+        return expect(await self._exchange.request(request), Session)
+
     async def append(self, messages: Sequence[ChatMessage]) -> Appended:
         """Add messages without having them answered.
 
         Raises:
             InferenceCenterError: What the daemon refused, or ``daemon_unreachable``.
         """
-        request = requests.Append(op="append", session_id=self.session_id, messages=list(messages))
+        request = made(requests.Append, session_id=self.session_id, messages=list(messages))
+        await self.settled()
         return expect(await self._exchange.request(request), Appended)
 
     async def fork(self, turn: str | None = None, *, load_timeout_s: float = LOAD_TIMEOUT_S) -> ClientSession:
@@ -165,8 +168,10 @@ class ClientSession:
             InferenceCenterError: What the daemon refused, ``model_loading`` when that took too long, or
                 ``daemon_unreachable``.
         """
-        request = requests.ForkSession(op="fork_session", session_id=self.session_id, turn=turn)
-        created = await self._exchange.request_when_loaded(request, timeout_s=load_timeout_s)
+        request = made(requests.ForkSession, session_id=self.session_id, turn=turn)
+        await self.settled()
+        patience = self._exchange.patience(load_timeout_s=load_timeout_s)
+        created = await patience.persist(lambda: self._exchange.request(request))
         return ClientSession.opened(self._exchange, expect(created, SessionCreated))
 
     async def rewind(self, turn: str) -> SessionRewound:
@@ -175,7 +180,8 @@ class ClientSession:
         Raises:
             InferenceCenterError: What the daemon refused, or ``daemon_unreachable``.
         """
-        request = requests.RewindSession(op="rewind_session", session_id=self.session_id, turn=turn)
+        request = made(requests.RewindSession, session_id=self.session_id, turn=turn)
+        await self.settled()
         return expect(await self._exchange.request(request), SessionRewound)
 
     async def close(self) -> None:
@@ -193,6 +199,24 @@ class ClientSession:
             if error.code is not ErrorCode.SESSION_NOT_FOUND or self._exchange.line.n_sockets == n_sockets:
                 raise
         self._exchange.detach(self)
+        self.fail(failure(ErrorCode.SESSION_NOT_FOUND, "the session was closed"))
+
+    # What its turns call.
+
+    def wind_up(self, turn: Coroutine[Any, Any, None]) -> asyncio.Task[None] | None:
+        """Bring a turn to its end that nobody reads any more; ``None`` where the connection is over."""
+        if self._exchange.line.ended is not None:
+            turn.close()
+            return None
+        task = self._exchange.wind_up(turn)
+        self._winding_up.add(task)
+        task.add_done_callback(self._winding_up.discard)
+        return task
+
+    async def settled(self) -> None:
+        """Wait until the turns that were left have ended: a session answers one at a time."""
+        if self._winding_up:
+            await asyncio.wait(self._winding_up)
 
     # What the client calls.
 
@@ -235,7 +259,7 @@ class ClientSession:
                 self._hand_out(event)
         if isinstance(event, SessionExpired):
             self._exchange.detach(self)
-            self.fail(InferenceCenterError(ErrorCode.SESSION_NOT_FOUND, "the session was idle for too long"))
+            self.fail(failure(ErrorCode.SESSION_NOT_FOUND, "the session was idle for too long"))
 
     def fail(self, error: InferenceCenterError) -> None:
         """Raise the error wherever a turn of this session is read."""

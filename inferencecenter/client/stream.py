@@ -10,7 +10,7 @@ from enum import Enum, auto
 from typing import TYPE_CHECKING, Final, TypeAlias
 
 from inferencecenter.client.answer import Answer
-from inferencecenter.client.failures import as_exception
+from inferencecenter.client.failures import as_exception, failure
 from inferencecenter.errors import ErrorCode, InferenceCenterError
 from inferencecenter.protocol.events import (
     ContextShifted,
@@ -184,7 +184,7 @@ class TurnStream:
             missing = tuple(self._shown.missing(answer, session_id=self._session_id, turn_id=turn_id, seq=max(seq, 1)))
         except ValueError:
             self._state = StreamState.OVER
-            raise InferenceCenterError(
+            raise failure(
                 ErrorCode.INTERNAL, f"what was shown of turn {turn_id} is not how its answer begins"
             ) from None
         for event in missing:
@@ -210,9 +210,7 @@ class TurnStream:
 
     def _lost(self, why: str) -> InferenceCenterError:
         self._state = StreamState.OVER
-        return InferenceCenterError(
-            ErrorCode.TURN_NOT_FOUND, f"the rest of turn {self._turn_id} is lost: {why}", hint="Ask again."
-        )
+        return failure(ErrorCode.TURN_NOT_FOUND, f"the rest of turn {self._turn_id} is lost: {why}", hint="Ask again.")
 
 
 def _ended(resumed: SessionResumed, turn_id: str) -> TranscriptTurn | None:

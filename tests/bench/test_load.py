@@ -26,7 +26,7 @@ from inferencecenter.bench.jobs import (
 )
 from inferencecenter.bench.load import Generator
 from inferencecenter.bench.target import TargetSpec
-from inferencecenter.client import connect
+from inferencecenter.client import Client
 from inferencecenter.errors import ErrorCode, InferenceCenterError
 from inferencecenter.protocol.events import Status
 from inferencecenter.protocol.requests import Status as AskStatus
@@ -43,7 +43,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 async def reading(daemon: RunningDaemon, kind: StatusType, name: str) -> float | int | str | None:
     """What the daemon says of itself."""
-    async with connect(daemon.spec.url, token=daemon.spec.token) as client:
+    async with Client(daemon.spec.url, token=daemon.spec.token) as client:
         status = await client.request(AskStatus(op="status", type=kind))
         assert isinstance(status, Status)
         return status.values[name]

@@ -17,7 +17,7 @@ import pytest
 from websockets import ConnectionClosed
 
 from inferencecenter.cli.stats import Watch
-from inferencecenter.client import Timing, connect
+from inferencecenter.client import Client, Timing
 from inferencecenter.errors import ErrorCode, InferenceCenterError
 from tests.cli.chatting import CONTROL, Screen
 from tests.cli.test_stats_view import GPU, glance
@@ -119,7 +119,7 @@ async def _stop_after(n_looks: int, seen: list[Glance], watch: Watch, url: str) 
 
     watch.draw = seen.append
     timing = Timing(sleep=at_once)
-    async with connect(url, token="t", on_notice=watch.notice, timing=timing) as client:
+    async with Client(url, token="t", on_notice=watch.notice, timing=timing) as client:
         with pytest.raises(InferenceCenterError, match="seen enough"):
             await watch.run(client, interval_s=1.0, sleep=sleep)
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inferencecenter.client.answer import Answer, collect, result
+from inferencecenter.client.answer import Answer, result
 from inferencecenter.client.position import Arrival, Position
 from inferencecenter.errors import ErrorCode, InferenceCenterError
 from inferencecenter.protocol.events import Reasoning, Token, ToolCall
@@ -19,8 +18,6 @@ from tests.client.test_stream import asking, ended, lost, queued, running
 from tests.client.test_stream import end as end_of_turn
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
     from inferencecenter.protocol.base import Event
 
 WEATHER = Call(call_id="call_0", name="weather", arguments='{"city": "Oslo"}')
@@ -44,12 +41,9 @@ EVENTS = told(thinks="Hm.", says="Let me see.", calls=(WEATHER, CLOCK))
 
 def test_an_answer_is_put_together() -> None:
     """What was thought, what was said, which tools were asked for, and how it ended."""
-
-    async def stream() -> AsyncIterator[Event]:
-        for event in (queued(), *EVENTS, end_of_turn()):
-            yield event
-
-    answer = asyncio.run(collect(stream()))
+    answer = Answer()
+    for event in (queued(), *EVENTS, end_of_turn()):
+        answer.take(event)
     assert (answer.content, answer.reasoning, answer.tool_calls) == ("Let me see.", "Hm.", (WEATHER, CLOCK))
     assert answer.end == end_of_turn()
     assert result(WEATHER, "5 °C") == ChatMessage(role="tool", content="5 °C", tool_call_id="call_0")

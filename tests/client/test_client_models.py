@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from inferencecenter.client import Connected, Timing, connect
+from inferencecenter.client import Client, Connected, Timing
 from inferencecenter.errors import ErrorCode, InferenceCenterError
 from inferencecenter.protocol.values import ModelSummary
 
@@ -41,7 +41,7 @@ async def test_the_models_there_are(scripted: Start) -> None:
         asked = await peer.hear()
         await peer.say(op="models", id=asked["id"], models=[DEMO, PHI])
 
-    async with connect(await scripted(daemon), token="ic_a_b") as client:
+    async with Client(await scripted(daemon), token="ic_a_b") as client:
         assert await client.models() == tuple(ModelSummary.model_validate(each) for each in (DEMO, PHI))
 
 
@@ -56,7 +56,7 @@ async def test_a_model_is_loaded(scripted: Start) -> None:
         await swap(peer, {"phase": "loading"}, {"phase": "done", "done": 1.0})
 
     heard: list[Swap] = []
-    async with connect(await scripted(daemon), token="ic_a_b") as client:
+    async with Client(await scripted(daemon), token="ic_a_b") as client:
         await client.load_model("phi", on_progress=heard.append)
         assert [(each.phase, each.done) for each in heard] == [("draining", 0.0), ("loading", 0.5)]
         await client.load_model("phi")
@@ -72,7 +72,7 @@ async def test_a_model_that_cannot_be_loaded(scripted: Start) -> None:
         await peer.refuse(await peer.hear(), "model_not_found", message="no model is named 'psi'")
         await peer.refuse(await peer.hear(), "model_loading", retryable=True, retry_after_ms=1000)
 
-    async with connect(await scripted(daemon), token="ic_a_b") as client:
+    async with Client(await scripted(daemon), token="ic_a_b") as client:
         with pytest.raises(InferenceCenterError, match=r"phi cannot be loaded: phi\.gguf ends") as failed:
             await client.load_model("phi")
         assert failed.value.code is ErrorCode.ENGINE_UNAVAILABLE
@@ -101,7 +101,7 @@ async def test_a_socket_that_is_lost_while_a_model_is_loaded(scripted: Start) ->
 
     notices: list[Notice] = []
     url = await scripted(cut, back)
-    async with connect(url, token="ic_a_b", on_notice=notices.append, timing=Timing(sleep=at_once)) as client:
+    async with Client(url, token="ic_a_b", on_notice=notices.append, timing=Timing(sleep=at_once)) as client:
         load, models = asyncio.create_task(client.load_model("phi")), asyncio.create_task(client.models())  # noqa: TID251
         with pytest.raises(InferenceCenterError, match="load_model") as lost:
             await load
@@ -120,7 +120,7 @@ async def test_a_model_is_unloaded(scripted: Start) -> None:
         await peer.say(op="model_unloaded", id=asked["id"], model="phi")
         await peer.refuse(await peer.hear(), "forbidden")
 
-    async with connect(await scripted(daemon), token="ic_a_b") as client:
+    async with Client(await scripted(daemon), token="ic_a_b") as client:
         await client.unload_model("phi")
         with pytest.raises(InferenceCenterError) as refused:
             await client.unload_model("phi")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from inferencecenter.client import connect
+from inferencecenter.client import Client, RequestError
 from inferencecenter.errors import ErrorCode, InferenceCenterError
 from inferencecenter.protocol.events import End, Queued, Token
 from inferencecenter.protocol.requests import START
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 async def _collect(session: ClientSession, prompt: str, **params: Any) -> list[Any]:
-    return [event async for event in session.infer(prompt, params=params or None)]
+    return [event async for event in session.infer(prompt, params=params or None).events()]
 
 
 async def test_connect_greets_and_authenticates(scripted: Start) -> None:
@@ -31,7 +31,7 @@ async def test_connect_greets_and_authenticates(scripted: Start) -> None:
         await peer.welcome()
         heard.extend([*peer.heard, peer.socket.subprotocol])
 
-    async with connect(await scripted(daemon), token="ic_a_b") as client:
+    async with Client(await scripted(daemon), token="ic_a_b") as client:
         assert client.hello.model == "demo"
         assert client.account.client_id == "admin"
     auth, subprotocol = heard
@@ -50,7 +50,7 @@ async def test_a_refused_credential_names_the_reason(scripted: Start) -> None:
         await peer.say(**HELLO)
 
     with pytest.raises(InferenceCenterError, match="unknown token") as caught:
-        async with connect(await scripted(daemon), token="ic_a_b"):
+        async with Client(await scripted(daemon), token="ic_a_b"):
             pass
     assert caught.value.code is ErrorCode.NOT_AUTHENTICATED
 
@@ -67,7 +67,7 @@ async def test_a_credential_at_a_bad_time_is_not_a_wrong_one(scripted: Start, to
         await peer.socket.close(4429)
 
     with pytest.raises(InferenceCenterError, match="too many") as caught:
-        async with connect(await scripted(daemon), token="ic_a_b"):
+        async with Client(await scripted(daemon), token="ic_a_b"):
             pass
     assert caught.value.code is ErrorCode.RATE_LIMITED
     assert caught.value.retry_after_ms == (500 if told_when else None)
@@ -80,25 +80,25 @@ async def test_half_a_credential_is_refused_before_it_is_sent(scripted: Start, c
     async def daemon(peer: Peer) -> None:
         await peer.say(**HELLO)
 
-    with pytest.raises(ValueError, match="give either token"):
-        async with connect(await scripted(daemon), **credential):  # type: ignore[arg-type]
+    with pytest.raises(RequestError, match="give either token"):
+        async with Client(await scripted(daemon), **credential):  # type: ignore[arg-type]
             pass
 
 
 async def test_nobody_listening_is_daemon_unreachable() -> None:
     """A refused connection names the address and what to do."""
     with pytest.raises(InferenceCenterError, match=r"ws://127\.0\.0\.1:1/") as caught:
-        async with connect("ws://127.0.0.1:1/", token="ic_a_b"):
+        async with Client("ws://127.0.0.1:1/", token="ic_a_b"):
             pass
     assert caught.value.code is ErrorCode.DAEMON_UNREACHABLE
     assert "inferencecenter serve" in str(caught.value.hint)
 
 
-@pytest.mark.parametrize("url", ["http://127.0.0.1:1/", "nonsense"])
+@pytest.mark.parametrize("url", ["ftp://127.0.0.1:1/", "nonsense"])
 async def test_a_wrong_address_is_daemon_unreachable(url: str) -> None:
     """An address that is no WebSocket's is named, not raised as a foreign error."""
     with pytest.raises(InferenceCenterError, match=url):
-        async with connect(url, token="ic_a_b"):
+        async with Client(url, token="ic_a_b"):
             pass
 
 
@@ -109,7 +109,7 @@ async def test_another_program_is_told_apart(scripted: Start) -> None:
         await peer.socket.send("welcome to something else")
 
     with pytest.raises(InferenceCenterError, match="no InferenceCenter"):
-        async with connect(await scripted(echo), token="ic_a_b"):
+        async with Client(await scripted(echo), token="ic_a_b"):
             pass
 
 
@@ -126,7 +126,7 @@ async def test_a_turn_streams_to_its_end(scripted: Start) -> None:
         await peer.token("t1", "lo")
         await peer.end("t1")
 
-    async with connect(await scripted(daemon), token="ic_a_b") as client:
+    async with Client(await scripted(daemon), token="ic_a_b") as client:
         session = await client.create_session(system="short", params={"top_k": 1})
         events = await _collect(session, "hi", temp=0)
     assert [type(event) for event in events] == [Queued, Token, Token, End]
@@ -149,7 +149,7 @@ async def test_two_sessions_stream_on_one_socket(scripted: Start) -> None:
         await peer.end("t", "s1")
         await peer.end("t", "s2")
 
-    async with connect(await scripted(daemon), token="ic_a_b") as client:
+    async with Client(await scripted(daemon), token="ic_a_b") as client:
         one, two = await client.create_session(), await client.create_session()
         answers = await asyncio.gather(_collect(one, "a"), _collect(two, "b"))
     texts = ["".join(event.content for event in events if isinstance(event, Token)) for events in answers]
@@ -168,10 +168,10 @@ async def test_abort_ends_the_turn_through_its_iterator(scripted: Start) -> None
         assert (abort["op"], abort["turn_id"]) == ("abort", "t1")
         await peer.end("t1", id=abort["id"], finish_reason="aborted")
 
-    async with connect(await scripted(daemon), token="ic_a_b") as client:
+    async with Client(await scripted(daemon), token="ic_a_b") as client:
         session = await client.create_session()
         reasons = []
-        async for event in session.infer("count"):
+        async for event in session.infer("count").events():
             if isinstance(event, Token):
                 await session.abort()
             if isinstance(event, End):
@@ -191,7 +191,7 @@ async def test_a_late_refusal_of_an_abort_does_not_touch_the_next_turn(scripted:
         await peer.say(op="error", id=abort["id"], session_id="s1", **text)
         await peer.end("t2")
 
-    async with connect(await scripted(daemon), token="ic_a_b") as client:
+    async with Client(await scripted(daemon), token="ic_a_b") as client:
         session = await client.create_session()
         await session.abort()
         assert [type(event) for event in await _collect(session, "next")] == [Queued, End]
@@ -209,7 +209,7 @@ async def test_errors_raise_with_everything_the_daemon_said(scripted: Start, pla
         text = {"message": "too hot", "error": "too hot", "hint": "lower", "field": "params.temp", "retryable": False}
         await peer.say(op="error", code="invalid_request", **text, **where)
 
-    async with connect(await scripted(daemon), token="ic_a_b") as client:
+    async with Client(await scripted(daemon), token="ic_a_b") as client:
         session = await client.create_session()
         with pytest.raises(InferenceCenterError, match="too hot") as caught:
             await _collect(session, "hi")
@@ -226,7 +226,7 @@ async def test_without_reconnecting_a_lost_socket_is_the_end(scripted: Start) ->
         await peer.begin()
         await peer.socket.close(1012)
 
-    async with connect(await scripted(daemon), token="ic_a_b", reconnect=False) as client:
+    async with Client(await scripted(daemon), token="ic_a_b", reconnect=False) as client:
         session = await client.create_session()
         with pytest.raises(InferenceCenterError, match=r"1012: restart") as caught:
             await _collect(session, "hi")
@@ -244,7 +244,7 @@ async def test_a_revoked_token_is_told_apart_from_a_lost_daemon(scripted: Start)
         await peer.hear()
         await peer.socket.close(4401, "token revoked")
 
-    async with connect(await scripted(daemon), token="ic_a_b") as client:
+    async with Client(await scripted(daemon), token="ic_a_b") as client:
         with pytest.raises(InferenceCenterError, match="token revoked") as caught:
             await client.create_session()
     assert caught.value.code is ErrorCode.NOT_AUTHENTICATED
@@ -262,7 +262,7 @@ async def test_unknown_events_are_passed_over(scripted: Start) -> None:
         await peer.token("t1", "ok")
         await peer.end("t1")
 
-    async with connect(await scripted(daemon), token="ic_a_b") as client:
+    async with Client(await scripted(daemon), token="ic_a_b") as client:
         session = await client.create_session()
         assert [type(event) for event in await _collect(session, "hi")] == [Queued, Token, End]
 
@@ -275,7 +275,7 @@ async def test_hello_can_be_asked_again(scripted: Start) -> None:
         again = await peer.hear()
         await peer.say(**{**HELLO, "status": "loading", "message": "loading 40 %"}, id=again["id"])
 
-    async with connect(await scripted(daemon), token="ic_a_b") as client:
+    async with Client(await scripted(daemon), token="ic_a_b") as client:
         assert (await client.refresh_hello()).message == "loading 40 %"
         assert client.hello.status == "loading"
 
@@ -301,7 +301,7 @@ async def test_fork_rewind_and_append(scripted: Start) -> None:
         await peer.say(op="error", id=(await peer.hear())["id"], session_id="s1", **refusal)
         await peer.say(op="pong", id=(await peer.hear())["id"])
 
-    async with connect(await scripted(daemon), token="ic_a_b") as client:
+    async with Client(await scripted(daemon), token="ic_a_b") as client:
         session = await client.create_session(on_full="stop")
         assert (await session.append([ChatMessage(role="user", content="hi")])).messages == 1
         fork = await session.fork("t1")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from inferencecenter.client import connect
+from inferencecenter.client import Client
 from inferencecenter.protocol.events import End, Token
 from tests.e2e.harness import START_TIMEOUT_S, start_daemon
 
@@ -98,9 +98,9 @@ async def _answer(
     """The text of an answer that is harmed again and again, its ends, and the answer after it."""
     text, ends = "", []
     due = HARMED_AFTER_CHARS
-    async with asyncio.timeout(START_TIMEOUT_S), connect(url, token=token) as client:
+    async with asyncio.timeout(START_TIMEOUT_S), Client(url, token=token) as client:
         session = await client.create_session()
-        async for event in session.infer(PROMPT, params={"max_tokens": 1000}):
+        async for event in session.infer(PROMPT, params={"max_tokens": 1000}).events():
             if isinstance(event, Token):
                 text += event.content
                 assert PROMPT.startswith(text)
@@ -109,7 +109,7 @@ async def _answer(
                     await harm()
             elif isinstance(event, End):
                 ends.append(event)
-        following = [event.content async for event in session.infer("next") if isinstance(event, Token)]
+        following = [event.content async for event in session.infer("next").events() if isinstance(event, Token)]
     return text, ends, "".join(following)
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from inferencecenter.client import Connected, Ended, Reconnecting, SessionTakenOverError, Timing, connect
+from inferencecenter.client import Client, Connected, Ended, Reconnecting, SessionTakenOverError, Timing
 from inferencecenter.errors import ErrorCode, InferenceCenterError
 from inferencecenter.protocol.events import End, EngineChanged, Pong, Queued, Token
 from inferencecenter.protocol.requests import START, Ping
@@ -58,7 +58,7 @@ class FakeTime:
 async def _collect(session: ClientSession, prompt: str = "hi", *, into: list[Any] | None = None) -> list[Any]:
     events = [] if into is None else into
     async with asyncio.timeout(_TIMEOUT_S):
-        async for event in session.infer(prompt):
+        async for event in session.infer(prompt).events():
             events.append(event)
     return events
 
@@ -99,7 +99,7 @@ async def test_an_answer_goes_on_where_it_was_cut(scripted: Start) -> None:
 
     notices: list[Notice] = []
     url = await scripted(before, after)
-    async with connect(url, token="ic_a_b", on_notice=notices.append, timing=FakeTime().timing()) as client:
+    async with Client(url, token="ic_a_b", on_notice=notices.append, timing=FakeTime().timing()) as client:
         session = await client.create_session()
         events = await _collect(session)
         await client.request(Ping(op="ping"))
@@ -141,7 +141,7 @@ async def test_a_restarted_daemon_tells_what_was_said(scripted: Start) -> None:
         )
 
     url = await scripted(before, after)
-    async with connect(url, token="ic_a_b", timing=FakeTime().timing()) as client:
+    async with Client(url, token="ic_a_b", timing=FakeTime().timing()) as client:
         session = await client.create_session()
         heard: list[Any] = []
         with pytest.raises(InferenceCenterError) as caught:
@@ -171,7 +171,7 @@ async def test_a_turn_that_ended_in_the_gap(scripted: Start) -> None:
         await peer.end("t1", id=again["id"])
 
     url = await scripted(before, after)
-    async with connect(url, token="ic_a_b", timing=FakeTime().timing()) as client:
+    async with Client(url, token="ic_a_b", timing=FakeTime().timing()) as client:
         events = await _collect(await client.create_session())
     assert _text(events) == "Hello"
     assert isinstance(events[-1], End)
@@ -198,7 +198,7 @@ async def test_a_question_that_was_never_acknowledged_is_sent_again(scripted: St
         await peer.end("t1")
 
     time = FakeTime()
-    async with connect(await scripted(before, after), token="ic_a_b", timing=time.timing()) as client:
+    async with Client(await scripted(before, after), token="ic_a_b", timing=time.timing()) as client:
         events = await _collect(await client.create_session())
     assert _text(events) == "Hello"
     assert len({frame["turn_key"] for frame in heard}) == 1
@@ -226,7 +226,7 @@ async def test_a_session_that_is_gone_is_told_to_whoever_waits(scripted: Start) 
         await peer.end("t1", "s2")
 
     url = await scripted(before, after)
-    async with connect(url, token="ic_a_b", timing=FakeTime().timing()) as client:
+    async with Client(url, token="ic_a_b", timing=FakeTime().timing()) as client:
         one, two = await client.create_session(), await client.create_session()
         lost, kept = await asyncio.gather(_outcome(one), _outcome(two))
         assert isinstance(kept, list)
@@ -261,7 +261,7 @@ async def test_requests_in_flight(scripted: Start) -> None:
                 await peer.say(**answers[request["op"]], id=request["id"])
 
     url = await scripted(before, after)
-    async with connect(url, token="ic_a_b", timing=FakeTime().timing()) as client:
+    async with Client(url, token="ic_a_b", timing=FakeTime().timing()) as client:
         session = await client.create_session()
         results = await asyncio.gather(
             session.append([ChatMessage(role="user", content="x")]),
@@ -270,7 +270,7 @@ async def test_requests_in_flight(scripted: Start) -> None:
             client.create_session(),
             session.append([ChatMessage(role="user", content="y")]),
             client.request(Ping(op="ping")),
-            client.list_sessions(),
+            client.sessions(),
             session.close(),
             return_exceptions=True,
         )
@@ -309,7 +309,7 @@ async def test_requests_wait_for_the_connection(scripted: Start) -> None:
         if isinstance(notice, Reconnecting):
             lost.set()
 
-    async with connect(url, token="ic_a_b", timing=FakeTime().timing(), on_notice=note) as client:
+    async with Client(url, token="ic_a_b", timing=FakeTime().timing(), on_notice=note) as client:
         await client.create_session()
         await lost.wait()
         assert not client.connected
@@ -341,7 +341,7 @@ async def test_an_abort_in_a_gap_is_remembered(scripted: Start) -> None:
         await sessions[0].abort()
 
     time.on_sleep = abort
-    async with connect(await scripted(before, after), token="ic_a_b", timing=time.timing()) as client:
+    async with Client(await scripted(before, after), token="ic_a_b", timing=time.timing()) as client:
         sessions.append(await client.create_session())
         events = await _collect(sessions[0])
     assert events[-1].finish_reason == "aborted"
@@ -367,10 +367,10 @@ async def test_an_abort_that_was_sent_into_a_dying_socket_is_sent_again(scripted
         await peer.end("t1", finish_reason="aborted")
 
     url = await scripted(before, after)
-    async with connect(url, token="ic_a_b", timing=FakeTime().timing()) as client:
+    async with Client(url, token="ic_a_b", timing=FakeTime().timing()) as client:
         session = await client.create_session()
         async with asyncio.timeout(_TIMEOUT_S):
-            async for event in session.infer("hi"):
+            async for event in session.infer("hi").events():
                 if isinstance(event, Token):
                     await session.abort()
     assert [abort["turn_id"] for abort in aborts] == ["t1", "t1"]
@@ -400,7 +400,7 @@ async def test_an_abort_of_a_question_that_never_arrived(scripted: Start) -> Non
         await sessions[0].abort()
 
     time.on_sleep = abort
-    async with connect(await scripted(before, after), token="ic_a_b", timing=time.timing()) as client:
+    async with Client(await scripted(before, after), token="ic_a_b", timing=time.timing()) as client:
         sessions.append(await client.create_session())
         events = await _collect(sessions[0])
     assert events[-1].finish_reason == "aborted"
@@ -424,13 +424,13 @@ async def test_a_token_that_was_revoked_meanwhile_is_the_end(scripted: Start) ->
         await peer.say(**HELLO)
 
     time = FakeTime()
-    async with connect(await scripted(before, after), token="ic_a_b", timing=time.timing()) as client:
+    async with Client(await scripted(before, after), token="ic_a_b", timing=time.timing()) as client:
         session = await client.create_session()
         with pytest.raises(InferenceCenterError, match="revoked") as caught:
             await _collect(session)
         assert caught.value.code is ErrorCode.NOT_AUTHENTICATED
         with pytest.raises(InferenceCenterError, match="revoked"):
-            await client.list_sessions()
+            await client.sessions()
     assert len(time.slept) == 1
 
 
@@ -447,7 +447,7 @@ async def test_a_final_close_is_the_end(scripted: Start, code: int, kind: str) -
         await peer.socket.close(code)
 
     time = FakeTime()
-    async with connect(await scripted(daemon), token="ic_a_b", timing=time.timing()) as client:
+    async with Client(await scripted(daemon), token="ic_a_b", timing=time.timing()) as client:
         session = await client.create_session()
         with pytest.raises(InferenceCenterError, match=str(code)) as caught:
             await _collect(session)
@@ -479,7 +479,7 @@ async def test_a_daemon_that_is_away_for_an_hour(scripted: Start) -> None:
     time = FakeTime()
     scripts = [before, *[away] * 363, after]
     url = await scripted(*scripts)
-    async with connect(url, token="ic_a_b", timing=time.timing(), give_up_after_s=None) as client:
+    async with Client(url, token="ic_a_b", timing=time.timing(), give_up_after_s=None) as client:
         events = await _collect(await client.create_session())
     assert _text(events) == "Hello"
     assert time.now > 3500
@@ -500,7 +500,7 @@ async def test_giving_up(scripted: Start) -> None:
 
     time = FakeTime()
     url = await scripted(before, away)
-    async with connect(url, token="ic_a_b", timing=time.timing(), give_up_after_s=30.0) as client:
+    async with Client(url, token="ic_a_b", timing=time.timing(), give_up_after_s=30.0) as client:
         session = await client.create_session()
         with pytest.raises(InferenceCenterError, match="overloaded as ever") as caught:
             await _collect(session)
@@ -529,7 +529,7 @@ async def test_a_daemon_that_cannot_resume_yet_is_tried_again(scripted: Start) -
         await peer.end("t1")
 
     time = FakeTime()
-    async with connect(await scripted(before, busy, after), token="ic_a_b", timing=time.timing()) as client:
+    async with Client(await scripted(before, busy, after), token="ic_a_b", timing=time.timing()) as client:
         assert _text(await _collect(await client.create_session())) == "ok"
     assert time.slept == [0.2, 3.4]
 
@@ -550,7 +550,7 @@ async def test_missing_events_are_asked_for(scripted: Start) -> None:
         peer.skip(5)
         await peer.end("t1")
 
-    async with connect(await scripted(daemon), token="ic_a_b") as client:
+    async with Client(await scripted(daemon), token="ic_a_b") as client:
         events = await _collect(await client.create_session())
     assert [event.op for event in events] == ["queued", "progress", "progress", "token", "end"]
     assert [(request["epoch"], request["last_seq"]) for request in asked] == [("e", 1)]
@@ -572,14 +572,14 @@ async def test_taking_up_a_session_from_elsewhere(scripted: Start) -> None:
         await peer.begin("t2")
         await peer.end("t2")
 
-    async with connect(await scripted(daemon), token="ic_a_b") as client:
+    async with Client(await scripted(daemon), token="ic_a_b") as client:
         session, resumed = await client.resume("s1")
         assert resumed.transcript is not None
         assert resumed.transcript[0].content == "hi"
-        events = [event async for event in session.follow()]
+        events = [event async for event in session.follow().events()]
         assert [event.op for event in events] == ["token", "token", "end"]
         assert _text(events) == "Hello"
-        assert [event async for event in session.follow()] == [], "it is over"
+        assert [event async for event in session.follow().events()] == [], "it is over"
         assert [event.op for event in await _collect(session)] == ["queued", "end"]
 
 
@@ -590,7 +590,7 @@ async def test_a_session_that_cannot_be_taken_up(scripted: Start) -> None:
         await peer.welcome()
         await peer.refuse(await peer.hear(), "session_not_found")
 
-    async with connect(await scripted(daemon), token="ic_a_b") as client:
+    async with Client(await scripted(daemon), token="ic_a_b") as client:
         with pytest.raises(InferenceCenterError) as caught:
             await client.resume("s1")
     assert caught.value.code is ErrorCode.SESSION_NOT_FOUND
@@ -616,7 +616,7 @@ async def test_a_session_that_is_taken_over(scripted: Start) -> None:
         await peer.end("t2")
 
     url = await scripted(before, after)
-    async with connect(url, token="ic_a_b", timing=FakeTime().timing()) as client:
+    async with Client(url, token="ic_a_b", timing=FakeTime().timing()) as client:
         session = await client.create_session()
         with pytest.raises(SessionTakenOverError, match="s1"):
             await _collect(session)
@@ -634,33 +634,11 @@ async def test_an_expired_session_is_told(scripted: Start) -> None:
         await peer.begin()
         await peer.numbered("session_expired")
 
-    async with connect(await scripted(daemon), token="ic_a_b") as client:
+    async with Client(await scripted(daemon), token="ic_a_b") as client:
         session = await client.create_session()
         with pytest.raises(InferenceCenterError, match="idle") as caught:
             await _collect(session)
     assert caught.value.code is ErrorCode.SESSION_NOT_FOUND
-
-
-async def test_leaving_an_iterator_early(scripted: Start) -> None:
-    """The turn goes on without it; what still comes of it does not disturb the next one."""
-
-    async def daemon(peer: Peer) -> None:
-        await peer.welcome()
-        await peer.open_session()
-        await peer.begin("t1")
-        await peer.token("t1", "One")
-        await peer.token("t1", "two")
-        await peer.end("t1")
-        await peer.begin("t2")
-        await peer.token("t2", "ok")
-        await peer.end("t2")
-
-    async with connect(await scripted(daemon), token="ic_a_b") as client:
-        session = await client.create_session()
-        async for event in session.infer("count"):
-            if isinstance(event, Token):
-                break
-        assert _text(await _collect(session)) == "ok"
 
 
 async def test_a_daemon_that_says_nothing_more_is_noticed(scripted: Start, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -684,7 +662,7 @@ async def test_a_daemon_that_says_nothing_more_is_noticed(scripted: Start, monke
         await peer.end("t1")
 
     url = await scripted(silent, after)
-    async with connect(url, token="ic_a_b", keepalive_s=0.05, timing=FakeTime().timing()) as client:
+    async with Client(url, token="ic_a_b", keepalive_s=0.05, timing=FakeTime().timing()) as client:
         assert _text(await _collect(await client.create_session())) == "Hello"
 
 
@@ -697,7 +675,7 @@ async def test_what_is_too_large_is_not_sent(scripted: Start) -> None:
         await peer.begin()
         await peer.end("t1")
 
-    async with connect(await scripted(daemon), token="ic_a_b") as client:
+    async with Client(await scripted(daemon), token="ic_a_b") as client:
         session = await client.create_session()
         with pytest.raises(InferenceCenterError) as caught:
             await _collect(session, "ü" * 600_000)
@@ -714,7 +692,7 @@ async def test_what_the_daemon_tells_everybody(scripted: Start) -> None:
         await peer.say(op="pong", id=(await peer.hear())["id"])
 
     notices: list[Notice] = []
-    async with connect(await scripted(daemon), token="ic_a_b", on_notice=notices.append) as client:
+    async with Client(await scripted(daemon), token="ic_a_b", on_notice=notices.append) as client:
         await client.request(Ping(op="ping"))
     assert notices[0] == EngineChanged(state="restarting", detail="it died")
 
@@ -727,7 +705,7 @@ async def test_closing_the_client_leaves_nobody_waiting(scripted: Start) -> None
         await peer.open_session()
         await peer.begin()
 
-    async with connect(await scripted(daemon), token="ic_a_b") as client:
+    async with Client(await scripted(daemon), token="ic_a_b") as client:
         reading = asyncio.gather(_collect(await client.create_session()), return_exceptions=True)
         await asyncio.sleep(0)
     (error,) = await reading

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from inferencecenter.client import Answer, collect, connect, result
+from inferencecenter.client import Answer, Client, result
 from inferencecenter.protocol.events import End, ToolCall
 from inferencecenter.protocol.values import Tool
 from tests.e2e.harness import run_daemon, start_daemon, talk
@@ -30,15 +30,15 @@ QUESTION = "What is the weather in Oslo?"
 
 async def test_a_tool_is_asked_for_and_its_result_is_read(daemon: Daemon) -> None:
     """One turn ends in the call, the next says what it returned, and only what is new of it is read."""
-    async with connect(daemon.url, token=daemon.admin_token) as client:
+    async with Client(daemon.url, token=daemon.admin_token) as client:
         session = await client.create_session()
-        asked = await collect(session.infer(QUESTION, params=GREEDY, tools=[WEATHER]))
+        asked = await session.ask(QUESTION, params=GREEDY, tools=[WEATHER])
         assert asked.end is not None
         assert (asked.content, asked.end.finish_reason) == ("", "tool_calls")
         (call,) = asked.tool_calls
         assert (call.name, json.loads(call.arguments)) == ("get_weather", {"city": "Oslo"})
         returned = [result(call, '{"temperature": 21, "sky": "sunny"}')]
-        answer = await collect(session.infer(messages=returned, params=GREEDY, tools=[WEATHER]))
+        answer = await session.ask(messages=returned, params=GREEDY, tools=[WEATHER])
         assert answer.end is not None
         assert "21" in answer.content
         assert answer.end.usage.cached_tokens >= asked.end.usage.prompt_tokens - 1
@@ -56,11 +56,11 @@ async def test_answers_have_the_form_that_is_asked_for(daemon: Daemon) -> None:
         "required": ["n", "ok"],
         "additionalProperties": False,
     }
-    async with connect(daemon.url, token=daemon.admin_token) as client:
+    async with Client(daemon.url, token=daemon.admin_token) as client:
         session = await client.create_session()
-        answer = await collect(session.infer("Tell me a short story.", params=GREEDY, json_schema=schema))
+        answer = await session.ask("Tell me a short story.", params=GREEDY, json_schema=schema)
         assert set(json.loads(answer.content)) == {"n", "ok"}
-        answer = await collect(session.infer("Tell me more.", params=GREEDY, regex="(yes|no), [0-9]{3}"))
+        answer = await session.ask("Tell me more.", params=GREEDY, regex="(yes|no), [0-9]{3}")
     assert answer.content[:3] in ("yes", "no,")
 
 
@@ -72,10 +72,10 @@ async def test_a_call_outlives_the_daemon(tmp_path: Path, demo_model_path: Path)
     with contextlib.ExitStack() as stack:
         first = stack.enter_context(run_daemon(state_dir, demo_model_path))
         second: Daemon | None = None
-        async with connect(first.url, token=first.admin_token) as client:
+        async with Client(first.url, token=first.admin_token) as client:
             session = await client.create_session()
             stream = session.infer(QUESTION, params=GREEDY, tools=[WEATHER])
-            async for event in stream:
+            async for event in stream.events():
                 whole.take(event)
                 if isinstance(event, ToolCall) and event.arguments and second is None:
                     first.process.kill()

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from inferencecenter.client import Timing, connect, while_loading
+from inferencecenter.client import Client, Timing
+from inferencecenter.client.patience import Patience
 from inferencecenter.errors import ErrorCode, InferenceCenterError
 from inferencecenter.protocol.events import ModelChanged, Thermal
 from inferencecenter.protocol.requests import Ping
@@ -61,7 +62,7 @@ async def test_a_session_is_asked_for_until_its_model_is_loaded(scripted: Start,
         await peer.open_session()
 
     heard: list[str] = []
-    async with connect(await scripted(daemon), token="ic_a_b", timing=clock.timing) as client:
+    async with Client(await scripted(daemon), token="ic_a_b", timing=clock.timing) as client:
         session = await client.create_session(model="phi", on_loading=heard.append)
         assert session.session_id == "s1"
     assert clock.slept == [0.25, 1.0]
@@ -77,7 +78,7 @@ async def test_a_fork_waits_likewise(scripted: Start, clock: Clock) -> None:
         await _refuse_loading(peer, "fork_session")
         await peer.open_session("s2")
 
-    async with connect(await scripted(daemon), token="ic_a_b", timing=clock.timing) as client:
+    async with Client(await scripted(daemon), token="ic_a_b", timing=clock.timing) as client:
         fork = await (await client.create_session()).fork()
         assert fork.session_id == "s2"
     assert clock.slept == [1.0]
@@ -91,7 +92,7 @@ async def test_no_model_is_waited_for_for_ever(scripted: Start, clock: Clock) ->
         while True:
             await _refuse_loading(peer, "create_session", retry_after_ms=1000)
 
-    async with connect(await scripted(daemon), token="ic_a_b", timing=clock.timing) as client:
+    async with Client(await scripted(daemon), token="ic_a_b", timing=clock.timing) as client:
         with pytest.raises(InferenceCenterError) as caught:
             await client.create_session(load_timeout_s=2.5)
     assert caught.value.code is ErrorCode.MODEL_LOADING
@@ -107,7 +108,7 @@ async def test_only_loading_is_waited_for(clock: Clock) -> None:
         raise InferenceCenterError(ErrorCode.ENGINE_UNAVAILABLE, retry_after_ms=1)
 
     with pytest.raises(InferenceCenterError):
-        await while_loading(attempt, timing=clock.timing)
+        await Patience(timing=clock.timing).persist(attempt)
     assert (len(asked), clock.slept) == (1, [])
 
 
@@ -126,7 +127,7 @@ async def test_another_default_and_heat_are_news(scripted: Start) -> None:
         await peer.say(op="pong", id=ping["id"])
 
     notices: list[Notice] = []
-    async with connect(await scripted(daemon), token="ic_a_b", on_notice=notices.append) as client:
+    async with Client(await scripted(daemon), token="ic_a_b", on_notice=notices.append) as client:
         await client.request(Ping(op="ping"))
         assert client.hello.model == "phi"
     assert notices[:2] == news

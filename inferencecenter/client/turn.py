@@ -1,0 +1,211 @@
+"""One turn as its caller sees it: text to iterate over, and what has come so far."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+from inferencecenter.client.answer import Answer, Answered
+from inferencecenter.errors import InferenceCenterError
+from inferencecenter.protocol.events import Token
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+    from types import TracebackType
+
+    from inferencecenter.client.patience import Patience
+    from inferencecenter.client.reader import TurnReader
+    from inferencecenter.client.session import ClientSession
+    from inferencecenter.client.stream import TurnStreamEvent
+
+T_co = TypeVar("T_co", covariant=True)
+
+
+class Turn(Answered):
+    """One turn, to be read once; ``ClientSession.infer`` and ``ClientSession.follow`` make one.
+
+    Iterating yields the answer's text as it comes. The daemon hears of the turn when its first piece is asked for.
+    Who leaves the loop before the end, by ``break``, an exception or cancellation, has the turn end: what was said by
+    then stays part of the conversation, and the session's next turn waits until it has ended.
+
+    Args:
+        session: Where it is asked.
+        begin: Returns what reads the turn, or asks for it anew after a refusal.
+        patience: Whether it is asked for anew; ``None`` for a turn that somebody else asked for.
+    """
+
+    def __init__(
+        self, session: ClientSession, begin: Callable[[], TurnReader | None], patience: Patience | None
+    ) -> None:
+        self.answer = Answer()
+        self._session = session
+        self._begin = begin
+        self._patience = patience
+        self._ends_when_left = patience is not None
+        self._abort_wanted = False
+        self._reader: TurnReader | None = None
+        self._over = False
+        self._winding_up: asyncio.Task[None] | None = None
+        self._reading = asyncio.Lock()
+
+    def __repr__(self) -> str:
+        how = "over" if self._over else "left" if self._winding_up else "open"
+        return f"<{type(self).__name__} {self.turn_id} {how} {self.finish_reason}>"
+
+    @property
+    def turn_id(self) -> str | None:
+        """Its id, once the daemon has named it."""
+        return None if self._reader is None else self._reader.turn_id
+
+    def __aiter__(self) -> Reading[str]:
+        return Reading(self, self._next_text)
+
+    def events(self) -> Reading[TurnStreamEvent]:
+        """Return an iterator over all that the turn tells, not only its text; the last is ``End``.
+
+        Leaving it early is leaving the turn.
+        """
+        return Reading(self, self.next_event)
+
+    async def __aenter__(self) -> Turn:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.leave()
+
+    async def rest(self) -> Answer:
+        """Read on to the end, also of a turn that was left, and return the whole answer.
+
+        Raises:
+            InferenceCenterError: See ``next_event``.
+        """
+        async for _ in self.events():
+            pass
+        return self.answer
+
+    async def next_event(self) -> TurnStreamEvent | None:
+        """Return what comes next; after the end ``None``.
+
+        Raises:
+            InferenceCenterError: What the daemon refused, what ended the turn, or why its rest is lost.
+        """
+        if self._winding_up is not None:
+            await asyncio.wait((self._winding_up,))
+        async with self._reading:
+            return None if self._over else await self._next_event()
+
+    async def abort(self) -> None:
+        """Have the turn end, also if the connection is lost now; whoever reads it goes on to its ``End``."""
+        self._abort_wanted = True
+        if self._reader is not None:
+            await self._reader.abort()
+
+    def let_run(self) -> None:
+        """Have the turn go on when it is left, for whoever resumes its session later."""
+        self._ends_when_left = False
+
+    def leave(self) -> None:
+        """Read no more of it, and have it end if it has not; nothing is waited for."""
+        if self._over or self._winding_up is not None:
+            return
+        reader = self._reader
+        if self._ends_when_left and reader is not None and reader.is_asked and not reader.closed:
+            self._winding_up = self._session.wind_up(self._wind_up(reader))
+        if self._winding_up is None:
+            self._over = True
+            if reader is not None:
+                reader.close()
+
+    async def _next_text(self) -> str | None:
+        while (event := await self.next_event()) is not None:
+            if isinstance(event, Token):
+                return event.content
+        return None
+
+    async def _next_event(self) -> TurnStreamEvent | None:
+        while not self._over:
+            if self._reader is None:
+                await self._session.settled()
+                self._reader = self._begin()
+            try:
+                event = None if self._reader is None else await self._reader.next()
+            except InferenceCenterError as error:
+                await self._begin_again(error)
+                continue
+            if event is None:
+                self._over = True
+            else:
+                self.answer.take(event)
+            return event
+        return None
+
+    async def _begin_again(self, error: InferenceCenterError) -> None:
+        """Have the turn asked for anew, after a while.
+
+        Raises:
+            InferenceCenterError: The error, where that would not help.
+        """
+        try:
+            if self._patience is None or self._abort_wanted or self._winding_up or self.answer.has_begun:
+                raise error
+            await self._patience.wait(error)
+        except InferenceCenterError:
+            self._over = True
+            raise
+        self._reader = None
+
+    async def _wind_up(self, reader: TurnReader) -> None:
+        await reader.abort()
+        # Whoever left does not want to know why it failed.
+        with contextlib.suppress(InferenceCenterError):
+            async with self._reading:
+                while await self._next_event() is not None:
+                    pass
+
+
+class Reading(Generic[T_co]):
+    """An iterator over a turn. When nobody has it any more, the turn is left.
+
+    Args:
+        turn: What is read.
+        advance: Returns what comes next, and ``None`` after the last.
+    """
+
+    def __init__(self, turn: Turn, advance: Callable[[], Awaitable[T_co | None]]) -> None:
+        self._turn = turn
+        self._advance = advance
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def __aiter__(self) -> Reading[T_co]:
+        return self
+
+    async def __anext__(self) -> T_co:
+        self._loop = asyncio.get_running_loop()
+        try:
+            item = await self._advance()
+        except BaseException:
+            # The exception holds on to this frame, so that `__del__` may be long in coming.
+            self._turn.leave()
+            raise
+        if item is None:
+            raise StopAsyncIteration
+        return item
+
+    def __del__(self) -> None:
+        loop = self._loop
+        if loop is None or loop.is_closed():
+            return
+        if _runs_here(loop):
+            self._turn.leave()
+        else:  # collected in another thread, or between two runs of the loop
+            loop.call_soon_threadsafe(self._turn.leave)
+
+
+def _runs_here(loop: asyncio.AbstractEventLoop) -> bool:
+    try:
+        return asyncio.get_running_loop() is loop
+    except RuntimeError:
+        return False

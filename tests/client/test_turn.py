@@ -1,0 +1,412 @@
+"""Turns as callers use them: text in a loop, whole answers, leaving early, asking again after a refusal."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from inferencecenter.client import Client, NotFoundError, RequestError, Timing, TryLaterError
+from inferencecenter.client.failures import DaemonError
+from inferencecenter.protocol.events import End, Queued, Token
+from tests.client.peer import STATS, USAGE
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine
+
+    from inferencecenter.client import ClientSession
+    from tests.client.peer import Peer, Start
+
+_TIMEOUT_S = 10.0
+
+
+async def _say(peer: Peer, turn_id: str, *pieces: str, **end: Any) -> None:
+    for piece in pieces:
+        await peer.token(turn_id, piece)
+    await peer.end(turn_id, **end)
+
+
+async def _until_aborted(peer: Peer, turn_id: str) -> dict[str, Any]:
+    """Begin an answer that goes on until it is aborted, and return the abort."""
+    await peer.begin(turn_id)
+    await peer.token(turn_id, "One")
+    abort = await peer.hear()
+    assert (abort["op"], abort["turn_id"]) == ("abort", turn_id)
+    await _say(peer, turn_id, " two", finish_reason="aborted")
+    return abort
+
+
+async def test_text_comes_out_of_a_loop_and_the_rest_is_there_afterwards(scripted: Start) -> None:
+    """The loop is over text alone; thoughts, numbers and the reason of the end belong to the turn."""
+
+    async def daemon(peer: Peer) -> None:
+        await peer.welcome()
+        await peer.open_session()
+        await peer.begin()
+        await peer.numbered("reasoning", turn_id="t1", content="Hm.")
+        await _say(peer, "t1", "Hel", "lo", warnings=["w"])
+
+    async with Client(await scripted(daemon), "ic_a_b") as client, client.session() as session:
+        turn = session.infer("hi")
+        assert turn.stats is None
+        assert [text async for text in turn] == ["Hel", "lo"]
+        assert [text async for text in turn] == [], "it is read once"
+    assert (turn.content, turn.reasoning, turn.finish_reason, turn.turn_id) == ("Hello", "Hm.", "stop", "t1")
+    assert turn.stats is not None
+    assert turn.stats.model_dump() == STATS
+    assert turn.usage is not None
+    assert turn.usage.model_dump(exclude_defaults=True) == USAGE
+    assert (str(turn.answer), turn.answer.warnings) == ("Hello", ("w",))
+
+
+async def test_a_whole_answer(scripted: Start) -> None:
+    """It is waited for in one line."""
+
+    async def daemon(peer: Peer) -> None:
+        await peer.welcome()
+        await peer.open_session()
+        infer = await peer.begin()
+        assert infer["params"] == {"temperature": 0.0}
+        await _say(peer, "t1", "Hel", "lo")
+
+    async with Client(await scripted(daemon), "ic_a_b") as client, client.session() as session:
+        answer = await session.ask("hi", params={"temperature": 0.0})
+    assert str(answer) == "Hello"
+    assert answer.finish_reason == "stop"
+
+
+async def _break(session: ClientSession) -> None:
+    async for _ in session.infer("count"):
+        break
+
+
+async def _fail_in_the_loop(session: ClientSession) -> None:
+    async for _ in session.infer("count"):
+        raise ZeroDivisionError
+
+
+async def _raise(session: ClientSession) -> None:
+    with pytest.raises(ZeroDivisionError):
+        await _fail_in_the_loop(session)
+
+
+async def _run_out_of_time(session: ClientSession) -> None:
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(session.ask("count"), 0.05)
+
+
+async def _leave_the_block(session: ClientSession) -> None:
+    async with session.infer("count") as turn:
+        texts = aiter(turn)
+        assert await anext(texts) == "One"
+
+
+async def _break_out_of_events(session: ClientSession) -> None:
+    async for event in session.infer("count").events():
+        if isinstance(event, Token):
+            return
+
+
+@pytest.mark.parametrize("leave", [_break, _raise, _run_out_of_time, _leave_the_block, _break_out_of_events])
+async def test_leaving_a_turn_ends_it(
+    scripted: Start, leave: Callable[[ClientSession], Coroutine[Any, Any, None]]
+) -> None:
+    """However it is left, the daemon hears of it, and what is asked next waits for the end."""
+    heard: list[str] = []
+
+    async def daemon(peer: Peer) -> None:
+        await peer.welcome()
+        await peer.open_session()
+        await _until_aborted(peer, "t1")
+        await peer.begin("t2")
+        await _say(peer, "t2", "ok")
+        heard.extend(frame["op"] for frame in peer.heard)
+
+    async with asyncio.timeout(_TIMEOUT_S), Client(await scripted(daemon), "ic_a_b") as client:
+        session = await client.create_session()
+        await leave(session)
+        assert str(await session.ask("next")) == "ok"
+    assert heard == ["auth", "create_session", "infer", "abort", "infer"]
+
+
+async def test_what_was_left_can_be_looked_at(scripted: Start) -> None:
+    """All that came until the turn had really ended is its answer."""
+
+    async def daemon(peer: Peer) -> None:
+        await peer.welcome()
+        await peer.open_session()
+        await _until_aborted(peer, "t1")
+
+    async with asyncio.timeout(_TIMEOUT_S), Client(await scripted(daemon), "ic_a_b") as client:
+        turn = (await client.create_session()).infer("count")
+        async for text in turn:
+            assert text == "One"
+            break
+        answer = await turn.rest()
+    assert (str(answer), answer.finish_reason) == ("One two", "aborted")
+
+
+async def test_a_turn_that_is_left_with_its_client_is_aborted_before_the_socket_closes(scripted: Start) -> None:
+    """Nothing is left running by a program that ends right after its loop."""
+    aborts: list[str] = []
+
+    async def daemon(peer: Peer) -> None:
+        await peer.welcome()
+        await peer.open_session()
+        aborts.append((await _until_aborted(peer, "t1"))["turn_id"])
+
+    async with asyncio.timeout(_TIMEOUT_S), Client(await scripted(daemon), "ic_a_b") as client:
+        await _break(await client.create_session())
+    assert aborts == ["t1"]
+
+
+async def test_a_turn_may_be_let_run(scripted: Start) -> None:
+    """Then leaving it says nothing, and it goes on for whoever resumes the session."""
+    heard: list[str] = []
+
+    async def daemon(peer: Peer) -> None:
+        await peer.welcome()
+        await peer.open_session()
+        await peer.begin()
+        await peer.token("t1", "One")
+        ping = await peer.hear()
+        heard.append(ping["op"])
+        await peer.say(op="models", id=ping["id"], models=[])
+
+    async with Client(await scripted(daemon), "ic_a_b") as client:
+        turn = (await client.create_session()).infer("count")
+        turn.let_run()
+        async for _ in turn:
+            break
+        assert await client.models() == ()
+    assert heard == ["list_models"]
+
+
+async def test_a_turn_that_was_never_read_was_never_asked(scripted: Start) -> None:
+    """Making it says nothing, nor does dropping it."""
+
+    async def daemon(peer: Peer) -> None:
+        await peer.welcome()
+        await peer.open_session()
+        await peer.begin()
+        await _say(peer, "t1", "ok")
+
+    async with Client(await scripted(daemon), "ic_a_b") as client:
+        session = await client.create_session()
+        session.infer("dropped")
+        aiter(session.infer("dropped"))
+        gc.collect()
+        assert str(await session.ask("asked")) == "ok"
+
+
+async def test_the_end_of_a_session_ends_the_waiting_for_its_turns(scripted: Start) -> None:
+    """Closed under a turn that is being read, it raises there, and nobody waits for an end that does not come."""
+
+    async def daemon(peer: Peer) -> None:
+        await peer.welcome()
+        await peer.open_session()
+        await peer.begin()
+        await peer.token("t1", "One")
+
+    async with asyncio.timeout(_TIMEOUT_S), Client(await scripted(daemon), "ic_a_b") as client:
+        session = await client.create_session()
+        turn = session.infer("count")
+        texts = aiter(turn)
+        assert await anext(texts) == "One"
+        await session.close()
+        with pytest.raises(NotFoundError):
+            await anext(texts)
+
+
+async def test_a_session_that_is_gone_at_its_end_is_gone(scripted: Start) -> None:
+    """Somebody has deleted it meanwhile: leaving its block raises nothing."""
+
+    async def daemon(peer: Peer) -> None:
+        await peer.welcome()
+        await peer.open_session()
+        await peer.refuse(await peer.hear(), "session_not_found")
+
+    async with Client(await scripted(daemon), "ic_a_b") as client, client.session() as session:
+        assert session.session_id == "s1"
+
+
+async def _refused_then_answered(peer: Peer, *codes: str, **refusal: Any) -> None:
+    await peer.welcome()
+    await peer.open_session()
+    for code in codes:
+        await peer.refuse(await peer.hear(), code, session_id="s1", **refusal)
+    await peer.begin()
+    await _say(peer, "t1", "ok")
+    keys = [frame["turn_key"] for frame in peer.heard if frame["op"] == "infer"]
+    assert len(set(keys)) == len(codes) + 1
+
+
+async def test_what_may_succeed_later_is_asked_again_when_wanted(scripted: Start) -> None:
+    """Each time after as long as the daemon says, and a growing share of chance; never earlier."""
+    slept: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        slept.append(seconds)
+
+    async def daemon(peer: Peer) -> None:
+        await _refused_then_answered(peer, "overloaded", "rate_limited", retry_after_ms=3000)
+
+    timing = Timing(sleep=sleep, random=lambda: 1.0)
+    async with Client(await scripted(daemon), "ic_a_b", retries=2, timing=timing) as client:
+        session = await client.create_session()
+        assert str(await session.ask("hi")) == "ok"
+    assert slept == [3.5, 4.0]
+
+
+@pytest.mark.parametrize(("client_retries", "turn_retries", "n_asked"), [(0, None, 1), (3, 0, 1), (0, 1, 2)])
+async def test_without_retries_it_is_raised(
+    scripted: Start, client_retries: int, turn_retries: int | None, n_asked: int
+) -> None:
+    """As often as the turn says, else as the client says; then it is the caller's to wait."""
+    heard = 0
+
+    async def sleep(_seconds: float) -> None:
+        pass
+
+    async def daemon(peer: Peer) -> None:
+        nonlocal heard
+        await peer.welcome()
+        await peer.open_session()
+        while True:
+            await peer.refuse(await peer.hear(), "queue_full", session_id="s1", retry_after_ms=1500)
+            heard += 1
+
+    url = await scripted(daemon)
+    async with Client(url, "ic_a_b", retries=client_retries, timing=Timing(sleep=sleep)) as client:
+        session = await client.create_session()
+        with pytest.raises(TryLaterError) as caught:
+            await (session.ask("hi") if turn_retries is None else session.ask("hi", retries=turn_retries))
+    assert caught.value.retry_after_ms == 1500
+    assert heard == n_asked
+
+
+async def test_a_model_that_is_not_loaded_is_waited_for(scripted: Start) -> None:
+    """Without a retry being counted; whoever wants to know hears of it."""
+
+    async def sleep(_seconds: float) -> None:
+        pass
+
+    async def daemon(peer: Peer) -> None:
+        await _refused_then_answered(peer, "model_loading", "model_loading")
+
+    told: list[str] = []
+    async with Client(await scripted(daemon), "ic_a_b", timing=Timing(sleep=sleep)) as client:
+        session = await client.create_session()
+        assert str(await session.ask("hi", on_loading=told.append)) == "ok"
+    assert told == ["model_loading"] * 2
+
+
+async def test_an_answer_that_has_begun_is_not_asked_for_again(scripted: Start) -> None:
+    """What was shown cannot be taken back, so its failure is raised."""
+
+    async def daemon(peer: Peer) -> None:
+        await peer.welcome()
+        await peer.open_session()
+        await peer.begin()
+        await peer.token("t1", "One")
+        failed: dict[str, Any] = {"code": "queue_timeout", "message": "m", "error": "m", "retryable": True}
+        await peer.numbered("error", turn_id="t1", **failed)
+
+    async with Client(await scripted(daemon), "ic_a_b", retries=9) as client:
+        session = await client.create_session()
+        turn = session.infer("count")
+        with pytest.raises(TryLaterError):
+            await turn.rest()
+        assert turn.content == "One"
+        assert await turn.next_event() is None
+
+
+async def test_a_turn_that_fails_in_the_queue_is_asked_again(scripted: Start) -> None:
+    """It was taken, but nothing was said yet."""
+
+    async def sleep(_seconds: float) -> None:
+        pass
+
+    async def daemon(peer: Peer) -> None:
+        await peer.welcome()
+        await peer.open_session()
+        await peer.begin()
+        failed: dict[str, Any] = {"code": "queue_timeout", "message": "m", "error": "m", "retryable": True}
+        await peer.numbered("error", turn_id="t1", **failed)
+        await peer.begin("t2")
+        await _say(peer, "t2", "ok")
+
+    async with Client(await scripted(daemon), "ic_a_b", retries=1, timing=Timing(sleep=sleep)) as client:
+        session = await client.create_session()
+        events = [event async for event in session.infer("hi").events()]
+    assert [type(event) for event in events] == [Queued, Queued, Token, End]
+
+
+async def test_who_leaves_while_it_waits_to_ask_again_asks_no_more(scripted: Start) -> None:
+    """The daemon has refused the turn: there is nothing to abort."""
+    waiting = asyncio.Event()
+
+    async def sleep(_seconds: float) -> None:
+        waiting.set()
+        await asyncio.Event().wait()
+
+    async def daemon(peer: Peer) -> None:
+        await peer.welcome()
+        await peer.open_session()
+        await peer.refuse(await peer.hear(), "overloaded", session_id="s1")
+        frame = await peer.hear()
+        assert frame["op"] == "list_models"
+        await peer.say(op="models", id=frame["id"], models=[])
+
+    async with Client(await scripted(daemon), "ic_a_b", retries=9, timing=Timing(sleep=sleep)) as client:
+        session = await client.create_session()
+        asking = asyncio.gather(session.ask("hi"), return_exceptions=True)
+        await waiting.wait()
+        asking.cancel()
+        await asyncio.wait([asking])
+        await session.settled()
+        assert await client.models() == ()
+
+
+async def test_what_makes_no_sense_is_refused_where_it_is_said(scripted: Start) -> None:
+    """Before anything is sent, by the name of the field."""
+
+    async def daemon(peer: Peer) -> None:
+        await peer.welcome()
+        await peer.open_session()
+
+    async with Client(await scripted(daemon), "ic_a_b") as client:
+        session = await client.create_session()
+        with pytest.raises(RequestError, match="give either prompt or messages"):
+            session.infer()
+        with pytest.raises(RequestError) as caught:
+            session.infer("hi", tool_choices="none")  # type: ignore[call-arg]
+        assert (caught.value.field, caught.value.hint) == ("tool_choices", "Did you mean tool_choice?")
+        with pytest.raises(RequestError):
+            await client.create_session(ttl_s=-1)
+    with pytest.raises(TypeError, match="retry"):
+        Client("ws://127.0.0.1:1/", "ic_a_b", retry=3)  # type: ignore[call-arg]
+
+
+async def test_a_client_that_is_not_open_says_so() -> None:
+    """It is named as what it is, before it was opened."""
+    client = Client("ws://127.0.0.1:1/", "ic_a_b")
+    with pytest.raises(Exception, match="not open"):
+        await client.models()
+    await client.close()
+
+
+async def test_a_daemons_fault_is_one(scripted: Start) -> None:
+    """An error that nobody can mend by asking differently has a class of its own."""
+
+    async def daemon(peer: Peer) -> None:
+        await peer.welcome()
+        await peer.open_session()
+        await peer.refuse(await peer.hear(), "internal", session_id="s1")
+
+    async with Client(await scripted(daemon), "ic_a_b", retries=9) as client:
+        session = await client.create_session()
+        with pytest.raises(DaemonError):
+            await session.ask("hi")
