@@ -13,16 +13,16 @@ import { titleOf } from "./wire/transcript.js";
  * @typedef {import("./wire/link.js").WireEvent} WireEvent
  * @typedef {"chat" | "dashboard" | "models"} View
  * @typedef {{theme: "system" | "light" | "dark"}} Preferences
- * @typedef {{session_id: string, state: string, model: string, messages: number, tokens: number, created_at: number,
- *   last_used_at: number, metadata: Record<string, string>}} Summary
+ * @typedef {import("./wire/types.js").SessionSummary} Summary
+ * @typedef {Pick<import("./wire/types.js").Events, "engine" | "thermal" | "going_away" | "model_changed">} Notices
  */
 
 /** @type {import("../vendor/signals-core.js").Signal<import("./wire/link.js").Link | null>} */
 export const link = signal(null);
 /** `auth_success`, or null before. */
-export const account = signal(/** @type {WireEvent | null} */ (null));
+export const account = signal(/** @type {import("./wire/types.js").AuthSuccessEvent | null} */ (null));
 /** `hello` of the last socket. */
-export const hello = signal(/** @type {WireEvent | null} */ (null));
+export const hello = signal(/** @type {import("./wire/types.js").HelloEvent | null} */ (null));
 /** The client's sessions, the one used last first; null until they were read. */
 export const sessions = signal(/** @type {readonly Summary[] | null} */ (null));
 /** The conversation that is shown. */
@@ -30,7 +30,7 @@ export const current = signal(/** @type {Session | null} */ (null));
 export const view = signal(/** @type {View} */ ("chat"));
 export const preferences = signal(kept("preferences", /** @type {Preferences} */ ({ theme: "system" })));
 /** What the daemon told everybody last, by op: `engine`, `thermal`, `going_away`, `model_changed`. */
-export const notices = signal(/** @type {Readonly<Record<string, WireEvent>>} */ ({}));
+export const notices = signal(/** @type {Readonly<Partial<Notices>>} */ ({}));
 /** Why nobody is signed in, where there is something to say. */
 export const signInError = signal("");
 /** What could not be done, to be shown until it is dismissed. */
@@ -86,8 +86,10 @@ export async function refreshSessions() {
   try {
     /** @type {Summary[]} */
     const found = [];
+    /** @type {string | undefined} */
     let after;
     do {
+      /** @type {import("./wire/types.js").SessionsEvent} */
       const page = await there.request("list_sessions", { limit: LIST_LIMIT, ...(after && { after }) });
       found.push(...page.sessions);
       after = page.next;
@@ -209,6 +211,8 @@ export async function remove(id) {
       if (asWireError(error).code !== "session_not_found") throw error;
     }
     forget(id);
+    // Others are told that it is gone; who deleted it knows.
+    if (current.peek()?.id.peek() === id) newChat();
   });
 }
 
@@ -268,7 +272,8 @@ function follow(made, state) {
 /** @param {WireEvent} event */
 function take(event) {
   if (NOTICES.has(event.op)) notices.value = { ...notices.peek(), [event.op]: event };
-  const session = typeof event.session_id === "string" ? open.get(event.session_id) : undefined;
+  if (!("session_id" in event) || event.session_id === undefined) return;
+  const session = open.get(event.session_id);
   if (!session) return;
   session.take(event);
   if (event.op === "end") touch(event.session_id);
@@ -298,8 +303,9 @@ function adopt(session, id, title, chosen) {
   open.set(id, session);
   keepChoices(id, chosen);
   keepChoices(null, { ...chosen, form: { kind: "none", text: "" } });
+  /** @type {Summary} */
   const summary = {
-    session_id: id, state: "busy", model: session.model.peek(), messages: 1, tokens: 0, created_at: now,
+    session_id: id, state: "idle", mode: "chat", model: session.model.peek(), messages: 1, tokens: 0, created_at: now,
     last_used_at: now, metadata: { title },
   };
   sessions.value = [summary, ...(sessions.peek() ?? []).filter((each) => each.session_id !== id)];

@@ -97,7 +97,7 @@ export function useActive(link) {
  *
  * @param {Link} link
  * @param {object} question
- * @param {string} question.op
+ * @param {keyof import("../wire/types.js").Requests} question.op
  * @param {Record<string, unknown>} [question.fields]
  * @param {number} question.everyMs
  * @param {boolean} question.active  Nothing is asked otherwise.
@@ -111,7 +111,7 @@ export function useAnswer(link, { op, fields = {}, everyMs, active }) {
     let left = false;
     const ask = async () => {
       try {
-        const answer = await link.request(op, fields);
+        const answer = await link.request(op, /** @type {any} */ (fields));
         if (!left) setKnown({ answer, fault: "" });
       } catch (error) {
         if (!left) setKnown(({ answer }) => ({ answer, fault: asWireError(error).message }));

@@ -68,7 +68,7 @@ function Facts({ session }) {
   const tokens = session.contextTokens.value;
   const model = session.model.value || hello.value?.model || "";
   return html`
-    <p class="facts">
+    <p class="conversation-facts">
       ${model && html`<span>${model}</span>`}
       ${tokens !== null && html`<span title="Tokens that the next question builds on">${tokens.toLocaleString()} tokens</span>`}
     </p>

@@ -18,7 +18,7 @@ export function Shell() {
     if (!listed) return undefined;
     const keys = (/** @type {KeyboardEvent} */ event) => event.key === "Escape" && close();
     addEventListener("keydown", keys);
-    document.querySelector(".sidebar .new-chat")?.focus();
+    /** @type {HTMLElement | null} */ (document.querySelector(".sidebar .new-chat"))?.focus();
     return () => removeEventListener("keydown", keys);
   }, [listed]);
   const opener = html`

@@ -33,7 +33,7 @@ export function SignIn() {
           ${state === "connecting" ? "Signing in…" : "Sign in"}
         </button>
         <p id="token-hint" class="hint">
-          The server printed one when it first started, and keeps it in <code>admin.token</code> in its state directory.
+          The server printed one when it first started, and keeps it in <code>admin.token</code> in its state directory.${" "}
           <code>inferencecenter token create</code> makes another. It stays in this tab only.
         </p>
       </form>

@@ -8,11 +8,13 @@
 
 import { signal } from "../../vendor/signals-core.js";
 import { HEALTHY_AFTER_MS, verdictOf, waitMs } from "./backoff.js";
-import { WireError, asWireError, outcomeUnknown } from "./errors.js";
+import { WireError, outcomeUnknown } from "./errors.js";
+import { Pending } from "./pending.js";
 
-/** @typedef {{op: string, id?: string, [field: string]: any}} WireEvent */
+/** @typedef {import("./types.js").AnyEvent} WireEvent */
+/** @typedef {import("./types.js").Requests} Requests */
+/** @typedef {import("./types.js").Events & {"*": WireEvent}} Events */
 /** @typedef {"connecting" | "open" | "waiting" | "refused" | "closed"} LinkState */
-/** @typedef {(event: WireEvent) => void} Listener */
 
 const SUBPROTOCOL = "inferencecenter.v1";
 const PING_EVERY_MS = 20_000;
@@ -20,21 +22,6 @@ const PONG_WITHIN_MS = 10_000;
 const PROBE_WITHIN_MS = 4_000;
 const OPEN_WITHIN_MS = 15_000;
 const LAST_WORD_MS = 300;
-
-/** Asked twice, the second time changes nothing: these are sent again when their answer was lost with a socket. */
-const REPEATABLE = new Set([
-  "hello", "ping", "get_session", "list_sessions", "list_models", "close_session", "set_metadata", "unload_model",
-  "status", "metrics", "subscribe_metrics", "unsubscribe_metrics", "usage", "list_clients",
-]);
-
-/**
- * @typedef {object} Pending
- * @property {WireEvent} frame
- * @property {boolean} sent
- * @property {(event: WireEvent) => boolean} isInterim
- * @property {(event: WireEvent) => void} resolve
- * @property {(error: WireError) => void} reject
- */
 
 /** One daemon, reached over as many sockets as it takes; `connect` makes one. */
 export class Link {
@@ -58,9 +45,8 @@ export class Link {
     this._count = 0;
     // Replayed events keep the ids of the frames they answered, which another page may have sent.
     this._name = Math.random().toString(36).slice(2, 8);
-    /** @type {Map<string, Pending>} */
-    this._pending = new Map();
-    /** @type {Map<string, Set<Listener>>} */
+    this._pending = new Pending();
+    /** @type {Map<string, Set<(event: any) => void>>} */
     this._listeners = new Map();
     this._timers = { retry: 0, ping: 0, deadline: 0 };
     this._wake = () => this._woken();
@@ -72,12 +58,13 @@ export class Link {
   /**
    * Sends a request and resolves to its direct reply; while there is no socket, waits for one.
    *
-   * @param {string} op
-   * @param {object} [fields]
+   * @template {keyof Requests} Op
+   * @param {Op} op
+   * @param {Omit<Requests[Op], "op" | "id">} [fields]
    * @param {{isInterim?: (event: WireEvent) => boolean}} [options]  Replies of which `isInterim` is true are not the last.
    * @returns {Promise<any>} Rejects with a WireError.
    */
-  request(op, fields = {}, { isInterim = () => false } = {}) {
+  request(op, fields, { isInterim = () => false } = {}) {
     const frame = { ...fields, op, id: this.nextId() };
     return new Promise((resolve, reject) => {
       if (this._over()) {
@@ -85,18 +72,19 @@ export class Link {
         return;
       }
       const sent = this.state.peek() === "open" && this._send(frame);
-      this._pending.set(frame.id, { frame, sent, isInterim, resolve, reject });
+      this._pending.add({ frame, sent, isInterim, resolve, reject });
     });
   }
 
   /**
    * Sends a frame if there is a socket; whoever sends it listens for what comes of it.
    *
-   * @param {string} op
-   * @param {object} [fields]  With an `id` of `nextId()`, if one is wanted.
+   * @template {keyof Requests} Op
+   * @param {Op} op
+   * @param {Omit<Requests[Op], "op">} [fields]  With an `id` of `nextId()`, if one is wanted.
    * @returns {boolean} Whether it was sent.
    */
-  send(op, fields = {}) {
+  send(op, fields) {
     return this.state.peek() === "open" && this._send({ ...fields, op });
   }
 
@@ -118,8 +106,9 @@ export class Link {
   /**
    * Calls `listener` with each event of an op, or of all with "*".
    *
-   * @param {string} op
-   * @param {Listener} listener
+   * @template {keyof Events} Op
+   * @param {Op} op
+   * @param {(event: Events[Op]) => void} listener
    * @returns {() => void} Ends that.
    */
   on(op, listener) {
@@ -169,7 +158,7 @@ export class Link {
     socket.close();
   }
 
-  /** @param {WireEvent} frame */
+  /** @param {object} frame */
   _send(frame) {
     if (this._socket?.readyState !== WebSocket.OPEN) return false;
     this._socket.send(JSON.stringify(frame));
@@ -182,15 +171,10 @@ export class Link {
     const event = parse(text);
     if (!event) return;
     if (this.state.peek() === "connecting") this._enter(event);
-    const pending = event.id === undefined ? undefined : this._pending.get(event.id);
     for (const op of [event.op, "*"]) {
       for (const listener of [...(this._listeners.get(op) ?? [])]) listener(event);
     }
-    if (!pending) return;
-    if (event.op === "error") pending.reject(new WireError(/** @type {any} */ (event)));
-    else if (pending.isInterim(event)) return;
-    else pending.resolve(event);
-    this._pending.delete(/** @type {string} */ (event.id));
+    this._pending.answer(event);
   }
 
   /** @param {WireEvent} event  What comes before the socket may be used. */
@@ -204,16 +188,16 @@ export class Link {
       this.reason.value = "";
       this.state.value = "open";
       this._timers.ping = setTimeout(() => this._ping(PONG_WITHIN_MS), PING_EVERY_MS);
-      for (const pending of this._pending.values()) pending.sent = this._send(pending.frame);
+      this._pending.sendAll((frame) => this._send(frame));
     } else if (event.op === "auth_failed" || event.op === "error") {
       this._notLetIn(event);
     }
   }
 
-  /** @param {WireEvent} event */
+  /** @param {import("./types.js").AuthFailedEvent | import("./types.js").ErrorEvent} event */
   _notLetIn(event) {
-    const reason = event.reason ?? event.message;
-    if (event.retry_after_ms !== undefined || event.retryable) {
+    const reason = event.op === "error" ? event.message : event.reason;
+    if (event.retry_after_ms !== undefined || (event.op === "error" && event.retryable)) {
       this._wait(event.retry_after_ms ?? 0, reason);
       return;
     }
@@ -246,7 +230,7 @@ export class Link {
     this.reason.value = reason;
     this.retryAt.value = Date.now() + wait;
     this.state.value = "waiting";
-    this._giveUp((pending) => pending.sent && !REPEATABLE.has(pending.frame.op));
+    this._pending.cut(outcomeUnknown);
   }
 
   /**
@@ -260,16 +244,7 @@ export class Link {
     this.reason.value = reason;
     this.retryAt.value = null;
     this.state.value = state;
-    this._giveUp(() => true);
-  }
-
-  /** @param {(pending: Pending) => boolean} which */
-  _giveUp(which) {
-    for (const [id, pending] of [...this._pending]) {
-      if (!which(pending)) continue;
-      this._pending.delete(id);
-      pending.reject(this._over() ? this._unreachable() : outcomeUnknown(pending.frame.op));
-    }
+    this._pending.end(() => this._unreachable());
   }
 
   /** @param {number} withinMs */
@@ -310,8 +285,7 @@ function parse(text) {
   try {
     const event = JSON.parse(text);
     return event && typeof event.op === "string" ? event : null;
-  } catch (error) {
-    console.warn("a frame that is no JSON", asWireError(error).message);
-    return null;
+  } catch {
+    return null; // not from the daemon
   }
 }

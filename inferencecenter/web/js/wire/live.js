@@ -6,6 +6,11 @@ import { signal } from "../../vendor/signals-core.js";
 /** Frames are not drawn while the page is hidden; its title and live region follow at this pace then. */
 const HIDDEN_EVERY_MS = 500;
 
+/**
+ * @typedef {import("./types.js").QueuedEvent | import("./types.js").ProgressEvent
+ *   | import("./types.js").ContextShiftedEvent | import("./types.js").TokenEvent | import("./types.js").ReasoningEvent
+ *   | import("./types.js").ToolCallEvent} TurnEvent  Any but the last.
+ */
 /** @typedef {"sending" | "loading" | "queued" | "reading" | "thinking" | "writing" | "calling"} Phase */
 
 /** A turn from its question to its end. */
@@ -33,8 +38,6 @@ export class Live {
     this.shifted = 0;
     this.notice = "";
     this.stopping = false;
-    this.tokens = 0;
-    this.firstAt = 0;
     /** Rises whenever something changed; read it to follow. */
     this.version = signal(0);
     this._scheduled = false;
@@ -55,7 +58,7 @@ export class Live {
   /**
    * Takes an event of the turn, other than its last.
    *
-   * @param {import("./link.js").WireEvent} event
+   * @param {TurnEvent} event
    */
   take(event) {
     if (event.op === "queued") {
@@ -76,12 +79,12 @@ export class Live {
   /**
    * Says what the daemon says of the turn, in place of what was known.
    *
-   * @param {import("./link.js").WireEvent} resumed  `session_resumed`.
+   * @param {import("./types.js").SessionResumedEvent} resumed
    */
   replace(resumed) {
     this.content = resumed.content ?? "";
     this.reasoning = resumed.reasoning ?? "";
-    this.toolCalls = (resumed.tool_calls ?? []).map((/** @type {any} */ call) => ({ ...call }));
+    this.toolCalls = (resumed.tool_calls ?? []).map((call) => ({ ...call }));
     if (this.content) this.phase = "writing";
     this.touch();
   }
@@ -91,10 +94,8 @@ export class Live {
     return { content: this.content, reasoning: this.reasoning, toolCalls: this.toolCalls };
   }
 
-  /** @param {import("./link.js").WireEvent} event */
+  /** @param {TurnEvent} event  With more of the answer. */
   _grow(event) {
-    this.firstAt ||= performance.now();
-    this.tokens += 1;
     if (event.op === "token") {
       this.phase = "writing";
       this.content += event.content;
@@ -105,7 +106,7 @@ export class Live {
       this.phase = "calling";
       const call = this.toolCalls[event.index];
       if (call) call.arguments += event.arguments;
-      else this.toolCalls[event.index] = { call_id: event.call_id, name: event.name, arguments: event.arguments };
+      else this.toolCalls.push({ call_id: event.call_id, name: event.name ?? "", arguments: event.arguments });
     }
   }
 }

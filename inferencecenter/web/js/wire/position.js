@@ -1,6 +1,9 @@
 // @ts-check
 /** How far a session's numbered history of events has arrived here. */
 
+/** @typedef {import("./types.js").AnyEvent & {seq: number, session_id: string}} Numbered */
+
+/** @type {ReadonlySet<string>} */
 const TEXT = new Set(["token", "reasoning", "tool_call"]);
 
 export class Position {
@@ -21,7 +24,7 @@ export class Position {
    * A text may stand for several, of which it has the last number, so nothing is missing before one. Nor is there a gap
    * to fill where the history was resumed already: what is not sent again was not for this page.
    *
-   * @param {import("./link.js").WireEvent} event
+   * @param {Numbered} event
    * @returns {"next" | "repeated" | "gap"}
    */
   admit(event) {
@@ -44,7 +47,7 @@ export class Position {
   /**
    * Goes on where the daemon goes on: at the same place, or after all that is lost.
    *
-   * @param {import("./link.js").WireEvent} resumed
+   * @param {import("./types.js").SessionResumedEvent} resumed
    */
   resume(resumed) {
     if (!resumed.resumed) this.seq = resumed.seq;

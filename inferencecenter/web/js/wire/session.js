@@ -5,11 +5,14 @@ import { batch, signal } from "../../vendor/signals-core.js";
 import { WireError, asWireError } from "./errors.js";
 import { Live } from "./live.js";
 import { Position } from "./position.js";
-import { before, divide, loose, question, systemOf } from "./transcript.js";
+import { restored } from "./restored.js";
+import { before, endingOf, failureOf, question, systemOf, tokensOf, until, withTurn, withoutFailed } from "./transcript.js";
 
 /**
- * @typedef {import("./link.js").WireEvent} WireEvent
- * @typedef {import("./transcript.js").ChatMessage} ChatMessage
+ * @typedef {import("./types.js").AnyEvent} WireEvent
+ * @typedef {import("./types.js").ChatMessage} ChatMessage
+ * @typedef {import("./types.js").Requests} Requests
+ * @typedef {import("./position.js").Numbered} Numbered
  * @typedef {import("./transcript.js").Turn} Turn
  */
 
@@ -20,7 +23,6 @@ import { before, divide, loose, question, systemOf } from "./transcript.js";
  * @typedef {"draft" | "opening" | "ready" | "away" | "detached" | "gone"} SessionState
  */
 
-const TURN_OPS = new Set(["queued", "progress", "context_shifted", "token", "reasoning", "tool_call"]);
 /** What a daemon that has just started, or whose engine has, says to a turn. It passes. */
 const PASSING = new Set(["model_loading", "engine_unavailable"]);
 const ASK_AGAIN_MS = 1000;
@@ -50,7 +52,7 @@ export class Session {
     this._retry = 0;
   }
 
-  /** Whether a question may be asked now. */
+  /** Whether something else may be asked now. */
   get idle() {
     return this.live.value === null && (this.state.value === "draft" || this.state.value === "ready");
   }
@@ -60,13 +62,13 @@ export class Session {
    *
    * @param {readonly ChatMessage[]} asked
    * @param {object} fields  Others of `infer`.
-   * @param {() => object} [creation]  Returns the fields of `create_session`.
+   * @param {() => Omit<Requests["create_session"], "op" | "id">} [creation]  Returns the fields of `create_session`.
    */
   async ask(asked, fields, creation = () => ({})) {
     const live = new Live({ asked, fields: { ...fields, ...question(asked) }, turnId: null });
     batch(() => {
       this.error.value = null;
-      this.turns.value = this.turns.value.filter((turn) => turn.ending?.reason !== "error");
+      this.turns.value = withoutFailed(this.turns.peek());
       this.live.value = live;
     });
     if (this.id.peek() === null) {
@@ -98,9 +100,10 @@ export class Session {
    */
   async takeBack(index) {
     const turns = this.turns.peek();
+    const [id, turn] = [this.id.peek(), before(turns, index)];
     const asked = turns[index].asked;
-    if (turns[index].turnId !== null) {
-      await this._link.request("rewind_session", { session_id: this.id.peek(), turn: before(turns, index) });
+    if (turns[index].turnId !== null && id !== null && turn !== null) {
+      await this._link.request("rewind_session", { session_id: id, turn });
     }
     this.turns.value = turns.slice(0, index);
     return asked;
@@ -108,12 +111,12 @@ export class Session {
 
   /** Has the session's events come to this page, those first that it missed. */
   async resume() {
-    const session_id = this.id.peek();
-    if (session_id === null || this.state.peek() === "opening" || this._link.state.peek() !== "open") return;
+    const id = this.id.peek();
+    if (id === null || this.state.peek() === "opening" || this._link.state.peek() !== "open") return;
     this.state.value = "opening";
     this._missing = true;
     try {
-      await this._link.request("resume_session", { session_id, ...this._position.fields() });
+      await this._link.request("resume_session", { session_id: id, ...this._position.fields() });
     } catch (error) {
       this._notResumed(asWireError(error));
     }
@@ -143,55 +146,66 @@ export class Session {
     if (event.op === "session_resumed") this._resumed(event);
     else if (event.op === "session_detached") this._detached();
     else if (event.op === "session_closed") this.end();
-    else if (typeof event.seq === "number" && event.op !== "session" && this._counts(event)) {
-      this._hear(event);
-      this._settle();
-    }
+    else if ("seq" in event && event.op !== "session") this._takeNumbered(/** @type {Numbered} */ (event));
   }
 
-  /** @param {object} fields */
+  /** @param {Numbered} event */
+  _takeNumbered(event) {
+    if (!this._counts(event)) return;
+    this._hear(event);
+    this._settle();
+  }
+
+  /** @param {Omit<Requests["create_session"], "op" | "id">} fields */
   async _create(fields) {
     const created = await this._link.request("create_session", fields);
+    this._position = new Position(created.epoch);
+    this._missing = false;
     batch(() => {
       this.id.value = created.session_id;
       this.model.value = created.model;
+      this.system.value = fields.system ?? "";
       this.state.value = "ready";
     });
-    this._position = new Position(created.epoch);
-    this._missing = false;
   }
 
   /** Sends the question, unless the daemon has it; it is sent again with the same key for as long as it may be lost. */
   async _infer() {
-    const live = this.live.peek();
-    if (!live?.fields || live.turnId !== null || this.state.peek() !== "ready") return;
+    const [live, id] = [this.live.peek(), this.id.peek()];
+    if (!live?.fields || live.turnId !== null || id === null || this.state.peek() !== "ready") return;
     try {
-      await this._link.request("infer", { session_id: this.id.peek(), ...live.fields });
-    } catch (caught) {
-      const error = asWireError(caught);
-      if (this.live.peek() !== live || live.turnId !== null) return;
-      if (error.code === "daemon_unreachable" && this._link.state.peek() !== "closed") return;
-      if (!PASSING.has(error.code)) {
-        this._fail(live, error);
-        return;
-      }
-      live.phase = "loading";
-      live.notice = error.message;
-      live.touch();
-      this._retry = setTimeout(() => this._infer(), error.retryAfterMs ?? ASK_AGAIN_MS);
+      await this._link.request("infer", { session_id: id, ...live.fields });
+    } catch (error) {
+      if (this.live.peek() === live && live.turnId === null) this._refused(live, asWireError(error));
     }
   }
 
+  /**
+   * @param {Live} live
+   * @param {WireError} error  Why its question was not taken.
+   */
+  _refused(live, error) {
+    if (error.code === "daemon_unreachable" && this._link.state.peek() !== "closed") return; // it is sent again
+    if (!PASSING.has(error.code)) {
+      this._fail(live, error);
+      return;
+    }
+    live.phase = "loading";
+    live.notice = error.message;
+    live.touch();
+    this._retry = setTimeout(() => this._infer(), error.retryAfterMs ?? ASK_AGAIN_MS);
+  }
+
   _abort() {
-    const live = this.live.peek();
-    if (!live?.stopping || live.turnId === null || this.state.peek() !== "ready") return;
-    this._link.send("abort", { session_id: this.id.peek(), turn_id: live.turnId, id: this._link.nextId() });
+    const [live, id] = [this.live.peek(), this.id.peek()];
+    if (!live?.stopping || live.turnId === null || id === null || this.state.peek() !== "ready") return;
+    this._link.send("abort", { session_id: id, turn_id: live.turnId, id: this._link.nextId() });
   }
 
   /**
    * Returns whether an event is new; if others are missing before it, has them sent.
    *
-   * @param {WireEvent} event
+   * @param {Numbered} event
    */
   _counts(event) {
     if (this._missing) return false;
@@ -205,55 +219,33 @@ export class Session {
     return arrival === "next";
   }
 
-  /** @param {WireEvent} event  A new one. */
+  /** @param {Numbered} event  A new one. */
   _hear(event) {
-    const live = this._liveOf(event);
     if (event.op === "session_expired") this.end();
-    else if (event.op === "session_rewound") this._rewound(event.turn);
-    else if (event.op === "appended" && !this._link.owns(event.id)) this._reload();
-    else if (live && TURN_OPS.has(event.op)) this._grow(live, event);
-    else if (live && event.op === "end") this._finish(live, event);
-    else if (live && event.op === "error" && event.turn_id) this._fail(live, new WireError(/** @type {any} */ (event)));
+    else if (event.op === "session_rewound") this.turns.value = until(this.turns.peek(), event.turn);
+    else if (event.op === "appended") this._reload();
+    else if ("turn_id" in event) this._hearTurn(event);
   }
 
-  /**
-   * Returns the turn that an event is of, if it is the one that runs.
-   *
-   * @param {WireEvent} event
-   */
-  _liveOf(event) {
+  /** @param {Numbered & {turn_id?: string}} event  Of some turn. */
+  _hearTurn(event) {
     const live = this.live.peek();
-    if (live && event.turn_id && live.turnId === null && this._link.owns(event.id)) live.turnId = event.turn_id;
-    return live && event.turn_id && live.turnId === event.turn_id ? live : null;
+    if (live?.turnId === null && this._link.owns(event.id)) live.turnId = event.turn_id ?? null;
+    if (!live || !event.turn_id || live.turnId !== event.turn_id) return;
+    if (event.op === "end") this._finish(live, event);
+    else if (event.op === "error") this._fail(live, new WireError(event));
+    else live.take(/** @type {import("./live.js").TurnEvent} */ (event));
+    if (event.op === "queued") this._abort();
   }
 
   /**
    * @param {Live} live
-   * @param {WireEvent} event
-   */
-  _grow(live, event) {
-    live.take(event);
-    if (event.op === "queued" && live.stopping) this._abort();
-  }
-
-  /**
-   * @param {Live} live
-   * @param {any} end  `end`, or as much of it as is known.
+   * @param {Parameters<typeof endingOf>[0]} end  As much of it as is known.
    */
   _finish(live, end) {
-    const ending = {
-      reason: end.finish_reason,
-      usage: end.usage ?? null,
-      stats: end.stats ?? null,
-      stop: end.stop ?? "",
-      warnings: end.warnings ?? [],
-      error: null,
-    };
     const said = live.content || live.reasoning || live.toolCalls.length > 0;
-    batch(() => {
-      this._close(live, { answer: said || live.turnId ? live.answer() : null, ending });
-      if (end.usage) this.contextTokens.value = end.usage.prompt_tokens + end.usage.completion_tokens;
-    });
+    const answer = said || live.turnId ? live.answer() : null;
+    this._close({ key: live.key, turnId: live.turnId, asked: live.asked, answer, ending: endingOf(end) });
   }
 
   /**
@@ -261,29 +253,18 @@ export class Session {
    * @param {WireError} error
    */
   _fail(live, error) {
-    const said = live.content || live.reasoning;
-    const ending = { reason: "error", usage: null, stats: null, stop: "", warnings: [], error };
-    this._close({ ...live, turnId: null }, { answer: said ? live.answer() : null, ending });
+    const answer = live.content || live.reasoning ? live.answer() : null;
+    this._close({ key: live.key, turnId: null, asked: live.asked, answer, ending: failureOf(error) });
   }
 
-  /**
-   * @param {{key: string, turnId: string | null, asked: readonly ChatMessage[]}} live
-   * @param {Pick<Turn, "answer" | "ending">} outcome
-   */
-  _close({ key, turnId, asked }, outcome) {
+  /** @param {Turn} turn  The one that runs, as it ended. */
+  _close(turn) {
     clearTimeout(this._retry);
     batch(() => {
-      const others = this.turns.peek().filter((turn) => turn.turnId === null || turn.turnId !== turnId);
-      this.turns.value = [...others, { key, turnId, asked, ...outcome }];
+      this.turns.value = withTurn(this.turns.peek(), turn);
       this.live.value = null;
+      this.contextTokens.value = tokensOf(withoutFailed(this.turns.peek()));
     });
-  }
-
-  /** @param {string} turn  The last one that is left. */
-  _rewound(turn) {
-    const turns = this.turns.peek();
-    const last = turns.findIndex((each) => each.turnId === turn);
-    this.turns.value = turns.slice(0, last + 1);
   }
 
   /** Reads everything anew. */
@@ -293,14 +274,11 @@ export class Session {
     this.resume();
   }
 
+  /** Another page has the events from now on; what is shown stays as it was. */
   _detached() {
     this._position = new Position(null);
     this._missing = true;
-    const live = this.live.peek();
-    batch(() => {
-      this.state.value = "detached";
-      if (live?.turnId) this.live.value = null;
-    });
+    this.state.value = "detached";
   }
 
   /** @param {WireError} error */
@@ -314,7 +292,7 @@ export class Session {
     }
   }
 
-  /** @param {WireEvent} event */
+  /** @param {import("./types.js").SessionResumedEvent} event */
   _resumed(event) {
     this._position.resume(event);
     this._missing = false;
@@ -322,52 +300,20 @@ export class Session {
     batch(() => {
       this.state.value = "ready";
       this.error.value = null;
-      if (!event.resumed) this._restart(event);
+      if (!event.resumed) this._restore(event);
       this.known.value = true;
     });
     this._settle();
   }
 
-  /** @param {WireEvent} event  `session_resumed` with all that was said. */
-  _restart(event) {
-    const live = this.live.peek();
-    const { turns, rest } = divide(event.transcript ?? [], event.turns ?? []);
-    const answered = new Map(this.turns.peek().map((turn) => [turn.turnId, turn]));
+  /** @param {import("./types.js").SessionResumedEvent} event */
+  _restore(event) {
+    const { turns, live, lost } = restored(event, this.turns.peek(), this.live.peek());
     this.system.value = systemOf(event.transcript ?? []);
-    // What this page saw end, it knows more of.
-    this.turns.value = turns.map((turn) => ({ ...turn, ending: answered.get(turn.turnId)?.ending ?? turn.ending }));
-    const usage = turns.at(-1)?.ending?.usage;
-    this.contextTokens.value = usage ? usage.prompt_tokens + usage.completion_tokens : null;
-    if (event.turn_id) this._follow(live, rest, event);
-    else if (live?.turnId) this._lose(live);
-    if (!event.turn_id && rest.length > 0) this.turns.value = [...this.turns.peek(), loose(rest, "rest")];
-  }
-
-  /**
-   * Goes on with the turn that runs.
-   *
-   * @param {Live | null} live  What this page thinks runs.
-   * @param {readonly ChatMessage[]} asked
-   * @param {any} resumed
-   */
-  _follow(live, asked, resumed) {
-    // One that was sent just before the cut may be the one that runs.
-    if (live && live.turnId === null && live.asked.at(-1)?.content === asked.at(-1)?.content) {
-      live.turnId = resumed.turn_id;
-    }
-    const running = live?.turnId === resumed.turn_id ? live : new Live({ asked, fields: null, turnId: resumed.turn_id });
-    running.replace(resumed);
-    this.live.value = running;
-  }
-
-  /**
-   * The turn ended while nobody listened: as part of the transcript, or without a trace.
-   *
-   * @param {Live} live
-   */
-  _lose(live) {
-    if (this.turns.peek().some((turn) => turn.turnId === live.turnId)) this.live.value = null;
-    else this._fail(live, new WireError({ code: "turn_not_found", message: "The rest of this answer is lost." }));
+    this.turns.value = turns;
+    this.live.value = live;
+    this.contextTokens.value = tokensOf(turns);
+    if (lost) this._fail(lost, new WireError({ code: "turn_not_found", message: "The rest of this answer is lost." }));
   }
 
   /** Asks what is still to be asked once all that was missed is here, and not earlier: it may be answered in there. */

@@ -1,16 +1,16 @@
 // @ts-check
 /** A conversation as turns: what was asked, what was answered, how it ended. Pure. */
 
-/** @typedef {{call_id: string, name: string, arguments: string}} ToolCall */
-/** @typedef {{role: string, content: string, reasoning?: string, tool_calls?: ToolCall[], tool_call_id?: string}} ChatMessage */
+/** @typedef {import("./types.js").ToolCall} ToolCall */
+/** @typedef {import("./types.js").ChatMessage} ChatMessage */
 /** @typedef {{content: string, reasoning: string, toolCalls: ToolCall[]}} Answer */
-/** @typedef {{prompt_tokens: number, cached_tokens: number, completion_tokens: number}} Usage */
+/** @typedef {import("./types.js").Usage} Usage */
 
 /**
  * @typedef {object} Ending
  * @property {string} reason  `finish_reason`, or "error".
  * @property {Usage | null} usage
- * @property {Record<string, number> | null} stats  Null where the turn ended while nobody listened.
+ * @property {import("./types.js").TurnStats | null} stats  Null where the turn ended while nobody listened.
  * @property {string} stop  The stop string that matched.
  * @property {readonly string[]} warnings
  * @property {import("./errors.js").WireError | null} error
@@ -41,8 +41,7 @@ export function systemOf(transcript) {
  * Divides a transcript into turns; what follows the last of them is left over, as the question that is being answered.
  *
  * @param {readonly ChatMessage[]} transcript
- * @param {readonly {turn_id: string, finish_reason: string, messages: number, usage: Usage}[]} ended  As
- *   `session_resumed` tells them.
+ * @param {readonly import("./types.js").TranscriptTurn[]} ended
  * @returns {{turns: Turn[], rest: readonly ChatMessage[]}}
  */
 export function divide(transcript, ended) {
@@ -60,10 +59,70 @@ export function divide(transcript, ended) {
       turnId: turn.turn_id,
       asked: answered ? messages.slice(0, -1) : messages,
       answer: answered ? answerOf(last) : null,
-      ending: { reason: turn.finish_reason, usage: turn.usage, stats: null, stop: "", warnings: [], error: null },
+      ending: endingOf(turn),
     });
   }
   return { turns, rest: transcript.slice(from) };
+}
+
+/**
+ * Returns how a turn ended, as far as it is told.
+ *
+ * @param {{finish_reason: string, usage?: Usage, stats?: import("./types.js").TurnStats, stop?: string,
+ *   warnings?: string[]}} end  `end`, or a turn of a transcript.
+ * @returns {Ending}
+ */
+export function endingOf({ finish_reason: reason, usage, stats, stop = "", warnings = [] }) {
+  return { reason, usage: usage ?? null, stats: stats ?? null, stop, warnings, error: null };
+}
+
+/**
+ * Returns that a turn failed.
+ *
+ * @param {import("./errors.js").WireError} error
+ * @returns {Ending}
+ */
+export function failureOf(error) {
+  return { ...endingOf({ finish_reason: "error" }), error };
+}
+
+/**
+ * Returns the turns with another one behind them, which may take the place of what was known of it.
+ *
+ * @param {readonly Turn[]} turns
+ * @param {Turn} turn
+ */
+export function withTurn(turns, turn) {
+  return [...turns.filter((each) => each.turnId === null || each.turnId !== turn.turnId), turn];
+}
+
+/**
+ * Returns the turns up to one of them, or none for `START`.
+ *
+ * @param {readonly Turn[]} turns
+ * @param {string} turnId
+ */
+export function until(turns, turnId) {
+  return turns.slice(0, turns.findIndex((turn) => turn.turnId === turnId) + 1);
+}
+
+/**
+ * Returns the turns without those that failed, of which the daemon keeps nothing.
+ *
+ * @param {readonly Turn[]} turns
+ */
+export function withoutFailed(turns) {
+  return turns.filter((turn) => turn.ending?.reason !== "error");
+}
+
+/**
+ * Returns how many tokens the next question builds on, as the last answer tells.
+ *
+ * @param {readonly Turn[]} turns
+ */
+export function tokensOf(turns) {
+  const usage = turns.at(-1)?.ending?.usage;
+  return usage ? usage.prompt_tokens + usage.completion_tokens : null;
 }
 
 /**
@@ -105,7 +164,7 @@ export function answerOf(message) {
  * @param {readonly ChatMessage[]} asked
  */
 export function question(asked) {
-  return asked.length === 1 && asked[0].role === "user" ? { prompt: asked[0].content } : { messages: asked };
+  return asked.length === 1 && asked[0].role === "user" ? { prompt: asked[0].content } : { messages: [...asked] };
 }
 
 /**
