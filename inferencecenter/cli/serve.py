@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 from rich.panel import Panel
@@ -19,6 +19,10 @@ from inferencecenter.telemetry import logs
 if TYPE_CHECKING:
     from inferencecenter.daemon import Announcement
     from inferencecenter.settings import Settings
+
+
+_ANYWHERE: Final = {"//0.0.0.0:": "//127.0.0.1:", "//[::]:": "//[::1]:"}
+"""What a browser on this machine finds a daemon under that listens on all addresses."""
 
 
 def serve(  # noqa: PLR0913 - one argument an option
@@ -80,11 +84,11 @@ def _model_option(model: str) -> dict[str, str]:
 def announce(announcement: Announcement, settings: Settings) -> None:
     """Say where the daemon listens and, on the first run, the administrator's token, this once."""
     token_file = settings.state_dir / "admin.token"
+    # Under systemd standard output ends in the journal, where a token has no place.
+    token = None if "JOURNAL_STREAM" in os.environ else announcement.admin_token
     lines = [("Address  ", announcement.address), ("Model    ", announcement.model)]
     if announcement.admin_token is not None:
-        # Under systemd standard output ends in the journal, where a token has no place.
-        shown = None if "JOURNAL_STREAM" in os.environ else announcement.admin_token
-        lines += [("Token    ", shown)] if shown else []
+        lines += [("Token    ", token)] if token else []
         lines += [("Token in ", f"{token_file} (shown once, kept hashed; this file is for the command line)")]
     usual = settings.server.port == ServerSettings().port
     url = "" if usual else f" --url {announcement.address.replace('http', 'ws', 1)}"
@@ -94,3 +98,16 @@ def announce(announcement: Announcement, settings: Settings) -> None:
         stdout.print(Panel(text, title="InferenceCenter", expand=False))
     else:
         stdout.print(text, soft_wrap=True)
+    if settings.server.web:
+        # Outside the frame, which would cut a long link into pieces that cannot be followed.
+        stdout.print(Text.assemble(("Web      ", "dim"), web_link(announcement.address, token)), soft_wrap=True)
+
+
+def web_link(address: str, token: str | None) -> str:
+    """Return where a browser on this machine finds the web page; with a token, the page signs in with it.
+
+    It stands in the fragment, which browsers keep to themselves.
+    """
+    for everywhere, here in _ANYWHERE.items():
+        address = address.replace(everywhere, here, 1)
+    return f"{address}#token={token}" if token else address

@@ -9,6 +9,7 @@ import pytest
 import structlog
 
 from inferencecenter import daemon
+from inferencecenter.cli.serve import web_link
 from inferencecenter.daemon import Announcement
 from inferencecenter.errors import ErrorCode, InferenceCenterError
 
@@ -76,6 +77,34 @@ def test_the_token_is_shown_on_the_first_run_only(cli: Cli, state_dir: Path) -> 
     assert TOKEN in first
     assert str(state_dir / "admin.token") in first
     assert TOKEN not in second
+
+
+@pytest.mark.usefixtures("served")
+def test_the_first_link_to_the_page_signs_in(cli: Cli) -> None:
+    """The token is in its fragment, in one piece on a line of its own; later links have none."""
+    first, second = (cli.run("serve").out.splitlines()[-1] for _ in range(2))
+    assert first == f"Web      http://127.0.0.1:1/#token={TOKEN}"
+    assert second == "Web      http://127.0.0.1:1/"
+
+
+def test_without_the_page_no_link_is_shown(cli: Cli, served: list[Settings], monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is nothing to open."""
+    monkeypatch.setenv("INFERENCECENTER_SERVER__WEB", "false")
+    assert "Web " not in cli.run("serve").out
+    assert served[0].server.web is False
+
+
+@pytest.mark.parametrize(
+    ("address", "link"),
+    [
+        ("http://0.0.0.0:3000/", "http://127.0.0.1:3000/#token=t"),
+        ("https://[::]:3000/inference/", "https://[::1]:3000/inference/#token=t"),
+        ("http://box.example:80/", "http://box.example:80/#token=t"),
+    ],
+)
+def test_a_link_leads_somewhere(address: str, link: str) -> None:
+    """Nobody can open all addresses at once."""
+    assert web_link(address, "t") == link
 
 
 @pytest.mark.usefixtures("served")
