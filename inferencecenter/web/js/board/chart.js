@@ -17,15 +17,19 @@ import { html, useEffect, useId, useRef, useState } from "../ui.js";
  * @property {readonly Line[]} lines  Drawn in the colours `--chart-1`, `--chart-2`, …
  * @property {(value: number | null | undefined) => string} show
  * @property {number | null} [ceiling]  The axis goes up to it at least.
- * @property {boolean} [whole]  There is nothing between 1 and 2.
- * @property {string} [note]
+ * @property {number[]} [steps]  Between two lines of the grid; any round number without.
  */
 
 const HEIGHT_PX = 132;
 const AXIS_PX = 52;
-const SECONDS_BELOW_S = 120;
-const WHOLE_STEPS = [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000];
+/** The least that is shown, so that the first readings are no dots. */
+const LEAST_S = 60;
 const SYNC = uPlot.sync("board");
+
+/** For what is counted. */
+export const WHOLE_STEPS = [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000];
+/** For MiB. */
+export const MIB_STEPS = Array.from({ length: 20 }, (_, power) => 2 ** power);
 
 /**
  * @param {object} props
@@ -63,8 +67,8 @@ export function Chart({ options, history, version, windowS }) {
 
   const at = pointed !== null && pointed < history.times.length ? pointed : history.times.length - 1;
   return html`<figure class="chart" aria-labelledby=${id}>
-    <figcaption id=${id}>
-      <span class="chart-title">${options.title}</span>
+    <figcaption>
+      <span class="chart-title" id=${id}>${options.title}</span>
       <span class="chart-legend">
         ${options.lines.map(
           (line, index) => html`<span key=${line.column} class="chart-value">
@@ -75,7 +79,6 @@ export function Chart({ options, history, version, windowS }) {
       </span>
     </figcaption>
     <div class="chart-plot" ref=${box} aria-hidden="true"></div>
-    ${options.note && html`<p class="chart-note">${options.note}</p>`}
   </figure>`;
 }
 
@@ -86,7 +89,7 @@ export function Chart({ options, history, version, windowS }) {
  * @returns {uPlot}
  */
 function draw(parent, view, point) {
-  const { lines } = view.current.options;
+  const { lines, steps } = view.current.options;
   const faint = () => getComputedStyle(parent).borderTopColor;
   const text = () => getComputedStyle(parent).color;
   const axis = { stroke: text, font: `11px ${getComputedStyle(parent).fontFamily}` };
@@ -103,11 +106,11 @@ function draw(parent, view, point) {
         y: { range: (_plot, _low, high) => shownValues(high, view.current.options.ceiling ?? 0) },
       },
       axes: [
-        { ...axis, grid: { show: false }, ticks, size: 26, space: 64, values: (_plot, times) => clockTimes(times, view.current.windowS) },
+        { ...axis, grid: { show: false }, ticks, size: 26, space: 64, values: (_plot, times) => clockTimes(times) },
         {
           ...axis, grid: { stroke: faint, width: 1 }, ticks: { show: false }, size: AXIS_PX, space: 28,
           values: (_plot, values) => values.map((value) => view.current.options.show(value)),
-          ...(view.current.options.whole ? { incrs: WHOLE_STEPS } : {}),
+          ...(steps ? { incrs: steps } : {}),
         },
       ],
       series: [{}, ...lines.map((line, index) => lineOf(parent, line, index))],
@@ -145,8 +148,9 @@ function lineOf(parent, line, index) {
  * @returns {[number, number]}
  */
 function shownTimes(plot, windowS) {
-  const latest = plot.data[0].at(-1) ?? Date.now() / 1000;
-  return [latest - windowS, latest];
+  const times = plot.data[0];
+  const latest = times.at(-1) ?? Date.now() / 1000;
+  return [Math.max(latest - windowS, Math.min(times[0] ?? latest, latest - LEAST_S)), latest];
 }
 
 /**
@@ -160,12 +164,11 @@ function shownValues(high, ceiling) {
 
 /**
  * @param {number[]} times  Unix seconds.
- * @param {number} windowS
  */
-function clockTimes(times, windowS) {
-  const seconds = windowS <= SECONDS_BELOW_S ? /** @type {const} */ ("2-digit") : undefined;
+function clockTimes(times) {
+  const second = times.some((time) => time % 60 !== 0) ? /** @type {const} */ ("2-digit") : undefined;
   return times.map((time) =>
-    new Date(time * 1000).toLocaleTimeString([], { hour: "2-digit", minute: "2-digit", second: seconds, hour12: false }),
+    new Date(time * 1000).toLocaleTimeString([], { hour: "2-digit", minute: "2-digit", second, hour12: false }),
   );
 }
 

@@ -21,7 +21,7 @@ const KNOWN = {
   n_ctx_train: ["Context in training", tokens],
   n_vocab: ["Vocabulary", tokens],
   gpu_layers: ["Layers on the GPU", (value, { layers }) => (layers ? `${count(value)} of ${count(layers)}` : count(value))],
-  backend: ["Computes on", String],
+  backend: ["Backend", String],
   threads: ["CPU threads", count],
   lora: ["LoRA", String],
   library: ["Library", String],
@@ -30,7 +30,7 @@ const KNOWN = {
   waiting: ["Turns waiting", count],
   unfinished: ["Your turns under way", count],
   slots: ["Slots", count],
-  pressure: ["Memory is", words],
+  pressure: ["Pressure", words],
   memory_used_bytes: [
     "Main memory in use",
     (value, { memory_limit_bytes: limit }) => (limit ? `${bytes(value)} of ${bytes(limit)}` : bytes(value)),

@@ -6,6 +6,8 @@ import { asWireError } from "../wire/errors.js";
 import { History } from "./history.js";
 
 /** @typedef {import("../wire/link.js").Link} Link */
+/** @typedef {import("../wire/types.js").Requests} Requests */
+/** @typedef {{answer: any, fault: string}} Told  The direct reply, null before the first; why there is none, in words. */
 
 const EVERY_MS = 1000;
 
@@ -16,9 +18,9 @@ export class Feed {
     this._link = link;
     this.history = new History();
     /** The last `metrics` event. */
-    this.latest = signal(/** @type {any} */ (null));
+    this.latest = signal(/** @type {import("../wire/types.js").MetricsEvent | null} */ (null));
     /** The last `thermal` event, told only when it changes. */
-    this.thermal = signal(/** @type {any} */ (null));
+    this.thermal = signal(/** @type {import("../wire/types.js").ThermalEvent | null} */ (null));
     /** Why nothing comes, in words. */
     this.fault = signal("");
     link.on("thermal", (event) => {
@@ -95,23 +97,24 @@ export function useActive(link) {
 /**
  * Asks something every few seconds, and returns the last answer.
  *
+ * @template {keyof Requests} Op
  * @param {Link} link
  * @param {object} question
- * @param {keyof import("../wire/types.js").Requests} question.op
- * @param {Record<string, unknown>} [question.fields]
+ * @param {Op} question.op
+ * @param {Omit<Requests[Op], "op" | "id">} [question.fields]
  * @param {number} question.everyMs
  * @param {boolean} question.active  Nothing is asked otherwise.
- * @returns {{answer: any, fault: string}} `answer` is null before the first.
+ * @returns {Told}
  */
-export function useAnswer(link, { op, fields = {}, everyMs, active }) {
-  const [known, setKnown] = useState(/** @type {{answer: any, fault: string}} */ ({ answer: null, fault: "" }));
+export function useAnswer(link, { op, fields, everyMs, active }) {
+  const [known, setKnown] = useState(/** @type {Told} */ ({ answer: null, fault: "" }));
   useEffect(() => {
     if (!active) return undefined;
     let timer = 0;
     let left = false;
     const ask = async () => {
       try {
-        const answer = await link.request(op, /** @type {any} */ (fields));
+        const answer = await link.request(op, fields);
         if (!left) setKnown({ answer, fault: "" });
       } catch (error) {
         if (!left) setKnown(({ answer }) => ({ answer, fault: asWireError(error).message }));

@@ -10,7 +10,9 @@ const GAP_S = 5;
 /** @typedef {(number | null)[]} Values */
 /** @typedef {{now: number | null, lowest: number | null, mean: number | null, highest: number | null}} Summary */
 
-/** @type {Readonly<Record<Column, (metrics: any) => number | null>>} */
+/** @typedef {import("../wire/types.js").MetricsEvent} Metrics */
+
+/** @type {Readonly<Record<Column, (metrics: Metrics) => number | null>>} */
 const READ = {
   tokensPerS: (metrics) => metrics.inference.tokens_per_s,
   ttftMs: (metrics) => metrics.inference.last_ttft_ms,
@@ -40,20 +42,20 @@ export class History {
   }
 
   /**
-   * Adds the readings of a `metrics` event; one that is not later than the last is passed over.
+   * Adds the readings of a `metrics` event; one that is not later than the last is passed over. When the daemon's clock
+   * is put back, it begins anew.
    *
-   * @param {any} metrics
+   * @param {Metrics} metrics
    */
   add(metrics) {
     const time = metrics.timestamp;
+    if (time < this.latest - GAP_S) this._drop(this.times.length);
     if (time <= this.latest) return;
     if (this.latest && time - this.latest > GAP_S) this._push(this.latest + GAP_S / 2, () => null);
     this._push(time, (column) => READ[column](metrics) ?? null);
     let old = 0;
     while (this.times[old] < time - KEPT_S) old += 1;
-    if (old === 0) return;
-    this.times.splice(0, old);
-    for (const column of COLUMNS) this.columns[column].splice(0, old);
+    if (old > 0) this._drop(old);
   }
 
   /**
@@ -74,6 +76,12 @@ export class History {
       mean: values.reduce((sum, value) => sum + value, 0) / values.length,
       highest: Math.max(...values),
     };
+  }
+
+  /** @param {number} n  So many of the oldest. */
+  _drop(n) {
+    this.times.splice(0, n);
+    for (const column of COLUMNS) this.columns[column].splice(0, n);
   }
 
   /**

@@ -32,14 +32,14 @@ export function Panel({ title, aside, children }) {
 /**
  * What `status` tells of one side of the daemon.
  *
- * @param {{title: string, told: {answer: any, fault: string}}} props
+ * @param {{title: string, told: import("./feed.js").Told}} props
  */
 export function Facts({ title, told }) {
   const facts = factsOf(told.answer?.values);
   return html`<${Panel} title=${title}>
     ${told.fault && html`<p class="problem">${told.fault}</p>`}
     ${!told.fault && !facts.length && html`<p class="hint">${told.answer ? "Nothing to tell." : "Asking…"}</p>`}
-    <dl class="facts">
+    <dl class="fact-list">
       ${facts.map(({ name, label, text }) => html`<div key=${name}><dt>${label}</dt><dd>${text}</dd></div>`)}
     </dl>
   <//>`;

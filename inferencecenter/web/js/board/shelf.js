@@ -13,7 +13,7 @@ export class Shelf {
   constructor(link) {
     this._link = link;
     /** As `models` lists them; null before the first answer. */
-    this.models = signal(/** @type {readonly any[] | null} */ (null));
+    this.models = signal(/** @type {readonly import("../wire/types.js").ModelSummary[] | null} */ (null));
     /** The swap that was asked for here and goes on. */
     this.swap = signal(/** @type {Swap | null} */ (null));
     /** What was done last, or why it could not be. */

@@ -5,14 +5,14 @@ import { html } from "../ui.js";
 import { count, duration } from "./format.js";
 import { Panel } from "./panels.js";
 
-/** @typedef {{day: string, turns: number, prompt_tokens: number, cached_tokens: number, completion_tokens: number}} Day */
+/** @typedef {import("../wire/types.js").UsageDay} Day */
 /** @typedef {{label: string, used: number, limit: number | null, note: string}} Allowance */
 
 /**
  * Returns what limits say of now. Pure.
  *
- * @param {any} left  `left` of `usage`.
- * @param {any} limits  `limits` of `auth_success`.
+ * @param {import("../wire/types.js").UsageLeft} left
+ * @param {Partial<import("../wire/types.js").ClientLimits>} limits
  * @returns {Allowance[]}
  */
 export function allowancesOf(left, limits) {
@@ -28,10 +28,9 @@ export function allowancesOf(left, limits) {
   return all;
 }
 
-/**
- * @param {{told: {answer: any, fault: string}, account: any}} props
- */
+/** @param {{told: import("./feed.js").Told, account: import("../wire/types.js").AuthSuccessEvent | null}} props */
 export function Usage({ told, account }) {
+  /** @type {import("../wire/types.js").UsageReportEvent | null} */
   const usage = told.answer;
   const aside = account && html`<span class="hint">${account.client_id}</span>`;
   return html`<${Panel} title="Your usage" aside=${aside}>

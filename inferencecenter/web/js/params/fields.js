@@ -7,7 +7,7 @@
 /** What a field shows where nothing is chosen and the default is no value. */
 const WITHOUT = new Map([
   ["seed", "random"],
-  ["max_tokens", "as the context holds"],
+  ["max_tokens", "no limit"],
   ["max_time_ms", "no limit"],
 ]);
 /** A range no wider than this can be chosen from with a slider. */

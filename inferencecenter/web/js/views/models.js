@@ -52,9 +52,7 @@ function List({ link: there }) {
         ${may ? "A question to a model that is not loaded loads it." : "Operators choose which model answers; a question loads it where that is needed."}
       </p>
     </header>
-    <div role="status">
-      ${words && html`<p class=${failed ? "problem" : "board-note"}>${words}${hint && html` <span>${hint}</span>`}</p>`}
-    </div>
+    <div class="board-said" role="status">${words && html`<p class=${failed ? "problem" : "board-note"}>${words} ${hint}</p>`}</div>
     ${models === null && html`<p class="hint">Asking…</p>`}
     ${models?.length === 0 && html`<p class="hint">There is no model that you may use.</p>`}
     <ul class="models">
@@ -63,7 +61,7 @@ function List({ link: there }) {
   </div>`;
 }
 
-/** @param {{model: any, shelf: import("../board/shelf.js").Shelf, may: boolean}} props */
+/** @param {{model: import("../wire/types.js").ModelSummary, shelf: import("../board/shelf.js").Shelf, may: boolean}} props */
 function Model({ model, shelf, may }) {
   const swap = shelf.swap.value;
   const [state, mood] = STATES[model.state] ?? [model.state, "calm"];
@@ -71,8 +69,8 @@ function Model({ model, shelf, may }) {
   return html`<li class="model">
     <div class="model-head">
       <h2>${model.name}</h2>
-      ${model.default && html`<span class="badge" data-mood="accent">Default</span>`}
-      <span class="badge" data-mood=${mood}>${state}</span>
+      ${model.default && html`<span class="pill" data-mood="accent">Default</span>`}
+      <span class="pill" data-mood=${mood}>${state}</span>
     </div>
     <p class="model-facts">${factsOf(model).map((fact) => html`<span key=${fact}>${fact}</span>`)}</p>
     ${model.detail && html`<p class="problem">${model.detail}</p>`}
@@ -82,7 +80,7 @@ function Model({ model, shelf, may }) {
       ${!(model.default && inMemory) &&
       html`<button type="button" class="button" disabled=${swap !== null} aria-label=${`${model.default ? "Load" : "Switch to"} ${model.name}`}
         onClick=${() => shelf.load(model.name)}>${model.default ? "Load" : "Switch to it"}</button>`}
-      ${inMemory &&
+      ${model.state === "loaded" &&
       html`<button type="button" class="button quiet" disabled=${swap !== null} aria-label=${`Unload ${model.name}`}
         onClick=${() => shelf.unload(model.name)}>Unload</button>`}
     </div>`}
@@ -100,7 +98,7 @@ function Progress({ swap }) {
   </div>`;
 }
 
-/** @param {any} model */
+/** @param {import("../wire/types.js").ModelSummary} model */
 function factsOf(model) {
   return [
     model.parameters && `${magnitude(model.parameters)} parameters`,

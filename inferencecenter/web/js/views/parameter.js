@@ -33,6 +33,11 @@ export function ParameterRow({ parameter, value, otherwise, refusal, onValue }) 
     setDraft(text);
     onValue(readingOf(parameter, text).value);
   };
+  /** @param {any} event  Its button goes away, and the focus with it. */
+  const reset = (event) => {
+    event.currentTarget.closest(".parameter").querySelector(':is(input, textarea):not([tabindex="-1"])')?.focus();
+    choose(undefined);
+  };
   const changed = value !== undefined || fault !== undefined;
   const message = fault ? `${fault} Until then it is not sent.` : refusal;
   const describedBy = [message && `${id}-fault`, told && `${id}-about`].filter(Boolean).join(" ") || undefined;
@@ -46,7 +51,7 @@ export function ParameterRow({ parameter, value, otherwise, refusal, onValue }) 
       <button type="button" class="parameter-about" aria-expanded=${told} aria-controls=${`${id}-about`}
         aria-label=${`About ${label}`} onClick=${() => setTold(!told)}>?</button>
       ${changed &&
-      html`<button type="button" class="parameter-reset" aria-label=${`Reset ${label}`} onClick=${() => choose(undefined)}>Reset</button>`}
+      html`<button type="button" class="parameter-reset" aria-label=${`Reset ${label}`} onClick=${reset}>Reset</button>`}
     </div>
     <div class="parameter-field"><${Field} ...${field} /></div>
     ${message && html`<p class="parameter-fault" id=${`${id}-fault`} role="alert">${message}</p>`}
