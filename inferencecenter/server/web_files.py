@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gzip
 import hashlib
+import posixpath
+import re
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -16,6 +18,8 @@ ROOT: Final = Path(__file__).parents[1] / "web"
 FRONT_PAGE: Final = "index.html"
 PREFIX: Final = "web/"
 """What the front page puts before the path of each file that it names."""
+_MAIN_MODULE: Final = "js/main.js"
+_IMPORT: Final = re.compile(rb"""\b(?:import|export)\b[\w\s{},*$]*\bfrom\s*["'](\.[^"'\n]+)["']""")
 
 _MEDIA_TYPES: Final = {
     ".html": "text/html; charset=utf-8",
@@ -66,13 +70,20 @@ class WebFiles:
 
 @cache
 def read_web_files(root: Path = ROOT) -> WebFiles:
-    """Read the files below ``root``, with the version in the addresses that the front page names."""
+    """Read the files below ``root``, with the version in the addresses that the front page names.
+
+    The page also names the modules that its first one imports, those of these, and so on, so that a browser asks for
+    all of them at once rather than for each when it has read who imports it.
+    """
     contents = dict(_served(root))
     digest = hashlib.sha256()
     for path, content in contents.items():
         digest.update(f"{path}\0{len(content)}\0".encode() + content)
     version = digest.hexdigest()[:16]
-    front_page = contents.pop(FRONT_PAGE).replace(f'"{PREFIX}'.encode(), f'"{PREFIX}{version}/'.encode())
+    front_page = contents.pop(FRONT_PAGE)
+    links = "".join(f'  <link rel="modulepreload" href="{PREFIX}{path}" />\n  ' for path in _imported(contents))
+    front_page = front_page.replace(b"</head>", f"{links}</head>".encode())
+    front_page = front_page.replace(f'"{PREFIX}'.encode(), f'"{PREFIX}{version}/'.encode())
     return WebFiles(
         version=version,
         front_page=_file(FRONT_PAGE, front_page),
@@ -85,6 +96,17 @@ def _served(root: Path) -> Iterator[tuple[str, bytes]]:
         known = path.suffix in _MEDIA_TYPES and (path.suffix or path.name in _PLAIN_FILES)
         if known and path.is_file():
             yield path.relative_to(root).as_posix(), path.read_bytes()
+
+
+def _imported(contents: Mapping[str, bytes]) -> list[str]:
+    """Return what the first module needs, the nearest first."""
+    found = [_MAIN_MODULE]
+    for path in found:
+        for target in _IMPORT.findall(contents.get(path, b"")):
+            imported = posixpath.normpath(posixpath.join(posixpath.dirname(path), target.decode()))
+            if imported in contents and imported not in found:
+                found.append(imported)
+    return found[1:]
 
 
 def _file(path: str, content: bytes) -> WebFile:

@@ -171,6 +171,23 @@ def test_a_version_is_of_all_files(tmp_path: Path) -> None:
     assert read(tmp_path).version != first.version
 
 
+def test_the_page_names_what_its_modules_import(tmp_path: Path) -> None:
+    """Each once, however they import one another, and nothing that is imported only when it is needed."""
+    modules = {
+        "index.html": "<head></head>",
+        "js/main.js": 'import { a,\n  b } from "./views/a.js";\nimport("./later.js");',
+        "js/views/a.js": 'export * from"../../vendor/b.js";import{c}from"../main.js"; import x from "../none.js";',
+        "js/later.js": "",
+        "vendor/b.js": "",
+    }
+    for path, text in modules.items():
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(text)
+    files = read_web_files.__wrapped__(tmp_path)
+    named = re.findall(r'rel="modulepreload" href="web/(\w+)/([^"]+)"', files.front_page.plain.body.decode())
+    assert named == [(files.version, "js/views/a.js"), (files.version, "vendor/b.js")]
+
+
 def test_vendored_files_are_what_was_fetched() -> None:
     """Each has the digest that was noted when it came, a licence, and none came by another way."""
     folder = ROOT / "vendor"
