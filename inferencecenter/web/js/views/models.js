@@ -79,7 +79,7 @@ function Model({ model, shelf, may }) {
     html`<div class="model-acts">
       ${!(model.default && inMemory) &&
       html`<button type="button" class="button" disabled=${swap !== null} aria-label=${`${model.default ? "Load" : "Switch to"} ${model.name}`}
-        onClick=${() => shelf.load(model.name)}>${model.default ? "Load" : "Switch to it"}</button>`}
+        onClick=${() => shelf.load(model.name)}>${model.default ? "Load" : "Switch"}</button>`}
       ${model.state === "loaded" &&
       html`<button type="button" class="button quiet" disabled=${swap !== null} aria-label=${`Unload ${model.name}`}
         onClick=${() => shelf.unload(model.name)}>Unload</button>`}
