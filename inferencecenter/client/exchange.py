@@ -41,6 +41,7 @@ _REPEATABLE: Final = (
     requests.ListSessions,
     requests.ListModels,
     requests.ResumeSession,
+    requests.SetMetadata,
     requests.CloseSession,
     requests.UnloadModel,
     requests.Status,

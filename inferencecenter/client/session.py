@@ -22,6 +22,7 @@ from inferencecenter.protocol.base import SessionEvent
 from inferencecenter.protocol.events import (
     Appended,
     Error,
+    MetadataSet,
     Session,
     SessionCreated,
     SessionDetached,
@@ -31,7 +32,7 @@ from inferencecenter.protocol.events import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine, Sequence
+    from collections.abc import Coroutine, Mapping, Sequence
 
     from inferencecenter.client.answer import Answer
     from inferencecenter.client.exchange import Exchange
@@ -183,6 +184,18 @@ class ClientSession:
         request = made(requests.RewindSession, session_id=self.session_id, turn=turn)
         await self.settled()
         return expect(await self._exchange.request(request), SessionRewound)
+
+    async def set_metadata(self, metadata: Mapping[str, str]) -> MetadataSet:
+        """Give the session other metadata, as a title; a turn that runs goes on.
+
+        Args:
+            metadata: Up to 16 strings of the caller's own, in place of those that it had.
+
+        Raises:
+            InferenceCenterError: What the daemon refused, or ``daemon_unreachable``.
+        """
+        request = made(requests.SetMetadata, session_id=self.session_id, metadata=dict(metadata))
+        return expect(await self._exchange.request(request), MetadataSet)
 
     async def close(self) -> None:
         """End the session.

@@ -280,6 +280,24 @@ async def test_hello_can_be_asked_again(scripted: Start) -> None:
         assert client.hello.status == "loading"
 
 
+async def test_metadata_is_replaced(scripted: Start) -> None:
+    """The daemon's answer is returned; what another connection set disturbs nothing."""
+
+    async def daemon(peer: Peer) -> None:
+        await peer.welcome()
+        await peer.open_session("s1")
+        await peer.say(op="metadata_set", session_id="s1", metadata={"title": "elsewhere"})
+        request = await peer.hear()
+        assert (request["op"], request["session_id"]) == ("set_metadata", "s1")
+        await peer.say(op="metadata_set", id=request["id"], session_id="s1", metadata=request["metadata"])
+
+    async with Client(await scripted(daemon), token="ic_a_b") as client:
+        session = await client.create_session(metadata={"title": "old"})
+        assert (await session.set_metadata({"title": "new"})).metadata == {"title": "new"}
+        with pytest.raises(InferenceCenterError, match="metadata"):
+            await session.set_metadata({"title": "x" * 513})
+
+
 async def test_fork_rewind_and_append(scripted: Start) -> None:
     """Each sends its op and returns the daemon's answer; a fork is a session of its own."""
 
