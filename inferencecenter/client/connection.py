@@ -6,7 +6,7 @@ import contextlib
 from typing import TYPE_CHECKING, Final, Unpack
 
 from inferencecenter.client.exchange import Exchange, expect
-from inferencecenter.client.failures import NotFoundError, UnreachableError, failure, made
+from inferencecenter.client.failures import failure, made
 from inferencecenter.client.lifeline import Timing
 from inferencecenter.client.link import Address, open_link, socket_url
 from inferencecenter.client.options import ClientOptions, Waits, waits
@@ -156,13 +156,9 @@ class Client:
         try:
             yield session
         except BaseException:
-            if self.connected:
-                with contextlib.suppress(InferenceCenterError):
-                    await session.close()
+            await session.leave(failed=True)
             raise
-        # Closed elsewhere, or by the daemon, is closed too.
-        with contextlib.suppress(NotFoundError, UnreachableError):
-            await session.close()
+        await session.leave(failed=False)
 
     async def create_session(self, **options: Unpack[SessionOptions]) -> ClientSession:
         """Open a session; if its model has to be loaded first, wait for that.

@@ -282,7 +282,8 @@ class Exchange:
 
     def _notify(self, notice: Notice) -> None:
         if self._on_notice is not None:
-            self._on_notice(notice)
+            # Not here: the connection does not end because a callback fails.
+            asyncio.get_running_loop().call_soon(self._on_notice, notice)
 
     async def _resume(self, session: ClientSession) -> None:
         """Resume a session; one that cannot be is given up.

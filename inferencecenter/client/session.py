@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import uuid
 from typing import TYPE_CHECKING, Any, Unpack
 
 from inferencecenter.client.asking import asking
 from inferencecenter.client.exchange import expect
-from inferencecenter.client.failures import SessionTakenOverError, failure, made
+from inferencecenter.client.failures import NotFoundError, SessionTakenOverError, UnreachableError, failure, made
 from inferencecenter.client.link import Unknown
 from inferencecenter.client.options import waits
 from inferencecenter.client.patience import LOAD_TIMEOUT_S
@@ -213,6 +214,22 @@ class ClientSession:
                 raise
         self._exchange.detach(self)
         self.fail(failure(ErrorCode.SESSION_NOT_FOUND, "the session was closed"))
+
+    async def leave(self, *, failed: bool) -> None:
+        """End the session when its block is left; one that is gone already has ended.
+
+        Args:
+            failed: Something else is wrong, which waits: where the connection is lost, the session is left as it is.
+
+        Raises:
+            InferenceCenterError: What the daemon refused, if nothing else has failed.
+        """
+        if not failed:
+            with contextlib.suppress(NotFoundError, UnreachableError):
+                await self.close()
+        elif self._exchange.line.connected:
+            with contextlib.suppress(InferenceCenterError):
+                await self.close()
 
     # What its turns call.
 

@@ -59,7 +59,7 @@ class Turn(Answered):
         return None if self._reader is None else self._reader.turn_id
 
     def __aiter__(self) -> Reading[str]:
-        return Reading(self, self._next_text)
+        return Reading(self, self.next_text)
 
     def events(self) -> Reading[TurnStreamEvent]:
         """Return an iterator over all that the turn tells, not only its text; the last is ``End``.
@@ -97,6 +97,17 @@ class Turn(Answered):
         async with self._reading:
             return None if self._over else await self._next_event()
 
+    async def next_text(self) -> str | None:
+        """Return what is said next; after the end ``None``.
+
+        Raises:
+            InferenceCenterError: See ``next_event``.
+        """
+        while (event := await self.next_event()) is not None:
+            if isinstance(event, Token):
+                return event.content
+        return None
+
     async def abort(self) -> None:
         """Have the turn end, also if the connection is lost now; whoever reads it goes on to its ``End``."""
         self._abort_wanted = True
@@ -118,12 +129,6 @@ class Turn(Answered):
             self._over = True
             if reader is not None:
                 reader.close()
-
-    async def _next_text(self) -> str | None:
-        while (event := await self.next_event()) is not None:
-            if isinstance(event, Token):
-                return event.content
-        return None
 
     async def _next_event(self) -> TurnStreamEvent | None:
         while not self._over:

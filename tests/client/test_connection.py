@@ -10,7 +10,7 @@ import pytest
 from inferencecenter.client import Client, RequestError
 from inferencecenter.errors import ErrorCode, InferenceCenterError
 from inferencecenter.protocol.events import End, Queued, Token
-from inferencecenter.protocol.requests import START
+from inferencecenter.protocol.requests import START, Ping
 from inferencecenter.protocol.values import ChatMessage
 from tests.client.peer import HELLO
 
@@ -331,3 +331,21 @@ async def test_fork_rewind_and_append(scripted: Start) -> None:
         assert caught.value.code is ErrorCode.TURN_NOT_FOUND
         with pytest.raises(InferenceCenterError, match="unexpected op, pong"):
             await session.rewind("t1")
+
+
+async def test_a_callback_that_fails_ends_nothing(scripted: Start, caplog: pytest.LogCaptureFixture) -> None:
+    """The event loop tells of it, and the connection goes on."""
+
+    async def daemon(peer: Peer) -> None:
+        await peer.welcome()
+        ping = await peer.hear()
+        await peer.say(op="going_away", deadline_ms=1000, resume=True)
+        await peer.say(op="pong", id=ping["id"])
+
+    def fail(_notice: object) -> None:
+        raise ZeroDivisionError
+
+    async with Client(await scripted(daemon), token="ic_a_b", on_notice=fail) as client:
+        await client.request(Ping(op="ping"))
+        assert client.connected
+    assert "ZeroDivisionError" in caplog.text

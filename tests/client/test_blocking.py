@@ -1,0 +1,238 @@
+"""The client without asyncio: from plain code, from threads, and where an event loop is running already."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+import pytest
+
+from inferencecenter.client import START, TryLaterError, UnreachableError
+from inferencecenter.client.blocking import Client
+from inferencecenter.client.loop_thread import LoopThread
+from inferencecenter.protocol.events import End, Queued, Token
+from inferencecenter.protocol.requests import Ping
+from inferencecenter.protocol.values import GpuReadings, InferenceReadings
+from tests.client.peer import HELLO, scripted_daemon
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from tests.client.peer import Peer, Script
+
+    Starts = Callable[[Script], str]
+
+
+READINGS = {
+    "gpu": dict.fromkeys(GpuReadings.model_fields),
+    "inference": dict.fromkeys(InferenceReadings.model_fields, 1),
+    "engine": {"state": "ready", "model": "demo", "gpu_layers": 0, "restarts": 0, "rss_mb": 1.0},
+}
+
+
+@pytest.fixture
+def start() -> Iterator[Starts]:
+    """Start daemons that follow a script, in a thread of their own."""
+    thread = LoopThread()
+    with contextlib.ExitStack() as stack:
+        stack.callback(thread.close)
+        scripted = scripted_daemon()
+        begin = thread.call(scripted.__aenter__())
+        stack.callback(lambda: thread.call(scripted.__aexit__(None, None, None)))
+
+        async def one(script: Script) -> str:
+            return await begin(script)
+
+        yield lambda script: thread.call(one(script))
+
+
+async def echo(peer: Peer) -> None:
+    """Answer each question with itself, a word a token; one that ends in ``…`` goes on until it is aborted."""
+    await peer.welcome()
+    n_sessions = 0
+    running: str | None = None
+    while True:
+        frame = await peer.hear()
+        session_id = frame.get("session_id", "")
+        match frame["op"]:
+            case "create_session":
+                n_sessions += 1
+                created = {"epoch": "e", "model": "demo", "n_ctx": 1024, "params": {}, "warnings": []}
+                await peer.say(op="session_created", id=frame["id"], session_id=f"s{n_sessions}", **created)
+            case "infer":
+                turn_id = frame["turn_key"]
+                await peer.numbered("queued", session_id, id=frame["id"], turn_id=turn_id, position=0)
+                for word in frame["prompt"].split():
+                    await peer.token(turn_id, f"{word} ", session_id)
+                running = turn_id if frame["prompt"].endswith("…") else None
+                if running is None:
+                    await peer.end(turn_id, session_id)
+            case "abort":
+                await peer.end(str(running), session_id, finish_reason="aborted")
+            case "rewind_session":
+                await peer.numbered("session_rewound", session_id, id=frame["id"], turn=frame["turn"], messages=0)
+            case "close_session":
+                await peer.say(op="session_closed", id=frame["id"], session_id=session_id)
+            case "list_models":
+                await peer.say(op="models", id=frame["id"], models=[])
+            case _:
+                await peer.say(op="pong", id=frame["id"])
+
+
+def test_a_conversation_in_plain_code(start: Starts) -> None:
+    """Text in a loop, whole answers, all events, and what else a session can do."""
+    with Client(start(echo), "ic_a_b") as client:
+        assert client.connected
+        assert (client.hello.model, client.account.client_id) == ("demo", "admin")
+        with client.session(system="Be brief.") as session:
+            turn = session.infer("one two")
+            assert list(turn) == ["one ", "two "]
+            assert turn.finish_reason == "stop"
+            assert str(session.ask("three")) == "three "
+            assert [type(event) for event in session.infer("four").events()] == [Queued, Token, End]
+            assert session.rewind(START).turn == START
+            assert list(session.follow()) == []
+        assert client.models() == ()
+        assert client.request(Ping(op="ping")).op == "pong"
+    assert not client.connected
+
+
+def test_leaving_a_loop_ends_the_turn(start: Starts) -> None:
+    """The next question comes after the end of the one that was left."""
+    with Client(start(echo), "ic_a_b") as client, client.session() as session:
+        turn = session.infer("on and on …")
+        for text in turn:
+            assert text == "on "
+            break
+        assert str(session.ask("next")) == "next "
+        assert turn.rest().finish_reason == "aborted"
+
+
+def test_threads_share_a_client(start: Starts) -> None:
+    """Each has sessions of its own, all at once, and hears its own answers."""
+    with Client(start(echo), "ic_a_b") as client, ThreadPoolExecutor(8) as threads:
+
+        def talk(number: int) -> list[str]:
+            with client.session() as session:
+                return ["".join(session.infer(f"{number} {turn}")).strip() for turn in range(5)]
+
+        answers = list(threads.map(talk, range(16)))
+    assert answers == [[f"{number} {turn}" for turn in range(5)] for number in range(16)]
+
+
+async def test_a_running_event_loop_does_not_matter(start: Starts) -> None:
+    """As in a cell of a notebook, which its own loop runs."""
+    with Client(start(echo), "ic_a_b") as client, client.session() as session:
+        assert list(session.infer("one two")) == ["one ", "two "]
+
+
+def test_another_thread_may_abort(start: Starts) -> None:
+    """Whoever reads the turn goes on to its end."""
+    with Client(start(echo), "ic_a_b") as client, client.session() as session:
+        turn = session.infer("on and on …")
+        heard = []
+        for text in turn:
+            heard.append(text)
+            if text == "… ":
+                thread = threading.Thread(target=session.abort)
+                thread.start()
+                thread.join()
+        assert "".join(heard) == "on and on … "
+        assert turn.finish_reason == "aborted"
+
+
+def test_ctrl_c_ends_the_wait_and_the_turn(start: Starts) -> None:
+    """The exception is raised where the text is waited for, and the session can be used again."""
+    with Client(start(echo), "ic_a_b") as client, client.session() as session:
+
+        def interrupt_when_all_is_read() -> None:
+            for text in session.infer("on and on …"):
+                if text == "… ":
+                    timer = threading.Timer(0.05, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT))
+                    timer.start()
+
+        with pytest.raises(KeyboardInterrupt):
+            interrupt_when_all_is_read()
+        assert str(session.ask("next")) == "next "
+
+
+def test_nobody_is_left_waiting_for_a_client_that_is_closed(start: Starts) -> None:
+    """Whatever thread closes it, those that wait are told."""
+    client = Client(start(echo), "ic_a_b")
+    client.open()
+    session = client.create_session()
+    turn = iter(session.infer("on …"))
+    assert (next(turn), next(turn)) == ("on ", "… ")
+    closing = threading.Timer(0.05, client.close)
+    closing.start()
+    with pytest.raises(UnreachableError):
+        next(turn)
+    closing.join()
+    with pytest.raises(UnreachableError):
+        session.ask("too late")
+    with pytest.raises(UnreachableError, match="not open"):
+        client.models()
+
+
+def test_a_client_that_is_refused_leaves_no_thread(start: Starts) -> None:
+    """The error is that of the other client, and nothing of it stays."""
+
+    async def refuse(peer: Peer) -> None:
+        await peer.say(**HELLO)
+        auth = await peer.hear()
+        await peer.say(op="auth_failed", id=auth["id"], reason="no such token", retry_after_ms=1)
+
+    url = start(refuse)
+    before = threading.active_count()
+    with pytest.raises(TryLaterError, match="no such token"):
+        Client(url, "ic_a_b").open()
+    assert threading.active_count() == before
+
+
+def test_a_client_may_be_opened_again(start: Starts) -> None:
+    """A notebook that closed it opens it."""
+    client = Client(start(echo), "ic_a_b")
+    for _ in range(2):
+        with client:
+            assert client.models() == ()
+
+
+def test_a_callback_that_would_wait_for_itself_is_told(start: Starts) -> None:
+    """In place of standing still for ever."""
+    told: list[RuntimeError] = []
+
+    async def daemon(peer: Peer) -> None:
+        await peer.welcome()
+        ping = await peer.hear()
+        await peer.say(op="going_away", deadline_ms=1000, resume=True)
+        await peer.say(op="pong", id=ping["id"])
+
+    def ask(_notice: object) -> None:
+        with pytest.raises(RuntimeError) as caught:
+            client.models()
+        told.append(caught.value)
+
+    with Client(start(daemon), "ic_a_b", on_notice=ask) as client:
+        client.request(Ping(op="ping"))
+    assert "cannot wait" in str(told[0])
+
+
+def test_readings_are_iterated_over(start: Starts) -> None:
+    """One for each look, until the loop is left."""
+
+    async def daemon(peer: Peer) -> None:
+        await peer.welcome()
+        while True:
+            frame = await peer.hear()
+            await peer.say(op="metrics", id=frame["id"], timestamp=float(len(peer.heard)), **READINGS)
+
+    with Client(start(daemon), "ic_a_b") as client:
+        seen = []
+        for reading in client.metrics(interval_s=0.001):
+            seen.append(reading.timestamp)
+            if len(seen) == 3:
+                break
+    assert seen == [2.0, 3.0, 4.0]
