@@ -6,6 +6,7 @@ import gzip
 import hashlib
 import json
 import re
+import tomllib
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -186,6 +187,15 @@ def test_the_page_names_what_its_modules_import(tmp_path: Path) -> None:
     files = read_web_files.__wrapped__(tmp_path)
     named = re.findall(r'rel="modulepreload" href="web/(\w+)/([^"]+)"', files.front_page.plain.body.decode())
     assert named == [(files.version, "js/views/a.js"), (files.version, "vendor/b.js")]
+
+
+def test_everything_that_is_served_is_in_the_package() -> None:
+    """What the patterns of the package's data leave out would be missing where it is installed."""
+    with (ROOT.parents[1] / "pyproject.toml").open("rb") as file:
+        patterns = tomllib.load(file)["tool"]["setuptools"]["package-data"]["inferencecenter"]
+    packed = {path.relative_to(ROOT).as_posix() for pattern in patterns for path in ROOT.parent.glob(pattern)}
+    assert read_web_files().assets.keys() <= packed
+    assert not any(name.endswith((".ts", ".json")) for name in packed)
 
 
 def test_vendored_files_are_what_was_fetched() -> None:
