@@ -1,0 +1,76 @@
+"""Tests of what the dashboard keeps and says of readings."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from tests.web import node
+
+HISTORY: Final = """
+  const history = new History();
+  const gpu = { vram_used_mb: null, temp: null };
+  const of = (value) => ({ tokens_per_s: value, last_ttft_ms: null, slots_used: 1, queue_depth: 0, total_sessions: 1,
+    parked_sessions: 0 });
+  for (const [timestamp, value] of input) history.add({ timestamp, gpu, inference: of(value) });
+  return { times: history.times, values: history.columns.tokensPerS, summary: history.summary("tokensPerS", 60) };
+"""
+
+
+def history(*readings: tuple[float, float]) -> dict[str, Any]:
+    """Return what is kept of readings at these times."""
+    kept: dict[str, Any] = node.run('import { History } from "JS/board/history.js";', HISTORY, given=readings)
+    return kept
+
+
+def test_a_quarter_of_an_hour_is_kept() -> None:
+    """What is older is dropped with its values; the summary is of the window alone."""
+    kept = history(*((1000 + s, s) for s in range(2000)))
+    assert (kept["times"][0], kept["times"][-1], len(kept["times"])) == (2099, 2999, 901)
+    assert kept["values"] == list(range(1099, 2000))
+    assert kept["summary"] == {"now": 1999, "lowest": 1939, "mean": 1969, "highest": 1999}
+
+
+def test_a_pause_is_no_line() -> None:
+    """Between readings that are far apart there is one that says nothing, which counts in no summary."""
+    kept = history((1000, 4), (1001, 6), (1030, 8))
+    assert kept["times"] == [1000, 1001, 1003.5, 1030]
+    assert kept["values"] == [4, 6, None, 8]
+    assert kept["summary"] == {"now": 8, "lowest": 4, "mean": 6, "highest": 8}
+
+
+def test_a_clock_that_is_put_back_begins_anew() -> None:
+    """Readings of a later past replace those of the future; one that is only repeated is passed over."""
+    assert history((5000, 1), (5000, 2), (4999, 3))["values"] == [1]
+    kept = history((5000, 1), (5001, 2), (1000, 3), (1001, 4))
+    assert (kept["times"], kept["values"]) == ([1000, 1001], [3, 4])
+
+
+def test_numbers_in_words() -> None:
+    """Numbers have as many digits as matter and a unit; what is not known is a dash."""
+    words = {
+        "short(0)": "0",
+        "short(0.4231)": "0.42",
+        "short(42.31)": "42.3",
+        "short(null)": "\N{EN DASH}",
+        "count(1234567)": "1,234,567",
+        "magnitude(7615616512)": "7.62 B",
+        "duration(85.4)": "85 ms",
+        "duration(1449)": "1.4 s",
+        "duration(7_800_000)": "2 h 10 min",
+        "duration(90_000_000)": "1 d 1 h",
+        "memory(0.5)": "512 KiB",
+        "memory(15872)": "15.5 GiB",
+        "bytes(2_831_155)": "2.70 MiB",
+    }
+    names = 'import { bytes, count, duration, magnitude, memory, short } from "JS/board/format.js";'
+    assert node.run(names, f"return [{', '.join(words)}];") == list(words.values())
+
+
+def test_status_in_words() -> None:
+    """Every reading of `status` has a line unless it is nothing or part of another's; unknown ones have their name."""
+    values = {"state": "ready", "layers": 32, "gpu_layers": 20, "lora": None, "n_new_things": 3}
+    facts = node.run('import { factsOf } from "JS/board/facts.js";', "return factsOf(input);", given=values)
+    assert [(each["label"], each["text"]) for each in facts] == [
+        ("Layers on the GPU", "20 of 32"),
+        ("N new things", "3"),
+    ]
