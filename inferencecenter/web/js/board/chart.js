@@ -98,7 +98,7 @@ function draw(parent, view, point) {
     {
       width: parent.clientWidth || 300,
       height: HEIGHT_PX,
-      padding: [8, 8, 0, 0],
+      padding: [8, 24, 0, 0],
       legend: { show: false },
       cursor: { sync: { key: SYNC.key }, y: false, drag: { x: false, y: false }, points: { size: 6 } },
       scales: {
