@@ -135,7 +135,8 @@ def test_export_has_everything_of_a_session(cli: Cli, kept: Path) -> None:
     exported = _json(cli, "session", "export", "s_1")
     assert exported["transcript"] == [{"role": "user", "content": "?"}, {"role": "assistant", "content": SECRET}]
     assert exported["metadata"] == {"title": "Überschrift"}
-    assert exported["turns"][0]["usage"] == {"prompt_tokens": 7, "cached_tokens": 2, "completion_tokens": 4}
+    usage = {"prompt_tokens": 7, "cached_tokens": 2, "completion_tokens": 4, "reasoning_tokens": 0}
+    assert exported["turns"][0]["usage"] == usage
     assert exported["usage"] == {"prompt_tokens": 7, "cached_tokens": 2, "completion_tokens": 4}
     assert exported["params"]["temperature"] == 0.5
     assert exported["unfinished"] is None
