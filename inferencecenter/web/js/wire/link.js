@@ -51,6 +51,7 @@ export class Link {
     this._timers = { retry: 0, ping: 0, deadline: 0 };
     this._wake = () => this._woken();
     addEventListener("online", this._wake);
+    addEventListener("offline", this._wake);
     document.addEventListener("visibilitychange", this._wake);
     this._open();
   }
@@ -171,6 +172,7 @@ export class Link {
     const event = parse(text);
     if (!event) return;
     if (this.state.peek() === "connecting") this._enter(event);
+    else if (event.op === "pong") clearTimeout(this._timers.deadline);
     for (const op of [event.op, "*"]) {
       for (const listener of [...(this._listeners.get(op) ?? [])]) listener(event);
     }
@@ -240,6 +242,7 @@ export class Link {
   _end(state, reason) {
     this._drop();
     removeEventListener("online", this._wake);
+    removeEventListener("offline", this._wake);
     document.removeEventListener("visibilitychange", this._wake);
     this.reason.value = reason;
     this.retryAt.value = null;
@@ -247,19 +250,25 @@ export class Link {
     this._pending.end(() => this._unreachable());
   }
 
-  /** @param {number} withinMs */
+  /** @param {number} withinMs  So long may it be silent before `pong`. */
   _ping(withinMs) {
     clearTimeout(this._timers.ping);
     clearTimeout(this._timers.deadline);
-    const asked = Date.now();
     this._send({ op: "ping", id: this.nextId() });
-    this._timers.deadline = setTimeout(() => {
-      if (this._heardAt < asked) this._lost(1006, "");
-    }, withinMs);
+    this._expect(withinMs, Date.now());
     this._timers.ping = setTimeout(() => this._ping(PONG_WITHIN_MS), PING_EVERY_MS);
   }
 
-  /** The network is back, or the page is looked at again: the socket may be dead without knowing it. */
+  // What was on its way when the socket died arrives after `ping`, too: only silence since then tells.
+  /** @param {number} withinMs @param {number} since  When it was last heard of, or asked. */
+  _expect(withinMs, since) {
+    this._timers.deadline = setTimeout(() => {
+      if (this._heardAt <= since) this._lost(1006, "");
+      else this._expect(withinMs, this._heardAt);
+    }, withinMs - (Date.now() - since));
+  }
+
+  /** The network is back or gone, or the page is looked at again: the socket may be dead without knowing it. */
   _woken() {
     if (document.visibilityState === "hidden") return;
     if (this.state.peek() === "waiting") this._open();
