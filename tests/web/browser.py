@@ -150,6 +150,10 @@ class Visit:
         await expect(last).to_have_attribute("aria-busy", "false")
         return last
 
+    async def look_again(self) -> None:
+        """Come back to the tab from another one."""
+        await self.page.evaluate("() => document.dispatchEvent(new Event('visibilitychange'))")
+
     async def tab_through(self) -> list[str]:
         """Move the focus once around the page and return the names of what had it; each could be seen to have it."""
         names: list[str] = []

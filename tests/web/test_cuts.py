@@ -1,0 +1,184 @@
+"""Tests of what a browser shows when what it depends on goes away in the middle of an answer, and comes back."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from playwright.async_api import expect
+
+from tests.e2e.harness import run_daemon, start_daemon, talk
+from tests.web.browser import MARKS, bare, said, signed_in
+from tests.web.conftest import ECHO, ROOMY
+from tests.web.wire import wire_to
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from playwright.async_api import Browser, Locator
+
+    from tests.e2e.harness import Daemon
+
+pytestmark = MARKS
+
+LOST = "WebSocket connection to|ERR_CONNECTION|ERR_INTERNET_DISCONNECTED|ERR_EMPTY_RESPONSE"
+"""What a browser itself writes to the console about a socket that is lost."""
+QUESTION = " ".join(f"{n} bottles of beer on the wall," for n in range(1, 70))
+
+
+async def whole(answer: Locator, question: str = QUESTION) -> None:
+    """Assert that an answer of the echo is all of the question, once."""
+    assert bare(await said(answer)) == bare(question)
+
+
+async def test_a_reload(browser: Browser, echo: Daemon) -> None:
+    """The page comes back into the middle of the answer, twice, and sees its end."""
+    async with signed_in(browser, echo) as visit:
+        await visit.ask(QUESTION)
+        await expect(visit.answers.first).to_contain_text("4 bottles")
+        await visit.page.reload()
+        await expect(visit.answers.first).to_contain_text("12 bottles")
+        await visit.page.reload()
+        await expect(visit.button("Stop")).to_be_visible()
+        await whole(await visit.answered())
+        await visit.page.reload()
+        await whole(await visit.answered())
+
+
+async def test_a_network_that_is_gone_for_seconds(browser: Browser, echo: Daemon) -> None:
+    """It is said, what was there stays and can be read, and the answer that went on meanwhile comes whole."""
+    async with wire_to(echo.port) as (wire, origin), signed_in(browser, echo, origin=origin) as visit:
+        visit.expected = LOST
+        await visit.ask(QUESTION)
+        await expect(visit.answers.first).to_contain_text("4 bottles")
+        wire.pull_out()
+        await expect(visit.page.get_by_text("cannot be reached")).to_be_visible()
+        await expect(visit.answers.first).to_contain_text("Waiting for the connection")
+        await wire.tried(4)  # half a second apart at first, then longer: some five seconds
+        await visit.composer.fill("A draft that is kept.")
+        wire.plug_in()
+        await whole(await visit.answered())
+        await expect(visit.page.get_by_text("cannot be reached")).to_have_count(0)
+        await expect(visit.composer).to_have_value("A draft that is kept.")
+
+
+async def test_a_wire_that_is_cut_again_and_again(browser: Browser, echo: Daemon) -> None:
+    """No character is missing and none comes twice."""
+    async with wire_to(echo.port) as (wire, origin), signed_in(browser, echo, origin=origin) as visit:
+        visit.expected = LOST
+        await visit.ask(QUESTION)
+        for bottle in (3, 9, 20):
+            await expect(visit.answers.first).to_contain_text(f"{bottle} bottles")
+            wire.cut()
+        await whole(await visit.answered())
+
+
+async def test_a_browser_that_knows_it_is_offline(browser: Browser, echo: Daemon) -> None:
+    """When the system says that the network is back, the page does not wait for its next attempt."""
+    async with wire_to(echo.port) as (wire, origin), signed_in(browser, echo, origin=origin) as visit:
+        visit.expected = LOST
+        await visit.ask(QUESTION)
+        await expect(visit.answers.first).to_contain_text("4 bottles")
+        await visit.page.context.set_offline(True)
+        wire.cut()
+        await expect(visit.page.get_by_text("Trying again in")).to_be_visible()
+        await visit.page.context.set_offline(False)
+        await whole(await visit.answered())
+
+
+async def test_a_question_that_is_asked_into_the_dark(browser: Browser, echo: Daemon) -> None:
+    """It is kept, sent when the daemon can be reached, and answered once."""
+    async with wire_to(echo.port) as (wire, origin), signed_in(browser, echo, origin=origin) as visit:
+        visit.expected = LOST
+        await visit.ask("Before.")
+        await visit.answered()
+        wire.pull_out()
+        await expect(visit.page.get_by_text("cannot be reached")).to_be_visible()
+        await visit.ask("Meanwhile.")
+        await expect(visit.answers.nth(1)).to_contain_text("Waiting for the connection")
+        wire.plug_in()
+        await visit.button("Try now").click()
+        assert await said(await visit.answered(count=2)) == "Meanwhile."
+        async with talk(echo) as client:
+            told = await client.ask(op="get_session", session_id=visit.session_id())
+        assert [each["content"] for each in told["transcript"]] == ["Before.", "Before.", "Meanwhile.", "Meanwhile."]
+
+
+async def test_an_engine_that_is_killed(browser: Browser, tmp_path: Path, demo_model_path: Path) -> None:
+    """The demo model's answer is whole: the page shows what the daemon keeps, to its last token."""
+    with run_daemon(tmp_path / "state", demo_model_path, **ROOMY) as daemon:
+        async with talk(daemon) as client:
+            params = {"temperature": 0.0, "ignore_eos": True, "max_tokens": 400}
+            session = await client.create(params=params)
+        async with signed_in(browser, daemon) as visit:
+            await visit.go(f"#/c/{session}")
+            await visit.ask("Count from 1 to 100.")
+            await expect(visit.answers.first).to_contain_text("3, 4")
+            os.kill(daemon.engine_pid(), signal.SIGKILL)
+            await expect(visit.page.get_by_text("is started again")).to_be_visible()
+            answer = await visit.answered()
+            await expect(answer).to_contain_text("400 tokens")
+            await expect(visit.page.get_by_text("is started again")).to_have_count(0)
+            async with talk(daemon) as client:
+                told = await client.ask(op="get_session", session_id=session)
+            assert bare(await said(answer)) == bare(told["transcript"][-1]["content"])
+
+
+async def test_a_server_that_is_gone_and_comes_back(browser: Browser, tmp_path: Path, demo_model_path: Path) -> None:
+    """It is killed in the middle and started again: the page asks for the rest by itself."""
+    daemon = start_daemon(tmp_path / "state", demo_model_path, **ECHO)
+    try:
+        daemon.wait_ready()
+        async with signed_in(browser, daemon) as visit:
+            visit.expected = LOST
+            await visit.ask(QUESTION)
+            await expect(visit.answers.first).to_contain_text("9 bottles")
+            daemon.process.kill()
+            daemon.process.wait()
+            await expect(visit.page.get_by_text("cannot be reached")).to_be_visible()
+            settings = {**ECHO, "INFERENCECENTER_SERVER__PORT": str(daemon.port)}
+            daemon = replace(start_daemon(tmp_path / "state", demo_model_path, **settings), port=daemon.port)
+            await whole(await visit.answered())
+    finally:
+        daemon.process.kill()
+        await asyncio.to_thread(daemon.process.wait)
+
+
+async def test_two_tabs(browser: Browser, echo: Daemon) -> None:
+    """One of them has the conversation; the other says so, and takes it back in the middle of an answer."""
+    async with signed_in(browser, echo) as one, signed_in(browser, echo) as two:
+        await one.ask(QUESTION)
+        await expect(one.answers.first).to_contain_text("3 bottles")
+        await two.go(f"#/c/{one.session_id()}")
+        await expect(two.answers.first).to_contain_text("9 bottles")
+        await expect(one.page.get_by_text("open in another tab")).to_be_visible()
+        await expect(one.composer).to_be_disabled()
+        await one.button("Continue here").click()
+        await expect(two.page.get_by_text("open in another tab")).to_be_visible()
+        await whole(await one.answered())
+        await two.button("Continue here").click()
+        await whole(await two.answered())
+
+
+async def test_deleted_elsewhere(browser: Browser, echo: Daemon) -> None:
+    """The tab that shows it says so and leads on; so does the address of one that is gone or never was."""
+    async with signed_in(browser, echo) as visit:
+        await visit.ask("Soon gone.")
+        await visit.answered()
+        gone = visit.session_id()
+        async with talk(echo) as client:
+            assert (await client.ask(op="close_session", session_id=gone))["op"] == "session_closed"
+        await visit.look_again()
+        await expect(visit.page.get_by_text("was deleted, or it expired")).to_be_visible()
+        await expect(visit.conversation("Soon gone.")).to_have_count(0)
+        await expect(visit.composer).to_be_disabled()
+        await visit.button("New chat", inside=visit.page.get_by_role("status")).click()
+        await visit.ask("After it.")
+        assert await said(await visit.answered()) == "After it."
+        for address in (f"#/c/{gone}", "#/c/never-was", "#/c/%3Cb%3E..%2F", "#/nowhere/else"):
+            await visit.go(address)
+            await visit.page.reload()
+            await expect(visit.composer).to_be_visible()
