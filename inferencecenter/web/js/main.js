@@ -9,6 +9,8 @@ import { html, render, useEffect } from "./ui.js";
 import { Connecting, SignIn } from "./views/signin.js";
 import { Shell } from "./views/shell.js";
 
+const LOOK_EVERY_MS = 15_000;
+
 /** Signed in or not. */
 function App() {
   const known = account.value !== null;
@@ -32,11 +34,15 @@ function shortcuts(event) {
   }
 }
 
+/** Other tabs and devices begin and delete conversations, too. */
+function look() {
+  if (document.visibilityState === "visible" && link.peek()?.state.peek() === "open") refreshSessions();
+}
+
 followTheme();
 addEventListener("keydown", shortcuts);
-document.addEventListener("visibilitychange", () => {
-  if (document.visibilityState === "visible" && account.peek()) refreshSessions();
-});
+document.addEventListener("visibilitychange", look);
+setInterval(look, LOOK_EVERY_MS);
 const token = takeTokenFromAddress() ?? keptToken();
 if (token) signIn(token);
 render(html`<${App} />`, /** @type {HTMLElement} */ (document.getElementById("app")));

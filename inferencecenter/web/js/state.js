@@ -95,6 +95,9 @@ export async function refreshSessions() {
       after = page.next;
     } while (after);
     sessions.value = found.toSorted((a, b) => b.last_used_at - a.last_used_at);
+    const id = current.peek()?.id.peek();
+    // It was closed elsewhere: only who closes a session hears of it.
+    if (id && !found.some((each) => each.session_id === id)) current.peek()?.end();
   } catch (error) {
     // The next time the list is looked at, or the connection is back, it is read again.
     console.info("the list of sessions was not read:", asWireError(error).message);

@@ -8,7 +8,7 @@ const TAGS = [
   "kbd", "li", "mark", "ol", "p", "pre", "s", "span", "strong", "sub", "summary", "sup", "table", "tbody", "td", "th",
   "thead", "tr", "u", "ul",
 ];
-const ATTRIBUTES = ["align", "class", "colspan", "dir", "href", "lang", "open", "rowspan", "start", "title"];
+const HARMLESS = ["align", "class", "colspan", "dir", "lang", "open", "rowspan", "start", "title"];
 const CLASSES = /^(language-[\w+#.-]{1,32}|(hljs-[\w-]{1,32}( [\w-]{1,32}_{0,2})*))$/;
 const ADDRESSES = /^(?:https?:\/\/|mailto:)/i;
 
@@ -34,7 +34,9 @@ purify.addHook("afterSanitizeAttributes", (node) => {
 export function sanitized(text) {
   return purify.sanitize(text, {
     ALLOWED_TAGS: TAGS,
-    ALLOWED_ATTR: ATTRIBUTES,
+    ALLOWED_ATTR: [...HARMLESS, "href"],
+    // Addresses are looked for in every attribute but these.
+    ADD_URI_SAFE_ATTR: HARMLESS,
     ALLOWED_URI_REGEXP: ADDRESSES,
     ALLOW_ARIA_ATTR: false,
     ALLOW_DATA_ATTR: false,

@@ -82,13 +82,12 @@ function Turns({ session }) {
   const connected = link.value?.state.value === "open";
   if (!session.known.value && session.state.value !== "gone") return html`<p class="empty hint">Loading…</p>`;
   if (turns.length === 0 && !live) return html`<${Empty} session=${session} />`;
-  return html`
-    <div class="turns">
-      ${turns.map((turn, index) => html`<${TurnView} key=${turn.key} turn=${turn} connected=${connected}
-        doing=${doingWith(session, index)} />`)}
-      ${live && html`<${TurnView} key=${live.key} live=${live} connected=${connected} doing=${{}} />`}
-    </div>
-  `;
+  // One list: what was running keeps its nodes when it has ended.
+  const shown = turns.map((turn, index) => ({ key: turn.key, turn, doing: doingWith(session, index) }));
+  const all = live ? [...shown, { key: live.key, live, doing: {} }] : shown;
+  return html`<div class="turns">
+    ${all.map(({ key, ...props }) => html`<${TurnView} key=${key} connected=${connected} ...${props} />`)}
+  </div>`;
 }
 
 /** @param {{session: Session}} props */

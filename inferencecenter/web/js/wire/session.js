@@ -188,6 +188,7 @@ export class Session {
     if (error.code === "daemon_unreachable" && this._link.state.peek() !== "closed") return; // it is sent again
     if (!PASSING.has(error.code)) {
       this._fail(live, error);
+      if (error.code === "session_not_found") this.end();
       return;
     }
     live.phase = "loading";
