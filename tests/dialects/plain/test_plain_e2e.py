@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-import subprocess
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -16,10 +14,10 @@ from tests.e2e.harness import Daemon, run_daemon, talk
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
 pytestmark = pytest.mark.slow
 
-DOCS = Path(__file__).parents[3] / "docs" / "openai.md"
 QUESTION = "What is the capital of France?"
 
 
@@ -83,18 +81,3 @@ def test_a_number_that_is_no_token_is_refused(daemon: Daemon) -> None:
     """It is named by itself and by its place."""
     error = ask(daemon, "/detokenize", tokens=[1, 2, 2_000_000_000]).error
     assert (error["param"], "2000000000" in error["message"]) == ("tokens.2", True)
-
-
-def test_the_examples_of_the_documentation_run(daemon: Daemon) -> None:
-    """Each ``curl`` of the page is answered."""
-    blocks = re.findall(r"```sh\n(.*?)```", DOCS.read_text(encoding="utf-8"), flags=re.DOTALL)
-    commands = [line for block in blocks for line in re.sub(r"\\\n\s*", "", block).splitlines()]
-    assert len(commands) >= 3
-    for command in commands:
-        ran = subprocess.run(
-            ["bash", "-c", command.replace("curl ", "curl -sS -m 20 ").replace(":3000", f":{daemon.port}")],
-            env={"TOKEN": daemon.admin_token, "PATH": "/usr/local/bin:/usr/bin:/bin"},
-            check=True,
-            capture_output=True,
-        )
-        assert "error" not in json.loads(ran.stdout), command

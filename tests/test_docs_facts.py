@@ -1,0 +1,176 @@
+"""What pages name exists: commands and their options, settings, variables, files, addresses, frames."""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from typing import TYPE_CHECKING, Any, cast
+
+import pytest
+import typer
+
+from inferencecenter.cli.app import app
+from inferencecenter.config_params import parse_config_params
+from inferencecenter.configuration import OTHER_ENVIRONMENT, load_settings
+from inferencecenter.protocol.codec import read_frame
+from inferencecenter.settings import environment_name, setting_fields
+from tests.documentation import GENERATED, ROOT, Block, Page, all_pages, commands_in
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+PAGES = all_pages()
+WRITTEN = [page for page in PAGES if page.path not in GENERATED]
+SETTINGS = frozenset(name for name, _ in setting_fields())
+SECTIONS = frozenset(name.partition(".")[0] for name in SETTINGS if "." in name)
+VARIABLES = frozenset(map(environment_name, SETTINGS)) | OTHER_ENVIRONMENT.keys()
+FOREIGN_FILES = frozenset({"convert_lora_to_gguf.py"})
+FRAMES_IN = {"json": lambda text: [text], "jsonl": str.splitlines}
+USAGE_ERROR = cast("type[Exception]", typer.BadParameter.__mro__[1])
+
+
+def blocks_of(*languages: str) -> list[Block]:
+    """Return all blocks in these languages."""
+    return [block for page in PAGES for block in page.blocks if block.language in languages]
+
+
+def test_blocks_are_in_languages_that_are_looked_at() -> None:
+    """Each kind of block is run, or checked here, or drawn."""
+    known = {"", "sh", "python", "toml", "json", "jsonl", "js", "html", "mermaid"}
+    assert [str(block) for page in PAGES for block in page.blocks if block.language not in known] == []
+
+
+def complaint(words: list[str]) -> str | None:
+    """Return what the command line would say against a command; ``None`` if it would begin."""
+    command: Any = typer.main.get_command(app)
+    path, rest = [words[0]], words[1:]
+    while hasattr(command, "get_command") and rest and not rest[0].startswith("-"):
+        path.append(rest.pop(0))
+        command = command.get_command(None, path[-1])
+        if command is None:
+            return f"there is no {' '.join(path)}"
+    try:
+        if not hasattr(command, "get_command"):
+            command.make_context(path[-1], rest)
+    except USAGE_ERROR as error:
+        return str(error)
+    return None
+
+
+def is_ours(words: list[str]) -> bool:
+    """Tell whether a command is the program's, wherever that lies."""
+    return words[0].rpartition("/")[2] == "inferencecenter" and len(words) > 1
+
+
+def commands_shown(page: Page) -> list[list[str]]:
+    """Return the program's commands in blocks and sentences."""
+    texts = [block.text for block in page.blocks if block.language in ("", "sh")]
+    texts += [span for span in page.spans if re.match(r"(\S+=\S+ )*(sudo .*)?(\S*/)?(inferencecenter|make)( |$)", span)]
+    return [words for text in texts for words in commands_in(text)]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=str)
+def test_commands_are_understood(page: Page) -> None:
+    """Each has a name, options and values that the command line takes."""
+    wrong = []
+    for words in filter(is_ours, commands_shown(page)):
+        said = complaint(words)
+        if said is not None and not said.startswith("Missing "):  # a sentence need not say everything
+            wrong.append(f"{' '.join(words)}: {said}")
+    assert wrong == []
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        ("inferencecenter sevre", "there is no inferencecenter sevre"),
+        ("inferencecenter token mak ada", "there is no inferencecenter token mak"),
+        ("inferencecenter serve --prot 3000", "--prot"),
+        ("inferencecenter serve --port many", "valid integer"),
+        ("inferencecenter backup a b", "b"),
+    ],
+)
+def test_wrong_commands_are_noticed(command: str, said: str) -> None:
+    """What does not exist is found by the same means."""
+    assert said in (complaint(command.split()) or "")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=str)
+def test_targets_of_make_exist(page: Page) -> None:
+    """So do the variables that are given to it."""
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    for words in commands_shown(page):
+        for word in words[1:] if words[0] == "make" else ():
+            name = word.partition("=")[0]
+            assert re.search(rf"^{re.escape(name)}( \??:?=|:)|\$\(?{re.escape(name)}\b", makefile, re.MULTILINE), word
+
+
+@pytest.mark.parametrize("page", WRITTEN, ids=str)
+def test_settings_exist(page: Page) -> None:
+    """A name with the dot of a section is a setting, and a value beside it one that it takes."""
+    for span in page.spans:
+        found = re.fullmatch(r"([a-z_]+)\.([a-z_]+)(?: = (.+))?", span)
+        if found is None or found[1] not in SECTIONS:
+            continue
+        assert f"{found[1]}.{found[2]}" in SETTINGS, span
+        if found[3] is not None:
+            load_settings(None, {f"{found[1]}.{found[2]}": tomllib.loads(f"value = {found[3]}")["value"]})
+
+
+@pytest.mark.parametrize("page", PAGES, ids=str)
+def test_variables_of_the_environment_exist(page: Page) -> None:
+    """Each is read by the daemon or the command line."""
+    named = set(re.findall(r"\bINFERENCECENTER_[A-Z_]*[A-Z]\b(?!_?\*)", page.source))
+    assert named - VARIABLES == set()
+
+
+@pytest.mark.parametrize("block", blocks_of("toml"), ids=str)
+def test_configuration_is_valid(block: Block, tmp_path: Path) -> None:
+    """Each piece is a file that the daemon would take."""
+    config = tmp_path / "example.toml"
+    config.write_text(block.text, encoding="utf-8")
+    parse_config_params(load_settings(config, {"models_dir": tmp_path}))
+
+
+@pytest.mark.parametrize("block", blocks_of("json", "jsonl"), ids=str)
+def test_frames_are_of_the_protocol(block: Block) -> None:
+    """What has an op is a request that the daemon takes, or an event that it may send; all else is JSON."""
+    schema = json.loads((ROOT / "docs/protocol.schema.json").read_text(encoding="utf-8"))
+    for text in FRAMES_IN[block.language](block.text):
+        frame = json.loads(text)
+        if "op" not in frame:
+            continue
+        events = [fields for fields in events_of(schema) if fields["op"]["const"] == frame["op"]]
+        if not any(frame.keys() <= fields.keys() for fields in events):
+            read_frame(text).parse()
+
+
+def events_of(schema: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the fields of each event in the schema."""
+    return [
+        each["properties"]
+        for each in schema["events"]["$defs"].values()
+        if "const" in each.get("properties", {}).get("op", {})
+    ]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=str)
+def test_files_exist(page: Page) -> None:
+    """Paths in the repository, or in the package, lead to something."""
+    for span in page.spans:
+        is_path = re.fullmatch(r"(docs|config|tools|tests|systemd|examples|inferencecenter)/[\w./-]+", span)
+        if (is_path or re.fullmatch(r"[\w/-]+\.py", span)) and span not in FOREIGN_FILES:
+            assert (ROOT / span).exists() or any((ROOT / "inferencecenter").rglob(span)), span
+
+
+@pytest.mark.parametrize("page", WRITTEN, ids=str)
+def test_addresses_exist(page: Page) -> None:
+    """What is asked for over HTTP is served."""
+    described = json.loads((ROOT / "docs/openapi.json").read_text(encoding="utf-8"))["paths"]
+    plain = {"/", "/metrics", "/healthz", "/readyz", "/openapi.json"}
+    for span in page.spans:
+        if found := re.fullmatch(r"(GET|POST|DELETE) (/[^\s?]*)", span):
+            path = re.sub(r"\{\w+\}", "{}", found[2])
+            methods = {re.sub(r"\{\w+\}", "{}", each): kinds for each, kinds in described.items()}
+            assert (found[1] == "GET" and path in plain) or found[1].lower() in methods.get(path, {}), span
