@@ -24,7 +24,7 @@ const UNSETTLED = "\r";
  */
 const renderer = {
   heading({ tokens, depth }) {
-    const level = Math.min(6, depth + 2);
+    const level = Math.min(6, depth + 1);
     return `<h${level}>${this.parser.parseInline(tokens)}</h${level}>\n`;
   },
   image({ href, text }) {

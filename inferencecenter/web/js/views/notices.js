@@ -30,6 +30,7 @@ export function Notices() {
         The GPU is ${thermal.state}${thermal.temp ? ` (${Math.round(thermal.temp)} °C)` : ""}: ${thermal.action}
       </p>`}
       ${going &&
+      link.value?.state.value === "open" &&
       html`<p class="notice" data-mood="warn">
         The server is stopping.${going.resume ? " Conversations are kept and can be continued afterwards." : ""}
       </p>`}
