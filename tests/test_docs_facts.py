@@ -96,6 +96,25 @@ def test_wrong_commands_are_noticed(command: str, said: str) -> None:
     assert said in (complaint(command.split()) or "")
 
 
+def command_names(command: Any, *path: str) -> list[str]:
+    """Return the names of a command's commands that people call."""
+    if not hasattr(command, "list_commands"):
+        return [] if command.hidden else [" ".join(path)]
+    return [
+        each
+        for name in command.list_commands(None)
+        for each in command_names(command.get_command(None, name), *path, name)
+    ]
+
+
+def test_every_command_is_told_of() -> None:
+    """Some page shows it."""
+    shown = [" ".join(words[1:]) for page in PAGES for words in filter(is_ours, commands_shown(page))]
+    names = command_names(typer.main.get_command(app))
+    assert "session export" in names
+    assert [name for name in names if not any(f"{each} ".startswith(f"{name} ") for each in shown)] == []
+
+
 @pytest.mark.parametrize("page", PAGES, ids=str)
 def test_targets_of_make_exist(page: Page) -> None:
     """So do the variables that are given to it."""
