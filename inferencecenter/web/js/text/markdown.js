@@ -8,11 +8,12 @@
 
 import { Lexer, Marked, Parser } from "../../vendor/marked.js";
 import { codeBlock, dress, growCode } from "./blocks.js";
-import { mayLink, sanitized } from "./sanitizer.js";
+import { mayLink, sanitized, withBareTags } from "./sanitizer.js";
 
 /** After a change that took long, no other is made for so many times as long. */
 const REST_FACTOR = 3;
 const REST_FROM_MS = 4;
+const DEFINITION = /^ {0,3}\[[^\]]+\]:/m;
 /** No text begins with it. */
 const UNSETTLED = "\r";
 
@@ -26,6 +27,9 @@ const renderer = {
   heading({ tokens, depth }) {
     const level = Math.min(6, depth + 1);
     return `<h${level}>${this.parser.parseInline(tokens)}</h${level}>\n`;
+  },
+  html({ text }) {
+    return withBareTags(text);
   },
   image({ href, text }) {
     const words = escaped(text || href);
@@ -84,7 +88,9 @@ export class MarkdownView {
    * @param {boolean} done
    */
   _show(text, done) {
-    if (!text.startsWith(this._text)) this._restart();
+    // What is defined at the end may be meant at the beginning.
+    const defines = done && DEFINITION.test(text);
+    if (defines || !text.startsWith(this._text)) this._restart();
     this._text = text;
     let tokens = this._lex(text.slice(this._settled));
     const adds = lengthOf(tokens) === text.length - this._settled;
@@ -95,6 +101,7 @@ export class MarkdownView {
     }
     const last = done ? tokens.length : Math.max(0, tokens.findLastIndex((token) => token.type !== "space"));
     for (const [index, token] of tokens.entries()) {
+      if (token.type === "def" && index < last) this._links[token.tag] ??= { href: token.href, title: token.title };
       if (token.type === "space" || token.type === "def") continue;
       this._open ??= new OpenBlock(this._root);
       this._open.show(token, index >= last);
@@ -111,9 +118,7 @@ export class MarkdownView {
   _lex(text) {
     const lexer = new Lexer(/** @type {any} */ (options));
     Object.assign(lexer.tokens.links, this._links);
-    const tokens = lexer.lex(text);
-    this._links = lexer.tokens.links;
-    return tokens;
+    return lexer.lex(text);
   }
 
   _restart() {
