@@ -26,11 +26,6 @@ const AXIS_PX = 52;
 const LEAST_S = 60;
 const SYNC = uPlot.sync("board");
 
-/** For what is counted. */
-export const WHOLE_STEPS = [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000];
-/** For MiB. */
-export const MIB_STEPS = Array.from({ length: 20 }, (_, power) => 2 ** power);
-
 /**
  * @param {object} props
  * @param {ChartOptions} props.options

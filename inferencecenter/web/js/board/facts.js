@@ -20,7 +20,10 @@ const KNOWN = {
   n_ctx: ["Context of a session", tokens],
   n_ctx_train: ["Context in training", tokens],
   n_vocab: ["Vocabulary", tokens],
-  gpu_layers: ["Layers on the GPU", (value, { layers }) => (layers ? `${count(value)} of ${count(layers)}` : count(value))],
+  gpu_layers: [
+    "Layers on the GPU",
+    (value, { layers }) => (layers ? `${count(value)} of ${count(layers)}` : count(value)),
+  ],
   backend: ["Backend", String],
   threads: ["CPU threads", count],
   lora: ["LoRA", String],

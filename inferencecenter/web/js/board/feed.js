@@ -7,7 +7,7 @@ import { History } from "./history.js";
 
 /** @typedef {import("../wire/link.js").Link} Link */
 /** @typedef {import("../wire/types.js").Requests} Requests */
-/** @typedef {{answer: any, fault: string}} Told  The direct reply, null before the first; why there is none, in words. */
+/** @typedef {{answer: any, fault: string}} Told  The direct reply, null before the first; why there is none. */
 
 const EVERY_MS = 1000;
 

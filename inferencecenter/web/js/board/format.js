@@ -81,6 +81,15 @@ export function bytes(value) {
 }
 
 /**
+ * Returns a temperature.
+ *
+ * @param {number | null | undefined} celsius
+ */
+export function degrees(celsius) {
+  return celsius === null || celsius === undefined ? NOTHING : `${Math.round(celsius)} °C`;
+}
+
+/**
  * Returns a part of a whole.
  *
  * @param {number} fraction  From 0 to 1.

@@ -6,7 +6,9 @@ export const KEPT_S = 900;
 /** Readings further apart than this are not joined by a line. */
 const GAP_S = 5;
 
-/** @typedef {"tokensPerS" | "ttftMs" | "running" | "waiting" | "sessions" | "parked" | "vramMb" | "temperature"} Column */
+/**
+ * @typedef {"tokensPerS" | "ttftMs" | "running" | "waiting" | "sessions" | "parked" | "vramMb" | "temperature"} Column
+ */
 /** @typedef {(number | null)[]} Values */
 /** @typedef {{now: number | null, lowest: number | null, mean: number | null, highest: number | null}} Summary */
 

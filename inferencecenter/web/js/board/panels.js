@@ -1,20 +1,8 @@
 // @ts-check
-/** Parts of the dashboard that are text: tiles, facts, and readings as a table. */
+/** Parts of the dashboard that are text: facts, and readings as a table. */
 
 import { html, useId } from "../ui.js";
 import { factsOf } from "./facts.js";
-
-/**
- * One number that matters.
- *
- * @param {{label: string, value: unknown, of?: string, note?: string, mood?: string}} props
- */
-export function Tile({ label, value, of = "", note = "", mood = "" }) {
-  return html`<div class="tile" data-mood=${mood || undefined}>
-    <dt>${label}</dt>
-    <dd><b>${value}</b>${of && html` <span class="tile-of">${of}</span>`}${note && html`<small>${note}</small>`}</dd>
-  </div>`;
-}
 
 /**
  * A titled part of the page.
@@ -65,14 +53,18 @@ export function Readings({ charts, history, windowS }) {
       <thead>
         <tr>
           <th scope="col">Reading</th>
-          ${["Now", "Lowest", "Mean", "Highest"].map((name) => html`<th scope="col" key=${name} class="number">${name}</th>`)}
+          ${["Now", "Lowest", "Mean", "Highest"].map(
+            (name) => html`<th scope="col" key=${name} class="number">${name}</th>`,
+          )}
         </tr>
       </thead>
       <tbody>
         ${rows.map(
           ({ label, show, summary }) => html`<tr key=${label}>
             <th scope="row">${label}</th>
-            ${[summary.now, summary.lowest, summary.mean, summary.highest].map((value) => html`<td class="number">${show(value)}</td>`)}
+            ${[summary.now, summary.lowest, summary.mean, summary.highest].map(
+              (value) => html`<td class="number">${show(value)}</td>`,
+            )}
           </tr>`,
         )}
       </tbody>

@@ -18,7 +18,8 @@ export class Shelf {
     this.swap = signal(/** @type {Swap | null} */ (null));
     /** What was done last, or why it could not be. */
     this.said = signal({ words: "", hint: "", failed: false });
-    for (const op of /** @type {const} */ (["model_changed", "model_unloaded", "engine"])) link.on(op, () => void this.refresh());
+    const changes = /** @type {const} */ (["model_changed", "model_unloaded", "engine"]);
+    for (const op of changes) link.on(op, () => void this.refresh());
   }
 
   /** Reads the list anew. */

@@ -16,16 +16,26 @@ import { Panel } from "./panels.js";
  * @returns {Allowance[]}
  */
 export function allowancesOf(left, limits) {
-  const { tokens_per_day: day, tokens_per_minute: tokens, requests_per_minute: requests, concurrent_turns: turns } = limits;
-  /** @type {(limit: number | undefined, rest: number | undefined) => number} */
-  const gone = (limit, rest) => Math.max(0, (limit ?? 0) - (rest ?? 0));
+  const { tokens_per_day: day, tokens_per_minute: tokens, requests_per_minute: requests } = limits;
+  const { concurrent_turns: turns } = limits;
+  const anew = `starts anew in ${duration(left.day_ends_in_ms)}`;
   const all = [
-    { label: "Tokens today", used: left.tokens_today, limit: day ?? null, note: `starts anew in ${duration(left.day_ends_in_ms)}` },
+    { label: "Tokens today", used: left.tokens_today, limit: day ?? null, note: anew },
     { label: "Turns under way", used: left.turns, limit: turns ?? null, note: "" },
   ];
-  if (tokens) all.push({ label: "Tokens this minute", used: gone(tokens, left.minute_tokens_left), limit: tokens, note: "" });
-  if (requests) all.push({ label: "Questions this minute", used: gone(requests, left.requests_left), limit: requests, note: "" });
+  if (tokens) all.push(ofMinute("Tokens this minute", tokens, left.minute_tokens_left));
+  if (requests) all.push(ofMinute("Questions this minute", requests, left.requests_left));
   return all;
+}
+
+/**
+ * @param {string} label
+ * @param {number} limit
+ * @param {number | undefined} rest  What is left of it.
+ * @returns {Allowance}
+ */
+function ofMinute(label, limit, rest) {
+  return { label, used: Math.max(0, limit - (rest ?? limit)), limit, note: "" };
 }
 
 /** @param {{told: import("./feed.js").Told, account: import("../wire/types.js").AuthSuccessEvent | null}} props */
@@ -48,7 +58,9 @@ function Allowances({ all }) {
         <dt>${label}</dt>
         <dd>
           <b>${count(used)}</b> ${limit === null ? html`<span class="hint">no limit</span>` : `of ${count(limit)}`}
-          ${limit !== null && html`<meter min="0" max=${limit} high=${limit * 0.9} value=${Math.min(used, limit)} aria-label=${label}></meter>`}
+          ${limit !== null &&
+          html`<meter min="0" max=${limit} high=${limit * 0.9} value=${Math.min(used, limit)}
+            aria-label=${label}></meter>`}
           ${note && html`<small>${note}</small>`}
         </dd>
       </div>`,
@@ -64,14 +76,18 @@ function Days({ days }) {
     <table>
       <thead>
         <tr>
-          <th scope="col">Day (UTC)</th><th scope="col" class="number">Turns</th><th scope="col" class="number">Read</th>
-          <th scope="col" class="number">From cache</th><th scope="col" class="number">Written</th>
+          <th scope="col">Day (UTC)</th>
+          ${["Turns", "Read", "From cache", "Written"].map(
+            (name) => html`<th scope="col" key=${name} class="number">${name}</th>`,
+          )}
         </tr>
       </thead>
       <tbody>
         ${days.toReversed().map(
           (day) => html`<tr key=${day.day}>
-            <th scope="row">${day.day}<span class="bar" style=${{ "--part": tokensOf(day) / most }} aria-hidden="true"></span></th>
+            <th scope="row">
+              ${day.day}<span class="bar" style=${{ "--part": tokensOf(day) / most }} aria-hidden="true"></span>
+            </th>
             <td class="number">${count(day.turns)}</td><td class="number">${count(day.prompt_tokens)}</td>
             <td class="number">${count(day.cached_tokens)}</td><td class="number">${count(day.completion_tokens)}</td>
           </tr>`,

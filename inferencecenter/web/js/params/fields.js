@@ -115,7 +115,8 @@ function number(parameter, text) {
 }
 
 /**
- * Tells whether a value lies between a range and the one value outside it that has a meaning, as 0 of "from 1 to 9, or -1".
+ * Tells whether a value lies between a range and the one value outside it that has a meaning, as 0 of "from 1 to 9, or
+ * -1".
  *
  * @param {Parameter} parameter
  * @param {number} value
@@ -151,7 +152,8 @@ function pairs(parameter, text) {
     const match = /^\s*(\d{1,10})\s*[:=]\s*(false|[-+]?\d+(?:\.\d+)?)\s*$/.exec(line);
     const bias = match && (match[2] === "false" ? false : Number(match[2]));
     if (!match || bias === null || Math.abs(Number(bias)) > MAX_BIAS || match[1] in value) {
-      return { fault: `“${line.trim()}” is not understood: write one “token id: bias” a line, each token once and each bias false or a number from -100 to 100.` };
+      const form = "write one “token id: bias” a line, each token once, each bias false or from -100 to 100";
+      return { fault: `“${line.trim()}” is not understood: ${form}.` };
     }
     value[match[1]] = bias;
   }
@@ -165,7 +167,7 @@ function pairs(parameter, text) {
  * @returns {[number, number]}
  */
 function limitsOf({ allowed }) {
-  const [most = Infinity, longest = Infinity] = [...allowed.matchAll(/at most (\d+)/g)].map((match) => Number(match[1]));
+  const [most = Infinity, longest = Infinity] = [...allowed.matchAll(/at most (\d+)/g)].map(([, n]) => Number(n));
   return [most, longest];
 }
 

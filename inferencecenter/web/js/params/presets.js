@@ -7,7 +7,11 @@
 export const PRESETS = [
   { name: "Precise", about: "Stays with what is likely", params: { temperature: 0.2, top_p: 0.9, top_k: 20 } },
   { name: "Balanced", about: "As the model and the server recommend", params: {} },
-  { name: "Creative", about: "Lets the unlikely in, but not the absurd", params: { temperature: 1.2, top_p: 1, top_k: 0, min_p: 0.08 } },
+  {
+    name: "Creative",
+    about: "Lets the unlikely in, but not the absurd",
+    params: { temperature: 1.2, top_p: 1, top_k: 0, min_p: 0.08 },
+  },
 ];
 
 const TOUCHED = new Set(PRESETS.flatMap(({ params }) => Object.keys(params)));

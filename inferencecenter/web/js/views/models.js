@@ -7,6 +7,8 @@ import { shelfOf } from "../board/shelf.js";
 import { account, link } from "../state.js";
 import { html, useEffect, useMemo } from "../ui.js";
 
+/** @typedef {import("../wire/types.js").ModelSummary} ModelSummary */
+
 const EVERY_MS = 10_000;
 const EVERY_WHILE_LOADING_MS = 1500;
 const MAY_SWAP = "operator";
@@ -49,10 +51,12 @@ function List({ link: there }) {
     <header class="board-head">
       <h1>Models</h1>
       <p class="hint">
-        ${may ? "A question to a model that is not loaded loads it." : "Operators choose which model answers; a question loads it where that is needed."}
+        ${may ? "" : "Operators choose which model answers. "}A question to a model that is not loaded loads it.
       </p>
     </header>
-    <div class="board-said" role="status">${words && html`<p class=${failed ? "problem" : "board-note"}>${words} ${hint}</p>`}</div>
+    <div class="board-said" role="status">
+      ${words && html`<p class=${failed ? "problem" : "board-note"}>${words} ${hint}</p>`}
+    </div>
     ${models === null && html`<p class="hint">Asking…</p>`}
     ${models?.length === 0 && html`<p class="hint">There is no model that you may use.</p>`}
     <ul class="models">
@@ -61,7 +65,7 @@ function List({ link: there }) {
   </div>`;
 }
 
-/** @param {{model: import("../wire/types.js").ModelSummary, shelf: import("../board/shelf.js").Shelf, may: boolean}} props */
+/** @param {{model: ModelSummary, shelf: import("../board/shelf.js").Shelf, may: boolean}} props */
 function Model({ model, shelf, may }) {
   const swap = shelf.swap.value;
   const [state, mood] = STATES[model.state] ?? [model.state, "calm"];
@@ -78,8 +82,10 @@ function Model({ model, shelf, may }) {
     ${may &&
     html`<div class="model-acts">
       ${!(model.default && inMemory) &&
-      html`<button type="button" class="button" disabled=${swap !== null} aria-label=${`${model.default ? "Load" : "Switch to"} ${model.name}`}
-        onClick=${() => shelf.load(model.name)}>${model.default ? "Load" : "Switch"}</button>`}
+      html`<button type="button" class="button" disabled=${swap !== null}
+        aria-label=${`${model.default ? "Load" : "Switch to"} ${model.name}`} onClick=${() => shelf.load(model.name)}>
+        ${model.default ? "Load" : "Switch"}
+      </button>`}
       ${model.state === "loaded" &&
       html`<button type="button" class="button quiet" disabled=${swap !== null} aria-label=${`Unload ${model.name}`}
         onClick=${() => shelf.unload(model.name)}>Unload</button>`}
@@ -98,7 +104,7 @@ function Progress({ swap }) {
   </div>`;
 }
 
-/** @param {import("../wire/types.js").ModelSummary} model */
+/** @param {ModelSummary} model */
 function factsOf(model) {
   return [
     model.parameters && `${magnitude(model.parameters)} parameters`,

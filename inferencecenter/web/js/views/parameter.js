@@ -12,7 +12,7 @@ import { html, useId, useState } from "../ui.js";
  * @property {unknown} value  Undefined where the default holds.
  * @property {unknown} otherwise  What holds then.
  * @property {string} refusal  Why the daemon did not take the value.
- * @property {(value: unknown) => void} onValue  Told undefined to go back to the default, or while a field says nothing.
+ * @property {(value: unknown) => void} onValue  Told undefined for the default, and while what is typed is wrong.
  */
 
 /** @param {RowProps} props */
@@ -47,15 +47,21 @@ export function ParameterRow({ parameter, value, otherwise, refusal, onValue }) 
   };
   return html`<div class="parameter" data-changed=${changed} data-bad=${Boolean(message)}>
     <div class="parameter-head">
-      ${parameter.kind === "choices" ? html`<span class="parameter-name" id=${id}>${label}</span>` : html`<label for=${id}>${label}</label>`}
+      ${parameter.kind === "choices"
+        ? html`<span class="parameter-name" id=${id}>${label}</span>`
+        : html`<label for=${id}>${label}</label>`}
       <button type="button" class="parameter-about" aria-expanded=${told} aria-controls=${`${id}-about`}
         aria-label=${`About ${label}`} onClick=${() => setTold(!told)}>?</button>
       ${changed &&
-      html`<button type="button" class="parameter-reset" aria-label=${`Reset ${label}`} onClick=${reset}>Reset</button>`}
+      html`<button type="button" class="parameter-reset" aria-label=${`Reset ${label}`} onClick=${reset}>
+        Reset
+      </button>`}
     </div>
     <div class="parameter-field"><${Field} ...${field} /></div>
     ${message && html`<p class="parameter-fault" id=${`${id}-fault`} role="alert">${message}</p>`}
-    <div class="parameter-text" id=${`${id}-about`} hidden=${!told}>${told && html`<${About} parameter=${parameter} otherwise=${otherwise} />`}</div>
+    <div class="parameter-text" id=${`${id}-about`} hidden=${!told}>
+      ${told && html`<${About} parameter=${parameter} otherwise=${otherwise} />`}
+    </div>
   </div>`;
 }
 
@@ -63,9 +69,14 @@ export function ParameterRow({ parameter, value, otherwise, refusal, onValue }) 
 function About({ parameter, otherwise }) {
   const names = [parameter.name, ...parameter.aliases];
   return html`<p>${parameter.description}</p>
-    <p>${parameter.allowed.charAt(0).toUpperCase() + parameter.allowed.slice(1)}. Default: <span class="parameter-default">${defaultText(parameter, otherwise)}</span>.</p>
-    ${parameter.kind === "texts" && parameter.name !== "stop_regex" && html`<p>One a line; <code>\\n</code> is a line break, <code>\\t</code> a tab, <code>\\\\</code> a backslash.</p>`}
+    <p>
+      ${parameter.allowed.charAt(0).toUpperCase() + parameter.allowed.slice(1)}.
+      Default: <span class="parameter-default">${defaultText(parameter, otherwise)}</span>.
+    </p>
     ${parameter.name === "stop_regex" && html`<p>One a line.</p>`}
+    ${parameter.kind === "texts" &&
+    parameter.name !== "stop_regex" &&
+    html`<p>One a line; <code>\\n</code> is a line break, <code>\\t</code> a tab, <code>\\\\</code> a backslash.</p>`}
     <p>In the API ${names.map((name, at) => html`${at > 0 && ", or "}<code>${name}</code>`)}.</p>`;
 }
 
@@ -105,17 +116,20 @@ function NumberField({ id, parameter, value, otherwise, text, bad, describedBy, 
   return html`
     ${slider &&
     html`<input type="range" class="parameter-slider" ...${slider} tabindex="-1" aria-hidden="true"
-      value=${Number(value ?? otherwise ?? slider.min)} onInput=${(/** @type {any} */ event) => choose(event.target.valueAsNumber)} />`}
+      value=${Number(value ?? otherwise ?? slider.min)}
+      onInput=${(/** @type {any} */ event) => choose(event.target.valueAsNumber)} />`}
     <input id=${id} class="parameter-number" inputmode=${(parameter.minimum ?? 0) < 0 ? "text" : "decimal"}
-      autocomplete="off" spellcheck=${false} placeholder=${defaultText(parameter, otherwise)} value=${text} aria-invalid=${bad}
-      aria-describedby=${describedBy} onInput=${(/** @type {any} */ event) => type(event.target.value)} onBlur=${settle} />`;
+      autocomplete="off" spellcheck=${false} placeholder=${defaultText(parameter, otherwise)} value=${text}
+      aria-invalid=${bad} aria-describedby=${describedBy} onBlur=${settle}
+      onInput=${(/** @type {any} */ event) => type(event.target.value)} />`;
 }
 
 /** @param {FieldProps} props */
 function Lines({ id, parameter, otherwise, text, bad, describedBy, type, settle }) {
   return html`<textarea id=${id} rows=${Math.min(text.split("\n").length, 6)} spellcheck=${false} value=${text}
-    placeholder=${parameter.kind === "biases" ? "token id: bias" : defaultText(parameter, otherwise)} aria-invalid=${bad}
-    aria-describedby=${describedBy} onInput=${(/** @type {any} */ event) => type(event.target.value)} onBlur=${settle}></textarea>`;
+    placeholder=${parameter.kind === "biases" ? "token id: bias" : defaultText(parameter, otherwise)}
+    aria-invalid=${bad} aria-describedby=${describedBy} onBlur=${settle}
+    onInput=${(/** @type {any} */ event) => type(event.target.value)}></textarea>`;
 }
 
 /** @param {FieldProps} props */
@@ -138,9 +152,14 @@ function Order({ id, label, parameter, value, otherwise, choose }) {
     ${[...on, ...off].map((name, at) => {
       const isOn = at < on.length;
       return html`<li key=${name} data-off=${!isOn}>
-        <label><input type="checkbox" checked=${isOn} onChange=${() => choose(isOn ? on.filter((each) => each !== name) : [...on, name])} />${name}</label>
-        <button type="button" aria-label=${`${label}: ${name} earlier`} disabled=${!isOn || at === 0} onClick=${() => move(at, -1)}>↑</button>
-        <button type="button" aria-label=${`${label}: ${name} later`} disabled=${!isOn || at === on.length - 1} onClick=${() => move(at, 1)}>↓</button>
+        <label>
+          <input type="checkbox" checked=${isOn}
+            onChange=${() => choose(isOn ? on.filter((each) => each !== name) : [...on, name])} />${name}
+        </label>
+        <button type="button" aria-label=${`${label}: ${name} earlier`} disabled=${!isOn || at === 0}
+          onClick=${() => move(at, -1)}>↑</button>
+        <button type="button" aria-label=${`${label}: ${name} later`} disabled=${!isOn || at === on.length - 1}
+          onClick=${() => move(at, 1)}>↓</button>
       </li>`;
     })}
   </ol>`;

@@ -13,7 +13,7 @@ const GROUPS = new Map(Object.entries({ stopping: "Length and stopping", samplin
 
 /**
  * @param {object} props
- * @param {Params} props.params  Those that were chosen, by name. Give the component another `key` for another conversation.
+ * @param {Params} props.params  Those that were chosen. Give the component another `key` for another conversation.
  * @param {(params: Params) => void} props.onChange  Told all that are chosen now; what is wrong is not among them.
  * @param {Params} [props.defaults]  What holds where nothing is chosen, if it is another than llama.cpp's own.
  * @param {{field?: string, message: string} | null} [props.error]  What the daemon refused.
@@ -45,8 +45,9 @@ export function Parameters({ params, onChange, defaults = {}, error = null }) {
         return rows.length > 0 && html`<fieldset key=${group} class="parameter-group">
           <legend>${title}</legend>
           ${rows.map(
-            (parameter) => html`<${ParameterRow} key=${parameter.name} parameter=${parameter} value=${params[parameter.name]}
-              otherwise=${defaults[parameter.name] ?? parameter.default} refusal=${isMeant(parameter, error?.field) ? error?.message : ""}
+            (parameter) => html`<${ParameterRow} key=${parameter.name} parameter=${parameter}
+              value=${params[parameter.name]} otherwise=${defaults[parameter.name] ?? parameter.default}
+              refusal=${isMeant(parameter, error?.field) ? error?.message : ""}
               onValue=${(/** @type {unknown} */ value) => onChange(changed(params, parameter.name, value))} />`,
           )}
         </fieldset>`;
@@ -60,7 +61,9 @@ function Presets({ params, onChoose }) {
   return html`<div class="segments parameters-presets" role="group" aria-label="Presets">
     ${PRESETS.map(
       ({ name, about, params: preset }) => html`<button type="button" key=${name} title=${about}
-        aria-pressed=${isPreset(params, preset)} onClick=${() => onChoose(withPreset(params, preset))}>${name}</button>`,
+        aria-pressed=${isPreset(params, preset)} onClick=${() => onChoose(withPreset(params, preset))}>
+        ${name}
+      </button>`,
     )}
   </div>`;
 }

@@ -1,0 +1,52 @@
+// @ts-check
+/** Which charts there are. Pure. */
+
+import { count, degrees, duration, memory, short } from "./format.js";
+import { hasGpu } from "./gpu.js";
+
+/** @typedef {import("./chart.js").ChartOptions} ChartOptions */
+
+/** For what is counted. */
+const WHOLE_STEPS = [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000];
+const MIB_STEPS = Array.from({ length: 20 }, (_, power) => 2 ** power);
+const HOT_C = 90;
+
+/**
+ * Returns the charts that have something to show.
+ *
+ * @param {import("../wire/types.js").MetricsEvent | null} metrics
+ * @returns {ChartOptions[]}
+ */
+export function chartsOf(metrics) {
+  /** @type {ChartOptions[]} */
+  const charts = [
+    { title: "Tokens a second", show: short, lines: [{ column: "tokensPerS", label: "all turns" }] },
+    { title: "Time to first token", show: duration, lines: [{ column: "ttftMs", label: "last turn", stepped: true }] },
+    {
+      title: "Turns",
+      show: count,
+      steps: WHOLE_STEPS,
+      ceiling: metrics?.inference.slots,
+      lines: [
+        { column: "running", label: "running", stepped: true },
+        { column: "waiting", label: "waiting", stepped: true },
+      ],
+    },
+    {
+      title: "Sessions",
+      show: count,
+      steps: WHOLE_STEPS,
+      lines: [
+        { column: "sessions", label: "open", stepped: true },
+        { column: "parked", label: "parked", stepped: true },
+      ],
+    },
+  ];
+  if (!metrics || !hasGpu(metrics.gpu)) return charts;
+  const vramMb = metrics.gpu.vram_total_mb;
+  return [
+    ...charts,
+    { title: "VRAM", show: memory, steps: MIB_STEPS, ceiling: vramMb, lines: [{ column: "vramMb", label: "in use" }] },
+    { title: "GPU temperature", show: degrees, ceiling: HOT_C, lines: [{ column: "temperature", label: "now" }] },
+  ];
+}
