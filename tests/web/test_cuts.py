@@ -26,7 +26,7 @@ pytestmark = MARKS
 
 LOST = "WebSocket connection to|ERR_CONNECTION|ERR_INTERNET_DISCONNECTED|ERR_EMPTY_RESPONSE"
 """What a browser itself writes to the console about a socket that is lost."""
-QUESTION = " ".join(f"{n} bottles of beer on the wall," for n in range(1, 70))
+QUESTION = " ".join(f"{n} bottles of beer on the wall," for n in range(1, 40))
 
 
 async def whole(answer: Locator, question: str = QUESTION) -> None:

@@ -11,6 +11,8 @@ const TAGS = [
 const HARMLESS = ["align", "class", "colspan", "dir", "lang", "open", "rowspan", "start", "title"];
 const CLASSES = /^(language-[\w+#.-]{1,32}|(hljs-[\w-]{1,32}( [\w-]{1,32}_{0,2})*))$/;
 const ADDRESSES = /^(?:https?:\/\/|mailto:)/i;
+/** Where something begins that is no tag without attributes. */
+const NO_BARE_TAG = new RegExp(`<(?!/?(?:${TAGS.join("|")})\\s*/?>)`, "gi");
 
 const purify = DOMPurify(window);
 
@@ -32,7 +34,7 @@ purify.addHook("afterSanitizeAttributes", (node) => {
  * @returns {DocumentFragment}
  */
 export function sanitized(text) {
-  return purify.sanitize(text, {
+  const found = purify.sanitize(text, {
     ALLOWED_TAGS: TAGS,
     ALLOWED_ATTR: [...HARMLESS, "href"],
     // Addresses are looked for in every attribute but these.
@@ -42,6 +44,20 @@ export function sanitized(text) {
     ALLOW_DATA_ATTR: false,
     RETURN_DOM_FRAGMENT: true,
   });
+  if (found) return found;
+  const fragment = document.createDocumentFragment(); // of a text that is a document without a body
+  fragment.append(text);
+  return fragment;
+}
+
+/**
+ * Returns HTML of which only tags without attributes are left; all others are shown as they are written. The browser
+ * complains of scripts and styles even where they are only looked at, and what is left out may be what was asked for.
+ *
+ * @param {string} html
+ */
+export function withBareTags(html) {
+  return html.replace(NO_BARE_TAG, "&lt;");
 }
 
 /**
