@@ -10,15 +10,10 @@ from inferencecenter.client.tracing import current_traceparent
 from inferencecenter.protocol import requests
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from inferencecenter.client.options import Asked
-    from inferencecenter.protocol.values import ChatMessage
+    from inferencecenter.client.options import Asked, Messages
 
 
-def asking(
-    session_id: str, prompt: str | None, *, messages: Sequence[ChatMessage] | None, asked: Asked
-) -> requests.Infer:
+def asking(session_id: str, prompt: str | None, *, messages: Messages | None, asked: Asked) -> requests.Infer:
     """Return the request, which belongs to the caller's current span.
 
     Raises:

@@ -15,11 +15,11 @@ from inferencecenter.client.loop_thread import LoopThread
 from inferencecenter.errors import ErrorCode
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Iterator, Sequence
+    from collections.abc import Callable, Coroutine, Iterator
     from types import TracebackType
 
     from inferencecenter.client.answer import Answer
-    from inferencecenter.client.options import Asked, ClientOptions, SessionOptions
+    from inferencecenter.client.options import Asked, ClientOptions, Messages, SessionOptions
     from inferencecenter.client.session import ClientSession
     from inferencecenter.client.stream import TurnStreamEvent
     from inferencecenter.client.turn import Turn as AsyncTurn
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
         Swap,
         UsageReport,
     )
-    from inferencecenter.protocol.values import ChatMessage, ModelSummary, SessionSummary
+    from inferencecenter.protocol.values import ModelSummary, SessionSummary
 
 T = TypeVar("T")
 
@@ -196,14 +196,12 @@ class BlockingSession:
         return self._session.created
 
     def infer(
-        self, prompt: str | None = None, *, messages: Sequence[ChatMessage] | None = None, **asked: Unpack[Asked]
+        self, prompt: str | None = None, *, messages: Messages | None = None, **asked: Unpack[Asked]
     ) -> BlockingTurn:
         """Say something and return the turn that answers it; iterate over it for the text."""
         return BlockingTurn(self._thread, self._session.infer(prompt, messages=messages, **asked))
 
-    def ask(
-        self, prompt: str | None = None, *, messages: Sequence[ChatMessage] | None = None, **asked: Unpack[Asked]
-    ) -> Answer:
+    def ask(self, prompt: str | None = None, *, messages: Messages | None = None, **asked: Unpack[Asked]) -> Answer:
         """Say something and return the whole answer."""
         return self._thread.call(self._session.ask(prompt, messages=messages, **asked))
 
@@ -219,7 +217,7 @@ class BlockingSession:
         """Return all that the daemon knows of the session."""
         return self._thread.call(self._session.read())
 
-    def append(self, messages: Sequence[ChatMessage]) -> Appended:
+    def append(self, messages: Messages) -> Appended:
         """Add messages without having them answered."""
         return self._thread.call(self._session.append(messages))
 

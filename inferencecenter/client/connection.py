@@ -114,7 +114,8 @@ class Client:
         """Close the socket. Sessions stay, and turns go on, but for those that were left."""
         if self._opened is not None:
             await self._opened.wound_up(timeout_s=_WIND_UP_S)
-        await self._tasks.cancel()
+            await self._tasks.cancel()
+            await self._opened.line.close()
 
     @property
     def _exchange(self) -> Exchange:

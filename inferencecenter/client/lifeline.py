@@ -131,7 +131,7 @@ class Lifeline:
         except _OverError as over:
             self._end(over.error)
         finally:
-            await self._close()
+            await self.close()
 
     def begin(self, link: Link) -> None:
         """Take the first socket, on which there is nothing to restore."""
@@ -182,8 +182,8 @@ class Lifeline:
         self._settled.set()
         self._user.told(Ended(error))
 
-    async def _close(self) -> None:
-        """Leave nobody waiting, whatever the reason, and no socket open."""
+    async def close(self) -> None:
+        """Leave nobody waiting, whatever the reason, and no socket open, also if ``run`` never came to run."""
         if self.ended is None:
             self._end(failure(ErrorCode.DAEMON_UNREACHABLE, "the client was closed"))
         await self._tasks.cancel()

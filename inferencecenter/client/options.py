@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypedDict, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict, cast
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from inferencecenter.client.exchange import Notice
     from inferencecenter.client.lifeline import Timing
     from inferencecenter.protocol.values import (
+        ChatMessage,
         Metadata,
         Mode,
         OnDisconnect,
@@ -18,6 +19,10 @@ if TYPE_CHECKING:
         Tool,
         ToolChoice,
     )
+
+
+Messages: TypeAlias = "Sequence[ChatMessage | dict[str, Any]]"
+"""What is said: messages of the protocol, or objects with their fields."""
 
 
 class ClientOptions(TypedDict, total=False):
@@ -108,7 +113,7 @@ class Asked(Waits, total=False):
     """
 
     params: dict[str, Any] | None
-    tools: Sequence[Tool]
+    tools: Sequence[Tool | dict[str, Any]]
     tool_choice: ToolChoice
     parallel_tool_calls: bool
     json_schema: dict[str, Any] | bool

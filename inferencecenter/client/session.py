@@ -33,13 +33,12 @@ from inferencecenter.protocol.events import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine, Mapping, Sequence
+    from collections.abc import Coroutine, Mapping
 
     from inferencecenter.client.answer import Answer
     from inferencecenter.client.exchange import Exchange
-    from inferencecenter.client.options import Asked
+    from inferencecenter.client.options import Asked, Messages
     from inferencecenter.protocol.base import Event
-    from inferencecenter.protocol.values import ChatMessage
 
 
 class ClientSession:
@@ -77,9 +76,7 @@ class ClientSession:
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.session_id} {self._position} readers={len(self._readers)}>"
 
-    def infer(
-        self, prompt: str | None = None, *, messages: Sequence[ChatMessage] | None = None, **asked: Unpack[Asked]
-    ) -> Turn:
+    def infer(self, prompt: str | None = None, *, messages: Messages | None = None, **asked: Unpack[Asked]) -> Turn:
         """Say something and return the turn that answers it; iterate over it for the text.
 
         It goes on unbroken when the connection is lost and comes back: nothing is missing, nothing comes twice, though
@@ -102,7 +99,7 @@ class ClientSession:
         return Turn(self, begin, self._exchange.patience(**waits(asked)))
 
     async def ask(
-        self, prompt: str | None = None, *, messages: Sequence[ChatMessage] | None = None, **asked: Unpack[Asked]
+        self, prompt: str | None = None, *, messages: Messages | None = None, **asked: Unpack[Asked]
     ) -> Answer:
         """Say something and return the whole answer.
 
@@ -149,7 +146,7 @@ class ClientSession:
         request = requests.GetSession(op="get_session", session_id=self.session_id)
         return expect(await self._exchange.request(request), Session)
 
-    async def append(self, messages: Sequence[ChatMessage]) -> Appended:
+    async def append(self, messages: Messages) -> Appended:
         """Add messages without having them answered.
 
         Raises:

@@ -333,6 +333,22 @@ async def test_fork_rewind_and_append(scripted: Start) -> None:
             await session.rewind("t1")
 
 
+async def test_a_client_that_is_closed_at_once_leaves_no_socket(scripted: Start) -> None:
+    """Before anything of it has run, the daemon hears that it is gone."""
+    gone = asyncio.Event()
+
+    async def daemon(peer: Peer) -> None:
+        await peer.welcome()
+        await peer.socket.wait_closed()
+        gone.set()
+
+    client = Client(await scripted(daemon), token="ic_a_b")
+    await client.open()
+    await client.close()
+    async with asyncio.timeout(10):
+        await gone.wait()
+
+
 async def test_a_callback_that_fails_ends_nothing(scripted: Start, caplog: pytest.LogCaptureFixture) -> None:
     """The event loop tells of it, and the connection goes on."""
 

@@ -1,0 +1,27 @@
+"""Many conversations at once over one connection; the system prompt is read once for all of them."""
+
+import asyncio
+import os
+
+from inferencecenter.client import Client
+
+URL = os.environ.get("INFERENCECENTER_URL", "http://127.0.0.1:3000")
+TOKEN = os.environ["INFERENCECENTER_TOKEN"]
+CITIES = ("France", "Italy", "Spain", "Norway", "Japan", "Egypt", "Peru", "Canada")
+
+
+async def ask(client: Client, country: str) -> str:
+    """Return what a session of its own says of a country."""
+    async with client.session(system="Answer in one sentence.", store=False) as session:
+        return str(await session.ask(f"What is the capital of {country}?", params={"temperature": 0, "max_tokens": 40}))
+
+
+async def main() -> None:
+    """Ask about all of them together; those for which no slot is free wait in the daemon's queue."""
+    async with Client(URL, TOKEN, retries=5) as client:
+        answers = await asyncio.gather(*(ask(client, country) for country in CITIES))
+    for country, answer in zip(CITIES, answers, strict=True):
+        print(f"{country}: {answer}")
+
+
+asyncio.run(main())
