@@ -1,7 +1,7 @@
 // @ts-check
 /** Where the page begins. */
 
-import { account, link, newChat, refreshSessions, signIn, stopStreaming } from "./state.js";
+import { account, link, lookAgain, newChat, signIn, stopStreaming } from "./state.js";
 import { followAddress, goToAddress } from "./routing.js";
 import { keptToken, takeTokenFromAddress } from "./storage.js";
 import { followTheme } from "./theme.js";
@@ -9,6 +9,7 @@ import { html, render, useEffect } from "./ui.js";
 import { Connecting, SignIn } from "./views/signin.js";
 import { Shell } from "./views/shell.js";
 
+/** Other tabs and devices begin and delete conversations, too. */
 const LOOK_EVERY_MS = 15_000;
 
 /** Signed in or not. */
@@ -34,15 +35,10 @@ function shortcuts(event) {
   }
 }
 
-/** Other tabs and devices begin and delete conversations, too. */
-function look() {
-  if (document.visibilityState === "visible" && link.peek()?.state.peek() === "open") refreshSessions();
-}
-
 followTheme();
 addEventListener("keydown", shortcuts);
-document.addEventListener("visibilitychange", look);
-setInterval(look, LOOK_EVERY_MS);
+document.addEventListener("visibilitychange", lookAgain);
+setInterval(lookAgain, LOOK_EVERY_MS);
 const token = takeTokenFromAddress() ?? keptToken();
 if (token) signIn(token);
 render(html`<${App} />`, /** @type {HTMLElement} */ (document.getElementById("app")));

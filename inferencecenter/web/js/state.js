@@ -79,6 +79,13 @@ export function signOut(why = "") {
   });
 }
 
+/** Sees to what may have changed while nobody looked: the list of sessions, and the one that is shown. */
+export function lookAgain() {
+  if (document.hidden || link.peek()?.state.peek() !== "open") return;
+  refreshSessions();
+  if (current.peek()?.state.peek() === "away") current.peek()?.resume();
+}
+
 /** Reads the list of sessions anew. */
 export async function refreshSessions() {
   const there = link.peek();
@@ -264,8 +271,9 @@ function follow(made, state) {
     refreshSessions();
     for (const [id, session] of open) {
       // What nobody looks at and nothing happens in is read again when it is opened.
-      if (session === current.peek() || session.live.peek()) session.resume();
-      else open.delete(id);
+      // A page in the background takes no session away from one that is looked at, unless it waits for an answer.
+      if (session.live.peek() || (session === current.peek() && !document.hidden)) session.resume();
+      else if (session !== current.peek()) open.delete(id);
     }
   } else {
     for (const session of open.values()) session.cut();
