@@ -48,6 +48,22 @@ async def test_by_the_first_link(browser: Browser, echo: Daemon) -> None:
         assert echo.admin_token not in visit.page.url
 
 
+async def test_by_a_link_in_a_tab_that_has_the_page(browser: Browser, echo: Daemon) -> None:
+    """The token of a link is taken and wiped where only the end of the address changes, also from whoever is in."""
+    made = await asyncio.to_thread(command_line, echo, "token", "create", "latecomer")
+    async with visiting(browser, origin_of(echo)) as visit:
+        await visit.go("")
+        await expect(visit.token).to_be_visible()
+        for token, account in ((echo.admin_token, "admin"), (made["token"], "latecomer")):
+            await visit.go(f"#token={token}")
+            await expect(visit.composer).to_be_visible()
+            await expect(visit.page.get_by_text(account, exact=True)).to_be_visible()
+            assert token not in visit.page.url
+            await visit.page.go_back()
+            assert token not in visit.page.url
+            await visit.page.go_forward()
+
+
 async def test_not_by_a_wrong_token(browser: Browser, echo: Daemon) -> None:
     """It is said, the form stays, nothing is kept, and the right one works after it."""
     async with visiting(browser, origin_of(echo)) as visit:

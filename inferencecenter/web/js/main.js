@@ -1,7 +1,7 @@
 // @ts-check
 /** Where the page begins. */
 
-import { account, link, lookAgain, newChat, signIn, stopStreaming } from "./state.js";
+import { account, link, lookAgain, newChat, signIn, signOut, stopStreaming } from "./state.js";
 import { followAddress, goToAddress } from "./routing.js";
 import { keptToken, takeTokenFromAddress } from "./storage.js";
 import { followTheme } from "./theme.js";
@@ -35,10 +35,25 @@ function shortcuts(event) {
   }
 }
 
+/**
+ * Signs in with the token of a first-run link; it may be opened in a tab that has the page already.
+ *
+ * @param {Event} [moved]  No address for anybody else.
+ */
+function followLink(moved) {
+  const token = takeTokenFromAddress();
+  if (token === null) return false;
+  moved?.stopImmediatePropagation();
+  signOut();
+  signIn(token);
+  return true;
+}
+
 followTheme();
 addEventListener("keydown", shortcuts);
 document.addEventListener("visibilitychange", lookAgain);
 setInterval(lookAgain, LOOK_EVERY_MS);
-const token = takeTokenFromAddress() ?? keptToken();
-if (token) signIn(token);
+addEventListener("popstate", followLink);
+const token = keptToken();
+if (!followLink() && token) signIn(token);
 render(html`<${App} />`, /** @type {HTMLElement} */ (document.getElementById("app")));

@@ -282,7 +282,9 @@ function follow(made, state) {
 
 /** @param {WireEvent} event */
 function take(event) {
-  if (NOTICES.has(event.op)) notices.value = { ...notices.peek(), [event.op]: event };
+  // With a model's name it is about another one than everybody's, which the list of models tells.
+  const elsewhere = event.op === "engine" && event.model !== undefined;
+  if (NOTICES.has(event.op) && !elsewhere) notices.value = { ...notices.peek(), [event.op]: event };
   if (!("session_id" in event) || event.session_id === undefined) return;
   const session = open.get(event.session_id);
   if (!session) return;

@@ -14,9 +14,7 @@ const ENGINE = {
 
 /** All there are now. */
 export function Notices() {
-  const { engine: told, thermal, going_away: going } = notices.value;
-  // With a model's name it is about another one than everybody's, which the list of models tells.
-  const engine = told?.model ? undefined : told;
+  const { engine, thermal, going_away: going } = notices.value;
   const broken = engine?.state === "failed";
   return html`
     <div class="notices" role="status">
