@@ -15,7 +15,7 @@ from inferencecenter.client.loop_thread import LoopThread
 from inferencecenter.errors import ErrorCode
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Iterator
+    from collections.abc import Callable, Coroutine, Iterator, Mapping
     from types import TracebackType
 
     from inferencecenter.client.answer import Answer
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         Appended,
         AuthSuccess,
         Hello,
+        MetadataSet,
         Metrics,
         Session,
         SessionCreated,
@@ -228,6 +229,10 @@ class BlockingSession:
     def rewind(self, turn: str) -> SessionRewound:
         """Forget all that came after a turn."""
         return self._thread.call(self._session.rewind(turn))
+
+    def set_metadata(self, metadata: Mapping[str, str]) -> MetadataSet:
+        """Give the session other metadata, as a title; a turn that runs goes on."""
+        return self._thread.call(self._session.set_metadata(metadata))
 
     def close(self) -> None:
         """End the session."""
