@@ -43,6 +43,7 @@ async def run_as_in_a_notebook(code: str, names: dict[str, Any]) -> None:
         await outcome
 
 
+@pytest.mark.slow
 async def test_the_page_runs_from_top_to_bottom(
     daemon: Daemon, home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
