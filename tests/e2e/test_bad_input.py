@@ -146,6 +146,7 @@ REQUIRED: dict[str, dict[str, Any]] = {
     "infer": {"prompt": "Hi"},
     "append": {"messages": [{"role": "user", "content": "x"}]},
     "rewind_session": {"turn": "start"},
+    "set_metadata": {"metadata": {"title": "x"}},
 }
 """What an op needs besides a session."""
 SESSION_FIELDS = [
