@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from typing import TYPE_CHECKING
 
 from playwright.async_api import expect
@@ -35,12 +36,14 @@ async def test_by_token(browser: Browser, echo: Daemon) -> None:
 
 
 async def test_by_the_first_link(browser: Browser, echo: Daemon) -> None:
-    """The token is gone from the address and from the history, and went into no other address."""
+    """The link that the first start prints; its token is gone from the address and the history, and went nowhere."""
     asked: list[str] = []
+    printed = re.search(r"^Web +(http://\S+)$", echo.log.read_text(), flags=re.MULTILINE)
+    assert printed
     async with visiting(browser, origin_of(echo)) as visit:
         visit.page.on("request", lambda request: asked.append(request.url))
         visit.page.on("websocket", lambda socket: asked.append(socket.url))
-        await visit.go(f"#token={echo.admin_token}")
+        await visit.page.goto(printed[1])
         await expect(visit.composer).to_be_visible()
         assert echo.admin_token not in visit.page.url
         assert [each for each in asked if echo.admin_token in each.partition("#")[0]] == []
@@ -91,14 +94,18 @@ async def test_no_longer_by_a_revoked_token(browser: Browser, echo: Daemon) -> N
 
 
 async def test_who_signs_in_next_sees_nothing_of_the_one_before(browser: Browser, echo: Daemon) -> None:
-    """Conversations belong to the account, also in one tab."""
+    """Conversations belong to the account, also in one tab; no draft, prompt or choice is left in the browser."""
     made = await asyncio.to_thread(command_line, echo, "token", "create", "visitor")
     async with visiting(browser, origin_of(echo)) as visit:
         await visit.sign_in(echo.admin_token)
+        await visit.button("Settings of this conversation").click()
+        await visit.page.get_by_label("System prompt").fill("My secret instructions.")
+        await visit.button("Close the settings").click()
         await visit.ask("For my eyes only.")
         await visit.answered()
         address = visit.page.url
         await visit.button("Sign out").click()
+        assert "secret" not in await visit.page.evaluate("() => JSON.stringify([localStorage, sessionStorage])")
         await visit.token.fill(made["token"])
         await visit.button("Sign in").click()
         await expect(visit.composer).to_be_visible()

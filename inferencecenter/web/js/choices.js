@@ -1,7 +1,7 @@
 // @ts-check
 /** What a person chose for a conversation: system prompt, model, parameters, the form of answers. */
 
-import { keep, kept } from "./storage.js";
+import { forgetAll, keep, kept } from "./storage.js";
 import { WireError } from "./wire/errors.js";
 
 /**
@@ -30,6 +30,11 @@ export function keepChoices(id, chosen) {
 /** @param {string} id */
 export function dropChoices(id) {
   keep(choicesKey(id), undefined);
+}
+
+/** Forgets what was chosen, for whoever comes next. */
+export function dropAllChoices() {
+  forgetAll("choices");
 }
 
 /** @param {string | null} id */

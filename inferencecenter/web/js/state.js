@@ -2,7 +2,7 @@
 /** What all views share: the connection, who is signed in, the conversations, the preferences. */
 
 import { batch, effect, signal } from "../vendor/signals-core.js";
-import { choicesOf, dropChoices, keepChoices, turnFields } from "./choices.js";
+import { choicesOf, dropAllChoices, dropChoices, keepChoices, turnFields } from "./choices.js";
 import { keep, keepToken, kept } from "./storage.js";
 import { asWireError } from "./wire/errors.js";
 import { connect } from "./wire/link.js";
@@ -64,9 +64,10 @@ export function signIn(token) {
   made.state.subscribe((state) => follow(made, state));
 }
 
-/** Forgets the token and all that came with it. */
+/** Forgets the token, all that came with it, and what was written for it. */
 export function signOut(why = "") {
   keepToken(null);
+  dropAllChoices();
   link.peek()?.close();
   open.clear();
   batch(() => {

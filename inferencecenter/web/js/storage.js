@@ -34,6 +34,17 @@ export function keep(name, value) {
   }
 }
 
+/** @param {string} name  All is forgotten whose name begins so. */
+export function forgetAll(name) {
+  try {
+    for (const key of Object.keys(localStorage)) {
+      if (key.startsWith(PREFIX + name)) localStorage.removeItem(key);
+    }
+  } catch {
+    // Nothing was kept.
+  }
+}
+
 /** Returns the token of this tab. */
 export function keptToken() {
   try {
