@@ -83,8 +83,9 @@ async def test_regenerate(browser: Browser, daemon: Daemon) -> None:
     async with signed_in(browser, daemon) as visit:
         await visit.ask("Count from 1 to 6.")
         first = await visit.answered()
-        await first.hover()
+        shown = await first.element_handle()
         await visit.button("Regenerate", inside=first).click()
+        await shown.wait_for_element_state("hidden")
         answer = await visit.answered()
         await expect(visit.questions).to_have_count(1)
         await expect(answer).to_contain_text("1, 2, 3")
