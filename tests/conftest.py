@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from hypothesis import settings
 
 import inferencecenter
 
@@ -16,6 +17,10 @@ if TYPE_CHECKING:
 _MOST_WORKERS = 8
 for _name in ("COLUMNS", "LINES"):  # the size of no terminal, which readline leaves to processes that are started
     os.environ.pop(_name, None)
+
+# Hypothesis would have each example end within 200 ms; no test asserts a time, since machines are busy with other work.
+settings.register_profile("untimed", deadline=None)
+settings.load_profile("untimed")
 
 _BUNDLED = Path(inferencecenter.__file__).parent / "demo" / "demo.gguf"
 
@@ -34,14 +39,15 @@ def demo_model_path() -> Path:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _compiled_once(pytestconfig: pytest.Config) -> Iterator[None]:
+def _compiled_once(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Where no bytecode may be left beside the code, have the processes that tests start share it in pytest's cache.
 
     There are hundreds of them, and each would compile everything again.
     """
     with pytest.MonkeyPatch.context() as environment:
-        if os.environ.get("PYTHONDONTWRITEBYTECODE") and pytestconfig.pluginmanager.hasplugin("cacheprovider"):
-            assert pytestconfig.cache is not None
+        if os.environ.get("PYTHONDONTWRITEBYTECODE"):
+            cache = pytestconfig.cache if pytestconfig.pluginmanager.hasplugin("cacheprovider") else None
+            folder = tmp_path_factory.getbasetemp() / "bytecode" if cache is None else cache.mkdir("bytecode")
             environment.delenv("PYTHONDONTWRITEBYTECODE")
-            environment.setenv("PYTHONPYCACHEPREFIX", str(pytestconfig.cache.mkdir("bytecode")))
+            environment.setenv("PYTHONPYCACHEPREFIX", str(folder))
         yield

@@ -150,6 +150,7 @@ async def test_a_peer_with_other_slots_gets_no_ratio(daemon: RunningDaemon) -> N
     assert len(report.points[0].repetitions[1]) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "given", "metric"),
     [
@@ -201,7 +202,6 @@ async def test_a_peer_with_other_slots_gets_no_ratio(daemon: RunningDaemon) -> N
             "store",
             Options(backend="echo", clients=(2,), max_tokens=8, duration_s=0.2, repeat=1),
             "turns",
-            marks=pytest.mark.slow,
         ),
         (
             "speculation",
@@ -212,19 +212,16 @@ async def test_a_peer_with_other_slots_gets_no_ratio(daemon: RunningDaemon) -> N
             "dialects",
             Options(backend="echo", clients=(2,), max_tokens=8, duration_s=0.2, repeat=1),
             "front CPU a token",
-            marks=pytest.mark.slow,
         ),
         pytest.param(
             "resend",
             Options(backend="echo", clients=(1,), prompt_tokens=(800,), max_tokens=8, count=2, repeat=1),
             "tokens read a turn",
-            marks=pytest.mark.slow,
         ),
         pytest.param(
             "soak",
             Options(backend="echo", clients=(3,), duration_s=1.0, repeat=2),
             "unexplained errors",
-            marks=pytest.mark.slow,
         ),
     ],
 )
