@@ -97,7 +97,7 @@ async def test_an_engine_killed_twice_in_a_row() -> None:
 
 async def test_a_stopped_engine_is_killed() -> None:
     """SIGSTOP while turns run is a hang; it is noticed by the pulse alone, and the turns go on."""
-    watched = await ready(echo_delay_ms=5, hang_timeout_s=0.4)
+    watched = await ready(echo_delay_ms=5, hang_timeout_s=1.0)
     turn = watched.submit("t", LONG)
     await asyncio.wait_for(turn.spoke.wait(), TIMEOUT_S)
     pid = watched.supervisor.status.pid
@@ -105,7 +105,7 @@ async def test_a_stopped_engine_is_killed() -> None:
     with capture_logs() as logs:
         os.kill(pid, signal.SIGSTOP)
         await watched.until(EngineState.BACKOFF)
-    assert watched.supervisor.status.detail == "the engine made no progress for 0.4 s"
+    assert watched.supervisor.status.detail == "the engine made no progress for 1 s"
     assert [line["pid"] for line in logs if line["event"] == "engine_hangs"] == [pid]
     await end_of(turn)
     assert turn.text == LONG
@@ -113,13 +113,18 @@ async def test_a_stopped_engine_is_killed() -> None:
 
 
 async def test_an_idle_engine_is_not_watched() -> None:
-    """One without turns may stand still for as long as it likes, and no timer runs for it."""
-    watched = await ready(hang_timeout_s=0.01)
-    await end_of(watched.submit("t"))
-    loop = asyncio.get_running_loop()
-    names = {getattr(timer._callback, "__name__", "") for timer in loop._scheduled if not timer.cancelled()}  # type: ignore[attr-defined]
-    assert "_look" not in names
-    assert watched.supervisor.status.restarts == 0
+    """One without turns may stand still for as long as it likes: a timer looks at it only while there are some."""
+
+    def watching() -> bool:
+        timers = [each for each in asyncio.get_running_loop()._scheduled if not each.cancelled()]  # type: ignore[attr-defined]
+        return "_look" in {getattr(each._callback, "__name__", "") for each in timers}
+
+    watched = await ready(echo_delay_ms=5)
+    assert not watching()
+    turn = watched.submit("t", LONG)
+    assert watching()
+    await end_of(turn)
+    assert not watching()
     await watched.supervisor.stop()
 
 
@@ -192,7 +197,7 @@ async def test_a_turn_that_takes_all_memory() -> None:
 @pytest.mark.usefixtures("stub")
 async def test_a_turn_that_hangs_engines() -> None:
     """A hang is a crash: the turn is found and the others go on."""
-    watched = await ready(slots=8, hang_timeout_s=0.2)
+    watched = await ready(slots=8, hang_timeout_s=1.0)
     poison, fine = watched.submit("poison", "hang 4"), watched.submit("fine", "count 40")
     failed = await crashed(poison)
     assert "no progress" in failed.message
