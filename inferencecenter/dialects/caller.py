@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Final
@@ -10,11 +11,13 @@ from inferencecenter.errors import ErrorCode, InferenceCenterError
 from inferencecenter.protocol.close import CloseCode
 from inferencecenter.protocol.trace_context import read_traceparent
 from inferencecenter.server.account import client_of
+from inferencecenter.server.deadline import Deadline
+from inferencecenter.server.hub import EXPIRED
 from inferencecenter.server.origins import origin_allowed
 from inferencecenter.server.upgrade import check_query, read_credential
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from starlette.datastructures import Headers
     from starlette.types import Scope as AsgiScope
@@ -78,6 +81,19 @@ class Visit:
     def dismiss(self, code: CloseCode, reason: str) -> None:
         """End it with an error."""
         self.end(InferenceCenterError(_DISMISSALS.get(code, ErrorCode.ENGINE_UNAVAILABLE), reason))
+
+    @contextmanager
+    def until_expiry(self, now_s: float) -> Iterator[None]:
+        """While the block runs, dismiss it when the time of its token is over; ``now_s`` is in Unix seconds."""
+        if self.account.expires_at is None:
+            yield
+            return
+        expired = CloseCode.NOT_AUTHENTICATED, EXPIRED
+        deadline = Deadline(self.account.expires_at - now_s, lambda: self.dismiss(*expired))
+        try:
+            yield
+        finally:
+            deadline.cancel()
 
     def end(self, reason: Exception) -> None:
         """Tell whoever listens that the answer must end; only the first reason counts."""

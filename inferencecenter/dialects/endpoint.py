@@ -180,7 +180,7 @@ class Endpoint:
             await answering.answer(await operation.handler(call))
             return
         visit = Visit(await admit(self._context, asgi, Headers(scope=asgi), scope=operation.scope))
-        with self._counted(visit):
+        with self._counted(visit), visit.until_expiry(self._context.clock()):
             call = await self._call(operation, asgi, receive, visit)
             leaving = self._tasks.spawn(_notice_leaving(receive, visit), name="notice_leaving")
             try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 import structlog
 
@@ -15,6 +15,8 @@ from inferencecenter.protocol.values import ClientLimits
 from inferencecenter.server import commands, replies
 from inferencecenter.server.account import client_of
 from inferencecenter.server.audit import entry
+from inferencecenter.server.deadline import Deadline
+from inferencecenter.server.hub import EXPIRED
 from inferencecenter.server.outbox import Outbox
 from inferencecenter.server.states import CONNECTION, ConnectionEvent, ConnectionState
 from inferencecenter.server.websocket import LAST_WORD_S, LINGER_S
@@ -29,8 +31,6 @@ if TYPE_CHECKING:
     from inferencecenter.server.context import Context
     from inferencecenter.server.outbox import Wire
     from inferencecenter.sessions.client import Client
-
-_MAX_TIMER_S: Final = 7 * 86_400.0
 
 _log = structlog.get_logger(__name__)
 
@@ -58,7 +58,7 @@ class Connection:
         self._account: Account | None = None
         self._client: Client | None = None
         self._turns: dict[str, str] = {}
-        self._timer: asyncio.TimerHandle | None = None
+        self._timer: Deadline | None = None
         self._rest: Callable[[], Awaitable[None]] | None = None
         self._outbox = Outbox(
             wire,
@@ -143,7 +143,7 @@ class Connection:
         self.context.allowances.admit(account)
         self._disarm()
         if account.expires_at is not None:
-            self._arm(account.expires_at - self.context.clock(), "the token has expired")
+            self._arm(account.expires_at - self.context.clock(), EXPIRED)
         _log.info("client_connected", client=account.client_id, address=self.address, v1=self.v1)
 
     def welcome(self) -> events.AuthSuccess:
@@ -280,14 +280,7 @@ class Connection:
 
     def _arm(self, delay_s: float, reason: str) -> None:
         """Close with 4401 after ``delay_s``."""
-        # A deadline further away than a timer should be is looked at again when the timer ends.
-        if delay_s > _MAX_TIMER_S:
-            again = delay_s - _MAX_TIMER_S
-            self._timer = asyncio.get_running_loop().call_later(_MAX_TIMER_S, self._arm, again, reason)
-        else:
-            self._timer = asyncio.get_running_loop().call_later(
-                max(0.0, delay_s), self.close, CloseCode.NOT_AUTHENTICATED, reason
-            )
+        self._timer = Deadline(delay_s, lambda: self.close(CloseCode.NOT_AUTHENTICATED, reason))
 
     def _disarm(self) -> None:
         if self._timer is not None:

@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 BUSY_RETRY_MS: Final = 1000
 """When to ask again where there is no room: nobody knows when somebody goes."""
 
+EXPIRED: Final = "the token has expired"
+"""Why a socket or a guest is sent away when the time of its token is over."""
+
 _MISPLACED: Final = "the token is not valid for this address"
 
 _log = structlog.get_logger(__name__)

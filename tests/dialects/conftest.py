@@ -46,3 +46,23 @@ async def ada(server: Running) -> AsyncIterator[AsyncOpenAI]:
         base_url=f"http://127.0.0.1:{server.port}/v1", api_key=server.token, max_retries=0
     ) as client:
         yield client
+
+
+@pytest.fixture
+def expiries(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], object]]:
+    """Return what happens when the tokens of those who come expire, for a test to call: none expires by itself."""
+    expiries: list[Callable[[], object]] = []
+
+    class OnCall:
+        def __init__(self, delay_s: float, passed: Callable[[], object]) -> None:
+            assert 0 < delay_s <= 3600
+            self._passed = passed
+            expiries.append(passed)
+
+        def cancel(self) -> None:
+            if self._passed in expiries:
+                expiries.remove(self._passed)
+
+    for module in ("caller", "responses.socket"):
+        monkeypatch.setattr(f"inferencecenter.dialects.{module}.Deadline", OnCall)
+    return expiries

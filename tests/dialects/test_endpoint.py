@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -199,6 +200,50 @@ async def test_a_revoked_token_ends_its_streams(server: Running) -> None:
         assert b"[DONE]" not in rest
     await gone(server)
     assert turn not in server.engine.turns
+
+
+async def test_a_token_that_expires_ends_its_streams(server: Running, expiries: list[Callable[[], object]]) -> None:
+    """In the middle of an answer its time is over: the last event says so, and the turn is aborted."""
+    server.token = server.accounts.create_token("ada", expires_at=time.time() + 3600).token
+    async with streamed(server, HI) as reader:
+        turn = await next_turn(server)
+        server.engine.begin(turn)
+        server.engine.say(turn, "Hel")
+        await chunk_of(reader)
+        (expire,) = expiries
+        expire()
+        rest = await reader.readuntil(b"0\r\n\r\n")
+        error = json.loads(rest.rpartition(b"data: ")[2].partition(b"\n")[0])["error"]
+        assert (error["code"], error["message"]) == ("invalid_api_key", "the token has expired")
+        assert b"[DONE]" not in rest
+    await gone(server)
+    assert turn not in server.engine.turns
+    assert expiries == []
+
+
+async def test_a_token_that_expires_before_an_answer_has_begun_is_not_let_in(
+    server: Running, expiries: list[Callable[[], object]]
+) -> None:
+    """Nothing of the stream was sent, so there is a 401."""
+    server.token = server.accounts.create_token("ada", expires_at=time.time() + 3600).token
+    async with streamed(server, HI) as reader:
+        await next_turn(server)
+        (expire,) = expiries
+        expire()
+        answer = await reader.readuntil(b"}}")
+    assert b"401 Unauthorized" in answer
+    assert b"the token has expired" in answer
+
+
+async def test_an_answer_that_ends_in_time_expires_no_more(
+    server: Running, expiries: list[Callable[[], object]]
+) -> None:
+    """Nothing is left to wait for the time of the token."""
+    server.token = server.accounts.create_token("ada", expires_at=time.time() + 3600).token
+    answer, _ = await asyncio.gather(post(server, CHAT, HI), say(server, "Hello"))
+    assert answer.status == 200
+    await gone(server)
+    assert expiries == []
 
 
 async def test_limits_to_addresses_hold_for_requests(server: Running) -> None:

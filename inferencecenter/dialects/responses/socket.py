@@ -24,6 +24,8 @@ from inferencecenter.protocol.base import SUBPROTOCOL
 from inferencecenter.protocol.close import CloseCode
 from inferencecenter.protocol.requests import Abort
 from inferencecenter.protocol.scopes import Scope
+from inferencecenter.server.deadline import Deadline
+from inferencecenter.server.hub import EXPIRED
 from inferencecenter.server.states import CONNECTION, ConnectionEvent, ConnectionState
 from inferencecenter.server.upgrade import chooses_v1
 from inferencecenter.server.websocket import LAST_WORD_S, LINGER_S, SCOPE_KEY
@@ -38,7 +40,6 @@ if TYPE_CHECKING:
     from inferencecenter.server.context import Context
     from inferencecenter.server.outbox import Wire
 
-_MAX_TIMER_S: Final = 7 * 86_400.0
 _MAX_LANE_CHARS: Final = 64
 _GONE: Final = (ErrorCode.SESSION_NOT_FOUND, ErrorCode.TURN_NOT_FOUND)
 
@@ -61,7 +62,7 @@ class ResponsesSocket:
         self._wire = wire
         self._caller = caller
         self._state = CONNECTION.after(ConnectionState.CONNECTED, ConnectionEvent.AUTHENTICATE)
-        self._timer: asyncio.TimerHandle | None = None
+        self._expiry: Deadline | None = None
         self._lanes = Lanes(max_waiting_bytes=context.settings.max_body_bytes)
         self._outbox = Outbox(
             wire,
@@ -71,7 +72,8 @@ class ResponsesSocket:
         )
         wire.on_writable = self._outbox.flush
         if caller.account.expires_at is not None:
-            self._arm(caller.account.expires_at - context.clock())
+            expired = CloseCode.NOT_AUTHENTICATED, EXPIRED
+            self._expiry = Deadline(caller.account.expires_at - context.clock(), lambda: self.dismiss(*expired))
 
     def __repr__(self) -> str:
         return f"<ResponsesSocket {self._state} {self.address} {self.account.client_id} {len(self._lanes)} lanes>"
@@ -226,8 +228,8 @@ class ResponsesSocket:
         if self._state is ConnectionState.CLOSED:
             return
         self._move(ConnectionEvent.CLOSE)
-        if self._timer is not None:
-            self._timer.cancel()
+        if self._expiry is not None:
+            self._expiry.cancel()
         self._outbox.close(write_rest=write_rest)
         self._wire.on_writable = None
         if farewell is not None:
@@ -236,16 +238,6 @@ class ResponsesSocket:
         self._lanes.give_up()
         for voice in self._lanes.voices:
             voice.leave(self._context.sessions, self._caller.client)
-
-    def _arm(self, delay_s: float) -> None:
-        """Close when the token has expired."""
-        loop = asyncio.get_running_loop()
-        # A deadline further away than a timer should be is looked at again when the timer ends.
-        if delay_s > _MAX_TIMER_S:
-            self._timer = loop.call_later(_MAX_TIMER_S, self._arm, delay_s - _MAX_TIMER_S)
-        else:
-            expired = CloseCode.NOT_AUTHENTICATED, "the token has expired"
-            self._timer = loop.call_later(max(0.0, delay_s), self.dismiss, *expired)
 
 
 class ResponsesEndpoint:

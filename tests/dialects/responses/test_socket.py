@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -274,6 +275,19 @@ async def test_a_token_that_is_revoked_closes_its_sockets(server: Running) -> No
         server.accounts.revoke(server.token_id)
         server.context.tokens_changed()
         assert await close_code(connection) == 4401
+
+
+async def test_a_token_that_expires_closes_its_sockets(server: Running, expiries: list[Callable[[], object]]) -> None:
+    """At its time, without anybody asking; what is stored goes on."""
+    token = server.accounts.create_token("ada", expires_at=time.time() + 3600).token
+    async with socket(server, token=token) as connection:
+        await send(connection, input="Hello")
+        (turn,) = await begun(server)
+        (expire,) = expiries
+        expire()
+        assert await close_code(connection) == 4401
+    assert expiries == []
+    assert turn in server.engine.turns
 
 
 async def test_a_reader_that_stops_loses_its_socket(serve: Serve) -> None:

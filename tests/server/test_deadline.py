@@ -1,0 +1,68 @@
+"""Deadlines: called once, however far away, and never when cancelled."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+import pytest
+
+from inferencecenter.server.deadline import Deadline
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+DAY_S = 86_400.0
+
+
+@pytest.mark.parametrize("delay_s", [0.0, -5.0])
+async def test_what_is_past_is_called_soon(delay_s: float) -> None:
+    """Not at once: whoever makes it has its own work to end first."""
+    passed = asyncio.Event()
+    Deadline(delay_s, passed.set)
+    assert not passed.is_set()
+    async with asyncio.timeout(10):
+        await passed.wait()
+
+
+async def test_a_cancelled_one_is_not_called() -> None:
+    """However often it is cancelled."""
+    called: list[None] = []
+    deadline = Deadline(0.0, lambda: called.append(None))
+    deadline.cancel()
+    deadline.cancel()
+    last = asyncio.Event()
+    Deadline(0.0, last.set)
+    async with asyncio.timeout(10):
+        await last.wait()
+    assert called == []
+
+
+async def test_one_that_is_far_away_is_looked_at_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Timers run a week at most; at the end of the last one it is called, and none of them is too long."""
+    timers: list[tuple[float, Callable[[], object]]] = []
+    cancelled: list[int] = []
+
+    class Handle:
+        def __init__(self, number: int) -> None:
+            self._number = number
+
+        def cancel(self) -> None:
+            cancelled.append(self._number)
+
+    class Loop:
+        def call_later(self, delay_s: float, function: Callable[..., object], *args: object) -> Handle:
+            timers.append((delay_s, lambda: function(*args)))
+            return Handle(len(timers) - 1)
+
+    monkeypatch.setattr(asyncio, "get_running_loop", Loop)
+    passed: list[None] = []
+    deadline = Deadline(17 * DAY_S, lambda: passed.append(None))
+    for number in range(3):
+        assert passed == []
+        timers[number][1]()
+    deadline.cancel()
+    monkeypatch.undo()
+    assert [delay_s for delay_s, _ in timers] == [7 * DAY_S, 7 * DAY_S, 3 * DAY_S]
+    assert passed == [None]
+    assert cancelled == [2]
