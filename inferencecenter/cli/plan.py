@@ -18,6 +18,7 @@ from inferencecenter.hardware.model_shape import describe
 from inferencecenter.hardware.plan import Device, margin_bytes
 from inferencecenter.hardware.split import plan
 from inferencecenter.hardware.wording import mib
+from inferencecenter.supervisor.planned import described
 from inferencecenter.supervisor.planning import wishes
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from inferencecenter.hardware.model_shape import ModelShape
-    from inferencecenter.hardware.plan import Plan, Wishes
+    from inferencecenter.hardware.plan import Host, Plan, Wishes
     from inferencecenter.settings import Settings
 
 _SIZE: Final = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*(?:([KMGT])(i?)B?|B)?\s*$", re.IGNORECASE)
@@ -56,13 +57,13 @@ def show_plan(
     """
     shape = describe(read_gguf(model))
     wished = wishes(settings.engine, settings.gpu)
-    devices = described(vram_bytes) if vram_bytes else find_devices(settings.gpu.devices)
+    devices = gpus_of(vram_bytes) if vram_bytes else find_devices(settings.gpu.devices)
     host = read_host()
     if ram_bytes is not None:
         host = replace(host, available_bytes=ram_bytes)
     made = plan(shape, devices, host, wished)
     if as_json:
-        print_json(as_data(shape, made, wished))
+        print_json(as_data(shape, made, wished, host))
         return
     for table in (_numbers(shape, made), _memory(made, wished, host.available_bytes)):
         stdout.print(table)
@@ -70,7 +71,7 @@ def show_plan(
         stdout.print(Text(line, style="" if made.fits else "bold red"), soft_wrap=True)
 
 
-def described(vram_bytes: Sequence[int]) -> tuple[Device, ...]:
+def gpus_of(vram_bytes: Sequence[int]) -> tuple[Device, ...]:
     """Return GPUs of which nothing is known but what they have free."""
     return tuple(
         Device(id=str(number), name=f"GPU {number} ({mib(size)})", free_bytes=size, total_bytes=size)
@@ -78,9 +79,8 @@ def described(vram_bytes: Sequence[int]) -> tuple[Device, ...]:
     )
 
 
-def as_data(shape: ModelShape, made: Plan, wished: Wishes) -> dict[str, Any]:
-    """Return a plan as scripts read it."""
-    setup = made.setup
+def as_data(shape: ModelShape, made: Plan, wished: Wishes, host: Host) -> dict[str, Any]:
+    """Return a plan as scripts read it: as ``status`` tells it of a model that runs, and what llama.cpp is given."""
     return {
         "model": {
             "name": shape.name,
@@ -89,37 +89,11 @@ def as_data(shape: ModelShape, made: Plan, wished: Wishes) -> dict[str, Any]:
             "layers": shape.n_layers,
             "bytes": shape.bytes,
         },
-        "fits": made.fits,
-        "n_gpu_layers": made.n_gpu_layers,
-        "split_mode": made.split_mode,
+        **described(made, model=shape, host=host, wishes=wished).model_dump(),
         "main_gpu": made.main_gpu,
         "tensor_split": made.tensor_split,
         "cpu_tensors": made.cpu_tensors,
-        "slots": setup.slots,
-        "n_ctx": setup.n_ctx,
-        "n_batch": setup.n_batch,
-        "n_ubatch": setup.n_ubatch,
-        "kv_type_k": setup.kv_type_k,
-        "kv_type_v": setup.kv_type_v,
-        "n_threads": made.n_threads,
-        "devices": [
-            {
-                "name": device.name,
-                "free_bytes": device.free_bytes,
-                "margin_bytes": margin_bytes(device, wished),
-                "weight_bytes": demand.weight_bytes,
-                "kv_bytes": demand.kv_bytes,
-                "compute_bytes": demand.compute_bytes,
-                "context_bytes": demand.context_bytes,
-            }
-            for device, demand in zip(made.devices, made.demand.devices, strict=True)
-        ],
         "host_bytes": made.demand.host_bytes,
-        "reasons": [
-            {"name": each.name, "value": each.value, "why": each.why, "explicit": each.explicit}
-            for each in made.reasons
-        ],
-        "advice": made.advice,
     }
 
 

@@ -150,6 +150,7 @@ class Watch:
             self.glance,
             version=client.hello.version,
             metrics=metrics or self.glance.metrics,
+            plan=model.plan if (model := sides["model"]) else None,
             models=models.models if models else (),
             clients=clients,
             status={side: status.values for side, status in sides.items() if status},

@@ -17,7 +17,14 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from inferencecenter.protocol.events import Metrics, Thermal
-    from inferencecenter.protocol.values import ConnectedClient, EngineReadings, GpuReadings, ModelSummary, StatusType
+    from inferencecenter.protocol.values import (
+        ConnectedClient,
+        EnginePlan,
+        EngineReadings,
+        GpuReadings,
+        ModelSummary,
+        StatusType,
+    )
 
 _LEVELS: Final = " ▁▂▃▄▅▆▇█"
 _LABEL_WIDTH: Final = 10
@@ -48,6 +55,7 @@ class Glance:
         version: Its version.
         metrics: Its readings; ``None`` before the first.
         status: Readings by side, as many as this account may see.
+        plan: How the model was divided between GPUs and host; ``None`` for an account that may not see it.
         models: The models there are.
         clients: Who is connected; none for an account that may not see it.
         rates: Tokens a second at each look, the oldest first.
@@ -59,6 +67,7 @@ class Glance:
     version: str = ""
     metrics: Metrics | None = None
     status: Mapping[StatusType, Mapping[str, float | int | str | None]] = field(default_factory=dict)
+    plan: EnginePlan | None = None
     models: tuple[ModelSummary, ...] = ()
     clients: tuple[ConnectedClient, ...] = ()
     rates: tuple[float, ...] = ()
@@ -116,6 +125,7 @@ def as_data(glance: Glance) -> dict[str, Any]:
         "version": glance.version,
         "metrics": None if metrics is None else metrics.model_dump(exclude={"op", "id"}),
         "status": {side: dict(values) for side, values in glance.status.items()},
+        "plan": None if glance.plan is None else glance.plan.model_dump(),
         "models": [model.model_dump() for model in glance.models],
         "clients": [client.model_dump() for client in glance.clients],
         "thermal": None if glance.heat is None else glance.heat.model_dump(exclude={"op", "id"}),
@@ -185,6 +195,8 @@ def _rows(glance: Glance, metrics: Metrics, bar_width: int) -> Iterator[tuple[st
     yield "sessions", _sessions(glance, metrics)
     yield from _memory(glance, bar_width)
     yield from _gpu(metrics.gpu, glance.heat, bar_width)
+    if glance.plan is not None:
+        yield from _plan(glance.plan)
 
 
 def _model(engine: EngineReadings, status: Mapping[str, float | int | str | None]) -> Text:
@@ -254,6 +266,16 @@ def _gpu(gpu: GpuReadings, heat: Thermal | None, bar_width: int) -> Iterator[tup
     yield "GPU", text
     if heat is not None and heat.state != "cool":
         yield "", Text(f"{heat.state}: {_plain(heat.action)}", style=_HEAT_STYLES[heat.state])
+
+
+def _plan(plan: EnginePlan) -> Iterator[tuple[str, Text]]:
+    """What the model was to take of each GPU, and what it took."""
+    for number, device in enumerate(plan.devices):
+        planned = device.weight_bytes + device.kv_bytes + device.compute_bytes + device.context_bytes
+        facts = [_plain(device.name), f"{device.layers} of {plan.layers} layers", f"{_mib(planned / _MIB)} planned"]
+        if device.used_bytes is not None:
+            facts.append(f"{_mib(device.used_bytes / _MIB)} taken")
+        yield "" if number else "plan", Text(" · ".join(facts))
 
 
 def _mib(n_mib: float) -> str:

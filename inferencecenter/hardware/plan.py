@@ -140,7 +140,9 @@ class Plan:
     Attributes:
         n_gpu_layers: As llama.cpp counts them; one more than the model has layers is everything.
         devices: The GPUs that take part, in the order of ``tensor_split``.
-        tensor_split: Layers on each of them, the output counted as one.
+        layer_counts: Layers on each of them, the output counted as one.
+        tensor_split: The same as llama.cpp wants it, for several.
+        experts_in_host: Of how many layers on GPUs the experts are not there.
         cpu_tensors: Patterns of the names of tensors that stay in the host's memory though their layer does not.
         fits: Whether all of it fits. If not, what is set was kept all the same.
         demand: What it takes, on each GPU and on the host.
@@ -153,7 +155,9 @@ class Plan:
     devices: tuple[Device, ...]
     split_mode: SplitMode
     main_gpu: int
+    layer_counts: tuple[int, ...]
     tensor_split: tuple[float, ...]
+    experts_in_host: int
     cpu_tensors: tuple[str, ...]
     n_threads: int
     fits: bool

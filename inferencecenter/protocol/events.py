@@ -11,6 +11,7 @@ from inferencecenter.protocol.values import (
     ChatMessage,
     ClientLimits,
     ConnectedClient,
+    EnginePlan,
     EngineReadings,
     FinishReason,
     GpuReadings,
@@ -310,6 +311,9 @@ class Status(Event):
 
 
 class UsageReport(Event):
+    plan: EnginePlan | None = Field(
+        default=None, description="For operators, of `model`: where its parts are, and why; absent where none was made."
+    )
     """What a client used; days without a turn are left out."""
 
     op: Literal["usage"] = "usage"

@@ -219,6 +219,67 @@ class ModelSummary(Value):
     size_mb: float | None = Field(default=None, description="Its weights, in MiB.")
 
 
+PlanText = Annotated[str, StringConstraints(max_length=512)]
+
+
+class PlannedDevice(Value):
+    """What a plan puts on one GPU, and what that GPU had when the plan was made."""
+
+    id: PlanText = Field(description="Its address on the PCI bus, or llama.cpp's name for it.")
+    name: PlanText = Field(description="Its name.")
+    total_bytes: int = Field(description="Its memory.")
+    free_bytes: int = Field(description="What was free of it; the rest was others'.")
+    margin_bytes: int = Field(description="What is left free.")
+    layers: int = Field(description="Layers that are put there, the output matrix counted as one.")
+    weight_bytes: int = Field(description="Their weights.")
+    kv_bytes: int = Field(description="Their KV, of all slots.")
+    compute_bytes: int = Field(description="Buffers for computing.")
+    context_bytes: int = Field(description="What the driver and its libraries take for themselves.")
+    used_bytes: int | None = Field(default=None, description="What it took in fact, where that was measured.")
+
+
+class PlannedHost(Value):
+    """What a plan leaves to the processor and its memory."""
+
+    available_bytes: int | None = Field(default=None, description="What was free, where the kernel tells.")
+    weight_bytes: int = Field(description="Weights, the embeddings among them.")
+    kv_bytes: int = Field(description="KV of the layers that are on no GPU.")
+    compute_bytes: int = Field(description="Buffers for computing.")
+    expert_layers: int = Field(description="Layers on GPUs of which the experts stay with the host.")
+
+
+class PlanReason(Value):
+    """A number of a plan, and why it is that."""
+
+    name: PlanText = Field(description="The setting, or several.")
+    value: PlanText = Field(description="What it is.")
+    why: PlanText = Field(description="Why, in words.")
+    explicit: bool = Field(description="Whether it was set.")
+
+
+class EnginePlan(Value):
+    """How a model is divided between GPUs and host, as it was planned when its engine was started last."""
+
+    fits: bool = Field(description="Whether all of it fits; if not, what is set was kept all the same.")
+    layers: int = Field(description="Layers of the model, the output matrix counted as one.")
+    n_gpu_layers: int = Field(description="Of those, layers on GPUs.")
+    split_mode: Literal["layer", "none"] = Field(description="`layer` where several GPUs share them.")
+    slots: int = Field(description="Turns that are answered at once.")
+    n_ctx: int = Field(description="Tokens that the context of each holds.")
+    n_batch: int = Field(description="Tokens in a decode call at most.")
+    n_ubatch: int = Field(description="Of those, tokens that are computed at once.")
+    kv_type_k: PlanText = Field(description="Type of the keys in KV.")
+    kv_type_v: PlanText = Field(description="Type of the values in KV.")
+    flash_attention: bool = Field(description="Whether it is used, where a GPU has kernels for the model.")
+    n_threads: int = Field(description="Threads that compute.")
+    devices: tuple[PlannedDevice, ...] = Field(max_length=64, description="The GPUs that take part.")
+    host: PlannedHost = Field(description="The rest.")
+    reasons: tuple[PlanReason, ...] = Field(max_length=32, description="The numbers, each with its reason.")
+    advice: tuple[PlanText, ...] = Field(
+        max_length=128, description="What does not fit, what else could be chosen, and what should be known."
+    )
+
+
 class GpuReadings(Value):
     """The first GPU's readings; null where there is no GPU or no such reading."""
 

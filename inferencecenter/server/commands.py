@@ -104,7 +104,7 @@ def _abort(connection: Connection, request: requests.Abort) -> Event | None:
 
 
 def _close_session(connection: Connection, request: requests.CloseSession) -> Event:
-    return connection.context.sessions.close(connection.client, request)
+    return connection.context.sessions.close(connection.client, request, connection)
 
 
 def _resume_session(connection: Connection, request: requests.ResumeSession) -> None:
@@ -124,16 +124,7 @@ def _rewind_session(connection: Connection, request: requests.RewindSession) -> 
 
 
 def _set_metadata(connection: Connection, request: requests.SetMetadata) -> Event:
-    context = connection.context
-    event = context.sessions.set_metadata(connection.client, request)
-
-    def tell_others() -> None:
-        for each in context.hub.of_client(connection.client.client_id):
-            if each is not connection:
-                each.send(event)
-
-    context.sessions.journal_of(request).release(tell_others)
-    return event
+    return connection.context.sessions.set_metadata(connection.client, request, connection)
 
 
 def _get_session(connection: Connection, request: requests.GetSession) -> Event:
@@ -180,7 +171,9 @@ def _unsubscribe_metrics(connection: Connection, _request: requests.UnsubscribeM
 
 def _status(connection: Connection, request: requests.Status) -> Event:
     context = connection.context
+    plan = None
     if Scope.OPERATOR in connection.client.scopes:
+        plan = context.models.plan if request.type == "model" else None
         values = standing.of_all(
             request.type,
             engine=context.models.status,
@@ -198,7 +191,7 @@ def _status(connection: Connection, request: requests.Status) -> Event:
             engine=context.models.status,
             storable=context.sessions.fault is None,
         )
-    return events.Status(type=request.type, values=values)
+    return events.Status(type=request.type, values=values, plan=plan)
 
 
 def _ping(_connection: Connection, _request: requests.Ping) -> Event:

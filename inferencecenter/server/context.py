@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from inferencecenter.ipc.messages import ModelInfo
     from inferencecenter.ipc.port import EnginePort, EngineStatus
     from inferencecenter.limits import Limits
-    from inferencecenter.protocol.values import ModelSummary
+    from inferencecenter.protocol.values import EnginePlan, ModelSummary
     from inferencecenter.server.accounts import Accounts
     from inferencecenter.server.allowances import Allowances
     from inferencecenter.server.authentication import OtherAccounts
@@ -50,6 +50,10 @@ class ServedModels(Protocol):
     @property
     def status(self) -> EngineStatus:
         """Its engine now."""
+
+    @property
+    def plan(self) -> EnginePlan | None:
+        """How it was divided between GPUs and host when its engine was started last; ``None`` without a plan."""
 
     @property
     def statuses(self) -> Mapping[str, EngineStatus]:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from inferencecenter.ipc.messages import Limit, ModelInfo
     from inferencecenter.ipc.port import EngineStatus
     from inferencecenter.models.registry import ModelSpec, Registry
-    from inferencecenter.protocol.values import ModelSummary
+    from inferencecenter.protocol.values import EnginePlan, ModelSummary
     from inferencecenter.supervisor.supervisor import Supervisor
 
 _ON_ITS_WAY: Final = (EngineState.STARTING, EngineState.BACKOFF, EngineState.SUSPENDING, EngineState.ASLEEP)
@@ -87,6 +87,11 @@ class Models:
     def status(self) -> EngineStatus:
         """The default's engine now."""
         return self._get(self._default).supervisor.status
+
+    @property
+    def plan(self) -> EnginePlan | None:
+        """How the default was divided between GPUs and host when it was started last."""
+        return self._get(self._default).planner.report
 
     @property
     def statuses(self) -> Mapping[str, EngineStatus]:

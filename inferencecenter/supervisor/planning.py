@@ -22,6 +22,7 @@ from inferencecenter.hardware.placing import CONTEXT_BYTES
 from inferencecenter.hardware.plan import MIB, Wishes
 from inferencecenter.hardware.split import plan
 from inferencecenter.ipc.port import EngineState
+from inferencecenter.supervisor.planned import described, measured
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from inferencecenter.hardware.plan import Device, Host, Plan
     from inferencecenter.ipc.messages import BufferUse, EngineOptions, ModelInfo
     from inferencecenter.ipc.port import EngineStatus
+    from inferencecenter.protocol.values import EnginePlan
     from inferencecenter.settings import EngineSettings, GpuSettings
     from inferencecenter.supervisor.corrections import Corrections
 
@@ -104,8 +106,14 @@ class Planner:
         self._model: ModelShape | None = None
         self._unknown = False
         self._plan: Plan | None = None
+        self._report: EnginePlan | None = None
         self._given_layers: int | None = None
         self._compared_pid = 0
+
+    @property
+    def report(self) -> EnginePlan | None:
+        """The plan of the last start, with what it took where that was measured; ``None`` where none was made."""
+        return self._report
 
     def first(self, options: EngineOptions) -> EngineOptions:
         """Return the options of the first engine.
@@ -153,9 +161,10 @@ class Planner:
 
     def compare(self, model: ModelInfo, pid: int) -> None:
         """Write down what an engine that is ready took of each GPU, and keep how far the plan was off. Blocks."""
-        if self._plan is None or self._model is None:
+        made, report = self._plan, self._report
+        if made is None or report is None or self._model is None:
             return
-        setup = self._plan.setup
+        setup = made.setup
         self._wishes = replace(
             self._wishes,
             slots=setup.slots,
@@ -163,7 +172,8 @@ class Planner:
             kv_type_k=setup.kv_type_k,
             kv_type_v=setup.kv_type_v,
         )
-        for device, demand in zip(self._plan.devices, self._plan.demand.devices, strict=True):
+        taken: dict[str, int] = {}
+        for device, demand in zip(made.devices, made.demand.devices, strict=True):
             used_bytes = self._used(device, pid, model.memory)
             if used_bytes is None:
                 continue
@@ -179,6 +189,9 @@ class Planner:
                 off_percent=round(_PERCENT * (used_bytes - demand.bytes) / demand.bytes, 1),
             )
             self._corrections.put(self._model.digest, device.id, estimated_bytes=demand.bytes, used_bytes=used_bytes)
+            taken[device.id] = used_bytes
+        if self._report is report:  # no other start was planned meanwhile
+            self._report = measured(report, taken)
 
     def _knows_model(self, options: EngineOptions) -> bool:
         """Read the model's header if that was not done before; tell whether there is one to plan by."""
@@ -196,9 +209,9 @@ class Planner:
         """Make a plan of what is free now, and return the options with it."""
         model, wishes = self._model, self._wishes
         assert model is not None, "its header was read"
-        devices = self._devices()
-        made = plan(model, devices, self._read_host(), wishes)
-        self._plan = made
+        devices, host = self._devices(), self._read_host()
+        made = plan(model, devices, host, wishes)
+        self._plan, self._report = made, described(made, model=model, host=host, wishes=wishes)
         _report(made)
         if not devices and wishes.n_gpu_layers > 0:
             # Layers are asked for, and the engine says that there is nothing to put them on.

@@ -11,7 +11,7 @@ import typer
 from inferencecenter.bench.header import HEADERS, write_header
 from inferencecenter.cli import checks
 from inferencecenter.cli.checks import Check, Verdict
-from inferencecenter.cli.plan import described, parse_size
+from inferencecenter.cli.plan import gpus_of, parse_size
 from inferencecenter.errors import ErrorCode, InferenceCenterError
 from inferencecenter.hardware.nvml import GpuReading, Gpus
 
@@ -110,7 +110,7 @@ def test_a_machine_without_a_model(cli: Cli) -> None:
 
 
 def _gpus(sizes: Sequence[int]) -> tuple[Device, ...]:
-    return described([size * GIB for size in sizes])
+    return gpus_of([size * GIB for size in sizes])
 
 
 def _found(cli: Cli) -> dict[str, dict[str, str]]:

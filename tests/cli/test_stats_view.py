@@ -16,10 +16,13 @@ from inferencecenter.cli.stats_view import Glance, as_data, bar, line, screen, s
 from inferencecenter.protocol.events import Metrics, Thermal
 from inferencecenter.protocol.values import (
     ConnectedClient,
+    EnginePlan,
     EngineReadings,
     GpuReadings,
     InferenceReadings,
     ModelSummary,
+    PlannedDevice,
+    PlannedHost,
 )
 
 if TYPE_CHECKING:
@@ -166,6 +169,45 @@ def test_clients_are_listed_for_those_who_may_see_them() -> None:
     assert lines[-2].split()[-4:] == ["3", "5", "4", "120"]
     assert lines[-1].split() == ["calm", "1", "2", "0", "9000"]
     assert as_data(glance(clients=(calm,)))["clients"][0]["client_id"] == "calm"
+
+
+def test_the_plan_by_gpu_is_shown_to_those_who_may_see_it() -> None:
+    """What was planned for each, and what it took where that was measured; scripts get all of it."""
+    parts = {"id": "0", "total_bytes": 2**33, "free_bytes": 2**33, "margin_bytes": 0, "kv_bytes": 2**29}
+    own = parts | {"weight_bytes": 2**30, "compute_bytes": 2**28, "context_bytes": 2**28}
+    devices = (
+        PlannedDevice.model_validate(own | {"name": "GTX 1060", "layers": 14, "used_bytes": 2**30}),
+        PlannedDevice.model_validate(own | {"name": "evil\x1b]0;", "layers": 3}),
+    )
+    text = shown(glance(plan=plan(devices)))
+    assert "plan       GTX 1060 · 14 of 29 layers · 2.0 GiB planned · 1.0 GiB taken" in text
+    other = " " * 11 + "evil]0; · 3 of 29 layers · 2.0 GiB planned"
+    assert other in [each.rstrip() for each in text.splitlines()]
+    assert "plan" not in shown(glance(plan=plan(())))
+    assert as_data(glance(plan=plan(devices)))["plan"]["devices"][0]["layers"] == 14
+    assert as_data(glance())["plan"] is None
+
+
+def plan(devices: tuple[PlannedDevice, ...]) -> EnginePlan:
+    """Return a plan for these GPUs."""
+    return EnginePlan(
+        fits=True,
+        layers=29,
+        n_gpu_layers=sum(each.layers for each in devices),
+        split_mode="none",
+        slots=8,
+        n_ctx=4096,
+        n_batch=2048,
+        n_ubatch=512,
+        kv_type_k="f16",
+        kv_type_v="f16",
+        flash_attention=True,
+        n_threads=4,
+        devices=devices,
+        host=PlannedHost(weight_bytes=1, kv_bytes=1, compute_bytes=1, expert_layers=0),
+        reasons=(),
+        advice=(),
+    )
 
 
 def test_names_cannot_move_the_cursor() -> None:

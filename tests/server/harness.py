@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from inferencecenter.hardware.nvml import GpuReading
     from inferencecenter.ipc.port import EngineTurn
     from inferencecenter.protocol.events import Swap
+    from inferencecenter.protocol.values import EnginePlan
     from inferencecenter.server.audit import Entry
     from inferencecenter.server.authentication import OtherAccounts
     from inferencecenter.sessions.journal import Journal
@@ -94,6 +95,7 @@ class StubEngine(CharacterTokens):
 
     def __init__(self) -> None:
         self.status = EngineStatus(state=EngineState.READY, model=MODEL)
+        self.plan: EnginePlan | None = None
         self.turns: dict[str, EngineTurn] = {}
         self.submitted = asyncio.Event()
         self.swaps: list[tuple[str, Callable[[Swap], None]]] = []

@@ -127,6 +127,7 @@ def test_other_backends_and_files_are_left_alone(tmp_path: Path, options: Engine
     planner = Machine().planner(tmp_path)
     echo = replace_options(options, backend="echo")
     assert planner.first(echo) is echo
+    assert planner.report is None
     broken = tmp_path / "broken.gguf"
     broken.write_bytes(b"GGUF and more")
     unknown = replace_options(options, model_path=str(broken))
@@ -197,8 +198,11 @@ def test_what_was_taken_corrects_the_next_plan(tmp_path: Path, options: EngineOp
     planner = machine.planner(tmp_path)
     planned = planner.first(options)
     machine.used[7] = 2769 * MIB + 160 * MIB
+    assert planner.report is not None
+    assert [each.used_bytes for each in planner.report.devices] == [None]
     with capture_logs() as logs:
         planner.compare(MODEL, pid=7)
+    assert [each.used_bytes for each in planner.report.devices] == [2929 * MIB]
     (line,) = logs
     assert (line["event"], line["planned_mib"], line["used_mib"], line["off_percent"]) == (
         "vram_compared",
@@ -235,6 +239,8 @@ def test_a_figure_that_cannot_be(tmp_path: Path, options: EngineOptions, used_mi
     with capture_logs() as logs:
         planner.compare(MODEL, pid=7)
     assert [line["event"] for line in logs] == ["vram_not_compared"]
+    assert planner.report is not None
+    assert planner.report.devices[0].used_bytes is None
     assert machine.planner(tmp_path).first(options) == planned
 
 

@@ -155,6 +155,42 @@ export interface ConnectedClient {
   tokens_today: number;
 }
 
+/** How a model is divided between GPUs and host, as it was planned when its engine was started last. */
+export interface EnginePlan {
+  /** Whether all of it fits; if not, what is set was kept all the same. */
+  fits: boolean;
+  /** Layers of the model, the output matrix counted as one. */
+  layers: number;
+  /** Of those, layers on GPUs. */
+  n_gpu_layers: number;
+  /** `layer` where several GPUs share them. */
+  split_mode: "layer" | "none";
+  /** Turns that are answered at once. */
+  slots: number;
+  /** Tokens that the context of each holds. */
+  n_ctx: number;
+  /** Tokens in a decode call at most. */
+  n_batch: number;
+  /** Of those, tokens that are computed at once. */
+  n_ubatch: number;
+  /** Type of the keys in KV. */
+  kv_type_k: string;
+  /** Type of the values in KV. */
+  kv_type_v: string;
+  /** Whether it is used, where a GPU has kernels for the model. */
+  flash_attention: boolean;
+  /** Threads that compute. */
+  n_threads: number;
+  /** The GPUs that take part. */
+  devices: PlannedDevice[];
+  /** The rest. */
+  host: PlannedHost;
+  /** The numbers, each with its reason. */
+  reasons: PlanReason[];
+  /** What does not fit, what else could be chosen, and what should be known. */
+  advice: string[];
+}
+
 /** The engine process. */
 export interface EngineReadings {
   /** Where the process is in its life. */
@@ -237,6 +273,58 @@ export interface ModelSummary {
   parameters?: number;
   /** Its weights, in MiB. */
   size_mb?: number;
+}
+
+/** A number of a plan, and why it is that. */
+export interface PlanReason {
+  /** The setting, or several. */
+  name: string;
+  /** What it is. */
+  value: string;
+  /** Why, in words. */
+  why: string;
+  /** Whether it was set. */
+  explicit: boolean;
+}
+
+/** What a plan puts on one GPU, and what that GPU had when the plan was made. */
+export interface PlannedDevice {
+  /** Its address on the PCI bus, or llama.cpp's name for it. */
+  id: string;
+  /** Its name. */
+  name: string;
+  /** Its memory. */
+  total_bytes: number;
+  /** What was free of it; the rest was others'. */
+  free_bytes: number;
+  /** What is left free. */
+  margin_bytes: number;
+  /** Layers that are put there, the output matrix counted as one. */
+  layers: number;
+  /** Their weights. */
+  weight_bytes: number;
+  /** Their KV, of all slots. */
+  kv_bytes: number;
+  /** Buffers for computing. */
+  compute_bytes: number;
+  /** What the driver and its libraries take for themselves. */
+  context_bytes: number;
+  /** What it took in fact, where that was measured. */
+  used_bytes?: number;
+}
+
+/** What a plan leaves to the processor and its memory. */
+export interface PlannedHost {
+  /** What was free, where the kernel tells. */
+  available_bytes?: number;
+  /** Weights, the embeddings among them. */
+  weight_bytes: number;
+  /** KV of the layers that are on no GPU. */
+  kv_bytes: number;
+  /** Buffers for computing. */
+  compute_bytes: number;
+  /** Layers on GPUs of which the experts stay with the host. */
+  expert_layers: number;
 }
 
 /** What the daemon accepts from anyone. */
@@ -1104,6 +1192,8 @@ export interface StatusEvent {
 
 /** What a client used; days without a turn are left out. */
 export interface UsageReportEvent {
+  /** For operators, of `model`: where its parts are, and why; absent where none was made. */
+  plan?: EnginePlan;
   op: "usage";
   /** The `id` of the frame this answers. */
   id?: string;
