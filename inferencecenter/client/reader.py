@@ -8,7 +8,7 @@ from enum import Enum, auto
 from typing import TYPE_CHECKING
 
 from inferencecenter.client.stream import StreamState
-from inferencecenter.errors import InferenceCenterError
+from inferencecenter.errors import ErrorCode, InferenceCenterError
 from inferencecenter.protocol import requests
 
 if TYPE_CHECKING:
@@ -88,8 +88,10 @@ class TurnReader:
         try:
             while not self._ready and not self.closed:
                 await self._read()
-        except InferenceCenterError:
+        except InferenceCenterError as error:
             self.close()
+            if error.code is ErrorCode.SESSION_NOT_FOUND:
+                self._exchange.detach(self._session)
             raise
         return self._ready.popleft() if self._ready else None
 

@@ -25,6 +25,7 @@ from inferencecenter.protocol.events import (
     Error,
     MetadataSet,
     Session,
+    SessionClosed,
     SessionCreated,
     SessionDetached,
     SessionExpired,
@@ -209,8 +210,7 @@ class ClientSession:
             # Asked again after a cut, it may be gone because it was closed the first time.
             if error.code is not ErrorCode.SESSION_NOT_FOUND or self._exchange.line.n_sockets == n_sockets:
                 raise
-        self._exchange.detach(self)
-        self.fail(failure(ErrorCode.SESSION_NOT_FOUND, "the session was closed"))
+        self._gone("the session was closed")
 
     async def leave(self, *, failed: bool) -> None:
         """End the session when its block is left; one that is gone already has ended.
@@ -285,8 +285,9 @@ class ClientSession:
             case _:
                 self._hand_out(event)
         if isinstance(event, SessionExpired):
-            self._exchange.detach(self)
-            self.fail(failure(ErrorCode.SESSION_NOT_FOUND, "the session was idle for too long"))
+            self._gone("the session was idle for too long")
+        elif isinstance(event, SessionClosed) and not direct:
+            self._gone("the session was closed elsewhere")
 
     def fail(self, error: InferenceCenterError) -> None:
         """Raise the error wherever a turn of this session is read."""
@@ -306,6 +307,10 @@ class ClientSession:
         """Hand out no more events to an iterator."""
         if reader in self._readers:
             self._readers.remove(reader)
+
+    def _gone(self, why: str) -> None:
+        self._exchange.detach(self)
+        self.fail(failure(ErrorCode.SESSION_NOT_FOUND, why))
 
     def _resumed(self, resumed: SessionResumed) -> None:
         self._position.resume(resumed)

@@ -171,7 +171,10 @@ class AbortStatus(Event):
 
 
 class SessionClosed(Event):
-    """The session is gone."""
+    """The session is gone, whoever ended it; all sockets of its client hear of it.
+
+    One that had no socket and expired is told of in this way, too.
+    """
 
     dagger: ClassVar[bool] = True
     op: Literal["session_closed"] = "session_closed"
@@ -240,7 +243,7 @@ class SessionRewound(SessionEvent):
 
 
 class MetadataSet(Event):
-    """A session has other metadata; all sockets of its client hear of it."""
+    """A session has other metadata, or was opened with some; all sockets of its client hear of it."""
 
     op: Literal["metadata_set"] = "metadata_set"
     session_id: str = Field(description="The session.")
@@ -308,12 +311,12 @@ class Status(Event):
     op: Literal["status"] = "status"
     type: StatusType = Field(description="Which side.")
     values: dict[str, float | int | str | None] = Field(description="Readings by name.")
-
-
-class UsageReport(Event):
     plan: EnginePlan | None = Field(
         default=None, description="For operators, of `model`: where its parts are, and why; absent where none was made."
     )
+
+
+class UsageReport(Event):
     """What a client used; days without a turn are left out."""
 
     op: Literal["usage"] = "usage"

@@ -104,7 +104,7 @@ def _abort(connection: Connection, request: requests.Abort) -> Event | None:
 
 
 def _close_session(connection: Connection, request: requests.CloseSession) -> Event:
-    return connection.context.sessions.close(connection.client, request)
+    return connection.context.sessions.close(connection.client, request, connection)
 
 
 def _resume_session(connection: Connection, request: requests.ResumeSession) -> None:
@@ -124,16 +124,7 @@ def _rewind_session(connection: Connection, request: requests.RewindSession) -> 
 
 
 def _set_metadata(connection: Connection, request: requests.SetMetadata) -> Event:
-    context = connection.context
-    event = context.sessions.set_metadata(connection.client, request)
-
-    def tell_others() -> None:
-        for each in context.hub.of_client(connection.client.client_id):
-            if each is not connection:
-                each.send(event)
-
-    context.sessions.journal_of(request).release(tell_others)
-    return event
+    return connection.context.sessions.set_metadata(connection.client, request, connection)
 
 
 def _get_session(connection: Connection, request: requests.GetSession) -> Event:

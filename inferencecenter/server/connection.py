@@ -136,7 +136,7 @@ class Connection:
         Raises:
             InferenceCenterError: ``rate_limited`` when the client has too many sockets.
         """
-        self.context.hub.join(account.client_id)
+        self.context.hub.join(account.client_id, self)
         self._move(ConnectionEvent.AUTHENTICATE)
         self._account = account
         self._client = client_of(account)
@@ -251,7 +251,7 @@ class Connection:
             self._wire.finish(code, reason, linger_s=linger_s)
         if was_authenticated:
             self.context.feed.unsubscribe(self)
-            self.context.hub.leave(self.client.client_id)
+            self.context.hub.leave(self.client.client_id, self)
             self.context.sessions.detach(self)
             _log.info("client_disconnected", client=self.client.client_id, address=self.address)
 

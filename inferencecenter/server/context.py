@@ -161,6 +161,7 @@ class Context:
         )
         models.subscribe_models(context.engine_changed)
         models.subscribe_swaps(context.model_changed)
+        sessions.subscribe(context.hub.tell)
         return context
 
     def uptime_s(self) -> float:

@@ -65,6 +65,7 @@ class Hub:
         self._connections: set[Connection] = set()
         self._guests: set[Guest] = set()
         self._per_client: Counter[str] = Counter()
+        self._of_client: defaultdict[str, set[Connection]] = defaultdict(set)
         self._empty = asyncio.Event()
         self._empty.set()
         self.draining = False
@@ -136,26 +137,38 @@ class Hub:
                 retry_after_ms=BUSY_RETRY_MS,
             )
 
-    def join(self, client_id: str) -> None:
-        """Count a socket of a client.
+    def join(self, client_id: str, connection: Connection | None = None) -> None:
+        """Count a socket of a client, or a guest, which is none.
 
         Raises:
             InferenceCenterError: ``rate_limited`` when it has too many.
         """
         self.check_room(client_id)
         self._per_client[client_id] += 1
+        if connection is not None:
+            self._of_client[client_id].add(connection)
 
-    def leave(self, client_id: str) -> None:
-        """Count a socket of a client no more."""
+    def leave(self, client_id: str, connection: Connection | None = None) -> None:
+        """Count a socket of a client no more, or a guest, which is none."""
         self._per_client[client_id] -= 1
         if not self._per_client[client_id]:
             del self._per_client[client_id]
+        if connection is not None:
+            self._of_client[client_id].discard(connection)
+            if not self._of_client[client_id]:
+                del self._of_client[client_id]
 
     def broadcast(self, event: Event) -> None:
         """Send an event to every authenticated socket."""
         for connection in list(self._connections):
             if connection.authenticated:
                 connection.send(event)
+
+    def tell(self, client_id: str, event: Event, knowing: tuple[object, ...]) -> None:
+        """Send an event to the sockets of a client, but not to those that know, or speak the first protocol."""
+        for each in self.of_client(client_id):
+            if each.v1 and not any(each is one for one in knowing):
+                each.send(event)
 
     def close_revoked(self, living_tokens: frozenset[str]) -> None:
         """Close the sockets whose token is not among ``living_tokens`` any more."""
@@ -178,7 +191,7 @@ class Hub:
 
     def of_client(self, client_id: str) -> list[Connection]:
         """Return the sockets of a client."""
-        return [each for each in self._connections if each.authenticated and each.client.client_id == client_id]
+        return list(self._of_client.get(client_id, ()))
 
     @property
     def guests(self) -> frozenset[Guest]:
@@ -191,11 +204,7 @@ class Hub:
 
     def clients(self) -> dict[str, list[Connection]]:
         """Return the sockets of each client that has any, by its name."""
-        found: defaultdict[str, list[Connection]] = defaultdict(list)
-        for each in self._connections:
-            if each.authenticated:
-                found[each.client.client_id].append(each)
-        return dict(sorted(found.items()))
+        return {client_id: list(sockets) for client_id, sockets in sorted(self._of_client.items())}
 
     def close_misplaced(self, limits_of: Callable[[str, str], Limits]) -> None:
         """Close the sockets from addresses that their tokens may not come from any more.

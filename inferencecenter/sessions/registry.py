@@ -22,6 +22,7 @@ from inferencecenter.sessions.facts import Surroundings
 from inferencecenter.sessions.journal import Unwritten
 from inferencecenter.sessions.ledger import Ledger
 from inferencecenter.sessions.models import Engines
+from inferencecenter.sessions.news import News
 from inferencecenter.sessions.opening import first_history, fork_facts, new_facts, restored
 from inferencecenter.sessions.roster import Roster
 from inferencecenter.sessions.session import Session
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from inferencecenter.sessions.facts import Timer
     from inferencecenter.sessions.journal import Journal
     from inferencecenter.sessions.models import Serving
+    from inferencecenter.sessions.news import Reader
     from inferencecenter.sessions.records import Kept
     from inferencecenter.sessions.totals import Totals, TurnObserver
     from inferencecenter.sessions.tracing import Tracer
@@ -127,6 +129,7 @@ class Sessions:
         self._journal: Journal = journal or Unwritten()
         self._random_bytes = random_bytes
         self._tally = Tally(observer)
+        self._news = News()
         self._around = Surroundings(
             engines=Engines(engines, config_params=config_params),
             journal=self._journal,
@@ -153,7 +156,7 @@ class Sessions:
             default_ttl_s=default_ttl_s,
             retention_days=retention_days,
             call_later=call_later,
-            expire=Session.expire,
+            expire=self._expire,
         )
 
     @property
@@ -194,6 +197,10 @@ class Sessions:
         if sessions:
             _log.info("sessions_restored", sessions=len(sessions), unfinished=self.totals().active_generations)
 
+    def subscribe(self, reader: Reader) -> None:
+        """Call ``reader`` whenever a session has other metadata, or ends: its client may be elsewhere, too."""
+        self._news.subscribe(reader)
+
     def live_sessions(self) -> tuple[str, ...]:
         """Return the names of all sessions."""
         return tuple(session.facts.session_id for session in self._roster)
@@ -205,10 +212,7 @@ class Sessions:
         else:
             doomed = [session for session in (self._roster.get(name),) if session is not None]
         for session in doomed:
-            sink = session.sink
-            closed = self._close(session)
-            if sink is not None:
-                session.journal.release(partial(sink.send, closed))
+            self._close(session)
         return len(doomed)
 
     def create(
@@ -249,13 +253,18 @@ class Sessions:
         """
         self._roster.own(client, request.session_id).rewind(request, sink)
 
-    def set_metadata(self, client: Client, request: requests.SetMetadata) -> events.MetadataSet:
-        """Give a session other metadata.
+    def set_metadata(
+        self, client: Client, request: requests.SetMetadata, sink: EventSink | None = None
+    ) -> events.MetadataSet:
+        """Give a session other metadata; ``sink`` is who asks.
 
         Raises:
             InferenceCenterError: ``session_not_found``, and see ``Session.describe``.
         """
-        return self._roster.own(client, request.session_id).describe(request.metadata)
+        session = self._roster.own(client, request.session_id)
+        told = session.describe(request.metadata)
+        self._news.described(session, by=sink)
+        return told
 
     def resume(self, client: Client, request: requests.ResumeSession, sink: EventSink) -> None:
         """Send a session's events to ``sink`` from now on, those that it has missed first.
@@ -362,13 +371,15 @@ class Sessions:
             next=page[-1].facts.session_id if more else None,
         )
 
-    def close(self, client: Client, request: requests.CloseSession) -> events.SessionClosed:
-        """End a session; a running turn ends as aborted.
+    def close(
+        self, client: Client, request: requests.CloseSession, sink: EventSink | None = None
+    ) -> events.SessionClosed:
+        """End a session; a running turn ends as aborted. ``sink`` is who asks.
 
         Raises:
             InferenceCenterError: ``session_not_found``.
         """
-        return self._close(self._roster.own(client, request.session_id))
+        return self._close(self._roster.own(client, request.session_id), by=sink)
 
     def detach(self, sink: EventSink) -> None:
         """Take note that a socket is gone: its sessions close, or go on without it if they were opened so."""
@@ -404,11 +415,22 @@ class Sessions:
         self._roster.learn_retention({client.client_id: client.retention_days})
         session.open()
         self._roster.add(session)
+        if facts.metadata:
+            self._news.described(session, by=session.sink)
         return created
 
-    def _close(self, session: Session) -> events.SessionClosed:
+    def _close(self, session: Session, *, by: EventSink | None = None) -> events.SessionClosed:
+        sink = session.sink
         self._roster.remove(session)
-        return session.close()
+        closed = session.close()
+        if sink is not None and sink is not by:
+            session.journal.release(partial(sink.send, closed))
+        self._news.gone(session, but=(sink, by))
+        return closed
+
+    def _expire(self, session: Session) -> None:
+        session.expire()
+        self._news.gone(session, but=(session.sink,))
 
     def _eta_ms(self, serving: Serving, position: int) -> float | None:
         engine = serving.engine.status

@@ -641,6 +641,32 @@ async def test_an_expired_session_is_told(scripted: Start) -> None:
     assert caught.value.code is ErrorCode.SESSION_NOT_FOUND
 
 
+async def test_a_session_that_is_closed_elsewhere(scripted: Start) -> None:
+    """Whoever waits for its answer is told, it is not resumed any more, and the next turn is refused."""
+
+    async def before(peer: Peer) -> None:
+        await peer.welcome()
+        await peer.open_session()
+        await peer.begin()
+        await peer.say(op="session_closed", session_id="s1")
+        await peer.refuse(await peer.hear(), "session_not_found")
+        await peer.hear()
+        await peer.socket.close(1012)
+
+    async def after(peer: Peer) -> None:
+        await peer.welcome()
+        await peer.say(op="pong", id=(await peer.hear())["id"])
+
+    url = await scripted(before, after)
+    async with Client(url, token="ic_a_b", timing=FakeTime().timing()) as client:
+        session = await client.create_session()
+        for message in ("closed elsewhere", "session_not_found"):
+            with pytest.raises(InferenceCenterError, match=message) as caught:
+                await _collect(session)
+            assert caught.value.code is ErrorCode.SESSION_NOT_FOUND
+        assert isinstance(await client.request(Ping(op="ping")), Pong)
+
+
 async def test_a_daemon_that_says_nothing_more_is_noticed(scripted: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     """A peer that answers no ping is lost, though its socket is open."""
     monkeypatch.setattr("inferencecenter.client.link._CLOSE_TIMEOUT_S", 0.05)

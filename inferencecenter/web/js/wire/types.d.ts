@@ -996,7 +996,11 @@ export interface AbortStatusEvent {
   status: "aborted" | "not_found";
 }
 
-/** The session is gone. */
+/**
+ * The session is gone, whoever ended it; all sockets of its client hear of it.
+ *
+ * One that had no socket and expired is told of in this way, too.
+ */
 export interface SessionClosedEvent {
   op: "session_closed";
   /** The `id` of the frame this answers. */
@@ -1091,7 +1095,7 @@ export interface SessionRewoundEvent {
   messages: number;
 }
 
-/** A session has other metadata; all sockets of its client hear of it. */
+/** A session has other metadata, or was opened with some; all sockets of its client hear of it. */
 export interface MetadataSetEvent {
   op: "metadata_set";
   /** The `id` of the frame this answers. */
@@ -1188,12 +1192,12 @@ export interface StatusEvent {
   type: "queue" | "memory" | "sessions" | "performance" | "model";
   /** Readings by name. */
   values: Record<string, number | string | null>;
+  /** For operators, of `model`: where its parts are, and why; absent where none was made. */
+  plan?: EnginePlan;
 }
 
 /** What a client used; days without a turn are left out. */
 export interface UsageReportEvent {
-  /** For operators, of `model`: where its parts are, and why; absent where none was made. */
-  plan?: EnginePlan;
   op: "usage";
   /** The `id` of the frame this answers. */
   id?: string;
