@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated
+import re
+from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 from rich.table import Column, Table
@@ -19,8 +19,13 @@ from inferencecenter.server import control
 from inferencecenter.server.account_rows import words
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from inferencecenter.server.account import ClientInfo
     from inferencecenter.server.accounts import Accounts
+
+_SESSIONS: Final = "max_sessions"
+_LIMITS_HELP: Final = f"{LIMITS_HELP} {_SESSIONS}=50 is how many sessions the account may have open."
 
 app = typer.Typer(help="List accounts and limit them.", no_args_is_help=True)
 
@@ -52,7 +57,7 @@ def list_clients(
 def limits(
     client: Annotated[str, typer.Argument(help="The account.")],
     assignments: Annotated[
-        list[str] | None, typer.Argument(metavar="[NAME=VALUE]...", help=LIMITS_HELP, show_default=False)
+        list[str] | None, typer.Argument(metavar="[NAME=VALUE]...", help=_LIMITS_HELP, show_default=False)
     ] = None,
     *,
     config: ConfigOption = None,
@@ -65,10 +70,34 @@ def limits(
     with open_accounts(settings) as accounts:
         found = _find(accounts, client)
         if assignments:
-            found = replace(found, limits=changed(assignments, found.limits))
-            accounts.limit_client(client, found.limits)
+            max_sessions, of_tokens = _taken_out(assignments)
+            accounts.limit_client(client, changed(of_tokens, found.limits), max_sessions=max_sessions)
+            found = _find(accounts, client)
             told = control.notify(settings.state_dir)
-    show_limits({"client_id": client}, found.limits, told=told, json=json)
+    show_limits({"client_id": client}, found.limits, max_sessions=found.max_sessions, told=told, json=json)
+
+
+def _taken_out(assignments: Iterable[str]) -> tuple[int | None, list[str]]:
+    """Return the number of sessions that is assigned, if any, and the other assignments.
+
+    Raises:
+        InferenceCenterError: ``invalid_request`` for one that is no number.
+    """
+    max_sessions, others = None, []
+    for assignment in assignments:
+        name, _, text = assignment.partition("=")
+        if name != _SESSIONS:
+            others.append(assignment)
+        elif re.fullmatch("[0-9]{1,9}", text):
+            max_sessions = int(text)
+        else:
+            raise InferenceCenterError(
+                ErrorCode.INVALID_REQUEST,
+                f"{assignment!r} is no number of sessions",
+                field=_SESSIONS,
+                hint=f"{_SESSIONS}=50; it has no `none` and no `default`, as it is the account's alone.",
+            )
+    return max_sessions, others
 
 
 def _find(accounts: Accounts, client_id: str) -> ClientInfo:

@@ -20,6 +20,7 @@ from inferencecenter.configuration import load_settings
 from inferencecenter.errors import ErrorCode, InferenceCenterError
 from inferencecenter.protocol.scopes import Scope
 from inferencecenter.server import control
+from inferencecenter.server.account import MAX_SESSIONS
 from inferencecenter.server.account_rows import words
 from inferencecenter.server.accounts import DATABASE_NAME, Accounts
 from inferencecenter.server.first_run import ensure_admin
@@ -50,7 +51,7 @@ def create(  # noqa: PLR0913 - one argument an option
         list[Scope] | None, typer.Option(help="Right of a new account; may be repeated.", show_default="user")
     ] = None,
     max_sessions: Annotated[
-        int | None, typer.Option(help="Sessions of a new account.", min=1, show_default=False)
+        int | None, typer.Option(help="Sessions of a new account.", min=1, max=MAX_SESSIONS, show_default=False)
     ] = None,
     priority: Annotated[Priority | None, typer.Option(help="Class of a new account.", show_default=False)] = None,
     retention_days: Annotated[
@@ -194,12 +195,17 @@ def duration_s(text: str) -> int:
     return int(match[1]) * _SECONDS[match[2]]
 
 
-def show_limits(whose: dict[str, str], limits: Limits, *, told: bool | None, json: bool) -> None:
-    """Show limits, and whether a daemon was ``told`` of a change; ``None`` if nothing was changed."""
+def show_limits(
+    whose: dict[str, str], limits: Limits, *, max_sessions: int | None = None, told: bool | None, json: bool
+) -> None:
+    """Show limits, an account's with its sessions, and whether a daemon was ``told`` of a change; ``None`` for none."""
+    sessions = {} if max_sessions is None else {"max_sessions": max_sessions}
     if json:
-        print_json({**whose, "limits": limits.given()} | ({} if told is None else {"daemon_notified": told}))
+        notified = {} if told is None else {"daemon_notified": told}
+        print_json({**whose, **sessions, "limits": limits.given(), **notified})
         return
-    typer.echo(words(limits) or "no limits of its own")
+    shown = [*(f"{name}={number}" for name, number in sessions.items()), words(limits)]
+    typer.echo(" ".join(shown).rstrip() or "no limits of its own")
     if told is not None:
         stdout.print("They hold from now on." if told else "No daemon is running.")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Final
 
@@ -49,6 +49,10 @@ class Caller:
     address: str
     traceparent: str | None
 
+    def allowed(self, max_sessions: int) -> Caller:
+        """Return the same with another number of sessions that its client may have."""
+        return replace(self, client=replace(self.client, max_sessions=max_sessions))
+
 
 class GoneError(Exception):
     """Nobody hears the answer any more: there is nobody to tell of it."""
@@ -74,6 +78,10 @@ class Visit:
     def address(self) -> str:
         """Where it comes from."""
         return self.caller.address
+
+    def allow_sessions(self, max_sessions: int) -> None:
+        """Let its client have so many sessions from now on."""
+        self.caller = self.caller.allowed(max_sessions)
 
     def drain(self, deadline_s: float) -> None:
         """Go on: an answer ends by itself."""

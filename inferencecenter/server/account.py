@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from inferencecenter.protocol.scopes import Scope
     from inferencecenter.protocol.values import Priority
 
+MAX_SESSIONS: Final = 100_000
+MAX_RETENTION_DAYS: Final = 36_500
 CLIENT_ID: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@+-]{0,63}")
 
 
@@ -104,4 +106,33 @@ def check_client_id(client_id: str) -> None:
             f"client_id is {client_id[:64]!r}, which is no name of a client",
             field="client_id",
             hint="Letters, digits and . _ @ + -, beginning with a letter or digit; at most 64.",
+        )
+
+
+def check_max_sessions(number: int) -> None:
+    """Refuse what no account can have of open sessions.
+
+    Raises:
+        InferenceCenterError: ``invalid_request``.
+    """
+    if not 1 <= number <= MAX_SESSIONS:
+        raise InferenceCenterError(
+            ErrorCode.INVALID_REQUEST,
+            f"max_sessions is {number}, and must be from 1 to {MAX_SESSIONS}",
+            field="max_sessions",
+        )
+
+
+def check_retention(days: float | None) -> None:
+    """Refuse days after which nothing could be deleted; ``None`` is as the daemon says.
+
+    Raises:
+        InferenceCenterError: ``invalid_request``.
+    """
+    if days is not None and not 0 < days <= MAX_RETENTION_DAYS:
+        raise InferenceCenterError(
+            ErrorCode.INVALID_REQUEST,
+            f"retention_days is {days:g}, and must be above 0 and at most {MAX_RETENTION_DAYS}",
+            field="retention_days",
+            hint="Without it sessions.retention_days holds.",
         )

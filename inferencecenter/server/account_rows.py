@@ -37,9 +37,14 @@ def set_token(database: sqlite3.Connection, token_id: str, limits: Limits) -> st
     return changed[0][0] if changed else None
 
 
-def set_client(database: sqlite3.Connection, client_id: str, limits: Limits) -> bool:
-    """Give a client these limits; ``False`` when there is none of this id."""
-    changed = database.execute("UPDATE clients SET limits = ? WHERE client_id = ?", (column(limits), client_id))
+def set_client(
+    database: sqlite3.Connection, client_id: str, limits: Limits, *, max_sessions: int | None = None
+) -> bool:
+    """Give a client these limits, and another number of sessions if there is one; ``False`` if none has this id."""
+    changed = database.execute(
+        "UPDATE clients SET limits = ?, max_sessions = coalesce(?, max_sessions) WHERE client_id = ?",
+        (column(limits), max_sessions, client_id),
+    )
     return changed.rowcount == 1
 
 

@@ -18,7 +18,7 @@ from inferencecenter.errors import ErrorCode, InferenceCenterError
 from inferencecenter.limits import NO_LIMITS
 from inferencecenter.protocol.scopes import Scope, parse_scopes
 from inferencecenter.server import account_rows, tokens
-from inferencecenter.server.account import Account, NewToken, check_client_id
+from inferencecenter.server.account import Account, NewToken, check_client_id, check_max_sessions, check_retention
 from inferencecenter.server.accounts_file import AccountsFile
 from inferencecenter.server.audit import AuditEvent, AuditLog, entry
 from inferencecenter.server.noted import Noted
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from inferencecenter.server.audit import AuditLine, Entry
 
 DATABASE_NAME: Final = "accounts.sqlite3"
-MAX_RETENTION_DAYS: Final = 36_500
 _NO_HASH: Final = bytes(hashlib.sha256().digest_size)
 
 _log = structlog.get_logger(__name__)
@@ -105,11 +104,11 @@ class Accounts:
         """Make the client, or give these to the one there, whose ``Limits`` stay.
 
         Raises:
-            InferenceCenterError: ``invalid_request`` for a name that is none, an unknown scope or a retention that is
-                none, or ``storage_unavailable``.
+            InferenceCenterError: ``invalid_request`` naming what cannot be, or ``storage_unavailable``.
         """
         spelled = " ".join(sorted(parse_scopes(scopes)))
-        _check_retention(retention_days)
+        check_max_sessions(max_sessions)
+        check_retention(retention_days)
         with self._file.transaction() as database:
             there = database.execute("SELECT 1 FROM clients WHERE client_id = ?", (client_id,)).fetchone()
             if not there:
@@ -132,6 +131,11 @@ class Accounts:
     def knows(self, client_id: str) -> bool:
         """Tell whether this is a client of the database or of ``clients.toml``."""
         return client_id in self._static or self.has_client(client_id)
+
+    def max_sessions(self) -> dict[str, int]:
+        """Return how many sessions each client of the database may have, by client id."""
+        with self._rows("SELECT client_id, max_sessions FROM clients") as rows:
+            return dict(rows.fetchall())
 
     def retentions(self) -> dict[str, float]:
         """Return the ``retention_days`` of every client that has its own, by client id."""
@@ -176,12 +180,19 @@ class Accounts:
                 self._record(database, line)
         return client_id is not None
 
-    def limit_client(self, client_id: str, limits: Limits) -> bool:
-        """Give a client these limits in place of those it has; ``False`` when the database has no such client."""
+    def limit_client(self, client_id: str, limits: Limits, *, max_sessions: int | None = None) -> bool:
+        """Give a client these limits, and another number of sessions if there is one; ``False`` when there is none.
+
+        Raises:
+            InferenceCenterError: ``invalid_request`` for a number of sessions that is none, or ``storage_unavailable``.
+        """
+        if max_sessions is not None:
+            check_max_sessions(max_sessions)
         with self._file.transaction() as database:
-            changed = account_rows.set_client(database, client_id, limits)
+            changed = account_rows.set_client(database, client_id, limits, max_sessions=max_sessions)
             if changed:
-                detail = f"limits {account_rows.words(limits)}"
+                sessions = "" if max_sessions is None else f"max_sessions={max_sessions} "
+                detail = f"{sessions}limits {account_rows.words(limits)}"
                 self._record(database, entry(AuditEvent.CLIENT_CHANGED, client_id=client_id, detail=detail))
         return changed
 
@@ -337,13 +348,3 @@ class Accounts:
     def _rows(self, query: str, values: tuple[object, ...] = ()) -> Iterator[sqlite3.Cursor]:
         with self._file.reading() as database:
             yield database.execute(query, values)
-
-
-def _check_retention(days: float | None) -> None:
-    if days is not None and not 0 < days <= MAX_RETENTION_DAYS:
-        raise InferenceCenterError(
-            ErrorCode.INVALID_REQUEST,
-            f"retention_days is {days:g}, and must be above 0 and at most {MAX_RETENTION_DAYS}",
-            field="retention_days",
-            hint="Without it sessions.retention_days holds.",
-        )

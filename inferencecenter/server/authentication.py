@@ -169,6 +169,14 @@ class Authenticator:
         """
         return self._accounts.living_tokens()
 
+    def max_sessions(self) -> dict[str, int]:
+        """Return how many sessions each client may have now that comes with tokens, by client id.
+
+        Raises:
+            InferenceCenterError: ``storage_unavailable``.
+        """
+        return self._accounts.max_sessions()
+
     async def close(self) -> None:
         """End the writing of what was noted; closing the accounts writes the rest."""
         if self._writing is not None:

@@ -24,8 +24,7 @@ from inferencecenter.protocol.codec import invalid_request
 from inferencecenter.protocol.requests import Credential
 from inferencecenter.protocol.scopes import Scope, parse_scopes
 from inferencecenter.protocol.values import Priority
-from inferencecenter.server.account import Account, StaticClient, check_client_id
-from inferencecenter.server.accounts import MAX_RETENTION_DAYS
+from inferencecenter.server.account import MAX_RETENTION_DAYS, MAX_SESSIONS, Account, StaticClient, check_client_id
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -39,7 +38,7 @@ class Entry(BaseModel):
     client_id: Credential
     api_key: Credential | None = None
     api_key_sha256: Annotated[str, StringConstraints(pattern=r"^[0-9a-fA-F]{64}$")] | None = None
-    max_sessions: int | None = Field(default=None, ge=1, le=100_000)
+    max_sessions: int | None = Field(default=None, ge=1, le=MAX_SESSIONS)
     priority: Priority | None = None
     retention_days: float | None = Field(default=None, gt=0, le=MAX_RETENTION_DAYS)
     scopes: list[str] = Field(default=[Scope.USER.value], min_length=1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import structlog
@@ -129,6 +130,10 @@ class Connection:
             event, client_id=self.client.client_id, token_id=self.token_id, address=self.address, detail=detail
         )
         self.context.authenticator.note(line)
+
+    def allow_sessions(self, max_sessions: int) -> None:
+        """Let its client have so many sessions from now on; only once the socket is authenticated."""
+        self._client = replace(self.client, max_sessions=max_sessions)
 
     def authenticate(self, account: Account) -> None:
         """Let the socket speak for ``account``.

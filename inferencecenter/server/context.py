@@ -186,12 +186,14 @@ class Context:
         """Close the sockets whose token was revoked, and let other limits hold."""
         try:
             living = self.authenticator.living_tokens()
+            max_sessions = self.authenticator.max_sessions()
             self.allowances.reload()
         except InferenceCenterError as error:
             _log.error("tokens_unreadable", error=error.message, hint=error.hint)
             return
         self.hub.close_revoked(living)
         self.hub.close_misplaced(self.limits_of)
+        self.hub.allow_sessions(max_sessions)
 
     def limits_changed(self, defaults: Limits) -> None:
         """Let limits hold that the settings or ``clients.toml`` have changed.

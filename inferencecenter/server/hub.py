@@ -12,7 +12,7 @@ from inferencecenter.errors import ErrorCode, InferenceCenterError
 from inferencecenter.protocol.close import CloseCode
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
+    from collections.abc import Callable, Collection, Mapping
 
     from inferencecenter.limits import Limits
     from inferencecenter.protocol.base import Event
@@ -41,6 +41,9 @@ class Guest(Protocol):
     @property
     def address(self) -> str:
         """Where it comes from."""
+
+    def allow_sessions(self, max_sessions: int) -> None:
+        """Let its client have so many sessions from now on."""
 
     def drain(self, deadline_s: float) -> None:
         """Begin nothing new and leave when what runs has ended, for which there are ``deadline_s``."""
@@ -178,6 +181,15 @@ class Hub:
         for guest in list(self._guests):
             if guest.account.token_id is not None and guest.account.token_id not in living_tokens:
                 guest.dismiss(CloseCode.NOT_AUTHENTICATED, "the token was revoked")
+
+    def allow_sessions(self, max_sessions: Mapping[str, int]) -> None:
+        """Let clients that came with tokens have so many sessions from now on, by client id."""
+        for connection in self._connections:
+            if connection.token_id is not None and (number := max_sessions.get(connection.client.client_id)):
+                connection.allow_sessions(number)
+        for guest in self._guests:
+            if guest.account.token_id is not None and (number := max_sessions.get(guest.account.client_id)):
+                guest.allow_sessions(number)
 
     def close_clients(self, client_ids: Collection[str]) -> None:
         """Close the sockets of these clients that were let in by an API key, as it may be another now."""

@@ -87,6 +87,38 @@ def test_what_is_only_looked_at_is_not_changed(cli: Cli, state_dir: Path) -> Non
     ]
 
 
+def test_how_many_sessions_an_account_may_have_can_be_changed(cli: Cli, state_dir: Path) -> None:
+    """With its other limits or alone; what is shown can be given again, and the audit log tells of it."""
+    _json(cli, "token", "create", "ada", "--max-sessions", "3")
+    limits = ("client", "limits", "ada")
+    changed_ = _json(cli, *limits, "max_sessions=50", "max_tokens=9")
+    assert (changed_["max_sessions"], changed_["limits"], changed_["daemon_notified"]) == (50, {"max_tokens": 9}, False)
+    assert cli.run(*limits).out.strip() == "max_sessions=50 max_tokens=9"
+    assert _json(cli, *limits, "max_sessions=2")["limits"] == {"max_tokens": 9}
+    assert _json(cli, *limits, "max_tokens=default")["max_sessions"] == 2
+    assert cli.run(*limits).out.strip() == "max_sessions=2"
+    with contextlib.closing(Accounts.open(state_dir / DATABASE_NAME, clock=time.time)) as accounts:
+        details = [line.detail for line in accounts.audit_lines(last=3)]
+    assert details == ["max_sessions=50 limits max_tokens=9", "max_sessions=2 limits max_tokens=9", "limits "]
+
+
+@pytest.mark.parametrize("number", ["0", "100001", "-1", "none", "default", "", "9" * 5000, "\N{SUPERSCRIPT TWO}"])
+def test_a_number_of_sessions_that_is_none_changes_nothing(cli: Cli, number: str) -> None:
+    """Neither it nor what is set with it."""
+    _json(cli, "token", "create", "ada", "--max-sessions", "3")
+    refused = cli.run("client", "limits", "ada", "max_tokens=9", f"max_sessions={number}")
+    assert (refused.code, "max_sessions" in refused.err) == (64, True)
+    after = _json(cli, "client", "limits", "ada")
+    assert (after["max_sessions"], after["limits"]) == (3, {})
+
+
+def test_a_token_has_no_number_of_sessions_of_its_own(cli: Cli) -> None:
+    """They are the account's."""
+    made = _json(cli, "token", "create", "ada")
+    refused = cli.run("token", "limits", made["token_id"], "max_sessions=3")
+    assert (refused.code, "is no limit" in refused.err) == (64, True)
+
+
 async def test_a_running_daemon_is_told(cli: Cli, state_dir: Path) -> None:
     """Of each change, at once."""
     made = _json(cli, "token", "create", "ada")

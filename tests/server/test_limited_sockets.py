@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from websockets.exceptions import InvalidStatus
 
-from inferencecenter.limits import Limits
+from inferencecenter.limits import NO_LIMITS, Limits
 from tests.server.harness import Running, ask, close_code, hear
 
 if TYPE_CHECKING:
@@ -168,3 +168,57 @@ async def test_sockets_close_when_their_address_is_not_allowed_any_more(server: 
         limit(server, addresses=["192.0.2.0/24"])
         assert await close_code(socket) == 4401
         assert (await ask(stays, op="hello"))["op"] == "hello"
+
+
+async def test_another_number_of_sessions_holds_at_once(server: Running) -> None:
+    """On sockets that are open and for requests; what is open stays, and sockets of other accounts keep theirs."""
+
+    def limit_sessions(number: int) -> None:
+        server.accounts.limit_client("ada", NO_LIMITS, max_sessions=number)
+        server.context.tokens_changed()
+
+    kitchen = {"X-Client-ID": "kitchen", "X-API-Key": "kitchen-key"}
+    versioned = ["inferencecenter.v1"]
+    async with (
+        server.v1() as socket,
+        server.connect(subprotocols=versioned, additional_headers=kitchen) as other,
+    ):
+        await hear(socket)
+        await hear(other)
+        first = await opened(socket)
+        limit_sessions(1)
+        refused = await ask(socket, op="create_session")
+        assert (refused["code"], refused["message"]) == ("session_limit", "this client has 1 sessions of 1")
+        assert (await ask(socket, op="get_session", session_id=first))["op"] != "error"
+        assert (await ask(socket, op="status", type="sessions"))["values"]["max_sessions"] == 1
+        limit_sessions(3)
+        await opened(socket)
+        assert (await ask(other, op="status", type="sessions"))["values"]["max_sessions"] == 3
+
+
+async def test_another_number_of_sessions_holds_for_guests(server: Running) -> None:
+    """A socket for responses, and a request that is being answered, act for the account as it is now."""
+    async with server.connect(
+        "/v1/responses", additional_headers={"Authorization": f"Bearer {server.token}"}
+    ) as socket:
+        await socket.send("{}")
+        await socket.recv()
+        (guest,) = server.context.hub.guests
+        server.accounts.limit_client("ada", NO_LIMITS, max_sessions=1)
+        server.context.tokens_changed()
+        create = {"type": "response.create", "input": "Hi"}
+        server.engine.submitted.clear()
+        await socket.send(json.dumps({**create, "stream_id": "a"}))
+        await server.engine.submitted.wait()
+        await socket.send(json.dumps({**create, "stream_id": "b"}))
+        refused = await frame_of(socket, "error")
+        assert (guest.account.client_id, refused["stream_id"]) == ("ada", "b")
+        assert refused["error"]["code"] == "session_limit"
+
+
+async def frame_of(socket: ClientConnection, kind: str) -> dict[str, Any]:
+    """Return the next frame of a type."""
+    while True:
+        frame: dict[str, Any] = json.loads(await socket.recv())
+        if frame["type"] == kind:
+            return frame

@@ -111,6 +111,10 @@ class ResponsesSocket:
         except InferenceCenterError as error:
             self._fail(error, stream_id)
 
+    def allow_sessions(self, max_sessions: int) -> None:
+        """Let its client have so many sessions from now on."""
+        self._caller = self._caller.allowed(max_sessions)
+
     def drain(self, deadline_s: float) -> None:
         """Begin nothing new, and close when all that runs has ended."""
         if self._state is not ConnectionState.AUTHENTICATED:
