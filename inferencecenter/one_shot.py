@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 from inferencecenter.config_params import parse_config_params
 from inferencecenter.errors import ErrorCode, InferenceCenterError
 from inferencecenter.ipc.port import EngineState
-from inferencecenter.models.registry import ModelSpec, not_registered, read_registry
+from inferencecenter.models.registry import DEMO, ModelSpec, not_registered, read_registry
 from inferencecenter.protocol import requests
 from inferencecenter.protocol.events import ContextShifted, End, Error, Progress, Queued, Reasoning, Token
 from inferencecenter.sessions.client import Client
@@ -33,8 +33,6 @@ if TYPE_CHECKING:
     from inferencecenter.protocol.base import Event
     from inferencecenter.settings import Settings
 
-DEMO: Final = "demo"
-"""Name of the bundled model, where no model that is registered has it."""
 _PLAN_FILE: Final = "plan.json"
 _NOWHERE: Final = KvPlaces(ram_dir=Path(), ram_bytes=0, disk_dir=Path(), disk_bytes=0)
 _STOP_S: Final = 1.0

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 
     from inferencecenter.settings import LoraSettings, ModelEntry, Settings
 
+DEMO: Final = "demo"
+"""Name of the bundled model, where no other that is registered has it."""
+
 # Settings of ``[engine]`` that concern no single engine: models are not run otherwise when they change.
 DAEMON_SETTINGS: Final = frozenset({"max_resident", "exit_when_failed"})
 
@@ -224,14 +227,14 @@ def _default(
     chosen, models = settings.model, {**found, **entries}
     if chosen.path is None and chosen.name is not None and chosen.name in models:
         return _with_adapters(models[chosen.name], settings)
-    if chosen.path is None and chosen.name is not None and shared.backend == "llama":
+    if chosen.path is None and chosen.name not in (None, DEMO) and shared.backend == "llama":
         raise _invalid(
             f"model.name is {chosen.name!r}, which is no model, and model.path names no file",
             field="model.name",
             hint=f"There are {', '.join(sorted(models))}." if models else f"{settings.models_dir} has no models.",
         )
     path = chosen.path or bundled_model()
-    name = chosen.name or _stem_of(chosen.path, found) or _own_name(path, backend=shared.backend)
+    name = chosen.name or _stem_of(chosen.path, found) or _own_name(path, backend=shared.backend, taken=models)
     return ModelSpec(name=name, path=path, engine=shared, params={}, lora=chosen.lora)
 
 
@@ -253,10 +256,12 @@ def _stem_of(path: Path | None, found: Mapping[str, ModelSpec]) -> str | None:
     return next((name for name, spec in found.items() if spec.path.resolve() == path.resolve()), None)
 
 
-def _own_name(path: Path, *, backend: str) -> str:
+def _own_name(path: Path, *, backend: str, taken: Collection[str]) -> str:
     """Return what the file calls itself; one that cannot be read has a stem, and its engine says what is wrong."""
     if backend != "llama":
         return backend
+    if DEMO not in taken and path.resolve() == bundled_model().resolve():
+        return DEMO
     try:
         own = read_gguf(path).metadata.get("general.name")
     except InferenceCenterError:

@@ -15,12 +15,11 @@ from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
 from inferencecenter.errors import ErrorCode, InferenceCenterError
-from inferencecenter.models.registry import DAEMON_SETTINGS, Registry, default_model, files_in, read_registry
+from inferencecenter.models.registry import DAEMON_SETTINGS, DEMO, Registry, default_model, files_in, read_registry
 from inferencecenter.settings import LoraSettings, Settings, bundled_model
 from tests.engine.llama.lora_files import write_adapter
 
 ROOT = os.geteuid() == 0
-DEMO_NAME = "InferenceCenter Demo"
 
 
 @pytest.fixture
@@ -58,13 +57,34 @@ def _refused(folder: Path, **tables: Any) -> InferenceCenterError:
 
 
 def test_without_settings_there_is_the_demo_model(folder: Path) -> None:
-    """It is called what its file says, and runs as every engine does."""
+    """It is called as the command line calls it, and runs as every engine does."""
     settings = Settings(models_dir=folder)
     registry = read_registry(settings)
-    spec = registry.get(DEMO_NAME)
-    assert (registry.default, dict(registry.models)) == (DEMO_NAME, {DEMO_NAME: spec})
+    spec = registry.get(DEMO)
+    assert (registry.default, dict(registry.models)) == (DEMO, {DEMO: spec})
     assert (spec.path, spec.engine, spec.params, spec.lora) == (bundled_model(), settings.engine, {}, ())
     assert default_model(settings) == spec
+
+
+@pytest.mark.parametrize("chosen", [{"path": bundled_model()}, {"name": "demo"}])
+def test_the_demo_model_may_be_asked_for(folder: Path, chosen: dict[str, Any]) -> None:
+    """By its file or by its name."""
+    assert default_model(Settings.model_validate({"models_dir": folder, "model": chosen})) == default_model(
+        Settings(models_dir=folder)
+    )
+
+
+@pytest.mark.parametrize("model", [None, bundled_model()])
+def test_another_model_may_be_called_demo(folder: Path, model: Path | None) -> None:
+    """In the directory or by an entry; the bundled one is then called what its file says."""
+    own = _write(folder / "demo.gguf")
+    for tables in ({}, {"models": {"demo": {"n_ctx": 512}}}):
+        registry = _read(folder, model={"path": model}, **tables)
+        assert {name: spec.path for name, spec in registry.models.items()} == {
+            "demo": own,
+            "InferenceCenter Demo": bundled_model(),
+        }
+        assert registry.default == "InferenceCenter Demo"
 
 
 def test_the_echo_backend_has_a_name_and_reads_no_file(folder: Path) -> None:
@@ -280,7 +300,7 @@ def test_what_has_come_since(folder: Path) -> None:
     _write(folder / "second.gguf")
     _write(folder / "phi.gguf")
     later = registry.with_new_files()
-    assert sorted(later.models) == [DEMO_NAME, "first", "phi", "second"]
+    assert sorted(later.models) == [DEMO, "first", "phi", "second"]
     assert {name: later.get(name) for name in registry.models} == registry.models
     assert Registry("a", {}).with_new_files() == Registry("a", {})
 
@@ -346,7 +366,7 @@ def test_a_directory_that_is_none(folder: Path) -> None:
     """It is said once, and the other models are there."""
     (folder / "file").touch()
     registry = _read(folder / "file")
-    assert list(registry.models) == [DEMO_NAME]
+    assert list(registry.models) == [DEMO]
     (remark,) = registry.remarks
     assert remark == f"{folder / 'file'} cannot be read: Not a directory"
     with capture_logs() as logs:
@@ -364,7 +384,7 @@ def test_a_directory_that_may_not_be_read(folder: Path, mode: int) -> None:
         registry = _read(folder)
     finally:
         folder.chmod(0o700)
-    assert list(registry.models) == [DEMO_NAME]
+    assert list(registry.models) == [DEMO]
     assert "cannot be read: Permission denied" in registry.remarks[0]
 
 
@@ -376,7 +396,7 @@ def test_names_that_sessions_cannot_use(folder: Path) -> None:
     _write(odd)
     _write(folder / "good.gguf")
     registry = _read(folder)
-    assert sorted(registry.models) == [DEMO_NAME, "good"]
+    assert sorted(registry.models) == [DEMO, "good"]
     (remark,) = registry.remarks
     assert remark.isprintable()
     assert remark.encode()
