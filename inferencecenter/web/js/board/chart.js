@@ -105,7 +105,7 @@ function draw(parent, view, point) {
         {
           ...axis, grid: { stroke: faint, width: 1 }, ticks: { show: false }, size: AXIS_PX, space: 28,
           values: (_plot, values) => values.map((value) => view.current.options.show(value)),
-          ...(steps ? { incrs: steps } : {}),
+          ...(steps ? { incrs: () => view.current.options.steps ?? steps } : {}),
         },
       ],
       series: [{}, ...lines.map((line, index) => lineOf(parent, line, index))],
@@ -154,7 +154,7 @@ function shownTimes(plot, windowS) {
  * @returns {[number, number]}
  */
 function shownValues(high, ceiling) {
-  return [0, Math.max((high ?? 0) * 1.08, ceiling, 1)];
+  return [0, Math.max((high ?? 0) * 1.08, ceiling * 1.04, 1.04)];
 }
 
 /**

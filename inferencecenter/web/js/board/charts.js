@@ -8,6 +8,7 @@ import { hasGpu } from "./gpu.js";
 
 /** For what is counted. */
 const WHOLE_STEPS = [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000];
+const MS_STEPS = Array.from({ length: 21 }, (_, at) => [1, 2, 5][at % 3] * 10 ** Math.floor(at / 3));
 const MIB_STEPS = Array.from({ length: 20 }, (_, power) => 2 ** power);
 const HOT_C = 90;
 
@@ -21,11 +22,16 @@ export function chartsOf(metrics) {
   /** @type {ChartOptions[]} */
   const charts = [
     { title: "Tokens a second", show: short, lines: [{ column: "tokensPerS", label: "all turns" }] },
-    { title: "Time to first token", show: duration, lines: [{ column: "ttftMs", label: "last turn", stepped: true }] },
+    {
+      title: "Time to first token",
+      show: duration,
+      steps: MS_STEPS,
+      lines: [{ column: "ttftMs", label: "last turn", stepped: true }],
+    },
     {
       title: "Turns",
       show: count,
-      steps: WHOLE_STEPS,
+      steps: stepsTo(metrics?.inference.slots ?? 0),
       ceiling: metrics?.inference.slots,
       lines: [
         { column: "running", label: "running", stepped: true },
@@ -49,4 +55,14 @@ export function chartsOf(metrics) {
     { title: "VRAM", show: memory, steps: MIB_STEPS, ceiling: vramMb, lines: [{ column: "vramMb", label: "in use" }] },
     { title: "GPU temperature", show: degrees, ceiling: HOT_C, lines: [{ column: "temperature", label: "now" }] },
   ];
+}
+
+/**
+ * Returns steps of which some number is the ceiling, and above it round ones.
+ *
+ * @param {number} ceiling
+ */
+function stepsTo(ceiling) {
+  const parts = [ceiling / 4, ceiling / 2, ceiling].filter((step) => step > 0 && Number.isInteger(step));
+  return [...parts, ...WHOLE_STEPS.filter((step) => step > ceiling)];
 }

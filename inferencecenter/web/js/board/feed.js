@@ -104,9 +104,10 @@ export function useActive(link) {
  * @param {Omit<Requests[Op], "op" | "id">} [question.fields]
  * @param {number} question.everyMs
  * @param {boolean} question.active  Nothing is asked otherwise.
+ * @param {number} [question.times]  When it changes, that is asked at once.
  * @returns {Told}
  */
-export function useAnswer(link, { op, fields, everyMs, active }) {
+export function useAnswer(link, { op, fields, everyMs, active, times = 0 }) {
   const [known, setKnown] = useState(/** @type {Told} */ ({ answer: null, fault: "" }));
   useEffect(() => {
     if (!active) return undefined;
@@ -126,6 +127,6 @@ export function useAnswer(link, { op, fields, everyMs, active }) {
       left = true;
       clearTimeout(timer);
     };
-  }, [link, op, JSON.stringify(fields), everyMs, active]);
+  }, [link, op, JSON.stringify(fields), everyMs, active, times]);
   return known;
 }

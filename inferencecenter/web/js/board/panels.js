@@ -25,12 +25,30 @@ export function Panel({ title, aside, children }) {
 export function Facts({ title, told }) {
   const facts = factsOf(told.answer?.values);
   return html`<${Panel} title=${title}>
-    ${told.fault && html`<p class="problem">${told.fault}</p>`}
-    ${!told.fault && !facts.length && html`<p class="hint">${told.answer ? "Nothing to tell." : "Asking…"}</p>`}
-    <dl class="fact-list">
-      ${facts.map(({ name, label, text }) => html`<div key=${name}><dt>${label}</dt><dd>${text}</dd></div>`)}
-    </dl>
+    <${Unanswered} told=${told} nothing=${!facts.length} />
+    <${FactList} facts=${facts} />
   <//>`;
+}
+
+/**
+ * What stands where an answer would: why there is none, or that it is awaited.
+ *
+ * @param {{told: import("./feed.js").Told, nothing: boolean}} props  `nothing`: there is nothing to show otherwise.
+ */
+export function Unanswered({ told, nothing }) {
+  if (told.fault) return html`<p class="problem">${told.fault}</p>`;
+  return nothing && html`<p class="hint">${told.answer ? "Nothing to tell." : "Asking…"}</p>`;
+}
+
+/**
+ * Labels and values, beside each other in columns where the panel is `wide`.
+ *
+ * @param {{facts: readonly import("./facts.js").Fact[], wide?: boolean}} props
+ */
+export function FactList({ facts, wide = false }) {
+  return html`<dl class=${wide ? "fact-list wide" : "fact-list"}>
+    ${facts.map(({ name, label, text }) => html`<div key=${name}><dt>${label}</dt><dd>${text}</dd></div>`)}
+  </dl>`;
 }
 
 /**

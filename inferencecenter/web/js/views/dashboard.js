@@ -1,13 +1,15 @@
 // @ts-check
-/** How the daemon is, live: tiles, charts, facts, and one's own usage. */
+/** How the daemon is, live: tiles, charts, the plan, facts, who is connected, and one's own usage. */
 
 import { Chart } from "../board/chart.js";
 import { chartsOf } from "../board/charts.js";
+import { Clients } from "../board/clients.js";
 import { stateInWords } from "../board/facts.js";
 import { feedOf, useActive, useAnswer } from "../board/feed.js";
 import { duration } from "../board/format.js";
 import { gpuInWords } from "../board/gpu.js";
 import { Facts, Panel, Readings } from "../board/panels.js";
+import { ModelPanel } from "../board/plan.js";
 import { Tiles } from "../board/tiles.js";
 import { Usage } from "../board/usage.js";
 import { account, link } from "../state.js";
@@ -20,10 +22,10 @@ import { html, useMemo, useState } from "../ui.js";
 const FACTS_EVERY_MS = 5000;
 const USAGE_EVERY_MS = 20_000;
 const USAGE_DAYS = 30;
+const MAY_SEE_CLIENTS = "admin";
 /** @type {readonly [number, string][]} */
 const WINDOWS = [[60, "1 min"], [300, "5 min"], [900, "15 min"]];
 const SIDES = /** @type {const} */ ([
-  ["model", "Model and plan"],
   ["memory", "Memory"],
   ["queue", "Queue"],
   ["performance", "Performance"],
@@ -43,6 +45,8 @@ function Board({ link: there }) {
   feed.useFollowing(active);
   const asked = { fields: { days: USAGE_DAYS }, everyMs: USAGE_EVERY_MS, active };
   const usage = useAnswer(there, { op: "usage", ...asked });
+  const model = useAnswer(there, { op: "status", fields: { type: "model" }, everyMs: FACTS_EVERY_MS, active });
+  const self = account.value;
   const metrics = feed.latest.value;
   return html`<div class="board">
     <header class="board-head">
@@ -52,12 +56,16 @@ function Board({ link: there }) {
     ${feed.fault.value && html`<p class="problem" role="alert">${feed.fault.value}</p>`}
     <${Tiles} metrics=${metrics} />
     <${Live} feed=${feed} metrics=${metrics} />
+    <${ModelPanel} told=${model} />
     <div class="sides">
       ${SIDES.map(
-        ([type, title]) => html`<${Told} key=${type} link=${there} type=${type} title=${title} active=${active} />`,
+        ([type, title]) => html`<div class="side" key=${type}>
+          <${Told} link=${there} type=${type} title=${title} active=${active} />
+        </div>`,
       )}
     </div>
-    <${Usage} told=${usage} account=${account.value} />
+    ${self?.scopes.includes(MAY_SEE_CLIENTS) && html`<${Clients} link=${there} active=${active} own=${self.client_id} />`}
+    <${Usage} told=${usage} account=${self} />
   </div>`;
 }
 

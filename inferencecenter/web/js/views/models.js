@@ -87,7 +87,7 @@ function Model({ model, shelf, may }) {
         ${model.default ? "Load" : "Switch"}
       </button>`}
       ${model.state === "loaded" &&
-      html`<button type="button" class="button quiet" disabled=${swap !== null} aria-label=${`Unload ${model.name}`}
+      html`<button type="button" class="button" disabled=${swap !== null} aria-label=${`Unload ${model.name}`}
         onClick=${() => shelf.unload(model.name)}>Unload</button>`}
     </div>`}
   </li>`;

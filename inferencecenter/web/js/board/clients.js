@@ -1,0 +1,96 @@
+// @ts-check
+/** Who is connected, for those who may see it, and the way to disconnect them. */
+
+import { html, useState } from "../ui.js";
+import { Confirm } from "../views/dialog.js";
+import { asWireError } from "../wire/errors.js";
+import { useAnswer } from "./feed.js";
+import { count } from "./format.js";
+import { Panel, Unanswered } from "./panels.js";
+
+/** @typedef {import("../wire/types.js").ConnectedClient} Client */
+
+// The daemon notes in its audit log who asks.
+const EVERY_MS = 20_000;
+const NUMBERS = /** @type {const} */ ([
+  ["connections", "Connections"],
+  ["addresses", "Addresses"],
+  ["sessions", "Sessions"],
+  ["busy", "Answering"],
+  ["tokens_today", "Tokens today"],
+]);
+
+/** @param {{link: import("../wire/link.js").Link, active: boolean, own: string}} props  `own` is who is signed in. */
+export function Clients({ link, active, own }) {
+  const [times, setTimes] = useState(0);
+  const [chosen, setChosen] = useState(/** @type {Client | null} */ (null));
+  const [said, setSaid] = useState({ words: "", failed: false });
+  const told = useAnswer(link, { op: "list_clients", everyMs: EVERY_MS, active, times });
+  /** @type {readonly Client[]} */
+  const clients = told.answer?.clients ?? [];
+  const disconnect = async (/** @type {string} */ name) => {
+    try {
+      const { connections } = await link.request("kick", { client_id: name });
+      setSaid({ words: `${name} was disconnected: ${inWords(connections)} closed.`, failed: false });
+    } catch (error) {
+      const { message, hint } = asWireError(error);
+      setSaid({ words: `${message} ${hint}`.trim(), failed: true });
+    }
+    setTimes((before) => before + 1);
+  };
+  return html`<${Panel} title="Connected clients">
+    <${Unanswered} told=${told} nothing=${!clients.length} />
+    <div role="status">${said.words && html`<p class=${said.failed ? "problem" : "board-note"}>${said.words}</p>`}</div>
+    ${clients.length > 0 &&
+    html`<div class="table-scroll" tabindex="0" role="region" aria-label="Connected clients as a table">
+      <table>
+        <thead>
+          <tr>
+            <th scope="col">Client</th>
+            ${NUMBERS.map(([name, label]) => html`<th scope="col" key=${name} class="number">${label}</th>`)}
+            <td class="client-act"></td>
+          </tr>
+        </thead>
+        <tbody>
+          ${clients.map(
+            (client) => html`<${Row} key=${client.client_id} client=${client} own=${client.client_id === own}
+              active=${active} onDisconnect=${() => setChosen(client)} />`,
+          )}
+        </tbody>
+      </table>
+    </div>`}
+    ${chosen &&
+    html`<${Confirm} title=${`Disconnect ${chosen.client_id}?`} text=${warningOf(chosen, own)} action="Disconnect"
+      onConfirm=${() => disconnect(chosen.client_id)} onClose=${() => setChosen(null)} />`}
+  <//>`;
+}
+
+/** @param {{client: Client, own: boolean, active: boolean, onDisconnect: () => void}} props */
+function Row({ client, own, active, onDisconnect }) {
+  return html`<tr>
+    <th scope="row" class="client-name">
+      ${client.client_id}${own && html` <span class="pill" data-mood="accent">You</span>`}
+    </th>
+    ${NUMBERS.map(([name]) => html`<td key=${name} class="number">${count(client[name])}</td>`)}
+    <td class="client-act">
+      <button type="button" class="button small" disabled=${!active} onClick=${onDisconnect}
+        aria-label=${`Disconnect ${client.client_id}`}>Disconnect</button>
+    </td>
+  </tr>`;
+}
+
+/**
+ * Returns what comes of disconnecting a client. Pure.
+ *
+ * @param {Client} client
+ * @param {string} own  Who is signed in.
+ */
+export function warningOf(client, own) {
+  const closed = `${inWords(client.connections)} will be closed. Sessions go on without them, and the client may come back: revoke its tokens to keep it out.`;
+  return client.client_id === own ? `This is your own account, and this page will be signed out. ${closed}` : closed;
+}
+
+/** @param {number} connections */
+function inWords(connections) {
+  return connections === 1 ? "1 connection" : `${count(connections)} connections`;
+}

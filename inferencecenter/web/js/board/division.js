@@ -1,0 +1,147 @@
+// @ts-check
+/** How a plan divides memory: the parts of each bar, and what is to be said with it. Pure. */
+
+import { bytes, count } from "./format.js";
+
+/** @typedef {import("../wire/types.js").EnginePlan} EnginePlan */
+/** @typedef {import("../wire/types.js").PlannedDevice} PlannedDevice */
+/** @typedef {"weights" | "kv" | "buffers" | "driver" | "others" | "free"} PartName */
+/** @typedef {{name: PartName, bytes: number, fraction: number}} Part */
+/**
+ * @typedef {object} Place
+ * @property {string} id
+ * @property {string} name
+ * @property {string[]} notes  What is to be said beside its name.
+ * @property {Part[]} parts
+ * @property {boolean} short  Whether it has less than is needed.
+ */
+
+/** @type {Readonly<Record<PartName, string>>} */
+export const PART_NAMES = {
+  weights: "Weights",
+  kv: "KV",
+  buffers: "Buffers",
+  driver: "Driver",
+  others: "In use by others",
+  free: "Free",
+};
+const NOT_RUNNING = new Set(["asleep", "stopped", "failed"]);
+const SAME_PERCENT = 1;
+
+/**
+ * Returns the places that a model is in: GPUs in their order, then main memory.
+ *
+ * @param {EnginePlan} plan
+ * @returns {Place[]}
+ */
+export function placesOf(plan) {
+  return [...plan.devices.map((device) => ofDevice(device, plan.layers)), ofHost(plan)];
+}
+
+/**
+ * Returns what a plan sets beside what the engine tells of itself.
+ *
+ * @param {EnginePlan} plan
+ * @returns {[string, string][]} Labels and values.
+ */
+export function settingsOf(plan) {
+  const { devices, kv_type_k: keys, kv_type_v: values } = plan;
+  return [
+    ["Slots", count(plan.slots)],
+    ["Type of KV", keys === values ? keys : `${keys} keys, ${values} values`],
+    ["Batch", `${count(plan.n_batch)} tokens, ${count(plan.n_ubatch)} at once`],
+    ["Flash attention", plan.flash_attention ? "on" : "off"],
+    ["GPUs", gpusInWords(devices.length, plan.split_mode)],
+  ];
+}
+
+/**
+ * Returns that a plan is not what runs now, where that is so.
+ *
+ * @param {EnginePlan} plan
+ * @param {Record<string, any>} values  What `status` tells of the model.
+ */
+export function caveatOf(plan, values) {
+  if (NOT_RUNNING.has(values.state)) return "This is how it was at the last start. Now no engine runs, and nothing of it is taken.";
+  if (plan.n_gpu_layers > 0 && values.state === "ready" && values.gpu_layers === 0) {
+    return "The engine found no GPU that it could use, and runs on the processor; the daemon's log says why.";
+  }
+  return "";
+}
+
+/**
+ * Returns that everything is on the processor and why, where that is so.
+ *
+ * @param {EnginePlan} plan
+ */
+export function processorInWords(plan) {
+  if (plan.devices.length) return "";
+  const reason = plan.reasons.find((each) => each.name === "n_gpu_layers");
+  if (!reason) return "Everything is on the processor.";
+  const why = reason.explicit ? "engine.n_gpu_layers is set so" : reason.why;
+  return `Everything is on the processor: ${why}.`;
+}
+
+/**
+ * @param {PlannedDevice} device
+ * @param {number} layers  All that the model has.
+ * @returns {Place}
+ */
+function ofDevice(device, layers) {
+  const { weight_bytes: weights, kv_bytes: kv, compute_bytes: buffers, context_bytes: driver } = device;
+  const needed = weights + kv + buffers + driver;
+  const others = Math.max(0, device.total_bytes - device.free_bytes);
+  const notes = [`${count(device.layers)} of ${count(layers)} layers`, `${bytes(needed)} planned`];
+  if (device.used_bytes !== undefined) notes.push(tookInWords(device.used_bytes, needed));
+  const sizes = { weights, kv, buffers, driver, others, free: Math.max(0, device.free_bytes - needed) };
+  return {
+    id: device.id, name: device.name, notes, parts: partsOf(sizes),
+    short: needed > device.free_bytes - device.margin_bytes,
+  };
+}
+
+/**
+ * @param {EnginePlan} plan
+ * @returns {Place}
+ */
+function ofHost({ host, layers, n_gpu_layers: onGpus }) {
+  const { weight_bytes: weights, kv_bytes: kv, compute_bytes: buffers } = host;
+  const needed = weights + kv + buffers;
+  const available = host.available_bytes ?? null;
+  const free = available === null ? {} : { free: Math.max(0, available - needed) };
+  const notes = [`${count(layers - onGpus)} of ${count(layers)} layers`, `${bytes(needed)} planned`];
+  if (host.expert_layers) notes.push(`the experts of ${count(host.expert_layers)} layers on GPUs`);
+  return {
+    id: "host", name: "Main memory", notes, parts: partsOf({ weights, kv, buffers, ...free }),
+    short: available !== null && needed > available,
+  };
+}
+
+/**
+ * @param {Partial<Record<PartName, number>>} sizes  In bytes.
+ * @returns {Part[]}
+ */
+function partsOf(sizes) {
+  const known = /** @type {[PartName, number][]} */ (Object.entries(sizes));
+  const total = Math.max(1, known.reduce((sum, [, size]) => sum + size, 0));
+  return known.map(([name, size]) => ({ name, bytes: size, fraction: size / total }));
+}
+
+/**
+ * @param {number} took  Bytes.
+ * @param {number} needed  Bytes that were planned.
+ */
+function tookInWords(took, needed) {
+  const off = Math.round((100 * (took - needed)) / Math.max(1, needed));
+  if (Math.abs(off) < SAME_PERCENT) return `${bytes(took)} taken, as planned`;
+  return `${bytes(took)} taken, ${Math.abs(off)} % ${off > 0 ? "more" : "less"}`;
+}
+
+/**
+ * @param {number} devices
+ * @param {EnginePlan["split_mode"]} split
+ */
+function gpusInWords(devices, split) {
+  if (!devices) return "none";
+  return split === "layer" ? `${count(devices)}, divided by layers` : count(devices);
+}
