@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 from llama_cpp import llama_cpp as lib
@@ -21,6 +21,10 @@ if TYPE_CHECKING:
 
     from inferencecenter.engine.sampling.chain import SamplerSpec
     from inferencecenter.engine.sampling.structured import Constraint
+
+
+_LEAST_SHARE: Final = 1e-30
+"""Of the likeliest token's probability: what is less is never drawn, and becomes 0 where floats end."""
 
 
 class NativeSampler:
@@ -55,13 +59,14 @@ class NativeSampler:
         self._token_text = token_text
         self._constraint = constraint
         self._banned = _banned(specs) if constraint is not None else []
-        # Entropy is no number where a token has no probability.
-        compact = any(isinstance(spec, plan.TypicalP) for spec in specs)
-        self._candidates = None if constraint is None else Candidates(n_vocab, compact=compact)
+        self._candidates = None if constraint is None else Candidates(n_vocab)
         settings = lib.llama_sampler_chain_default_params()
         settings.no_perf = True
         self._chain = lib.llama_sampler_chain_init(settings)
         for spec in specs:
+            if isinstance(spec, plan.TypicalP):
+                # llama.cpp's entropy is no number where a token has no probability, and what it keeps then is anything.
+                lib.llama_sampler_chain_add(self._chain, lib.llama_sampler_init_min_p(_LEAST_SHARE, 0))
             native = _build(spec, vocab=vocab, n_vocab=n_vocab)
             if isinstance(spec, plan.Penalties | plan.Dry):
                 for token in prompt[-spec.last_n :]:

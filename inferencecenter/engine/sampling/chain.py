@@ -165,7 +165,7 @@ def plan_chain(
         end_tokens: Tokens that end a generation, banned by ``ignore_eos``.
 
     Raises:
-        InferenceCenterError: ``invalid_request`` for a biased token that the vocabulary lacks.
+        InferenceCenterError: ``invalid_request`` for a biased token that the vocabulary lacks, or if all are banned.
     """
     bias = _logit_bias(params, n_vocab=n_vocab, end_tokens=end_tokens)
     if is_greedy(params):
@@ -199,6 +199,9 @@ def _logit_bias(params: Params, *, n_vocab: int, end_tokens: Collection[int]) ->
             raise InferenceCenterError(ErrorCode.INVALID_REQUEST, message, field="params.logit_bias")
     if params.ignore_eos:
         biases.update(dict.fromkeys(end_tokens, float("-inf")))
+    if sum(bias == float("-inf") for bias in biases.values()) == n_vocab:
+        message = "logit_bias and ignore_eos ban every token that this model has."
+        raise InferenceCenterError(ErrorCode.INVALID_REQUEST, message, field="params.logit_bias")
     return (LogitBias(tuple(biases.items())),) if biases else ()
 
 

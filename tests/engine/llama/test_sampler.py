@@ -329,6 +329,32 @@ def test_a_closed_sampler_is_closed(rig: Rig) -> None:
         sampler.sample(-1)
 
 
+@pytest.mark.parametrize("temperature", [0.8, 3])
+@pytest.mark.parametrize("p", [0.05, 0.3, 0.9])
+def test_what_is_typical_is_so_also_where_tokens_are_banned(rig: Rig, temperature: float, p: float) -> None:
+    """Only tokens are drawn that the definition keeps of those that are left: a ban makes nothing else likely."""
+    logits = np.ctypeslib.as_array(lib.llama_get_logits_ith(rig.context, -1), shape=(rig.n_vocab,)).astype(np.float64)
+    banned = np.argsort(-logits)[[0, 1, 5]]
+    logits[banned] = -np.inf
+    probs = np.exp(logits - logits.max())
+    probs /= probs.sum()
+    left = np.flatnonzero(probs)
+    surprise = -np.log(probs[left])
+    order = left[np.argsort(np.abs(surprise - (probs[left] * surprise).sum()), kind="stable")]
+    kept = order[: int(np.searchsorted(np.cumsum(probs[order]), p)) + 1]
+    raw = {**WIDE, "temperature": temperature, "typical_p": p, "logit_bias": {str(token): False for token in banned}}
+    assert set(rig.draws(raw, count=300)) <= set(kept.tolist())
+
+
+def test_what_is_typical_is_so_where_probabilities_are_too_small_to_write(rig: Rig) -> None:
+    """A cold temperature before it leaves most tokens none."""
+    cold = {**WIDE, "temperature": 0.05, "samplers": ["temperature", "typ_p"]}
+    row = np.ctypeslib.as_array(lib.llama_get_logits_ith(rig.context, -1), shape=(rig.n_vocab,))
+    best = np.argsort(-row)[:2]
+    row[best] = row.max()
+    assert set(rig.draws({**cold, "typical_p": 0.9})) == set(best.tolist())
+
+
 def test_the_whole_chain_builds_in_order(rig: Rig) -> None:
     """Every sampler that a plan can hold exists in llama.cpp, and the chain has them in the plan's order."""
     everything: dict[str, Any] = {
@@ -341,7 +367,7 @@ def test_the_whole_chain_builds_in_order(rig: Rig) -> None:
         "logit_bias": {"3": 1},
     }
     shared = ["logit-bias", "penalties", "dry"]
-    cutting = ["top-n-sigma", "top-k", "typical", "top-p", "min-p", "xtc", "temp-ext"]
+    cutting = ["top-n-sigma", "top-k", "min-p", "typical", "top-p", "min-p", "xtc", "temp-ext"]
     for raw, names in [
         (everything, [*shared, *cutting, "dist"]),
         ({**everything, "temperature": 0}, [*shared, "greedy"]),

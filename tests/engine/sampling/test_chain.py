@@ -166,6 +166,15 @@ def test_ignore_eos_bans_every_end_token() -> None:
     assert specs[0] == LogitBias(((2, float("-inf")), (9, 1.0), (4, float("-inf"))))
 
 
+def test_a_token_is_left_to_draw() -> None:
+    """Bans of all tokens are refused, those of an end token by ``ignore_eos`` among them."""
+    bans = {str(token): False for token in range(99)}
+    assert isinstance(chain({"logit_bias": bans})[0], LogitBias)
+    with pytest.raises(InferenceCenterError, match="ban every token") as caught:
+        chain({"logit_bias": bans, "ignore_eos": True}, end_tokens=(99,))
+    assert (caught.value.code, caught.value.field) == (ErrorCode.INVALID_REQUEST, "params.logit_bias")
+
+
 def test_a_bias_on_a_token_that_does_not_exist_is_refused() -> None:
     """The error names the token and the vocabulary's size."""
     with pytest.raises(InferenceCenterError, match=r"token 100 does not exist.*0 to 99") as caught:
