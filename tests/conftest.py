@@ -10,6 +10,7 @@ import pytest
 from hypothesis import settings
 
 import inferencecenter
+from tests.leftovers import leftovers
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -36,6 +37,13 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 def demo_model_path() -> Path:
     """The bundled demo model, or the file named by ``INFERENCECENTER_TEST_MODEL``."""
     return Path(os.environ.get("INFERENCECENTER_TEST_MODEL", _BUNDLED))
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left_open() -> Iterator[None]:
+    """Close what a test that failed halfway has left open."""
+    with leftovers:
+        yield
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -102,7 +102,7 @@ def world(monkeypatch: pytest.MonkeyPatch) -> World:
 
 async def until(condition: Callable[[], bool]) -> None:
     """Let the event loop run until something is so."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while not condition():  # noqa: ASYNC110 - a step of the loop, without any time
             await asyncio.sleep(0)
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from tests.cli.conftest import Cli, Result
     from tests.client.peer import Peer
 
-TIMEOUT_S = 10
+TIMEOUT_S = 60
 
 
 async def converse(cli: Cli, monkeypatch: pytest.MonkeyPatch, url: str, lines: str, *options: str) -> Result:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from tests.cli.conftest import Cli
     from tests.client.peer import Peer, Start
 
-_TIMEOUT_S = 10
+_TIMEOUT_S = 60
 
 
 async def answer(peer: Peer, *, rate: float = 87.6) -> dict[str, Any]:

@@ -155,7 +155,7 @@ async def scripted_daemon() -> AsyncIterator[Start]:
                 await peer.let_go()
 
             server = await stack.enter_async_context(
-                serve(handle, "127.0.0.1", 0, subprotocols=[Subprotocol(SUBPROTOCOL)])
+                serve(handle, "127.0.0.1", 0, subprotocols=[Subprotocol(SUBPROTOCOL)], ping_interval=None)
             )
             port = next(iter(server.sockets)).getsockname()[1]
             return f"ws://127.0.0.1:{port}/"

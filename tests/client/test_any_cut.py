@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from inferencecenter.protocol.base import Event
     from tests.client.peer import Peer
 
-_TIMEOUT_S = 20.0
+_TIMEOUT_S = 60.0
 Fate = Literal["kept", "forgotten", "restarted"]
 
 

@@ -14,6 +14,7 @@ from inferencecenter.protocol.events import End, EngineChanged, Pong, Queued, To
 from inferencecenter.protocol.requests import START, Ping
 from inferencecenter.protocol.values import ChatMessage
 from tests.client.peer import HELLO, USAGE
+from tests.loop_clock import LoopClock
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -21,7 +22,8 @@ if TYPE_CHECKING:
     from inferencecenter.client import ClientSession, Notice
     from tests.client.peer import Peer, Start
 
-_TIMEOUT_S = 10.0
+_TIMEOUT_S = 60.0
+KEEPALIVE_S = 25.0
 SUMMARY = {
     "state": "idle",
     "mode": "chat",
@@ -670,6 +672,7 @@ async def test_a_session_that_is_closed_elsewhere(scripted: Start) -> None:
 async def test_a_daemon_that_says_nothing_more_is_noticed(scripted: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     """A peer that answers no ping is lost, though its socket is open."""
     monkeypatch.setattr("inferencecenter.client.link._CLOSE_TIMEOUT_S", 0.05)
+    clock = LoopClock(monkeypatch, timeouts=True)
     silenced: list[Peer] = []
 
     async def silent(peer: Peer) -> None:
@@ -679,6 +682,8 @@ async def test_a_daemon_that_says_nothing_more_is_noticed(scripted: Start, monke
         await peer.token("t1", "Hel")
         silenced.append(peer)
         peer.socket.transport.pause_reading()
+        for _ in range(2):
+            await clock.go_on(KEEPALIVE_S)
 
     async def after(peer: Peer) -> None:
         silenced[0].socket.transport.abort()
@@ -688,7 +693,7 @@ async def test_a_daemon_that_says_nothing_more_is_noticed(scripted: Start, monke
         await peer.end("t1")
 
     url = await scripted(silent, after)
-    async with Client(url, token="ic_a_b", keepalive_s=0.05, timing=FakeTime().timing()) as client:
+    async with Client(url, token="ic_a_b", keepalive_s=KEEPALIVE_S, timing=FakeTime().timing()) as client:
         assert _text(await _collect(await client.create_session())) == "Hello"
 
 

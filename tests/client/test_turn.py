@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from inferencecenter.client import ClientSession
     from tests.client.peer import Peer, Start
 
-_TIMEOUT_S = 10.0
+_TIMEOUT_S = 60.0
 
 
 async def _say(peer: Peer, turn_id: str, *pieces: str, **end: Any) -> None:

@@ -54,7 +54,7 @@ async def say(server: Running, *texts: str, reason: str = "stop") -> None:
 
 async def say_each(server: Running, *texts: str) -> None:
     """Answer as many turns as there are texts, when all of them have been submitted."""
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while len(server.engine.turns) < len(texts):  # noqa: ASYNC110 - each of them sets the event
             await asyncio.sleep(0)
     for turn, text in zip(list(server.engine.turns), texts, strict=True):
@@ -65,6 +65,6 @@ async def say_each(server: Running, *texts: str) -> None:
 
 async def gone(server: Running) -> None:
     """Wait until no request is being answered any more."""
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while server.context.hub.guests:  # noqa: ASYNC110 - nothing tells of it
             await asyncio.sleep(0)

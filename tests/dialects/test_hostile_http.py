@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     Serve = Callable[..., AbstractAsyncContextManager[Running]]
 
-SOON_S = 5.0
+SOON_S = 60.0
 WHOLE = b'{"text": "a"}'
 
 

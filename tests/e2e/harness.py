@@ -87,7 +87,7 @@ class Daemon:
     def get(self, path: str) -> tuple[int, str]:
         """Fetch ``path`` over HTTP: status and body."""
         try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=5) as answer:
+            with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=60) as answer:
                 return answer.status, answer.read().decode()
         except urllib.error.HTTPError as error:
             return error.code, error.read().decode()
@@ -130,7 +130,7 @@ class Daemon:
         """End the daemon as an operator would and return its exit code."""
         self.process.send_signal(signal.SIGTERM)
         try:
-            return self.process.wait(timeout=20)
+            return self.process.wait(timeout=60)
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()

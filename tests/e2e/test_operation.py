@@ -72,4 +72,4 @@ async def test_a_stopping_daemon_says_so_and_lets_turns_finish(tmp_path: Path, d
                 await client.receive()
         assert closed.value.rcvd is not None
         assert closed.value.rcvd.code == 1012
-        assert await asyncio.to_thread(daemon.process.wait, 20) == 0
+        assert await asyncio.to_thread(daemon.process.wait, 60) == 0

@@ -288,7 +288,7 @@ async def test_a_turn_goes_on_with_its_own_model_after_a_restart(
             await witness.until("token")
             first.process.send_signal(how)
             await witness.drain()
-        first.process.wait(20)
+        first.process.wait(60)
     finally:
         first.process.kill()
         first.process.wait()

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -34,11 +35,12 @@ from inferencecenter.ipc.messages import (
 from inferencecenter.ipc.pipe import Pipe
 from inferencecenter.ipc.pulse import Pulse
 from tests.engine.parked import MIB, open_store
+from tests.leftovers import leftovers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-TIMEOUT_S = 20
+TIMEOUT_S = 60  # nothing takes so long, on a machine however busy, but what hangs
 
 
 def submit(
@@ -108,7 +110,7 @@ class Front:
 
     def text(self, turn_id: str) -> str:
         """Return what a turn showed."""
-        return "".join(event.text for event in self.events[turn_id] if isinstance(event, Delta))
+        return "".join(event.text for event in self.events.get(turn_id, ()) if isinstance(event, Delta))
 
     def finished(self, turn_id: str) -> Finished:
         """Return how a turn ended."""
@@ -154,10 +156,21 @@ class SlowEcho(EchoBackend):
         assert self.decoding.wait(TIMEOUT_S)
 
 
+class StandingClock:
+    """A clock that goes on when a test says so."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        """Return the seconds of now."""
+        return self.now_s
+
+
 class Engine:
     """A loop on a thread, the front at the other end of its socket; it parks in the directory ``kv``, if given one.
 
-    It saves what slots hold when nothing came in for ``quiet_s``.
+    It saves what slots hold when nothing came in for ``quiet_s``. One that a test leaves running is stopped after it.
     """
 
     def __init__(
@@ -169,6 +182,7 @@ class Engine:
         adopt: Adoption = Adoption.ALL,
         on_log: Callable[[str, str], None] = lambda level, text: None,
         quiet_s: float = 1000.0,
+        clock: Callable[[], float] = time.monotonic,
         **options: float,
     ) -> None:
         ours, theirs = socket.socketpair()
@@ -183,6 +197,9 @@ class Engine:
         self.front = Front(theirs)
         self._pipe = Pipe(ours)
         self._inbox = Inbox()
+        self._clock = clock
+        self._n_received = 0
+        self._is_stopped = False
         self.kv = open_store(
             self.backend,
             kv or Path(),
@@ -202,16 +219,29 @@ class Engine:
             inbox=self._inbox,
             pulse=self.pulse,
             send=self._pipe.send,
-            clock=time.monotonic,
+            clock=clock,
             quiet_s=quiet_s,
         )
         self.failure: BaseException | None = None
         self._threads = [threading.Thread(target=each, daemon=True) for each in (self._read, self._run)]
         for thread in self._threads:
             thread.start()
+        leftovers.callback(self._clean_up)
+
+    def tell(self, *messages: ToEngine) -> None:
+        """Send commands, and wait until the loop has them or will take them next, none without the others."""
+        expected = self._n_received + len(messages)
+        self.front.send(*messages)
+        until_s = time.monotonic() + TIMEOUT_S
+        while self._n_received < expected:
+            assert time.monotonic() < until_s, "the commands were not read"
+            os.sched_yield()
 
     def stop(self) -> None:
-        """Hang up, wait for the loop and raise what it raised."""
+        """Hang up, wait for the loop and raise what it raised; once, however often it is called."""
+        if self._is_stopped:
+            return
+        self._is_stopped = True
         self.backend.decoding.set()
         for event in self.backend.tokenizing.values():
             event.set()
@@ -227,8 +257,13 @@ class Engine:
     def _read(self) -> None:
         while (message := self._pipe.read()) is not None:
             assert not isinstance(message, Configure)
-            self._inbox.put(Received(message, time.monotonic()))
+            self._inbox.put(Received(message, self._clock()))
+            self._n_received += 1
         self._inbox.put(Closed())
+
+    def _clean_up(self) -> None:
+        with suppress(Exception):  # the test has failed already if it has left this running
+            self.stop()
 
     def _run(self) -> None:
         try:

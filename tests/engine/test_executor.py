@@ -114,7 +114,7 @@ class WatchedSampler(EchoSampler):
         """Sample, or raise."""
         self.threads.append(threading.get_ident())
         if self.barrier is not None:
-            self.barrier.wait(timeout=5)
+            self.barrier.wait(timeout=60)
         if self.error is not None:
             raise self.error
         if len(self.threads) - 1 == self.fails_at > 0:
@@ -263,7 +263,7 @@ def test_sampling_does_not_wait_for_busy_workers(bench: Bench, pool: ThreadPoolE
     for turn_id in ("a", "b", "c"):
         bench.add(turn_id)
     busy = threading.Event()
-    waiting = [pool.submit(busy.wait, 5) for _ in range(2)]
+    waiting = [pool.submit(busy.wait, 60) for _ in range(2)]
     outcome, _ = bench.start("a", "b", "c")
     assert not any(each.done() for each in waiting)
     busy.set()

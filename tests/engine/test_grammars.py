@@ -42,7 +42,7 @@ class Trials(Trial):
     def run(self, _names: Names, grammar: Grammar, _markers: Mapping[str, int]) -> int:
         """Take note, and wait until the test lets it go on."""
         self.tried.append(grammar.text)
-        assert self.may_go_on.wait(20)
+        assert self.may_go_on.wait(60)
         if self.refusal is not None:
             raise self.refusal
         return self.size_bytes

@@ -61,7 +61,9 @@ def test_a_turn_is_answered(engine: Engine) -> None:
 def test_many_turns_at_once_get_their_own_answers(engine: Engine) -> None:
     """Eight sessions on two slots: everybody's text is their own, and each turn ends once."""
     turns = [submit(f"t{n}", f"words of {n}") for n in range(8)]
-    engine.front.send(*turns)
+    engine.backend.decoding.clear()
+    engine.tell(*turns)
+    engine.backend.decoding.set()
     engine.front.wait_for(*(turn.turn_id for turn in turns))
     for n in range(8):
         assert engine.front.text(f"t{n}") == f"words of {n}"

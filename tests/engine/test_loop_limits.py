@@ -9,7 +9,7 @@ import pytest
 
 from inferencecenter.engine import loop
 from inferencecenter.ipc.messages import Abort, Delta, Limit, Step
-from tests.engine.harness import Engine, submit
+from tests.engine.harness import TIMEOUT_S, Engine, submit
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -42,7 +42,11 @@ def test_only_interactive_turns_run_until_limits_are_lifted(engine: Engine) -> N
 def test_a_running_turn_rests_and_says_nothing_twice(engine: Engine) -> None:
     """What it says before and after is what it would have said at once."""
     text = "abcdefghij" * 5
-    engine.front.send(submit("t", "x" + text), INTERACTIVE_ONLY)
+    engine.backend.decoding.clear()
+    engine.tell(submit("t", "x" + text))
+    assert engine.backend.entered.wait(TIMEOUT_S)
+    engine.tell(INTERACTIVE_ONLY)
+    engine.backend.decoding.set()
     engine.front.read_until(lambda: any(isinstance(frame, Step) and frame.waiting for frame in engine.front.frames))
     engine.front.send(submit("urgent", "cd", priority=0))
     engine.front.wait_for("urgent")
@@ -72,7 +76,7 @@ def test_waiting_for_limits_to_be_lifted_is_no_hang(engine: Engine, monkeypatch:
     engine.front.read_until(lambda: any(isinstance(frame, Step) and frame.waiting for frame in engine.front.frames))
     began_s, before = time.monotonic(), engine.pulse.beats
     while engine.pulse.beats < before + 5:
-        assert time.monotonic() - began_s < 10, "nothing tells it from one that hangs"
+        assert time.monotonic() - began_s < TIMEOUT_S, "nothing tells it from one that hangs"
     beats_a_s = 5 / (time.monotonic() - began_s)
     assert beats_a_s < 200, "it turns in vain"
     engine.front.send(UNLIMITED)

@@ -20,7 +20,7 @@ from inferencecenter.ipc.messages import (
     pack_tokens,
     unpack_tokens,
 )
-from tests.engine.harness import Engine, submit
+from tests.engine.harness import Engine, StandingClock, submit
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -45,8 +45,11 @@ def started(engine: Engine, turn_id: str) -> Started:
 
 def test_a_turn_that_got_no_slot_in_time_fails() -> None:
     """While another holds the only slot and nothing else happens; the one that runs is not meant."""
-    engine = Engine(slots=1, queue_timeout_s=0.05, quantum_tokens=1_000_000)
-    engine.front.send(submit("runs", "ab", params=ENDLESS), submit("waits", "text"))
+    clock = StandingClock()
+    engine = Engine(slots=1, queue_timeout_s=60, quantum_tokens=1_000_000, clock=clock)
+    engine.tell(submit("runs", "ab", params=ENDLESS), submit("waits", "text"))
+    engine.front.read_until(lambda: bool(engine.front.text("runs")))
+    clock.now_s = 60.0
     engine.front.wait_for("waits")
     failure = engine.front.events["waits"][-1]
     assert isinstance(failure, Failed)
@@ -58,9 +61,11 @@ def test_a_turn_that_got_no_slot_in_time_fails() -> None:
 
 def test_a_turn_fails_while_it_is_tokenized_and_the_loop_sleeps() -> None:
     """The loop wakes by itself; the tokens, when they come, are forgotten, and the session goes on."""
-    engine = Engine(queue_timeout_s=0.05)
+    clock = StandingClock()
+    engine = Engine(queue_timeout_s=0.05, clock=clock)
     engine.backend.tokenizing["slow"] = threading.Event()
-    engine.front.send(submit("t", "slow", session="s"))
+    engine.tell(submit("t", "slow", session="s"))
+    clock.now_s = 1.0
     engine.front.wait_for("t")
     (failure,) = engine.front.events["t"]
     assert isinstance(failure, Failed)

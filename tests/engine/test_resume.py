@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from inferencecenter.ipc.messages import Abort, Delta, Finished, Overflowed, Started, Submit, pack_tokens, unpack_tokens
-from tests.engine.harness import Engine, Front, submit
+from tests.engine.harness import Engine, Front, StandingClock, submit
 from tests.engine.process import demo_options, running
 
 if TYPE_CHECKING:
@@ -209,10 +209,12 @@ def test_an_answer_is_kept_when_its_turn_is_aborted_before_it_is_read_again(engi
 
 def test_a_turn_that_had_a_slot_waits_for_another_as_long_as_it_takes() -> None:
     """The time for getting a slot counts for turns that never had one."""
-    engine = Engine(slots=1, queue_timeout_s=0.05, quantum_tokens=1_000_000)
+    clock = StandingClock()
+    engine = Engine(slots=1, queue_timeout_s=60, quantum_tokens=1_000_000, clock=clock)
     engine.front.send(submit("runs", "ab", params=b'{"ignore_eos":true}'))
     engine.front.read_until(lambda: "runs" in engine.front.events)
-    engine.front.send(submit("back", "hello", answer=pack_tokens(list(b"he")), shown_chars=2), submit("new", "x"))
+    engine.tell(submit("back", "hello", answer=pack_tokens(list(b"he")), shown_chars=2), submit("new", "x"))
+    clock.now_s = 60.0
     engine.front.wait_for("new")
     assert not engine.front.ended("back")
     engine.front.send(Abort("runs"))

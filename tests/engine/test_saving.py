@@ -181,16 +181,14 @@ def test_what_comes_in_is_looked_at_between_two_slots(watched: Callable[..., Wat
         return save(slot, buffer)
 
     engine.backend.decoding.clear()
-    engine.front.send(submit("one", f"one says {TEXT}"), submit("two", f"two says {TEXT}"))
+    engine.tell(submit("one", f"one says {TEXT}"), submit("two", f"two says {TEXT}"))
     setattr(engine.backend, "save", slow)  # noqa: B010
     engine.backend.decoding.set()
     engine.front.wait_for("one", "two")
     assert saving.wait(TIMEOUT_S)
     engine.backend.entered.clear()
     engine.backend.decoding.clear()
-    engine.front.send(submit("three", f"three says {TEXT}"))
-    while engine._inbox.empty:
-        pass
+    engine.tell(submit("three", f"three says {TEXT}"))
     saved.set()
     assert engine.backend.entered.wait(TIMEOUT_S)
     assert len(engine.parked()) == 1

@@ -26,8 +26,8 @@ PLAIN = Grammar("regex", "a+")
 
 @pytest.fixture(scope="module")
 def trial() -> Iterator[Trial]:
-    """A trial with a process that has started, and not much patience."""
-    trial = Trial(timeout_s=1.0)
+    """A trial with a process that has started, and more patience than any machine needs."""
+    trial = Trial(timeout_s=60.0)
     trial.run(NAMES, PLAIN, MARKERS)
     yield trial
     trial.close()
@@ -72,19 +72,23 @@ def test_what_is_wrong_is_said_and_the_process_stays(trial: Trial, grammar: Gram
 
 
 @pytest.mark.parametrize(
-    ("grammar", "said"),
+    ("grammar", "timeout_s", "said"),
     [
-        (SLOW, "more than 1 s"),
-        (DEEP, "too large, or nested too deeply"),
-        (Grammar("lark", f"start: <|im_end|> | <[<tool_call>]> | %json {SLOW.text}"), "more than 1 s"),
+        (SLOW, 1.0, "more than 1 s"),
+        (DEEP, 60.0, "too large, or nested too deeply"),
+        (Grammar("lark", f"start: <|im_end|> | <[<tool_call>]> | %json {SLOW.text}"), 1.0, "more than 1 s"),
     ],
 )
-def test_what_a_grammar_ends_is_replaced(trial: Trial, grammar: Grammar, said: str) -> None:
+def test_what_a_grammar_ends_is_replaced(
+    trial: Trial, monkeypatch: pytest.MonkeyPatch, grammar: Grammar, timeout_s: float, said: str
+) -> None:
     """The grammar is refused, and the next one is tried as if nothing had been."""
     trial.run(NAMES, PLAIN, MARKERS)
     before = pid_of(trial)
-    with pytest.raises(InferenceCenterError, match=said) as refused:
-        trial.run(NAMES, grammar, MARKERS)
+    with monkeypatch.context() as changed:
+        changed.setattr(trial, "_timeout_s", timeout_s)
+        with pytest.raises(InferenceCenterError, match=said) as refused:
+            trial.run(NAMES, grammar, MARKERS)
     assert refused.value.code is ErrorCode.INVALID_GRAMMAR
     with pytest.raises(ProcessLookupError):
         os.kill(before, 0)

@@ -80,7 +80,7 @@ class Site:
 
     def dead(self) -> None:
         """Wait for the daemon to have been killed."""
-        assert self.daemon.process.wait(timeout=20) == -signal.SIGKILL, self.daemon.log.read_text()[-4000:]
+        assert self.daemon.process.wait(timeout=60) == -signal.SIGKILL, self.daemon.log.read_text()[-4000:]
 
     def close(self) -> None:
         """End whatever runs."""

@@ -137,7 +137,7 @@ async def test_the_engine_dies_while_the_daemon_stops(echo: Site) -> None:
         os.kill(echo.daemon.engine_pid(), signal.SIGKILL)
         assert await witness.finish() == LINE * 5
         assert await witness.drain() == 1012
-    assert await asyncio.to_thread(echo.daemon.process.wait, 20) == 0
+    assert await asyncio.to_thread(echo.daemon.process.wait, 60) == 0
     echo.start()
     async with talk(echo.daemon) as client:
         assert (await witness.resume(client))["resumed"] is True
@@ -155,7 +155,7 @@ async def test_the_daemon_is_told_twice_to_stop(echo: Site) -> None:
         await client.until(lambda message: message["op"] == "going_away")
         echo.daemon.process.terminate()
         await witness.drain()
-    await asyncio.to_thread(echo.daemon.process.wait, 20)
+    await asyncio.to_thread(echo.daemon.process.wait, 60)
     echo.start()
     async with talk(echo.daemon) as client:
         await witness.resume(client)

@@ -254,7 +254,7 @@ async def test_the_daemon_ends_with_it_if_it_shall(tmp_path: Path, demo_model_pa
             os.kill(found.daemon.engine_pid(), signal.SIGKILL)
             assert await witness.drain() == 1012
             assert not witness.is_over
-        assert await asyncio.to_thread(found.daemon.process.wait, 20) == 1
+        assert await asyncio.to_thread(found.daemon.process.wait, 60) == 1
         found.start()
         async with talk(found.daemon) as client:
             assert (await witness.resume(client))["resumed"] is True

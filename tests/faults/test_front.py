@@ -187,7 +187,7 @@ async def test_it_is_stopped_in_the_middle(echo: Site) -> None:
         going = await client.until(lambda message: message["op"] == "going_away")
         assert going["resume"] is True
         assert await witness.drain() == 1012
-    assert await asyncio.to_thread(echo.daemon.process.wait, 20) == 0
+    assert await asyncio.to_thread(echo.daemon.process.wait, 60) == 0
     assert witness.last.end is None
     shown, epoch = witness.text, witness.epoch
     echo.start()
@@ -225,7 +225,7 @@ async def test_an_idle_session_is_not_read_again(echo: Site, lost: str) -> None:
         before = echo.daemon.figure("parked_sessions")
         assert await witness.turn(QUESTION) == QUESTION
         history = witness.end["stats"]["prompt_tokens"] + witness.end["stats"]["tokens"]
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while echo.daemon.figure("parked_sessions") <= before:
                 await client.ask(op="ping")
         if lost == "daemon":

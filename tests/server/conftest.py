@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import uvloop
 
+from tests.loop_clock import LoopClock
 from tests.server.harness import Running, running_server
 
 if TYPE_CHECKING:
@@ -19,6 +20,12 @@ if TYPE_CHECKING:
 def pytest_asyncio_loop_factories() -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
     """Run the tests of this folder on uvloop."""
     return {"uvloop": uvloop.new_event_loop}
+
+
+@pytest.fixture
+async def clock(monkeypatch: pytest.MonkeyPatch) -> LoopClock:
+    """The time of what is arranged in this test."""
+    return LoopClock(monkeypatch)
 
 
 @pytest.fixture

@@ -55,7 +55,7 @@ class OtherProgram:
 
     async def until_asked(self, count: int) -> None:
         """Return when so many questions have arrived."""
-        async with asyncio.timeout(10), self.arrived:
+        async with asyncio.timeout(60), self.arrived:
             await self.arrived.wait_for(lambda: len(self.asked) >= count)
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -117,7 +117,7 @@ def test_reading_does_not_wait_for_a_transaction(file: AccountsFile) -> None:
         database.execute("INSERT INTO numbers VALUES (1)")
         reader = threading.Thread(target=lambda: seen.append(numbers(file)))
         reader.start()
-        reader.join(timeout=10)
+        reader.join(timeout=60)
     assert seen == [[]]
     assert numbers(file) == [1]
 

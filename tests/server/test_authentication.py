@@ -171,7 +171,7 @@ class Disk:
         """Write, or fail as a full disk does; on a thread."""
         self.began += 1
         self._tell("began")
-        assert self.moves.wait(timeout=10)
+        assert self.moves.wait(timeout=60)
         if self.full:
             self._tell("failed")
             raise InferenceCenterError(ErrorCode.STORAGE_UNAVAILABLE, "the disk is full")
@@ -180,7 +180,7 @@ class Disk:
 
     async def until(self, wanted: str) -> None:
         """Return after the next time that a write began, failed or was done."""
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while await self._outcomes.get() != wanted:
                 pass
 

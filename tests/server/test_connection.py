@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from contextlib import AbstractAsyncContextManager
 
+    from tests.loop_clock import LoopClock
+
     Serve = Callable[..., AbstractAsyncContextManager[Running]]
 
 OLD_OPS = {kind.model_fields["op"].default for kind in get_args(AnyEvent) if kind.dagger}
@@ -30,17 +32,19 @@ async def old_socket(server: Running, socket: ClientConnection) -> None:
     assert (await ask(socket, op="auth", client_id="kitchen", api_key="kitchen-key"))["op"] == "auth_success"
 
 
-async def test_a_socket_that_does_not_authenticate_is_closed(serve: Serve) -> None:
+async def test_a_socket_that_does_not_authenticate_is_closed(serve: Serve, clock: LoopClock) -> None:
     """At the deadline, hello or not."""
-    async with serve(auth_timeout_s=0.05) as server, server.connect() as socket:
+    async with serve(auth_timeout_s=30) as server, server.connect() as socket:
         await ask(socket, op="hello")
+        await clock.go_on(30)
         assert await close_code(socket) == 4401
 
 
-async def test_an_authenticated_socket_has_no_deadline(serve: Serve) -> None:
+async def test_an_authenticated_socket_has_no_deadline(serve: Serve, clock: LoopClock) -> None:
     """Authentication in time ends the deadline: another socket's, opened later, passes first."""
-    async with serve(auth_timeout_s=0.05) as server, server.v1() as socket, server.connect() as late:
+    async with serve(auth_timeout_s=30) as server, server.v1() as socket, server.connect() as late:
         await hear(socket)
+        await clock.go_on(30)
         assert await close_code(late) == 4401
         assert (await ask(socket, op="ping"))["op"] == "pong"
 

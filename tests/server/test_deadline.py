@@ -21,7 +21,7 @@ async def test_what_is_past_is_called_soon(delay_s: float) -> None:
     passed = asyncio.Event()
     Deadline(delay_s, passed.set)
     assert not passed.is_set()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         await passed.wait()
 
 
@@ -33,7 +33,7 @@ async def test_a_cancelled_one_is_not_called() -> None:
     deadline.cancel()
     last = asyncio.Event()
     Deadline(0.0, last.set)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         await last.wait()
     assert called == []
 

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from contextlib import AbstractAsyncContextManager
     from pathlib import Path
 
+    from tests.loop_clock import LoopClock
+
 
 class Clock:
     """Seconds that a test moves."""
@@ -203,7 +205,7 @@ async def test_a_program_that_drips_lets_nobody_in(program: OtherProgram) -> Non
     async with await asyncio.start_server(drip, "127.0.0.1", 0) as server:
         program.port = server.sockets[0].getsockname()[1]
         async with asking(program, connect_timeout_s=0.05, read_timeout_s=0.05) as others:
-            with pytest.raises(CannotTellError, match="too long"):
+            with pytest.raises(CannotTellError, match="too long|Timeout"):
                 await others.verify("ada", "key")
 
 
@@ -511,7 +513,7 @@ async def test_who_is_gone_before_the_answer_leaves_nothing(
             await program.until_asked(2)
             socket.transport.abort()
         program.answering.set()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             await server.context.hub._empty.wait()
         assert server.context.hub.clients() == {}
         server.context.hub.check_room("guest")
@@ -532,16 +534,18 @@ async def test_a_daemon_that_stops_meanwhile_lets_nobody_in(
 
 
 async def test_an_answer_after_the_sockets_time_is_too_late(
-    serve: Callable[..., AbstractAsyncContextManager[Running]], program: OtherProgram
+    serve: Callable[..., AbstractAsyncContextManager[Running]], program: OtherProgram, clock: LoopClock
 ) -> None:
     """The socket has closed with 4401 by then."""
     program.answering.clear()
-    async with served(serve, program, auth_timeout_s=0.05) as server, server.connect() as socket:
+    async with served(serve, program, auth_timeout_s=30) as server, server.connect() as socket:
         await hear(socket)
         await socket.send(json.dumps({"op": "auth", "client_id": "guest", "api_key": "b"}))
+        await program.until_asked(1)
+        await clock.go_on(30)
         assert await close_code(socket) == 4401
         program.answering.set()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             await server.context.hub._empty.wait()
         assert not server.context.hub._per_client
 

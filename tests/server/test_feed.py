@@ -11,6 +11,8 @@ from tests.server.harness import Running, ask, hear, ready
 if TYPE_CHECKING:
     from websockets.asyncio.client import ClientConnection
 
+    from tests.loop_clock import LoopClock
+
 READING = GpuReading(
     name="GPU",
     temperature_c=61.0,
@@ -81,15 +83,17 @@ async def test_parked_sessions_are_told(server: Running) -> None:
     assert (values["pressure"], values["memory_used_bytes"], values["memory_limit_bytes"]) == ("easy", None, None)
 
 
-async def test_frames_come_only_while_subscribed(server: Running) -> None:
+async def test_frames_come_only_while_subscribed(clock: LoopClock, server: Running) -> None:
     """Nothing before and nothing after, and nothing runs then."""
     async with server.v1() as socket:
         await welcomed(socket)
         assert (await ask(socket, op="ping"))["op"] == "pong"
         assert server.gpu.reads == 0
-        subscribed = await ask(socket, op="subscribe_metrics", interval_ms=100, id="s")
-        assert subscribed == {"op": "metrics_subscribed", "id": "s", "interval_ms": 100}
-        assert [(await hear(socket))["op"] for _ in range(2)] == ["metrics", "metrics"]
+        subscribed = await ask(socket, op="subscribe_metrics", interval_ms=3_600_000, id="s")
+        assert subscribed == {"op": "metrics_subscribed", "id": "s", "interval_ms": 3_600_000}
+        for _ in range(2):
+            await clock.go_on(3600)
+            assert (await hear(socket))["op"] == "metrics"
         await socket.send('{"op": "unsubscribe_metrics"}')
         await hear(socket, "metrics_unsubscribed")
         await asyncio.sleep(0)
@@ -97,12 +101,13 @@ async def test_frames_come_only_while_subscribed(server: Running) -> None:
         assert (await ask(socket, op="ping"))["op"] == "pong"
 
 
-async def test_subscribers_of_one_interval_share_a_reading(server: Running) -> None:
+async def test_subscribers_of_one_interval_share_a_reading(clock: LoopClock, server: Running) -> None:
     """The GPU is read once for both."""
     async with server.v1() as first, server.v1() as second:
         for socket in (first, second):
             await welcomed(socket)
-            await ask(socket, op="subscribe_metrics", interval_ms=100)
+            await ask(socket, op="subscribe_metrics", interval_ms=10_000)
+        await clock.go_on(10)
         frames = [await hear(socket) for socket in (first, second)]
         assert frames[0]["timestamp"] == frames[1]["timestamp"]
         assert server.gpu.reads == 1

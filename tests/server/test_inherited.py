@@ -46,7 +46,7 @@ def at(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
 def test_connections_wait_for_whoever_takes_the_socket() -> None:
     """A client that connects before the process is there is accepted by it."""
     (listening,) = bind("127.0.0.1", 0)
-    with listening, socket.create_connection(listening.getsockname(), timeout=20) as early:
+    with listening, socket.create_connection(listening.getsockname(), timeout=60) as early:
         with subprocess.Popen(
             [sys.executable, "-c", SUCCESSOR, str(listening.fileno())], pass_fds=[listening.fileno()]
         ) as successor:

@@ -146,7 +146,7 @@ async def test_a_socket_that_does_not_read_does_not_hold_up_the_end(
         await hear(client)
         client.transport.pause_reading()
         server.listener.stop()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             await server.serving
         assert server.listener.server_state.connections == set()
 

@@ -23,7 +23,7 @@ def manager(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[st
     name = f"@inferencecenter-test-{os.getpid()}" if abstract else str(tmp_path / "notify")
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as heard:
         heard.bind(f"\0{name[1:]}" if abstract else name)
-        heard.settimeout(5)
+        heard.settimeout(60)
         yield name, heard
 
 

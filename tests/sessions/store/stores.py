@@ -20,21 +20,21 @@ RETRY_S = 0.001
 
 
 @asynccontextmanager
-async def storing(path: Path) -> AsyncIterator[Store]:
-    """A store that tries again at once."""
+async def storing(path: Path, *, patience_s: float = 60.0) -> AsyncIterator[Store]:
+    """A store that tries again at once, and in whose file everything is at the end unless that takes too long."""
     store = Store.open(path, retry_s=RETRY_S)
     store.load()
     try:
         yield store
     finally:
-        await store.close(timeout_s=0.05)
+        await store.close(timeout_s=patience_s)
 
 
 async def settled(store: Store) -> None:
     """Wait until everything written so far is in the file."""
     safe = asyncio.Event()
     store.release(safe.set)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         await safe.wait()
 
 
@@ -56,7 +56,7 @@ def locked(path: Path) -> Iterator[None]:
 
 async def until(holds: Callable[[], bool]) -> None:
     """Let the event loop go on until something holds."""
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while not holds():  # noqa: ASYNC110 - what a thread does sets no event
             await asyncio.sleep(0)
 

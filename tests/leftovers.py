@@ -1,0 +1,9 @@
+"""What tests leave open when they fail halfway, so that it is closed after them and nobody else fails for it."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import Final
+
+leftovers: Final = ExitStack()
+"""What is to be called after the test that runs, the last first; what has been closed by then is closed once more."""
