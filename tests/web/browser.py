@@ -152,6 +152,7 @@ class Visit:
         await expect(self.answers).to_have_count(count)
         last = self.answers.last
         await expect(last).to_have_attribute("aria-busy", "false")
+        await expect(last.locator(".prose[aria-busy]")).to_have_count(0)
         return last
 
     async def look_again(self) -> None:

@@ -46,13 +46,12 @@ window.harmOf = async (texts) => {
       document.body.append(root);
       const view = new MarkdownView(root);
       for (let end = step; end <= text.length; end += step) {
-        view.update(text.slice(0, end), { done: false });
+        for (const _ of view.showing(text.slice(0, end), false));
         found.push(...window.harm(root));
       }
-      view.update(text, { done: true });
+      for (const _ of view.showing(text, true));
       for (const node of root.querySelectorAll("*")) node.dispatchEvent(new MouseEvent("mouseover", { bubbles: true }));
       found.push(...window.harm(root));
-      view.end();
       root.remove();
     }
   }

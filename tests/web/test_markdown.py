@@ -41,7 +41,7 @@ COMPARE: Final = """async (stories) => {
   const shown = (texts) => {
     const root = document.createElement("div");
     const view = new MarkdownView(root);
-    texts.forEach((text, index) => view._show(text, index === texts.length - 1));
+    texts.forEach((text, index) => [...view.showing(text, index === texts.length - 1)]);
     for (const code of root.querySelectorAll("code")) code.replaceChildren(code.textContent); // colours may come later
     return root.innerHTML.replace(/>\\s+</g, "><");
   };

@@ -2,55 +2,96 @@
 /** Blocks of an answer as nodes. */
 
 import { copy } from "./clipboard.js";
-import { highlight, languageOf } from "./highlight.js";
+import { languageOf, painted, withLanguage } from "./highlight.js";
+import { begin } from "./slices.js";
 
 const COPIED_MS = 1500;
-/** A block that still grows is coloured with every change up to this size, and beyond it when it is whole. */
-const MAX_LIVE_CHARS = 4000;
+/** Code is coloured so much at a time, to the end of the line; ... */
+const CHUNK_LEAST = 1200;
+/** ... a line may be long. */
+const CHUNK_MOST = 3000;
 
-/**
- * Returns a block of code with its language and a button that copies it.
- *
- * @param {string} text
- * @param {string} info  What stands behind the fence.
- * @param {{open: boolean}} options  Whether it still grows.
- */
-export function codeBlock(text, info, { open }) {
-  const named = info.trim().split(/\s+/)[0] ?? "";
-  const block = element("div", "code-block");
-  block.dataset.language = named;
-  const head = element("div", "code-head");
-  const label = element("span", "code-language");
-  label.textContent = named || "text";
-  const code = element("code", "");
-  const pre = element("pre", "");
-  pre.tabIndex = 0;
-  pre.setAttribute("aria-label", named ? `Code, ${named}` : "Code");
-  pre.setAttribute("role", "region");
-  pre.append(code);
-  head.append(label, copyButton(() => code.textContent ?? ""));
-  block.append(head, pre);
-  code.textContent = text;
-  colour(code, named, open);
-  return block;
+/** A block of code with its language and a button that copies it. */
+export class CodeBlock {
+  /** @param {string} info  What stands behind the fence. */
+  constructor(info) {
+    const named = info.trim().split(/\s+/)[0] ?? "";
+    const head = element("div", "code-head");
+    const label = element("span", "code-language");
+    label.textContent = named || "text";
+    const pre = element("pre", "");
+    pre.tabIndex = 0;
+    pre.setAttribute("aria-label", named ? `Code, ${named}` : "Code");
+    pre.setAttribute("role", "region");
+    head.append(label, copyButton(() => this.text));
+    this.element = element("div", "code-block");
+    this.element.dataset.language = named;
+    this._code = element("code", "");
+    this.text = "";
+    this._language = languageOf(named);
+    this._coloured = 0;
+    this._nodes = 0;
+    /** @type {any} */
+    this._top = null;
+    pre.append(this._code);
+    this.element.append(head, pre);
+    withLanguage(this._language, () => begin(this.painting()));
+  }
+
+  /**
+   * Has the block say something; the colours are left to `painting`.
+   *
+   * @param {string} text  All of it.
+   */
+  say(text) {
+    if (text.startsWith(this.text)) {
+      if (text !== this.text) this._code.append(text.slice(this.text.length));
+    } else {
+      if (!text.startsWith(this.text.slice(0, this._coloured))) [this._coloured, this._nodes, this._top] = [0, 0, null];
+      this._trim();
+      this._code.append(text.slice(this._coloured));
+    }
+    this.text = text;
+  }
+
+  /**
+   * Colours what is not coloured yet, a part at a time.
+   *
+   * @returns {Generator<void>}
+   */
+  *painting() {
+    for (;;) {
+      const rest = this.text.slice(this._coloured);
+      const end = chunkOf(rest);
+      /** @type {ReturnType<typeof painted>} */
+      const made = this._language && rest ? painted(rest.slice(0, end || rest.length), this._language, this._top) : null;
+      if (!made) return;
+      this._trim();
+      this._code.append(made.fragment);
+      if (end === 0) return;
+      this._coloured += end;
+      this._nodes = this._code.childNodes.length;
+      this._top = made.top;
+      this._code.append(rest.slice(end));
+      yield;
+    }
+  }
+
+  /** Takes away what is not coloured for good. */
+  _trim() {
+    while (this._code.childNodes.length > this._nodes) this._code.lastChild?.remove();
+  }
 }
 
 /**
- * Has a block of code say more.
+ * Returns how much of a text is coloured for good, 0 while its first part may grow.
  *
- * @param {HTMLElement} block  Of `codeBlock`.
- * @param {string} text  All of it.
+ * @param {string} text
  */
-export function growCode(block, text) {
-  const code = /** @type {HTMLElement} */ (block.querySelector("code"));
-  const there = code.textContent ?? "";
-  if (there === text) return;
-  if (text.startsWith(there) && text.length > MAX_LIVE_CHARS) {
-    code.append(text.slice(there.length));
-    return;
-  }
-  code.textContent = text;
-  colour(code, block.dataset.language ?? "", true);
+function chunkOf(text) {
+  const end = text.indexOf("\n", CHUNK_LEAST) + 1;
+  if (end > 0 && end <= CHUNK_MOST) return end;
+  return text.length > CHUNK_MOST ? CHUNK_MOST : 0;
 }
 
 /**
@@ -61,7 +102,10 @@ export function growCode(block, text) {
 export function dress(fragment) {
   for (const code of fragment.querySelectorAll("pre > code")) {
     const info = /language-(\S+)/.exec(code.className)?.[1] ?? "";
-    code.parentElement?.replaceWith(codeBlock((code.textContent ?? "").replace(/\n$/, ""), info, { open: false }));
+    const block = new CodeBlock(info);
+    block.say((code.textContent ?? "").replace(/\n$/, ""));
+    code.parentElement?.replaceWith(block.element);
+    begin(block.painting());
   }
   for (const table of fragment.querySelectorAll("table")) {
     const frame = element("div", "table-frame");
@@ -71,15 +115,6 @@ export function dress(fragment) {
     table.replaceWith(frame);
     frame.append(table);
   }
-}
-
-/**
- * @param {HTMLElement} code
- * @param {string} named
- * @param {boolean} open
- */
-function colour(code, named, open) {
-  if (!open || (code.textContent ?? "").length <= MAX_LIVE_CHARS) highlight(code, languageOf(named));
 }
 
 /** @param {() => string} text */

@@ -14,8 +14,8 @@ const ALIASES = {
   rs: "rust", sh: "bash", shell: "bash", svg: "xml", toml: "ini", ts: "typescript", tsx: "typescript", yml: "yaml",
   zsh: "bash",
 };
-/** More is shown without colours: they would take longer than a frame. */
-const MAX_CHARS = 40_000;
+/** The highlighter begins with languages only; this is one that goes on within another. */
+const REST = "rest";
 
 /** @type {any} */
 let core = null;
@@ -34,58 +34,99 @@ export function languageOf(language) {
 }
 
 /**
- * Colours the code in an element, now if the language is here already, else when it is.
+ * Returns code with its colours, and where the highlighter stands behind it; null while the language is not here.
  *
- * @param {HTMLElement} element  Holds the code as text.
- * @param {string} language  As `languageOf` tells.
+ * @param {string} code
+ * @param {string} language  As `languageOf` tells; `withLanguage` has it come.
+ * @param {any} top  Where the highlighter stood behind the lines before, null at the beginning.
+ * @returns {{fragment: DocumentFragment, top: any} | null}
  */
-export function highlight(element, language) {
-  const code = element.textContent ?? "";
-  if (!language || code.length > MAX_CHARS) return;
-  if (core?.getLanguage(language)) {
-    paint(element, code, language);
-    return;
-  }
-  load(language).then((there) => {
-    if (there && element.textContent === code) paint(element, code, language);
-  });
+export function painted(code, language, top) {
+  if (!core?.getLanguage(language)) return null;
+  if (top) core.registerLanguage(REST, () => restOf(top, core.getLanguage(language)));
+  opening = scopesOf(top);
+  const found = core.highlight(code, { language: top ? REST : language, ignoreIllegals: true });
+  const end = found._top ?? null;
+  return { fragment: found._emitter.fragment, top: end && Object.hasOwn(end, "stands") ? end.stands : end };
 }
 
 /**
- * @param {HTMLElement} element
- * @param {string} code
+ * Calls back when a language is here, unless it already is or does not come.
+ *
  * @param {string} language
+ * @param {() => void} then
  */
-function paint(element, code, language) {
-  const tree = core.highlight(code, { language, ignoreIllegals: true })._emitter;
-  const painter = new Painter();
-  tree.walk(painter);
-  element.replaceChildren(painter.fragment);
+export function withLanguage(language, then) {
+  if (!language || core?.getLanguage(language)) return;
+  load(language).then((there) => there && then());
 }
 
-/** Makes nodes of what the highlighter found. Its own writer makes HTML, which would have to be sanitized: that takes longer. */
+/**
+ * @param {any} top
+ * @param {any} language
+ */
+function restOf(top, language) {
+  const { case_insensitive, classNameAliases } = language;
+  return Object.assign(Object.create(top), { case_insensitive, classNameAliases, stands: top });
+}
+
+/** @param {any} top */
+function scopesOf(top) {
+  const scopes = [];
+  for (let mode = top; mode; mode = mode.parent) if (typeof mode.scope === "string") scopes.unshift(mode.scope);
+  return scopes;
+}
+
+/** @type {string[]} */
+let opening = [];
+
+/** Makes nodes of what the highlighter finds. Its own writer makes HTML, which would have to be sanitized: that takes longer. */
 class Painter {
   constructor() {
     this.fragment = document.createDocumentFragment();
     /** @type {Node[]} */
     this._path = [this.fragment];
+    for (const scope of opening) this.openNode(scope);
+    opening = [];
   }
 
   /** @param {string} text */
   addText(text) {
-    this._path.at(-1)?.appendChild(document.createTextNode(text));
+    const [at, last] = [this._path.at(-1), this._path.at(-1)?.lastChild];
+    if (last instanceof Text) last.appendData(text);
+    else if (text) at?.appendChild(document.createTextNode(text));
   }
 
-  /** @param {{scope?: string}} node  Scopes are like "title.function". */
-  openNode({ scope }) {
+  /** @param {string} scope  They are like "title.function". */
+  openNode(scope) {
     const span = document.createElement("span");
-    if (scope) span.className = `hljs-${scope.split(".")[0]}`;
+    span.className = `hljs-${scope.split(".")[0]}`;
     this._path.at(-1)?.appendChild(span);
     this._path.push(span);
   }
 
   closeNode() {
-    this._path.pop();
+    if (this._path.length > 1) this._path.pop();
+  }
+
+  /** @param {string} scope */
+  startScope(scope) {
+    this.openNode(scope);
+  }
+
+  endScope() {
+    this.closeNode();
+  }
+
+  /** @param {Painter} within */
+  __addSublanguage(within) {
+    this._path.at(-1)?.appendChild(within.fragment);
+  }
+
+  finalize() {}
+
+  toHTML() {
+    return "";
   }
 }
 
@@ -103,6 +144,7 @@ function load(language) {
 async function fetched(language) {
   try {
     core ??= (await import(`${VENDOR}core.js`)).default;
+    core.configure({ __emitter: Painter });
     core.registerLanguage(language, (await import(`${VENDOR}${language}.js`)).default);
     return true;
   } catch (error) {
