@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from playwright.async_api import Page, WebSocketRoute
 
@@ -40,9 +40,11 @@ class Stub:
     """Plays a daemon with one session and one turn.
 
     Attributes:
+        answers: What else it answers, by op; the frame that asks is given.
         asked: The page's question, once there is one, and the socket that it came by.
     """
 
+    answers: Mapping[str, Callable[[dict[str, Any]], dict[str, Any]]] = field(default_factory=dict)
     asked: asyncio.Future[tuple[WebSocketRoute, str]] = field(default_factory=asyncio.Future)
 
     async def take_over(self, page: Page) -> None:
@@ -69,6 +71,8 @@ class Stub:
     def _answer(self, socket: WebSocketRoute, asked: dict[str, Any]) -> None:
         if asked["op"] == "infer":
             self.asked.set_result((socket, asked["id"]))
+        elif asked["op"] in self.answers:
+            _send(socket, {**self.answers[asked["op"]](asked), "id": asked.get("id")})
         elif asked["op"] in _ANSWERS:
             _send(socket, {**_ANSWERS[asked["op"]], "id": asked["id"]})
 

@@ -1,0 +1,80 @@
+"""Tests of how a plan is put in words and parts."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import pytest
+
+from tests.web import node
+from tests.web.test_dashboard import GIB, device, plan
+
+NAMES: Final = 'import { caveatOf, placesOf, processorInWords, settingsOf } from "JS/board/division.js";'
+
+
+def divided(told: dict[str, Any], expression: str) -> Any:
+    """Return what an expression of ``input``, a plan, is."""
+    return node.run(NAMES, f"return {expression};", given=told)
+
+
+def test_the_parts_of_a_device_are_all_of_it() -> None:
+    """What others use and what stays free belong to them; a device on which it does not fit is short, not negative."""
+    full = device(1, weight_bytes=9 * GIB)
+    first, second, host = divided(plan(device(0), full), "placesOf(input)")
+    assert sum(part["bytes"] for part in first["parts"]) == 8 * GIB
+    assert [part["name"] for part in first["parts"]] == ["weights", "kv", "buffers", "driver", "others", "free"]
+    assert (first["short"], second["short"], host["short"]) == (False, True, False)
+    for place in (first, second, host):
+        assert sum(part["fraction"] for part in place["parts"]) == pytest.approx(1)
+        assert all(part["bytes"] >= 0 for part in place["parts"])
+    assert host["notes"] == ["1 of 29 layers", "1.13 GiB planned"]
+
+
+@pytest.mark.parametrize(
+    ("used", "words"),
+    [(5144, "5.02 GiB taken, 5 % more"), (4908, "4.79 GiB taken, as planned"), (4400, "4.30 GiB taken, 10 % less")],
+)
+def test_what_was_taken(used: int, words: str) -> None:
+    """Is compared with what was planned."""
+    (first, *_) = divided(plan(device(0, used_bytes=used * 2**20)), "placesOf(input)")
+    assert first["notes"][-1] == words
+
+
+def test_memory_of_which_nothing_is_told() -> None:
+    """Where the kernel does not tell what is free, the bar is what is taken, experts included."""
+    host = {"weight_bytes": GIB, "kv_bytes": 0, "compute_bytes": 0, "expert_layers": 12}
+    told = divided(plan(device(0), host=host), "placesOf(input).at(-1)")
+    assert [part["name"] for part in told["parts"]] == ["weights", "kv", "buffers"]
+    assert told["notes"][-1] == "the experts of 12 layers on GPUs"
+
+
+def test_everything_on_the_processor() -> None:
+    """Is said, with the plan's reason, or that it is set so; nothing is said where there is a GPU."""
+    set_so = plan(reasons=[{"name": "n_gpu_layers", "value": "0 of 29", "why": "set", "explicit": True}])
+    words = "Everything is on the processor: "
+    assert divided(plan(), "processorInWords(input)") == f"{words}there is no GPU that llama.cpp can use."
+    assert divided(set_so, "processorInWords(input)") == f"{words}engine.n_gpu_layers is set so."
+    assert divided(plan(device(0)), "processorInWords(input)") == ""
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"state": "ready", "gpu_layers": 14}, ""),
+        ({"state": "asleep"}, "no engine runs"),
+        ({"state": "ready", "gpu_layers": 0}, "found no GPU that it could use"),
+        ({"state": "starting"}, ""),
+    ],
+)
+def test_a_plan_that_is_not_what_runs(values: dict[str, Any], words: str) -> None:
+    """Is shown with a word about it."""
+    found = node.run(NAMES, "return caveatOf(...input);", given=[plan(device(0)), values])
+    assert words in found
+    assert bool(words) == bool(found)
+
+
+def test_settings_of_a_plan() -> None:
+    """As people read them."""
+    assert divided(plan(device(0), device(1)), "settingsOf(input).map(([, text]) => text)") == [
+        "8", "f16 keys, q8_0 values", "2,048 tokens, 512 at once", "on", "2, divided by layers",
+    ]  # fmt: skip
