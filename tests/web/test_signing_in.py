@@ -71,7 +71,10 @@ async def test_not_by_a_wrong_token(browser: Browser, echo: Daemon) -> None:
     """It is said, the form stays, nothing is kept, and the right one works after it."""
     async with visiting(browser, origin_of(echo)) as visit:
         await visit.sign_in("ic_0123456789ab_not-this-one")
-        await expect(visit.page.get_by_role("alert")).not_to_be_empty()
+        told = visit.page.get_by_role("alert")
+        await expect(told).to_contain_text(
+            re.compile(r"^This token is not accepted\..*inferencecenter token create NAME$")
+        )
         await expect(visit.token).to_have_attribute("aria-invalid", "true")
         assert await visit.page.evaluate("() => sessionStorage.length") == 0
         await visit.token.fill(echo.admin_token)
@@ -88,7 +91,8 @@ async def test_no_longer_by_a_revoked_token(browser: Browser, echo: Daemon) -> N
         await visit.answered()
         await asyncio.to_thread(command_line, echo, "token", "revoke", made["token_id"])
         await expect(visit.token).to_be_visible()
-        await expect(visit.page.get_by_role("alert")).not_to_be_empty()
+        told = visit.page.get_by_role("alert")
+        await expect(told).to_contain_text(re.compile(r"^This token is not accepted any more.*token create NAME$"))
         assert await visit.page.evaluate("() => sessionStorage.length") == 0
         await expect(visit.page.get_by_text("Before it was revoked.")).to_have_count(0)
 

@@ -1,16 +1,17 @@
 // @ts-check
 /** Where the page begins. */
 
-import { account, link, lookAgain, newChat, signIn, signOut, stopStreaming } from "./state.js";
+import { lookAgain, newChat, stopStreaming } from "./conversations.js";
 import { followAddress, goToAddress } from "./routing.js";
+import { account, link, signIn, signOut } from "./state.js";
 import { keptToken, takeTokenFromAddress } from "./storage.js";
 import { followTheme } from "./theme.js";
 import { html, render, useEffect } from "./ui.js";
 import { Connecting, SignIn } from "./views/signin.js";
 import { Shell } from "./views/shell.js";
 
-/** Other tabs and devices begin and delete conversations, too. */
-const LOOK_EVERY_MS = 15_000;
+/** Nobody is told which conversations answer elsewhere, and of new ones without a title. */
+const LOOK_EVERY_MS = 60_000;
 
 /** Signed in or not. */
 function App() {

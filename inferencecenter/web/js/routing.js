@@ -2,7 +2,9 @@
 /** The address: `#/` is an empty conversation, `#/c/<id>` one that is known, `#/dashboard` and `#/models` the others. */
 
 import { effect } from "../vendor/signals-core.js";
-import { current, newChat, openSession, titleOfSession, view } from "./state.js";
+import { current, newChat, openSession } from "./conversations.js";
+import { titleOfSession } from "./list.js";
+import { view } from "./state.js";
 
 /** @typedef {import("./state.js").View} View */
 

@@ -1,8 +1,8 @@
 // @ts-check
-/** What the browser keeps: preferences for good, the token until the tab is closed. Without storage nothing is kept. */
+/** What the browser keeps: preferences for good, the token and what is typed until the tab is closed. Without storage nothing is kept. */
 
 const PREFIX = "inferencecenter.";
-const TOKEN = `${PREFIX}token`;
+const TOKEN = "token";
 
 /**
  * Returns what is kept under a name, or `otherwise`.
@@ -36,32 +36,50 @@ export function keep(name, value) {
 
 /** @param {string} name  All is forgotten whose name begins so. */
 export function forgetAll(name) {
-  try {
-    for (const key of Object.keys(localStorage)) {
-      if (key.startsWith(PREFIX + name)) localStorage.removeItem(key);
-    }
-  } catch {
-    // Nothing was kept.
-  }
+  forgetFrom(() => localStorage, name);
 }
 
-/** Returns the token of this tab. */
-export function keptToken() {
+/**
+ * Returns what this tab keeps under a name.
+ *
+ * @param {string} name
+ */
+export function keptHere(name) {
   try {
-    return sessionStorage.getItem(TOKEN);
+    return sessionStorage.getItem(PREFIX + name);
   } catch {
     return null;
   }
 }
 
-/** @param {string | null} token  Null forgets it. */
-export function keepToken(token) {
+/**
+ * Keeps a text for this tab.
+ *
+ * @param {string} name
+ * @param {string | null} text  Null forgets it.
+ */
+export function keepHere(name, text) {
   try {
-    if (token === null) sessionStorage.removeItem(TOKEN);
-    else sessionStorage.setItem(TOKEN, token);
+    if (text === null) sessionStorage.removeItem(PREFIX + name);
+    else sessionStorage.setItem(PREFIX + name, text);
   } catch {
     // It holds for this page then.
   }
+}
+
+/** @param {string} name  All that this tab keeps is forgotten whose name begins so. */
+export function forgetAllHere(name) {
+  forgetFrom(() => sessionStorage, name);
+}
+
+/** Returns the token of this tab. */
+export function keptToken() {
+  return keptHere(TOKEN);
+}
+
+/** @param {string | null} token  Null forgets it. */
+export function keepToken(token) {
+  keepHere(TOKEN, token);
 }
 
 /**
@@ -74,4 +92,18 @@ export function takeTokenFromAddress() {
   if (!match) return null;
   history.replaceState(null, "", location.pathname + location.search);
   return decodeURIComponent(match[1]);
+}
+
+/**
+ * @param {() => Storage} storage  Throws where there is none.
+ * @param {string} name
+ */
+function forgetFrom(storage, name) {
+  try {
+    for (const key of Object.keys(storage())) {
+      if (key.startsWith(PREFIX + name)) storage().removeItem(key);
+    }
+  } catch {
+    // Nothing was kept.
+  }
 }

@@ -1,10 +1,8 @@
 // @ts-check
 import { html, useEffect, useLayoutEffect, useRef, useState } from "../ui.js";
-import { ask } from "../state.js";
+import { ask } from "../conversations.js";
+import { draftOf, keepDraft, moveDraft } from "../drafts.js";
 import { Icon } from "./icons.js";
-
-/** @type {WeakMap<object, string>} */
-const drafts = new WeakMap();
 
 /**
  * Where one writes.
@@ -12,18 +10,25 @@ const drafts = new WeakMap();
  * @param {{session: import("../wire/session.js").Session}} props
  */
 export function Composer({ session }) {
-  const [text, setText] = useState(drafts.get(session) ?? "");
+  const id = session.id.value;
+  const [text, setText] = useState(() => draftOf(id));
+  const before = useRef(id);
   const ref = useRef(/** @type {HTMLTextAreaElement | null} */ (null));
   const running = session.live.value !== null;
   const state = session.state.value;
   const blocked = state === "gone" || state === "detached";
   const write = (/** @type {string} */ value) => {
-    drafts.set(session, value);
+    keepDraft(id, value);
     setText(value);
   };
   useEffect(() => {
     if (matchMedia("(hover: hover)").matches) ref.current?.focus();
   }, [session]);
+  useEffect(() => {
+    // What is typed while the session is being opened is typed in it.
+    if (before.current !== id) moveDraft(before.current, id);
+    before.current = id;
+  }, [id]);
   useLayoutEffect(() => grow(ref.current), [text]);
   const send = () => {
     if (!text.trim() || running || blocked) return;

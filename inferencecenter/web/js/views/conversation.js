@@ -1,6 +1,8 @@
 // @ts-check
 import { html, useEffect, useRef, useState } from "../ui.js";
-import { ask, askAgain, attempt, fork, hello, link, newChat, titleOfSession } from "../state.js";
+import { ask, askAgain, fork, newChatInstead } from "../conversations.js";
+import { titleOfSession } from "../list.js";
+import { attempt, hello, link } from "../state.js";
 import { Announcer } from "./announcer.js";
 import { Composer } from "./composer.js";
 import { Icon } from "./icons.js";
@@ -117,8 +119,8 @@ function Standing({ session }) {
   if (session.state.value === "gone") {
     return html`
       <div class="notice" data-mood="bad" role="status">
-        <span>This conversation was deleted, or it expired.</span>
-        <button type="button" class="button small" onClick=${newChat}>New chat</button>
+        <span>${session.farewell}</span>
+        <button type="button" class="button small" onClick=${newChatInstead}>New chat</button>
       </div>
     `;
   }
@@ -140,9 +142,22 @@ function doingWith(session, index) {
   const reachable = failed || index === 0 || turns[index - 1].turnId !== null;
   const again = (/** @type {(asked: readonly any[]) => readonly any[]} */ change) =>
     attempt(async () => askAgain(session, change(await session.takeBack(index))));
+  const calls = index === turns.length - 1 && turn.ending.reason === "tool_calls" ? turn.answer?.toolCalls ?? [] : [];
   return {
+    results: calls.length > 0 ? (contents) => attempt(() => askAgain(session, resultsOf(calls, contents))) : undefined,
     edit: reachable ? (text) => again((asked) => [...asked.slice(0, -1), { role: "user", content: text }]) : undefined,
     again: reachable && index === turns.length - 1 ? () => again((asked) => asked) : undefined,
     fork: turn.turnId !== null ? () => fork(session, /** @type {string} */ (turn.turnId)) : undefined,
   };
+}
+
+/**
+ * Returns the messages that say what tools gave.
+ *
+ * @param {readonly import("../wire/transcript.js").ToolCall[]} calls
+ * @param {readonly string[]} contents  One for each.
+ * @returns {import("../wire/transcript.js").ChatMessage[]}
+ */
+function resultsOf(calls, contents) {
+  return calls.map(({ call_id }, index) => ({ role: "tool", content: contents[index], tool_call_id: call_id }));
 }

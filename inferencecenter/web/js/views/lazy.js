@@ -1,5 +1,6 @@
 // @ts-check
 import { html, useEffect, useState } from "../ui.js";
+import { ReloadOffer } from "./notices.js";
 
 /**
  * A view whose code is fetched when it is first shown.
@@ -10,10 +11,10 @@ export function Lazy({ load, name, ...props }) {
   const [found, setFound] = useState(/** @type {{view?: any, failed?: boolean}} */ ({}));
   useEffect(() => {
     load().then(
-      (module) => setFound({ view: module[name] }),
+      (module) => setFound(module[name] ? { view: module[name] } : { failed: true }),
       () => setFound({ failed: true }),
     );
   }, [name]);
-  if (found.failed) return html`<p class="quiet" role="alert">This part of the page could not be loaded. Reload the page.</p>`;
+  if (found.failed) return html`<${ReloadOffer} words="This part of the page could not be loaded: a newer version may be running." />`;
   return found.view ? html`<${found.view} ...${props} />` : html`<p class="quiet">Loading…</p>`;
 }

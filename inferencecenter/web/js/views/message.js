@@ -3,6 +3,7 @@ import { html, useEffect, useLayoutEffect, useRef, useState } from "../ui.js";
 import { copy } from "../text/clipboard.js";
 import { MarkdownView } from "../text/markdown.js";
 import { Icon } from "./icons.js";
+import { Lazy } from "./lazy.js";
 import { Outcome, Progress } from "./outcome.js";
 
 /**
@@ -15,9 +16,11 @@ import { Outcome, Progress } from "./outcome.js";
  * @property {(text: string) => void} [edit]  Asks something else in its place.
  * @property {() => void} [again]  Asks the same again.
  * @property {() => void} [fork]
+ * @property {(contents: readonly string[]) => void} [results]  Says what the tools gave that it asked for.
  */
 
 const COPIED_MS = 1500;
+const results = () => import("./results.js");
 
 /**
  * A question with its answer, whole or as far as it has come.
@@ -75,6 +78,7 @@ function Reply({ answer, live, ending, connected, doing }) {
       ${answer?.reasoning && html`<${Reasoning} text=${answer.reasoning} open=${thinking} done=${!live} />`}
       ${content && html`<${Markdown} text=${content} done=${!live} />`}
       ${answer?.toolCalls.map((call) => html`<${Call} key=${call.call_id} call=${call} done=${!live} />`)}
+      ${doing.results && html`<${Lazy} load=${results} name="ToolResults" calls=${answer?.toolCalls} onSend=${doing.results} />`}
       ${live && live.shifted > 0 && html`<p class="aside">The context was full: the oldest ${live.shifted} turns are no longer read.</p>`}
       ${live && html`<${Progress} live=${live} connected=${connected} />`}
       ${ending?.error && html`<${Problem} error=${ending.error} again=${doing.again} />`}

@@ -2,7 +2,7 @@
 /** What concerns everybody: the connection, the engine, heat, a daemon that stops. */
 
 import { html, useEffect, useState } from "../ui.js";
-import { failure, link, notices } from "../state.js";
+import { failure, link, notices, outdated } from "../state.js";
 import { Icon } from "./icons.js";
 
 /** @type {Readonly<Record<string, string>>} */
@@ -19,6 +19,7 @@ export function Notices() {
   return html`
     <div class="notices" role="status">
       <${Connection} />
+      ${outdated.value && html`<${ReloadOffer} words="A newer version is running." />`}
       ${engine && ENGINE[engine.state] &&
       html`<p class="notice" data-mood=${broken ? "bad" : "warn"}>
         ${ENGINE[engine.state]} ${engine.detail && html`<span class="notice-detail">${engine.detail}</span>`}
@@ -33,6 +34,20 @@ export function Notices() {
         The server is stopping.${going.resume ? " Conversations are kept and can be continued afterwards." : ""}
       </p>`}
     </div>
+  `;
+}
+
+/**
+ * Offers to load the page again: its files have gone with the version of the server that they came from.
+ *
+ * @param {{words: string}} props  Why.
+ */
+export function ReloadOffer({ words }) {
+  return html`
+    <p class="notice" data-mood="warn" role="alert">
+      <span>${words} What you have typed is kept.</span>
+      <button type="button" class="button small" onClick=${() => location.reload()}>Reload</button>
+    </p>
   `;
 }
 

@@ -11,7 +11,7 @@ const REASONS = {
   time: "Reached the limit of time",
   repetition: "Repeated itself",
   quota_exceeded: "The token's quota for today is used up",
-  tool_calls: "Waits for the results of tools",
+  tool_calls: "Asked for tools",
 };
 
 /**

@@ -1,6 +1,7 @@
 // @ts-check
 import { html, useEffect, useRef, useState } from "../ui.js";
 import { choicesOf, keepChoices } from "../choices.js";
+import { effectiveParams } from "../conversations.js";
 import { link } from "../state.js";
 import { Icon } from "./icons.js";
 import { Lazy } from "./lazy.js";
@@ -25,6 +26,9 @@ export function Settings({ session, onClose }) {
   const [chosen, setChosen] = useState(() => choicesOf(id));
   const close = useRef(/** @type {HTMLButtonElement | null} */ (null));
   useEffect(() => close.current?.focus(), []);
+  useEffect(() => {
+    session.readParams();
+  }, [session]);
   const choose = (/** @type {Partial<Choices>} */ some) => {
     const next = { ...chosen, ...some };
     setChosen(next);
@@ -46,7 +50,8 @@ export function Settings({ session, onClose }) {
       <div class="drawer-body">
         <${System} session=${session} chosen=${chosen} onChoose=${choose} />
         <${FormOfAnswers} form=${chosen.form} onChange=${(/** @type {Choices["form"]} */ form) => choose({ form })} />
-        <${Lazy} load=${parameters} name="Parameters" params=${chosen.params} error=${session.turns.value.at(-1)?.ending?.error}
+        <${Lazy} load=${parameters} name="Parameters" params=${chosen.params}
+          defaults=${effectiveParams(session, chosen.model)} error=${session.turns.value.at(-1)?.ending?.error}
           onChange=${(/** @type {Record<string, unknown>} */ params) => choose({ params })} />
       </div>
     </aside>

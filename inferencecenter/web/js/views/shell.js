@@ -1,6 +1,7 @@
 // @ts-check
 import { html, useEffect, useState } from "../ui.js";
-import { current, view } from "../state.js";
+import { current } from "../conversations.js";
+import { view } from "../state.js";
 import { Conversation } from "./conversation.js";
 import { Icon } from "./icons.js";
 import { Lazy } from "./lazy.js";

@@ -1,10 +1,12 @@
 // @ts-check
 import { Fragment, html, useRef, useState } from "../ui.js";
-import { account, current, newChat, openSession, preferences, remove, rename, sessions, signOut, view } from "../state.js";
+import { current, newChat, openSession, remove } from "../conversations.js";
+import { rename, sessions } from "../list.js";
+import { account, preferences, signOut, view } from "../state.js";
 import { Confirm } from "./dialog.js";
 import { Icon } from "./icons.js";
 
-/** @typedef {import("../state.js").Summary} Summary */
+/** @typedef {import("../list.js").Summary} Summary */
 
 const DAY_MS = 86_400_000;
 const FILTER_FROM = 8;

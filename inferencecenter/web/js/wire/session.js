@@ -5,15 +5,14 @@ import { batch, signal } from "../../vendor/signals-core.js";
 import { WireError, asWireError } from "./errors.js";
 import { Live } from "./live.js";
 import { Position } from "./position.js";
-import { restored } from "./restored.js";
-import { before, endingOf, failureOf, question, systemOf, tokensOf, until, withTurn, withoutFailed } from "./transcript.js";
+import { Talk } from "./talk.js";
+import { before, question } from "./transcript.js";
 
 /**
  * @typedef {import("./types.js").AnyEvent} WireEvent
  * @typedef {import("./types.js").ChatMessage} ChatMessage
  * @typedef {import("./types.js").Requests} Requests
  * @typedef {import("./position.js").Numbered} Numbered
- * @typedef {import("./transcript.js").Turn} Turn
  */
 
 /**
@@ -35,13 +34,18 @@ export class Session {
   constructor(link, id) {
     this.id = signal(id);
     this.state = signal(/** @type {SessionState} */ (id === null ? "draft" : "away"));
-    this.turns = signal(/** @type {readonly Turn[]} */ ([]));
-    this.live = signal(/** @type {Live | null} */ (null));
+    /** Why it is "gone", in words. */
+    this.farewell = signal("");
+    this._talk = new Talk();
+    this.turns = this._talk.turns;
+    this.live = this._talk.live;
+    this.system = this._talk.system;
+    this.contextTokens = this._talk.contextTokens;
     /** What went wrong last, other than in a turn. */
     this.error = signal(/** @type {WireError | null} */ (null));
-    this.system = signal("");
     this.model = signal("");
-    this.contextTokens = signal(/** @type {number | null} */ (null));
+    /** What holds for turns that choose nothing else; null where the daemon was not asked. */
+    this.params = signal(/** @type {Record<string, unknown> | null} */ (null));
     /** Whether everything there was to know is here. */
     this.known = signal(id === null);
     this._link = link;
@@ -68,8 +72,7 @@ export class Session {
     const live = new Live({ asked, fields: { ...fields, ...question(asked) }, turnId: null });
     batch(() => {
       this.error.value = null;
-      this.turns.value = withoutFailed(this.turns.peek());
-      this.live.value = live;
+      this._talk.begin(live);
     });
     if (this.id.peek() === null) {
       try {
@@ -129,12 +132,25 @@ export class Session {
     if (this.state.peek() === "ready" || this.state.peek() === "opening") this.state.value = "away";
   }
 
-  /** Says that it is no more. */
-  end() {
+  /** @param {string} [words]  Why it is no more. */
+  end(words = "This conversation was deleted, or it expired.") {
+    if (this.state.peek() === "gone") return;
     clearTimeout(this._retry);
     const live = this.live.peek();
     if (live) this._fail(live, new WireError({ code: "session_not_found", message: "The conversation was deleted." }));
+    this.farewell.value = words;
     this.state.value = "gone";
+  }
+
+  /** Asks what holds for turns that choose nothing else, and shows it in `params`. */
+  async readParams() {
+    const id = this.id.peek();
+    if (id === null || this.state.peek() === "gone") return;
+    try {
+      this.params.value = (await this._link.request("get_session", { session_id: id })).params;
+    } catch (error) {
+      console.info("the parameters were not read:", asWireError(error).message);
+    }
   }
 
   /**
@@ -145,7 +161,7 @@ export class Session {
   take(event) {
     if (event.op === "session_resumed") this._resumed(event);
     else if (event.op === "session_detached") this._detached();
-    else if (event.op === "session_closed") this.end();
+    else if (event.op === "session_closed") this.end("This conversation was deleted elsewhere.");
     else if ("seq" in event && event.op !== "session") this._takeNumbered(/** @type {Numbered} */ (event));
   }
 
@@ -164,6 +180,7 @@ export class Session {
     batch(() => {
       this.id.value = created.session_id;
       this.model.value = created.model;
+      this.params.value = created.params;
       this.system.value = fields.system ?? "";
       this.state.value = "ready";
     });
@@ -222,8 +239,8 @@ export class Session {
 
   /** @param {Numbered} event  A new one. */
   _hear(event) {
-    if (event.op === "session_expired") this.end();
-    else if (event.op === "session_rewound") this.turns.value = until(this.turns.peek(), event.turn);
+    if (event.op === "session_expired") this.end("This conversation was not used for a long time, and has expired.");
+    else if (event.op === "session_rewound") this._talk.rewind(event.turn);
     else if (event.op === "appended") this._reload();
     else if ("turn_id" in event) this._hearTurn(event);
   }
@@ -241,12 +258,11 @@ export class Session {
 
   /**
    * @param {Live} live
-   * @param {Parameters<typeof endingOf>[0]} end  As much of it as is known.
+   * @param {Parameters<Talk["finish"]>[1]} end
    */
   _finish(live, end) {
-    const said = live.content || live.reasoning || live.toolCalls.length > 0;
-    const answer = said || live.turnId ? live.answer() : null;
-    this._close({ key: live.key, turnId: live.turnId, asked: live.asked, answer, ending: endingOf(end) });
+    clearTimeout(this._retry);
+    this._talk.finish(live, end);
   }
 
   /**
@@ -254,18 +270,8 @@ export class Session {
    * @param {WireError} error
    */
   _fail(live, error) {
-    const answer = live.content || live.reasoning ? live.answer() : null;
-    this._close({ key: live.key, turnId: null, asked: live.asked, answer, ending: failureOf(error) });
-  }
-
-  /** @param {Turn} turn  The one that runs, as it ended. */
-  _close(turn) {
     clearTimeout(this._retry);
-    batch(() => {
-      this.turns.value = withTurn(this.turns.peek(), turn);
-      this.live.value = null;
-      this.contextTokens.value = tokensOf(withoutFailed(this.turns.peek()));
-    });
+    this._talk.fail(live, error);
   }
 
   /** Reads everything anew. */
@@ -301,20 +307,10 @@ export class Session {
     batch(() => {
       this.state.value = "ready";
       this.error.value = null;
-      if (!event.resumed) this._restore(event);
+      if (!event.resumed) this._talk.restore(event);
       this.known.value = true;
     });
     this._settle();
-  }
-
-  /** @param {import("./types.js").SessionResumedEvent} event */
-  _restore(event) {
-    const { turns, live, lost } = restored(event, this.turns.peek(), this.live.peek());
-    this.system.value = systemOf(event.transcript ?? []);
-    this.turns.value = turns;
-    this.live.value = live;
-    this.contextTokens.value = tokensOf(turns);
-    if (lost) this._fail(lost, new WireError({ code: "turn_not_found", message: "The rest of this answer is lost." }));
   }
 
   /** Asks what is still to be asked once all that was missed is here, and not earlier: it may be answered in there. */

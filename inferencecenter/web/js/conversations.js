@@ -1,0 +1,242 @@
+// @ts-check
+/** The conversations that this page has before it: which one is shown, and what is done in them. */
+
+import { batch, signal } from "../vendor/signals-core.js";
+import { choicesOf, dropChoices, keepChoices, turnFields } from "./choices.js";
+import { keepDraft, moveDraft } from "./drafts.js";
+import { enlist, readList, rename, sessions, strike, titleOfSession, touch } from "./list.js";
+import { attempt, failure, hello, link, view } from "./state.js";
+import { asWireError } from "./wire/errors.js";
+import { Session } from "./wire/session.js";
+import { titleOf } from "./wire/transcript.js";
+
+/** @typedef {import("./wire/link.js").Link} Link */
+
+/** The conversation that is shown. */
+export const current = signal(/** @type {Session | null} */ (null));
+
+/** @type {Map<string, Session>} */
+const open = new Map();
+/** @type {Map<string, Record<string, unknown>>}  What held last for a new session of a model, by the model's name. */
+const defaults = new Map();
+
+link.subscribe((made) => {
+  if (made === null) {
+    leaveAll();
+    return;
+  }
+  made.on("*", take);
+  made.state.subscribe((state) => follow(made, state));
+});
+
+/** Sees to what may have changed while nobody looked: the list of sessions, and the one that is shown. */
+export function lookAgain() {
+  const there = link.peek();
+  if (document.hidden || there?.state.peek() !== "open") return;
+  refresh(there);
+  if (current.peek()?.state.peek() === "away") current.peek()?.resume();
+}
+
+/** Shows an empty conversation. */
+export function newChat() {
+  const there = link.peek();
+  if (!there) return;
+  show(new Session(there, null));
+}
+
+/** Shows an empty conversation in place of one that is gone, with what was typed there. */
+export function newChatInstead() {
+  moveDraft(current.peek()?.id.peek() ?? null, null);
+  newChat();
+}
+
+/**
+ * Shows a session, after reading it if that was not done yet.
+ *
+ * @param {string} id
+ */
+export function openSession(id) {
+  const there = link.peek();
+  if (!there) return;
+  const session = open.get(id) ?? new Session(there, id);
+  open.set(id, session);
+  show(session);
+  if (session.state.peek() === "away") session.resume();
+}
+
+/**
+ * Asks in the conversation that is shown; returns whether what was chosen for it allows that.
+ *
+ * @param {string} text
+ */
+export function ask(text) {
+  const session = current.peek();
+  if (!session) return false;
+  try {
+    turnFields(choicesOf(session.id.peek()));
+  } catch (error) {
+    failure.value = asWireError(error);
+    return false;
+  }
+  attempt(() => askAgain(session, [{ role: "user", content: text }]));
+  return true;
+}
+
+/** Ends the answer that is being given in the conversation that is shown; returns whether there was one. */
+export function stopStreaming() {
+  const session = current.peek();
+  if (view.peek() !== "chat" || !session?.live.peek()) return false;
+  session.stop();
+  return true;
+}
+
+/**
+ * Asks messages in a session, with what was chosen for it.
+ *
+ * @param {Session} session
+ * @param {readonly import("./wire/transcript.js").ChatMessage[]} asked
+ */
+export async function askAgain(session, asked) {
+  const chosen = choicesOf(session.id.peek());
+  const title = titleOf(asked.at(-1)?.content ?? "");
+  const draft = session.id.peek() === null;
+  await session.ask(asked, turnFields(chosen), () => ({
+    metadata: { title },
+    ...(chosen.system.trim() && { system: chosen.system }),
+    ...(chosen.model && { model: chosen.model }),
+  }));
+  const id = session.id.peek();
+  if (draft && id !== null) adopt(session, id, title, chosen);
+  else if (id !== null) touch(id);
+}
+
+/**
+ * Opens a session that begins as another does, and shows it.
+ *
+ * @param {Session} session
+ * @param {string} turn  Id of the last turn to take over.
+ */
+export async function fork(session, turn) {
+  const id = session.id.peek();
+  if (id === null) return;
+  const title = `${titleOfSession(id)} (fork)`;
+  await attempt(async (there) => {
+    const made = await there.request("fork_session", { session_id: id, turn });
+    keepChoices(made.session_id, choicesOf(id));
+    await rename(made.session_id, title);
+    openSession(made.session_id);
+  });
+}
+
+/**
+ * Deletes a session for good.
+ *
+ * @param {string} id
+ */
+export async function remove(id) {
+  await attempt(async (there) => {
+    try {
+      await there.request("close_session", { session_id: id });
+    } catch (error) {
+      if (asWireError(error).code !== "session_not_found") throw error;
+    }
+    forget(id);
+    // Others are told that it is gone; who deleted it knows.
+    if (current.peek()?.id.peek() === id) newChat();
+  });
+}
+
+/**
+ * Returns what holds for turns of a session that choose nothing else, as far as it is known.
+ *
+ * @param {Session} session
+ * @param {string} model  The one that was chosen for a session that is not opened yet; empty for the default.
+ * @returns {Record<string, unknown> | undefined}
+ */
+export function effectiveParams(session, model) {
+  return session.params.value ?? (session.id.value === null ? defaults.get(model || hello.value?.model || "") : undefined);
+}
+
+/** @param {Link} there */
+async function refresh(there) {
+  if (!(await readList(there))) return;
+  const session = current.peek();
+  const id = session?.id.peek();
+  // It ended while there was no connection that could have told it.
+  if (id && !sessions.peek()?.some((each) => each.session_id === id)) session?.end();
+}
+
+/**
+ * @param {Link} made
+ * @param {import("./wire/link.js").LinkState} state
+ */
+function follow(made, state) {
+  if (made !== link.peek()) return;
+  if (state !== "open") {
+    for (const session of open.values()) session.cut();
+    return;
+  }
+  refresh(made);
+  for (const [id, session] of open) {
+    // What nobody looks at and nothing happens in is read again when it is opened.
+    // A page in the background takes no session away from one that is looked at, unless it waits for an answer.
+    if (session.live.peek() || (session === current.peek() && !document.hidden)) session.resume();
+    else if (session !== current.peek()) open.delete(id);
+  }
+}
+
+/** @param {import("./wire/link.js").WireEvent} event */
+function take(event) {
+  if (!("session_id" in event) || event.session_id === undefined) return;
+  const id = event.session_id;
+  open.get(id)?.take(event);
+  if (event.op === "end") touch(id);
+  else if (event.op === "metadata_set") enlist(id, event.metadata);
+  else if (event.op === "session_closed" || event.op === "session_expired") forget(id);
+}
+
+/** @param {Session} session */
+function show(session) {
+  const before = current.peek();
+  const id = before?.id.peek();
+  if (before !== session && before?.state.peek() === "gone" && id) {
+    open.delete(id);
+    keepDraft(id, "");
+  }
+  batch(() => {
+    view.value = "chat";
+    current.value = session;
+  });
+}
+
+/**
+ * @param {Session} session
+ * @param {string} id
+ * @param {string} title
+ * @param {import("./choices.js").Choices} chosen
+ */
+function adopt(session, id, title, chosen) {
+  open.set(id, session);
+  keepChoices(id, chosen);
+  keepChoices(null, { ...chosen, form: { kind: "none", text: "" } });
+  enlist(id, { title }, session.model.peek());
+  defaults.set(session.model.peek(), session.params.peek() ?? {});
+}
+
+/** @param {string} id  It is no more. */
+function forget(id) {
+  dropChoices(id);
+  strike(id);
+  open.get(id)?.end();
+  open.delete(id);
+  // One that is shown says so, and keeps what was typed.
+  if (current.peek()?.id.peek() !== id) keepDraft(id, "");
+}
+
+function leaveAll() {
+  open.clear();
+  batch(() => {
+    sessions.value = null;
+    current.value = null;
+  });
+}
