@@ -8,7 +8,9 @@ import { hasGpu } from "./gpu.js";
 
 /** For what is counted. */
 const WHOLE_STEPS = [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000];
-const MS_STEPS = [0, 1, 2, 3, 4, 5, 6].flatMap((power) => [1, 2, 2.5, 5].map((step) => step * 10 ** power)).filter(Number.isInteger);
+const MS_STEPS = [0, 1, 2, 3, 4, 5, 6]
+  .flatMap((power) => [1, 2, 2.5, 5].map((step) => step * 10 ** power))
+  .filter(Number.isInteger);
 const MIB_STEPS = Array.from({ length: 20 }, (_, power) => 2 ** power);
 const HOT_C = 90;
 

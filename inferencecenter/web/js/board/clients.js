@@ -86,8 +86,11 @@ function Row({ client, own, active, onDisconnect }) {
  * @param {string} own  Who is signed in.
  */
 function warningOf(client, own) {
-  const closed = `${inWords(client.connections)} will be closed. Sessions go on without them, and the client may come back: revoke its tokens to keep it out.`;
-  return client.client_id === own ? `This is your own account, and this page will be signed out. ${closed}` : closed;
+  return [
+    client.client_id === own ? "This is your own account, and this page will be signed out. " : "",
+    `${inWords(client.connections)} will be closed. Sessions go on without them, and the client may come back: `,
+    "revoke its tokens to keep it out.",
+  ].join("");
 }
 
 /** @param {number} connections */

@@ -62,7 +62,9 @@ export function settingsOf(plan) {
  * @param {Record<string, any>} values  What `status` tells of the model.
  */
 export function caveatOf(plan, values) {
-  if (NOT_RUNNING.has(values.state)) return "This is how it was at the last start. Now no engine runs, and nothing of it is taken.";
+  if (NOT_RUNNING.has(values.state)) {
+    return "This is how it was at the last start. Now no engine runs, and nothing of it is taken.";
+  }
   if (plan.n_gpu_layers > 0 && values.state === "ready" && values.gpu_layers === 0) {
     return "The engine found no GPU that it could use, and runs on the processor; the daemon's log says why.";
   }

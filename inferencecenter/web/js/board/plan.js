@@ -53,7 +53,8 @@ function Division({ plan, values }) {
       <ul>
         ${plan.reasons.map(
           ({ name, value, why, explicit }) => html`<li key=${name}>
-            <code>${name}</code> <b>${value}</b> <span>${explicit && !why.startsWith("set") ? `${why} (set)` : why}</span>
+            <code>${name}</code> <b>${value}</b>${" "}
+            <span>${explicit && !why.startsWith("set") ? `${why} (set)` : why}</span>
           </li>`,
         )}
       </ul>

@@ -64,7 +64,8 @@ function Board({ link: there }) {
         </div>`,
       )}
     </div>
-    ${self?.scopes.includes(MAY_SEE_CLIENTS) && html`<${Clients} link=${there} active=${active} own=${self.client_id} />`}
+    ${self?.scopes.includes(MAY_SEE_CLIENTS) &&
+    html`<${Clients} link=${there} active=${active} own=${self.client_id} />`}
     <${Usage} told=${usage} account=${self} />
   </div>`;
 }
