@@ -31,7 +31,7 @@ _MAX_GRAMMARS: Final = 256
 # What a compiled grammar takes at least, with what it learns while it is used.
 _LEAST_BYTES: Final = 1024 * 1024
 
-_Key: TypeAlias = tuple[str, bytes, tuple[str, ...]]
+_Key: TypeAlias = tuple[str, bytes, str, tuple[str, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +126,7 @@ class Grammars:
             matcher: LLMatcher | str
             try:
                 tokenizer, names = self._prepared()
-                markers = {name: self._control[name] for name in key[2] if name in self._control}
+                markers = {name: self._control[name] for name in key[-1] if name in self._control}
                 size_bytes = self._trial.run(names, grammar, markers)
                 matcher = compiled(tokenizer, grammar, markers)
             except InferenceCenterError as error:
@@ -163,6 +163,6 @@ class Grammars:
 
 
 def _key(grammar: Grammar, markers: Sequence[str]) -> _Key:
-    # Markers are of no matter to the other kinds, which cannot name them.
-    digest = hashlib.sha256(grammar.text.encode()).digest()
-    return grammar.kind, digest, tuple(sorted(markers)) if grammar.kind == "lark" else ()
+    # Markers are of no matter where nothing can name them.
+    names = tuple(sorted(markers)) if grammar.kind == "lark" or grammar.frame else ()
+    return grammar.kind, hashlib.sha256(grammar.text.encode()).digest(), grammar.frame, names

@@ -87,7 +87,7 @@ class Trial:
             self.close()
             raise InferenceCenterError(ErrorCode.INTERNAL, "The process that tries grammars does not start.")
         self._ready = True
-        self._tell([grammar.kind, grammar.text, dict(markers)])
+        self._tell([grammar.kind, grammar.text, grammar.frame, dict(markers)])
         answer = self._hear(self._timeout_s)
         if answer is None:
             self.close()
@@ -150,9 +150,9 @@ def main() -> int:
     resource.setrlimit(resource.RLIMIT_AS, (_size_bytes(0) + _MEMORY_BYTES,) * 2)
     reasons: list[str] = []
 
-    def compile_one(kind: str, text: str, markers: dict[str, int]) -> None:
+    def compile_one(kind: str, text: str, frame: str, markers: dict[str, int]) -> None:
         try:
-            compiled(tokenizer, Grammar(kind, text), markers)
+            compiled(tokenizer, Grammar(kind, text, frame), markers)
         except InferenceCenterError as error:
             reasons.append(error.message)
 

@@ -45,10 +45,13 @@ class Grammar(msgspec.Struct, frozen=True, array_like=True):
     understood for those of the turn's ``markers``. What ends a generation may come wherever the grammar may end, and
     needs no name. JSON of a ``json_schema`` is written on one line as Python writes it, with a space after each comma
     and colon; within Lark, ``%json`` does so if its schema says so in ``x-guidance``.
+
+    What may stand before a ``gbnf`` is said by a ``frame`` in Lark, which has a rule ``answer`` that is the GBNF.
     """
 
     kind: str
     text: str
+    frame: str = ""
 
 
 # --- front to engine

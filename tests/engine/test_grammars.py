@@ -147,6 +147,19 @@ def test_lark_names_the_control_tokens_of_its_turn(grammars: Grammars) -> None:
         grammars.constraint(named)
 
 
+def test_a_frame_says_what_stands_before_gbnf(grammars: Grammars) -> None:
+    """It names the control tokens of its turn; the same text in another frame, or in none, is another grammar."""
+    text = 'root ::= "<[<|im_start|>]>"'
+    framed = Grammar("gbnf", text, "start: <[<|im_start|>]> /x*/ answer\n")
+    held = grammars.constraint(framed, ("<|im_start|>",))
+    assert list(np.flatnonzero(held.allowed(258))) == [MESSAGE_START]
+    held.accept(MESSAGE_START)
+    assert list(np.flatnonzero(held.allowed(258))) == [ord("<"), ord("x")]
+    assert list(np.flatnonzero(grammars.constraint(Grammar("gbnf", text)).allowed(258))) == [ord("<")]
+    other = grammars.constraint(Grammar("gbnf", text, 'start: "y" answer\n'))
+    assert list(np.flatnonzero(other.allowed(258))) == [ord("y")]
+
+
 def test_without_an_end_there_is_no_form() -> None:
     """A model of which no token ends an answer cannot give one that is complete."""
 

@@ -45,6 +45,7 @@ def pid_of(trial: Trial) -> int:
         PLAIN,
         Grammar("lark", 'start: "\U0001f600é" <[<tool_call>]> <|im_end|> <[0,999]>\n'),
         Grammar("json_schema", '{"type": "object"}'),
+        Grammar("gbnf", 'root ::= "a"', "start: <[<tool_call>]> answer\n"),
     ],
 )
 def test_an_ordinary_grammar_passes(trial: Trial, grammar: Grammar) -> None:

@@ -45,6 +45,7 @@ _MAX_REASON_CHARS: Final = 600
 _NO_LINES: Final = re.compile(r"(\n +\d+ \| *)+$")
 _PLACE: Final = re.compile(r"^(at )?\d+\(\d+\): ")
 _EXCERPT: Final = re.compile(r"\n +\d+ \| .*", re.DOTALL)
+_GBNF_OPTIONS: Final = "%llguidance {}\n"
 _GBNF_ESCAPE: Final = re.compile(r"\\(\\|u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8})")
 
 
@@ -118,10 +119,10 @@ def lark_of(grammar: Grammar, markers: Mapping[str, int]) -> str:
         case "regex":
             return f"start: /{regex_to_lark(grammar.text)}/{_OPTIONS}"
         case "lark":
-            text = grammar.text
-            for name, token in markers.items():
-                text = text.replace(f"<[{name}]>", f"<[{token}]>")
-            return text + _OPTIONS
+            return _naming(grammar.text, markers) + _OPTIONS
+        case "gbnf" if grammar.frame:
+            answer = _lark_of_gbnf(grammar.text).removeprefix(_GBNF_OPTIONS)
+            return f"{_naming(grammar.frame, markers)}answer: %lark {{\n{answer}\n}}\n{_OPTIONS}"
         case "gbnf":
             return _lark_of_gbnf(grammar.text) + _OPTIONS
     raise _refused(f"there is no kind of grammar that is called {grammar.kind!r}")
@@ -248,6 +249,13 @@ def _styled(text: str) -> dict[str, Any]:
         raise _refused("a JSON Schema is an object or a boolean")
     own = schema.get("x-guidance", {})
     return {**schema, "x-guidance": {**_JSON_STYLE, **own} if isinstance(own, dict) else own}
+
+
+def _naming(lark: str, markers: Mapping[str, int]) -> str:
+    """Return a grammar in which markers stand by their numbers."""
+    for name, token in markers.items():
+        lark = lark.replace(f"<[{name}]>", f"<[{token}]>")
+    return lark
 
 
 def _lark_of_gbnf(text: str) -> str:

@@ -50,11 +50,8 @@ class Start:
 def form_grammar(request: Infer, start: Start) -> Grammar | None:
     """Return the form that a request wants its answer to have, if it wants one.
 
-    In GBNF it holds from the first token on, so that a model that might think first does not.
-
     Raises:
-        InferenceCenterError: ``invalid_request`` for GBNF where the model thinks already, ``invalid_grammar`` for a
-            schema that is too long.
+        InferenceCenterError: ``invalid_grammar`` for a form that is too long.
     """
     form = _form(request)
     if form is not None and len(form.text) > MAX_GRAMMAR_CHARS:
@@ -65,23 +62,15 @@ def form_grammar(request: Infer, start: Start) -> Grammar | None:
         )
     if form is None or (start.thinking is None and not start.address):
         return form
-    if form.kind == "gbnf":
-        if not start.opened and not start.address:
-            return form
-        raise InferenceCenterError(
-            ErrorCode.INVALID_REQUEST,
-            "this model thinks before it answers, and a grammar in GBNF has no place for that",
-            field="grammar",
-            hint="Write it in Lark, or set `thinking` to false where the model lets you.",
-        )
     lark = Lark(start.control)
     if request.json_schema is not None:
-        answer = lark.schema("answer", request.json_schema)
-    else:
-        answer = lark.rule("answer", _expression(form))
-    answer = joined(lark.spelled(start.address), answer)
+        lark.schema("answer", request.json_schema)
+    elif form.kind != "gbnf":
+        lark.rule("answer", _expression(form))
+    answer = joined(lark.spelled(start.address), "answer")
     _begin(lark, start, after=joined(_BLANK, answer), plain=answer)
-    return Grammar("lark", lark.text)
+    # GBNF becomes Lark in the engine, which adds the rule.
+    return Grammar("gbnf", form.text, frame=lark.text) if form.kind == "gbnf" else Grammar("lark", lark.text)
 
 
 def calls_grammar(style: Style, tools: Sequence[Tool], *, start: Start, demands: bool, several: bool) -> Grammar:

@@ -58,8 +58,8 @@ def speech_of(request: Infer, *, written: Written, asked: str) -> Speech:
         asked: The text that the model was given; its end says whether the model thinks already.
 
     Raises:
-        InferenceCenterError: ``invalid_request`` for tools that the model has no way to ask for, and for a GBNF grammar
-            where the model thinks first.
+        InferenceCenterError: ``invalid_request`` for tools that the model has no way to ask for, and see
+            ``form_grammar`` and ``calls_grammar``.
     """
     style = written.style
     if request.tools and style is None:

@@ -137,6 +137,7 @@ FORMS: Final[list[tuple[dict[str, Any], str, str]]] = [
     ({"json_schema": True}, "[]", "Hello"),
     ({"regex": r"a/b\n[/\\]+|\d"}, "a/b\n/\\", "b"),
     ({"grammar": 'start: "a" B\nB: /x+/'}, "axx", "a"),
+    ({"grammar": 'root ::= "a}" more  # }\nmore ::= "<[</think>]>" [x{]+ | more more'}, "a}<[</think>]>x{", "a}"),
 ]
 
 
@@ -160,13 +161,6 @@ def test_whoever_does_not_think_is_held_at_once() -> None:
     grammar = speech("QWEN3", tools=None, thinking=False, grammar='root ::= "a"').grammar
     assert grammar is not None
     assert (grammar.kind, grammar.text) == ("gbnf", 'root ::= "a"')
-
-
-def test_gbnf_has_no_place_for_thoughts_that_have_begun() -> None:
-    """It is refused rather than applied to what the model thinks."""
-    with pytest.raises(InferenceCenterError, match="GBNF") as caught:
-        speech("R1", tools=None, grammar='root ::= "a"')
-    assert caught.value.code is ErrorCode.INVALID_REQUEST
 
 
 def test_schemas_cannot_break_out_of_the_grammar() -> None:
