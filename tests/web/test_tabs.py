@@ -50,6 +50,7 @@ async def test_deleted_in_another_tab(browser: Browser, echo: Daemon) -> None:
         await expect(visit.conversation("Soon gone.")).to_have_count(0)
         await expect(visit.composer).to_have_value("Not sent yet")
         await expect(visit.composer).to_be_disabled()
+        await expect(visit.page.get_by_role("heading", name="Soon gone.")).to_be_visible()
         assert await said(visit.answers.first) == "Soon gone."
         await visit.button("New chat", inside=told).click()
         await expect(visit.questions).to_have_count(0)

@@ -33,13 +33,15 @@ export function Conversation({ session, opener }) {
   useEffect(() => {
     if (live) follower.current?.toEnd();
   }, [live]);
-  const id = session.id.value;
+  const title = useRef("");
+  // One that is gone is in no list, and still has its name here.
+  if (session.state.value !== "gone" || !title.current) title.current = titleOfSession(session.id.value);
   return html`
     <main class="conversation">
       <header class="conversation-head">
         ${opener}
         <div class="conversation-title">
-          <h1>${titleOfSession(id)}</h1>
+          <h1>${title.current}</h1>
           <${Facts} session=${session} />
         </div>
         <button type="button" class="icon-button" aria-label="Settings of this conversation" aria-expanded=${choosing}

@@ -34,7 +34,7 @@ export function SignIn() {
         </button>
         <p id="token-hint" class="hint">
           The server printed one when it first started, and keeps it in <code>admin.token</code> in its state directory.${" "}
-          <code>inferencecenter token create</code> makes another. It stays in this tab only.
+          ${!problem && html`<code>inferencecenter token create NAME</code> makes another.`} It stays in this tab only.
         </p>
       </form>
     </main>
