@@ -465,7 +465,8 @@ class World:
 
     def close(self, session_id: str) -> None:
         """Close a session."""
-        self.sessions.close(self.client, requests.CloseSession(op="close_session", session_id=session_id))
+        request = requests.CloseSession(op="close_session", session_id=session_id)
+        self.sessions.close(self.client, request, self.sink)
 
     def abort(self, session_id: str, **fields: Any) -> None:
         """Ask for the running turn's end."""

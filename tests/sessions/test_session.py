@@ -239,7 +239,8 @@ def test_closing_ends_the_turn_first(world: World) -> None:
     world.engine.start()
     world.engine.generate("Hel")
     world.now += 2
-    closed = world.sessions.close(world.client, requests.CloseSession(op="close_session", session_id=session_id))
+    request = requests.CloseSession(op="close_session", session_id=session_id)
+    closed = world.sessions.close(world.client, request, world.sink)
     assert closed.session_id == session_id
     assert (world.sink.last.op, world.sink.last.finish_reason) == ("end", "aborted")
     assert (world.sink.last.stats.tokens, world.sink.last.stats.total_ms) == (3, 2000.0)
