@@ -205,7 +205,7 @@ async def test_a_program_that_drips_lets_nobody_in(program: OtherProgram) -> Non
     async with await asyncio.start_server(drip, "127.0.0.1", 0) as server:
         program.port = server.sockets[0].getsockname()[1]
         async with asking(program, connect_timeout_s=0.05, read_timeout_s=0.05) as others:
-            with pytest.raises(CannotTellError, match="too long|Timeout"):
+            with pytest.raises(CannotTellError, match=r"too long|Timeout"):
                 await others.verify("ada", "key")
 
 

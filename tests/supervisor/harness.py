@@ -6,7 +6,7 @@ import asyncio
 import os
 import signal
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import msgspec
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection
     from pathlib import Path
 
-TIMEOUT_S = 30.0
+TIMEOUT_S = 60.0
 PROMPT = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
 Terminal = Finished | Failed | Overflowed | Withdrawn
 
@@ -112,7 +112,9 @@ class Heard:
 
 
 class Watched:
-    """A supervisor and the states it went through."""
+    """A supervisor and the states it went through; the fixture ``stopped`` stops those that a test leaves running."""
+
+    left: ClassVar[list[Watched]] = []
 
     def __init__(
         self,
@@ -143,6 +145,7 @@ class Watched:
             ends_with_it=ends_with_it,
             lock_path=lock_path,
         )
+        self.left.append(self)
         self.states: list[EngineState] = []
         self._changed = asyncio.Event()
         self.supervisor.subscribe(self._see)

@@ -2,8 +2,8 @@
 
 A turn's question is ``<what> <n>``: ``count`` answers with ``n`` letters; ``die`` kills the process in the step that
 makes letter ``n``, ``oom`` as the kernel would, ``hang`` waits there for ever, ``flood`` writes what is no frame;
-``die-reading`` kills it before the first step. Each step's turns are appended to the file ``model_path``, a line a
-step, with the process id.
+``die-reading`` kills it before the first step. ``hold`` says ``n`` letters and ends when its session is released. Each
+step's turns are appended to the file ``model_path``, a line a step, with the process id; so is ``HANGS`` when it does.
 
 ``model_name`` says how loading goes: ``layers <n>`` dies with more than ``n`` layers on the GPU, ``refuse <n>`` says
 that they do not fit, ``die`` dies always, ``wait`` makes the file ``model_path``, or loads if it is there.
@@ -48,6 +48,7 @@ from inferencecenter.ipc.messages import (
 from inferencecenter.ipc.pipe import Pipe
 from inferencecenter.ipc.pulse import Pulse
 
+HANGS = "hangs"
 MODULE = "tests.supervisor.stub_engine"
 MODEL = ModelInfo(
     name="stub",
@@ -86,6 +87,12 @@ class _Turn:
     what: str
     n: int
     done: int
+    released: bool = False
+
+    @property
+    def waits(self) -> bool:
+        """Whether it goes on only when its session is released."""
+        return self.what == "hold" and self.done == self.n and not self.released
 
 
 class _Engine:
@@ -97,7 +104,7 @@ class _Engine:
 
     def run(self, inbox: queue.SimpleQueue[ToEngine | None]) -> None:
         while True:
-            while not self._turns or not inbox.empty():
+            while all(turn.waits for turn in self._turns.values()) or not inbox.empty():
                 command = inbox.get()
                 if command is None:
                     return
@@ -111,6 +118,8 @@ class _Engine:
                     self._submit(command)
             case Abort(turn_id=turn_id) if turn_id in self._turns:
                 self._send(_finished(self._turns.pop(turn_id), "aborted"))
+            case Release(session_id=turn_id) if turn_id in self._turns:  # a session is named like its turn
+                self._turns[turn_id].released = True
             case Suspend():
                 self._pipe.send(Suspended(0))
             case Abort() | Keep() | Release() | Configure():
@@ -126,13 +135,12 @@ class _Engine:
         self._send(Started(turn.turn_id, b"", 0))
 
     def _step(self) -> None:
-        names = tuple(self._turns)
+        turns = [turn for turn in self._turns.values() if not turn.waits]
+        names = tuple(turn.turn_id for turn in turns)
         self._pulse.step(names)
-        if self._log is not None:
-            with self._log.open("a") as log:
-                log.write(" ".join((str(os.getpid()), *names)) + "\n")
+        self._note(*names)
         events: list[TurnEvent] = []
-        for turn in list(self._turns.values()):
+        for turn in turns:
             if turn.done == turn.n:
                 self._misbehave(turn)
                 events.append(_finished(self._turns.pop(turn.turn_id), "stop"))
@@ -149,10 +157,16 @@ class _Engine:
             case "oom":
                 os.kill(os.getpid(), signal.SIGKILL)
             case "hang":
+                self._note(HANGS)
                 threading.Event().wait()
             case "flood":
                 while True:
                     os.write(self._pipe._connection.fileno(), b"\xff" * 65536)
+
+    def _note(self, *words: str) -> None:
+        if self._log is not None:
+            with self._log.open("a") as log:
+                log.write(" ".join((str(os.getpid()), *words)) + "\n")
 
     def _send(self, *events: TurnEvent) -> None:
         self._pipe.send(Step(events=events, running=len(self._turns), waiting=0, rss_bytes=0))

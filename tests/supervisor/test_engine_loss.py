@@ -14,14 +14,19 @@ from inferencecenter.errors import ErrorCode, InferenceCenterError
 from inferencecenter.ipc.messages import Delta, Failed, Submit, Withdrawn
 from inferencecenter.ipc.port import EngineState, EngineStatus
 from inferencecenter.supervisor import process
+from inferencecenter.supervisor.watch import LOOKS
 from tests.supervisor import stub_engine
 from tests.supervisor.harness import TIMEOUT_S, Heard, Watched, end_of, order
-from tests.supervisor.stub_engine import answer
+from tests.supervisor.stub_engine import HANGS, answer
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from tests.loop_clock import LoopClock
+
+pytestmark = pytest.mark.usefixtures("stopped")
 LONG = "a long answer " * 20
+HANG_TIMEOUT_S = 60.0
 
 
 @pytest.fixture
@@ -95,17 +100,26 @@ async def test_an_engine_killed_twice_in_a_row() -> None:
     await watched.supervisor.stop()
 
 
-async def test_a_stopped_engine_is_killed() -> None:
+async def hang(clock: LoopClock) -> None:
+    """Let the time be over in which an engine may make no progress."""
+    for _ in range(LOOKS):
+        await clock.go_on(HANG_TIMEOUT_S / LOOKS)
+
+
+async def test_a_stopped_engine_is_killed(clock: LoopClock) -> None:
     """SIGSTOP while turns run is a hang; it is noticed by the pulse alone, and the turns go on."""
-    watched = await ready(echo_delay_ms=5, hang_timeout_s=1.0)
+    watched = await ready(echo_delay_ms=5, hang_timeout_s=HANG_TIMEOUT_S)
     turn = watched.submit("t", LONG)
     await asyncio.wait_for(turn.spoke.wait(), TIMEOUT_S)
     pid = watched.supervisor.status.pid
     assert pid is not None
     with capture_logs() as logs:
         os.kill(pid, signal.SIGSTOP)
+        await hang(clock)
+        assert watched.supervisor.status.state is EngineState.READY, "it has moved since the watch began"
+        await hang(clock)
         await watched.until(EngineState.BACKOFF)
-    assert watched.supervisor.status.detail == "the engine made no progress for 1 s"
+    assert watched.supervisor.status.detail == "the engine made no progress for 60 s"
     assert [line["pid"] for line in logs if line["event"] == "engine_hangs"] == [pid]
     await end_of(turn)
     assert turn.text == LONG
@@ -195,10 +209,17 @@ async def test_a_turn_that_takes_all_memory() -> None:
 
 
 @pytest.mark.usefixtures("stub")
-async def test_a_turn_that_hangs_engines() -> None:
+async def test_a_turn_that_hangs_engines(tmp_path: Path, clock: LoopClock) -> None:
     """A hang is a crash: the turn is found and the others go on."""
-    watched = await ready(slots=8, hang_timeout_s=1.0)
+    log = tmp_path / "steps"
+    watched = await ready(slots=8, hang_timeout_s=HANG_TIMEOUT_S, model_path=str(log))
     poison, fine = watched.submit("poison", "hang 4"), watched.submit("fine", "count 40")
+    for n_hangs in range(1, 4):
+        async with asyncio.timeout(TIMEOUT_S):
+            while not log.exists() or log.read_text().count(HANGS) < n_hangs:  # noqa: ASYNC110 - nobody else tells
+                await asyncio.sleep(0.01)
+        await hang(clock)
+        await hang(clock)
     failed = await crashed(poison)
     assert "no progress" in failed.message
     assert poison.text == answer(4)

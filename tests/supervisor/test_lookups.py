@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
     from inferencecenter.ipc.messages import ToEngine
 
+pytestmark = pytest.mark.usefixtures("stopped")
 TEXT = (Piece("hi"),)
 
 

@@ -207,7 +207,7 @@ async def test_a_swap_cuts_nobody_off(fleet: Callable[..., Fleet]) -> None:
     """Beside each other: running turns end where they began, what comes afterwards goes to the new default."""
     house = fleet()
     await house.ready("first")
-    running = house.submit("t1", 2500)
+    running = house.submit("t1", 5, how="hold")
     await asyncio.wait_for(running.spoke.wait(), TIMEOUT_S)
     assert (await house.swap("second")).phase == "done"
     assert {swap.phase for swap in house.swaps} == {"loading", "done"}
@@ -215,7 +215,8 @@ async def test_a_swap_cuts_nobody_off(fleet: Callable[..., Fleet]) -> None:
     assert house.models.status.model is not None
     house.submit("t2", 5)
     assert house.models.engine("first").busy
-    assert await ended(running) == answer(2500)
+    house.models.engine("first").release("t1")
+    assert await ended(running) == answer(5)
     assert (running.interruptions, running.recalls) == (0, 0)
 
 
@@ -223,14 +224,15 @@ async def test_a_swap_without_room_waits_for_running_turns(fleet: Callable[..., 
     """Those end first; what comes meanwhile waits, and is answered by the new model."""
     house = fleet(room=1)
     await house.ready("first")
-    running = house.submit("t1", 2500)
+    running = house.submit("t1", 5, how="hold")
     await asyncio.wait_for(running.spoke.wait(), TIMEOUT_S)
     house.models.swap("second", house.tell)
     await house.until(lambda: any(swap.phase == "draining" for swap in house.swaps))
     waiting = house.submit("t2", 4)
     assert waiting.submissions == 0
+    house.models.engine("first").release("t1")
     await house.until(lambda: house.swaps[-1].phase == "done")
-    assert (await ended(running), running.interruptions) == (answer(2500), 0)
+    assert (await ended(running), running.interruptions) == (answer(5), 0)
     assert (await ended(waiting), waiting.recalls) == (answer(4), 1)
     assert house.state("first") is EngineState.ASLEEP
 
@@ -239,7 +241,7 @@ async def test_patience_ends(fleet: Callable[..., Fleet]) -> None:
     """A turn that takes too long is interrupted; it goes on with its model, for which the next one makes way."""
     house = fleet(room=1, patience_s=0.05)
     await house.ready("first")
-    running = house.submit("t1", 60_000)
+    running = house.submit("t1", 5, how="hold")
     await asyncio.wait_for(running.spoke.wait(), TIMEOUT_S)
     assert (await house.swap("second")).phase == "done"
     await house.until(lambda: ("first", EngineState.ASLEEP) in house.seen)
@@ -249,7 +251,7 @@ async def test_patience_ends(fleet: Callable[..., Fleet]) -> None:
     assert house.models.default == "second"
     house.models.engine("first").abort("t1")
     await asyncio.wait_for(running.ended.wait(), TIMEOUT_S)
-    assert answer(60_000).startswith(running.text)
+    assert answer(5).startswith(running.text)
 
 
 @pytest.mark.slow
@@ -275,7 +277,7 @@ async def test_a_model_too_large_takes_nothing_from_others(fleet: Callable[..., 
     """Nobody makes way and nothing is started for it; whoever wants it hears why, and may ask again."""
     house = fleet(room=room, names=("first", "huge", "second"))
     await house.ready("first")
-    running = house.submit("t1", 2500)
+    running = house.submit("t1", 5, how="hold")
     await asyncio.wait_for(running.spoke.wait(), TIMEOUT_S)
     for _ in range(2):
         house.swaps.clear()
@@ -287,7 +289,8 @@ async def test_a_model_too_large_takes_nothing_from_others(fleet: Callable[..., 
     with pytest.raises(InferenceCenterError, match="Does not fit"):
         house.models.want("huge")
     assert (house.models.default, house.state("first")) == ("first", EngineState.READY)
-    assert await ended(running) == answer(2500)
+    house.models.engine("first").release("t1")
+    assert await ended(running) == answer(5)
     assert running.interruptions == 0
     house.swaps.clear()
     assert (await house.swap("second")).phase == "done"
@@ -342,12 +345,13 @@ async def test_an_unloaded_model_is_loaded_by_the_next_turn(fleet: Callable[...,
     """Its running turn ends first; a model that nobody asked for has nothing to unload."""
     house = fleet()
     await house.ready("first")
-    running = house.submit("t1", 2000)
+    running = house.submit("t1", 5, how="hold")
     await asyncio.wait_for(running.spoke.wait(), TIMEOUT_S)
     house.models.unload("first")
     house.models.unload("second")
+    house.models.engine("first").release("t1")
     await house.until(lambda: house.state("first") is EngineState.ASLEEP)
-    assert (running.text, running.interruptions) == (answer(2000), 0)
+    assert (running.text, running.interruptions) == (answer(5), 0)
     assert await ended(house.submit("t2", 2)) == answer(2)
 
 
@@ -374,11 +378,13 @@ async def test_a_changed_entry_is_loaded_anew(fleet: Callable[..., Fleet]) -> No
     house = fleet()
     await house.ready("first")
     old = house.watch(house.models.engine("first"))
-    running = house.submit("t1", 2500)
+    running = house.submit("t1", 5, how="hold")
     await asyncio.wait_for(running.spoke.wait(), TIMEOUT_S)
     house.models.apply(house.registry(first=house.spec("first", kv_type_k="q8_0")))
     await house.until(lambda: house.models.engine("first") is not old and house.state("first") is EngineState.READY)
-    assert await ended(running) == answer(2500)
+    assert not running.ended.is_set()
+    old.release("t1")
+    assert await ended(running) == answer(5)
     assert (running.interruptions, running.recalls) == (0, 0)
     await house.until(lambda: old.status.state is EngineState.STOPPED)
 
@@ -401,14 +407,14 @@ async def test_what_waits_goes_on_with_the_changed_entry(fleet: Callable[..., Fl
     house = fleet(patience_s=0.05)
     await house.ready("first")
     old = house.watch(house.models.engine("first"))
-    running = house.submit("t1", 60_000)
+    running = house.submit("t1", 5, how="hold")
     await asyncio.wait_for(running.spoke.wait(), TIMEOUT_S)
     house.models.apply(house.registry(first=house.spec("first", max_queue=5)))
     await house.until(lambda: house.models.engine("first") is not old)
     assert (running.interruptions, running.recalls) == (1, 1)
     house.models.engine("first").abort("t1")
     await asyncio.wait_for(running.ended.wait(), TIMEOUT_S)
-    assert answer(60_000).startswith(running.text)
+    assert answer(5).startswith(running.text)
 
 
 async def test_a_changed_entry_that_cannot_be_loaded(fleet: Callable[..., Fleet]) -> None:
@@ -437,7 +443,7 @@ async def test_entries_come_and_go(fleet: Callable[..., Fleet]) -> None:
     house = fleet()
     await house.ready("first")
     old = house.watch(house.models.engine("first"))
-    running = house.submit("t1", 2500)
+    running = house.submit("t1", 5, how="hold")
     await asyncio.wait_for(running.spoke.wait(), TIMEOUT_S)
     house.names = ("third",)
     house.models.apply(house.registry("third"))
@@ -445,7 +451,9 @@ async def test_entries_come_and_go(fleet: Callable[..., Fleet]) -> None:
     await house.until(lambda: house.models.names == ("third",))
     with pytest.raises(InferenceCenterError):
         house.models.engine("first")
-    assert await ended(running) == answer(2500)
+    assert not running.ended.is_set()
+    old.release("t1")
+    assert await ended(running) == answer(5)
     await house.until(lambda: old.status.state is EngineState.STOPPED)
     assert await ended(house.submit("t2", 2)) == answer(2)
 

@@ -25,7 +25,10 @@ from tests.supervisor.timers import Timers
 if TYPE_CHECKING:
     from pathlib import Path
 
-SOON_S = 0.05
+    from tests.loop_clock import LoopClock
+
+pytestmark = pytest.mark.usefixtures("stopped")
+SLEEP_AFTER_S = 30.0
 LONG = "a text that is long enough to be worth parking, which a few words would not be"
 
 
@@ -71,22 +74,30 @@ def test_one_that_never_sleeps_has_no_timer() -> None:
     assert bed.calls == []
 
 
-async def asleep(**options: object) -> Watched:
-    """Return a supervisor whose engine has fallen asleep."""
-    watched = Watched(sleep_after_s=SOON_S, **options)  # type: ignore[arg-type]
+async def tired(clock: LoopClock, watched: Watched) -> None:
+    """Start a supervisor, and let the time of its first engine be over as soon as that is ready."""
     watched.supervisor.start()
+    await watched.until(EngineState.READY)
+    await clock.go_on(SLEEP_AFTER_S)
+
+
+async def asleep(clock: LoopClock, **options: object) -> Watched:
+    """Return a supervisor whose engine has fallen asleep."""
+    watched = Watched(sleep_after_s=SLEEP_AFTER_S, **options)  # type: ignore[arg-type]
+    await tired(clock, watched)
     await watched.until(EngineState.ASLEEP)
     return watched
 
 
-async def test_an_idle_engine_ends_and_a_turn_starts_the_next() -> None:
+async def test_an_idle_engine_ends_and_a_turn_starts_the_next(clock: LoopClock) -> None:
     """Nothing of it is left but what is known of the model; each wake is a start, and no restart."""
-    watched = Watched(sleep_after_s=SOON_S, max_restarts=0)
+    watched = Watched(sleep_after_s=SLEEP_AFTER_S, max_restarts=0)
     watched.supervisor.start()
     await watched.until(EngineState.READY)
     for number in range(3):
         pid = watched.supervisor.status.pid
         assert pid is not None
+        await clock.go_on(SLEEP_AFTER_S)
         await watched.until(EngineState.SUSPENDING)
         assert watched.supervisor.status.serves
         await watched.until(EngineState.ASLEEP)
@@ -106,22 +117,26 @@ async def test_an_idle_engine_ends_and_a_turn_starts_the_next() -> None:
     await watched.supervisor.stop()
 
 
-async def test_an_engine_with_turns_does_not_sleep() -> None:
+async def test_an_engine_with_turns_does_not_sleep(clock: LoopClock) -> None:
     """However long they take; the time is counted from the end of the last."""
-    watched = Watched(sleep_after_s=SOON_S, echo_delay_ms=20)
+    watched = Watched(sleep_after_s=SLEEP_AFTER_S, echo_delay_ms=20)
     early = watched.submit("t1", "a long answer " * 4)
     watched.supervisor.start()
     await watched.until(EngineState.READY)
+    await asyncio.wait_for(early.spoke.wait(), TIMEOUT_S)
+    await clock.go_on(SLEEP_AFTER_S)
     await end_of(early)
+    await clock.go_on(SLEEP_AFTER_S / 2)
     assert EngineState.SUSPENDING not in watched.states
     assert early.interruptions == 0
+    await clock.go_on(SLEEP_AFTER_S / 2)
     await watched.until(EngineState.ASLEEP)
     await watched.supervisor.stop()
 
 
-async def test_turns_that_come_while_it_falls_asleep_run_in_the_next_engine() -> None:
+async def test_turns_that_come_while_it_falls_asleep_run_in_the_next_engine(clock: LoopClock) -> None:
     """It is started as soon as the one before it is gone, and none of them hears of that."""
-    watched = Watched(sleep_after_s=SOON_S)
+    watched = Watched(sleep_after_s=SLEEP_AFTER_S)
     late: list[Heard] = []
 
     def submit_late(status: EngineStatus) -> None:
@@ -129,7 +144,7 @@ async def test_turns_that_come_while_it_falls_asleep_run_in_the_next_engine() ->
             late.extend(watched.submit(f"t{number}") for number in range(3))
 
     watched.supervisor.subscribe(submit_late)
-    watched.supervisor.start()
+    await tired(clock, watched)
     await watched.until(EngineState.SUSPENDING)
     await watched.until(EngineState.ASLEEP)
     for turn in late:
@@ -139,10 +154,11 @@ async def test_turns_that_come_while_it_falls_asleep_run_in_the_next_engine() ->
     await watched.supervisor.stop()
 
 
-async def test_its_sessions_are_parked_and_found_again(tmp_path: Path) -> None:
+async def test_its_sessions_are_parked_and_found_again(tmp_path: Path, clock: LoopClock) -> None:
     """Those from the slots too, also if no disk may hold them; what was closed meanwhile is forgotten at the wake."""
     live = {"one", "secret", "closed"}
     watched = await asleep(
+        clock,
         kv_ram_dir=str(tmp_path / "ram"),
         kv_ram_bytes=2**20,
         kv_disk_dir=str(tmp_path / "disk"),
@@ -151,8 +167,9 @@ async def test_its_sessions_are_parked_and_found_again(tmp_path: Path) -> None:
         slots=4,
         live_sessions=lambda: live,
     )
-    for name in sorted(live):
-        watched.submit(name, LONG, client_id=name, durable=name != "secret")
+    for turn in [watched.submit(name, LONG, client_id=name, durable=name != "secret") for name in sorted(live)]:
+        await end_of(turn)
+    await clock.go_on(SLEEP_AFTER_S)
     await watched.until(EngineState.ASLEEP)
     status = watched.supervisor.status
     assert (status.parked_sessions, status.running, status.waiting) == (3, 0, 0)
@@ -167,9 +184,9 @@ async def test_its_sessions_are_parked_and_found_again(tmp_path: Path) -> None:
     await watched.supervisor.stop()
 
 
-async def test_what_is_withdrawn_before_it_has_woken_hears_so() -> None:
+async def test_what_is_withdrawn_before_it_has_woken_hears_so(clock: LoopClock) -> None:
     """Nobody is woken for it, nor for what nobody knows; the next turn wakes as ever."""
-    watched = await asleep()
+    watched = await asleep(clock)
     watched.supervisor.abort("unknown")
     watched.supervisor.release("unknown")
     assert watched.supervisor.status.state is EngineState.ASLEEP
@@ -183,9 +200,9 @@ async def test_what_is_withdrawn_before_it_has_woken_hears_so() -> None:
     await watched.supervisor.stop()
 
 
-async def test_an_engine_that_dies_while_it_falls_asleep_is_not_lost() -> None:
+async def test_an_engine_that_dies_while_it_falls_asleep_is_not_lost(clock: LoopClock) -> None:
     """There was no turn with it: it is not started again before one comes."""
-    watched = Watched(sleep_after_s=SOON_S, max_restarts=0)
+    watched = Watched(sleep_after_s=SLEEP_AFTER_S, max_restarts=0)
     kills = iter([watched.kill])
 
     def kill_once(status: EngineStatus) -> None:
@@ -194,7 +211,7 @@ async def test_an_engine_that_dies_while_it_falls_asleep_is_not_lost() -> None:
 
     watched.supervisor.subscribe(kill_once)
     with capture_logs() as logs:
-        watched.supervisor.start()
+        await tired(clock, watched)
         await watched.until(EngineState.ASLEEP)
     (line,) = [line for line in logs if line["event"] == "engine_asleep"]
     assert "SIGKILL" in line["detail"]
@@ -203,13 +220,15 @@ async def test_an_engine_that_dies_while_it_falls_asleep_is_not_lost() -> None:
     await watched.supervisor.stop()
 
 
-async def test_an_engine_that_hangs_while_it_falls_asleep_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_engine_that_hangs_while_it_falls_asleep_is_killed(
+    monkeypatch: pytest.MonkeyPatch, clock: LoopClock
+) -> None:
     """When its time is over; a turn that came meanwhile runs then."""
     deadlines = process.EngineProcess.end.__kwdefaults__
     assert deadlines is not None
     monkeypatch.setitem(deadlines, "suspend_deadline_s", 0.1)
     monkeypatch.setitem(deadlines, "deadline_s", 0.1)
-    watched = Watched(sleep_after_s=SOON_S, max_restarts=0)
+    watched = Watched(sleep_after_s=SLEEP_AFTER_S, max_restarts=0)
     late: list[Heard] = []
 
     def stop_once(status: EngineStatus) -> None:
@@ -220,7 +239,7 @@ async def test_an_engine_that_hangs_while_it_falls_asleep_is_killed(monkeypatch:
 
     watched.supervisor.subscribe(stop_once)
     with capture_logs() as logs:
-        watched.supervisor.start()
+        await tired(clock, watched)
         await watched.until(EngineState.ASLEEP)
     assert "engine_not_suspended" in {line["event"] for line in logs}
     assert (await end_of(late[0])).reason == "stop"
@@ -228,9 +247,9 @@ async def test_an_engine_that_hangs_while_it_falls_asleep_is_killed(monkeypatch:
     await watched.supervisor.stop()
 
 
-async def test_an_engine_that_is_lost_after_it_woke_is_started_again() -> None:
+async def test_an_engine_that_is_lost_after_it_woke_is_started_again(clock: LoopClock) -> None:
     """That is a restart as any other, the first of those that are allowed, and the turn that woke it goes on."""
-    watched = await asleep(max_restarts=1, echo_delay_ms=20)
+    watched = await asleep(clock, max_restarts=1, echo_delay_ms=20)
     turn = watched.submit("t1", LONG)
     await asyncio.wait_for(turn.spoke.wait(), TIMEOUT_S)
     watched.kill()
@@ -239,12 +258,15 @@ async def test_an_engine_that_is_lost_after_it_woke_is_started_again() -> None:
     assert (await end_of(turn)).reason == "stop"
     assert turn.text == LONG
     assert (watched.supervisor.status.restarts, watched.supervisor.given_up) == (1, False)
+    await clock.go_on(SLEEP_AFTER_S)
     await watched.until(EngineState.ASLEEP)
     assert watched.supervisor.status.detail == ""
     await watched.supervisor.stop()
 
 
-async def test_an_engine_that_cannot_load_any_more_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_engine_that_cannot_load_any_more_is_tried_again(
+    monkeypatch: pytest.MonkeyPatch, clock: LoopClock
+) -> None:
     """One that dies while it wakes is a loss; when that was the last, the turn that woke it fails."""
     monkeypatch.setattr(process, "MODULE", stub_engine.MODULE)
     options = iter([{"model_name": "die"}])
@@ -252,8 +274,8 @@ async def test_an_engine_that_cannot_load_any_more_is_tried_again(monkeypatch: p
     def plan_again(engine: EngineOptions) -> EngineOptions:
         return msgspec.structs.replace(engine, **next(options, {}))
 
-    watched = Watched(sleep_after_s=SOON_S, max_restarts=1, plan_again=plan_again)
-    watched.supervisor.start()
+    watched = Watched(sleep_after_s=SLEEP_AFTER_S, max_restarts=1, plan_again=plan_again)
+    await tired(clock, watched)
     await watched.until(EngineState.ASLEEP)
     turn = watched.submit("t1", "count 3")
     await watched.until(EngineState.BACKOFF)
@@ -266,10 +288,10 @@ async def test_an_engine_that_cannot_load_any_more_is_tried_again(monkeypatch: p
 
 
 @pytest.mark.parametrize("state", [EngineState.SUSPENDING, EngineState.ASLEEP])
-async def test_stopping_ends_it_from_any_depth_of_sleep(state: EngineState) -> None:
+async def test_stopping_ends_it_from_any_depth_of_sleep(state: EngineState, clock: LoopClock) -> None:
     """No process and no task is left, and turns are refused from then on."""
-    watched = Watched(sleep_after_s=SOON_S)
-    watched.supervisor.start()
+    watched = Watched(sleep_after_s=SLEEP_AFTER_S)
+    await tired(clock, watched)
     await watched.until(state)
     async with asyncio.timeout(TIMEOUT_S):
         await watched.supervisor.stop()

@@ -13,13 +13,18 @@ from structlog.testing import capture_logs
 from inferencecenter.errors import ErrorCode, InferenceCenterError
 from inferencecenter.ipc.messages import Finished, TurnEvent, Withdrawn
 from inferencecenter.ipc.port import EngineState, EngineStatus
+from inferencecenter.supervisor import process
+from tests.supervisor import stub_engine
 from tests.supervisor.harness import TIMEOUT_S, Heard, Watched, end_of, order
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
     from pathlib import Path
 
+pytestmark = pytest.mark.usefixtures("stopped")
 LONG = "a long answer " * 6
+ENDLESS = LONG * 30
+"""Nobody waits for its end."""
 
 
 @pytest.fixture
@@ -96,7 +101,7 @@ async def test_turns_wait_for_the_first_engine() -> None:
 
 async def test_an_aborted_turn_ends_as_aborted(slow: Watched) -> None:
     """The engine hears of it and says what was kept; unknown turns are nobody's business."""
-    heard = slow.submit("t1", LONG)
+    heard = slow.submit("t1", ENDLESS)
     await asyncio.wait_for(heard.spoke.wait(), TIMEOUT_S)
     slow.supervisor.abort("t1")
     slow.supervisor.abort("unknown")
@@ -105,7 +110,7 @@ async def test_an_aborted_turn_ends_as_aborted(slow: Watched) -> None:
     (end,) = heard.terminal
     assert isinstance(end, Finished)
     assert end.reason == "aborted"
-    assert heard.text != LONG
+    assert heard.text != ENDLESS
 
 
 async def test_a_listener_that_fails_harms_nobody_else(slow: Watched) -> None:
@@ -128,7 +133,7 @@ async def test_the_queue_is_bounded_and_places_are_told() -> None:
     watched = Watched(max_queue=1, echo_delay_ms=50)
     watched.supervisor.start()
     await watched.until(EngineState.READY)
-    turns = [watched.submit(f"t{n}", LONG) for n in range(3)]
+    turns = [watched.submit(f"t{n}", ENDLESS) for n in range(3)]
     with pytest.raises(InferenceCenterError) as caught:
         watched.submit("t3")
     assert caught.value.code is ErrorCode.QUEUE_FULL
@@ -143,7 +148,7 @@ async def test_stopping_interrupts_turns_and_ends_the_process() -> None:
     await watched.until(EngineState.READY)
     pid = watched.supervisor.status.pid
     assert pid is not None
-    heard = watched.submit("t1", LONG)
+    heard = watched.submit("t1", ENDLESS)
     await asyncio.wait_for(heard.spoke.wait(), TIMEOUT_S)
     stopping = watched.supervisor.stop()
     with capture_logs() as logs:
@@ -250,9 +255,12 @@ async def test_a_model_that_was_loaded_once_is_tried_again(demo_model_path: Path
     await watched.supervisor.stop()
 
 
-async def test_an_engine_that_takes_too_long_to_load_is_started_again() -> None:
+async def test_an_engine_that_takes_too_long_to_load_is_started_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """Past its time it is killed, the status says why, and another one is started."""
-    watched = Watched(load_timeout_s=0.001)
+    monkeypatch.setattr(process, "MODULE", stub_engine.MODULE)
+    watched = Watched(load_timeout_s=0.001, model_name="wait", model_path=str(tmp_path / "steps"))
     watched.supervisor.start()
     await watched.until(EngineState.BACKOFF)
     detail = watched.supervisor.status.detail

@@ -6,6 +6,7 @@ import asyncio
 import time
 from typing import TYPE_CHECKING
 
+import pytest
 from structlog.testing import capture_logs
 
 from inferencecenter.ipc.messages import Delta, Overflowed
@@ -15,6 +16,7 @@ from tests.supervisor.harness import TIMEOUT_S, Watched, end_of
 if TYPE_CHECKING:
     from pathlib import Path
 
+pytestmark = pytest.mark.usefixtures("stopped")
 LONG = "a text that is long enough to be worth parking, which a few words would not be"
 
 
