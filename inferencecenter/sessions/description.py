@@ -98,8 +98,7 @@ class Standing:
             InferenceCenterError: ``turn_not_found``.
         """
         if (failed := self.ledger.failure(turn_id)) is not None:
-            failure, note = failed
-            return TurnFacts(turn_id, note, before=self.history.messages, asked=(), failure=failure)
+            return TurnFacts(turn_id, failed.note, before=self.history.messages, asked=(), failure=failed.error)
         if (known := self.ledger.turn(turn_id)) is None:
             raise InferenceCenterError(ErrorCode.TURN_NOT_FOUND)
         listed, note = known

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from dataclasses import dataclass
 from functools import reduce
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Final
@@ -20,10 +21,19 @@ MAX_TURNS: Final = 1000
 MAX_TURN_KEYS: Final = 64
 """Turns that a repeated ``turn_key`` finds."""
 MAX_FAILURES: Final = 16
-"""Turns that failed, which are remembered with the reason until the daemon ends."""
+"""Turns that failed, which are remembered with the reason."""
 _NO_ENDS: Final[Mapping[str, End]] = MappingProxyType({})
 _NO_NOTES: Final[Mapping[str, str]] = MappingProxyType({})
+_NO_FAILURES: Final[Mapping[str, Failure]] = MappingProxyType({})
 _NOTHING: Final = Usage(prompt_tokens=0, cached_tokens=0, completion_tokens=0)
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why a turn failed, as was told, and what was noted of it."""
+
+    error: Error
+    note: str
 
 
 class Ledger:
@@ -33,6 +43,7 @@ class Ledger:
         turns: Those that have ended, oldest first.
         ends: How those with a key have ended, the latest last.
         notes: What was noted of turns by their ids.
+        failures: Why turns failed, by their ids, the latest last.
     """
 
     def __init__(
@@ -40,11 +51,12 @@ class Ledger:
         turns: Iterable[TranscriptTurn] = (),
         ends: Mapping[str, End] = _NO_ENDS,
         notes: Mapping[str, str] = _NO_NOTES,
+        failures: Mapping[str, Failure] = _NO_FAILURES,
     ) -> None:
         self._turns = list(turns)
         self._notes = dict(notes)
         self._ends = OrderedDict(list(ends.items())[-MAX_TURN_KEYS:])
-        self._failures: OrderedDict[str, tuple[Error, str]] = OrderedDict()
+        self._failures = OrderedDict(list(failures.items())[-MAX_FAILURES:])
         self.usage = _sum(self._turns)
 
     @property
@@ -87,14 +99,14 @@ class Ledger:
                 self._ends.popitem(last=False)
         return turn
 
-    def remember(self, turn_id: str, failure: Error, *, note: str) -> None:
+    def remember(self, turn_id: str, failure: Failure) -> None:
         """Take note of a turn that failed."""
-        self._failures[turn_id] = failure, note
+        self._failures[turn_id] = failure
         if len(self._failures) > MAX_FAILURES:
             self._failures.popitem(last=False)
 
-    def failure(self, turn_id: str) -> tuple[Error, str] | None:
-        """Return why a turn failed and what was noted of it, if that is still known."""
+    def failure(self, turn_id: str) -> Failure | None:
+        """Return why a turn failed, if that is still known."""
         return self._failures.get(turn_id)
 
     def find(self, turn_key: str | None) -> End | None:
@@ -111,7 +123,7 @@ class Ledger:
         return Ledger(turns, notes={turn_id: note for turn_id, note in self._notes.items() if turn_id in kept})
 
     def rewind(self, turn: str) -> None:
-        """Forget all turns after ``turn``, which is there, or all of them for ``START``."""
+        """Forget all turns after ``turn``, which is there, or all of them for ``START``; and all that failed."""
         length = self._length(turn)
         gone = {later.turn_id for later in self._turns[length:]}
         del self._turns[length:]
@@ -120,6 +132,7 @@ class Ledger:
             del self._ends[key]
         for turn_id in gone:
             self._notes.pop(turn_id, None)
+        self._failures.clear()
 
     def _length(self, turn: str) -> int:
         if turn == START:

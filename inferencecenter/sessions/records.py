@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from inferencecenter.sessions.facts import SessionFacts
     from inferencecenter.sessions.formats.parts import Part
     from inferencecenter.sessions.history import History, View
+    from inferencecenter.sessions.ledger import Failure
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,23 +105,25 @@ class Ended:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dropped:
-    """A turn failed and leaves nothing behind."""
+    """A turn failed and leaves nothing behind but why."""
 
     session_id: str
     seq: int
     last_used_at: float
     turn_id: str
+    failure: Failure | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Changed:
-    """The history changed without a turn: appended to, or rewound to the first of its turns."""
+    """The history changed without a turn: appended to, or ``rewound`` to the first of its turns."""
 
     session_id: str
     seq: int
     last_used_at: float
     history: History
     turns: tuple[TranscriptTurn, ...]
+    rewound: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,7 +183,8 @@ class Unfinished:
 class Kept:
     """A session as it was written down.
 
-    ``ends`` are the ends of turns by their keys, the latest last, ``notes`` what was noted of turns by their ids.
+    ``ends`` are the ends of turns by their keys, the latest last, ``notes`` what was noted of turns by their ids, and
+    ``failures`` why others failed of which something was noted.
     """
 
     facts: SessionFacts
@@ -191,3 +195,4 @@ class Kept:
     ends: Mapping[str, End]
     unfinished: Unfinished | None
     notes: Mapping[str, str] = field(default_factory=dict)
+    failures: Mapping[str, Failure] = field(default_factory=dict)

@@ -11,7 +11,7 @@ from inferencecenter.sessions.answering import Answering
 from inferencecenter.sessions.audience import Audience
 from inferencecenter.sessions.description import Standing, TurnFacts
 from inferencecenter.sessions.journal import Unwritten
-from inferencecenter.sessions.ledger import Ledger
+from inferencecenter.sessions.ledger import Failure, Ledger
 from inferencecenter.sessions.prompt import messages_of
 from inferencecenter.sessions.records import Changed, Described, Dropped, Ended, Gone, Opened
 from inferencecenter.sessions.replay import Replay
@@ -82,7 +82,7 @@ class Session:
             facts,
             around=around,
             history=kept.history,
-            ledger=Ledger(kept.turns, kept.ends, kept.notes),
+            ledger=Ledger(kept.turns, kept.ends, kept.notes, kept.failures),
             seq=kept.seq,
             last_used_at=kept.last_used_at,
         )
@@ -319,12 +319,14 @@ class Session:
         """Tell that the running turn leaves nothing behind."""
         self._turn_is_over()
         error = self._stream.failed(turn, failure)
-        self._ledger.remember(turn.turn_id, error, note=turn.order.note)
+        remembered = Failure(error, turn.order.note)
+        self._ledger.remember(turn.turn_id, remembered)
         record = Dropped(
             session_id=self.facts.session_id,
             seq=self._stream.seq,
             last_used_at=self._last_used_at,
             turn_id=turn.turn_id,
+            failure=remembered,
         )
         self._stream.tell(error, record)
         self._around.turn_ended(outcome.record(self.facts, turn.turn_id, model=turn.order.model))
@@ -383,6 +385,7 @@ class Session:
             last_used_at=self._last_used_at,
             history=self._history,
             turns=self._ledger.all_turns,
+            rewound=isinstance(event, events.SessionRewound),
         )
         self._stream.answer(event, record, sink)
 

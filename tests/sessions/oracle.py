@@ -242,7 +242,12 @@ def _after(session: Kept, record: Ordered | Said | Ended | Dropped | Changed | D
                 notes={**session.notes, record.turn.turn_id: record.note} if record.note else session.notes,
             )
         case Dropped():
-            return replace(session, seq=record.seq, last_used_at=record.last_used_at, unfinished=None)
+            failures = dict(session.failures)
+            if record.failure is not None and record.failure.note:
+                failures[record.turn_id] = record.failure
+            return replace(
+                session, seq=record.seq, last_used_at=record.last_used_at, unfinished=None, failures=failures
+            )
         case Changed():
             left = {turn.turn_id for turn in record.turns}
             return replace(
@@ -252,6 +257,7 @@ def _after(session: Kept, record: Ordered | Said | Ended | Dropped | Changed | D
                 history=record.history,
                 turns=record.turns,
                 ends={key: end for key, end in session.ends.items() if end.turn_id in left},
+                failures={} if record.rewound else session.failures,
             )
         case Described() | Renamed():
             facts = record.facts if isinstance(record, Described) else replace(session.facts, epoch=record.epoch)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from inferencecenter.protocol.events import End, Error
 from inferencecenter.protocol.values import TurnStats, Usage
-from inferencecenter.sessions.ledger import MAX_FAILURES, MAX_TURN_KEYS, MAX_TURNS, Ledger
+from inferencecenter.sessions.ledger import MAX_FAILURES, MAX_TURN_KEYS, MAX_TURNS, Failure, Ledger
 
 
 def end(number: int) -> End:
@@ -58,7 +58,17 @@ def test_why_turns_failed_is_known_for_a_while() -> None:
     ledger = Ledger()
     failure = Error(code="internal", message="no", error="no", session_id="s", turn_id="t", retryable=False)
     for number in range(MAX_FAILURES + 1):
-        ledger.remember(f"t{number}", failure, note=f"n{number}")
+        ledger.remember(f"t{number}", Failure(failure, f"n{number}"))
     assert ledger.failure("t0") is None
-    assert ledger.failure("t1") == (failure, "n1")
+    assert ledger.failure("t1") == Failure(failure, "n1")
     assert ledger.turns == ()
+
+
+def test_why_turns_failed_is_forgotten_with_what_came_after_a_turn() -> None:
+    """A failed turn stands behind none in particular."""
+    failure = Error(code="internal", message="no", error="no", session_id="s", turn_id="t2", retryable=False)
+    ledger = Ledger(failures={"t2": Failure(failure, "")})
+    ledger.record(None, end(1), n_messages=2)
+    ledger.rewind("t1")
+    assert ledger.failure("t2") is None
+    assert [turn.turn_id for turn in ledger.turns] == ["t1"]

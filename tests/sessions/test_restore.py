@@ -82,6 +82,26 @@ def test_an_unfinished_turn_goes_on_by_itself(world: World) -> None:
     assert [turn.messages for turn in world.get(session_id).turns] == [3, 5]
 
 
+def test_why_a_turn_failed_is_known_after_a_restart(world: World) -> None:
+    """To whoever has noted something of it, until the session is taken back to a turn."""
+    session_id = world.create()
+    turn_id = world.turn(session_id, "Hi", "Hello")
+    request = requests.Infer(op="infer", session_id=session_id, prompt="Go on")
+    world.sessions.infer(world.client, request, world.sink, note="mine")
+    failed_id = world.engine.last.turn_id
+    world.engine.fail("engine_crashed")
+    before = world.sessions.turn_of(world.client, session_id, failed_id)
+    restart(world)
+    after = world.sessions.turn_of(world.client, session_id, failed_id)
+    assert (after, after.note) == (before, "mine")
+    assert after.failure is not None
+    assert (after.failure.code, after.failure.turn_id) == ("engine_crashed", failed_id)
+    world.rewind(session_id, turn_id)
+    for _ in range(2):
+        refused(ErrorCode.TURN_NOT_FOUND, world.sessions.turn_of, world.client, session_id, failed_id)
+        restart(world)
+
+
 def test_numbers_go_on_after_a_clean_stop(world: World) -> None:
     """Who had seen all resumes with nothing missing; who had not is told what there is."""
     session_id = interrupted(world, "ab")

@@ -248,23 +248,24 @@ def _forget(call: Call, place: Place, facts: TurnFacts) -> None:
     sessions, client = call.context.sessions, call.caller.client
     session = sessions.get(client, GetSession(op="get_session", session_id=place.session_id))
     turns = [turn.turn_id for turn in session.turns]
-    if facts.running:
-        turns.append(place.turn_id)
-    if turns == [place.turn_id]:
-        closed(sessions, client, place.session_id)
-        return
-    if facts.running:
+    if facts.running and turns:
         sessions.abort(client, Abort(op="abort", session_id=place.session_id, turn_id=place.turn_id, discard=True))
         return
-    if turns[-1] != place.turn_id or session.state == "busy":
+    has_failed = facts.failure is not None
+    if not facts.running and (session.state == "busy" or not (has_failed or turns[-1] == place.turn_id)):
         raise InferenceCenterError(
             ErrorCode.INVALID_REQUEST,
             "other responses go on from this one",
             hint="Delete the latest of them first.",
             field="response_id",
         )
-    rewind = RewindSession(op="rewind_session", session_id=place.session_id, turn=turns[-2])
-    sessions.rewind(client, rewind, Deaf())
+    earlier = turns if has_failed else turns[:-1]
+    if earlier:
+        sessions.rewind(
+            client, RewindSession(op="rewind_session", session_id=place.session_id, turn=earlier[-1]), Deaf()
+        )
+    else:
+        closed(sessions, client, place.session_id)
 
 
 def _document(response: Response) -> Document:

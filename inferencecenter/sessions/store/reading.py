@@ -15,7 +15,7 @@ from inferencecenter.sessions.history import TOKEN_BYTES, History, View
 from inferencecenter.sessions.ledger import MAX_TURN_KEYS
 from inferencecenter.sessions.records import Kept, Unfinished
 from inferencecenter.sessions.speaking import decode_parts
-from inferencecenter.sessions.store import rows
+from inferencecenter.sessions.store import failures, rows
 from inferencecenter.sessions.store.difference import Written
 from inferencecenter.sessions.store.recorder import Known
 
@@ -128,6 +128,7 @@ def read_one(database: sqlite3.Connection, row: int, said: dict[int, Said] | Non
         ends=ends,
         unfinished=unfinished,
         notes=notes,
+        failures=failures.read(database, row),
     )
     written = Written(history, pieces, turns, first_turn)
     return Found(session, Known(row, written, unfinished.order.turn_id if unfinished else None))

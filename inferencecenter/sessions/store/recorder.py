@@ -23,7 +23,7 @@ from inferencecenter.sessions.records import (
     Spent,
 )
 from inferencecenter.sessions.speaking import encode_parts
-from inferencecenter.sessions.store import rows, usage
+from inferencecenter.sessions.store import failures, rows, usage
 from inferencecenter.sessions.store.difference import Written, difference, turns_difference
 from inferencecenter.sqlite_file import transaction
 
@@ -272,6 +272,7 @@ class Recorder:
         known = self._find(record.session_id)
         self._forget_turn(known.row)
         self._touch(known.row, record)
+        failures.keep(self._database, known.row, record)
         self._staged[record.session_id] = replace(known, turn_id=None)
 
     def _change(self, record: Changed) -> None:
@@ -284,6 +285,8 @@ class Recorder:
             "DELETE FROM turns WHERE session = ? AND (n < ? OR n >= ?)", (row, change.first, change.end)
         )
         self._insert_turns(row, change.end, change.turns)
+        if record.rewound:
+            failures.forget(self._database, row)
         written = replace(written, turns=record.turns, first_turn=change.first)
         self._staged[record.session_id] = replace(known, written=written)
 

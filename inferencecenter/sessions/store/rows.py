@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 import orjson
 from pydantic import BaseModel, ConfigDict, TypeAdapter
 
-from inferencecenter.protocol.events import End
+from inferencecenter.protocol.events import End, Error
 from inferencecenter.protocol.params import Params, decode, encode
 from inferencecenter.protocol.requests import Infer
 from inferencecenter.protocol.values import ChatMessage, Mode, OnDisconnect, OnFull, Priority, TranscriptTurn
@@ -145,6 +145,16 @@ def ending_column(end: End) -> str:
 def end_of(column: str) -> End:
     """Return the event in the column ``ending``."""
     return End.model_validate_json(column)
+
+
+def error_column(error: Error) -> str:
+    """Return the column ``error``."""
+    return error.model_dump_json(exclude_unset=True)
+
+
+def error_of(column: str) -> Error:
+    """Return the event in the column ``error``."""
+    return Error.model_validate_json(column)
 
 
 def mark_row(mark: TurnMark) -> Row:

@@ -166,4 +166,17 @@ MIGRATIONS: Final[Steps] = (
         # Of the tokens that a turn made, those of what was thought.
         "ALTER TABLE turns ADD COLUMN reasoning_tokens INTEGER NOT NULL DEFAULT 0",
     ),
+    (
+        # Turns that failed and have a note. ``error`` is the event with the number ``seq`` that told so.
+        """
+        CREATE TABLE failures (
+            session INTEGER NOT NULL REFERENCES sessions ON DELETE CASCADE,
+            seq INTEGER NOT NULL,
+            turn_id TEXT NOT NULL,
+            error TEXT NOT NULL,
+            note TEXT NOT NULL,
+            PRIMARY KEY (session, seq)
+        ) STRICT, WITHOUT ROWID
+        """,
+    ),
 )

@@ -184,6 +184,37 @@ async def test_one_that_failed_in_the_background_says_why(server: Running) -> No
     assert (failed.error.code, failed.error.message) == ("server_error", "gone")
 
 
+async def test_one_that_failed_is_forgotten(server: Running) -> None:
+    """What it goes on from stays; a session that holds nothing else is gone with it."""
+
+    async def failed(**fields: Any) -> str:
+        body = {"input": "Hello", "background": True, **fields}
+        asking = asyncio.get_running_loop().create_task(post(server, PATH, body))
+        (turn,) = await begun(server)
+        name = (await asking).json["id"]
+        server.engine.turns.pop(turn).hear(Failed(turn_id=turn, code="engine_crashed", message="gone"))
+        return str(name)
+
+    first = (await made(server, {"input": "Hello"})).json["id"]
+    for fields in ({"previous_response_id": first}, {}):
+        name = await failed(**fields)
+        assert (await get(server, name)).json["status"] == "failed"
+        assert (await request(server, "DELETE", f"{PATH}/{name}")).json["deleted"]
+        assert (await get(server, name)).status == 404
+        assert listed(server) == 1
+    assert (await get(server, first)).json["status"] == "completed"
+
+
+async def test_one_that_others_go_on_from_now_stays(server: Running) -> None:
+    """Also when it is the only one that has ended."""
+    first = (await made(server, {"input": "Hello"})).json["id"]
+    more = {"input": "More", "previous_response_id": first, "background": True}
+    await post(server, PATH, more)
+    refused = await request(server, "DELETE", f"{PATH}/{first}")
+    assert (refused.status, refused.error["code"]) == (400, "invalid_request")
+    assert listed(server) == 1
+
+
 async def test_a_turn_that_fails_is_an_error(server: Running) -> None:
     """With its own HTTP status, as long as nothing was told."""
     asking = asyncio.get_running_loop().create_task(post(server, PATH, {"input": "Hello"}))

@@ -18,6 +18,7 @@ from inferencecenter.protocol.values import ChatMessage, ToolCall
 from inferencecenter.sessions.formats.parts import Said as SaidPart
 from inferencecenter.sessions.formats.parts import Thought
 from inferencecenter.sessions.history import TOKEN_BYTES, History, TurnMark, View
+from inferencecenter.sessions.ledger import MAX_FAILURES
 from inferencecenter.sessions.records import (
     Changed,
     Described,
@@ -38,6 +39,7 @@ from tests.sessions.store.values import (
     ended,
     make_end,
     make_facts,
+    make_failure,
     make_history,
     make_order,
     make_turn,
@@ -190,15 +192,21 @@ class Writing(RuleBasedStateMachine):
         kept = self.kept[session_id]
         if kept.unfinished is None:
             return
-        turn_id = kept.unfinished.order.turn_id
-        self.pending.append(Dropped(session_id=session_id, seq=kept.seq + 1, last_used_at=CLOCK, turn_id=turn_id))
-        self.kept[session_id] = replace(kept, seq=kept.seq + 1, last_used_at=CLOCK, unfinished=None)
+        turn_id, note, seq = kept.unfinished.order.turn_id, kept.unfinished.order.note, kept.seq + 1
+        failure = make_failure(turn_id, session_id=session_id, seq=seq, note=note)
+        self.pending.append(
+            Dropped(session_id=session_id, seq=seq, last_used_at=CLOCK, turn_id=turn_id, failure=failure)
+        )
+        failures = {**kept.failures, turn_id: failure} if note else kept.failures
+        latest = dict(list(failures.items())[-MAX_FAILURES:])
+        self.kept[session_id] = replace(kept, seq=seq, last_used_at=CLOCK, unfinished=None, failures=latest)
 
     @rule(session_id=sessions, more=_messages)
     def append(self, session_id: str, more: tuple[ChatMessage, ...]) -> None:
         """A client adds to the history."""
         kept = self.kept[session_id]
-        self._change(kept, replace(kept.history, messages=kept.history.messages + more), len(kept.turns))
+        history = replace(kept.history, messages=kept.history.messages + more)
+        self._change(kept, history, len(kept.turns), rewound=False)
 
     @rule(session_id=sessions, n_turns=st.integers(0, 3))
     def rewind(self, session_id: str, n_turns: int) -> None:
@@ -277,14 +285,19 @@ class Writing(RuleBasedStateMachine):
         self.database.close()
         self.directory.cleanup()
 
-    def _change(self, kept: Kept, history: History, n_turns: int) -> None:
+    def _change(self, kept: Kept, history: History, n_turns: int, *, rewound: bool = True) -> None:
         if kept.unfinished is not None:
             return
         turns = kept.turns[:n_turns]
         gone = {turn.turn_id for turn in kept.turns[n_turns:]}
         self.pending.append(
             Changed(
-                session_id=kept.facts.session_id, seq=kept.seq + 1, last_used_at=CLOCK, history=history, turns=turns
+                session_id=kept.facts.session_id,
+                seq=kept.seq + 1,
+                last_used_at=CLOCK,
+                history=history,
+                turns=turns,
+                rewound=rewound,
             )
         )
         self.kept[kept.facts.session_id] = replace(
@@ -295,6 +308,7 @@ class Writing(RuleBasedStateMachine):
             turns=turns,
             ends={key: end for key, end in kept.ends.items() if end.turn_id not in gone},
             notes={turn_id: note for turn_id, note in kept.notes.items() if turn_id not in gone},
+            failures={} if rewound else kept.failures,
         )
 
     def _name(self, kind: str) -> str:
@@ -355,14 +369,29 @@ def test_only_the_latest_keys_come_back(database: sqlite3.Connection, recorder: 
     assert len(kept.turns) == 70
 
 
+def test_why_the_latest_turns_failed_comes_back(database: sqlite3.Connection, recorder: Recorder) -> None:
+    """Of those with a note, as many as are known before a restart; the others leave nothing."""
+
+    def dropped(number: int, note: str) -> Dropped:
+        failure = make_failure(f"t_{number}", seq=number, note=note)
+        return Dropped(session_id="s_1", seq=number, last_used_at=CLOCK, turn_id=f"t_{number}", failure=failure)
+
+    recorder.commit([opened(), *(dropped(number, "a note") for number in range(20)), dropped(20, "")], durable=True)
+    kept = _kept(database)["s_1"]
+    assert list(kept.failures) == [f"t_{number}" for number in range(20 - MAX_FAILURES, 20)]
+    assert kept.failures["t_19"] == make_failure("t_19", seq=19)
+    assert database.execute("SELECT count(*) FROM failures").fetchone() == (MAX_FAILURES,)
+
+
 def test_a_purged_client_leaves_nothing(database: sqlite3.Connection, recorder: Recorder) -> None:
     """Its sessions and its usage go; those of others stay."""
-    recorder.commit([opened(), ordered(), said("x"), opened("s_2", client_id="bob")], durable=True)
+    failed = Dropped(session_id="s_1", seq=1, last_used_at=CLOCK, turn_id="t_0", failure=make_failure("t_0"))
+    recorder.commit([opened(), failed, ordered(), said("x"), opened("s_2", client_id="bob")], durable=True)
     recorder.commit([ended("s_2", client_id="bob"), ended(), ordered(), said("y")], durable=True)
     recorder.commit([Purge("client", "ada")], durable=True)
     assert set(_kept(database)) == {"s_2"}
     assert database.execute("SELECT client_id FROM usage").fetchall() == [("bob",)]
-    for table in ("messages", "turns", "tokens", "orders", "said"):
+    for table in ("messages", "turns", "tokens", "orders", "said", "failures"):
         owners = database.execute(f"SELECT DISTINCT session FROM {table}").fetchall()
         assert owners in ([], [(2,)]), table
     with pytest.raises(UnwritableError):

@@ -6,12 +6,13 @@ import struct
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from inferencecenter.protocol.events import End
+from inferencecenter.protocol.events import End, Error
 from inferencecenter.protocol.params import Params
 from inferencecenter.protocol.requests import Infer
 from inferencecenter.protocol.values import ChatMessage, TranscriptTurn, TurnStats, Usage
 from inferencecenter.sessions.facts import SessionFacts
 from inferencecenter.sessions.history import History
+from inferencecenter.sessions.ledger import Failure
 from inferencecenter.sessions.records import Ended, Opened, Ordered, Said, TurnOrder
 
 if TYPE_CHECKING:
@@ -92,6 +93,20 @@ def make_end(turn_id: str = "t_1", *, session_id: str = "s_1", seq: int = 9) -> 
             "stats": stats,
         }
     )
+
+
+def make_failure(turn_id: str = "t_1", *, session_id: str = "s_1", seq: int = 9, note: str = "a note") -> Failure:
+    """Why a turn failed."""
+    error = Error(
+        code="engine_crashed",
+        message="gone",
+        error="gone",
+        session_id=session_id,
+        seq=seq,
+        turn_id=turn_id,
+        retryable=True,
+    )
+    return Failure(error, note)
 
 
 def make_order(turn_id: str = "t_1", **changes: Any) -> TurnOrder:
