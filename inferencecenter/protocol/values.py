@@ -91,7 +91,7 @@ class Usage(Value):
     cached_tokens: int = Field(ge=0, description="Of those, tokens whose KV was reused.")
     completion_tokens: int = Field(ge=0, description="Tokens the model made.")
     reasoning_tokens: int = Field(
-        default=0, ge=0, description="Of those, tokens of what it thought, by the share of the text: about so many."
+        default=0, ge=0, description="Of those, tokens up to the end of what it thought, with the marks around that."
     )
 
 

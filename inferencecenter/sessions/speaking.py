@@ -10,6 +10,7 @@ import orjson
 
 from inferencecenter.protocol.values import ChatMessage, ToolCall
 from inferencecenter.sessions.formats.parts import Argued, Called, Part, Said, Thought
+from inferencecenter.sessions.history import TOKEN_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -53,6 +54,7 @@ class Speaking:
     _due: Parts = ()
     _logprobs: tuple[TokenLogprobs, ...] = ()
     _reader: Reader | None = None
+    _n_thinking: int = 0
 
     @classmethod
     def restored(cls, turn_id: str, told: Iterable[Part]) -> Speaking:
@@ -79,6 +81,15 @@ class Speaking:
         return "".join(self._thoughts)
 
     @property
+    def reasoning_tokens(self) -> int:
+        """Tokens up to the end of what was thought, with the marks around it.
+
+        Of several that came at once, one of which has that end in it, as many as are its share of their text. So it is
+        with all that an earlier daemon heard.
+        """
+        return self._n_thinking if self._thoughts else 0
+
+    @property
     def calls(self) -> tuple[ToolCall, ...]:
         """The tools that were asked for so far; arguments of the last may lack their end."""
         return tuple(
@@ -100,15 +111,23 @@ class Speaking:
             tool_calls=self.complete_calls or None,
         )
 
-    def follow(self, speech: Speech, said: str) -> None:
-        """Read the answer from now on as ``speech`` says, after the text ``said``, whose parts may have been told."""
+    def follow(self, speech: Speech, said: str, *, n_tokens: int = 0) -> None:
+        """Read the answer from now on as ``speech`` says.
+
+        Args:
+            speech: How the model writes.
+            said: All of its text so far, whose parts may have been told.
+            n_tokens: Tokens that spell it.
+        """
         self._reader = speech.reader()
-        self._due = untold(self._told, self._reader.feed(said))
+        self._due = untold(self._told, self._feed(self._reader, said, n_tokens))
         self._told = []
 
     def read(self, delta: Delta) -> Utterance:
         """Take more of the answer and return what is to be told of it now."""
-        return self._utter(self._reader.feed(delta.text) if self._reader is not None else (), delta.logprobs)
+        n_tokens = len(delta.tokens) // TOKEN_BYTES
+        parts = () if self._reader is None else self._feed(self._reader, delta.text, n_tokens)
+        return self._utter(parts, delta.logprobs)
 
     def finish(self) -> Utterance:
         """Return what is left to be told when no more comes."""
@@ -116,6 +135,16 @@ class Speaking:
         if not parts and not self._due and self._logprobs:
             parts = (Said(""),)
         return self._utter(parts, ())
+
+    def _feed(self, reader: Reader, text: str, n_tokens: int) -> Parts:
+        """Read more text, and count those of its tokens with which the model thinks."""
+        thinks = reader.behind_thoughts is None
+        parts = reader.feed(text)
+        if thinks:
+            behind = reader.behind_thoughts or 0
+            # Rounded up: the token with the end of the mark is one of them.
+            self._n_thinking += n_tokens - (n_tokens * behind // len(text) if behind else 0)
+        return parts
 
     def _utter(self, parts: Parts, logprobs: tuple[TokenLogprobs, ...]) -> Utterance:
         if self._due:
@@ -141,7 +170,7 @@ class Speaking:
                 self._calls[index][1].append(text)
 
 
-def speaking_as(speech: Speech, before: Speaking | None, *, turn_id: str, said: str, begun: bool) -> Speaking | None:
+def speaking_as(speech: Speech, before: Speaking | None, *, turn_id: str, said: str, n_tokens: int) -> Speaking | None:
     """Return how an answer goes on that is read as ``speech`` says; ``None`` for one that is plain text.
 
     Args:
@@ -149,15 +178,16 @@ def speaking_as(speech: Speech, before: Speaking | None, *, turn_id: str, said: 
         before: How it was read up to now.
         turn_id: The turn.
         said: All of its text so far.
-        begun: Whether it has said anything; then it goes on as it began.
+        n_tokens: Tokens that it has made. With any it goes on as it began.
     """
+    begun = n_tokens > 0
     if begun and (before is None or before.is_read):
         return before
     if before is None or not begun:
         if speech.plain:
             return None
         before = Speaking(turn_id)
-    before.follow(speech, said)
+    before.follow(speech, said, n_tokens=n_tokens)
     return before
 
 

@@ -139,9 +139,11 @@ class Turn:
 
     @property
     def reasoning_tokens(self) -> int:
-        """Tokens of what was thought, by its share of the text, since one token may spell the end of it and more."""
+        """Tokens of what was thought; by its share of the text where nobody has read how they spell it."""
         if self.speaking is None or not self.speaking.reasoning:
             return 0
+        if self.speaking.is_read:
+            return self.speaking.reasoning_tokens
         return min(self.n_tokens, round(self.n_tokens * len(self.speaking.reasoning) / len(self._text)))
 
     @property
@@ -173,7 +175,7 @@ class Turn:
         self.speech = speech_of(order.request, written=written, asked=prompt.text)
         self.order, self.prompt = order, prompt
         self.speaking = speaking_as(
-            self.speech, self.speaking, turn_id=self.turn_id, said=self._text, begun=self.n_tokens > 0
+            self.speech, self.speaking, turn_id=self.turn_id, said=self._text, n_tokens=self.n_tokens
         )
 
     def start(self, event: Started, *, now: float) -> int:

@@ -85,6 +85,41 @@ def test_a_call_that_was_cut_off_is_not_kept() -> None:
     assert speaking.reasoning == "North or south?"
 
 
+def tokens(text: str, n_tokens: int) -> Delta:
+    """New text that so many tokens spell."""
+    return Delta("t_1", b"\0\0\0\0" * n_tokens, text)
+
+
+@pytest.mark.parametrize(
+    ("pieces", "n_tokens"),
+    [
+        ((("<think>", 1), ("Hm", 1), ("</think>", 1), ("\n\n", 1), ("Yes", 5)), 3),
+        ((("<think>Hm", 2), ("</", 1), ("think", 1), (">\n\n", 1), ("Yes", 5)), 5),
+        ((("<think>", 1), ("Hm", 1), ("m</think>Yes yes ", 4), ("yes", 1)), 5),
+        ((("<think>", 1), ("Hm", 3)), 4),
+        ((("\n", 1), ("Yes", 5)), 0),
+        ((("<think>", 1), ("\n\n", 1), ("</think>", 1), ("Yes", 1)), 0),
+    ],
+)
+def test_tokens_of_thoughts_are_those_up_to_their_end(pieces: tuple[tuple[str, int], ...], n_tokens: int) -> None:
+    """The token that ends the mark is the last; where it came with others, about as many as their share of the text."""
+    speaking = Speaking("t_1")
+    speaking.follow(speech(), "")
+    for text, count in pieces:
+        speaking.read(tokens(text, count))
+    speaking.finish()
+    assert speaking.reasoning_tokens == n_tokens
+
+
+def test_tokens_of_thoughts_go_on_after_a_restart() -> None:
+    """Those that an earlier daemon heard count all while the model still thinks, by their share if it has ended."""
+    for said, n_tokens, more in (("<think>Hm", 3, 2), ("<think>Hm</think>Yes, yes, yes.", 6, 0)):
+        speaking = Speaking.restored("t_1", [Thought("Hm")])
+        speaking.follow(speech(), said, n_tokens=n_tokens)
+        speaking.read(tokens("m</think>", 2))
+        assert speaking.reasoning_tokens == (n_tokens + more if more else 4)
+
+
 def test_logprobs_wait_for_a_part() -> None:
     """Those of text that shows nothing yet go with what is shown next, or with an empty text at the end."""
     speaking = Speaking("t_1")
@@ -104,16 +139,16 @@ def test_logprobs_wait_for_a_part() -> None:
 def test_an_answer_goes_on_as_it_began() -> None:
     """One that began as plain text stays that; one that said nothing is read as its model of now writes."""
     plain, rich = Speech(), speech()
-    assert speaking_as(plain, None, turn_id="t", said="", begun=False) is None
-    fresh = speaking_as(rich, None, turn_id="t", said="", begun=False)
+    assert speaking_as(plain, None, turn_id="t", said="", n_tokens=0) is None
+    fresh = speaking_as(rich, None, turn_id="t", said="", n_tokens=0)
     assert fresh is not None
     assert fresh.is_read
-    assert speaking_as(rich, None, turn_id="t", said="old", begun=True) is None
-    assert speaking_as(plain, fresh, turn_id="t", said="", begun=False) is None
-    assert speaking_as(rich, fresh, turn_id="t", said="x", begun=True) is fresh
+    assert speaking_as(rich, None, turn_id="t", said="old", n_tokens=1) is None
+    assert speaking_as(plain, fresh, turn_id="t", said="", n_tokens=0) is None
+    assert speaking_as(rich, fresh, turn_id="t", said="x", n_tokens=1) is fresh
     restored = Speaking.restored("t", [Said("x")])
     assert restored.finish().parts == ()
-    assert speaking_as(rich, restored, turn_id="t", said="xy", begun=True) is restored
+    assert speaking_as(rich, restored, turn_id="t", said="xy", n_tokens=1) is restored
     assert whole(list(restored.finish().parts)) == [Said("y")]
 
 

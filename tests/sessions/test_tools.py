@@ -43,8 +43,8 @@ def answered(world: World, session_id: str, text: str = ANSWER) -> ChatMessage:
     return world.get(session_id).transcript[-1]
 
 
-def test_tokens_of_thoughts_are_counted_by_their_share_of_the_text(world: World) -> None:
-    """None in a plain answer, some where the model thought, and never all of an answer that says more."""
+def test_tokens_of_thoughts_are_counted(world: World) -> None:
+    """Up to the mark that ends them, that included; here each character is a token."""
     session_id = world.create()
     ask(world, session_id)
     world.engine.start()
@@ -53,8 +53,7 @@ def test_tokens_of_thoughts_are_counted_by_their_share_of_the_text(world: World)
     (end,) = heard(world.sink).ends
     assert isinstance(end, events.End)
     usage = end.usage
-    share = len("North or south?") / len(ANSWER)
-    assert 0 < usage.reasoning_tokens == round(usage.completion_tokens * share) < usage.completion_tokens
+    assert usage.reasoning_tokens == ANSWER.index("</think>") + len("</think>") < len(ANSWER)
     assert world.get(session_id).turns[-1].usage == usage == world.get(session_id).usage
 
 

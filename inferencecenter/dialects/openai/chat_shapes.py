@@ -24,7 +24,9 @@ class PromptTokensDetails(Shape):
 class CompletionTokensDetails(Shape):
     """Tokens of answers."""
 
-    reasoning_tokens: int = Field(description="Those of what the model thought, by its share of the text.")
+    reasoning_tokens: int = Field(
+        description="Those up to the end of what the model thought, with the marks around that."
+    )
 
 
 class TokenUsage(Shape):

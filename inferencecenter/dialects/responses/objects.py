@@ -98,7 +98,9 @@ class CachedTokens(Told):
 class ReasoningTokens(Told):
     """Tokens of thoughts."""
 
-    reasoning_tokens: int = Field(description="Those of what the model thought, by its share of the text.")
+    reasoning_tokens: int = Field(
+        description="Those up to the end of what the model thought, with the marks around that."
+    )
 
 
 class ResponseUsage(Told):

@@ -13,13 +13,18 @@ _Kind: TypeAlias = type[Said] | type[Thought] | type[Argued]
 
 
 class Outlet:
-    """Collects parts; neighbours of one kind become one."""
+    """Collects parts; neighbours of one kind become one.
+
+    ``behind_thoughts`` is how much text was there already when the thoughts had ended, or it was clear that there are
+    none.
+    """
 
     def __init__(self) -> None:
         self._parts: list[Part] = []
         self._kind: _Kind = Said
         self._texts: list[str] = []  # of this kind, behind the parts
         self._n_calls = 0
+        self.behind_thoughts: int | None = None
 
     def say(self, text: str) -> None:
         """Add text of the answer."""

@@ -42,6 +42,10 @@ Part: TypeAlias = Said | Thought | Called | Argued
 class Reader(Protocol):
     """Reads one answer, in pieces of any size: however it is cut, its parts put together are the same."""
 
+    @property
+    def behind_thoughts(self) -> int | None:
+        """Characters that stood behind the end of the thoughts in the piece that had it; ``None`` before that."""
+
     def feed(self, text: str) -> tuple[Part, ...]:
         """Take more of the answer and return what is certain by now."""
 

@@ -8,6 +8,8 @@ from inferencecenter.sessions.formats.parts import Part, Said
 class PlainReader:
     """Whatever comes is said."""
 
+    behind_thoughts = 0
+
     def feed(self, text: str) -> tuple[Part, ...]:
         """Return ``text`` as what is said."""
         return (Said(text),) if text else ()

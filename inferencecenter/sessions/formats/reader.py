@@ -41,6 +41,11 @@ class SpeechReader:
         self._reading = _read_answer(self._tape, self._outlet, thinking=thinking, style=style, tools=tools)
         self.feed(begun)
 
+    @property
+    def behind_thoughts(self) -> int | None:
+        """Characters that stood behind the end of the thoughts in the piece that had it; ``None`` before that."""
+        return self._outlet.behind_thoughts
+
     def feed(self, text: str) -> tuple[Part, ...]:
         """Take more of the answer and return what is certain by now."""
         self._tape.extend(text)
@@ -57,6 +62,7 @@ def _read_answer(
     tape: Tape, outlet: Outlet, *, thinking: Thinking | None, style: Style | None, tools: Mapping[str, Tool]
 ) -> Reading[None]:
     thought = thinking is not None and (yield from _read_thoughts(tape, outlet, thinking))
+    outlet.behind_thoughts = tape.n_unread
     if style is None:
         if thought:
             yield from tape.blank()

@@ -27,6 +27,11 @@ class Tape:
         self._tried: list[str] | None = None  # characters that were read since something was tried
         self.ended = False
 
+    @property
+    def n_unread(self) -> int:
+        """Characters that are there and have not been read."""
+        return len(self._again) + len(self._text) - self._at
+
     def extend(self, text: str) -> None:
         """Add what comes next; all that came before must have been read."""
         self._text, self._at = text, 0

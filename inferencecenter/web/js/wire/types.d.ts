@@ -419,7 +419,7 @@ export interface Usage {
   cached_tokens: number;
   /** Tokens the model made. */
   completion_tokens: number;
-  /** Of those, tokens of what it thought, by the share of the text: about so many. */
+  /** Of those, tokens up to the end of what it thought, with the marks around that. */
   reasoning_tokens: number;
 }
 
