@@ -35,6 +35,20 @@ PIECES: Final = (
     "- [x] done\n",
     "H<sub>2</sub>O & <b>raw\n",
 )
+LONG: Final = (
+    (
+        "Words with **weight** and `code`. ",
+        "A [link](https://example.org) and a_name of *things that go* on. ",
+        "一句话。",
+    ),
+    ("An open * star. ", "Here <b>raw</b> text & more &amp; entities. ", "One `` code ` tick `` two. ", "end  \nmore "),
+    ("- item **b**\n", "- two\n  - nested\n", "- p\n\n  second\n", "- <b>open\n", "- text\nlazy\n", "- x\n\n"),
+    ("> quoted **text**\n", ">\n", "lazy\n", "> - item\n", "> > deep\n", "> ```\n> code\n> ```\n"),
+    ("| **x** | `y` |\n", "| <i>z | w |\n", "| a |\n"),
+    ("x = 'not closed\n", "\n", "    indented  \n", "~~~\n", "# no heading\n"),
+)
+"""What long blocks are made of; those after the quote begin with a line of their own."""
+BEGINNINGS: Final = ("", "", "", "", "| a | b |\n|--:|---|\n", "```\n")
 COMPARE: Final = """async (stories) => {
   const main = document.querySelector("script[type=module]").src;
   const { MarkdownView } = await import(new URL("text/markdown.js", main));
@@ -49,16 +63,38 @@ COMPARE: Final = """async (stories) => {
 }"""
 
 
-async def test_a_text_that_grows_ends_as_one_that_came_at_once(browser: Browser, echo: Daemon) -> None:
-    """However an answer is cut while it comes, what stands there at the end is what the whole text gives."""
-    chance = random.Random(9)
-    stories: list[tuple[str, list[int]]] = []
-    for _ in range(150):
-        text = "\n".join(chance.choices(PIECES, k=chance.randrange(1, 9))).replace("\r\n", "\n")
-        cuts = sorted(chance.sample(range(len(text)), min(len(text), chance.randrange(1, 25))))
-        stories.append((text, cuts))
+Story = tuple[str, list[int]]
+
+
+def story(chance: random.Random, text: str) -> Story:
+    """Return a text with places at which it was cut while it came."""
+    return text, sorted(chance.sample(range(len(text)), min(len(text), chance.randrange(1, 25))))
+
+
+def long_block(chance: random.Random) -> str:
+    """Return a block of a few thousand characters."""
+    kind = chance.randrange(len(LONG))
+    return BEGINNINGS[kind] + "".join(chance.choices(LONG[kind], k=250))
+
+
+async def compare(browser: Browser, echo: Daemon, stories: list[Story]) -> None:
+    """Assert that what grew is what came at once."""
     async with visiting(browser, origin_of(echo)) as visit:
         await visit.go()
         shown = await visit.page.evaluate(COMPARE, stories)
     for (text, cuts), (grown, whole) in zip(stories, shown, strict=True):
         assert grown == whole, (text, cuts)
+
+
+async def test_a_text_that_grows_ends_as_one_that_came_at_once(browser: Browser, echo: Daemon) -> None:
+    """However an answer is cut while it comes, what stands there at the end is what the whole text gives."""
+    chance = random.Random(9)
+    texts = ["\n".join(chance.choices(PIECES, k=chance.randrange(1, 9))).replace("\r\n", "\n") for _ in range(150)]
+    await compare(browser, echo, [story(chance, text) for text in texts])
+
+
+async def test_long_blocks_that_grow_end_as_those_that_came_at_once(browser: Browser, echo: Daemon) -> None:
+    """Where long blocks are divided depends on the text alone."""
+    chance = random.Random(10)
+    texts = ["\n".join(long_block(chance) for _ in range(chance.randrange(1, 4))) for _ in range(20)]
+    await compare(browser, echo, [story(chance, text) for text in texts])

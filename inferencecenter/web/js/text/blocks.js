@@ -2,14 +2,13 @@
 /** Blocks of an answer as nodes. */
 
 import { copy } from "./clipboard.js";
-import { languageOf, painted, withLanguage } from "./highlight.js";
 import { begin } from "./slices.js";
 
 const COPIED_MS = 1500;
 /** Code is coloured so much at a time, to the end of the line; ... */
-const CHUNK_LEAST = 1200;
+const CHUNK_LEAST = 600;
 /** ... a line may be long. */
-const CHUNK_MOST = 3000;
+const CHUNK_MOST = 2000;
 
 /** A block of code with its language and a button that copies it. */
 export class CodeBlock {
@@ -28,14 +27,14 @@ export class CodeBlock {
     this.element.dataset.language = named;
     this._code = element("code", "");
     this.text = "";
-    this._language = languageOf(named);
+    this._named = named;
     this._coloured = 0;
     this._nodes = 0;
     /** @type {any} */
     this._top = null;
     pre.append(this._code);
     this.element.append(head, pre);
-    withLanguage(this._language, () => begin(this.painting()));
+    if (named) withColours(named, () => begin(this.painting()));
   }
 
   /**
@@ -61,10 +60,11 @@ export class CodeBlock {
    */
   *painting() {
     for (;;) {
+      const language = colours?.languageOf(this._named);
       const rest = this.text.slice(this._coloured);
       const end = chunkOf(rest);
-      /** @type {ReturnType<typeof painted>} */
-      const made = this._language && rest ? painted(rest.slice(0, end || rest.length), this._language, this._top) : null;
+      /** @type {ReturnType<typeof import("./highlight.js").painted> | undefined | ""} */
+      const made = language && rest && colours?.painted(rest.slice(0, end || rest.length), language, this._top);
       if (!made) return;
       this._trim();
       this._code.append(made.fragment);
@@ -80,6 +80,24 @@ export class CodeBlock {
   /** Takes away what is not coloured for good. */
   _trim() {
     while (this._code.childNodes.length > this._nodes) this._code.lastChild?.remove();
+  }
+}
+
+/** @type {typeof import("./highlight.js") | null} */
+let colours = null;
+
+/**
+ * Calls back when there are colours for a language, which are fetched when there is code to show.
+ *
+ * @param {string} named
+ * @param {() => void} then
+ */
+async function withColours(named, then) {
+  try {
+    colours ??= await import("./highlight.js");
+    colours.withLanguage(colours.languageOf(named), then);
+  } catch (error) {
+    console.info("code is shown without colours:", error);
   }
 }
 

@@ -4,6 +4,9 @@
 import { CodeBlock } from "./blocks.js";
 import { rendered, renderedInline } from "./rendered.js";
 
+/** So many items or rows are rendered at once. */
+const GROUP = 8;
+
 /** A block that still grows. */
 export class Block {
   /** @param {HTMLElement} place */
@@ -39,13 +42,14 @@ export class Block {
    * @param {import("./reader.js").Piece} piece
    * @returns {Generator<void>}
    */
-  *showing({ token, inline, continues }) {
+  *showing(piece) {
+    const { token, inline, continues } = piece;
     const form = formOf(token);
     const again = this._form === form;
     this._form = form;
     if (token.type === "code") {
       yield* this._showCode(token, continues || again);
-    } else if (!rowsOf(token).length || !this._showRows(token, inline, continues, again)) {
+    } else if (!rowsOf(token).length || !(yield* this._showingRows(piece, again))) {
       inline(token);
       if (continues) this._showMore(token);
       else this.element.replaceChildren(rendered([token]));
@@ -69,41 +73,48 @@ export class Block {
   }
 
   /**
-   * Shows the items of a list or the rows of a table that are not shown yet, each by itself: tags in one of them that
-   * are not closed go no further. Returns whether it could.
+   * Shows the items of a list or the rows of a table that are not shown yet, a few with each step. Returns whether it
+   * could.
    *
-   * @param {any} token
-   * @param {(token: any) => void} inline
-   * @param {boolean} continues
+   * @param {import("./reader.js").Piece} piece
    * @param {boolean} again  Whether those that did not change may stay.
+   * @returns {Generator<void, boolean>}
    */
-  _showRows(token, inline, continues, again) {
+  *_showingRows({ token, inline, continues }, again) {
     const rows = rowsOf(token);
     const keys = rows.map(keyOf);
     if (!again || keys.length < this._rows.length) {
       this._rows = [];
-      if (continues) {
-        this._trim();
-      } else {
-        inline([token.header ?? [], rows[0]]);
-        this.element.replaceChildren(rendered([withRows(token, rows.slice(0, 1))]));
-        this._rows = keys.slice(0, 1);
-      }
+      if (continues) this._trim();
+      else this._showFirst(token, inline);
     }
-    const within = this._within();
     const changed = keys.flatMap((key, index) => (key === this._rows[index] ? [] : [index]));
-    inline(changed.map((index) => rows[index]));
-    const made = apart(changed.map((index) => rows[index])).flatMap((some) => [
-      ...(containerIn(rendered([withRows(token, some)]))?.children ?? []),
-    ]);
-    const there = within.children.length - this._keptRows;
-    if (made.length !== changed.length || there !== this._rows.length) return false;
-    for (const [place, index] of changed.entries()) {
-      if (index < there) within.children[this._keptRows + index].replaceWith(made[place]);
-      else within.append(made[place]);
+    for (const group of apart(changed, keys)) {
+      const some = group.map((index) => rows[index]);
+      inline(some);
+      const made = [...(containerIn(rendered([withRows(token, some)]))?.children ?? [])];
+      const within = this._within();
+      if (made.length !== some.length || within.children.length - this._keptRows !== this._rows.length) return false;
+      for (const [place, index] of group.entries()) {
+        if (index < this._rows.length) within.children[this._keptRows + index].replaceWith(made[place]);
+        else within.append(made[place]);
+        this._rows[index] = keys[index];
+      }
+      yield;
     }
-    this._rows = keys;
     return true;
+  }
+
+  /**
+   * @param {any} token
+   * @param {(token: any) => void} inline
+   */
+  _showFirst(token, inline) {
+    const rows = rowsOf(token);
+    inline([token.header ?? [], rows[0]]);
+    const made = rendered([withRows(token, rows.slice(0, 1))]);
+    this.element.replaceChildren(onlyIn(made) ?? made);
+    this._rows = [keyOf(rows[0])];
   }
 
   /** @param {any} token  More of what there is. */
@@ -132,9 +143,18 @@ export class Block {
  * @param {ParentNode} parent
  */
 function containerIn(parent) {
-  if (parent.childElementCount !== 1) return null;
-  const only = /** @type {Element} */ (parent.firstElementChild);
-  return only.matches(".table-frame") ? only.querySelector("tbody") : only;
+  const only = onlyIn(parent);
+  return only?.matches(".table-frame") ? only.querySelector("tbody") : only;
+}
+
+/**
+ * Returns the first element, unless something is said behind it; what a tag that is not closed leaves there is empty.
+ *
+ * @param {ParentNode} parent
+ */
+function onlyIn(parent) {
+  const others = [...parent.childNodes].filter((node) => node !== parent.firstElementChild);
+  return others.some((node) => node.textContent?.trim()) ? null : parent.firstElementChild;
 }
 
 /**
@@ -164,29 +184,32 @@ function withRows(token, rows) {
 }
 
 /**
- * Returns rows in groups that may be rendered together: those with tags are by themselves.
- *
- * @param {any[]} rows
- * @returns {any[][]}
- */
-function apart(rows) {
-  /** @type {any[][]} */
-  const groups = [];
-  let plain = false;
-  for (const row of rows) {
-    const isPlain = !keyOf(row).includes("<");
-    if (plain && isPlain) groups.at(-1)?.push(row);
-    else groups.push([row]);
-    plain = isPlain;
-  }
-  return groups;
-}
-
-/**
  * Returns what tells whether an item of a list or a row of a table is as it was.
  *
  * @param {any} row
+ * @returns {string}
  */
 function keyOf(row) {
   return row.raw ?? JSON.stringify(row.map((/** @type {any} */ cell) => cell.text));
+}
+
+/**
+ * Returns rows in groups that are rendered together. One with tags is by itself: what it does not close goes no further.
+ *
+ * @param {number[]} indices
+ * @param {string[]} keys
+ * @returns {number[][]}
+ */
+function apart(indices, keys) {
+  /** @type {number[][]} */
+  const groups = [];
+  let room = 0;
+  for (const index of indices) {
+    const isPlain = !keys[index].includes("<");
+    if (isPlain && room > 0) groups.at(-1)?.push(index);
+    else groups.push([index]);
+    if (!isPlain) room = 0;
+    else room = room > 0 ? room - 1 : GROUP - 1;
+  }
+  return groups;
 }

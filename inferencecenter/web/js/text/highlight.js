@@ -51,14 +51,14 @@ export function painted(code, language, top) {
 }
 
 /**
- * Calls back when a language is here, unless it already is or does not come.
+ * Calls back when a language is here.
  *
  * @param {string} language
  * @param {() => void} then
  */
 export function withLanguage(language, then) {
-  if (!language || core?.getLanguage(language)) return;
-  load(language).then((there) => there && then());
+  if (core?.getLanguage(language)) then();
+  else if (language) load(language).then((there) => there && then());
 }
 
 /**

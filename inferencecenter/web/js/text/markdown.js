@@ -9,8 +9,9 @@
 import { Block } from "./growing.js";
 import { Reader, definedIn } from "./reader.js";
 import { options } from "./rendered.js";
-import { begin, cancel } from "./slices.js";
+import { begin, beginLater, cancel } from "./slices.js";
 
+const LONG = 2000;
 const DEFINITION = /^ {0,3}\[[^\]]+\]:/m;
 
 /** One text in one element, which says by `aria-busy` while more of it is to be shown. */
@@ -38,7 +39,10 @@ export class MarkdownView {
     this._wanted = { text: text.includes("\r") ? text.replace(/\r\n?/g, "\n") : text, done };
     if (this._work) return;
     this._work = this._working();
-    begin(this._work);
+    this._root.ariaBusy = "true";
+    // Where so much comes at once, or an end, a view has just changed, which is work enough.
+    const isMuch = text.length - (done ? 0 : this._shown.length) > LONG;
+    (isMuch ? beginLater : begin)(this._work);
   }
 
   /** Makes no change any more. */
@@ -48,7 +52,6 @@ export class MarkdownView {
 
   /** @returns {Generator<void>} */
   *_working() {
-    this._root.ariaBusy = "true";
     for (let shown = null; shown !== this._wanted; ) {
       shown = this._wanted;
       yield* this.showing(shown.text, shown.done);
@@ -112,3 +115,13 @@ export class MarkdownView {
     this._open = [];
   }
 }
+
+/** One of each, so that the first answer does not wait for all that is compiled when it is first used. */
+const SAMPLES = ["a\nb", "- a\n- b", "# a", "`a` **b** _c_ ~~d~~ [e](f) <b>", "> a", "| a |\n| - |\n| b |", "```\na\n```"];
+
+/** @returns {Generator<void>} */
+function* warming() {
+  for (const text of SAMPLES) yield* new MarkdownView(document.createElement("div")).showing(text, true);
+}
+
+addEventListener("load", () => beginLater(warming()), { once: true });

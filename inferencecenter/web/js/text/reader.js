@@ -66,7 +66,7 @@ export class Reader {
     for (const [index, token] of tokens.entries()) {
       const continues = index === 0 && isMore(within, token);
       // Where a block begins in the text cannot always be told; without that nothing is settled.
-      const known = at >= 0 && source.startsWith(token.raw, at);
+      const known = at >= 0 && isAt(source, token.raw, at);
       const cut = known ? this._cut(token, inlineOf) : null;
       if (cut) {
         this._settle(start + at + cut.at, cut.token.type, cut.prefix);
@@ -137,6 +137,17 @@ export function* definedIn(options, text) {
   const reader = new Reader(options);
   for (const _ of reader.read(text, true)) yield;
   return reader.links;
+}
+
+/**
+ * Tells whether this is what stands there, but for the space behind it, which the lexer may have changed.
+ *
+ * @param {string} source
+ * @param {string} raw
+ * @param {number} at
+ */
+function isAt(source, raw, at) {
+  return source.startsWith(raw.trimEnd(), at) && source.slice(at + raw.trimEnd().length, at + raw.length).trim() === "";
 }
 
 /**

@@ -25,18 +25,32 @@ export function begin(work) {
   if (!waits) slice();
 }
 
+/**
+ * Begins in the next frame: this one has enough to do.
+ *
+ * @param {Work} work
+ */
+export function beginLater(work) {
+  begun.push(work);
+  if (!waits) wait();
+}
+
 /** @param {Work} work  Makes no step any more. */
 export function cancel(work) {
   const at = begun.indexOf(work);
   if (at >= 0) begun.splice(at, 1);
 }
 
-function slice() {
+function wait() {
   waits = true;
   requestAnimationFrame(() => {
     waits = false;
     if (begun.length > 0) slice();
   });
+}
+
+function slice() {
+  wait();
   const from = performance.now();
   if (from < restUntil) return;
   while (begun.length > 0 && performance.now() - from < BUDGET_MS) step(/** @type {Work} */ (begun.pop()));

@@ -3,17 +3,22 @@ import { html, useEffect, useRef, useState } from "../ui.js";
 import { ask, askAgain, fork, newChatInstead } from "../conversations.js";
 import { titleOfSession } from "../list.js";
 import { attempt, hello, link } from "../state.js";
+import { beginLater } from "../text/slices.js";
 import { Announcer } from "./announcer.js";
 import { Composer } from "./composer.js";
 import { Icon } from "./icons.js";
+import { Lazy } from "./lazy.js";
 import { TurnView } from "./message.js";
 import { Notices } from "./notices.js";
 import { followEnd } from "./scrolling.js";
-import { Settings } from "./settings.js";
 
 /** @typedef {import("../wire/session.js").Session} Session */
 
+const settings = () => import("./settings.js");
 const SUGGESTIONS = ["Explain how a hash table works.", "Write a haiku about rain.", "Count from 1 to 20."];
+
+// How numbers are written here is found out when one is written first: that takes as long as a frame has.
+addEventListener("load", () => beginLater([1000].map((number) => void number.toLocaleString()).values()), { once: true });
 
 /**
  * One conversation.
@@ -61,7 +66,7 @@ export function Conversation({ session, opener }) {
         <${Standing} session=${session} />
         <${Composer} session=${session} />
       </div>
-      ${choosing && html`<${Settings} session=${session} onClose=${() => setChoosing(false)} />`}
+      ${choosing && html`<${Lazy} load=${settings} name="Settings" session=${session} onClose=${() => setChoosing(false)} />`}
       <${Announcer} session=${session} />
     </main>
   `;
