@@ -17,7 +17,7 @@ export const HEALTHY_AFTER_MS = 10_000;
 const CLOSES = new Map([
   [1000, { final: false, waitMs: 1000, words: "The server closed the connection." }],
   [1001, { final: false, waitMs: 1000, words: "The server is shutting down." }],
-  [1008, { final: true, waitMs: 0, words: "The server refuses connections from this page." }],
+  [1008, { final: true, waitMs: 0, words: "The server ended the connection of this page." }],
   [1009, { final: false, waitMs: 0, words: "A message was larger than the server allows." }],
   [1011, { final: false, waitMs: 1000, words: "The server had an internal error." }],
   [1012, { final: false, waitMs: 0, words: "The server restarts." }],
@@ -39,7 +39,7 @@ const LOST = { final: false, waitMs: 0, words: "The server cannot be reached." }
  */
 export function verdictOf(code, reason) {
   const known = CLOSES.get(code) ?? LOST;
-  return reason && known.final ? { ...known, words: `${known.words} (${reason})` } : known;
+  return reason && known.final ? { ...known, words: `${known.words} Its reason: ${reason}.` } : known;
 }
 
 /**
