@@ -8,6 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
 import pytest
 
 from inferencecenter.bench.daemon_process import start_daemon
@@ -128,10 +129,12 @@ async def test_conversations_of_a_closed_loop_have_so_many_turns(
         first_seed=1,
         turns_each=3,
     )
-    (turns,) = (await generator.do(job, Turns)).clients
+    lengths: list[int] = []
+    while len(lengths) <= 6:  # on a machine that is busy they take more time
+        (turns,) = (await generator.do(job, Turns)).clients
+        lengths = [turn.prompt_tokens for turn in turns]
+        job = msgspec.structs.replace(job, duration_s=job.duration_s * 2)
 
-    lengths = [turn.prompt_tokens for turn in turns]
-    assert len(lengths) > 6
     assert lengths == [30, 64, 98] * (len(lengths) // 3) + [30, 64, 98][: len(lengths) % 3]
 
 

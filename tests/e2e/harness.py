@@ -177,6 +177,17 @@ def run_daemon(state_dir: Path, model: Path | None, **settings: str) -> Iterator
             daemon.stop()
 
 
+@contextlib.contextmanager
+def stopped(pid: int) -> Iterator[None]:
+    """Have a process do nothing for a while, which ends with it or with this."""
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)
+
+
 def command_line(daemon: Daemon, *arguments: str) -> Any:
     """Run ``inferencecenter`` on the daemon's state directory and return what it writes as JSON."""
     done = subprocess.run(

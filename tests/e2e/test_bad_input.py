@@ -13,7 +13,7 @@ from websockets.asyncio.client import connect
 from websockets.exceptions import ConnectionClosed
 
 from inferencecenter.protocol.codec import REQUESTS
-from tests.e2e.harness import ENDLESS, Talk, free_port, talk
+from tests.e2e.harness import ENDLESS, REPLY_TIMEOUT_S, Talk, free_port, talk
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -179,7 +179,7 @@ async def test_a_foreign_session_looks_like_a_random_one(daemon: Daemon, foreign
             answers = []
             for session_id in (session, "s_" + "A" * (len(session) - 2)):
                 await stranger.send(json.dumps({"op": op, **REQUIRED.get(op, {}), field: session_id, "id": "same"}))
-                answers.append(await asyncio.wait_for(stranger.recv(), 10))
+                answers.append(await asyncio.wait_for(stranger.recv(), REPLY_TIMEOUT_S))
             assert answers[0] == answers[1]
             assert json.loads(answers[0])["code"] == "session_not_found"
         await _still_works(owner, session)

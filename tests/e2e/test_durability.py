@@ -241,13 +241,11 @@ async def test_a_long_session_comes_from_disk(tmp_path: Path, demo_model_path: P
         async with talk(home.daemon) as client:
             witness = await Witness.open(client)
             await witness.turn("My name is Ada. " + "The sea is blue and the sky is wide. " * 100, **GREEDY)
-            cold_ms = witness.end["stats"]["ttft_ms"]
         home.restart()
         async with talk(home.daemon) as client:
             assert (await witness.resume(client))["resumed"] is True
             await witness.turn(ASKED, **GREEDY)
             stats = witness.end["stats"]
             assert stats["prompt_tokens"] > 1000
-            assert stats["cached_tokens"] > 1000
-            assert stats["ttft_ms"] < cold_ms
+            assert stats["prompt_tokens"] - stats["cached_tokens"] < 100
             await witness.described()

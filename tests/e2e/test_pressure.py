@@ -6,7 +6,7 @@ import contextlib
 from typing import TYPE_CHECKING, Any
 
 from tests.e2e.full_daemon import USED_VARIABLE
-from tests.e2e.harness import Daemon, Message, run_daemon, start_daemon, talk
+from tests.e2e.harness import Daemon, Message, run_daemon, start_daemon, stopped, talk
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -73,13 +73,14 @@ async def test_parked_kv_goes_then_no_turn_begins_and_what_runs_goes_on(tmp_path
             await client.until(lambda message: message["op"] == "token" and message["session_id"] == running)
             await client.send(op="infer", session_id=waiting, prompt="and who am I?")
             assert (await memory(client, "easy"))["parked_ram_bytes"] > 0
-            fill(96)
-            figures = await memory(client, "full")
+            with stopped(daemon.engine_pid()):  # so that its turns are not over before
+                fill(96)
+                figures = await memory(client, "full")
+                refusal = await client.ask(op="infer", session_id=old, prompt="may I?")
             assert (figures["memory_used_bytes"], figures["memory_limit_bytes"]) == (
                 2**30 * 96 // 100,
                 2**30 * 95 // 100,
             )
-            refusal = await client.ask(op="infer", session_id=old, prompt="may I?")
             assert is_refusal(refusal)
             assert (refusal["retryable"], refusal["retry_after_ms"]) == (True, 5000)
             assert not any(map(ends(running), client.seen))

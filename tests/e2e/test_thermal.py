@@ -7,7 +7,7 @@ import os
 import signal
 from typing import TYPE_CHECKING
 
-from tests.e2e.harness import ENDLESS, Daemon, Message, start_daemon, talk
+from tests.e2e.harness import ENDLESS, Daemon, Message, start_daemon, stopped, talk
 from tests.e2e.hot_daemon import TEMPERATURE_VARIABLE
 
 if TYPE_CHECKING:
@@ -66,8 +66,9 @@ async def test_a_hot_gpu_leaves_slots_to_interactive_turns_only(tmp_path: Path, 
             urgent = await client.create(priority="interactive")
             await client.send(op="infer", session_id=patient, prompt=LONG)
             await client.until(lambda message: message["op"] == "token")
-            heat(88)
-            hot = await client.until(thermal("hot"))
+            with stopped(daemon.engine_pid()):  # so that its turn is not over before
+                heat(88)
+                hot = await client.until(thermal("hot"))
             assert hot["temp"] == 88
             assert "1 of 4 slots" in hot["action"]
             assert "interactive turns only" in hot["action"]
@@ -112,8 +113,9 @@ async def test_an_answer_that_rested_is_the_same(tmp_path: Path, demo_model_path
             before = len(client.seen)
             await client.send(op="infer", session_id=patient, prompt="Hello!", params=params)
             await client.until(lambda message: message["op"] == "token")
-            heat(88)
-            await client.until(thermal("hot"))
+            with stopped(daemon.engine_pid()):
+                heat(88)
+                await client.until(thermal("hot"))
             for _ in range(2):
                 await client.turn(urgent, "Who are you?")
             assert not any(ends(patient)(message) for message in client.seen), "it was over before it could rest"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import re
 import signal
 from dataclasses import dataclass, field
@@ -108,17 +107,6 @@ def log_lines(daemon: Daemon) -> list[dict[str, Any]]:
 def logged(daemon: Daemon, event: str) -> list[dict[str, Any]]:
     """Return the lines of one event."""
     return [line for line in log_lines(daemon) if line["event"] == event]
-
-
-@contextlib.contextmanager
-def stopped(pid: int) -> Iterator[None]:
-    """Have a process do nothing for a while, which ends with it or with this."""
-    os.kill(pid, signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGCONT)
 
 
 def data_bytes(pid: int) -> int:

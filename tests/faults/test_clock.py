@@ -13,9 +13,9 @@ from inferencecenter.protocol import events, requests
 from inferencecenter.protocol.params import Params
 from inferencecenter.sessions.client import Client
 from inferencecenter.sessions.registry import Sessions
-from tests.e2e.harness import talk
+from tests.e2e.harness import stopped, talk
 from tests.e2e.witness import Witness
-from tests.faults.harness import LINE, logged, stopped
+from tests.faults.harness import LINE, logged
 from tests.sessions.conftest import FakeEngine, FakeJournal, FakeSink, FakeTimer, one_model
 from tests.sessions.oracle import kept
 

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.e2e.harness import talk
+from tests.e2e.harness import stopped, talk
 from tests.e2e.witness import Witness
-from tests.faults.harness import CROWDED, ECHO, LINE, site, stopped
+from tests.faults.harness import CROWDED, ECHO, LINE, site
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.e2e.harness import talk
+from tests.e2e.harness import stopped, talk
 from tests.e2e.witness import Witness
-from tests.faults.harness import ECHO, LINE, data_bytes, logged, site, stopped
+from tests.faults.harness import ECHO, LINE, data_bytes, logged, site
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator

@@ -78,7 +78,7 @@ class Started:
     def stop(self) -> int:
         """End it as systemd does, and return its exit status."""
         self.process.send_signal(signal.SIGTERM)
-        return self.process.wait(timeout=30)
+        return self.process.wait(timeout=60)
 
     def wait_for_log(self, event: str, *, times: int = 1) -> None:
         """Block until the daemon has logged an event so many times."""
