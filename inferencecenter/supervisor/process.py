@@ -9,7 +9,7 @@ import signal
 import socket
 import sys
 import threading
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
@@ -137,7 +137,8 @@ class EngineProcess:
         """End the engine at once; ``because`` is a reason in words, for ``gone``."""
         self._killed, self._killed_because = True, because or self._killed_because
         if self._process.returncode is None:
-            os.kill(self._process.pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):  # it has ended, of which the event loop has not heard yet
+                os.kill(self._process.pid, signal.SIGKILL)
 
     async def suspend(self, *, deadline_s: float, park_all: bool = False) -> None:
         """Have the engine stop its turns and bring their KV to disk; wait until it has, at most ``deadline_s``.

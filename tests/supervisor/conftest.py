@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from typing import TYPE_CHECKING
 
@@ -27,4 +28,5 @@ async def stopped() -> AsyncIterator[None]:
     while Watched.left:
         supervisor = Watched.left.pop().supervisor
         with contextlib.suppress(Exception):  # what is wrong with it the test has said
-            await supervisor.stop(suspend_deadline_s=1.0, deadline_s=1.0)
+            async with asyncio.timeout(10):
+                await supervisor.stop(suspend_deadline_s=1.0, deadline_s=1.0)

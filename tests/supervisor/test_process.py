@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import os
+from typing import TYPE_CHECKING
 
 from structlog.testing import capture_logs
 
 from inferencecenter.ipc.messages import Configure, EngineOptions, FromEngine, Ready
 from inferencecenter.supervisor.process import Ended, EngineProcess
+
+if TYPE_CHECKING:
+    import pytest
 
 OPTIONS = EngineOptions(backend="echo", parent_pid=0)
 
@@ -17,11 +22,26 @@ async def test_its_last_words_say_how_it_ended() -> None:
     with capture_logs() as logs:
         process = await EngineProcess.spawn(OPTIONS, on_message=lambda _: None)
         process.send(Configure(OPTIONS))
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             ended = await process.gone()
     assert ended.detail.startswith("the engine ended with status ")
     assert ended.detail.endswith("a second Configure")
     assert [line["pid"] for line in logs if line["event"] == "engine_output"] == [process.pid]
+
+
+async def test_one_that_has_just_ended_can_be_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel knows of its end before the event loop does; nothing is wrong with that."""
+    kill = os.kill
+
+    def kill_at_once(pid: int, number: int) -> None:
+        kill(pid, number)
+        raise ProcessLookupError
+
+    process = await EngineProcess.spawn(OPTIONS, on_message=lambda _: None)
+    monkeypatch.setattr(os, "kill", kill_at_once)
+    process.kill(because="enough")
+    async with asyncio.timeout(60):
+        assert await process.gone() == Ended("enough", by_itself=False)
 
 
 async def test_it_ends_when_its_pipe_is_closed() -> None:
@@ -35,7 +55,7 @@ async def test_it_ends_when_its_pipe_is_closed() -> None:
             ready.set()
 
     process = await EngineProcess.spawn(OPTIONS, on_message=take)
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         await ready.wait()
         process.close()
         assert await process.gone() == Ended("the engine ended with status 0")
