@@ -78,7 +78,7 @@ BLOCKS = {
     "code": ("```python\n", *["for x in range(10):\n    print(x, x * x)  # a comment\n"] * 1000),
 }
 """Each of one block that never ends."""
-CHARS = 12_000
+CHARS = 20_000
 WORK = """async (texts) => {
   const main = document.querySelector("script[type=module]").src;
   const { Lexer } = await import(new URL("../vendor/marked.js", main));
@@ -116,7 +116,7 @@ WORK = """async (texts) => {
     return { updates, steps };
   });
 }"""
-MOST_READ = 12_000
+MOST_READ = 16_000
 MOST_MADE = 400
 
 

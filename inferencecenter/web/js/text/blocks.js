@@ -29,9 +29,10 @@ export class CodeBlock {
     this.text = "";
     this._named = named;
     this._coloured = 0;
-    this._nodes = 0;
+    this._tail = element("span", "");
     /** @type {any} */
     this._top = null;
+    this._code.append(this._tail);
     pre.append(this._code);
     this.element.append(head, pre);
     if (named) withColours(named, () => begin(this.painting()));
@@ -44,11 +45,13 @@ export class CodeBlock {
    */
   say(text) {
     if (text.startsWith(this.text)) {
-      if (text !== this.text) this._code.append(text.slice(this.text.length));
+      if (text !== this.text) this._tail.append(text.slice(this.text.length));
     } else {
-      if (!text.startsWith(this.text.slice(0, this._coloured))) [this._coloured, this._nodes, this._top] = [0, 0, null];
-      this._trim();
-      this._code.append(text.slice(this._coloured));
+      if (!text.startsWith(this.text.slice(0, this._coloured))) {
+        [this._coloured, this._top] = [0, null];
+        this._code.replaceChildren(this._tail);
+      }
+      this._tail.replaceChildren(text.slice(this._coloured));
     }
     this.text = text;
   }
@@ -66,20 +69,15 @@ export class CodeBlock {
       /** @type {ReturnType<typeof import("./highlight.js").painted> | undefined | ""} */
       const made = language && rest && colours?.painted(rest.slice(0, end || rest.length), language, this._top);
       if (!made) return;
-      this._trim();
-      this._code.append(made.fragment);
+      this._tail.replaceChildren(made.fragment);
       if (end === 0) return;
       this._coloured += end;
-      this._nodes = this._code.childNodes.length;
       this._top = made.top;
-      this._code.append(rest.slice(end));
+      this._tail = element("span", "");
+      this._tail.append(rest.slice(end));
+      this._code.append(this._tail);
       yield;
     }
-  }
-
-  /** Takes away what is not coloured for good. */
-  _trim() {
-    while (this._code.childNodes.length > this._nodes) this._code.lastChild?.remove();
   }
 }
 

@@ -116,8 +116,11 @@ export class MarkdownView {
   }
 }
 
-/** One of each, so that the first answer does not wait for all that is compiled when it is first used. */
-const SAMPLES = ["a\nb", "- a\n- b", "# a", "`a` **b** _c_ ~~d~~ [e](f) <b>", "> a", "| a |\n| - |\n| b |", "```\na\n```"];
+/** Some of each, so that the first answer does not wait for all that is compiled when it is first used. */
+const SAMPLES = [
+  "a\nb", "- a\n- b", "# a", "`a` **b** _c_ ~~d~~ <b>", "> a", "| a |\n| - |\n| b |", "```\na\n```",
+  "[Go](https://example.org) **on** and `on`, ".repeat(80),
+];
 
 /** @returns {Generator<void>} */
 function* warming() {
