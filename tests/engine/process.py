@@ -14,6 +14,7 @@ import msgspec
 from inferencecenter.ipc.messages import Configure, EngineOptions, LoadFailed, Log, Ready, Suspend, Suspended
 from inferencecenter.ipc.pulse import Pulse
 from tests.engine.harness import TIMEOUT_S, Front
+from tests.leftovers import leftovers
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -56,6 +57,21 @@ class Child:
     def wait(self) -> int:
         """Return the exit status."""
         return self.process.wait(TIMEOUT_S)
+
+
+def child_of(options: EngineOptions, *, pulse: bool = True) -> Child:
+    """Start a process that is gone after the test, whatever that leaves undone."""
+    child = Child(options, pulse=pulse)
+
+    def clean_up() -> None:
+        child.front.close()
+        child.process.kill()
+        child.process.wait()
+        if not child.pulse._page.closed:
+            child.pulse.close()
+
+    leftovers.callback(clean_up)
+    return child
 
 
 @contextmanager

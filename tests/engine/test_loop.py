@@ -32,7 +32,7 @@ from inferencecenter.ipc.messages import (
     unpack_tokens,
 )
 from tests.engine.harness import TIMEOUT_S, Engine, submit
-from tests.engine.process import Child
+from tests.engine.process import child_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -229,7 +229,7 @@ def test_hanging_up_ends_the_loop_during_a_turn() -> None:
 
 def test_the_process_serves_and_ends_with_its_pipe() -> None:
     """It says when it is ready, shrugs off signals meant for the front, answers, and ends when the front hangs up."""
-    child = Child(EngineOptions(backend="echo", parent_pid=os.getpid(), slots=2))
+    child = child_of(EngineOptions(backend="echo", parent_pid=os.getpid(), slots=2))
     child.front.read_until(lambda: any(isinstance(frame, Ready) for frame in child.front.frames))
     assert child.front.frames[0] == Loading(0.0)
     child.process.send_signal(signal.SIGINT)
@@ -262,7 +262,7 @@ def test_the_process_ends_with_its_pipe_when_its_main_thread_is_stuck() -> None:
 
 def test_the_process_says_why_it_cannot_load() -> None:
     """The failure carries code, message and hint, and the exit status is the error's."""
-    child = Child(EngineOptions(backend="abacus", parent_pid=os.getpid()))
+    child = child_of(EngineOptions(backend="abacus", parent_pid=os.getpid()))
     child.front.read_until(lambda: any(isinstance(frame, LoadFailed) for frame in child.front.frames))
     assert child.front.frames[-1] == LoadFailed(
         "invalid_config", "There is no backend 'abacus'.", "Choose llama or echo."
@@ -273,7 +273,7 @@ def test_the_process_says_why_it_cannot_load() -> None:
 
 def test_an_orphan_does_not_start() -> None:
     """When the parent is another than the one that made it, the process ends before it loads anything."""
-    child = Child(EngineOptions(backend="echo", parent_pid=1))
+    child = child_of(EngineOptions(backend="echo", parent_pid=1))
     assert child.wait() == os.EX_UNAVAILABLE
     child.front.close()
 

@@ -23,7 +23,7 @@ from inferencecenter.engine.scheduler.plan import (
 )
 from inferencecenter.ipc.messages import Abort, EngineOptions, Failed, Loading, pack_tokens
 from tests.engine.harness import TIMEOUT_S, Engine, submit
-from tests.engine.process import Child, demo_options, running
+from tests.engine.process import child_of, demo_options, running
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -103,7 +103,7 @@ def test_a_worker_that_hangs_is_no_progress() -> None:
 
 def test_the_names_outlive_the_process() -> None:
     """An engine that is killed in a step leaves the names of those whose step it was, and of nobody else."""
-    child = Child(EngineOptions(backend="echo", parent_pid=os.getpid(), slots=1, echo_delay_ms=60_000))
+    child = child_of(EngineOptions(backend="echo", parent_pid=os.getpid(), slots=1, echo_delay_ms=60_000))
     child.ready()
     child.front.send(submit("runs", "ab"), submit("waits", "ab"))
     until = time.monotonic() + TIMEOUT_S
@@ -135,7 +135,7 @@ def test_a_real_model_counts_its_loading_and_its_steps(demo_model_path: Path) ->
 
 def test_an_engine_without_a_page_works() -> None:
     """Whoever starts it may not care."""
-    child = Child(EngineOptions(backend="echo", parent_pid=os.getpid()), pulse=False)
+    child = child_of(EngineOptions(backend="echo", parent_pid=os.getpid()), pulse=False)
     child.ready()
     child.front.send(submit("t", "x"))
     assert child.front.finished("t").reason == "stop"
@@ -148,7 +148,7 @@ def test_an_engine_without_a_page_works() -> None:
 @pytest.mark.parametrize("adopt", ["some", "", "True"])
 def test_an_unknown_adoption_is_refused(adopt: str) -> None:
     """Before anything is loaded, with what may be chosen."""
-    child = Child(EngineOptions(backend="echo", parent_pid=os.getpid(), kv_adopt=adopt))
+    child = child_of(EngineOptions(backend="echo", parent_pid=os.getpid(), kv_adopt=adopt))
     assert child.wait() == 78
     child.front.read_until(lambda: len(child.front.frames) > 0)
     assert child.front.frames[0].hint == "Choose none, durable, all."  # type: ignore[union-attr]
