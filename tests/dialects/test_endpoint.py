@@ -148,7 +148,7 @@ async def test_requests_are_counted(server: Running) -> None:
 
 async def test_a_daemon_that_stops_lets_answers_end(serve: Serve) -> None:
     """A stream goes on to its end while the daemon drains, and nobody new comes in."""
-    async with serve(shutdown_timeout_s=5) as server, streamed(server, HI) as reader:
+    async with serve(shutdown_timeout_s=60) as server, streamed(server, HI) as reader:
         turn = await next_turn(server)
         server.engine.begin(turn)
         server.engine.say(turn, "Hel")

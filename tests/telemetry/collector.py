@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from opentelemetry.proto.common.v1.common_pb2 import AnyValue, KeyValue
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from tests.server.harness import Running
 
 PATH = "/v1/responses"
-PATIENCE_S = 10.0
+PATIENCE_S = 60.0
 
 
 def text_of(submitted: Submit) -> str:

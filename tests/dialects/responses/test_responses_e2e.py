@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.slow
 
-PATIENCE_S = 30.0
+PATIENCE_S = 60.0
 ENDS = ("response.completed", "response.incomplete", "response.failed", "error")
 WEATHER: Final[Any] = {
     "type": "function",

@@ -298,7 +298,7 @@ async def test_a_reader_that_stops_loses_its_socket(serve: Serve) -> None:
             await send(connection, input="Hello")
             (turn,) = await begun(server)
             name = (await hear(connection, "response.created"))["response"]["id"]
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(60):
                 while server.context.metrics.outbox_overflows.value == 0:
                     server.engine.say(turn, "x" * 4096)
                     await asyncio.sleep(0)
