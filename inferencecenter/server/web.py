@@ -30,15 +30,19 @@ _POLICY: Final = (
     "trusted-types dompurify",
 )
 _UNUSED: Final = ("camera", "display-capture", "geolocation", "microphone", "payment", "usb")
-HEADERS: Final = {
-    "content-security-policy": "; ".join(_POLICY),
-    "cross-origin-opener-policy": "same-origin",
+FILE_HEADERS: Final = {
     "cross-origin-resource-policy": "same-origin",
-    "permissions-policy": ", ".join(f"{feature}=()" for feature in _UNUSED),
     "referrer-policy": "no-referrer",
     "x-content-type-options": "nosniff",
 }
 """What every answer of the page carries."""
+HEADERS: Final = FILE_HEADERS | {
+    "content-security-policy": "; ".join(_POLICY),
+    "cross-origin-opener-policy": "same-origin",
+    "permissions-policy": ", ".join(f"{feature}=()" for feature in _UNUSED),
+}
+"""What those carry too that a browser may show as a document: all but scripts and styles, which are half a hundred."""
+_PARTS: Final = ("text/javascript", "text/css")
 _FOREVER: Final = "public, max-age=31536000, immutable"
 _LOOK_AGAIN: Final = "no-cache"
 
@@ -93,7 +97,8 @@ class WebPage:
 
 def _answer(request: Request, file: WebFile, *, caching: str) -> Response:
     variant = file.variant(request.headers.get("accept-encoding", ""))
-    headers = HEADERS | {"cache-control": caching, "etag": variant.etag, "vary": "accept, accept-encoding"}
+    safe = FILE_HEADERS if file.media_type.startswith(_PARTS) else HEADERS
+    headers = safe | {"cache-control": caching, "etag": variant.etag, "vary": "accept, accept-encoding"}
     if _has(variant.etag, request.headers.get("if-none-match", "")):
         return Response(status_code=304, headers=headers)
     if variant.encoding is not None:
