@@ -55,7 +55,7 @@ def run(connection: Connection, frame: Frame) -> None:
             )
         request = frame.parse()
         command = COMMANDS[frame.op]
-        _admit(connection, command)
+        _admit(connection, command, request)
         journal = connection.context.sessions.journal_of(request)
         answer = command.handler(connection, request)
     except InferenceCenterError as error:
@@ -69,7 +69,14 @@ def run(connection: Connection, frame: Frame) -> None:
             journal.release(lambda: connection.send(reply))
 
 
-def _admit(connection: Connection, command: Command) -> None:
+def _admit(connection: Connection, command: Command, request: Request) -> None:
+    if not connection.v1 and not request.dagger:
+        raise InferenceCenterError(
+            ErrorCode.UNKNOWN_OP,
+            "the first protocol has no such op",
+            field="op",
+            hint='Send {"op": "hello", "protocol": 1} before it, or choose the subprotocol inferencecenter.v1.',
+        )
     if command.scope is not None and command.scope not in connection.client.scopes:
         raise InferenceCenterError(
             ErrorCode.FORBIDDEN, f"this needs the scope {command.scope}", hint="Use a token of a client that has it."

@@ -177,8 +177,9 @@ async def test_an_old_socket_sees_only_what_it_knows(server: Running) -> None:
         session = await ask(socket, op="create_session")
         seen += [session, await ask(socket, op="create_session", params={"temp": 99})]
         sid = session["session_id"]
-        for op in ("ping", "status", "list_sessions"):
-            await socket.send(json.dumps({"op": op}))
+        for op in ("ping", "list_sessions"):
+            seen.append(await ask(socket, op=op))
+            assert "protocol" in seen[-1]["error"]
         await socket.send(json.dumps({"op": "infer", "session_id": sid, "prompt": "hi", "params": {"temp": 0.5}}))
         await server.engine.submitted.wait()
         (turn,) = server.engine.turns
@@ -192,14 +193,14 @@ async def test_an_old_socket_sees_only_what_it_knows(server: Running) -> None:
         seen += [await ask(socket, op="subscribe_metrics"), await ask(socket, op="unsubscribe_metrics")]
         seen += [await ask(socket, op="close_session", session_id=sid)]
     assert [frame["op"] for frame in seen] == [
-        "hello", "hello", "auth_success", "session_created", "session_error", "token", "end", "abort", "error",
-        "error", "metrics", "metrics_subscribed", "metrics_unsubscribed", "session_closed",
+        "hello", "hello", "auth_success", "session_created", "session_error", "error", "error", "token", "end",
+        "abort", "error", "error", "metrics", "metrics_subscribed", "metrics_unsubscribed", "session_closed",
     ]  # fmt: skip
     assert {frame["op"] for frame in seen} <= OLD_OPS
     newer = {"seq", "turn_id", "epoch", "code", "hint", "finish_reason", "usage", "protocol", "scopes", "engine"}
     assert not [frame for frame in seen if newer & set(frame)]
-    assert seen[5] == {"op": "token", "session_id": sid, "content": "a"}
-    assert set(seen[6]["stats"]) == {"ttft_ms", "total_ms", "tokens", "tps"}
+    assert seen[7] == {"op": "token", "session_id": sid, "content": "a"}
+    assert set(seen[8]["stats"]) == {"ttft_ms", "total_ms", "tokens", "tps"}
 
 
 async def test_an_old_socket_is_told_of_its_abort(server: Running) -> None:

@@ -560,7 +560,9 @@ async def test_a_kicked_client_is_asked_about_again(
         root = server.accounts.create_token("root").token
         async with (
             server.connect(additional_headers=pair) as socket,
-            server.connect(additional_headers={"Authorization": f"Bearer {root}"}) as admin,
+            server.connect(
+                additional_headers={"Authorization": f"Bearer {root}"}, subprotocols=["inferencecenter.v1"]
+            ) as admin,
         ):
             await hear(socket)
             await hear(admin)

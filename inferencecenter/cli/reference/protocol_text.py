@@ -19,7 +19,8 @@ Schema.
 - Every session event carries `session_id` and `seq`, a counter per session that starts at 1 and is never reused
   within an `epoch`. `epoch` names the incarnation of a session's history of events.
 - A socket that said `protocol: 1` in `hello` or `auth`, or chose the subprotocol `inferencecenter.v1`, is a v1
-  socket. Every other is an old socket: it is sent only ops and fields marked †.
+  socket. Every other is an old socket: it is sent only ops and fields marked †, and what it asks with another op
+  is refused.
 - Every event of a turn carries `turn_id`. A turn has exactly one last event: `end`, or `error` with its `turn_id`.
 - `queued` is always a turn's first event; position 0 runs at once.
 - A frame larger than `limits.max_frame_bytes` closes the socket with 1009. Binary frames are answered by an
