@@ -48,7 +48,7 @@ def test_a_turn_that_got_no_slot_in_time_fails() -> None:
     clock = StandingClock()
     engine = Engine(slots=1, queue_timeout_s=60, quantum_tokens=1_000_000, clock=clock)
     engine.tell(submit("runs", "ab", params=ENDLESS), submit("waits", "text"))
-    engine.front.read_until(lambda: bool(engine.front.text("runs")))
+    engine.front.read_until(lambda: bool(engine.front.text("runs")) and "waits" in engine.front.events)
     clock.now_s = 60.0
     engine.front.wait_for("waits")
     failure = engine.front.events["waits"][-1]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from inferencecenter.engine.timeline import MAX_STAGES, Timeline
-from inferencecenter.ipc.messages import Abort, Failed, Finished, Overflowed, Stage, Started, Step
+from inferencecenter.ipc.messages import Abort, Failed, Finished, Overflowed, Stage, Started
 from tests.engine.harness import Engine, StandingClock, submit
 
 if TYPE_CHECKING:
@@ -157,7 +157,7 @@ def test_a_turn_that_gets_no_slot_in_time_tells_that_it_waited(tmp_path: Path) -
     engine.front.send(submit("a", "one", params=ENDLESS))
     engine.front.read_until(lambda: "a" in engine.front.events and bool(engine.front.text("a")))
     engine.front.send(structs.replace(submit("b", "one"), traced=True))
-    engine.front.read_until(lambda: any(isinstance(frame, Step) and frame.waiting for frame in engine.front.frames))
+    engine.front.read_until(lambda: "b" in engine.front.events)
     clock.now_s = 60.0
     engine.front.wait_for("b")
     engine.front.send(Abort("a"))

@@ -36,6 +36,11 @@ CROWDED = {
     "INFERENCECENTER_ENGINE__TARGET_STEP_MS": "4",
 }
 """Few slots, short turns in them and short steps, so that prompts are read in pieces, and KV is moved all the time."""
+IN_NO_HURRY = {
+    "INFERENCECENTER_SERVER__SHUTDOWN_TIMEOUT_S": "0.2",
+    "INFERENCECENTER_ENGINE__ECHO_DELAY_MS": "20",
+}
+"""A daemon that stops before its turns are over, also where a slow disk holds back their first words."""
 LINE = "{} told me a long story about the sea, the wind and the old harbour where it all began. "
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from tests.e2e.harness import stopped, talk
 from tests.e2e.witness import Witness
-from tests.faults.harness import CROWDED, ECHO, LINE, site
+from tests.faults.harness import CROWDED, ECHO, IN_NO_HURRY, LINE, site
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -82,7 +82,7 @@ async def test_a_turn_is_aborted_as_its_engine_dies(echo: Site, lost: str) -> No
 async def test_a_turn_is_aborted_as_its_daemon_stops(echo: Site) -> None:
     """An abort that the engine had no time for holds in the next daemon: the turn does not go on, and says so."""
     echo.daemon.stop()
-    echo.start(INFERENCECENTER_SERVER__SHUTDOWN_TIMEOUT_S="0.2", INFERENCECENTER_ENGINE__HANG_TIMEOUT_S="60")
+    echo.start(**IN_NO_HURRY, INFERENCECENTER_ENGINE__HANG_TIMEOUT_S="60")  # type: ignore[arg-type]
     async with talk(echo.daemon) as client:
         witness = await Witness.open(client)
         await witness.infer(LINE * 10)
@@ -167,7 +167,7 @@ async def test_the_daemon_is_told_twice_to_stop(echo: Site) -> None:
 async def test_the_daemon_stops_while_its_engine_hangs(echo: Site) -> None:
     """It ends within its deadlines, without KV, and the turn goes on in the next one."""
     echo.daemon.stop()
-    echo.start(INFERENCECENTER_SERVER__SHUTDOWN_TIMEOUT_S="0.2", INFERENCECENTER_ENGINE__HANG_TIMEOUT_S="60")
+    echo.start(**IN_NO_HURRY, INFERENCECENTER_ENGINE__HANG_TIMEOUT_S="60")  # type: ignore[arg-type]
     async with talk(echo.daemon) as client:
         witness = await Witness.open(client)
         await witness.infer(LINE * 5)

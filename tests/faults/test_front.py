@@ -11,7 +11,7 @@ import pytest
 
 from tests.e2e.harness import talk
 from tests.e2e.witness import Witness
-from tests.faults.harness import LINE
+from tests.faults.harness import IN_NO_HURRY, LINE
 
 if TYPE_CHECKING:
     from tests.faults.harness import Site
@@ -54,10 +54,13 @@ COMMITS = [
     pytest.param("after-Said", 0, "nothing queued", id="with text that nobody has seen", marks=SLOW),
     pytest.param("before-Said", 100, "some", id="in the middle", marks=SLOW),
     pytest.param("after-Said", 100, "some", id="in the middle, with text that nobody has seen"),
-    pytest.param("before-Ended", 0, "some all", id="before the end is written down", marks=SLOW),
-    pytest.param("after-Ended", 0, "some all", id="before the end is told"),
+    pytest.param("before-Ended", 0, "queued some all", id="before the end is written down", marks=SLOW),
+    pytest.param("after-Ended", 0, "queued some all", id="before the end is told"),
 ]
-"""Where, how often that is passed before, and what may have been shown then: a commit takes what is there with it."""
+"""Where, how often that is passed before, and what may have been shown then: a commit takes what is there with it.
+
+On a slow disk that is the whole answer.
+"""
 
 
 def extent(witness: Witness) -> str:
@@ -178,7 +181,7 @@ async def test_it_is_stopped_in_the_middle(echo: Site) -> None:
     All was written down, so the epoch is the same, also if that is more than the socket was told.
     """
     echo.daemon.stop()
-    echo.start(INFERENCECENTER_SERVER__SHUTDOWN_TIMEOUT_S="0.2")
+    echo.start(**IN_NO_HURRY)  # type: ignore[arg-type]
     async with talk(echo.daemon) as client:
         witness = await Witness.open(client)
         await witness.infer(QUESTION)

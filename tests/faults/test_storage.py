@@ -14,7 +14,7 @@ import pytest
 
 from tests.e2e.harness import Talk, mounted, talk
 from tests.e2e.witness import Witness
-from tests.faults.harness import ECHO, LINE, logged, site
+from tests.faults.harness import ECHO, IN_NO_HURRY, LINE, logged, site
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -143,7 +143,7 @@ async def test_the_disk_is_full(apart: Site) -> None:
 async def test_it_is_stopped_while_the_disk_is_full(apart: Site) -> None:
     """It ends in time; what was never shown may be missing, what was shown is there when there is room again."""
     with mounted(apart.state_dir, "-o", "size=16m"):
-        apart.start(INFERENCECENTER_SERVER__SHUTDOWN_TIMEOUT_S="0.2")
+        apart.start(**IN_NO_HURRY)  # type: ignore[arg-type]
         async with talk(apart.daemon) as client:
             witness = await Witness.open(client)
             assert await witness.turn(SENTENCES[0]) == SENTENCES[0]
