@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.e2e.answers import Answer, answers_of, ask
-from tests.e2e.harness import Daemon, run_daemon, start_daemon, talk
+from tests.e2e.harness import Daemon, run_daemon, start_daemon, stopped, talk
 from tests.e2e.witness import Witness
 
 if TYPE_CHECKING:
@@ -159,6 +159,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory, demo_model_path: Path)
 
 
 LONG: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True, "max_tokens": 120, "n_probs": 2}
+LONGER = LONG | {"max_tokens": 600}
 
 
 async def alone(client: Talk, *prompts: str, **params: Any) -> list[Answer]:
@@ -205,7 +206,7 @@ def agrees(text: str, spelled: list[tuple[str, float]]) -> bool:
 async def spelled(client: Talk, prompt: str) -> list[tuple[str, float]]:
     """Answer a prompt with nobody in the way: each token's text, and how far it was above the next best."""
     begin = len(client.seen)
-    await ask(client, [await client.create()], [prompt], **LONG)
+    await ask(client, [await client.create()], [prompt], **LONGER)
     sampled = [each for message in client.seen[begin:] for each in message.get("logprobs", ())]
     return [(each["token"], each["top"][0]["logprob"] - each["top"][1]["logprob"]) for each in sampled]
 
@@ -219,11 +220,12 @@ async def test_the_daemon_is_gone_in_the_middle_of_an_answer(tmp_path: Path, dem
         async with talk(home.daemon) as client:
             expected = await spelled(client, "Count from 5 to 19.")
             witness = await Witness.open(client)
-            await witness.infer("Count from 5 to 19.", **{**LONG, "n_probs": 0})
+            await witness.infer("Count from 5 to 19.", **{**LONGER, "n_probs": 0})
             while len(witness.turns) < 1 or len(witness.text) < 60:
                 await client.receive()
-            (home.daemon.process.kill if stop == "kill" else home.daemon.process.terminate)()
-            await witness.drain()
+            with stopped(home.daemon.engine_pid()):  # so that the answer is not over before the daemon is gone
+                (home.daemon.process.kill if stop == "kill" else home.daemon.process.terminate)()
+                await witness.drain()
             home.daemon.process.wait()
             home.start()
         assert witness.last.end is None
