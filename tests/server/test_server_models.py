@@ -164,7 +164,7 @@ async def test_an_old_socket_hears_nothing_of_a_swap(server: Running) -> None:
     """None of the frames belongs to the first protocol, nor does what asks for it."""
     async with server.connect(additional_headers=OPERATOR) as old:
         await hear(old)
-        assert (await ask(old, op="load_model", name="phi"))["code"] == "unknown_op"
+        assert (await ask(old, op="load_model", name="phi"))["op"] == "error"
         assert server.engine.swaps == []
         server.engine.swapped("phi")
         server.engine.become(ready(state=EngineState.ASLEEP))
