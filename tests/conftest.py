@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,6 +19,10 @@ if TYPE_CHECKING:
 _MOST_WORKERS = 8
 for _name in ("COLUMNS", "LINES"):  # the size of no terminal, which readline leaves to processes that are started
     os.environ.pop(_name, None)
+
+# Daemons obey SIGHUP and programs SIGINT unless they were started to ignore them, as `nohup` and a shell's `&` do.
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Hypothesis would have each example end within 200 ms; no test asserts a time, since machines are busy with other work.
 settings.register_profile("untimed", deadline=None)
