@@ -107,16 +107,19 @@ def test_a_running_turn_is_aborted(engine: Engine) -> None:
     assert engine.front.finished("other").reason == "stop"
 
 
-def test_a_waiting_turn_is_aborted(engine: Engine) -> None:
+def test_a_waiting_turn_is_aborted() -> None:
     """It never ran, and ends with its prompt's length and no tokens."""
-    endless = [submit(name, "ab", params=b'{"ignore_eos":true}') for name in ("x", "y")]
-    engine.front.send(*endless, submit("waits", "text"))
+    engine = Engine(quantum_tokens=1_000_000)
+    engine.front.send(*(submit(name, "ab", params=b'{"ignore_eos":true}') for name in ("x", "y")))
+    engine.front.read_until(lambda: bool(engine.front.text("x") and engine.front.text("y")))
+    engine.front.send(submit("waits", "text"))
     engine.front.read_until(lambda: "waits" in engine.front.events)
     engine.front.send(Abort("waits"))
     end = engine.front.finished("waits")
     assert (end.reason, end.generated_tokens) == ("aborted", 0)
     engine.front.send(Release("x"), Abort("y"))
     assert engine.front.finished("x").reason == engine.front.finished("y").reason == "aborted"
+    engine.stop()
 
 
 @pytest.mark.parametrize("command", [Abort("t"), Release("s")])
@@ -205,7 +208,9 @@ def test_time_is_up_for_running_and_waiting_turns() -> None:
 
 def test_one_step_is_one_frame(engine: Engine) -> None:
     """Two turns that decode together send their tokens together, in slot order."""
-    engine.front.send(*(submit(name, "ab", params=b'{"ignore_eos":true}') for name in ("a", "b")))
+    engine.front.send(submit("a", "ab", params=b'{"ignore_eos":true}'))
+    engine.front.read_until(lambda: "a" in engine.front.events)  # it has the first slot
+    engine.front.send(submit("b", "ab", params=b'{"ignore_eos":true}'))
 
     def together() -> bool:
         steps = [frame.events for frame in engine.front.frames if isinstance(frame, Step)]

@@ -103,12 +103,9 @@ def test_a_worker_that_hangs_is_no_progress() -> None:
 
 def test_the_names_outlive_the_process() -> None:
     """An engine that is killed in a step leaves the names of those whose step it was, and of nobody else."""
-    options = EngineOptions(
-        backend="echo", parent_pid=os.getpid(), slots=1, echo_delay_ms=60_000, quantum_tokens=1_000_000
-    )
-    child = child_of(options)
+    child = child_of(EngineOptions(backend="echo", parent_pid=os.getpid(), slots=1, echo_delay_ms=60_000))
     child.ready()
-    child.front.send(submit("runs", "ab"), submit("waits", "ab"))
+    child.front.send(submit("runs", "ab", session="s"), submit("waits", "ab", session="s"))
     until = time.monotonic() + TIMEOUT_S
     while child.pulse.suspects != ("runs",) and time.monotonic() < until:
         os.sched_yield()
