@@ -47,8 +47,10 @@ def test_a_turn_that_got_no_slot_in_time_fails() -> None:
     """While another holds the only slot and nothing else happens; the one that runs is not meant."""
     clock = StandingClock()
     engine = Engine(slots=1, queue_timeout_s=60, quantum_tokens=1_000_000, clock=clock)
-    engine.tell(submit("runs", "ab", params=ENDLESS), submit("waits", "text"))
-    engine.front.read_until(lambda: bool(engine.front.text("runs")) and "waits" in engine.front.events)
+    engine.front.send(submit("runs", "ab", params=ENDLESS))
+    engine.front.read_until(lambda: bool(engine.front.text("runs")))
+    engine.front.send(submit("waits", "text"))
+    engine.front.read_until(lambda: "waits" in engine.front.events)
     clock.now_s = 60.0
     engine.front.wait_for("waits")
     failure = engine.front.events["waits"][-1]
