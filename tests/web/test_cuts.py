@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 from dataclasses import replace
@@ -18,7 +19,7 @@ from tests.web.wire import wire_to
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from playwright.async_api import Browser, Locator
+    from playwright.async_api import Browser, Locator, WebSocket
 
     from tests.e2e.harness import Daemon
 
@@ -66,14 +67,25 @@ async def test_a_network_that_is_gone_for_seconds(browser: Browser, echo: Daemon
 
 
 async def test_a_wire_that_is_cut_again_and_again(browser: Browser, echo: Daemon) -> None:
-    """No character is missing and none comes twice."""
+    """No character is missing and none comes twice: the page asks once, on each new wire, for what it missed."""
+    sent: list[list[str]] = []
+
+    def follow(socket: WebSocket) -> None:
+        frames: list[str] = []
+        sent.append(frames)
+        socket.on("framesent", lambda frame: frames.append(json.loads(frame)["op"]))
+
     async with wire_to(echo.port) as (wire, origin), signed_in(browser, echo, origin=origin) as visit:
         visit.expected = LOST
+        visit.page.on("websocket", follow)
         await visit.ask(QUESTION)
         for bottle in (3, 9, 20):
             await expect(visit.answers.first).to_contain_text(f"{bottle} bottles")
             wire.cut()
         await whole(await visit.answered())
+    asked = [frames.count("resume_session") for frames in sent]
+    assert asked[:2] == [1, 1]
+    assert max(asked) == 1
 
 
 async def test_a_browser_that_knows_it_is_offline(browser: Browser, echo: Daemon) -> None:

@@ -8,7 +8,7 @@ import { WireError } from "./errors.js";
  *
  * @typedef {object} Request
  * @property {{op: string, id: string}} frame
- * @property {boolean} sent
+ * @property {boolean} sent  Over the socket there is.
  * @property {(event: WireEvent) => boolean} isInterim  Whether a reply is not the last.
  * @property {(event: any) => void} resolve
  * @property {(error: WireError) => void} reject
@@ -46,21 +46,22 @@ export class Pending {
   }
 
   /**
-   * Sends all there are.
+   * Sends all that were not sent over this socket: some are, by those who saw that it is open.
    *
    * @param {(frame: {op: string, id: string}) => boolean} send
    */
   sendAll(send) {
-    for (const request of this._requests.values()) request.sent = send(request.frame);
+    for (const request of this._requests.values()) request.sent ||= send(request.frame);
   }
 
   /**
-   * Gives up what was sent and cannot be sent again: nobody knows whether it was done.
+   * Gives up what was sent and cannot be sent again: nobody knows whether it was done. The rest waits for a socket.
    *
    * @param {(op: string) => WireError} why
    */
   cut(why) {
     this._reject((request) => request.sent && !REPEATABLE.has(request.frame.op), why);
+    for (const request of this._requests.values()) request.sent = false;
   }
 
   /** @param {() => WireError} why */
