@@ -16,14 +16,13 @@ from inferencecenter.cli.stats_view import Glance, as_data, bar, line, screen, s
 from inferencecenter.protocol.events import Metrics, Thermal
 from inferencecenter.protocol.values import (
     ConnectedClient,
-    EnginePlan,
     EngineReadings,
     GpuReadings,
     InferenceReadings,
     ModelSummary,
     PlannedDevice,
-    PlannedHost,
 )
+from tests.plans import engine_plan
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -179,35 +178,13 @@ def test_the_plan_by_gpu_is_shown_to_those_who_may_see_it() -> None:
         PlannedDevice.model_validate(own | {"name": "GTX 1060", "layers": 14, "used_bytes": 2**30}),
         PlannedDevice.model_validate(own | {"name": "evil\x1b]0;", "layers": 3}),
     )
-    text = shown(glance(plan=plan(devices)))
+    text = shown(glance(plan=engine_plan(devices)))
     assert "plan       GTX 1060 · 14 of 29 layers · 2.0 GiB planned · 1.0 GiB taken" in text
     other = " " * 11 + "evil]0; · 3 of 29 layers · 2.0 GiB planned"
     assert other in [each.rstrip() for each in text.splitlines()]
-    assert "plan" not in shown(glance(plan=plan(())))
-    assert as_data(glance(plan=plan(devices)))["plan"]["devices"][0]["layers"] == 14
+    assert "plan" not in shown(glance(plan=engine_plan(())))
+    assert as_data(glance(plan=engine_plan(devices)))["plan"]["devices"][0]["layers"] == 14
     assert as_data(glance())["plan"] is None
-
-
-def plan(devices: tuple[PlannedDevice, ...]) -> EnginePlan:
-    """Return a plan for these GPUs."""
-    return EnginePlan(
-        fits=True,
-        layers=29,
-        n_gpu_layers=sum(each.layers for each in devices),
-        split_mode="none",
-        slots=8,
-        n_ctx=4096,
-        n_batch=2048,
-        n_ubatch=512,
-        kv_type_k="f16",
-        kv_type_v="f16",
-        flash_attention=True,
-        n_threads=4,
-        devices=devices,
-        host=PlannedHost(weight_bytes=1, kv_bytes=1, compute_bytes=1, expert_layers=0),
-        reasons=(),
-        advice=(),
-    )
 
 
 def test_names_cannot_move_the_cursor() -> None:

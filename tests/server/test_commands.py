@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any, get_args
 import pytest
 
 from inferencecenter.protocol.codec import REQUESTS
-from inferencecenter.protocol.values import EnginePlan, PlannedHost, PlanReason, StatusType
+from inferencecenter.protocol.values import PlanReason, StatusType
 from inferencecenter.server.commands import COMMANDS
+from tests.plans import engine_plan
 from tests.server.harness import Running, ask, hear
 
 if TYPE_CHECKING:
@@ -125,30 +126,13 @@ async def test_status_is_ones_own_share_or_the_whole(server: Running, kind: str)
 async def test_only_operators_are_told_the_plan(server: Running) -> None:
     """With the status of the model, of no other side; without a plan it is absent."""
     key = {"X-Client-ID": "desk", "X-API-Key": "desk-key"}
-    host = PlannedHost(weight_bytes=7, kv_bytes=1, compute_bytes=1, expert_layers=0)
     async with server.v1() as user, server.connect(additional_headers=key) as operator:
         await hear(user)
         await hear(operator)
         await ask(operator, op="hello", protocol=1)
         assert "plan" not in await ask(operator, op="status", type="model")
-        server.engine.plan = EnginePlan(
-            fits=True,
-            layers=2,
-            n_gpu_layers=0,
-            split_mode="none",
-            slots=4,
-            n_ctx=4096,
-            n_batch=2048,
-            n_ubatch=512,
-            kv_type_k="f16",
-            kv_type_v="f16",
-            flash_attention=False,
-            n_threads=1,
-            devices=(),
-            host=host,
-            reasons=(PlanReason(name="n_gpu_layers", value="0 of 2", why="there is no GPU", explicit=False),),
-            advice=(),
-        )
+        reason = PlanReason(name="n_gpu_layers", value="0 of 2", why="there is no GPU", explicit=False)
+        server.engine.plan = engine_plan(weight_bytes=7, reasons=(reason,))
         told = (await ask(operator, op="status", type="model"))["plan"]
         assert (told["host"]["weight_bytes"], told["reasons"][0]["why"]) == (7, "there is no GPU")
         assert "plan" not in await ask(operator, op="status", type="memory")
