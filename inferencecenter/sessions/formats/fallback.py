@@ -34,15 +34,27 @@ def as_text(messages: Sequence[ChatMessage], tools: Sequence[Tool], *, knows_sys
     message.
     """
     written: list[ChatMessage] = []
-    result_before = False
+    joined: list[str] = []  # what the message being put together consists of
     for message in messages:
         plain = _as_plain(message)
-        if result_before and plain.role == "user":
-            written[-1] = ChatMessage(role="user", content=f"{written[-1].content}\n{plain.content}")
+        if joined and plain.role != "user":
+            written.append(_of_user(joined))
+        if message.role == "tool" or (joined and plain.role == "user"):
+            joined.append(plain.content)
+            if message.role != "tool":
+                written.append(_of_user(joined))
         else:
             written.append(plain)
-        result_before = message.role == "tool"
+    if joined:
+        written.append(_of_user(joined))
     return _with_tools(written, tools, knows_system=knows_system) if tools else written
+
+
+def _of_user(texts: list[str]) -> ChatMessage:
+    """Return the message of these texts, which are taken out of the list."""
+    message = ChatMessage(role="user", content="\n".join(texts))
+    texts.clear()
+    return message
 
 
 def _as_plain(message: ChatMessage) -> ChatMessage:

@@ -79,9 +79,12 @@ def calls_grammar(style: Style, tools: Sequence[Tool], *, start: Start, demands:
     Calls end the answer: nothing follows them. Without ``several`` there is one at most.
 
     Raises:
-        InferenceCenterError: ``invalid_grammar`` for tools that are too long, and see the style's ``rules``.
+        InferenceCenterError: ``invalid_grammar`` for tools that are too long, ``invalid_request`` for schemas that are
+            nested too deep, and see the style's ``rules``.
     """
-    lark = Lark(start.control)
+    for tool in tools:
+        check_depth(tool.parameters, field="tools")
+    lark = Lark(start.control, max_chars=MAX_CALLS_CHARS)
     rules = style.rules(tools, lark)
     calls = lark.rule("calls", joined(rules.first, repeated(rules.next) if several else "", rules.end))
     if demands:
@@ -95,12 +98,6 @@ def calls_grammar(style: Style, tools: Sequence[Tool], *, start: Start, demands:
             lark.rule("FIRST", rf"TEXT & ~/(?s:\s*{escaped(start.thinking.opens)}.*)/")
             plain = _spoken(lark, style, calls, text="FIRST", start=start)
         _begin(lark, start, after=spoken, plain=plain)
-    if len(lark.text) > MAX_CALLS_CHARS:
-        raise InferenceCenterError(
-            ErrorCode.INVALID_GRAMMAR,
-            f"the grammar of the tools has {len(lark.text)} characters; {MAX_CALLS_CHARS} are allowed",
-            field="tools",
-        )
     return Grammar("lark", lark.text)
 
 

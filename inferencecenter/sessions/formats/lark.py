@@ -6,6 +6,8 @@ import json
 import re
 from typing import TYPE_CHECKING, Any, Final
 
+from inferencecenter.errors import ErrorCode, InferenceCenterError
+
 if TYPE_CHECKING:
     from collections.abc import Collection
 
@@ -19,11 +21,14 @@ class Lark:
 
     Args:
         control: Texts that are control tokens of the model; all others are spelled.
+        max_chars: Length that it may have; no rule is added after the one that exceeds it.
     """
 
-    def __init__(self, control: Collection[str]) -> None:
+    def __init__(self, control: Collection[str], *, max_chars: int | None = None) -> None:
         self._control = control
+        self._max_chars = max_chars
         self._rules: list[str] = []
+        self._n_chars = 0
 
     @property
     def text(self) -> str:
@@ -31,8 +36,21 @@ class Lark:
         return "\n".join(self._rules) + "\n"
 
     def rule(self, name: str, body: str) -> str:
-        """Add a rule and return its name."""
-        self._rules.append(f"{name}: {body}")
+        """Add a rule and return its name.
+
+        Raises:
+            InferenceCenterError: ``invalid_grammar`` for a grammar that is too long.
+        """
+        rule = f"{name}: {body}"
+        self._n_chars += len(rule) + 1
+        if self._max_chars is not None and self._n_chars > self._max_chars:
+            raise InferenceCenterError(
+                ErrorCode.INVALID_GRAMMAR,
+                f"the grammar of the tools has more than the {self._max_chars} characters that are allowed",
+                field="tools",
+                hint="Offer fewer tools, or schemas that refer to fewer definitions.",
+            )
+        self._rules.append(rule)
         return name
 
     def knows(self, text: str) -> bool:

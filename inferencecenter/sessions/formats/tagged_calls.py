@@ -7,6 +7,7 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
+from inferencecenter.sessions.formats.definitions import Definitions
 from inferencecenter.sessions.formats.json_text import quoted
 from inferencecenter.sessions.formats.lark import either, escaped, joined, optional, repeated, rule_name
 from inferencecenter.sessions.formats.style import CallRules
@@ -83,13 +84,14 @@ class TaggedCalls:
 def _call(index: int, tool: Tool, lark: Lark) -> str:
     schema = schema_of(tool)
     properties = _properties(tool)
-    required = schema.get("required")
+    required = _required(schema)
+    definitions = Definitions(schema)
     parameters = [
-        _parameter(rule_name(f"argument_{index}_{place}", f"{tool.name}_{key}"), key, subschema, schema, lark)
+        _parameter(rule_name(f"argument_{index}_{place}", f"{tool.name}_{key}"), key, subschema, definitions, lark)
         for place, (key, subschema) in enumerate(properties.items())
     ]
     wanted = [
-        parameter if isinstance(required, list) and key in required else optional(parameter)
+        parameter if key in required else optional(parameter)
         for key, parameter in zip(properties, parameters, strict=True)
     ]
     if not properties and schema.get("additionalProperties", True) is not False:
@@ -98,17 +100,22 @@ def _call(index: int, tool: Tool, lark: Lark) -> str:
     return joined(head, *wanted, lark.spelled(f"{_FUNCTION_ENDS}\n", _CLOSES))
 
 
-def _parameter(rule: str, key: str, subschema: Any, schema: Mapping[str, Any], lark: Lark) -> str:
-    head = f"{_PARAMETER}{key}>\n"
+def _parameter(rule: str, key: str, subschema: Any, definitions: Definitions, lark: Lark) -> str:
+    head = lark.spelled(f"{_PARAMETER}{key}>\n")
     ends = f"\n{_VALUE_ENDS}\n"
     choices = _texts(subschema)
     if choices:
-        return either(*(lark.spelled(head + choice + ends) for choice in choices))
+        return joined(head, either(*(lark.spelled(choice + ends) for choice in choices)))
     if _is_text(subschema):
-        return joined(lark.spelled(head), "open_text")
-    if isinstance(subschema, dict):  # what it refers to is beside it in the whole schema
-        subschema = {key: schema[key] for key in ("$defs", "definitions") if key in schema} | subschema
-    return joined(lark.spelled(head), lark.schema(rule, subschema), lark.spelled(ends))
+        return joined(head, "open_text")
+    if isinstance(subschema, dict):
+        subschema = definitions.beside(subschema)
+    return joined(head, lark.schema(rule, subschema), lark.spelled(ends))
+
+
+def _required(schema: Mapping[str, Any]) -> frozenset[str]:
+    required = schema.get("required")
+    return frozenset(key for key in required if isinstance(key, str)) if isinstance(required, list) else frozenset()
 
 
 def _properties(tool: Tool) -> Mapping[str, Any]:
