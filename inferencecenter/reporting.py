@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Protocol
 
@@ -153,11 +154,12 @@ class Reporter:
     # A sign of life.
 
     def _beat(self, notifier: Notifier, every_s: float) -> None:
+        # Before anything that may fail: a beat that does not come has the service manager kill the daemon.
+        self._timer = asyncio.get_running_loop().call_later(every_s, self._beat, notifier, every_s)
         if not self._engine_outlives_its_kill():
             notifier.send(WATCHDOG=1)
         if self._glance() != self._glanced:
             self._look()
-        self._timer = asyncio.get_running_loop().call_later(every_s, self._beat, notifier, every_s)
 
     def _engine_outlives_its_kill(self) -> bool:
         pid = self._engine.status.pid
@@ -182,7 +184,7 @@ class Reporter:
         self._changed = True
         if self._notifier is not None and not self._telling:
             self._telling = True
-            self._tasks.spawn(self._keep_telling(self._notifier), name="status")
+            self._tasks.keep_running(partial(self._keep_telling, self._notifier), name="status")
 
     async def _keep_telling(self, notifier: Notifier) -> None:
         """Tell how the daemon is, every few seconds for as long as that changes or turns run."""

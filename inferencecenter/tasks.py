@@ -1,14 +1,25 @@
-"""Owned asyncio tasks: the only place that creates one, so that none is lost and no failure goes unseen."""
+"""Owned asyncio tasks: the only place that creates one, so that none is lost and no failure goes unseen.
+
+A task that does one thing is spawned, and ends with it. A task that watches or serves for as long as its owner lives is
+kept running: an unexpected exception is logged and counted, and the work starts again after a back-off. So a fault that
+passes costs seconds, and one that stays is a line in the log every minute and a rising metric, never silence.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any
+from collections import Counter
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import structlog
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine
+    from collections.abc import Awaitable, Callable, Coroutine
+
+RESTART_MIN_S: Final = 1.0
+"""Wait before work that failed is started again; doubled by each failure in a row."""
+RESTART_MAX_S: Final = 60.0
+"""Longest such wait; work that ran for so long starts the count anew."""
 
 _log = structlog.get_logger(__name__)
 
@@ -16,8 +27,11 @@ _log = structlog.get_logger(__name__)
 class TaskGroup:
     """Tasks that belong to one owner and end with it.
 
-    A task that fails is logged at once with its name; ``cancel`` ends what still runs.
+    A task that fails is logged at once with its name, and counted in ``failures``; ``cancel`` ends what still runs.
     """
+
+    failures: ClassVar[Counter[str]] = Counter()
+    """Failures of tasks by their owner, of the whole process: like its log, it has no other place to go through."""
 
     def __init__(self, owner: str) -> None:
         self._owner = owner
@@ -33,6 +47,22 @@ class TaskGroup:
         task.add_done_callback(self._done)
         return task
 
+    def keep_running(
+        self,
+        work: Callable[[], Coroutine[Any, Any, None]],
+        *,
+        name: str,
+        pause: Callable[[float], Awaitable[object]] = asyncio.sleep,
+    ) -> asyncio.Task[None]:
+        """Start ``work`` as a task of this owner, and again whenever it fails, until it returns or is cancelled.
+
+        Args:
+            work: Called for each start; what it leaves behind when it fails, the next start has to cope with.
+            name: Of the task.
+            pause: Waits for seconds before the next start.
+        """
+        return self.spawn(self._restart(work, name=name, pause=pause), name=name)
+
     async def cancel(self) -> None:
         """Cancel every task of this owner and wait until all have ended."""
         current = asyncio.current_task()
@@ -41,7 +71,29 @@ class TaskGroup:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
+    async def _restart(
+        self,
+        work: Callable[[], Coroutine[Any, Any, None]],
+        *,
+        name: str,
+        pause: Callable[[float], Awaitable[object]],
+    ) -> None:
+        loop, delay_s = asyncio.get_running_loop(), RESTART_MIN_S
+        while True:
+            began_s = loop.time()
+            try:
+                return await work()
+            # The border of all long-lived work: whatever its fault is, the owner depends on it being done.
+            except Exception as error:  # noqa: BLE001
+                if loop.time() - began_s >= RESTART_MAX_S:
+                    delay_s = RESTART_MIN_S
+                self.failures[self._owner] += 1
+                _log.error("task_restarts", task=f"{self._owner}:{name}", delay_s=delay_s, exc_info=error)
+            await pause(delay_s)
+            delay_s = min(RESTART_MAX_S, 2 * delay_s)
+
     def _done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
+            self.failures[self._owner] += 1
             _log.error("task_failed", task=task.get_name(), exc_info=error)

@@ -8,8 +8,9 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, cast
 
 import pytest
+from structlog.testing import capture_logs
 
-from inferencecenter import reporting
+from inferencecenter import reporting, tasks
 from inferencecenter.hardware.nvml import NO_GPU, GpuReading
 from inferencecenter.ipc.port import EngineState, EngineStatus
 from inferencecenter.reporting import KILLED_ENGINE_S, Reporter, describe, kill_is_pending
@@ -172,6 +173,29 @@ async def test_a_reload_before_readiness_does_not_say_it(world: World) -> None:
     with reporter.reloading():
         assert world.heard.words[-1] == {"RELOADING": 1, "MONOTONIC_USEC": 0}
     assert world.heard.words[-1] == {"READY": 1}
+    await reporter.close()
+
+
+async def test_a_status_that_cannot_be_told_is_told_again(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reading that fails once is a line of the log, and the next change is told."""
+    monkeypatch.setattr(tasks, "RESTART_MIN_S", 0.0)
+    faults = iter([ValueError("a reading that was not expected")])
+    read = world.read_gpu
+
+    def fail_once() -> GpuReading:
+        for fault in faults:
+            raise fault
+        return read()
+
+    monkeypatch.setattr(world, "read_gpu", fail_once)
+    reporter = world.reporter()
+    reporter.begin()
+    with capture_logs() as logs:
+        world.become(READY)
+        await until(lambda: bool(logs) and not reporter._telling)
+    assert ("task_restarts", "reporter:status") in [(line["event"], line["task"]) for line in logs]
+    world.become(replace(READY, running=1))
+    await until(lambda: "1 turns running" in str(world.heard.all("STATUS")))
     await reporter.close()
 
 

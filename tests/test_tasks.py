@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from typing import TYPE_CHECKING
 
+import pytest
 from structlog.testing import capture_logs
 
-from inferencecenter.tasks import TaskGroup
+from inferencecenter.tasks import RESTART_MAX_S, RESTART_MIN_S, TaskGroup
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
 
 
 async def test_a_task_belongs_to_its_owner_until_it_ends() -> None:
@@ -88,3 +93,65 @@ async def test_cancellation_is_no_failure() -> None:
         await asyncio.sleep(0)
         await group.cancel()
     assert logs == []
+
+
+async def test_work_that_is_kept_running_starts_again_after_each_failure() -> None:
+    """Failures are logged and counted, the waits grow up to a limit, and what returns is not started again."""
+    group, starts, pauses_s = TaskGroup("keeper"), [], []
+    before = TaskGroup.failures["keeper"]
+
+    async def work() -> None:
+        starts.append(True)
+        if len(starts) <= 8:
+            raise ValueError("broken")
+
+    async def pause(seconds: float) -> None:
+        pauses_s.append(seconds)
+
+    with capture_logs() as logs:
+        await group.keep_running(work, name="watch", pause=pause)
+    assert len(starts) == 9
+    assert pauses_s == [min(RESTART_MAX_S, RESTART_MIN_S * 2**failures) for failures in range(8)]
+    assert TaskGroup.failures["keeper"] - before == 8
+    assert {(line["event"], line["task"]) for line in logs} == {("task_restarts", "keeper:watch")}
+
+
+async def test_work_that_is_kept_running_ends_with_its_owner() -> None:
+    """Cancelling ends it, in the work as in the wait before its next start."""
+    for failing in (False, True):
+        group, reached = TaskGroup("keeper"), asyncio.Event()
+
+        async def stay(reached: asyncio.Event = reached) -> None:
+            reached.set()
+            await asyncio.Event().wait()
+
+        async def work(*, failing: bool = failing, stay: Callable[[], Awaitable[None]] = stay) -> None:
+            if failing:
+                raise ValueError("broken")
+            await stay()
+
+        async def pause(_: float, stay: Callable[[], Awaitable[None]] = stay) -> None:
+            await stay()
+
+        task = group.keep_running(work, name="watch", pause=pause)
+        await asyncio.wait_for(reached.wait(), 60)
+        await group.cancel()
+        assert task.cancelled()
+
+
+async def test_work_that_ran_for_long_waits_shortly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A failure now and then is no row of failures."""
+    group, now = TaskGroup("keeper"), [0.0]
+    pauses_s: list[float] = []
+    monkeypatch.setattr(asyncio.get_running_loop(), "time", lambda: now[0])
+
+    async def work() -> None:
+        now[0] += RESTART_MAX_S
+        if len(pauses_s) < 3:
+            raise ValueError("broken")
+
+    async def pause(seconds: float) -> None:
+        pauses_s.append(seconds)
+
+    await group.keep_running(work, name="watch", pause=pause)
+    assert pauses_s == [RESTART_MIN_S] * 3

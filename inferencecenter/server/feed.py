@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Final, Protocol
 
 from inferencecenter.protocol.events import Metrics
@@ -68,7 +69,9 @@ class MetricsFeed:
         self._intervals_ms[sink] = interval_ms
         self._subscribers.setdefault(interval_ms, {})[sink] = None
         if interval_ms not in self._tickers:
-            self._tickers[interval_ms] = self._tasks.spawn(self._tick(interval_ms), name=f"every_{interval_ms}_ms")
+            self._tickers[interval_ms] = self._tasks.keep_running(
+                partial(self._tick, interval_ms), name=f"every_{interval_ms}_ms"
+            )
 
     def unsubscribe(self, sink: EventSink) -> None:
         """Send no more frames to ``sink``."""

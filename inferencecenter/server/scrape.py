@@ -10,6 +10,7 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, choose_encode
 from inferencecenter.hardware.nvml import SLOWDOWN_NAMES
 from inferencecenter.hardware.process_usage import read_usage
 from inferencecenter.ipc.port import EngineState
+from inferencecenter.tasks import TaskGroup
 from inferencecenter.telemetry.labels import label_text
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from inferencecenter.server.context import Context
     from inferencecenter.telemetry.engine_metrics import EngineMetrics
     from inferencecenter.telemetry.machine_metrics import MachineMetrics
+    from inferencecenter.telemetry.metrics import Metrics
 
 
 class Scrape:
@@ -38,12 +40,19 @@ class Scrape:
         engines = context.models.statuses
         metrics.sessions.set(context.sessions.totals().total_sessions)
         metrics.storage_failing.set(context.sessions.fault is not None)
+        show_task_failures(metrics)
         show_engines(metrics.engines, engines)
         show_processes(metrics.machine, engines)
         show_gpus(metrics.machine, gpus)
         encode, media_type = _encoder(accept)
         # On the event loop, where all of it is counted: a thread would only contend with it for the interpreter.
         return encode(metrics.registry), media_type
+
+
+def show_task_failures(metrics: Metrics) -> None:
+    """Bring up to date how often background work of this process has failed."""
+    for owner, failures in TaskGroup.failures.items():
+        metrics.task_failures.labels(label_text(owner)).value = failures
 
 
 def show_engines(metrics: EngineMetrics, engines: Mapping[str, EngineStatus]) -> None:

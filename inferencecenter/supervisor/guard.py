@@ -104,7 +104,7 @@ class ThermalGuard:
             self._tell_engines()
         ready = any(each.state is EngineState.READY for each in self._engines.statuses.values())
         if ready and self._watching is None:
-            self._watching = self._tasks.spawn(self._watch(), name="watch")
+            self._watching = self._tasks.keep_running(self._watch, name="watch", pause=self._sleep)
         elif not ready and self._watching is not None:
             self._watching.cancel()
             self._watching = None

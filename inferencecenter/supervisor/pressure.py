@@ -96,7 +96,7 @@ class MemoryGuard:
     def engine_changed(self, _status: EngineStatus) -> None:
         """Take note that the state of an engine has changed; to be subscribed at all of them."""
         if self._any_ready and self._watching is None:
-            self._watching = self._tasks.spawn(self._watch(), name="watch")
+            self._watching = self._tasks.keep_running(self._watch, name="watch", pause=self._sleep)
         elif not self._any_ready and self._watching is not None:
             self._watching.cancel()
             self._rest()
@@ -110,6 +110,8 @@ class MemoryGuard:
         return any(engine.status.state is EngineState.READY for engine in self._engines())
 
     async def _watch(self) -> None:
+        # After a failure nothing is known: memory that cannot be measured refuses no turn.
+        self._become(Pressure(), action=self._act(Pressure()))
         while self._any_ready:
             usages = await asyncio.to_thread(self._measure, [engine.status for engine in self._engines()])
             pressure = felt(self._pressure, usages, now=self._monotonic())

@@ -64,6 +64,12 @@ class Metrics:
         self._declare_sockets(registry)
         self._declare_turns(registry)
         self._clients = BoundedLabel(max_clients)
+        self.task_failures = Counts(
+            "inferencecenter_task_failures",
+            "Unexpected exceptions of background work, by the part of the daemon; what is to go on is started again.",
+            ["part"],
+            registry=registry,
+        )
         self.engines = EngineMetrics(registry)
         self.machine = MachineMetrics(registry)
         build = Gauge("inferencecenter_build_info", "1, with what runs.", ["version", "python"], registry=registry)

@@ -6,9 +6,11 @@ import asyncio
 from typing import TYPE_CHECKING
 
 from inferencecenter.hardware.nvml import GpuReading
+from inferencecenter.tasks import RESTART_MIN_S, TaskGroup
 from tests.server.harness import Running, ask, hear, ready
 
 if TYPE_CHECKING:
+    import pytest
     from websockets.asyncio.client import ClientConnection
 
     from tests.loop_clock import LoopClock
@@ -99,6 +101,36 @@ async def test_frames_come_only_while_subscribed(clock: LoopClock, server: Runni
         await asyncio.sleep(0)
         assert len(server.context.feed._tasks) == 0
         assert (await ask(socket, op="ping"))["op"] == "pong"
+
+
+async def test_a_reading_that_fails_does_not_end_the_frames(
+    clock: LoopClock, server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The failure is counted for operators, and the next frames come."""
+    read, faults = server.gpu.read, iter([ValueError("a reading that was not expected")])
+    failed = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def fail_once() -> GpuReading:
+        for fault in faults:
+            loop.call_soon_threadsafe(failed.set)
+            raise fault
+        return read()
+
+    monkeypatch.setattr(server.gpu, "read", fail_once)
+    before = TaskGroup.failures["metrics"]
+    async with server.v1() as socket:
+        await welcomed(socket)
+        await ask(socket, op="subscribe_metrics", interval_ms=3_600_000)
+        await clock.go_on(3600)
+        await asyncio.wait_for(failed.wait(), 60)
+        while TaskGroup.failures["metrics"] == before:  # noqa: ASYNC110 - a step of the loop, without any time
+            await asyncio.sleep(0)
+        await clock.go_on(RESTART_MIN_S)
+        await clock.go_on(3600)
+        assert (await hear(socket))["op"] == "metrics"
+    page = (await server.http("/metrics"))[2].decode()
+    assert f'inferencecenter_task_failures_total{{part="metrics"}} {before + 1:.1f}' in page
 
 
 async def test_subscribers_of_one_interval_share_a_reading(clock: LoopClock, server: Running) -> None:

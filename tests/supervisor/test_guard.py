@@ -18,6 +18,7 @@ from inferencecenter.ipc.port import EngineState, EngineStatus
 from inferencecenter.protocol.events import Thermal
 from inferencecenter.settings import GpuSettings
 from inferencecenter.supervisor.guard import BUSY_EVERY_S, IDLE_EVERY_S, ThermalGuard, describe, limit_for
+from inferencecenter.tasks import RESTART_MIN_S
 from inferencecenter.telemetry.metrics import Metrics
 from tests.supervisor.stub_engine import MODEL
 
@@ -43,6 +44,7 @@ class Bench:
     sleeps_s: list[float] = field(default_factory=list)
     looks: int = 0
     now: float = 0.0
+    fault: Exception | None = None
     metrics: Metrics = field(default_factory=Metrics)
     listeners: list[Callable[[str, EngineStatus], None]] = field(default_factory=list)
 
@@ -92,6 +94,8 @@ class Bench:
     def read(self) -> Gpus:
         """Count a look."""
         self.looks += 1
+        if self.fault is not None:
+            raise self.fault
         return self.gpus
 
     async def sleep(self, seconds: float) -> None:
@@ -129,6 +133,21 @@ async def bench() -> AsyncIterator[Bench]:
     await bench.looked()
     yield bench
     await bench.guard.close()
+
+
+async def test_a_reading_that_fails_does_not_end_the_watch(bench: Bench) -> None:
+    """What was told holds meanwhile, and it looks again after a wait."""
+    await bench.look(90.0, now=2.0)
+    assert bench.sent == [HOT]
+    bench.fault = ValueError("a reading that was not expected")
+    bench.wake.set()
+    with capture_logs() as logs:
+        await bench.looked()
+    assert [line["event"] for line in logs] == ["task_restarts"]
+    assert bench.sleeps_s[-1] == RESTART_MIN_S
+    bench.fault = None
+    await bench.look(50.0, now=100.0)
+    assert bench.sent == [HOT, WARM]
 
 
 async def test_while_all_is_cool_nobody_hears_of_it(bench: Bench) -> None:

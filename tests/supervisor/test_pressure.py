@@ -14,6 +14,7 @@ from inferencecenter.hardware.pressure import SETTLED_S, PressureState, Usage
 from inferencecenter.ipc.messages import KvLimit
 from inferencecenter.ipc.port import EngineState, EngineStatus
 from inferencecenter.supervisor.pressure import BUSY_EVERY_S, IDLE_EVERY_S, MemoryGuard, describe, kept_by
+from inferencecenter.tasks import RESTART_MIN_S
 from inferencecenter.telemetry.metrics import Metrics
 
 if TYPE_CHECKING:
@@ -49,6 +50,7 @@ class Bench:
     sleeps_s: list[float] = field(default_factory=list)
     looks: int = 0
     now: float = 0.0
+    fault: Exception | None = None
     metrics: Metrics = field(default_factory=Metrics)
 
     def __post_init__(self) -> None:
@@ -70,6 +72,8 @@ class Bench:
     def measure(self, engines: Sequence[EngineStatus]) -> list[Usage]:
         """Count a look, and say what the test has set."""
         self.looks += 1
+        if self.fault is not None:
+            raise self.fault
         gpu = Usage(name="GPU 0", used_bytes=self.gpu_used_mib * MIB, limit_bytes=LIMIT, calm_bytes=CALM)
         if self.used_mib is None:
             return [gpu]
@@ -200,6 +204,21 @@ async def test_a_full_gpu_refuses_turns_and_leaves_parked_kv_alone(bench: Bench)
     assert bench.engine.sent == []
     assert await bench.look(50, now=4.0, gpu_used_mib=90) is PressureState.SHEDDING
     assert not refused(bench.guard)
+
+
+async def test_a_measurement_that_fails_does_not_end_the_watch(bench: Bench) -> None:
+    """It is measured again after a wait; until then nothing is known, and no turn is refused for what was."""
+    bench.engine.become(parked_mib=10)
+    await bench.look(120, now=2.0)
+    bench.fault = ValueError("a line of /proc that was not expected")
+    bench.wake.set()
+    with capture_logs() as logs:
+        await bench.looked()
+    assert [line["event"] for line in logs] == ["task_restarts"]
+    assert bench.sleeps_s[-1] == RESTART_MIN_S
+    bench.fault = None
+    assert await bench.look(120, now=6.0) is PressureState.SHEDDING
+    assert bench.engine.sent == [KvLimit(0), KvLimit(None), KvLimit(0)]
 
 
 async def test_each_engine_keeps_the_same_part() -> None:
