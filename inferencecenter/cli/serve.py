@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
 
@@ -12,6 +12,7 @@ from rich.text import Text
 
 from inferencecenter.cli.options import ConfigOption, StateDirOption, given
 from inferencecenter.cli.output import stdout
+from inferencecenter.cli.reach import admin_token_file
 from inferencecenter.configuration import load_settings
 from inferencecenter.settings import ServerSettings
 from inferencecenter.telemetry import logs
@@ -82,14 +83,19 @@ def _model_option(model: str) -> dict[str, str]:
 
 
 def announce(announcement: Announcement, settings: Settings) -> None:
-    """Say where the daemon listens and, on the first run, the administrator's token, this once."""
-    token_file = settings.state_dir / "admin.token"
-    # Under systemd standard output ends in the journal, where a token has no place.
-    token = None if "JOURNAL_STREAM" in os.environ else announcement.admin_token
+    """Print where the daemon listens; on the first run also the administrator's token, to a terminal only.
+
+    Output that is redirected ends in a log file, the journal or a container's log: it gets the token's file instead.
+    """
+    token_file = admin_token_file(settings)
+    # Not the console's `is_terminal`, which FORCE_COLOR makes true for a pipe.
+    token = announcement.admin_token if sys.stdout.isatty() else None
     lines = [("Address  ", announcement.address), ("Model    ", announcement.model)]
-    if announcement.admin_token is not None:
-        lines += [("Token    ", token)] if token else []
+    if token is not None:
+        lines += [("Token    ", token)]
         lines += [("Token in ", f"{token_file} (shown once, kept hashed; this file is for the command line)")]
+    elif announcement.admin_token is not None:
+        lines += [("Token in ", str(token_file))]
     usual = settings.server.port == ServerSettings().port
     url = "" if usual else f" --url {announcement.address.replace('http', 'ws', 1)}"
     lines += [("Chat     ", f"inferencecenter chat{url}")]

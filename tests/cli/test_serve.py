@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import logging
+import sys
 from typing import TYPE_CHECKING
 
 import pytest
 import structlog
+from rich.text import Text
 
 from inferencecenter import daemon
+from inferencecenter.cli.output import stdout
 from inferencecenter.cli.serve import web_link
 from inferencecenter.daemon import Announcement
 from inferencecenter.errors import ErrorCode, InferenceCenterError
@@ -67,9 +70,16 @@ def test_options_reach_the_settings(cli: Cli, served: list[Settings], tmp_path: 
     assert settings.state_dir == tmp_path / "here"
 
 
+@pytest.fixture
+def on_terminal(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Return what makes standard output a terminal; to be called when the test runs, behind pytest's capturing."""
+    return lambda: monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+
+
 @pytest.mark.usefixtures("served")
-def test_the_token_is_shown_on_the_first_run_only(cli: Cli, state_dir: Path) -> None:
-    """Address and model are always told; the token once, with the file it is in."""
+def test_the_token_is_shown_on_the_first_run_only(cli: Cli, state_dir: Path, on_terminal: Callable[[], None]) -> None:
+    """A terminal is shown address and model each time; the token once, with the file it is in."""
+    on_terminal()
     first, second = cli.run("serve").out, cli.run("serve").out
     for text in (first, second):
         assert "http://127.0.0.1:1/" in text
@@ -80,11 +90,26 @@ def test_the_token_is_shown_on_the_first_run_only(cli: Cli, state_dir: Path) -> 
 
 
 @pytest.mark.usefixtures("served")
-def test_the_first_link_to_the_page_signs_in(cli: Cli) -> None:
+def test_the_first_link_to_the_page_signs_in(cli: Cli, on_terminal: Callable[[], None]) -> None:
     """The token is in its fragment, in one piece on a line of its own; later links have none."""
+    on_terminal()
     first, second = (cli.run("serve").out.splitlines()[-1] for _ in range(2))
     assert first == f"Web      http://127.0.0.1:1/#token={TOKEN}"
     assert second == "Web      http://127.0.0.1:1/"
+
+
+@pytest.mark.usefixtures("served")
+@pytest.mark.parametrize("forced", [False, True])
+def test_redirected_output_gets_no_token(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch, state_dir: Path, *, forced: bool
+) -> None:
+    """A file, a pipe or a container's log is told the token's file, also where colours are forced."""
+    if forced:
+        monkeypatch.setenv("FORCE_COLOR", "1")
+        monkeypatch.setattr(stdout, "_force_terminal", True)
+    text = cli.run("serve").out
+    assert TOKEN not in text
+    assert f"Token in {state_dir / 'admin.token'}" in (text if not forced else Text.from_ansi(text).plain)
 
 
 def test_without_the_page_no_link_is_shown(cli: Cli, served: list[Settings], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,15 +130,6 @@ def test_without_the_page_no_link_is_shown(cli: Cli, served: list[Settings], mon
 def test_a_link_leads_somewhere(address: str, link: str) -> None:
     """Nobody can open all addresses at once."""
     assert web_link(address, "t") == link
-
-
-@pytest.mark.usefixtures("served")
-def test_the_journal_gets_no_token(cli: Cli, monkeypatch: pytest.MonkeyPatch, state_dir: Path) -> None:
-    """Under systemd only the file with the token is named."""
-    monkeypatch.setenv("JOURNAL_STREAM", "8:1")
-    text = cli.run("serve").out
-    assert TOKEN not in text
-    assert str(state_dir / "admin.token") in text
 
 
 @pytest.mark.parametrize("option", [["--port", "70000"], ["--slots", "1000"], ["--log-level", "loud"]])
