@@ -49,6 +49,7 @@ from inferencecenter.supervisor.kv_places import remove_ram
 from inferencecenter.supervisor.memory_use import reader
 from inferencecenter.supervisor.pressure import MemoryGuard
 from inferencecenter.supervisor.process import EXIT_GRACE_S, STOP_DEADLINE_S, SUSPEND_DEADLINE_S
+from inferencecenter.telemetry.loop_monitor import LoopMonitor
 from inferencecenter.telemetry.metrics import Metrics
 from inferencecenter.telemetry.notify import Notifier
 from inferencecenter.telemetry.traces import open_traces
@@ -223,7 +224,9 @@ async def _run(settings: Settings, prepared: _Prepared, *, on_listening: Callabl
         drain=drain,
         tls=prepared.tls,
         refused=metrics.connection_refused,
+        connected=lambda: monitor.wake(),  # noqa: PLW0108 - it is made from the listener
     )
+    monitor = LoopMonitor(metrics.loop_lag_s, is_idle=lambda: listener.n_connections == 0)
 
     def purge(kind: PurgeKind, name: str) -> None:
         _log.info("purged", kind=kind, name=name, sessions=sessions.purge(kind, name))
@@ -251,6 +254,7 @@ async def _run(settings: Settings, prepared: _Prepared, *, on_listening: Callabl
         running.push_async_callback(memory.close)
         models.start()
         running.push_async_callback(models.stop)
+        await running.enter_async_context(monitor)
         on_listening()
         await listener.serve(prepared.sockets)
     if supervisor.load_failure is not None:

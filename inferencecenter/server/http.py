@@ -43,6 +43,7 @@ class Http(H11Protocol):
         crowd: All such connections.
         head_timeout_s: How long the head of a request may take.
         refused: Called with the HTTP status of each answer that is given here rather than by the application.
+        connected: Called when the connection was made.
     """
 
     def __init__(  # noqa: PLR0913 - uvicorn's own arguments, and after them ours by their names
@@ -55,10 +56,12 @@ class Http(H11Protocol):
         crowd: Crowd[Http],
         head_timeout_s: float,
         refused: Callable[[int], object],
+        connected: Callable[[], object],
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
         self.logger = _faults
         self._refused = refused
+        self._connected = connected
         self._crowd = crowd
         self._head_timeout_s = head_timeout_s
         self._head_timer: asyncio.TimerHandle | None = None
@@ -74,6 +77,7 @@ class Http(H11Protocol):
         """Take the connection in, if there is room."""
         self._raw = cast("asyncio.Transport", transport)
         super().connection_made(self._raw)
+        self._connected()
         bound_writes(self._raw)
         self.transport = cast("asyncio.Transport", _Closing(self._raw, self._close))
         if self._crowd.admit(self):

@@ -117,9 +117,10 @@ class Listener(uvicorn.Server):
         drain: Awaited when ``stop`` was called and nobody new is accepted: tells clients, and lets turns finish.
         tls: The side of TLS that listens; without it the port speaks plainly.
         refused: Called with the HTTP status when a connection is turned away unheard.
+        connected: Called when a connection was made.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - keyword-only
         self,
         app: ASGIApp,
         settings: ServerSettings,
@@ -127,9 +128,12 @@ class Listener(uvicorn.Server):
         drain: Callable[[], Awaitable[None]],
         tls: ssl.SSLContext | None = None,
         refused: Callable[[int], object] = _nobody,
+        connected: Callable[[], object] = lambda: None,
     ) -> None:
         self.crowd: Crowd[Http] = Crowd(settings.max_connections)
-        http = partial(Http, crowd=self.crowd, head_timeout_s=settings.head_timeout_s, refused=refused)
+        http = partial(
+            Http, crowd=self.crowd, head_timeout_s=settings.head_timeout_s, refused=refused, connected=connected
+        )
         super().__init__(
             uvicorn.Config(
                 app,
@@ -154,6 +158,11 @@ class Listener(uvicorn.Server):
         self.server_state = _State()
         self._drain = drain
         self._stopping = asyncio.Event()
+
+    @property
+    def n_connections(self) -> int:
+        """How many connections are open, of every kind."""
+        return len(self.server_state.connections)
 
     def stop(self) -> None:
         """Begin the end: ``serve`` returns when clients have been told and have gone, or their time is up."""

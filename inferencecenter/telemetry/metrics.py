@@ -15,6 +15,7 @@ from inferencecenter.errors import ErrorCode
 from inferencecenter.telemetry.engine_metrics import EngineMetrics
 from inferencecenter.telemetry.instruments import Counts, Histograms
 from inferencecenter.telemetry.labels import BoundedLabel, label_text
+from inferencecenter.telemetry.loop_monitor import BOUNDS_S
 from inferencecenter.telemetry.machine_metrics import MachineMetrics
 
 if TYPE_CHECKING:
@@ -72,6 +73,12 @@ class Metrics:
         )
         self.engines = EngineMetrics(registry)
         self.machine = MachineMetrics(registry)
+        self.loop_lag_s = Histograms(
+            "inferencecenter_loop_lag_seconds",
+            "What a callback waits for the front's event loop, measured every 50 ms while there are connections.",
+            bounds=BOUNDS_S,
+            registry=registry,
+        ).labels()
         build = Gauge("inferencecenter_build_info", "1, with what runs.", ["version", "python"], registry=registry)
         build.labels(__version__, platform.python_version()).set(1)
 

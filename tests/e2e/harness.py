@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 _LISTENING_PORTS = range(20_000, 32_768)  # the kernel takes those above for connections
 START_TIMEOUT_S = 60.0
 REPLY_TIMEOUT_S = 60.0
+LOOP_BOUND_MS = 250
+"""CPU time that the front's event loop may spend without coming back to its sockets."""
 
 Message = dict[str, Any]
 
@@ -126,6 +128,15 @@ class Daemon:
             assert time.monotonic() < deadline, f"not ready in time:\n{self.log.read_text()}"
             time.sleep(0.05)
 
+    def assert_loop_was_free(self) -> None:
+        """Fail where one step of the event loop took longer than ``LOOP_BOUND_MS`` of CPU time.
+
+        CPU time does not pass while the machine stalls or other processes have the processors.
+        """
+        lines = [json.loads(line) for line in self.log.read_text().splitlines() if '"loop_blocked"' in line]
+        blocked = [line for line in lines if line["cpu_ms"] >= LOOP_BOUND_MS]
+        assert not blocked, f"the event loop was blocked: {blocked}"
+
     def stop(self) -> int:
         """End the daemon as an operator would and return its exit code."""
         self.process.send_signal(signal.SIGTERM)
@@ -175,6 +186,7 @@ def run_daemon(state_dir: Path, model: Path | None, **settings: str) -> Iterator
     finally:
         if daemon.process.poll() is None:
             daemon.stop()
+    daemon.assert_loop_was_free()
 
 
 @contextlib.contextmanager

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import pytest
 
-from tests.e2e.harness import talk
+from tests.e2e.harness import Daemon, talk
 
 if TYPE_CHECKING:
-    from tests.e2e.harness import Daemon
+    from pathlib import Path
+    from subprocess import Popen
 
 QUESTION = "What can you tell me about rivers? " * 4
 
@@ -50,3 +51,14 @@ def test_promtool_has_nothing_to_say_against_the_page(daemon: Daemon) -> None:
     page = daemon.get("/metrics")[1]
     done = subprocess.run(["promtool", "check", "metrics"], input=page, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout + done.stderr) == (0, "")
+
+
+def test_a_daemon_whose_loop_was_blocked_fails_its_test(tmp_path: Path) -> None:
+    """The check at the end of each daemon can fail: on CPU time, and not on a stall of the machine."""
+    log = tmp_path / "daemon.log"
+    log.write_text('{"event": "loop_blocked", "lag_ms": 4000, "cpu_ms": 249}\n')
+    daemon = Daemon(process=cast("Popen[bytes]", None), port=0, state_dir=tmp_path, log=log)
+    daemon.assert_loop_was_free()
+    log.write_text('{"event": "loop_blocked", "lag_ms": 300, "cpu_ms": 250, "line": "server/hub.py:1 walk"}\n')
+    with pytest.raises(AssertionError, match=r"hub\.py"):
+        daemon.assert_loop_was_free()

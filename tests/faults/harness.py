@@ -101,6 +101,8 @@ def site(root: Path, model: Path, **settings: str) -> Iterator[Site]:
         yield found
     finally:
         found.close()
+    if hasattr(found, "daemon"):
+        found.daemon.assert_loop_was_free()
 
 
 def log_lines(daemon: Daemon) -> list[dict[str, Any]]:
