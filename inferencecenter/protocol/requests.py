@@ -92,7 +92,9 @@ class CreateSession(Request):
         ),
     )
     store: bool = Field(default=True, description="Whether the session may be written to disk.")
-    ttl_s: float | None = Field(default=None, gt=0, le=31_536_000, description="Idle seconds before it expires.")
+    ttl_s: float | None = Field(
+        default=None, gt=0, le=31_536_000, description="Idle seconds before it expires; less than 1 counts as 1."
+    )
     metadata: Metadata | None = Field(default=None, description="Up to 16 strings of your own, given back as they are.")
 
 

@@ -39,13 +39,23 @@ class Audience:
         journal: What makes events safe.
         replay: What keeps them.
         sink: Who listens at first.
+        moved: Called with the session's name, who listened before and who listens now, when that changes.
     """
 
-    def __init__(self, session_id: str, *, journal: Journal, replay: Replay, sink: EventSink | None) -> None:
+    def __init__(
+        self,
+        session_id: str,
+        *,
+        journal: Journal,
+        replay: Replay,
+        sink: EventSink | None,
+        moved: Callable[[str, EventSink | None, EventSink | None], None],
+    ) -> None:
         self._session_id = session_id
         self._journal = journal
         self._replay = replay
         self._sink = sink
+        self._moved = moved
         self._generation = 0
         self._folding: Timer | None = None
 
@@ -84,13 +94,15 @@ class Audience:
         self.rest()
         self._replay.unfold()
         before, self._sink = self._sink, sink
+        self._moved(self._session_id, before, sink)
         if before is not None and before is not sink:
             gone = events.SessionDetached(session_id=self._session_id, reason="resumed_elsewhere")
             self._journal.release(lambda: before.send(gone))
 
     def detach(self) -> None:
         """Send events to nobody."""
-        self._sink = None
+        before, self._sink = self._sink, None
+        self._moved(self._session_id, before, None)
 
     def missed(self, request: ResumeSession, *, epoch: str, seq: int) -> Missed:
         """Return what a client has missed whose position is that of ``request``, the session's being the others."""

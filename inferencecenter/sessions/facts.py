@@ -15,9 +15,10 @@ if TYPE_CHECKING:
     from inferencecenter.protocol.params import Params
     from inferencecenter.protocol.values import Mode, OnDisconnect, OnFull, Priority
     from inferencecenter.sessions.allowance import Allowance
+    from inferencecenter.sessions.client import EventSink
     from inferencecenter.sessions.journal import Journal
     from inferencecenter.sessions.models import Engines, Serving
-    from inferencecenter.sessions.totals import TokenMeter, TurnRecord
+    from inferencecenter.sessions.totals import BusyCount, TokenMeter, TurnRecord
     from inferencecenter.sessions.tracing import Tracer
 
 
@@ -35,6 +36,8 @@ class Surroundings:
     ``call_later`` arranges for a call after some seconds, ``admit`` raises while no turn may begin. ``allowance_of``
     tells by client and token what there may be of turns and tokens. Of its events a session keeps ``replay_bytes``,
     while it answers with nobody listening for ``detached_turn_s``. A stateless one is kept for ``stateless_ttl_s``.
+    ``busy`` counts sessions that answer. ``moved`` hears of each session, by name, whose events go to another socket,
+    with that of before and that of now.
     """
 
     engines: Engines
@@ -51,6 +54,8 @@ class Surroundings:
     eta_ms: Callable[[Serving, int], float | None]
     turn_ended: Callable[[TurnRecord], None]
     tracer: Tracer
+    busy: BusyCount
+    moved: Callable[[str, EventSink | None, EventSink | None], None]
     max_transcript_chars: int
     shared_prompts: frozenset[str]
     replay_bytes: int

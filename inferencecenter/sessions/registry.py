@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Final, Literal
 
 import structlog
 
-from inferencecenter.errors import ErrorCode, InferenceCenterError
 from inferencecenter.ipc.port import EngineState
 from inferencecenter.protocol import events, requests
 from inferencecenter.sessions.agreement import longest
@@ -24,11 +23,11 @@ from inferencecenter.sessions.ledger import Ledger
 from inferencecenter.sessions.models import Engines
 from inferencecenter.sessions.news import News
 from inferencecenter.sessions.opening import first_history, fork_facts, new_facts, restored
-from inferencecenter.sessions.roster import Roster
+from inferencecenter.sessions.roster import Roster, ttl_warnings
 from inferencecenter.sessions.session import Session
 from inferencecenter.sessions.states import SessionState
 from inferencecenter.sessions.submission import terms_of
-from inferencecenter.sessions.totals import Tally
+from inferencecenter.sessions.totals import BusyCount, Tally
 from inferencecenter.sessions.tracing import Untraced
 
 if TYPE_CHECKING:
@@ -129,7 +128,16 @@ class Sessions:
         self._journal: Journal = journal or Unwritten()
         self._random_bytes = random_bytes
         self._tally = Tally(observer)
+        self._busy = BusyCount()
         self._news = News()
+        self._roster = Roster(
+            max_sessions=max_sessions,
+            default_ttl_s=default_ttl_s,
+            retention_days=retention_days,
+            monotonic=monotonic,
+            call_later=call_later,
+            expire=self._expire,
+        )
         self._around = Surroundings(
             engines=Engines(engines, config_params=config_params),
             journal=self._journal,
@@ -145,18 +153,13 @@ class Sessions:
             eta_ms=self._eta_ms,
             turn_ended=self._tally.turn_ended,
             tracer=tracer or Untraced(),
+            busy=self._busy,
+            moved=self._roster.moved,
             max_transcript_chars=max_transcript_chars,
             shared_prompts=frozenset(shared_prompts),
             replay_bytes=replay_kib * 1024,
             detached_turn_s=detached_turn_s,
             stateless_ttl_s=stateless_ttl_s,
-        )
-        self._roster = Roster(
-            max_sessions=max_sessions,
-            default_ttl_s=default_ttl_s,
-            retention_days=retention_days,
-            call_later=call_later,
-            expire=self._expire,
         )
 
     @property
@@ -203,7 +206,7 @@ class Sessions:
 
     def live_sessions(self) -> tuple[str, ...]:
         """Return the names of all sessions."""
-        return tuple(session.facts.session_id for session in self._roster)
+        return self._roster.names
 
     def purge(self, kind: Literal["session", "client"], name: str) -> int:
         """End a session, or all sessions of a client, as if it had closed them; return how many there were."""
@@ -317,6 +320,7 @@ class Sessions:
         """
         session = self._roster.own(client, request.session_id)
         session.infer(request, terms_of(request, client, session.facts, note=note), sink)
+        self._roster.used(session)
 
     def abort(self, client: Client, request: requests.Abort) -> None:
         """Ask for the end of a session's running turn; its ``end`` answers the request.
@@ -357,15 +361,7 @@ class Sessions:
         Raises:
             InferenceCenterError: ``session_not_found`` when ``after`` names none of them.
         """
-        own = self._roster.of(client.client_id)
-        start = 0
-        if request.after is not None:
-            names = [session.facts.session_id for session in own]
-            if request.after not in names:
-                raise InferenceCenterError(ErrorCode.SESSION_NOT_FOUND)
-            start = names.index(request.after) + 1
-        page = own[start : start + request.limit]
-        more = len(own) > start + len(page)
+        page, more = self._roster.page(client.client_id, after=request.after, limit=request.limit)
         return events.Sessions(
             sessions=tuple(session.standing.summary() for session in page),
             next=page[-1].facts.session_id if more else None,
@@ -383,21 +379,18 @@ class Sessions:
 
     def detach(self, sink: EventSink) -> None:
         """Take note that a socket is gone: its sessions close, or go on without it if they were opened so."""
-        for session in self._roster:
-            if session.sink is sink:
-                session.detach()
-                if session.facts.on_disconnect == "close":
-                    self._close(session)
+        for session in self._roster.attached_to(sink):
+            session.detach()
+            if session.facts.on_disconnect == "close":
+                self._close(session)
 
     def count_of(self, client_id: str) -> tuple[int, int]:
         """Return how many sessions a client has open, and how many of them answer."""
-        own = self._roster.of(client_id)
-        return len(own), sum(session.state is SessionState.BUSY for session in own)
+        return self._roster.n_of(client_id), self._busy.of(client_id)
 
     def totals(self) -> Totals:
         """Return readings over all sessions."""
-        active = sum(session.state is SessionState.BUSY for session in self._roster)
-        return self._tally.totals(sessions=len(self._roster), active=active, now=self._around.monotonic())
+        return self._tally.totals(sessions=len(self._roster), active=self._busy.total, now=self._around.monotonic())
 
     def _open(self, client: Client, session: Session, *, parent: Session | None = None) -> events.SessionCreated:
         facts = session.facts
@@ -408,7 +401,7 @@ class Sessions:
             model=facts.model,
             n_ctx=facts.n_ctx,
             params=facts.params.model_dump(mode="json"),
-            warnings=facts.warnings(facts.params, chosen=facts.chosen),
+            warnings=(*facts.warnings(facts.params, chosen=facts.chosen), *ttl_warnings(facts.ttl_s)),
         )
         if (closing := self._roster.make_room(client, stateless=facts.stateless, keeping=parent)) is not None:
             self._close(closing)

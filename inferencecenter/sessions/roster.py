@@ -1,22 +1,30 @@
-"""Which sessions there are, whose they are, how many there may be, and when each expires."""
+"""Which sessions there are, whose they are, how many there may be, and when each expires.
+
+Sessions are indexed by name, client and socket, so that no operation walks over all of them: what one costs depends on
+the sessions of one client or one socket.
+"""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import TYPE_CHECKING, Final
+from itertools import chain, islice
+from typing import TYPE_CHECKING, Final, TypeVar
 
 from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.sessions.expiry import ExpiryQueue
 from inferencecenter.sessions.states import SessionState
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
-    from inferencecenter.sessions.client import Client
+    from inferencecenter.sessions.client import Client, EventSink
     from inferencecenter.sessions.facts import Timer
     from inferencecenter.sessions.session import Session
 
+MIN_TTL_S: Final = 1.0
+"""Seconds that a session is kept at least: a shorter ``ttl_s`` counts as this, however many clients set it."""
 _DAY_S: Final = 86_400.0
-_MAX_TIMER_S: Final = _DAY_S
+_Key = TypeVar("_Key", str, int)
 
 
 class Roster:
@@ -26,28 +34,35 @@ class Roster:
         max_sessions: Of all clients together.
         default_ttl_s: Idle seconds after which a session expires that sets no own; ``None`` for never.
         retention_days: Days after its last use at which a session is deleted, whatever it sets; ``None`` for never.
+        monotonic: Seconds that only rise.
         call_later: Arranges for a call after some seconds.
         expire: Called with a session whose time has come, and that is no longer here.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - keyword-only
         self,
         *,
         max_sessions: int,
         default_ttl_s: float | None,
         retention_days: float | None,
+        monotonic: Callable[[], float],
         call_later: Callable[[float, Callable[[], None]], Timer],
         expire: Callable[[Session], None],
     ) -> None:
         self._max_sessions = max_sessions
         self._default_ttl_s = default_ttl_s
         self._retention_days = retention_days
-        self._call_later = call_later
+        self._monotonic = monotonic
         self._expire = expire
         self._sessions: dict[str, Session] = {}
-        self._of_client: defaultdict[str, dict[str, Session]] = defaultdict(dict)
-        self._expiries: dict[str, Timer] = {}
-        self._own_retention_days: dict[str, float | None] = {}
+        self._stored_of: defaultdict[str, dict[str, Session]] = defaultdict(dict)
+        # Both in the order of their last use.
+        self._stateless: dict[str, Session] = {}
+        self._stateless_of: defaultdict[str, dict[str, Session]] = defaultdict(dict)
+        # By ``id``: a socket lives for as long as a session refers to it.
+        self._of_sink: defaultdict[int, dict[str, Session]] = defaultdict(dict)
+        self._expiries = ExpiryQueue(monotonic=monotonic, call_later=call_later, due=self._look)
+        self._own_retention_days: dict[str, float] = {}
 
     def __len__(self) -> int:
         return len(self._sessions)
@@ -55,21 +70,46 @@ class Roster:
     def __iter__(self) -> Iterator[Session]:
         return iter(tuple(self._sessions.values()))
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of all sessions."""
+        return tuple(self._sessions)
+
     def get(self, session_id: str) -> Session | None:
         """Return a session by its name, whoever has it."""
         return self._sessions.get(session_id)
 
     def of(self, client_id: str) -> list[Session]:
         """Return the sessions of a client, oldest first, without the stateless ones."""
-        return [session for session in self.all_of(client_id) if not session.facts.stateless]
+        return list(self._stored_of.get(client_id, {}).values())
 
     def stateless_of(self, client_id: str) -> list[Session]:
-        """Return the stateless sessions of a client, oldest first."""
-        return [session for session in self.all_of(client_id) if session.facts.stateless]
+        """Return the stateless sessions of a client, the one used longest ago first."""
+        return list(self._stateless_of.get(client_id, {}).values())
 
     def all_of(self, client_id: str) -> list[Session]:
-        """Return all sessions of a client, oldest first."""
-        return list(self._of_client.get(client_id, {}).values())
+        """Return all sessions of a client."""
+        return self.of(client_id) + self.stateless_of(client_id)
+
+    def page(self, client_id: str, *, after: str | None, limit: int) -> tuple[list[Session], bool]:
+        """Return up to ``limit`` of a client's sessions from behind ``after`` on, and whether there are more.
+
+        Raises:
+            InferenceCenterError: ``session_not_found`` when ``after`` names none of them.
+        """
+        own = self._stored_of.get(client_id, {})
+        if after is not None and after not in own:
+            raise InferenceCenterError(ErrorCode.SESSION_NOT_FOUND)
+        start = 0 if after is None else list(own).index(after) + 1
+        return list(islice(own.values(), start, start + limit)), len(own) > start + limit
+
+    def n_of(self, client_id: str) -> int:
+        """Return how many sessions a client has, without the stateless ones."""
+        return len(self._stored_of.get(client_id, {}))
+
+    def attached_to(self, sink: EventSink) -> list[Session]:
+        """Return the sessions whose events go to ``sink``."""
+        return list(self._of_sink.get(id(sink), {}).values())
 
     def own(self, client: Client, session_id: str) -> Session:
         """Return a client's own session.
@@ -77,8 +117,8 @@ class Roster:
         Raises:
             InferenceCenterError: ``session_not_found``, whether it is another's or there is none.
         """
-        session = self._of_client.get(client.client_id, {}).get(session_id)
-        if session is None:
+        session = self._sessions.get(session_id)
+        if session is None or session.facts.client_id != client.client_id:
             raise InferenceCenterError(ErrorCode.SESSION_NOT_FOUND)
         return session
 
@@ -97,14 +137,15 @@ class Roster:
         Raises:
             InferenceCenterError: ``session_limit``.
         """
-        own = self.stateless_of(client.client_id) if stateless else self.of(client.client_id)
-        everybodys = len(own) < client.max_sessions
+        n_own = len(self._stateless_of.get(client.client_id, {})) if stateless else self.n_of(client.client_id)
+        everybodys = n_own < client.max_sessions
         if everybodys and len(self._sessions) < self._max_sessions:
             return None
         spare = None
         if stateless or everybodys:
             spare = self._spare(client, everybodys=everybodys, keeping=keeping)
         if spare is None and not stateless:
+            own = self.of(client.client_id)
             spare = next((session for session in own if session.sink is None and _may_go(session, keeping)), None)
         if spare is not None:
             return spare
@@ -112,7 +153,7 @@ class Roster:
             ErrorCode.SESSION_LIMIT,
             f"all {self._max_sessions} sessions of this daemon are in use"
             if everybodys
-            else f"this client has {len(own)} sessions of {client.max_sessions}",
+            else f"this client has {n_own} sessions of {client.max_sessions}",
             hint="Try again later." if everybodys or stateless else "Close one of them: list_sessions shows them.",
         )
 
@@ -120,60 +161,95 @@ class Roster:
         """Take note of how long clients want their sessions kept, from now on; ``None`` is as the daemon says."""
         for client_id, days in own_days.items():
             if self._own_retention_days.get(client_id) != days:
-                self._own_retention_days[client_id] = days
+                # Most clients want what the daemon says: they take no room.
+                self._own_retention_days.pop(client_id, None)
+                if days is not None:
+                    self._own_retention_days[client_id] = days
                 for session in self.all_of(client_id):
                     self._watch(session)
 
     def add(self, session: Session) -> None:
         """Take in a session, whatever the limits."""
-        self._sessions[session.facts.session_id] = session
-        self._of_client[session.facts.client_id][session.facts.session_id] = session
+        name, facts = session.facts.session_id, session.facts
+        self._sessions[name] = session
+        if facts.stateless:
+            self._stateless[name] = self._stateless_of[facts.client_id][name] = session
+        else:
+            self._stored_of[facts.client_id][name] = session
+        if session.sink is not None:
+            self._of_sink[id(session.sink)][name] = session
         self._watch(session)
 
     def remove(self, session: Session) -> None:
         """Let a session go."""
-        facts = session.facts
-        del self._sessions[facts.session_id]
-        own = self._of_client[facts.client_id]
-        del own[facts.session_id]
-        if not own:
-            del self._of_client[facts.client_id]
-        self._unwatch(session)
+        name, facts = session.facts.session_id, session.facts
+        del self._sessions[name]
+        self._stateless.pop(name, None)
+        _drop(self._stateless_of if facts.stateless else self._stored_of, facts.client_id, name)
+        if session.sink is not None:
+            _drop(self._of_sink, id(session.sink), name)
+        self._expiries.discard(name)
+
+    def used(self, session: Session) -> None:
+        """Take note that a session is used now; the order in which stateless ones go depends on it."""
+        name, facts = session.facts.session_id, session.facts
+        if facts.stateless:
+            for held in (self._stateless, self._stateless_of[facts.client_id]):
+                held[name] = held.pop(name)
+
+    def moved(self, session_id: str, before: EventSink | None, after: EventSink | None) -> None:
+        """Take note that a session's events go to another socket, or to none; one that is not here does not matter."""
+        session = self._sessions.get(session_id)
+        if session is None or before is after:
+            return
+        if before is not None:
+            _drop(self._of_sink, id(before), session_id)
+        if after is not None:
+            self._of_sink[id(after)][session_id] = session
 
     def _spare(self, client: Client, *, everybodys: bool, keeping: Session | None) -> Session | None:
         """Return the stateless session that is missed least: of the client, or else of ``everybodys``."""
-        for sessions in (self.stateless_of(client.client_id), self if everybodys else ()):
-            spare = [each for each in sessions if each.facts.stateless and _may_go(each, keeping)]
-            if spare:
-                return max(spare, key=lambda session: session.idle_s)
-        return None
+        own: Iterable[Session] = self._stateless_of.get(client.client_id, {}).values()
+        others: Iterator[Session] = iter(self._stateless.values() if everybodys else ())
+        return next((session for session in chain(own, others) if _may_go(session, keeping)), None)
+
+    def _look(self, session_id: str) -> None:
+        self._watch(self._sessions[session_id])
 
     def _watch(self, session: Session) -> None:
         """Expire the session, or look again when it may be time: use does not move the timer, this does."""
-        self._unwatch(session)
         limit_s = self._idle_limit_s(session)
         if limit_s is None:
+            self._expiries.discard(session.facts.session_id)
             return
         left_s = limit_s - session.idle_s
         if left_s > 0:
-            delay_s = min(left_s, _MAX_TIMER_S)
-            self._expiries[session.facts.session_id] = self._call_later(delay_s, lambda: self._watch(session))
+            self._expiries.put(session.facts.session_id, self._monotonic() + left_s)
         else:
             self.remove(session)
             self._expire(session)
-
-    def _unwatch(self, session: Session) -> None:
-        if (expiry := self._expiries.pop(session.facts.session_id, None)) is not None:
-            expiry.cancel()
 
     def _idle_limit_s(self, session: Session) -> float | None:
         facts = session.facts
         own_days = self._own_retention_days.get(facts.client_id)
         days = self._retention_days if own_days is None else own_days
         ttl_s = self._default_ttl_s if facts.ttl_s is None else facts.ttl_s
-        limits_s = [ttl_s, None if days is None else days * _DAY_S]
-        return min((limit_s for limit_s in limits_s if limit_s is not None), default=None)
+        limits_s = [limit_s for limit_s in (ttl_s, None if days is None else days * _DAY_S) if limit_s is not None]
+        return max(MIN_TTL_S, min(limits_s)) if limits_s else None
+
+
+def ttl_warnings(ttl_s: float | None) -> tuple[str, ...]:
+    """Return a sentence for a ``ttl_s`` that counts as another."""
+    return () if ttl_s is None or ttl_s >= MIN_TTL_S else (f"ttl_s counts as {MIN_TTL_S:g}: it is shorter.",)
 
 
 def _may_go(session: Session, keeping: Session | None) -> bool:
     return session.state is SessionState.IDLE and session is not keeping
+
+
+def _drop(held: defaultdict[_Key, dict[str, Session]], key: _Key, name: str) -> None:
+    """Remove a session from one of the indices, and with the last one its entry."""
+    sessions = held.get(key, {})
+    sessions.pop(name, None)
+    if not sessions:
+        held.pop(key, None)

@@ -64,7 +64,7 @@ class Session:
         self.journal: Journal = around.journal if facts.store else Unwritten()
         self._around = around
         replay = Replay(around.replay_bytes, seq=seq)
-        self._audience = Audience(facts.session_id, journal=self.journal, replay=replay, sink=sink)
+        self._audience = Audience(facts.session_id, journal=self.journal, replay=replay, sink=sink, moved=around.moved)
         self._stream = EventStream(facts.session_id, journal=self.journal, audience=self._audience, seq=seq)
         self._state = SessionState.IDLE
         self._history = history
@@ -371,7 +371,10 @@ class Session:
         self._around.engines.release(self.facts.session_id)
 
     def _change(self, change: SessionChange) -> None:
-        self._state = SESSION.after(self._state, change)
+        before, self._state = self._state, SESSION.after(self._state, change)
+        busier = (self._state is SessionState.BUSY) - (before is SessionState.BUSY)
+        if busier:
+            self._around.busy.add(busier, client_id=self.facts.client_id, stateless=self.facts.stateless)
 
     def _touch(self) -> None:
         self._last_used = self._around.monotonic()

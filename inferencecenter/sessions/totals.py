@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass
 from typing import Final, Protocol
 
@@ -50,6 +50,27 @@ class Totals:
     last_ttft_ms: float
     total_tokens_generated: int
     tokens_per_s: float
+
+
+class BusyCount:
+    """Counts the sessions that answer, of all clients and of each; stateless ones are in the total only."""
+
+    def __init__(self) -> None:
+        self.total = 0
+        self._of_client: Counter[str] = Counter()
+
+    def of(self, client_id: str) -> int:
+        """Return how many sessions of a client answer."""
+        return self._of_client.get(client_id, 0)
+
+    def add(self, change: int, *, client_id: str, stateless: bool) -> None:
+        """Count ``change`` sessions more."""
+        self.total += change
+        if stateless:
+            return
+        self._of_client[client_id] += change
+        if not self._of_client[client_id]:
+            del self._of_client[client_id]
 
 
 class TokenMeter:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
 from inferencecenter.errors import ErrorCode, InferenceCenterError
@@ -13,6 +16,7 @@ from inferencecenter.protocol import requests
 from inferencecenter.protocol.params import decode, parse_params
 from inferencecenter.protocol.values import ChatMessage
 from inferencecenter.sessions.client import Client
+from inferencecenter.sessions.session import Session
 from tests.sessions.conftest import FakeSink, World, make_model
 
 if TYPE_CHECKING:
@@ -212,6 +216,132 @@ def test_a_closed_session_leaves_no_timer(world: World) -> None:
     session_id = world.create()
     world.sessions.close(world.client, requests.CloseSession(op="close_session", session_id=session_id))
     assert world.timers[-1].cancelled
+
+
+def test_a_tiny_ttl_counts_as_a_second(world: World) -> None:
+    """A ttl of a nanosecond sets no rate of timers: the session is looked at once a second while it answers."""
+    request = requests.CreateSession(op="create_session", ttl_s=1e-9)
+    created = world.sessions.create(world.client, request, world.sink)
+    assert any("ttl_s" in warning for warning in created.warnings)
+    world.infer(created.session_id)
+    for _ in range(3):
+        assert world.timers[-1].delay_s == 1.0
+        world.now += 1.0
+        world.fire()
+    assert world.get(created.session_id).state == "busy"
+    world.engine.answer("Hello")
+    world.now += 1.0
+    world.fire()
+    refused(ErrorCode.SESSION_NOT_FOUND, world.get, created.session_id)
+
+
+def test_many_sessions_expire_with_one_timer_in_batches(world: World) -> None:
+    """A thousand sessions that are due together take one timer and one hundred sessions of each turn of the loop."""
+    crowd = Client("crowd", 1000, "normal", frozenset({"user"}))
+    world.max_sessions = 1000
+    world.reopen()
+    for _ in range(1000):
+        world.create(crowd, ttl_s=10)
+    assert len(world.timers) == 1
+    world.now += 10
+    left = []
+    while world.sessions.totals().total_sessions:
+        world.fire()
+        left.append(world.sessions.totals().total_sessions)
+    assert left == list(range(900, -1, -100))
+    assert [timer.delay_s for timer in world.timers] == [10.0] + [0.0] * 9
+
+
+def test_a_lost_socket_costs_its_own_sessions(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Detaching a socket, counting and totals look at no session of another socket."""
+    crowd, other = Client("crowd", 300, "normal", frozenset({"user"})), FakeSink()
+    world.max_sessions = 400
+    world.reopen()
+    for _ in range(300):
+        world.sessions.create(crowd, requests.CreateSession(op="create_session"), other)
+    mine = [world.create() for _ in range(2)]
+    world.infer(mine[0])
+    looked = _looks(monkeypatch)
+    world.sessions.detach(world.sink)
+    assert world.sessions.totals().active_generations == 1
+    assert world.sessions.count_of("ada") == (2, 1)
+    assert world.sessions.count_of("crowd") == (300, 0)
+    assert looked <= set(mine)
+
+
+def test_where_all_is_full_a_stateless_session_is_found_without_a_walk(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The stateless session used longest ago goes, and no other is looked at."""
+    others = [Client(f"other-{n}", 1, "normal", frozenset({"user"})) for n in range(200)]
+    world.max_sessions = 200
+    world.reopen()
+    request = requests.CreateSession(op="create_session")
+    made = [world.sessions.create(each, request, world.sink, stateless=True).session_id for each in others]
+    asked = requests.Infer(op="infer", session_id=made[0], prompt="Hi")
+    world.sessions.infer(others[0], asked, world.sink)
+    world.engine.answer("Hello")
+    looked = _looks(monkeypatch)
+    world.create()
+    assert world.engine.released == [made[1]]
+    assert made[1] in looked
+    assert not looked & {made[0], *made[2:]}
+
+
+def _looks(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """The names of the sessions that are looked at from now on."""
+    looked: set[str] = set()
+
+    def watched(getter: Callable[[Session], Any]) -> property:
+        def get(session: Session) -> Any:
+            looked.add(session.facts.session_id)
+            return getter(session)
+
+        return property(get)
+
+    for name in ("sink", "state", "idle_s"):
+        monkeypatch.setattr(Session, name, watched(vars(Session)[name].fget))
+    return looked
+
+
+_STEPS = st.lists(
+    st.tuples(st.sampled_from(["create", "resume", "detach", "close", "infer", "answer"]), st.integers(0, 5)),
+    max_size=40,
+)
+
+
+@given(steps=_STEPS)
+def test_the_indices_say_what_a_walk_would_say(steps: list[tuple[str, int]]) -> None:
+    """Whatever clients do, the sessions of each socket and the number that answer are those that a walk finds."""
+    world = World()
+    sinks = [FakeSink() for _ in range(3)]
+    names: list[str] = []
+    for step, n in steps:
+        _one_step(world, step, names, n=n, sink=sinks[n % 3])
+        found = [session for name in names if (session := world.sessions._roster.get(name)) is not None]
+        for sink in sinks:
+            attached = {session.facts.session_id for session in world.sessions._roster.attached_to(sink)}
+            assert attached == {session.facts.session_id for session in found if session.sink is sink}
+        assert world.sessions.totals().active_generations == sum(session.state == "busy" for session in found)
+
+
+def _one_step(world: World, step: str, names: list[str], *, n: int, sink: FakeSink) -> None:
+    name = names[n % len(names)] if names else "s_none"
+    with contextlib.suppress(InferenceCenterError, IndexError, KeyError):
+        match step:
+            case "create":
+                request = requests.CreateSession(op="create_session", on_disconnect="close" if n % 2 else "detach")
+                names.append(world.sessions.create(world.client, request, sink).session_id)
+            case "resume":
+                world.resume(name, sink)
+            case "detach":
+                world.sessions.detach(sink)
+            case "close":
+                world.close(name)
+            case "infer":
+                world.sessions.infer(world.client, requests.Infer(op="infer", session_id=name, prompt="Hi"), sink)
+            case "answer":
+                world.engine.answer("Hello")
 
 
 def test_lists_come_in_pages_oldest_first(world: World) -> None:

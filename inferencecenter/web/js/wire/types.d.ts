@@ -498,7 +498,7 @@ export interface CreateSessionRequest {
   on_disconnect?: "detach" | "close" | null;
   /** Whether the session may be written to disk. */
   store?: boolean;
-  /** Idle seconds before it expires. */
+  /** Idle seconds before it expires; less than 1 counts as 1. */
   ttl_s?: number | null;
   /** Up to 16 strings of your own, given back as they are. */
   metadata?: Record<string, string> | null;
