@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 MAX_UNREAD_BYTES: Final = 2 * MAX_FRAME_BYTES
 """What may wait for an engine that does not read, before it counts as lost."""
+WINDOW_BYTES: Final = 8 * 2**20
+"""What may wait before turns are held back. With one more frame it is far below what an engine is lost for."""
 
 
 class Channel(asyncio.Protocol):
@@ -22,22 +24,48 @@ class Channel(asyncio.Protocol):
 
     Args:
         on_message: Called on the event loop with each message, in order; must not raise.
-        max_unread_bytes: What may wait to be read by the other end before the channel gives up.
+        on_drain: Called on the event loop when there is room again; must not raise.
+        window_bytes: What may wait to be read by the other end before there is no room.
+        max_unread_bytes: What may wait before the channel gives up.
     """
 
-    def __init__(self, on_message: Callable[[FromEngine], None], *, max_unread_bytes: int = MAX_UNREAD_BYTES) -> None:
+    def __init__(
+        self,
+        on_message: Callable[[FromEngine], None],
+        *,
+        on_drain: Callable[[], None] = lambda: None,
+        window_bytes: int = WINDOW_BYTES,
+        max_unread_bytes: int = MAX_UNREAD_BYTES,
+    ) -> None:
         self._on_message = on_message
+        self._on_drain = on_drain
+        self._window_bytes = window_bytes
         self._max_unread_bytes = max_unread_bytes
+        self._has_room = True
         self._decoder = from_engine_decoder()
         self._transport: asyncio.Transport | None = None
         self._fault = ""
         self._lost = asyncio.Event()
 
     @classmethod
-    async def open(cls, sock: socket.socket, on_message: Callable[[FromEngine], None]) -> Channel:
+    async def open(
+        cls,
+        sock: socket.socket,
+        on_message: Callable[[FromEngine], None],
+        *,
+        on_drain: Callable[[], None] = lambda: None,
+        window_bytes: int = WINDOW_BYTES,
+    ) -> Channel:
         """Return a channel over a connected Unix socket, which it takes over."""
-        _, channel = await asyncio.get_running_loop().create_unix_connection(lambda: cls(on_message), sock=sock)
+        _, channel = await asyncio.get_running_loop().create_unix_connection(
+            lambda: cls(on_message, on_drain=on_drain, window_bytes=window_bytes), sock=sock
+        )
         return channel
+
+    @property
+    def has_room(self) -> bool:
+        """Whether what waits to be read is within the window; ``on_drain`` is called when it is again."""
+        return self._has_room
 
     def send(self, message: ToEngine) -> None:
         """Send a message; nothing happens when the channel is lost already.
@@ -71,6 +99,16 @@ class Channel(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Take over the transport."""
         self._transport = cast("asyncio.Transport", transport)
+        self._transport.set_write_buffer_limits(high=self._window_bytes)
+
+    def pause_writing(self) -> None:
+        """Take note that more than the window waits to be read."""
+        self._has_room = False
+
+    def resume_writing(self) -> None:
+        """Tell that a good part of the window has been read."""
+        self._has_room = True
+        self._on_drain()
 
     def data_received(self, data: bytes) -> None:
         """Pass on the messages that are complete."""

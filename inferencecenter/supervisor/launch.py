@@ -17,7 +17,12 @@ if TYPE_CHECKING:
 
 
 async def launch(
-    options: EngineOptions, *, is_first: bool, on_message: Callable[[FromEngine], None], lock_path: Path | None
+    options: EngineOptions,
+    *,
+    is_first: bool,
+    on_message: Callable[[FromEngine], None],
+    on_drain: Callable[[], None],
+    lock_path: Path | None,
 ) -> EngineProcess:
     """Start an engine that holds the lock at ``lock_path``, if there is one, and takes over what was parked.
 
@@ -30,8 +35,8 @@ async def launch(
     """
     options = msgspec.structs.replace(options, kv_adopt="durable" if is_first else "all")
     if lock_path is None:
-        return await EngineProcess.spawn(options, on_message=on_message)
+        return await EngineProcess.spawn(options, on_message=on_message, on_drain=on_drain)
     async with engine_lock(lock_path) as fd:
-        process = await EngineProcess.spawn(options, on_message=on_message, keep_open=(fd,))
+        process = await EngineProcess.spawn(options, on_message=on_message, on_drain=on_drain, keep_open=(fd,))
         record_holder(fd, process.pid)
         return process

@@ -83,9 +83,19 @@ class EngineProcess:
         """The engine's progress: another number than before means that it does something."""
         return self._pulse.beats if self._pulse else 0
 
+    @property
+    def has_room(self) -> bool:
+        """Whether the engine has read most of what it was sent, so that more work may be sent."""
+        return self._channel.has_room
+
     @classmethod
     async def spawn(
-        cls, options: EngineOptions, *, on_message: Callable[[FromEngine], None], keep_open: Sequence[int] = ()
+        cls,
+        options: EngineOptions,
+        *,
+        on_message: Callable[[FromEngine], None],
+        on_drain: Callable[[], None] = lambda: None,
+        keep_open: Sequence[int] = (),
     ) -> EngineProcess:
         """Start an engine.
 
@@ -94,6 +104,7 @@ class EngineProcess:
         Args:
             options: Sent as the first frame, with this process as the parent and a new pulse.
             on_message: Called on the event loop with whatever the engine says.
+            on_drain: Called on the event loop when ``has_room`` is so again.
             keep_open: File descriptors that stay open in the engine.
 
         Raises:
@@ -101,7 +112,7 @@ class EngineProcess:
         """
         assert threading.current_thread() is threading.main_thread(), "PR_SET_PDEATHSIG watches the spawning thread"
         ours, theirs = socket.socketpair()
-        channel = await Channel.open(ours, on_message)
+        channel = await Channel.open(ours, on_message, on_drain=on_drain)
         with theirs, ExitStack() as undone:
             undone.callback(channel.abort)
             pulse = Pulse.create()

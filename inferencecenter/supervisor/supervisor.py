@@ -39,7 +39,7 @@ from inferencecenter.supervisor.restarts import RestartBudget
 from inferencecenter.supervisor.sleep import Sleep
 from inferencecenter.supervisor.states import ENGINE, EngineChange
 from inferencecenter.supervisor.turns import Turns
-from inferencecenter.supervisor.watch import HangWatch, call_later
+from inferencecenter.supervisor.watch import HangWatch, call_later, call_soon
 from inferencecenter.supervisor.wish import Wish
 from inferencecenter.tasks import TaskGroup
 
@@ -122,7 +122,7 @@ class Supervisor:
         self._monotonic = monotonic
         self._tasks = TaskGroup("supervisor")
         self._listeners = Listeners()
-        self._turns = Turns()
+        self._turns = Turns(call_soon=call_soon, changed=self._watch)
         self._lookups = Lookups(call_later=call_later)
         self._wish = Wish(has_turns=lambda: len(self._turns) + len(self._lookups) > 0, admit=admit)
         self._hang_watch = HangWatch(
@@ -383,7 +383,11 @@ class Supervisor:
         self._is_planned = False
         try:
             process = await launch(
-                self._options, is_first=self._model is None, on_message=self._on_message, lock_path=self._lock_path
+                self._options,
+                is_first=self._model is None,
+                on_message=self._on_message,
+                on_drain=self._turns.go_on,
+                lock_path=self._lock_path,
             )
         except (OSError, OrphanError) as error:
             return Ended(f"the engine cannot be started: {error}")
@@ -472,7 +476,7 @@ class Supervisor:
         self._change(EngineChange.LOADED)
         if self._live_sessions is not None:
             self._process.send(Keep(tuple(self._live_sessions())))
-        self._turns.connect(self._process.send)
+        self._turns.connect(self._process)
         self._lookups.connect(self._process.send)
         self._watch()
 

@@ -1,8 +1,14 @@
-"""The turns that have not ended, and which of them the engine has."""
+"""The turns that have not ended, and which of them the engine has.
+
+A new engine may be met by a thousand turns that wait. Each is rendered when it is handed over, and may be megabytes
+long. So they are handed over one in a turn of the event loop, which serves everybody else in between, and only while
+what the engine has not read yet is within the channel's window: it goes on when that has drained. A turn that cannot be
+submitted ends by itself in its own turn of the loop, so that any number of them in a row is no recursion.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Protocol
 
 import structlog
 
@@ -23,6 +29,17 @@ _LAST: Final = (Finished, Failed, Overflowed, Withdrawn)
 _log = structlog.get_logger(__name__)
 
 
+class EngineLink(Protocol):
+    """An engine, as far as turns are given to it."""
+
+    @property
+    def has_room(self) -> bool:
+        """Whether it may be sent another turn now."""
+
+    def send(self, message: ToEngine) -> None:
+        """Send a message; raises ``FrameError`` where it is too large."""
+
+
 class Turns:
     """Keeps turns in the order of their submission and gives them to one engine after the other.
 
@@ -30,16 +47,25 @@ class Turns:
     each time an engine takes the turn. While a suspect is tried alone, all others wait here. One that was cleared and
     has to make room for the next suspect *leaves*: it is aborted in the engine without hearing of it, and what the
     engine still says of it is dropped, to be generated again.
+
+    Args:
+        call_soon: Arranges for a call in the next turn of the event loop.
+        changed: Called when the engine was given a turn that waited.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, call_soon: Callable[[Callable[[], None]], None], changed: Callable[[], None]) -> None:
+        self._call_soon = call_soon
+        self._changed = changed
         self._turns: dict[str, EngineTurn] = {}
+        # Those that no engine has, in the order of their submission.
+        self._waiting: dict[str, None] = {}
         self._given: set[str] = set()
         self._aborted: set[str] = set()
         self._leaving: set[str] = set()
         self._suspects = Suspects()
         self._held = False
-        self._send: Callable[[ToEngine], None] | None = None
+        self._engine: EngineLink | None = None
+        self._handing_over = False
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({len(self._turns)}, given={len(self._given)}, {self._suspects!r})"
@@ -50,7 +76,7 @@ class Turns:
     @property
     def n_waiting(self) -> int:
         """Turns that no engine has."""
-        return len(self._turns) - len(self._given)
+        return len(self._waiting)
 
     @property
     def engine_is_busy(self) -> bool:
@@ -63,16 +89,17 @@ class Turns:
         Raises:
             InferenceCenterError: ``prompt_too_long``, or what the turn says; it is not kept.
         """
-        if self._may_run(turn.turn_id):
-            self._give(turn)
+        if self._engine is not None and self._engine.has_room and self._may_run(turn.turn_id):
+            self._give(turn, self._engine)
             return True
         self._turns[turn.turn_id] = turn
+        self._waiting[turn.turn_id] = None
         return False
 
-    def connect(self, send: Callable[[ToEngine], None]) -> None:
-        """Give the turns to a new engine, which hears by ``send``."""
-        self._send, self._held = send, False
-        self._go_on()
+    def connect(self, engine: EngineLink) -> None:
+        """Give the turns to a new engine, one after the other."""
+        self._engine, self._held = engine, False
+        self.go_on()
 
     def hold(self) -> None:
         """Give the engine no more turns; those that it has go on."""
@@ -80,10 +107,11 @@ class Turns:
 
     def recall(self, *, begun: bool) -> list[EngineTurn]:
         """Give back the turns that no engine has, those with tokens only if ``begun``; they are not kept any more."""
-        waiting = [turn for turn_id, turn in self._turns.items() if turn_id not in self._given]
+        waiting = [self._turns[turn_id] for turn_id in self._waiting]
         recalled = [turn for turn in waiting if begun or not turn.n_tokens]
         for turn in recalled:
             del self._turns[turn.turn_id]
+            del self._waiting[turn.turn_id]
             self._suspects.forget(turn.turn_id)
         return recalled
 
@@ -93,7 +121,7 @@ class Turns:
         if turn_id in self._leaving:
             if is_last:
                 self._leaving.discard(turn_id)
-                self._go_on()
+                self.go_on()
             return
         if turn_id not in self._given:
             return
@@ -104,13 +132,13 @@ class Turns:
         _tell(turn, event)
         if isinstance(event, Delta) and self._suspects and self._suspects.clears(turn_id, turn.n_tokens):
             _log.info("turn_cleared", turn=turn_id)
-            self._go_on()
+            self.go_on()
 
     def abort(self, turn_id: str) -> None:
         """Have a turn end: by the engine if that has it, else at once."""
-        if turn_id in self._given and self._send is not None:
+        if turn_id in self._given and self._engine is not None:
             self._aborted.add(turn_id)
-            self._send(Abort(turn_id))
+            self._engine.send(Abort(turn_id))
         else:
             self._end(Withdrawn(turn_id))
 
@@ -126,8 +154,9 @@ class Turns:
             for turn_id in (ended.suspects if ended else ())
             if turn_id in self._turns and (turn_id in was_given or turn_id in self._leaving)
         }
-        self._send, self._held, self._given, self._aborted = None, False, set(), set()
+        self._engine, self._held, self._given, self._aborted = None, False, set(), set()
         self._leaving.clear()
+        self._waiting = dict.fromkeys(self._turns)
         culprit = self._suspects.lost(suspects, from_outside=ended is not None and ended.from_outside)
         for turn_id in [turn_id for turn_id in self._turns if turn_id in was_given]:
             if turn_id == culprit:
@@ -145,62 +174,73 @@ class Turns:
         for turn_id in list(self._turns):
             self._end(_failed(turn_id, error))
 
-    def _may_run(self, turn_id: str) -> bool:
-        if self._send is None or self._held or turn_id in self._leaving:
-            return False
-        on_trial = self._suspects.on_trial
-        return on_trial is None or (on_trial == turn_id and not self.engine_is_busy)
-
-    def _give(self, turn: EngineTurn) -> None:
-        assert self._send is not None, "there is an engine"
-        submission = turn.submission()
-        try:
-            self._send(submission)
-        except FrameError as error:
-            raise InferenceCenterError(ErrorCode.PROMPT_TOO_LONG, str(error)) from error
-        self._turns[turn.turn_id] = turn
-        self._given.add(turn.turn_id)
-
-    def _go_on(self) -> None:
-        """Make room for the suspect that is to run alone, and give the engine all that it may have."""
-        if self._send is None:
+    def go_on(self) -> None:
+        """Make room for the suspect that is to run alone, and have the engine given all that it may have."""
+        if self._engine is None:
             return
         if (on_trial := self._suspects.on_trial) is not None:
             for turn_id in self._given - self._aborted - {on_trial}:
                 self._given.discard(turn_id)
                 self._leaving.add(turn_id)
-                self._send(Abort(turn_id))
+                self._engine.send(Abort(turn_id))
                 self._interrupt(turn_id)
-        if not self.n_waiting:
-            return
-        for turn in [turn for turn_id, turn in self._turns.items() if turn_id not in self._given]:
-            # What ends in this loop may give or end others.
-            turn_id = turn.turn_id
-            if turn_id in self._turns and turn_id not in self._given and self._may_run(turn_id):
-                self._give_again(turn)
+            self._waiting = {turn_id: None for turn_id in self._turns if turn_id not in self._given}
+        if self._waiting and not self._handing_over:
+            self._handing_over = True
+            self._call_soon(self._hand_over)
 
-    def _give_again(self, turn: EngineTurn) -> None:
-        """Give a turn that waited; what keeps it from running is its end."""
+    def _hand_over(self) -> None:
+        """Give the engine one of the turns that wait, if it may have one, and arrange for the next."""
+        self._handing_over = False
+        if self._engine is None or (turn := self._next()) is None:
+            return
         try:
-            self._give(turn)
+            self._give(turn, self._engine)
         except InferenceCenterError as error:
             self._end(_failed(turn.turn_id, error))
         # The border between the turns: a fault in what one of them has left to do must not reach the others.
         except Exception:  # noqa: BLE001
             _log.exception("turn_not_submitted", turn=turn.turn_id)
             self._end(_failed(turn.turn_id, InferenceCenterError(ErrorCode.INTERNAL)))
+        self.go_on()
+        self._changed()
+
+    def _next(self) -> EngineTurn | None:
+        """Return the turn that waits longest of those that may run now."""
+        if self._engine is None or not self._engine.has_room or self._held:
+            return None
+        on_trial = self._suspects.on_trial
+        names = self._waiting if on_trial is None else self._waiting.keys() & {on_trial}
+        return next((self._turns[turn_id] for turn_id in names if self._may_run(turn_id)), None)
+
+    def _may_run(self, turn_id: str) -> bool:
+        if self._held or turn_id in self._leaving:
+            return False
+        on_trial = self._suspects.on_trial
+        return on_trial is None or (on_trial == turn_id and not self.engine_is_busy)
+
+    def _give(self, turn: EngineTurn, engine: EngineLink) -> None:
+        submission = turn.submission()
+        try:
+            engine.send(submission)
+        except FrameError as error:
+            raise InferenceCenterError(ErrorCode.PROMPT_TOO_LONG, str(error)) from error
+        self._turns[turn.turn_id] = turn
+        self._waiting.pop(turn.turn_id, None)
+        self._given.add(turn.turn_id)
 
     def _end(self, event: TurnEvent) -> None:
         """Tell a turn its last event; one that overflowed may have been submitted again when this returns."""
         turn_id = event.turn_id
         if (turn := self._turns.pop(turn_id, None)) is None:
             return
+        self._waiting.pop(turn_id, None)
         self._given.discard(turn_id)
         self._aborted.discard(turn_id)
         _tell(turn, event)
         if turn_id not in self._turns:
             self._suspects.forget(turn_id)
-        self._go_on()
+        self.go_on()
 
     def _interrupt(self, turn_id: str) -> None:
         if (turn := self._turns.get(turn_id)) is None:

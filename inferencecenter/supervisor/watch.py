@@ -24,6 +24,11 @@ def call_later(delay_s: float, call: Callable[[], None]) -> Timer:
     return asyncio.get_running_loop().call_later(delay_s, call)
 
 
+def call_soon(call: Callable[[], None]) -> None:
+    """Arrange for a call in the next turn of the running event loop."""
+    asyncio.get_running_loop().call_soon(call)
+
+
 class HangWatch:
     """Looks at a number now and then, for as long as it is told to, and says when it has stopped changing.
 

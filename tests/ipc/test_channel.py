@@ -83,6 +83,29 @@ async def test_garbage_ends_the_channel(end: End) -> None:
     assert end.received == []
 
 
+async def test_there_is_room_until_the_other_end_falls_behind() -> None:
+    """A window's worth may wait; when it has been read there is room again, of which the owner hears."""
+    ours, theirs = socket.socketpair()
+    theirs.setblocking(False)
+    drained = asyncio.Event()
+    channel = await Channel.open(ours, lambda _: None, on_drain=drained.set, window_bytes=100_000)
+    sent = 0
+    while channel.has_room:
+        channel.send(Release("s" * 1000))
+        sent += 1
+    assert not drained.is_set()
+    decoder, received = to_engine_decoder(), 0
+    loop = asyncio.get_running_loop()
+    async with asyncio.timeout(60):
+        while received < sent:
+            received += len(decoder.feed(await loop.sock_recv(theirs, 2**20)))
+        await drained.wait()
+    assert channel.has_room
+    channel.abort()
+    await channel.lost()
+    theirs.close()
+
+
 async def test_an_engine_that_does_not_read_counts_as_lost() -> None:
     """What waits for it is bounded."""
     ours, theirs = socket.socketpair()

@@ -11,6 +11,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.ipc.channel import MAX_UNREAD_BYTES
 from inferencecenter.ipc.messages import Delta, Failed, Submit, Withdrawn
 from inferencecenter.ipc.port import EngineState, EngineStatus
 from inferencecenter.supervisor import process
@@ -238,6 +239,22 @@ async def test_an_engine_that_floods_its_pipe(monkeypatch: pytest.MonkeyPatch) -
     assert failed.code == ErrorCode.ENGINE_CRASHED
     await end_of(fine)
     assert fine.text == answer(40)
+    await watched.supervisor.stop()
+
+
+async def test_an_engine_is_not_drowned_by_the_turns_that_wait_for_it() -> None:
+    """More than may be left unread waits for it, and it is given all of that, as it reads, without being lost."""
+    watched = Watched(max_queue=1000)
+    large = bytes(2**20)
+    turns = [Heard(order(f"t{number}", tokens=large)) for number in range(2 * MAX_UNREAD_BYTES // len(large))]
+    for turn in turns:
+        watched.supervisor.submit(turn)
+    watched.supervisor.start()
+    for turn in turns:
+        await asyncio.wait_for(turn.ended.wait(), TIMEOUT_S)
+    assert {end.code for turn in turns for end in turn.terminal if isinstance(end, Failed)} == {"prompt_too_long"}
+    assert [turn.submissions for turn in turns] == [1] * len(turns)
+    assert watched.supervisor.status.restarts == 0
     await watched.supervisor.stop()
 
 

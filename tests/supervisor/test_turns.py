@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import strategies as st
@@ -28,6 +30,9 @@ from inferencecenter.supervisor.process import Ended
 from inferencecenter.supervisor.suspects import PROVEN_TOKENS
 from inferencecenter.supervisor.turns import Turns
 from tests.supervisor.harness import Heard, order
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 def finished(turn_id: str, reason: str = "stop") -> Finished:
@@ -56,8 +61,9 @@ class Engine:
     has: dict[str, int] = field(default_factory=dict)
     aborting: list[str] = field(default_factory=list)
     took: list[str] = field(default_factory=list)
+    has_room: bool = True
 
-    def take(self, message: ToEngine) -> None:
+    def send(self, message: ToEngine) -> None:
         """Take a command."""
         match message:
             case Submit(turn_id=turn_id, answer=answer):
@@ -79,40 +85,142 @@ class Engine:
         return finished(turn_id, reason)
 
 
+@dataclass
+class Soon:
+    """Calls that are arranged for the next turn of the loop; ``at_once`` turns it as soon as there are any."""
+
+    at_once: bool = False
+    calls: deque[Callable[[], None]] = field(default_factory=deque)
+    turning: bool = False
+
+    def arrange(self, call: Callable[[], None]) -> None:
+        """Arrange for a call."""
+        self.calls.append(call)
+        if not self.at_once or self.turning:
+            return
+        self.turning = True
+        while self.turn():
+            pass
+        self.turning = False
+
+    def turn(self) -> bool:
+        """Make the calls of one turn of the loop; tell whether there were any."""
+        calls, self.calls = self.calls, deque()
+        for call in calls:
+            call()
+        return bool(calls)
+
+
+def make_turns(soon: Soon | None = None) -> Turns:
+    """Return a table that hands turns over when ``soon`` says so, or at once."""
+    return Turns(call_soon=(soon or Soon(at_once=True)).arrange, changed=lambda: None)
+
+
 def suspected_twice(*turns: Heard) -> tuple[Turns, Engine]:
     """Return a table whose turns were all named by two dead engines, and its third engine."""
-    table = Turns()
+    table = make_turns()
     for turn in turns:
         table.add(turn)
     for _ in range(2):
-        table.connect(Engine().take)
+        table.connect(Engine())
         table.lost(Ended("died", tuple(turn.turn_id for turn in turns)))
     engine = Engine()
-    table.connect(engine.take)
+    table.connect(engine)
     return table, engine
 
 
 def test_turns_are_submitted_again_in_their_order() -> None:
     """Those that ran and those that came while no engine was there, and each says where it is."""
-    table, first, second = Turns(), Engine(), Engine()
+    table, first, second = make_turns(), Engine(), Engine()
     a, b, c = (Heard(order(name)) for name in "abc")
-    table.connect(first.take)
+    table.connect(first)
     table.add(a)
     table.add(b)
     table.hear(first.says("a"))
     table.lost()
     assert not table.add(c)
     assert (table.n_waiting, table.engine_is_busy) == (3, False)
-    table.connect(second.take)
+    table.connect(second)
     assert (second.took, second.has) == (["a", "b", "c"], {"a": 1, "b": 0, "c": 0})
     assert [turn.interruptions for turn in (a, b, c)] == [1, 1, 0]
 
 
+def test_turns_are_handed_over_one_in_a_turn_of_the_loop() -> None:
+    """Each is rendered in between what else the loop does, in their order; one that came late may be among them."""
+    soon, engine = Soon(), Engine()
+    table = make_turns(soon)
+    turns = [Heard(order(f"t{number}")) for number in range(50)]
+    for turn in turns:
+        table.add(turn)
+    table.connect(engine)
+    submitted = 0
+    while soon.turn():
+        assert sum(turn.submissions for turn in turns) - submitted <= 1
+        submitted = sum(turn.submissions for turn in turns)
+    assert engine.took == [turn.turn_id for turn in turns]
+    assert (table.n_waiting, len(soon.calls)) == (0, 0)
+
+
+def test_an_engine_that_is_behind_is_given_no_more() -> None:
+    """Neither what waits nor what comes, until it has read what it was sent."""
+    table, engine = make_turns(), Engine(has_room=False)
+    early, late = Heard(order("early")), Heard(order("late"))
+    table.add(early)
+    table.connect(engine)
+    assert not table.add(late)
+    assert (engine.took, table.n_waiting) == ([], 2)
+    engine.has_room = True
+    table.go_on()
+    assert (engine.took, table.n_waiting) == (["early", "late"], 0)
+
+
+def test_an_engine_lost_while_it_is_given_turns() -> None:
+    """What it did not get was submitted to nobody, and the next engine gets all of them."""
+    soon, first, second = Soon(), Engine(), Engine()
+    table = make_turns(soon)
+    turns = [Heard(order(name)) for name in "abc"]
+    for turn in turns:
+        table.add(turn)
+    table.connect(first)
+    soon.turn()
+    table.lost()
+    assert not soon.turn() or first.took == ["a"]
+    table.connect(second)
+    while soon.turn():
+        pass
+    assert (first.took, second.took) == (["a"], ["a", "b", "c"])
+    assert [turn.submissions for turn in turns] == [2, 1, 1]
+
+
+def test_any_number_of_turns_that_cannot_be_submitted_end() -> None:
+    """Each hears of its own end once, whatever kept it from running, and those beside them run."""
+
+    class Refusing(Heard):
+        def submission(self) -> Submit:
+            raise self.error
+
+        error: Exception = InferenceCenterError(ErrorCode.MODEL_NOT_FOUND, "another model")
+
+    class Broken(Refusing):
+        error = RuntimeError("a defect")
+
+    table, engine = make_turns(), Engine()
+    failing = [(Broken if number % 2 else Refusing)(order(f"bad{number}")) for number in range(5000)]
+    fine = [Heard(order(f"fine{number}")) for number in range(3)]
+    for turn in (fine[0], *failing[:2500], fine[1], *failing[2500:], fine[2]):
+        table.add(turn)
+    with capture_logs():
+        table.connect(engine)
+    assert [len(turn.terminal) for turn in failing] == [1] * len(failing)
+    assert engine.took == [turn.turn_id for turn in fine]
+    assert len(table) == len(fine)
+
+
 def test_what_a_lost_engine_still_says_is_nothing() -> None:
     """Nor what is said of a turn that nobody knows."""
-    table, engine = Turns(), Engine()
+    table, engine = make_turns(), Engine()
     turn = Heard(order("a"))
-    table.connect(engine.take)
+    table.connect(engine)
     table.add(turn)
     table.lost()
     table.hear(engine.says("a"))
@@ -153,7 +261,7 @@ def test_the_one_that_dies_alone_is_quarantined() -> None:
     assert (end.code, "SIGSEGV" in end.message, bool(end.hint)) == (ErrorCode.ENGINE_CRASHED, True, True)
     assert [line["turn"] for line in logs if line["event"] == "turn_quarantined"] == ["a"]
     engine = Engine()
-    table.connect(engine.take)
+    table.connect(engine)
     assert engine.took == ["b"]
     assert len(table) == 1
 
@@ -173,7 +281,7 @@ def test_a_trial_ends_with_its_turn() -> None:
 
 def test_a_turn_that_shifts_stays_a_suspect() -> None:
     """It is submitted again while it is told, and is still alone."""
-    table = Turns()
+    table = make_turns()
 
     class Shifting(Heard):
         def hear(self, event: TurnEvent) -> None:
@@ -186,10 +294,10 @@ def test_a_turn_that_shifts_stays_a_suspect() -> None:
     table.add(a)
     table.add(b)
     for _ in range(2):
-        table.connect(Engine().take)
+        table.connect(Engine())
         table.lost(Ended("died", ("a",)))
     engine = Engine()
-    table.connect(engine.take)
+    table.connect(engine)
     engine.has.clear()
     table.hear(Overflowed(turn_id="a", n_tokens=1))
     assert engine.took == ["a", "a"]
@@ -226,13 +334,14 @@ def test_one_that_is_being_aborted_does_not_leave() -> None:
 def test_a_submission_that_is_too_large() -> None:
     """Is refused where it is submitted first, and the turn's end where it waited."""
 
-    def refuse(message: ToEngine) -> None:
-        raise FrameError("too large")
+    class Narrow(Engine):
+        def send(self, message: ToEngine) -> None:
+            raise FrameError("too large")
 
-    table = Turns()
+    table = make_turns()
     waiting, direct = Heard(order("waiting")), Heard(order("direct"))
     table.add(waiting)
-    table.connect(refuse)
+    table.connect(Narrow())
     assert [end.code for end in waiting.terminal if isinstance(end, Failed)] == [ErrorCode.PROMPT_TOO_LONG]
     with pytest.raises(InferenceCenterError) as caught:
         table.add(direct)
@@ -250,9 +359,9 @@ def test_a_turn_that_fails_to_take_note_harms_nobody() -> None:
         def hear(self, event: TurnEvent) -> None:
             raise RuntimeError
 
-    table, engine = Turns(), Engine()
+    table, engine = make_turns(), Engine()
     broken, fine = Broken(order("broken")), Heard(order("fine"))
-    table.connect(engine.take)
+    table.connect(engine)
     table.add(broken)
     table.add(fine)
     with capture_logs() as logs:
@@ -268,7 +377,7 @@ class TurnsMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.table = Turns()
+        self.table = make_turns()
         self.engine: Engine | None = None
         self.turns: dict[str, Heard] = {}
         self.aborted: set[str] = set()
@@ -293,9 +402,18 @@ class TurnsMachine(RuleBasedStateMachine):
     def connect(self) -> None:
         """An engine is ready; it gets turns in the order of their submission."""
         self.engine = Engine()
-        self.table.connect(self.engine.take)
+        self.table.connect(self.engine)
         places = [list(self.turns).index(turn_id) for turn_id in self.engine.took]
         assert places == sorted(places)
+
+    @precondition(lambda self: self.engine is not None)
+    @rule()
+    def stall(self) -> None:
+        """The engine stops reading, or has read what it was sent."""
+        assert self.engine is not None
+        self.engine.has_room = not self.engine.has_room
+        if self.engine.has_room:
+            self.table.go_on()
 
     @precondition(lambda self: self.engine is not None and self.engine.has)
     @rule(data=st.data())
@@ -359,9 +477,11 @@ class TurnsMachine(RuleBasedStateMachine):
 
     @invariant()
     def the_engine_has_what_it_may_have(self) -> None:
-        """With an engine, either all turns are there, or one is tried, or room is made for that."""
+        """With an engine that reads, either all turns are there, or one is tried, or room is made for that."""
         if self.engine is None:
             assert not self.table.engine_is_busy
+        elif not self.engine.has_room:
+            assert self.table.n_waiting <= len(self.table)
         elif self.table.n_waiting:
             on_trial = self.table._suspects.on_trial
             leaving = set(self.engine.aborting) & set(self.engine.has)
@@ -376,6 +496,8 @@ class TurnsMachine(RuleBasedStateMachine):
             if self.engine is None:
                 self.connect()
             assert self.engine is not None
+            if not self.engine.has_room:
+                self.stall()
             while self.engine.aborting:
                 self._answer_abort()
             self._run_all()
