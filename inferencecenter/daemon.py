@@ -285,6 +285,7 @@ def _sessions(  # noqa: PLR0913 - keyword-only
         stateless_ttl_s=settings.server.stateless_ttl_s,
         retention_days=settings.sessions.retention_days,
         replay_kib=settings.sessions.replay_kib,
+        max_messages=settings.sessions.max_messages,
         detached_turn_s=settings.sessions.detached_turn_s,
         shared_prompts=settings.sessions.shared_prompts,
         journal=prepared.store,

@@ -149,6 +149,12 @@ class SessionSettings(Section):
     """Conversations."""
 
     max_sessions: int = Field(1000, ge=1, le=1_000_000, description="Open sessions, all clients together.")
+    max_messages: int = Field(
+        10_000,
+        ge=1,
+        le=1_000_000,
+        description="Messages and tool calls that one session may hold; what would be more is refused.",
+    )
     default_ttl_s: float | None = Field(
         None, gt=0, le=31_536_000, description="Idle seconds after which a session expires that sets no own `ttl_s`."
     )

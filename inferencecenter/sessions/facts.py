@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from inferencecenter.errors import ErrorCode, InferenceCenterError
 from inferencecenter.protocol.params import cross_check
+from inferencecenter.sessions.history import Room
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
@@ -57,10 +58,15 @@ class Surroundings:
     busy: BusyCount
     moved: Callable[[str, EventSink | None, EventSink | None], None]
     max_transcript_chars: int
+    max_messages: int
     shared_prompts: frozenset[str]
     replay_bytes: int
     detached_turn_s: float
     stateless_ttl_s: float
+
+    def room(self, *, noted_chars: int = 0) -> Room:
+        """Return what there may be of a session's history beside notes of so many characters."""
+        return Room(self.max_transcript_chars - noted_chars, self.max_messages)
 
     def check_writable(self, *, store: bool) -> None:
         """Refuse what would have to be written down, which it is with ``store``, while nothing can be.

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import TYPE_CHECKING, Final
 
 from inferencecenter.errors import ErrorCode, InferenceCenterError
 from inferencecenter.protocol.requests import START
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from inferencecenter.protocol.values import ChatMessage
 
 TOKEN_BYTES: Final = 4
@@ -50,6 +53,45 @@ class TurnMark:
 
 
 @dataclass(frozen=True, slots=True)
+class Extent:
+    """How much was said: characters, and ``entries``, which are messages and calls of tools."""
+
+    n_chars: int = 0
+    n_entries: int = 0
+
+    @classmethod
+    def of(cls, messages: Iterable[ChatMessage]) -> Extent:
+        """Measure messages."""
+        n_chars = n_entries = 0
+        for message in messages:
+            n_chars += chars_of(message)
+            n_entries += 1 + len(message.tool_calls or ())
+        return cls(n_chars, n_entries)
+
+    def __add__(self, other: Extent) -> Extent:
+        return Extent(self.n_chars + other.n_chars, self.n_entries + other.n_entries)
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """The most that a session's history may be."""
+
+    max_chars: int
+    max_entries: int
+
+    def check(self, extent: Extent) -> None:
+        """Refuse what is more.
+
+        Raises:
+            InferenceCenterError: ``context_full``.
+        """
+        if extent.n_chars > self.max_chars:
+            raise _too_long(f"{extent.n_chars} characters; {self.max_chars} are allowed")
+        if extent.n_entries > self.max_entries:
+            raise _too_long(f"{extent.n_entries} messages and calls of tools; {self.max_entries} are allowed")
+
+
+@dataclass(frozen=True, slots=True)
 class History:
     """Messages, the packed tokens that spell the text ``covered``, and the turns that have ended.
 
@@ -62,6 +104,8 @@ class History:
     view: View = View()
     turns: tuple[TurnMark, ...] = ()
     made_by: str = ""
+    # Measured when it is asked for, and carried along, so that what is appended costs what it is itself.
+    _extent: Extent | None = field(default=None, repr=False, compare=False)
 
     @property
     def n_tokens(self) -> int:
@@ -69,9 +113,12 @@ class History:
         return len(self.tokens) // TOKEN_BYTES
 
     @property
-    def n_chars(self) -> int:
-        """Characters of all messages."""
-        return sum(map(chars_of, self.messages))
+    def extent(self) -> Extent:
+        """How much was said in all messages."""
+        if self._extent is None:
+            object.__setattr__(self, "_extent", Extent.of(self.messages))
+        assert self._extent is not None
+        return self._extent
 
     def made_for(self, model: str) -> History:
         """Return the history as ``model`` goes on with it: another model's tokens mean nothing to it."""
@@ -81,28 +128,15 @@ class History:
             return replace(self, made_by=model)
         return replace(self, tokens=b"", covered="", turns=_unspelled(self.turns), made_by=model)
 
-    def appended(self, messages: tuple[ChatMessage, ...], *, max_chars: int) -> History:
+    def appended(self, messages: tuple[ChatMessage, ...], *, room: Room) -> History:
         """Return the history with more messages; their tokens follow with the next turn.
 
         Raises:
-            InferenceCenterError: See ``check_room``.
+            InferenceCenterError: See ``Room.check``.
         """
-        self.check_room(messages, max_chars=max_chars)
-        return replace(self, messages=self.messages + messages)
-
-    def check_room(self, messages: tuple[ChatMessage, ...], *, max_chars: int) -> None:
-        """Refuse messages that would make the history longer than ``max_chars``.
-
-        Raises:
-            InferenceCenterError: ``context_full``.
-        """
-        n_chars = self.n_chars + sum(map(chars_of, messages))
-        if n_chars > max_chars:
-            raise InferenceCenterError(
-                ErrorCode.CONTEXT_FULL,
-                f"the session's history would hold {n_chars} characters; {max_chars} are allowed",
-                hint="Open a new session.",
-            )
+        extent = self.extent + Extent.of(messages)
+        room.check(extent)
+        return replace(self, messages=self.messages + messages, _extent=extent)
 
     def check_results(self, messages: tuple[ChatMessage, ...]) -> None:
         """Refuse results of calls that nobody has asked for, neither before nor in ``messages``.
@@ -113,21 +147,26 @@ class History:
         results = [message.tool_call_id for message in messages if message.tool_call_id is not None]
         if not results:
             return
-        calls = {call.call_id for message in (*self.messages, *messages) for call in message.tool_calls or ()}
-        if unknown := next((result for result in results if result not in calls), None):
-            raise InferenceCenterError(
-                ErrorCode.INVALID_REQUEST,
-                f"tool_call_id is {unknown}, which is no call of this session",
-                field="messages",
-                hint="It is the call_id of one of the tool_calls of an answer.",
-            )
+        unknown = dict.fromkeys(results)
+        # Results mostly belong to the last calls.
+        for message in chain(reversed(messages), reversed(self.messages)):
+            for call in message.tool_calls or ():
+                unknown.pop(call.call_id, None)
+            if not unknown:
+                return
+        raise InferenceCenterError(
+            ErrorCode.INVALID_REQUEST,
+            f"tool_call_id is {next(iter(unknown))}, which is no call of this session",
+            field="messages",
+            hint="It is the call_id of one of the tool_calls of an answer.",
+        )
 
     def after(self, turn_id: str, now: History, *, goes_on: bool) -> History:
         """Return the history with one turn more.
 
         Args:
             turn_id: The turn.
-            now: What is held at its end, without turns.
+            now: What is held at its end, without turns: these messages and those of the turn.
             goes_on: Whether the tokens held now begin with those held before.
         """
         earlier = self.turns if goes_on else _unspelled(self.turns)
@@ -139,7 +178,8 @@ class History:
             n_chars=len(now.covered),
             view=now.view,
         )
-        return replace(now, turns=(*earlier, mark))
+        extent = self.extent + Extent.of(now.messages[len(self.messages) :])
+        return replace(now, turns=(*earlier, mark), _extent=extent)
 
     def until(self, turn: str) -> History:
         """Return the history as it was when a turn ended, or before the first one for ``START``.
@@ -175,6 +215,12 @@ def chars_of(message: ChatMessage) -> int:
     """Return the characters of a message, with what was thought and the calls of tools."""
     n_chars = len(message.content) + len(message.reasoning or "")
     return n_chars + sum(len(call.name) + len(call.arguments) for call in message.tool_calls or ())
+
+
+def _too_long(what: str) -> InferenceCenterError:
+    return InferenceCenterError(
+        ErrorCode.CONTEXT_FULL, f"the session's history would hold {what}", hint="Open a new session."
+    )
 
 
 def _unspelled(turns: tuple[TurnMark, ...]) -> tuple[TurnMark, ...]:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from inferencecenter.protocol.requests import CreateSession
     from inferencecenter.sessions.client import Client
     from inferencecenter.sessions.facts import Surroundings
+    from inferencecenter.sessions.history import Room
     from inferencecenter.sessions.records import Kept
 
 
@@ -83,7 +84,7 @@ def fork_facts(client: Client, parent: SessionFacts, around: Surroundings) -> Se
     )
 
 
-def first_history(request: CreateSession, *, max_chars: int) -> History:
+def first_history(request: CreateSession, *, room: Room) -> History:
     """Return what a new session holds: its system prompt, if it has one.
 
     Raises:
@@ -91,7 +92,7 @@ def first_history(request: CreateSession, *, max_chars: int) -> History:
     """
     if request.system is None:
         return History()
-    return History().appended((ChatMessage(role="system", content=request.system),), max_chars=max_chars)
+    return History().appended((ChatMessage(role="system", content=request.system),), room=room)
 
 
 def restored(kept: Iterable[Kept], *, clean: bool, around: Surroundings) -> list[Session]:

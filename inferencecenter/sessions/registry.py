@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from inferencecenter.sessions.tracing import Tracer
 
 DEFAULT_MAX_TRANSCRIPT_CHARS: Final = 16 * 1024 * 1024
+DEFAULT_MAX_MESSAGES: Final = 10_000
 DEFAULT_REPLAY_KIB: Final = 256
 DEFAULT_DETACHED_TURN_S: Final = 900.0
 DEFAULT_STATELESS_TTL_S: Final = 900.0
@@ -85,6 +86,7 @@ class Sessions:
         replay_kib: KiB of events that a session keeps for those who come back.
         detached_turn_s: Seconds that a turn keeps its events while nobody listens.
         max_transcript_chars: Characters of history that one session may hold.
+        max_messages: Messages and calls of tools that it may hold.
         shared_prompts: System prompts whose KV sessions of different clients may share.
         journal: Where sessions are written down; none if they end with the daemon.
         observer: Hears of each turn that ended.
@@ -111,6 +113,7 @@ class Sessions:
         replay_kib: int = DEFAULT_REPLAY_KIB,
         detached_turn_s: float = DEFAULT_DETACHED_TURN_S,
         max_transcript_chars: int = DEFAULT_MAX_TRANSCRIPT_CHARS,
+        max_messages: int = DEFAULT_MAX_MESSAGES,
         shared_prompts: Collection[str] = (),
         # Surroundings
         journal: Journal | None = None,
@@ -156,6 +159,7 @@ class Sessions:
             busy=self._busy,
             moved=self._roster.moved,
             max_transcript_chars=max_transcript_chars,
+            max_messages=max_messages,
             shared_prompts=frozenset(shared_prompts),
             replay_bytes=replay_kib * 1024,
             detached_turn_s=detached_turn_s,
@@ -234,7 +238,7 @@ class Sessions:
         around = self._around
         around.check_writable(store=request.store and self.durable and not stateless)
         facts = new_facts(client, request, durable=self.durable, stateless=stateless, around=around)
-        history = first_history(request, max_chars=around.max_transcript_chars)
+        history = first_history(request, room=around.room())
         return self._open(client, Session(facts, around=around, history=history, ledger=Ledger(), sink=sink))
 
     def fork(self, client: Client, request: requests.ForkSession, sink: EventSink) -> events.SessionCreated:

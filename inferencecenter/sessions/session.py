@@ -10,6 +10,7 @@ from inferencecenter.protocol import events
 from inferencecenter.sessions.answering import Answering
 from inferencecenter.sessions.audience import Audience
 from inferencecenter.sessions.description import Standing, TurnFacts
+from inferencecenter.sessions.history import Extent
 from inferencecenter.sessions.journal import Unwritten
 from inferencecenter.sessions.ledger import Failure, Ledger
 from inferencecenter.sessions.prompt import messages_of
@@ -220,7 +221,7 @@ class Session:
         """
         self._check_idle("Append")
         self._around.check_writable(store=self.facts.store)
-        self._history = self._history.appended(tuple(request.messages), max_chars=self._around.max_transcript_chars)
+        self._history = self._history.appended(tuple(request.messages), room=self._around.room())
         self._tell_changed(self._stream.appended(len(self._history.messages), request_id=request.id), sink)
 
     def fork(self, facts: SessionFacts, *, turn: str | None, sink: EventSink) -> Session:
@@ -340,7 +341,7 @@ class Session:
         noted = self._ledger.n_note_chars + len(terms.note)
         asked = messages_of(request)
         self._history.check_results(asked)
-        self._history.check_room(asked, max_chars=around.max_transcript_chars - noted)
+        around.room(noted_chars=noted).check(self._history.extent + Extent.of(asked))
         order = new_order(request, terms, facts=facts, around=around)
         now = around.monotonic()
         answering = self._answer(Turn(order, since=now, now=now))

@@ -351,6 +351,7 @@ class World:
     max_sessions: int = 6
     default_ttl_s: float | None = None
     max_transcript_chars: int = 10_000
+    max_messages: int = 1_000
     shared_prompts: tuple[str, ...] = ()
     limits: Limits = NO_LIMITS
     allowance_of: Callable[[str, str], Allowance] | None = None
@@ -374,6 +375,7 @@ class World:
             detached_turn_s=DETACHED_TURN_S,
             journal=self.journal,
             max_transcript_chars=self.max_transcript_chars,
+            max_messages=self.max_messages,
             shared_prompts=self.shared_prompts,
             observer=self,
             tracer=self.tracer,

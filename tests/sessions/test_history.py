@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from inferencecenter.errors import ErrorCode, InferenceCenterError
 from inferencecenter.protocol.requests import START
-from inferencecenter.protocol.values import ChatMessage
-from inferencecenter.sessions.history import History, View
+from inferencecenter.protocol.values import ChatMessage, ToolCall
+from inferencecenter.sessions.history import Extent, History, Room, View
 from tests.sessions.conftest import packed
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tests.sessions.conftest import World
 
 
 def grown(history: History, turn_id: str, text: str, *, goes_on: bool = True, view: View | None = None) -> History:
@@ -63,3 +70,100 @@ def test_a_turn_that_is_not_there_is_named(turn: str) -> None:
         grown(History(), "t0", "a").until(turn)
     assert (caught.value.code, caught.value.field) == (ErrorCode.TURN_NOT_FOUND, "turn")
     assert "get_session" in (caught.value.hint or "")
+
+
+class Counted(tuple[ChatMessage, ...]):
+    """Messages that count how often all of them are gone through."""
+
+    times = 0
+
+    def __iter__(self) -> Iterator[ChatMessage]:
+        type(self).times += 1
+        return super().__iter__()
+
+
+ROOM = Room(max_chars=1000, max_entries=100)
+
+
+def message(content: str = "", **fields: Any) -> ChatMessage:
+    """A message of the user, or as ``fields`` say."""
+    return ChatMessage(**{"role": "user", "content": content, **fields})
+
+
+def call(call_id: str, name: str = "f") -> ToolCall:
+    """A call without arguments."""
+    return ToolCall(call_id=call_id, name=name, arguments="{}")
+
+
+messages_of_any_kind = st.lists(
+    st.builds(
+        lambda text, thought: message(text, role="assistant", reasoning=thought),
+        st.text(alphabet="ab", max_size=5),
+        st.none() | st.text(alphabet="c", max_size=3),
+    )
+    | st.integers(1, 3).map(lambda n: message(role="assistant", tool_calls=[call(str(each)) for each in range(n)])),
+    max_size=4,
+)
+
+
+@given(st.lists(messages_of_any_kind, max_size=5), st.data())
+def test_what_is_carried_along_is_what_would_be_measured(batches: list[list[ChatMessage]], data: st.DataObject) -> None:
+    """However a history grew or was cut back, its extent is that of all its messages."""
+    history = History()
+    for number, batch in enumerate(batches):
+        if data.draw(st.booleans()):
+            history = history.appended(tuple(batch), room=ROOM)
+        else:
+            history = history.after(f"t{number}", History((*history.messages, *batch)), goes_on=True)
+        assert history.extent == Extent.of(history.messages)
+    for turn in history.turns:
+        assert history.until(turn.turn_id).extent == Extent.of(history.until(turn.turn_id).messages)
+
+
+def test_appending_looks_at_new_messages_only() -> None:
+    """A history that was measured once is not gone through again for each message that follows."""
+    history = History(Counted([message("a")] * 50))
+    assert history.extent == Extent(50, 50)
+    Counted.times = 0
+    for _ in range(20):
+        grown_history = history.appended((message("b"),), room=ROOM)
+    assert Counted.times == 0
+    assert grown_history.extent == Extent(51, 51)
+
+
+@pytest.mark.parametrize(
+    ("new", "says"),
+    [
+        ([message("x" * 1001)], "1001 characters; 1000"),
+        ([message()] * 101, "101 messages and calls of tools; 100"),
+        ([message(role="assistant", tool_calls=[call(str(n)) for n in range(100)])], "101 messages and calls of tools"),
+    ],
+)
+def test_a_history_has_bounds(new: list[ChatMessage], says: str) -> None:
+    """Characters are counted, and messages and calls by their number, since empty ones cost, too."""
+    with pytest.raises(InferenceCenterError, match=says) as caught:
+        History().appended(tuple(new), room=ROOM)
+    assert caught.value.code is ErrorCode.CONTEXT_FULL
+
+
+def test_a_session_takes_so_many_messages(world: World) -> None:
+    """What would be one message too many is refused, by ``append`` and by a turn, and changes nothing."""
+    world.max_messages = 3
+    world.reopen()
+    session_id = world.create(system="s")
+    world.append(session_id, ("user", ""), ("user", ""))
+    with pytest.raises(InferenceCenterError, match="4 messages and calls of tools; 3 are allowed") as caught:
+        world.append(session_id, ("user", ""))
+    assert caught.value.code is ErrorCode.CONTEXT_FULL
+    with pytest.raises(InferenceCenterError, match="4 messages and calls of tools; 3 are allowed"):
+        world.infer(session_id)
+    assert len(world.transcript(session_id)) == 3
+
+
+def test_results_are_looked_for_from_the_last_call_on() -> None:
+    """The results of the last calls are found without the messages before them."""
+    asked = message(role="assistant", tool_calls=[call("a"), call("b")])
+    history = History((message("early"), asked))
+    history.check_results((message(role="tool", tool_call_id="b"), message(role="tool", tool_call_id="a")))
+    with pytest.raises(InferenceCenterError, match="tool_call_id is c"):
+        history.check_results((message(role="tool", tool_call_id="a"), message(role="tool", tool_call_id="c")))
