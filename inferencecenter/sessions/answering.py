@@ -1,4 +1,8 @@
-"""A turn as the engine's side sees it: what is submitted of it, and what becomes of all that the engine says."""
+"""A turn as the engine's side sees it: what is submitted of it, and what becomes of all that the engine says.
+
+An unexpected exception ends the turn it comes from and nothing else. Whatever the engine's side calls runs in
+``_contain``: the turn then fails with ``internal``, its session is idle again, and the engine is told to drop it.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +24,8 @@ from inferencecenter.sessions.submission import failed, never_began, order_for, 
 from inferencecenter.sessions.tracing import end_trace, trace_turn
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from inferencecenter.ipc.messages import Submit, TurnEvent
     from inferencecenter.protocol.requests import Abort
     from inferencecenter.sessions.facts import SessionFacts, Surroundings
@@ -42,6 +48,9 @@ class Asker(Protocol):
 
     def turn_failed(self, turn: Turn, failure: Failed, outcome: Outcome) -> None:
         """Tell that the turn leaves nothing behind."""
+
+    def turn_broken(self, turn: Turn, failure: Failed, outcome: Outcome) -> None:
+        """Tell the same of a turn that a defect ends, wherever that was: its end may be half told."""
 
 
 class Answering:
@@ -73,6 +82,8 @@ class Answering:
         self._facts = facts
         self._around = around
         self._speechless = False
+        self._counts = False
+        self._is_over = False
         self._allowance = around.allowance_of(facts.client_id, turn.order.token_id)
         # Whose engine has the turn, from its submission on.
         self._serving: Serving | None = None
@@ -114,9 +125,11 @@ class Answering:
 
     def hear(self, event: TurnEvent) -> None:
         """Take an event; whatever comes after the turn's end is late and means nothing."""
+        if not self.turn.state.is_terminal:
+            self._contain(lambda: self._take(event))
+
+    def _take(self, event: TurnEvent) -> None:
         turn, state = self.turn, self.turn.state
-        if state.is_terminal:
-            return
         match event:
             case Delta():
                 self._say(event)
@@ -140,15 +153,18 @@ class Answering:
     def interrupted(self) -> None:
         """Take note that the turn's engine is gone."""
         if not self.turn.state.is_terminal:
-            self.turn.interrupt(now=self._around.monotonic())
+            self._contain(lambda: self.turn.interrupt(now=self._around.monotonic()))
 
     def recalled(self) -> None:
         """Submit the turn again, to the engine that it should have now, and tell where it stands there."""
+        self._contain(self._recall)
+
+    def _recall(self) -> None:
         if not self.turn.state.is_terminal:
             self.turn.recall(now=self._around.monotonic())
             self.go_on()
         if not self.turn.state.is_terminal:
-            self.begun(request_id=None)
+            self._begin(request_id=None)
 
     # What its session asks.
 
@@ -184,16 +200,21 @@ class Answering:
         self.prepare()
         self.turn.position = self._serving.engine.submit(self)
         self._allowance.begin_turn()
+        self._counts = True
 
     def begun(self, *, request_id: str | None) -> None:
         """Acknowledge the turn, and write it down."""
+        self._contain(lambda: self._begin(request_id=request_id))
+
+    def _begin(self, *, request_id: str | None) -> None:
         queued = self._stream.queued(self.turn, eta_ms=self._eta_ms(), request_id=request_id)
         self._stream.tell(queued, self._ordered(queued.seq))
 
     def take_over(self) -> None:
         """Hand over a turn that an earlier daemon left unfinished."""
         self._allowance.go_on(self.turn.n_tokens)
-        self.go_on()
+        self._counts = True
+        self._contain(self.go_on)
 
     def go_on(self) -> None:
         """Hand over a turn that was submitted before; if the engine refuses it, what it said is kept."""
@@ -219,7 +240,7 @@ class Answering:
 
     def abandon(self) -> None:
         """End the turn without waiting for the engine; the history is as it was before."""
-        self._over(self._history, self.turn.cut_short("aborted", now=self._around.monotonic()))
+        self._contain(lambda: self._over(self._history, self.turn.cut_short("aborted", now=self._around.monotonic())))
         self._answers.engine.abort(self.turn_id)
 
     # Which model answers.
@@ -338,14 +359,50 @@ class Answering:
             outcome = turn.failed(failure, now=self._around.monotonic())
             turn.trace.spent(failure.stages)
             end_trace(turn, outcome, failed=True)
-            self._allowance.end_turn()
+            self._count_end()
             self._asker.turn_failed(turn, failure, outcome)
+            self._is_over = True
 
     def _over(self, history: History, outcome: Outcome) -> None:
         self.turn.change(TurnChange.ABORT if outcome.finish in _MADE_TO_END else TurnChange.FINISH)
         end_trace(self.turn, outcome)
-        self._allowance.end_turn()
+        self._count_end()
         self._asker.turn_ended(self.turn, history, outcome)
+        self._is_over = True
+
+    def _count_end(self) -> None:
+        if self._counts:
+            self._counts = False
+            self._allowance.end_turn()
+
+    # How a defect ends.
+
+    def _contain(self, work: Callable[[], None]) -> None:
+        """Do a part of the turn's work; what that raises ends this turn and reaches no other."""
+        try:
+            work()
+        except Exception:  # noqa: BLE001 - the border between the turns
+            _log.exception("turn_broken", turn=self.turn_id, session=self._facts.session_id)
+            try:
+                self._break_off()
+            except Exception:  # noqa: BLE001 - the session is idle all the same
+                _log.exception("turn_end_untold", turn=self.turn_id, session=self._facts.session_id)
+
+    def _break_off(self) -> None:
+        """Fail the turn with ``internal``, unless its end was told, and have the engine drop it."""
+        if self._is_over:
+            return
+        self._is_over = True
+        turn = self.turn
+        if not turn.state.is_terminal:
+            turn.change(TurnChange.FAIL)
+        self._count_end()
+        failure = failed(self.turn_id, InferenceCenterError(ErrorCode.INTERNAL))
+        try:
+            self._asker.turn_broken(turn, failure, turn.failed(failure, now=self._around.monotonic()))
+        finally:
+            if self._serving is not None:
+                self._serving.engine.abort(self.turn_id)
 
     def _say_rest(self) -> None:
         """Tell the rest of a turn that ends.

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import structlog
+
 from inferencecenter.protocol.params import merge, parse_params
 from inferencecenter.protocol.values import ChatMessage
 from inferencecenter.sessions.allowance import check_model, limited
@@ -21,6 +23,8 @@ if TYPE_CHECKING:
     from inferencecenter.sessions.facts import Surroundings
     from inferencecenter.sessions.history import Room
     from inferencecenter.sessions.records import Kept
+
+_log = structlog.get_logger(__name__)
 
 
 def new_facts(
@@ -98,7 +102,8 @@ def first_history(request: CreateSession, *, room: Room) -> History:
 def restored(kept: Iterable[Kept], *, clean: bool, around: Surroundings) -> list[Session]:
     """Return the sessions that an earlier daemon wrote down, the oldest first, and have their turns continued.
 
-    Those that were to end with their socket have ended with that daemon.
+    Those that were to end with their socket have ended with that daemon. One that cannot be built is logged and left
+    out: it stays in the file as it is.
 
     Args:
         kept: What was written down.
@@ -115,7 +120,11 @@ def restored(kept: Iterable[Kept], *, clean: bool, around: Surroundings) -> list
         if not clean:
             facts = replace(facts, epoch=around.new_id("e_"))
             around.journal.write(Renamed(session_id=facts.session_id, epoch=facts.epoch), flush=True)
-        sessions.append(Session.restored(each, facts, around=around))
+        try:
+            sessions.append(Session.restored(each, facts, around=around))
+        except Exception:  # noqa: BLE001 - the border between the sessions: one that cannot be built stays in the file
+            _log.exception("session_set_aside", session=facts.session_id)
+            continue
         if each.unfinished is not None:
             going_on.append((each.unfinished.order.submitted_at, sessions[-1]))
     for _, session in sorted(going_on, key=lambda pair: pair[0]):

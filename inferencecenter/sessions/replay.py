@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING, Final, TypeAlias
 
+import structlog
+
 from inferencecenter.protocol.codec import encode
 from inferencecenter.protocol.events import Reasoning, Token, ToolCall
 from inferencecenter.protocol.text_events import goes_on, text_of, with_text
@@ -22,6 +24,8 @@ Numbered: TypeAlias = "SessionEvent | Error"
 MAX_JOINED_BYTES: Final = 64 * 1024
 """Of token text in one event: below what WebSocket clients accept by default (1 MiB), with room for JSON around it."""
 _TOKEN_BYTES: Final = 64
+
+_log = structlog.get_logger(__name__)
 _LOGPROB_BYTES: Final = 64
 
 
@@ -102,8 +106,15 @@ class Replay:
         return self._bytes
 
     def add(self, event: Numbered) -> None:
-        """Keep an event, whose number follows the last one's."""
-        assert event.seq == self._last_seq + 1, "the numbers of a session's events have no gaps"
+        """Keep an event, whose number follows the last one's.
+
+        A number that was given to an event which a defect kept from being told leaves a gap. What came before it is
+        forgotten then: clients that come back from there are told how the session stands instead.
+        """
+        assert event.seq is not None, "what is kept has a number"
+        if event.seq != self._last_seq + 1:
+            _log.error("event_numbers_have_a_gap", after=self._last_seq, next=event.seq)
+            self._forget_all(event.seq - 1)
         self._last_seq = event.seq
         if self._folded:
             self._lost_seq = event.seq
@@ -131,14 +142,17 @@ class Replay:
 
     def fold(self) -> None:
         """Forget all events, and keep none until ``unfold``."""
-        self._entries.clear()
-        self._bytes = 0
-        self._lost_seq = self._last_seq
+        self._forget_all(self._last_seq)
         self._folded = True
 
     def unfold(self) -> None:
         """Keep events again."""
         self._folded = False
+
+    def _forget_all(self, last_seq: int) -> None:
+        self._entries.clear()
+        self._bytes = 0
+        self._lost_seq = last_seq
 
     def _add_text(self, event: Text) -> None:
         last = self._entries[-1] if self._entries else None

@@ -294,9 +294,9 @@ class Session:
 
     def turn_ended(self, turn: Turn, history: History, outcome: Outcome) -> None:
         """Take the history as it is after the running turn, and tell of its end."""
+        end = self._stream.end(turn, outcome)
         self._turn_is_over()
         self._history = history
-        end = self._stream.end(turn, outcome)
         note = turn.order.note
         listed = self._ledger.record(turn.turn_key, end, n_messages=len(history.messages), note=note)
         record = Ended(
@@ -316,9 +316,16 @@ class Session:
             self._around.journal.write(record.spent(), flush=False)
         self._around.turn_ended(outcome.record(self.facts, turn.turn_id, model=turn.order.model))
 
+    def turn_broken(self, turn: Turn, failure: Failed, outcome: Outcome) -> None:
+        """Be idle again after a turn that a defect has ended, and tell that it failed."""
+        if self._answering is not None and self._answering.turn is turn:
+            self._turn_is_over()
+        self.turn_failed(turn, failure, outcome)
+
     def turn_failed(self, turn: Turn, failure: Failed, outcome: Outcome) -> None:
         """Tell that the running turn leaves nothing behind."""
-        self._turn_is_over()
+        if self._answering is not None:
+            self._turn_is_over()
         error = self._stream.failed(turn, failure)
         remembered = Failure(error, turn.order.note)
         self._ledger.remember(turn.turn_id, remembered)
@@ -347,7 +354,8 @@ class Session:
         answering = self._answer(Turn(order, since=now, now=now))
         try:
             answering.hand_over()
-        except InferenceCenterError:
+        except BaseException:
+            # Whatever it is, a session without a turn is not busy.
             self._answering = None
             raise
         self._change(SessionChange.TURN_QUEUED)

@@ -146,7 +146,10 @@ class Tally:
             finish=record.finish,
         )
         if self._observer is not None:
-            self._observer.turn_ended(record)
+            try:
+                self._observer.turn_ended(record)
+            except Exception:  # noqa: BLE001 - what is counted of a turn takes nothing from its end
+                _log.exception("turn_not_counted", turn=record.turn_id)
 
     def eta_ms(self, model: str, position: int, *, slots: int) -> float | None:
         """Return the expected wait at a place in the queue of a model, if it can be told."""

@@ -38,17 +38,10 @@ PurgeKind: TypeAlias = Literal["session", "client"]
 # A statement holds at most 32,766 values; more rows than there are slots at once do not make it faster.
 _MAX_ROWS: Final = 64
 _NO_NOTES: Final[Mapping[str, str]] = MappingProxyType({})
-# What is wrong with a record, not with the file: these say so every time.
-_REFUSED: Final = (
-    sqlite3.IntegrityError,
-    sqlite3.DataError,
-    sqlite3.InterfaceError,
-    sqlite3.ProgrammingError,
-    OverflowError,
-    ValueError,
-    TypeError,
-    KeyError,
-)
+# Of SQLite's errors those that are about a record, not about the file: they come back every time.
+_REFUSED: Final = (sqlite3.IntegrityError, sqlite3.DataError, sqlite3.InterfaceError, sqlite3.ProgrammingError)
+# What another attempt may mend.
+_PASSING: Final = (sqlite3.Error, OSError, MemoryError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,8 +147,9 @@ class Recorder:
                 parts = None if entry.parts is None else encode_parts(entry.parts)
                 values += (known[entry.session_id].row, entry.seq, entry.tokens, entry.text, parts)
             self._database.execute(_insertion(len(entries)), values)
-        except _REFUSED:
-            # Those that can be written are, one by one.
+        except Exception as error:
+            if not _is_about_record(error):
+                raise
             return False
         return True
 
@@ -172,14 +166,19 @@ class Recorder:
             part = said[start : start + _MAX_ROWS]
             try:
                 self._insert_said(part)
-            except _REFUSED:
+            except Exception as error:
+                if not _is_about_record(error):
+                    raise
                 for each in part:
                     self._write(each)
 
     def _write(self, entry: Entry) -> None:
         try:
             self._apply(entry)
-        except _REFUSED as error:
+        except Exception as error:
+            # Any other exception than of the file is a defect that this record meets: it must not block all others.
+            if not _is_about_record(error):
+                raise
             raise UnwritableError(entry) from error
 
     def _apply(self, entry: Entry) -> None:
@@ -338,6 +337,11 @@ _INSERT_TURN: Final = (
     "INSERT INTO turns (session, n, turn_id, finish_reason, messages, prompt_tokens, cached_tokens, completion_tokens,"
     " reasoning_tokens, turn_key, ending, note) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
 )
+
+
+def _is_about_record(error: Exception) -> bool:
+    """Tell whether the record that was being written is at fault, rather than the file or the machine."""
+    return isinstance(error, _REFUSED) or not isinstance(error, _PASSING)
 
 
 def delete(database: sqlite3.Connection, purge: Purge) -> list[str]:

@@ -407,8 +407,12 @@ def test_a_purged_client_leaves_nothing(database: sqlite3.Connection, recorder: 
         ended("s_unknown"),
         opened(),
         Renamed(session_id="s_unknown", epoch="e_2"),
+        ended(history=None),
     ],
-    ids=["no session", "no text", "no number", "no session to end", "twice", "no session to rename"],
+    ids=[
+        *("no session", "no text", "no number", "no session to end", "twice", "no session to rename"),
+        "a defect of the record",
+    ],
 )
 def test_what_cannot_be_written_is_named(database: sqlite3.Connection, recorder: Recorder, refused: Entry) -> None:
     """One such record says which it is, and nothing of its transaction stays; the others can then be written."""

@@ -1,0 +1,179 @@
+"""A defect that one turn meets ends that turn, and nothing else: its session is idle again and goes on."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from structlog.testing import capture_logs
+
+from inferencecenter.limits import NO_LIMITS
+from inferencecenter.protocol import events
+from inferencecenter.sessions import answering
+from inferencecenter.sessions.allowance import Unlimited
+from inferencecenter.sessions.audience import Audience
+from inferencecenter.sessions.ledger import Ledger
+from inferencecenter.sessions.records import Ended, Kept
+from inferencecenter.sessions.session import Session
+from inferencecenter.sessions.stream import EventStream
+from inferencecenter.sessions.turn import Turn
+from tests.sessions.conftest import FakeJournal, FakeSink, World
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+class Running(Unlimited):
+    """Counts the turns that run."""
+
+    limits = NO_LIMITS
+
+    def __init__(self) -> None:
+        self.running = 0
+
+    def begin_turn(self) -> None:
+        """Count one more."""
+        self.running += 1
+
+    def end_turn(self) -> None:
+        """Count one less."""
+        self.running -= 1
+
+
+def broken_once(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, *, after: bool = False) -> list[str]:
+    """Have a function raise once, before or after what it does; the list says when it has."""
+    whole = getattr(owner, name)
+    raised: list[str] = []
+
+    def defective(*args: Any, **kwargs: Any) -> Any:
+        if raised:
+            return whole(*args, **kwargs)
+        raised.append(name)
+        if after:
+            whole(*args, **kwargs)
+        raise RuntimeError("a defect")
+
+    monkeypatch.setattr(owner, name, defective)
+    return raised
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [
+        (EventStream, "queued"),
+        (EventStream, "say"),
+        (EventStream, "end"),
+        (Audience, "tell"),
+        (Turn, "start"),
+        (Turn, "extend"),
+        (Turn, "reported"),
+        (Ledger, "record"),
+        (Unlimited, "use"),
+        (answering, "end_trace"),
+        (answering, "after_turn"),
+    ],
+)
+def test_a_defect_ends_its_turn_only(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, *, after: bool) -> None:
+    """Wherever it is met, the client is told one end, the session is idle, and the next turn is answered."""
+    allowance = Running()
+    world = World(allowance_of=lambda _client, _token: allowance)
+    session_id = world.create()
+    raised = broken_once(monkeypatch, owner, name, after=after)
+    with capture_logs() as logs:
+        world.infer(session_id, "Hi", id="first")
+        turn_id = world.engine.last.turn_id
+        if turn_id not in world.engine.aborted:
+            world.engine.answer("Hello")
+    assert raised
+    assert "turn_broken" in [line["event"] for line in logs]
+    assert (world.get(session_id).state, allowance.running) == ("idle", 0)
+    told = [event for event in world.sink.events if isinstance(event, events.End | events.Error)]
+    assert [event.turn_id for event in told if isinstance(event, events.Error)] in ([turn_id], [])
+    assert isinstance(told[-1], events.Error)
+    assert told[-1].code == "internal"
+    assert turn_id in world.engine.aborted
+    world.turn(session_id, "And now?", "Well")
+    assert world.transcript(session_id)[-1] == ("assistant", "Well")
+    assert world.sink.last.op == "end"
+
+
+def test_a_defect_of_the_engines_side_leaves_no_busy_session(world: World) -> None:
+    """A turn that cannot even be submitted leaves the session as it was."""
+    session_id = world.create()
+    world.engine.refusal = RuntimeError("a defect")
+    with pytest.raises(RuntimeError):
+        world.infer(session_id)
+    world.engine.refusal = None
+    assert world.get(session_id).state == "idle"
+    world.turn(session_id, "Hi", "Hello")
+
+
+def test_who_comes_back_after_a_defect_is_told_how_things_stand(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The number of the event that was never told is missing: what came before it cannot be told again."""
+    session_id = world.create()
+    epoch = world.get(session_id).epoch
+    broken_once(monkeypatch, Audience, "tell")
+    world.infer(session_id)
+    world.turn(session_id, "Hi", "Hello")
+    sink = FakeSink()
+    world.resume(session_id, sink, epoch=epoch, last_seq=0)
+    (told,) = sink.events
+    assert isinstance(told, events.SessionResumed)
+    assert (told.resumed, told.reason) == (False, "too_old")
+    assert [message.content for message in told.transcript or ()] == ["Hi", "Hello"]
+
+
+def test_an_observer_that_fails_takes_no_end_from_a_turn(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is counted of a turn is counted after its end was told."""
+    monkeypatch.setattr(world, "turn_ended", _fail)
+    session_id = world.create()
+    world.turn(session_id, "Hi", "Hello")
+    assert [event.op for event in world.sink.events].count("end") == 1
+    assert world.get(session_id).state == "idle"
+
+
+def _fail(*_args: Any) -> None:
+    raise RuntimeError("a defect")
+
+
+def test_a_session_that_cannot_be_built_keeps_no_daemon_from_starting(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is logged and left in the file; the others are there."""
+    journal = FakeJournal()
+    world.journal = journal
+    world.reopen()
+    names = [world.create() for _ in range(2)]
+    for name in names:
+        world.turn(name, "Hi", "Hello")
+    kept = [_kept(world, journal, name) for name in names]
+    world.reopen()
+    restored: Callable[..., Session] = Session.restored
+
+    def defective(each: Any, *args: Any, **kwargs: Any) -> Session:
+        if each.facts.session_id == names[0]:
+            raise RuntimeError("a defect")
+        return restored(each, *args, **kwargs)
+
+    monkeypatch.setattr(Session, "restored", defective)
+    with capture_logs() as logs:
+        world.sessions.restore(kept, clean=True)
+    assert [line["session"] for line in logs if line["event"] == "session_set_aside"] == [names[0]]
+    assert world.transcript(names[1])[-1] == ("assistant", "Hello")
+    assert world.sessions.totals().total_sessions == 1
+
+
+def _kept(world: World, journal: FakeJournal, session_id: str) -> Any:
+    session = world.sessions._roster.get(session_id)
+    assert session is not None
+    ended = next(record for record in journal.of(Ended) if record.session_id == session_id)
+    return Kept(
+        facts=session.facts,
+        seq=ended.seq,
+        last_used_at=ended.last_used_at,
+        history=ended.history,
+        turns=(ended.turn,),
+        ends={},
+        unfinished=None,
+    )
