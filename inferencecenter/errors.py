@@ -5,13 +5,16 @@ Wire frames, HTTP answers, close codes, CLI exit codes, metric labels and ``docs
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Iterator, Mapping
+
+_MAX_REASON_CHARS: Final = 200
 
 
 class ErrorCode(StrEnum):
@@ -169,3 +172,28 @@ class InferenceCenterError(Exception):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.code.value}, {self.message!r}, field={self.field!r})"
+
+
+@contextmanager
+def foreign_input(refuse: Callable[[str], InferenceCenterError]) -> Iterator[None]:
+    """The border to something foreign: whatever the block raises that is not ours leaves it as one of our errors.
+
+    What reads a file, an answer or a device cannot list what a hostile one makes the parser raise: RecursionError,
+    OverflowError and MemoryError are among it. Errors of ours pass as they are.
+
+    Args:
+        refuse: Makes the error from the name and the text of what was raised, which is cut to one short line.
+    """
+    try:
+        yield
+    except InferenceCenterError:
+        raise
+    except Exception as error:
+        raise refuse(reason_of(error)) from error
+
+
+def reason_of(error: Exception) -> str:
+    """Return an exception in one short line, whatever its text is made of."""
+    reason = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    line = ascii(reason)[1:-1]
+    return line if len(line) <= _MAX_REASON_CHARS else f"{line[:_MAX_REASON_CHARS]}..."

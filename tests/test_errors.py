@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from inferencecenter.errors import ERRORS, ErrorCode, ErrorSpec, InferenceCenterError
+from inferencecenter.errors import ERRORS, ErrorCode, ErrorSpec, InferenceCenterError, foreign_input
 from inferencecenter.protocol.close import CloseCode
 
 _SYSEXITS = range(64, 79)
@@ -60,3 +60,31 @@ def test_an_error_carries_what_helps() -> None:
         10,
     )
     assert repr(error) == "InferenceCenterError(invalid_request, 'too hot', field='params.temperature')"
+
+
+def _refuse(reason: str) -> InferenceCenterError:
+    return InferenceCenterError(ErrorCode.INVALID_CONFIG, reason)
+
+
+@pytest.mark.parametrize(
+    ("raised", "reason"),
+    [
+        (RecursionError(), "RecursionError"),
+        (ValueError("a\nb\ud800"), r"ValueError: a\nb\ud800"),
+        (KeyError("x" * 1000), f"KeyError: '{'x' * 189}..."),
+    ],
+)
+def test_what_is_foreign_leaves_its_border_as_one_of_our_errors(raised: Exception, reason: str) -> None:
+    """Named, in one line with an end, and with the cause beside it for who debugs."""
+    with pytest.raises(InferenceCenterError) as caught, foreign_input(_refuse):
+        raise raised
+    assert caught.value.message == reason
+    assert caught.value.__cause__ is raised
+
+
+def test_errors_of_ours_and_interrupts_pass_a_border() -> None:
+    """They mean what they meant before."""
+    for raised in (InferenceCenterError(ErrorCode.FORBIDDEN, "no"), KeyboardInterrupt()):
+        with pytest.raises(type(raised)) as caught, foreign_input(_refuse):
+            raise raised
+        assert caught.value is raised

@@ -1,8 +1,10 @@
 """Reads the header, the metadata and the tensor table of GGUF files (versions 2 and 3), and no weights.
 
-Arrays are jumped over: the two of a vocabulary make up nearly all of a header, and nobody asks for them here. The file
-is read, not mapped, so that one which shrinks meanwhile is an error and no signal. Whatever the file claims is bounded
-before it is believed. The format: github.com/ggml-org/ggml/blob/master/docs/gguf.md.
+Arrays are jumped over: the two of a vocabulary make up nearly all of a header and are not used here. The file is read,
+not mapped, so that one which shrinks meanwhile is an error and no signal. What a file claims is bounded before it is
+believed: a header has ``_MAX_HEADER_BYTES`` at most, which bounds what is read and kept of it, and the arrays that are
+walked or kept element by element have limits for the whole header. The format:
+github.com/ggml-org/ggml/blob/master/docs/gguf.md.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import TYPE_CHECKING, Final, TypeAlias
 
-from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.errors import ErrorCode, InferenceCenterError, foreign_input
 from inferencecenter.hardware.ggml_types import BLOCKS
 
 if TYPE_CHECKING:
@@ -30,10 +32,14 @@ _GLANCE_CHUNK_BYTES: Final = 2**15
 _MAX_TENSORS: Final = 100_000
 _MAX_ENTRIES: Final = 100_000
 _MAX_NAME_BYTES: Final = 2**16 - 1
-_MAX_TEXT_BYTES: Final = 2**26
+_MAX_TEXT_BYTES: Final = 2**24
+_MAX_HEADER_BYTES: Final = 2**27
 _MAX_DIMENSIONS: Final = 4
 _MAX_NESTING: Final = 4
+_MAX_NESTED: Final = 2**16
 _KEPT_ELEMENTS: Final = 4096
+_MAX_KEPT: Final = 2**20
+_SHOWN_CHARS: Final = 80
 _MAX_ALIGNMENT: Final = 2**20
 _DEFAULT_ALIGNMENT: Final = 32
 _DOWNLOAD_AGAIN: Final = "Download the file again and compare its size or checksum with the source's."
@@ -94,6 +100,11 @@ def read_gguf(path: Path) -> GgufFile:
     Raises:
         InferenceCenterError: ``invalid_model_file``: which file, what is wrong with it, and where.
     """
+    with foreign_input(lambda reason: _refusal(f"{path} cannot be understood: {reason}.", _DOWNLOAD_AGAIN)):
+        return _read(path)
+
+
+def _read(path: Path) -> GgufFile:
     first = _read_part(path)
     count = first.metadata.get("split.count", 1)
     if not isinstance(count, int) or count <= 1:
@@ -109,14 +120,17 @@ def read_gguf(path: Path) -> GgufFile:
     tensors = tuple(tensor for part in parts for tensor in part.tensors)
     expected = first.metadata.get("split.tensors.count", len(tensors))
     if expected != len(tensors):
-        raise _refusal(f"{path} promises {expected} tensors; its {count} parts have {len(tensors)}.", _DOWNLOAD_AGAIN)
+        raise _refusal(
+            f"{path} promises {shown(expected)} tensors; its {count} parts have {len(tensors)}.", _DOWNLOAD_AGAIN
+        )
     return GgufFile(tuple(part.paths[0] for part in parts), first.version, first.metadata, tensors)
 
 
 def glance(path: Path) -> dict[str, Value]:
     """Return the metadata before the vocabulary, as far as it can be read: what a file is, at the price of one read."""
     found: dict[str, Value] = {}
-    with suppress(OSError, InferenceCenterError), path.open("rb") as file:
+    # Any failure ends the reading, as a damaged file would: the metadata before it is the answer.
+    with suppress(Exception), path.open("rb") as file:
         size_bytes = min(path.stat().st_size, _GLANCE_BYTES)
         for name, value in _Header(path, file, size_bytes, chunk_bytes=_GLANCE_CHUNK_BYTES).metadata():
             if name.startswith("tokenizer."):
@@ -157,6 +171,8 @@ class _Header:
         self._path = path
         self._file = file
         self._size_bytes = size_bytes
+        self._header_bytes = min(size_bytes, _MAX_HEADER_BYTES)
+        self._n_nested = self._n_kept = 0
         self._chunk_bytes = chunk_bytes
         self._version = self._n_tensors = 0
         self._data = b""
@@ -188,30 +204,32 @@ class _Header:
 
     def _check_data(self, table: list[tuple[Tensor, int]], alignment: Value) -> None:
         if not isinstance(alignment, int) or not 0 < alignment <= _MAX_ALIGNMENT:
-            raise self._wrong(f"states an alignment of {alignment}")
+            raise self._wrong(
+                f"states general.alignment as {shown(alignment)}; a number from 1 to {_MAX_ALIGNMENT} belongs there"
+            )
         start = -(-self._position // alignment) * alignment
         for tensor, offset in table:
             end = start + offset + tensor.bytes
             if end > self._size_bytes:
                 raise self._wrong(
-                    f"is truncated: {tensor.name} ends at byte {end}, and the file has {self._size_bytes}"
+                    f"is truncated: {shown(tensor.name)} ends at byte {end}, and the file has {self._size_bytes}"
                 )
 
     def _tensor(self) -> tuple[Tensor, int]:
         name = self._text(_MAX_NAME_BYTES)
         n_dimensions = self._u32()
         if n_dimensions > _MAX_DIMENSIONS:
-            raise self._wrong(f"gives {name!r} {n_dimensions} dimensions; llama.cpp has {_MAX_DIMENSIONS}")
+            raise self._wrong(f"gives {shown(name)} {n_dimensions} dimensions; llama.cpp has {_MAX_DIMENSIONS}")
         shape = tuple(self._u64() for _ in range(n_dimensions))
         kind = self._u32()
         if kind not in BLOCKS:
             raise self._wrong(
-                f"stores {name!r} as type {kind}, which is not known here",
+                f"stores {shown(name)} as type {kind}, which is not known here",
                 "A newer type may need a newer InferenceCenter and llama-cpp-python.",
             )
         weights, block_bytes = BLOCKS[kind]
         if not shape or 0 in shape or shape[0] % weights or prod(shape) >= 2**60:
-            raise self._wrong(f"gives {name!r} the shape {shape}, which blocks of {weights} weights do not fill")
+            raise self._wrong(f"gives {shown(name)} the shape {shape}, which blocks of {weights} weights do not fill")
         return Tensor(name, shape, kind, prod(shape) // weights * block_bytes), self._u64()
 
     def _value(self, kind: int) -> Value:
@@ -232,14 +250,18 @@ class _Header:
             if depth == _MAX_NESTING:
                 raise self._wrong(f"has arrays inside arrays, more than {_MAX_NESTING} deep")
             self._believe(count, 12)
+            self._n_nested += count
+            if self._n_nested > _MAX_NESTED:
+                raise self._wrong(f"has more than {_MAX_NESTED} arrays inside arrays")
             for _ in range(count):
                 self._array(depth + 1)
             return Array(count)
         scalar = self._scalar(kind)
         self._believe(count, scalar.size)
-        if count > _KEPT_ELEMENTS:
+        if count > _KEPT_ELEMENTS or self._n_kept + count > _MAX_KEPT:
             self._skip(count * scalar.size)
             return Array(count)
+        self._n_kept += count
         packed = self._take(count * scalar.size)
         return Array(count, tuple(value for (value,) in scalar.iter_unpack(packed)))
 
@@ -251,7 +273,7 @@ class _Header:
     def _skip_strings(self, count: int) -> None:
         """Jump over strings without making any: a vocabulary has some hundred thousand."""
         self._believe(count, _U64.size)
-        unpack, limit = _U64.unpack_from, self._size_bytes
+        unpack, limit = _U64.unpack_from, self._header_bytes
         data, position = self._data, self._position
         while count:
             try:
@@ -275,8 +297,8 @@ class _Header:
         return count
 
     def _believe(self, count: int, least_bytes: int) -> None:
-        """Refuse an array that is longer than what is left of the file."""
-        if count * least_bytes > self._size_bytes - self._position:
+        """Refuse an array that is longer than what is left of the header."""
+        if count * least_bytes > self._header_bytes - self._position:
             raise self._truncated()
 
     def _text(self, limit: int) -> str:
@@ -307,7 +329,7 @@ class _Header:
     def _read_to(self, end: int) -> None:
         if end <= len(self._data):
             return
-        if end > self._size_bytes:
+        if end > self._header_bytes:
             raise self._truncated()
         # At least as much again as was read: a long header is copied a few times, not once for every part.
         self._data += self._file.read(max(end - len(self._data), len(self._data), self._chunk_bytes))
@@ -315,10 +337,18 @@ class _Header:
             raise self._truncated()
 
     def _truncated(self) -> InferenceCenterError:
+        if self._header_bytes < self._size_bytes:
+            return self._wrong(f"has a header of more than {_MAX_HEADER_BYTES} bytes, which none needs")
         return self._wrong(f"is truncated: its header does not end within its {self._size_bytes} bytes")
 
     def _wrong(self, what: str, hint: str = _DOWNLOAD_AGAIN) -> InferenceCenterError:
         return _refusal(f"{self._path} {what}.", hint)
+
+
+def shown(value: object) -> str:
+    """Return a value of a header for a message, which is not as long as a header may make it."""
+    text = repr(value.values or f"{value.count} values") if isinstance(value, Array) else repr(value)
+    return text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]}..."
 
 
 def _refusal(message: str, hint: str) -> InferenceCenterError:

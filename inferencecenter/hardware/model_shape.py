@@ -11,11 +11,11 @@ import hashlib
 import re
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeGuard
 
-from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.errors import ErrorCode, InferenceCenterError, foreign_input
 from inferencecenter.hardware.architectures import DENSE_FIRST, KNOWN, KV_FROM_START, WINDOW_EVERY
-from inferencecenter.hardware.gguf import Array
+from inferencecenter.hardware.gguf import Array, shown
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -23,9 +23,14 @@ if TYPE_CHECKING:
 
     from inferencecenter.hardware.gguf import GgufFile, Tensor, Value
 
-_MAX_LAYERS: Final = 10_000
+_MAX_LAYERS: Final = 512  # LLAMA_MAX_LAYERS: llama.cpp loads no more, and planning tries every number of them
 _MAX_WIDTH: Final = 2**24
-_IN_LAYER: Final = re.compile(r"^blk\.(\d+)\.(.+)$")
+_MAX_KV_WIDTH: Final = 2**20
+_MAX_STATE_BYTES: Final = 2**36
+_MAX_NAME_CHARS: Final = 256
+_MAX_DIGITS: Final = 9
+_ARCHITECTURE: Final = re.compile(r"[\w.-]{1,64}")
+_IN_LAYER: Final = re.compile(r"^blk\.([0-9]+)\.(.+)$", re.DOTALL)
 _EXPERTS: Final = re.compile(r"^ffn_(up|down|gate|gate_up)_(ch)?exps\.")
 _INPUTS: Final = ("token_embd", "per_layer_token_embd", "position_embd", "token_types")
 _RECURRENT: Final = ("ssm_", "shortconv", "time_mix_")
@@ -112,13 +117,18 @@ def describe(file: GgufFile) -> ModelShape:
     Raises:
         InferenceCenterError: ``invalid_model_file`` for metadata that is missing or absurd.
     """
+    with foreign_input(lambda reason: _refusal(file, f"has metadata that cannot be understood: {reason}")):
+        return _describe(file)
+
+
+def _describe(file: GgufFile) -> ModelShape:
     facts = _Facts(file)
     layers = facts.layers()
     by_place = facts.outside_layers()
     tied = not any(tensor.name == "output.weight" for tensor in file.tensors)
     return ModelShape(
         paths=file.paths,
-        name=str(file.metadata.get("general.name", file.paths[0].stem)),
+        name=_name(file),
         architecture=facts.architecture,
         known=facts.architecture in KNOWN,
         n_layers=facts.n_layers,
@@ -156,8 +166,10 @@ class _Facts:
     def __init__(self, file: GgufFile) -> None:
         self._file = file
         architecture = file.metadata.get("general.architecture")
-        if not isinstance(architecture, str) or not architecture:
+        if not architecture:
             raise self._missing("general.architecture")
+        if not isinstance(architecture, str) or not _ARCHITECTURE.fullmatch(architecture):
+            raise self._wrong("general.architecture", architecture, "a name of up to 64 letters and digits")
         self.architecture = architecture
         self.n_layers = self.number("block_count", limit=_MAX_LAYERS)
         self.n_embd = self.number("embedding_length")
@@ -173,7 +185,8 @@ class _Facts:
         if isinstance(value, Array) and value.values:
             value = max(value.values)
         if isinstance(value, bool) or not isinstance(value, int) or not (default is None) <= value <= limit:
-            raise self._refusal(f"states {name} as {value!r}; a whole number up to {limit} belongs there")
+            least = int(default is None)
+            raise self._wrong(name, value, f"a whole number from {least} to {limit}")
         return value
 
     def each(self, key: str, default: int) -> tuple[int, ...]:
@@ -184,9 +197,9 @@ class _Facts:
             return (self.number(key, default),) * self.n_layers
         if value.count < self.n_layers:
             raise self._refusal(f"states {name} for {value.count} layers of {self.n_layers}")
-        numbers = tuple(int(number) for number in value.values[: self.n_layers])
-        if len(numbers) < self.n_layers or not all(0 <= number <= _MAX_WIDTH for number in numbers):
-            raise self._refusal(f"states {name} with numbers that cannot be")
+        numbers = tuple(number for number in value.values[: self.n_layers] if _is_width(number))
+        if len(numbers) < self.n_layers:
+            raise self._wrong(name, value, f"a whole number from 0 to {_MAX_WIDTH} for each of {self.n_layers} layers")
         return numbers
 
     def n_vocab(self) -> int:
@@ -217,8 +230,8 @@ class _Facts:
             found = _IN_LAYER.match(tensor.name)
             if found is None:
                 continue
-            if int(found[1]) >= self.n_layers:
-                raise self._refusal(f"has {tensor.name}, but states {self.n_layers} layers")
+            if len(found[1]) > _MAX_DIGITS or int(found[1]) >= self.n_layers:
+                raise self._refusal(f"has {shown(tensor.name)}, but states {self.n_layers} layers")
             tensors[int(found[1])].append(tensor)
         loaded = self.n_layers - self.number("nextn_predict_layers", 0)
         keep_kv = self._layers_with_kv()
@@ -250,10 +263,13 @@ class _Facts:
         v_short = self.number("attention.value_length_swa", v)
         if self.number("attention.key_length_mla", 0):
             v = v_short = 0  # latent attention: V is computed from what K keeps
-        return [
+        widths = [
             (n * (k_short if window else k), n * (v_short if window else v))
             for n, window in zip(kv_heads, self._windows(), strict=True)
         ]
+        if (widest := max(map(max, widths))) > _MAX_KV_WIDTH:
+            raise self._refusal(f"states KV heads of {widest} numbers a layer; up to {_MAX_KV_WIDTH} are possible")
+        return widths
 
     def _windows(self) -> tuple[int, ...]:
         """Return how far each layer looks back; 0 is all the way."""
@@ -271,6 +287,12 @@ class _Facts:
 
     def _state_bytes(self) -> int:
         """Return what a recurrent layer keeps of a sequence."""
+        state_bytes = self._stated_state_bytes()
+        if state_bytes > _MAX_STATE_BYTES:
+            raise self._refusal(f"states {state_bytes} bytes of state a layer; up to {_MAX_STATE_BYTES} are possible")
+        return state_bytes
+
+    def _stated_state_bytes(self) -> int:
         head, cached = self.number("wkv.head_size", 0), self.number("shortconv.l_cache", 0)
         if head or f"{self.architecture}.wkv_head_size" in self._file.metadata:
             head = head or self.number("wkv_head_size", 0)
@@ -288,13 +310,30 @@ class _Facts:
     def _missing(self, key: str) -> InferenceCenterError:
         return self._refusal(f"does not state {key}")
 
+    def _wrong(self, key: str, value: Value, allowed: str) -> InferenceCenterError:
+        return self._refusal(f"states {key} as {shown(value)}; {allowed} belongs there")
+
     def _refusal(self, what: str) -> InferenceCenterError:
-        return InferenceCenterError(
-            ErrorCode.INVALID_MODEL_FILE,
-            f"{self._file.paths[0]} {what}.",
-            hint="Download the file again, or convert the model again with a current llama.cpp.",
-            field="model.path",
-        )
+        return _refusal(self._file, what)
+
+
+def _refusal(file: GgufFile, what: str) -> InferenceCenterError:
+    return InferenceCenterError(
+        ErrorCode.INVALID_MODEL_FILE,
+        f"{file.paths[0]} {what}.",
+        hint="Download the file again, or convert the model again with a current llama.cpp.",
+        field="model.path",
+    )
+
+
+def _name(file: GgufFile) -> str:
+    """Return what the file calls its model, cut to what a name may take; its own name where it says nothing."""
+    stated = file.metadata.get("general.name")
+    return stated[:_MAX_NAME_CHARS] if isinstance(stated, str) and stated else file.paths[0].stem
+
+
+def _is_width(number: float) -> TypeGuard[int]:
+    return isinstance(number, int) and 0 <= number <= _MAX_WIDTH
 
 
 def _layer(

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Final, Literal
 
+from inferencecenter.errors import ErrorCode, InferenceCenterError, foreign_input
 from inferencecenter.ipc.port import EngineState
 from inferencecenter.protocol.values import ModelSummary
 
@@ -64,9 +66,20 @@ class Model:
 
 
 async def fits_beside(model: Model, others: Sequence[Model]) -> bool:
-    """Tell whether a model has as much beside the others, which are loaded, as it would have alone."""
+    """Tell whether a model has as much beside the others, which are loaded, as it would have alone.
+
+    Raises:
+        InferenceCenterError: Why that cannot be told, whatever the planner raises: the model has failed to load then.
+    """
     planners = [each.planner for each in others]
-    return await asyncio.to_thread(model.planner.fits_beside, planners, model.supervisor.options)
+    with foreign_input(partial(_not_planned, model.name)):
+        return await asyncio.to_thread(model.planner.fits_beside, planners, model.supervisor.options)
+
+
+def _not_planned(name: str, reason: str) -> InferenceCenterError:
+    return InferenceCenterError(
+        ErrorCode.INVALID_MODEL_FILE, f"{name} cannot be planned for: {reason}.", field=f"models.{name}"
+    )
 
 
 def summary(name: str, model: Model | None, *, default: bool) -> ModelSummary:

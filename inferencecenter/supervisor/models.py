@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import structlog
 
-from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.errors import ErrorCode, InferenceCenterError, reason_of
 from inferencecenter.ipc.port import EngineState
 from inferencecenter.protocol.events import Swap
 from inferencecenter.supervisor.kv_places import place_name
@@ -213,11 +213,29 @@ class Models:
             await self._make_default(name, tell)
 
     async def _make_default(self, name: str, tell: Callable[[Swap], None]) -> None:
+        old = self._get(self._default)
+        try:
+            failure = await self._try_default(name, old, tell)
+        except Exception as error:  # noqa: BLE001 - a swap ends and its asker is told, whatever the new model raises
+            failure = error.message if isinstance(error, InferenceCenterError) else reason_of(error)
+        if failure is not None:
+            _log.error("swap_failed", model=name, reason=failure, default=self._default)
+            if (model := self._models.get(name)) is not None:
+                self._forget(model)
+            old.supervisor.wake()
+            tell(Swap(model=name, phase="failed", detail=failure))
+            return
+        tell(Swap(model=name, phase="done", done=1.0))
+        if (loaded := self._get(name).supervisor.status.model) is not None:
+            for listener in self._swap_listeners:
+                listener(loaded)
+
+    async def _try_default(self, name: str, old: Model, tell: Callable[[Swap], None]) -> str | None:
+        """Load a model and make it the default; return why it is not."""
         model = self._get(name)
         if model.supervisor.load_failure is not None or model.supervisor.given_up:
             self._forget(model)
             model = self._get(name)
-        old = self._get(self._default)
         # What waits for it is to go to the new one: it would only want the memory back.
         old.supervisor.pause(paused=old is not model)
         try:
@@ -227,18 +245,9 @@ class Models:
                 _log.info("model_changed", model=name, before=old.name)
                 self._listeners.tell(self.status)
                 _send_on(old)
+            return failure
         finally:
             old.supervisor.pause(paused=False)
-        if failure is not None:
-            _log.error("swap_failed", model=name, reason=failure, default=self._default)
-            self._forget(model)
-            old.supervisor.wake()
-            tell(Swap(model=name, phase="failed", detail=failure))
-            return
-        tell(Swap(model=name, phase="done", done=1.0))
-        if (loaded := model.supervisor.status.model) is not None:
-            for listener in self._swap_listeners:
-                listener(loaded)
 
     async def _load(self, model: Model, tell: Callable[[Swap], None]) -> str | None:
         """Wait until a model is ready; return why it is not going to be."""

@@ -6,13 +6,14 @@ import asyncio
 from collections import Counter
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import msgspec
 import structlog
 
-from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.errors import ErrorCode, InferenceCenterError, foreign_input, reason_of
 from inferencecenter.hardware import nvml
 from inferencecenter.hardware.devices import find_devices
 from inferencecenter.hardware.gguf import read_gguf
@@ -121,7 +122,15 @@ class Planner:
         Raises:
             InferenceCenterError: ``invalid_config`` for a GPU that is set and not there.
         """
-        return self._planned(options) if self._knows_model(options) else options
+        if not self._knows_model(options):
+            return options
+        try:
+            return self._planned(options)
+        except InferenceCenterError as error:
+            if error.code is ErrorCode.INVALID_CONFIG:
+                raise
+            _log.warning("plan_impossible", reason=error.message)
+            return options
 
     def again(self, options: EngineOptions) -> EngineOptions:
         """Return the options of a further engine; fewer layers than were planned before are a limit from now on."""
@@ -144,6 +153,10 @@ class Planner:
         """
         if not self._knows_model(options):
             return True
+        with foreign_input(partial(_unplannable, options)):
+            return self._fits_beside(others)
+
+    def _fits_beside(self, others: Sequence[Planner]) -> bool:
         assert self._model is not None, "its header was read"
         devices, host = self._devices(), self._read_host()
         made = plan(self._model, devices, host, self._wishes)
@@ -157,7 +170,13 @@ class Planner:
         """Compare, in a thread, what each engine took when it gets ready; called on the event loop."""
         if status.state is EngineState.READY and status.model and status.pid and status.pid != self._compared_pid:
             self._compared_pid = status.pid
-            asyncio.get_running_loop().run_in_executor(None, self.compare, status.model, status.pid)
+            asyncio.get_running_loop().run_in_executor(None, self._try_to_compare, status.model, status.pid)
+
+    def _try_to_compare(self, model: ModelInfo, pid: int) -> None:
+        try:
+            self.compare(model, pid)
+        except Exception as error:  # noqa: BLE001 - the border to the driver: without its figures the plan stays as it is
+            _log.warning("vram_not_compared", reason=reason_of(error))
 
     def compare(self, model: ModelInfo, pid: int) -> None:
         """Write down what an engine that is ready took of each GPU, and keep how far the plan was off. Blocks."""
@@ -197,8 +216,9 @@ class Planner:
         """Read the model's header if that was not done before; tell whether there is one to plan by."""
         if self._model is None and not self._unknown and options.backend == "llama":
             try:
-                shape = describe(read_gguf(Path(options.model_path)))
-                self._model = with_adapters(shape, lora_bytes(Path(each.path) for each in options.lora))
+                with foreign_input(partial(_unplannable, options)):
+                    shape = describe(read_gguf(Path(options.model_path)))
+                    self._model = with_adapters(shape, lora_bytes(Path(each.path) for each in options.lora))
             except InferenceCenterError as error:
                 # llama.cpp may read what is not understood here; if it cannot either, it says so.
                 _log.warning("plan_impossible", reason=error.message)
@@ -206,7 +226,16 @@ class Planner:
         return self._model is not None
 
     def _planned(self, options: EngineOptions) -> EngineOptions:
-        """Make a plan of what is free now, and return the options with it."""
+        """Make a plan of what is free now, and return the options with it.
+
+        Raises:
+            InferenceCenterError: ``invalid_config`` for a GPU that is set and not there; ``invalid_model_file`` for a
+                model of which no plan can be made.
+        """
+        with foreign_input(partial(_unplannable, options)):
+            return self._make_plan(options)
+
+    def _make_plan(self, options: EngineOptions) -> EngineOptions:
         model, wishes = self._model, self._wishes
         assert model is not None, "its header was read"
         devices, host = self._devices(), self._read_host()
@@ -255,6 +284,15 @@ class Planner:
             if buffers
             else None
         )
+
+
+def _unplannable(options: EngineOptions, reason: str) -> InferenceCenterError:
+    return InferenceCenterError(
+        ErrorCode.INVALID_MODEL_FILE,
+        f"{options.model_path} cannot be planned for: {reason}.",
+        hint="Download the file again, or set engine.n_gpu_layers, engine.slots and engine.n_ctx.",
+        field="model.path",
+    )
 
 
 def _without(taken: Sequence[Plan], devices: Sequence[Device]) -> tuple[Device, ...]:

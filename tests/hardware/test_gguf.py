@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import struct
-import time
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -72,34 +71,114 @@ def test_sizes_of_all_types_are_those_of_the_reference() -> None:
     assert dict(BLOCKS) == reference
 
 
-def test_a_large_vocabulary_is_jumped_over(header_of: Callable[[HeaderName], Path]) -> None:
-    """152,064 tokens take no more than 50 ms of a processor, which does other things too: the best of five."""
-    path = header_of("qwen2.5-7b")
+class Reads:
+    """Counts what the reader does: bytes that it reads of files, and pieces of a header that it looks at."""
 
-    def taken_s() -> float:
-        start = time.thread_time()
-        read_gguf(path)
-        return time.thread_time() - start
-
-    assert min(taken_s() for _ in range(5)) < 0.05
-    assert read_gguf(path).metadata["tokenizer.ggml.tokens"] == Array(152_064)
+    def __init__(self) -> None:
+        self.n_bytes = self.n_pieces = 0
 
 
-def test_a_glance_ends_before_the_vocabulary(header_of: Callable[[HeaderName], Path]) -> None:
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> Reads:
+    """Count from now on."""
+    counted = Reads()
+    read_to, take = own._Header._read_to, own._Header._take
+
+    def counted_read_to(header: own._Header, end: int) -> None:
+        before = len(header._data)
+        read_to(header, end)
+        counted.n_bytes += len(header._data) - before
+
+    def counted_take(header: own._Header, n_bytes: int) -> bytes:
+        counted.n_pieces += 1
+        return take(header, n_bytes)
+
+    monkeypatch.setattr(own._Header, "_read_to", counted_read_to)
+    monkeypatch.setattr(own._Header, "_take", counted_take)
+    return counted
+
+
+def test_a_large_vocabulary_is_jumped_over(header_of: Callable[[HeaderName], Path], reads: Reads) -> None:
+    """What is looked at depends on the entries and tensors, and not on the 152,064 tokens of the vocabulary."""
+    file = read_gguf(header_of("qwen2.5-7b"))
+    assert file.metadata["tokenizer.ggml.tokens"] == Array(152_064)
+    assert reads.n_pieces <= 12 * (len(file.metadata) + len(file.tensors))
+
+
+def test_a_glance_ends_before_the_vocabulary(header_of: Callable[[HeaderName], Path], reads: Reads) -> None:
     """What a file is and what it is called costs a piece of 32 KiB, whatever comes after it."""
     path = header_of("qwen2.5-7b")
     found = glance(path)
+    assert reads.n_bytes == 2**15
     whole = read_gguf(path).metadata
     assert found["general.architecture"] == "qwen2"
     assert not any(name.startswith("tokenizer.") for name in found)
     assert found == {name: whole[name] for name in found}
 
-    def taken_s() -> float:
-        start = time.thread_time()
-        glance(path)
-        return time.thread_time() - start
 
-    assert min(taken_s() for _ in range(5)) < 0.005
+def _sparse(path: Path, content: bytes) -> Path:
+    """Write a file of 16 GiB that takes no room."""
+    with path.open("wb") as file:
+        file.write(content)
+        file.truncate(2**34)
+    return path
+
+
+@pytest.mark.parametrize(
+    "claim",
+    [
+        U32.pack(9) + U32.pack(0) + U64.pack(2**33),
+        U32.pack(9) + U32.pack(8) + U64.pack(2**30),
+        U32.pack(9) + U32.pack(9) + U64.pack(2**29),
+        U32.pack(9) + U32.pack(8) + U64.pack(2) + U64.pack(2**32),
+        U32.pack(8) + U64.pack(2**32),
+    ],
+    ids=["numbers", "strings", "arrays", "a-long-string", "a-text"],
+)
+def test_a_huge_file_is_not_read_for_what_it_claims(tmp_path: Path, reads: Reads, claim: bytes) -> None:
+    """A header has an end, however long the file is."""
+    message = refused(_sparse(tmp_path / "huge.gguf", header(entries=1) + text("key") + claim))
+    assert "has a header of more than 134217728 bytes" in message or "a text of 4294967296 bytes" in message
+    assert reads.n_bytes <= 2 * own._CHUNK_BYTES
+
+
+def test_arrays_inside_arrays_are_counted(tmp_path: Path) -> None:
+    """Each is a step of its own, which is why there may not be many, in one array or in several."""
+    array = U32.pack(9) + U32.pack(9) + U64.pack(40_000) + (U32.pack(0) + U64.pack(0)) * 40_000
+    content = header(entries=2) + text("a") + array + text("b") + array
+    assert "more than 65536 arrays inside arrays" in refused(tmp_path / "nested.gguf", content)
+
+
+def test_the_numbers_that_are_kept_have_an_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Further arrays are counted only."""
+    monkeypatch.setattr(own, "_MAX_KEPT", 5)
+    array = U32.pack(9) + U32.pack(0) + U64.pack(3) + bytes(3)
+    path = tmp_path / "many.gguf"
+    path.write_bytes(header(entries=2) + text("a") + array + text("b") + array)
+    assert read_gguf(path).metadata == {"a": Array(3, (0, 0, 0)), "b": Array(3)}
+
+
+@pytest.mark.parametrize("raised", [RecursionError(), MemoryError(), ValueError("x" * 5000), OverflowError("\ud800\n")])
+def test_whatever_the_reading_raises_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, raised: Exception
+) -> None:
+    """One error, in one line, that names the file; a glance says what it knows."""
+
+    def fail(*_: object) -> None:
+        raise raised
+
+    monkeypatch.setattr(own._Header, "_take", fail)
+    message = refused(tmp_path / "strange.gguf", b"GGUF")
+    assert f"cannot be understood: {type(raised).__name__}" in message
+    assert len(message) < 500
+    assert message.isprintable()
+    assert glance(tmp_path / "strange.gguf") == {}
+
+
+def test_a_long_name_is_cut_in_the_error(tmp_path: Path) -> None:
+    """A log line is not as long as a file makes it."""
+    tensor = text("t" * 60_000) + U32.pack(9)
+    assert len(refused(tmp_path / "long.gguf", header(tensors=1) + tensor)) < 500
 
 
 @pytest.mark.parametrize("content", [b"", b"PK\x03\x04", b"GGUF", header(entries=1, version=9), header(entries=2**40)])
@@ -198,12 +277,12 @@ def test_a_header_longer_than_what_is_read_at_once(tmp_path: Path, monkeypatch: 
         (header(entries=1) + text("key") + U32.pack(9) + U32.pack(4) + U64.pack(2**62), "is truncated"),
         (header(entries=1) + text("key") + U32.pack(9) + U32.pack(8) + U64.pack(1) + U64.pack(2**63), "is truncated"),
         (header(entries=1) + text("key") + U32.pack(9) + (U32.pack(9) + U64.pack(1)) * 9, "arrays inside arrays"),
-        (header(entries=1) + text("general.alignment") + U32.pack(4) + U32.pack(0), "alignment of 0"),
+        (header(entries=1) + text("general.alignment") + U32.pack(4) + U32.pack(0), "general.alignment as 0"),
         (header(tensors=1) + text("t") + U32.pack(9), "9 dimensions"),
         (header(tensors=1) + text("t") + U32.pack(1) + U64.pack(31) + U32.pack(8) + U64.pack(0), "do not fill"),
         (header(tensors=1) + text("t") + U32.pack(2) + U64.pack(2**40) * 2 + U32.pack(0) + U64.pack(0), "do not fill"),
         (header(tensors=1) + text("t") + U32.pack(1) + U64.pack(32) + U32.pack(99) + U64.pack(0), "type 99"),
-        (header(tensors=1) + text("t") + U32.pack(1) + U64.pack(32) + U32.pack(0) + U64.pack(0), "t ends at byte"),
+        (header(tensors=1) + text("t") + U32.pack(1) + U64.pack(32) + U32.pack(0) + U64.pack(0), "'t' ends at byte"),
     ],
 )
 def test_a_file_that_is_wrong(tmp_path: Path, content: bytes, reason: str) -> None:

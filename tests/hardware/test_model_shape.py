@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import inf, nan
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -196,11 +197,25 @@ def test_layers_that_are_not_loaded() -> None:
         ({"block_count": 0}, "llama.block_count as 0"),
         ({"block_count": 2**40}, "llama.block_count as"),
         ({"block_count": "many"}, "llama.block_count as 'many'"),
-        ({"block_count": 2}, "has blk.2.attn_k.weight, but states 2 layers"),
+        ({"block_count": 2}, "has 'blk.2.attn_k.weight', but states 2 layers"),
         ({"attention.head_count_kv": Array(2, (1, 1))}, "for 2 layers of 4"),
-        ({"attention.head_count_kv": Array(4, (1, 1, 1, -1))}, "numbers that cannot be"),
+        (
+            {"attention.head_count_kv": Array(4, (1, 1, 1, -1))},
+            "a whole number from 0 to 16777216 for each of 4 layers",
+        ),
         ({"attention.key_length": 1.5}, "attention.key_length as 1.5"),
         ({"expert_count": -1}, "expert_count as -1"),
+        ({"block_count": 513}, "llama.block_count as 513; a whole number from 1 to 512 belongs there"),
+        ({"attention.head_count": Array(4, (1, 1, nan, 1))}, "attention.head_count as (1, 1, nan, 1)"),
+        ({"attention.head_count": Array(4, (1, 1, inf, 1))}, "attention.head_count as (1, 1, inf, 1)"),
+        ({"attention.head_count": Array(9000)}, "attention.head_count as '9000 values'"),
+        ({"feed_forward_length": nan}, "feed_forward_length as nan"),
+        ({"context_length": Array(2, (nan, 1))}, "context_length as nan"),
+        ({"attention.key_length": 2**24}, "states KV heads of 33554432 numbers a layer; up to 1048576 are possible"),
+        (
+            {"embedding_length": 2**24, "attention.key_length": 8, "attention.value_length": 8, "wkv.head_size": 2**24},
+            "bytes of state a layer; up to",
+        ),
     ],
 )
 def test_facts_that_are_missing_or_absurd(facts: dict[str, Any], reason: str) -> None:
@@ -211,10 +226,39 @@ def test_facts_that_are_missing_or_absurd(facts: dict[str, Any], reason: str) ->
     assert reason in caught.value.message
 
 
-def test_a_file_without_an_architecture() -> None:
+def test_a_layer_with_a_number_of_5000_digits() -> None:
+    """Python refuses to read such a number; the file is refused with the beginning of the name."""
+    with pytest.raises(InferenceCenterError, match=r"has 'blk\.9+\.\.\., but states 4 layers") as caught:
+        made("llama", {}, f"blk.{'9' * 5000}.attn_k.weight")
+    assert caught.value.code is ErrorCode.INVALID_MODEL_FILE
+
+
+@pytest.mark.parametrize("architecture", [None, "", 7, nan, "a" * 65, "a b"])
+def test_a_file_without_an_architecture(architecture: Any) -> None:
     """Nothing can be told of it."""
     with pytest.raises(InferenceCenterError, match=r"general\.architecture"):
-        describe(GgufFile((Path("model.gguf"),), 3, {}, ()))
+        describe(GgufFile((Path("model.gguf"),), 3, {"general.architecture": architecture}, ()))
+
+
+def test_a_name_is_cut_or_is_that_of_the_file() -> None:
+    """A file may state megabytes, or something that is no text."""
+    for stated, expected in (("x" * 1000, "x" * 256), (nan, "model"), (None, "model")):
+        facts: dict[str, Any] = {"general.architecture": "llama", "general.name": stated}
+        facts |= {f"llama.{key}": value for key, value in PLAIN.items()}
+        assert describe(GgufFile((Path("model.gguf"),), 3, facts, ())).name == expected
+
+
+def test_metadata_that_makes_the_reading_itself_fail_is_refused() -> None:
+    """Whatever is raised while a file is described: one error, which names the file."""
+
+    class Strange(Array):
+        @property
+        def count(self) -> int:
+            raise RecursionError("too deep")
+
+    with pytest.raises(InferenceCenterError, match="RecursionError: too deep") as caught:
+        made("llama", {"attention.head_count": Strange.__new__(Strange)})
+    assert (caught.value.code, caught.value.field) == (ErrorCode.INVALID_MODEL_FILE, "model.path")
 
 
 def test_an_architecture_that_is_not_known() -> None:

@@ -42,6 +42,8 @@ class Room:
         """Tell whether there is room beside others."""
         if options.model_name == "huge":
             raise InferenceCenterError(ErrorCode.INVALID_CONFIG, "Does not fit in memory.")
+        if options.model_name == "odd":
+            raise ValueError("cannot convert float NaN to integer")
         return len(others) < self._limit
 
 
@@ -294,6 +296,36 @@ async def test_a_model_too_large_takes_nothing_from_others(fleet: Callable[..., 
     assert running.interruptions == 0
     house.swaps.clear()
     assert (await house.swap("second")).phase == "done"
+
+
+async def test_a_swap_ends_whatever_planning_raises(fleet: Callable[..., Fleet]) -> None:
+    """The asker is told why, the lock is free for the next swap, and the old default answers, also after sleeping."""
+    house = fleet(names=("first", "odd", "second"))
+    await house.ready("first")
+    failed = await house.swap("odd")
+    assert (failed.phase, failed.model) == ("failed", "odd")
+    assert "ValueError: cannot convert float NaN to integer" in failed.detail
+    assert (house.models.default, house.changed) == ("first", [])
+    house.models.unload("first")
+    await house.until(lambda: house.state("first") is EngineState.ASLEEP)
+    assert await ended(house.submit("t1", 3)) == answer(3)
+    house.swaps.clear()
+    assert (await house.swap("second")).phase == "done"
+
+
+async def test_a_swap_ends_when_its_model_cannot_be_made(
+    fleet: Callable[..., Fleet], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one whose first plan names a GPU that is gone: the asker is told, and the old default goes on."""
+    house = fleet()
+    await house.ready("first")
+
+    def fail(*_: object) -> Model:
+        raise InferenceCenterError(ErrorCode.INVALID_CONFIG, "There is no GPU 1.")
+
+    monkeypatch.setattr(house.models, "_make", fail)
+    assert (await house.swap("second")).detail == "There is no GPU 1."
+    assert await ended(house.submit("t1", 3)) == answer(3)
 
 
 @pytest.mark.slow

@@ -6,7 +6,7 @@ import asyncio
 import os
 import signal
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 import pytest
@@ -135,6 +135,31 @@ def test_other_backends_and_files_are_left_alone(tmp_path: Path, options: Engine
         assert planner.first(unknown) is unknown
         assert planner.again(unknown) is unknown
     assert [line["event"] for line in logs] == ["plan_impossible"]
+
+
+def test_a_device_query_that_raises_anything_costs_the_plan(tmp_path: Path, options: EngineOptions) -> None:
+    """The engine starts with what is set; what asks whether the model fits beside others gets one of our errors."""
+    planner = Machine(devices=cast("tuple[Device, ...]", (None,))).planner(tmp_path)
+    with capture_logs() as logs:
+        assert planner.first(options) is options
+        assert planner.again(options) is options
+    assert [line["event"] for line in logs] == ["plan_impossible"] * 2
+    with pytest.raises(InferenceCenterError, match="cannot be planned for: AttributeError") as caught:
+        planner.fits_beside([], options)
+    assert (caught.value.code, caught.value.field) == (ErrorCode.INVALID_MODEL_FILE, "model.path")
+
+
+async def test_a_measurement_that_raises_anything_costs_the_measurement(
+    tmp_path: Path, options: EngineOptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is logged, and nothing is left behind in the event loop."""
+    planner = Machine().planner(tmp_path)
+    planner.first(options)
+    monkeypatch.setattr(planner, "compare", lambda *_: 1 / 0)
+    with capture_logs() as logs:
+        planner.heard(EngineStatus(state=EngineState.READY, model=MODEL, pid=5))
+        await asyncio.get_running_loop().shutdown_default_executor()
+    assert [line["reason"] for line in logs] == ["ZeroDivisionError: division by zero"]
 
 
 def test_a_gpu_that_is_set_and_not_there(
