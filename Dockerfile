@@ -52,6 +52,6 @@ USER 10001
 VOLUME /var/lib/inferencecenter
 EXPOSE 3000
 STOPSIGNAL SIGTERM
-HEALTHCHECK --interval=30s --timeout=5s --start-period=60s \
-    CMD ["python", "-c", "import urllib.request; urllib.request.urlopen('http://127.0.0.1:3000/healthz', timeout=4)"]
+# It asks where the settings say that the daemon listens: port, base path and TLS.
+HEALTHCHECK --interval=30s --timeout=10s --start-period=60s CMD ["inferencecenter", "healthcheck"]
 CMD ["inferencecenter", "serve"]

@@ -27,6 +27,7 @@ _COMMANDS: Final = {
     "config": "app",
     "bench": "bench",
     "doctor": "doctor",
+    "healthcheck": "healthcheck",
     "docs": "docs",
 }
 """Each command's module here, and what in it is the command: a function, or an app of more commands."""

@@ -13,14 +13,7 @@ from inferencecenter.cli.conversation import Conversation
 from inferencecenter.cli.options import ConfigOption, StateDirOption, given
 from inferencecenter.cli.output import stderr, stdout
 from inferencecenter.cli.parameters import read_params
-from inferencecenter.cli.reach import (
-    TokenFileOption,
-    TokenOption,
-    UrlOption,
-    admin_token_file,
-    daemon_url,
-    read_token,
-)
+from inferencecenter.cli.reach import TokenFileOption, TokenOption, UrlOption, reach_daemon
 from inferencecenter.cli.view import PlainView, TerminalView
 from inferencecenter.cli.waiting import until_ready
 from inferencecenter.client import Client
@@ -53,20 +46,19 @@ def chat(  # noqa: PLR0913 - one argument an option
     turn_params = read_params(params or [])
     check_resumption(resume=resume, latest=latest, system=system, model=model)
     settings = load_settings(config, given(state_dir=state_dir))
-    address = url or daemon_url(settings)
-    credential = token or read_token(token_file or admin_token_file(settings))
+    daemon = reach_daemon(settings, url=url, token=token, token_file=token_file)
     interactive = sys.stdin.isatty() and stdout.is_terminal
     view = TerminalView(stdout, model=model) if interactive else PlainView()
-    with (
-        start_blocking_portal() as portal,
-        portal.wrap_async_context_manager(Client(address, token=credential, on_notice=view.notice)) as client,
-    ):
+    connection = Client(daemon.url, token=daemon.token, on_notice=view.notice, **daemon.tls_option)
+    with start_blocking_portal() as portal, portal.wrap_async_context_manager(connection) as client:
         portal.call(_wait_until_ready, client)
         conversation = Conversation(
             portal, client, view=view, system=system, model=model, params=turn_params, interactive=interactive
         )
         if interactive:
-            stdout.print(f"{model or client.hello.model} at {address}; /help lists commands", style="dim", markup=False)
+            stdout.print(
+                f"{model or client.hello.model} at {daemon.url}; /help lists commands", style="dim", markup=False
+            )
         if resume is not None or latest:
             conversation.resume(resume)
         conversation.run(_prompt if interactive else _next_line)

@@ -7,14 +7,15 @@ import json
 import os
 import platform
 import socket
+import ssl
 import subprocess
 import sys
-import urllib.error
-import urllib.request
 from dataclasses import dataclass
 from enum import StrEnum
+from http import HTTPStatus
 from typing import TYPE_CHECKING, Final
 
+from inferencecenter.cli.reach import fetch, own_url
 from inferencecenter.errors import ErrorCode, InferenceCenterError
 from inferencecenter.hardware.devices import find_devices
 from inferencecenter.hardware.gguf import read_gguf
@@ -193,25 +194,38 @@ def state_dir(path: Path) -> Check:
     return Check("state directory", Verdict.OK, str(path) if existing == path else f"{path}, will be made")
 
 
-def port(host: str, number: int) -> Check:
-    """See whether the port is free, or who answers there."""
+def port(settings: Settings) -> Check:
+    """See whether the port is free, or whether the daemon of these settings answers there."""
+    host, number = settings.server.host, settings.server.port
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, number, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind, protocol) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(address)
     except OSError as error:
-        if error.errno == errno.EADDRINUSE and _daemon_answers(host, number):
-            return Check("port", Verdict.OK, f"a daemon answers at {host}:{number}")
+        if error.errno == errno.EADDRINUSE:
+            return _taken_port(settings)
         hint = "Choose another with --port or --host."
         return Check("port", Verdict.FAILED, f"{host}:{number}: {error.strerror}", hint, ErrorCode.ADDRESS_IN_USE)
     return Check("port", Verdict.OK, f"{host}:{number} is free")
 
 
-def _daemon_answers(host: str, number: int) -> bool:
-    bracketed = f"[{host}]" if ":" in host else host
+def _taken_port(settings: Settings) -> Check:
+    """Tell whether the daemon has the port, and if not what answers in its place."""
+    url = own_url(settings, "/healthz", scheme="http")
     try:
-        with urllib.request.urlopen(f"http://{bracketed}:{number}/healthz", timeout=_HTTP_TIMEOUT_S) as answer:
-            return bool(answer.status == 200)
-    except (OSError, urllib.error.URLError):
-        return False
+        status, _ = fetch(settings, "/healthz", timeout_s=_HTTP_TIMEOUT_S)
+    except InferenceCenterError as error:
+        return Check("port", Verdict.FAILED, error.message, error.hint or "", error.code)
+    except ssl.SSLCertVerificationError as error:
+        found = f"the certificate at {url} is not the one in server.certfile: {error.verify_message}"
+        hint = "After a renewal `inferencecenter reload` has the daemon use the new one; or another program listens."
+        return Check("port", Verdict.FAILED, found, hint, ErrorCode.ADDRESS_IN_USE)
+    except OSError as error:
+        found = f"in use, and no daemon answers at {url}: {error.strerror or error}"
+    else:
+        if status == HTTPStatus.OK:
+            return Check("port", Verdict.OK, f"a daemon answers at {url}")
+        found = f"in use, and {url} answers {status}"
+    hint = "End what listens there, or choose another with --port; a daemon that runs may have other settings."
+    return Check("port", Verdict.FAILED, found, hint, ErrorCode.ADDRESS_IN_USE)

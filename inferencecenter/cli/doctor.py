@@ -82,5 +82,5 @@ def examine(config: ConfigOption, state_dir: StateDirOption) -> list[Check]:
         checks.memory(settings),
         *checks.placement(settings),
         checks.state_dir(settings.state_dir),
-        checks.port(settings.server.host, settings.server.port),
+        checks.port(settings),
     ]

@@ -11,14 +11,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 
 from inferencecenter.cli.options import ConfigOption, JsonOption, StateDirOption, given
 from inferencecenter.cli.output import print_json, stderr, stdout
-from inferencecenter.cli.reach import (
-    TokenFileOption,
-    TokenOption,
-    UrlOption,
-    admin_token_file,
-    daemon_url,
-    read_token,
-)
+from inferencecenter.cli.reach import TokenFileOption, TokenOption, UrlOption, admin_token_file, reach_daemon
 from inferencecenter.configuration import load_settings
 from inferencecenter.errors import ErrorCode, InferenceCenterError
 
@@ -26,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
+    from inferencecenter.cli.reach import DaemonAccess
     from inferencecenter.protocol.events import Swap
     from inferencecenter.protocol.values import ModelSummary
     from inferencecenter.settings import Settings
@@ -48,10 +42,10 @@ def load(  # noqa: PLR0913 - one argument an option
 ) -> None:
     """Have the running daemon load a model and give it to all sessions that name none; nobody's turn is cut."""
     settings = load_settings(config, given(state_dir=state_dir))
-    address, credential = _reached(settings, url=url, token=token, token_file=token_file)
+    daemon = reach_daemon(settings, url=url, token=token, token_file=token_file)
     try:
         with _shown_swap(name) as show:
-            asyncio.run(_load(address, credential, name, show))
+            asyncio.run(_load(daemon, name, show))
     except KeyboardInterrupt:
         stderr.print("The daemon goes on with it.", style="dim")
         raise
@@ -73,8 +67,8 @@ def unload(  # noqa: PLR0913 - one argument an option
 ) -> None:
     """Have the running daemon free a model's memory when its turns have ended; the next turn loads it again."""
     settings = load_settings(config, given(state_dir=state_dir))
-    address, credential = _reached(settings, url=url, token=token, token_file=token_file)
-    asyncio.run(_unload(address, credential, name))
+    daemon = reach_daemon(settings, url=url, token=token, token_file=token_file)
+    asyncio.run(_unload(daemon, name))
     if json:
         print_json({"model": name, "unloaded": True})
     else:
@@ -92,8 +86,8 @@ def models_of_daemon(
     if nothing_given and not admin_token_file(settings).exists():
         return {}
     try:
-        address, credential = _reached(settings, url=url, token=token, token_file=token_file)
-        return asyncio.run(_ask_models(address, credential))
+        daemon = reach_daemon(settings, url=url, token=token, token_file=token_file)
+        return asyncio.run(_ask_models(daemon))
     except InferenceCenterError as error:
         if url is not None or error.code is not ErrorCode.DAEMON_UNREACHABLE:
             stderr.print(f"What the daemon has loaded is not known: {error.message}", markup=False, soft_wrap=True)
@@ -106,30 +100,26 @@ def state(model: ModelSummary) -> str:
     return f"{words}: {model.detail}" if model.state == "failed" and model.detail else words
 
 
-def _reached(settings: Settings, *, url: str | None, token: str | None, token_file: Path | None) -> tuple[str, str]:
-    credential = token or read_token(token_file or admin_token_file(settings))
-    return url or daemon_url(settings), credential
-
-
-async def _load(address: str, credential: str, name: str, show: Callable[[Swap], None]) -> None:
+async def _load(daemon: DaemonAccess, name: str, show: Callable[[Swap], None]) -> None:
     # Here, so that the commands that need no daemon start faster.
     from inferencecenter.client import Client  # noqa: PLC0415
 
-    async with Client(address, token=credential) as client:
+    async with Client(daemon.url, token=daemon.token, **daemon.tls_option) as client:
         await client.load_model(name, on_progress=show)
 
 
-async def _unload(address: str, credential: str, name: str) -> None:
+async def _unload(daemon: DaemonAccess, name: str) -> None:
     from inferencecenter.client import Client  # noqa: PLC0415
 
-    async with Client(address, token=credential) as client:
+    async with Client(daemon.url, token=daemon.token, **daemon.tls_option) as client:
         await client.unload_model(name)
 
 
-async def _ask_models(address: str, credential: str) -> dict[str, ModelSummary]:
+async def _ask_models(daemon: DaemonAccess) -> dict[str, ModelSummary]:
     from inferencecenter.client import Client  # noqa: PLC0415
 
-    async with Client(address, token=credential, open_timeout_s=_LOOK_TIMEOUT_S, reconnect=False) as client:
+    once = Client(daemon.url, token=daemon.token, open_timeout_s=_LOOK_TIMEOUT_S, reconnect=False, **daemon.tls_option)
+    async with once as client:
         return {model.name: model for model in await client.models()}
 
 

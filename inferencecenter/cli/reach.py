@@ -1,9 +1,18 @@
-"""Where a daemon is reached, and the token to show it: options and what holds without them."""
+"""Where a daemon is reached, which certificate is trusted there and the token to show: options, and their defaults.
+
+Every command builds the daemon's address here, from the settings that the daemon has: port, base path and TLS.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import http.client
+import re
+import ssl
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Final, Literal, TypeAlias, TypedDict
+from urllib.parse import urlsplit
 
 import typer
 
@@ -23,12 +32,132 @@ TokenFileOption: TypeAlias = Annotated[
     typer.Option("--token-file", help="File with the token.", show_default="admin.token in the state directory"),
 ]
 
+_ANYWHERE: Final = {"//0.0.0.0:": "//127.0.0.1:", "//[::]:": "//[::1]:"}
+_CERTIFICATE: Final = re.compile(r"-----BEGIN CERTIFICATE-----.*?-----END CERTIFICATE-----", re.DOTALL)
 
-def daemon_url(settings: Settings) -> str:
-    """Return where the daemon of these settings is reached from this machine."""
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(settings.server.host, settings.server.host)  # noqa: S104
-    bracketed = f"[{host}]" if ":" in host else host
-    return f"ws://{bracketed}:{settings.server.port}{settings.server.base_path}/ws"
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DaemonAccess:
+    """What a command connects with.
+
+    Attributes:
+        url: The daemon's WebSocket.
+        token: The credential to show.
+        tls: What the daemon's certificate is verified with; ``None`` for a plain address, and for one whose certificate
+            the system's authorities vouch for.
+    """
+
+    url: str
+    token: str
+    tls: ssl.SSLContext | None
+
+    @property
+    def tls_option(self) -> TlsOption:
+        """The client's option for it, to be unpacked; empty where the client's default is right."""
+        return {} if self.tls is None else {"tls": self.tls}
+
+
+class TlsOption(TypedDict, total=False):
+    """The one of ``ClientOptions`` that comes from the configuration."""
+
+    tls: ssl.SSLContext
+
+
+def reach_daemon(settings: Settings, *, url: str | None, token: str | None, token_file: Path | None) -> DaemonAccess:
+    """Return how to reach the daemon at ``url``, or without it the one of these settings.
+
+    Raises:
+        InferenceCenterError: ``not_authenticated`` when there is no token, ``invalid_config`` when the certificate of
+            the settings cannot be read.
+    """
+    own = own_url(settings)
+    is_own = url is None or _origin(url) == _origin(own)
+    return DaemonAccess(
+        url=url or own,
+        token=token or read_token(token_file or admin_token_file(settings)),
+        tls=own_tls(settings) if is_own else None,
+    )
+
+
+def own_url(settings: Settings, path: str = "/ws", *, scheme: Literal["ws", "http"] = "ws") -> str:
+    """Return where this machine reaches ``path`` of the daemon that these settings describe."""
+    server = settings.server
+    host = f"[{server.host}]" if ":" in server.host else server.host
+    secure = "s" if server.certfile else ""
+    return on_this_machine(f"{scheme}{secure}://{host}:{server.port}{server.base_path}{path}")
+
+
+def on_this_machine(url: str) -> str:
+    """Return a URL in which the address that means all interfaces is replaced by the loopback address."""
+    for everywhere, here in _ANYWHERE.items():
+        url = url.replace(everywhere, here, 1)
+    return url
+
+
+def own_tls(settings: Settings) -> ssl.SSLContext | None:
+    """Return what trusts the certificate of these settings and no other; ``None`` without a certificate.
+
+    The file is this machine's own configuration, so its certificate needs no authority, and is accepted under the
+    loopback address, which it seldom names. Only the first certificate of the file is trusted: those behind it are of
+    authorities, which vouch for other machines too.
+
+    Raises:
+        InferenceCenterError: ``invalid_config``.
+    """
+    certfile = settings.server.certfile
+    if certfile is None:
+        return None
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.verify_flags |= ssl.VerifyFlags.VERIFY_X509_PARTIAL_CHAIN
+    try:
+        found = _CERTIFICATE.search(certfile.read_text(encoding="utf-8"))
+        if found is None:
+            raise ValueError("it holds no certificate")
+        context.load_verify_locations(cadata=found[0])
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise InferenceCenterError(
+            ErrorCode.INVALID_CONFIG,
+            f"{certfile} cannot be read: {reason}",
+            field="server.certfile",
+            hint="It tells which daemon to trust. Run this as the daemon's user, or name another address with --url.",
+        ) from error
+    return context
+
+
+def fetch(settings: Settings, path: str, *, timeout_s: float) -> tuple[int, bytes]:
+    """Return status and body of a page of the daemon that these settings describe.
+
+    Raises:
+        OSError: It is not reached in time, or ``ssl.SSLError`` when its certificate is another one.
+        InferenceCenterError: ``invalid_config``; the certificate cannot be read.
+    """
+    url = urlsplit(own_url(settings, path, scheme="http"))
+    host, port, tls = url.hostname or "", url.port, own_tls(settings)
+    connection = (
+        http.client.HTTPConnection(host, port, timeout=timeout_s)
+        if tls is None
+        else http.client.HTTPSConnection(host, port, timeout=timeout_s, context=tls)
+    )
+    with contextlib.closing(connection):
+        try:
+            connection.request("GET", url.path)
+            answer = connection.getresponse()
+            return answer.status, answer.read()
+        except http.client.HTTPException as error:
+            raise ConnectionError(f"no HTTP is spoken there: {error!r}") from error
+
+
+def _origin(url: str) -> tuple[str, str | None, int | None]:
+    """Return scheme, host and port, alike for the WebSocket and the page of one daemon."""
+    found = urlsplit(on_this_machine(url))
+    scheme = {"http": "ws", "https": "wss"}.get(found.scheme, found.scheme)
+    host = "127.0.0.1" if found.hostname == "localhost" else found.hostname
+    try:
+        return scheme, host, found.port or {"ws": 80, "wss": 443}.get(scheme)
+    except ValueError:  # a port that is no number
+        return scheme, host, None
 
 
 def admin_token_file(settings: Settings) -> Path:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Final
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.panel import Panel
@@ -12,7 +12,7 @@ from rich.text import Text
 
 from inferencecenter.cli.options import ConfigOption, StateDirOption, given
 from inferencecenter.cli.output import stdout
-from inferencecenter.cli.reach import admin_token_file
+from inferencecenter.cli.reach import admin_token_file, on_this_machine
 from inferencecenter.configuration import load_settings
 from inferencecenter.settings import ServerSettings
 from inferencecenter.telemetry import logs
@@ -20,10 +20,6 @@ from inferencecenter.telemetry import logs
 if TYPE_CHECKING:
     from inferencecenter.daemon import Announcement
     from inferencecenter.settings import Settings
-
-
-_ANYWHERE: Final = {"//0.0.0.0:": "//127.0.0.1:", "//[::]:": "//[::1]:"}
-"""What a browser on this machine finds a daemon under that listens on all addresses."""
 
 
 def serve(  # noqa: PLR0913 - one argument an option
@@ -97,7 +93,7 @@ def announce(announcement: Announcement, settings: Settings) -> None:
     elif announcement.admin_token is not None:
         lines += [("Token in ", str(token_file))]
     usual = settings.server.port == ServerSettings().port
-    url = "" if usual else f" --url {announcement.address.replace('http', 'ws', 1)}"
+    url = "" if usual else f" --url {on_this_machine(announcement.address).replace('http', 'ws', 1)}"
     lines += [("Chat     ", f"inferencecenter chat{url}")]
     text = Text("\n").join(Text.assemble((label, "dim"), value) for label, value in lines)
     if stdout.is_terminal:
@@ -114,6 +110,5 @@ def web_link(address: str, token: str | None) -> str:
 
     It stands in the fragment, which browsers keep to themselves.
     """
-    for everywhere, here in _ANYWHERE.items():
-        address = address.replace(everywhere, here, 1)
+    address = on_this_machine(address)
     return f"{address}#token={token}" if token else address

@@ -22,14 +22,7 @@ from rich.text import Text
 
 from inferencecenter.cli.options import ConfigOption, StateDirOption, given
 from inferencecenter.cli.output import stderr, stdout
-from inferencecenter.cli.reach import (
-    TokenFileOption,
-    TokenOption,
-    UrlOption,
-    admin_token_file,
-    daemon_url,
-    read_token,
-)
+from inferencecenter.cli.reach import TokenFileOption, TokenOption, UrlOption, reach_daemon
 from inferencecenter.cli.stats_view import Glance, as_data, line, screen
 from inferencecenter.cli.view import describe_notice
 from inferencecenter.client import Client, Connected, Reconnecting
@@ -42,6 +35,7 @@ from inferencecenter.protocol.values import StatusType
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator
 
+    from inferencecenter.cli.reach import DaemonAccess
     from inferencecenter.client import Notice
     from inferencecenter.protocol.base import Event, Request
     from inferencecenter.protocol.values import ConnectedClient
@@ -68,15 +62,14 @@ def stats(  # noqa: PLR0913 - one argument an option
 ) -> None:
     """Watch slots, queue, tokens a second, memory and GPU; q or Ctrl-C leaves. In a pipe, a line for each look."""
     settings = load_settings(config, given(state_dir=state_dir))
-    address = url or daemon_url(settings)
-    credential = token or read_token(token_file or admin_token_file(settings))
+    daemon = reach_daemon(settings, url=url, token=token, token_file=token_file)
     live = stdout.is_terminal and not once and not json
-    watch = Watch(address)
+    watch = Watch(daemon.url)
     if not live:
         watch.draw = _write_json if json else _print_screen if once else _write_line
         watch.complain = lambda words: stderr.print(words, markup=False)
     with contextlib.suppress(KeyboardInterrupt):
-        asyncio.run(_watch(watch, credential, interval_s=interval, once=once, live=live))
+        asyncio.run(_watch(watch, daemon, interval_s=interval, once=once, live=live))
 
 
 class Watch:
@@ -180,10 +173,16 @@ async def _ask(client: Client, request: Request, kind: type[E]) -> E | None:
     return answer if isinstance(answer, kind) else None
 
 
-async def _watch(watch: Watch, credential: str, *, interval_s: float, once: bool, live: bool) -> None:
+async def _watch(watch: Watch, daemon: DaemonAccess, *, interval_s: float, once: bool, live: bool) -> None:
     # Who watches wants to see the daemon come back, whenever that is.
     give_up_after_s = None if live else 300.0
-    connection = Client(watch.glance.address, token=credential, on_notice=watch.notice, give_up_after_s=give_up_after_s)
+    connection = Client(
+        daemon.url,
+        token=daemon.token,
+        on_notice=watch.notice,
+        give_up_after_s=give_up_after_s,
+        **daemon.tls_option,
+    )
     async with connection as client:
         if not live:
             await watch.run(client, interval_s=interval_s, once=once)

@@ -71,6 +71,7 @@ class Client:
         self._address = Address(
             url=socket_url(url),
             credential=credential,
+            tls=options.get("tls"),
             open_timeout_s=options.get("open_timeout_s", 10.0),
             keepalive_s=options.get("keepalive_s", 20.0),
         )

@@ -21,6 +21,7 @@ from inferencecenter.protocol.events import AnyEvent, AuthFailed, AuthSuccess, E
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
+    from ssl import SSLContext
 
     from websockets.asyncio.client import ClientConnection
 
@@ -50,12 +51,14 @@ class Address:
     Attributes:
         url: Its WebSocket.
         credential: What to show.
+        tls: Verifies the daemon's certificate; ``None`` leaves that to the system's authorities.
         open_timeout_s: Seconds for the handshake, and as many for the authentication.
         keepalive_s: Seconds between pings, and seconds that each has to be answered.
     """
 
     url: str
     credential: requests.Auth
+    tls: SSLContext | None
     open_timeout_s: float
     keepalive_s: float
 
@@ -121,6 +124,7 @@ async def open_link(address: Address) -> Link:
             ping_timeout=address.keepalive_s,
             close_timeout=_CLOSE_TIMEOUT_S,
             max_size=_MAX_FRAME_BYTES,
+            ssl=(address.tls or True) if address.url.lower().startswith("wss:") else None,
         )
     except (OSError, websockets.WebSocketException) as error:
         raise _refused(address.url, error) from error

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict, cast
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
+    from ssl import SSLContext
 
     from inferencecenter.client.exchange import Notice
     from inferencecenter.client.lifeline import Timing
@@ -31,6 +32,7 @@ class ClientOptions(TypedDict, total=False):
     Attributes:
         client_id: The account's name, with ``api_key``, in place of a token.
         api_key: The account's key.
+        tls: Verifies the daemon's certificate at a ``wss://`` address, in place of the system's authorities.
         open_timeout_s: Seconds that opening, and then authenticating, may take.
         keepalive_s: Seconds between pings; a daemon that leaves one unanswered for as long is lost.
         reconnect: Open another socket when this one is lost, and go on there with every session. Without it a lost
@@ -44,6 +46,7 @@ class ClientOptions(TypedDict, total=False):
 
     client_id: str | None
     api_key: str | None
+    tls: SSLContext
     open_timeout_s: float
     keepalive_s: float
     reconnect: bool

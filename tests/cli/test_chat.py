@@ -14,12 +14,11 @@ from typing import TYPE_CHECKING
 import pytest
 
 from inferencecenter.cli.parameters import read_params
-from inferencecenter.cli.reach import daemon_url, read_token
+from inferencecenter.cli.reach import read_token
 from inferencecenter.cli.view import column_after, describe_notice
 from inferencecenter.client import Connected, Reconnecting
 from inferencecenter.errors import ErrorCode, InferenceCenterError
 from inferencecenter.protocol.events import EngineChanged, GoingAway
-from inferencecenter.settings import Settings
 from tests.cli.chatting import TIMEOUT_S, Screen, answer, converse, on_terminal
 from tests.client.peer import AUTH_SUCCESS, HELLO, USAGE
 
@@ -588,20 +587,6 @@ def test_wrong_params_are_refused(pair: str) -> None:
     with pytest.raises(InferenceCenterError) as caught:
         read_params([pair])
     assert caught.value.code is ErrorCode.INVALID_REQUEST
-
-
-@pytest.mark.parametrize(
-    ("host", "base_path", "url"),
-    [
-        ("127.0.0.1", "", "ws://127.0.0.1:3000/ws"),
-        ("0.0.0.0", "/x", "ws://127.0.0.1:3000/x/ws"),
-        ("::", "", "ws://[::1]:3000/ws"),
-        ("box.lan", "", "ws://box.lan:3000/ws"),
-    ],
-)
-def test_address_of_the_settings(host: str, base_path: str, url: str) -> None:
-    """A daemon that listens everywhere is reached on the loopback."""
-    assert daemon_url(Settings(server={"host": host, "base_path": base_path})) == url
 
 
 def test_token_file(tmp_path: Path) -> None:

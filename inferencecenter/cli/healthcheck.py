@@ -1,0 +1,50 @@
+"""``inferencecenter healthcheck``: whether the daemon of these settings answers, as containers and scripts ask."""
+
+from __future__ import annotations
+
+import ssl
+from http import HTTPStatus
+from typing import Annotated
+
+import orjson
+import typer
+
+from inferencecenter.cli.options import ConfigOption, given
+from inferencecenter.cli.reach import fetch, own_url
+from inferencecenter.configuration import load_settings
+from inferencecenter.errors import ErrorCode, InferenceCenterError
+
+
+def healthcheck(
+    *,
+    ready: Annotated[bool, typer.Option("--ready", help="Ask whether a turn can run, not only whether it lives.")] = (
+        False
+    ),
+    timeout: Annotated[float, typer.Option(help="Seconds that the answer may take.", min=0.1, max=60)] = 4.0,
+    config: ConfigOption = None,
+) -> None:
+    """Ask the daemon of these settings for its health; prints nothing and exits with 0 when it is well."""
+    settings = load_settings(config, given())
+    path = "/readyz" if ready else "/healthz"
+    url = own_url(settings, path, scheme="http")
+    try:
+        status, body = fetch(settings, path, timeout_s=timeout)
+    except OSError as error:
+        reason = error.verify_message if isinstance(error, ssl.SSLCertVerificationError) else error.strerror or error
+        raise InferenceCenterError(
+            ErrorCode.DAEMON_UNREACHABLE, f"{url}: {reason}", hint="`inferencecenter doctor` looks at the port."
+        ) from error
+    if status == HTTPStatus.OK:
+        return
+    if status == HTTPStatus.SERVICE_UNAVAILABLE:
+        raise InferenceCenterError(ErrorCode.ENGINE_UNAVAILABLE, f"{url}: {_reason(body)}")
+    raise InferenceCenterError(ErrorCode.DAEMON_UNREACHABLE, f"{url} answers {status}")
+
+
+def _reason(body: bytes) -> str:
+    """Return what the page of readiness says, or that it says nothing."""
+    try:
+        told = orjson.loads(body)
+    except orjson.JSONDecodeError:
+        told = None
+    return f"{told.get('state')}: {told.get('detail')}" if isinstance(told, dict) else "not ready"
