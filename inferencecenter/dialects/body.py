@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from inferencecenter.errors import ErrorCode, InferenceCenterError
 from inferencecenter.protocol.codec import invalid_request
+from inferencecenter.protocol.json_bounds import check_json_bounds
 
 if TYPE_CHECKING:
     from pydantic import GetJsonSchemaHandler
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
 
 _MANY: Final = 200
 """More fields than anything has: where there are so many, some of the first are unknown."""
+
+LARGE_BYTES: Final = 64 * 1024
+"""From here on a body takes milliseconds to read and check, which is too long for the event loop."""
 
 _Model = TypeVar("_Model", bound=BaseModel)
 
@@ -81,11 +85,13 @@ async def read_body(receive: Receive, headers: Headers, settings: ServerSettings
 
 
 def parse(kind: type[_Model], body: bytes) -> _Model:
-    """Return a body as a model.
+    """Return a body as a model; call it off the event loop where the body is ``LARGE_BYTES`` or more.
 
     Raises:
-        InferenceCenterError: ``invalid_json``, or ``invalid_request`` with the first offending field.
+        InferenceCenterError: ``message_too_large`` where it holds too many values, ``invalid_json``, or
+            ``invalid_request`` with the first offending field.
     """
+    check_json_bounds(body)
     try:
         value = orjson.loads(body)
     except orjson.JSONDecodeError as error:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import defaultdict
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
+from http import HTTPStatus
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, Literal
 
@@ -14,7 +16,7 @@ from starlette.datastructures import Headers, QueryParams
 from starlette.routing import BaseRoute, Route
 
 from inferencecenter.dialects import sse
-from inferencecenter.dialects.body import checked, parse, read_body
+from inferencecenter.dialects.body import LARGE_BYTES, checked, parse, read_body
 from inferencecenter.dialects.caller import Caller, GoneError, Visit, admit
 from inferencecenter.dialects.cors import CrossOrigin
 from inferencecenter.dialects.errors import error_body, error_headers
@@ -45,7 +47,7 @@ COMMON_ERRORS: Final = (
 """What every operation may fail with that needs a token."""
 
 BODY_ERRORS: Final = (ErrorCode.INVALID_JSON, ErrorCode.MESSAGE_TOO_LARGE, ErrorCode.REQUEST_TIMEOUT)
-"""What every operation with a body may fail with."""
+"""What every operation with a body may fail with; a body that an operation does not take is not read."""
 
 TURN_ERRORS: Final = (
     ErrorCode.SESSION_LIMIT,
@@ -112,6 +114,7 @@ class Call:
     body: Any = None
     query: Any = None
     path: Mapping[str, str] = field(default_factory=lambda: _NOTHING)
+    headers: Headers = field(default_factory=Headers)
 
     @property
     def visit(self) -> Visit:
@@ -190,14 +193,22 @@ class Endpoint:
 
     async def _call(self, operation: Operation, asgi: AsgiScope, receive: Receive, visit: Visit | None) -> Call:
         query = checked(operation.query, dict(QueryParams(asgi["query_string"])))
-        body = await read_body(receive, Headers(scope=asgi), self._context.settings)
         return Call(
             context=self._context,
             guest=visit,
-            body=None if operation.body is None else parse(operation.body, body),
+            body=None if operation.body is None else await self._body(operation.body, asgi, receive, visit),
             query=query,
             path=asgi.get("path_params", _NOTHING),
+            headers=Headers(scope=asgi),
         )
+
+    async def _body(self, kind: type[BaseModel], asgi: AsgiScope, receive: Receive, visit: Visit | None) -> BaseModel:
+        """Read the body as ``kind``; a large one is read in a thread, in which clients take turns."""
+        body = await read_body(receive, Headers(scope=asgi), self._context.settings)
+        if len(body) < LARGE_BYTES:
+            return parse(kind, body)
+        client_id = "" if visit is None else visit.account.client_id
+        return await self._context.worker.run(client_id, partial(parse, kind, body))
 
     @contextmanager
     def _counted(self, visit: Visit) -> Iterator[None]:
@@ -236,7 +247,7 @@ class _Answering:
     async def answer(self, reply: Reply) -> None:
         """Send all of an answer."""
         if isinstance(reply, Document):
-            await self._whole(reply.body, reply.status, {})
+            await self._whole(reply.body, reply.status, reply.headers)
             self._counted(reply.status, None)
         else:
             await self._stream(reply)
@@ -266,7 +277,7 @@ class _Answering:
 
     async def _whole(self, body: bytes, status: int, headers: Mapping[str, str]) -> None:
         length = {"content-type": "application/json", "content-length": str(len(body))}
-        await self._start(status, {**length, **headers})
+        await self._start(status, headers if status == HTTPStatus.NOT_MODIFIED else {**length, **headers})
         await self._send({"type": "http.response.body", "body": body, "more_body": False})
 
     async def _start(self, status: int, headers: Mapping[str, str]) -> None:

@@ -1,9 +1,13 @@
-"""The OpenAPI document of all HTTP operations, derived from their table. Pure."""
+"""The OpenAPI document of all HTTP operations, derived from their table, and the operation that shows it."""
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections import defaultdict
+from dataclasses import replace
+from functools import partial
+from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, Final
 
 import orjson
@@ -15,6 +19,7 @@ from inferencecenter.dialects.endpoint import BODY_ERRORS, COMMON_ERRORS, Operat
 from inferencecenter.dialects.errors import CODES, TYPES
 from inferencecenter.dialects.replies import Document
 from inferencecenter.errors import ERRORS, ErrorCode
+from inferencecenter.server.web import has_etag
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -25,6 +30,7 @@ if TYPE_CHECKING:
     Schemas = Mapping[tuple[Any, JsonSchemaMode], dict[str, Any]]
 
 PATH: Final = "/openapi.json"
+_ETAG_DIGITS: Final = 32
 _REFERENCE: Final = "#/components/schemas/{model}"
 _SECURITY: Final[tuple[dict[str, list[str]], ...]] = ({"token": []}, {"client": [], "key": []})
 _SCHEMES: Final = {
@@ -66,11 +72,28 @@ class ErrorAnswer(BaseModel):
 
 
 def operation(table: Callable[[], Iterable[Operation]]) -> Operation:
-    """Return the operation that shows the document of ``table``, of which it is itself a row."""
+    """Return the operation that shows the document of ``table``, of which it is itself a row.
+
+    No token is needed, so a request must cost little: the document is written once for each base path, in the
+    worker's thread, and those that already have it get no body.
+    """
+    written: dict[str, Document] = {}
+
+    def write(base_path: str) -> Document:
+        if base_path not in written:
+            body = orjson.dumps(document(table(), base_path=base_path))
+            etag = f'"{hashlib.sha256(body).hexdigest()[:_ETAG_DIGITS]}"'
+            written[base_path] = Document(body, headers={"etag": etag, "cache-control": "no-cache"})
+        return written[base_path]
 
     async def openapi(call: Call) -> Reply:
-        shown = document(table(), base_path=call.context.settings.base_path)
-        return Document(orjson.dumps(shown))
+        base_path = call.context.settings.base_path
+        shown = written.get(base_path)
+        if shown is None:
+            shown = await call.context.worker.run("", partial(write, base_path))
+        if has_etag(shown.headers["etag"], call.headers.get("if-none-match", "")):
+            return replace(shown, body=b"", status=HTTPStatus.NOT_MODIFIED)
+        return shown
 
     return Operation(
         method="GET", path=PATH, summary="Show this document.", handler=openapi, answer=OpenApiDocument, scope=None
@@ -183,7 +206,8 @@ def _errors(row: Operation, schemas: Schemas) -> dict[str, Any]:
     """Return what the operation may fail with, by HTTP status."""
     common = (ErrorCode.INVALID_REQUEST, ErrorCode.INTERNAL) if row.scope is None else COMMON_ERRORS
     by_status: defaultdict[int, list[ErrorCode]] = defaultdict(list)
-    for code in dict.fromkeys((*common, *BODY_ERRORS, *row.errors)):
+    of_body = () if row.body is None else BODY_ERRORS
+    for code in dict.fromkeys((*common, *of_body, *row.errors)):
         by_status[ERRORS[code].http_status].append(code)
     return {str(status): _failure(codes, schemas) for status, codes in sorted(by_status.items())}
 

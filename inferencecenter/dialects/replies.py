@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import orjson
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator
+    from collections.abc import AsyncGenerator, Mapping
+
+_NO_HEADERS: Final[Mapping[str, str]] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """A JSON document, written out."""
+    """A JSON document, written out, with headers of its own; status 304 stands for one that the client has."""
 
     body: bytes
     status: int = 200
+    headers: Mapping[str, str] = field(default_factory=lambda: _NO_HEADERS)
 
 
 @dataclass(frozen=True, slots=True)

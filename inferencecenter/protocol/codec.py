@@ -13,6 +13,7 @@ from pydantic import BaseModel, ValidationError
 from inferencecenter.errors import ErrorCode, InferenceCenterError
 from inferencecenter.protocol.base import Dagger, Event, Request
 from inferencecenter.protocol.events import AnyEvent
+from inferencecenter.protocol.json_bounds import MAX_STRUCTURE, check_json_bounds
 from inferencecenter.protocol.requests import AnyRequest
 
 if TYPE_CHECKING:
@@ -60,8 +61,11 @@ def read_frame(text: str) -> Frame:
     """Read a text frame as an object with a lower-case ``op`` and a usable ``id``.
 
     Raises:
-        InferenceCenterError: ``invalid_json`` or ``invalid_request``.
+        InferenceCenterError: ``message_too_large`` where it holds too many values, ``invalid_json`` or
+            ``invalid_request``.
     """
+    if len(text) > MAX_STRUCTURE:
+        check_json_bounds(text.encode())
     try:
         body = orjson.loads(text)
     except orjson.JSONDecodeError as error:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Final
 
 import structlog
 
@@ -27,17 +28,21 @@ if TYPE_CHECKING:
 
     from inferencecenter.limits import Limits
     from inferencecenter.protocol.base import Event, Request
+    from inferencecenter.protocol.codec import Frame
     from inferencecenter.server.account import Account
     from inferencecenter.server.audit import AuditEvent
     from inferencecenter.server.context import Context
     from inferencecenter.server.outbox import Wire
     from inferencecenter.sessions.client import Client
 
+LARGE_FRAME_CHARS: Final = 64 * 1024
+"""From here on a frame takes too long to read for the event loop, and more than a login can take."""
+
 _log = structlog.get_logger(__name__)
 
 
 class Connection:
-    """A socket that was accepted; everything here runs on the event loop and nothing waits.
+    """A socket that was accepted; everything here runs on the event loop, and only ``receive`` waits.
 
     ``_move`` is the only writer of its state.
 
@@ -171,27 +176,51 @@ class Connection:
             ),
         )
 
-    def receive(self, text: str | None) -> None:
-        """Take a frame; ``None`` stands for a binary one."""
-        if self.state is ConnectionState.CLOSED:
+    async def receive(self, text: str | None) -> None:
+        """Take a frame and do all that it asks for; ``None`` stands for a binary one.
+
+        Whatever goes wrong with one frame is told to the client, and the socket goes on.
+        """
+        if self._closed:
             return
         self.context.metrics.frames_in.inc()
         try:
-            if text is None:
-                raise InferenceCenterError(
-                    ErrorCode.INVALID_REQUEST, "the frame is binary", hint="Send JSON in text frames."
-                )
-            frame = read_frame(text)
+            frame = await self._read(text)
+            if self._closed:  # while the frame was read
+                return
+            commands.run(self, frame)
+            await self._finish_command()
         except InferenceCenterError as error:
             self.fail(error, request_id=error.request_id if isinstance(error, FrameError) else None)
-        else:
-            commands.run(self, frame)
+        except Exception:  # noqa: BLE001 - the border: a defect here must not take the other sessions' socket down
+            _log.exception("frame_failed")
+            self.fail(InferenceCenterError(ErrorCode.INTERNAL))
 
     def wait_for(self, rest: Callable[[], Awaitable[None]]) -> None:
         """Have the rest of a command done before the next frame is read: it takes the time of a disk or of others."""
         self._rest = rest
 
-    async def finish_command(self) -> None:
+    async def _read(self, text: str | None) -> Frame:
+        """Read a frame, a large one in a thread.
+
+        Raises:
+            InferenceCenterError: See ``read_frame``; ``message_too_large`` also for more than a login takes before it.
+        """
+        if text is None:
+            raise InferenceCenterError(
+                ErrorCode.INVALID_REQUEST, "the frame is binary", hint="Send JSON in text frames."
+            )
+        if len(text) < LARGE_FRAME_CHARS:
+            return read_frame(text)
+        if not self.authenticated:
+            raise InferenceCenterError(
+                ErrorCode.MESSAGE_TOO_LARGE,
+                f"the frame has {len(text)} characters, and the socket is not authenticated",
+                hint="Authenticate first.",
+            )
+        return await self.context.worker.run(self.client.client_id, partial(read_frame, text))
+
+    async def _finish_command(self) -> None:
         """Do the rest of the last command, if there is one."""
         if (rest := self._rest) is not None:
             self._rest = None
@@ -230,6 +259,10 @@ class Connection:
     def lost(self) -> None:
         """Clean up: the socket is gone, whoever ended it."""
         self._end(None, write_rest=False)
+
+    @property
+    def _closed(self) -> bool:
+        return self._state is ConnectionState.CLOSED
 
     def _move(self, event: ConnectionEvent) -> None:
         self._state = CONNECTION.after(self._state, event)

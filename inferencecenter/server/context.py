@@ -16,6 +16,7 @@ from inferencecenter.protocol.scopes import Scope
 from inferencecenter.server import replies
 from inferencecenter.server.administration import UsageReader, no_usage
 from inferencecenter.server.authentication import Authenticator
+from inferencecenter.server.fair_worker import FairWorker
 from inferencecenter.server.feed import MetricsFeed, Sources
 from inferencecenter.server.gpu_cache import GpuCache
 from inferencecenter.server.hub import Hub
@@ -86,7 +87,8 @@ class Context:
     """The daemon as the server's parts see it; ``clock`` is Unix seconds, ``monotonic`` seconds that only rise.
 
     ``pressure`` tells how short memory was at the last look, ``told`` what clients heard last of each model's engine.
-    ``read_usage`` tells what a client used, and ``stop`` ends the daemon as SIGTERM does.
+    ``read_usage`` tells what a client used, ``worker`` does what takes too long for the event loop, and ``stop`` ends
+    the daemon as SIGTERM does.
     """
 
     settings: ServerSettings
@@ -103,6 +105,7 @@ class Context:
     proxies: Proxies
     hub: Hub
     feed: MetricsFeed
+    worker: FairWorker
     clock: Callable[[], float]
     monotonic: Callable[[], float]
     started_s: float
@@ -154,6 +157,7 @@ class Context:
                 metrics=metrics,
             ),
             feed=MetricsFeed(Sources(gpu=gpu, engine=models, sessions=sessions, clock=clock)),
+            worker=FairWorker("front"),
             clock=clock,
             monotonic=monotonic,
             started_s=monotonic(),
@@ -228,3 +232,4 @@ class Context:
         await self.feed.close()
         await self.gpus.close()
         await self.authenticator.close()
+        self.worker.close()

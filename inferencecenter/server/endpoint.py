@@ -44,8 +44,7 @@ class WebSocketEndpoint:
             await send({"type": "websocket.accept", "subprotocol": SUBPROTOCOL if connection.v1 else None})
             connection.greet()
             while (message := await receive())["type"] == "websocket.receive":
-                connection.receive(message.get("text"))
-                await connection.finish_command()
+                await connection.receive(message.get("text"))
                 # A client that sends many frames at once waits its turn after each.
                 await asyncio.sleep(0)
         finally:

@@ -99,7 +99,7 @@ def _answer(request: Request, file: WebFile, *, caching: str) -> Response:
     variant = file.variant(request.headers.get("accept-encoding", ""))
     safe = FILE_HEADERS if file.media_type.startswith(_PARTS) else HEADERS
     headers = safe | {"cache-control": caching, "etag": variant.etag, "vary": "accept, accept-encoding"}
-    if _has(variant.etag, request.headers.get("if-none-match", "")):
+    if has_etag(variant.etag, request.headers.get("if-none-match", "")):
         return Response(status_code=304, headers=headers)
     if variant.encoding is not None:
         headers["content-encoding"] = variant.encoding
@@ -120,6 +120,7 @@ def _wants_html(request: Request) -> bool:
     return any(kind.partition(";")[0].strip().lower() == "text/html" for kind in accept.split(","))
 
 
-def _has(etag: str, if_none_match: str) -> bool:
+def has_etag(etag: str, if_none_match: str) -> bool:
+    """Tell whether a request's ``If-None-Match`` names ``etag``."""
     known = [each.strip().removeprefix("W/") for each in if_none_match.split(",")]
     return etag in known or known == ["*"]

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 import time
 from typing import TYPE_CHECKING, Any
 
+import orjson
 import pytest
 
+from inferencecenter.dialects import endpoint
+from inferencecenter.dialects.body import LARGE_BYTES, parse
 from inferencecenter.errors import ErrorCode
 from inferencecenter.limits import Limits
+from inferencecenter.protocol.json_bounds import MAX_STRUCTURE
 from tests.dialects.asking import exchange, post, request
 from tests.dialects.streaming import CHAT, HI, chunk_of, gone, next_turn, say, streamed
 from tests.server.harness import ask as ask_socket
@@ -112,6 +117,37 @@ async def test_a_body_that_does_not_come(serve: Serve) -> None:
         answer = await exchange(server.port, "\r\n".join([*lines, "", "{"]).encode())
     assert (answer.status, answer.error["code"]) == (408, "request_timeout")
     assert answer.headers["x-should-retry"] == "true"
+
+
+@pytest.mark.parametrize("path", ["/openapi.json", "/v1/models"])
+async def test_a_body_that_an_operation_does_not_take_is_not_read(serve: Serve, path: str) -> None:
+    """The answer is there while the body is still to come, whatever its length is said to be."""
+    async with serve(max_body_bytes=1024) as server:
+        heard = await request(server, "GET", path, headers={"Content-Length": "1000000"})
+        assert heard.status == 200
+
+
+async def test_a_large_body_is_read_off_the_event_loop(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A small one is read at once, as a thread would cost more."""
+    threads: list[int] = []
+
+    def noting(kind: Any, body: bytes) -> Any:
+        threads.append(threading.get_ident())
+        return parse(kind, body)
+
+    monkeypatch.setattr(endpoint, "parse", noting)
+    for text in ("x", "x" * LARGE_BYTES):
+        assert (await post(server, "/tokenize", {"text": text, "nothing": 1})).status == 400
+    assert threads[0] == threading.get_ident() != threads[1]
+
+
+async def test_a_body_of_too_many_values_is_refused_before_it_is_read(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What would hold up all others for half a second costs a count of its bytes."""
+    monkeypatch.setattr(orjson, "loads", pytest.fail)
+    heard = await post(server, "/v1/chat/completions", b'{"messages":[' + b"[]," * MAX_STRUCTURE + b"0]}")
+    assert (heard.status, heard.error["code"]) == (413, "message_too_large")
 
 
 async def test_a_client_has_as_many_requests_as_connections(serve: Serve) -> None:

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from openapi_spec_validator import OpenAPIV31SpecValidator
 from pydantic import BaseModel
 
-from inferencecenter.dialects import OPERATIONS
+from inferencecenter.dialects import OPERATIONS, openapi
 from inferencecenter.dialects.body import Fields
-from inferencecenter.dialects.endpoint import Operation
+from inferencecenter.dialects.endpoint import Call, Operation
 from inferencecenter.dialects.errors import CODES
 from inferencecenter.dialects.openapi import document
 from inferencecenter.errors import ERRORS, ErrorCode
 from tests.dialects.asking import request
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
     from contextlib import AbstractAsyncContextManager
 
     from tests.server.harness import Running
@@ -125,3 +127,31 @@ async def test_it_is_shown_to_everybody(serve: Serve) -> None:
         heard = await request(server, "GET", "/inference/openapi.json", token=None)
         assert heard.status == 200
         assert heard.json == {**DOCUMENT, "servers": [{"url": "/inference"}]}
+
+
+async def test_it_is_written_once(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many who ask at once get the same bytes, made off the event loop, and later ones too."""
+    made: list[int] = []
+
+    def counting(table: Iterable[Operation], *, base_path: str) -> dict[str, Any]:
+        made.append(threading.get_ident())
+        return document(table, base_path=base_path)
+
+    fresh = openapi.operation(lambda: OPERATIONS)
+    monkeypatch.setattr(openapi, "document", counting)
+    call = Call(context=server.context)
+    replies = await asyncio.gather(*(fresh.handler(call) for _ in range(5)))
+    assert await fresh.handler(call) is replies[0]
+    assert len({id(reply) for reply in replies}) == 1
+    assert len(made) == 1
+    assert made[0] != threading.get_ident()
+
+
+async def test_who_has_it_gets_no_body(server: Running) -> None:
+    """The entity tag of the last answer is enough."""
+    first = await request(server, "GET", "/openapi.json", token=None)
+    etag = first.headers["etag"]
+    again = await request(server, "GET", "/openapi.json", token=None, headers={"If-None-Match": f'"x", {etag}'})
+    assert (again.status, again.body, again.headers["etag"]) == (304, b"", etag)
+    other = await request(server, "GET", "/openapi.json", token=None, headers={"If-None-Match": '"x"'})
+    assert (other.status, other.body) == (200, first.body)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import threading
 import time
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -12,7 +13,9 @@ from websockets.asyncio.client import ClientConnection
 from websockets.exceptions import ConnectionClosed
 
 from inferencecenter.ipc.port import EngineState
+from inferencecenter.protocol.codec import Frame, read_frame
 from inferencecenter.protocol.events import AnyEvent
+from inferencecenter.server.connection import LARGE_FRAME_CHARS
 from tests.server.harness import Running, ask, close_code, hear, ready
 
 if TYPE_CHECKING:
@@ -260,3 +263,50 @@ async def test_a_lost_socket_closes_sessions_that_want_it(server: Running) -> No
         await hear(again)
         assert (await ask(again, op="list_sessions"))["sessions"] == []
     assert server.engine.turns == {}
+
+
+async def test_a_large_frame_is_read_off_the_event_loop(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Frames are answered in their order all the same."""
+    threads: list[int] = []
+
+    def noting(text: str) -> Frame:
+        threads.append(threading.get_ident())
+        return read_frame(text)
+
+    monkeypatch.setattr("inferencecenter.server.connection.read_frame", noting)
+    async with server.v1() as socket:
+        await hear(socket)
+        await socket.send(json.dumps({"op": "ping", "id": "1", "padding": "x" * LARGE_FRAME_CHARS}))
+        await socket.send(json.dumps({"op": "ping", "id": "2"}))
+        answers = [await hear(socket) for _ in range(2)]
+    assert [(answer["op"], answer["id"]) for answer in answers] == [("error", "1"), ("pong", "2")]
+    assert threads[0] != threading.get_ident() == threads[1]
+
+
+async def test_a_large_frame_before_authentication_is_not_read(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No login is that large; the socket may still authenticate."""
+    async with server.connect() as socket:
+        await hear(socket)
+        await ask(socket, op="hello", protocol=1)
+        with monkeypatch.context() as closed:
+            closed.setattr("inferencecenter.server.connection.read_frame", pytest.fail)
+            await socket.send(json.dumps({"op": "auth", "token": "x" * LARGE_FRAME_CHARS}))
+            assert (await hear(socket, "error"))["code"] == "message_too_large"
+        assert (await ask(socket, op="auth", token=server.token))["op"] == "auth_success"
+
+
+async def test_a_defect_in_one_frame_leaves_the_socket(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is told as an internal error."""
+    async with server.v1() as socket:
+        await hear(socket)
+        with monkeypatch.context() as broken:
+            broken.setattr("inferencecenter.server.connection.read_frame", fail_unexpectedly)
+            assert (await ask(socket, op="ping"))["code"] == "internal"
+        assert (await ask(socket, op="ping"))["op"] == "pong"
+
+
+def fail_unexpectedly(_text: str) -> Frame:
+    """Fail as a defect does."""
+    raise RuntimeError

@@ -70,14 +70,14 @@ async def test_a_connection_survives_anything(frames: list[str | None], v1: bool
                 if wire.on_writable is not None:
                     wire.on_writable()
             case _:
-                connection.receive(frame)
+                await connection.receive(frame)
     codes = [_code(written) for written in wire.frames]
     assert ErrorCode.INTERNAL not in codes
     connection.lost()
     assert connection.state is ConnectionState.CLOSED
     assert context.metrics.registry.get_sample_value("inferencecenter_outbox_bytes") == 0
     count = len(wire.written)
-    connection.receive('{"op": "hello"}')
+    await connection.receive('{"op": "hello"}')
     assert len(wire.written) == count, "a closed connection says nothing"
     await context.close()
 

@@ -52,6 +52,11 @@ class Lanes:
         return len(self._lanes)
 
     @property
+    def active(self) -> list[Lane]:
+        """All lanes."""
+        return list(self._lanes.values())
+
+    @property
     def voices(self) -> list[Voice]:
         """What runs."""
         return [lane.voice for lane in self._lanes.values() if lane.voice is not None]

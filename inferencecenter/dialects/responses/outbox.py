@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING, Final
 
+import structlog
+
 from inferencecenter.dialects.runs import Run, Text, size_of
 
 if TYPE_CHECKING:
@@ -20,6 +22,8 @@ if TYPE_CHECKING:
     from inferencecenter.telemetry.metrics import Metrics
 
 _EVENT_BYTES: Final = 256
+
+_log = structlog.get_logger(__name__)
 
 
 class _Waiting:
@@ -40,16 +44,27 @@ class Outbox:
         wire: The socket.
         limit_bytes: What may wait.
         overflowed: Called once, when more waits; the outbox takes nothing any more.
+        broken: Called with each response that a defect keeps from being told any further.
         metrics: Where frames and bytes are counted.
     """
 
-    def __init__(self, wire: Wire, *, limit_bytes: int, overflowed: Callable[[], None], metrics: Metrics) -> None:
+    def __init__(
+        self,
+        wire: Wire,
+        *,
+        limit_bytes: int,
+        overflowed: Callable[[], None],
+        broken: Callable[[Telling], object],
+        metrics: Metrics,
+    ) -> None:
         self._wire = wire
         self._limit_bytes = limit_bytes
         self._overflowed = overflowed
+        self._broken = broken
         self._metrics = metrics
         self._queue: deque[_Waiting | bytes] = deque()
         self._runs: dict[Telling, _Waiting] = {}
+        self._untold: set[Telling] = set()  # of which no more is told
         self._bytes = 0
         self._closed = False
 
@@ -125,7 +140,16 @@ class Outbox:
         self._feed(entry.telling, what.joined() if isinstance(what, Run) else what)
 
     def _feed(self, telling: Telling, event: Event) -> None:
-        for frame in telling.feed(event):
+        if telling in self._untold:
+            return
+        try:
+            frames = telling.feed(event)
+        except Exception:  # noqa: BLE001 - the border: a defect in one response must not end the others
+            _log.exception("response_untold")
+            self._untold.add(telling)
+            self._broken(telling)
+            return
+        for frame in frames:
             self._write(frame.data)
 
     def _write(self, frame: bytes) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any, Final, cast
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
 import orjson
 import structlog
@@ -22,8 +23,10 @@ from inferencecenter.dialects.responses.voice import Voice
 from inferencecenter.errors import ErrorCode, InferenceCenterError
 from inferencecenter.protocol.base import SUBPROTOCOL
 from inferencecenter.protocol.close import CloseCode
+from inferencecenter.protocol.json_bounds import MAX_STRUCTURE, check_json_bounds
 from inferencecenter.protocol.requests import Abort
 from inferencecenter.protocol.scopes import Scope
+from inferencecenter.server.connection import LARGE_FRAME_CHARS
 from inferencecenter.server.deadline import Deadline
 from inferencecenter.server.hub import EXPIRED
 from inferencecenter.server.states import CONNECTION, ConnectionEvent, ConnectionState
@@ -31,6 +34,8 @@ from inferencecenter.server.upgrade import chooses_v1
 from inferencecenter.server.websocket import LAST_WORD_S, LINGER_S, SCOPE_KEY
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from starlette.types import Receive, Send
     from starlette.types import Scope as AsgiScope
 
@@ -41,13 +46,14 @@ if TYPE_CHECKING:
     from inferencecenter.server.outbox import Wire
 
 _MAX_LANE_CHARS: Final = 64
+_Result = TypeVar("_Result")
 _GONE: Final = (ErrorCode.SESSION_NOT_FOUND, ErrorCode.TURN_NOT_FOUND)
 
 _log = structlog.get_logger(__name__)
 
 
 class ResponsesSocket:
-    """A socket that was let in; everything here runs on the event loop and nothing waits.
+    """A socket that was let in; everything here runs on the event loop, and only ``receive`` waits.
 
     Implements ``server.hub.Guest``. ``_move`` is the only writer of its state.
 
@@ -68,6 +74,8 @@ class ResponsesSocket:
             wire,
             limit_bytes=context.settings.outbox_bytes,
             overflowed=self._too_slow,
+            # Not at once: a session may be halfway through telling something.
+            broken=lambda telling: asyncio.get_running_loop().call_soon(self._break, telling),
             metrics=context.metrics,
         )
         wire.on_writable = self._outbox.flush
@@ -88,28 +96,30 @@ class ResponsesSocket:
         """Where it comes from."""
         return self._caller.address
 
-    def receive(self, text: str | None) -> None:
-        """Take a frame; ``None`` stands for a binary one."""
-        if self._state is ConnectionState.CLOSED:
+    async def receive(self, text: str | None) -> None:
+        """Take a frame and begin what it asks for; ``None`` stands for a binary one.
+
+        Whatever goes wrong with one frame or response is told to the client, and the socket goes on with the others.
+        """
+        if self._closed:
             return
         self._context.metrics.frames_in.inc()
         stream_id = None
         try:
-            frame = _object(text)
+            frame = await self._aside(text, partial(_object, text))
             stream_id = _lane_of(frame)
-            match frame.get("type"):
-                case "response.create":
-                    self._queue(checked(CreateOnSocket, frame), n_bytes=len(text or ""))
-                case "response.cancel":
-                    self._cancel(checked(CancelOnSocket, frame))
-                case other:
-                    raise InferenceCenterError(
-                        ErrorCode.INVALID_REQUEST,
-                        f"type is {str(other)[:64]!r}, which is none of response.create and response.cancel",
-                        field="type",
-                    )
+            request = await self._aside(text, partial(_request, frame))
+            if self._closed:  # while the frame was read
+                return
+            if isinstance(request, CreateOnSocket):
+                self._queue(request, n_bytes=len(text or ""))
+            else:
+                self._cancel(request)
         except InferenceCenterError as error:
             self._fail(error, stream_id)
+        except Exception:  # noqa: BLE001 - the border: a defect here must not take the socket's other lanes down
+            _log.exception("frame_failed")
+            self._fail(InferenceCenterError(ErrorCode.INTERNAL), stream_id)
 
     def allow_sessions(self, max_sessions: int) -> None:
         """Let its client have so many sessions from now on."""
@@ -162,6 +172,12 @@ class ResponsesSocket:
                 ErrorCode.TURN_NOT_FOUND, "No such response is running.", field="response_id"
             ) from None
 
+    async def _aside(self, text: str | None, work: Callable[[], _Result]) -> _Result:
+        """Return what ``work`` makes of a frame; a large frame is worked on in a thread."""
+        if text is None or len(text) < LARGE_FRAME_CHARS:
+            return work()
+        return await self._context.worker.run(self.account.client_id, work)
+
     # How responses go on.
 
     def _advance(self, lane: Lane) -> None:
@@ -171,6 +187,21 @@ class ResponsesSocket:
                 lane.voice = self._begin(request, lane)
             except InferenceCenterError as error:
                 self._fail(error, request.stream_id)
+            except Exception:  # noqa: BLE001 - the border: what waits in this lane and the others goes on
+                _log.exception("response_failed")
+                self._fail(InferenceCenterError(ErrorCode.INTERNAL), request.stream_id)
+
+    def _break(self, telling: Telling) -> None:
+        """End a response that cannot be told any further, with an error; its lane goes on."""
+        if self._state is ConnectionState.CLOSED:
+            return
+        self._fail(InferenceCenterError(ErrorCode.INTERNAL), telling.stream_id)
+        for lane in self._lanes.active:
+            if lane.voice is not None and lane.voice.telling is telling:
+                lane.voice.leave(self._context.sessions, self._caller.client)
+                lane.voice = None
+                self._advance(lane)
+        self._leave_if_drained()
 
     def _begin(self, request: CreateOnSocket, lane: Lane) -> Voice:
         context, client = self._context, self._caller.client
@@ -199,7 +230,7 @@ class ResponsesSocket:
 
     def _ended(self, lane: Lane, voice: Voice) -> None:
         self._context.sessions.detach(voice)
-        if self._state is ConnectionState.CLOSED:
+        if self._state is ConnectionState.CLOSED or lane.voice is not voice:
             return
         lane.voice = None
         self._advance(lane)
@@ -213,6 +244,10 @@ class ResponsesSocket:
         self._outbox.put(orjson.dumps(message))
 
     # How it ends.
+
+    @property
+    def _closed(self) -> bool:
+        return self._state is ConnectionState.CLOSED
 
     def _move(self, event: ConnectionEvent) -> None:
         self._state = CONNECTION.after(self._state, event)
@@ -265,7 +300,7 @@ class ResponsesEndpoint:
             await send({"type": "websocket.accept", "subprotocol": subprotocol})
             _log.info("client_connected", client=socket.account.client_id, address=socket.address, responses=True)
             while (message := await receive())["type"] == "websocket.receive":
-                socket.receive(message.get("text"))
+                await socket.receive(message.get("text"))
                 # A client that sends many frames at once waits its turn after each.
                 await asyncio.sleep(0)
         finally:
@@ -313,10 +348,12 @@ def _object(text: str | None) -> dict[str, Any]:
     """Return a frame read as JSON.
 
     Raises:
-        InferenceCenterError: ``invalid_request`` or ``invalid_json``.
+        InferenceCenterError: ``invalid_request``, ``invalid_json`` or ``message_too_large``.
     """
     if text is None:
         raise InferenceCenterError(ErrorCode.INVALID_REQUEST, "the frame is binary", hint="Send JSON in text frames.")
+    if len(text) > MAX_STRUCTURE:
+        check_json_bounds(text.encode())
     try:
         frame = orjson.loads(text)
     except orjson.JSONDecodeError as error:
@@ -326,6 +363,25 @@ def _object(text: str | None) -> dict[str, Any]:
     if not isinstance(frame, dict):
         raise InferenceCenterError(ErrorCode.INVALID_JSON, "the frame is JSON, but not an object")
     return frame
+
+
+def _request(frame: dict[str, Any]) -> CreateOnSocket | CancelOnSocket:
+    """Return what a frame asks for.
+
+    Raises:
+        InferenceCenterError: ``invalid_request``.
+    """
+    match frame.get("type"):
+        case "response.create":
+            return checked(CreateOnSocket, frame)
+        case "response.cancel":
+            return checked(CancelOnSocket, frame)
+        case other:
+            raise InferenceCenterError(
+                ErrorCode.INVALID_REQUEST,
+                f"type is {str(other)[:64]!r}, which is none of response.create and response.cancel",
+                field="type",
+            )
 
 
 def _lane_of(frame: dict[str, Any]) -> str | None:

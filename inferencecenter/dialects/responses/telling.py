@@ -99,6 +99,7 @@ class Telling:
         self._top = top_logprobs
         self._clock = clock
         self._generate = generate
+        self.stream_id = stream_id
         self._lane = {} if stream_id is None else {"stream_id": stream_id}
         self._lane_tail = b"" if stream_id is None else b',"stream_id":' + orjson.dumps(stream_id)
         self._number = 0

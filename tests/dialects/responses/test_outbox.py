@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
 from inferencecenter.dialects.responses.outbox import Outbox
-from inferencecenter.dialects.responses.telling import Telling
+from inferencecenter.dialects.responses.telling import Frame, Telling
 from inferencecenter.telemetry.metrics import Metrics
 from tests.dialects.responses.test_telling import echo, end, queued, thought, token
 from tests.server.harness import StubWire
@@ -21,7 +23,14 @@ class Slow:
 
     def __init__(self, *, limit_bytes: int = 10_000) -> None:
         self.wire, self.metrics, self.overflows = StubWire(), Metrics(), 0
-        self.outbox = Outbox(self.wire, limit_bytes=limit_bytes, overflowed=self._overflowed, metrics=self.metrics)
+        self.broken: list[Telling] = []
+        self.outbox = Outbox(
+            self.wire,
+            limit_bytes=limit_bytes,
+            overflowed=self._overflowed,
+            broken=self.broken.append,
+            metrics=self.metrics,
+        )
 
     def _overflowed(self) -> None:
         self.overflows += 1
@@ -84,3 +93,26 @@ def test_what_waits_is_written_when_the_socket_closes_well() -> None:
         slow.outbox.close(write_rest=write_rest)
         assert len(slow.wire.frames) == (3 if write_rest else 0)
         assert slow.waiting_bytes == 0
+
+
+def test_a_response_that_cannot_be_told_leaves_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What waits of it is dropped without a word, and it is reported once."""
+    slow, one, other = Slow(), telling(), telling()
+    slow.outbox.tell(one, queued())
+    slow.outbox.tell(other, queued())
+    slow.wire.takes_frames = False
+    monkeypatch.setattr(one, "feed", failing)
+    for event in (token("a"), end()):
+        slow.outbox.tell(one, event)
+        slow.outbox.tell(other, event)
+    slow.wire.takes_frames = True
+    slow.outbox.flush()
+    assert slow.broken == [one]
+    assert [frame["delta"] for frame in slow.wire.frames if "delta" in frame] == ["a"]
+    assert slow.wire.frames[-1]["type"] == "response.completed"
+    assert slow.waiting_bytes == 0
+
+
+def failing(_event: object) -> list[Frame]:
+    """Fail as a defect does."""
+    raise RuntimeError

@@ -11,6 +11,7 @@ import pytest
 from websockets.exceptions import InvalidStatus
 
 from inferencecenter.dialects.responses.lanes import MAX_LANES, MAX_WAITING
+from inferencecenter.dialects.responses.telling import Frame, Telling
 from tests.dialects.asking import tick
 from tests.dialects.responses import told
 from tests.dialects.responses.serving import PATH, begun, get, hear, left, made, send, socket
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from contextlib import AbstractAsyncContextManager
 
+    from inferencecenter.protocol.base import Event
     from tests.server.harness import Running
 
     Serve = Callable[..., AbstractAsyncContextManager[Running]]
@@ -307,3 +309,70 @@ async def test_a_reader_that_stops_loses_its_socket(serve: Serve) -> None:
         server.engine.finish(turn)
         await tick(3)
         assert (await get(server, name)).json["status"] == "completed"
+
+
+@pytest.mark.parametrize("where", ["ask", "begin", "Telling"])
+async def test_a_defect_ends_one_response_and_not_the_socket(
+    server: Running, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    """It is told as an error of its lane; the other lane's response goes on, and what waits in the same lane begins."""
+    async with socket(server) as connection:
+        await send(connection, input="Hello", stream_id="b")
+        (other,) = await begun(server)
+        with monkeypatch.context() as broken:
+            broken.setattr(f"inferencecenter.dialects.responses.socket.{where}", fail_unexpectedly)
+            await send(connection, input="Hello", stream_id="a")
+            error = await hear(connection, "error")
+        assert (error["stream_id"], error["status"], error["error"]["code"]) == ("a", 500, "internal")
+        await send(connection, input="Again", stream_id="a")
+        for turn in await begun(server, 2):
+            server.engine.finish(turn)
+        ended = [await hear(connection, *ENDS) for _ in range(2)]
+        assert {(each["type"], each["stream_id"]) for each in ended} == {
+            ("response.completed", "a"),
+            ("response.completed", "b"),
+        }
+        assert other not in server.engine.turns
+
+
+async def test_a_response_that_cannot_be_told_ends_with_an_error(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its turn is ended unless it may be asked for later, and the lane goes on with what waits in it."""
+    async with socket(server) as connection:
+        await send(connection, input="Hello", stream_id="a", store=False)
+        await send(connection, input="Again", stream_id="a")
+        (turn,) = await begun(server)
+        await hear(connection, "response.created")
+        feed = Telling.feed
+
+        def failing_once(telling: Telling, event: Event) -> list[Frame]:
+            monkeypatch.setattr(Telling, "feed", feed)
+            raise RuntimeError
+
+        monkeypatch.setattr(Telling, "feed", failing_once)
+        server.engine.say(turn, "Good day")
+        error = await hear(connection, "error")
+        assert (error["stream_id"], error["error"]["code"]) == ("a", "internal")
+        async with asyncio.timeout(60):
+            while turn in server.engine.turns or not server.engine.turns:
+                await tick()
+        for later in await begun(server):
+            server.engine.finish(later)
+        assert (await hear(connection, *ENDS))["type"] == "response.completed"
+
+
+async def test_a_frame_of_too_many_values_is_refused(server: Running) -> None:
+    """In no lane, as it is not read; the socket goes on."""
+    async with socket(server) as connection:
+        await connection.send('{"type":"response.create","input":[' + "[]," * 250_000 + "0]}")
+        error = await hear(connection)
+        assert (error["status"], error["error"]["code"]) == (413, "message_too_large")
+        await send(connection, input="x" * 100_000)
+        server.engine.finish((await begun(server))[0])
+        assert (await hear(connection, *ENDS))["type"] == "response.completed"
+
+
+def fail_unexpectedly(*_: object, **__: object) -> Any:
+    """Fail as a defect does."""
+    raise RuntimeError

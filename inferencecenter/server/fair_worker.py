@@ -1,0 +1,65 @@
+"""One thread for work that takes too long for the event loop, shared fairly by clients."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict, deque
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, TypeVar
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_Result = TypeVar("_Result")
+
+
+class FairWorker:
+    """Does one thing at a time; clients with waiting work take turns, whatever each has waiting.
+
+    Work whose caller is cancelled before its turn is never begun. How much may wait is bounded by what limits the
+    callers: each waits for its own work.
+
+    Args:
+        name: Prefix of the thread's name.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)
+        self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
+        self._busy = False
+
+    async def run(self, client_id: str, work: Callable[[], _Result]) -> _Result:
+        """Return what ``work`` returns in the thread, or raise what it raises."""
+        await self._turn(client_id)
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._executor, work)
+        finally:
+            self._grant_next()
+
+    def close(self) -> None:
+        """Begin nothing new."""
+        self._executor.shutdown(wait=False, cancel_futures=True)
+
+    async def _turn(self, client_id: str) -> None:
+        if not self._busy:
+            self._busy = True
+            return
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(client_id, deque()).append(turn)
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled():  # granted in the same moment
+                self._grant_next()
+            raise
+
+    def _grant_next(self) -> None:
+        while self._waiting:
+            client_id, turns = self._waiting.popitem(last=False)
+            turn = turns.popleft()
+            if turns:
+                self._waiting[client_id] = turns
+            if not turn.cancelled():
+                turn.set_result(None)
+                return
+        self._busy = False
