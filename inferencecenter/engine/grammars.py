@@ -35,9 +35,10 @@ _Key: TypeAlias = tuple[str, bytes, str, tuple[str, ...]]
 
 
 @dataclass(frozen=True, slots=True)
-class _Kept:
+class CompiledGrammar:
     """A grammar's matcher, or what is wrong with it; it takes about ``size_bytes``."""
 
+    key: _Key
     matcher: LLMatcher | str
     size_bytes: int
 
@@ -63,39 +64,60 @@ class Grammars:
         self._names: Names | None = None
         self._control: dict[str, int] = {}
         self._more_digits: npt.NDArray[np.bool_] | None = None
-        self._kept: OrderedDict[_Key, _Kept] = OrderedDict()
+        self._kept: OrderedDict[_Key, CompiledGrammar] = OrderedDict()
         self._looking = threading.Lock()
         self._compiling = threading.Lock()
 
     def __len__(self) -> int:
         return len(self._kept)
 
-    def knows(self, grammar: Grammar, markers: Sequence[str] = ()) -> bool:
-        """Tell whether a grammar need not be compiled any more."""
-        with self._looking:
-            return _key(grammar, markers) in self._kept
+    def find(self, grammar: Grammar, markers: Sequence[str] = ()) -> CompiledGrammar | None:
+        """Return a grammar that need not be compiled any more.
 
-    def constraint(self, grammar: Grammar, markers: Sequence[str] = (), answer: Sequence[int] = ()) -> Constraint:
+        Args:
+            grammar: What is looked for.
+            markers: The control tokens that it may name.
+        """
+        return self._find(_key(grammar, markers))
+
+    def compile(
+        self, grammar: Grammar, markers: Sequence[str] = (), *, wanted: Callable[[], bool] = lambda: True
+    ) -> CompiledGrammar:
+        """Return a grammar that is compiled, or known to be wrong; what is not known yet takes up to seconds.
+
+        Args:
+            grammar: What is compiled.
+            markers: The control tokens that it may name.
+            wanted: Whether anything waits for it; it is looked at again after each ``interrupt``.
+
+        Raises:
+            InferenceCenterError: It could not be tried, or no grammar can be had of this model.
+            WithdrawnError: Nothing waits for it any more.
+        """
+        key = _key(grammar, markers)
+        return self._find(key) or self._compile(key, grammar, wanted=wanted)
+
+    def interrupt(self) -> None:
+        """Have a compilation that runs look whether anything waits for it; from any thread."""
+        self._trial.interrupt()
+
+    def constraint(self, compiled: CompiledGrammar, answer: Sequence[int] = ()) -> Constraint:
         """Return what a turn's answer is held to that has begun with ``answer``.
-
-        It blocks while the grammar is compiled, if that is not known. The ``markers`` are control tokens that it may
-        name.
 
         Raises:
             InferenceCenterError: ``invalid_grammar``.
             ValueError: The answer does not fit the grammar.
         """
-        key = _key(grammar, markers)
-        kept = self._find(key) or self._compile(key, grammar)
-        if isinstance(kept.matcher, str):
-            raise InferenceCenterError(ErrorCode.INVALID_GRAMMAR, kept.matcher)
+        if isinstance(compiled.matcher, str):
+            raise InferenceCenterError(ErrorCode.INVALID_GRAMMAR, compiled.matcher)
         assert self._tokenizer is not None, "something was compiled"
+        kind, *_ = compiled.key
         constraint = Constraint(
-            kept.matcher.deep_copy(),
+            compiled.matcher.deep_copy(),
             n_words=(self._tokenizer.vocab_size + 31) // 32,
             clock=self._clock,
-            digits=self._digits() if grammar.kind == "json_schema" else None,
-            on_failed=lambda: self._forget(key),
+            digits=self._digits() if kind == "json_schema" else None,
+            on_failed=lambda: self._forget(compiled.key),
         )
         constraint.replay(answer)
         return constraint
@@ -110,14 +132,14 @@ class Grammars:
             self._more_digits = begins_with_digit(self._backend.model.n_vocab, self._backend.token_bytes)
         return Digits(self._more_digits, self._backend.token_bytes)
 
-    def _find(self, key: _Key) -> _Kept | None:
+    def _find(self, key: _Key) -> CompiledGrammar | None:
         with self._looking:
             kept = self._kept.get(key)
             if kept is not None:
                 self._kept.move_to_end(key)
             return kept
 
-    def _compile(self, key: _Key, grammar: Grammar) -> _Kept:
+    def _compile(self, key: _Key, grammar: Grammar, *, wanted: Callable[[], bool]) -> CompiledGrammar:
         with self._compiling:
             # Another thread may have waited for the same grammar.
             if (kept := self._find(key)) is not None:
@@ -127,13 +149,13 @@ class Grammars:
             try:
                 tokenizer, names = self._prepared()
                 markers = {name: self._control[name] for name in key[-1] if name in self._control}
-                size_bytes = self._trial.run(names, grammar, markers)
+                size_bytes = self._trial.run(names, grammar, markers, wanted=wanted)
                 matcher = compiled(tokenizer, grammar, markers)
             except InferenceCenterError as error:
                 if error.code is not ErrorCode.INVALID_GRAMMAR:
                     raise
                 matcher = error.message
-            kept = _Kept(matcher, max(size_bytes, _LEAST_BYTES))
+            kept = CompiledGrammar(key, matcher, max(size_bytes, _LEAST_BYTES))
             self._keep(key, kept)
             return kept
 
@@ -148,7 +170,7 @@ class Grammars:
             )
         return self._tokenizer, self._names
 
-    def _keep(self, key: _Key, kept: _Kept) -> None:
+    def _keep(self, key: _Key, kept: CompiledGrammar) -> None:
         with self._looking:
             self._kept[key] = kept
             total_bytes = sum(each.size_bytes for each in self._kept.values())

@@ -6,9 +6,21 @@ import queue
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
-from inferencecenter.ipc.messages import Abort, Detokenize, Keep, KvLimit, Limit, Release, Submit, Suspend, Tokenize
+from inferencecenter.ipc.messages import (
+    Abort,
+    CancelLookup,
+    Detokenize,
+    Keep,
+    KvLimit,
+    Limit,
+    Release,
+    Submit,
+    Suspend,
+    Tokenize,
+)
 
 if TYPE_CHECKING:
+    from inferencecenter.engine.grammars import CompiledGrammar
     from inferencecenter.engine.outputs import TurnOutput
     from inferencecenter.errors import InferenceCenterError
 
@@ -17,8 +29,16 @@ if TYPE_CHECKING:
 class Received:
     """A command of the front, with the monotonic second at which it came."""
 
-    command: Submit | Abort | Release | Keep | Tokenize | Detokenize | Limit | KvLimit | Suspend
+    command: Submit | Abort | Release | Keep | Tokenize | Detokenize | CancelLookup | Limit | KvLimit | Suspend
     at_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class GrammarReady:
+    """The grammar of a submitted turn is compiled; its prompt is not tokenized yet."""
+
+    turn_id: str
+    grammar: CompiledGrammar
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +77,7 @@ class Closed:
     """The front is gone."""
 
 
-Command: TypeAlias = Received | Prepared | Unprepared | Fetched | Closed
+Command: TypeAlias = Received | GrammarReady | Prepared | Unprepared | Fetched | Closed
 
 
 class Inbox:

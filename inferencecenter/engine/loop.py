@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 from inferencecenter.engine.accounting import work_of
 from inferencecenter.engine.deadlines import Deadlines
 from inferencecenter.engine.executor import Executor
+from inferencecenter.engine.fair_workers import FairWorkers
 from inferencecenter.engine.grammars import Grammars
-from inferencecenter.engine.inbox import Closed, Fetched, Prepared, Received, Unprepared
+from inferencecenter.engine.inbox import Closed, Fetched, GrammarReady, Prepared, Received, Unprepared
 from inferencecenter.engine.lookups import Lookups
 from inferencecenter.engine.outputs import failed, never_ran
 from inferencecenter.engine.pause import Pause
@@ -24,6 +25,7 @@ from inferencecenter.engine.speculation import draft_tokens
 from inferencecenter.errors import ErrorCode, InferenceCenterError
 from inferencecenter.ipc.messages import (
     Abort,
+    CancelLookup,
     Detokenize,
     Keep,
     KvLimit,
@@ -110,11 +112,12 @@ class EngineLoop:
             on_log=self._on_log,
         )
         self._grammars = Grammars(backend)
-        self._lookups = Lookups(backend, pool=self._pool, send=send, on_log=self._on_log)
+        self._workers = FairWorkers(self._pool, most=options.worker_threads)
+        self._lookups = Lookups(backend, workers=self._workers, send=send, on_log=self._on_log)
         self._preparation = Preparation(
             backend,
             grammars=self._grammars,
-            pool=self._pool,
+            workers=self._workers,
             inbox=inbox,
             pulse=pulse,
             queue_timeout_s=self._queue_timeout_s,
@@ -144,6 +147,7 @@ class EngineLoop:
                 self._report()
         finally:
             self._preparation.close()
+            self._workers.close()
             self._grammars.close()
             self._pool.shutdown(cancel_futures=True)
             self._executor.close()
@@ -234,7 +238,7 @@ class EngineLoop:
         match command:
             case Received():
                 self._obey(command)
-            case Prepared() | Unprepared():
+            case GrammarReady() | Prepared() | Unprepared():
                 self._preparation.take(command)
             case Fetched():
                 pass  # it woke the loop, and the next plan finds what it has become
@@ -253,6 +257,8 @@ class EngineLoop:
                 self._kv.keep(session_ids)
             case Tokenize() | Detokenize() as question:
                 self._lookups.take(question)
+            case CancelLookup(ask_id=ask_id):
+                self._lookups.withdraw(ask_id)
             case Limit() as limit:
                 self._limit(limit)
             case KvLimit(ram_bytes=ram_bytes):

@@ -1,16 +1,25 @@
-"""Submitted turns until the scheduler has them: workers turn their prompts into tokens."""
+"""Submitted turns until the scheduler has them: their grammars are compiled, then their prompts become tokens.
+
+Each of the two is a job of the turn's client (see ``fair_workers``). The loop's thread gives it to its workers, and
+takes what came of it from the inbox; so whether a turn is still here, and which job it waits for, is known to that
+thread alone. A turn that ends meanwhile has its job withdrawn, and what it held of the room for texts is free.
+"""
 
 from __future__ import annotations
 
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from functools import partial
+from sys import getsizeof
+from typing import TYPE_CHECKING, Final
 
-from inferencecenter.engine.inbox import Prepared, Unprepared
+from inferencecenter.engine.fair_workers import FairWorkers, Job, WithdrawnError
+from inferencecenter.engine.inbox import GrammarReady, Prepared, Unprepared
 from inferencecenter.engine.outputs import Turn, TurnOutput
 from inferencecenter.engine.scheduler.request import Request
 from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.fair_share import FairShare
 from inferencecenter.ipc.messages import unpack_tokens
 from inferencecenter.protocol import params as turn_params
 
@@ -18,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from inferencecenter.engine.backend import Backend
-    from inferencecenter.engine.grammars import Grammars
+    from inferencecenter.engine.grammars import CompiledGrammar, Grammars
     from inferencecenter.engine.inbox import Inbox
     from inferencecenter.engine.sampling.structured import Constraint
     from inferencecenter.ipc.messages import Submit
@@ -26,16 +35,23 @@ if TYPE_CHECKING:
     from inferencecenter.protocol.params import Params
 
 
+ROOM_BYTES: Final = 256 * 1024 * 1024
+"""Bytes of submissions that may wait here, shared by the clients."""
+
+
 @dataclass(slots=True)
 class Pending:
     """A submitted turn; ``at_s`` is the monotonic second at which it came, ``arrival`` counts the turns.
 
-    With ``ending`` it is to end for this reason as soon as it is known what it has said.
+    With ``ending`` it is to end for this reason as soon as it is known what it has said. It takes ``size_bytes`` and
+    waits for ``job``.
     """
 
     submit: Submit
     arrival: int
     at_s: float
+    size_bytes: int
+    job: Job | None = None
     prepared: Prepared | Unprepared | None = None
     ending: str | None = None
 
@@ -61,10 +77,10 @@ class Preparation:
 
     Args:
         backend: Tokenizes, on the workers.
-        grammars: Compiles, on a thread of its own: whoever needs no new grammar does not wait for one.
-        pool: The workers.
-        inbox: Where they put the tokens.
-        pulse: Where they say whose prompt they work on.
+        grammars: Compiles, on a thread of its own: a turn that needs no new grammar does not wait for one.
+        workers: Tokenize, and do other work too.
+        inbox: Where jobs put what came of them.
+        pulse: Where they say which turn's prompt they work on.
         queue_timeout_s: Seconds in which a turn must have a slot; infinite for no such limit.
         on_ready: Called with each turn that leaves.
         on_log: Called with level and text, from any thread.
@@ -75,7 +91,7 @@ class Preparation:
         backend: Backend,
         *,
         grammars: Grammars,
-        pool: ThreadPoolExecutor,
+        workers: FairWorkers,
         inbox: Inbox,
         pulse: Pulse,
         queue_timeout_s: float,
@@ -84,13 +100,15 @@ class Preparation:
     ) -> None:
         self._backend = backend
         self._grammars = grammars
-        self._pool = pool
+        self._workers = workers
         self._compiler = ThreadPoolExecutor(1, thread_name_prefix="grammars")
+        self._compilations = FairWorkers(self._compiler, most=1)
         self._inbox = inbox
         self._pulse = pulse
         self._queue_timeout_s = queue_timeout_s
         self._on_ready = on_ready
         self._on_log = on_log
+        self._room = FairShare(ROOM_BYTES)
         self._pending: dict[str, Pending] = {}
         self._sessions: dict[str, deque[str]] = {}
         self._arrivals = 0
@@ -107,63 +125,105 @@ class Preparation:
         return tuple(self._sessions.get(session_id, ()))
 
     def add(self, submit: Submit, *, at_s: float) -> None:
-        """Take a turn that came at ``at_s``, and have a worker prepare it."""
+        """Take a turn that came at ``at_s``, and have it prepared; where there is no room it ends as ``queue_full``."""
         self._arrivals += 1
-        self._pending[submit.turn_id] = Pending(submit, self._arrivals, at_s)
+        pending = Pending(submit, self._arrivals, at_s, _size_bytes(submit))
+        if not (submit.accepted or self._room.fits(submit.client_id, pending.size_bytes)):
+            self._on_ready(pending, Unprepared(submit.turn_id, _no_room()))
+            return
+        self._room.add(submit.client_id, pending.size_bytes)
+        self._pending[submit.turn_id] = pending
         self._sessions.setdefault(submit.session_id, deque()).append(submit.turn_id)
-        is_new = submit.grammar is not None and not self._grammars.knows(submit.grammar, submit.markers)
-        (self._compiler if is_new else self._pool).submit(self._prepare, submit, at_s=at_s)
+        grammar = None if submit.grammar is None else self._grammars.find(submit.grammar, submit.markers)
+        if submit.grammar is not None and grammar is None:
+            self._give(pending, self._compilations, partial(self._compile, submit))
+        else:
+            self._give(pending, self._workers, partial(self._tokenize, submit, grammar, at_s))
 
-    def take(self, prepared: Prepared | Unprepared) -> None:
-        """Take what a worker has made; one whose turn has ended meanwhile is forgotten."""
-        pending = self._pending.get(prepared.turn_id)
-        if pending is not None:
-            pending.prepared = prepared
-            self._advance(pending.submit.session_id)
+    def take(self, result: GrammarReady | Prepared | Unprepared) -> None:
+        """Take what came of a job; where its turn has ended meanwhile it is dropped."""
+        pending = self._pending.get(result.turn_id)
+        if pending is None:
+            return
+        if isinstance(result, GrammarReady):
+            self._give(pending, self._workers, partial(self._tokenize, pending.submit, result.grammar, pending.at_s))
+            return
+        pending.prepared, pending.job = result, None
+        self._advance(pending.submit.session_id)
 
     def withdraw(self, turn_id: str) -> Pending | None:
-        """Forget a turn, if it is still here, and return it."""
+        """Forget a turn, if it is still here, with the work that is done for it, and return it."""
         pending = self._pending.pop(turn_id, None)
         if pending is not None:
+            self._let_go(pending)
             session_id = pending.submit.session_id
             self._sessions[session_id].remove(turn_id)
             self._advance(session_id)
         return pending
 
     def clear(self) -> None:
-        """Forget all turns."""
+        """Forget all turns, with the work that is done for them."""
+        for pending in self._pending.values():
+            self._let_go(pending)
         self._pending.clear()
         self._sessions.clear()
 
     def close(self) -> None:
-        """End the thread that compiles, after what it is at."""
+        """End the thread that compiles."""
+        self._compilations.close()
+        self._grammars.interrupt()
         self._compiler.shutdown(wait=False, cancel_futures=True)
 
     def _advance(self, session_id: str) -> None:
         turns = self._sessions[session_id]
         while turns and (prepared := self._pending[turns[0]].prepared) is not None:
-            self._on_ready(self._pending.pop(turns.popleft()), prepared)
+            pending = self._pending.pop(turns.popleft())
+            self._let_go(pending)
+            self._on_ready(pending, prepared)
         if not turns:
             del self._sessions[session_id]
 
-    def _prepare(self, submit: Submit, *, at_s: float) -> None:
-        """Turn a submission into tokens, on a worker thread."""
+    def _give(self, pending: Pending, workers: FairWorkers, work: Callable[[Job], Prepared | GrammarReady]) -> None:
+        """Have workers do the next thing for a turn."""
+        pending.job = Job(pending.submit.client_id, partial(self._run, pending.submit.turn_id, work))
+        workers.submit(pending.job)
+
+    def _let_go(self, pending: Pending) -> None:
+        """Free what a turn holds, and withdraw the job that it waits for."""
+        self._room.remove(pending.submit.client_id, pending.size_bytes)
+        if pending.job is not None:
+            self._workers.withdraw(pending.job)
+            self._compilations.withdraw(pending.job)
+            self._grammars.interrupt()
+
+    def _run(self, turn_id: str, work: Callable[[Job], Prepared | GrammarReady], job: Job) -> None:
+        """Do some work for a turn on a worker thread, and put what came of it into the inbox."""
+        result: GrammarReady | Prepared | Unprepared
         try:
-            with self._pulse.preparing(submit.turn_id):
-                prepared = self._prepared(submit, at_s=at_s)
-            self._inbox.put(prepared)
+            with self._pulse.preparing(turn_id):
+                result = work(job)
+        except WithdrawnError:
+            return
         except InferenceCenterError as error:
-            self._inbox.put(Unprepared(submit.turn_id, error))
+            result = Unprepared(turn_id, error)
         except Exception as error:  # noqa: BLE001 - a border: what one turn sent must not end the others
             self._on_log("error", f"preparing a turn failed: {error!r}")
-            failure = InferenceCenterError(ErrorCode.INTERNAL, "The turn could not be prepared.")
-            self._inbox.put(Unprepared(submit.turn_id, failure))
+            result = Unprepared(turn_id, InferenceCenterError(ErrorCode.INTERNAL, "The turn could not be prepared."))
+        if not job.withdrawn:
+            self._inbox.put(result)
 
-    def _prepared(self, submit: Submit, *, at_s: float) -> Prepared:
-        history = unpack_tokens(submit.tokens)
-        prompt = history + self._backend.tokenize(submit.pieces, first=not history)
+    def _compile(self, submit: Submit, job: Job) -> GrammarReady:
+        assert submit.grammar is not None, "it has one"
+        grammar = self._grammars.compile(submit.grammar, submit.markers, wanted=lambda: not job.withdrawn)
+        return GrammarReady(submit.turn_id, grammar)
+
+    def _tokenize(self, submit: Submit, grammar: CompiledGrammar | None, at_s: float, job: Job) -> Prepared:
         answer = unpack_tokens(submit.answer)
         params = turn_params.decode(submit.params_json)
+        constraint = None if grammar is None else self._constraint(grammar, params, answer)
+        history = unpack_tokens(submit.tokens)
+        pieces = job.each(submit.pieces)
+        prompt = history + self._backend.tokenize(pieces, first=not history)
         turn = Turn(
             turn_id=submit.turn_id,
             params=params,
@@ -174,15 +234,13 @@ class Preparation:
             may_shift=submit.may_shift,
             traced=submit.traced,
             markers=submit.markers,
-            constraint=self._constraint(submit, params, answer),
+            constraint=constraint,
         )
         output = TurnOutput(turn, self._backend, n_ctx=self._backend.model.n_ctx, queue_timeout_s=self._queue_timeout_s)
-        return Prepared(submit.turn_id, prompt + answer, self._prefix_tokens(submit, prompt), output)
+        return Prepared(submit.turn_id, prompt + answer, self._prefix_tokens(submit, prompt, job), output)
 
-    def _constraint(self, submit: Submit, params: Params, answer: Sequence[int]) -> Constraint | None:
-        """Return what holds the answer to its grammar, where it has one."""
-        if submit.grammar is None:
-            return None
+    def _constraint(self, grammar: CompiledGrammar, params: Params, answer: Sequence[int]) -> Constraint:
+        """Return what holds the answer to its grammar."""
         if params.ignore_eos:
             raise InferenceCenterError(
                 ErrorCode.INVALID_REQUEST,
@@ -190,11 +248,28 @@ class Preparation:
                 hint="Leave ignore_eos out, or ask for no form.",
                 field="params.ignore_eos",
             )
-        return self._grammars.constraint(submit.grammar, submit.markers, answer)
+        return self._grammars.constraint(grammar, answer)
 
-    def _prefix_tokens(self, submit: Submit, prompt: list[int]) -> int:
+    def _prefix_tokens(self, submit: Submit, prompt: list[int], job: Job) -> int:
         """Return how many tokens the shared pieces are; none where a token reaches over their end."""
         if submit.tokens or not submit.shared_pieces:
             return 0
-        prefix = self._backend.tokenize(submit.pieces[: submit.shared_pieces], first=True)
+        prefix = self._backend.tokenize(job.each(submit.pieces[: submit.shared_pieces]), first=True)
         return len(prefix) if prompt[: len(prefix)] == prefix else 0
+
+
+def _size_bytes(submit: Submit) -> int:
+    """Return about how much memory a submission takes."""
+    texts = [piece.text for piece in submit.pieces]
+    if submit.grammar is not None:
+        texts += [submit.grammar.text, submit.grammar.frame]
+    return len(submit.tokens) + len(submit.answer) + len(submit.params_json) + sum(map(getsizeof, texts))
+
+
+def _no_room() -> InferenceCenterError:
+    return InferenceCenterError(
+        ErrorCode.QUEUE_FULL,
+        "Too much text waits to be tokenized, and much of it is this client's.",
+        hint="Send less at once, and wait for answers in between.",
+        retry_after_ms=1000,
+    )

@@ -18,16 +18,18 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
+from inferencecenter.engine.fair_workers import WithdrawnError
 from inferencecenter.engine.sampling.structured import Names, compiled, tokenizer_of
 from inferencecenter.errors import ErrorCode, InferenceCenterError
 from inferencecenter.ipc.messages import Grammar
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from llguidance import LLTokenizer
 
@@ -45,7 +47,7 @@ _GROWN_BYTES: Final = 32 * 1024 * 1024
 class Trial:
     """Has grammars compiled in another process, which lives until it is closed or a grammar ends it.
 
-    Used by one thread at a time.
+    Used by one thread at a time, but for ``interrupt``.
 
     Args:
         timeout_s: How long a compilation may take.
@@ -53,6 +55,8 @@ class Trial:
 
     def __init__(self, *, timeout_s: float = TIMEOUT_S) -> None:
         self._timeout_s = timeout_s
+        self._interrupt = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        weakref.finalize(self, os.close, self._interrupt)
         self._process: subprocess.Popen[bytes] | None = None
         self._ready = False
 
@@ -70,25 +74,43 @@ class Trial:
         )
         self._tell([names.n_vocab, list(names.special.items()), names.ends])
 
-    def run(self, names: Names, grammar: Grammar, markers: Mapping[str, int]) -> int:
+    def interrupt(self) -> None:
+        """Have a ``run`` look whether it is still wanted, the one that runs or the next one; from any thread."""
+        os.eventfd_write(self._interrupt, 1)
+
+    def run(
+        self,
+        names: Names,
+        grammar: Grammar,
+        markers: Mapping[str, int],
+        *,
+        wanted: Callable[[], bool] = lambda: True,
+    ) -> int:
         """Compile a grammar and return how many bytes that took.
 
         Args:
             names: Of the vocabulary that the grammar is for.
             grammar: What is compiled.
             markers: The tokens that it may name, by their texts.
+            wanted: Whether anything waits for it, asked at the beginning and after each ``interrupt``. The other
+                process is ended if it compiles for nothing.
 
         Raises:
+            WithdrawnError: Nothing waits for it.
             InferenceCenterError: ``invalid_grammar`` where there is something wrong with it, or it takes too long, or
                 more memory or stack than it may; ``internal`` where the other process does not start.
         """
         self.start(names)
-        if not self._ready and not self._hear(_START_TIMEOUT_S):
+        if not self._ready and not self._hear(_START_TIMEOUT_S, wanted):
             self.close()
             raise InferenceCenterError(ErrorCode.INTERNAL, "The process that tries grammars does not start.")
         self._ready = True
         self._tell([grammar.kind, grammar.text, grammar.frame, dict(markers)])
-        answer = self._hear(self._timeout_s)
+        try:
+            answer = self._hear(self._timeout_s, wanted)
+        except WithdrawnError:
+            self.close()
+            raise
         if answer is None:
             self.close()
             raise _refused(f"this grammar takes more than {self._timeout_s:g} s to compile")
@@ -116,24 +138,30 @@ class Trial:
             self._process.stdin.write(json.dumps(message).encode() + b"\n")
             self._process.stdin.flush()
 
-    def _hear(self, timeout_s: float) -> bytes | None:
-        """Return the next line; empty if the process has ended, ``None`` when nothing comes in time."""
+    def _hear(self, timeout_s: float, wanted: Callable[[], bool]) -> bytes | None:
+        """Return the next line; empty if the process has ended, ``None`` when nothing comes in time.
+
+        Raises:
+            WithdrawnError: Nothing waits for it.
+        """
         assert self._process is not None
         assert self._process.stdout is not None
-        return _line(self._process.stdout, timeout_s=timeout_s)
-
-
-def _line(pipe: IO[bytes], *, timeout_s: float) -> bytes | None:
-    line, ends_s = b"", time.monotonic() + timeout_s
-    while not line.endswith(b"\n"):
-        ready, _, _ = select.select([pipe], [], [], max(0.0, ends_s - time.monotonic()))
-        if not ready:
-            return None
-        data = os.read(pipe.fileno(), 65_536)
-        if not data:
-            return b""
-        line += data
-    return line
+        pipe = self._process.stdout.fileno()
+        line, ends_s = b"", time.monotonic() + timeout_s
+        while not line.endswith(b"\n"):
+            if not wanted():
+                raise WithdrawnError
+            ready, _, _ = select.select([pipe, self._interrupt], [], [], max(0.0, ends_s - time.monotonic()))
+            if not ready:
+                return None
+            if self._interrupt in ready:
+                os.eventfd_read(self._interrupt)  # before ``wanted`` is asked, so that no interrupt is lost
+                continue
+            data = os.read(pipe, 65_536)
+            if not data:
+                return b""
+            line += data
+        return line
 
 
 def _refused(reason: str) -> InferenceCenterError:

@@ -70,6 +70,8 @@ class Submit(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     a turn whose context is full hears ``Overflowed`` instead of its end. Without ``durable`` nothing of it may be
     written to a disk. Where its time goes is taken down if it is ``traced``.
 
+    One that is ``accepted`` was kept by the front while no engine could take it, and is not refused for lack of room.
+
     Its answer has the form of ``grammar``, if there is one. The ``markers`` are control tokens that are shown as text
     when they are generated, as those around a call of a tool; all others show nothing.
     """
@@ -88,6 +90,7 @@ class Submit(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     may_shift: bool = False
     durable: bool = True
     traced: bool = False
+    accepted: bool = False
     grammar: Grammar | None = None
     markers: tuple[str, ...] = ()
 
@@ -120,11 +123,15 @@ class Suspend(msgspec.Struct, frozen=True, tag=True):
 
 
 class Tokenize(msgspec.Struct, frozen=True, tag=True):
-    """Turn text into tokens; ``Tokenized`` answers. With ``first`` they begin a sequence, with its BOS token."""
+    """Turn text into tokens; ``Tokenized`` answers. With ``first`` they begin a sequence, with its BOS token.
+
+    The workers are shared fairly between the clients of questions and turns.
+    """
 
     ask_id: int
     pieces: tuple[Piece, ...]
     first: bool
+    client_id: str = ""
 
 
 class Detokenize(msgspec.Struct, frozen=True, tag=True):
@@ -132,6 +139,13 @@ class Detokenize(msgspec.Struct, frozen=True, tag=True):
 
     ask_id: int
     tokens: bytes
+    client_id: str = ""
+
+
+class CancelLookup(msgspec.Struct, frozen=True, tag=True):
+    """Leave a ``Tokenize`` or ``Detokenize`` unanswered; an unknown one has just been answered."""
+
+    ask_id: int
 
 
 class Limit(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -230,7 +244,9 @@ class Configure(msgspec.Struct, frozen=True, tag=True):
     options: EngineOptions
 
 
-ToEngine: TypeAlias = Configure | Submit | Abort | Release | Keep | Tokenize | Detokenize | Limit | KvLimit | Suspend
+ToEngine: TypeAlias = (
+    Configure | Submit | Abort | Release | Keep | Tokenize | Detokenize | CancelLookup | Limit | KvLimit | Suspend
+)
 
 
 # --- engine to front: the life of the process

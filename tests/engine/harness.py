@@ -48,6 +48,7 @@ def submit(
     text: str,
     *,
     session: str = "",
+    client: str = "client",
     tokens: bytes = b"",
     params: bytes = b"{}",
     priority: int = 1,
@@ -64,7 +65,7 @@ def submit(
     return Submit(
         turn_id=turn_id,
         session_id=session or turn_id,
-        client_id="client",
+        client_id=client,
         priority=priority,
         tokens=tokens,
         pieces=pieces,

@@ -15,9 +15,10 @@ from inferencecenter.engine.grammars import Grammars
 from inferencecenter.engine.trial import Trial
 from inferencecenter.errors import ErrorCode, InferenceCenterError
 from inferencecenter.ipc.messages import EngineOptions, Grammar
+from tests.engine.forms import constraint_of
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from inferencecenter.engine.sampling.structured import Names
 
@@ -39,7 +40,14 @@ class Trials(Trial):
     def start(self, _names: Names) -> None:
         """Start nothing."""
 
-    def run(self, _names: Names, grammar: Grammar, _markers: Mapping[str, int]) -> int:
+    def run(
+        self,
+        _names: Names,
+        grammar: Grammar,
+        _markers: Mapping[str, int],
+        *,
+        wanted: Callable[[], bool] = lambda: True,
+    ) -> int:
         """Take note, and wait until the test lets it go on."""
         self.tried.append(grammar.text)
         assert self.may_go_on.wait(60)
@@ -62,13 +70,13 @@ def grammars(trials: Trials) -> Grammars:
 
 def test_a_grammar_is_compiled_once_and_each_turn_goes_its_own_way(grammars: Grammars, trials: Trials) -> None:
     """What one turn says is of no matter to another; one that goes on begins behind its answer."""
-    assert not grammars.knows(WORD)
-    first = grammars.constraint(WORD)
-    assert grammars.knows(WORD)
-    second = grammars.constraint(WORD, answer=[ord("a")])
+    assert grammars.find(WORD) is None
+    first = constraint_of(grammars, WORD)
+    assert grammars.find(WORD) is not None
+    second = constraint_of(grammars, WORD, answer=[ord("a")])
     first.accept(ord("x"))
     assert second.allowed(258)[MESSAGE_END]
-    assert not grammars.constraint(WORD).allowed(258)[MESSAGE_END]
+    assert not constraint_of(grammars, WORD).allowed(258)[MESSAGE_END]
     assert trials.tried == ["[a-z]+"]
 
 
@@ -78,7 +86,7 @@ def test_what_is_wrong_with_a_grammar_is_known_too(grammars: Grammars, trials: T
     said = set()
     for _ in range(2):
         with pytest.raises(InferenceCenterError) as refused:
-            grammars.constraint(wrong)
+            constraint_of(grammars, wrong)
         said.add((refused.value.code, refused.value.message))
     assert len(said) == 1
     assert trials.tried == ["(a"]
@@ -92,7 +100,7 @@ def test_a_grammar_that_does_not_survive_its_trial_is_not_compiled(
     trials.refusal = InferenceCenterError(code, "planned")
     for _ in range(2):
         with pytest.raises(InferenceCenterError, match="planned"):
-            grammars.constraint(WORD)
+            constraint_of(grammars, WORD)
     assert len(trials.tried) == tried
 
 
@@ -100,7 +108,7 @@ def test_what_two_turns_want_at_once_is_compiled_once(grammars: Grammars, trials
     """The second waits for the first."""
     trials.may_go_on.clear()
     with ThreadPoolExecutor(2) as pool:
-        both = [pool.submit(grammars.constraint, WORD) for _ in range(2)]
+        both = [pool.submit(constraint_of, grammars, WORD) for _ in range(2)]
         trials.may_go_on.set()
         assert all(each.result(20).fits([ord("a"), MESSAGE_END]) for each in both)
     assert len(trials.tried) == 1
@@ -111,12 +119,12 @@ def test_grammars_are_forgotten_when_they_take_too_much(grammars: Grammars, tria
     trials.size_bytes = 100 * MIB
     texts = ["a", "b", "c"]
     for text in texts[:2]:
-        grammars.constraint(Grammar("regex", text))
-    grammars.constraint(Grammar("regex", "a"))
-    grammars.constraint(Grammar("regex", "c"))
-    assert [grammars.knows(Grammar("regex", text)) for text in texts] == [True, False, True]
+        constraint_of(grammars, Grammar("regex", text))
+    constraint_of(grammars, Grammar("regex", "a"))
+    constraint_of(grammars, Grammar("regex", "c"))
+    assert [grammars.find(Grammar("regex", text)) is not None for text in texts] == [True, False, True]
     trials.size_bytes = 1000 * MIB
-    grammars.constraint(Grammar("regex", "d"))
+    constraint_of(grammars, Grammar("regex", "d"))
     assert len(grammars) == 1
 
 
@@ -124,39 +132,39 @@ def test_only_so_many_are_kept(grammars: Grammars, monkeypatch: pytest.MonkeyPat
     """Also small ones."""
     monkeypatch.setattr(module, "_MAX_GRAMMARS", 3)
     for number in range(5):
-        grammars.constraint(Grammar("regex", f"a{number}"))
+        constraint_of(grammars, Grammar("regex", f"a{number}"))
     assert len(grammars) == 3
 
 
 def test_one_that_has_reached_a_limit_is_compiled_anew(grammars: Grammars, trials: Trials) -> None:
     """Its turns share what they learn of it: the next one would begin at the limit."""
-    held = grammars.constraint(WORD)
+    held = constraint_of(grammars, WORD)
     with pytest.raises(InferenceCenterError):
         held.accept(ord("7"))
-    assert not grammars.knows(WORD)
-    grammars.constraint(WORD)
+    assert grammars.find(WORD) is None
+    constraint_of(grammars, WORD)
     assert len(trials.tried) == 2
 
 
 def test_lark_names_the_control_tokens_of_its_turn(grammars: Grammars) -> None:
     """The same text with other markers is another grammar."""
     named = Grammar("lark", 'start: <[<|im_start|>]> "a"')
-    held = grammars.constraint(named, ("<|im_start|>", "<no token>"))
+    held = constraint_of(grammars, named, ("<|im_start|>", "<no token>"))
     assert list(np.flatnonzero(held.allowed(258))) == [MESSAGE_START]
     with pytest.raises(InferenceCenterError, match="lexer error"):
-        grammars.constraint(named)
+        constraint_of(grammars, named)
 
 
 def test_a_frame_says_what_stands_before_gbnf(grammars: Grammars) -> None:
     """It names the control tokens of its turn; the same text in another frame, or in none, is another grammar."""
     text = 'root ::= "<[<|im_start|>]>"'
     framed = Grammar("gbnf", text, "start: <[<|im_start|>]> /x*/ answer\n")
-    held = grammars.constraint(framed, ("<|im_start|>",))
+    held = constraint_of(grammars, framed, ("<|im_start|>",))
     assert list(np.flatnonzero(held.allowed(258))) == [MESSAGE_START]
     held.accept(MESSAGE_START)
     assert list(np.flatnonzero(held.allowed(258))) == [ord("<"), ord("x")]
-    assert list(np.flatnonzero(grammars.constraint(Grammar("gbnf", text)).allowed(258))) == [ord("<")]
-    other = grammars.constraint(Grammar("gbnf", text, 'start: "y" answer\n'))
+    assert list(np.flatnonzero(constraint_of(grammars, Grammar("gbnf", text)).allowed(258))) == [ord("<")]
+    other = constraint_of(grammars, Grammar("gbnf", text, 'start: "y" answer\n'))
     assert list(np.flatnonzero(other.allowed(258))) == [ord("y")]
 
 
@@ -169,4 +177,4 @@ def test_without_an_end_there_is_no_form() -> None:
 
     grammars = Grammars(Endless(EngineOptions(backend="echo", parent_pid=0)), trial=Trials())
     with pytest.raises(InferenceCenterError, match="no token that ends"):
-        grammars.constraint(WORD)
+        constraint_of(grammars, WORD)

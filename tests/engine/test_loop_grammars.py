@@ -42,7 +42,7 @@ class Gate:
         self.open.set()
         self.entered = threading.Event()
 
-    def run(self, _names: Names, _grammar: Grammar, _markers: Mapping[str, int]) -> int:
+    def run(self, _names: Names, _grammar: Grammar, _markers: Mapping[str, int], **_wanted: object) -> int:
         """Wait for the test."""
         self.entered.set()
         assert self.open.wait(TIMEOUT_S)

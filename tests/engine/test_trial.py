@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from inferencecenter.engine.fair_workers import WithdrawnError
 from inferencecenter.engine.sampling.structured import Names
 from inferencecenter.engine.trial import Trial
 from inferencecenter.errors import ErrorCode, InferenceCenterError
@@ -101,6 +102,26 @@ def test_a_large_grammar_says_what_it_takes_and_has_the_process_to_itself(trial:
     many = {f"field_{n}": {"type": "string", "maxLength": n} for n in range(1500)}
     large = Grammar("json_schema", json.dumps({"type": "object", "properties": many, "required": list(many)}))
     assert trial.run(NAMES, large, MARKERS) > 2**20
+
+
+def test_a_grammar_that_nothing_waits_for_is_not_compiled_on(trial: Trial) -> None:
+    """The process that compiles it is ended; an interrupt that means another grammar changes nothing."""
+    trial.run(NAMES, PLAIN, MARKERS)
+    before = pid_of(trial)
+    asked: list[bool] = []
+
+    def wanted() -> bool:
+        asked.append(len(asked) < 2)
+        if len(asked) < 3:
+            trial.interrupt()
+        return asked[-1]
+
+    with pytest.raises(WithdrawnError):
+        trial.run(NAMES, SLOW, MARKERS, wanted=wanted)
+    assert asked == [True, True, False]
+    with pytest.raises(ProcessLookupError):
+        os.kill(before, 0)
+    assert trial.run(NAMES, PLAIN, MARKERS) >= 0
 
 
 def test_a_process_that_was_ended_by_somebody_else_is_replaced(trial: Trial) -> None:

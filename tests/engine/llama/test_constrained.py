@@ -23,6 +23,7 @@ from inferencecenter.engine.scheduler.request import Request
 from inferencecenter.errors import ErrorCode, InferenceCenterError
 from inferencecenter.ipc.messages import Grammar, Piece
 from inferencecenter.protocol.params import Params, parse_params
+from tests.engine.forms import constraint_of
 from tests.engine.schemas import CASES, random_schema
 
 if TYPE_CHECKING:
@@ -225,8 +226,8 @@ def test_candidates_are_the_allowed_tokens_in_their_order() -> None:
 def test_a_ban_that_leaves_nothing_fails_the_turn(backend: LlamaBackend, grammars: Grammars) -> None:
     """llama.cpp would draw what is banned."""
     token = backend.tokenize((Piece("x"),), first=False)[-1]
-    held = grammars.constraint(Grammar("regex", "x"))
-    only = [int(each) for each in np.flatnonzero(grammars.constraint(Grammar("regex", "x")).allowed(4096))]
+    held = constraint_of(grammars, Grammar("regex", "x"))
+    only = [int(each) for each in np.flatnonzero(constraint_of(grammars, Grammar("regex", "x")).allowed(4096))]
     assert token in only
     prompt = prompt_of(backend, "Who?")
     sampler = backend.sampler(Params(logit_bias=tuple((each, False) for each in only)), prompt, (), held)
@@ -241,11 +242,11 @@ def test_an_answer_goes_on_where_it_was(backend: LlamaBackend, grammars: Grammar
     """A greedy answer that is taken up again after any token ends as the whole one does."""
     grammar = Grammar("json_schema", json.dumps({"type": "array", "items": {"enum": ["red", "green"]}, "maxItems": 4}))
     params = Params(temperature=0)
-    (whole,) = answers(backend, [grammars.constraint(grammar)], ["Which colours?"], params, most_tokens=80)
+    (whole,) = answers(backend, [constraint_of(grammars, grammar)], ["Which colours?"], params, most_tokens=80)
     assert backend.is_end(whole[-1])
     prompt = prompt_of(backend, "Which colours?")
     for cut in range(1, len(whole)):
-        sampler = backend.sampler(params, prompt, whole[:cut], grammars.constraint(grammar, answer=whole[:cut]))
+        sampler = backend.sampler(params, prompt, whole[:cut], constraint_of(grammars, grammar, answer=whole[:cut]))
         backend.decode([Chunk(0, 0, [*prompt, *whole[:cut]], sample=True)])
         assert sampler.sample(0).token == whole[cut]
         sampler.close()
@@ -257,14 +258,14 @@ def test_drafts_change_nothing_of_a_form(backend: LlamaBackend, grammars: Gramma
     items = {"type": "object", "properties": {"name": {"enum": ["Ada", "Bob"]}, "ok": {"const": True}}}
     schema = {"type": "array", "items": {**items, "required": ["name", "ok"]}, "minItems": 8, "maxItems": 8}
     grammar, params = Grammar("json_schema", json.dumps(schema)), Params(temperature=0)
-    (plain,) = answers(backend, [grammars.constraint(grammar)], ["Who?"], params, most_tokens=600)
+    (plain,) = answers(backend, [constraint_of(grammars, grammar)], ["Who?"], params, most_tokens=600)
     tokens = prompt_of(backend, "Who?")
     n_prompt = len(tokens)
     request = Request(
         turn_id="t", session_id="t", client_id="c", priority=1, arrival=0, submitted_s=0.0, tokens=[*tokens]
     )
     request.slot, request.kv_tokens = 0, len(tokens)
-    sampler = backend.sampler(params, tokens, (), grammars.constraint(grammar))
+    sampler = backend.sampler(params, tokens, (), constraint_of(grammars, grammar))
     backend.decode([Chunk(0, 0, tokens, sample=True)])
     request.tokens.append(sampler.sample(0).token)
     drafting = Drafting(draft_tokens=8, n_ctx=1024, pass_tokens=64)
@@ -289,7 +290,7 @@ def test_every_keyword_is_obeyed(backend: LlamaBackend, grammars: Grammars, case
     """Eight answers, none of which the model would have given: those that end are what the schema accepts."""
     grammar = Grammar("json_schema", json.dumps(case.schema))
     validator = Draft202012Validator(case.schema, format_checker=Draft202012Validator.FORMAT_CHECKER)
-    held = [grammars.constraint(grammar) for _ in range(8)]
+    held = [constraint_of(grammars, grammar) for _ in range(8)]
     texts = [f"Tell me {n}." for n in range(8)]
     for tokens in answers(backend, held, texts, Params(seed=1), most_tokens=60):
         if backend.is_end(tokens[-1]):
@@ -305,7 +306,7 @@ def test_answers_to_random_schemas_are_valid(backend: LlamaBackend, grammars: Gr
     ended = 0
     for first in range(0, len(schemas), 8):
         group = schemas[first : first + 8]
-        held = [grammars.constraint(Grammar("json_schema", json.dumps(schema))) for schema in group]
+        held = [constraint_of(grammars, Grammar("json_schema", json.dumps(schema))) for schema in group]
         texts = [f"Give me {n}." for n in range(len(group))]
         for schema, tokens in zip(group, answers(backend, held, texts, Params(seed=5), most_tokens=300), strict=True):
             if not backend.is_end(tokens[-1]):

@@ -1,0 +1,131 @@
+"""Work for clients on few threads."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from functools import partial
+from typing import TYPE_CHECKING
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from inferencecenter.engine.fair_workers import FairWorkers, Job, WithdrawnError
+from tests.engine.kv.harness import ManualWorker
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+class Text:
+    """Something large that a job refers to."""
+
+
+class Shop:
+    """Workers whose executor runs when a test says so, and the jobs that have run."""
+
+    def __init__(self, *, most: int = 1) -> None:
+        self.executor = ManualWorker()
+        self.workers = FairWorkers(self.executor, most=most)
+        self.done: list[str] = []
+
+    def submit(self, name: str, work: Callable[[Job], None] = lambda job: None) -> Job:
+        """Submit a job; its client is the first letter of its name."""
+
+        def run(job: Job) -> None:
+            work(job)
+            self.done.append(name)
+
+        job = Job(name[0], run)
+        self.workers.submit(job)
+        return job
+
+
+def test_clients_take_turns() -> None:
+    """A client with many jobs keeps another waiting for one of them; the jobs of a client run in their order."""
+    shop = Shop()
+    for number in range(4):
+        shop.submit(f"a{number}")
+    shop.submit("b0")
+    shop.submit("b1")
+    shop.submit("c0")
+    shop.executor.run()
+    assert shop.done == ["a0", "a1", "b0", "c0", "a2", "b1", "a3"]
+
+
+def test_no_more_than_so_many_are_with_the_executor() -> None:
+    """So other work of the executor waits for those that run, and for no others."""
+    shop = Shop(most=2)
+    for number in range(5):
+        shop.submit(f"a{number}")
+    assert (len(shop.executor), len(shop.workers)) == (2, 3)
+    shop.executor.run(1)
+    assert (len(shop.executor), len(shop.workers)) == (2, 2)
+
+
+def test_what_is_withdrawn_leaves_nothing_behind() -> None:
+    """Jobs that wait are gone with what they refer to, wherever they stand in their line."""
+    shop = Shop()
+    shop.submit("a0")
+    texts = [Text() for _ in range(500)]
+    jobs = [shop.submit(f"b{number}", partial(lambda _text, _job: None, text)) for number, text in enumerate(texts)]
+    kept = weakref.WeakSet(texts)
+    for job in reversed(jobs):
+        shop.workers.withdraw(job)
+    texts.clear()
+    jobs.clear()
+    del job
+    gc.collect()
+    assert (len(kept), len(shop.workers)) == (0, 0)
+    shop.submit("c0")
+    shop.executor.run()
+    assert shop.done == ["a0", "c0"]
+
+
+def test_a_job_that_runs_is_told_that_nothing_waits_for_it() -> None:
+    """It ends between two of its parts; one that the executor has and that has not begun never does."""
+    shop = Shop(most=2)
+    seen: list[int] = []
+
+    def work(job: Job) -> None:
+        for part in job.each([1, 2, 3]):
+            seen.append(part)
+            if part == 2:
+                shop.workers.withdraw(job)
+
+    def ends(job: Job) -> None:
+        with pytest.raises(WithdrawnError):
+            work(job)
+
+    shop.submit("a0", ends)
+    shop.workers.withdraw(shop.submit("b0"))
+    shop.executor.run()
+    assert seen == [1, 2]
+    assert shop.done == ["a0"]
+
+
+def test_when_all_is_closed_nothing_begins() -> None:
+    """What runs is told."""
+    shop = Shop()
+    runs, waits = shop.submit("a0"), shop.submit("a1")
+    shop.workers.close()
+    assert runs.withdrawn
+    assert waits.withdrawn
+    shop.executor.run()
+    assert shop.done == []
+
+
+@given(st.lists(st.sampled_from("abcd"), max_size=40), st.integers(1, 3))
+def test_a_client_waits_for_one_job_of_each_other_client(clients: list[str], most: int) -> None:
+    """Between two jobs of a client, no other client has two while the first one has a job that waits."""
+    shop = Shop(most=most)
+    for number, client in enumerate(clients):
+        shop.submit(f"{client}{number}")
+    shop.executor.run()
+    assert sorted(shop.done) == sorted(f"{client}{number}" for number, client in enumerate(clients))
+    order = [name[0] for name in shop.done[most:]]  # the first ones ran before the others came
+    for client in set(order):
+        last = len(order) - order[::-1].index(client)
+        between = "".join(order[:last]).split(client)[1:-1]
+        assert all(len(set(part)) == len(part) for part in between)

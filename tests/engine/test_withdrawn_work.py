@@ -1,0 +1,200 @@
+"""What an aborted turn or a cancelled look-up costs the engine afterwards: nothing; and what others wait for it."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING
+
+import msgspec
+import pytest
+
+from inferencecenter.engine import preparation
+from inferencecenter.engine.grammars import Grammars
+from inferencecenter.engine.trial import Trial
+from inferencecenter.ipc.messages import (
+    Abort,
+    CancelLookup,
+    Detokenize,
+    Failed,
+    Finished,
+    Grammar,
+    LookupFailed,
+    Piece,
+    Tokenize,
+    Tokenized,
+    pack_tokens,
+)
+from tests.engine.harness import TIMEOUT_S, Engine, submit
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from inferencecenter.engine.sampling.structured import Names
+    from inferencecenter.ipc.messages import Submit
+
+MANY = 500
+SLOW = Grammar("json_schema", '{"type": "integer", "multipleOf": 999983}')
+
+
+@pytest.fixture
+def engine() -> Iterator[Engine]:
+    """An engine with one worker, which tokenizes the text ``slow`` when the test lets it."""
+    engine = Engine(worker_threads=1)
+    engine.backend.tokenizing["slow"] = threading.Event()
+    yield engine
+    engine.stop()
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The grammars in the order in which they were tried, which takes no other process here."""
+    texts: list[str] = []
+
+    def run(_trial: Trial, _names: Names, grammar: Grammar, _markers: Mapping[str, int], **_wanted: object) -> int:
+        texts.append(grammar.text)
+        return 0
+
+    monkeypatch.setattr(Trial, "start", lambda _trial, _names: None)
+    monkeypatch.setattr(Trial, "run", run)
+    return texts
+
+
+def formed(turn_id: str, text: str, grammar: Grammar, *, client: str) -> Submit:
+    """Return a client's turn whose answer, which is ``text``, is to have a form."""
+    return msgspec.structs.replace(submit(turn_id, text, client=client), grammar=grammar)
+
+
+def wait_until(holds: Callable[[], bool]) -> None:
+    """Wait until something holds of what another thread does."""
+    ticks = threading.Event()
+    for _ in range(TIMEOUT_S * 100):
+        if holds():
+            return
+        ticks.wait(0.01)
+    raise AssertionError("it never held")
+
+
+def test_aborted_turns_leave_no_work_behind(engine: Engine, compiled: list[str]) -> None:
+    """500 turns with large texts and forms are aborted while a worker is busy: nothing of them waits or is held."""
+    loop = engine.loop
+    engine.front.send(submit("slow", "slow", client="busy"))
+    grammar = Grammar("regex", "never")
+    for number in range(MANY):
+        engine.front.send(submit(f"t{number}", "x" * 100_000), Abort(f"t{number}"))
+    engine.front.wait_for(*(f"t{number}" for number in range(MANY)))
+    assert len(loop._workers) == 0
+    (busy,) = loop._preparation._pending.values()
+    assert loop._preparation._room.total == busy.size_bytes < 1000
+    engine.backend.tokenizing["slow"].set()
+    assert engine.front.finished("slow").reason == "stop"
+    assert loop._preparation._room.total == 0
+    assert grammar.text not in compiled
+
+
+def test_aborted_turns_leave_no_grammar_to_compile(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one that is tried is given up, those that wait are never tried, and the next client's is."""
+    tried: list[str] = []
+    entered, interrupted = threading.Event(), threading.Event()
+    run, interrupt = Trial.run, Trial.interrupt
+
+    def noted(trial: Trial, names: Names, grammar: Grammar, markers: Mapping[str, int], **rest: object) -> int:
+        tried.append(grammar.text)
+        entered.set()
+        return run(trial, names, grammar, markers, **rest)  # type: ignore[arg-type]
+
+    def heard(trial: Trial) -> None:
+        interrupt(trial)
+        interrupted.set()
+
+    monkeypatch.setattr(Trial, "run", noted)
+    monkeypatch.setattr(Trial, "interrupt", heard)
+    monkeypatch.setattr(engine.loop._grammars._trial, "_timeout_s", 10.0 * TIMEOUT_S)
+    engine.front.send(formed("t", "1", SLOW, client="a"))
+    assert entered.wait(TIMEOUT_S)
+    rest = [f"t{number}" for number in range(MANY)]
+    engine.front.send(*(formed(name, "1", Grammar("regex", name), client="a") for name in rest))
+    engine.front.send(*map(Abort, [*rest, "t"]))
+    engine.front.wait_for("t", *rest)
+    engine.front.send(formed("other", "ab", Grammar("regex", "ab"), client="b"))
+    assert engine.front.finished("other").reason == "stop"
+    assert interrupted.is_set()
+    assert tried == [SLOW.text, "ab"]
+
+
+def test_a_client_with_many_grammars_keeps_another_waiting_for_one(
+    engine: Engine, compiled: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Clients take turns at the compiler, which is one thread."""
+    compile_, entered, open_ = Grammars._compile, threading.Event(), threading.Event()
+
+    def held(*args: object, **rest: object) -> object:
+        entered.set()
+        assert open_.wait(TIMEOUT_S)
+        return compile_(*args, **rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Grammars, "_compile", held)
+    engine.tell(*(formed(f"t{number}", "a", Grammar("regex", f"a|{number}"), client="a") for number in range(20)))
+    assert entered.wait(TIMEOUT_S)
+    engine.tell(formed("other", "b", Grammar("regex", "b"), client="b"))
+    wait_until(lambda: len(engine.loop._preparation._compilations) == 20)
+    open_.set()
+    engine.front.wait_for("other", *(f"t{number}" for number in range(20)))
+    assert compiled.index("b") <= 2
+
+
+def test_a_client_with_many_texts_keeps_another_waiting_for_one(engine: Engine) -> None:
+    """Clients take turns at the workers, with turns and look-ups alike."""
+    order: list[str] = []
+    tokenize = engine.backend.tokenize
+
+    def noted(pieces: Sequence[Piece], *, first: bool) -> list[int]:
+        order.append(pieces[-1].text if len(pieces) == 1 else pieces[1].text)
+        return tokenize(pieces, first=first)
+
+    engine.backend.tokenize = noted  # type: ignore[method-assign]
+    engine.tell(submit("slow", "slow", client="busy"))
+    engine.tell(*(submit(f"t{number}", f"text {number}", client="a") for number in range(20)))
+    engine.tell(submit("other", "other", client="b"), Tokenize(1, (Piece("asked"),), True, "c"))
+    wait_until(lambda: len(engine.loop._workers) == 22)
+    engine.backend.tokenizing["slow"].set()
+    engine.front.wait_for("other", *(f"t{number}" for number in range(20)))
+    assert order[:4] == ["slow", "text 0", "other", "asked"]
+
+
+def test_a_client_that_fills_the_room_for_texts_is_refused_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is told ``queue_full``, unless the front had accepted the turn before; what leaves makes room again."""
+    monkeypatch.setattr(preparation, "ROOM_BYTES", 10_000)
+    engine = Engine(worker_threads=1)
+    engine.backend.tokenizing["slow"] = threading.Event()
+    large = "x" * 4_000
+    engine.front.send(submit("slow", "slow", client="a"))
+    engine.front.send(*(submit(name, large, client="a") for name in ("one", "two", "three")))
+    kept = msgspec.structs.replace(submit("kept", large, client="a"), accepted=True)
+    engine.front.send(submit("other", large, client="b"), kept)
+    engine.front.wait_for("three")
+    (failure,) = engine.front.events["three"]
+    assert isinstance(failure, Failed)
+    assert failure.code == "queue_full"
+    engine.front.send(Abort("one"), Abort("two"))
+    engine.front.wait_for("one", "two")
+    engine.front.send(submit("four", "x", client="a"))
+    engine.backend.tokenizing["slow"].set()
+    engine.front.wait_for("slow", "other", "kept", "four")
+    ends = [engine.front.events[name][-1] for name in ("slow", "other", "kept", "four")]
+    engine.stop()
+    assert [end.reason for end in ends if isinstance(end, Finished)] == ["stop"] * 4
+
+
+def test_a_cancelled_look_up_is_not_answered(engine: Engine) -> None:
+    """Neither one that waits nor one that is being answered; one that is unknown does no harm."""
+    engine.tell(Tokenize(1, (Piece(""), Piece("slow")), True, "a"), Tokenize(2, (Piece("x"),), True, "a"))
+    engine.tell(Detokenize(3, pack_tokens([65]), "a"), Tokenize(4, (Piece("y"),), True, "a"))
+    wait_until(lambda: len(engine.loop._workers) == 3)
+    engine.tell(CancelLookup(1), CancelLookup(2), CancelLookup(3), CancelLookup(99))
+    wait_until(lambda: len(engine.loop._lookups) == 1)
+    engine.backend.tokenizing["slow"].set()
+    engine.front.read_until(lambda: any(isinstance(frame, Tokenized) for frame in engine.front.frames))
+    engine.front.send(submit("t", "hello"))
+    engine.front.wait_for("t")
+    answers = [frame for frame in engine.front.frames if isinstance(frame, Tokenized | LookupFailed)]
+    assert [answer.ask_id for answer in answers] == [4]
