@@ -128,7 +128,8 @@ class Preparation:
         """Take a turn that came at ``at_s``, and have it prepared; where there is no room it ends as ``queue_full``."""
         self._arrivals += 1
         pending = Pending(submit, self._arrivals, at_s, _size_bytes(submit))
-        if not (submit.accepted or self._room.fits(submit.client_id, pending.size_bytes)):
+        begun = submit.accepted or submit.answer
+        if not (begun or self._room.fits(submit.client_id, pending.size_bytes)):
             self._on_ready(pending, Unprepared(submit.turn_id, _no_room()))
             return
         self._room.add(submit.client_id, pending.size_bytes)

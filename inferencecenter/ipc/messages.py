@@ -70,7 +70,8 @@ class Submit(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     a turn whose context is full hears ``Overflowed`` instead of its end. Without ``durable`` nothing of it may be
     written to a disk. Where its time goes is taken down if it is ``traced``.
 
-    One that is ``accepted`` was kept by the front while no engine could take it, and is not refused for lack of room.
+    One that is ``accepted`` was kept by the front while no engine could take it; neither it nor one with an ``answer``
+    is refused for lack of room.
 
     Its answer has the form of ``grammar``, if there is one. The ``markers`` are control tokens that are shown as text
     when they are generated, as those around a call of a tool; all others show nothing.

@@ -111,9 +111,10 @@ class EnginePort(Protocol):
     def release(self, session_id: str) -> None:
         """Let the engine forget a session's KV."""
 
-    def tokenize(self, pieces: Sequence[Piece], *, first: bool) -> asyncio.Future[Tokenized]:
+    def tokenize(self, pieces: Sequence[Piece], *, first: bool, client_id: str) -> asyncio.Future[Tokenized]:
         """Ask for the tokens of a text, with what begins a sequence if they are the ``first`` of one.
 
+        Questions share their room by client, and one whose future is cancelled is withdrawn, also from the engine.
         An engine that sleeps is woken. What is awaited raises ``InferenceCenterError``: ``model_loading`` where none is
         ready in time, ``engine_unavailable`` where it is lost meanwhile, ``invalid_request`` for what is no text.
 
@@ -121,7 +122,7 @@ class EnginePort(Protocol):
             InferenceCenterError: ``engine_unavailable`` or ``overloaded``; nothing is asked.
         """
 
-    def detokenize(self, tokens: Sequence[int]) -> asyncio.Future[Detokenized]:
+    def detokenize(self, tokens: Sequence[int], *, client_id: str) -> asyncio.Future[Detokenized]:
         """Ask for the text of tokens, which are 32-bit numbers; otherwise as ``tokenize``.
 
         Raises:

@@ -1,15 +1,25 @@
-"""Questions about tokens, from whoever asks until an engine has answered."""
+"""Questions about tokens, until an engine has answered them or nothing waits for the answer."""
 
 from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
 from itertools import count
+from sys import getsizeof
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from inferencecenter.errors import ERRORS, ErrorCode, InferenceCenterError
+from inferencecenter.fair_share import FairShare
 from inferencecenter.ipc.framing import FrameError
-from inferencecenter.ipc.messages import Detokenize, Detokenized, LookupFailed, Tokenize, Tokenized, pack_tokens
+from inferencecenter.ipc.messages import (
+    CancelLookup,
+    Detokenize,
+    Detokenized,
+    LookupFailed,
+    Tokenize,
+    Tokenized,
+    pack_tokens,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -18,7 +28,10 @@ if TYPE_CHECKING:
     from inferencecenter.supervisor.watch import Timer
 
 MAX_LOOKUPS: Final = 64
-"""How many questions may wait for their answers; an engine answers one in milliseconds."""
+"""How many questions may wait for their answers, shared by the clients; an engine answers one in milliseconds."""
+
+MAX_LOOKUP_BYTES: Final = 64 * 1024 * 1024
+"""How much memory they may take together, shared by the clients."""
 
 TIMEOUT_S: Final = 30.0
 
@@ -30,6 +43,7 @@ class _Asked:
     """A question that is not answered; ``given`` says that an engine has it."""
 
     question: Tokenize | Detokenize
+    size_bytes: int
     answer: asyncio.Future[Any]
     timer: Timer
     given: bool = False
@@ -37,6 +51,9 @@ class _Asked:
 
 class Lookups:
     """Keeps questions until an engine is there, and gives each to one engine only.
+
+    A question ends with its answer, or when what asked cancels the future or sets its outcome itself; then an engine
+    that has the question is told that nothing waits for the answer.
 
     Args:
         call_later: Arranges for a call after some seconds.
@@ -50,6 +67,8 @@ class Lookups:
         self._call_later = call_later
         self._numbers = count(1)
         self._asked: dict[int, _Asked] = {}
+        self._places = FairShare(MAX_LOOKUPS)
+        self._room = FairShare(MAX_LOOKUP_BYTES)
         self._send: Callable[[ToEngine], None] | None = None
 
     def __repr__(self) -> str:
@@ -58,13 +77,13 @@ class Lookups:
     def __len__(self) -> int:
         return len(self._asked)
 
-    def tokenize(self, pieces: Sequence[Piece], *, first: bool) -> asyncio.Future[Tokenized]:
+    def tokenize(self, pieces: Sequence[Piece], *, first: bool, client_id: str) -> asyncio.Future[Tokenized]:
         """Ask for the tokens of a text; see ``EnginePort.tokenize``."""
-        return self._ask(Tokenize(next(self._numbers), tuple(pieces), first), Tokenized)
+        return self._ask(Tokenize(next(self._numbers), tuple(pieces), first, client_id), Tokenized)
 
-    def detokenize(self, tokens: Sequence[int]) -> asyncio.Future[Detokenized]:
+    def detokenize(self, tokens: Sequence[int], *, client_id: str) -> asyncio.Future[Detokenized]:
         """Ask for the text of tokens; see ``EnginePort.detokenize``."""
-        return self._ask(Detokenize(next(self._numbers), pack_tokens(tokens)), Detokenized)
+        return self._ask(Detokenize(next(self._numbers), pack_tokens(tokens), client_id), Detokenized)
 
     def connect(self, send: Callable[[ToEngine], None]) -> None:
         """Ask a new engine, which hears by ``send``, all that waits."""
@@ -73,7 +92,7 @@ class Lookups:
             self._give(asked)
 
     def hear(self, answer: Tokenized | Detokenized | LookupFailed) -> None:
-        """Pass an answer on; nobody waits any more for one that comes too late."""
+        """Pass an answer on; one that comes too late is dropped."""
         if isinstance(answer, LookupFailed):
             code = ErrorCode(answer.code) if answer.code in ERRORS else ErrorCode.INTERNAL
             self._fail(answer.ask_id, InferenceCenterError(code, answer.message))
@@ -96,15 +115,21 @@ class Lookups:
             self._fail(ask_id, error)
 
     def _ask(self, question: Tokenize | Detokenize, kind: type[_Answer]) -> asyncio.Future[_Answer]:
-        if len(self._asked) >= MAX_LOOKUPS:
+        ask_id, client_id, size_bytes = question.ask_id, question.client_id, _size_bytes(question)
+        if not (self._places.fits(client_id, 1) and self._room.fits(client_id, size_bytes)):
             raise InferenceCenterError(
-                ErrorCode.OVERLOADED, f"{MAX_LOOKUPS} texts are being looked up already", retry_after_ms=1000
+                ErrorCode.OVERLOADED,
+                f"{len(self._asked)} texts of {self._room.total} bytes are being looked up already; all clients share "
+                f"{MAX_LOOKUPS} places and {MAX_LOOKUP_BYTES} bytes",
+                hint="Wait for answers before asking for more.",
+                retry_after_ms=1000,
             )
-        ask_id = question.ask_id
         answer: asyncio.Future[_Answer] = asyncio.get_running_loop().create_future()
         timer = self._call_later(self._timeout_s, lambda: self._expire(ask_id))
-        asked = self._asked[ask_id] = _Asked(question, answer, timer)
-        answer.add_done_callback(lambda _: self._forget(ask_id))  # whoever asked may not want to know any more
+        asked = self._asked[ask_id] = _Asked(question, size_bytes, answer, timer)
+        self._places.add(client_id, 1)
+        self._room.add(client_id, size_bytes)
+        answer.add_done_callback(lambda _: self._withdraw(ask_id))  # what asked may not want to know any more
         self._give(asked)
         return answer
 
@@ -118,15 +143,25 @@ class Lookups:
         asked.given = True
 
     def _forget(self, ask_id: int) -> _Asked | None:
-        """Keep a question no more, and return it if somebody still waits for its answer."""
+        """Keep a question no more, and return it if something still waits for its answer."""
         if (asked := self._asked.pop(ask_id, None)) is None:
             return None
         asked.timer.cancel()
+        self._places.remove(asked.question.client_id, 1)
+        self._room.remove(asked.question.client_id, asked.size_bytes)
         return None if asked.answer.done() else asked
+
+    def _withdraw(self, ask_id: int) -> None:
+        """Keep a question no more for which nothing waits, and have an engine that was given it forget it."""
+        asked = self._asked.get(ask_id)
+        self._forget(ask_id)
+        if asked is not None and asked.given and self._send is not None:
+            self._send(CancelLookup(ask_id))
 
     def _expire(self, ask_id: int) -> None:
         asked = self._asked[ask_id]
-        if asked.given:
+        if asked.given and self._send is not None:
+            self._send(CancelLookup(ask_id))
             error = InferenceCenterError(
                 ErrorCode.ENGINE_UNAVAILABLE, "the engine does not answer", retry_after_ms=1000
             )
@@ -139,3 +174,9 @@ class Lookups:
     def _fail(self, ask_id: int, error: InferenceCenterError) -> None:
         if (asked := self._forget(ask_id)) is not None:
             asked.answer.set_exception(error)
+
+
+def _size_bytes(question: Tokenize | Detokenize) -> int:
+    if isinstance(question, Detokenize):
+        return getsizeof(question.tokens)
+    return 1 + sum(getsizeof(piece.text) for piece in question.pieces)

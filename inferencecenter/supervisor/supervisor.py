@@ -295,15 +295,15 @@ class Supervisor:
         """Let the engine forget a session's KV."""
         self.send(Release(session_id))
 
-    def tokenize(self, pieces: Sequence[Piece], *, first: bool) -> asyncio.Future[Tokenized]:
+    def tokenize(self, pieces: Sequence[Piece], *, first: bool, client_id: str) -> asyncio.Future[Tokenized]:
         """Ask for the tokens of a text; see ``EnginePort``."""
         self._take_note()
-        return self._lookups.tokenize(pieces, first=first)
+        return self._lookups.tokenize(pieces, first=first, client_id=client_id)
 
-    def detokenize(self, tokens: Sequence[int]) -> asyncio.Future[Detokenized]:
+    def detokenize(self, tokens: Sequence[int], *, client_id: str) -> asyncio.Future[Detokenized]:
         """Ask for the text of tokens; see ``EnginePort``."""
         self._take_note()
-        return self._lookups.detokenize(tokens)
+        return self._lookups.detokenize(tokens, client_id=client_id)
 
     def _take_note(self) -> None:
         """Let what comes now wake an engine that sleeps; refuse it where there will be none."""

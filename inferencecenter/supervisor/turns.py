@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final, Protocol
 
 import structlog
+from msgspec import structs
 
 from inferencecenter.errors import ErrorCode, InferenceCenterError
 from inferencecenter.ipc.framing import FrameError
@@ -59,6 +60,8 @@ class Turns:
         self._turns: dict[str, EngineTurn] = {}
         # Those that no engine has, in the order of their submission.
         self._waiting: dict[str, None] = {}
+        # Those that were here before the engine: it may not refuse them for lack of room.
+        self._accepted: set[str] = set()
         self._given: set[str] = set()
         self._aborted: set[str] = set()
         self._leaving: set[str] = set()
@@ -99,6 +102,7 @@ class Turns:
     def connect(self, engine: EngineLink) -> None:
         """Give the turns to a new engine, one after the other."""
         self._engine, self._held = engine, False
+        self._accepted = set(self._turns)
         self.go_on()
 
     def hold(self) -> None:
@@ -112,6 +116,7 @@ class Turns:
         for turn in recalled:
             del self._turns[turn.turn_id]
             del self._waiting[turn.turn_id]
+            self._accepted.discard(turn.turn_id)
             self._suspects.forget(turn.turn_id)
         return recalled
 
@@ -220,7 +225,7 @@ class Turns:
         return on_trial is None or (on_trial == turn_id and not self.engine_is_busy)
 
     def _give(self, turn: EngineTurn, engine: EngineLink) -> None:
-        submission = turn.submission()
+        submission = structs.replace(turn.submission(), accepted=turn.turn_id in self._accepted)
         try:
             engine.send(submission)
         except FrameError as error:
@@ -235,6 +240,7 @@ class Turns:
         if (turn := self._turns.pop(turn_id, None)) is None:
             return
         self._waiting.pop(turn_id, None)
+        self._accepted.discard(turn_id)
         self._given.discard(turn_id)
         self._aborted.discard(turn_id)
         _tell(turn, event)

@@ -18,13 +18,13 @@ Answer = TypeVar("Answer", Tokenized, Detokenized)
 class CharacterTokens:
     """Answers at once; a token is a character, and its number the character's."""
 
-    def tokenize(self, pieces: Sequence[Piece], *, first: bool) -> asyncio.Future[Tokenized]:
+    def tokenize(self, pieces: Sequence[Piece], *, first: bool, client_id: str) -> asyncio.Future[Tokenized]:
         """Return the characters; nothing begins a sequence."""
         text = "".join(piece.text for piece in pieces)
         spelled = tuple(character.encode() for character in text)
         return _answered(Tokenized(0, pack_tokens([ord(character) for character in text]), spelled))
 
-    def detokenize(self, tokens: Sequence[int]) -> asyncio.Future[Detokenized]:
+    def detokenize(self, tokens: Sequence[int], *, client_id: str) -> asyncio.Future[Detokenized]:
         """Return the text, or the first number that is no character."""
         unknown = next((token for token in tokens if not 0 <= token < 0xD800), None)
         return _answered(Detokenized(0, "" if unknown is not None else "".join(map(chr, tokens)), unknown))

@@ -11,6 +11,7 @@ import pytest
 from inferencecenter.errors import ErrorCode, InferenceCenterError
 from inferencecenter.ipc.framing import FrameError
 from inferencecenter.ipc.messages import (
+    CancelLookup,
     Detokenize,
     Detokenized,
     LookupFailed,
@@ -21,7 +22,7 @@ from inferencecenter.ipc.messages import (
     unpack_tokens,
 )
 from inferencecenter.ipc.port import EngineState
-from inferencecenter.supervisor.lookups import MAX_LOOKUPS, Lookups
+from inferencecenter.supervisor.lookups import MAX_LOOKUP_BYTES, MAX_LOOKUPS, Lookups
 from tests.supervisor.harness import TIMEOUT_S, Watched
 from tests.supervisor.timers import Timers
 
@@ -43,9 +44,9 @@ class Desk(Timers):
     def __post_init__(self) -> None:
         self.lookups = Lookups(call_later=self.call_later)
 
-    def tokenize(self) -> asyncio.Future[Tokenized]:
-        """Ask for the tokens of a short text."""
-        return self.lookups.tokenize(TEXT, first=True)
+    def tokenize(self, client_id: str = "c", pieces: tuple[Piece, ...] = TEXT) -> asyncio.Future[Tokenized]:
+        """Ask for the tokens of a text, a short one by default."""
+        return self.lookups.tokenize(pieces, first=True, client_id=client_id)
 
     def connect(self) -> None:
         """Let an engine be there."""
@@ -62,10 +63,10 @@ async def code_of(answer: Awaitable[object]) -> ErrorCode:
 async def test_a_question_waits_for_an_engine_and_is_asked_once() -> None:
     """The answer finds who asked by its number; afterwards nothing is kept and no timer runs."""
     desk = Desk()
-    first, second = desk.tokenize(), desk.lookups.detokenize([7])
+    first, second = desk.tokenize(), desk.lookups.detokenize([7], client_id="d")
     assert desk.sent == []
     desk.connect()
-    assert desk.sent == [Tokenize(1, TEXT, True), Detokenize(2, pack_tokens([7]))]
+    assert desk.sent == [Tokenize(1, TEXT, True, "c"), Detokenize(2, pack_tokens([7]), "d")]
     desk.lookups.hear(Detokenized(2, "x"))
     desk.lookups.hear(Tokenized(1, pack_tokens([1, 2]), (b"h", b"i")))
     assert (await first).spelled == (b"h", b"i")
@@ -113,6 +114,45 @@ async def test_so_many_may_ask_at_once() -> None:
     assert {await code_of(each) for each in answers if not each.cancelled()} == {ErrorCode.ENGINE_UNAVAILABLE}
 
 
+@pytest.mark.parametrize("large", [False, True])
+async def test_a_client_with_many_questions_keeps_no_other_from_asking(large: bool) -> None:
+    """All places, or all the room for texts, may be one client's; the next one has its share all the same."""
+    desk = Desk()
+    pieces = (Piece("x" * (MAX_LOOKUP_BYTES // 4)),) if large else TEXT
+    n_places = 3 if large else MAX_LOOKUPS
+    answers = [desk.tokenize("greedy", pieces) for _ in range(n_places)]
+    with pytest.raises(InferenceCenterError) as refused:
+        desk.tokenize("greedy", pieces)
+    assert refused.value.code is ErrorCode.OVERLOADED
+    answers.append(desk.tokenize("modest", pieces))
+    answers[0].cancel()
+    answers[1].cancel()
+    await asyncio.sleep(0)
+    answers.append(desk.tokenize("greedy", pieces))
+    desk.lookups.fail(InferenceCenterError(ErrorCode.ENGINE_UNAVAILABLE))
+    for each in answers:
+        each.exception() if not each.cancelled() else None
+
+
+async def test_a_question_that_nothing_waits_for_is_withdrawn_from_the_engine() -> None:
+    """Whether it was cancelled, ended by what asked, or took too long; an answered one is not."""
+    desk = Desk()
+    desk.connect()
+    cancelled, ended, answered = desk.tokenize(), desk.tokenize(), desk.tokenize()
+    cancelled.cancel()
+    ended.set_exception(ConnectionError("the client is gone"))
+    desk.lookups.hear(Tokenized(3, b"", ()))
+    await asyncio.sleep(0)
+    assert desk.sent[3:] == [CancelLookup(1), CancelLookup(2)]
+    late = desk.tokenize()
+    desk.fire()
+    assert await code_of(late) is ErrorCode.ENGINE_UNAVAILABLE
+    assert desk.sent[6:] == [CancelLookup(4)]
+    assert (await answered).ask_id == 3
+    assert isinstance(ended.exception(), ConnectionError)
+    assert (len(desk.lookups), desk.pending) == (0, [])
+
+
 async def test_what_the_engine_refuses_is_refused() -> None:
     """Its code and its words are passed on; a code that is none is a defect; a frame too large never leaves."""
 
@@ -135,14 +175,14 @@ async def test_a_question_wakes_an_engine_that_sleeps() -> None:
     watched = Watched()
     watched.supervisor.start(asleep=True)
     try:
-        asked = watched.supervisor.tokenize((Piece("<|im_start|>", True), Piece("hé")), first=True)
+        asked = watched.supervisor.tokenize((Piece("<|im_start|>", True), Piece("hé")), first=True, client_id="c")
         answer = await asyncio.wait_for(asked, TIMEOUT_S)
         assert answer.spelled == (b"<|im_start|>", b"h", b"\xc3", b"\xa9")
         tokens = unpack_tokens(answer.tokens)
-        assert (await watched.supervisor.detokenize(tokens)).text == "<|im_start|>hé"
-        assert (await watched.supervisor.detokenize([104, 258])).unknown == 258
+        assert (await watched.supervisor.detokenize(tokens, client_id="c")).text == "<|im_start|>hé"
+        assert (await watched.supervisor.detokenize([104, 258], client_id="c")).unknown == 258
         assert watched.supervisor.status.state is EngineState.READY
     finally:
         await watched.supervisor.stop()
     with pytest.raises(InferenceCenterError, match="stopped"):
-        watched.supervisor.detokenize([1])
+        watched.supervisor.detokenize([1], client_id="c")

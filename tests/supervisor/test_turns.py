@@ -61,15 +61,17 @@ class Engine:
     has: dict[str, int] = field(default_factory=dict)
     aborting: list[str] = field(default_factory=list)
     took: list[str] = field(default_factory=list)
+    accepted: list[str] = field(default_factory=list)
     has_room: bool = True
 
     def send(self, message: ToEngine) -> None:
         """Take a command."""
         match message:
-            case Submit(turn_id=turn_id, answer=answer):
+            case Submit(turn_id=turn_id, answer=answer, accepted=accepted):
                 assert turn_id not in self.has, "a turn is in one engine once"
                 self.has[turn_id] = len(answer) // 4
                 self.took.append(turn_id)
+                self.accepted += [turn_id] if accepted else []
             case Abort(turn_id=turn_id):
                 assert turn_id in self.has or turn_id in self.took
                 self.aborting.append(turn_id)
@@ -127,6 +129,22 @@ def suspected_twice(*turns: Heard) -> tuple[Turns, Engine]:
     engine = Engine()
     table.connect(engine)
     return table, engine
+
+
+def test_a_turn_that_was_here_before_the_engine_is_accepted() -> None:
+    """It may not be refused for lack of room, also by the next engine; what came since may, had it to wait or not."""
+    table, first, second = make_turns(), Engine(), Engine()
+    table.add(Heard(order("waited")))
+    table.connect(first)
+    table.add(Heard(order("new")))
+    first.has_room = False
+    table.add(Heard(order("late")))
+    first.has_room = True
+    table.go_on()
+    assert (first.took, first.accepted) == (["waited", "new", "late"], ["waited"])
+    table.lost()
+    table.connect(second)
+    assert second.accepted == ["waited", "new", "late"]
 
 
 def test_turns_are_submitted_again_in_their_order() -> None:

@@ -73,7 +73,9 @@ async def tokenize(call: Call) -> Reply:
     """Tell the tokens of a text."""
     body: Tokenize = call.body
     pieces = (Piece(body.text, body.special),) if body.text else ()
-    found = await _answer(call, _engine(call, body.model).tokenize(pieces, first=body.add_bos))
+    found = await _answer(
+        call, _engine(call, body.model).tokenize(pieces, first=body.add_bos, client_id=_client_id(call))
+    )
     tokens = unpack_tokens(found.tokens)
     answer = {"tokens": tokens, "count": len(tokens)}
     if body.pieces:
@@ -84,7 +86,7 @@ async def tokenize(call: Call) -> Reply:
 async def detokenize(call: Call) -> Reply:
     """Tell the text of tokens."""
     body: Detokenize = call.body
-    found = await _answer(call, _engine(call, body.model).detokenize(body.tokens))
+    found = await _answer(call, _engine(call, body.model).detokenize(body.tokens, client_id=_client_id(call)))
     if found.unknown is not None:
         raise InferenceCenterError(
             ErrorCode.INVALID_REQUEST,
@@ -104,6 +106,10 @@ def _engine(call: Call, model: str | None) -> EnginePort:
     name = context.models.default if model is None else model
     check_model(name, context.limits_of(client.client_id, client.token_id))
     return context.models.engine(name)
+
+
+def _client_id(call: Call) -> str:
+    return call.caller.client.client_id
 
 
 async def _answer(call: Call, asked: asyncio.Future[_Found]) -> _Found:

@@ -35,7 +35,8 @@ async def test_text_is_text_unless_it_is_said_to_be_more(server: Running, monkey
     """What the engine is asked says whether names of special tokens count, and whether the text begins a sequence."""
     asked: list[tuple[Sequence[Piece], bool]] = []
 
-    def tokenize(pieces: Sequence[Piece], *, first: bool) -> asyncio.Future[Tokenized]:
+    def tokenize(pieces: Sequence[Piece], *, first: bool, client_id: str) -> asyncio.Future[Tokenized]:
+        assert client_id
         asked.append((pieces, first))
         future: asyncio.Future[Tokenized] = asyncio.get_running_loop().create_future()
         future.set_result(Tokenized(0, pack_tokens([7, 8]), (b"\xe4\xb8", b"<s>")))
@@ -79,7 +80,7 @@ async def test_what_is_no_text_and_what_is_no_token_is_refused(
 async def test_an_engine_that_cannot_answer_says_so(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     """The status is the failure's own, with when to try again."""
 
-    def overloaded(_tokens: Sequence[int]) -> asyncio.Future[Any]:
+    def overloaded(_tokens: Sequence[int], *, client_id: str) -> asyncio.Future[Any]:
         raise InferenceCenterError(ErrorCode.OVERLOADED, retry_after_ms=1000)
 
     monkeypatch.setattr(server.engine, "detokenize", overloaded)
@@ -90,7 +91,7 @@ async def test_an_engine_that_cannot_answer_says_so(server: Running, monkeypatch
 async def test_nobody_waits_for_tokens_that_nobody_wants(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     """When the peer goes the engine's answer is not waited for."""
     waiting: asyncio.Future[Tokenized] = asyncio.get_running_loop().create_future()
-    monkeypatch.setattr(server.engine, "tokenize", lambda _pieces, *, first: waiting)
+    monkeypatch.setattr(server.engine, "tokenize", lambda _pieces, *, first, client_id: waiting)
     _, writer = await asyncio.open_connection("127.0.0.1", server.port)
     head = f"POST /tokenize HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {server.token}\r\nContent-Length: 13\r\n\r\n"
     writer.write(head.encode() + b'{"text": "a"}')
