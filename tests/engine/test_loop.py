@@ -202,7 +202,6 @@ def test_time_is_up_for_running_and_waiting_turns() -> None:
     runs, waits = engine.front.finished("runs"), engine.front.finished("waits")
     engine.stop()
     assert runs.reason == waits.reason == "time"
-    assert runs.total_ms >= 50
     assert runs.kept_tokens == runs.generated_tokens == len(engine.front.text("runs"))
 
 

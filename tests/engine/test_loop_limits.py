@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-import time
+import threading
+from math import inf
 from typing import TYPE_CHECKING
 
 import pytest
 
 from inferencecenter.engine import loop
+from inferencecenter.engine.inbox import Inbox
+from inferencecenter.engine.pause import Pause
 from inferencecenter.ipc.messages import Abort, Delta, Limit, Step
 from tests.engine.harness import TIMEOUT_S, Engine, submit
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
+
+    from inferencecenter.engine.inbox import Command
 
 ENDLESS = b'{"ignore_eos":true}'
 UNLIMITED = Limit(active_slots=2, prefill_share=1.0, lowest_class=2, pause_ms=0)
@@ -56,17 +61,27 @@ def test_a_running_turn_rests_and_says_nothing_twice(engine: Engine) -> None:
     assert engine.front.text("t") == "x" + text
 
 
-def test_a_pause_is_over_when_it_is_lifted(engine: Engine) -> None:
-    """And what comes in meanwhile is heeded at once: an abort, another turn's tokens, the end."""
+def test_a_pause_is_over_when_it_is_lifted(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what comes in meanwhile is handled at once: no wait for a command during the pause ends without one."""
+    command, answers = Pause.command, []
+
+    def noted(pause: Pause) -> Command | None:
+        pauses = pause._until_s != -inf
+        found = command(pause)
+        if pauses:
+            answers.append(found)
+        return found
+
+    monkeypatch.setattr(Pause, "command", noted)
     engine.front.send(PAUSED, submit("t", "ab", params=ENDLESS))
-    began_s = time.monotonic()
     engine.front.read_until(lambda: bool(engine.front.events.get("t")))
     engine.front.send(Abort("t"))
     assert engine.front.finished("t").reason == "aborted"
     engine.front.send(submit("next", "cd"))
     engine.front.send(UNLIMITED)
     assert engine.front.finished("next").reason == "stop"
-    assert time.monotonic() - began_s < 30, "a minute's pause was waited for"
+    assert answers
+    assert None not in answers, "a minute's pause was waited for"
 
 
 def test_waiting_for_limits_to_be_lifted_is_no_hang(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,10 +89,20 @@ def test_waiting_for_limits_to_be_lifted_is_no_hang(engine: Engine, monkeypatch:
     monkeypatch.setattr(loop, "_BLOCKED_S", 0.02)
     engine.front.send(INTERACTIVE_ONLY, submit("normal", "ab"))
     engine.front.read_until(lambda: any(isinstance(frame, Step) and frame.waiting for frame in engine.front.frames))
-    began_s, before = time.monotonic(), engine.pulse.beats
-    while engine.pulse.beats < before + 5:
-        assert time.monotonic() - began_s < TIMEOUT_S, "nothing tells it from one that hangs"
-    beats_a_s = 5 / (time.monotonic() - began_s)
-    assert beats_a_s < 200, "it turns in vain"
+    get, waits_s, beats = Inbox.get, [], threading.Semaphore(0)
+
+    def noted(inbox: Inbox, *, timeout_s: float | None) -> Command | None:
+        waits_s.append(timeout_s)
+        return get(inbox, timeout_s=timeout_s)
+
+    def beat() -> None:
+        beats.release()
+
+    monkeypatch.setattr(Inbox, "get", noted)
+    monkeypatch.setattr(engine.pulse, "beat", beat)
+    for _ in range(5):
+        assert beats.acquire(timeout=TIMEOUT_S), "nothing tells it from one that hangs"
+    assert len(waits_s) >= 4
+    assert set(waits_s) == {0.02}, "it turns without waiting"
     engine.front.send(UNLIMITED)
     assert engine.front.finished("normal").reason == "stop"

@@ -85,7 +85,7 @@ async def test_limits_of_a_minute_and_at_once(server: Running) -> None:
         turn_id = (await infer(socket, session_id))["turn_id"]
         refused = await infer(socket, second)
         assert (refused["code"], refused["retryable"]) == ("rate_limited", True)
-        assert 50_000 < refused["retry_after_ms"] <= 60_100
+        assert 0 < refused["retry_after_ms"] <= 60_100
         limit(server, concurrent_turns=1)
         assert "1 turns of this token run or wait" in (await infer(socket, second))["message"]
         limit(server, tokens_per_minute=1)

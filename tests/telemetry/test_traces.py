@@ -204,21 +204,25 @@ class Stuck(SpanProcessor):
     """Does not come to its end before it may."""
 
     def __init__(self) -> None:
-        self.may = threading.Event()
+        self.entered, self.may, self.left = threading.Event(), threading.Event(), threading.Event()
 
     def shutdown(self) -> None:
         """Wait."""
-        self.may.wait(60)
+        self.entered.set()
+        self.may.wait()
+        self.left.set()
 
 
 def test_the_end_is_not_waited_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
     """A collector that does not answer costs ``FLUSH_S`` and no more."""
     monkeypatch.setattr(otlp, "FLUSH_S", 0.05)
     stuck = Stuck()
-    began = time.monotonic()
-    Traces(stuck).close()
-    assert 0.05 <= time.monotonic() - began < 30
-    stuck.may.set()
+    try:
+        Traces(stuck).close()
+        assert not stuck.left.is_set()
+        assert stuck.entered.wait(60)
+    finally:
+        stuck.may.set()
 
 
 class Moody(SpanExporter):
@@ -315,7 +319,7 @@ def test_a_collector_gets_the_tree(path: str) -> None:
 def test_a_collector_that_is_not_there_matters_to_nobody(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Turns are begun and ended at once, there is one line, and the end comes in time."""
+    """Turns begin and end, there is one line in the log, and the end comes."""
     monkeypatch.setattr(otlp, "FLUSH_S", 0.2)
     monkeypatch.setattr(otlp, "_SEND_TIMEOUT_S", 0.1)
     with socket.socket() as unheard:
@@ -324,10 +328,8 @@ def test_a_collector_that_is_not_there_matters_to_nobody(
         made = traces.open_traces(settings(otlp_endpoint=address))
         assert made is not None
         with structlog.testing.capture_logs() as lines:
-            began = time.monotonic()
             for _ in range(3000):
                 made.begin(None).end({}, error=None)
             made.close()
-            assert time.monotonic() - began < 30, "somebody waited for it"
     assert [line["event"] for line in lines] in ([], ["traces_not_sent"])
     assert [record for record in caplog.records if record.name.startswith("opentelemetry")] == []
