@@ -7,6 +7,7 @@ a handler says so, by ``Connection.wait_for``.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
@@ -33,12 +34,14 @@ _log = structlog.get_logger(__name__)
 class Command:
     """What an op does. ``scope`` is what the client must hold; ``None`` is open to sockets not yet authenticated.
 
-    ``starts_work`` marks ops that a draining connection refuses.
+    ``starts_work`` marks ops that a draining connection refuses. ``in_bulk`` marks those whose answer may be larger
+    than what may wait for a slow reader: a socket does one after the other, each when the peer has read the last one.
     """
 
     handler: Callable[[Connection, Any], Event | None]
     scope: Scope | None = Scope.USER
     starts_work: bool = False
+    in_bulk: bool = False
 
 
 def run(connection: Connection, frame: Frame) -> None:
@@ -46,6 +49,19 @@ def run(connection: Connection, frame: Frame) -> None:
 
     What tells of a session goes out when it is safe, together with the session's events; all else at once.
     """
+    command = COMMANDS.get(frame.op)
+    if command is not None and command.in_bulk and connection.replays:
+        connection.wait_for(partial(_run_when_read, connection, frame))
+    else:
+        _run(connection, frame)
+
+
+async def _run_when_read(connection: Connection, frame: Frame) -> None:
+    await connection.replayed()
+    _run(connection, frame)
+
+
+def _run(connection: Connection, frame: Frame) -> None:
     request: Request | None = None
     try:
         command = COMMANDS.get(frame.op)
@@ -66,7 +82,8 @@ def run(connection: Connection, frame: Frame) -> None:
     else:
         if answer is not None:
             reply = answer if frame.id is None else answer.model_copy(update={"id": frame.id})
-            journal.release(lambda: connection.send(reply))
+            in_bulk = command.in_bulk
+            journal.release(lambda: connection.replay((reply,)) if in_bulk else connection.send(reply))
 
 
 def _admit(connection: Connection, command: Command, request: Request) -> None:
@@ -213,13 +230,13 @@ COMMANDS: Final[Mapping[str, Command]] = MappingProxyType(
         "infer": Command(_infer, starts_work=True),
         "abort": Command(_abort),
         "close_session": Command(_close_session),
-        "resume_session": Command(_resume_session),
+        "resume_session": Command(_resume_session, in_bulk=True),
         "append": Command(_append),
         "fork_session": Command(_fork_session, starts_work=True),
         "rewind_session": Command(_rewind_session),
         "set_metadata": Command(_set_metadata),
-        "get_session": Command(_get_session),
-        "list_sessions": Command(_list_sessions),
+        "get_session": Command(_get_session, in_bulk=True),
+        "list_sessions": Command(_list_sessions, in_bulk=True),
         "list_models": Command(_list_models),
         "load_model": Command(_load_model, scope=Scope.OPERATOR),
         "unload_model": Command(_unload_model, scope=Scope.OPERATOR),

@@ -24,7 +24,7 @@ from inferencecenter.server.states import CONNECTION, ConnectionEvent, Connectio
 from inferencecenter.server.websocket import LAST_WORD_S, LINGER_S
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Awaitable, Callable, Sequence
 
     from inferencecenter.limits import Limits
     from inferencecenter.protocol.base import Event, Request
@@ -72,7 +72,7 @@ class Connection:
             overflowed=self._too_slow,
             metrics=context.metrics,
         )
-        wire.on_writable = self._outbox.flush
+        wire.on_writable, wire.on_lost = self._outbox.flush, self.lost
         if v1:
             self.speak_v1()
 
@@ -222,7 +222,7 @@ class Connection:
 
     async def _finish_command(self) -> None:
         """Do the rest of the last command, if there is one."""
-        if (rest := self._rest) is not None:
+        while (rest := self._rest) is not None:
             self._rest = None
             await rest()
 
@@ -231,6 +231,21 @@ class Connection:
         self._outbox.send(event)
         if type(event) is not events.Token:
             self._watch_turns(event)
+
+    def replay(self, missed: Sequence[Event]) -> None:
+        """Send what was asked for in bulk, as fast as the peer reads; see ``Outbox``."""
+        self._outbox.replay(missed)
+        for event in missed:
+            self._watch_turns(event)
+
+    @property
+    def replays(self) -> bool:
+        """Whether the peer has not yet read all that it asked for in bulk."""
+        return self._outbox.replays
+
+    async def replayed(self) -> None:
+        """Wait until it has, or is gone."""
+        await self._outbox.replayed()
 
     def fail(
         self, error: InferenceCenterError, *, request_id: str | None = None, request: Request | None = None
@@ -283,7 +298,7 @@ class Connection:
         self._move(ConnectionEvent.CLOSE)
         self._disarm()
         self._outbox.close(write_rest=write_rest)
-        self._wire.on_writable = None
+        self._wire.on_writable = self._wire.on_lost = None
         if farewell is not None:
             code, reason, linger_s = farewell
             self._wire.finish(code, reason, linger_s=linger_s)

@@ -2,21 +2,27 @@
 
 Control frames are never dropped. Text of a turn that waits is joined into one frame. Past the limit of bytes the
 peer has stopped reading, and the connection is told to end.
+
+What a client asked for in bulk, as the events that it has missed or a transcript, may be larger than that limit
+although the client reads. It is *replayed*: it keeps its place in the order, is encoded only when the peer has read
+what is before it, and does not count towards the limit. A connection does the next such request when the last one has
+gone out (``replayed``), so that no more than one waits.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections import deque
 from typing import TYPE_CHECKING, Final, Protocol, TypeGuard
 
 import orjson
 
 from inferencecenter.protocol.codec import encode
-from inferencecenter.protocol.events import Reasoning, SessionClosed, Token, ToolCall
+from inferencecenter.protocol.events import Reasoning, Token, ToolCall
 from inferencecenter.protocol.text_events import goes_on, text_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from inferencecenter.protocol.base import Event
     from inferencecenter.protocol.text_events import Text
@@ -30,6 +36,7 @@ class Wire(Protocol):
     """What an outbox writes to."""
 
     on_writable: Callable[[], None] | None
+    on_lost: Callable[[], None] | None
 
     @property
     def takes_frames(self) -> bool:
@@ -104,7 +111,9 @@ class Outbox:
         self._overflowed = overflowed
         self._metrics = metrics
         self._dagger_only = True
-        self._queue: deque[bytes | _Run] = deque()
+        self._queue: deque[bytes | _Run | Event] = deque()
+        self._n_replayed = 0
+        self._replayed: asyncio.Future[None] | None = None
         self._bytes = 0
         self._runs: dict[str, _Run] = {}
         self._frames: dict[str, TextFrames] = {}
@@ -130,29 +139,49 @@ class Outbox:
         if (type(event) is Token or self._joins(event)) and event.logprobs is None and event.id is None:
             self._send_text(event)
             return
-        session_id: str | None = getattr(event, "session_id", None)
-        if session_id is not None:
-            # What comes later in this session must not be joined to text from before this event.
-            self._runs.pop(session_id, None)
-            if type(event) is SessionClosed:
-                self._frames.pop(session_id, None)
+        self._begin_anew(event)
         frame = encode(event, dagger_only=self._dagger_only)
         if frame is not None:
             self._put(frame.encode())
 
+    def replay(self, events: Sequence[Event]) -> None:
+        """Send events each of which is encoded when the peer has caught up with what is before it."""
+        for event in events:
+            if self._closed:
+                return
+            self._begin_anew(event)
+            self._queue.append(event)
+            self._n_replayed += 1
+            self.flush()
+
+    @property
+    def replays(self) -> bool:
+        """Whether anything waits that ``replay`` was given."""
+        return self._n_replayed > 0
+
+    async def replayed(self) -> None:
+        """Wait until nothing does, or the outbox is closed; for one task at a time."""
+        while self._n_replayed and not self._closed:
+            self._replayed = asyncio.get_running_loop().create_future()
+            await self._replayed
+
     def flush(self) -> None:
         """Write what waits for as long as the peer keeps up."""
         while self._queue and self._wire.takes_frames:
-            self._write(self._take())
+            if (frame := self._take()) is not None:
+                self._write(frame)
 
     def close(self, *, write_rest: bool) -> None:
         """Take nothing any more; what waits is handed to the transport or forgotten."""
         self._closed = True
-        while self._queue:
-            frame = self._take()
-            if write_rest:
+        while write_rest and self._queue:
+            if (frame := self._take()) is not None:
                 self._write(frame)
-        self._frames.clear()
+        self._grow(-self._bytes)
+        for held in (self._queue, self._runs, self._frames):
+            held.clear()
+        self._n_replayed = 0
+        self._end_replay()
 
     def _joins(self, event: Event) -> TypeGuard[Reasoning | ToolCall]:
         """Tell whether an event that is no token brings text only; the one that names a tool does not."""
@@ -183,11 +212,29 @@ class Outbox:
         self._queue.append(frame)
         self._grow(len(frame))
 
-    def _take(self) -> bytes:
+    def _begin_anew(self, event: Event) -> None:
+        """Let what comes later in an event's session not be joined to text from before it, and forget its frames."""
+        session_id: str | None = getattr(event, "session_id", None)
+        if session_id is not None:
+            self._runs.pop(session_id, None)
+            self._frames.pop(session_id, None)
+
+    def _end_replay(self) -> None:
+        if self._replayed is not None and not self._replayed.done():
+            self._replayed.set_result(None)
+
+    def _take(self) -> bytes | None:
+        """Return the next frame; ``None`` for an event that this socket is not told."""
         entry = self._queue.popleft()
         if isinstance(entry, bytes):
             self._grow(-len(entry))
             return entry
+        if not isinstance(entry, _Run):
+            self._n_replayed -= 1
+            if not self._n_replayed:
+                self._end_replay()
+            frame = encode(entry, dagger_only=self._dagger_only)
+            return None if frame is None else frame.encode()
         if self._runs.get(entry.session_id) is entry:
             del self._runs[entry.session_id]
         self._grow(-len(entry.content))

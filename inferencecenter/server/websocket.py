@@ -45,6 +45,8 @@ class WebSocket(WebSocketsSansIOProtocol):
 
     on_writable: Callable[[], None] | None = None
     """Called when the transport takes frames again."""
+    on_lost: Callable[[], None] | None = None
+    """Called when the transport is gone."""
     _alive: bool = False
     _failed: bool = False
 
@@ -59,6 +61,8 @@ class WebSocket(WebSocketsSansIOProtocol):
         super().connection_lost(exc)
         if not self.lost.done():
             self.lost.set_result(None)
+        if self.on_lost is not None:
+            self.on_lost()
 
     def handle_connect(self, event: Request) -> None:
         """Hand this object to the application along with the upgrade."""

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from inferencecenter.protocol.base import Event
     from inferencecenter.protocol.requests import ResumeSession
-    from inferencecenter.sessions.client import EventSink
+    from inferencecenter.sessions.client import EventSink, ReplaySink
     from inferencecenter.sessions.facts import Timer
     from inferencecenter.sessions.journal import Journal
     from inferencecenter.sessions.replay import Numbered, Replay
@@ -115,12 +115,17 @@ class Audience:
         missing = self._replay.after(request.last_seq)
         return Missed(reason="too_old") if missing is None else Missed(tuple(missing))
 
-    def resume(self, sink: EventSink, answer: events.SessionResumed, missing: tuple[Numbered, ...]) -> None:
+    def resume(self, sink: ReplaySink, answer: events.SessionResumed, missing: tuple[Numbered, ...]) -> None:
         """Send events to ``sink`` from now on, ``answer`` and the ``missing`` ones first."""
         self._generation += 1
         self.attach(sink)
-        for event in (answer, *missing):
-            self.send(event)
+        generation = self._generation
+
+        def deliver() -> None:
+            if generation == self._generation:
+                sink.replay((answer, *missing))
+
+        self._journal.release(deliver)
 
     def fold_later(self, delay_s: float, call_later: Callable[[float, Callable[[], None]], Timer]) -> None:
         """Keep no events from ``delay_s`` on, unless somebody comes or ``rest`` is called before."""

@@ -10,7 +10,7 @@ from inferencecenter.errors import ErrorCode, InferenceCenterError
 from inferencecenter.protocol.scopes import Scope
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from inferencecenter.protocol.base import Event
     from inferencecenter.protocol.values import Priority
@@ -61,3 +61,10 @@ class EventSink(Protocol):
 
     def send(self, event: Event) -> None:
         """Take an event for the client; never blocks, never raises."""
+
+
+class ReplaySink(EventSink, Protocol):
+    """A socket that a session is resumed from."""
+
+    def replay(self, missed: Sequence[Event]) -> None:
+        """Take events that may be many and large, and send them as fast as the client reads; never blocks or raises."""

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from inferencecenter.protocol.values import ChatMessage, Mode, OnFull
     from inferencecenter.sessions.agreement import Found
     from inferencecenter.sessions.allowance import Allowance
-    from inferencecenter.sessions.client import Client, EventSink
+    from inferencecenter.sessions.client import Client, EventSink, ReplaySink
     from inferencecenter.sessions.description import TurnFacts
     from inferencecenter.sessions.facts import Timer
     from inferencecenter.sessions.journal import Journal
@@ -273,7 +273,7 @@ class Sessions:
         self._news.described(session, by=sink)
         return told
 
-    def resume(self, client: Client, request: requests.ResumeSession, sink: EventSink) -> None:
+    def resume(self, client: Client, request: requests.ResumeSession, sink: ReplaySink) -> None:
         """Send a session's events to ``sink`` from now on, those that it has missed first.
 
         Raises:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from inferencecenter.ipc.messages import Failed
     from inferencecenter.protocol.base import SessionEvent
     from inferencecenter.protocol.requests import Abort, Append, Infer, ResumeSession, RewindSession
-    from inferencecenter.sessions.client import EventSink
+    from inferencecenter.sessions.client import EventSink, ReplaySink
     from inferencecenter.sessions.facts import SessionFacts, Surroundings
     from inferencecenter.sessions.history import History
     from inferencecenter.sessions.journal import Journal
@@ -193,7 +193,7 @@ class Session:
         else:
             self._begin(request, terms, sink)
 
-    def resume(self, request: ResumeSession, sink: EventSink) -> None:
+    def resume(self, request: ResumeSession, sink: ReplaySink) -> None:
         """Send the session's events to ``sink`` from now on, those first that it has missed.
 
         Where some of them are lost it is told how the session stands instead.

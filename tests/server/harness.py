@@ -396,6 +396,7 @@ class StubWire:
 
     def __init__(self) -> None:
         self.on_writable: Callable[[], None] | None = None
+        self.on_lost: Callable[[], None] | None = None
         self.takes_frames = True
         self.written: list[bytes] = []
         self.finished: list[int] = []

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+import asyncio
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import given, settings
@@ -10,10 +11,17 @@ from hypothesis import strategies as st
 
 from inferencecenter.protocol import events
 from inferencecenter.protocol.codec import encode
-from inferencecenter.protocol.values import TokenLogprobs
+from inferencecenter.protocol.values import TokenLogprobs, TurnStats, Usage
+from inferencecenter.server import outbox as outbox_module
 from inferencecenter.server.outbox import MAX_JOINED_BYTES, Outbox
+from inferencecenter.tasks import TaskGroup
 from inferencecenter.telemetry.metrics import Metrics
 from tests.server.harness import StubWire
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from inferencecenter.protocol.base import Event
 
 
 class Overflows:
@@ -269,6 +277,74 @@ def test_old_sockets_are_sent_only_what_they_know(wire: StubWire, metrics: Metri
         {"op": "pong"},
         {"op": "token", "session_id": "s", "seq": 2, "turn_id": "t", "content": "b"},
     ]
+
+
+def test_a_replay_is_encoded_as_the_peer_reads(
+    outbox: Outbox, wire: StubWire, overflows: Overflows, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Events far beyond the limit keep their place, and none is encoded before the peer has read what is before it."""
+    encoded: list[int] = []
+
+    def counted(event: Any, **options: Any) -> str | None:
+        encoded.append(event.seq)
+        return encode(event, **options)
+
+    monkeypatch.setattr(outbox_module, "encode", counted)
+    wire.takes_frames = False
+    outbox.replay([token("x" * 5000, seq) for seq in (1, 2, 3)])
+    outbox.send(token("live", 4))
+    assert (encoded, overflows.count, outbox.replays) == ([], 0, True)
+    monkeypatch.setattr(wire, "write_text", _shut_after_each(wire))
+    for n_read in (1, 2, 3):
+        wire.takes_frames = True
+        outbox.flush()
+        assert encoded == list(range(1, n_read + 1))
+    assert not outbox.replays
+    wire.takes_frames = True
+    outbox.flush()
+    assert [frame["seq"] for frame in wire.frames] == [1, 2, 3, 4]
+
+
+def _shut_after_each(wire: StubWire) -> Callable[[bytes], None]:
+    def write(frame: bytes) -> None:
+        wire.written.append(frame)
+        wire.takes_frames = False
+
+    return write
+
+
+async def test_who_waits_for_a_replay_is_told_when_it_has_gone_or_never_will(outbox: Outbox, wire: StubWire) -> None:
+    """The next bulk answer is made when the last one was read, or the socket is closed."""
+    tasks = TaskGroup("test")
+    for ends in (outbox.flush, lambda: outbox.close(write_rest=False)):
+        wire.takes_frames = False
+        outbox.replay([token("x", 1)])
+        waiting = tasks.spawn(outbox.replayed(), name="replayed")
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        wire.takes_frames = True
+        ends()
+        async with asyncio.timeout(60):
+            await waiting
+
+
+def test_frames_of_sessions_that_ended_are_forgotten(outbox: Outbox) -> None:
+    """However a session leaves a socket, the beginning of its frames goes with it."""
+    stats = TurnStats(ttft_ms=0, total_ms=0, tokens=0, tps=0, prompt_tokens=0, cached_tokens=0, queue_ms=0, preempted=0)
+    usage = Usage(prompt_tokens=0, cached_tokens=0, completion_tokens=0)
+    common: dict[str, Any] = {"session_id": "s", "seq": 2}
+    endings: list[Event] = [
+        events.SessionExpired(**common),
+        events.SessionClosed(session_id="s"),
+        events.SessionDetached(session_id="s", reason="resumed_elsewhere"),
+        events.End(**common, turn_id="t", finish_reason="stop", warnings=(), usage=usage, stats=stats),
+        events.Error(**common, turn_id="t", code="internal", message="", error="", retryable=False),
+    ]
+    for ending in endings:
+        outbox.send(token("a", 1))
+        assert outbox._frames
+        outbox.send(ending)
+        assert not outbox._frames, ending.op
 
 
 def test_repr_shows_what_waits(outbox: Outbox, wire: StubWire) -> None:

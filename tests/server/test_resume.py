@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import TYPE_CHECKING, Any
 
+from inferencecenter.server.outbox import Outbox
 from tests.server.harness import StubJournal, ask, close_code, hear
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from contextlib import AbstractAsyncContextManager
 
+    import pytest
     from websockets.asyncio.client import ClientConnection
 
+    from inferencecenter.protocol.base import Event
     from tests.server.harness import Running
 
     Serve = Callable[..., AbstractAsyncContextManager[Running]]
@@ -190,3 +194,44 @@ async def test_a_socket_can_come_back_while_the_daemon_stops(serve: Serve) -> No
         server.engine.finish(turn)
         assert (await hear(socket))["op"] == "end"
         assert await close_code(socket) == 1012
+
+
+async def test_large_sessions_are_resumed_one_after_the_other(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client that asks for far more at once than may wait for it gets everything, and keeps its socket."""
+    at_once: list[int] = []
+    replay = Outbox.replay
+
+    def counted(self: Outbox, missed: Sequence[Event]) -> None:
+        at_once.append(self._n_replayed)
+        replay(self, missed)
+
+    monkeypatch.setattr(Outbox, "replay", counted)
+    async with serve(outbox_bytes=2**14) as server, server.v1(max_size=None) as socket:
+        await hear(socket)
+        names = [(await ask(socket, op="create_session", system="x" * 400_000))["session_id"] for _ in range(8)]
+        for name in names:
+            await socket.send(json.dumps({"op": "resume_session", "session_id": name}))
+            await socket.send(json.dumps({"op": "get_session", "session_id": name}))
+        for name in names:
+            resumed, read = await hear(socket), await hear(socket)
+            assert (resumed["op"], resumed["session_id"], len(resumed["transcript"])) == ("session_resumed", name, 1)
+            assert (read["op"], read["session_id"]) == ("session", name)
+        assert (await ask(socket, op="ping"))["op"] == "pong"
+    assert at_once == [0] * 16
+
+
+async def test_a_socket_that_is_lost_while_it_reads_in_bulk_is_cleaned_up(serve: Serve) -> None:
+    """What waits for the peer to read on ends when the peer is gone."""
+    async with serve(outbox_bytes=2**14) as server:
+        socket = await server.v1(max_size=None, max_queue=1)
+        await hear(socket)
+        name = (await ask(socket, op="create_session", system="x" * 900_000))["session_id"]
+        for _ in range(30):
+            await socket.send(json.dumps({"op": "get_session", "session_id": name}))
+        (connection,) = server.context.hub._connections
+        async with asyncio.timeout(60):
+            while not connection.replays:  # noqa: ASYNC110 - what a peer does not read sets no event
+                await asyncio.sleep(0)
+            socket.transport.abort()
+            while len(server.context.hub):  # noqa: ASYNC110 - neither does a lost socket
+                await asyncio.sleep(0)

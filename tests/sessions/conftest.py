@@ -33,7 +33,7 @@ from inferencecenter.sessions.registry import Sessions
 from tests.ipc.lookups import CharacterTokens
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from inferencecenter.ipc.port import EnginePort, EngineTurn
     from inferencecenter.protocol.base import Event
@@ -265,6 +265,10 @@ class FakeSink:
     def send(self, event: Event) -> None:
         """Keep the event."""
         self.events.append(event)
+
+    def replay(self, missed: Sequence[Event]) -> None:
+        """Keep the events."""
+        self.events.extend(missed)
 
     @property
     def ops(self) -> list[str]:

@@ -19,7 +19,7 @@ from tests.sessions.conftest import FakeJournal, FakeTimer, one_model
 from tests.sessions.oracle import Oracle, Reader, kept, script
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from inferencecenter.protocol.base import Event
 
@@ -37,6 +37,11 @@ class Socket:
         """Deliver, or lose what comes too late."""
         if self.open:
             self.reader.take(event)
+
+    def replay(self, missed: Sequence[Event]) -> None:
+        """Deliver what was missed."""
+        for event in missed:
+            self.send(event)
 
 
 class CommittingJournal(FakeJournal):
