@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
 
@@ -16,7 +17,7 @@ from inferencecenter.engine.timeline import Timeline
 from inferencecenter.ipc.messages import Delta, Failed, Finished, Overflowed, Started, pack_tokens
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from inferencecenter.engine.backend import Sampled
     from inferencecenter.engine.sampling.stop import Scan
@@ -89,12 +90,21 @@ class TurnOutput:
         vocabulary: Meaning of the tokens.
         n_ctx: Tokens that prompt and answer may have together.
         queue_timeout_s: Seconds in which the turn must have had a slot; infinite to let it wait.
+        clock: Seconds that the calling thread has worked, which stop patterns are charged for.
 
     Raises:
         InferenceCenterError: ``invalid_request`` when a stop pattern proves too slow for the earlier answer.
     """
 
-    def __init__(self, turn: Turn, vocabulary: Vocabulary, *, n_ctx: int, queue_timeout_s: float = math.inf) -> None:
+    def __init__(
+        self,
+        turn: Turn,
+        vocabulary: Vocabulary,
+        *,
+        n_ctx: int,
+        queue_timeout_s: float = math.inf,
+        clock: Callable[[], float] = time.thread_time,
+    ) -> None:
         params = turn.params
         self.turn_id = turn.turn_id
         self.params = params
@@ -113,7 +123,7 @@ class TurnOutput:
         self._text = TokenText()
         self._shown_chars = turn.shown_chars
         self._warnings: tuple[str, ...] = ()
-        self._scanner = StopScanner(params.stop, params.stop_regex)
+        self._scanner = StopScanner(params.stop, params.stop_regex, clock=clock)
         self._repetition = RepetitionDetector(params.stop_on_repetition) if params.stop_on_repetition else None
         self._submitted_s = turn.submitted_s
         limit_ms = params.max_time_ms

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -129,6 +131,19 @@ def test_a_stop_pattern_ends_the_answer() -> None:
     end = finished(events)
     assert shown(events) == "a"
     assert (end.reason, end.stop, end.kept_tokens, end.kept_chars) == ("stop", "[0-9]{2}", 1, 1)
+
+
+def test_a_stop_pattern_is_charged_for_its_work() -> None:
+    """One that takes long with each token ends its turn by its name; a turn without patterns is charged for nothing."""
+    works = itertools.count(0.0, 0.06)
+    for patterns, fails in ((["(?<=a.*)z"], True), ([], False)):
+        params = Params.model_validate({"stop_regex": patterns})
+        turn = Turn(turn_id="t", params=params, submitted_s=0.0, prompt_tokens=10)
+        output = TurnOutput(turn, Words(b"a"), n_ctx=100, clock=lambda: next(works))
+        output.start(range(10), cached_tokens=4, now=1.0)
+        push_all(output, 1)
+        with pytest.raises(InferenceCenterError, match="a\\.\\*") if fails else nullcontext():
+            push_all(output, 1)
 
 
 def test_held_text_is_shown_when_the_answer_ends_otherwise() -> None:

@@ -3,6 +3,10 @@
 The text is judged character by character: the first character that completes a stop string or a match ends the
 answer, and of several completed at once the one that begins first. So the outcome does not depend on how the text was
 cut into tokens, and ``$`` or a negative lookahead mean the text as far as it has come.
+
+All turns of a step wait until the text of each has been searched, so a turn has a budget of time for its patterns. One
+search is cut off by ``regex`` itself; but a pattern that looks far behind is searched again with each character, and
+stays below that limit each time. Such a turn uses up its budget and ends.
 """
 
 from __future__ import annotations
@@ -16,7 +20,7 @@ import regex
 from inferencecenter.errors import ErrorCode, InferenceCenterError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
 # Context for lookbehind and word boundaries; released text before it is forgotten.
 _CONTEXT_CHARS = 256
@@ -24,6 +28,10 @@ _FORGET_AT_CHARS = 4096
 # An unbounded pattern such as y[^x]*x is searched again with each character: 0.09 s in all for 512, 24 s for 4,000.
 _MAX_HELD_CHARS = 512
 _SEARCH_TIMEOUT_S = 0.02
+# What all searches of a turn may take at once, and what is added for each piece of text, which is a token. Ordinary
+# patterns take a tenth of the latter.
+_SPARE_S = 0.1
+_PIECE_S = 0.001
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,9 +109,14 @@ class StopScanner:
     Args:
         strings: Stop strings, none empty.
         patterns: Sources of regular expressions.
+        clock: Seconds that the thread has worked; only differences within a call of ``feed`` count.
     """
 
-    def __init__(self, strings: Iterable[str] = (), patterns: Iterable[str] = ()) -> None:
+    def __init__(
+        self, strings: Iterable[str] = (), patterns: Iterable[str] = (), *, clock: Callable[[], float] = lambda: 0.0
+    ) -> None:
+        self._clock = clock
+        self._spare_s = _SPARE_S
         self._node = _automaton(strings)
         self._searches = [_PatternSearch(source) for source in patterns]
         self._text = ""
@@ -118,6 +131,7 @@ class StopScanner:
         """
         if self._stopped:
             return Scan("")
+        self._spare_s = min(_SPARE_S, self._spare_s + _PIECE_S)
         end = len(self._text)
         self._text += text
         for char in text:
@@ -138,8 +152,17 @@ class StopScanner:
 
     def _completed(self, end: int) -> tuple[int, str] | None:
         found = [] if self._node.longest is None else [(end - len(self._node.longest), self._node.longest)]
-        found += [(search.start, search.source) for search in self._searches if search.advance(self._text, end)]
+        found += [(search.start, search.source) for search in self._searches if self._advance(search, end)]
         return min(found, key=lambda place: place[0], default=None)
+
+    def _advance(self, search: _PatternSearch, end: int) -> bool:
+        """Search for a pattern, and take the time for that off the turn's budget."""
+        began_s = self._clock()
+        found = search.advance(self._text, end)
+        self._spare_s -= self._clock() - began_s
+        if self._spare_s < 0:
+            raise _too_slow(search.source, "and the turn's other patterns take too long to search, over and over")
+        return found
 
     def _safe(self, end: int) -> int:
         return min([end - self._node.depth, *(search.start for search in self._searches)])
@@ -165,5 +188,5 @@ def _too_slow(source: str, what: str) -> InferenceCenterError:
         ErrorCode.INVALID_REQUEST,
         f"params.stop_regex: {source[:64]!r} {what}.",
         field="params.stop_regex",
-        hint="Bound the repetitions, as in [^\\n]{0,80}, and avoid nested ones.",
+        hint="Bound the repetitions, as in [^\\n]{0,80}, avoid nested ones, and look behind for few characters.",
     )

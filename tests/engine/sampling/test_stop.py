@@ -140,6 +140,37 @@ def test_a_pattern_that_takes_too_long_is_refused(monkeypatch: pytest.MonkeyPatc
     assert (caught.value.code, caught.value.field) == (ErrorCode.INVALID_REQUEST, "params.stop_regex")
 
 
+class Work:
+    """A clock on which each search takes so long."""
+
+    def __init__(self, search_s: float) -> None:
+        self.now_s = 0.0
+        self._search_s = search_s
+
+    def __call__(self) -> float:
+        """Return the seconds of now; a search lies between two calls."""
+        self.now_s += self._search_s / 2
+        return self.now_s
+
+
+def test_patterns_that_are_slow_with_each_token_end_their_turn() -> None:
+    """No search takes too long alone; after a few tokens the turn has used up what it may take of everybody's steps."""
+    scanner = StopScanner([], [f"(?<=x.*)z{number}" for number in range(4)], clock=Work(0.005))
+    with pytest.raises(InferenceCenterError, match="over and over") as refused:
+        run(scanner, ["a"] * 100)
+    assert (refused.value.code, refused.value.field) == (ErrorCode.INVALID_REQUEST, "params.stop_regex")
+    assert len(scanner._text) <= 12
+
+
+def test_ordinary_patterns_never_use_up_their_time() -> None:
+    """What a token's searches take is given back with the next token, in an answer of any length."""
+    work = Work(0.0001)
+    scanner = StopScanner([], ["ab+c", "END"], clock=work)
+    released = "".join(scanner.feed("aabb").text for _ in range(2000))
+    assert released + scanner.finish() == "aabb" * 2000
+    assert work.now_s > 1
+
+
 def test_a_pattern_that_holds_back_everything_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """An unbounded match would keep the answer from being shown at all."""
     monkeypatch.setattr(stop, "_MAX_HELD_CHARS", 100)
