@@ -113,7 +113,7 @@ def serve(settings: Settings, *, announce: Callable[[Announcement], None], read_
 
     The first signal lets running turns finish for ``server.shutdown_timeout_s``; those that have not go on with the
     next daemon. A second one ends it at once. With ``engine.exit_when_failed`` it also ends, with 1, when the engine is
-    given up. At SIGHUP settings are read again, by ``read_again``.
+    given up. At SIGHUP, or when the command line asks, settings are read again, by ``read_again``.
 
     Raises:
         InferenceCenterError: What keeps the daemon from running: ``invalid_config``, ``invalid_model_file``,
@@ -239,7 +239,9 @@ async def _run(settings: Settings, prepared: _Prepared, *, on_listening: Callabl
             running.push_async_callback(store.close)
             allowances.recall(used_today(settings))
             sessions.restore(store.load(), clean=store.was_clean, retention_days=accounts.retentions())
-        control = ControlSocket(settings.state_dir, tokens_changed=context.tokens_changed, purge=purge)
+        control = ControlSocket(
+            settings.state_dir, tokens_changed=context.tokens_changed, purge=purge, reload=reload.run
+        )
         control.open()
         running.callback(control.close)
         running.push_async_callback(context.close)

@@ -1,7 +1,9 @@
-"""SIGHUP: what the daemon reads again while it runs, each part by itself."""
+"""Reload, by SIGHUP or `inferencecenter reload`: what the daemon reads again while it runs, each part by itself."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import TYPE_CHECKING, Final
@@ -9,9 +11,10 @@ from typing import TYPE_CHECKING, Final
 import structlog
 
 from inferencecenter.config_params import parse_config_params
-from inferencecenter.errors import InferenceCenterError
+from inferencecenter.errors import ErrorCode, InferenceCenterError
 from inferencecenter.models.registry import DAEMON_SETTINGS, read_registry
 from inferencecenter.server.clients_file import load_clients
+from inferencecenter.server.control import ReloadProblem, ReloadReport
 from inferencecenter.settings import setting_fields
 from inferencecenter.telemetry import logs
 from inferencecenter.telemetry_settings import LogSettings
@@ -71,59 +74,63 @@ class Reload:
     def __post_init__(self) -> None:
         self._last = self.started_with
 
-    def run(self) -> None:
-        """Read everything again. What is wrong is logged, and stays as it was; the rest is done."""
+    def run(self) -> ReloadReport:
+        """Read everything again. What is wrong is logged and returned, and stays as it was; the rest is done."""
+        attempt = _Attempt()
         with self.announced():
-            self._read()
+            self._read(attempt)
+        if not attempt.problems:
+            _log.info("reloaded")
+        return ReloadReport(tuple(attempt.problems), attempt.needs_restart)
 
-    def _read(self) -> None:
-        try:
+    def _read(self, attempt: _Attempt) -> None:
+        with attempt.part("settings"):
             self._last = self.read()
-        except InferenceCenterError as error:
-            _failed("settings", error)
         settings = self._last
-        _reload_log(settings)
-        self._reload_clients(settings)
-        self._reload_limits(settings)
-        self._reload_certificate()
-        self._reload_models(settings)
+        with attempt.part("log"):
+            logs.apply(settings.log)
+        with attempt.part("clients"):
+            self.close_clients(self.accounts.replace_static(static_clients(settings.auth)))
+        with attempt.part("limits"):
+            self.limits_changed(settings.limits)
+        if self.certificate is not None:
+            with attempt.part("certificate"):
+                self.certificate.reload()
+        with attempt.part("models"):
+            self._reload_models(settings)
         changed = changed_settings(self.started_with, settings) - _APPLIED
         waiting = {name for name in changed if name in _AT_START or not name.startswith(_APPLIED_TABLES)}
+        attempt.needs_restart = tuple(sorted(waiting))
         if waiting:
-            _log.warning("settings_need_restart", settings=sorted(waiting))
-        _log.info("reloaded")
-
-    def _reload_clients(self, settings: Settings) -> None:
-        try:
-            changed = self.accounts.replace_static(static_clients(settings.auth))
-        except InferenceCenterError as error:
-            _failed("clients", error)
-            return
-        self.close_clients(changed)
-
-    def _reload_limits(self, settings: Settings) -> None:
-        try:
-            self.limits_changed(settings.limits)
-        except InferenceCenterError as error:
-            _failed("limits", error)
+            _log.warning("settings_need_restart", settings=attempt.needs_restart)
 
     def _reload_models(self, settings: Settings) -> None:
-        try:
-            parse_config_params(settings)
-            registry = read_registry(settings)
-        except InferenceCenterError as error:
-            _failed("models", error)
-            return
+        parse_config_params(settings)
+        registry = read_registry(settings)
         registry.log_remarks()
         self.apply_models(registry)
 
-    def _reload_certificate(self) -> None:
-        if self.certificate is None:
-            return
+
+@dataclass(slots=True)
+class _Attempt:
+    """What comes of one reload."""
+
+    problems: list[ReloadProblem] = field(default_factory=list)
+    needs_restart: tuple[str, ...] = ()
+
+    @contextmanager
+    def part(self, what: str) -> Iterator[None]:
+        """Take down what is wrong with a part, so that the others are read all the same."""
         try:
-            self.certificate.reload()
+            yield
         except InferenceCenterError as error:
-            _failed("certificate", error)
+            _log.error("not_reloaded", what=what, error=error.message, field=error.field, hint=error.hint)
+            self.problems.append(ReloadProblem(what, error.code, error.message, error.field, error.hint))
+        except Exception as error:  # noqa: BLE001 - files that are edited by hand must not keep the other parts back
+            _log.exception("not_reloaded", what=what, error=repr(error))
+            self.problems.append(
+                ReloadProblem(what, ErrorCode.INTERNAL, f"{what}: {error!r}", None, "The daemon's log has the stack.")
+            )
 
 
 def static_clients(settings: AuthSettings) -> dict[str, StaticClient]:
@@ -145,14 +152,3 @@ def changed_settings(before: Settings, after: Settings) -> frozenset[str]:
     """Return the dotted names of the settings that differ."""
     names = [name for name, _ in setting_fields()]
     return frozenset(name for name in names if attrgetter(name)(before) != attrgetter(name)(after))
-
-
-def _reload_log(settings: Settings) -> None:
-    try:
-        logs.apply(settings.log)
-    except InferenceCenterError as error:
-        _failed("log", error)
-
-
-def _failed(what: str, error: InferenceCenterError) -> None:
-    _log.error("not_reloaded", what=what, error=error.message, field=error.field, hint=error.hint)

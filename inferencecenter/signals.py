@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 _log = structlog.get_logger(__name__)
 
 
-def heed_signals(*, stop: Callable[[], None], read_again: Callable[[], None]) -> None:
+def heed_signals(*, stop: Callable[[], None], read_again: Callable[[], object]) -> None:
     """Stop at the first SIGINT or SIGTERM, and give the second one back its usual effect; read again at SIGHUP.
 
     With a terminal SIGHUP says that it has gone, and stops the daemon; where it is ignored, as under nohup, it stays

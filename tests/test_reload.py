@@ -14,6 +14,7 @@ from structlog.testing import capture_logs
 
 from inferencecenter.errors import ErrorCode, InferenceCenterError
 from inferencecenter.reload import Reload, changed_settings
+from inferencecenter.server.control import ReloadReport
 from inferencecenter.settings import Settings, setting_fields
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ class World:
     told: list[str] = field(default_factory=list)
     registries: list[Registry] = field(default_factory=list)
     limits: list[Limits] = field(default_factory=list)
+    reports: list[ReloadReport] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         assert isinstance(self.now, Settings)
@@ -71,7 +73,7 @@ class World:
         """Read again what is ``now`` there, and return the lines of the log."""
         self.now = now
         with capture_logs() as logs:
-            self.reload.run()
+            self.reports.append(self.reload.run())
         return logs
 
 
@@ -160,6 +162,31 @@ def test_settings_that_never_could_be_read(world: World) -> None:
     """Are those of the start."""
     assert _not_reloaded(world.run(UNREADABLE)) == {"settings": "server.port"}
     assert [registry.default for registry in world.registries] == ["echo"]
+
+
+def test_the_report_has_what_was_not_taken(world: World, tmp_path: Path) -> None:
+    """The log says that all was reloaded only when it was."""
+    lines = world.run(UNREADABLE)
+    assert "reloaded" not in [line["event"] for line in lines]
+    assert [(each.what, each.code, each.message, each.hint) for each in world.reports[-1].problems] == [
+        ("settings", ErrorCode.INVALID_CONFIG, "the file is broken", "Mend it.")
+    ]
+    lines = world.run(_settings(tmp_path, server={"port": 4000}))
+    assert [line["event"] for line in lines] == ["settings_need_restart", "reloaded"]
+    assert world.reports[-1] == ReloadReport(needs_restart=("server.port",))
+
+
+def test_an_unexpected_failure_of_one_part_is_reported_and_keeps_none_back(world: World, tmp_path: Path) -> None:
+    """Any exception of a reader becomes a problem of that part, and models are applied all the same."""
+
+    def fail(_clients: Mapping[str, StaticClient]) -> Collection[str]:
+        raise RuntimeError("unforeseen")
+
+    vars(world)["replace_static"] = fail
+    world.run(_settings(tmp_path))
+    assert [(each.what, each.code) for each in world.reports[-1].problems] == [("clients", ErrorCode.INTERNAL)]
+    assert "unforeseen" in world.reports[-1].problems[0].message
+    assert len(world.registries) == 1
 
 
 def test_what_waits_for_a_restart_is_named(world: World, tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ _COMMANDS: Final = {
     "client": "app",
     "session": "app",
     "stats": "stats",
+    "reload": "reload",
     "usage": "usage",
     "backup": "backup",
     "audit": "audit",

@@ -1,4 +1,9 @@
-"""The local wire between the command line and a running daemon: a datagram that says what has changed, or must go."""
+"""The local socket between the command line and a running daemon: datagrams, each a command.
+
+A command that is answered brings the answer's socket with it, as a file descriptor. The command line reads from the
+other end until that closes, so a daemon that dies, or one that does not know the command and drops the descriptor, is
+noticed at once and not by a timeout.
+"""
 
 from __future__ import annotations
 
@@ -7,19 +12,24 @@ import contextlib
 import fcntl
 import os
 import socket
+from array import array
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
 import structlog
+from pydantic import TypeAdapter, ValidationError
 
 from inferencecenter.errors import ErrorCode, InferenceCenterError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
     from inferencecenter.sessions.store.recorder import PurgeKind
 
 TOKENS_CHANGED: Final = b"tokens"
+_RELOAD: Final = b"reload"
+_MAX_PROBLEMS: Final = 20
 _PURGE_WORDS: Final[dict[PurgeKind, bytes]] = {"session": b"purge session ", "client": b"purge client "}
 DAEMON_LOCK_NAME: Final = "daemon.lock"
 """The file in the state directory that a running daemon holds."""
@@ -27,6 +37,28 @@ _NAME: Final = "control.sock"
 _MAX_DATAGRAM_BYTES: Final = 4096
 
 _log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class ReloadProblem:
+    """A part of the configuration that was not reloaded and stays as it was, and why."""
+
+    what: str
+    code: ErrorCode
+    message: str
+    field: str | None
+    hint: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class ReloadReport:
+    """What came of a reload: what is wrong, and the settings that have changed and wait for a restart."""
+
+    problems: tuple[ReloadProblem, ...] = ()
+    needs_restart: tuple[str, ...] = ()
+
+
+_REPORT: Final = TypeAdapter(ReloadReport)
 
 
 @contextlib.contextmanager
@@ -65,12 +97,44 @@ def ask_purge(state_dir: Path, kind: PurgeKind, name: str) -> bool:
     return _send(state_dir, word)
 
 
-def _send(state_dir: Path, word: bytes) -> bool:
+def ask_reload(state_dir: Path, *, timeout_s: float) -> ReloadReport:
+    """Have the daemon of ``state_dir`` read its configuration again, and return what came of it.
+
+    Raises:
+        InferenceCenterError: ``daemon_unreachable``; none listens, or it does not answer.
+    """
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    with ours:
+        with theirs:
+            sent = _send(state_dir, _RELOAD, theirs.fileno())
+        if not sent:
+            raise _no_answer(f"no daemon listens in {state_dir}", "Is that its state directory, and are you its user?")
+        ours.settimeout(timeout_s)
+        try:
+            answer = b"".join(iter(lambda: ours.recv(_MAX_DATAGRAM_BYTES), b""))
+            return _REPORT.validate_json(answer)
+        except TimeoutError as error:
+            raise _no_answer(
+                f"the daemon has not answered within {timeout_s:g} s", "Its log says what it does."
+            ) from error
+        except (OSError, ValidationError) as error:
+            raise _no_answer(
+                "the daemon ended, or is of a version without this command", "Look at its log, or restart it."
+            ) from error
+
+
+def _no_answer(message: str, hint: str) -> InferenceCenterError:
+    return InferenceCenterError(ErrorCode.DAEMON_UNREACHABLE, message, hint=hint)
+
+
+def _send(state_dir: Path, word: bytes, *descriptors: int) -> bool:
+    ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", descriptors))] if descriptors else []
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sender:
         sender.setblocking(False)
         try:
             with _short_path(state_dir) as path:
-                sender.sendto(word, path)
+                # Not `socket.send_fds`, which does not pass its address on.
+                sender.sendmsg([word], ancillary, 0, path)
         except OSError:
             return False
     return True
@@ -83,6 +147,7 @@ class ControlSocket:
         state_dir: Directory the socket is made in. The caller holds it for itself, so a socket left there is stale.
         tokens_changed: Called on the event loop.
         purge: Called on the event loop, with what is to be forgotten and its name; ``None`` where nothing is kept.
+        reload: Called on the event loop; what it returns is the answer.
     """
 
     def __init__(
@@ -91,10 +156,12 @@ class ControlSocket:
         *,
         tokens_changed: Callable[[], None],
         purge: Callable[[PurgeKind, str], None] | None = None,
+        reload: Callable[[], ReloadReport] | None = None,
     ) -> None:
         self._state_dir = state_dir
         self._tokens_changed = tokens_changed
         self._purge = purge
+        self._reload = reload
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC)
 
     def open(self) -> None:
@@ -128,15 +195,34 @@ class ControlSocket:
     def _read(self) -> None:
         try:
             # One byte more than there may be: what is longer is not taken for its beginning.
-            word = self._socket.recv(_MAX_DATAGRAM_BYTES + 1)
+            word, descriptors, _, _ = socket.recv_fds(self._socket, _MAX_DATAGRAM_BYTES + 1, 1, socket.MSG_CMSG_CLOEXEC)
         except BlockingIOError:
             return
+        with contextlib.ExitStack() as received:
+            for descriptor in descriptors:
+                received.callback(os.close, descriptor)
+            self._obey(word, descriptors)
+
+    def _obey(self, word: bytes, descriptors: Sequence[int]) -> None:
         if word == TOKENS_CHANGED:
             self._tokens_changed()
+        elif word == _RELOAD and self._reload is not None:
+            _answer(descriptors, self._reload())
         elif self._purge is not None and (wanted := _purge_in(word)) is not None:
             self._purge(*wanted)
         else:
             _log.warning("control_word_unknown", length=len(word))
+
+
+def _answer(descriptors: Sequence[int], report: ReloadReport) -> None:
+    """Write the answer; a command line that has gone meanwhile is no trouble, and none is waited for."""
+    shown = replace(report, problems=report.problems[:_MAX_PROBLEMS])
+    for descriptor in descriptors:
+        os.set_blocking(descriptor, False)
+        try:
+            os.write(descriptor, _REPORT.dump_json(shown))
+        except OSError as error:
+            _log.warning("control_answer_lost", error=error.strerror)
 
 
 def _purge_in(word: bytes) -> tuple[PurgeKind, str] | None:

@@ -5,15 +5,20 @@ from __future__ import annotations
 import asyncio
 import socket
 import stat
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
 from inferencecenter.errors import ErrorCode, InferenceCenterError
-from inferencecenter.server.control import ControlSocket, ask_purge, held_alone, notify
-
-if TYPE_CHECKING:
-    from pathlib import Path
+from inferencecenter.server.control import (
+    ControlSocket,
+    ReloadProblem,
+    ReloadReport,
+    ask_purge,
+    ask_reload,
+    held_alone,
+    notify,
+)
 
 
 async def test_a_notice_reaches_the_daemon(tmp_path: Path) -> None:
@@ -133,3 +138,73 @@ async def test_a_directory_that_cannot_be_used_is_named(tmp_path: Path) -> None:
     with pytest.raises(InferenceCenterError, match=r"control\.sock") as caught:
         control.open()
     assert caught.value.code is ErrorCode.STORAGE_UNAVAILABLE
+
+
+def _open_descriptors() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+async def test_a_reload_is_answered(tmp_path: Path) -> None:
+    """The command line gets what the daemon found, cut to a number of problems, and no descriptor stays open."""
+    problem = ReloadProblem("clients", ErrorCode.INVALID_CONFIG, "clients.toml is broken", "client_id", None)
+    report = ReloadReport((problem,) * 50, ("server.port",))
+    control = ControlSocket(tmp_path, tokens_changed=lambda: None, reload=lambda: report)
+    control.open()
+    before = _open_descriptors()
+    answer = await asyncio.to_thread(ask_reload, tmp_path, timeout_s=60)
+    assert answer == ReloadReport((problem,) * 20, ("server.port",))
+    assert _open_descriptors() == before
+    control.close()
+
+
+async def test_a_daemon_that_does_not_know_the_command_is_noticed_at_once(tmp_path: Path) -> None:
+    """It drops the descriptor, which ends the waiting before the time is up."""
+    control = ControlSocket(tmp_path, tokens_changed=lambda: None)
+    control.open()
+    with pytest.raises(InferenceCenterError, match="of a version without this command") as caught:
+        await asyncio.to_thread(ask_reload, tmp_path, timeout_s=3600)
+    assert caught.value.code is ErrorCode.DAEMON_UNREACHABLE
+    control.close()
+
+
+async def test_a_daemon_that_fails_is_noticed_at_once(tmp_path: Path) -> None:
+    """The answer's descriptor is closed whatever happens, and the next command is obeyed."""
+    failed: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _loop, context: failed.append(context["exception"]))
+
+    def reload() -> ReloadReport:
+        raise RuntimeError("unforeseen")
+
+    told = asyncio.Event()
+    control = ControlSocket(tmp_path, tokens_changed=told.set, reload=reload)
+    control.open()
+    with pytest.raises(InferenceCenterError, match="the daemon ended"):
+        await asyncio.to_thread(ask_reload, tmp_path, timeout_s=3600)
+    assert [str(error) for error in failed] == ["unforeseen"]
+    assert notify(tmp_path)
+    async with asyncio.timeout(60):
+        await told.wait()
+    control.close()
+
+
+async def test_an_answer_to_a_command_line_that_has_gone_is_dropped(tmp_path: Path) -> None:
+    """The daemon neither fails nor waits."""
+    told = asyncio.Event()
+    control = ControlSocket(tmp_path, tokens_changed=told.set, reload=ReloadReport)
+    control.open()
+    ours, theirs = socket.socketpair()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender, theirs:
+        ours.close()
+        sender.connect(str(tmp_path / "control.sock"))
+        socket.send_fds(sender, [b"reload"], [theirs.fileno()])
+    assert notify(tmp_path)
+    async with asyncio.timeout(60):
+        await told.wait()
+    control.close()
+
+
+def test_a_reload_without_a_daemon_is_told(tmp_path: Path) -> None:
+    """The message names the state directory."""
+    with pytest.raises(InferenceCenterError, match="no daemon listens in") as caught:
+        ask_reload(tmp_path, timeout_s=60)
+    assert caught.value.code is ErrorCode.DAEMON_UNREACHABLE

@@ -8,6 +8,8 @@ import os
 import signal
 import socket
 import ssl
+import subprocess
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -257,6 +259,48 @@ def test_what_is_broken_at_sighup_stays_as_it_was(tmp_path: Path, manager: Manag
         assert [line["what"] for line in refused] == [what]
         assert broken in refused[0]["error"]
         assert daemon.stop() == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("broken", ["config.toml", "clients.toml", "tls.key"])
+def test_the_command_reports_what_was_not_reloaded(tmp_path: Path, manager: Manager, broken: str) -> None:
+    """It waits, names the reason and fails; the daemon goes on as it was, and the mended file is taken."""
+    setup = Reloadable(tmp_path)
+    setup.configure(f'state_dir = "{tmp_path}/state"')
+    sound = (tmp_path / broken).read_text()
+    with (
+        setup.port_holder as listening,
+        started(tmp_path, sockets=(listening,), NOTIFY_SOCKET=str(manager.path), **setup.environment) as daemon,
+    ):
+        manager.hear_until(is_ready)
+        (tmp_path / broken).write_text("broken = [")
+        refused = command(setup, "reload")
+        assert refused.returncode == 78
+        assert broken in refused.stderr
+        assert setup.login("kitchen-key") == "auth_success"
+        assert '"event":"reloaded"' not in daemon.log.read_text()
+        (tmp_path / broken).write_text(sound)
+        if broken != "tls.key":
+            setup.issue()
+        before = setup.serial()
+        taken = command(setup, "reload")
+        assert (taken.returncode, taken.stdout, taken.stderr) == (0, "Reloaded.\n", "")
+        assert (setup.serial() == before) == (broken == "tls.key")
+        assert daemon.stop() == 0
+        assert command(setup, "reload").returncode == 69
+
+
+def command(setup: Reloadable, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run a command with the daemon's configuration."""
+    return subprocess.run(
+        [sys.executable, "-m", "inferencecenter", *arguments],
+        env={name: value for name, value in os.environ.items() if not name.startswith("INFERENCECENTER_")}
+        | setup.environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
 
 
 def json_lines(log: Path) -> list[str]:

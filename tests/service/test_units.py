@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from inferencecenter.configuration import load_settings
+
 ROOT = Path(__file__).parents[2]
 MAX_EXPOSURE = 3.0
 
@@ -78,6 +80,7 @@ def test_installing_twice_changes_nothing(tmp_path: Path) -> None:
     config = tmp_path / "etc/inferencecenter/inferencecenter.toml"
     assert b'\nstate_dir = "/var/lib/inferencecenter"\n' in config.read_bytes()
     assert b'\nmodels_dir = "/var/lib/inferencecenter-models"\n' in config.read_bytes()
+    assert load_settings(config).engine.exit_when_failed
     config.write_text("server.port = 4000\n")
     make("install-files", f"DESTDIR={tmp_path}")
     second = tree(tmp_path)
@@ -108,7 +111,10 @@ def test_another_prefix_is_in_every_file(tmp_path: Path) -> None:
         path for path, content in installed.items() if b"/opt/inferencecenter/venv" in content and "doc" not in path
     ]
     service = installed["usr/local/etc/systemd/system/inferencecenter.service"].decode()
-    assert "--config /usr/local/etc/inferencecenter/inferencecenter.toml" in service
+    calls = re.findall(r"^Exec(?:Start|Reload)=(.*)$", service, re.MULTILINE)
+    assert [call.partition(" -m inferencecenter ")[2] for call in calls] == [
+        f"{command} --config /usr/local/etc/inferencecenter/inferencecenter.toml" for command in ("serve", "reload")
+    ]
 
 
 @needs_systemd

@@ -1,0 +1,42 @@
+"""``inferencecenter reload``: have a running daemon read its configuration again, and say what came of it."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+
+from inferencecenter.cli.options import ConfigOption, JsonOption, StateDirOption, given
+from inferencecenter.cli.output import print_json, report, stdout
+from inferencecenter.configuration import load_settings
+from inferencecenter.errors import ERRORS, InferenceCenterError
+from inferencecenter.server import control
+
+
+def reload(
+    *,
+    timeout: Annotated[float, typer.Option(help="Seconds that the daemon may take.", min=1, max=3600)] = 50.0,
+    config: ConfigOption = None,
+    state_dir: StateDirOption = None,
+    json: JsonOption = False,
+) -> None:
+    """Have the daemon read configuration, certificate and clients.toml again; fails if any of it is not taken.
+
+    What is wrong stays as it was, and the daemon goes on.
+    """
+    settings = load_settings(config, given(state_dir=state_dir))
+    told = control.ask_reload(settings.state_dir, timeout_s=timeout)
+    if json:
+        print_json({"reloaded": not told.problems, **asdict(told)})
+    else:
+        for problem in told.problems:
+            message = f"not reloaded: {problem.what}: {problem.message}"
+            report(InferenceCenterError(problem.code, message, hint=problem.hint, field=problem.field))
+        if told.needs_restart:
+            waiting = ", ".join(told.needs_restart)
+            stdout.print(f"These settings have changed and wait for a restart: {waiting}", markup=False, soft_wrap=True)
+        if not told.problems:
+            stdout.print("Reloaded.")
+    if told.problems:
+        raise typer.Exit(ERRORS[told.problems[0].code].exit_code)
