@@ -109,6 +109,16 @@ class ServerSettings(Section):
         description="Open sockets, all clients together, and beside them as many HTTP connections; one that waits for "
         "a request makes way for one that comes.",
     )
+    max_unauthenticated: int = Field(
+        512,
+        ge=1,
+        le=1_000_000,
+        description="Open sockets that have not authenticated yet, beside those of clients; the oldest makes way for "
+        "one that comes.",
+    )
+    max_unauthenticated_per_address: int = Field(
+        32, ge=1, le=1_000_000, description="Such sockets of one address, or of one /64 of IPv6."
+    )
     max_connections_per_client: int = Field(32, ge=1, le=1_000_000, description="Open sockets of one client.")
     outbox_bytes: int = Field(
         2**20, ge=2**14, le=2**30, description="Bytes that may wait for a slow reader before its socket is aborted."

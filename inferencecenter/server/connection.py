@@ -269,11 +269,16 @@ class Connection:
 
     def close(self, code: CloseCode, reason: str) -> None:
         """Say good-bye after all that was sent; the socket takes and gives nothing more."""
-        self._end((code, reason, LINGER_S), write_rest=True)
+        linger_s = LINGER_S if self.authenticated else LAST_WORD_S
+        self._end((code, reason, linger_s), write_rest=True)
+
+    def evict(self) -> None:
+        """Close at once, because newer sockets want in; the peer need not answer."""
+        self._end((CloseCode.TOO_MANY, "newer sockets took the place of this one, which had not authenticated", 0.0))
 
     def lost(self) -> None:
         """Clean up: the socket is gone, whoever ended it."""
-        self._end(None, write_rest=False)
+        self._end(None)
 
     @property
     def _closed(self) -> bool:
@@ -288,9 +293,9 @@ class Connection:
         asyncio.get_running_loop().call_soon(self._end_slow)
 
     def _end_slow(self) -> None:
-        self._end((CloseCode.TOO_SLOW, "too slow a reader", LAST_WORD_S), write_rest=False)
+        self._end((CloseCode.TOO_SLOW, "too slow a reader", LAST_WORD_S))
 
-    def _end(self, farewell: tuple[CloseCode, str, float] | None, *, write_rest: bool) -> None:
+    def _end(self, farewell: tuple[CloseCode, str, float] | None, *, write_rest: bool = False) -> None:
         """Close, if that has not happened: with a code, a reason and the seconds a peer has to answer, or silently."""
         if self.state is ConnectionState.CLOSED:
             return

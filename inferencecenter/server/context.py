@@ -154,6 +154,8 @@ class Context:
             hub=Hub(
                 max_connections=settings.max_connections,
                 max_per_client=settings.max_connections_per_client,
+                max_unauthenticated=settings.max_unauthenticated,
+                max_unauthenticated_per_address=settings.max_unauthenticated_per_address,
                 metrics=metrics,
             ),
             feed=MetricsFeed(Sources(gpu=gpu, engine=models, sessions=sessions, clock=clock)),

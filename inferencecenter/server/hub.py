@@ -10,6 +10,7 @@ import structlog
 
 from inferencecenter.errors import ErrorCode, InferenceCenterError
 from inferencecenter.protocol.close import CloseCode
+from inferencecenter.server.unauthenticated import UnauthenticatedSockets
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
@@ -55,19 +56,35 @@ class Guest(Protocol):
 class Hub:
     """The live connections, and guests beside them, who count as connections do.
 
+    Sockets that have not authenticated are counted apart and take no client's place.
+
     Args:
         max_connections: Sockets and guests of all clients together.
         max_per_client: Sockets and guests of one client.
+        max_unauthenticated: Sockets that have not authenticated.
+        max_unauthenticated_per_address: Those of one address.
         metrics: Where they are counted.
     """
 
-    def __init__(self, *, max_connections: int, max_per_client: int, metrics: Metrics) -> None:
+    def __init__(
+        self,
+        *,
+        max_connections: int,
+        max_per_client: int,
+        max_unauthenticated: int,
+        max_unauthenticated_per_address: int,
+        metrics: Metrics,
+    ) -> None:
         self._max_connections = max_connections
+        self._unauthenticated: UnauthenticatedSockets[Connection] = UnauthenticatedSockets(
+            most=max_unauthenticated, most_per_address=max_unauthenticated_per_address
+        )
         self._max_per_client = max_per_client
         self._metrics = metrics
         self._connections: set[Connection] = set()
         self._guests: set[Guest] = set()
         self._per_client: Counter[str] = Counter()
+        self._n_of_clients = 0
         self._of_client: defaultdict[str, set[Connection]] = defaultdict(set)
         self._empty = asyncio.Event()
         self._empty.set()
@@ -78,18 +95,27 @@ class Hub:
 
     @property
     def full(self) -> bool:
-        """Whether nobody further can be taken."""
-        return len(self._connections) + len(self._guests) >= self._max_connections
+        """Whether clients have as many connections as all together may have."""
+        return self._n_of_clients >= self._max_connections
 
     def add(self, connection: Connection) -> None:
-        """Take in a socket."""
+        """Take in a socket; where too many have not authenticated, the oldest of them is closed."""
         self._connections.add(connection)
         self._metrics.connections.inc()
         self._empty.clear()
+        if connection.authenticated:
+            return
+        evicted = self._unauthenticated.admit(connection, address=connection.address)
+        self._count_unauthenticated()
+        if evicted is not None:
+            self._metrics.evicted_connections.inc()
+            evicted.evict()
 
     def remove(self, connection: Connection) -> None:
         """Let a socket go."""
         self._connections.discard(connection)
+        self._unauthenticated.discard(connection)
+        self._count_unauthenticated()
         self._metrics.connections.dec()
         self._look_if_empty()
 
@@ -119,6 +145,9 @@ class Hub:
         """
         if self.draining:
             raise InferenceCenterError(ErrorCode.ENGINE_UNAVAILABLE, "the daemon is about to stop")
+        self._check_full()
+
+    def _check_full(self) -> None:
         if self.full:
             raise InferenceCenterError(
                 ErrorCode.QUEUE_FULL,
@@ -144,16 +173,21 @@ class Hub:
         """Count a socket of a client, or a guest, which is none.
 
         Raises:
-            InferenceCenterError: ``rate_limited`` when it has too many.
+            InferenceCenterError: ``rate_limited`` when it has too many, ``queue_full`` when all clients together have.
         """
+        self._check_full()
         self.check_room(client_id)
         self._per_client[client_id] += 1
+        self._n_of_clients += 1
         if connection is not None:
+            self._unauthenticated.discard(connection)
+            self._count_unauthenticated()
             self._of_client[client_id].add(connection)
 
     def leave(self, client_id: str, connection: Connection | None = None) -> None:
         """Count a socket of a client no more, or a guest, which is none."""
         self._per_client[client_id] -= 1
+        self._n_of_clients -= 1
         if not self._per_client[client_id]:
             del self._per_client[client_id]
         if connection is not None:
@@ -250,6 +284,9 @@ class Hub:
                 connection.close(CloseCode.RESTART, "the daemon stops")
             for guest in list(self._guests):
                 guest.dismiss(CloseCode.RESTART, "the daemon stops")
+
+    def _count_unauthenticated(self) -> None:
+        self._metrics.unauthenticated_connections.set(len(self._unauthenticated))
 
     def _look_if_empty(self) -> None:
         if not self._connections and not self._guests:

@@ -84,6 +84,16 @@ class Metrics:
 
     def _declare_sockets(self, registry: CollectorRegistry) -> None:
         self.connections = Gauge("inferencecenter_connections", "Open WebSockets.", registry=registry)
+        self.unauthenticated_connections = Gauge(
+            "inferencecenter_unauthenticated_connections",
+            "Open WebSockets that have not authenticated, which are counted apart from those of clients.",
+            registry=registry,
+        )
+        self.evicted_connections = Counts(
+            "inferencecenter_evicted_connections",
+            "WebSockets that had not authenticated and were closed for newer ones.",
+            registry=registry,
+        ).labels()
         self.frames_in = Counts("inferencecenter_frames_in", "WebSocket frames received.", registry=registry).labels()
         self.frames_out = Counts("inferencecenter_frames_out", "WebSocket frames sent.", registry=registry).labels()
         self.outbox_bytes = Gauge(

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.typing import Subprotocol
 
-from tests.server.harness import Running, ask, hear
+from tests.server.harness import Running, ask, close_code, hear
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from contextlib import AbstractAsyncContextManager
+
+    from websockets.asyncio.client import ClientConnection
 
     Serve = Callable[..., AbstractAsyncContextManager[Running]]
 
@@ -158,12 +161,78 @@ async def test_pages_of_other_origins_are_refused(server: Running, origin: str) 
 async def test_the_limit_of_all_connections(serve: Serve) -> None:
     """One more is refused with 503 and when to come back; when one has gone there is room again."""
     async with serve(max_connections=1) as server:
-        async with server.connect() as socket:
+        async with server.v1() as socket:
             await hear(socket)
             status, body, headers = await refused(server)
             assert (status, body["retryable"], headers["Retry-After"]) == (503, True, "1")
+        await socket.wait_closed()
         async with server.connect() as socket:
             assert (await hear(socket))["op"] == "hello"
+
+
+async def test_sockets_that_have_not_authenticated_take_no_clients_place(serve: Serve) -> None:
+    """However many there are, a client gets in; with it there are as many as may be, and others hear so at login."""
+    async with serve(max_connections=1) as server, AsyncExitStack() as open_sockets:
+        strangers = [await open_sockets.enter_async_context(server.connect()) for _ in range(10)]
+        assert not server.context.hub.full
+        client = await open_sockets.enter_async_context(server.v1())
+        assert (await hear(client))["op"] == "auth_success"
+        assert server.context.hub.full
+        await hear(strangers[0])
+        failed = await ask(strangers[0], op="auth", client_id="kitchen", api_key="kitchen-key")
+        assert failed["op"] == "error"
+        assert (await ask(client, op="ping"))["op"] == "pong"
+
+
+def unauthenticated(server: Running) -> tuple[float | None, float | None]:
+    """Return how many sockets have not authenticated, and how many of such were evicted."""
+    value = server.context.metrics.registry.get_sample_value
+    return value("inferencecenter_unauthenticated_connections"), value("inferencecenter_evicted_connections_total")
+
+
+async def test_one_more_unauthenticated_socket_evicts_the_oldest_of_its_address(serve: Serve) -> None:
+    """Those of other addresses stay, as do those that have authenticated."""
+    async with (
+        serve(max_unauthenticated_per_address=2, trusted_proxies=("127.0.0.1",)) as server,
+        AsyncExitStack() as open_sockets,
+    ):
+
+        async def stranger(address: str) -> ClientConnection:
+            headers = {"X-Forwarded-For": address}
+            socket = await open_sockets.enter_async_context(server.connect(additional_headers=headers))
+            await hear(socket)
+            return socket
+
+        other = await stranger("2001:db8:0:2::1")
+        client, first, second = [await stranger(f"2001:db8:0:1::{n}") for n in range(1, 4)]
+        assert await close_code(client) == 4429
+        await ask(first, op="auth", token=server.token, protocol=1)
+        third = await stranger("2001:db8:0:1::1")
+        assert unauthenticated(server) == (3, 1)
+        await stranger("2001:db8:0:1::9")
+        assert await close_code(second) == 4429
+        for socket in (third, other):
+            assert (await ask(socket, op="auth", token=server.token))["op"] == "auth_success"
+        assert (await ask(first, op="ping"))["op"] == "pong"
+        assert unauthenticated(server) == (1, 2)
+
+
+async def test_beyond_the_limit_of_all_the_oldest_unauthenticated_socket_makes_way(serve: Serve) -> None:
+    """A flood from many addresses keeps no newcomer out, and an evicted socket does not linger."""
+    async with (
+        serve(max_unauthenticated=2, trusted_proxies=("127.0.0.1",)) as server,
+        AsyncExitStack() as open_sockets,
+    ):
+        sockets = [
+            await open_sockets.enter_async_context(
+                server.connect(additional_headers={"X-Forwarded-For": f"192.0.2.{n}"})
+            )
+            for n in range(1, 5)
+        ]
+        assert [await close_code(socket) for socket in sockets[:2]] == [4429, 4429]
+        for socket in sockets[2:]:
+            assert (await hear(socket))["op"] == "hello"
+        assert unauthenticated(server) == (2, 2)
 
 
 async def test_the_limit_of_a_clients_connections(serve: Serve) -> None:
