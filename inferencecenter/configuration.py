@@ -20,7 +20,7 @@ import platformdirs
 from pydantic import ValidationError
 from pydantic_settings import EnvSettingsSource
 
-from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.errors import ErrorCode, InferenceCenterError, foreign_input
 from inferencecenter.setting_types import expand
 from inferencecenter.settings import APP_NAME, ENV_PREFIX, Settings, environment_name, setting_fields
 
@@ -64,6 +64,10 @@ class Layers:
         Raises:
             InvalidSettingsError: With every wrong value, each naming its source.
         """
+        with foreign_input(lambda reason: InvalidSettingsError((_invalid(f"settings cannot be used: {reason}"),))):
+            return self._validated()
+
+    def _validated(self) -> Settings:
         try:
             return Settings(**_merge(_merge(self.file, self.environment), self.command_line))
         except ValidationError as error:
@@ -116,7 +120,7 @@ def read_layers(config: Path | None = None, overrides: Mapping[str, Any] | None 
     return Layers(
         path=path,
         file={} if path is None else _read_toml(expand(path)),
-        environment=_read_environment(),
+        environment=_environment(),
         command_line=command_line,
     )
 
@@ -131,6 +135,11 @@ def load_settings(config: Path | None = None, overrides: Mapping[str, Any] | Non
 
 
 def _read_toml(path: Path) -> dict[str, Any]:
+    with foreign_input(lambda reason: _invalid(f"{path}: cannot be understood: {reason}")):
+        return _parse_toml(path)
+
+
+def _parse_toml(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -152,6 +161,11 @@ class _Environment(EnvSettingsSource):
         with contextlib.suppress(ValueError):
             return super().decode_complex_value(field_name, field, value)
         return value
+
+
+def _environment() -> dict[str, Any]:
+    with foreign_input(lambda reason: _invalid(f"environment: cannot be understood: {reason}")):
+        return _read_environment()
 
 
 def _read_environment() -> dict[str, Any]:

@@ -175,18 +175,19 @@ class InferenceCenterError(Exception):
 
 
 @contextmanager
-def foreign_input(refuse: Callable[[str], InferenceCenterError]) -> Iterator[None]:
+def foreign_input(refuse: Callable[[str], Exception], *, own: type[Exception] = InferenceCenterError) -> Iterator[None]:
     """The border to something foreign: whatever the block raises that is not ours leaves it as one of our errors.
 
     What reads a file, an answer or a device cannot list what a hostile one makes the parser raise: RecursionError,
-    OverflowError and MemoryError are among it. Errors of ours pass as they are.
+    OverflowError and MemoryError are among it.
 
     Args:
         refuse: Makes the error from the name and the text of what was raised, which is cut to one short line.
+        own: Errors that pass as they are.
     """
     try:
         yield
-    except InferenceCenterError:
+    except own:
         raise
     except Exception as error:
         raise refuse(reason_of(error)) from error

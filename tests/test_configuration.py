@@ -131,6 +131,27 @@ def test_malformed_toml_names_line_and_column(tmp_path: Path) -> None:
     assert "line 2" in error.message
 
 
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [(f"a = {'9' * 5000}", "ValueError"), (f"a = {'[' * 5000}", "RecursionError")],
+    ids=["digits", "nesting"],
+)
+def test_toml_that_the_parser_cannot_take_is_named(tmp_path: Path, text: str, reason: str) -> None:
+    """Whatever it raises, the file is named and the message is short."""
+    path = _file(tmp_path, text)
+    error = _refused(path)
+    assert f"{path}: cannot be understood: {reason}" in error.message
+    assert len(error.message) < 500
+
+
+def test_a_variable_that_json_cannot_take_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Too deep for the parser of JSON, as a setting and as a parameter."""
+    for name in ("INFERENCECENTER_GPU__DEVICES", "INFERENCECENTER_PARAMS__STOP"):
+        with monkeypatch.context() as environment:
+            environment.setenv(name, "[" * 100_000)
+            assert "RecursionError" in _refused().message
+
+
 def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
     """A missing file, a directory and a binary one are refused by path; a named file is never passed over."""
     assert "No such file" in _refused(tmp_path / "none.toml").message

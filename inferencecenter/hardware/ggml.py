@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Final
+from typing import Annotated, Final, TypeAlias
 
 import msgspec
 
@@ -18,6 +19,7 @@ from inferencecenter.hardware.plan import Device
 _GPU_LIBRARIES: Final = ("cuda", "hip", "musa", "vulkan", "metal", "sycl", "opencl", "cann")
 _PROBE: Final = "inferencecenter.engine.llama.devices"
 _PROBE_TIMEOUT_S: Final = 60.0
+_Bytes: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=2**50)]
 
 
 class GgmlDevice(msgspec.Struct, frozen=True, kw_only=True):
@@ -27,8 +29,8 @@ class GgmlDevice(msgspec.Struct, frozen=True, kw_only=True):
     description: str
     id: str
     is_gpu: bool
-    free_bytes: int
-    total_bytes: int
+    free_bytes: _Bytes
+    total_bytes: _Bytes
 
 
 def gpu_backends() -> tuple[str, ...]:
@@ -43,13 +45,13 @@ def probe() -> tuple[Device, ...]:
 
     A driver that does not suit the library may end the process, which has nothing else to lose.
     """
-    try:
+    found: list[GgmlDevice] = []
+    # The border to llama.cpp's drivers, which also write to the output: what cannot be read are no devices.
+    with suppress(Exception):
         done = subprocess.run(  # noqa: S603 - this Python and a constant
             [sys.executable, "-m", _PROBE], capture_output=True, timeout=_PROBE_TIMEOUT_S, check=True
         )
         found = msgspec.json.decode(done.stdout.splitlines()[-1], type=list[GgmlDevice])
-    except (subprocess.SubprocessError, OSError, msgspec.MsgspecError, IndexError):
-        return ()
     return tuple(
         Device(
             id=device.id or device.name,

@@ -22,9 +22,9 @@ def available_memory_bytes(meminfo: Path = _MEMINFO) -> int | None:
     """Return the memory that can be had without swapping, or None where the kernel does not say."""
     try:
         text = meminfo.read_text()
-    except OSError:
+    except (OSError, ValueError):
         return None
-    found = re.search(r"^MemAvailable:\s+(\d+) kB$", text, re.MULTILINE)
+    found = re.search(r"^MemAvailable:\s+([0-9]{1,19}) kB$", text, re.MULTILINE)
     return int(found[1]) * 1024 if found else None
 
 
@@ -38,5 +38,5 @@ def physical_cores(cpus: Path = _CPUS) -> int:
 def _siblings(listing: Path, cpu: int) -> str:
     try:
         return listing.read_text().strip()
-    except OSError:
+    except (OSError, ValueError):
         return str(cpu)

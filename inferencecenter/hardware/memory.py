@@ -11,6 +11,7 @@ a cache of the file.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 PROC: Final = Path("/proc")
 CGROUPS: Final = Path("/sys/fs/cgroup")
 _KIB: Final = 1024
+_WHOLE: Final = re.compile(r"[0-9]{1,19}")
 _RECLAIMABLE: Final = ("active_file", "inactive_file", "slab_reclaimable")
 
 
@@ -43,11 +45,8 @@ class Resident:
 def machine_memory(proc: Path = PROC) -> Share | None:
     """Return how much of the machine's memory is in use."""
     fields = _fields(proc / "meminfo")
-    try:
-        total = fields["MemTotal:"] * _KIB
-        return Share(total - fields["MemAvailable:"] * _KIB, total)
-    except KeyError:
-        return None
+    total, available = fields.get("MemTotal:", 0) * _KIB, fields.get("MemAvailable:")
+    return Share(total - available * _KIB, total) if total and available is not None else None
 
 
 def cgroup_memory(proc: Path = PROC, cgroups: Path = CGROUPS) -> Share | None:
@@ -67,11 +66,7 @@ def resident(pid: int, proc: Path = PROC) -> Resident:
 
 def _groups(proc: Path, cgroups: Path) -> Iterator[Path]:
     """Yield the control group of this process and those around it, as far as they can be seen from here."""
-    try:
-        lines = (proc / "self" / "cgroup").read_text().splitlines()
-    except OSError:
-        return
-    for line in lines:
+    for line in _lines(proc / "self" / "cgroup"):
         if line.startswith("0::/"):
             group = Path(line.removeprefix("0::/"))
             yield from (cgroups / each for each in (group, *group.parents) if ".." not in each.parts)
@@ -88,17 +83,24 @@ def _share(group: Path) -> Share | None:
 
 def _number(path: Path) -> int | None:
     """Return the number in a file; ``None`` for ``max`` as well."""
-    try:
-        return int(path.read_text())
-    except (OSError, ValueError):
-        return None
+    lines = _lines(path)
+    return _whole(lines[0].strip()) if lines else None
 
 
 def _fields(path: Path) -> Mapping[str, int]:
     """Return the lines of a file that are a name and a number, whatever follows."""
+    words = (line.split() for line in _lines(path))
+    numbers = ((each[0], _whole(each[1])) for each in words if len(each) > 1)
+    return {name: number for name, number in numbers if number is not None}
+
+
+def _lines(path: Path) -> list[str]:
+    """Return the lines of a file of the kernel's; none where it cannot be read as text."""
     try:
-        lines = path.read_text().splitlines()
+        return path.read_text().splitlines()
     except (OSError, ValueError):
-        return {}
-    words = (line.split() for line in lines)
-    return {each[0]: int(each[1]) for each in words if len(each) > 1 and each[1].isdecimal()}
+        return []
+
+
+def _whole(word: str) -> int | None:
+    return int(word) if _WHOLE.fullmatch(word) else None

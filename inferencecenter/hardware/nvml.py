@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import pynvml
 
+from inferencecenter.errors import reason_of
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 _FIRST_GPU: Final = 0
+_MAX_GPUS: Final = 256
 
 # NVML's names of what slows a GPU down; idle clocks and the user's own settings are no throttling.
 _SLOWDOWNS: Final = {
@@ -78,9 +82,12 @@ def read_gpus() -> Gpus:
         pynvml.nvmlInit()
     except pynvml.NVMLError as error:
         return Gpus(problem=str(error))
-    count = _value(pynvml.nvmlDeviceGetCount) or 0
+    except Exception as error:  # noqa: BLE001 - the border to the driver: a library that cannot be called is none
+        return Gpus(problem=reason_of(error))
+    count = _value(lambda: min(pynvml.nvmlDeviceGetCount(), _MAX_GPUS)) or 0
     handles = [_value(partial(pynvml.nvmlDeviceGetHandleByIndex, index)) for index in range(count)]
-    readings = [replace(_read(handle), index=index) for index, handle in enumerate(handles) if handle is not None]
+    read = [_value(partial(_read, handle)) for handle in handles]
+    readings = [replace(reading, index=index) for index, reading in enumerate(read) if reading is not None]
     return Gpus(
         readings=tuple(reading for reading in readings if reading.vram_total_bytes),
         driver_version=_value(pynvml.nvmlSystemGetDriverVersion),
@@ -89,8 +96,12 @@ def read_gpus() -> Gpus:
 
 def process_bytes(index: int, pid: int) -> int | None:
     """Return the memory that a process has on a GPU; ``None`` where the driver does not tell (WSL, containers)."""
-    handle = _value(lambda: pynvml.nvmlDeviceGetHandleByIndex(index))
-    processes = _value(lambda: pynvml.nvmlDeviceGetComputeRunningProcesses(handle)) or ()
+    used_bytes: int | None = _value(partial(_process_bytes, index, pid))
+    return used_bytes
+
+
+def _process_bytes(index: int, pid: int) -> int | None:
+    processes = pynvml.nvmlDeviceGetComputeRunningProcesses(pynvml.nvmlDeviceGetHandleByIndex(index))
     return next((process.usedGpuMemory or None for process in processes if process.pid == pid), None)
 
 
@@ -99,11 +110,7 @@ class Gpu:
 
     def __init__(self, index: int = _FIRST_GPU) -> None:
         self._handle: Any = None
-        try:
-            pynvml.nvmlInit()
-        except pynvml.NVMLError:
-            return
-        self._handle = _value(lambda: pynvml.nvmlDeviceGetHandleByIndex(index))
+        self._handle = _value(lambda: pynvml.nvmlInit() or pynvml.nvmlDeviceGetHandleByIndex(index))
 
     @property
     def present(self) -> bool:
@@ -112,10 +119,13 @@ class Gpu:
 
     def read(self) -> GpuReading:
         """Return the readings now; ``NO_GPU`` without one."""
-        return NO_GPU if self._handle is None else _read(self._handle)
+        return _value(lambda: _read(self._handle)) or NO_GPU
 
 
-def _read(handle: Any) -> GpuReading:
+def _read(handle: Any) -> GpuReading | None:
+    """Return what a GPU tells, each value if it can be had; ``None`` without a handle."""
+    if handle is None:
+        return None
     memory = _value(lambda: pynvml.nvmlDeviceGetMemoryInfo(handle))
     utilization = _value(lambda: pynvml.nvmlDeviceGetUtilizationRates(handle))
     reasons = _value(lambda: pynvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle))
@@ -153,8 +163,11 @@ def _watts(reading: Callable[[], Any]) -> float | None:
 
 
 def _value(reading: Callable[[], Any]) -> Any:
-    try:
+    """Return a reading, ``None`` where there is none.
+
+    This is the border to the driver: an older library lacks functions, and one of another version, or a GPU that is
+    falling off the bus, gives texts and structures that the binding cannot read.
+    """
+    with suppress(Exception):
         return reading()
-    # An older driver's library lacks some functions altogether.
-    except (pynvml.NVMLError, AttributeError):
-        return None
+    return None

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from inferencecenter.errors import foreign_input
+
+_PROC: Final = Path("/proc")
 _TICKS_PER_S: Final = os.sysconf("SC_CLK_TCK")
 _PAGE_BYTES: Final = os.sysconf("SC_PAGE_SIZE")
 # Fields 14 and 15 of proc(5)'s stat, counted from the state, which follows the name in parentheses.
@@ -26,9 +29,13 @@ def read_usage(pid: int) -> Usage:
     """Return the usage of a process.
 
     Raises:
-        OSError: There is no such process.
+        OSError: There is no such process, or what the kernel says of it cannot be understood.
     """
-    process = Path("/proc") / str(pid)
+    with foreign_input(OSError, own=OSError):
+        return _read(_PROC / str(pid))
+
+
+def _read(process: Path) -> Usage:
     # The name may hold spaces and parentheses; what follows its last parenthesis does not.
     fields = (process / "stat").read_text().rpartition(")")[2].split()
     resident_pages = int((process / "statm").read_text().split()[1])

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from math import prod
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Annotated, Final
 
 import msgspec
 
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from inferencecenter.hardware.gguf import GgufFile
 
 _HASHED_BYTES: Final = 2**22
+_MAX_RECEIPT_BYTES: Final = 2**24
+_YEAR_9999: Final = 253_370_764_800
 
 # ``llama_ftype``: what a file says most of its weights are.
 _FILE_TYPES: Final[Mapping[int, str]] = {
@@ -45,7 +48,7 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True):
 
     source: str
     commit: str
-    pulled_at: float
+    pulled_at: Annotated[float, msgspec.Meta(ge=0, le=_YEAR_9999)]
     sha256: dict[str, str]
 
 
@@ -239,10 +242,10 @@ def _missing(parts: list[Path]) -> tuple[str, ...]:
 
 def _receipt(directory: Path, name: str) -> Receipt | None:
     """Return a model's receipt; one that cannot be read says nothing."""
-    try:
-        return msgspec.json.decode(receipt_path(directory, name).read_bytes(), type=Receipt)
-    except (OSError, msgspec.MsgspecError):
-        return None
+    # Whatever a foreign file of that name has the decoder raise, the model is one that was not pulled.
+    with suppress(Exception), receipt_path(directory, name).open("rb") as file:
+        return msgspec.json.decode(file.read(_MAX_RECEIPT_BYTES), type=Receipt)
+    return None
 
 
 def _has(model: ModelFiles, name: str) -> bool:

@@ -9,10 +9,11 @@ from __future__ import annotations
 import contextlib
 import re
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Annotated, Final
 from urllib.parse import urlsplit
 
 import httpx2
+import msgspec
 from huggingface_hub import HfApi, constants, get_session, get_token, hf_hub_url, hf_raise_for_status
 from huggingface_hub.errors import (
     GatedRepoError,
@@ -25,18 +26,20 @@ from huggingface_hub.errors import (
 )
 
 from inferencecenter import __version__
-from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.errors import ErrorCode, InferenceCenterError, foreign_input
 from inferencecenter.models.reference import RemoteFile
 from inferencecenter.settings import APP_NAME
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
+
+    from huggingface_hub.hf_api import ModelInfo
 
 RANGE_BYTES: Final = 2**32
 """Bytes of one request: the addresses that a hub hands out expire, and its caches refuse 50 GB at once."""
 DEFAULT_ENDPOINT: Final = "https://huggingface.co"
 _TIMEOUT_S: Final = 30.0
-_RANGE: Final = re.compile(r"^bytes (\d+)-\d+/")
+_RANGE: Final = re.compile(r"^bytes ([0-9]{1,19})-[0-9]+/")
 _PARTIAL, _NOT_FOUND, _TOO_MANY, _SERVER_ERROR = 206, 404, 429, 500
 _REFUSALS: Final = (401, 403)
 
@@ -46,7 +49,7 @@ class Listing:
     """What a repository has at one commit, which later requests name, so that all parts belong together."""
 
     repo: str
-    commit: str
+    commit: Annotated[str, msgspec.Meta(pattern=r"^[0-9A-Za-z]{1,64}$")]
     files: tuple[RemoteFile, ...]
 
 
@@ -79,24 +82,7 @@ class Hub:
         token = self.token or False
         api = HfApi(endpoint=self.endpoint, token=token, library_name=APP_NAME, library_version=__version__)
         with self._failures(repo):
-            try:
-                found = api.model_info(repo, files_metadata=True, timeout=_TIMEOUT_S)
-                files = tuple(
-                    RemoteFile(
-                        path=sibling.rfilename,
-                        size_bytes=sibling.size or 0,
-                        sha256=sibling.lfs.sha256 if sibling.lfs else None,
-                        blob_id=sibling.blob_id,
-                    )
-                    for sibling in found.siblings or ()
-                )
-            except HFValidationError:
-                raise
-            except (ValueError, KeyError, TypeError, AttributeError):
-                raise self._odd_answer() from None
-            if not found.sha:
-                raise self._odd_answer()
-            return Listing(repo, found.sha, files)
+            return _listing(repo, api.model_info(repo, files_metadata=True, timeout=_TIMEOUT_S))
 
     @contextlib.contextmanager
     def read(self, listing: Listing, file: RemoteFile, *, start: int) -> Iterator[Body]:
@@ -114,26 +100,37 @@ class Hub:
         }
         if self.token is not None:
             headers["Authorization"] = f"Bearer {self.token}"
-        with (
-            self._failures(listing.repo),
-            get_session().stream("GET", url, headers=headers, timeout=_TIMEOUT_S) as response,
-        ):
-            hf_raise_for_status(response)
-            if response.status_code != _PARTIAL:
-                yield Body(0, response.iter_raw())
-                return
-            told = _RANGE.match(response.headers.get("Content-Range", ""))
-            if told is None or int(told[1]) != start:
-                raise self._odd_answer()
-            yield Body(start, response.iter_raw())
+        with contextlib.ExitStack() as stack:
+            with self._failures(listing.repo):
+                stream = get_session().stream("GET", url, headers=headers, timeout=_TIMEOUT_S)
+                response = stack.enter_context(stream)
+                hf_raise_for_status(response)
+                is_range = response.status_code == _PARTIAL
+                if is_range:
+                    told = _RANGE.match(response.headers.get("Content-Range", ""))
+                    if told is None or int(told[1]) != start:
+                        raise self._odd_answer("another range than was asked for")
+            yield Body(start if is_range else 0, self._chunks(listing.repo, response.iter_raw))
+
+    def _chunks(self, repo: str, read: Callable[[], Iterator[bytes]]) -> Iterator[bytes]:
+        """Yield what arrives. What is raised by who writes it down does not come through here."""
+        with self._failures(repo):
+            yield from read()
 
     @property
     def _host(self) -> str:
-        return urlsplit(self.endpoint).hostname or self.endpoint
+        with contextlib.suppress(ValueError):
+            return urlsplit(self.endpoint).hostname or self.endpoint
+        return self.endpoint
 
     @contextlib.contextmanager
     def _failures(self, repo: str) -> Iterator[None]:
         """Raise the library's failures as ours; theirs may spell addresses that are signed."""
+        with foreign_input(lambda reason: self._odd_answer(reason.partition(":")[0])), self._known_failures(repo):
+            yield
+
+    @contextlib.contextmanager
+    def _known_failures(self, repo: str) -> Iterator[None]:
         try:
             yield
         except GatedRepoError:
@@ -183,12 +180,26 @@ class Hub:
             hint="Try again; what has arrived of a file is kept, and only the rest is fetched.",
         )
 
-    def _odd_answer(self) -> InferenceCenterError:
+    def _odd_answer(self, why: str) -> InferenceCenterError:
         return InferenceCenterError(
             ErrorCode.HUB_UNREACHABLE,
-            f"{self._host} answers as no hub does",
+            f"{self._host} answers as no hub does ({why})",
             hint="HF_ENDPOINT must name a hub, as https://huggingface.co.",
         )
+
+
+def _listing(repo: str, found: ModelInfo) -> Listing:
+    """Return what a hub says of a repository; a value of the wrong type or out of range raises."""
+    files = [
+        {
+            "path": sibling.rfilename,
+            "size_bytes": sibling.size or 0,
+            "sha256": sibling.lfs.sha256 if sibling.lfs else None,
+            "blob_id": sibling.blob_id,
+        }
+        for sibling in found.siblings or ()
+    ]
+    return msgspec.convert({"repo": repo, "commit": found.sha, "files": files}, Listing)
 
 
 def hub_of(environment: Mapping[str, str]) -> Hub:

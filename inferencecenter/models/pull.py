@@ -7,6 +7,7 @@ import errno
 import fcntl
 import hashlib
 import os
+import re
 import shutil
 import time
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ INCOMING: Final = ".incoming"
 _WAITS_S: Final = (1.0, 2.0, 4.0, 8.0)
 """Seconds before each attempt after one that brought nothing."""
 _HASHED_BYTES: Final = 2**22
+_DIGEST: Final = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,7 +199,7 @@ def _sums(file: RemoteFile) -> dict[str, hashlib._Hash]:
 
 
 def _digest_of(file: RemoteFile, hub: Hub) -> str:
-    if file.digest is None or not file.digest.isalnum():
+    if file.digest is None or _DIGEST.fullmatch(file.digest) is None:
         raise InferenceCenterError(
             ErrorCode.HUB_UNREACHABLE,
             f"{hub.endpoint} tells no checksum of {file.path}",

@@ -6,7 +6,9 @@ import re
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import PurePosixPath
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Annotated, Final
+
+from msgspec import Meta
 
 from inferencecenter.errors import ErrorCode, InferenceCenterError
 from inferencecenter.hardware.gguf import SHARD
@@ -48,8 +50,8 @@ class RemoteFile:
         blob_id: Git's name for its content, where it is not.
     """
 
-    path: str
-    size_bytes: int
+    path: Annotated[str, Meta(min_length=1, max_length=1024)]
+    size_bytes: Annotated[int, Meta(ge=0, le=2**50)]
     sha256: str | None = None
     blob_id: str | None = None
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 import structlog
 from pydantic import ValidationError
 
-from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.errors import ErrorCode, InferenceCenterError, foreign_input
 from inferencecenter.hardware.gguf import SHARD, glance, read_gguf
 from inferencecenter.settings import MODEL_NAME, EngineSettings, bundled_model
 
@@ -111,6 +111,11 @@ def read_registry(settings: Settings) -> Registry:
         InferenceCenterError: ``invalid_config``: two models of one name, or settings of a model that exclude each
             other.
     """
+    with foreign_input(_unreadable):
+        return _read(settings)
+
+
+def _read(settings: Settings) -> Registry:
     there = _look_into(settings.models_dir)
     shared = settings.engine.model_copy(update=_OF_THE_DAEMON)
     found = {
@@ -267,6 +272,14 @@ def _own_name(path: Path, *, backend: str, taken: Collection[str]) -> str:
     except InferenceCenterError:
         own = None
     return own[:_LONGEST_NAME] if isinstance(own, str) and own else path.stem
+
+
+def _unreadable(reason: str) -> InferenceCenterError:
+    return _invalid(
+        f"the models cannot be looked up: {reason}",
+        field="models_dir",
+        hint="model.path, models.NAME.path and models_dir must name files and a directory.",
+    )
 
 
 def _invalid(message: str, *, field: str, hint: str) -> InferenceCenterError:

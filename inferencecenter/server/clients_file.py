@@ -14,11 +14,12 @@ from __future__ import annotations
 
 import hashlib
 import tomllib
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, model_validator
 
-from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.errors import ErrorCode, InferenceCenterError, foreign_input
 from inferencecenter.limits import NO_LIMITS, Limits
 from inferencecenter.protocol.codec import invalid_request
 from inferencecenter.protocol.requests import Credential
@@ -64,6 +65,11 @@ def load_clients(path: Path, *, default_max_sessions: int, default_priority: Pri
     Raises:
         InferenceCenterError: ``invalid_config`` naming the file, the entry and the field.
     """
+    with foreign_input(partial(_unreadable, path)):
+        return _read(path, default_max_sessions=default_max_sessions, default_priority=default_priority)
+
+
+def _read(path: Path, *, default_max_sessions: int, default_priority: Priority) -> dict[str, StaticClient]:
     clients: dict[str, StaticClient] = {}
     for number, raw in enumerate(_tables(path), start=1):
         where = f"client[{number}]"
@@ -112,6 +118,14 @@ def _tables(path: Path) -> list[Any]:
             hint="The file holds [[client]] tables and nothing else.",
         )
     return tables
+
+
+def _unreadable(path: Path, reason: str) -> InferenceCenterError:
+    return InferenceCenterError(
+        ErrorCode.INVALID_CONFIG,
+        f"{path} cannot be understood: {reason}",
+        hint="The file holds [[client]] tables and nothing else.",
+    )
 
 
 def _invalid(path: Path, where: str, error: InferenceCenterError) -> InferenceCenterError:

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import httpx2
 import structlog
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
-from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.errors import ErrorCode, InferenceCenterError, foreign_input
 from inferencecenter.limits import NO_LIMITS, Limits
 from inferencecenter.protocol.scopes import Scope
 from inferencecenter.protocol.values import Priority
@@ -171,8 +171,12 @@ class ExternalAuth:
         Raises:
             CannotTellError: There is none, or too much of it.
         """
+        with foreign_input(_cannot_tell, own=CannotTellError):
+            return await self._answer(self._request(client_id, api_key))
+
+    async def _answer(self, request: httpx2.Request) -> tuple[int, bytes]:
         try:
-            response = await self._transport.handle_async_request(self._request(client_id, api_key))
+            response = await self._transport.handle_async_request(request)
         except (httpx2.TransportError, OSError) as error:
             raise CannotTellError(type(error).__name__) from None
         try:
@@ -215,14 +219,12 @@ class ExternalAuth:
             return None
         if status != 200:
             raise CannotTellError(f"it answered with status {status}")
-        try:
+        with foreign_input(lambda _: CannotTellError("its answer is not of the form that was agreed on")):
             said = _Answer.model_validate_json(body)
             if not said.is_yes:
                 return None
             terms = said.config or said
             limits = _limits(terms.limits)
-        except ValidationError:
-            raise CannotTellError("its answer is not of the form that was agreed on") from None
         if said.client_id not in (None, client_id):
             raise CannotTellError("it answered about another client")
         return Account(
@@ -263,6 +265,10 @@ class ExternalAuth:
         if self._failing:
             _log.info("external_auth_mended")
         self._failing = False
+
+
+def _cannot_tell(reason: str) -> CannotTellError:
+    return CannotTellError(reason.partition(":")[0])
 
 
 def _limits(given: dict[str, Any] | None) -> Limits:

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import os
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Annotated, Final, TypeAlias
 
 import msgspec
 import structlog
+
+from inferencecenter.errors import reason_of
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 _MOST_ENTRIES: Final = 256
+_MAX_FILE_BYTES: Final = 2**20
+_MAX_BYTES: Final = 2**50
+_Bytes: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=_MAX_BYTES)]
 
 _log = structlog.get_logger(__name__)
 
@@ -20,9 +25,9 @@ _log = structlog.get_logger(__name__)
 class Correction(msgspec.Struct, frozen=True):
     """What a model took on one GPU beyond the estimate, and both figures of that start."""
 
-    extra_bytes: int
-    estimated_bytes: int
-    used_bytes: int
+    extra_bytes: Annotated[int, msgspec.Meta(ge=-_MAX_BYTES, le=_MAX_BYTES)]
+    estimated_bytes: _Bytes
+    used_bytes: _Bytes
 
 
 class Corrections:
@@ -32,11 +37,11 @@ class Corrections:
         self._path = path
         self._entries: dict[str, Correction] = {}
         try:
-            self._entries = msgspec.json.decode(path.read_bytes(), type=dict[str, Correction])
+            self._entries = _read(path)
         except FileNotFoundError:
             pass
-        except (OSError, msgspec.MsgspecError) as error:
-            _log.warning("corrections_unreadable", path=str(path), reason=str(error))
+        except Exception as error:  # noqa: BLE001 - the border to a file that others may have changed
+            _log.warning("corrections_unreadable", path=str(path), reason=reason_of(error))
 
     def extra_bytes(self, model: str, device: str) -> int:
         """Return what to add to an estimate; 0 for a model that was not loaded on that GPU before."""
@@ -51,12 +56,19 @@ class Corrections:
         self._entries = dict(list(self._entries.items())[-_MOST_ENTRIES:])
         fresh = self._path.with_suffix(".new")
         try:
+            # Texts of drivers are among the keys.
             fresh.write_bytes(msgspec.json.format(msgspec.json.encode(self._entries)))
             os.replace(fresh, self._path)  # noqa: PTH105 - atomic, and one call
-        except OSError as error:
-            _log.warning("corrections_not_written", path=str(self._path), reason=error.strerror)
+        except (OSError, ValueError) as error:
+            _log.warning("corrections_not_written", path=str(self._path), reason=reason_of(error))
             with contextlib.suppress(OSError):
                 fresh.unlink(missing_ok=True)
+
+
+def _read(path: Path) -> dict[str, Correction]:
+    with path.open("rb") as file:
+        entries = msgspec.json.decode(file.read(_MAX_FILE_BYTES), type=dict[str, Correction])
+    return dict(list(entries.items())[-_MOST_ENTRIES:])
 
 
 def _key(model: str, device: str) -> str:

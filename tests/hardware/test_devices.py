@@ -108,7 +108,7 @@ def test_devices_that_llama_cpp_tells(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ggml.probe() == (VULKAN,)
 
 
-@pytest.mark.parametrize("output", [b"", b"no JSON", b'[{"name": 1}]'])
+@pytest.mark.parametrize("output", [b"", b"no JSON", b'[{"name": 1}]', b"[" * 100_000, b'["\xff"]'])
 def test_an_answer_that_is_none(monkeypatch: pytest.MonkeyPatch, output: bytes) -> None:
     """Is no GPU."""
     monkeypatch.setattr(subprocess, "run", _printing(output))
@@ -146,3 +146,11 @@ def test_kinds_of_gpus_by_the_files_of_the_library(
     assert ggml.gpu_backends() == kinds
     monkeypatch.setattr(ggml, "find_spec", lambda _: None)
     assert ggml.gpu_backends() == ()
+
+
+@pytest.mark.parametrize("size", [-1, 2**60, 1.5, "many"])
+def test_a_device_of_an_impossible_size_is_none(monkeypatch: pytest.MonkeyPatch, size: object) -> None:
+    """A plan would be made by it."""
+    told = {"name": "V", "description": "", "id": "", "is_gpu": True, "free_bytes": size, "total_bytes": 8192}
+    monkeypatch.setattr(subprocess, "run", _printing(json.dumps([told]).encode()))
+    assert ggml.probe() == ()

@@ -8,7 +8,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from inferencecenter.hardware import process_usage
+from inferencecenter.hardware.host import available_memory_bytes, physical_cores
 from inferencecenter.hardware.memory import Resident, Share, cgroup_memory, machine_memory, resident
+from inferencecenter.hardware.process_usage import read_usage
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -136,3 +139,44 @@ def test_of_a_process(proc: Path) -> None:
     (proc / "7" / "status").write_text("Name:\tengine 1\nRssAnon:\t 10 kB\nRssFile:\t 90 kB\nRssShmem:\t 3 kB\n")
     assert resident(7, proc) == Resident(10 * KIB, 3 * KIB)
     assert resident(8, proc) == Resident()
+
+
+ODD = [b"\xff\xfe", b"9" * 5000, b"-5", "\u0663".encode(), b"", b"\0", b"nan"]
+
+
+@pytest.mark.parametrize("content", ODD)
+@pytest.mark.parametrize("name", ["memory.max", "memory.high", "memory.current", "memory.stat"])
+def test_a_group_that_tells_what_is_no_number(proc: Path, tmp_path: Path, name: str, content: bytes) -> None:
+    """Is as if it did not tell it."""
+    group(tmp_path / "user" / "app", limit="1000")
+    (tmp_path / "user" / "app" / name).write_bytes(content)
+    assert cgroup_memory(proc, tmp_path) in (None, Share(420, 1000), Share(700, 1000))
+
+
+@pytest.mark.parametrize("content", ODD)
+def test_a_kernel_that_tells_what_is_no_number(proc: Path, tmp_path: Path, content: bytes) -> None:
+    """Of the machine, of a group's place, of a process, of cores."""
+    for path in (proc / "meminfo", proc / "self" / "cgroup", tmp_path / "cores"):
+        path.write_bytes(content)
+    (proc / "7").mkdir()
+    (proc / "7" / "status").write_bytes(b"RssAnon: " + content + b" kB\n")
+    (proc / "7" / "stat").write_bytes(content)
+    assert machine_memory(proc) is None
+    assert cgroup_memory(proc, tmp_path) is None
+    assert resident(7, proc) == Resident()
+    assert available_memory_bytes(proc / "meminfo") is None
+    (proc / "meminfo").write_bytes(b"MemTotal: 0 kB\nMemAvailable: " + content + b" kB\n")
+    assert available_memory_bytes(proc / "meminfo") is None
+    assert machine_memory(proc) is None
+    assert physical_cores(tmp_path) >= 1
+
+
+@pytest.mark.parametrize("content", [*ODD, b"7 (a b) R", b"7 (a) " + b"x " * 50])
+def test_a_process_whose_use_cannot_be_understood(proc: Path, monkeypatch: pytest.MonkeyPatch, content: bytes) -> None:
+    """Is as one that is gone."""
+    (proc / "7").mkdir()
+    for name in ("stat", "statm"):
+        (proc / "7" / name).write_bytes(content)
+    monkeypatch.setattr(process_usage, "_PROC", proc)
+    with pytest.raises(OSError):  # noqa: PT011 - what callers are told to expect
+        read_usage(7)

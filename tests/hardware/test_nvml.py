@@ -200,3 +200,32 @@ def test_zero_is_a_reading(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pynvml, "nvmlDeviceGetCurrentClocksThrottleReasons", lambda _handle: 0)
     reading = Gpu().read()
     assert (reading.fan_percent, reading.utilization_percent, reading.slowdowns) == (0, 0, ())
+
+
+ODD: list[Any] = [
+    UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte"),
+    ValueError("NULL pointer access"),
+    MemoryError(),
+    None,
+    "text",
+    -1,
+    2**70,
+    object(),
+]
+
+
+@pytest.mark.parametrize("answer", ODD, ids=range(8))
+@pytest.mark.parametrize("call", READINGS)
+@pytest.mark.usefixtures("nvml")
+def test_a_driver_that_answers_oddly_costs_its_reading(monkeypatch: pytest.MonkeyPatch, call: str, answer: Any) -> None:
+    """Whatever a call raises or returns: the GPU lacks that figure, or is left out, and nothing is raised."""
+
+    def odd(*_: object) -> Any:
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(pynvml, call, odd)
+    assert len(read_gpus().readings) <= 256
+    assert isinstance(Gpu().read(), GpuReading)
+    process_bytes(0, 7)

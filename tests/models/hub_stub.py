@@ -52,6 +52,8 @@ class StubHub:
         storage: Where requests for files are sent on to, if anywhere.
         gated: Repositories that are given to nobody.
         token: Without which repositories are unknown.
+        listing: What is answered instead of what a repository has.
+        range_said: What is said instead of which part of a file comes.
         heard: Method, path, range and credential of each request.
     """
 
@@ -62,6 +64,8 @@ class StubHub:
     storage: str | None = None
     gated: frozenset[str] = frozenset()
     token: str | None = None
+    listing: bytes | None = None
+    range_said: str | None = None
     heard: list[tuple[str, str, str | None, str | None]] = field(default_factory=list)
     url: str = ""
 
@@ -93,6 +97,8 @@ class _Handler(BaseHTTPRequestHandler):
             self._json(403, {"error": "gated"}, {"X-Error-Code": "GatedRepo"})
         elif repo not in self.hub.repos or not self._may():
             self._json(401, {"error": "Repository not found"}, {"X-Error-Code": "RepoNotFound"})
+        elif self.hub.listing is not None:
+            self._write(200, self.hub.listing)
         else:
             siblings = [{"rfilename": path} | file.sibling for path, file in self.hub.repos[repo].items()]
             self._json(200, {"id": repo, "sha": COMMIT, "siblings": siblings})
@@ -118,7 +124,7 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             first, last = map(int, span.removeprefix("bytes=").split("-"))
             self.send_response(206)
-            self.send_header("Content-Range", f"bytes {first}-{last}/{len(content)}")
+            self.send_header("Content-Range", self.hub.range_said or f"bytes {first}-{last}/{len(content)}")
             content = content[first : last + 1]
         self.send_header("Content-Length", str(len(content)))
         self.end_headers()
@@ -129,7 +135,9 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(content)
 
     def _json(self, status: int, body: dict[str, Any], headers: dict[str, str] | None = None) -> None:
-        content = json.dumps(body).encode()
+        self._write(status, json.dumps(body).encode(), headers)
+
+    def _write(self, status: int, content: bytes, headers: dict[str, str] | None = None) -> None:
         self.send_response(status)
         for name, value in {"Content-Type": "application/json", **(headers or {})}.items():
             self.send_header(name, value)

@@ -130,7 +130,21 @@ def test_missing_and_strange_parts_are_found(models: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b'{"source": 1}', b"\xff"])
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"{",
+        b'{"source": 1}',
+        b"\xff",
+        b"[" * 100_000,
+        b'{"source": "a", "commit": "b", "pulled_at": 1e300, "sha256": {}}',
+        b'{"source": "a", "commit": "b", "pulled_at": -1, "sha256": {}}',
+        b'{"source": "a", "commit": "b", "pulled_at": 1, "sha256": {"a": 5}}',
+        b'{"source": "\xff", "commit": "b", "pulled_at": 1, "sha256": {}}',
+    ],
+    ids=range(9),
+)
 def test_a_receipt_that_is_none_says_nothing(models: Path, content: bytes) -> None:
     """The model is there all the same."""
     (models / "pulled.json").write_bytes(content)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import hashlib
+import json
 import os
 import random
 import shutil
@@ -347,6 +348,64 @@ def test_an_address_that_is_no_hub(pulls: Pulls) -> None:
     pulls.hub.repos = {}
     pulls.hub.url += "/elsewhere"
     assert pulls.refused().code is ErrorCode.MODEL_NOT_FOUND
+
+
+def listing(**changes: object) -> bytes:
+    """Return what a hub says of one model, with changes in what it says of the file."""
+    file = {"rfilename": "tiny-Q8_0.gguf", "size": 5, "blobId": "0" * 40, "lfs": {"size": 5, "sha256": "0" * 64}}
+    return json.dumps({"id": REPO, "sha": COMMIT, "siblings": [file | changes]}).encode()
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"",
+        b"null",
+        b"[]",
+        b"\xff\xfe",
+        b"[" * 100_000,
+        b'{"id": "ada/tiny", "sha": "../x", "siblings": []}',
+        b'{"id": "ada/tiny", "sha": 5, "siblings": []}',
+        b'{"id": "ada/tiny", "sha": "0", "siblings": {}}',
+        b'{"id": "ada/tiny", "sha": "0", "siblings": [5]}',
+        b'{"id": "ada/tiny", "sha": "0", "siblings": [{}]}',
+        b'{"id": "ada/tiny", "sha": "0", "createdAt": "yesterday", "siblings": []}',
+        listing(rfilename=5),
+        listing(rfilename=""),
+        listing(rfilename="a" * 5000 + ".gguf"),
+        listing(size=-1),
+        listing(size="5"),
+        listing(size=1.5),
+        listing(size=2**60),
+        listing(size=float("nan")),
+        listing(lfs=5),
+        listing(lfs={"sha256": "0" * 64}),
+        listing(lfs={"size": 5, "sha256": 7, "pointerSize": 1}),
+        listing(lfs={"size": 5, "sha256": "../../../etc/passwd", "pointerSize": 1}),
+        listing(lfs=None, blobId="0" * 5000),
+        listing(lfs=None, blobId={}),
+    ],
+    ids=range(25),
+)
+def test_a_hub_that_answers_oddly_is_none(pulls: Pulls, answer: bytes) -> None:
+    """One error that names the hub, and nothing in the directory."""
+    pulls.hub.listing = answer
+    error = pulls.refused()
+    assert error.code in (ErrorCode.HUB_UNREACHABLE, ErrorCode.MODEL_NOT_FOUND)
+    assert len(error.message) < 500
+    assert pulls.names() == []
+
+
+@pytest.mark.parametrize("said", ["bytes x-y/z", "bytes 5-9/10", f"bytes {'9' * 5000}-1/1", "\xff"])
+def test_a_part_of_a_file_that_was_not_asked_for_is_not_taken(pulls: Pulls, said: str) -> None:
+    """Also where the answer says which part it is in numbers that cannot be read."""
+    pulls.hub.range_said = said
+    assert pulls.refused().code is ErrorCode.HUB_UNREACHABLE
+
+
+def test_an_address_that_is_none_is_an_error_of_the_hub(offline: None, models: Path) -> None:
+    """A mistake in HF_ENDPOINT is said, and not a traceback."""
+    assert Pulls(StubHub(url="http://[half"), models).refused().code is ErrorCode.HUB_UNREACHABLE
 
 
 def test_the_environment_names_hub_and_token(offline: None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -443,3 +443,12 @@ def test_many_files_with_large_vocabularies_are_looked_at_quickly(folder: Path) 
     before = read_bytes()
     assert len(files_in(folder)) == 50
     assert read_bytes() - before < 50 * 2**16
+
+
+def test_a_path_that_leads_in_a_circle_is_refused_by_name(folder: Path, tmp_path: Path) -> None:
+    """Looking it up raises what no file does; the error is one of settings."""
+    circle = tmp_path / "circle.gguf"
+    circle.symlink_to(circle)
+    with pytest.raises(InferenceCenterError, match="the models cannot be looked up: RuntimeError") as caught:
+        _read(folder, model={"path": str(circle)})
+    assert caught.value.code is ErrorCode.INVALID_CONFIG

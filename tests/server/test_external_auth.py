@@ -143,6 +143,13 @@ LIES: dict[str, bytes] = {
     "limits that are none": b'{"authorized": true, "limits": {"max_tokens": -1}}',
     "limits in a list": b'{"authorized": true, "limits": []}',
     "nothing": b"",
+    "depth": b"[" * 50_000,
+    "depth in a field": b'{"authorized": true, "error": %s}' % (b"[" * 50_000),
+    "bad UTF-8": b'{"authorized": true, "client_id": "\xff"}',
+    "half a character": b'{"authorized": true, "client_id": "\\ud800"}',
+    "a long number": b'{"authorized": true, "max_sessions": %s}' % (b"9" * 5000),
+    "no number": b'{"authorized": true, "limits": {"max_tokens": NaN}}',
+    "endless": b'{"authorized": true, "limits": {"max_tokens": 1e999}}',
     "a lot": b'{"authorized": true, "x": "' + b"x" * MAX_ANSWER_BYTES + b'"}',
 }
 
@@ -219,6 +226,23 @@ async def test_a_program_that_is_down_lets_nobody_in(program: OtherProgram) -> N
     async with asking(program) as others:
         with pytest.raises(CannotTellError, match="ConnectError"):
             await others.verify("ada", "key")
+
+
+@pytest.mark.parametrize("raised", [RuntimeError("closed"), ValueError(), RecursionError(), KeyError("x")])
+async def test_whatever_asking_raises_lets_nobody_in(
+    program: OtherProgram, monkeypatch: pytest.MonkeyPatch, raised: Exception
+) -> None:
+    """It is a failure like any other; the next question is asked."""
+
+    async def fail(*_: object) -> None:
+        raise raised
+
+    async with asking(program) as others:
+        with monkeypatch.context() as broken:
+            broken.setattr(others._transport, "handle_async_request", fail)
+            with pytest.raises(CannotTellError, match=type(raised).__name__):
+                await others.verify("ada", "key")
+        assert await others.verify("ada", "key") is not None
 
 
 async def test_only_who_has_the_right_certificate_is_believed(tmp_path: Path) -> None:

@@ -38,7 +38,23 @@ def test_the_oldest_are_forgotten(tmp_path: Path) -> None:
     assert again.extra_bytes("model299", "gpu") == 299
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"model gpu": {"extra_bytes": "much"}}'])
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b'{"model gpu": {"extra_bytes": "much"}}',
+        b'{"model gpu": {"extra_bytes": 5, "estimated_bytes": 0, "used_bytes": 1e400}}',
+        b'{"model gpu": {"extra_bytes": %s, "estimated_bytes": 0, "used_bytes": 5}}' % (b"9" * 5000),
+        b'{"model gpu": {"extra_bytes": 4611686018427387904, "estimated_bytes": 0, "used_bytes": 5}}',
+        b'{"model gpu": {"extra_bytes": 5, "estimated_bytes": -1, "used_bytes": 5}}',
+        b'{"\xff": {}}',
+        b"[" * 100_000,
+        b" " * 2**21,
+    ],
+    ids=range(11),
+)
 def test_a_damaged_file_costs_exactness_only(tmp_path: Path, content: bytes) -> None:
     """It is logged, counts as empty, and is written anew."""
     path = tmp_path / "plan.json"
@@ -57,3 +73,12 @@ def test_a_file_that_cannot_be_written(tmp_path: Path) -> None:
         corrections.put("model", "gpu", estimated_bytes=0, used_bytes=5)
     assert [line["event"] for line in logs] == ["corrections_not_written"]
     assert corrections.extra_bytes("model", "gpu") == 5
+
+
+def test_a_gpu_whose_name_is_no_text_is_not_written(tmp_path: Path) -> None:
+    """It is logged; the others are kept."""
+    corrections = Corrections(tmp_path / "plan.json")
+    with capture_logs() as logs:
+        corrections.put("model", "\ud800", estimated_bytes=0, used_bytes=5)
+    assert [line["event"] for line in logs] == ["corrections_not_written"]
+    assert corrections.extra_bytes("model", "\ud800") == 5
