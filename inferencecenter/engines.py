@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from inferencecenter.supervisor.corrections import Corrections
@@ -42,22 +41,28 @@ def make_models(
     clean_places(settings.kv, settings.state_dir, registry.models.values())
     corrections = Corrections(settings.state_dir / _PLAN_FILE)
 
-    def ends_daemon(supervisor: Supervisor) -> bool:
-        return settings.engine.exit_when_failed and supervisor is models.engine(models.default)
+    first: Supervisor | None = None
 
-    models = Models(
-        registry,
-        make=partial(
-            _model,
-            first=registry.default,
+    def ends_daemon(supervisor: Supervisor) -> bool:
+        if supervisor.given_up:
+            return settings.engine.exit_when_failed and supervisor is models.engine(models.default)
+        return supervisor.load_failure is not None and supervisor is first
+
+    def make(spec: ModelSpec, admit: Callable[[Model], Awaitable[bool]]) -> Model:
+        return _model(
+            spec,
+            admit,
+            # What is wrong with the GPUs that are set is to end the daemon, and others are planned when they load.
+            plan_now=first is None,
             settings=settings,
             corrections=corrections,
             metrics=metrics,
             live_sessions=live_sessions,
             ends_daemon=ends_daemon,
-        ),
-        max_resident=settings.engine.max_resident,
-    )
+        )
+
+    models = Models(registry, make=make, max_resident=settings.engine.max_resident)
+    first = models.engine(registry.default)
     return models
 
 
@@ -65,7 +70,7 @@ def _model(  # noqa: PLR0913 - what it is put together from, by name
     spec: ModelSpec,
     admit: Callable[[Model], Awaitable[bool]],
     *,
-    first: str,
+    plan_now: bool,
     settings: Settings,
     corrections: Corrections,
     metrics: EngineMetrics,
@@ -75,8 +80,7 @@ def _model(  # noqa: PLR0913 - what it is put together from, by name
     engine = spec.engine
     planner = Planner(engine=engine, gpu=settings.gpu, corrections=corrections)
     options = engine_options(spec, kv_places(settings.kv, settings.state_dir, spec), settings.kv)
-    if spec.name == first:
-        # What is wrong with the GPUs that are set is to end the daemon, and the others are planned when they load.
+    if plan_now:
         options = planner.first(options)
     meter = StepMeter(metrics, model=spec.name)
 

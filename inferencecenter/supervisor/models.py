@@ -14,6 +14,7 @@ from inferencecenter.protocol.events import Swap
 from inferencecenter.supervisor.kv_places import place_name
 from inferencecenter.supervisor.listeners import Listeners
 from inferencecenter.supervisor.model import Model, fits_beside, summary
+from inferencecenter.supervisor.refusals import unavailable
 from inferencecenter.supervisor.residency import Residency
 from inferencecenter.tasks import TaskGroup
 
@@ -158,13 +159,18 @@ class Models:
         """Load a model, if it is not loaded, though no turn asks for it yet.
 
         Raises:
-            InferenceCenterError: ``model_not_found``, or why it could not be loaded; the next call tries again.
+            InferenceCenterError: ``model_not_found``, or why it could not be loaded. The next call tries again, but not
+                where its engine was lost too often.
         """
         model = self._get(name)
-        failure = model.supervisor.load_failure
-        if failure is not None:
-            self._forget(model)
+        if (failure := model.supervisor.load_failure) is not None:
+            if model.supervisor.has_turns:
+                self._renew(model)
+            else:
+                self._forget(model)
             raise failure
+        if model.supervisor.given_up:
+            raise unavailable(model.supervisor.status, given_up=True)
         model.supervisor.wake()
 
     def release(self, session_id: str) -> None:
@@ -213,16 +219,17 @@ class Models:
             await self._make_default(name, tell)
 
     async def _make_default(self, name: str, tell: Callable[[Swap], None]) -> None:
-        old = self._get(self._default)
         try:
-            failure = await self._try_default(name, old, tell)
+            failure = await self._try_default(name, tell)
         except Exception as error:  # noqa: BLE001 - a swap ends and its asker is told, whatever the new model raises
             failure = error.message if isinstance(error, InferenceCenterError) else reason_of(error)
         if failure is not None:
             _log.error("swap_failed", model=name, reason=failure, default=self._default)
-            if (model := self._models.get(name)) is not None:
-                self._forget(model)
-            old.supervisor.wake()
+            if name != self._default:
+                self._get(self._default).supervisor.wake()
+                # Answers that have begun wait until it is asked for again.
+                if (model := self._models.get(name)) is not None and not model.supervisor.has_turns:
+                    self._forget(model)
             tell(Swap(model=name, phase="failed", detail=failure))
             return
         tell(Swap(model=name, phase="done", done=1.0))
@@ -230,12 +237,12 @@ class Models:
             for listener in self._swap_listeners:
                 listener(loaded)
 
-    async def _try_default(self, name: str, old: Model, tell: Callable[[Swap], None]) -> str | None:
+    async def _try_default(self, name: str, tell: Callable[[Swap], None]) -> str | None:
         """Load a model and make it the default; return why it is not."""
         model = self._get(name)
-        if model.supervisor.load_failure is not None or model.supervisor.given_up:
-            self._forget(model)
-            model = self._get(name)
+        if model.supervisor.status.state is EngineState.FAILED:
+            model = self._renew(model)
+        old = self._get(self._default)
         # What waits for it is to go to the new one: it would only want the memory back.
         old.supervisor.pause(paused=old is not model)
         try:
@@ -271,8 +278,15 @@ class Models:
             before = self._registry
             self._registry = replace(registry, models={**before.models, **registry.models})
             for name, spec in registry.models.items():
-                if name in self._models and not _runs_alike(spec, before.models.get(name)):
-                    await self._replace(self._models[name], spec)
+                if (model := self._models.get(name)) is None:
+                    continue
+                has_failed = model.supervisor.status.state is EngineState.FAILED
+                if not _runs_alike(spec, before.models.get(name)):
+                    await self._replace(model, spec)
+                elif has_failed:
+                    self._renew(model)
+                if has_failed and name == self._default:
+                    self._models[name].supervisor.wake()
             if registry.default not in (before.default, self._default):
                 await self._make_default(registry.default, lambda _: None)
             for name in set(before.models) - set(registry.models) - {self._default}:
@@ -334,7 +348,11 @@ class Models:
         if self._models.get(model.name) is not model:
             return
         for listener in self._model_listeners:
-            listener(model.name, status)
+            try:
+                listener(model.name, status)
+            # The same border as in ``Listeners``.
+            except Exception:  # noqa: BLE001
+                _log.exception("engine_listener_failed", model=model.name, state=status.state.value)
         if model.name == self._default:
             self._listeners.tell(status)
 
@@ -347,6 +365,15 @@ class Models:
         if self._models.get(model.name) is model:
             del self._models[model.name]
         self._retire(model)
+
+    def _renew(self, model: Model) -> Model:
+        """Have a new engine, which sleeps, take the place of one that has failed, with the turns that wait for it."""
+        _log.info("engine_renewed", model=model.name, detail=model.supervisor.status.detail)
+        renewed = self._models[model.name] = self._make(self._registry.get(model.name), self._residency.admit)
+        self._begin(renewed, asleep=True)
+        _send_on(model, begun=True)
+        self._retire(model)
+        return renewed
 
     def _retire(self, model: Model) -> None:
         self._retiring.spawn(self._finish(model), name=model.name)

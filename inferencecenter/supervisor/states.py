@@ -21,8 +21,9 @@ class EngineChange(StrEnum):
     ENDED = "ended"
 
 
-# FAILED is for good: a model that cannot be loaded, or an engine that was lost too often. However an engine ends that
-# is SUSPENDING, it is ASLEEP then and not lost: no turn was with it.
+# FAILED takes no turns: a model that cannot be loaded, an engine that was lost too often, or one that was asleep and
+# may not be started now. Only the last is started again, when what keeps it from that is gone; others are replaced.
+# However an engine ends that is SUSPENDING, it is ASLEEP then and not lost: no turn was with it.
 ENGINE: Final = Lifecycle(
     "engine",
     {
@@ -37,6 +38,8 @@ ENGINE: Final = Lifecycle(
         (EngineState.READY, EngineChange.SLEEP): EngineState.SUSPENDING,
         (EngineState.SUSPENDING, EngineChange.ENDED): EngineState.ASLEEP,
         (EngineState.ASLEEP, EngineChange.START): EngineState.STARTING,
+        (EngineState.ASLEEP, EngineChange.GIVE_UP): EngineState.FAILED,
+        (EngineState.FAILED, EngineChange.START): EngineState.STARTING,
         (EngineState.STARTING, EngineChange.STOP): EngineState.DRAINING,
         (EngineState.READY, EngineChange.STOP): EngineState.DRAINING,
         (EngineState.FAILED, EngineChange.STOP): EngineState.DRAINING,

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import random
 import time
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
 import msgspec
 import structlog
 
-from inferencecenter.errors import InferenceCenterError
+from inferencecenter.errors import ErrorCode, InferenceCenterError
 from inferencecenter.ipc.messages import (
     Detokenized,
     Keep,
@@ -61,11 +62,12 @@ class Supervisor:
     """Starts the engine, starts it again when it is lost, and carries turns to it and their events back.
 
     Implements ``ipc.port.EnginePort``. ``_change`` is the only writer of the engine's state. A model that cannot be
-    loaded at first is not tried again: the engine stays ``failed``, ``load_failure`` says why, and turns wait for the
-    next daemon. Once a model was loaded, every failure is taken to pass, until there are too many: then the engine is
-    ``given_up`` and its turns fail, or wait for the next daemon if this one ``ends_with_it``. An engine that has no
-    turns for a while is ended, and the next turn starts another; so is one that is to ``make_way``, whose turns go on
-    with the next.
+    loaded at first is not tried again: the engine stays ``failed`` and ``load_failure`` says why. Once a model was
+    loaded, every failure is taken to pass, until there are too many: then the engine is ``given_up``. In both cases its
+    turns fail, or wait for the next daemon if this one ``ends_with_it``. An engine that has no turns for a while is
+    ended, and the next turn starts another; so is one that is to ``make_way``, whose turns go on with the next. One
+    that sleeps and may not be started, as its GPU is gone, is ``failed`` too: it is tried again after a back-off until
+    it is ready. Answers that have begun wait for that, and for a model that could not be loaded.
 
     Args:
         options: What each engine is told at its start.
@@ -77,7 +79,7 @@ class Supervisor:
         sleep_after_s: One that has no turns for so long is ended until it is wanted; ``None`` for never.
         live_sessions: Names the sessions whose KV a new engine is to keep; without it all is kept.
         plan_again: Completes the options of every engine but the first, from a thread; none to leave them.
-        ends_with_it: Tells whether the daemon ends when the engine is given up.
+        ends_with_it: Tells whether the daemon ends now that the engine is given up, or could not be loaded.
         admit: Waits until an engine that sleeps may be started again, or is ``wanted`` no more, and tells which; raises
             why a model that was never loaded cannot be.
         on_step: Hears of each step of the engine before the turns do.
@@ -138,6 +140,8 @@ class Supervisor:
         self._progress = LoadProgress(monotonic=monotonic)
         self._load_failure: InferenceCenterError | None = None
         self._given_up = False
+        self._refused = False
+        self._retry_s = 0.0
         self._detail = ""
         self._restarts = 0
         self._ready_since: float | None = None
@@ -190,6 +194,11 @@ class Supervisor:
         return bool(self._wish)
 
     @property
+    def has_turns(self) -> bool:
+        """Whether there are turns that have not ended, with the engine or waiting for one."""
+        return bool(self._turns)
+
+    @property
     def holds_memory(self) -> bool:
         """Whether there is an engine, or one is about to be started."""
         return self._state in _HOLDS_MEMORY
@@ -211,7 +220,7 @@ class Supervisor:
         self._is_planned = not asleep
         if asleep:
             self._change(EngineChange.SLEEP)
-        self._keeper = self._tasks.spawn(self._keep_alive(asleep=asleep), name="keep-alive")
+        self._keeper = self._tasks.keep_running(self._keep_alive, name="keep-alive", pause=self._pause)
 
     def wake(self) -> None:
         """Start an engine that sleeps, though no turn wants it yet."""
@@ -263,7 +272,7 @@ class Supervisor:
         was_loaded = self._state in (EngineState.READY, EngineState.SUSPENDING)
         self._change(EngineChange.STOP)
         self._turns.lost()
-        self._lookups.fail(unavailable(self.status, given_up=False))
+        self._lookups.fail(self._unavailable())
         self._watch()
         if (process := self._process) is not None:
             await process.end(suspend_deadline_s=suspend_deadline_s if was_loaded else None, deadline_s=deadline_s)
@@ -307,8 +316,8 @@ class Supervisor:
 
     def _take_note(self) -> None:
         """Let what comes now wake an engine that sleeps; refuse it where there will be none."""
-        if self._stop_asked.is_set() or self._load_failure is not None or self._given_up:
-            raise unavailable(self.status, given_up=self._given_up)
+        if self._stop_asked.is_set() or self._state is EngineState.FAILED:
+            raise self._unavailable()
         self.last_used_s = self._monotonic()
         self._wish.look()
 
@@ -319,44 +328,89 @@ class Supervisor:
 
     # One engine after the other.
 
-    async def _keep_alive(self, *, asleep: bool) -> None:
-        if asleep:
-            await self._until_granted()
+    async def _keep_alive(self) -> None:
+        """Run engines until the end. Begun again where it has failed, it takes the engine of before for lost."""
+        self._clear_up()
         while not self._stop_asked.is_set():
+            if not await self._may_start():
+                continue
             self._progress.begin()
             self._change(EngineChange.START)
             ended = await self._live()
-            if self._state is EngineState.SUSPENDING:
-                await self._rest(ended)
-            elif self._stop_asked.is_set() or not self._lose(ended):
+            if self._stop_asked.is_set():
                 return
+            if self._state is EngineState.SUSPENDING:
+                self._rest(ended)
             else:
-                await self._back_off(ended)
+                self._lose(ended)
 
-    async def _until_granted(self) -> None:
-        """Wait until the first engine may be started, or none is to be; a model that never may has failed to load."""
+    def _clear_up(self) -> None:
+        ended = Ended("its start or its end met an internal error; the daemon's log says which", by_itself=False)
+        if self._state is EngineState.SUSPENDING:
+            self._rest(ended)
+        elif self._state in (EngineState.STARTING, EngineState.READY):
+            self._lose(ended)
+
+    async def _may_start(self) -> bool:
+        """Wait until an engine may be started, as long as the state before wants it; ``False`` to look again."""
+        match self._state:
+            case EngineState.ASLEEP:
+                return await self._is_granted()
+            case EngineState.FAILED if self._refused:
+                await self._pause(self._retry_s)
+                return await self._is_granted()
+            case EngineState.FAILED:
+                await self._stop_asked.wait()
+            case EngineState.BACKOFF:
+                await self._pause(self._retry_s)
+                self._restarts += not self._stop_asked.is_set()
+        return not self._stop_asked.is_set()
+
+    async def _is_granted(self) -> bool:
+        """Wait until an engine is wanted and may be started, or none is to be; one that may not has failed."""
         try:
             await self._wish.granted()
         except InferenceCenterError as refusal:
+            self._refuse(refusal)
+            return False
+        # A border: whether it may be started depends on files, devices, and engines that are to make way.
+        except Exception:  # noqa: BLE001
+            _log.exception("engine_not_admitted")
+            self._refuse(InferenceCenterError(ErrorCode.INTERNAL))
+            return False
+        self._refused = False
+        return not self._stop_asked.is_set()
+
+    def _refuse(self, refusal: InferenceCenterError) -> None:
+        """Take note that the engine may not be started: for good if the model was never loaded, else for a while."""
+        self._detail = refusal.message
+        if self._model is None:
+            _log.error("model_not_loaded", code=refusal.code.value, reason=refusal.message, hint=refusal.hint)
             self._load_failure = refusal
+        else:
+            self._refused = True
+            self._wish.call()
+            self._back_off("engine_not_woken")
+        self._give_up()
 
-    async def _back_off(self, ended: Ended) -> None:
-        """Wait until the next engine may be started, or none is to be."""
+    def _back_off(self, event: str) -> None:
+        """Choose when the next engine is started, and log why not earlier."""
         ready_s = 0.0 if self._ready_since is None else self._monotonic() - self._ready_since
-        delay_s = self._backoff.after_failure(ready_s=ready_s)
-        _log.warning("engine_restarts", delay_s=round(delay_s, 2), detail=ended.detail)
-        try:
-            async with asyncio.timeout(delay_s):
-                await self._stop_asked.wait()
-        except TimeoutError:
-            self._restarts += 1
+        self._ready_since = None
+        self._retry_s = self._backoff.after_failure(ready_s=ready_s)
+        _log.warning(event, delay_s=round(self._retry_s, 2), detail=self._detail)
 
-    async def _rest(self, ended: Ended) -> None:
-        """Wait until an engine is wanted, or none is to be started; a turn may have come while the last one ended."""
+    async def _pause(self, seconds: float) -> None:
+        """Wait, unless all is to end."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._stop_asked.wait()
+
+    def _rest(self, ended: Ended) -> None:
+        """Take note that an engine has gone to sleep; a turn may have come while it ended."""
         self._gauges = msgspec.structs.replace(self._gauges, running=0, waiting=0, rss_bytes=0)
         _log.info("engine_asleep", detail=ended.detail, parked_sessions=self._gauges.parked_sessions)
         self._change(EngineChange.ENDED)
-        await self._wish.granted()
 
     async def _let_turns_end(self, patience_s: float | None) -> None:
         self._turns.hold()
@@ -376,8 +430,6 @@ class Supervisor:
     async def _live(self) -> Ended:
         """Run one engine until it is gone."""
         self._ready_since = None
-        if self._load_failure is not None:
-            return Ended(self._load_failure.message)
         if self._plan_again is not None and not self._is_planned:
             self._options = await asyncio.to_thread(self._plan_again, self._options)
         self._is_planned = False
@@ -398,6 +450,9 @@ class Supervisor:
         patience = asyncio.get_running_loop().call_later(self._load_timeout_s, self._give_up_loading, process)
         try:
             return await process.gone()
+        except BaseException:
+            process.kill()
+            raise
         finally:
             patience.cancel()
             self._process = None
@@ -406,8 +461,8 @@ class Supervisor:
         if self._state is EngineState.STARTING:
             process.kill(because=f"loading took longer than {self._load_timeout_s:g} s")
 
-    def _lose(self, ended: Ended) -> bool:
-        """Take note that the engine is gone; tell whether to start another."""
+    def _lose(self, ended: Ended) -> None:
+        """Take note that the engine is gone, and choose whether and when to start another."""
         was_loading = self._state is EngineState.STARTING
         self._detail = self._load_failure.message if self._load_failure else ended.detail
         self._gauges = _NOTHING_RUNS
@@ -415,27 +470,41 @@ class Supervisor:
         if self._turns.lost(ended):
             self._budget.clear()
         if self._load_failure is not None:
-            self._lookups.fail(unavailable(self.status, given_up=False))
-            self._change(EngineChange.GIVE_UP)
-            return False
+            self._give_up()
+            return
         if was_loading and ended.by_itself and self._progress.may_lack_gpu_memory(self._options):
             self._options = with_fewer_layers(self._options, self._model)
         else:
             self._given_up = not self._budget.take(now=self._monotonic())
-        self._change(EngineChange.GIVE_UP if self._given_up else EngineChange.LOST)
         if self._given_up:
             _log.error("engine_given_up", restarts=self._restarts, detail=ended.detail)
-            self._lookups.fail(unavailable(self.status, given_up=True))
-            if not self._ends_with_it():
-                self._turns.fail(unavailable(self.status, given_up=self._given_up))
-        return not self._given_up
+            self._give_up()
+            return
+        self._back_off("engine_restarts")
+        self._change(EngineChange.LOST)
+
+    def _give_up(self) -> None:
+        """Take no turns any more; those that wait end, unless the next daemon goes on with them.
+
+        A model that could not be loaded, or may not be started now, may be soon: answers that have begun wait for it.
+        """
+        if self._state is not EngineState.FAILED:
+            self._change(EngineChange.GIVE_UP)
+        self._lookups.fail(self._unavailable())
+        if not self._ends_with_it():
+            self._turns.fail(self._unavailable(), begun=self._given_up)
+
+    def _unavailable(self) -> InferenceCenterError:
+        if not self._refused:
+            return unavailable(self.status, given_up=self._given_up)
+        return unavailable(self.status, given_up=False, retry_after_ms=round(1000 * self._retry_s))
 
     def _fall_asleep(self) -> None:
         assert self._process is not None, "it was idle until now"
         self._turns.lost()
         self._lookups.lost()
         self._change(EngineChange.SLEEP)
-        self._tasks.spawn(self._process.end(park_all=True), name="fall-asleep")
+        self._tasks.spawn(_suspend(self._process), name="fall-asleep")
 
     # What it says.
 
@@ -501,3 +570,12 @@ class Supervisor:
         _log.debug("engine_state", state=self._state.value, change=change.value)
         self._watch()
         self._listeners.tell(self.status)
+
+
+async def _suspend(process: EngineProcess) -> None:
+    """End an engine that keeps its KV; one that cannot be asked is killed."""
+    try:
+        await process.end(park_all=True)
+    except BaseException:
+        process.kill()
+        raise

@@ -174,10 +174,11 @@ class Turns:
             _log.warning("turns_suspected", turns=list(suspects), on_trial=self._suspects.on_trial)
         return culprit is not None
 
-    def fail(self, error: InferenceCenterError) -> None:
-        """End all turns, which no engine has, in the same way."""
-        for turn_id in list(self._turns):
-            self._end(_failed(turn_id, error))
+    def fail(self, error: InferenceCenterError, *, begun: bool) -> None:
+        """End all turns, which no engine has, in the same way; those with tokens only if ``begun``."""
+        for turn in list(self._turns.values()):
+            if begun or not turn.n_tokens:
+                self._end(_failed(turn.turn_id, error))
 
     def go_on(self) -> None:
         """Make room for the suspect that is to run alone, and have the engine given all that it may have."""

@@ -27,7 +27,7 @@ from inferencecenter.supervisor.backoff import RestartPolicy
 from inferencecenter.supervisor.supervisor import Supervisor
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
+    from collections.abc import Awaitable, Callable, Collection
     from pathlib import Path
 
 TIMEOUT_S = 60.0
@@ -128,13 +128,15 @@ class Watched:
         live_sessions: Callable[[], Collection[str]] | None = None,
         plan_again: Callable[[EngineOptions], EngineOptions] | None = None,
         ends_with_it: Callable[[], bool] = lambda: False,
+        admit: Callable[[], Awaitable[bool]] | None = None,
+        backoff_s: float = 0.01,
         lock_path: Path | None = None,
         **options: object,
     ) -> None:
         base = {"backend": "echo", "parent_pid": 0, "slots": 2}
         self.supervisor = Supervisor(
             EngineOptions(**(base | options)),  # type: ignore[arg-type]
-            policy=RestartPolicy(min_s=0.01, max_s=0.02, max_restarts=max_restarts),
+            policy=RestartPolicy(min_s=backoff_s, max_s=2 * backoff_s, max_restarts=max_restarts),
             max_queue=max_queue,
             queue_warning=queue_warning,
             load_timeout_s=load_timeout_s,
@@ -143,6 +145,7 @@ class Watched:
             live_sessions=live_sessions,
             plan_again=plan_again,
             ends_with_it=ends_with_it,
+            admit=admit,
             lock_path=lock_path,
         )
         self.left.append(self)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -11,7 +13,7 @@ from typing import TYPE_CHECKING, cast
 import pytest
 
 from inferencecenter.errors import ErrorCode, InferenceCenterError
-from inferencecenter.ipc.messages import EngineOptions, Limit
+from inferencecenter.ipc.messages import EngineOptions, Failed, Limit, pack_tokens
 from inferencecenter.ipc.port import EngineState, EngineStatus
 from inferencecenter.models.registry import ModelSpec, Registry
 from inferencecenter.settings import EngineSettings
@@ -35,11 +37,14 @@ if TYPE_CHECKING:
 class Room:
     """A planner that knows of no memory; a house of so many models is full, and a huge one fits into none."""
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit: int, fault: Callable[[], Exception | None]) -> None:
         self._limit = limit
+        self._fault = fault
 
     def fits_beside(self, others: Sequence[Planner], options: EngineOptions) -> bool:
         """Tell whether there is room beside others."""
+        if (fault := self._fault()) is not None:
+            raise fault
         if options.model_name == "huge":
             raise InferenceCenterError(ErrorCode.INVALID_CONFIG, "Does not fit in memory.")
         if options.model_name == "odd":
@@ -67,6 +72,7 @@ class Fleet:
     folder: Path
     room: int = 2
     patience_s: float = 30.0
+    fault: Exception | None = None
     names: tuple[str, ...] = ("first", "second")
     swaps: list[Swap] = field(default_factory=list)
     changed: list[str] = field(default_factory=list)
@@ -100,7 +106,7 @@ class Fleet:
             max_queue=10,
             admit=may_load,
         )
-        model = Model(spec, cast("Planner", Room(self.room)), supervisor)
+        model = Model(spec, cast("Planner", Room(self.room, lambda: self.fault)), supervisor)
         return model
 
     def _see(self, name: str, status: EngineStatus) -> None:
@@ -340,6 +346,89 @@ async def test_whoever_wants_what_cannot_be_loaded_hears_why(fleet: Callable[...
     assert house.state("refuse -1") is None
     house.models.want("refuse -1")
     await house.until(lambda: house.state("refuse -1") is EngineState.FAILED)
+
+
+async def give_up(house: Fleet, name: str) -> None:
+    """Kill a model's engines until it gets no other."""
+    for _ in range(2):
+        await house.ready(name)
+        pid = house.models.engine(name).status.pid
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+        await house.until(lambda: house.state(name) is not EngineState.READY)
+    await house.until(lambda: house.state(name) is EngineState.FAILED)
+
+
+@pytest.mark.parametrize("how", ["reload", "reload of another entry", "swap"])
+async def test_an_engine_that_was_given_up_is_revived(fleet: Callable[..., Fleet], how: str) -> None:
+    """By a reload, also one that changes its entry, and by loading it: it is loaded at once, and turns run again."""
+    house = fleet()
+    await give_up(house, "first")
+    with pytest.raises(InferenceCenterError) as refusal:
+        house.submit("t1", 3)
+    assert (refusal.value.code, refusal.value.retry_after_ms) == (ErrorCode.ENGINE_UNAVAILABLE, None)
+    with pytest.raises(InferenceCenterError, match="failed"):
+        house.models.want("first")
+    if how == "swap":
+        assert (await house.swap("first")).phase == "done"
+    elif how == "reload":
+        house.models.apply(house.registry())
+    else:
+        house.models.apply(house.registry(first=house.spec("first", kv_type_k="q8_0")))
+    await house.ready("first")
+    assert await ended(house.submit("t2", 3)) == answer(3)
+    assert not house.models.engine("first").given_up
+
+
+async def test_answers_that_have_begun_wait_for_a_model_that_is_back(fleet: Callable[..., Fleet]) -> None:
+    """One that could not be loaded keeps them until it is asked for again; those that said nothing hear why."""
+    house = fleet(names=("first", "huge"), room=2)
+    await house.ready("first")
+    begun = Turn(order("t1", "count 3", answer=pack_tokens([0])), models=house.models)
+    silent = Turn(order("t2", "count 3"), models=house.models)
+    for turn in (begun, silent):
+        house.models.engine("huge").submit(turn)
+    await house.until(lambda: house.state("huge") is EngineState.FAILED)
+    assert ([type(end) for end in silent.terminal], begun.terminal) == ([Failed], [])
+    with pytest.raises(InferenceCenterError, match="Does not fit"):
+        house.models.want("huge")
+    await asyncio.wait_for(begun.ended.wait(), TIMEOUT_S)
+    assert begun.recalls == 1
+
+
+async def test_a_model_whose_device_is_gone_comes_back_by_itself(fleet: Callable[..., Fleet]) -> None:
+    """Its waking turn hears why, loading it fails with the reason, and it is ready again when the device is."""
+    house = fleet(names=("first", "second"))
+    await house.ready("first")
+    await ended(house.submit("t1", 1, model="second"))
+    house.models.unload("second")
+    await house.until(lambda: house.state("second") is EngineState.ASLEEP)
+    house.fault = InferenceCenterError(ErrorCode.INVALID_CONFIG, "There is no GPU 7.")
+    turn = house.submit("t2", 1, model="second")
+    await house.until(lambda: house.state("second") is EngineState.FAILED)
+    (end,) = turn.terminal
+    assert isinstance(end, Failed)
+    assert "There is no GPU 7." in end.message
+    assert house.models.describe()[1].state == "failed"
+    house.fault = None
+    await house.ready("second")
+    assert await ended(house.submit("t3", 1, model="second")) == answer(1)
+
+
+async def test_a_swap_that_meets_a_defect_ends(fleet: Callable[..., Fleet], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its client is told, the lock on changes is free, and the next swap is done."""
+    house = fleet()
+    await house.ready("first")
+
+    async def fail(*_: object) -> str | None:
+        raise ValueError("a defect")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(house.models, "_load", fail)
+        failed = await house.swap("second")
+    assert (failed.phase, "a defect" in failed.detail) == ("failed", True)
+    house.swaps.clear()
+    assert (await house.swap("second")).phase == "done"
 
 
 async def test_one_swap_at_a_time(fleet: Callable[..., Fleet]) -> None:

@@ -14,6 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
+from inferencecenter import tasks
+from inferencecenter.errors import ErrorCode, InferenceCenterError
 from inferencecenter.ipc.messages import EngineOptions, Failed, Withdrawn
 from inferencecenter.ipc.port import EngineState, EngineStatus
 from inferencecenter.supervisor import process
@@ -299,3 +301,86 @@ async def test_stopping_ends_it_from_any_depth_of_sleep(state: EngineState, cloc
     assert watched.supervisor.status.pid is None
     others = {task.get_name() for task in asyncio.all_tasks() - {asyncio.current_task()}}
     assert not {name for name in others if name.startswith(("supervisor:", "engine-process:"))}
+
+
+async def test_an_engine_that_may_not_wake_has_failed_until_it_may(clock: LoopClock) -> None:
+    """The turn that would wake it hears why, new ones are told when to come back, and it recovers by itself."""
+    gone = InferenceCenterError(ErrorCode.INVALID_CONFIG, "There is no GPU 7.")
+    asked, faults = [], [gone, ValueError("a device that cannot be described"), gone]
+
+    async def admit() -> bool:
+        asked.append(True)
+        if faults:
+            raise faults.pop(0)
+        return True
+
+    watched = Watched(sleep_after_s=SLEEP_AFTER_S, admit=admit)
+    await tired(clock, watched)
+    await watched.until(EngineState.ASLEEP)
+    with capture_logs() as logs:
+        turn, begun = watched.submit("t1"), watched.submit("t2", answer=bytes(4))
+        await watched.until(EngineState.FAILED)
+        status = watched.supervisor.status
+        assert (status.serves, status.detail) == (False, "There is no GPU 7.")
+        (end,) = turn.terminal
+        assert isinstance(end, Failed)
+        assert (end.code, "There is no GPU 7." in end.message) == ("engine_unavailable", True)
+        with pytest.raises(InferenceCenterError) as refusal:
+            watched.submit("t3")
+        assert refusal.value.code is ErrorCode.ENGINE_UNAVAILABLE
+        assert refusal.value.retry_after_ms is not None
+        await watched.until(EngineState.READY)
+    assert len(asked) == 4
+    assert [line["event"] for line in logs if line["event"].startswith("engine_not")] == [
+        "engine_not_woken",
+        "engine_not_admitted",
+        "engine_not_woken",
+        "engine_not_woken",
+    ]
+    assert (watched.supervisor.given_up, watched.supervisor.status.restarts) == (False, 0)
+    assert (await end_of(begun)).reason == "stop"
+    assert (await end_of(watched.submit("t4"))).reason == "stop"
+    await watched.supervisor.stop()
+
+
+async def test_stopping_ends_an_engine_that_may_not_wake(clock: LoopClock) -> None:
+    """Also while it waits for its next try."""
+
+    async def admit() -> bool:
+        raise InferenceCenterError(ErrorCode.INVALID_CONFIG, "There is no GPU 7.")
+
+    watched = Watched(sleep_after_s=SLEEP_AFTER_S, admit=admit, backoff_s=3600.0)
+    await tired(clock, watched)
+    await watched.until(EngineState.ASLEEP)
+    watched.submit("t1")
+    await watched.until(EngineState.FAILED)
+    async with asyncio.timeout(TIMEOUT_S):
+        await watched.supervisor.stop()
+    assert watched.states[-1] is EngineState.STOPPED
+
+
+async def test_a_fault_while_an_engine_is_started_costs_a_restart(
+    monkeypatch: pytest.MonkeyPatch, clock: LoopClock
+) -> None:
+    """Whatever is raised there: the turn that waits runs with the next engine, and too many faults are the end."""
+    monkeypatch.setattr(tasks, "RESTART_MIN_S", 0.0)
+    plans = iter([ValueError("a header that was not expected"), OSError("a file that is gone")])
+
+    def plan_again(engine: EngineOptions) -> EngineOptions:
+        for fault in plans:
+            raise fault
+        return engine
+
+    watched = Watched(sleep_after_s=SLEEP_AFTER_S, plan_again=plan_again, max_restarts=2)
+    await tired(clock, watched)
+    await watched.until(EngineState.ASLEEP)
+    turn = watched.submit("t1")
+    for _ in range(2):
+        await watched.until(EngineState.BACKOFF)
+        assert "internal error" in watched.supervisor.status.detail
+    assert (await end_of(turn)).reason == "stop"
+    plans = iter([ValueError("a header that was not expected")] * 3)
+    watched.kill()
+    await watched.until(EngineState.FAILED)
+    assert watched.supervisor.given_up
+    await watched.supervisor.stop()

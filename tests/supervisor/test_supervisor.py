@@ -11,7 +11,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from inferencecenter.errors import ErrorCode, InferenceCenterError
-from inferencecenter.ipc.messages import Finished, TurnEvent, Withdrawn
+from inferencecenter.ipc.messages import Failed, Finished, TurnEvent, Withdrawn
 from inferencecenter.ipc.port import EngineState, EngineStatus
 from inferencecenter.supervisor import process
 from tests.supervisor import stub_engine
@@ -202,10 +202,11 @@ async def test_stopping_while_it_starts_leaves_no_process() -> None:
     assert watched.supervisor.status.pid is None
 
 
-async def test_a_model_that_cannot_be_loaded_is_not_tried_again(tmp_path: Path) -> None:
-    """The reason is kept for whoever decides what to do about it; turns that wait are the next daemon's."""
-    watched = Watched(backend="llama", model_path=str(tmp_path / "missing.gguf"))
-    kept = watched.submit("t0")
+@pytest.mark.parametrize("daemon_ends", [True, False])
+async def test_a_model_that_cannot_be_loaded_is_not_tried_again(tmp_path: Path, *, daemon_ends: bool) -> None:
+    """The reason is kept for what decides about it; turns that wait hear it, unless they are the next daemon's."""
+    watched = Watched(backend="llama", model_path=str(tmp_path / "missing.gguf"), ends_with_it=lambda: daemon_ends)
+    turn, begun = watched.submit("t0"), watched.submit("t1", answer=bytes(4))
     watched.supervisor.start()
     await watched.until(EngineState.FAILED)
     failure = watched.supervisor.load_failure
@@ -214,9 +215,10 @@ async def test_a_model_that_cannot_be_loaded_is_not_tried_again(tmp_path: Path) 
     assert EngineState.BACKOFF not in watched.states
     assert watched.supervisor.status.detail == failure.message
     with pytest.raises(InferenceCenterError, match=r"missing\.gguf"):
-        watched.submit("t1")
+        watched.submit("t2")
     await watched.supervisor.stop()
-    assert (kept.terminal, kept.submissions) == ([], 0)
+    assert [end.code for end in turn.terminal if isinstance(end, Failed)] == ["engine_unavailable"] * (not daemon_ends)
+    assert (begun.terminal, turn.submissions, begun.submissions) == ([], 0, 0)
 
 
 async def test_loading_is_told_in_tenths_and_llama_cpp_is_logged(demo_model_path: Path) -> None:

@@ -234,6 +234,20 @@ def test_any_number_of_turns_that_cannot_be_submitted_end() -> None:
     assert len(table) == len(fine)
 
 
+@pytest.mark.parametrize("begun", [True, False])
+def test_turns_that_no_engine_takes_fail(*, begun: bool) -> None:
+    """All of them, or those that have said nothing: the others may go on with an engine that comes later."""
+    table, engine = make_turns(), Engine()
+    said, silent = Heard(order("said")), Heard(order("silent"))
+    table.connect(engine)
+    for turn in (said, silent):
+        table.add(turn)
+    table.hear(engine.says("said"))
+    table.lost()
+    table.fail(InferenceCenterError(ErrorCode.ENGINE_UNAVAILABLE), begun=begun)
+    assert ([len(turn.terminal) for turn in (said, silent)], len(table)) == ([int(begun), 1], int(not begun))
+
+
 def test_what_a_lost_engine_still_says_is_nothing() -> None:
     """Nor what is said of a turn that nobody knows."""
     table, engine = make_turns(), Engine()
@@ -384,7 +398,7 @@ def test_a_turn_that_fails_to_take_note_harms_nobody() -> None:
     table.add(fine)
     with capture_logs() as logs:
         table.lost()
-        table.fail(InferenceCenterError(ErrorCode.ENGINE_UNAVAILABLE, "given up", hint="h"))
+        table.fail(InferenceCenterError(ErrorCode.ENGINE_UNAVAILABLE, "given up", hint="h"), begun=True)
     assert fine.terminal == [Failed(turn_id="fine", code="engine_unavailable", message="given up", hint="h")]
     assert [line["event"] for line in logs] == ["turn_listener_failed"] * 2
     assert repr(table) == "Turns(0, given=0, Suspects({}, on_trial=None))"
