@@ -35,7 +35,7 @@ from inferencecenter.server.allowances import Allowances
 from inferencecenter.server.app import create_app
 from inferencecenter.server.audit import AuditEvent
 from inferencecenter.server.context import Context
-from inferencecenter.server.control import DAEMON_LOCK_NAME, ControlSocket
+from inferencecenter.server.control import DAEMON_LOCK_NAME, ControlSocket, record_open_files
 from inferencecenter.server.first_run import ensure_admin
 from inferencecenter.server.inherited import inherited_sockets
 from inferencecenter.server.listener import CLOSING_S, Listener, address, bind
@@ -143,6 +143,7 @@ def serve(settings: Settings, *, announce: Callable[[Announcement], None], read_
         accounts.audit(AuditEvent.DAEMON_STARTED, detail=__version__)
         held.callback(accounts.audit, AuditEvent.DAEMON_STOPPED)
         store = Store.open(settings.state_dir / DATABASE_NAME) if settings.sessions.store else None
+        record_open_files(settings.state_dir, (accounts.identity, store.identity if store is not None else None))
         prepared = _Prepared(
             accounts=accounts,
             store=store,
@@ -237,8 +238,8 @@ async def _run(settings: Settings, prepared: _Prepared, *, on_listening: Callabl
     async with AsyncExitStack() as running:
         if store is not None:
             running.push_async_callback(store.close)
-            allowances.recall(used_today(settings))
-            sessions.restore(store.load(), clean=store.was_clean, retention_days=accounts.retentions())
+            store.watch(context.storage_changed)
+            _restore(settings, store, accounts=accounts, allowances=allowances, sessions=sessions)
         control = ControlSocket(
             settings.state_dir, tokens_changed=context.tokens_changed, purge=purge, reload=reload.run
         )
@@ -263,6 +264,14 @@ async def _run(settings: Settings, prepared: _Prepared, *, on_listening: Callabl
         raise supervisor.load_failure
     _log.info("stopped")
     return int(_ends_with(models, settings))
+
+
+def _restore(
+    settings: Settings, store: Store, *, accounts: Accounts, allowances: Allowances, sessions: Sessions
+) -> None:
+    """Go on with what earlier daemons stored."""
+    allowances.recall(used_today(settings))
+    sessions.restore(store.load(), clean=store.was_clean, retention_days=accounts.retentions())
 
 
 def _ends_with(models: Models, settings: Settings) -> bool:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import sqlite3
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, TypeAlias
 
+from inferencecenter import __version__
 from inferencecenter.errors import ErrorCode, InferenceCenterError
 
 if TYPE_CHECKING:
@@ -16,8 +18,55 @@ if TYPE_CHECKING:
 BUSY_TIMEOUT_S: Final = 2.0
 """How long a statement waits for another process to let go of the file."""
 
+DAMAGE_CODES: Final = frozenset({sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB})
+"""Result codes that say that a file is damaged."""
+
 Steps: TypeAlias = "Sequence[Sequence[str]]"
 """Statements by the version that they lead to; append, never change: ``PRAGMA user_version`` counts them."""
+
+
+class DamagedFileError(sqlite3.DatabaseError):
+    """The pages of a file contradict each other."""
+
+
+class FileMovedError(Exception):
+    """The path of an open file no longer leads to it: what is written there is gone when the file is closed."""
+
+    def __init__(self, path: Path, *, is_missing: bool) -> None:
+        super().__init__(f"{path} was {'deleted or moved away' if is_missing else 'replaced by another file'}")
+        self.is_missing = is_missing
+
+
+@dataclass(frozen=True, slots=True)
+class FileIdentity:
+    """Which files, by device and inode, a database and its log were when they were opened."""
+
+    inodes: tuple[tuple[Path, int, int], ...]
+
+    @classmethod
+    def of(cls, path: Path) -> FileIdentity:
+        """Return the identity of the files at ``path``, which is open for writing.
+
+        Raises:
+            OSError: There is none.
+        """
+        log = _beside(path)[0]
+        found = [(each, each.stat()) for each in (path, log) if each == path or each.exists()]
+        return cls(tuple((each, stat.st_dev, stat.st_ino) for each, stat in found))
+
+    def check(self) -> None:
+        """Compare with what is there now; two system calls.
+
+        Raises:
+            FileMovedError: A file is gone, or another one is in its place.
+        """
+        for path, device, inode in self.inodes:
+            try:
+                found = os.stat(path)  # noqa: PTH116 - after every commit, and twice as fast
+            except OSError as error:
+                raise FileMovedError(path, is_missing=True) from error
+            if (found.st_dev, found.st_ino) != (device, inode):
+                raise FileMovedError(path, is_missing=False)
 
 
 def make_private(path: Path) -> None:
@@ -65,27 +114,61 @@ def damage(database: sqlite3.Connection) -> str | None:
     return None if found == "ok" else found
 
 
+def is_damage(error: BaseException) -> bool:
+    """Tell whether an error says that a file contradicts itself, or is none of SQLite's."""
+    return isinstance(error, DamagedFileError) or (isinstance(error, sqlite3.Error) and code_of(error) in DAMAGE_CODES)
+
+
+def code_of(error: sqlite3.Error) -> int | None:
+    """Return SQLite's primary result code; ``None`` for errors that did not come from SQLite itself."""
+    code = getattr(error, "sqlite_errorcode", None)
+    return None if code is None else code & 0xFF
+
+
 def version_of(database: sqlite3.Connection) -> int:
     """Return how many steps the file has been through."""
     return int(database.execute("PRAGMA user_version").fetchone()[0])
 
 
-def migrate(database: sqlite3.Connection, steps: Steps, *, path: Path, hint: str) -> None:
-    """Take the file through the steps that it has not been through, all or none.
+def check_version(database: sqlite3.Connection, steps: Steps, *, path: Path) -> None:
+    """Refuse a file that has been through more than ``steps``.
+
+    Raises:
+        InferenceCenterError: ``storage_unavailable``; it says which program wrote the file, if that is known.
+        sqlite3.Error: It cannot be read.
+    """
+    version = version_of(database)
+    if version <= len(steps):
+        return
+    writer = _writer_of(database)
+    raise InferenceCenterError(
+        ErrorCode.STORAGE_UNAVAILABLE,
+        f"{path} was written by {writer or 'a newer inferencecenter'} and is of version {version};"
+        f" this is inferencecenter {__version__}, which knows versions up to {len(steps)}",
+        hint=f"The file is whole, leave it where it is: run {writer or 'the newer inferencecenter'} or a later one, or"
+        " `inferencecenter restore` a backup that this version made.",
+    )
+
+
+def migrate(database: sqlite3.Connection, steps: Steps, *, path: Path) -> None:
+    """Take the file through the steps that it has not been through, all or none, and note which program did.
 
     Raises:
         InferenceCenterError: ``storage_unavailable`` for a file that has been through more.
         sqlite3.Error: It cannot be written.
     """
     with transaction(database):
+        check_version(database, steps, path=path)
         version = version_of(database)
-        if version > len(steps):
-            raise newer(path, version, hint=hint)
         for step in steps[version:]:
             for statement in step:
                 database.execute(statement)
         if version < len(steps):
             database.execute(f"PRAGMA user_version = {len(steps)}")
+            # No step of ``steps``: programs of every version read it.
+            database.execute("CREATE TABLE IF NOT EXISTS written_by (program TEXT NOT NULL) STRICT")
+            database.execute("DELETE FROM written_by")
+            database.execute("INSERT INTO written_by VALUES (?)", (f"inferencecenter {__version__}",))
 
 
 @contextmanager
@@ -122,11 +205,6 @@ def copy(source: Path, target: Path) -> None:
         reading.close()
 
 
-def newer(path: Path, version: int, *, hint: str) -> InferenceCenterError:
-    """Return the error for a file that a newer program has changed."""
-    return unusable(path, f"it is of version {version}, made by a newer inferencecenter", hint=hint)
-
-
 def unusable(path: Path, reason: str, *, hint: str) -> InferenceCenterError:
     """Return the error for a file that cannot be used because of ``reason``."""
     return InferenceCenterError(ErrorCode.STORAGE_UNAVAILABLE, f"{path} cannot be used: {reason}", hint=hint)
@@ -147,6 +225,15 @@ def _connect_reading(path: Path, how: str) -> sqlite3.Connection:
         database.close()
         raise
     return database
+
+
+def _writer_of(database: sqlite3.Connection) -> str | None:
+    """Return the program that last took the file through a step; ``None`` where none has noted that."""
+    try:
+        row = database.execute("SELECT program FROM written_by").fetchone()
+    except sqlite3.OperationalError:
+        return None
+    return None if row is None else str(row[0])
 
 
 def _beside(path: Path) -> tuple[Path, Path]:

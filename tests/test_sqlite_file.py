@@ -10,10 +10,20 @@ from typing import TYPE_CHECKING
 import pytest
 
 from inferencecenter.errors import ErrorCode, InferenceCenterError
-from inferencecenter.sqlite_file import connect, copy, damage, make_private, migrate, transaction, version_of
+from inferencecenter.sqlite_file import (
+    FileIdentity,
+    FileMovedError,
+    connect,
+    copy,
+    damage,
+    make_private,
+    migrate,
+    transaction,
+    version_of,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
 STEPS = (("CREATE TABLE a (x)",), ("CREATE TABLE b (x)", "INSERT INTO b VALUES (1)"))
@@ -53,27 +63,70 @@ def test_a_file_is_private_before_anything_is_in_it(path: Path) -> None:
 
 def test_steps_are_taken_once_each(path: Path, database: sqlite3.Connection) -> None:
     """A file goes on from where it is, and one that is there stays as it is."""
-    migrate(database, STEPS[:1], path=path, hint="")
-    assert (_tables(database), version_of(database)) == ({"a"}, 1)
+    migrate(database, STEPS[:1], path=path)
+    assert (_tables(database), version_of(database)) == ({"a", "written_by"}, 1)
     for _ in range(2):
-        migrate(database, STEPS, path=path, hint="")
-        assert (_tables(database), version_of(database)) == ({"a", "b"}, 2)
+        migrate(database, STEPS, path=path)
+        assert (_tables(database), version_of(database)) == ({"a", "b", "written_by"}, 2)
     assert database.execute("SELECT * FROM b").fetchall() == [(1,)]
 
 
 def test_a_step_that_fails_leaves_nothing(path: Path, database: sqlite3.Connection) -> None:
     """Neither of it nor of those before it in the same attempt."""
     with pytest.raises(sqlite3.OperationalError):
-        migrate(database, (*STEPS, ("CREATE TABLE c (x)", "nonsense")), path=path, hint="")
+        migrate(database, (*STEPS, ("CREATE TABLE c (x)", "nonsense")), path=path)
     assert (_tables(database), version_of(database)) == (set(), 0)
 
 
 def test_a_newer_file_is_refused_by_name(path: Path, database: sqlite3.Connection) -> None:
-    """It says which file, which version, and what to do."""
-    migrate(database, STEPS, path=path, hint="")
-    with pytest.raises(InferenceCenterError, match=r"file\.sqlite3 .* version 2, made by a newer") as caught:
-        migrate(database, STEPS[:1], path=path, hint="Look there.")
-    assert (caught.value.code, caught.value.hint) == (ErrorCode.STORAGE_UNAVAILABLE, "Look there.")
+    """It says which file, which program wrote it, and what to do; the file is left alone, and nobody is to move it."""
+    migrate(database, STEPS, path=path)
+    database.execute("UPDATE written_by SET program = 'inferencecenter 9.1'")
+    with pytest.raises(
+        InferenceCenterError, match=r"file\.sqlite3 was written by inferencecenter 9\.1 .* version 2"
+    ) as caught:
+        migrate(database, STEPS[:1], path=path)
+    assert caught.value.code is ErrorCode.STORAGE_UNAVAILABLE
+    assert caught.value.hint is not None
+    assert "run inferencecenter 9.1 or a later one" in caught.value.hint
+    assert "move" not in caught.value.hint
+    assert version_of(database) == 2
+
+
+def test_a_newer_file_of_an_unknown_program_is_refused(path: Path, database: sqlite3.Connection) -> None:
+    """Where no program has noted its name the version has to do."""
+    migrate(database, STEPS, path=path)
+    database.execute("DROP TABLE written_by")
+    with pytest.raises(InferenceCenterError, match="a newer inferencecenter and is of version 2"):
+        migrate(database, STEPS[:1], path=path)
+
+
+def _gone(path: Path) -> None:
+    path.unlink()
+
+
+def _replaced(path: Path) -> None:
+    path.with_name("other").write_bytes(path.read_bytes())
+    path.with_name("other").replace(path)
+
+
+def _log_gone(path: Path) -> None:
+    path.with_name(path.name + "-wal").unlink()
+
+
+@pytest.mark.parametrize(("hurt", "is_missing"), [(_gone, True), (_replaced, False), (_log_gone, True)])
+def test_an_open_file_that_is_elsewhere_is_noticed(
+    path: Path, database: sqlite3.Connection, hurt: Callable[[Path], None], *, is_missing: bool
+) -> None:
+    """Deleted, replaced, or without its log: what is written to it now would be lost."""
+    database.execute("PRAGMA journal_mode = WAL")
+    migrate(database, STEPS, path=path)
+    identity = FileIdentity.of(path)
+    identity.check()
+    hurt(path)
+    with pytest.raises(FileMovedError, match=r"file\.sqlite3") as caught:
+        identity.check()
+    assert caught.value.is_missing is is_missing
 
 
 def test_a_transaction_happens_or_does_not(database: sqlite3.Connection) -> None:

@@ -15,9 +15,10 @@ from inferencecenter.cli.output import print_json, stdout
 from inferencecenter.configuration import load_settings
 from inferencecenter.errors import ErrorCode, InferenceCenterError
 from inferencecenter.server.accounts import DATABASE_NAME as ACCOUNTS_NAME
-from inferencecenter.sessions.store.opening import reason_of
+from inferencecenter.server.control import check_open_files
+from inferencecenter.sessions.store.faults import reason_of
 from inferencecenter.sessions.store.schema import DATABASE_NAME as SESSIONS_NAME
-from inferencecenter.sqlite_file import connect, copy, damage
+from inferencecenter.sqlite_file import FileMovedError, connect, copy, damage
 
 
 def backup(
@@ -29,6 +30,7 @@ def backup(
 ) -> None:
     """Copy the files of accounts and sessions into a new directory; copied back, they are the state directory's."""
     settings = load_settings(config, given(state_dir=state_dir))
+    _check_in_place(settings.state_dir)
     sources = [path for name in (ACCOUNTS_NAME, SESSIONS_NAME) if (path := settings.state_dir / name).exists()]
     if not sources:
         raise _failed(f"{settings.state_dir} holds neither accounts nor sessions", "Is that the state directory?")
@@ -49,6 +51,18 @@ def backup(
     else:
         copied = " and ".join(source.name for source in sources)
         stdout.print(f"Copied {copied} to {target}.", markup=False, soft_wrap=True)
+
+
+def _check_in_place(state_dir: Path) -> None:
+    try:
+        check_open_files(state_dir)
+    except FileMovedError as error:
+        raise _failed(
+            f"{error} while a daemon writes to it",
+            "What the daemon writes is not in the state directory, so that a copy would lack it.",
+        ) from error
+    except OSError as error:
+        raise _failed(f"{state_dir} cannot be read: {error.strerror}", "Is that the state directory?") from error
 
 
 def _copy(source: Path, target: Path) -> None:

@@ -23,6 +23,7 @@ from inferencecenter.protocol.events import (
     Progress,
     Queued,
     Reasoning,
+    StorageChanged,
     Thermal,
     Token,
 )
@@ -245,6 +246,8 @@ def describe_notice(notice: Notice) -> str:
             return f"connection lost, reconnecting… (attempt {attempt})"
         case EngineChanged(state=state):
             return _ENGINE_WORDS.get(state, "")
+        case StorageChanged(state="unavailable"):
+            return "the daemon cannot store the answer and holds it back…"
         case GoingAway():
             return "the daemon is about to restart…"
     return ""

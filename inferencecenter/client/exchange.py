@@ -15,7 +15,15 @@ from inferencecenter.client.patience import LOAD_TIMEOUT_S, Patience
 from inferencecenter.client.reconnecting import ConnectionState, Ended
 from inferencecenter.errors import ErrorCode, InferenceCenterError
 from inferencecenter.protocol import requests
-from inferencecenter.protocol.events import EngineChanged, Error, GoingAway, ModelChanged, SessionResumed, Thermal
+from inferencecenter.protocol.events import (
+    EngineChanged,
+    Error,
+    GoingAway,
+    ModelChanged,
+    SessionResumed,
+    StorageChanged,
+    Thermal,
+)
 from inferencecenter.tasks import TaskGroup
 
 if TYPE_CHECKING:
@@ -30,7 +38,7 @@ if TYPE_CHECKING:
 E = TypeVar("E", bound="Event")
 R = TypeVar("R", bound="Request")
 
-Notice: TypeAlias = ConnectionState | EngineChanged | GoingAway | ModelChanged | Thermal
+Notice: TypeAlias = ConnectionState | EngineChanged | GoingAway | ModelChanged | StorageChanged | Thermal
 """What concerns every session: the state of the connection, and what the daemon tells everybody."""
 
 # Asked twice, the second time changes nothing.
@@ -231,7 +239,7 @@ class Exchange:
         if isinstance(event, ModelChanged):
             self.hello = self.hello.model_copy(update={"model": event.model})
         # One that answers a request is for whoever asked, too.
-        if isinstance(event, EngineChanged | GoingAway | ModelChanged | Thermal):
+        if isinstance(event, EngineChanged | GoingAway | ModelChanged | StorageChanged | Thermal):
             self._notify(event)
         request_id = None if isinstance(event, Unknown) else event.id
         # By id first: a refusal of another client's session does not name it.

@@ -405,6 +405,19 @@ class Thermal(Event):
     action: str = Field(description="What is done about it, in words.")
 
 
+class StorageChanged(Event):
+    """Sessions can no longer be written down, or can be again.
+
+    While they cannot, all that would be told of stored sessions is held back, answers that are being generated too, and
+    new turns of theirs are refused with `storage_unavailable`; sessions with `store` false go on.
+    """
+
+    op: Literal["storage"] = "storage"
+    state: Literal["ok", "unavailable"] = Field(description="Whether they can be written down.")
+    detail: str = Field(default="", description="Why they cannot, in words.")
+    retry_after_ms: int | None = Field(default=None, description="Earliest useful retry of what is refused.")
+
+
 class GoingAway(Event):
     """The daemon is about to stop."""
 
@@ -468,6 +481,7 @@ AnyEvent = (
     | ModelChanged
     | ModelUnloaded
     | Thermal
+    | StorageChanged
     | GoingAway
     | Error
 )

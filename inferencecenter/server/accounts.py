@@ -22,6 +22,7 @@ from inferencecenter.server.account import Account, NewToken, check_client_id, c
 from inferencecenter.server.accounts_file import AccountsFile
 from inferencecenter.server.audit import AuditEvent, AuditLog, entry
 from inferencecenter.server.noted import Noted
+from inferencecenter.sqlite_file import FileMovedError
 
 if TYPE_CHECKING:
     import sqlite3
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from inferencecenter.protocol.values import Priority
     from inferencecenter.server.account import ClientInfo, StaticClient, TokenInfo
     from inferencecenter.server.audit import AuditLine, Entry
+    from inferencecenter.sqlite_file import FileIdentity
 
 DATABASE_NAME: Final = "accounts.sqlite3"
 _NO_HASH: Final = bytes(hashlib.sha256().digest_size)
@@ -77,6 +79,20 @@ class Accounts:
             InferenceCenterError: ``storage_unavailable``; a file that cannot be used is left as it is.
         """
         return cls(AccountsFile.open(path), clock=clock, static=static, audit_days=audit_days)
+
+    @property
+    def identity(self) -> FileIdentity | None:
+        """Which file is open."""
+        return self._file.identity
+
+    @property
+    def is_in_place(self) -> bool:
+        """Whether the file that is open is the one at its path still: what others change is in that one."""
+        try:
+            self._file.check()
+        except FileMovedError:
+            return False
+        return True
 
     def close(self) -> None:
         """Write what was noted, if that can be done, and close the file."""

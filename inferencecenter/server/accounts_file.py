@@ -8,18 +8,26 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
 
 from inferencecenter import sqlite_file
-from inferencecenter.errors import InferenceCenterError
+from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.sqlite_file import DamagedFileError, FileIdentity, FileMovedError, is_damage
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-_HINT: Final = (
-    "Check that it and its directory are yours and writable and the disk has room; a damaged file may be moved away, "
-    "which forgets all clients and tokens."
+    from inferencecenter.sqlite_file import Steps
+
+_HINT: Final = "Check that it and its directory are yours and writable, and that the disk has room."
+DAMAGED_HINT: Final = (
+    "`inferencecenter restore` a backup. Without one, move it away while no daemon runs, which forgets all clients and"
+    " tokens."
+)
+"""What an operator can do about a damaged file."""
+_MOVED_HINT: Final = (
+    "Put it back, or restore a backup, and start the daemon again: what is open here is not what others change."
 )
 
-_MIGRATIONS: Final = (
+MIGRATIONS: Final[Steps] = (
     (
         """
         CREATE TABLE clients (
@@ -75,6 +83,7 @@ class AccountsFile:
 
     def __init__(self, path: Path, *, reader: sqlite3.Connection, writer: sqlite3.Connection) -> None:
         self._path = path
+        self.identity: FileIdentity | None = None
         self._reader = reader
         self._writer = writer
         self._reading = threading.Lock()
@@ -110,6 +119,7 @@ class AccountsFile:
     def reading(self) -> Iterator[sqlite3.Connection]:
         """Lend the database for queries; its errors become ``storage_unavailable``."""
         with self._reading, self._mapped_errors():
+            self.check()
             yield self._reader
 
     @contextmanager
@@ -121,29 +131,44 @@ class AccountsFile:
                 the disk.
         """
         with self._writing, self._mapped_errors():
+            self.check()
             database = self._writer
             database.execute(f"PRAGMA synchronous = {'FULL' if durable else 'NORMAL'}")
             with sqlite_file.transaction(database):
                 yield database
+            self.check()
 
     @contextmanager
     def _mapped_errors(self) -> Iterator[None]:
         try:
             yield
+        except FileMovedError as error:
+            raise InferenceCenterError(ErrorCode.STORAGE_UNAVAILABLE, str(error), hint=_MOVED_HINT) from error
         except sqlite3.Error as error:
-            raise unusable(self._path, str(error)) from error
+            raise unusable(self._path, str(error), damaged=is_damage(error)) from error
+
+    def check(self) -> None:
+        """Compare the file that is open with the one at its path; two system calls.
+
+        Raises:
+            FileMovedError: It was deleted, moved or replaced: accounts that others change are not those here.
+        """
+        if self.identity is not None:
+            self.identity.check()
 
     def _prepare(self) -> None:
         with self._mapped_errors():
+            sqlite_file.check_version(self._writer, MIGRATIONS, path=self._path)
             if (found := sqlite_file.damage(self._writer)) is not None:
-                raise unusable(self._path, found)
+                raise DamagedFileError(found)
             self._writer.execute("PRAGMA journal_mode = WAL")
             self._writer.execute("PRAGMA foreign_keys = ON")
             self._reader.execute("PRAGMA query_only = ON")
             self._writer.execute("PRAGMA synchronous = FULL")
-            sqlite_file.migrate(self._writer, _MIGRATIONS, path=self._path, hint=_HINT)
+            sqlite_file.migrate(self._writer, MIGRATIONS, path=self._path)
+            self.identity = FileIdentity.of(self._path)
 
 
-def unusable(path: Path, reason: str) -> InferenceCenterError:
+def unusable(path: Path, reason: str, *, damaged: bool = False) -> InferenceCenterError:
     """Return the error for a file of accounts that cannot be used because of ``reason``."""
-    return sqlite_file.unusable(path, reason, hint=_HINT)
+    return sqlite_file.unusable(path, reason, hint=DAMAGED_HINT if damaged else _HINT)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Protocol
 
@@ -16,7 +17,7 @@ from inferencecenter.server.tokens import public_id
 from inferencecenter.tasks import TaskGroup
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from inferencecenter.limits import Limits
     from inferencecenter.server.account import Account
@@ -99,6 +100,7 @@ class Authenticator:
         self._writing: asyncio.TimerHandle | None = None
         self._to_write = False
         self._warned = False
+        self._unreadable = False
 
     def authenticate(self, credential: Credential, *, address: str) -> Account:
         """Return the account of a credential; only accounts of this daemon count.
@@ -122,12 +124,10 @@ class Authenticator:
         Raises:
             InferenceCenterError: ``storage_unavailable``.
         """
-        return (
-            self._others is not None
-            and isinstance(credential, KeyCredential)
-            and public_id(credential.api_key) is None
-            and not self._accounts.knows(credential.client_id)
-        )
+        if self._others is None or not isinstance(credential, KeyCredential):
+            return False
+        with self._readable():
+            return public_id(credential.api_key) is None and not self._accounts.knows(credential.client_id)
 
     async def authenticate_anywhere(self, credential: Credential, *, address: str) -> Account:
         """Do the same as ``authenticate``, and ask others about clients that have no account here.
@@ -177,6 +177,11 @@ class Authenticator:
         """
         return self._accounts.max_sessions()
 
+    @property
+    def can_tell(self) -> bool:
+        """Whether the accounts that are open here are those in the state directory."""
+        return self._accounts.is_in_place
+
     async def close(self) -> None:
         """End the writing of what was noted; closing the accounts writes the rest."""
         if self._writing is not None:
@@ -194,11 +199,29 @@ class Authenticator:
             )
 
     def _look_up(self, credential: Credential) -> Account | None:
-        match credential:
-            case TokenCredential(token):
-                return self._accounts.verify_token(token)
-            case KeyCredential(client_id, api_key):
-                return self._accounts.verify_key(client_id, api_key)
+        with self._readable():
+            match credential:
+                case TokenCredential(token):
+                    return self._accounts.verify_token(token)
+                case KeyCredential(client_id, api_key):
+                    return self._accounts.verify_key(client_id, api_key)
+
+    @contextmanager
+    def _readable(self) -> Iterator[None]:
+        """Log why accounts cannot be read, once, and tell the caller no more than that they cannot."""
+        try:
+            yield
+        except InferenceCenterError as error:
+            if not self._unreadable:
+                _log.error("accounts_unreadable", error=error.message, hint=error.hint)
+            self._unreadable = True
+            raise InferenceCenterError(
+                ErrorCode.STORAGE_UNAVAILABLE,
+                "accounts cannot be read at the moment",
+                hint="Try again when the operator has mended it.",
+                retry_after_ms=_CANNOT_TELL_RETRY_MS,
+            ) from None
+        self._unreadable = False
 
     def _may_come(self, account: Account, address: str) -> bool:
         return self._limits_of(account.limits).allows_address(address)
@@ -236,9 +259,9 @@ class Authenticator:
         self._to_write = False
         try:
             await asyncio.to_thread(self._accounts.write_noted)
-        except InferenceCenterError as error:
+        except Exception as error:  # noqa: BLE001 - a defect must not end the writing for good
             if not self._warned:
-                _log.warning("logins_unwritten", error=error.message, hint=error.hint)
+                _log.warning("logins_unwritten", error=str(error), hint=getattr(error, "hint", None))
             self._warned = True
             self._write_after(_RETRY_AFTER_S)
             return

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from inferencecenter.server.allowances import Allowances
     from inferencecenter.server.authentication import OtherAccounts
     from inferencecenter.sessions.client import Client
+    from inferencecenter.sessions.journal import StorageFault
     from inferencecenter.sessions.registry import Sessions
     from inferencecenter.settings import ServerSettings
     from inferencecenter.telemetry.metrics import Metrics
@@ -183,6 +184,10 @@ class Context:
         self.told[name] = event
         if is_news:  # that a model which nobody has used sleeps is none
             self.hub.broadcast(event)
+
+    def storage_changed(self, fault: StorageFault | None) -> None:
+        """Tell every client that sessions cannot be written down, and why, or that they can be again."""
+        self.hub.broadcast(replies.storage_changed(fault))
 
     def model_changed(self, model: ModelInfo) -> None:
         """Tell every client which model sessions have that named none."""

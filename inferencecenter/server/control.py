@@ -16,13 +16,15 @@ from array import array
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
+import orjson
 import structlog
 from pydantic import TypeAdapter, ValidationError
 
 from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.sqlite_file import FileIdentity, FileMovedError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
     from pathlib import Path
 
     from inferencecenter.sessions.store.recorder import PurgeKind
@@ -78,6 +80,37 @@ def held_alone(state_dir: Path) -> Iterator[bool]:
             yield True
     finally:
         os.close(descriptor)
+
+
+def record_open_files(state_dir: Path, identities: Iterable[FileIdentity | None]) -> None:
+    """Note for other programs which files this daemon has open; it holds ``state_dir``.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    inodes = [(path.name, *numbers) for each in identities if each is not None for path, *numbers in each.inodes]
+    (state_dir / DAEMON_LOCK_NAME).write_bytes(orjson.dumps(inodes))
+
+
+def check_open_files(state_dir: Path) -> None:
+    """Compare the files in ``state_dir`` with those that a running daemon has open, if one runs.
+
+    Raises:
+        FileMovedError: The daemon writes to a file that is no longer there.
+        OSError: The state directory is not ours.
+    """
+    try:
+        recorded = _recorded((state_dir / DAEMON_LOCK_NAME).read_bytes())
+    except FileNotFoundError:
+        return
+    identity = FileIdentity(tuple((state_dir / name, device, inode) for name, device, inode in recorded))
+    try:
+        identity.check()
+    except FileMovedError:
+        # What a daemon that was killed has recorded says nothing.
+        with held_alone(state_dir) as alone:
+            if not alone:
+                raise
 
 
 def notify(state_dir: Path) -> bool:
@@ -236,6 +269,14 @@ def _purge_in(word: bytes) -> tuple[PurgeKind, str] | None:
             except UnicodeDecodeError:
                 return None
     return None
+
+
+def _recorded(content: bytes) -> list[tuple[str, int, int]]:
+    """Return what a daemon has recorded; nothing of one that records nothing, or has just begun."""
+    try:
+        return [(str(name), int(device), int(inode)) for name, device, inode in orjson.loads(content)]
+    except (ValueError, TypeError):
+        return []
 
 
 @contextlib.contextmanager

@@ -45,14 +45,21 @@ class Pages:
         return JSONResponse({"status": "ok"})
 
     async def readyz(self, _request: Request) -> Response:
-        """Say whether a turn could run now, if need be with an engine that it wakes: 200, else 503."""
+        """Say whether a turn could run now, if need be with an engine that it wakes: 200, else 503.
+
+        Without the file of sessions no turn of a stored session begins, and what is told of such a session is held
+        back; without that of accounts nobody gets in.
+        """
         engine = self._context.models.status
-        ready = engine.serves and not self._context.hub.draining
+        storable = self._context.sessions.fault is None and self._context.authenticator.can_tell
+        ready = engine.serves and storable and not self._context.hub.draining
+        detail = replies.describe_engine(engine)
         return JSONResponse(
             {
                 "state": "draining" if self._context.hub.draining else engine.state.value,
                 "load_fraction": engine.load_fraction,
-                "detail": replies.describe_engine(engine),
+                "detail": detail if storable else f"{detail}; the files in the state directory cannot be used",
+                "storage": "ok" if storable else "unavailable",
             },
             status_code=200 if ready else 503,
         )

@@ -16,7 +16,11 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from inferencecenter.protocol.base import Event, Request
+    from inferencecenter.sessions.journal import StorageFault
     from inferencecenter.settings import ServerSettings
+
+NOT_STORABLE: Final = "sessions cannot be written down at the moment"
+"""What those are told of a storage fault who may not hear why."""
 
 _EngineWord = Literal["starting", "ready", "restarting", "asleep", "failed"]
 _HelloStatus = Literal["ready", "loading", "degraded"]
@@ -51,7 +55,7 @@ def hello(engine: EngineStatus, settings: ServerSettings, *, uptime_s: float, st
     """Return who answers, and whether it is ready; while sessions are not ``storable`` it says only that."""
     status, message = _HELLO_STATUS[engine.state], describe_engine(engine)
     if not storable:
-        status, message = "degraded", f"{message}; sessions cannot be written down at the moment"
+        status, message = "degraded", f"{message}; {NOT_STORABLE}"
     return events.Hello(
         status=status,
         message=message,
@@ -84,6 +88,13 @@ def engine_changed(engine: EngineStatus, *, model: str | None = None) -> events.
     if engine.state is EngineState.STARTING and engine.detail:  # what happened to the one before; sleep is nothing
         word = "restarting"
     return events.EngineChanged(state=word, detail=engine.detail, model=model)
+
+
+def storage_changed(fault: StorageFault | None) -> events.StorageChanged:
+    """Return the event for storage that has failed or works again."""
+    if fault is None:
+        return events.StorageChanged(state="ok")
+    return events.StorageChanged(state="unavailable", detail=fault.message, retry_after_ms=fault.retry_after_ms)
 
 
 def failure(error: InferenceCenterError, *, request_id: str | None, request: Request | None) -> events.Error:

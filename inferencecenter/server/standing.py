@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from inferencecenter.ipc.port import EngineStatus
     from inferencecenter.protocol.values import SessionSummary, StatusType
     from inferencecenter.sessions.client import Client
+    from inferencecenter.sessions.journal import StorageFault
     from inferencecenter.sessions.totals import Totals
 
 Values: TypeAlias = dict[str, float | int | str | None]
@@ -26,7 +27,7 @@ def of_all(  # noqa: PLR0913 - all by name
     engine: EngineStatus,
     totals: Totals,
     connections: int,
-    fault: str | None,
+    fault: StorageFault | None,
     pressure: Pressure,
 ) -> Values:
     """Return readings over all clients; ``fault`` is why sessions cannot be written down, if they cannot."""
@@ -57,7 +58,7 @@ def of_all(  # noqa: PLR0913 - all by name
                 "sessions": totals.total_sessions,
                 "busy": totals.active_generations,
                 "connections": connections,
-                "storage": fault or "ok",
+                "storage": "ok" if fault is None else fault.message,
             }
         case "performance":
             return {

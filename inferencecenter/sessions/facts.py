@@ -77,9 +77,9 @@ class Surroundings:
         if store and (fault := self.journal.fault) is not None:
             raise InferenceCenterError(
                 ErrorCode.STORAGE_UNAVAILABLE,
-                fault,
+                fault.message,
                 hint="Try again when the operator has mended it; a session opened with store false works meanwhile.",
-                retry_after_ms=1000,
+                retry_after_ms=fault.retry_after_ms,
             )
 
 

@@ -2,20 +2,38 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, Protocol
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from inferencecenter.sessions.records import Record
 
+RETRY_SOON_MS: Final = 1000
+"""When to try again where a fault may pass by itself."""
+RETRY_LATER_MS: Final = 60_000
+"""When to try again where an operator has to act first."""
+
+
+@dataclass(frozen=True, slots=True)
+class StorageFault:
+    """Why sessions cannot be written at the moment.
+
+    ``message`` is told to clients: it has no path and quotes no library. ``retry_after_ms`` is the earliest useful
+    retry.
+    """
+
+    message: str
+    retry_after_ms: int = RETRY_SOON_MS
+
 
 class Journal(Protocol):
     """Takes records, and holds back what clients are told until they are safe. On the event loop; never blocks."""
 
     @property
-    def fault(self) -> str | None:
-        """Why nothing can be written at the moment, in words; ``None`` when all is well."""
+    def fault(self) -> StorageFault | None:
+        """Why nothing can be written at the moment; ``None`` when all is well."""
 
     def write(self, record: Record, *, flush: bool) -> None:
         """Have a record written, after all earlier ones.
@@ -34,7 +52,7 @@ class Journal(Protocol):
 class Unwritten:
     """The journal of a daemon that keeps no sessions: nothing is written and nothing waits."""
 
-    fault: str | None = None
+    fault: StorageFault | None = None
 
     def write(self, record: Record, *, flush: bool) -> None:
         """Forget the record."""

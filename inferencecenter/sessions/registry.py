@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from inferencecenter.sessions.client import Client, EventSink, ReplaySink
     from inferencecenter.sessions.description import TurnFacts
     from inferencecenter.sessions.facts import Timer
-    from inferencecenter.sessions.journal import Journal
+    from inferencecenter.sessions.journal import Journal, StorageFault
     from inferencecenter.sessions.models import Serving
     from inferencecenter.sessions.news import Reader
     from inferencecenter.sessions.records import Kept
@@ -167,7 +167,7 @@ class Sessions:
         )
 
     @property
-    def fault(self) -> str | None:
+    def fault(self) -> StorageFault | None:
         """Why sessions cannot be written down at the moment; ``None`` when all is well."""
         return self._journal.fault
 

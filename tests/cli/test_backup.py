@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from inferencecenter.server import control
 from inferencecenter.server.accounts import DATABASE_NAME as ACCOUNTS_NAME
 from inferencecenter.server.accounts import Accounts
 from inferencecenter.sessions.store.schema import DATABASE_NAME
@@ -19,7 +20,7 @@ from tests.sessions.store.stores import kept_in, settled, was_clean
 from tests.sessions.store.values import opened, ordered, said
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Callable
     from pathlib import Path
 
     from tests.cli.conftest import Cli
@@ -77,6 +78,44 @@ async def test_nothing_is_written_over(cli: Cli, running: Store, tmp_path: Path)
     result = await asyncio.to_thread(cli.run, "backup", str(tmp_path))
     assert result.code == 73
     assert "never written over another" in result.err
+
+
+def lose(path: Path) -> None:
+    """Delete a file of a daemon."""
+    path.unlink()
+
+
+def replace(path: Path) -> None:
+    """Put another file in the place of a daemon's."""
+    path.with_name("new").write_bytes(path.read_bytes())
+    path.with_name("new").rename(path)
+
+
+@pytest.mark.parametrize("hurt", [lose, replace])
+async def test_a_file_that_a_daemon_writes_elsewhere_is_no_backup(
+    cli: Cli, running: Store, state_dir: Path, tmp_path: Path, hurt: Callable[[Path], None]
+) -> None:
+    """Deleted or replaced while it is open: a copy would lack what clients were shown since."""
+    with control.held_alone(state_dir) as alone:
+        assert alone
+        control.record_open_files(state_dir, [running.identity])
+        hurt(state_dir / DATABASE_NAME)
+        result = await asyncio.to_thread(cli.run, "backup", str(tmp_path / "backup"))
+    assert result.code == 73
+    assert DATABASE_NAME in result.err
+    assert not (tmp_path / "backup").exists()
+
+
+async def test_what_a_killed_daemon_had_open_does_not_matter(
+    cli: Cli, running: Store, state_dir: Path, tmp_path: Path
+) -> None:
+    """Its note of what it had open is left behind, the lock is not."""
+    with control.held_alone(state_dir):
+        control.record_open_files(state_dir, [running.identity])
+    await running.close()
+    replace(state_dir / DATABASE_NAME)
+    result = await asyncio.to_thread(cli.run, "backup", str(tmp_path / "backup"))
+    assert result.code == 0, result.err
 
 
 def test_without_a_state_directory_nothing_is_made(cli: Cli, state_dir: Path, tmp_path: Path) -> None:

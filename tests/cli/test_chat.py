@@ -18,7 +18,7 @@ from inferencecenter.cli.reach import read_token
 from inferencecenter.cli.view import column_after, describe_notice
 from inferencecenter.client import Connected, Reconnecting
 from inferencecenter.errors import ErrorCode, InferenceCenterError
-from inferencecenter.protocol.events import EngineChanged, GoingAway
+from inferencecenter.protocol.events import EngineChanged, GoingAway, StorageChanged
 from tests.cli.chatting import TIMEOUT_S, Screen, answer, converse, on_terminal
 from tests.client.peer import AUTH_SUCCESS, HELLO, USAGE
 
@@ -572,6 +572,8 @@ def test_notices_in_words() -> None:
     assert describe_notice(Reconnecting(1, 0.2, lost)) == "connection lost, reconnecting…"
     assert "attempt 3" in describe_notice(Reconnecting(3, 0.8, lost))
     assert "failed" in describe_notice(EngineChanged(state="failed"))
+    assert "holds it back" in describe_notice(StorageChanged(state="unavailable", detail="the disk is full"))
+    assert describe_notice(StorageChanged(state="ok")) == ""
     assert "restart" in describe_notice(GoingAway(deadline_ms=1, resume=True))
     assert [describe_notice(notice) for notice in (Connected(), EngineChanged(state="ready"))] == ["", ""]
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.server
 import json
 import os
 import socket
+import sqlite3
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +16,12 @@ import pytest
 from inferencecenter.cli import checks
 from inferencecenter.cli.checks import Check, Verdict
 from inferencecenter.errors import ErrorCode
+from inferencecenter.server import control
+from inferencecenter.sessions.store.opening import open_writing
+from inferencecenter.sessions.store.recorder import Recorder
+from inferencecenter.sessions.store.schema import DATABASE_NAME
+from inferencecenter.sqlite_file import FileIdentity
+from tests.sessions.store.values import opened
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -176,6 +184,67 @@ def test_a_state_directory_without_permission(cli: Cli, monkeypatch: pytest.Monk
     (tmp_path / "sealed").mkdir(mode=0o500)
     monkeypatch.setenv("INFERENCECENTER_STATE_DIR", str(tmp_path / "sealed" / "state"))
     assert _found(cli)[0] == 73
+
+
+@pytest.fixture
+def sessions_file(quick: Path, state_dir: Path) -> Path:
+    """The file of two sessions, of which no daemon has it open."""
+    assert quick.exists()
+    path = state_dir / DATABASE_NAME
+    with contextlib.closing(open_writing(path)) as database:
+        Recorder(database, {}).commit([opened("s_1"), opened("s_2")], durable=False)
+    return path
+
+
+def test_files_that_are_whole(cli: Cli, sessions_file: Path) -> None:
+    """What is there is named; accounts are not there yet, which is no fault."""
+    code, found = _found(cli)
+    assert code == 0
+    assert (found["sessions"]["verdict"], found["sessions"]["detail"]) == ("ok", str(sessions_file))
+    assert "none yet" in found["accounts"]["detail"]
+
+
+def test_a_damaged_file_of_sessions(cli: Cli, sessions_file: Path) -> None:
+    """It fails, and the hint names what saves the rest."""
+    content = bytearray(sessions_file.read_bytes())
+    content[3 * 4096 : 6 * 4096] = bytes(3 * 4096)
+    sessions_file.write_bytes(content)
+    code, found = _found(cli)
+    assert code == 73
+    assert found["sessions"]["verdict"] == "failed"
+    assert "session salvage" in found["sessions"]["hint"]
+
+
+def test_a_session_that_cannot_be_read(cli: Cli, sessions_file: Path) -> None:
+    """The daemon starts without it; it is named."""
+    with contextlib.closing(sqlite3.connect(sessions_file, isolation_level=None)) as database:
+        database.execute("UPDATE sessions SET facts = '{}' WHERE session_id = 's_1'")
+    code, found = _found(cli)
+    assert code == 0
+    assert found["sessions"]["verdict"] == "warning"
+    assert "s_1" in found["sessions"]["detail"]
+    assert "s_2" not in found["sessions"]["detail"]
+
+
+def test_a_file_of_a_newer_version(cli: Cli, sessions_file: Path) -> None:
+    """It is not called damaged."""
+    with contextlib.closing(sqlite3.connect(sessions_file, isolation_level=None)) as database:
+        database.execute("PRAGMA user_version = 99")
+    code, found = _found(cli)
+    assert code == 73
+    assert "version 99" in found["sessions"]["detail"]
+    assert "newer" in found["sessions"]["hint"] or "later" in found["sessions"]["hint"]
+
+
+def test_a_file_that_a_daemon_writes_elsewhere(cli: Cli, sessions_file: Path, state_dir: Path) -> None:
+    """Deleted while it is open."""
+    identity = FileIdentity.of(sessions_file)
+    with control.held_alone(state_dir):
+        control.record_open_files(state_dir, [identity])
+        sessions_file.unlink()
+        code, found = _found(cli)
+    assert code == 73
+    assert DATABASE_NAME in found["open files"]["detail"]
 
 
 def test_wrong_settings_end_the_examination(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -204,7 +204,7 @@ def test_a_file_without_tokens_is_brought_up_to_date(tmp_path: Path) -> None:
     path = tmp_path / "sessions.sqlite3"
     make_private(path)
     with contextlib.closing(connect(path)) as database:
-        migrate(database, MIGRATIONS[:2], path=path, hint="")
+        migrate(database, MIGRATIONS[:2], path=path)
         database.execute("INSERT INTO usage VALUES ('ada', '2026-11-20', 2, 20, 8, 10)")
     open_writing(path).close()
     with contextlib.closing(sqlite3.connect(path)) as database:

@@ -102,12 +102,15 @@ class Daemon:
         """Return one of the figures; see ``Figures.of``."""
         return self.figures().of(name, **labels)
 
-    def ready(self) -> bool:
-        """Whether the daemon answers and its engine is ready."""
+    def ready(self, *, storage: str = "ok") -> bool:
+        """Whether the daemon answers, its engine is ready, and its storage is as expected."""
         try:
-            return self.get("/readyz")[0] == 200
+            status, body = self.get("/readyz")
         except OSError:
             return False
+        answer = json.loads(body)
+        serves = status == 200 or (answer["state"], answer["storage"]) == ("ready", "unavailable")
+        return serves and answer["storage"] == storage
 
     def engine_pid(self) -> int:
         """The pid of the daemon's engine child."""
@@ -116,14 +119,14 @@ class Daemon:
         assert len(engines) == 1, f"expected one engine child, found {engines}"
         return engines[0]
 
-    def wait_ready(self) -> None:
-        """Block until the engine is ready.
+    def wait_ready(self, *, storage: str = "ok") -> None:
+        """Block until the engine is ready and the daemon's storage as expected.
 
         Raises:
             AssertionError: The daemon ended or is not ready in time.
         """
         deadline = time.monotonic() + START_TIMEOUT_S
-        while not self.ready():
+        while not self.ready(storage=storage):
             assert self.process.poll() is None, f"the daemon ended:\n{self.log.read_text()}"
             assert time.monotonic() < deadline, f"not ready in time:\n{self.log.read_text()}"
             time.sleep(0.05)

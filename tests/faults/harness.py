@@ -61,13 +61,13 @@ class Site:
         settings = {**HASTY, **settings, DIRECTORY_VARIABLE: str(traps.directory)}
         return cls(root / "state", model, settings, traps)
 
-    def start(self, *, ready: bool = True, **settings: str) -> Daemon:
-        """Start a daemon, and wait until its engine is ready."""
+    def start(self, *, ready: bool = True, storage: str = "ok", **settings: str) -> Daemon:
+        """Start a daemon, and wait until its engine is ready and its storage as expected."""
         self.daemon = start_daemon(
             self.state_dir, self.model, program="tests.faults.daemon", **(self.settings | settings)
         )
         if ready:
-            self.daemon.wait_ready()
+            self.daemon.wait_ready(storage=storage)
         return self.daemon
 
     def ensure(self) -> Daemon:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import json
 import sqlite3
 import subprocess
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -164,6 +166,68 @@ async def test_it_is_stopped_while_the_disk_is_full(apart: Site) -> None:
         apart.close()
 
 
+async def says(client: Talk, state: str) -> None:
+    """Listen until the daemon says that its storage is so."""
+    while not any(frame["op"] == "storage" and frame["state"] == state for frame in client.seen):
+        await client.receive()
+
+
+def command(found: Site, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run ``inferencecenter`` on the site's state directory."""
+    environment = {
+        "INFERENCECENTER_STATE_DIR": str(found.state_dir),
+        "INFERENCECENTER_SERVER__PORT": str(found.daemon.port),
+        "INFERENCECENTER_ENGINE__BACKEND": "echo",
+        "PATH": "/usr/bin:/bin",
+    }
+    return subprocess.run(
+        [sys.executable, "-m", "inferencecenter", *arguments],
+        env=environment,
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+def delete(path: Path, *, keeping: Path) -> None:
+    """Delete a file that stays under another name."""
+    keeping.hardlink_to(path)
+    path.unlink()
+
+
+def put_back(kept: Path, path: Path) -> None:
+    """Give a file its name back."""
+    kept.rename(path)
+
+
+async def test_the_file_is_deleted(apart: Site, tmp_path: Path) -> None:
+    """Nothing is acknowledged that the next daemon would not find; all who ask are told; put back, all goes on."""
+    path, elsewhere = apart.state_dir / FILE, tmp_path / "elsewhere"
+    apart.start()
+    async with talk(apart.daemon) as client, talk(apart.daemon) as other:
+        witness = await Witness.open(client)
+        assert await witness.turn(SENTENCES[0]) == SENTENCES[0]
+        delete(path, keeping=elsewhere)
+        await witness.infer(SENTENCES[1])
+        await says(other, "unavailable")
+        assert witness.asked, "it was acknowledged, and the next daemon does not know of it"
+        await is_refused(other, op="create_session")
+        await private_works(other)
+        status, body = apart.daemon.get("/readyz")
+        assert (status, json.loads(body)["storage"]) == (503, "unavailable")
+        backup = await asyncio.to_thread(command, apart, "backup", str(tmp_path / "backup"))
+        assert backup.returncode == 73, backup.stdout
+        assert not (tmp_path / "backup").exists()
+        doctor = await asyncio.to_thread(command, apart, "doctor", "--json")
+        assert doctor.returncode == 73, doctor.stdout
+        put_back(elsewhere, path)
+        await says(other, "ok")
+        assert await witness.finish() == SENTENCES[1]
+    assert apart.daemon.ready()
+    await survives_a_restart(apart, witness)
+
+
 async def has_a_past(found: Site, *, sessions: int = 1, text: str = "") -> list[Witness]:
     """Have sessions of three turns in the file, whose daemon has stopped."""
     found.start()
@@ -185,7 +249,7 @@ async def only_reads(found: Site, readable: list[Witness], *, absent: str = "non
     """Run on a file that is not to be written: what can be read of it is there, and not a byte of it changes."""
     path = found.state_dir / FILE
     before = digest(path)
-    found.start()
+    found.start(storage="unavailable")
     async with talk(found.daemon) as client:
         (line,) = logged(found.daemon, "store_read_only")
         assert FILE in line["reason"]

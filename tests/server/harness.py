@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from inferencecenter.protocol.values import EnginePlan
     from inferencecenter.server.audit import Entry
     from inferencecenter.server.authentication import OtherAccounts
-    from inferencecenter.sessions.journal import Journal
+    from inferencecenter.sessions.journal import Journal, StorageFault
     from inferencecenter.sessions.records import Record
 
 MODEL = ModelInfo(
@@ -231,7 +231,7 @@ class StubGpu(Gpu):
 class StubJournal:
     """A store that forgets what it is given, and lets go of what waits when a test says so."""
 
-    fault: str | None = None
+    fault: StorageFault | None = None
     holding: bool = False
     held: list[Callable[[], None]] = field(default_factory=list)
 

@@ -283,8 +283,32 @@ def test_a_file_of_a_newer_version_is_refused(accounts: Accounts, path: Path, cl
     with accounts._file.transaction() as database:
         database.execute("PRAGMA user_version = 99")
     accounts.close()
-    with pytest.raises(InferenceCenterError, match="version 99"):
+    with pytest.raises(InferenceCenterError, match="version 99") as caught:
         Accounts.open(path, clock=clock)
+    assert caught.value.hint is not None
+    assert "restore" in caught.value.hint
+    assert "move" not in caught.value.hint
+
+
+@pytest.mark.parametrize("is_replaced", [False, True])
+def test_accounts_in_a_file_that_is_elsewhere_let_nobody_in(
+    accounts: Accounts, path: Path, clock: Clock, *, is_replaced: bool
+) -> None:
+    """What others change, as when they revoke a token, is not in the file that is open; back in place it is."""
+    accounts.ensure_client("ada", max_sessions=3, priority="normal")
+    token = accounts.create_token("ada").token
+    assert accounts.is_in_place
+    path.rename(path.with_name("elsewhere"))
+    if is_replaced:
+        path.touch()
+    assert not accounts.is_in_place
+    with pytest.raises(InferenceCenterError) as caught:
+        accounts.verify_token(token)
+    assert caught.value.code is ErrorCode.STORAGE_UNAVAILABLE
+    with pytest.raises(InferenceCenterError):
+        accounts.create_token("ada")
+    path.with_name("elsewhere").rename(path)
+    assert accounts.verify_token(token) is not None
 
 
 def test_a_directory_that_cannot_be_made_is_named(tmp_path: Path, clock: Clock) -> None:

@@ -15,12 +15,14 @@ import inferencecenter
 from inferencecenter.hardware.nvml import GpuReading, Gpus
 from inferencecenter.ipc.port import EngineState, EngineStatus
 from inferencecenter.server.scrape import show_gpus
+from inferencecenter.sessions.journal import StorageFault
 from inferencecenter.telemetry.metrics import Metrics
-from tests.server.harness import Running, ready
+from tests.server.harness import Running, StubJournal, ready
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from contextlib import AbstractAsyncContextManager
+    from pathlib import Path
 
     Serve = Callable[..., AbstractAsyncContextManager[Running]]
 
@@ -55,6 +57,25 @@ async def test_readiness_is_the_engines(server: Running, state: EngineState) -> 
         EngineState.SUSPENDING: "stub is asleep, and wakes for the next turn",
         EngineState.ASLEEP: "stub is asleep, and wakes for the next turn",
     }.get(state, f"the engine is {state}: because")
+
+
+async def test_readiness_needs_storage(serve: Serve) -> None:
+    """While sessions cannot be written down it is 503, and says so without the reason."""
+    journal = StubJournal()
+    async with serve(journal=journal) as server:
+        assert json.loads((await server.http("/readyz"))[2])["storage"] == "ok"
+        journal.fault = StorageFault("the secret disk is full")
+        status, _, body = await server.http("/readyz")
+        answer = json.loads(body)
+        assert (status, answer["state"], answer["storage"]) == (503, "ready", "unavailable")
+        assert "secret" not in answer["detail"]
+
+
+async def test_readiness_needs_accounts(server: Running, tmp_path: Path) -> None:
+    """A file of accounts that was deleted lets nobody in."""
+    (tmp_path / "accounts.sqlite3").unlink()
+    status, _, body = await server.http("/readyz")
+    assert (status, json.loads(body)["storage"]) == (503, "unavailable")
 
 
 async def figures(server: Running, headers: str = "") -> dict[tuple[str, frozenset[tuple[str, str]]], float]:

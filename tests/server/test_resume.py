@@ -7,6 +7,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from inferencecenter.server.outbox import Outbox
+from inferencecenter.sessions.journal import StorageFault
 from tests.server.harness import StubJournal, ask, close_code, hear
 
 if TYPE_CHECKING:
@@ -130,7 +131,7 @@ async def test_a_store_that_cannot_write_is_told_without_its_secrets(serve: Serv
         await hear(socket)
         assert (await hear(stranger))["status"] == "ready"
         session_id = (await ask(socket, op="create_session"))["session_id"]
-        journal.fault = "/secret/place is full"
+        journal.fault = StorageFault("the secret disk is full")
         hello = await ask(stranger, op="hello")
         assert hello["status"] == "degraded"
         assert "cannot be written" in hello["message"]
@@ -144,7 +145,7 @@ async def test_a_store_that_cannot_write_is_told_without_its_secrets(serve: Serv
             {"op": "rewind_session", "session_id": session_id, "turn": "start"},
         ):
             error = await ask(socket, id="e", **frame)
-            assert (error["code"], error["message"], error["id"]) == ("storage_unavailable", journal.fault, "e")
+            assert (error["code"], error["message"], error["id"]) == ("storage_unavailable", journal.fault.message, "e")
             assert error["hint"]
             assert error["retryable"]
         assert (await ask(socket, op="create_session", store=False))["op"] == "session_created"
@@ -152,7 +153,23 @@ async def test_a_store_that_cannot_write_is_told_without_its_secrets(serve: Serv
             await hear(desk)
             await ask(desk, op="auth", client_id="desk", api_key="desk-key", protocol=1)
             status = await ask(desk, op="status", type="sessions")
-            assert status["values"]["storage"] == journal.fault
+            assert status["values"]["storage"] == journal.fault.message
+
+
+async def test_storage_that_fails_is_told_to_all_who_would_wait(serve: Serve) -> None:
+    """With the reason and when to try again; sockets of the first protocol are told nothing that they do not know."""
+    async with serve(journal=StubJournal()) as server, server.v1() as socket, server.connect() as old:
+        await hear(socket)
+        await hear(old)
+        await ask(old, op="auth", client_id="kitchen", api_key="kitchen-key")
+        server.context.storage_changed(StorageFault("the disk is full", 1000))
+        server.context.storage_changed(None)
+        told = [await hear(socket) for _ in range(2)]
+        assert told == [
+            {"op": "storage", "state": "unavailable", "detail": "the disk is full", "retry_after_ms": 1000},
+            {"op": "storage", "state": "ok", "detail": ""},
+        ]
+        assert (await ask(old, op="hello"))["op"] == "hello"
 
 
 async def test_clients_are_told_whether_they_can_come_back(serve: Serve) -> None:

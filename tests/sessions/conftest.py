@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from inferencecenter.ipc.port import EnginePort, EngineTurn
     from inferencecenter.protocol.base import Event
     from inferencecenter.sessions.allowance import Allowance
+    from inferencecenter.sessions.journal import StorageFault
     from inferencecenter.sessions.records import Record
     from inferencecenter.sessions.totals import TurnRecord
     from inferencecenter.sessions.tracing import Tracer
@@ -294,7 +295,7 @@ class FakeJournal:
     flushed: list[bool] = field(default_factory=list)
     held: deque[Callable[[], None]] = field(default_factory=deque)
     holding: bool = False
-    fault: str | None = None
+    fault: StorageFault | None = None
 
     def write(self, record: Record, *, flush: bool) -> None:
         """Keep the record."""

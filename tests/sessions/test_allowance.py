@@ -16,6 +16,7 @@ from inferencecenter.protocol.events import End
 from inferencecenter.protocol.params import Params
 from inferencecenter.sessions.allowance import check_model, limited
 from inferencecenter.sessions.client import Client
+from inferencecenter.sessions.journal import StorageFault
 from inferencecenter.sessions.records import Ended, Ordered, Spent
 from tests.sessions.conftest import World
 from tests.sessions.oracle import kept
@@ -243,7 +244,7 @@ def test_sessions_that_may_not_be_kept_are_counted() -> None:
     world.turn(session_id, "Hi", "Hello")
     assert world.journal is not None
     assert world.journal.records == [Spent(client_id="ada", token_id="aabb", at=1000.0, usage=end_of(world).usage)]
-    world.journal.fault = "the disk is full"
+    world.journal.fault = StorageFault("the disk is full")
     world.turn(session_id, "Hi", "Hello")
     assert len(world.journal.records) == 1
 

@@ -9,6 +9,7 @@ import pytest
 from inferencecenter.errors import ErrorCode, InferenceCenterError
 from inferencecenter.protocol import requests
 from inferencecenter.protocol.codec import read_frame
+from inferencecenter.sessions.journal import StorageFault
 from inferencecenter.sessions.records import Described
 from tests.sessions.conftest import FakeJournal, World
 from tests.sessions.oracle import kept
@@ -76,7 +77,7 @@ def test_what_cannot_be_kept_is_refused(world: World) -> None:
     """While the store cannot write, a stored session keeps what it has; another one does as it is told."""
     stored, not_stored = world.create(metadata={"title": "old"}), world.create(store=False)
     assert isinstance(world.journal, FakeJournal)
-    world.journal.fault = "the disk is full"
+    world.journal.fault = StorageFault("the disk is full")
     with pytest.raises(InferenceCenterError) as caught:
         describe(world, stored, title="new")
     assert caught.value.code is ErrorCode.STORAGE_UNAVAILABLE

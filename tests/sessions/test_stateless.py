@@ -6,6 +6,7 @@ import pytest
 
 from inferencecenter.errors import ErrorCode
 from inferencecenter.protocol import requests
+from inferencecenter.sessions.journal import StorageFault
 from tests.sessions.conftest import World
 from tests.sessions.test_agreement import stateless
 from tests.sessions.test_registry import EVE, refused
@@ -45,7 +46,7 @@ def test_it_is_none_of_the_clients_sessions(world: World) -> None:
 def test_it_is_opened_also_while_nothing_can_be_written(world: World) -> None:
     """Nothing of it would be."""
     assert world.journal is not None
-    world.journal.fault = "disk full"
+    world.journal.fault = StorageFault("disk full")
     idle(world)
 
 

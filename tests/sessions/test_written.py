@@ -13,7 +13,7 @@ from inferencecenter.ipc.messages import Delta, Position, Progress, TokenLogprob
 from inferencecenter.protocol import requests
 from inferencecenter.protocol.base import SessionEvent
 from inferencecenter.protocol.events import Error
-from inferencecenter.sessions.journal import Unwritten
+from inferencecenter.sessions.journal import StorageFault, Unwritten
 from inferencecenter.sessions.records import (
     Changed,
     Described,
@@ -31,7 +31,7 @@ from tests.sessions.conftest import FakeJournal, World, packed
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-FAULT = "No space left on device"
+FAULT = StorageFault("the disk is full")
 
 
 def journal(world: World) -> FakeJournal:
@@ -227,7 +227,7 @@ def test_what_could_not_be_written_is_refused(world: World) -> None:
     for refused in refusals:
         with pytest.raises(InferenceCenterError) as caught:
             refused()
-        assert (caught.value.code, caught.value.message) == (ErrorCode.STORAGE_UNAVAILABLE, FAULT)
+        assert (caught.value.code, caught.value.message) == (ErrorCode.STORAGE_UNAVAILABLE, FAULT.message)
         assert caught.value.hint
         assert caught.value.spec.retryable
     assert len(journal(world).records) == n_records

@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import sqlite3
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from inferencecenter.errors import ErrorCode, InferenceCenterError
-from inferencecenter.sessions.store.opening import open_reading, open_writing, reason_of
+from inferencecenter.sessions.store.faults import hint_of, reason_of
+from inferencecenter.sessions.store.opening import open_reading, open_writing
 from inferencecenter.sessions.store.reading import read_one, read_said
 from inferencecenter.sessions.store.recorder import Purge, delete
-from inferencecenter.sessions.store.schema import HINT, MIGRATIONS
+from inferencecenter.sessions.store.schema import MIGRATIONS
 from inferencecenter.sqlite_file import connect, transaction, unusable
 
 if TYPE_CHECKING:
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from inferencecenter.sessions.records import Kept
     from inferencecenter.sessions.store.recorder import PurgeKind
     from inferencecenter.sessions.store.rows import Row
+
+_ROWS_HINT: Final = "`inferencecenter restore` a backup that has it, or `inferencecenter session purge` it."
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +105,8 @@ class Archive:
         try:
             return read_one(self._database, row[0], read_said(self._database)).kept
         except ValueError as error:
-            raise unusable(self._path, f"the rows of session {session_id} do not fit together", hint=HINT) from error
+            reason = f"the rows of session {session_id} do not fit together"
+            raise unusable(self._path, reason, hint=_ROWS_HINT) from error
 
     def usage(self, client_id: str | None = None, *, since: str = "") -> list[UsageLine]:
         """Return what a client, or each, had from a day on, the latest day last."""
@@ -180,4 +184,4 @@ def _mapped_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except (sqlite3.Error, OSError) as error:
-        raise unusable(path, reason_of(error), hint=HINT) from error
+        raise unusable(path, reason_of(error), hint=hint_of(error)) from error

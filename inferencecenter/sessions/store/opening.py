@@ -8,20 +8,24 @@ from typing import TYPE_CHECKING
 
 import structlog
 
-from inferencecenter.sessions.store.schema import HINT, MIGRATIONS
+from inferencecenter.sessions.store.faults import fault_of, hint_of, is_busy, reason_of
+from inferencecenter.sessions.store.schema import MIGRATIONS
 from inferencecenter.sqlite_file import (
+    DamagedFileError,
+    check_version,
     connect,
     connect_reading,
     damage,
     make_private,
     migrate,
-    newer,
     unusable,
     version_of,
 )
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from inferencecenter.sessions.journal import StorageFault
 
 _log = structlog.get_logger(__name__)
 
@@ -31,7 +35,7 @@ class OpenFile:
     """An open file. With a ``fault`` it is for reading only, and without a ``database`` not even for that."""
 
     database: sqlite3.Connection | None
-    fault: str | None = None
+    fault: StorageFault | None = None
 
 
 def open_file(path: Path) -> OpenFile:
@@ -45,8 +49,9 @@ def open_file(path: Path) -> OpenFile:
     except (OSError, sqlite3.Error) as error:
         if is_busy(error):
             raise unusable(path, str(error), hint="Another program has it open: end that.") from error
-        fault = f"{path.name} cannot be written: {reason_of(error)}"
-    _log.error("store_read_only", path=str(path), reason=fault, hint=HINT)
+        fault = fault_of(error, name=path.name)
+        reason = f"{path.name} cannot be written: {reason_of(error)}"
+        _log.error("store_read_only", path=str(path), reason=reason, hint=hint_of(error))
     try:
         return OpenFile(open_reading(path), fault)
     except (OSError, sqlite3.Error) as error:
@@ -66,14 +71,13 @@ def open_writing(path: Path) -> sqlite3.Connection:
     database = connect(path)
     try:
         if (found := damage(database)) is not None:
-            raise sqlite3.DatabaseError(found)
-        if version_of(database) > len(MIGRATIONS):
-            raise newer(path, version_of(database), hint=HINT)
+            raise DamagedFileError(found)
+        check_version(database, MIGRATIONS, path=path)
         database.execute("PRAGMA journal_mode = WAL")
         database.execute("PRAGMA foreign_keys = ON")
         # What was deleted is overwritten: a conversation that is closed or purged is gone.
         database.execute("PRAGMA secure_delete = ON")
-        migrate(database, MIGRATIONS, path=path, hint=HINT)
+        migrate(database, MIGRATIONS, path=path)
     except BaseException:
         database.close()
         raise
@@ -88,26 +92,13 @@ def open_reading(path: Path) -> sqlite3.Connection:
         sqlite3.Error: It cannot be read, or is of an older version.
     """
     database = connect_reading(path)
-    version = version_of(database)
+    try:
+        check_version(database, MIGRATIONS, path=path)
+        version = version_of(database)
+    except BaseException:
+        database.close()
+        raise
     if version == len(MIGRATIONS):
         return database
     database.close()
-    if version > len(MIGRATIONS):
-        raise newer(path, version, hint=HINT)
     raise sqlite3.DatabaseError(f"it is of version {version}, which the daemon brings up to date when it can write it")
-
-
-def is_busy(error: OSError | sqlite3.Error) -> bool:
-    """Tell whether somebody else holds the file."""
-    return isinstance(error, sqlite3.Error) and _code(error) in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
-
-
-def reason_of(error: OSError | sqlite3.Error) -> str:
-    """Return what went wrong in words."""
-    return (error.strerror if isinstance(error, OSError) else None) or str(error)
-
-
-def _code(error: sqlite3.Error) -> int | None:
-    # Errors that did not come from SQLite itself have none; the upper bits say more than is asked.
-    code = getattr(error, "sqlite_errorcode", None)
-    return None if code is None else code & 0xFF

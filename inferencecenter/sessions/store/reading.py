@@ -44,6 +44,12 @@ _ORDER: Final = (
     " model, token_id, note FROM orders WHERE session = ?"
 )
 
+_SCANS: Final = (
+    "SELECT id, session_id FROM sessions NOT INDEXED ORDER BY id",
+    "SELECT id, session_id FROM sessions NOT INDEXED ORDER BY id DESC",
+    "SELECT id, session_id FROM sessions INDEXED BY sqlite_autoindex_sessions_1 ORDER BY session_id",
+    "SELECT id, session_id FROM sessions INDEXED BY sqlite_autoindex_sessions_1 ORDER BY session_id DESC",
+)
 _SAID: Final = "SELECT session, seq, ids, text, parts FROM said ORDER BY rowid"
 
 _log = structlog.get_logger(__name__)
@@ -67,22 +73,43 @@ class Found:
     known: Known
 
 
-def read_all(database: sqlite3.Connection) -> list[Found]:
-    """Return every session that can be read, oldest first; the others are logged and stay as they are."""
-    try:
-        ids = sorted(database.execute("SELECT id, session_id FROM sessions").fetchall())
-    except sqlite3.Error as error:
-        _log.error("sessions_unreadable", reason=_reason(error))
-        return []
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """The sessions that can be read, oldest first, and why others cannot, by their names."""
+
+    found: list[Found]
+    unreadable: dict[str, str]
+
+
+def read_all(database: sqlite3.Connection) -> Contents:
+    """Return every session that can be read; the others stay in the file as they are."""
     said = read_said(database)
-    found = []
+    found: list[Found] = []
+    unreadable: dict[str, str] = {}
     with _no_collection():
-        for row, session_id in ids:
+        for row, name in session_rows(database).items():
             try:
                 found.append(read_one(database, row, said))
-            except (sqlite3.Error, ValueError) as error:
-                _log.error("session_unreadable", session=session_id, reason=_reason(error))
-    return found
+            except Exception as error:  # noqa: BLE001 - the border to what other programs and disks made of a row
+                unreadable[name] = _reason(error)
+    return Contents(found, unreadable)
+
+
+def session_rows(database: sqlite3.Connection) -> dict[int, str]:
+    """Return the names of all sessions by their rows, oldest first.
+
+    Where a page of the table is damaged its other pages are reached from both ends, and through its indexes.
+    """
+    names: dict[int, str] = {}
+    for scan in _SCANS:
+        try:
+            for row, name in database.execute(scan):
+                names[row] = name
+        except sqlite3.Error as error:
+            _log.warning("sessions_damaged", reason=_reason(error))
+        else:
+            break
+    return dict(sorted(names.items()))
 
 
 def read_said(database: sqlite3.Connection) -> dict[int, Said] | None:

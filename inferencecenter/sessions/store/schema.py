@@ -10,11 +10,6 @@ if TYPE_CHECKING:
 DATABASE_NAME: Final = "sessions.sqlite3"
 """Name of the file in the state directory."""
 
-HINT: Final = (
-    "Check that it and its directory are yours and writable and the disk has room; a damaged file may be moved away,"
-    " which forgets all sessions."
-)
-
 # ``session`` is ``sessions.id`` everywhere, ``n`` counts the rows of a session up.
 MIGRATIONS: Final[Steps] = (
     (

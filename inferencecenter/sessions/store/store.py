@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Final
 
 import structlog
 
+from inferencecenter.sessions.journal import RETRY_LATER_MS, StorageFault
 from inferencecenter.sessions.store.opening import open_file
-from inferencecenter.sessions.store.reading import read_all
+from inferencecenter.sessions.store.reading import Contents, read_all
 from inferencecenter.sessions.store.recorder import Purge, Recorder
-from inferencecenter.sessions.store.writer import RETRY_S, Batch, Stop, Writer
-from inferencecenter.sqlite_file import BUSY_TIMEOUT_S
+from inferencecenter.sessions.store.writer import PROBE_S, RETRY_S, Batch, Stop, Writer
+from inferencecenter.sqlite_file import BUSY_TIMEOUT_S, FileIdentity
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -36,39 +37,58 @@ class Store:
     """
 
     def __init__(
-        self, path: Path, *, database: sqlite3.Connection | None, fault: str | None, retry_s: float = RETRY_S
+        self,
+        path: Path,
+        *,
+        database: sqlite3.Connection | None,
+        fault: StorageFault | None,
+        retry_s: float = RETRY_S,
+        probe_s: float = PROBE_S,
     ) -> None:
-        found = read_all(database) if database is not None else []
-        self._kept = [each.kept for each in found]
+        contents = read_all(database) if database is not None else Contents([], {})
+        for name, reason in contents.unreadable.items():
+            _log.error("session_unreadable", session=name, reason=reason)
+        self._kept = [each.kept for each in contents.found]
         self._fault = fault
         self._next = Batch()
         self._is_scheduled = False
         self._n_waiting = 0
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._watching: tuple[asyncio.AbstractEventLoop, Callable[[StorageFault | None], None]] | None = None
         self._writer: Writer | None = None
+        self.identity: FileIdentity | None = None
         self.was_clean = database is None or _is_clean(database)
         if database is not None and fault is None:
-            recorder = Recorder(database, {each.kept.facts.session_id: each.known for each in found})
+            recorder = Recorder(database, {each.kept.facts.session_id: each.known for each in contents.found})
+            self.identity = FileIdentity.of(path)
             self._writer = Writer(
-                path, database=database, recorder=recorder, committed=self._committed, retry_s=retry_s
+                path,
+                database=database,
+                recorder=recorder,
+                identity=self.identity,
+                committed=self._committed,
+                fault_changed=self._fault_changed,
+                retry_s=retry_s,
+                probe_s=probe_s,
             )
         elif database is not None:
             database.close()
 
     @classmethod
-    def open(cls, path: Path, *, retry_s: float = RETRY_S) -> Store:
+    def open(cls, path: Path, *, retry_s: float = RETRY_S, probe_s: float = PROBE_S) -> Store:
         """Open or make the file at ``path``, its owner's only, and read it. Before the event loop runs: it takes time.
 
         Args:
             path: The SQLite file.
             retry_s: Seconds between attempts while it cannot be written.
+            probe_s: Seconds between looks at a file that nothing is written to.
 
         Raises:
             InferenceCenterError: ``storage_unavailable`` for a file of a newer version, or one that another program
                 holds. Any other fault is no reason to stop: see ``fault``.
         """
         file = open_file(path)
-        return cls(path, database=file.database, fault=file.fault, retry_s=retry_s)
+        return cls(path, database=file.database, fault=file.fault, retry_s=retry_s, probe_s=probe_s)
 
     def load(self) -> list[Kept]:
         """Return all sessions as they were at opening, oldest first; once."""
@@ -76,9 +96,13 @@ class Store:
         return kept
 
     @property
-    def fault(self) -> str | None:
-        """Why nothing can be written at the moment, in words; ``None`` when all is well."""
+    def fault(self) -> StorageFault | None:
+        """Why nothing can be written at the moment; ``None`` when all is well."""
         return self._fault or (self._writer.fault if self._writer is not None else None)
+
+    def watch(self, listener: Callable[[StorageFault | None], None]) -> None:
+        """Call ``listener`` on the event loop whenever ``fault`` has changed."""
+        self._watching = (asyncio.get_running_loop(), listener)
 
     def write(self, record: Record, *, flush: bool) -> None:
         """Have a record written, after all earlier ones; see ``Journal``."""
@@ -111,7 +135,7 @@ class Store:
             return
         if self._is_scheduled:
             self._hand_over_to(writer)
-        self._fault = f"{'' if writer.fault is None else writer.fault + '; '}the store is closed"
+        self._fault = writer.fault or StorageFault("the store is closed", RETRY_LATER_MS)
         loop = asyncio.get_running_loop()
         stopped = asyncio.Event()
 
@@ -159,6 +183,13 @@ class Store:
         # A loop that is closed has nobody to tell.
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._tell, batch)
+
+    def _fault_changed(self) -> None:
+        """On the writer's thread: have the listener told."""
+        if self._watching is not None:
+            loop, listener = self._watching
+            with contextlib.suppress(RuntimeError):
+                loop.call_soon_threadsafe(lambda: listener(self.fault))
 
     def _tell(self, batch: Batch) -> None:
         for tell in batch.tells:

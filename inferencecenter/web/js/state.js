@@ -13,7 +13,7 @@ import { connect } from "./wire/link.js";
  * @typedef {import("./wire/link.js").WireEvent} WireEvent
  * @typedef {"chat" | "dashboard" | "models"} View
  * @typedef {{theme: "system" | "light" | "dark"}} Preferences
- * @typedef {Pick<import("./wire/types.js").Events, "engine" | "thermal" | "going_away" | "model_changed">} Notices
+ * @typedef {Pick<import("./wire/types.js").Events, "engine" | "thermal" | "storage" | "going_away" | "model_changed">} Notices
  */
 
 /** @type {import("../vendor/signals-core.js").Signal<Link | null>} */
@@ -26,14 +26,14 @@ export const hello = signal(/** @type {import("./wire/types.js").HelloEvent | nu
 export const outdated = signal(false);
 export const view = signal(/** @type {View} */ ("chat"));
 export const preferences = signal(kept("preferences", /** @type {Preferences} */ ({ theme: "system" })));
-/** What the daemon told everybody last, by op: `engine`, `thermal`, `going_away`, `model_changed`. */
+/** What the daemon told everybody last, by op: `engine`, `thermal`, `storage`, `going_away`, `model_changed`. */
 export const notices = signal(/** @type {Readonly<Partial<Notices>>} */ ({}));
 /** Why nobody is signed in, where there is something to say. */
 export const signInError = signal("");
 /** What could not be done, to be shown until it is dismissed. */
 export const failure = signal(/** @type {import("./wire/errors.js").WireError | null} */ (null));
 
-const NOTICES = new Set(["engine", "thermal", "going_away", "model_changed"]);
+const NOTICES = new Set(["engine", "thermal", "storage", "going_away", "model_changed"]);
 const ANOTHER_TOKEN = "Whoever runs the server makes another with: inferencecenter token create NAME";
 
 /** @type {string | null} */

@@ -54,6 +54,16 @@ def locked(path: Path) -> Iterator[None]:
         yield
 
 
+def move(path: Path, target: Path) -> None:
+    """Give a file another name."""
+    path.rename(target)
+
+
+def put_empty(path: Path) -> None:
+    """Make an empty file."""
+    path.touch()
+
+
 async def until(holds: Callable[[], bool]) -> None:
     """Let the event loop go on until something holds."""
     async with asyncio.timeout(60):

@@ -269,7 +269,7 @@ class Writing(RuleBasedStateMachine):
         """What the file holds is what was written, also for whoever goes on with it."""
         self.database.close()
         self.database = open_writing(self.path)
-        found = read_all(self.database)
+        found = read_all(self.database).found
         assert {each.kept.facts.session_id: each.kept for each in found} == self.kept
         turns = self.database.execute("SELECT client_id, turns FROM usage").fetchall()
         assert dict(turns) == self.usage
@@ -334,7 +334,7 @@ def recorder(database: sqlite3.Connection) -> Recorder:
 
 
 def _kept(database: sqlite3.Connection) -> dict[str, Kept]:
-    return {found.kept.facts.session_id: found.kept for found in read_all(database)}
+    return {found.kept.facts.session_id: found.kept for found in read_all(database).found}
 
 
 def test_a_running_turn_comes_back_with_all_it_said(database: sqlite3.Connection, recorder: Recorder) -> None:

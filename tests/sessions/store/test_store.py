@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING
 import pytest
 from structlog.testing import capture_logs
 
+from inferencecenter.sessions.journal import RETRY_LATER_MS, StorageFault
 from inferencecenter.sessions.records import Gone
 from inferencecenter.sessions.store.recorder import Recorder
 from inferencecenter.sessions.store.store import Store
-from tests.sessions.store.stores import RETRY_S, kept_in, locked, settled, storing, until, was_clean
+from tests.sessions.store.stores import RETRY_S, kept_in, locked, move, put_empty, settled, storing, until, was_clean
 from tests.sessions.store.values import ended, make_history, opened, ordered, said
 
 if TYPE_CHECKING:
@@ -145,7 +146,7 @@ async def test_while_another_program_holds_the_file_everything_waits(path: Path)
                     store.write(said(word), flush=False)
                     store.release(lambda word=word: told.append(word))  # type: ignore[misc]
                     await until(lambda: store.fault is not None)
-                assert store.fault == "sessions.sqlite3 cannot be written: database is locked"
+                assert store.fault == StorageFault("sessions.sqlite3 cannot be written: another program holds it")
                 assert told == []
             await settled(store)
         assert told == ["a", "b", "c"]
@@ -173,7 +174,7 @@ async def test_a_full_disk_loses_nothing(small_disk: Callable[[int], Path]) -> N
         store.write(ended(text="x" * 20_000), flush=True)
         store.release(lambda: told.append(1))
         await until(lambda: store.fault is not None)
-        assert store.fault == "sessions.sqlite3 cannot be written: database or disk is full"
+        assert store.fault == StorageFault("sessions.sqlite3 cannot be written: the disk is full")
         store.write(opened("s_2"), flush=True)
         store.release(lambda: told.append(2))
         ballast.unlink()
@@ -219,6 +220,96 @@ async def test_a_defect_of_the_writer_is_a_fault(path: Path, monkeypatch: pytest
         assert [line["event"] for line in logs] == ["store_fault", "store_mended"]
 
 
+async def test_nothing_is_told_of_what_is_in_a_deleted_file(path: Path) -> None:
+    """The file takes commits, but nobody finds them again: all waits until it is back in its place."""
+    elsewhere = path.with_name("elsewhere")
+    async with storing(path) as store:
+        store.write(opened(), flush=True)
+        await settled(store)
+        move(path, elsewhere)
+        told: list[int] = []
+        with capture_logs() as logs:
+            store.write(opened("s_2"), flush=True)
+            store.release(lambda: told.append(1))
+            await until(lambda: store.fault is not None)
+            assert store.fault == StorageFault(
+                "sessions.sqlite3 cannot be written: it was deleted or moved", RETRY_LATER_MS
+            )
+            assert told == []
+            move(elsewhere, path)
+            await settled(store)
+        assert told == [1]
+        assert store.fault is None
+        assert [line["event"] for line in logs] == ["store_fault", "store_mended"]
+    assert set(await kept_in(path)) == {"s_1", "s_2"}
+
+
+async def test_a_file_that_goes_during_a_commit_is_noticed_before_it_is_told(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The commit is not repeated when the file is back: it has it already."""
+    elsewhere = path.with_name("elsewhere")
+    commit = Recorder.commit
+    async with storing(path) as store:
+        store.write(opened(), flush=True)
+        await settled(store)
+
+        def observed(self: Recorder, entries: Sequence[Entry], *, durable: bool) -> None:
+            commit(self, entries, durable=durable)
+            move(path, elsewhere)
+
+        monkeypatch.setattr(Recorder, "commit", observed)
+        told: list[int] = []
+        store.write(said("a"), flush=True)
+        store.release(lambda: told.append(1))
+        await until(lambda: store.fault is not None)
+        assert told == []
+        move(elsewhere, path)
+        await until(lambda: told == [1])
+    with closing(sqlite3.connect(path)) as database:
+        assert database.execute("SELECT count(*) FROM said").fetchone() == (1,)
+
+
+async def test_another_file_in_its_place_is_noticed_while_nothing_is_written(path: Path) -> None:
+    """And told to whoever watches, as soon as it is noticed and when it is over."""
+    store = Store.open(path, retry_s=RETRY_S, probe_s=RETRY_S)
+    faults: list[StorageFault | None] = []
+    store.watch(faults.append)
+    store.write(opened(), flush=True)
+    await settled(store)
+    move(path, path.with_name("elsewhere"))
+    put_empty(path)
+    replaced = StorageFault("sessions.sqlite3 cannot be written: it was replaced by another file", RETRY_LATER_MS)
+    await until(lambda: replaced in faults)
+    move(path.with_name("elsewhere"), path)
+    await until(lambda: faults[-1] is None)
+    assert store.fault is None
+    await store.close()
+
+
+async def test_a_writer_that_dies_is_a_fault(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What no border holds ends its thread: nothing is told any more, it is logged, and closing does not wait."""
+    store = Store.open(path)
+    faults: list[StorageFault | None] = []
+    store.watch(faults.append)
+
+    def dying(_self: Recorder, _entries: Sequence[Entry], *, durable: bool) -> None:
+        raise SystemExit(durable)
+
+    monkeypatch.setattr(Recorder, "commit", dying)
+    told: list[int] = []
+    with capture_logs() as logs:
+        for _ in range(2):
+            store.write(opened(), flush=True)
+            store.release(lambda: told.append(1))
+            await until(lambda: bool(faults))
+    assert [line["event"] for line in logs] == ["store_writer_died"]
+    fault = StorageFault("sessions.sqlite3 cannot be written: an internal error", RETRY_LATER_MS)
+    assert (faults, store.fault) == ([fault], fault)
+    await store.close()
+    assert told == []
+
+
 async def test_closing_writes_and_tells_what_is_left(path: Path) -> None:
     """Nobody has to wait before closing; afterwards nothing is written and the fault says why."""
     store = Store.open(path)
@@ -228,7 +319,7 @@ async def test_closing_writes_and_tells_what_is_left(path: Path) -> None:
     store.release(lambda: told.append(1))
     await store.close()
     assert told == [1]
-    assert store.fault == "the store is closed"
+    assert store.fault == StorageFault("the store is closed", RETRY_LATER_MS)
     store.write(Gone(session_id="s_1"), flush=True)
     await store.close()
     assert set(await kept_in(path)) == {"s_1"}
@@ -277,7 +368,7 @@ async def test_what_cannot_be_written_until_the_end_makes_it_unclean(path: Path)
             await store.close(timeout_s=0.02)
         assert [(line["event"], line.get("records")) for line in logs] == [("store_fault", None), ("store_lost", 2)]
     assert told == []
-    assert "locked" in (store.fault or "")
+    assert store.fault == StorageFault("sessions.sqlite3 cannot be written: another program holds it")
     assert not await was_clean(path)
 
 

@@ -1,5 +1,5 @@
 // @ts-check
-/** What concerns everybody: the connection, the engine, heat, a daemon that stops. */
+/** What concerns everybody: the connection, the engine, heat, storage, a daemon that stops. */
 
 import { html, useEffect, useState } from "../ui.js";
 import { failure, link, notices, outdated } from "../state.js";
@@ -14,7 +14,7 @@ const ENGINE = {
 
 /** All there are now. */
 export function Notices() {
-  const { engine, thermal, going_away: going } = notices.value;
+  const { engine, thermal, storage, going_away: going } = notices.value;
   const broken = engine?.state === "failed";
   return html`
     <div class="notices" role="status">
@@ -27,6 +27,10 @@ export function Notices() {
       ${thermal && thermal.state !== "cool" &&
       html`<p class="notice" data-mood="warn">
         The GPU is ${thermal.state}${thermal.temp ? ` (${Math.round(thermal.temp)} °C)` : ""}: ${thermal.action}
+      </p>`}
+      ${storage?.state === "unavailable" &&
+      html`<p class="notice" data-mood="bad">
+        Answers are held back until the server can store them. <span class="notice-detail">${storage.detail}</span>
       </p>`}
       ${going &&
       link.value?.state.value === "open" &&
