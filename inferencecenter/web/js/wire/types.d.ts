@@ -1315,6 +1315,24 @@ export interface ThermalEvent {
   action: string;
 }
 
+/**
+ * Sessions can no longer be written down, or can be again.
+ *
+ * While they cannot, all that would be told of stored sessions is held back, answers that are being generated too, and
+ * new turns of theirs are refused with `storage_unavailable`; sessions with `store` false go on.
+ */
+export interface StorageChangedEvent {
+  op: "storage";
+  /** The `id` of the frame this answers. */
+  id?: string;
+  /** Whether they can be written down. */
+  state: "ok" | "unavailable";
+  /** Why they cannot, in words. */
+  detail: string;
+  /** Earliest useful retry of what is refused. */
+  retry_after_ms?: number;
+}
+
 /** The daemon is about to stop. */
 export interface GoingAwayEvent {
   op: "going_away";
@@ -1421,6 +1439,7 @@ export interface Events {
   model_changed: ModelChangedEvent;
   model_unloaded: ModelUnloadedEvent;
   thermal: ThermalEvent;
+  storage: StorageChangedEvent;
   going_away: GoingAwayEvent;
   error: ErrorEvent;
 }
