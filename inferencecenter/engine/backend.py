@@ -144,8 +144,8 @@ class Backend(Protocol):
         """Build a turn's sampler chain; the tail of ``prompt`` feeds the penalties.
 
         ``answer`` is what the turn generated before its prompt was made shorter to ``prompt``; the slot holds it after
-        the prompt. The penalties see it as if it had been sampled here. A seed does not start over: the rest is drawn
-        with another one, made of the seed and the length of ``answer``. A ``constraint`` says what may be sampled;
+        the prompt. The penalties see it as if it had been sampled here, and each token is drawn with the random number
+        of the seed and its position in the answer, as it would have been. A ``constraint`` says what may be sampled;
         it has taken ``answer`` in, and the sampler keeps it up to date.
 
         Raises:

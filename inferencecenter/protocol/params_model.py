@@ -274,7 +274,8 @@ class Params(BaseModel):
     min_keep: int = _integer(0, (0, MAX_TOKENS), "Tokens that top_p, min_p, typical_p and xtc leave at least.")
     seed: _Seed = _param(
         None,
-        "Start of the random numbers: equal seeds give equal answers; without one each turn draws its own.",
+        "Equal seeds draw equal random numbers, each made of the seed and the token's place in the answer; without one "
+        "each turn draws its own.",
         f"an integer from 0 to {MAX_SEED}, or -1 for a random one",
     )
     logit_bias: _Biases = _param(

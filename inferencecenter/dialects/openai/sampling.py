@@ -59,7 +59,10 @@ class Sampling(Fields):
     presence_penalty: float | None = Field(default=None, ge=-10, le=10, description="As `params.presence_penalty`.")
     frequency_penalty: float | None = Field(default=None, ge=-10, le=10, description="As `params.frequency_penalty`.")
     seed: int | None = Field(
-        default=None, ge=-(2**63), lt=2**63, description="Equal seeds give equal answers; choice i has the seed plus i."
+        default=None,
+        ge=-(2**63),
+        lt=2**63,
+        description="Equal seeds draw equal random numbers; choice i has the seed plus i.",
     )
     stop: Stop | None = Field(default=None, description="Texts that end the answer where they begin.")
     logit_bias: dict[str, float] | None = Field(

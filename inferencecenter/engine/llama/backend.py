@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
@@ -13,7 +12,7 @@ from inferencecenter.engine.llama.fingerprint import fingerprint
 from inferencecenter.engine.llama.log import LlamaLog
 from inferencecenter.engine.llama.model import Model
 from inferencecenter.engine.llama.sampler import NativeSampler
-from inferencecenter.engine.sampling.chain import RANDOM_SEED, plan_chain
+from inferencecenter.engine.sampling.chain import plan_chain
 from inferencecenter.hardware.host import physical_cores
 
 if TYPE_CHECKING:
@@ -185,8 +184,6 @@ class LlamaBackend:
             InferenceCenterError: ``invalid_request`` for a parameter this model cannot obey.
         """
         vocab, context = self._model.vocab, self._context
-        if answer and params.seed is not None:
-            params = params.model_copy(update={"seed": continued_seed(params.seed, len(answer))})
         specs = plan_chain(params, n_vocab=vocab.n_tokens, n_ctx=context.n_ctx, end_tokens=vocab.end_tokens)
         native = NativeSampler(
             context=context.handle,
@@ -196,6 +193,7 @@ class LlamaBackend:
             token_text=vocab.token_text,
             n_probs=params.n_probs,
             prompt=[*prompt, *answer],
+            position=len(answer),
             constraint=constraint,
         )
         sampler = LlamaTurnSampler(native, context, on_close=self._samplers.discard)
@@ -227,9 +225,3 @@ class LlamaTurnSampler:
         """Free the chain."""
         self._native.close()
         self._on_close(self)
-
-
-def continued_seed(seed: int, n_answer: int) -> int:
-    """Return the seed for the rest of an answer: the same for the same beginning, and not ``seed`` again."""
-    digest = hashlib.sha256(f"{seed} {n_answer}".encode()).digest()
-    return int.from_bytes(digest[:4]) % RANDOM_SEED

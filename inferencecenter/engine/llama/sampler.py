@@ -1,4 +1,11 @@
-"""A turn's sampler chain in llama.cpp, built from the plan of ``engine.sampling.chain``."""
+"""A turn's sampler chain in llama.cpp, built from the plan of ``engine.sampling.chain``.
+
+llama.cpp's samplers that draw (``dist``, ``xtc``) go through one sequence of random numbers and cannot be told how far
+it has gone: some tokens take a number and some do not. A turn that goes on in another engine would draw other numbers
+from there on. So before each token these samplers are made anew, with a seed that is made of the turn's seed and the
+token's position in its answer; what is behind the first of them in the chain is taken out and put back, which takes
+20 µs. Mirostat and adaptive-p keep what they have learnt, and are seeded once, with the position at which they begin.
+"""
 
 from __future__ import annotations
 
@@ -37,6 +44,7 @@ class NativeSampler:
         n_vocab: Tokens in the vocabulary.
         n_probs: How many of the likeliest tokens to report with each; 0 reports none.
         prompt: Token ids before the first sampled one, whose tail feeds the penalties and DRY.
+        position: How many of these are the beginning of the answer.
         token_text: Gives a token's text, for the report.
         constraint: Says which tokens may be sampled, and is told which one was; without it all may.
     """
@@ -51,9 +59,12 @@ class NativeSampler:
         token_text: Callable[[int], str],
         n_probs: int = 0,
         prompt: Sequence[int] = (),
+        position: int = 0,
         constraint: Constraint | None = None,
     ) -> None:
         self._context = context
+        self._vocab = vocab
+        self._position = position
         self._n_vocab = n_vocab
         self._n_probs = n_probs
         self._token_text = token_text
@@ -63,16 +74,17 @@ class NativeSampler:
         settings = lib.llama_sampler_chain_default_params()
         settings.no_perf = True
         self._chain = lib.llama_sampler_chain_init(settings)
+        # The first sampler that is made anew for each token, and those behind it.
+        self._tail: list[tuple[SamplerSpec, lib.llama_sampler_p]] = []
         for spec in specs:
+            native = self._build(spec)
             if isinstance(spec, plan.TypicalP):
                 # llama.cpp's entropy is no number where a token has no probability, and what it keeps then is anything.
-                lib.llama_sampler_chain_add(self._chain, lib.llama_sampler_init_min_p(_LEAST_SHARE, 0))
-            native = _build(spec, vocab=vocab, n_vocab=n_vocab)
+                self._add(spec, lib.llama_sampler_init_min_p(_LEAST_SHARE, 0))
             if isinstance(spec, plan.Penalties | plan.Dry):
                 for token in prompt[-spec.last_n :]:
                     lib.llama_sampler_accept(native, token)
-            # From here on the chain owns it and frees it.
-            lib.llama_sampler_chain_add(self._chain, native)
+            self._add(spec, native)
 
     def sample(self, batch_index: int) -> Sampled:
         """Sample and accept a token from the last decode.
@@ -89,10 +101,12 @@ class NativeSampler:
         if not row:
             raise IndexError(f"token {batch_index} of the last batch has no logits")
         logits = np.ctypeslib.as_array(row, shape=(self._n_vocab,))
+        self._draw_anew()
         if self._constraint is None or self._candidates is None:
             token = int(lib.llama_sampler_sample(self._chain, self._context, batch_index))
         else:
             token = self._sample_allowed(logits, self._constraint, self._candidates)
+        self._position += 1
         return Sampled(token, self._logprobs(logits, token) if self._n_probs else None)
 
     def close(self) -> None:
@@ -100,6 +114,29 @@ class NativeSampler:
         if self._chain is not None:
             lib.llama_sampler_free(self._chain)
             self._chain = None
+
+    def _add(self, spec: SamplerSpec, native: lib.llama_sampler_p) -> None:
+        """Add a sampler to the chain, which owns it from here on and frees it."""
+        if self._tail or _draws_anew(spec):
+            self._tail.append((spec, native))
+        lib.llama_sampler_chain_add(self._chain, native)
+
+    def _draw_anew(self) -> None:
+        """Have the samplers that draw begin at the position of the next token."""
+        first = lib.llama_sampler_chain_n(self._chain) - len(self._tail)
+        for _ in self._tail:
+            lib.llama_sampler_chain_remove(self._chain, first)
+        tail, self._tail = self._tail, []
+        for spec, native in tail:
+            if _draws_anew(spec):
+                lib.llama_sampler_free(native)
+                self._add(spec, self._build(spec))
+            else:
+                self._add(spec, native)
+
+    def _build(self, spec: SamplerSpec) -> lib.llama_sampler_p:
+        """Return a new sampler for the next token, which the caller owns."""
+        return _build(plan.seeded_at(spec, self._position), vocab=self._vocab, n_vocab=self._n_vocab)
 
     def _sample_allowed(self, logits: npt.NDArray[np.float32], constraint: Constraint, candidates: Candidates) -> int:
         """Do as ``llama_sampler_sample`` does, with those tokens alone that may come next."""
@@ -129,6 +166,11 @@ class NativeSampler:
         top = np.argpartition(logits, -count)[-count:]
         top = top[np.lexsort((top, -logits[top]))]
         return TokenLogprobs(report(token), tuple(report(int(index)) for index in top))
+
+
+def _draws_anew(spec: SamplerSpec) -> bool:
+    """Tell whether a sampler is made anew for each token: it draws by a seed, and learns nothing."""
+    return isinstance(spec, plan.Dist | plan.Xtc) and spec.seed != plan.RANDOM_SEED
 
 
 def _banned(specs: Sequence[SamplerSpec]) -> list[int]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import hashlib
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeAlias
 
 from inferencecenter.errors import ErrorCode, InferenceCenterError
@@ -153,6 +154,18 @@ SamplerSpec: TypeAlias = (
 )
 
 
+def seeded_at(spec: SamplerSpec, position: int) -> SamplerSpec:
+    """Return a sampler as it draws the token at a ``position`` of the answer, counted from 0.
+
+    Its seed is made of the turn's seed, the position and the kind of sampler, so what is drawn there depends on nothing
+    that was drawn before. One without a seed, or for which llama.cpp draws one, stays as it is.
+    """
+    if not isinstance(spec, Xtc | Dist | Mirostat | AdaptiveP) or spec.seed == RANDOM_SEED:
+        return spec
+    digest = hashlib.sha256(f"{type(spec).__name__} {spec.seed} {position}".encode()).digest()
+    return replace(spec, seed=int.from_bytes(digest[:4]) % RANDOM_SEED)
+
+
 def plan_chain(
     params: Params, *, n_vocab: int, n_ctx: int, end_tokens: Collection[int] = ()
 ) -> tuple[SamplerSpec, ...]:
@@ -181,7 +194,7 @@ def plan_chain(
 def learns(params: Params) -> str | None:
     """Return the name of the sampler that goes by what it drew before, which no replay can tell it; ``None`` if none.
 
-    All others are as they were once they have accepted the same tokens.
+    All others are as they were once they have accepted the same tokens, and draw by seed and position.
     """
     match _final(params):
         case Mirostat():

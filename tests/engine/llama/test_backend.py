@@ -11,8 +11,7 @@ import msgspec
 import pytest
 
 from inferencecenter.engine.backend import Backend, Chunk
-from inferencecenter.engine.llama.backend import LlamaBackend, continued_seed
-from inferencecenter.engine.sampling.chain import RANDOM_SEED
+from inferencecenter.engine.llama.backend import LlamaBackend
 from inferencecenter.errors import ErrorCode, InferenceCenterError
 from inferencecenter.hardware.host import physical_cores
 from inferencecenter.ipc.messages import EngineOptions, Piece
@@ -196,15 +195,56 @@ def test_an_answer_begun_before_feeds_the_penalties(backend: LlamaBackend) -> No
         answer += new
 
 
-def test_the_seed_of_an_answer_goes_on(backend: LlamaBackend) -> None:
-    """The rest of an answer is drawn with a seed of its own, the same each time, and another after more tokens."""
-    assert continued_seed(7, 1) == continued_seed(7, 1)
-    seeds = {continued_seed(seed, n_answer) for seed in (0, 7, 2**32 - 2) for n_answer in (1, 2, 3)}
-    assert len(seeds | {0, 7, 2**32 - 2}) == 12
-    assert all(0 <= seed < RANDOM_SEED for seed in seeds)
+HOT = {"seed": 7, "temperature": 5.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"top_k": 2, "repeat_penalty": 1.5, "dry_multiplier": 1.0, "typical_p": 0.9},
+        {"xtc_probability": 0.5, "xtc_threshold": 0.0001},
+        {"samplers": ["xtc", "temperature", "top_p"], "top_p": 0.9, "xtc_probability": 0.5, "xtc_threshold": 0.0001},
+        {"n_probs": 2, "logit_bias": {"5": 3}},
+    ],
+    ids=lambda more: " ".join(more) or "plain",
+)
+def test_an_answer_goes_on_with_the_same_draws(backend: LlamaBackend, more: dict[str, object]) -> None:
+    """Taken up again after any token, with the same logits, each place is drawn as if nothing had been."""
     prompt = _prompt(backend, "My name is Ada.")
     backend.decode([Chunk(0, 0, prompt, sample=True)])
-    params = Params(seed=7, temperature=5.0, top_k=0, top_p=1.0, min_p=0.0)
+    params = Params.model_validate({**HOT, **more})
+
+    def draw(answer: list[int], n_tokens: int) -> list[int]:
+        sampler = backend.sampler(params, prompt, answer)
+        drawn = [sampler.sample(0).token for _ in range(n_tokens - len(answer))]
+        sampler.close()
+        return answer + drawn
+
+    whole = draw([], 24)
+    assert len(set(whole)) > 1
+    assert [draw(whole[:cut], 24) for cut in range(24)] == [whole] * 24
+
+
+def test_each_place_of_an_answer_has_a_draw_of_its_own(backend: LlamaBackend) -> None:
+    """The same logits at other places, or with another seed, give other tokens."""
+    prompt = _prompt(backend, "My name is Ada.")
+    backend.decode([Chunk(0, 0, prompt, sample=True)])
+
+    def drawn(seed: int) -> list[int]:
+        sampler = backend.sampler(Params.model_validate({**HOT, "seed": seed}), prompt)
+        return [sampler.sample(0).token for _ in range(100)]
+
+    assert len(set(drawn(7))) > 50
+    assert sum(one == other for one, other in zip(drawn(7), drawn(8), strict=True)) < 20
+
+
+@pytest.mark.parametrize("more", [{"mirostat": 1}, {"mirostat": 2}, {"adaptive_target": 0.3}])
+def test_a_sampler_that_learns_draws_the_same_each_time(backend: LlamaBackend, more: dict[str, object]) -> None:
+    """It begins afresh where the answer is taken up again, with numbers of that place."""
+    prompt = _prompt(backend, "My name is Ada.")
+    backend.decode([Chunk(0, 0, prompt, sample=True)])
+    params = Params.model_validate({**HOT, **more})
 
     def draw(answer: list[int]) -> list[int]:
         sampler = backend.sampler(params, prompt, answer)

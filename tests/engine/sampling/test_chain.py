@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from inferencecenter.engine.sampling.chain import (
     RANDOM_SEED,
@@ -24,6 +26,7 @@ from inferencecenter.engine.sampling.chain import (
     TypicalP,
     Xtc,
     plan_chain,
+    seeded_at,
 )
 from inferencecenter.errors import ErrorCode, InferenceCenterError
 from inferencecenter.protocol.params import SAMPLER_ORDER, parse_params
@@ -180,3 +183,18 @@ def test_a_bias_on_a_token_that_does_not_exist_is_refused() -> None:
     with pytest.raises(InferenceCenterError, match=r"token 100 does not exist.*0 to 99") as caught:
         chain({"logit_bias": {"100": 1}})
     assert (caught.value.code, caught.value.field) == (ErrorCode.INVALID_REQUEST, "params.logit_bias")
+
+
+@given(st.integers(0, RANDOM_SEED - 1), st.integers(0, 100_000))
+def test_a_draw_is_made_of_seed_place_and_sampler(seed: int, position: int) -> None:
+    """The same each time, another at the next place and for another sampler, and never what llama.cpp takes as none."""
+    made = seeded_at(Dist(seed), position)
+    assert made == seeded_at(Dist(seed), position)
+    xtc = seeded_at(Xtc(0.5, 0.1, 0, seed), position)
+    assert isinstance(made, Dist)
+    assert isinstance(xtc, Xtc)
+    assert made.seed != xtc.seed
+    assert made != seeded_at(Dist(seed), position + 1)
+    assert 0 <= made.seed < RANDOM_SEED
+    assert seeded_at(Dist(RANDOM_SEED), position) == Dist(RANDOM_SEED)
+    assert seeded_at(TopK(3), position) == TopK(3)

@@ -55,7 +55,7 @@ export interface ParamValues {
   adaptive_decay?: number;
   /** Tokens that top_p, min_p, typical_p and xtc leave at least. */
   min_keep?: number;
-  /** Start of the random numbers: equal seeds give equal answers; without one each turn draws its own. */
+  /** Equal seeds draw equal random numbers, each made of the seed and the token's place in the answer; without one each turn draws its own. */
   seed?: number | -1;
   /** Added to the logits of single tokens; false bans a token. */
   logit_bias?: Record<string, number | false>;
