@@ -72,7 +72,7 @@ def _run(connection: Connection, frame: Frame) -> None:
         request = frame.parse()
         command = COMMANDS[frame.op]
         _admit(connection, command, request)
-        journal = connection.context.sessions.journal_of(request)
+        journal = connection.context.sessions.journal_of(request, connection.client_id)
         answer = command.handler(connection, request)
     except InferenceCenterError as error:
         connection.fail(error, request_id=frame.id, request=request)

@@ -97,6 +97,11 @@ class Connection:
         return self._client
 
     @property
+    def client_id(self) -> str:
+        """Whom the socket speaks for, empty for a stranger."""
+        return self._client.client_id if self._client is not None else ""
+
+    @property
     def token_id(self) -> str | None:
         """The token that let the socket in."""
         return self._account.token_id if self._account else None

@@ -35,6 +35,13 @@ class Journal(Protocol):
     def fault(self) -> StorageFault | None:
         """Why nothing can be written at the moment; ``None`` when all is well."""
 
+    @property
+    def n_pending(self) -> int:
+        """How many records and calls wait."""
+
+    def of_client(self, client_id: str) -> Journal:
+        """Return the journal of one client, whose records and calls keep their order and wait for no other client's."""
+
     def write(self, record: Record, *, flush: bool) -> None:
         """Have a record written, after all earlier ones.
 
@@ -53,6 +60,11 @@ class Unwritten:
     """The journal of a daemon that keeps no sessions: nothing is written and nothing waits."""
 
     fault: StorageFault | None = None
+    n_pending: int = 0
+
+    def of_client(self, client_id: str) -> Journal:
+        """Return itself."""
+        return self
 
     def write(self, record: Record, *, flush: bool) -> None:
         """Forget the record."""

@@ -113,13 +113,13 @@ def restored(kept: Iterable[Kept], *, clean: bool, around: Surroundings) -> list
     going_on: list[tuple[float, Session]] = []
     sessions: list[Session] = []
     for each in sorted(kept, key=lambda each: each.facts.created_at):
-        facts = each.facts
+        facts, journal = each.facts, around.journal.of_client(each.facts.client_id)
         if facts.on_disconnect == "close":
-            around.journal.write(Gone(session_id=facts.session_id), flush=True)
+            journal.write(Gone(session_id=facts.session_id, history=each.history), flush=True)
             continue
         if not clean:
             facts = replace(facts, epoch=around.new_id("e_"))
-            around.journal.write(Renamed(session_id=facts.session_id, epoch=facts.epoch), flush=True)
+            journal.write(Renamed(session_id=facts.session_id, epoch=facts.epoch), flush=True)
         try:
             sessions.append(Session.restored(each, facts, around=around))
         except Exception:  # noqa: BLE001 - the border between the sessions: one that cannot be built stays in the file

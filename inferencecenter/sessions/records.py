@@ -148,9 +148,10 @@ class Renamed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gone:
-    """A session is closed, has expired or was purged."""
+    """A session is closed, has expired or was purged; ``history`` is what it held, where that is known."""
 
     session_id: str
+    history: History | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

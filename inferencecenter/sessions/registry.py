@@ -171,16 +171,16 @@ class Sessions:
         """Why sessions cannot be written down at the moment; ``None`` when all is well."""
         return self._journal.fault
 
-    def journal_of(self, request: Request) -> Journal:
-        """Return what holds back the answer to ``request``, if it tells of what may not be safe yet.
+    def journal_of(self, request: Request, client_id: str) -> Journal:
+        """Return what holds back the answer to a client's ``request``, if it tells of what may not be safe yet.
 
         Asked before the request is done, and of any session: it tells nothing.
         """
         match request:
             case requests.CreateSession(store=store):
-                return self._journal if store else Unwritten()
+                return self._journal.of_client(client_id) if store else Unwritten()
             case requests.ListSessions():
-                return self._journal
+                return self._journal.of_client(client_id)
             case requests.GetSession() | requests.ForkSession() | requests.SetMetadata() | requests.CloseSession():
                 session = self._roster.get(request.session_id)
                 return session.journal if session else Unwritten()

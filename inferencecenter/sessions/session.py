@@ -62,7 +62,9 @@ class Session:
         last_used_at: float | None = None,
     ) -> None:
         self.facts = facts
-        self.journal: Journal = around.journal if facts.store else Unwritten()
+        own = around.journal.of_client(facts.client_id)
+        self.journal: Journal = own if facts.store else Unwritten()
+        self._own_journal = own
         self._around = around
         replay = Replay(around.replay_bytes, seq=seq)
         self._audience = Audience(facts.session_id, journal=self.journal, replay=replay, sink=sink, moved=around.moved)
@@ -271,7 +273,7 @@ class Session:
         if (answering := self._answering) is not None:
             answering.abandon()
         self._leave(SessionChange.CLOSE)
-        self._stream.write(Gone(session_id=self.facts.session_id))
+        self._stream.write(Gone(session_id=self.facts.session_id, history=self._history))
         return events.SessionClosed(session_id=self.facts.session_id)
 
     # What happens to it.
@@ -290,7 +292,7 @@ class Session:
     def expire(self) -> None:
         """End the idle session because nobody used it."""
         self._leave(SessionChange.EXPIRE)
-        self._stream.tell(self._stream.expired(), Gone(session_id=self.facts.session_id))
+        self._stream.tell(self._stream.expired(), Gone(session_id=self.facts.session_id, history=self._history))
 
     def turn_ended(self, turn: Turn, history: History, outcome: Outcome) -> None:
         """Take the history as it is after the running turn, and tell of its end."""
@@ -312,8 +314,8 @@ class Session:
             note=note,
         )
         self._stream.tell(end, record)
-        if not self.facts.store and self._around.journal.fault is None:
-            self._around.journal.write(record.spent(), flush=False)
+        if not self.facts.store and self._own_journal.fault is None:
+            self._own_journal.write(record.spent(), flush=False)
         self._around.turn_ended(outcome.record(self.facts, turn.turn_id, model=turn.order.model))
 
     def turn_broken(self, turn: Turn, failure: Failed, outcome: Outcome) -> None:

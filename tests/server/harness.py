@@ -232,8 +232,13 @@ class StubJournal:
     """A store that forgets what it is given, and lets go of what waits when a test says so."""
 
     fault: StorageFault | None = None
+    n_pending: int = 0
     holding: bool = False
     held: list[Callable[[], None]] = field(default_factory=list)
+
+    def of_client(self, client_id: str) -> Journal:
+        """All clients have the same."""
+        return self
 
     def write(self, record: Record, *, flush: bool) -> None:
         """Forget the record."""

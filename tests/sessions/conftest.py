@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from inferencecenter.ipc.port import EnginePort, EngineTurn
     from inferencecenter.protocol.base import Event
     from inferencecenter.sessions.allowance import Allowance
-    from inferencecenter.sessions.journal import StorageFault
+    from inferencecenter.sessions.journal import Journal, StorageFault
     from inferencecenter.sessions.records import Record
     from inferencecenter.sessions.totals import TurnRecord
     from inferencecenter.sessions.tracing import Tracer
@@ -296,6 +296,11 @@ class FakeJournal:
     held: deque[Callable[[], None]] = field(default_factory=deque)
     holding: bool = False
     fault: StorageFault | None = None
+    n_pending: int = 0
+
+    def of_client(self, client_id: str) -> Journal:
+        """All clients have the same."""
+        return self
 
     def write(self, record: Record, *, flush: bool) -> None:
         """Keep the record."""

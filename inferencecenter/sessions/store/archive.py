@@ -84,7 +84,7 @@ class Archive:
             " (SELECT count(*) FROM messages WHERE session = id), (SELECT count(*) FROM turns WHERE session = id),"
             " (SELECT coalesce(sum(length(ids)), 0) / 4 FROM tokens WHERE session = id), created_at, last_used_at,"
             " EXISTS (SELECT 1 FROM orders WHERE session = id)"
-            " FROM sessions WHERE ?1 IS NULL OR client_id = ?1 ORDER BY id",
+            " FROM sessions WHERE complete AND (?1 IS NULL OR client_id = ?1) ORDER BY id",
             (client_id,),
         )
         return [_line(row) for row in rows]
@@ -95,7 +95,8 @@ class Archive:
         Raises:
             InferenceCenterError: ``session_not_found``, or ``storage_unavailable`` if its rows make no sense.
         """
-        row = self._database.execute("SELECT id FROM sessions WHERE session_id = ?", (session_id,)).fetchone()
+        query = "SELECT id FROM sessions WHERE complete AND session_id = ?"
+        row = self._database.execute(query, (session_id,)).fetchone()
         if row is None:
             raise InferenceCenterError(
                 ErrorCode.SESSION_NOT_FOUND,
@@ -130,7 +131,7 @@ class Archive:
     def matches(self, kind: PurgeKind, name: str) -> list[str]:
         """Return the ids of the sessions that a purge would take."""
         column = "session_id" if kind == "session" else "client_id"
-        rows = self._database.execute(f"SELECT session_id FROM sessions WHERE {column} = ?", (name,))  # noqa: S608
+        rows = self._database.execute(f"SELECT session_id FROM sessions WHERE complete AND {column} = ?", (name,))  # noqa: S608
         return [session_id for (session_id,) in rows]
 
     def holds(self, kind: PurgeKind, name: str) -> bool:

@@ -109,7 +109,16 @@ def session_rows(database: sqlite3.Connection) -> dict[int, str]:
             _log.warning("sessions_damaged", reason=_reason(error))
         else:
             break
-    return dict(sorted(names.items()))
+    incomplete = _incomplete_rows(database)
+    return {row: names[row] for row in sorted(names) if row not in incomplete}
+
+
+def _incomplete_rows(database: sqlite3.Connection) -> set[int]:
+    """Return the rows of sessions that are being written or deleted in parts, as far as that can be read."""
+    try:
+        return {row for (row,) in database.execute("SELECT id FROM sessions WHERE NOT complete")}
+    except sqlite3.Error:
+        return set()
 
 
 def read_said(database: sqlite3.Connection) -> dict[int, Said] | None:

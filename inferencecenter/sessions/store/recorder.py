@@ -9,6 +9,7 @@ from itertools import groupby
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
+from inferencecenter.sessions.history import History
 from inferencecenter.sessions.records import (
     Changed,
     Described,
@@ -25,13 +26,13 @@ from inferencecenter.sessions.records import (
 from inferencecenter.sessions.speaking import encode_parts
 from inferencecenter.sessions.store import failures, rows, usage
 from inferencecenter.sessions.store.difference import Written, difference, turns_difference
+from inferencecenter.sessions.store.parts import GonePart, OpenedPart
 from inferencecenter.sqlite_file import transaction
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from inferencecenter.protocol.values import TranscriptTurn
-    from inferencecenter.sessions.history import History
 
 PurgeKind: TypeAlias = Literal["session", "client"]
 
@@ -52,7 +53,7 @@ class Purge:
     name: str
 
 
-Entry: TypeAlias = Record | Purge
+Entry: TypeAlias = Record | Purge | OpenedPart | GonePart
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +114,18 @@ class Recorder:
                 self._known.pop(session_id, None)
             else:
                 self._known[session_id] = known
+
+    def sweep(self) -> None:
+        """Delete what is left of sessions that a killed daemon was writing or deleting; none of them was ever told of.
+
+        Raises:
+            sqlite3.Error: The file cannot be written.
+        """
+        left = self._database.execute("SELECT id FROM sessions WHERE NOT complete").fetchall()
+        if left:
+            with transaction(self._database):
+                self._database.executemany("DELETE FROM said WHERE session = ?", left)
+                self._database.executemany("DELETE FROM sessions WHERE id = ?", left)
 
     def finish(self) -> None:
         """Take note that all that clients were shown is in the file, and that the file is alone.
@@ -191,7 +204,7 @@ class Recorder:
                 self._end(entry)
             case Dropped():
                 self._drop(entry)
-            case Opened():
+            case Opened() | OpenedPart():
                 self._open(entry)
             case Changed():
                 self._change(entry)
@@ -199,7 +212,7 @@ class Recorder:
                 self._alter(entry)
             case Spent():
                 usage.count(self._database, entry)
-            case Gone() | Purge():
+            case GonePart() | Gone() | Purge():
                 self._forget(entry)
 
     def _alter(self, entry: Described | Renamed) -> None:
@@ -210,7 +223,10 @@ class Recorder:
             facts = rows.facts_column(entry.facts)
             self._database.execute("UPDATE sessions SET facts = ? WHERE id = ?", (facts, row))
 
-    def _forget(self, entry: Gone | Purge) -> None:
+    def _forget(self, entry: GonePart | Gone | Purge) -> None:
+        if isinstance(entry, GonePart):
+            self._shrink(entry)
+            return
         purge = entry if isinstance(entry, Purge) else Purge("session", entry.session_id)
         self._staged.update(dict.fromkeys(delete(self._database, purge)))
 
@@ -227,21 +243,39 @@ class Recorder:
             values += (self._find(each.session_id).row, each.seq, each.tokens, each.text, parts)
         self._database.execute(_insertion(len(said)), values)
 
-    def _open(self, record: Opened) -> None:
+    def _open(self, entry: Opened | OpenedPart) -> None:
+        part = OpenedPart(entry, 0, 0, is_first=True, is_last=True) if isinstance(entry, Opened) else entry
+        record, facts = part.record, part.record.facts
+        known = Known(self._insert_session(record), Written()) if part.is_first else self._find(facts.session_id)
+        row, history, turns = known.row, record.history, record.turns
+        if not part.is_last:
+            history, turns = History(history.messages[: part.n_messages]), turns[: part.n_turns]
+        written = self._write_history(row, known.written, history)
+        n_written = len(written.turns)
+        self._insert_turns(row, n_written, turns[n_written:], notes=record.notes)
+        if part.is_last:
+            self._database.execute("UPDATE sessions SET complete = 1 WHERE id = ?", (row,))
+        self._staged[facts.session_id] = Known(row, replace(written, turns=turns))
+
+    def _insert_session(self, record: Opened) -> int:
+        """Insert the row of a session that is not complete yet, and return its number."""
         facts = record.facts
         row = self._database.execute(
             "INSERT INTO sessions (session_id, client_id, epoch, seq, created_at, last_used_at, made_by, view_kept,"
-            " view_resumes_at, facts) VALUES (?, ?, ?, 0, ?, ?, '', 0, 0, ?)",
+            " view_resumes_at, facts, complete) VALUES (?, ?, ?, 0, ?, ?, '', 0, 0, ?, 0)",
             (
                 *(facts.session_id, facts.client_id, facts.epoch, facts.created_at, record.last_used_at),
                 rows.facts_column(facts),
             ),
         ).lastrowid
         assert row is not None, "an insertion gives a row"
-        written = self._write_history(row, Written(), record.history)
-        written = replace(written, turns=record.turns)
-        self._insert_turns(row, 0, record.turns, notes=record.notes)
-        self._staged[facts.session_id] = Known(row, written)
+        return row
+
+    def _shrink(self, part: GonePart) -> None:
+        found = self._database.execute("SELECT id FROM sessions WHERE session_id = ?", (part.session_id,)).fetchone()
+        if found is not None:
+            self._database.execute("UPDATE sessions SET complete = 0 WHERE id = ?", found)
+            self._database.execute("DELETE FROM messages WHERE session = ? AND n >= ?", (*found, part.n_messages))
 
     def _order(self, record: Ordered) -> None:
         known = self._find(record.session_id)

@@ -174,4 +174,8 @@ MIGRATIONS: Final[Steps] = (
         ) STRICT, WITHOUT ROWID
         """,
     ),
+    (
+        # 0 while the rows of a session are being written or deleted in parts: nobody reads it, and a start deletes it.
+        "ALTER TABLE sessions ADD COLUMN complete INTEGER NOT NULL DEFAULT 1",
+    ),
 )

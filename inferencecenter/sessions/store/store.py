@@ -10,18 +10,21 @@ from typing import TYPE_CHECKING, Final
 import structlog
 
 from inferencecenter.sessions.journal import RETRY_LATER_MS, StorageFault
+from inferencecenter.sessions.store.lanes import Lanes
 from inferencecenter.sessions.store.opening import open_file
 from inferencecenter.sessions.store.reading import Contents, read_all
 from inferencecenter.sessions.store.recorder import Purge, Recorder
-from inferencecenter.sessions.store.writer import PROBE_S, RETRY_S, Batch, Stop, Writer
+from inferencecenter.sessions.store.writer import PROBE_S, RETRY_S, Stop, Writer
 from inferencecenter.sqlite_file import BUSY_TIMEOUT_S, FileIdentity
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+    from inferencecenter.sessions.journal import Journal
     from inferencecenter.sessions.records import Kept, Record
     from inferencecenter.sessions.store.recorder import Entry, PurgeKind
+    from inferencecenter.sessions.store.writer import Batch
 
 CLOSE_TIMEOUT_S: Final = 5.0
 """Seconds that closing waits for a file that cannot be written."""
@@ -50,9 +53,9 @@ class Store:
             _log.error("session_unreadable", session=name, reason=reason)
         self._kept = [each.kept for each in contents.found]
         self._fault = fault
-        self._next = Batch()
+        self._lanes = Lanes()
         self._is_scheduled = False
-        self._n_waiting = 0
+        self._is_writing = False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._watching: tuple[asyncio.AbstractEventLoop, Callable[[StorageFault | None], None]] | None = None
         self._writer: Writer | None = None
@@ -60,6 +63,7 @@ class Store:
         self.was_clean = database is None or _is_clean(database)
         if database is not None and fault is None:
             recorder = Recorder(database, {each.kept.facts.session_id: each.known for each in contents.found})
+            _sweep(recorder)
             self.identity = FileIdentity.of(path)
             self._writer = Writer(
                 path,
@@ -104,24 +108,37 @@ class Store:
         """Call ``listener`` on the event loop whenever ``fault`` has changed."""
         self._watching = (asyncio.get_running_loop(), listener)
 
-    def write(self, record: Record, *, flush: bool) -> None:
-        """Have a record written, after all earlier ones; see ``Journal``."""
-        self._add(record, durable=flush)
+    def of_client(self, client_id: str) -> Journal:
+        """Return the journal of a client, whose records and calls wait for no other client's."""
+        return _ClientJournal(self, client_id)
+
+    def write(self, record: Record, *, flush: bool, client_id: str = "") -> None:
+        """Have a record written, after all earlier ones of the client; see ``Journal``."""
+        self._add(client_id, record, durable=flush)
 
     def purge(self, kind: PurgeKind, name: str) -> None:
         """Have everything deleted that the file holds of a session, or of a client and its sessions.
 
         Also what could not be loaded. Whoever has one of them open must let go of it first.
         """
-        self._add(Purge(kind, name), durable=True)
+        self._add(name if kind == "client" else "", Purge(kind, name), durable=True)
 
-    def release(self, tell: Callable[[], None]) -> None:
-        """Call ``tell`` once everything written so far is safe; see ``Journal``."""
-        if not (self._is_scheduled or self._n_waiting):
+    def release(self, tell: Callable[[], None], *, client_id: str = "") -> None:
+        """Call ``tell`` once everything of the client written so far is safe; see ``Journal``."""
+        if not self._lanes.n_pending(client_id):
             tell()
         else:
-            self._next.tells.append(tell)
+            self._lanes.tell(client_id, tell)
             self._schedule()
+
+    @property
+    def n_pending(self) -> int:
+        """How much waits that is no client's."""
+        return self.n_pending_of("")
+
+    def n_pending_of(self, client_id: str) -> int:
+        """Return how many records and calls of a client wait."""
+        return self._lanes.n_pending(client_id)
 
     async def close(self, *, clean: bool = True, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
         """Write what is left, tell who waits for it, and close the file; what comes later is not written.
@@ -133,8 +150,8 @@ class Store:
         writer, self._writer = self._writer, None
         if writer is None:
             return
-        if self._is_scheduled:
-            self._hand_over_to(writer)
+        if self._lanes:
+            writer.put(self._lanes.take_all())
         self._fault = writer.fault or StorageFault("the store is closed", RETRY_LATER_MS)
         loop = asyncio.get_running_loop()
         stopped = asyncio.Event()
@@ -154,11 +171,10 @@ class Store:
                 async with asyncio.timeout(2 * BUSY_TIMEOUT_S):
                     await stopped.wait()
 
-    def _add(self, entry: Entry, *, durable: bool) -> None:
+    def _add(self, client_id: str, entry: Entry, *, durable: bool) -> None:
         if self._writer is None:
             return
-        self._next.entries.append(entry)
-        self._next.durable |= durable
+        self._lanes.write(client_id, entry, durable=durable)
         self._schedule()
 
     def _schedule(self) -> None:
@@ -168,14 +184,11 @@ class Store:
             self._loop.call_soon(self._hand_over)
 
     def _hand_over(self) -> None:
-        if self._is_scheduled and self._writer is not None:
-            self._hand_over_to(self._writer)
-
-    def _hand_over_to(self, writer: Writer) -> None:
-        batch, self._next = self._next, Batch()
+        """Give the writer its next transaction, one after the other: what waits meanwhile is shared out anew."""
         self._is_scheduled = False
-        self._n_waiting += 1
-        writer.put(batch)
+        if self._writer is not None and self._lanes and not self._is_writing:
+            self._is_writing = True
+            self._writer.put(self._lanes.take())
 
     def _committed(self, batch: Batch) -> None:
         """On the writer's thread: have those told who waited."""
@@ -197,7 +210,43 @@ class Store:
                 tell()
             except Exception:  # noqa: BLE001 - one that cannot be told keeps nobody else waiting
                 _log.exception("release_failed")
-        self._n_waiting -= batch.n_handed_over
+        self._lanes.done(batch.counts)
+        self._is_writing = False
+        if self._lanes:
+            self._schedule()
+
+
+class _ClientJournal:
+    """The store as one client's sessions see it; implements ``Journal``."""
+
+    def __init__(self, store: Store, client_id: str) -> None:
+        self._store = store
+        self._client_id = client_id
+
+    @property
+    def fault(self) -> StorageFault | None:
+        return self._store.fault
+
+    @property
+    def n_pending(self) -> int:
+        return self._store.n_pending_of(self._client_id)
+
+    def of_client(self, client_id: str) -> Journal:
+        return self._store.of_client(client_id)
+
+    def write(self, record: Record, *, flush: bool) -> None:
+        self._store.write(record, flush=flush, client_id=self._client_id)
+
+    def release(self, tell: Callable[[], None]) -> None:
+        self._store.release(tell, client_id=self._client_id)
+
+
+def _sweep(recorder: Recorder) -> None:
+    try:
+        recorder.sweep()
+    except sqlite3.Error as error:
+        # Nobody reads these rows; the next daemon tries again.
+        _log.warning("incomplete_sessions_left", reason=str(error))
 
 
 def _is_clean(database: sqlite3.Connection) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import sqlite3
 import threading
+from collections import Counter
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Final
@@ -39,6 +40,7 @@ _log = structlog.get_logger(__name__)
 class Batch:
     """What is written together, and who is told then; ``n_handed_over`` times something was added to it.
 
+    ``counts`` is how much of each client's is in it, entries that are complete with it and calls.
     ``is_written`` once it is in the file that was opened, wherever that is.
     """
 
@@ -47,6 +49,7 @@ class Batch:
     durable: bool = False
     n_handed_over: int = 1
     is_written: bool = False
+    counts: Counter[str] = field(default_factory=Counter)
 
     def add(self, other: Batch) -> None:
         """Take in what came later."""
@@ -54,6 +57,7 @@ class Batch:
         self.tells += other.tells
         self.durable |= other.durable
         self.n_handed_over += other.n_handed_over
+        self.counts += other.counts
 
 
 @dataclass(frozen=True, slots=True)
