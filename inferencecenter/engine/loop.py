@@ -188,6 +188,8 @@ class EngineLoop:
         now = self._clock()
         for turn_id in self._deadlines.passed(now):
             self._lapse(turn_id, now=now)
+        for key in self._scheduler.unwanted_fetches():
+            self._kv.cancel_fetch(key)
         if self._scheduler.has_work:
             plan = self._scheduler.step(now)
             restored = {move.key for move in plan.moves if isinstance(move, Restore)}

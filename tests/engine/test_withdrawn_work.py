@@ -10,6 +10,7 @@ import pytest
 
 from inferencecenter.engine import preparation
 from inferencecenter.engine.grammars import Grammars
+from inferencecenter.engine.scheduler.parking import Match
 from inferencecenter.engine.trial import Trial
 from inferencecenter.ipc.messages import (
     Abort,
@@ -198,3 +199,17 @@ def test_a_cancelled_look_up_is_not_answered(engine: Engine) -> None:
     engine.front.wait_for("t")
     answers = [frame for frame in engine.front.frames if isinstance(frame, Tokenized | LookupFailed)]
     assert [answer.ask_id for answer in answers] == [4]
+
+
+def test_an_aborted_turn_has_nothing_read_from_the_disk(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was fetched for it is left there."""
+    fetched, cancelled = list[str](), list[str]()
+    waits = Match("parked", 256, 256, ready=False, tokens=b"")
+    monkeypatch.setattr(engine.kv, "find", lambda _scope, _tokens: waits)
+    monkeypatch.setattr(engine.kv, "fetch", lambda key, **_keep: fetched.append(key))
+    monkeypatch.setattr(engine.kv, "cancel_fetch", cancelled.append)
+    engine.front.send(submit("t", "hello " * 100))
+    wait_until(lambda: fetched == ["parked"])
+    engine.front.send(Abort("t"))
+    assert engine.front.finished("t").reason == "aborted"
+    wait_until(lambda: cancelled == ["parked"])

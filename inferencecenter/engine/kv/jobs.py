@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from concurrent.futures import Future, wait
+from concurrent.futures import CancelledError, Future, wait
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -39,20 +39,31 @@ class Jobs:
         *,
         notify: Callable[[], None] | None = None,
         optional: bool = False,
-    ) -> None:
-        """Queue a job.
+    ) -> Future[ResultT]:
+        """Queue a job and return what ``withdraw`` takes.
 
         ``notify`` is called on the worker as soon as the result can be settled. An ``optional`` job is not worth
         waiting for at the end.
         """
         try:
-            future = self._worker.submit(job)
+            future: Future[ResultT] = self._worker.submit(job)
         except RuntimeError:  # it was shut down
             future = Future()
             future.cancel()
         self._jobs.append(_Job(future, finished, optional))
         if notify is not None:
             future.add_done_callback(lambda _: notify())
+        return future
+
+    def withdraw(self, future: Future[Any]) -> bool:
+        """End a job with ``CancelledError`` now, if it has not begun; ``False`` when it has."""
+        if not future.cancel():
+            return False
+        for job in tuple(self._jobs):
+            if job.future is future:
+                self._jobs.remove(job)
+                job.finished(CancelledError())
+        return True
 
     def settle(self) -> None:
         """Hand out the results of the jobs that are done.

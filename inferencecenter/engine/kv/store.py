@@ -228,6 +228,16 @@ class KvStore:
             # In the order of the jobs: those that keep RAM occupied for now are done when this one is.
             self._tiers.notify(self._on_fetched, entry)
 
+    def cancel_fetch(self, key: str) -> None:
+        """Leave a sequence on disk that no turn waits for any more; one that is being read comes to RAM all the same.
+
+        ``on_fetched`` is called, here or on the worker.
+        """
+        self._tiers.settle()
+        entry = self._tiers.catalogue.get(key)
+        if entry is not None:
+            self._tiers.cancel_fetch(entry)
+
     def forget(self, key: str) -> None:
         """Delete what is parked under ``key``, from both tiers."""
         self._tiers.settle()

@@ -15,7 +15,7 @@ from inferencecenter.engine.kv.ram import is_sound, whole_pages
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable
-    from concurrent.futures import Executor
+    from concurrent.futures import Executor, Future
 
     from inferencecenter.engine.kv.adoption import Found
     from inferencecenter.engine.kv.disk import DiskTier
@@ -57,6 +57,7 @@ class Tiers:
         self._jobs = Jobs(worker)
         self._on_log = on_log
         self._mappings: dict[Entry, Mapping] = {}
+        self._fetches: dict[Entry, Future[Mapping]] = {}
         self._warned: set[tuple[str, str]] = set()
 
     @property
@@ -217,7 +218,7 @@ class Tiers:
         entry.ram = Place.ARRIVING
         ram.put(entry, entry.scope, need if warm is None else warm.capacity_bytes)
         wanted = Wanted(entry.key, entry.scope, entry.tokens)
-        self._jobs.submit(
+        self._fetches[entry] = self._jobs.submit(
             partial(self._disk.read, wanted, warm, self._ram.create),
             partial(self._fetched, entry, warm),
             notify=on_fetched,
@@ -225,7 +226,13 @@ class Tiers:
         )
         return True
 
+    def cancel_fetch(self, entry: Entry) -> None:
+        """Do not read an entry from disk if that has not begun; the room that was kept for it is free then."""
+        if (future := self._fetches.get(entry)) is not None:
+            self._jobs.withdraw(future)
+
     def _fetched(self, entry: Entry, reserved: Mapping | None, result: Mapping | Exception) -> None:
+        self._fetches.pop(entry, None)
         current = self.catalogue.get(entry.key) is entry
         if isinstance(result, Mapping) and current:
             entry.verified = True
@@ -332,6 +339,7 @@ class Tiers:
     def remove(self, entry: Entry) -> None:
         """Take an entry out of both tiers; memory that is being read into comes back with the result of that."""
         self.catalogue.remove(entry)
+        self.cancel_fetch(entry)
         if entry.ram is Place.THERE:
             self.give_back(self._take_from_ram(entry))
         if entry.disk is not Place.ABSENT and self._disk is not None:

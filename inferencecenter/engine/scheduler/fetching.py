@@ -37,6 +37,7 @@ class Fetches:
         self._parked = parked
         self._most = most
         self._fetchings: dict[str, _Fetching] = {}
+        self._unwanted: set[str] = set()
 
     def __len__(self) -> int:
         return len(self._fetchings)
@@ -60,20 +61,34 @@ class Fetches:
         is_new = all(fetching.key != match.key for fetching in self._fetchings.values())
         request.change(RequestChange.FETCH)
         request.fetches += 1
+        self._unwanted.discard(match.key)
         self._fetchings[request.turn_id] = _Fetching(request, match.key, now)
         return is_new
 
     def discard(self, request: Request) -> bool:
         """Forget a turn; ``False`` when it does not wait here."""
-        return self._fetchings.pop(request.turn_id, None) is not None
+        return self._forget(request)
+
+    def take_unwanted(self) -> tuple[str, ...]:
+        """Return the sequences that turns waited for and none does any more, each once."""
+        unwanted, self._unwanted = tuple(self._unwanted), set()
+        return unwanted
 
     def release(self, now: float) -> list[Request]:
         """Return those who need not wait any more, and forget them."""
         over = [fetching.request for fetching in self._fetchings.values() if self._over(fetching, now)]
         for request in over:
-            del self._fetchings[request.turn_id]
+            self._forget(request)
             request.change(RequestChange.FETCHED)
         return over
+
+    def _forget(self, request: Request) -> bool:
+        fetching = self._fetchings.pop(request.turn_id, None)
+        if fetching is None:
+            return False
+        if all(other.key != fetching.key for other in self._fetchings.values()):
+            self._unwanted.add(fetching.key)
+        return True
 
     def _over(self, fetching: _Fetching, now: float) -> bool:
         if now - fetching.since_s >= _PATIENCE_S:

@@ -195,6 +195,10 @@ class Scheduler:
             self._end(request, now=now)
         return self._placement.suspension(park_all=park_all)
 
+    def unwanted_fetches(self) -> tuple[str, ...]:
+        """Return the parked sequences that need not be fetched any more: the turns that waited for them do not now."""
+        return self._queue.fetches.take_unwanted()
+
     def positions(self) -> tuple[tuple[str, int], ...]:
         """Return the places in the queue that changed since the last call; 0 for a turn that waited and now runs.
 

@@ -94,6 +94,11 @@ class StoreMachine(RuleBasedStateMachine):
         self.bench.store.fetch(key)
 
     @rule(key=KEYS)
+    def cancel_fetch(self, key: str) -> None:
+        """Ask no more; what was there is there."""
+        self.bench.store.cancel_fetch(key)
+
+    @rule(key=KEYS)
     def forget(self, key: str) -> None:
         """Forget a sequence."""
         self.bench.store.forget_session(key)

@@ -50,6 +50,30 @@ def test_forgetting_while_fetched(bench: Bench) -> None:
     assert bench.fetched == 2
 
 
+def test_a_fetch_is_cancelled(bench: Bench) -> None:
+    """One that has not begun reads nothing, keeps no room and ends at once; the sequence can be fetched again."""
+    bench.park("s1", [1, 2])
+    for number in range(20):
+        bench.park(f"other{number}", [9])
+        bench.settle()
+    ram_bytes = bench.store.ram_bytes
+    for number in range(3):
+        bench.store.fetch("s1")
+        assert bench.store.ram_bytes >= ram_bytes
+        bench.store.cancel_fetch("s1")
+        bench.store.check_integrity()
+        assert bench.fetched == number + 1
+        assert bench.ready("s1", [1]) is False
+    bench.settle()
+    assert bench.ready("s1", [1]) is False
+    bench.store.fetch("s1")
+    bench.worker.run()
+    bench.store.cancel_fetch("s1")
+    bench.store.cancel_fetch("nothing")
+    assert bench.ready("s1", [1]) is True
+    assert bench.load("s1") is not None
+
+
 def test_parking_while_fetched(bench: Bench) -> None:
     """A session that is parked anew while its old copy is read keeps the new one."""
     bench.park("s1", [1, 2])

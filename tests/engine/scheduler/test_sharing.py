@@ -211,6 +211,28 @@ def test_one_fetch_serves_all_who_need_it() -> None:
     assert sum(isinstance(move, Restore) for move in world.step().moves) == 2
 
 
+def test_what_no_turn_waits_for_is_not_fetched() -> None:
+    """A fetch is named as unwanted once, when the last turn that waits for it is aborted; not if another comes."""
+    world = World(slots=2)
+    park(world, "prefix-p", SYSTEM, ready=False)
+    for n in range(2):
+        world.add([*SYSTEM, n], prefix_tokens=len(SYSTEM), turn=f"t{n}")
+    world.step()
+    world.abort("t0")
+    assert world.scheduler.unwanted_fetches() == ()
+    world.abort("t1")
+    assert world.scheduler.unwanted_fetches() == ("prefix-p",)
+    assert world.scheduler.unwanted_fetches() == ()
+    world.add([*SYSTEM, 2], prefix_tokens=len(SYSTEM), turn="t2")
+    assert world.step().fetches == ("prefix-p",)
+    world.abort("t2")
+    world.add([*SYSTEM, 3], prefix_tokens=len(SYSTEM), turn="t3")
+    assert world.step().fetches == ("prefix-p",)
+    assert world.scheduler.unwanted_fetches() == ()
+    world.finish_fetches()
+    world.run_to_end()
+
+
 @pytest.mark.parametrize("vanishes", [True, False])
 def test_a_fetch_that_comes_to_nothing_is_given_up(vanishes: bool) -> None:
     """When the sequence is gone, or the disk does not answer, the tokens are read."""
