@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any, Final
 
 import orjson
@@ -10,6 +11,7 @@ from rich.console import Console
 from rich.text import Text
 
 from inferencecenter.configuration import InvalidSettingsError
+from inferencecenter.telemetry.logs import goes_to_journal, with_priority
 
 if TYPE_CHECKING:
     from inferencecenter.errors import InferenceCenterError
@@ -35,7 +37,8 @@ def as_json(error: InferenceCenterError) -> dict[str, Any]:
 
 def report(error: InferenceCenterError) -> None:
     """Write code, message and hint of each problem to standard error."""
+    mark = with_priority("", "error") if goes_to_journal(sys.stderr) else ""
     for problem in problems_of(error):
-        stderr.print(Text.assemble((problem.code.value, "bold red"), ": ", problem.message), soft_wrap=True)
+        stderr.print(Text.assemble(mark, (problem.code.value, "bold red"), ": ", problem.message), soft_wrap=True)
         if problem.hint:
-            stderr.print(Text.assemble(("hint: ", "bold"), problem.hint), soft_wrap=True)
+            stderr.print(Text.assemble(mark, ("hint: ", "bold"), problem.hint), soft_wrap=True)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 from starlette.applications import Starlette
 from starlette.routing import BaseRoute, Route, WebSocketRoute
 
-from inferencecenter.server.endpoint import WebSocketEndpoint
+from inferencecenter.server.endpoint import UnknownSocketPath, WebSocketEndpoint
 from inferencecenter.server.pages import Pages
 from inferencecenter.server.web import WebPage
 from inferencecenter.server.web_files import read_web_files
@@ -32,4 +32,4 @@ def create_app(context: Context, *more: BaseRoute) -> Starlette:
         Route(base + "/readyz", pages.readyz),
         Route(base + "/metrics", pages.metrics),
     ]
-    return Starlette(routes=[*routes, *more])
+    return Starlette(routes=[*routes, *more, UnknownSocketPath(context)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import islice
 from typing import Generic, Protocol, TypeVar
 
 
@@ -40,13 +41,17 @@ class Crowd(Generic[GuestT]):
     def admit(self, guest: GuestT) -> bool:
         """Take in one more, if there is room or another makes way."""
         if len(self._guests) >= self._most:
-            longest = next(iter(self._waiting), None)
-            if longest is None:
+            if not self._waiting:
                 return False
-            self.leave(longest)
-            longest.make_way()
+            self.make_room(1)
         self._guests.add(guest)
         return True
+
+    def make_room(self, n_guests: int) -> None:
+        """Close as many of those that have waited longest."""
+        for longest in list(islice(self._waiting, n_guests)):
+            self.leave(longest)
+            longest.make_way()
 
     def wait(self, guest: GuestT) -> None:
         """Note that one waits for a request; how long it has waited already still counts."""

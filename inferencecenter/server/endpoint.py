@@ -4,24 +4,29 @@ from __future__ import annotations
 
 import asyncio
 import math
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import orjson
 from starlette.datastructures import Headers
+from starlette.routing import BaseRoute, Match, NoMatchFound
 
 from inferencecenter.errors import ErrorCode, InferenceCenterError
 from inferencecenter.protocol.base import SUBPROTOCOL
 from inferencecenter.protocol.trace_context import read_traceparent
 from inferencecenter.server.connection import Connection
 from inferencecenter.server.origins import origin_allowed
+from inferencecenter.server.states import ConnectionState
 from inferencecenter.server.upgrade import check_query, chooses_v1, read_credential
 from inferencecenter.server.websocket import SCOPE_KEY
 
 if TYPE_CHECKING:
+    from starlette.datastructures import URLPath
     from starlette.types import Receive, Scope, Send
 
     from inferencecenter.server.context import Context
     from inferencecenter.server.websocket import WebSocket
+
+_SHOWN_CHARS: Final = 100
 
 
 class WebSocketEndpoint:
@@ -36,7 +41,9 @@ class WebSocketEndpoint:
         try:
             connection = await self._admit(scope)
         except InferenceCenterError as error:
-            await self._refuse(send, error)
+            await refuse_upgrade(self._context, send, error)
+            return
+        if connection.state is ConnectionState.CLOSED:  # the peer has gone meanwhile
             return
         hub = self._context.hub
         hub.add(connection)
@@ -80,21 +87,49 @@ class WebSocketEndpoint:
         )
         if credential is not None:
             account = await context.authenticator.authenticate_anywhere(credential, address=caller.address)
-            context.hub.check_open()  # if somebody had to be asked, that took a while
-            connection.authenticate(account)
+            context.hub.check_open()  # if another program had to be asked, that took a while
+            if connection.state is not ConnectionState.CLOSED:
+                connection.authenticate(account)
         return connection
 
-    async def _refuse(self, send: Send, error: InferenceCenterError) -> None:
-        status = error.spec.http_status
-        self._context.metrics.refused_connections.labels(str(status)).inc()
-        await send(
-            {
-                "type": "websocket.http.response.start",
-                "status": status,
-                "headers": [(name.encode(), value.encode()) for name, value in refusal_headers(error).items()],
-            }
+
+class UnknownSocketPath(BaseRoute):
+    """A route for every WebSocket that none before it takes; Starlette would answer 403."""
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+
+    def matches(self, scope: Scope) -> tuple[Match, Scope]:
+        """Take any upgrade."""
+        return (Match.FULL if scope["type"] == "websocket" else Match.NONE), {}
+
+    def url_path_for(self, name: str, /, **_: Any) -> URLPath:
+        """There is nowhere to go."""
+        raise NoMatchFound(name, {})
+
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Refuse the upgrade with 404."""
+        await receive()
+        error = InferenceCenterError(
+            ErrorCode.UNKNOWN_OP,
+            f"there is no WebSocket at {scope['path'][:_SHOWN_CHARS]}",
+            hint=f"Connect to {self._context.settings.base_path}/ws.",
         )
-        await send({"type": "websocket.http.response.body", "body": refusal_body(error)})
+        await refuse_upgrade(self._context, send, error)
+
+
+async def refuse_upgrade(context: Context, send: Send, error: InferenceCenterError) -> None:
+    """Answer an upgrade with a failure."""
+    status = error.spec.http_status
+    context.metrics.refused_connections.labels(str(status)).inc()
+    await send(
+        {
+            "type": "websocket.http.response.start",
+            "status": status,
+            "headers": [(name.encode(), value.encode()) for name, value in refusal_headers(error).items()],
+        }
+    )
+    await send({"type": "websocket.http.response.body", "body": refusal_body(error)})
 
 
 def refusal_headers(error: InferenceCenterError) -> dict[str, str]:

@@ -11,6 +11,7 @@ import logging
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, Final, cast
 
+import h11
 import orjson
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
@@ -24,12 +25,30 @@ if TYPE_CHECKING:
 
 LINGER_S: Final = 5.0
 """How long a peer that still sends gets to see the answer, before the connection is reset."""
+MAX_HEAD_BYTES: Final = 64 * 1024
+"""Largest line and headers of a request."""
 STALL_S: Final = 30.0
 """How long a response may wait without a single byte of it being taken."""
 
 _faults = logging.getLogger("uvicorn.error.http")
 # What peers do wrong is counted: with a line for each they could fill the log.
 _faults.setLevel(logging.ERROR)
+
+
+class _StrictHttp(h11.Connection):
+    """Refuses requests that tell their length in two ways.
+
+    h11 goes by the chunks and ignores ``Content-Length``; a proxy that does it the other way round would let a second
+    request pass inside the first one's body (RFC 9112, 6.3). HTTP/1.0 has no chunks at all.
+    """
+
+    def next_event(self) -> h11.Event | type[h11.NEED_DATA] | type[h11.PAUSED]:
+        event = super().next_event()
+        if isinstance(event, h11.Request):
+            names = {name for name, _ in event.headers}
+            if b"transfer-encoding" in names and (b"content-length" in names or event.http_version < b"1.1"):
+                raise h11.RemoteProtocolError("the length of the request is ambiguous")
+        return event
 
 
 class Http(H11Protocol):
@@ -59,6 +78,7 @@ class Http(H11Protocol):
         connected: Callable[[], object],
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
+        self.conn = _StrictHttp(h11.SERVER, config.h11_max_incomplete_event_size or MAX_HEAD_BYTES)
         self.logger = _faults
         self._refused = refused
         self._connected = connected

@@ -10,7 +10,9 @@ import asyncio
 import contextlib
 import errno
 import logging
+import resource
 import socket
+import sys
 from email.utils import formatdate
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, cast
@@ -19,9 +21,11 @@ import uvicorn
 from uvicorn.server import ServerState
 
 from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.server.acceptor import Acceptor
 from inferencecenter.server.crowd import Crowd
 from inferencecenter.server.http import Http
 from inferencecenter.server.websocket import WebSocket
+from inferencecenter.telemetry.log_limit import LogLimit
 
 if TYPE_CHECKING:
     import ssl
@@ -34,6 +38,10 @@ if TYPE_CHECKING:
 CLOSING_S: Final = 2.0
 """How long connections get to close when the daemon stops, before they are aborted."""
 _BACKLOG: Final = 2048
+_ROOM: Final = 64
+"""Connections that wait for a request and are closed when there are no descriptors left."""
+_OTHER_DESCRIPTORS: Final = 128
+"""Descriptors that the rest of the front may need."""
 _BIND_HINTS: Final = {
     errno.EADDRINUSE: "Another program listens there; stop it or choose another server.port.",
     errno.EACCES: "Ports below 1024 need CAP_NET_BIND_SERVICE; choose another server.port.",
@@ -104,6 +112,12 @@ class _State(ServerState):
         """Take uvicorn's initial list, which is empty: there are no other headers."""
 
 
+def _descriptors_for_http() -> int:
+    """Return how many descriptors may be taken before a request has come: half, and the others are for sockets."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return max(1, (soft - _OTHER_DESCRIPTORS) // 2) if soft != resource.RLIM_INFINITY else sys.maxsize
+
+
 def _nobody(_status: int) -> None:
     """Hear of no refusal."""
 
@@ -130,14 +144,16 @@ class Listener(uvicorn.Server):
         refused: Callable[[int], object] = _nobody,
         connected: Callable[[], object] = lambda: None,
     ) -> None:
-        self.crowd: Crowd[Http] = Crowd(settings.max_connections)
+        self._settings = settings
+        self._tls = tls
+        self.crowd: Crowd[Http] = Crowd(min(settings.max_connections, _descriptors_for_http()))
         http = partial(
             Http, crowd=self.crowd, head_timeout_s=settings.head_timeout_s, refused=refused, connected=connected
         )
         super().__init__(
             uvicorn.Config(
                 app,
-                ws=WebSocket,
+                ws=cast("type[asyncio.Protocol]", partial(WebSocket, bad_frames=LogLimit())),
                 ws_max_size=settings.max_frame_bytes,
                 ws_ping_interval=settings.ping_interval_s,
                 ws_ping_timeout=settings.ping_timeout_s,
@@ -152,12 +168,12 @@ class Listener(uvicorn.Server):
                 # uvicorn logs whole request targets at info, and a query may hold what should not be logged.
                 log_level=logging.WARNING,
                 access_log=False,
-                ssl_context_factory=None if tls is None else lambda _config, _default: tls,
             )
         )
         self.server_state = _State()
         self._drain = drain
         self._stopping = asyncio.Event()
+        self._acceptors: list[Acceptor] = []
 
     @property
     def n_connections(self) -> int:
@@ -174,14 +190,37 @@ class Listener(uvicorn.Server):
         """Leave signals alone; the daemon has its own handlers."""
         yield
 
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Accept connections on these sockets."""
+        config = self.config
+        protocol = partial(
+            cast("Callable[..., asyncio.Protocol]", config.http_protocol_class),
+            config=config,
+            server_state=self.server_state,
+            app_state=self.lifespan.state,
+        )
+        for listening in sockets or ():
+            listening.setblocking(False)
+            acceptor = Acceptor(
+                listening,
+                protocol,
+                tls=self._tls,
+                handshake_timeout_s=self._settings.head_timeout_s,
+                max_handshakes=self._settings.max_connections,
+                make_room=partial(self.crowd.make_room, _ROOM),
+            )
+            acceptor.open()
+            self._acceptors.append(acceptor)
+        self.started = True
+
     async def main_loop(self) -> None:
         """Wait until ``stop``."""
         await self._stopping.wait()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Accept nobody new, drain, close what is left, and abort what does not close."""
-        for server in self.servers:
-            server.close()
+        for acceptor in self._acceptors:
+            acceptor.close()
         for listening in sockets or ():
             listening.close()
         await self._drain()
@@ -195,5 +234,5 @@ class Listener(uvicorn.Server):
             connection.transport.abort()
         for task in self.server_state.tasks:
             task.cancel()
-        for server in self.servers:
-            await server.wait_closed()
+        for acceptor in self._acceptors:
+            await acceptor.wait_closed()

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
+import structlog
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 from websockets.protocol import State
 
@@ -19,8 +20,11 @@ from inferencecenter.protocol.close import CloseCode
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from uvicorn._types import ASGISendEvent
     from websockets.frames import Frame
     from websockets.http11 import Request
+
+    from inferencecenter.telemetry.log_limit import LogLimit
 
 NOT_SENT_LOW_WATER_BYTES: Final = 16 * 1024
 _HIGH_WATER_BYTES: Final = 32 * 1024
@@ -29,6 +33,13 @@ LINGER_S: Final = 5.0
 LAST_WORD_S: Final = 1.0
 """How long a close frame gets to reach a peer that seems to have stopped reading."""
 SCOPE_KEY: Final = "websocket"
+_NOT_UTF8: Final = 1007
+_BAD_UPGRADE: Final = (
+    b"HTTP/1.1 400 Bad Request\r\ncontent-type: text/plain\r\ncontent-length: 32\r\nconnection: close\r\n\r\n"
+    b"the upgrade cannot be understood"
+)
+
+_log = structlog.get_logger(__name__)
 
 
 def bound_writes(transport: asyncio.Transport) -> None:
@@ -41,7 +52,13 @@ def bound_writes(transport: asyncio.Transport) -> None:
 
 
 class WebSocket(WebSocketsSansIOProtocol):
-    """One socket; the ASGI application finds it in ``scope["state"]["websocket"]``."""
+    """One socket; the ASGI application finds it in ``scope["state"]["websocket"]``.
+
+    Args:
+        args: uvicorn's.
+        bad_frames: Of all sockets: bounds what is logged of frames that are none.
+        options: uvicorn's.
+    """
 
     on_writable: Callable[[], None] | None = None
     """Called when the transport takes frames again."""
@@ -49,6 +66,10 @@ class WebSocket(WebSocketsSansIOProtocol):
     """Called when the transport is gone."""
     _alive: bool = False
     _failed: bool = False
+
+    def __init__(self, *args: Any, bad_frames: LogLimit, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._bad_frames = bad_frames
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Prepare the transport of a socket that was just upgraded."""
@@ -73,8 +94,33 @@ class WebSocket(WebSocketsSansIOProtocol):
     def data_received(self, data: bytes) -> None:
         """Take what the peer sent; after a protocol error it is thrown away until the peer has seen why."""
         self._alive = True
-        if not self._failed:
-            super().data_received(data)
+        if self._failed:
+            return
+        super().data_received(data)
+        if not self.handshake_initiated:
+            self._refuse_upgrade()
+
+    def send_receive_event_to_app(self) -> None:
+        """Hand a whole message to the application; text that is not UTF-8 ends the socket with 1007."""
+        if self.curr_msg_data_type != "text" or self.close_sent:
+            super().send_receive_event_to_app()
+            return
+        data, self.frames = b"".join(self.frames), []
+        try:
+            self.queue.put_nowait({"type": "websocket.receive", "text": data.decode()})
+        except UnicodeDecodeError:  # which uvicorn logs with its traceback, for each frame
+            self.conn.send_close(_NOT_UTF8, "the frame is not UTF-8")
+            self.handle_parser_exception()
+            return
+        if not self.read_paused:
+            self.read_paused = True
+            self.transport.pause_reading()
+
+    async def send(self, message: ASGISendEvent) -> None:
+        """Send what the application says; an upgrade that it refuses is complete with that, which uvicorn overlooks."""
+        await super().send(message)
+        if message["type"] == "websocket.http.response.body" and not message.get("more_body", False):
+            self.handshake_complete = True
 
     def resume_writing(self) -> None:
         """Go on with what waits: the peer has caught up."""
@@ -127,6 +173,8 @@ class WebSocket(WebSocketsSansIOProtocol):
         self._failed = True
         close = self.conn.close_sent
         code, reason = (close.code, close.reason) if close is not None else (CloseCode.INTERNAL, "")
+        if (n_more := self._bad_frames.admit()) is not None:
+            _log.warning("bad_frame", address=self.client and self.client[0], code=code, reason=reason, more=n_more)
         self.queue.put_nowait({"type": "websocket.disconnect", "code": code, "reason": reason})
         self.stop_keepalive()
         self._linger(LINGER_S)
@@ -153,6 +201,12 @@ class WebSocket(WebSocketsSansIOProtocol):
     def abort(self) -> None:
         """Drop the connection with whatever it still holds."""
         self.transport.abort()
+
+    def _refuse_upgrade(self) -> None:
+        """Refuse a request that is HTTP but no upgrade, by its length or a body; uvicorn would leave it unanswered."""
+        self._failed = True
+        self.transport.write(_BAD_UPGRADE)
+        self.transport.close()
 
     def _linger(self, linger_s: float) -> None:
         self.transport.write(b"".join(self.conn.data_to_send()))

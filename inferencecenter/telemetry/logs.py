@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import re
 import sys
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Final, Literal, cast
 
 import orjson
@@ -14,6 +16,7 @@ import structlog
 from inferencecenter.telemetry.log_file import LogFile
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from typing import TextIO
 
     from structlog.typing import EventDict, Processor, WrappedLogger
@@ -27,13 +30,18 @@ REDACTED: Final = "***"
 _MIB: Final = 2**20
 _SECRET_KEYS: Final = frozenset({"token", "admin_token", "api_key", "authorization", "cookie", "password", "secret"})
 _TOKEN: Final = re.compile(r"\bic_([A-Za-z0-9]+)_[A-Za-z0-9_-]{8,}")
+_PRIORITIES: Final[Mapping[str, int]] = MappingProxyType(
+    {"critical": 2, "error": 3, "exception": 3, "warning": 4, "info": 6, "debug": 7}
+)
+"""Of syslog, by level."""
 _FOREIGN: Final = ("uvicorn", "uvicorn.error", "uvicorn.access", "uvicorn.asgi", "websockets", "asyncio")
 
 
 def configure(*, level: LogLevel = "info", log_format: LogFormat = "auto", stream: TextIO | None = None) -> None:
     """Send every log line of this process to ``stream``, standard error when it is not given.
 
-    ``auto`` writes for people on a terminal and one JSON object a line elsewhere. May be called again.
+    ``auto`` writes for people on a terminal and one JSON object a line elsewhere. To systemd's journal each line goes
+    with its priority. May be called again.
     """
     output = stream or sys.stderr
     pretty = log_format == "pretty" or (log_format == "auto" and output.isatty())
@@ -44,6 +52,8 @@ def configure(*, level: LogLevel = "info", log_format: LogFormat = "auto", strea
         structlog.processors.TimeStamper(fmt="iso", utc=not pretty),
     ]
     rendering = _pretty(colors=output.isatty()) if pretty else _json()
+    if goes_to_journal(output):
+        rendering[-1] = _prioritized(rendering[-1])
     structlog.configure(
         processors=[*common, *rendering],
         wrapper_class=structlog.make_filtering_bound_logger(threshold),
@@ -82,6 +92,29 @@ def apply(settings: LogSettings) -> None:
     for each in before:
         if isinstance(each, LogFile):
             each.close()
+
+
+def goes_to_journal(stream: TextIO) -> bool:
+    """Tell whether what is written to ``stream`` is read by systemd's journal, which says so in ``JOURNAL_STREAM``."""
+    try:
+        found = os.fstat(stream.fileno())
+    except (AttributeError, OSError, ValueError):  # it is no file, or closed
+        return False
+    return os.environ.get("JOURNAL_STREAM") == f"{found.st_dev}:{found.st_ino}"
+
+
+def with_priority(text: str, level: str) -> str:
+    """Return a text whose lines begin with the priority of ``level`` as the journal reads it (sd-daemon(3))."""
+    prefix = f"<{_PRIORITIES.get(level, _PRIORITIES['info'])}>"
+    return "\n".join(prefix + line for line in text.split("\n"))
+
+
+def _prioritized(render: Processor) -> Processor:
+    def rendered(logger: WrappedLogger, method: str, event: EventDict) -> str:
+        level = str(event.get("level", method))
+        return with_priority(str(render(logger, method, event)), level)
+
+    return rendered
 
 
 class _Unfailing:

@@ -295,12 +295,28 @@ async def test_requests_in_a_row_are_answered_in_their_order(server: Running) ->
         assert (await answer(reader))[0] == 200
 
 
-async def test_a_second_request_is_not_smuggled_in(server: Running) -> None:
-    """Where a request tells its length in two ways, what follows its chunks is the next request."""
+@pytest.mark.parametrize(
+    ("version", "lengths"),
+    [
+        (b"1.1", b"Transfer-Encoding: chunked\r\nContent-Length: 50\r\n"),
+        (b"1.1", b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n"),
+        (b"1.0", b"Connection: keep-alive\r\nTransfer-Encoding: chunked\r\n"),
+        (b"1.1", b"Content-Length: 5\r\nContent-Length: 50\r\n"),
+    ],
+)
+async def test_a_second_request_is_not_smuggled_in(server: Running, version: bytes, lengths: bytes) -> None:
+    """A request that tells its length in two ways is refused, and what follows it is read by nothing."""
     async with peer(server) as (reader, writer):
-        body = b"0\r\n\r\n"
-        head = b"POST /nowhere HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\nContent-Length: 50\r\n\r\n"
-        writer.write(head + body + GET)
+        writer.write(b"POST /nowhere HTTP/%b\r\nHost: x\r\n%b\r\n0\r\n\r\n" % (version, lengths) + GET)
+        status, body = await answer(reader)
+        assert (status, json.loads(body)["error"]["code"]) == (400, "invalid_request")
+        assert await reader.read() == b""
+
+
+async def test_chunks_alone_are_a_length(server: Running) -> None:
+    """The connection goes on after them."""
+    async with peer(server) as (reader, writer):
+        writer.write(b"POST /nowhere HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n" + GET)
         assert [(await answer(reader))[0] for _ in range(2)] == [404, 200]
 
 

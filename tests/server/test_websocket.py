@@ -7,6 +7,10 @@ import json
 import socket as sockets
 from typing import TYPE_CHECKING
 
+import pytest
+from structlog.testing import capture_logs
+from websockets.exceptions import InvalidStatus
+
 from inferencecenter.server.websocket import NOT_SENT_LOW_WATER_BYTES, WebSocket
 from tests.server.harness import Running, ask, close_code, hear
 
@@ -139,3 +143,76 @@ async def test_pongs_are_kept_from_a_client_that_does_not_read_them(server: Runn
         assert wire.transport.get_write_buffer_size() == before
         wire.resume_writing()
         assert (await hear(socket))["code"] == "unknown_op"
+
+
+UPGRADE = (
+    b"GET %b HTTP/1.1\r\nHost: x\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
+    b"Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\nSec-WebSocket-Version: 13\r\n%b\r\n"
+)
+
+
+async def upgrade_refused(server: Running, path: bytes, headers: bytes = b"") -> bytes:
+    """Ask for an upgrade and return the answer, after which the connection must end."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+    async with asyncio.timeout(60):
+        writer.write(UPGRADE % (path, headers))
+        heard = await reader.read()
+    writer.close()
+    return heard
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        b"".join(b"X-%d: x\r\n" % number for number in range(300)),
+        b"X: " + b"x" * 20_000 + b"\r\n",
+        b"Content-Length: 5\r\n",
+        b"Transfer-Encoding: chunked\r\n",
+    ],
+    ids=["many headers", "a long header", "a body", "chunks"],
+)
+async def test_an_upgrade_that_is_only_http_is_refused(server: Running, headers: bytes) -> None:
+    """It is answered and closed, and does not stay as a connection that nothing counts."""
+    with capture_logs() as logs:
+        assert (await upgrade_refused(server, b"/ws", headers)).startswith(b"HTTP/1.1 400 ")
+    assert [line for line in logs if line["log_level"] == "error"] == []
+
+
+@pytest.mark.parametrize("path", ["/nowhere", "/healthz", "/v1/nothing", "/ws/"])
+async def test_an_upgrade_at_another_path_is_not_found(server: Running, path: str) -> None:
+    """404, as for plain HTTP; the body says where to connect."""
+    with pytest.raises(InvalidStatus) as caught:
+        await server.connect(path)
+    response = caught.value.response
+    body = json.loads(response.body or b"")
+    assert (response.status_code, body["code"], body["hint"]) == (404, "unknown_op", "Connect to /ws.")
+
+
+async def test_refused_upgrades_are_not_logged_as_defects(server: Running, caplog: pytest.LogCaptureFixture) -> None:
+    """Neither a wrong path nor a wrong token writes a line of error."""
+    for path, headers in ((b"/nowhere", b""), (b"/ws", b"Authorization: Bearer x\r\n")):
+        await upgrade_refused(server, path, headers)
+    assert [record.message for record in caplog.records if record.levelname == "ERROR"] == []
+
+
+async def test_text_that_is_not_utf8_is_logged_once(server: Running, caplog: pytest.LogCaptureFixture) -> None:
+    """Each such socket is closed with 1007; a line without a traceback stands for all of a minute."""
+    with capture_logs() as logs:
+        for _ in range(3):
+            async with server.connect() as socket:
+                await hear(socket)
+                await socket.send(b"\xff\xfe", text=True)
+                assert await close_code(socket) == 1007
+    lines = [line for line in logs if line["event"] == "bad_frame"]
+    assert [(line["code"], line["more"], line["log_level"]) for line in lines] == [(1007, 0, "warning")]
+    assert caplog.records == []
+
+
+async def test_a_message_of_several_frames_is_read_as_one(server: Running) -> None:
+    """Also where a character is cut in two."""
+    async with server.v1() as socket:
+        await hear(socket)
+        frame = json.dumps({"op": "ping", "id": "é"}, ensure_ascii=False).encode()
+        cut = frame.index("é".encode()) + 1
+        await socket.send([frame[:cut], frame[cut:]], text=True)
+        assert (await hear(socket))["id"] == "é"

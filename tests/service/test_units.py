@@ -72,6 +72,11 @@ def test_the_service_is_exposed_little(units: Path) -> None:
     assert f"exposure level {found[1]}" in (ROOT / "docs" / "operations.md").read_text()
 
 
+def test_lines_in_the_journal_have_the_daemons_name() -> None:
+    """And not that of the interpreter."""
+    assert "\nSyslogIdentifier=inferencecenter\n" in (ROOT / "systemd" / "inferencecenter.service").read_text()
+
+
 def test_installing_twice_changes_nothing(tmp_path: Path) -> None:
     """All files are below DESTDIR and as after the first time, the configuration as it was left."""
     make("install-files", f"DESTDIR={tmp_path}")

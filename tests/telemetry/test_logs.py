@@ -6,6 +6,7 @@ import errno
 import io
 import json
 import logging
+import os
 import warnings
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ from inferencecenter.telemetry import logs
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
 TOKEN = "ic_k3x9_" + "Zq-8_s" * 7
 
@@ -174,3 +176,31 @@ def test_a_terminal_that_is_gone_stops_nobody() -> None:
     """A line that cannot be written is dropped; whoever logs it goes on."""
     logs.configure(stream=GoneTerminal())
     structlog.get_logger().info("stopping", signal="SIGTERM")
+
+
+@pytest.mark.parametrize("log_format", ["json", "pretty"])
+def test_lines_of_the_journal_have_their_priorities(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, log_format: logs.LogFormat
+) -> None:
+    """Each line of a traceback too, and of foreign loggers; what the journal does not read has none."""
+    path = tmp_path / "journal"
+    with path.open("w") as journal:
+        found = os.fstat(journal.fileno())
+        monkeypatch.setenv("JOURNAL_STREAM", f"{found.st_dev}:{found.st_ino}")
+        logs.configure(level="debug", log_format=log_format, stream=journal)
+        log = structlog.get_logger("x")
+        log.debug("a")
+        log.info("b")
+        logging.getLogger("uvicorn.error").warning("c")
+        try:
+            raise KeyError("lost")
+        except KeyError:
+            log.exception("d")
+    written = path.read_text().splitlines()
+    assert [line[:3] for line in written[:3]] == ["<7>", "<6>", "<4>"]
+    assert {line[:3] for line in written[3:]} == {"<3>"}
+    assert any("KeyError" in line for line in written[3:])
+    elsewhere = io.StringIO()
+    logs.configure(log_format=log_format, stream=elsewhere)
+    log.error("e")
+    assert not elsewhere.getvalue().startswith("<")
