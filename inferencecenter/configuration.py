@@ -14,10 +14,10 @@ import tomllib
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import platformdirs
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
 from pydantic_settings import EnvSettingsSource
 
 from inferencecenter.errors import ErrorCode, InferenceCenterError, foreign_input
@@ -25,7 +25,7 @@ from inferencecenter.setting_types import expand
 from inferencecenter.settings import APP_NAME, ENV_PREFIX, Settings, environment_name, setting_fields
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
     from pydantic.fields import FieldInfo
 
@@ -37,6 +37,7 @@ OTHER_ENVIRONMENT: Final[Mapping[str, str]] = {
     "INFERENCECENTER_TEST_MODEL": "A model file for the tests, in place of the bundled one.",
     "INFERENCECENTER_TEST_BROWSER": "Chromium for the tests of the web page; with it none is left out.",
 }
+_TYPE_ERRORS: Final = frozenset({"bool_type", "float_type", "int_type", "string_type"})
 SYSTEM_CONFIG: Final = Path("/etc/inferencecenter/inferencecenter.toml")
 
 
@@ -68,11 +69,34 @@ class Layers:
             return self._validated()
 
     def _validated(self) -> Settings:
+        problems = {problem.field: problem for problem in self._wrong_types()}
+        settings = None
         try:
-            return Settings(**_merge(_merge(self.file, self.environment), self.command_line))
+            settings = Settings(**_merge(_merge(self.file, self.environment), self.command_line))
         except ValidationError as error:
-            problems = tuple(self._problem(dict(detail)) for detail in error.errors(include_url=False))
-            raise InvalidSettingsError(problems) from None
+            for number, detail in enumerate(error.errors(include_url=False)):
+                problem = self._problem(dict(detail))
+                problems.setdefault(problem.field or str(number), problem)
+        if settings is None or problems:
+            raise InvalidSettingsError(tuple(problems.values()))
+        return settings
+
+    def _wrong_types(self) -> Iterator[InferenceCenterError]:
+        """Find values of the file that have another type than their setting, as text where a number is due.
+
+        TOML has types, so the file is held to them; a variable and an option are text, which validation converts.
+        """
+        for name, field in Settings.model_fields.items():
+            if name not in self.file:
+                continue
+            adapter = TypeAdapter[Any](cast("Any", field.annotation))
+            try:
+                # As JSON, so that lists and text may stand for tuples and paths, which only Python has.
+                adapter.validate_json(json.dumps(self.file[name], default=str), strict=True)
+            except ValidationError as error:
+                for detail in error.errors(include_url=False):
+                    if detail["type"] in _TYPE_ERRORS:
+                        yield self._problem({**detail, "loc": (name, *detail["loc"])}, origin=str(self.path))
 
     def origin(self, name: str) -> str:
         """Return where the value of a dotted ``name`` comes from, in words."""
@@ -82,9 +106,9 @@ class Layers:
             return environment_name(name)
         return str(self.path) if _contains(self.file, name) else "default"
 
-    def _problem(self, detail: Mapping[str, Any]) -> InferenceCenterError:
+    def _problem(self, detail: Mapping[str, Any], origin: str | None = None) -> InferenceCenterError:
         name = _setting_at(detail["loc"])
-        origin = self.origin(name)
+        origin = origin or self.origin(name)
         if detail["type"] == "extra_forbidden":
             return _invalid(f"{origin}: unknown setting {name}", name=name, hint=_nearest(name))
         reason = str(detail["ctx"]["error"]) if detail["type"] == "value_error" else detail["msg"]
@@ -103,7 +127,8 @@ def find_config(config: Path | None) -> Path | None:
     if named := os.environ.get(ENV_CONFIG):
         return Path(named)
     places = (platformdirs.user_config_path(APP_NAME) / "inferencecenter.toml", SYSTEM_CONFIG)
-    return next((place for place in places if place.exists()), None)
+    # A directory that this user may not enter, as another's home, holds no configuration for this user.
+    return next((place for place in places if os.path.exists(place)), None)  # noqa: PTH110 - Path.exists raises
 
 
 def read_layers(config: Path | None = None, overrides: Mapping[str, Any] | None = None) -> Layers:

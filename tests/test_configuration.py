@@ -10,6 +10,7 @@ import pytest
 from inferencecenter import configuration
 from inferencecenter.configuration import InvalidSettingsError, find_config, load_settings, read_layers
 from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.settings import Settings
 
 
 @pytest.fixture(autouse=True)
@@ -188,3 +189,56 @@ def test_places_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("INFERENCECENTER_CONFIG", "/named.toml")
     assert find_config(None) == Path("/named.toml")
     assert find_config(Path("/given.toml")) == Path("/given.toml")
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "told"),
+    [
+        ('[server]\nport = "3000"\n', "server.port", 'server.port is "3000": input should be a valid integer'),
+        ("[server]\nport = 3000.0\n", "server.port", "valid integer"),
+        ("[engine]\nslots = true\n", "engine.slots", "valid integer"),
+        ("[server]\nweb = 1\n", "server.web", "valid boolean"),
+        ('[server]\nweb = "yes"\n', "server.web", "valid boolean"),
+        ('[server]\nauth_timeout_s = "5"\n', "server.auth_timeout_s", "valid number"),
+        ('[gpu]\nmain_gpu = "0"\n', "gpu.main_gpu", "valid integer"),
+        ('[models.phi]\nslots = "2"\n', "models.phi.slots", "valid integer"),
+        ('[model]\nlora = [{path = "/a", scale = "1"}]\n', "model.lora[0].scale", "valid number"),
+    ],
+)
+def test_the_file_is_held_to_its_types(tmp_path: Path, text: str, name: str, told: str) -> None:
+    """TOML says whether a value is text or a number, so none stands for the other."""
+    path = _file(tmp_path, text)
+    error = _refused(path)
+    assert (error.field, isinstance(error, InvalidSettingsError) and len(error.problems)) == (name, 1)
+    assert str(path) in error.message
+    assert told in error.message
+
+
+def test_what_toml_has_no_type_for_is_converted(tmp_path: Path) -> None:
+    """Whole numbers count as numbers, lists as tuples, text as paths; a table in the file hides no other problem."""
+    text = 'state_dir = "/a"\n[server]\nauth_timeout_s = 5\ntrusted_proxies = ["10.0.0.0/8"]\n'
+    settings = load_settings(_file(tmp_path, text))
+    assert (settings.server.auth_timeout_s, settings.server.trusted_proxies) == (5.0, ("10.0.0.0/8",))
+    assert settings.state_dir == Path("/a")
+    error = _refused(_file(tmp_path, '[server]\nport = "1"\nprot = 1\n'))
+    assert isinstance(error, InvalidSettingsError)
+    assert [problem.field for problem in error.problems] == ["server.port", "server.prot"]
+
+
+def test_variables_and_options_are_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are converted, as they have no other type."""
+    monkeypatch.setenv("INFERENCECENTER_SERVER__PORT", "3001")
+    assert load_settings(None, {"server.web": "false"}).server == Settings(server={"port": 3001, "web": False}).server
+
+
+def test_a_home_that_may_not_be_entered_has_no_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is another user's; the system's configuration is looked for all the same."""
+    looked: list[str] = []
+
+    def refuse(path: str | os.PathLike[str]) -> os.stat_result:
+        looked.append(os.fspath(path))
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(os, "stat", refuse)
+    assert find_config(None) is None
+    assert looked[-1] == str(configuration.SYSTEM_CONFIG)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from importlib import import_module
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, NoReturn
 
 import typer
 from typer.core import TyperGroup
 
 from inferencecenter import __version__
 from inferencecenter.cli.output import report
-from inferencecenter.errors import InferenceCenterError
+from inferencecenter.errors import ErrorCode, InferenceCenterError
 
 _COMMANDS: Final = {
     "serve": "serve",
@@ -91,5 +91,18 @@ def main() -> None:
     try:
         app()
     except InferenceCenterError as error:
-        report(error)
-        raise SystemExit(error.spec.exit_code) from None
+        _end(error)
+    except PermissionError as error:
+        # A home or a state directory of another user, which any look at a file may meet.
+        _end(
+            InferenceCenterError(
+                ErrorCode.STORAGE_UNAVAILABLE,
+                f"{error.filename}: {error.strerror}",
+                hint="Run this as the user that owns it; HOME and the state directory must be that user's too.",
+            )
+        )
+
+
+def _end(error: InferenceCenterError) -> NoReturn:
+    report(error)
+    raise SystemExit(error.spec.exit_code) from None

@@ -186,7 +186,7 @@ def memory(settings: Settings) -> Check:
 
 def state_dir(path: Path) -> Check:
     """See whether the state directory, or where it would be made, can be written."""
-    existing = next(place for place in (path, *path.parents) if place.exists())
+    existing = next(place for place in (path, *path.parents) if os.path.exists(place))  # noqa: PTH110 - Path.exists raises
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         hint = "Choose another with --state-dir, or change the permissions."
         detail = f"{path}: {existing} cannot be written"

@@ -15,7 +15,7 @@ from inferencecenter.cli.reference import configuration as reference
 from inferencecenter.config_params import parse_config_params
 from inferencecenter.configuration import read_layers
 from inferencecenter.errors import ERRORS, ErrorCode, InferenceCenterError
-from inferencecenter.models.registry import read_registry
+from inferencecenter.models.registry import default_model, read_registry
 from inferencecenter.protocol.params import cross_check, parse_params
 from inferencecenter.server.clients_file import load_clients
 from inferencecenter.settings import setting_fields
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from inferencecenter.auth_settings import AuthSettings
     from inferencecenter.configuration import Layers
+    from inferencecenter.models.registry import ModelSpec
     from inferencecenter.settings import Settings
 
 app = typer.Typer(help="Show, check and write settings.", no_args_is_help=True)
@@ -96,10 +97,20 @@ def _deeper_problems(settings: Settings) -> Iterator[InferenceCenterError]:
                 default_priority=auth.default_priority,
             )
 
+    def find_default_model() -> None:
+        spec = default_model(settings)
+        if settings.engine.backend == "llama" and (missing := next(_missing_files(spec), None)) is not None:
+            raise InferenceCenterError(
+                ErrorCode.INVALID_MODEL_FILE,
+                f"{missing[0]}: {missing[1]}; the daemon does not start without the files of its default model",
+                field="model.path" if missing[0] == settings.model.path else "model",
+                hint="`inferencecenter model list` shows those in models_dir, `inferencecenter model pull` gets one.",
+            )
+
     looks: tuple[Callable[[], object], ...] = (
         partial(check_installed, settings.telemetry),
         partial(parse_config_params, settings),
-        partial(read_registry, settings),
+        find_default_model,
         partial(load_static_clients, settings.auth),
     )
     for look in looks:
@@ -120,9 +131,18 @@ def _warnings(settings: Settings) -> Iterator[str]:
     if settings.engine.backend != "llama":
         return
     for spec in registry.models.values():
-        for path in (spec.path, *(adapter.path for adapter in spec.lora)):
+        for path, reason in _missing_files(spec):
+            yield f"the model {spec.name!r} needs {path}: {reason}"
+
+
+def _missing_files(spec: ModelSpec) -> Iterator[tuple[Path, str]]:
+    """Yield those of a model's files that this user does not find, and why not."""
+    for path in (spec.path, *(adapter.path for adapter in spec.lora)):
+        try:
             if not path.is_file():
-                yield f"the model {spec.name!r} needs {path}, which is not there"
+                yield path, "is not there" if not path.exists() else "is no file"
+        except OSError as error:  # in a directory that may not be entered
+            yield path, error.strerror or str(error)
 
 
 def _value(settings: Settings, name: str) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Final, TypeAlias
 
@@ -83,7 +84,7 @@ def models_of_daemon(
     One that was named, or that answers and refuses, is worth a line on standard error.
     """
     nothing_given = url is None and token is None and token_file is None
-    if nothing_given and not admin_token_file(settings).exists():
+    if nothing_given and not os.path.exists(admin_token_file(settings)):  # noqa: PTH110 - Path.exists raises
         return {}
     try:
         daemon = reach_daemon(settings, url=url, token=token, token_file=token_file)

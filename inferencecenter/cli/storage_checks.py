@@ -53,9 +53,9 @@ def storage(settings: Settings) -> list[Check]:
 
 
 def _file(name: str, path: Path, steps: Steps, *, damaged_hint: str) -> Check:
-    if not path.exists():
-        return Check(name, Verdict.OK, f"{path}: none yet")
     try:
+        if not path.exists():
+            return Check(name, Verdict.OK, f"{path}: none yet")
         with closing(connect_reading(path)) as database:
             check_version(database, steps, path=path)
             if (wrong := damage(database)) is not None:

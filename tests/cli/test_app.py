@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import errno
+import io
+import os
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from inferencecenter import __version__
+from inferencecenter.cli import checks
+from inferencecenter.cli.checks import Check, Verdict
 from inferencecenter.errors import ERRORS, ErrorCode
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
     from tests.cli.conftest import Cli
 
 
@@ -59,3 +67,51 @@ def test_a_known_failure_is_one_message_and_its_exit_code(cli: Cli) -> None:
     assert result.err.startswith("invalid_config: /nowhere/inferencecenter.toml: cannot be read: No such file")
     assert "\nhint: " in result.err
     assert "Traceback" not in result.err
+
+
+@pytest.mark.parametrize(
+    ("command", "code", "told"),
+    [
+        (["doctor"], 73, "cannot be written"),
+        (["backup", "copy"], 73, "Permission denied"),
+        (["token", "list"], 73, "Permission denied"),
+        (["session", "list"], 73, "Permission denied"),
+        (["model", "list"], 73, "models cannot be read: Permission denied"),
+        (["config", "check"], 0, "models cannot be read: Permission denied"),
+        (["reload"], 69, "no daemon listens"),
+        (["stats", "--once"], 77, "admin.token: Permission denied"),
+    ],
+)
+def test_a_home_of_another_user_is_a_message(  # noqa: PLR0917 - cases and fixtures
+    cli: Cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, command: list[str], code: int, told: str
+) -> None:
+    """Where directories may not be entered, commands say so, or do without them; none writes a traceback."""
+    home = str(tmp_path / "home")
+    (tmp_path / "home").mkdir()
+    monkeypatch.chdir(tmp_path)
+    for name, place in (
+        ("XDG_CONFIG_HOME", "config"),
+        ("XDG_DATA_HOME", "data"),
+        ("INFERENCECENTER_STATE_DIR", "state"),
+    ):
+        monkeypatch.setenv(name, f"{home}/{place}")
+    monkeypatch.setattr(checks, "llama_cpp", lambda **_options: Check("llama.cpp", Verdict.OK, "not looked at"))
+    for name in ("stat", "open", "scandir", "listdir", "mkdir"):
+        monkeypatch.setattr(os, name, _sealed(getattr(os, name), home))
+    monkeypatch.setattr(os, "access", lambda _path, _mode: False)
+    monkeypatch.setattr(io, "open", _sealed(io.open, home))
+    result = cli.run(*command)
+    assert result.code == code, result.err
+    assert "Traceback" not in result.err
+    assert told in result.err + result.out
+
+
+def _sealed(function: Callable[..., Any], home: str) -> Callable[..., Any]:
+    """Return a function of the system that refuses everything below a directory."""
+
+    def refuse(path: Any, *arguments: Any, **options: Any) -> Any:
+        if isinstance(path, (str, os.PathLike)) and os.fspath(path).startswith(f"{home}/"):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), os.fspath(path))
+        return function(path, *arguments, **options)
+
+    return refuse

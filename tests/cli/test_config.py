@@ -81,6 +81,24 @@ def test_check_looks_deeper_than_types(cli: Cli, tmp_path: Path, text: str, told
     assert told in result.err
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        '[model]\npath = "{missing}"\n',
+        '[model]\nlora = [{{path = "{missing}"}}]\n',
+        '[model]\nname = "phi"\n[models.phi]\npath = "{missing}"\n',
+    ],
+)
+def test_check_refuses_a_default_model_that_is_not_there(cli: Cli, tmp_path: Path, text: str) -> None:
+    """The daemon would not start with it; a backend that reads no file needs none."""
+    missing = tmp_path / "missing.gguf"
+    config = text.format(missing=missing)
+    result = cli.run("config", "check", _file(tmp_path, config))
+    assert result.code == 78
+    assert f"{missing}: is not there" in result.err
+    assert cli.run("config", "check", _file(tmp_path, config + '[engine]\nbackend = "echo"\n')).code == 0
+
+
 def test_check_warns_of_what_has_no_effect(cli: Cli, tmp_path: Path) -> None:
     """A legal combination in which one value is idle is valid, with a warning."""
     result = cli.run("config", "check", _file(tmp_path, "[params]\ntemperature = 0.0\ntop_k = 5\n"))
@@ -110,8 +128,8 @@ def test_check_warns_of_files_that_are_not_there(cli: Cli, tmp_path: Path) -> No
     assert len(warnings) == 4
     assert "warning: models.phi: top_k has no effect" in warnings[0]
     assert "'My Model'" in warnings[1]
-    assert f"'phi' needs {tmp_path / 'phi.gguf'}, which is not there" in warnings[2]
-    assert "'phi' needs /nowhere/lora.gguf, which is not there" in warnings[3]
+    assert f"'phi' needs {tmp_path / 'phi.gguf'}: is not there" in warnings[2]
+    assert "'phi' needs /nowhere/lora.gguf: is not there" in warnings[3]
     assert "not there" not in cli.run("config", "check", _file(tmp_path, text + '[engine]\nbackend = "echo"\n')).out
 
 

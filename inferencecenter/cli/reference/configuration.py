@@ -31,8 +31,9 @@ annotated default, which is also `config/inferencecenter.toml`.
 
 The file is the one of `--config`, else of `INFERENCECENTER_CONFIG`, else `inferencecenter.toml` in the user's
 configuration directory (`~/.config/inferencecenter/`), else `{SYSTEM_CONFIG}`. In a path `~` and `$VARIABLES` are
-replaced; a relative path is relative to the working directory. In the environment, lists and tables are written as
-JSON."""
+replaced; a relative path is relative to the working directory. Values in the file have their setting's type: `port =
+"3000"` is refused. The environment and the command line are text, which is converted; lists and tables are written as
+JSON there."""
 
 
 @dataclass(frozen=True, slots=True)
