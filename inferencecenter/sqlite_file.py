@@ -18,6 +18,11 @@ if TYPE_CHECKING:
 BUSY_TIMEOUT_S: Final = 2.0
 """How long a statement waits for another process to let go of the file."""
 
+MAX_LOG_BYTES: Final = 1024 * 1024
+"""What the log beside a file has at most, but for transactions that are larger, and while another program reads."""
+PAGE_BYTES: Final = 4096
+"""SQLite's own choice, which all files here have."""
+
 DAMAGE_CODES: Final = frozenset({sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB})
 """Result codes that say that a file is damaged."""
 
@@ -86,6 +91,12 @@ def make_private(path: Path) -> None:
 def connect(path: Path) -> sqlite3.Connection:
     """Open a file in autocommit mode, for one thread at a time."""
     return sqlite3.connect(path, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False)
+
+
+def bound_log(database: sqlite3.Connection) -> None:
+    """Have the log beside the file written back when it has 1 MiB, and cut to that: it may have the disk for itself."""
+    database.execute(f"PRAGMA wal_autocheckpoint = {MAX_LOG_BYTES // PAGE_BYTES}")
+    database.execute(f"PRAGMA journal_size_limit = {MAX_LOG_BYTES}")
 
 
 def connect_reading(path: Path) -> sqlite3.Connection:

@@ -9,6 +9,7 @@ import json
 import sqlite3
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -47,14 +48,24 @@ def locked(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def filled(directory: Path) -> Iterator[None]:
-    """Have a disk without room."""
+    """Have a disk without room, and another program that takes what becomes free."""
     filler = directory / "filler"
-    with filler.open("wb", buffering=0) as file, contextlib.suppress(OSError):
-        while True:
-            file.write(b"\0" * 4096)
+    over = threading.Event()
+
+    def fill() -> None:
+        with filler.open("wb", buffering=0) as file:
+            while not over.wait(0.001):
+                with contextlib.suppress(OSError):
+                    while True:
+                        file.write(b"\0" * 4096)
+
+    filling = threading.Thread(target=fill)
+    filling.start()
     try:
         yield
     finally:
+        over.set()
+        filling.join()
         filler.unlink()
 
 
@@ -89,6 +100,12 @@ def read_only(path: Path) -> Iterator[None]:
         subprocess.run(["umount", "--lazy", path], check=True)
 
 
+def said_in(path: Path) -> str:
+    """Return what the file has of the turn that has not ended."""
+    with contextlib.closing(sqlite3.connect(path)) as database:
+        return "".join(text for (text,) in database.execute("SELECT text FROM said ORDER BY rowid"))
+
+
 async def held_back(daemon: Site, witness: Witness, fault: contextlib.AbstractContextManager[None]) -> None:
     """Run a turn while nothing can be written: it is told when it can be again, all of it."""
     async with talk(daemon.daemon) as other:
@@ -97,13 +114,16 @@ async def held_back(daemon: Site, witness: Witness, fault: contextlib.AbstractCo
             while not logged(daemon.daemon, "store_fault"):
                 await private_works(other)
             await private_works(other)
+            await says(other, "unavailable")
             hello = await other.ask(op="hello")
             assert hello["status"] == "degraded"
             await is_refused(other, op="create_session")
             await witness.client.ask(op="ping")
-            assert witness.asked, "something was told that is in no file"
+            shown = "" if witness.asked or witness.is_over else witness.text
+            assert said_in(daemon.state_dir / FILE).startswith(shown), "something was told that is in no file"
         assert await witness.finish() == (LINE * 40)[:50]
         assert witness.end["finish_reason"] == "length"
+        await says(other, "ok")
         assert logged(daemon.daemon, "store_mended")
         assert await witness.turn("Next.") == "Next."
         assert len((await witness.described())["turns"]) == 3

@@ -12,6 +12,7 @@ from inferencecenter.sessions.store.faults import fault_of, hint_of, is_busy, re
 from inferencecenter.sessions.store.schema import MIGRATIONS
 from inferencecenter.sqlite_file import (
     DamagedFileError,
+    bound_log,
     check_version,
     connect,
     connect_reading,
@@ -74,6 +75,7 @@ def open_writing(path: Path) -> sqlite3.Connection:
             raise DamagedFileError(found)
         check_version(database, MIGRATIONS, path=path)
         database.execute("PRAGMA journal_mode = WAL")
+        bound_log(database)
         database.execute("PRAGMA foreign_keys = ON")
         # What was deleted is overwritten: a conversation that is closed or purged is gone.
         database.execute("PRAGMA secure_delete = ON")

@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Final
 import structlog
 
 from inferencecenter.sessions.journal import RETRY_LATER_MS, StorageFault
-from inferencecenter.sessions.store.faults import fault_of, hint_of, reason_of
+from inferencecenter.sessions.store.faults import fault_of, hint_of, is_full, reason_of
 from inferencecenter.sessions.store.recorder import UnwritableError
+from inferencecenter.sessions.store.reserve import DiskReserve, shorten_log
 from inferencecenter.sqlite_file import FileMovedError
 
 if TYPE_CHECKING:
@@ -102,6 +103,7 @@ class Writer:
         self._fault_changed = fault_changed
         self._retry_s = retry_s
         self._probe_s = probe_s
+        self._reserve = DiskReserve(path.parent)
         self._queue: SimpleQueue[Batch | Stop] = SimpleQueue()
         self._given_up = threading.Event()
         self._stop: Stop | None = None
@@ -181,7 +183,7 @@ class Writer:
         try:
             self._identity.check()
             if not batch.is_written:
-                self._commit(batch)
+                self._commit_somehow(batch)
                 batch.is_written = True
                 self._identity.check()
         except (sqlite3.Error, FileMovedError) as error:
@@ -194,6 +196,15 @@ class Writer:
             self._set_fault(None)
             _log.info("store_mended", path=str(self._path))
         return True
+
+    def _commit_somehow(self, batch: Batch) -> None:
+        """Write the batch; on a full disk once more, with the room that the log has taken."""
+        try:
+            self._commit(batch)
+        except sqlite3.OperationalError as error:
+            if not is_full(error) or not shorten_log(self._database, self._reserve):
+                raise
+            self._commit(batch)
 
     def _commit(self, batch: Batch) -> None:
         while batch.entries:
@@ -223,3 +234,4 @@ class Writer:
             _log.error("store_not_closed", path=str(self._path), reason=str(error))
         with contextlib.suppress(sqlite3.Error):
             self._database.close()
+        self._reserve.close()

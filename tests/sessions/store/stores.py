@@ -54,6 +54,15 @@ def locked(path: Path) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Another program reads the file as it is now."""
+    with closing(sqlite3.connect(path, isolation_level=None)) as other:
+        other.execute("BEGIN")
+        other.execute("SELECT count(*) FROM sessions").fetchone()
+        yield
+
+
 def move(path: Path, target: Path) -> None:
     """Give a file another name."""
     path.rename(target)

@@ -16,7 +16,18 @@ from inferencecenter.sessions.journal import RETRY_LATER_MS, StorageFault
 from inferencecenter.sessions.records import Gone
 from inferencecenter.sessions.store.recorder import Recorder
 from inferencecenter.sessions.store.store import Store
-from tests.sessions.store.stores import RETRY_S, kept_in, locked, move, put_empty, settled, storing, until, was_clean
+from tests.sessions.store.stores import (
+    RETRY_S,
+    kept_in,
+    locked,
+    move,
+    put_empty,
+    reading,
+    settled,
+    storing,
+    until,
+    was_clean,
+)
 from tests.sessions.store.values import ended, make_history, opened, ordered, said
 
 if TYPE_CHECKING:
@@ -162,7 +173,7 @@ def _fill_up(ballast: Path) -> None:
 
 async def test_a_full_disk_loses_nothing(small_disk: Callable[[int], Path]) -> None:
     """What does not fit waits until there is room, and what was written before can be read."""
-    directory = small_disk(512)
+    directory = small_disk(4096)
     path = directory / "sessions.sqlite3"
     async with storing(path) as store:
         store.write(opened(), flush=True)
@@ -171,7 +182,7 @@ async def test_a_full_disk_loses_nothing(small_disk: Callable[[int], Path]) -> N
         with pytest.raises(OSError, match="No space left"):
             _fill_up(ballast)
         told: list[int] = []
-        store.write(ended(text="x" * 20_000), flush=True)
+        store.write(ended(text="x" * 100_000), flush=True)
         store.release(lambda: told.append(1))
         await until(lambda: store.fault is not None)
         assert store.fault == StorageFault("sessions.sqlite3 cannot be written: the disk is full")
@@ -182,8 +193,41 @@ async def test_a_full_disk_loses_nothing(small_disk: Callable[[int], Path]) -> N
         assert told == [1, 2]
         assert store.fault is None
     kept = await kept_in(path)
-    assert kept["s_1"].history == make_history("x" * 20_000)
+    assert kept["s_1"].history == make_history("x" * 100_000)
     assert set(kept) == {"s_1", "s_2"}
+
+
+async def test_a_disk_that_the_log_has_filled_has_room_again(small_disk: Callable[[int], Path]) -> None:
+    """While another program reads, the log cannot be written back and grows; without that program it is, by itself."""
+    path = small_disk(3072) / "sessions.sqlite3"
+    async with storing(path) as store:
+        store.write(opened(), flush=True)
+        await settled(store)
+        told: list[int] = []
+        n_written = 0
+        with reading(path):
+            while store.fault is None:
+                store.write(opened("s_2", history=make_history("x" * 3000)), flush=False)
+                store.write(Gone(session_id="s_2"), flush=False)
+                store.release(lambda: told.append(1))
+                n_written += 1
+                await asyncio.sleep(0)
+            assert store.fault.message == "sessions.sqlite3 cannot be written: the disk is full"
+        await until(lambda: len(told) == n_written)
+        assert store.fault is None
+    assert set(await kept_in(path)) == {"s_1"}
+
+
+async def test_the_log_does_not_fill_a_small_disk(small_disk: Callable[[int], Path]) -> None:
+    """However much is written, as long as what is held at once fits."""
+    path = small_disk(3072) / "sessions.sqlite3"
+    async with storing(path) as store:
+        for _ in range(60):
+            store.write(opened("s_2", history=make_history("x" * 3000)), flush=False)
+            await settled(store)
+            store.write(Gone(session_id="s_2"), flush=False)
+            await settled(store)
+            assert store.fault is None
 
 
 async def test_a_record_that_cannot_be_written_takes_no_other_with_it(path: Path) -> None:
