@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING, Final
 
 from inferencecenter.supervisor.corrections import Corrections
+from inferencecenter.supervisor.crash_limit import CrashLimit
 from inferencecenter.supervisor.kv_places import clean_places, kv_places, place_name
 from inferencecenter.supervisor.meter import StepMeter
 from inferencecenter.supervisor.model import Model
@@ -39,6 +41,11 @@ def make_models(
         live_sessions: Names the sessions whose KV a new engine is to keep; without it all is kept.
     """
     clean_places(settings.kv, settings.state_dir, registry.models.values())
+    crash_limit = CrashLimit(
+        max_deaths=settings.engine.max_client_crashes,
+        window_s=settings.engine.client_crash_window_s,
+        monotonic=time.monotonic,
+    )
     corrections = Corrections(settings.state_dir / _PLAN_FILE)
 
     first: Supervisor | None = None
@@ -59,6 +66,7 @@ def make_models(
             metrics=metrics,
             live_sessions=live_sessions,
             ends_daemon=ends_daemon,
+            crash_limit=crash_limit,
         )
 
     models = Models(registry, make=make, max_resident=settings.engine.max_resident)
@@ -76,6 +84,7 @@ def _model(  # noqa: PLR0913 - what it is put together from, by name
     metrics: EngineMetrics,
     live_sessions: Callable[[], Collection[str]] | None,
     ends_daemon: Callable[[Supervisor], bool],
+    crash_limit: CrashLimit,
 ) -> Model:
     engine = spec.engine
     planner = Planner(engine=engine, gpu=settings.gpu, corrections=corrections)
@@ -100,6 +109,7 @@ def _model(  # noqa: PLR0913 - what it is put together from, by name
         ends_with_it=lambda: ends_daemon(supervisor),
         admit=may_load,
         on_step=meter.step,
+        crash_limit=crash_limit,
         lock_path=settings.state_dir / f"engine-{place_name(spec)}.lock",
     )
     supervisor.subscribe(planner.heard)

@@ -295,6 +295,16 @@ class EngineSettings(Section):
         5, ge=0, le=1000, description="Restarts within the window after which the engine is given up as failed."
     )
     restart_window_s: float = Field(600.0, gt=0, le=86_400, description="The window, in seconds.")
+    max_client_crashes: int = Field(
+        6,
+        ge=0,
+        le=1000,
+        description="Deaths of engines within `engine.client_crash_window_s` that a client's turns may cause before "
+        "its new turns are refused with `rate_limited`; 0 refuses none.",
+    )
+    client_crash_window_s: float = Field(
+        3600.0, gt=0, le=2_592_000, description="Seconds for which such a death counts."
+    )
     exit_when_failed: bool = Field(False, description="Whether the daemon ends, with status 1, when that happens.")
     echo_delay_ms: int = Field(0, ge=0, le=60_000, description="Milliseconds the echo backend takes for each decode.")
 

@@ -193,7 +193,13 @@ def test_what_waits_for_a_restart_is_named(world: World, tmp_path: Path) -> None
     """As long as it waits, and nothing that has taken effect; what concerns no single engine waits too."""
     now = _settings(
         tmp_path,
-        engine={"backend": "echo", "max_resident": 2, "exit_when_failed": True, "n_threads": 2},
+        engine={
+            "backend": "echo",
+            "max_resident": 2,
+            "max_client_crashes": 9,
+            "exit_when_failed": True,
+            "n_threads": 2,
+        },
         kv={"ram_mib": 7},
         server={"port": 4000},
         params={"temperature": 0.5},
@@ -201,7 +207,8 @@ def test_what_waits_for_a_restart_is_named(world: World, tmp_path: Path) -> None
         model={"name": "parrot"},
         limits={"concurrent_turns": 2},
     )
-    waiting = ["engine.exit_when_failed", "engine.max_resident", "kv.ram_mib", "params", "server.port"]
+    engine = ["engine.exit_when_failed", "engine.max_client_crashes", "engine.max_resident"]
+    waiting = [*engine, "kv.ram_mib", "params", "server.port"]
     assert _waiting(world.run(now)) == waiting
     assert _waiting(world.run(now)) == waiting
     assert _waiting(world.run(_settings(tmp_path))) == []

@@ -13,10 +13,10 @@ if TYPE_CHECKING:
 
     from inferencecenter.ipc.messages import FromEngine, ToEngine
 
-MAX_UNREAD_BYTES: Final = 2 * MAX_FRAME_BYTES
+MAX_UNREAD_BYTES: Final = 3 * MAX_FRAME_BYTES
 """What may wait for an engine that does not read, before it counts as lost."""
 WINDOW_BYTES: Final = 8 * 2**20
-"""What may wait before turns are held back. With one more frame it is far below what an engine is lost for."""
+"""What may wait before turns are held back. One more turn and all look-ups still fit below the limit."""
 
 
 class Channel(asyncio.Protocol):

@@ -66,6 +66,10 @@ class EngineTurn(Protocol):
         """Its name."""
 
     @property
+    def client_id(self) -> str:
+        """The client that asked for it."""
+
+    @property
     def n_tokens(self) -> int:
         """Tokens it has generated so far."""
 
@@ -102,7 +106,8 @@ class EnginePort(Protocol):
         hears ``Failed`` with ``engine_crashed``. A turn that overflowed may be submitted again.
 
         Raises:
-            InferenceCenterError: ``engine_unavailable``, ``queue_full``, or what ``submission`` says.
+            InferenceCenterError: ``engine_unavailable``, ``queue_full``, ``rate_limited`` for a client whose turns have
+                ended several engines, or what ``submission`` says.
         """
 
     def abort(self, turn_id: str) -> None:

@@ -98,6 +98,11 @@ class Answering:
         return self.turn.turn_id
 
     @property
+    def client_id(self) -> str:
+        """The client that asked for it."""
+        return self._facts.client_id
+
+    @property
     def n_tokens(self) -> int:
         """Tokens it has generated so far."""
         return self.turn.n_tokens

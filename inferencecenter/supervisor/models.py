@@ -370,6 +370,7 @@ class Models:
         """Have a new engine, which sleeps, take the place of one that has failed, with the turns that wait for it."""
         _log.info("engine_renewed", model=model.name, detail=model.supervisor.status.detail)
         renewed = self._models[model.name] = self._make(self._registry.get(model.name), self._residency.admit)
+        renewed.supervisor.inherit(model.supervisor.status.model)
         self._begin(renewed, asleep=True)
         _send_on(model, begun=True)
         self._retire(model)

@@ -28,6 +28,7 @@ from inferencecenter.ipc.messages import (
 )
 from inferencecenter.ipc.port import EngineState, EngineStatus
 from inferencecenter.supervisor.backoff import Backoff, RestartPolicy
+from inferencecenter.supervisor.crash_limit import CrashLimit
 from inferencecenter.supervisor.launch import launch
 from inferencecenter.supervisor.listeners import Listeners
 from inferencecenter.supervisor.loading import LoadProgress, log_ready, with_fewer_layers
@@ -83,6 +84,7 @@ class Supervisor:
         admit: Waits until an engine that sleeps may be started again, or is ``wanted`` no more, and tells which; raises
             why a model that was never loaded cannot be.
         on_step: Hears of each step of the engine before the turns do.
+        crash_limit: Counts deaths of engines by client, and says whose turns are refused; none to refuse no client.
         lock_path: File by which the engine of a daemon that died is noticed; none to do without.
         jitter: Numbers from 0 to 1.
         monotonic: Seconds that only rise.
@@ -105,6 +107,7 @@ class Supervisor:
         ends_with_it: Callable[[], bool] = lambda: False,
         admit: Callable[[], Awaitable[bool]] | None = None,
         on_step: Callable[[Step], None] | None = None,
+        crash_limit: CrashLimit | None = None,
         lock_path: Path | None = None,
         jitter: Callable[[], float] = random.random,
         monotonic: Callable[[], float] = time.monotonic,
@@ -124,7 +127,11 @@ class Supervisor:
         self._monotonic = monotonic
         self._tasks = TaskGroup("supervisor")
         self._listeners = Listeners()
-        self._turns = Turns(call_soon=call_soon, changed=self._watch)
+        self._turns = Turns(
+            call_soon=call_soon,
+            changed=self._watch,
+            crash_limit=crash_limit or CrashLimit(max_deaths=0, window_s=0.0, monotonic=monotonic),
+        )
         self._lookups = Lookups(call_later=call_later)
         self._wish = Wish(has_turns=lambda: len(self._turns) + len(self._lookups) > 0, admit=admit)
         self._hang_watch = HangWatch(
@@ -222,6 +229,13 @@ class Supervisor:
             self._change(EngineChange.SLEEP)
         self._keeper = self._tasks.keep_running(self._keep_alive, name="keep-alive", pause=self._pause)
 
+    def inherit(self, model: ModelInfo | None) -> None:
+        """Take over what was known of the model from a supervisor that has failed; to be called before ``start``.
+
+        So sessions go on as with an engine that sleeps, and KV that is parked for them is kept.
+        """
+        self._model = model
+
     def wake(self) -> None:
         """Start an engine that sleeps, though no turn wants it yet."""
         if self._state is not EngineState.READY:
@@ -285,7 +299,8 @@ class Supervisor:
         """Hand over a turn; see ``EnginePort``.
 
         Raises:
-            InferenceCenterError: ``engine_unavailable``, ``queue_full``, ``prompt_too_long``, or what the turn says.
+            InferenceCenterError: ``engine_unavailable``, ``queue_full``, ``prompt_too_long``, ``rate_limited``, or what
+                the turn says.
         """
         self._take_note()
         slots = self._model.slots if self._model else self._options.slots

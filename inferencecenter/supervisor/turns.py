@@ -19,12 +19,14 @@ from inferencecenter.ipc.messages import Abort, Delta, Failed, Finished, Overflo
 from inferencecenter.supervisor.suspects import Suspects
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection
 
     from inferencecenter.ipc.messages import ToEngine, TurnEvent
     from inferencecenter.ipc.port import EngineTurn
+    from inferencecenter.supervisor.crash_limit import CrashLimit
     from inferencecenter.supervisor.process import Ended
 
+_BY_ITSELF: Final = ("stop", "length")
 _LAST: Final = (Finished, Failed, Overflowed, Withdrawn)
 
 _log = structlog.get_logger(__name__)
@@ -52,11 +54,19 @@ class Turns:
     Args:
         call_soon: Arranges for a call in the next turn of the event loop.
         changed: Called when the engine was given a turn that waited.
+        crash_limit: Where deaths of engines are counted by client.
     """
 
-    def __init__(self, *, call_soon: Callable[[Callable[[], None]], None], changed: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        *,
+        call_soon: Callable[[Callable[[], None]], None],
+        changed: Callable[[], None],
+        crash_limit: CrashLimit,
+    ) -> None:
         self._call_soon = call_soon
         self._changed = changed
+        self._crash_limit = crash_limit
         self._turns: dict[str, EngineTurn] = {}
         # Those that no engine has, in the order of their submission.
         self._waiting: dict[str, None] = {}
@@ -90,8 +100,11 @@ class Turns:
         """Keep a turn, and give it to the engine if that may have it now; tell whether it did.
 
         Raises:
-            InferenceCenterError: ``prompt_too_long``, or what the turn says; it is not kept.
+            InferenceCenterError: ``prompt_too_long``, ``rate_limited`` for one that has not begun of a client that has
+                ended too many engines, or what the turn says; it is not kept.
         """
+        if not turn.n_tokens:
+            self._crash_limit.check(turn.client_id)
         if self._engine is not None and self._engine.has_room and self._may_run(turn.turn_id):
             self._give(turn, self._engine)
             return True
@@ -131,12 +144,15 @@ class Turns:
         if turn_id not in self._given:
             return
         if is_last:
+            if isinstance(event, Finished) and event.reason in _BY_ITSELF:
+                self._crash_limit.cleared(turn_id)
             self._end(event)
             return
         turn = self._turns[turn_id]
         _tell(turn, event)
         if isinstance(event, Delta) and self._suspects and self._suspects.clears(turn_id, turn.n_tokens):
             _log.info("turn_cleared", turn=turn_id)
+            self._crash_limit.cleared(turn_id)
             self.go_on()
 
     def abort(self, turn_id: str) -> None:
@@ -151,7 +167,7 @@ class Turns:
         """Take all turns back from an engine that has ended, or that is not to be heard any more.
 
         Returns:
-            Whether one of them is known to have ended it.
+            Whether what ended it is known and does not come again: a turn, or a client that is refused from now on.
         """
         was_given, was_aborted = self._given, self._aborted
         suspects = {
@@ -162,7 +178,10 @@ class Turns:
         self._engine, self._held, self._given, self._aborted = None, False, set(), set()
         self._leaving.clear()
         self._waiting = dict.fromkeys(self._turns)
-        culprit = self._suspects.lost(suspects, from_outside=ended is not None and ended.from_outside)
+        clients = {turn_id: self._turns[turn_id].client_id for turn_id in suspects}
+        from_outside = ended is not None and ended.from_outside
+        culprit = self._suspects.lost(suspects, from_outside=from_outside)
+        refused = frozenset() if from_outside else self._crash_limit.engine_died(clients)
         for turn_id in [turn_id for turn_id in self._turns if turn_id in was_given]:
             if turn_id == culprit:
                 self._end(_convicted(turn_id, ended))
@@ -172,12 +191,19 @@ class Turns:
                 self._interrupt(turn_id)
         if suspects and culprit is None:
             _log.warning("turns_suspected", turns=list(suspects), on_trial=self._suspects.on_trial)
-        return culprit is not None
+        self._refuse(refused)
+        return culprit is not None or bool(refused)
 
     def fail(self, error: InferenceCenterError, *, begun: bool) -> None:
         """End all turns, which no engine has, in the same way; those with tokens only if ``begun``."""
         for turn in list(self._turns.values()):
             if begun or not turn.n_tokens:
+                self._end(_failed(turn.turn_id, error))
+
+    def _refuse(self, clients: Collection[str]) -> None:
+        """End the turns of clients that may begin none; answers that have begun go on."""
+        for turn in [turn for turn in self._turns.values() if turn.client_id in clients and not turn.n_tokens]:
+            if (error := self._crash_limit.refusal(turn.client_id)) is not None:
                 self._end(_failed(turn.turn_id, error))
 
     def go_on(self) -> None:

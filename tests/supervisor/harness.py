@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Collection
     from pathlib import Path
 
+    from inferencecenter.supervisor.crash_limit import CrashLimit
+
 TIMEOUT_S = 60.0
 PROMPT = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
 Terminal = Finished | Failed | Overflowed | Withdrawn
@@ -65,6 +67,11 @@ class Heard:
     def turn_id(self) -> str:
         """Its name."""
         return self.order.turn_id
+
+    @property
+    def client_id(self) -> str:
+        """Its client."""
+        return self.order.client_id
 
     @property
     def tokens(self) -> bytes:
@@ -130,6 +137,7 @@ class Watched:
         ends_with_it: Callable[[], bool] = lambda: False,
         admit: Callable[[], Awaitable[bool]] | None = None,
         backoff_s: float = 0.01,
+        crash_limit: CrashLimit | None = None,
         lock_path: Path | None = None,
         **options: object,
     ) -> None:
@@ -146,6 +154,7 @@ class Watched:
             plan_again=plan_again,
             ends_with_it=ends_with_it,
             admit=admit,
+            crash_limit=crash_limit,
             lock_path=lock_path,
         )
         self.left.append(self)

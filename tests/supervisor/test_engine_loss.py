@@ -246,7 +246,7 @@ async def test_an_engine_is_not_drowned_by_the_turns_that_wait_for_it() -> None:
     """More than may be left unread waits for it, and it is given all of that, as it reads, without being lost."""
     watched = Watched(max_queue=1000)
     large = bytes(2**20)
-    turns = [Heard(order(f"t{number}", tokens=large)) for number in range(2 * MAX_UNREAD_BYTES // len(large))]
+    turns = [Heard(order(f"t{number}", tokens=large)) for number in range(5 * MAX_UNREAD_BYTES // 4 // len(large))]
     for turn in turns:
         watched.supervisor.submit(turn)
     watched.supervisor.start()

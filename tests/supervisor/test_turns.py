@@ -26,6 +26,7 @@ from inferencecenter.ipc.messages import (
     pack_tokens,
     unpack_tokens,
 )
+from inferencecenter.supervisor.crash_limit import CrashLimit
 from inferencecenter.supervisor.process import Ended
 from inferencecenter.supervisor.suspects import PROVEN_TOKENS
 from inferencecenter.supervisor.turns import Turns
@@ -113,9 +114,13 @@ class Soon:
         return bool(calls)
 
 
-def make_turns(soon: Soon | None = None) -> Turns:
+def make_turns(soon: Soon | None = None, *, max_deaths: int = 0) -> Turns:
     """Return a table that hands turns over when ``soon`` says so, or at once."""
-    return Turns(call_soon=(soon or Soon(at_once=True)).arrange, changed=lambda: None)
+    return Turns(
+        call_soon=(soon or Soon(at_once=True)).arrange,
+        changed=lambda: None,
+        crash_limit=CrashLimit(max_deaths=max_deaths, window_s=3600.0, monotonic=lambda: 0.0),
+    )
 
 
 def suspected_twice(*turns: Heard) -> tuple[Turns, Engine]:

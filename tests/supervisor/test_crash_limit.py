@@ -1,0 +1,155 @@
+"""How many deaths of engines count against a client, and when it is refused."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from structlog.testing import capture_logs
+
+from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.ipc.messages import Failed
+from inferencecenter.ipc.port import EngineState
+from inferencecenter.supervisor import process
+from inferencecenter.supervisor.crash_limit import CrashLimit
+from tests.supervisor import stub_engine
+from tests.supervisor.harness import TIMEOUT_S, Watched, end_of
+
+WINDOW_S = 600.0
+
+
+@dataclass
+class Hour:
+    """A limit of three deaths, and a clock that the test moves."""
+
+    max_deaths: int = 3
+    now_s: float = 0.0
+    limit: CrashLimit = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.limit = CrashLimit(max_deaths=self.max_deaths, window_s=WINDOW_S, monotonic=lambda: self.now_s)
+
+    def refuses(self, client_id: str) -> bool:
+        """Tell whether a new turn of a client is refused."""
+        refusal = self.limit.refusal(client_id)
+        return refusal is not None and refusal.code is ErrorCode.RATE_LIMITED
+
+
+def test_a_client_is_refused_after_so_many_deaths_until_they_are_old() -> None:
+    """It is told when to come back; others are not refused."""
+    hour = Hour()
+    for number in range(3):
+        assert not hour.refuses("eve")
+        refused = hour.limit.engine_died({f"t{number}": "eve"})
+        assert refused == (frozenset({"eve"}) if number == 2 else frozenset())
+        hour.now_s += 10.0
+    with pytest.raises(InferenceCenterError) as refusal:
+        hour.limit.check("eve")
+    assert refusal.value.retry_after_ms == (WINDOW_S - 30.0) * 1000
+    assert not hour.refuses("ada")
+    hour.now_s = WINDOW_S
+    assert not hour.refuses("eve")
+    assert hour.limit.engine_died({"t3": "eve"}) == {"eve"}
+
+
+def test_turns_that_were_merely_there_are_cleared() -> None:
+    """A death counts against a client while one of its turns that may have caused it is not cleared."""
+    hour = Hour(max_deaths=1)
+    assert hour.limit.engine_died({"a1": "ada", "a2": "ada", "e": "eve"}) == {"ada", "eve"}
+    hour.limit.cleared("a1")
+    assert hour.refuses("ada")
+    hour.limit.cleared("a2")
+    assert (hour.refuses("ada"), hour.refuses("eve")) == (False, True)
+
+
+def test_without_a_limit_nobody_is_refused() -> None:
+    """However often engines die."""
+    hour = Hour(max_deaths=0)
+    for number in range(100):
+        assert hour.limit.engine_died({f"t{number}": "eve"}) == frozenset()
+    assert not hour.refuses("eve")
+
+
+@given(
+    st.lists(
+        st.one_of(
+            st.tuples(st.just("die"), st.dictionaries(st.integers(0, 9), st.sampled_from("abc"), max_size=3)),
+            st.tuples(st.just("clear"), st.integers(0, 9)),
+            st.tuples(st.just("wait"), st.floats(0, WINDOW_S)),
+        )
+    )
+)
+def test_a_client_is_refused_exactly_while_its_deaths_count(steps: list[tuple[str, object]]) -> None:
+    """Whatever comes in whatever order: compared with a list of all that happened."""
+    hour, deaths = Hour(), list[tuple[float, dict[str, str]]]()
+    owner: dict[str, str] = {}
+    for what, detail in steps:
+        if isinstance(detail, dict):
+            # A turn has one client, and a cleared one that is named again is suspected again.
+            named = {f"t{number}": owner.setdefault(f"t{number}", client) for number, client in detail.items()}
+            hour.limit.engine_died(named)
+            deaths.append((hour.now_s, dict(named)))
+        elif isinstance(detail, int) and what == "clear":
+            hour.limit.cleared(f"t{detail}")
+            for _, suspected in deaths:
+                suspected.pop(f"t{detail}", None)
+        elif isinstance(detail, float):
+            hour.now_s += detail
+        for client in "abc":
+            counted = sum(client in suspected.values() and hour.now_s - at_s < WINDOW_S for at_s, suspected in deaths)
+            assert hour.refuses(client) == (counted >= hour.max_deaths)
+
+
+@pytest.mark.usefixtures("stopped")
+@pytest.mark.parametrize("withdraws", [False, pytest.param(True, id="withdraws")])
+async def test_a_client_that_ends_engines_again_and_again_is_refused(
+    monkeypatch: pytest.MonkeyPatch, *, withdraws: bool
+) -> None:
+    """Whether its turns are convicted or withdrawn before that; the engine is not given up, and others go on."""
+    monkeypatch.setattr(process, "MODULE", stub_engine.MODULE)
+    limit = CrashLimit(max_deaths=4, window_s=WINDOW_S, monotonic=lambda: 0.0)
+    watched = Watched(slots=8, max_restarts=3, crash_limit=limit)
+    watched.supervisor.start()
+    await watched.until(EngineState.READY)
+    refusal: InferenceCenterError | None = None
+    n_turns = 0
+    with capture_logs() as logs:
+        for n_turns in range(10):
+            try:
+                poison = watched.submit(f"poison{n_turns}", "die 2", client_id="eve")
+            except InferenceCenterError as error:
+                refusal = error
+                break
+            watched.states.clear()
+            if withdraws:
+                await watched.until(EngineState.BACKOFF)
+                watched.supervisor.abort(poison.turn_id)
+            await asyncio.wait_for(poison.ended.wait(), TIMEOUT_S)
+    assert refusal is not None
+    assert refusal.code is ErrorCode.RATE_LIMITED
+    assert n_turns == (4 if withdraws else 2)
+    assert [line["client"] for line in logs if line["event"] == "client_refused"] == ["eve"]
+    assert not watched.supervisor.given_up
+    assert (await end_of(watched.submit("fine", "count 3", client_id="ada"))).reason == "stop"
+    await watched.supervisor.stop()
+
+
+@pytest.mark.usefixtures("stopped")
+async def test_turns_of_a_refused_client_that_wait_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They would end engines too; each hears why, and those of others run."""
+    monkeypatch.setattr(process, "MODULE", stub_engine.MODULE)
+    limit = CrashLimit(max_deaths=2, window_s=WINDOW_S, monotonic=lambda: 0.0)
+    watched = Watched(slots=8, max_queue=100, crash_limit=limit)
+    fine = watched.submit("fine", "count 300", client_id="ada")
+    poisons = [watched.submit(f"poison{number}", "die-reading 0", client_id="eve") for number in range(20)]
+    watched.supervisor.start()
+    for poison in poisons:
+        await asyncio.wait_for(poison.ended.wait(), TIMEOUT_S)
+    ends = [end for poison in poisons for end in poison.terminal if isinstance(end, Failed)]
+    assert [end.code for end in ends] == ["rate_limited"] * 20
+    assert (await end_of(fine)).reason == "stop"
+    assert watched.supervisor.status.restarts == 2
+    await watched.supervisor.stop()
