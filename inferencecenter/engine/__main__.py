@@ -11,6 +11,7 @@ import socket
 import sys
 import threading
 import time
+import traceback
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -21,7 +22,7 @@ from inferencecenter.engine.inbox import Closed, Fetched, Inbox, Received
 from inferencecenter.engine.kv.adoption import Adoption
 from inferencecenter.engine.kv.store import KvStore, TierOptions
 from inferencecenter.engine.loop import EngineLoop
-from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.errors import ERRORS, ErrorCode, InferenceCenterError
 from inferencecenter.ipc.framing import FrameError
 from inferencecenter.ipc.messages import Configure, LoadFailed, Loading, Log, Ready
 from inferencecenter.ipc.pipe import Pipe
@@ -71,6 +72,13 @@ def _serve(pipe: Pipe, options: EngineOptions) -> int:
     except InferenceCenterError as error:
         pipe.send(LoadFailed(error.code.value, error.message, error.hint or ""))
         return error.spec.exit_code
+    except ConnectionError:
+        raise
+    except Exception as error:  # noqa: BLE001 - a border: what is in a model file must not look like a crash
+        traceback.print_exc()
+        code = ErrorCode.INVALID_MODEL_FILE
+        pipe.send(LoadFailed(code.value, f"{options.model_path or options.backend} cannot be loaded: {error!r}", ""))
+        return ERRORS[code].exit_code
     with ExitStack() as held:
         held.callback(backend.close)
         disk_worker = held.enter_context(ThreadPoolExecutor(1, thread_name_prefix="kv"))
@@ -172,6 +180,9 @@ def _read(pipe: Pipe, inbox: Inbox) -> None:
     except FrameError as error:
         sys.stderr.write(f"inferencecenter.engine: {error}\n")
         status = os.EX_PROTOCOL
+    except Exception:  # noqa: BLE001 - an engine that hears nothing any more must not live on
+        traceback.print_exc()
+        status = os.EX_SOFTWARE
     inbox.put(Closed())
     # The main thread may be loading a model or decode for many seconds and cannot be interrupted there, but whoever
     # waits for this process wants the memory back now, and nothing here is the only copy of anything.

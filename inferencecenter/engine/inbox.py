@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import queue
+import threading
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 from inferencecenter.ipc.messages import (
     Abort,
@@ -23,6 +24,10 @@ if TYPE_CHECKING:
     from inferencecenter.engine.grammars import CompiledGrammar
     from inferencecenter.engine.outputs import TurnOutput
     from inferencecenter.errors import InferenceCenterError
+
+
+ROOM_BYTES: Final = 256 * 1024 * 1024
+"""Bytes of commands that the reader takes in while the loop is busy; then the socket is left unread."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,14 +86,21 @@ Command: TypeAlias = Received | GrammarReady | Prepared | Unprepared | Fetched |
 
 
 class Inbox:
-    """An unbounded queue that knows whether something in it should not wait for the end of a step.
+    """A queue that knows whether something in it should not wait for the end of a step.
 
-    The front bounds how many turns there are, and with them how much can come in.
+    What the reader thread puts in is bounded in bytes: where a step takes long it waits for the loop, and the front for
+    it. What workers put in is bounded by the turns that there are.
+
+    Args:
+        room_bytes: How much of commands may wait; one that is larger is taken in alone.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, room_bytes: int = ROOM_BYTES) -> None:
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._urgent = False
+        self._room_bytes = room_bytes
+        self._held_bytes = 0
+        self._taken = threading.Condition()
 
     @property
     def urgent(self) -> bool:
@@ -101,7 +113,11 @@ class Inbox:
         return self._commands.empty()
 
     def put(self, command: Command) -> None:
-        """Add a command; from any thread."""
+        """Add a command; from any thread. One that was received waits for room."""
+        if size_bytes := _size_bytes(command):
+            with self._taken:
+                self._taken.wait_for(lambda: not self._held_bytes or self._held_bytes + size_bytes <= self._room_bytes)
+                self._held_bytes += size_bytes
         self._commands.put(command)
         if isinstance(command, Closed) or (
             isinstance(command, Received) and isinstance(command.command, Abort | Release | Suspend)
@@ -111,9 +127,11 @@ class Inbox:
     def get(self, *, timeout_s: float | None) -> Command | None:
         """Wait for the next command; ``None`` when ``timeout_s`` is over before there is one."""
         try:
-            return self._commands.get(timeout=timeout_s)
+            command = self._commands.get(timeout=timeout_s)
         except queue.Empty:
             return None
+        self._free(_size_bytes(command))
+        return command
 
     def drain(self) -> list[Command]:
         """Return all that has come in."""
@@ -124,4 +142,18 @@ class Inbox:
             try:
                 commands.append(self._commands.get_nowait())
             except queue.Empty:
+                self._free(sum(map(_size_bytes, commands)))
                 return commands
+
+    def _free(self, size_bytes: int) -> None:
+        if size_bytes:
+            with self._taken:
+                self._held_bytes -= size_bytes
+                self._taken.notify_all()
+
+
+def _size_bytes(command: Command) -> int:
+    """Return what a command counts of the room: only those that bring texts do."""
+    if isinstance(command, Received) and isinstance(command.command, Submit | Tokenize | Detokenize):
+        return command.command.size_bytes
+    return 0

@@ -11,7 +11,6 @@ from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from sys import getsizeof
 from typing import TYPE_CHECKING, Final
 
 from inferencecenter.engine.fair_workers import FairWorkers, Job, WithdrawnError
@@ -127,7 +126,7 @@ class Preparation:
     def add(self, submit: Submit, *, at_s: float) -> None:
         """Take a turn that came at ``at_s``, and have it prepared; where there is no room it ends as ``queue_full``."""
         self._arrivals += 1
-        pending = Pending(submit, self._arrivals, at_s, _size_bytes(submit))
+        pending = Pending(submit, self._arrivals, at_s, submit.size_bytes)
         begun = submit.accepted or submit.answer
         if not (begun or self._room.fits(submit.client_id, pending.size_bytes)):
             self._on_ready(pending, Unprepared(submit.turn_id, _no_room()))
@@ -257,14 +256,6 @@ class Preparation:
             return 0
         prefix = self._backend.tokenize(job.each(submit.pieces[: submit.shared_pieces]), first=True)
         return len(prefix) if prompt[: len(prefix)] == prefix else 0
-
-
-def _size_bytes(submit: Submit) -> int:
-    """Return about how much memory a submission takes."""
-    texts = [piece.text for piece in submit.pieces]
-    if submit.grammar is not None:
-        texts += [submit.grammar.text, submit.grammar.frame]
-    return len(submit.tokens) + len(submit.answer) + len(submit.params_json) + sum(map(getsizeof, texts))
 
 
 def _no_room() -> InferenceCenterError:

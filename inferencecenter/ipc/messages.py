@@ -8,6 +8,7 @@ struct; ``ToEngine`` and ``FromEngine`` are the two closed unions. All that one 
 from __future__ import annotations
 
 from array import array
+from sys import getsizeof
 from typing import TYPE_CHECKING, TypeAlias
 
 import msgspec
@@ -33,6 +34,11 @@ class Piece(msgspec.Struct, frozen=True, array_like=True):
 
     text: str
     special: bool = False
+
+    @property
+    def size_bytes(self) -> int:
+        """About how much memory it takes."""
+        return getsizeof(self.text)
 
 
 class Grammar(msgspec.Struct, frozen=True, array_like=True):
@@ -95,6 +101,13 @@ class Submit(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     grammar: Grammar | None = None
     markers: tuple[str, ...] = ()
 
+    @property
+    def size_bytes(self) -> int:
+        """About how much memory it takes."""
+        packed = len(self.tokens) + len(self.answer) + len(self.params_json)
+        form = 0 if self.grammar is None else getsizeof(self.grammar.text) + getsizeof(self.grammar.frame)
+        return packed + form + sum(piece.size_bytes for piece in self.pieces)
+
 
 class Abort(msgspec.Struct, frozen=True, tag=True):
     """End a turn now; its ``Finished`` says ``aborted``. Unknown turns are ignored: they have just ended."""
@@ -134,6 +147,11 @@ class Tokenize(msgspec.Struct, frozen=True, tag=True):
     first: bool
     client_id: str = ""
 
+    @property
+    def size_bytes(self) -> int:
+        """About how much memory it takes, at least 1."""
+        return 1 + sum(piece.size_bytes for piece in self.pieces)
+
 
 class Detokenize(msgspec.Struct, frozen=True, tag=True):
     """Turn packed tokens into text, control tokens by their names; ``Detokenized`` answers."""
@@ -141,6 +159,11 @@ class Detokenize(msgspec.Struct, frozen=True, tag=True):
     ask_id: int
     tokens: bytes
     client_id: str = ""
+
+    @property
+    def size_bytes(self) -> int:
+        """About how much memory it takes, at least 1."""
+        return getsizeof(self.tokens)
 
 
 class CancelLookup(msgspec.Struct, frozen=True, tag=True):

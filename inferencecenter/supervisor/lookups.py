@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass
 from itertools import count
-from sys import getsizeof
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from inferencecenter.errors import ERRORS, ErrorCode, InferenceCenterError
@@ -115,7 +114,7 @@ class Lookups:
             self._fail(ask_id, error)
 
     def _ask(self, question: Tokenize | Detokenize, kind: type[_Answer]) -> asyncio.Future[_Answer]:
-        ask_id, client_id, size_bytes = question.ask_id, question.client_id, _size_bytes(question)
+        ask_id, client_id, size_bytes = question.ask_id, question.client_id, question.size_bytes
         if not (self._places.fits(client_id, 1) and self._room.fits(client_id, size_bytes)):
             raise InferenceCenterError(
                 ErrorCode.OVERLOADED,
@@ -174,9 +173,3 @@ class Lookups:
     def _fail(self, ask_id: int, error: InferenceCenterError) -> None:
         if (asked := self._forget(ask_id)) is not None:
             asked.answer.set_exception(error)
-
-
-def _size_bytes(question: Tokenize | Detokenize) -> int:
-    if isinstance(question, Detokenize):
-        return getsizeof(question.tokens)
-    return 1 + sum(getsizeof(piece.text) for piece in question.pieces)

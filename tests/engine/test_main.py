@@ -1,0 +1,61 @@
+"""The engine process: how it ends when something in it fails that should not."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from inferencecenter.engine import __main__ as main
+from inferencecenter.engine.inbox import Closed, Inbox
+from inferencecenter.ipc.messages import EngineOptions, LoadFailed
+
+if TYPE_CHECKING:
+    from inferencecenter.ipc.messages import FromEngine
+
+OPTIONS = EngineOptions(backend="llama", parent_pid=os.getpid(), model_path="/models/odd.gguf")
+
+
+class Line:
+    """A pipe that notes what is sent, and whose reading fails."""
+
+    def __init__(self) -> None:
+        self.sent: list[FromEngine] = []
+
+    def send(self, message: FromEngine) -> None:
+        """Take note."""
+        self.sent.append(message)
+
+    def read(self) -> None:
+        """Fail as a socket may."""
+        raise OSError("no buffer space available")
+
+
+@pytest.mark.parametrize("error", [ValueError("NaN"), OverflowError(), UnicodeDecodeError("utf-8", b"x", 0, 1, "?")])
+def test_whatever_a_model_file_leads_to_is_a_failed_load(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    """The front is told why, and does not take it for a crash that another start may mend."""
+
+    def load(*_: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(main, "watch", lambda _pipe, _inbox: None)
+    monkeypatch.setattr(main, "_load", load)
+    line = Line()
+    assert main._serve(line, OPTIONS) == os.EX_NOINPUT  # type: ignore[arg-type]
+    (failed,) = line.sent
+    assert isinstance(failed, LoadFailed)
+    assert failed.code == "invalid_model_file"
+    assert "/models/odd.gguf" in failed.message
+    assert type(error).__name__ in failed.message
+
+
+def test_a_reader_that_fails_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine that hears nothing any more would keep its memory, and its turns would wait for ever."""
+    ended: list[int] = []
+    monkeypatch.setattr("os._exit", ended.append)
+    monkeypatch.setattr("time.sleep", lambda _seconds: None)
+    inbox = Inbox()
+    main._read(Line(), inbox)  # type: ignore[arg-type]
+    assert isinstance(inbox.get(timeout_s=0), Closed)
+    assert ended == [os.EX_SOFTWARE]
