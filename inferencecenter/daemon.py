@@ -295,6 +295,7 @@ def _sessions(  # noqa: PLR0913 - keyword-only
         default_ttl_s=settings.sessions.default_ttl_s,
         stateless_ttl_s=settings.server.stateless_ttl_s,
         retention_days=settings.sessions.retention_days,
+        evicts_stored=settings.sessions.when_full == "evict",
         replay_kib=settings.sessions.replay_kib,
         max_messages=settings.sessions.max_messages,
         detached_turn_s=settings.sessions.detached_turn_s,

@@ -177,6 +177,12 @@ class SessionSettings(Section):
         le=36_500,
         description="Days after its last use at which a session is deleted, whatever its `ttl_s`; without it none is.",
     )
+    when_full: Literal["refuse", "evict"] = Field(
+        "refuse",
+        description="What happens where a client opens a session and there may be no more of its own, or of all: "
+        "`refuse` says so, `evict` closes and deletes its oldest that no socket is attached to. Sessions that are not "
+        "stored are evicted in either case.",
+    )
     replay_kib: int = Field(
         256, ge=0, le=2**20, description="KiB of events that a session keeps for clients that come back."
     )

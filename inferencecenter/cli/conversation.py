@@ -36,6 +36,7 @@ _HELP: Final = """\
 /back                  leave the copy for the conversation it was made of
 /sessions              list all conversations of this account
 /resume                take up the latest other one again; /resume 2, or its name, any one of the list
+/close                 delete one: /close 2, or its name, of the list
 /params                show the parameters of the next turns
 /params name value     set one, as /params temperature 0.2
 /params reset          forget them all
@@ -44,6 +45,7 @@ _HELP: Final = """\
 /quit                  leave; so does Ctrl-D, and Ctrl-C at the prompt
 Ctrl-C while an answer runs ends the answer. A line that begins with // is sent with one slash."""
 _TITLE_CHARS: Final = 60
+_CLOSE_ONE: Final = "/sessions lists your conversations; /close with a number of the list deletes one."
 
 
 class Conversation:
@@ -95,6 +97,7 @@ class Conversation:
             "/back": self._command_back,
             "/sessions": self._command_sessions,
             "/resume": self._command_resume,
+            "/close": self._command_close,
             "/params": self._command_params,
             "/stats": self._command_stats,
             "/help": lambda _words: stdout.print(_HELP, markup=False),
@@ -193,15 +196,24 @@ class Conversation:
         await self._read(session.infer(prompt, params=self._params or None, on_loading=self._loads))
 
     async def _create(self, title: str) -> ClientSession:
-        """Open a session; when there are too many, in place of the one that was set aside first."""
+        """Open a session; where there are too many, a script's in place of the first that it opened and left.
+
+        A user's conversations stay until the user closes one.
+        """
         try:
             session = await self._client.create_session(
                 system=self._system, model=self._model, metadata={"title": title}, on_loading=self._loads
             )
         except InferenceCenterError as error:
-            if error.code is not ErrorCode.SESSION_LIMIT or not self._set_aside:
+            if error.code is not ErrorCode.SESSION_LIMIT:
                 raise
-            await self._set_aside.pop(0).close()
+            if self._interactive:
+                raise InferenceCenterError(error.code, error.message, hint=_CLOSE_ONE) from error
+            spare = next((session for session in self._set_aside if session in self._opened), None)
+            if spare is None:
+                raise
+            self._set_aside.remove(spare)
+            await spare.close()
             return await self._create(title)
         finally:
             self._is_loading = False
@@ -266,6 +278,17 @@ class Conversation:
 
     def _command_resume(self, words: list[str]) -> None:
         self.resume(self._choose(words))
+
+    def _command_close(self, words: list[str]) -> None:
+        if not words:
+            raise InferenceCenterError(ErrorCode.INVALID_REQUEST, "/close needs a number or a name", hint=_CLOSE_ONE)
+        session, _resumed = self._portal.call(self._client.resume, self._choose(words))
+        if session is self._session:
+            self._command_new([])
+        self._portal.call(session.close)
+        self._opened = [other for other in self._opened if other is not session]
+        self._set_aside = [other for other in self._set_aside if other is not session]
+        self._left = [(other, turns) for other, turns in self._left if other is not session]
 
     def _command_new(self, _words: list[str]) -> None:
         if self._session is not None:

@@ -83,6 +83,8 @@ class Sessions:
         default_ttl_s: Idle seconds after which a session expires that sets no own.
         stateless_ttl_s: The same of a stateless one.
         retention_days: Days after its last use at which a session is deleted, whatever it sets; ``None`` for never.
+        evicts_stored: Whether a client's oldest stored session is closed where it may have no more; if not, another is
+            refused.
         replay_kib: KiB of events that a session keeps for those who come back.
         detached_turn_s: Seconds that a turn keeps its events while nobody listens.
         max_transcript_chars: Characters of history that one session may hold.
@@ -110,6 +112,7 @@ class Sessions:
         default_ttl_s: float | None,
         stateless_ttl_s: float = DEFAULT_STATELESS_TTL_S,
         retention_days: float | None = None,
+        evicts_stored: bool = False,
         replay_kib: int = DEFAULT_REPLAY_KIB,
         detached_turn_s: float = DEFAULT_DETACHED_TURN_S,
         max_transcript_chars: int = DEFAULT_MAX_TRANSCRIPT_CHARS,
@@ -137,6 +140,7 @@ class Sessions:
             max_sessions=max_sessions,
             default_ttl_s=default_ttl_s,
             retention_days=retention_days,
+            evicts_stored=evicts_stored,
             monotonic=monotonic,
             call_later=call_later,
             expire=self._expire,

@@ -23,6 +23,10 @@ if TYPE_CHECKING:
 
 MIN_TTL_S: Final = 1.0
 """Seconds that a session is kept at least: a shorter ``ttl_s`` counts as this, however many clients set it."""
+_CLOSE_ONE: Final = (
+    "Close one that is no longer needed (list_sessions shows them). A stored session is closed to make room only where"
+    " the operator has set sessions.when_full to evict."
+)
 _DAY_S: Final = 86_400.0
 _Key = TypeVar("_Key", str, int)
 
@@ -34,6 +38,7 @@ class Roster:
         max_sessions: Of all clients together.
         default_ttl_s: Idle seconds after which a session expires that sets no own; ``None`` for never.
         retention_days: Days after its last use at which a session is deleted, whatever it sets; ``None`` for never.
+        evicts_stored: Whether a stored session may be closed to make room for another.
         monotonic: Seconds that only rise.
         call_later: Arranges for a call after some seconds.
         expire: Called with a session whose time has come, and that is no longer here.
@@ -45,6 +50,7 @@ class Roster:
         max_sessions: int,
         default_ttl_s: float | None,
         retention_days: float | None,
+        evicts_stored: bool,
         monotonic: Callable[[], float],
         call_later: Callable[[float, Callable[[], None]], Timer],
         expire: Callable[[Session], None],
@@ -52,6 +58,7 @@ class Roster:
         self._max_sessions = max_sessions
         self._default_ttl_s = default_ttl_s
         self._retention_days = retention_days
+        self._evicts_stored = evicts_stored
         self._monotonic = monotonic
         self._expire = expire
         self._sessions: dict[str, Session] = {}
@@ -125,9 +132,10 @@ class Roster:
     def make_room(self, client: Client, *, stateless: bool, keeping: Session | None) -> Session | None:
         """Make sure that a client may have another session; return the one that has to be closed for it, if any.
 
-        It is the client's own oldest that nobody listens to and that does not answer. Where the daemon has no room, a
-        stateless one goes first, whoever has it; one of them takes no other's place. A client has as many of these as
-        of others at most; of its own the one that was used longest ago goes.
+        It is the client's own oldest that nobody listens to and that does not answer; one that is stored only where
+        that was set. Where the daemon has no room, a stateless one goes first, whoever has it; one of them takes no
+        other's place. A client has as many of these as of others at most; of its own the one that was used longest ago
+        goes.
 
         Args:
             client: Who wants one.
@@ -145,17 +153,18 @@ class Roster:
         if stateless or everybodys:
             spare = self._spare(client, everybodys=everybodys, keeping=keeping)
         if spare is None and not stateless:
-            own = self.of(client.client_id)
-            spare = next((session for session in own if session.sink is None and _may_go(session, keeping)), None)
+            spare = next((each for each in self.of(client.client_id) if self._may_be_evicted(each, keeping)), None)
         if spare is not None:
             return spare
-        raise InferenceCenterError(
-            ErrorCode.SESSION_LIMIT,
-            f"all {self._max_sessions} sessions of this daemon are in use"
-            if everybodys
-            else f"this client has {n_own} sessions of {client.max_sessions}",
-            hint="Try again later." if everybodys or stateless else "Close one of them: list_sessions shows them.",
-        )
+        if everybodys:
+            message = f"all {self._max_sessions} sessions of this daemon are in use"
+            hint = (
+                "Try again later." if stateless else "Close one of yours that is no longer needed, or try again later."
+            )
+        else:
+            message = f"this client has {n_own} sessions of {client.max_sessions}"
+            hint = "Try again later." if stateless else _CLOSE_ONE
+        raise InferenceCenterError(ErrorCode.SESSION_LIMIT, message, hint=hint)
 
     def learn_retention(self, own_days: Mapping[str, float | None]) -> None:
         """Take note of how long clients want their sessions kept, from now on; ``None`` is as the daemon says."""
@@ -206,6 +215,10 @@ class Roster:
             _drop(self._of_sink, id(before), session_id)
         if after is not None:
             self._of_sink[id(after)][session_id] = session
+
+    def _may_be_evicted(self, session: Session, keeping: Session | None) -> bool:
+        is_spare = session.sink is None and _may_go(session, keeping)
+        return is_spare and (self._evicts_stored or not session.facts.store)
 
     def _spare(self, client: Client, *, everybodys: bool, keeping: Session | None) -> Session | None:
         """Return the stateless session that is missed least: of the client, or else of ``everybodys``."""

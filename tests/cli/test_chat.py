@@ -499,8 +499,8 @@ async def test_a_conversation_is_taken_up_on_a_terminal(scripted: Start) -> None
             await screen.until(text)
 
 
-async def test_a_conversation_set_aside_makes_room(scripted: Start) -> None:
-    """At the limit of sessions, ``/new`` gives up the one that was left first."""
+async def test_at_the_limit_a_user_is_told_how_to_close_a_conversation(scripted: Start) -> None:
+    """None is deleted unasked: ``/new`` is refused with what to do, and ``/close`` makes room."""
     closed: list[object] = []
 
     async def daemon(peer: Peer) -> None:
@@ -508,8 +508,12 @@ async def test_a_conversation_set_aside_makes_room(scripted: Start) -> None:
         await peer.open_session("s1")
         await answer(peer, "One.", session_id="s1")
         await peer.refuse(await peer.hear(), "session_limit", retryable=True)
+        resume = await peer.hear()
+        await peer.say(
+            op="session_resumed", id=resume["id"], session_id="s1", resumed=True, state="idle", epoch="e", seq=2
+        )
         close = await peer.hear()
-        closed.append((close["op"], close["session_id"]))
+        closed.append((resume["op"], close["op"], close["session_id"]))
         await peer.say(op="session_closed", id=close["id"], session_id="s1")
         await peer.open_session("s2")
         await answer(peer, "Two.", session_id="s2")
@@ -518,12 +522,16 @@ async def test_a_conversation_set_aside_makes_room(scripted: Start) -> None:
         screen = Screen(terminal)
         await screen.until("> ")
         os.write(terminal, b"a\n")
-        await screen.until("One.")
-        await screen.until("the first after")
-        await screen.until("> ")
+        for text in ("One.", "the first after", "> "):
+            await screen.until(text)
         os.write(terminal, b"/new\nb\n")
+        for text in ("/close with a number", "> "):
+            await screen.until(text)
+        os.write(terminal, b"/close s1\n")
+        await screen.until("> ")
+        os.write(terminal, b"b\n")
         await screen.until("Two.")
-    assert closed == [("close_session", "s1")]
+    assert closed == [("resume_session", "close_session", "s1")]
 
 
 async def test_a_shifted_context_is_told_on_a_terminal(scripted: Start) -> None:

@@ -356,6 +356,7 @@ class World:
     records: list[TurnRecord] = field(default_factory=list)
     journal: FakeJournal | None = field(default_factory=FakeJournal)
     retention_days: float | None = None
+    evicts_stored: bool = False
     replay_kib: int = 256
     config_params: Params = field(default_factory=Params)
     max_sessions: int = 6
@@ -381,6 +382,7 @@ class World:
             max_sessions=self.max_sessions,
             default_ttl_s=self.default_ttl_s,
             retention_days=self.retention_days,
+            evicts_stored=self.evicts_stored,
             replay_kib=self.replay_kib,
             detached_turn_s=DETACHED_TURN_S,
             journal=self.journal,

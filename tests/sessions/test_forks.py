@@ -249,7 +249,9 @@ def test_forks_count_as_sessions(world: World) -> None:
 
 
 def test_no_fork_pushes_out_its_own_parent(world: World) -> None:
-    """The oldest detached session makes room, unless it is the one that is forked."""
+    """Where the oldest detached session makes room, it is not the one that is forked."""
+    world.evicts_stored = True
+    world.reopen()
     made = [
         world.sessions.create(
             world.client,

@@ -182,12 +182,38 @@ def test_a_lost_socket_closes_its_sessions_only(world: World) -> None:
     assert world.sessions.totals().total_sessions == 1
 
 
-def test_the_oldest_detached_session_makes_room(world: World) -> None:
-    """A session that was opened to outlive its socket is closed when its owner needs the place."""
+def test_the_oldest_detached_session_makes_room_where_that_is_set(world: World) -> None:
+    """A session that was opened to outlive its socket is then closed when its owner needs the place."""
+    world.evicts_stored = True
+    world.reopen()
     made = [world.create(on_disconnect="detach") for _ in range(4)]
     world.infer(made[0])
     world.sessions.detach(world.sink)
     assert world.sessions.totals().total_sessions == 4
+    world.create()
+    assert world.engine.released == [made[1]]
+
+
+@pytest.mark.parametrize("max_sessions", [3, 6], ids=["of the daemon", "of the client"])
+def test_no_stored_session_is_deleted_for_another(world: World, max_sessions: int) -> None:
+    """Where that is not set a new one is refused, with words on what to do, until the client closes one."""
+    world.max_sessions = max_sessions
+    world.reopen()
+    made = [world.create(on_disconnect="detach") for _ in range(min(4, max_sessions))]
+    world.sessions.detach(world.sink)
+    error = refused(ErrorCode.SESSION_LIMIT, world.create)
+    assert (error.hint or "").startswith("Close one")
+    assert ("sessions.when_full" in (error.hint or "")) is (max_sessions == 6)
+    assert world.sessions.live_sessions() == tuple(made)
+    assert world.engine.released == []
+    world.close(made[2])
+    world.create()
+
+
+def test_a_session_that_is_not_stored_makes_room_for_another(world: World) -> None:
+    """Nothing on a disk goes with it: the oldest of them does, though stored ones are older."""
+    made = [world.create(store=store) for store in (True, False, False, True)]
+    world.sessions.detach(world.sink)
     world.create()
     assert world.engine.released == [made[1]]
 

@@ -93,6 +93,8 @@ def test_it_makes_room_for_every_other_session(world: World) -> None:
 
 def test_a_clients_own_limit_is_its_own(world: World) -> None:
     """Where it has as many sessions as it may, closing a stateless one would not help."""
+    world.evicts_stored = True
+    world.reopen()
     own = [world.create() for _ in range(4)]
     world.sessions.detach(world.sink)
     kept = idle(world)
