@@ -74,7 +74,7 @@ def test_it_is_told_however_a_session_ends(world: World, reader: Reader) -> None
     world.fire()
     lost = world.create(on_disconnect="close")
     world.sessions.detach(world.sink)
-    crowd = [world.create() for _ in range(world.client.max_sessions)]
+    crowd = [world.create(store=False) for _ in range(world.client.max_sessions)]
     world.sessions.detach(world.sink)
     world.create()
     gone = [event.session_id for event in reader.events if isinstance(event, SessionClosed)]

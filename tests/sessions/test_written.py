@@ -122,6 +122,8 @@ def test_logprobs_without_text_are_an_event(world: World) -> None:
 
 def test_sessions_that_end_are_gone(world: World) -> None:
     """Closed, expired, or made to give room: in any case it is written."""
+    world.evicts_stored = True
+    world.reopen()
     session_id = world.create()
     world.infer(session_id)
     world.close(session_id)
