@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sqlite3
 from contextlib import contextmanager
@@ -214,6 +215,35 @@ def copy(source: Path, target: Path) -> None:
             writing.close()
     finally:
         reading.close()
+
+
+def put_in_place(new: Path, path: Path, *, aside: Path | None) -> None:
+    """Give the file ``new`` the name ``path``; what is there, with its log, gets the name ``aside``.
+
+    No other program may have any of them open. ``path`` leads to one of the two at each moment.
+
+    Raises:
+        OSError: A name cannot be given; ``aside`` is there already.
+    """
+    _sync(new)
+    if aside is not None:
+        # A log that is written back needs no other name, and no moment at which its file is without it.
+        with contextlib.suppress(sqlite3.Error), contextlib.closing(connect(path)) as database:
+            database.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        aside.hardlink_to(path)
+        for log, other in zip(_beside(path), _beside(aside), strict=True):
+            if log.exists():
+                log.rename(other)
+    new.replace(path)
+    _sync(path.parent)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def unusable(path: Path, reason: str, *, hint: str) -> InferenceCenterError:

@@ -24,6 +24,7 @@ _COMMANDS: Final = {
     "reload": "reload",
     "usage": "usage",
     "backup": "backup",
+    "restore": "restore",
     "audit": "audit",
     "config": "app",
     "bench": "bench",

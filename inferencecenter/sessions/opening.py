@@ -119,12 +119,13 @@ def restored(kept: Iterable[Kept], *, clean: bool, around: Surroundings) -> list
             continue
         if not clean:
             facts = replace(facts, epoch=around.new_id("e_"))
-            journal.write(Renamed(session_id=facts.session_id, epoch=facts.epoch), flush=True)
         try:
             sessions.append(Session.restored(each, facts, around=around))
         except Exception:  # noqa: BLE001 - the border between the sessions: one that cannot be built stays in the file
             _log.exception("session_set_aside", session=facts.session_id)
             continue
+        if not clean:
+            journal.write(Renamed(session_id=facts.session_id, epoch=facts.epoch), flush=True)
         if each.unfinished is not None:
             going_on.append((each.unfinished.order.submitted_at, sessions[-1]))
     for _, session in sorted(going_on, key=lambda pair: pair[0]):

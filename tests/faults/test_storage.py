@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import hashlib
 import json
+import shutil
 import sqlite3
 import subprocess
 import sys
@@ -258,6 +259,37 @@ async def has_a_past(found: Site, *, sessions: int = 1, text: str = "") -> list[
                 assert await witness.turn(text + sentence, max_tokens=40) == (text + sentence)[:40]
     found.daemon.stop()
     return witnesses
+
+
+def wipe(directory: Path) -> None:
+    """Delete all that a state directory holds."""
+    shutil.rmtree(directory)
+    directory.mkdir(mode=0o700)
+
+
+@pytest.mark.slow
+async def test_what_was_lost_is_restored(apart: Site, tmp_path: Path) -> None:
+    """From a backup that was taken beside the daemon; not while one runs; clients learn that they must read anew."""
+    backup = tmp_path / "backup"
+    apart.start()
+    async with talk(apart.daemon) as client:
+        witness = await Witness.open(client)
+        assert await witness.turn(SENTENCES[0]) == SENTENCES[0]
+        taken = await asyncio.to_thread(command, apart, "backup", str(backup))
+        assert taken.returncode == 0, taken.stderr
+        refused = await asyncio.to_thread(command, apart, "restore", str(backup), "--replace")
+        assert refused.returncode == 73, refused.stderr
+        token = apart.daemon.admin_token
+    assert apart.daemon.stop() == 0
+    wipe(apart.state_dir)
+    restored = await asyncio.to_thread(command, apart, "restore", str(backup))
+    assert restored.returncode == 0, restored.stderr
+    (apart.state_dir / "admin.token").write_text(token)
+    apart.start()
+    async with talk(apart.daemon) as client:
+        assert (await witness.resume(client))["reason"] == "other_epoch"
+        assert await witness.turn("Next.") == "Next."
+        assert len((await witness.described())["turns"]) == 2
 
 
 def digest(path: Path) -> str:

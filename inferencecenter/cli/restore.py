@@ -1,0 +1,162 @@
+"""``inferencecenter restore``: put the files of a backup into the state directory, while no daemon runs."""
+
+from __future__ import annotations
+
+import contextlib
+import sqlite3
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Final
+
+import typer
+
+from inferencecenter.cli.options import ConfigOption, JsonOption, StateDirOption, given
+from inferencecenter.cli.output import print_json, stdout
+from inferencecenter.configuration import load_settings
+from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.server.accounts import DATABASE_NAME as ACCOUNTS_NAME
+from inferencecenter.server.accounts_file import MIGRATIONS as ACCOUNTS_STEPS
+from inferencecenter.server.control import held_alone
+from inferencecenter.sessions.store.faults import reason_of
+from inferencecenter.sessions.store.schema import DATABASE_NAME as SESSIONS_NAME
+from inferencecenter.sessions.store.schema import MIGRATIONS as SESSIONS_STEPS
+from inferencecenter.sqlite_file import (
+    DamagedFileError,
+    check_version,
+    connect,
+    connect_reading,
+    copy,
+    damage,
+    put_in_place,
+    version_of,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from inferencecenter.sqlite_file import Steps
+
+_STEPS: Final[Mapping[str, Steps]] = {ACCOUNTS_NAME: ACCOUNTS_STEPS, SESSIONS_NAME: SESSIONS_STEPS}
+
+
+def restore(
+    source: Annotated[Path, typer.Argument(metavar="DIRECTORY", help="What `inferencecenter backup` has made.")],
+    *,
+    replace: Annotated[
+        bool, typer.Option("--replace", help="Put files in the place of those that are there, which get other names.")
+    ] = False,
+    config: ConfigOption = None,
+    state_dir: StateDirOption = None,
+    json: JsonOption = False,
+) -> None:
+    """Put the accounts and sessions of a backup into the state directory; no file that is there is deleted.
+
+    Exits with 0 when all files are in their place, with 64 when files are there and --replace is not given, and with 73
+    when a daemon runs, the backup is not whole or is of a newer version, or the state directory cannot be written.
+    """
+    settings = load_settings(config, given(state_dir=state_dir))
+    found = _backup_in(source)
+    with _alone(settings.state_dir):
+        there = [path.name for path in found if (settings.state_dir / path.name).exists()]
+        if there and not replace:
+            raise InferenceCenterError(
+                ErrorCode.INVALID_REQUEST,
+                f"{settings.state_dir} holds {' and '.join(there)} already",
+                hint="--replace gives what is there another name and puts the backup in its place.",
+            )
+        kept = _restore(found, settings.state_dir)
+    if json:
+        print_json({"source": str(source), "restored": [path.name for path in found], "kept": kept})
+        return
+    stdout.print(f"Restored {' and '.join(path.name for path in found)} from {source}.", markup=False, soft_wrap=True)
+    for name, other in kept.items():
+        stdout.print(f"What was {name} is {other} now.", markup=False, soft_wrap=True)
+
+
+def aside_name(path: Path, why: str) -> Path:
+    """Return a name that no file has for what ``path`` leads to now."""
+    stamp = datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ")
+    name = path.with_name(f"{path.name}.{why}-{stamp}")
+    number = 1
+    while name.exists():
+        number += 1
+        name = path.with_name(f"{path.name}.{why}-{stamp}-{number}")
+    return name
+
+
+def _backup_in(source: Path) -> list[Path]:
+    """Return the files of a backup, each of which is whole and of a version that is known here."""
+    found = [path for name in _STEPS if (path := source / name).is_file()]
+    if not found:
+        raise _failed(
+            f"{source} holds neither {ACCOUNTS_NAME} nor {SESSIONS_NAME}", "Name a directory that `backup` has made."
+        )
+    for path in found:
+        try:
+            with contextlib.closing(connect_reading(path)) as database:
+                check_version(database, _STEPS[path.name], path=path)
+                if (wrong := damage(database)) is not None:
+                    raise DamagedFileError(wrong)
+                if not version_of(database):
+                    raise DamagedFileError("it is empty")
+        except (OSError, sqlite3.Error) as error:
+            raise _failed(
+                f"{path} is not whole: {reason_of(error)}", "Nothing was changed. Is there another backup?"
+            ) from error
+    return found
+
+
+def _restore(found: list[Path], state_dir: Path) -> dict[str, str]:
+    """Put copies of the files into ``state_dir``; return which other names those have that were there."""
+    kept: dict[str, str] = {}
+    with contextlib.ExitStack() as leftovers:
+        copies = [(path, state_dir / f"{path.name}.restoring") for path in found]
+        try:
+            for path, made in copies:
+                made.unlink(missing_ok=True)
+                leftovers.callback(made.unlink, missing_ok=True)
+                copy(path, made)
+                if path.name == SESSIONS_NAME:
+                    _mark_old(made)
+            for path, made in copies:
+                target = state_dir / path.name
+                aside = aside_name(target, "before-restore") if target.exists() else None
+                put_in_place(made, target, aside=aside)
+                if aside is not None:
+                    kept[target.name] = aside.name
+        except (OSError, sqlite3.Error) as error:
+            done = f" {', '.join(kept)} was replaced already." if kept else " Nothing was replaced."
+            raise _failed(
+                f"{state_dir} cannot be written: {reason_of(error)}", f"Is there room for a copy?{done}"
+            ) from error
+    return kept
+
+
+def _mark_old(path: Path) -> None:
+    """Have the daemon know that clients were shown more since; see ``Recorder.finish``."""
+    with contextlib.closing(connect(path)) as database:
+        database.execute("UPDATE meta SET clean = 0")
+
+
+@contextlib.contextmanager
+def _alone(state_dir: Path) -> Iterator[None]:
+    """Keep daemons from starting meanwhile.
+
+    Raises:
+        InferenceCenterError: ``storage_unavailable`` when one runs, or the directory cannot be made.
+    """
+    try:
+        state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+        held = held_alone(state_dir)
+        alone = held.__enter__()
+    except OSError as error:
+        raise _failed(f"{state_dir} cannot be written: {error.strerror}", "Run this as the daemon's user.") from error
+    with contextlib.ExitStack() as stack:
+        stack.push(held)
+        if not alone:
+            raise _failed(f"a daemon uses {state_dir}", "Stop it first.")
+        yield
+
+
+def _failed(message: str, hint: str) -> InferenceCenterError:
+    return InferenceCenterError(ErrorCode.STORAGE_UNAVAILABLE, message, hint=hint)

@@ -1,0 +1,157 @@
+"""Tests of ``inferencecenter restore``."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+import sqlite3
+import stat
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+
+from inferencecenter.server import control
+from inferencecenter.server.accounts import DATABASE_NAME as ACCOUNTS_NAME
+from inferencecenter.server.accounts import Accounts
+from inferencecenter.sessions.store.opening import open_reading, open_writing
+from inferencecenter.sessions.store.reading import read_all
+from inferencecenter.sessions.store.recorder import Recorder
+from inferencecenter.sessions.store.schema import DATABASE_NAME
+from tests.sessions.store.values import opened, ordered, said
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from tests.cli.conftest import Cli
+
+
+@pytest.fixture
+def backup(cli: Cli, state_dir: Path, tmp_path: Path) -> Path:
+    """A backup of an account and of a session with an answer under way; the state directory still holds both."""
+    fill(state_dir, "s_1")
+    target = tmp_path / "backup"
+    assert cli.run("backup", str(target)).code == 0
+    return target
+
+
+def fill(state_dir: Path, *names: str) -> None:
+    """Make a state directory with an account and sessions."""
+    with contextlib.closing(Accounts.open(state_dir / ACCOUNTS_NAME, clock=time.time)) as accounts:
+        accounts.ensure_client("ada", max_sessions=3, priority="normal")
+    with contextlib.closing(open_writing(state_dir / DATABASE_NAME)) as database:
+        recorder = Recorder(database, {})
+        for name in names:
+            recorder.commit([opened(name), ordered(name), said("Well", name)], durable=True)
+
+
+def sessions_in(path: Path) -> set[str]:
+    """Return the names of the sessions that a daemon would load."""
+    with contextlib.closing(open_reading(path)) as database:
+        return {found.kept.facts.session_id for found in read_all(database).found}
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    """Return every file but the lock."""
+    return {each.name: each.read_bytes() for each in directory.iterdir() if each.name != control.DAEMON_LOCK_NAME}
+
+
+def test_what_was_lost_is_there_again(cli: Cli, state_dir: Path, backup: Path) -> None:
+    """Accounts and sessions, private; clients' positions mean nothing any more, since they were shown more."""
+    shutil.rmtree(state_dir)
+    result = cli.run("restore", str(backup), "--json")
+    assert result.code == 0, result.err
+    assert json.loads(result.out) == {"source": str(backup), "restored": [ACCOUNTS_NAME, DATABASE_NAME], "kept": {}}
+    assert set(contents(state_dir)) == {ACCOUNTS_NAME, DATABASE_NAME}
+    assert {stat.S_IMODE(path.stat().st_mode) for path in state_dir.iterdir()} == {0o600}
+    assert stat.S_IMODE(state_dir.stat().st_mode) == 0o700
+    assert sessions_in(state_dir / DATABASE_NAME) == {"s_1"}
+    with contextlib.closing(sqlite3.connect(state_dir / DATABASE_NAME)) as database:
+        assert database.execute("SELECT clean FROM meta").fetchone() == (0,)
+    with contextlib.closing(Accounts.open(state_dir / ACCOUNTS_NAME, clock=time.time)) as accounts:
+        assert accounts.has_client("ada")
+
+
+def test_what_is_there_is_not_replaced_unasked(cli: Cli, state_dir: Path, backup: Path) -> None:
+    """Not a byte of it changes."""
+    before = contents(state_dir)
+    result = cli.run("restore", str(backup))
+    assert result.code == 64
+    assert "--replace" in result.err
+    assert contents(state_dir) == before
+
+
+def test_what_is_replaced_stays_under_another_name(cli: Cli, state_dir: Path, backup: Path) -> None:
+    """With what was in its log: the log of one file must not be read as that of another."""
+    with contextlib.closing(open_writing(state_dir / DATABASE_NAME)) as database:
+        Recorder(database, {}).commit([opened("s_later")], durable=True)
+        shutil.copytree(state_dir, state_dir.with_name("killed"))
+    shutil.rmtree(state_dir)
+    state_dir.with_name("killed").rename(state_dir)
+    assert (state_dir / f"{DATABASE_NAME}-wal").stat().st_size
+    result = cli.run("restore", str(backup), "--replace", "--json")
+    assert result.code == 0, result.err
+    kept = json.loads(result.out)["kept"]
+    assert set(kept) == {ACCOUNTS_NAME, DATABASE_NAME}
+    assert sessions_in(state_dir / DATABASE_NAME) == {"s_1"}
+    assert sessions_in(state_dir / kept[DATABASE_NAME]) == {"s_1", "s_later"}
+
+
+def test_beside_a_daemon_nothing_is_restored(cli: Cli, state_dir: Path, backup: Path) -> None:
+    """It would go on to write to the files that it has open."""
+    before = contents(state_dir)
+    with control.held_alone(state_dir) as alone:
+        assert alone
+        result = cli.run("restore", str(backup), "--replace")
+    assert result.code == 73
+    assert "a daemon uses" in result.err
+    assert contents(state_dir) == before
+
+
+def damage_page(path: Path) -> None:
+    """Write over a page."""
+    content = bytearray(path.read_bytes())
+    content[3 * 4096 : 6 * 4096] = b"\xa5" * (3 * 4096)
+    path.write_bytes(content)
+
+
+def cut(path: Path) -> None:
+    """Leave the first half."""
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def empty(path: Path) -> None:
+    """Leave nothing."""
+    path.write_bytes(b"")
+
+
+def make_newer(path: Path) -> None:
+    """Have it be of a version that is not known here."""
+    with contextlib.closing(sqlite3.connect(path)) as database:
+        database.execute("PRAGMA user_version = 99")
+
+
+@pytest.mark.parametrize("name", [ACCOUNTS_NAME, DATABASE_NAME])
+@pytest.mark.parametrize("hurt", [damage_page, cut, empty, make_newer])
+def test_a_backup_that_is_not_whole_changes_nothing(
+    cli: Cli, state_dir: Path, backup: Path, hurt: Callable[[Path], None], name: str
+) -> None:
+    """Neither file is replaced where one of them cannot be."""
+    hurt(backup / name)
+    before = contents(state_dir)
+    result = cli.run("restore", str(backup), "--replace")
+    assert result.code == 73
+    assert name in result.err
+    assert contents(state_dir) == before
+
+
+@pytest.mark.parametrize("exists", [True, False])
+def test_a_directory_that_is_no_backup_is_refused(cli: Cli, state_dir: Path, tmp_path: Path, *, exists: bool) -> None:
+    """Nothing is made."""
+    if exists:
+        (tmp_path / "nothing").mkdir()
+    result = cli.run("restore", str(tmp_path / "nothing"))
+    assert result.code == 73
+    assert not state_dir.exists()
