@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+import time
 from functools import partial
 from typing import TYPE_CHECKING, Final, Protocol
 
+import structlog
+
+from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.hardware.nvml import NO_GPU
 from inferencecenter.protocol.events import Metrics
 from inferencecenter.protocol.values import EngineReadings, GpuReadings, InferenceReadings
+from inferencecenter.server import replies
 from inferencecenter.tasks import TaskGroup
 
 if TYPE_CHECKING:
@@ -16,11 +21,17 @@ if TYPE_CHECKING:
 
     from inferencecenter.hardware.nvml import Gpu, GpuReading
     from inferencecenter.ipc.port import EngineStatus
+    from inferencecenter.protocol.base import Event
     from inferencecenter.sessions.client import EventSink
     from inferencecenter.sessions.registry import Sessions
     from inferencecenter.sessions.totals import Totals
 
+FRESH_S: Final = 0.05
+"""For how long a reading of the GPU is that of all who ask; half of the shortest interval."""
+PATIENCE_S: Final = 1.0
 _MB: Final = 2**20  # as nvidia-smi counts
+
+_log = structlog.get_logger(__name__)
 
 
 class WatchedEngine(Protocol):
@@ -31,19 +42,51 @@ class WatchedEngine(Protocol):
         """The engine's state now."""
 
 
-@dataclass(frozen=True, slots=True)
 class Sources:
-    """Where readings come from; ``clock`` is Unix seconds."""
+    """Where readings come from.
 
-    gpu: Gpu
-    engine: WatchedEngine
-    sessions: Sessions
-    clock: Callable[[], float]
+    The GPU is asked off the event loop, by one thread at a time and for all who ask within ``FRESH_S``, so that
+    subscriptions, of which a client may have one on each socket, do not take threads from others. A driver that does
+    not answer within ``PATIENCE_S`` is as no GPU.
+
+    Args:
+        gpu: The GPU in use.
+        engine: The engine.
+        sessions: All sessions.
+        clock: Unix seconds.
+        monotonic: Seconds that only rise.
+    """
+
+    def __init__(
+        self,
+        *,
+        gpu: Gpu,
+        engine: WatchedEngine,
+        sessions: Sessions,
+        clock: Callable[[], float],
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._gpu = gpu
+        self._engine = engine
+        self._sessions = sessions
+        self._clock = clock
+        self._monotonic = monotonic
+        self._reading: asyncio.Future[GpuReading] | None = None
+        self._begun_at_s = 0.0
 
     async def take(self) -> Metrics:
-        """Return the readings now; the GPU, which takes its time, is asked off the event loop."""
-        gpu = await asyncio.to_thread(self.gpu.read)
-        return readings(timestamp=self.clock(), gpu=gpu, engine=self.engine.status, totals=self.sessions.totals())
+        """Return the readings now."""
+        gpu = await self._read_gpu()
+        return readings(timestamp=self._clock(), gpu=gpu, engine=self._engine.status, totals=self._sessions.totals())
+
+    async def _read_gpu(self) -> GpuReading:
+        now_s = self._monotonic()
+        reading = self._reading
+        if reading is None or (reading.done() and now_s - self._begun_at_s >= FRESH_S):
+            reading = self._reading = asyncio.get_running_loop().run_in_executor(None, self._gpu.read)
+            self._begun_at_s = now_s
+        done, _ = await asyncio.wait([reading], timeout=PATIENCE_S)
+        return reading.result() if done else NO_GPU
 
 
 class MetricsFeed:
@@ -89,19 +132,30 @@ class MetricsFeed:
         await self._tasks.cancel()
 
     async def _answer(self) -> None:
+        event: Event
         try:
             event = await self._sources.take()
-        finally:
-            asking, self._asking = self._asking, []
+        except Exception:  # noqa: BLE001 - the border: each who asked is told
+            _log.exception("metrics_failed")
+            event = replies.failure(InferenceCenterError(ErrorCode.INTERNAL), request_id=None, request=None)
+        asking, self._asking = self._asking, []
         for sink, request_id in asking:
-            sink.send(event.model_copy(update={"id": request_id}))
+            _send(sink, event.model_copy(update={"id": request_id}))
 
     async def _tick(self, interval_ms: int) -> None:
         while True:
             await asyncio.sleep(interval_ms / 1000)
             event = await self._sources.take()
             for sink in list(self._subscribers.get(interval_ms, ())):
-                sink.send(event)
+                _send(sink, event)
+
+
+def _send(sink: EventSink, event: Event) -> None:
+    """Send an event; what one sink does with it is not the others' concern."""
+    try:
+        sink.send(event)
+    except Exception:  # noqa: BLE001 - the border: a defect of one socket must not end the others' frames
+        _log.exception("metrics_unsent")
 
 
 def readings(*, timestamp: float, gpu: GpuReading, engine: EngineStatus, totals: Totals) -> Metrics:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, defaultdict
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final, Protocol, TypeVar
 
 import structlog
 
@@ -13,7 +13,7 @@ from inferencecenter.protocol.close import CloseCode
 from inferencecenter.server.unauthenticated import UnauthenticatedSockets
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping
+    from collections.abc import Callable, Collection, Iterable, Mapping
 
     from inferencecenter.limits import Limits
     from inferencecenter.protocol.base import Event
@@ -28,6 +28,8 @@ EXPIRED: Final = "the token has expired"
 """Why a socket or a guest is sent away when the time of its token is over."""
 
 _MISPLACED: Final = "the token is not valid for this address"
+
+_Each = TypeVar("_Each")
 
 _log = structlog.get_logger(__name__)
 
@@ -197,24 +199,24 @@ class Hub:
 
     def broadcast(self, event: Event) -> None:
         """Send an event to every authenticated socket."""
-        for connection in list(self._connections):
-            if connection.authenticated:
-                connection.send(event)
+        _each((each for each in self._connections if each.authenticated), lambda each: each.send(event))
 
     def tell(self, client_id: str, event: Event, knowing: tuple[object, ...]) -> None:
         """Send an event to the sockets of a client, but not to those that know, or speak the first protocol."""
-        for each in self.of_client(client_id):
-            if each.v1 and not any(each is one for one in knowing):
-                each.send(event)
+        hearing = [each for each in self.of_client(client_id) if each.v1 and not any(each is one for one in knowing)]
+        _each(hearing, lambda each: each.send(event))
 
     def close_revoked(self, living_tokens: frozenset[str]) -> None:
         """Close the sockets whose token is not among ``living_tokens`` any more."""
-        for connection in list(self._connections):
-            if connection.token_id is not None and connection.token_id not in living_tokens:
-                connection.close(CloseCode.NOT_AUTHENTICATED, "the token was revoked")
-        for guest in list(self._guests):
-            if guest.account.token_id is not None and guest.account.token_id not in living_tokens:
-                guest.dismiss(CloseCode.NOT_AUTHENTICATED, "the token was revoked")
+
+        def revoked(token_id: str | None) -> bool:
+            return token_id is not None and token_id not in living_tokens
+
+        self._close(
+            [each for each in self._connections if revoked(each.token_id)],
+            [each for each in self._guests if revoked(each.account.token_id)],
+            (CloseCode.NOT_AUTHENTICATED, "the token was revoked"),
+        )
 
     def allow_sessions(self, max_sessions: Mapping[str, int]) -> None:
         """Let clients that came with tokens have so many sessions from now on, by client id."""
@@ -227,13 +229,13 @@ class Hub:
 
     def close_clients(self, client_ids: Collection[str]) -> None:
         """Close the sockets of these clients that were let in by an API key, as it may be another now."""
-        for connection in list(self._connections):
-            by_key = connection.authenticated and connection.token_id is None
-            if by_key and connection.client.client_id in client_ids:
-                connection.close(CloseCode.NOT_AUTHENTICATED, "the client's API key or limits have changed")
-        for guest in list(self._guests):
-            if guest.account.token_id is None and guest.account.client_id in client_ids:
-                guest.dismiss(CloseCode.NOT_AUTHENTICATED, "the client's API key or limits have changed")
+        by_key = [each for each in self._connections if each.authenticated and each.token_id is None]
+        guests = [each for each in self._guests if each.account.token_id is None]
+        self._close(
+            [each for each in by_key if each.client.client_id in client_ids],
+            [each for each in guests if each.account.client_id in client_ids],
+            (CloseCode.NOT_AUTHENTICATED, "the client's API key or limits have changed"),
+        )
 
     def of_client(self, client_id: str) -> list[Connection]:
         """Return the sockets of a client."""
@@ -258,12 +260,17 @@ class Hub:
         Args:
             limits_of: What a token of a client may use, by both ids.
         """
-        for connection in list(self._connections):
-            if connection.authenticated and not connection.limits.allows_address(connection.address):
-                connection.close(CloseCode.NOT_AUTHENTICATED, _MISPLACED)
-        for guest in list(self._guests):
-            if not limits_of(guest.account.client_id, guest.account.token_id or "").allows_address(guest.address):
-                guest.dismiss(CloseCode.NOT_AUTHENTICATED, _MISPLACED)
+
+        def misplaced(guest: Guest) -> bool:
+            limits = limits_of(guest.account.client_id, guest.account.token_id or "")
+            return not limits.allows_address(guest.address)
+
+        sockets = [each for each in self._connections if each.authenticated]
+        self._close(
+            [each for each in sockets if not each.limits.allows_address(each.address)],
+            [each for each in self._guests if misplaced(each)],
+            (CloseCode.NOT_AUTHENTICATED, _MISPLACED),
+        )
 
     async def drain(self, deadline_s: float) -> None:
         """Tell every client to go, and wait until all have, at most ``deadline_s``.
@@ -271,19 +278,20 @@ class Hub:
         A socket closes when its running turns have ended; at the deadline it closes whatever runs. So do guests.
         """
         self.draining = True
-        for connection in list(self._connections):
-            connection.drain(deadline_s)
-        for guest in list(self._guests):
-            guest.drain(deadline_s)
+        _each(self._connections, lambda each: each.drain(deadline_s))
+        _each(self._guests, lambda each: each.drain(deadline_s))
         try:
             async with asyncio.timeout(deadline_s):
                 await self._empty.wait()
         except TimeoutError:
             _log.warning("drain_deadline", connections=len(self._connections), guests=len(self._guests))
-            for connection in list(self._connections):
-                connection.close(CloseCode.RESTART, "the daemon stops")
-            for guest in list(self._guests):
-                guest.dismiss(CloseCode.RESTART, "the daemon stops")
+            self._close(self._connections, self._guests, (CloseCode.RESTART, "the daemon stops"))
+
+    def _close(
+        self, connections: Iterable[Connection], guests: Iterable[Guest], farewell: tuple[CloseCode, str]
+    ) -> None:
+        _each(connections, lambda each: each.close(*farewell))
+        _each(guests, lambda each: each.dismiss(*farewell))
 
     def _count_unauthenticated(self) -> None:
         self._metrics.unauthenticated_connections.set(len(self._unauthenticated))
@@ -291,3 +299,12 @@ class Hub:
     def _look_if_empty(self) -> None:
         if not self._connections and not self._guests:
             self._empty.set()
+
+
+def _each(them: Iterable[_Each], do: Callable[[_Each], None]) -> None:
+    """Do something to each; a defect in one does not keep it from the others."""
+    for one in tuple(them):
+        try:
+            do(one)
+        except Exception:  # noqa: BLE001 - the border between one connection and all others
+            _log.exception("connection_failed", connection=repr(one))

@@ -160,6 +160,7 @@ class Disk:
         self.moves = threading.Event()
         self.moves.set()
         self.began = 0
+        self.fault: Exception = InferenceCenterError(ErrorCode.STORAGE_UNAVAILABLE, "the disk is full")
         self._write = accounts.write_noted
         self._loop = asyncio.get_running_loop()
         self._outcomes = asyncio.Queue[str]()
@@ -174,7 +175,7 @@ class Disk:
         assert self.moves.wait(timeout=60)
         if self.full:
             self._tell("failed")
-            raise InferenceCenterError(ErrorCode.STORAGE_UNAVAILABLE, "the disk is full")
+            raise self.fault
         self._write()
         self._tell("written")
 
@@ -207,11 +208,14 @@ async def test_logins_are_written_soon_and_together(
         assert disk.began == written
 
 
+@pytest.mark.parametrize(
+    "fault", [InferenceCenterError(ErrorCode.STORAGE_UNAVAILABLE, "the disk is full"), ValueError("a defect")]
+)
 async def test_nobody_is_kept_out_by_a_log_that_cannot_be_written(
-    authenticator: Authenticator, accounts: Accounts, disk: Disk
+    authenticator: Authenticator, accounts: Accounts, disk: Disk, fault: Exception
 ) -> None:
-    """Logins go on, one warning says so, and the lines are there once the disk has room."""
-    disk.full = True
+    """Logins go on, one line says so, and the audit log has them once the fault has passed, whatever it was."""
+    disk.full, disk.fault = True, fault
     new = accounts.create_token("ada")
     with capture_logs() as logs:
         for _ in range(3):
@@ -219,7 +223,7 @@ async def test_nobody_is_kept_out_by_a_log_that_cannot_be_written(
             await disk.until("failed")
         disk.full = False
         await disk.until("written")
-    assert [line["event"] for line in logs if line["log_level"] == "warning"] == ["logins_unwritten"]
+    assert [(line["event"], line["log_level"]) for line in logs] == [("logins_unwritten", "warning")]
     assert lines(accounts) == [("login", "ada", new.token_id, HERE, 3, "")]
 
 

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from typing import TYPE_CHECKING
 
 from inferencecenter.hardware.nvml import GpuReading
+from inferencecenter.server.feed import FRESH_S, PATIENCE_S, Sources
 from inferencecenter.tasks import RESTART_MIN_S, TaskGroup
-from tests.server.harness import Running, ask, hear, ready
+from tests.server.harness import Running, StubGpu, ask, hear, ready, stub_context
 
 if TYPE_CHECKING:
     import pytest
     from websockets.asyncio.client import ClientConnection
 
+    from inferencecenter.protocol.base import Event
     from tests.loop_clock import LoopClock
 
 READING = GpuReading(
@@ -177,3 +180,86 @@ async def test_requests_at_once_share_a_reading(server: Running) -> None:
             server.context.feed.once(connection, request_id=str(number))
         assert [(await hear(socket))["id"] for _ in range(5)] == ["0", "1", "2", "3", "4"]
         assert server.gpu.reads == 1
+
+
+class Recorder:
+    """Takes events, and fails at each if it is to."""
+
+    def __init__(self, *, failing: bool = False) -> None:
+        self.failing = failing
+        self.heard: list[Event] = []
+
+    def send(self, event: Event) -> None:
+        """Keep the event, or fail."""
+        if self.failing:
+            raise RuntimeError
+        self.heard.append(event)
+
+
+async def test_many_subscriptions_read_the_gpu_as_one() -> None:
+    """Whatever their intervals are, and only one thread waits for the driver."""
+    context, gpu, now_s = stub_context(), StubGpu(), 0.0
+    sources = Sources(
+        gpu=gpu, engine=context.models, sessions=context.sessions, clock=lambda: 0.0, monotonic=lambda: now_s
+    )
+    await asyncio.gather(*(sources.take() for _ in range(20)))
+    await sources.take()
+    assert gpu.reads == 1
+    now_s = FRESH_S
+    await sources.take()
+    assert gpu.reads == 2
+    await context.close()
+
+
+async def test_a_driver_that_does_not_answer_is_as_no_gpu(clock: LoopClock) -> None:
+    """Frames come without its readings, and no further thread is lost to it."""
+    context, answer, asked = stub_context(), threading.Event(), asyncio.Event()
+    loop, begun = asyncio.get_running_loop(), []
+
+    class Stuck(StubGpu):
+        """A GPU that is read for ever."""
+
+        def read(self) -> GpuReading:
+            """Wait for the test's end."""
+            begun.append(1)
+            loop.call_soon_threadsafe(asked.set)
+            answer.wait(60)
+            return READING
+
+    sources = Sources(gpu=Stuck(), engine=context.models, sessions=context.sessions, clock=lambda: 0.0)
+    try:
+        for _ in range(3):
+            taking = loop.create_task(sources.take())
+            await asyncio.wait_for(asked.wait(), 60)
+            await clock.go_on(PATIENCE_S)
+            assert (await taking).gpu.name is None
+    finally:
+        answer.set()
+    assert len(begun) == 1
+    await context.close()
+
+
+async def test_one_sink_that_fails_keeps_no_frame_from_the_others() -> None:
+    """Neither of those who asked nor of subscribers."""
+    context, good = stub_context(), Recorder()
+    feed = context.feed
+    for sink in (Recorder(failing=True), good):
+        feed.once(sink, request_id="m")
+    async with asyncio.timeout(60):
+        while not good.heard:  # noqa: ASYNC110 - a step of the loop, without any time
+            await asyncio.sleep(0)
+    assert [event.op for event in good.heard] == ["metrics"]
+    await context.close()
+
+
+async def test_who_asks_is_told_that_a_reading_failed(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By an error with the id of the request."""
+
+    def fail() -> GpuReading:
+        raise ValueError
+
+    async with server.v1() as socket:
+        await welcomed(socket)
+        monkeypatch.setattr(server.gpu, "read", fail)
+        answer = await ask(socket, op="metrics", id="m")
+    assert (answer["op"], answer["code"], answer["id"]) == ("error", "internal", "m")

@@ -1,0 +1,48 @@
+"""Tests of what concerns all connections at once, where one of them has a defect."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from inferencecenter.protocol import events
+from inferencecenter.server.connection import Connection
+from tests.server.harness import KITCHEN, StubWire, stub_context
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from inferencecenter.server.hub import Hub
+
+
+def fail(*_: object, **__: object) -> None:
+    """Fail as a defect does."""
+    raise RuntimeError
+
+
+@pytest.mark.parametrize(
+    ("what", "act"),
+    [
+        ("send", lambda hub: hub.broadcast(events.Pong())),
+        ("send", lambda hub: hub.tell("kitchen", events.Pong(), ())),
+        ("close", lambda hub: hub.close_clients({"kitchen"})),
+    ],
+    ids=["broadcast", "tell", "close"],
+)
+async def test_a_defect_of_one_connection_leaves_the_others(
+    monkeypatch: pytest.MonkeyPatch, what: str, act: Callable[[Hub], None]
+) -> None:
+    """Whatever the order is, the other hears what concerns all."""
+    context, wires = stub_context(), [StubWire(), StubWire(), StubWire()]
+    connections = [Connection(context, wire, address="192.0.2.1", v1=True) for wire in wires]
+    for connection in connections:
+        connection.authenticate(KITCHEN)
+        context.hub.add(connection)
+    monkeypatch.setattr(connections[1], what, fail)
+    act(context.hub)
+    reached = [bool(wire.frames or wire.finished) for wire in wires]
+    assert reached == [True, False, True]
+    for connection in connections:
+        connection.lost()
+    await context.close()
