@@ -71,7 +71,7 @@ if TYPE_CHECKING:
     from inferencecenter.telemetry.otlp import Traces
 
 ACCOUNTS_FILE: Final = "accounts.sqlite3"
-_STOP_S: Final = CLOSING_S + SUSPEND_DEADLINE_S + STOP_DEADLINE_S + EXIT_GRACE_S + 5.0
+STOP_S: Final = CLOSING_S + SUSPEND_DEADLINE_S + STOP_DEADLINE_S + EXIT_GRACE_S + 5.0
 """How long stopping takes at most when turns have had their time, and what the store needs at the end."""
 
 _log = structlog.get_logger(__name__)
@@ -315,7 +315,7 @@ def _reporter(settings: Settings, models: Models, gpu: Gpu, *, totals: Callable[
         totals=totals,
         read_gpu=gpu.read,
         settled=lambda: models.engine(models.default).given_up and not settings.engine.exit_when_failed,
-        stop_s=settings.server.shutdown_timeout_s + _STOP_S,
+        stop_s=settings.server.shutdown_timeout_s + STOP_S,
     )
 
 

@@ -6,6 +6,8 @@ a cache of the file.
 - Of the machine: ``MemTotal - MemAvailable``.
 - Of a control group (version 2): ``memory.current - active_file - inactive_file - slab_reclaimable``. Files of a tmpfs
   are not in the two lists of file pages, nor are pages that are locked.
+- Of a control group of version 1: ``memory.usage_in_bytes - total_active_file - total_inactive_file``. What the kernel
+  has for itself it counts elsewhere.
 - Of a process: ``RssAnon + RssShmem``.
 """
 
@@ -23,7 +25,29 @@ PROC: Final = Path("/proc")
 CGROUPS: Final = Path("/sys/fs/cgroup")
 _KIB: Final = 1024
 _WHOLE: Final = re.compile(r"[0-9]{1,19}")
-_RECLAIMABLE: Final = ("active_file", "inactive_file", "slab_reclaimable")
+_UNLIMITED_BYTES: Final = 2**60
+"""From here on a limit of version 1 is none: there the kernel says so with the largest number of whole pages."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Controller:
+    """The files of a control group's memory controller, and what in ``memory.stat`` can be taken back."""
+
+    limits: tuple[str, ...]
+    usage: str
+    reclaimable: tuple[str, ...]
+
+
+_VERSION_1: Final = _Controller(
+    limits=("memory.limit_in_bytes",),
+    usage="memory.usage_in_bytes",
+    reclaimable=("total_active_file", "total_inactive_file"),
+)
+_VERSION_2: Final = _Controller(
+    limits=("memory.max", "memory.high"),
+    usage="memory.current",
+    reclaimable=("active_file", "inactive_file", "slab_reclaimable"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +76,11 @@ def machine_memory(proc: Path = PROC) -> Share | None:
 def cgroup_memory(proc: Path = PROC, cgroups: Path = CGROUPS) -> Share | None:
     """Return how much this process's control group uses of what it may; of several that are limited, the fullest.
 
-    The limit is ``memory.max``, or ``memory.high`` if that is less: above it the kernel slows the group down.
+    The limit is ``memory.max``, or ``memory.high`` if that is less: above it the kernel slows the group down. In
+    version 1 it is ``memory.limit_in_bytes``.
     """
-    shares = [share for group in _groups(proc, cgroups) if (share := _share(group)) is not None]
+    groups = _groups(proc, cgroups)
+    shares = [share for group, controller in groups if (share := _share(group, controller)) is not None]
     return max(shares, key=lambda share: share.used_bytes / share.total_bytes, default=None)
 
 
@@ -64,21 +90,35 @@ def resident(pid: int, proc: Path = PROC) -> Resident:
     return Resident(fields.get("RssAnon:", 0) * _KIB, fields.get("RssShmem:", 0) * _KIB)
 
 
-def _groups(proc: Path, cgroups: Path) -> Iterator[Path]:
-    """Yield the control group of this process and those around it, as far as they can be seen from here."""
+def _groups(proc: Path, cgroups: Path) -> Iterator[tuple[Path, _Controller]]:
+    """Yield the control group of this process and those around it, as far as they can be seen from here.
+
+    In a container of version 1 the group's path is that of the machine, of which only the container's own group is
+    mounted: the last of those around it.
+    """
     for line in _lines(proc / "self" / "cgroup"):
-        if line.startswith("0::/"):
-            group = Path(line.removeprefix("0::/"))
-            yield from (cgroups / each for each in (group, *group.parents) if ".." not in each.parts)
+        _, _, rest = line.partition(":")
+        controllers, found, path = rest.partition(":/")
+        if not found:
+            continue
+        if line.startswith("0::"):
+            root, controller = cgroups, _VERSION_2
+        elif "memory" in controllers.split(","):
+            root, controller = cgroups / controllers, _VERSION_1
+        else:
+            continue
+        group = Path(path)
+        yield from ((root / each, controller) for each in (group, *group.parents) if ".." not in each.parts)
 
 
-def _share(group: Path) -> Share | None:
-    limits = [limit for name in ("memory.max", "memory.high") if (limit := _number(group / name))]
-    used = _number(group / "memory.current")
+def _share(group: Path, controller: _Controller) -> Share | None:
+    found = (_number(group / name) for name in controller.limits)
+    limits = [limit for limit in found if limit and limit < _UNLIMITED_BYTES]
+    used = _number(group / controller.usage)
     if not limits or used is None:
         return None
     stat = _fields(group / "memory.stat")
-    return Share(max(0, used - sum(stat.get(name, 0) for name in _RECLAIMABLE)), min(limits))
+    return Share(max(0, used - sum(stat.get(name, 0) for name in controller.reclaimable)), min(limits))
 
 
 def _number(path: Path) -> int | None:

@@ -110,9 +110,49 @@ def test_a_container_sees_its_group_as_the_root(proc: Path, tmp_path: Path) -> N
     assert cgroup_memory(proc, tmp_path) == Share(420, 1000)
 
 
+def old_group(path: Path, *, limit: int, usage: int = 700) -> None:
+    """Make a control group of version 1 whose files take 250, one of which its own 200."""
+    path.mkdir(parents=True, exist_ok=True)
+    (path / "memory.limit_in_bytes").write_text(f"{limit}\n")
+    (path / "memory.usage_in_bytes").write_text(f"{usage}\n")
+    (path / "memory.stat").write_text("cache 200\ninactive_file 200\ntotal_inactive_file 200\ntotal_active_file 50\n")
+
+
+@pytest.mark.parametrize("controllers", ["memory", "cpu,memory"])
+def test_of_a_group_of_version_1(proc: Path, tmp_path: Path, controllers: str) -> None:
+    """Its limit is read below the controller's own directory, with the groups inside it."""
+    (proc / "self" / "cgroup").write_text(f"9:name=systemd:/\n4:{controllers}:/user/app\n0::/\n")
+    old_group(tmp_path / controllers / "user" / "app", limit=1000)
+    assert cgroup_memory(proc, tmp_path) == Share(450, 1000)
+    old_group(tmp_path / controllers / "user", limit=460, usage=710)
+    assert cgroup_memory(proc, tmp_path) == Share(460, 460)
+
+
+def test_a_group_of_version_1_without_a_limit(proc: Path, tmp_path: Path) -> None:
+    """The kernel says so with a very large number."""
+    (proc / "self" / "cgroup").write_text("4:memory:/user/app\n")
+    old_group(tmp_path / "memory" / "user" / "app", limit=9223372036854771712)
+    assert cgroup_memory(proc, tmp_path) is None
+
+
+def test_a_container_of_version_1_sees_its_group_as_the_root(proc: Path, tmp_path: Path) -> None:
+    """The path is the machine's, of which nothing else is mounted."""
+    (proc / "self" / "cgroup").write_text("4:memory:/docker/0123456789ab\n0::/system.slice/docker\n")
+    old_group(tmp_path / "memory", limit=1000)
+    assert cgroup_memory(proc, tmp_path) == Share(450, 1000)
+
+
+def test_of_both_versions_the_one_with_the_controller_counts(proc: Path, tmp_path: Path) -> None:
+    """In the hybrid layout version 2 is mounted elsewhere, without memory."""
+    (proc / "self" / "cgroup").write_text("4:memory:/app\n0::/app\n")
+    old_group(tmp_path / "memory" / "app", limit=1000)
+    (tmp_path / "unified" / "app").mkdir(parents=True)
+    assert cgroup_memory(proc, tmp_path) == Share(450, 1000)
+
+
 @pytest.mark.parametrize("line", ["", "0::/../other\n", "4:memory:/old\n", "0::/gone\n", "nonsense"])
 def test_no_group_that_is_limited(proc: Path, tmp_path: Path, line: str) -> None:
-    """Of version 1, gone, outside of what can be seen, or none at all."""
+    """Of version 1 with the files of version 2, gone, outside of what can be seen, or none at all."""
     (proc / "self" / "cgroup").write_text(line)
     group(tmp_path / "old", limit="1000")
     group(tmp_path.parent / "other", limit="1000")

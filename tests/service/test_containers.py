@@ -10,8 +10,11 @@ import pytest
 import yaml
 
 from inferencecenter.configuration import OTHER_ENVIRONMENT
-from inferencecenter.settings import environment_name, setting_fields
+from inferencecenter.daemon import STOP_S
+from inferencecenter.server.listener import CLOSING_S
+from inferencecenter.settings import ServerSettings, environment_name, setting_fields
 
+DOCKER_STOP_S = 10
 ROOT = Path(__file__).parents[2]
 KNOWN = {environment_name(name) for name, _ in setting_fields()} | set(OTHER_ENVIRONMENT)
 
@@ -97,6 +100,19 @@ def test_the_image_runs_without_root_and_on_other_processors(dockerfile: str) ->
     assert dockerfile.count("-DGGML_NATIVE=OFF") == len(
         re.findall(r"^FROM .* AS build-", dockerfile, flags=re.MULTILINE)
     )
+
+
+def test_stopping_fits_into_the_time_that_containers_get(compose: Any, dockerfile: str) -> None:
+    """Composed, all that stopping may take; with a plain ``docker stop`` running turns and closing."""
+    grace = compose["services"]["inferencecenter"]["stop_grace_period"]
+    assert re.fullmatch(r"\d+s", grace)
+    longest_s = ServerSettings().shutdown_timeout_s + STOP_S
+    assert int(grace[:-1]) >= longest_s
+    (turns,) = re.findall(r"INFERENCECENTER_SERVER__SHUTDOWN_TIMEOUT_S=(\d+)", dockerfile)
+    assert int(turns) + CLOSING_S < DOCKER_STOP_S
+    assert re.findall(r"^STOPSIGNAL (\w+)$", dockerfile, flags=re.MULTILINE) == ["SIGTERM"]
+    (documented,) = re.findall(r"--stop-timeout (\d+)", (ROOT / "docs/operations.md").read_text())
+    assert int(documented) >= longest_s
 
 
 def test_what_is_copied_is_not_ignored(dockerfile: str) -> None:

@@ -133,6 +133,20 @@ def test_connections_wait_while_the_daemon_starts_again(tmp_path: Path, manager:
                 assert second.stop() == 0
 
 
+def test_lock_files_that_were_left_lock_nothing(tmp_path: Path, manager: Manager) -> None:
+    """They stay when a daemon has stopped; whatever is in them, the next daemon and its engine start."""
+    with started(tmp_path, NOTIFY_SOCKET=str(manager.path)) as first:
+        manager.hear_until(is_ready)
+        assert first.stop() == 0
+    left = sorted(path.name for path in (tmp_path / "state").glob("*.lock"))
+    assert [name.partition("-")[0] for name in left] == ["daemon.lock", "engine"]
+    for name in left:
+        (tmp_path / "state" / name).write_text(str(os.getpid()))  # of a process that lives
+    with started(tmp_path, NOTIFY_SOCKET=str(manager.path)) as second:
+        manager.hear_until(is_ready)
+        assert second.stop() == 0
+
+
 def test_a_socket_that_does_not_listen_ends_the_start(tmp_path: Path) -> None:
     """The message names the descriptor, and the exit status is one that systemd does not try again."""
     with socket.socket() as connection, started(tmp_path, sockets=(connection,)) as daemon:
