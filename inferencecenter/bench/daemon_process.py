@@ -120,10 +120,18 @@ class EngineLife:
 class RunningDaemon:
     """A daemon that became ready; ``start_daemon`` and ``Launch.ready`` make one."""
 
-    def __init__(
-        self, pid: int, spec: TargetSpec, *, readiness: Readiness, settings: DaemonSettings, output: _Output
+    def __init__(  # noqa: PLR0913 - keyword-only but for the first two
+        self,
+        pid: int,
+        spec: TargetSpec,
+        *,
+        readiness: Readiness,
+        settings: DaemonSettings,
+        state_dir: Path,
+        output: _Output,
     ) -> None:
         self.pid = pid
+        self._state_dir = state_dir
         self._output = output
         self.spec = spec
         self.readiness = readiness
@@ -146,6 +154,23 @@ class RunningDaemon:
             OSError: One of them is gone.
         """
         return DaemonUsage(front=read_usage(self.pid), engine=read_usage(self.engine.pid))
+
+    async def new_token(self, client: str) -> str:
+        """Make an account with a user's rights and no limits of its own, and return a token of it."""
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            "inferencecenter",
+            "token",
+            "create",
+            client,
+            "--json",
+            env=self.settings.environment(self._state_dir),
+            stdout=asyncio.subprocess.PIPE,
+        )
+        written, _ = await process.communicate()
+        token: str = orjson.loads(written)["token"]
+        return token
 
     def kill_engine(self) -> float:
         """Kill the engine that became ready last, by its id, and return when, in seconds of ``time.monotonic``."""
@@ -203,7 +228,12 @@ class Launch:
         await self.output.wait_for(lambda: self.output.readiness is not None)
         assert self.output.readiness is not None, "it was waited for"
         return RunningDaemon(
-            self._process.pid, spec, readiness=self.output.readiness, settings=self._settings, output=self.output
+            self._process.pid,
+            spec,
+            readiness=self.output.readiness,
+            settings=self._settings,
+            state_dir=self._state_dir,
+            output=self.output,
         )
 
     async def kill(self) -> None:

@@ -131,12 +131,14 @@ class Daemon:
             assert time.monotonic() < deadline, f"not ready in time:\n{self.log.read_text()}"
             time.sleep(0.05)
 
-    def assert_loop_was_free(self) -> None:
+    def assert_loop_was_free(self, *, since_bytes: int = 0) -> None:
         """Fail where one step of the event loop took longer than ``LOOP_BOUND_MS`` of CPU time.
 
-        CPU time does not pass while the machine stalls or other processes have the processors.
+        The log is read from ``since_bytes`` on. CPU time does not pass while the machine stalls or other processes have
+        the processors.
         """
-        lines = [json.loads(line) for line in self.log.read_text().splitlines() if '"loop_blocked"' in line]
+        log = self.log.read_bytes()[since_bytes:].decode()
+        lines = [json.loads(line) for line in log.splitlines() if '"loop_blocked"' in line]
         blocked = [line for line in lines if line["cpu_ms"] >= LOOP_BOUND_MS]
         assert not blocked, f"the event loop was blocked: {blocked}"
 

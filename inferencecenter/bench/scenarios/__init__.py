@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 from inferencecenter.bench.scenarios import (
     abort,
+    abuse,
     burst,
     context,
     crash,
@@ -57,6 +58,7 @@ SCENARIOS: Final[Mapping[str, Scenario]] = MappingProxyType(
             restart,
             swap,
             soak,
+            abuse,
             store,
             speculation,
             dialects,
