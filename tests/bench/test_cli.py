@@ -223,6 +223,12 @@ async def test_a_peer_with_other_slots_gets_no_ratio(daemon: RunningDaemon) -> N
             Options(backend="echo", clients=(3,), duration_s=1.0, repeat=2),
             "unexplained errors",
         ),
+        pytest.param(
+            "abuse",
+            Options(backend="echo", clients=(2,), max_tokens=8, duration_s=0.2, repeat=1),
+            "openapi document: ITL p99, with / without",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 async def test_every_scenario_runs(name: str, given: Options, metric: str) -> None:

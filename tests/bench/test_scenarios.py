@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,7 @@ from inferencecenter.bench.peers.line import TurnUsage
 from inferencecenter.bench.scenarios import (
     SCENARIOS,
     abort,
+    abuse,
     burst,
     context,
     crash,
@@ -352,6 +354,21 @@ def test_a_store_counts_the_turns_that_end_while_all_are_busy() -> None:
     assert found.turns_s == pytest.approx(4 / 4)
     assert found.turn_ms == (2000, 2000, 2000, 2000)
     assert values(found)["front CPU a turn"] == pytest.approx(500 / 7)
+
+
+def test_abuse_is_compared_with_the_quiet_before_it() -> None:
+    """Delays of counted turns only, as ratios; what the act was answered, and how much memory it left behind."""
+    quiet = abuse.read([[turn(0, 50), turn(50, 51, 52, 53)]])
+    noisy = abuse.read([[turn(0, 50), turn(50, 53, 54, 57)], [turn(0, 1), turn(1, 3, 4)]])
+    assert (quiet.itl_p99_ms, quiet.ttft_p50_ms) == (1000, 1000)
+    found = values(abuse.Abuse("forks", quiet, noisy, Counter(session_created=4), growth_bytes=3 * 2**20))
+
+    assert found["forks: ITL p99, with / without"] == 3.0
+    assert found["forks: TTFT p99, with / without"] == 3.0
+    assert found["forks: TTFT p50, with / without"] == 2.0
+    assert found["forks: ITL worst, with"] == 3000
+    assert found["forks: answered session_created"] == 4
+    assert found["forks: RSS growth, both processes"] == 3
 
 
 def test_a_soak_names_its_errors_and_its_drift() -> None:
