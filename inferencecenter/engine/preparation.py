@@ -206,7 +206,9 @@ class Preparation:
             return
         except InferenceCenterError as error:
             result = Unprepared(turn_id, error)
-        except Exception as error:  # noqa: BLE001 - a border: what one turn sent must not end the others
+        # The border between the turns: one whose job ended without a word would wait for ever. A panic in llguidance,
+        # which is written in Rust, is no ``Exception``.
+        except BaseException as error:  # noqa: BLE001
             self._on_log("error", f"preparing a turn failed: {error!r}")
             result = Unprepared(turn_id, InferenceCenterError(ErrorCode.INTERNAL, "The turn could not be prepared."))
         if not job.withdrawn:

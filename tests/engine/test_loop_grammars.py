@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import pytest
 
+from inferencecenter.engine.grammars import Grammars
 from inferencecenter.engine.trial import Trial
 from inferencecenter.ipc.messages import (
     Abort,
@@ -104,6 +105,21 @@ def test_a_turn_fails_alone(engine: Engine, turn: Submit, code: str, said: str) 
     failed = failure(engine, "t")
     assert failed.code == code
     assert said in failed.message
+    assert engine.front.finished("other").reason == "stop"
+
+
+def test_a_panic_while_a_turn_is_prepared_fails_it_alone(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is no ``Exception``, and the turn hears of its end all the same."""
+
+    class PanicError(BaseException):
+        """As llguidance's binding raises it."""
+
+    def panic(*_: object) -> None:
+        raise PanicError("unwrap on None")
+
+    monkeypatch.setattr(Grammars, "constraint", panic)
+    engine.front.send(formed("t", "1"), submit("other", "hello"))
+    assert failure(engine, "t").code == "internal"
     assert engine.front.finished("other").reason == "stop"
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import re
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -20,7 +21,7 @@ from llguidance.gbnf_to_lark import gbnf_to_lark
 from inferencecenter.errors import ErrorCode, InferenceCenterError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     import numpy.typing as npt
 
@@ -137,18 +138,30 @@ def compiled(tokenizer: LLTokenizer, grammar: Grammar, markers: Mapping[str, int
         InferenceCenterError: ``invalid_grammar`` for one that is wrong, asks for what llguidance cannot do, or that no
             text matches.
     """
-    matcher = LLMatcher(tokenizer, lark_of(grammar, markers), log_level=0, limits=_LIMITS)
-    if matcher.is_error():
-        raise _refused(_reason(matcher.get_error(), grammar.kind))
-    if warnings := matcher.get_grammar_warnings():
-        raise _refused("; ".join(warnings))
-    first = matcher.deep_copy()
-    first.compute_bitmask()
-    if first.is_stopped() and not first.is_accepting():
-        error = first.get_error()
-        unsatisfiable = not error or error.startswith("NoExtension")
-        raise _refused(_UNSATISFIABLE if unsatisfiable else _reason(error, grammar.kind))
-    return matcher
+    with _border():
+        matcher = LLMatcher(tokenizer, lark_of(grammar, markers), log_level=0, limits=_LIMITS)
+        if matcher.is_error():
+            raise _refused(_reason(matcher.get_error(), grammar.kind))
+        if warnings := matcher.get_grammar_warnings():
+            raise _refused("; ".join(warnings))
+        first = matcher.deep_copy()
+        first.compute_bitmask()
+        if first.is_stopped() and not first.is_accepting():
+            error = first.get_error()
+            unsatisfiable = not error or error.startswith("NoExtension")
+            raise _refused(_UNSATISFIABLE if unsatisfiable else _reason(error, grammar.kind))
+        return matcher
+
+
+@contextmanager
+def _border() -> Iterator[None]:
+    """Turn whatever llguidance raises into ``invalid_grammar``; a panic of its Rust code is no ``Exception``."""
+    try:
+        yield
+    except InferenceCenterError:
+        raise
+    except BaseException as error:
+        raise _refused(f"this grammar cannot be used: {type(error).__name__}") from error
 
 
 class Constraint:
@@ -185,7 +198,8 @@ class Constraint:
             InferenceCenterError: ``invalid_grammar`` for a grammar that proves too complex, or that no token matches.
         """
         began_s = self._clock()
-        self._matcher.unsafe_compute_mask_ptr(self._mask.ctypes.data, self._mask.nbytes)
+        with _border():
+            self._matcher.unsafe_compute_mask_ptr(self._mask.ctypes.data, self._mask.nbytes)
         self._spend(began_s)
         if self._matcher.is_error():
             self._fail(_reason(self._matcher.get_error(), "lark"))
@@ -202,7 +216,9 @@ class Constraint:
                 cannot be told from that.
         """
         began_s = self._clock()
-        if not self._matcher.consume_token(token):
+        with _border():
+            fits = self._matcher.consume_token(token)
+        if not fits:
             self._fail(_reason(self._matcher.get_error(), "lark"))
         if self._digits is not None:
             self._digits.take(token)

@@ -216,3 +216,47 @@ def test_a_token_that_was_not_allowed_is_not_taken() -> None:
     held = constraint("regex", "abc")
     with pytest.raises(InferenceCenterError):
         held.accept(ord("x"))
+
+
+class PanicError(BaseException):
+    """As the binding raises it where llguidance's Rust code panics."""
+
+
+class Panicking:
+    """A matcher of which some calls panic."""
+
+    def __init__(self, *calls: str) -> None:
+        for name in calls:
+            setattr(self, name, self._panic)
+
+    def is_error(self) -> bool:
+        """Tell of no error."""
+        return False
+
+    def unsafe_compute_mask_ptr(self, address: int, n_bytes: int) -> None:
+        """Allow nothing."""
+
+    def _panic(self, *_: object) -> None:
+        raise PanicError("index out of bounds")
+
+
+@pytest.mark.parametrize("call", ["unsafe_compute_mask_ptr", "consume_token"])
+def test_a_panic_ends_its_turn_alone(call: str) -> None:
+    """What the other turns' thread is told is that this grammar cannot be used."""
+    held = Constraint(Panicking(call), n_words=9, clock=lambda: 0.0)  # type: ignore[arg-type]
+    with pytest.raises(InferenceCenterError) as refused:
+        held.allowed(N_VOCAB) if call == "unsafe_compute_mask_ptr" else held.accept(1)
+    assert refused.value.code is ErrorCode.INVALID_GRAMMAR
+
+
+@pytest.mark.parametrize("error", [PanicError("unwrap on None"), MemoryError(), ValueError("?")])
+def test_whatever_a_compilation_raises_is_said_of_the_grammar(
+    monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    """A trial that took it for a success would have the engine try the same."""
+
+    def failing(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr("inferencecenter.engine.sampling.structured.LLMatcher", failing)
+    assert type(error).__name__ in refusal("regex", "a")
