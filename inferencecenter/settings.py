@@ -127,8 +127,9 @@ class ServerSettings(Section):
         10, ge=1, le=100_000, description="Failed logins allowed to one address per minute."
     )
     metrics_access: Literal["loopback", "token", "either"] = Field(
-        "either",
-        description="Who may read /metrics: callers on this machine, holders of a token with `operator`, or either.",
+        "token",
+        description="Who may read /metrics: callers on this machine, holders of a token with `operator`, or either. A "
+        "reverse proxy on this machine makes visitors local unless it sends X-Forwarded-For or their Host.",
     )
     shutdown_timeout_s: float = Field(
         10.0,

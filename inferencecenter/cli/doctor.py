@@ -15,6 +15,7 @@ from inferencecenter.cli.checks import Check, Verdict
 from inferencecenter.cli.options import ConfigOption, JsonOption, StateDirOption, given
 from inferencecenter.cli.output import print_json, stdout
 from inferencecenter.cli.plan import parse_size, show_plan
+from inferencecenter.cli.proxy_check import proxy
 from inferencecenter.cli.storage_checks import storage
 from inferencecenter.configuration import load_settings, read_layers
 from inferencecenter.errors import ERRORS, ErrorCode, InferenceCenterError
@@ -85,4 +86,5 @@ def examine(config: ConfigOption, state_dir: StateDirOption) -> list[Check]:
         checks.state_dir(settings.state_dir),
         *storage(settings),
         checks.port(settings),
+        proxy(settings),
     ]

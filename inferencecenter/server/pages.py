@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from starlette.responses import JSONResponse, Response
 
@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from starlette.requests import Request
 
     from inferencecenter.server.context import Context
+    from inferencecenter.server.origins import Caller
+
+PROXY_NOT_TRUSTED: Final = "not_trusted"
+"""What ``/readyz`` says of a proxy on this machine that is not among ``server.trusted_proxies``."""
 
 
 class Pages:
@@ -44,11 +48,11 @@ class Pages:
         """Say that the process lives."""
         return JSONResponse({"status": "ok"})
 
-    async def readyz(self, _request: Request) -> Response:
+    async def readyz(self, request: Request) -> Response:
         """Say whether a turn could run now, if need be with an engine that it wakes: 200, else 503.
 
         Without the file of sessions no turn of a stored session begins, and what is told of such a session is held
-        back; without that of accounts nobody gets in.
+        back; without that of accounts nobody gets in. Callers on this machine are told of a proxy that is not trusted.
         """
         engine = self._context.models.status
         storable = self._context.sessions.fault is None and self._context.authenticator.can_tell
@@ -60,6 +64,7 @@ class Pages:
                 "load_fraction": engine.load_fraction,
                 "detail": detail if storable else f"{detail}; the files in the state directory cannot be used",
                 "storage": "ok" if storable else "unavailable",
+                **({"proxy": PROXY_NOT_TRUSTED} if self._tells_of_proxy(request) else {}),
             },
             status_code=200 if ready else 503,
         )
@@ -73,11 +78,17 @@ class Pages:
         body, media_type = await self._scrape.page(request.headers.get("accept", ""))
         return Response(body, media_type=media_type)
 
+    def _caller(self, request: Request) -> Caller:
+        return self._context.proxies.caller(request.client.host if request.client else "", request.headers)
+
+    def _tells_of_proxy(self, request: Request) -> bool:
+        return self._caller(request).on_this_machine and self._context.proxies.sees_untrusted
+
     def _admit(self, request: Request) -> None:
         context = self._context
         access = context.settings.metrics_access
         check_query(request.scope["query_string"])
-        caller = context.proxies.caller(request.client.host if request.client else "", request.headers)
+        caller = self._caller(request)
         if access in ("loopback", "either") and caller.on_this_machine:
             return
         if access == "loopback":

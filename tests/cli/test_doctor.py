@@ -143,9 +143,12 @@ def test_a_port_in_use_by_another_program(cli: Cli, monkeypatch: pytest.MonkeyPa
 
 
 class _Healthy(http.server.BaseHTTPRequestHandler):
+    answer = b""
+
     def do_GET(self) -> None:
         self.send_response(200)
         self.end_headers()
+        self.wfile.write(self.answer)
 
     def log_message(self, *_arguments: object) -> None:
         pass
@@ -165,6 +168,31 @@ def test_a_port_at_which_the_daemon_answers(cli: Cli, monkeypatch: pytest.Monkey
             answering.join()
     assert code == 0
     assert "a daemon answers" in found["port"]["detail"]
+
+
+class _BehindAProxy(_Healthy):
+    """What the daemon answers that has seen a proxy it does not trust."""
+
+    answer = b'{"state": "ready", "proxy": "not_trusted"}'
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize(("handler", "verdict"), [(_Healthy, "ok"), (_BehindAProxy, "warning")])
+def test_a_proxy_that_the_daemon_does_not_trust(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch, handler: type[_Healthy], verdict: str
+) -> None:
+    """The daemon is asked; the hint says what to set."""
+    with http.server.HTTPServer(("127.0.0.1", 0), handler) as daemon:
+        answering = threading.Thread(target=daemon.serve_forever)
+        answering.start()
+        try:
+            monkeypatch.setenv("INFERENCECENTER_SERVER__PORT", str(daemon.server_port))
+            code, found = _found(cli)
+        finally:
+            daemon.shutdown()
+            answering.join()
+    assert (code, found["proxy"]["verdict"]) == (0, verdict)
+    assert ("server.trusted_proxies" in found["proxy"]["hint"]) == (verdict == "warning")
 
 
 @pytest.mark.usefixtures("quick")

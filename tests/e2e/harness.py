@@ -87,9 +87,11 @@ class Daemon:
         return (self.state_dir / "admin.token").read_text().strip()
 
     def get(self, path: str) -> tuple[int, str]:
-        """Fetch ``path`` over HTTP: status and body."""
+        """Fetch ``path`` over HTTP: status and body; metrics with the token that they need."""
+        headers = {"Authorization": f"Bearer {self.admin_token}"} if path == "/metrics" else {}
+        asking = urllib.request.Request(f"http://127.0.0.1:{self.port}{path}", headers=headers)
         try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=60) as answer:
+            with urllib.request.urlopen(asking, timeout=60) as answer:
                 return answer.status, answer.read().decode()
         except urllib.error.HTTPError as error:
             return error.code, error.read().decode()

@@ -288,10 +288,9 @@ class Running:
 
     async def http(self, path: str, headers: str = "", *, method: str = "GET") -> tuple[int, str, bytes]:
         """Make a plain request, a GET unless told otherwise; returns status, head and body."""
+        host = "" if headers.startswith("Host:") else f"Host: 127.0.0.1:{self.port}\r\n"
         reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
-        writer.write(
-            f"{method} {path} HTTP/1.1\r\nHost: 127.0.0.1:{self.port}\r\nConnection: close\r\n{headers}\r\n".encode()
-        )
+        writer.write(f"{method} {path} HTTP/1.1\r\n{host}Connection: close\r\n{headers}\r\n".encode())
         answer = await reader.read()
         writer.close()
         head, _, body = answer.partition(b"\r\n\r\n")
@@ -345,7 +344,7 @@ async def running_server(
     def stop() -> None:
         listener.stop()
 
-    chosen = ServerSettings(**{"port": 0, "shutdown_timeout_s": 0, **settings})
+    chosen = ServerSettings(**{"port": 0, "shutdown_timeout_s": 0, "metrics_access": "either", **settings})
     context = Context.create(
         chosen,
         models=engine,

@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING
 import pytest
 from prometheus_client.openmetrics import parser as openmetrics_parser
 from prometheus_client.parser import text_string_to_metric_families
+from structlog.testing import capture_logs
 
 import inferencecenter
 from inferencecenter.hardware.nvml import GpuReading, Gpus
 from inferencecenter.ipc.port import EngineState, EngineStatus
 from inferencecenter.server.scrape import show_gpus
 from inferencecenter.sessions.journal import StorageFault
+from inferencecenter.settings import ServerSettings
 from inferencecenter.telemetry.metrics import Metrics
 from tests.server.harness import Running, StubJournal, ready
 
@@ -186,6 +188,11 @@ async def test_a_strange_wish_gets_the_plain_page(server: Running, accept: str) 
         ("loopback", PROXIED + "Authorization: Bearer {operator}\r\n", 403),
         ("either", "", 200),
         ("either", PROXIED, 401),
+        ("either", "Host: chat.example.org\r\n", 401),
+        ("either", "Via: 1.1 proxy\r\n", 401),
+        ("loopback", "Host: chat.example.org\r\n", 403),
+        (None, "", 401),
+        (None, "Authorization: Bearer {operator}\r\n", 200),
         ("either", PROXIED + "Authorization: Bearer {operator}\r\n", 200),
         ("either", PROXIED + "Authorization: Bearer {user}\r\n", 403),
         ("either", PROXIED + "Authorization: Bearer wrong\r\n", 401),
@@ -194,9 +201,10 @@ async def test_a_strange_wish_gets_the_plain_page(server: Running, accept: str) 
         ("token", "X-Client-ID: desk\r\nX-API-Key: desk-key\r\n", 200),
     ],
 )
-async def test_who_may_read_the_metrics(serve: Serve, access: str, headers: str, status: int) -> None:
-    """The setting decides; a proxy on this machine does not make its visitors local."""
-    async with serve(metrics_access=access) as server:
+async def test_who_may_read_the_metrics(serve: Serve, access: str | None, headers: str, status: int) -> None:
+    """The setting decides, by default for tokens; a proxy that shows itself does not make its visitors local."""
+    default = ServerSettings().metrics_access
+    async with serve(metrics_access=access or default) as server:
         server.accounts.ensure_client("op", max_sessions=1, priority="normal", scopes=["operator"])
         operator = server.accounts.create_token("op").token
         answer = await server.http("/metrics", headers.format(operator=operator, user=server.token))
@@ -208,3 +216,25 @@ async def test_a_token_in_the_address_of_the_metrics_is_refused(serve: Serve) ->
     """As for sockets."""
     async with serve(metrics_access="token") as server:
         assert (await server.http(f"/metrics?token={server.token}"))[0] == 400
+
+
+async def test_local_callers_learn_of_a_proxy_that_is_not_trusted(server: Running) -> None:
+    """One line of the log, and a word in the page of readiness for callers on this machine."""
+
+    async def told(headers: str = "") -> str | None:
+        found: str | None = json.loads((await server.http("/readyz", headers))[2]).get("proxy")
+        return found
+
+    assert await told() is None
+    with capture_logs() as logs:
+        for _ in range(3):
+            assert await told("Host: chat.example.org\r\n") is None
+    assert [(line["event"], line["host"]) for line in logs] == [("proxy_not_trusted", "chat.example.org")]
+    assert await told() == "not_trusted"
+
+
+async def test_a_trusted_proxy_is_nothing_to_tell(serve: Serve) -> None:
+    """Nor is a program on this machine."""
+    async with serve(trusted_proxies=("127.0.0.1",)) as server:
+        await server.http("/readyz", "Host: chat.example.org\r\n" + PROXIED)
+        assert not server.context.proxies.sees_untrusted
