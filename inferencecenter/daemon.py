@@ -13,8 +13,8 @@ import fcntl
 import os
 import resource
 import time
-from contextlib import AsyncExitStack, ExitStack
-from dataclasses import dataclass
+from contextlib import AsyncExitStack, ExitStack, aclosing
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
@@ -43,6 +43,7 @@ from inferencecenter.server.tls import Certificate
 from inferencecenter.sessions.registry import Sessions
 from inferencecenter.sessions.store.schema import DATABASE_NAME
 from inferencecenter.sessions.store.store import Store
+from inferencecenter.sessions.template_process import TemplateProcesses
 from inferencecenter.signals import heed_signals
 from inferencecenter.supervisor.guard import ThermalGuard
 from inferencecenter.supervisor.kv_places import remove_ram
@@ -101,6 +102,7 @@ class _Prepared:
     certificate: Certificate | None
     traces: Traces | None
     read_again: Callable[[], Settings]
+    templates: TemplateProcesses = field(default_factory=TemplateProcesses)
 
     @property
     def tls(self) -> ssl.SSLContext | None:
@@ -183,7 +185,14 @@ async def _run(settings: Settings, prepared: _Prepared, *, on_listening: Callabl
         engines=lambda: models.supervisors, measure=reader(settings.memory, settings.gpu), metrics=metrics
     )
     allowances = Allowances(accounts, defaults=settings.limits, clock=time.time, monotonic=time.monotonic)
-    sessions = _sessions(settings, prepared, models, observer=metrics, admit=memory.admit, allowance_of=allowances.of)
+    sessions = _sessions(
+        settings,
+        prepared,
+        models,
+        observer=metrics,
+        admit=memory.admit,
+        allowance_of=allowances.of,
+    )
     reporter = _reporter(settings, models, gpu, totals=sessions.totals)
     context = Context.create(
         settings.server,
@@ -235,7 +244,7 @@ async def _run(settings: Settings, prepared: _Prepared, *, on_listening: Callabl
             store.purge(kind, name)
 
     models.subscribe(stop_when_hopeless)
-    async with AsyncExitStack() as running:
+    async with aclosing(prepared.templates), AsyncExitStack() as running:
         if store is not None:
             running.push_async_callback(store.close)
             store.watch(context.storage_changed)
@@ -290,6 +299,7 @@ def _sessions(  # noqa: PLR0913 - keyword-only
 ) -> Sessions:
     return Sessions(
         engines=engines,
+        renderers=prepared.templates,
         config_params=prepared.config_params,
         max_sessions=settings.sessions.max_sessions,
         default_ttl_s=settings.sessions.default_ttl_s,

@@ -19,6 +19,7 @@ from inferencecenter.protocol import requests
 from inferencecenter.protocol.events import ContextShifted, End, Error, Progress, Queued, Reasoning, Token
 from inferencecenter.sessions.client import Client
 from inferencecenter.sessions.registry import Sessions
+from inferencecenter.sessions.template_process import TemplateProcesses
 from inferencecenter.settings import bundled_model
 from inferencecenter.supervisor.corrections import Corrections
 from inferencecenter.supervisor.kv_places import KvPlaces
@@ -111,6 +112,7 @@ async def _ask(
 ) -> Answered:
     config_params = parse_config_params(settings)
     supervisor = _supervisor(spec, settings)
+    templates = TemplateProcesses()
     turn = _Turn(on_event)
 
     def moved(status: EngineStatus) -> None:
@@ -129,12 +131,17 @@ async def _ask(
         if supervisor.load_failure is not None:
             raise supervisor.load_failure
         sessions = Sessions(
-            engines=_OneModel(spec, supervisor), config_params=config_params, max_sessions=1, default_ttl_s=None
+            engines=_OneModel(spec, supervisor),
+            renderers=templates,
+            config_params=config_params,
+            max_sessions=1,
+            default_ttl_s=None,
         )
         turn.begin(sessions, question)
         return Answered(end=await turn.ended, interrupted=turn.interrupted)
     finally:
         await supervisor.stop(suspend_deadline_s=_STOP_S)
+        await templates.aclose()
 
 
 class _Turn:

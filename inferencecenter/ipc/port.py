@@ -73,8 +73,19 @@ class EngineTurn(Protocol):
     def n_tokens(self) -> int:
         """Tokens it has generated so far."""
 
+    def prepare(self, then: Callable[[], None]) -> bool:
+        """Tell whether ``submission`` can be asked for now; if not, call ``then`` when to ask this again.
+
+        Only the last ``then`` is called, on the event loop and never before this returns.
+
+        Raises:
+            InferenceCenterError: It cannot run; ``submission`` raises the same.
+        """
+
     def submission(self) -> Submit:
         """Return the turn, or what is left of it, as it is to run now; asked for each time an engine takes it.
+
+        To be called when ``prepare`` has returned true.
 
         Raises:
             InferenceCenterError: It cannot run; it is told ``Failed`` with this.

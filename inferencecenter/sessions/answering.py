@@ -6,7 +6,7 @@ An unexpected exception ends the turn it comes from and nothing else. Whatever t
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final, Protocol
 
 import msgspec
@@ -16,11 +16,11 @@ from inferencecenter.errors import ErrorCode, InferenceCenterError
 from inferencecenter.ipc.messages import Delta, Failed, Finished, Overflowed, Position, Progress, Started, Withdrawn
 from inferencecenter.sessions.allowance import check_model
 from inferencecenter.sessions.history import TOKEN_BYTES
-from inferencecenter.sessions.prompt import after_turn, messages_of, unread_prompt
+from inferencecenter.sessions.prompt import after_turn, messages_of, prompt_of, unread_prompt
 from inferencecenter.sessions.records import Ordered
 from inferencecenter.sessions.shift import plan_shift
 from inferencecenter.sessions.states import TurnChange, TurnState
-from inferencecenter.sessions.submission import failed, never_began, order_for, prompt_for, submission
+from inferencecenter.sessions.submission import failed, never_began, order_for, render_input, submission
 from inferencecenter.sessions.tracing import end_trace, trace_turn
 
 if TYPE_CHECKING:
@@ -31,7 +31,9 @@ if TYPE_CHECKING:
     from inferencecenter.sessions.facts import SessionFacts, Surroundings
     from inferencecenter.sessions.history import History
     from inferencecenter.sessions.models import Serving
-    from inferencecenter.sessions.prompt import Prompt
+    from inferencecenter.sessions.prompt import PromptPlan
+    from inferencecenter.sessions.records import TurnOrder
+    from inferencecenter.sessions.rendering import RenderResult
     from inferencecenter.sessions.stream import EventStream
     from inferencecenter.sessions.turn import Outcome, Turn
 
@@ -82,6 +84,9 @@ class Answering:
         self._facts = facts
         self._around = around
         self._speechless = False
+        # Whether the prompt was made shorter, and is not read yet.
+        self._shifted = False
+        self._rendering: _Rendering | None = None
         self._counts = False
         self._is_over = False
         self._allowance = around.allowance_of(facts.client_id, turn.order.token_id)
@@ -109,24 +114,29 @@ class Answering:
 
     # What the engine asks and says.
 
+    def prepare(self, then: Callable[[], None]) -> bool:
+        """Tell whether the turn's prompt is there, rendered for the model that serves; if not, have it rendered.
+
+        Raises:
+            InferenceCenterError: ``model_not_found`` when another model has begun to answer, ``nothing_to_abort`` for a
+                turn that is over, and what the template says against the conversation.
+        """
+        try:
+            return self._is_prompted(then)
+        except InferenceCenterError:
+            self._speechless = self.turn.n_tokens > 0
+            raise
+
     def submission(self) -> Submit:
         """Return the turn, or what is left of it, as it is to run now.
 
         Raises:
-            InferenceCenterError: See ``prepare``; ``nothing_to_abort`` for a turn that is over.
+            InferenceCenterError: See ``prepare``.
         """
-        turn = self.turn
-        if turn.state.is_terminal:
-            raise InferenceCenterError(ErrorCode.NOTHING_TO_ABORT, f"turn {turn.turn_id} is over")
-        before = turn.order
-        try:
-            prompt = self.prepare()
-        except InferenceCenterError:
-            self._speechless = turn.n_tokens > 0
-            raise
-        if turn.order != before:
-            self._stream.write(self._ordered(self._stream.seq))
-        return submission(turn, prompt, facts=self._facts, around=self._around)
+        prepared = self.prepare(_nothing)
+        assert prepared, "it is asked for when the turn is prepared"
+        assert self.turn.prompt is not None
+        return submission(self.turn, self.turn.prompt, facts=self._facts, around=self._around)
 
     def hear(self, event: TurnEvent) -> None:
         """Take an event; whatever comes after the turn's end is late and means nothing."""
@@ -143,6 +153,7 @@ class Answering:
             case Position() if state is TurnState.QUEUED:
                 self._move(event.position)
             case Started() if state is TurnState.QUEUED:
+                self._shifted = False
                 self._spend(turn.start(event, now=self._around.monotonic()))
             case Overflowed():
                 self._overflow(event)
@@ -173,27 +184,6 @@ class Answering:
 
     # What its session asks.
 
-    def prepare(self) -> Prompt:
-        """Return the turn's prompt, rendered for the model that serves.
-
-        Raises:
-            InferenceCenterError: ``model_not_found`` when another model has begun to answer, and what the template says
-                against the conversation.
-        """
-        turn, serving = self.turn, self._answers
-        made_by = serving.made_by()
-        if turn.prompt is not None and turn.order.made_by == made_by:
-            return turn.prompt
-        if turn.n_tokens and turn.order.made_by != made_by:
-            raise InferenceCenterError(ErrorCode.MODEL_NOT_FOUND, "The model that began this answer is not loaded.")
-        order = order_for(turn, serving, facts=self._facts, around=self._around)
-        history = self._history.made_for(made_by)
-        renderer = serving.renderer(self._facts.mode)
-        prompt = prompt_for(order, history, renderer=renderer)
-        turn.ask(prompt, order, written=renderer.written)
-        self._history = history
-        return prompt
-
     def hand_over(self) -> None:
         """Submit the turn, of which nobody has been told.
 
@@ -202,8 +192,12 @@ class Answering:
         """
         self._allowance.check_turn()
         self._serving = self._choose()
-        self.prepare()
-        self.turn.position = self._serving.engine.submit(self)
+        try:
+            self.prepare(_nothing)  # also while there is no engine that asks for it
+            self.turn.position = self._serving.engine.submit(self)
+        except InferenceCenterError:
+            self._withdraw()
+            raise
         self._allowance.begin_turn()
         self._counts = True
 
@@ -247,6 +241,58 @@ class Answering:
         """End the turn without waiting for the engine; the history is as it was before."""
         self._contain(lambda: self._over(self._history, self.turn.cut_short("aborted", now=self._around.monotonic())))
         self._answers.engine.abort(self.turn_id)
+
+    # Its prompt.
+
+    def _is_prompted(self, then: Callable[[], None]) -> bool:
+        turn, serving = self.turn, self._answers
+        if turn.state.is_terminal:
+            raise InferenceCenterError(ErrorCode.NOTHING_TO_ABORT, f"turn {turn.turn_id} is over")
+        made_by = serving.made_by()
+        if turn.prompt is not None and turn.order.made_by == made_by:
+            return True
+        if turn.n_tokens and turn.order.made_by != made_by:
+            raise InferenceCenterError(ErrorCode.MODEL_NOT_FOUND, "The model that began this answer is not loaded.")
+        rendering = self._rendering
+        if rendering is None or not rendering.is_of(turn.order, made_by):
+            self._withdraw()
+            rendering = self._rendering = self._render(serving, made_by)
+        rendering.then = then
+        if rendering.result is None:
+            return False
+        self._take_prompt(rendering, rendering.result)
+        return True
+
+    def _render(self, serving: Serving, made_by: str) -> _Rendering:
+        asked = self.turn.order
+        order = order_for(self.turn, serving, facts=self._facts, around=self._around)
+        history = self._history.made_for(made_by)
+        plan, conversation = render_input(order, history)
+        renderer = serving.renderer(self._facts.mode)
+        rendering = _Rendering(asked, made_by, order, history, plan, renderer.implied_bos)
+        rendering.withdraw = renderer.render(conversation, client_id=self._facts.client_id, done=rendering.finish)
+        return rendering
+
+    def _take_prompt(self, rendering: _Rendering, result: RenderResult) -> None:
+        """Have the turn submit what was rendered.
+
+        Raises:
+            InferenceCenterError: Why nothing was, or see ``Turn.ask``.
+        """
+        if isinstance(result, InferenceCenterError):
+            raise result
+        prompt = prompt_of(rendering.history, rendering.plan, result, implied_bos=rendering.implied_bos)
+        self.turn.ask(prompt, rendering.order, written=result.written)
+        self._history = rendering.history
+        self._rendering = None
+        if rendering.order != rendering.asked:
+            self._stream.write(self._ordered(self._stream.seq))
+
+    def _withdraw(self) -> None:
+        """Have nothing rendered any more."""
+        rendering, self._rendering = self._rendering, None
+        if rendering is not None:
+            rendering.withdraw()
 
     # Which model answers.
 
@@ -306,7 +352,8 @@ class Answering:
 
     def _shift(self, event: Overflowed) -> bool:
         """Submit the turn again without the oldest ones; ``False`` if there are none to give up."""
-        turn, around, prompt = self.turn, self._around, self.prepare()
+        turn, around, prompt = self.turn, self._around, self.turn.prompt
+        assert prompt is not None, "the engine had it"
         engine, n_ctx = self._answers.engine, self._answers.model().n_ctx
         shift = plan_shift(self._history, prompt, total=event.n_tokens, answered=turn.n_tokens, n_ctx=n_ctx)
         if shift is None:
@@ -315,11 +362,11 @@ class Answering:
         turn.order = replace(before, rendered_at=around.local_time().isoformat(), view=shift.view)
         turn.prompt = None
         try:
-            self.prepare()
             position = engine.submit(self)
         except InferenceCenterError:
             turn.order, turn.prompt = before, prompt
             raise
+        self._shifted = True
         turn.shift(event, now=around.monotonic())
         shifted = self._stream.context_shifted(turn, shift)
         self._stream.tell(shifted, self._ordered(shifted.seq))
@@ -355,7 +402,9 @@ class Answering:
     def _fail(self, failure: Failed) -> None:
         """End a turn that cannot go on; it leaves something behind only if it was to end, or nobody could continue."""
         turn = self.turn
-        if self._speechless:
+        if self._speechless and self._shifted:
+            self._cut_short("context_full", f"The context could not be shifted: {failure.message}")
+        elif self._speechless:
             self._cut_short("aborted", f"The answer could not be continued: {failure.message}")
         elif turn.cut is not None:
             self._cut_short(turn.cut)
@@ -376,6 +425,7 @@ class Answering:
         self._is_over = True
 
     def _count_end(self) -> None:
+        self._withdraw()
         if self._counts:
             self._counts = False
             self._allowance.end_turn()
@@ -428,7 +478,7 @@ class Answering:
         prompt = turn.prompt
         if prompt is None:
             prompt = unread_prompt(self._history, messages_of(turn.order.request), turn.order.view)
-        keeps_end = end is not None and self._answers.renderer(self._facts.mode).keeps_end
+        keeps_end = self._facts.mode != "raw"
         return after_turn(self._history, prompt, answer=turn.answer, end=end, keeps_end=keeps_end)
 
     def _ordered(self, seq: int) -> Ordered:
@@ -438,3 +488,36 @@ class Answering:
 
     def _eta_ms(self) -> float | None:
         return self._around.eta_ms(self._answers, self.turn.position)
+
+
+@dataclass(slots=True)
+class _Rendering:
+    """A prompt that is being rendered: for the order that was ``asked`` for, by the model ``made_by``.
+
+    It becomes the prompt of ``order`` on top of ``history``. ``then`` is called when there is a ``result``, but for one
+    that is there at once.
+    """
+
+    asked: TurnOrder
+    made_by: str
+    order: TurnOrder
+    history: History
+    plan: PromptPlan
+    implied_bos: str
+    then: Callable[[], None] | None = None
+    result: RenderResult | None = None
+    withdraw: Callable[[], None] = lambda: None
+
+    def is_of(self, order: TurnOrder, made_by: str) -> bool:
+        """Tell whether this is what the order takes now."""
+        return self.asked is order and self.made_by == made_by
+
+    def finish(self, result: RenderResult) -> None:
+        """Take what became of it."""
+        self.result = result
+        if self.then is not None:
+            self.then()
+
+
+def _nothing() -> None:
+    pass

@@ -12,7 +12,8 @@ import structlog
 from inferencecenter.errors import ErrorCode, InferenceCenterError
 from inferencecenter.ipc.port import EngineState
 from inferencecenter.protocol.params import Params, merge, parse_params
-from inferencecenter.sessions.template import ChatTemplate, RawText
+from inferencecenter.sessions.rendering import InlineRenderer
+from inferencecenter.sessions.template import RawText
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -21,17 +22,18 @@ if TYPE_CHECKING:
     from inferencecenter.ipc.port import EnginePort, EnginesPort, EngineStatus
     from inferencecenter.protocol.values import Mode
     from inferencecenter.sessions.facts import SessionFacts
-    from inferencecenter.sessions.template import Renderer
+    from inferencecenter.sessions.rendering import PromptRenderer, PromptRenderers
 
 _FINGERPRINT_CHARS: Final = 32
 _RETRY_MS: Final = 1000
+_RAW: Final = InlineRenderer(RawText())
 _LOST: Final = (EngineState.BACKOFF, EngineState.FAILED)
 
 _log = structlog.get_logger(__name__)
 
 
 class Serving:
-    """A model and its engine, and how it writes conversations; its template is compiled once.
+    """A model and its engine, and what renders its conversations.
 
     A turn that has begun stays with the one that it has, also when another serves under the same name.
 
@@ -39,13 +41,15 @@ class Serving:
         name: What clients call it.
         engine: What runs it, loaded or not.
         want: Has it loaded; raises if it cannot be.
+        renderers: What renders conversations with its chat template.
     """
 
-    def __init__(self, name: str, engine: EnginePort, *, want: Callable[[], None]) -> None:
+    def __init__(self, name: str, engine: EnginePort, *, want: Callable[[], None], renderers: PromptRenderers) -> None:
         self.name = name
         self.engine = engine
         self._want = want
-        self._template: tuple[str, ChatTemplate] | None = None
+        self._renderers = renderers
+        self._renderer: tuple[str, PromptRenderer] | None = None
         self._named: tuple[ModelInfo, str] | None = None
         self._recommended: tuple[ModelInfo, Params] | None = None
 
@@ -97,18 +101,18 @@ class Serving:
             self._recommended = (model, recommended_params(model))
         return self._recommended[1]
 
-    def renderer(self, mode: Mode) -> Renderer:
-        """Return how the model has a session of this mode written.
+    def renderer(self, mode: Mode) -> PromptRenderer:
+        """Return what renders sessions of this mode.
 
         Raises:
-            InferenceCenterError: ``internal`` when its template does not compile, and see ``model``.
+            InferenceCenterError: ``internal`` when the model's template is known not to compile, and see ``model``.
         """
         if mode == "raw":
-            return RawText()
+            return _RAW
         made_by = self.made_by()
-        if self._template is None or self._template[0] != made_by:
-            self._template = (made_by, ChatTemplate(self.model()))
-        return self._template[1]
+        if self._renderer is None or self._renderer[0] != made_by:
+            self._renderer = (made_by, self._renderers.of(self.model()))
+        return self._renderer[1]
 
 
 class Engines:
@@ -117,10 +121,12 @@ class Engines:
     Args:
         port: What runs them.
         config_params: The configuration's level of parameters, which is the same for all.
+        renderers: What renders conversations with chat templates.
     """
 
-    def __init__(self, port: EnginesPort, *, config_params: Params) -> None:
+    def __init__(self, port: EnginesPort, *, config_params: Params, renderers: PromptRenderers) -> None:
         self._port = port
+        self._renderers = renderers
         self._config_params = config_params
         self._servings: dict[str, Serving] = {}
 
@@ -138,7 +144,9 @@ class Engines:
         engine = self._port.engine(name)
         serving = self._servings.get(name)
         if serving is None or serving.engine is not engine:
-            serving = self._servings[name] = Serving(name, engine, want=partial(self._port.want, name))
+            serving = self._servings[name] = Serving(
+                name, engine, want=partial(self._port.want, name), renderers=self._renderers
+            )
         return serving
 
     def n_ctx(self, facts: SessionFacts) -> int:

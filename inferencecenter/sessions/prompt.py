@@ -11,33 +11,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from inferencecenter.errors import InferenceCenterError
 from inferencecenter.protocol.values import ChatMessage
 from inferencecenter.sessions.history import TOKEN_BYTES, History, View
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from datetime import datetime
-
     from inferencecenter.ipc.messages import Finished, Piece
     from inferencecenter.protocol.requests import Infer
-    from inferencecenter.protocol.values import Tool
-    from inferencecenter.sessions.quoting import Rendering
-    from inferencecenter.sessions.template import Renderer
-
-
-@dataclass(frozen=True, slots=True)
-class Writer:
-    """Has a conversation written as a turn wants it: at its time, with its tools, thinking or not."""
-
-    renderer: Renderer
-    now: datetime
-    tools: tuple[Tool, ...] = ()
-    thinking: bool | None = None
-
-    def write(self, messages: Sequence[ChatMessage], *, asks: bool = True) -> Rendering:
-        """Return the conversation as text; see ``Renderer.render``, also for what it raises."""
-        return self.renderer.render(messages, now=self.now, asks=asks, tools=self.tools, thinking=self.thinking)
+    from inferencecenter.sessions.rendering import RenderedPrompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,29 +64,36 @@ def n_kept(messages: tuple[ChatMessage, ...], n_keep: int) -> int:
     return min(n_system + n_keep, len(messages))
 
 
-def next_prompt(history: History, new: tuple[ChatMessage, ...], *, writer: Writer, n_keep: int = 0) -> Prompt:
-    """Return what to submit to have ``new`` answered.
+@dataclass(frozen=True, slots=True)
+class PromptPlan:
+    """What a turn is about to submit: the ``view`` of ``messages``, with the history's tokens unless it is ``anew``."""
 
-    Raises:
-        InferenceCenterError: See ``Renderer.render``.
+    messages: tuple[ChatMessage, ...]
+    view: View
+    anew: bool = False
+
+
+def next_view(history: History, messages: tuple[ChatMessage, ...], *, n_keep: int = 0) -> View:
+    """Return what is read of ``messages``, which go on from those of the history."""
+    return View(n_kept(messages, n_keep), history.view.resumes_at)
+
+
+def prompt_of(history: History, plan: PromptPlan, rendered: RenderedPrompt, *, implied_bos: str) -> Prompt:
+    """Return what to submit to have the last of the plan's messages answered, which go on from those of the history.
+
+    ``implied_bos`` is the text of the token that the engine puts first by itself, empty when it does not.
     """
-    messages = history.messages + new
-    view = View(n_kept(messages, n_keep), history.view.resumes_at)
-    rendering = writer.write(view.of(messages))
-    covered = len(history.covered)
-    if history.tokens and rendering.text.startswith(history.covered):
-        return Prompt(messages, view, rendering.text, history.tokens, rendering.pieces(covered))
-    return _from_the_start(messages, view, rendering, writer)
-
-
-def whole_prompt(messages: tuple[ChatMessage, ...], view: View, *, writer: Writer) -> Prompt:
-    """Return what to submit to have the last of ``messages`` answered, of which only ``view`` is read.
-
-    Raises:
-        InferenceCenterError: See ``Renderer.render``.
-    """
-    rendering = writer.write(view.of(messages))
-    return _from_the_start(messages, view, rendering, writer)
+    messages, view = plan.messages, plan.view
+    rendering = rendered.rendering
+    if not plan.anew and history.tokens and rendering.text.startswith(history.covered):
+        return Prompt(messages, view, rendering.text, history.tokens, rendering.pieces(len(history.covered)))
+    # The engine puts the BOS token before what comes first; the template's own would be a second one.
+    start = len(implied_bos) if rendering.text.startswith(implied_bos) else 0
+    shared: tuple[Piece, ...] = ()
+    if rendered.system_end > start:
+        shared, start = rendering.pieces(start, rendered.system_end), rendered.system_end
+    pieces = shared + rendering.pieces(start)
+    return Prompt(messages, view, rendering.text, b"", pieces, len(shared))
 
 
 def unread_prompt(history: History, new: tuple[ChatMessage, ...], view: View | None) -> Prompt:
@@ -142,30 +129,3 @@ def after_turn(history: History, prompt: Prompt, *, answer: Answer, end: Finishe
         made_by=history.made_by,
     )
     return history.after(answer.turn_id, now, goes_on=bool(prompt.tokens))
-
-
-def _from_the_start(messages: tuple[ChatMessage, ...], view: View, rendering: Rendering, writer: Writer) -> Prompt:
-    # The engine puts the BOS token before what comes first; the template's own would be a second one.
-    implied_bos = writer.renderer.implied_bos
-    start = len(implied_bos) if rendering.text.startswith(implied_bos) else 0
-    shared: tuple[Piece, ...] = ()
-    end = _system_end(messages, rendering, writer)
-    if end > start:
-        shared, start = rendering.pieces(start, end), end
-    pieces = shared + rendering.pieces(start)
-    return Prompt(messages, view, rendering.text, b"", pieces, len(shared))
-
-
-def _system_end(messages: tuple[ChatMessage, ...], rendering: Rendering, writer: Writer) -> int:
-    """Return how many characters at the beginning come from the system prompt alone, 0 when that cannot be told.
-
-    A template may need more than a system prompt, or write it elsewhere. And what is cut where no special token begins
-    might be other tokens than it is uncut.
-    """
-    if messages[0].role != "system" or len(messages) == 1:
-        return 0
-    try:
-        alone = writer.write(messages[:1], asks=False).text
-    except InferenceCenterError:
-        return 0
-    return len(alone) if rendering.text.startswith(alone) and rendering.begins_special(len(alone)) else 0

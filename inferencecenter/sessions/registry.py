@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from inferencecenter.sessions.models import Serving
     from inferencecenter.sessions.news import Reader
     from inferencecenter.sessions.records import Kept
+    from inferencecenter.sessions.rendering import PromptRenderers
     from inferencecenter.sessions.totals import Totals, TurnObserver
     from inferencecenter.sessions.tracing import Tracer
 
@@ -78,6 +79,7 @@ class Sessions:
 
     Args:
         engines: What answers.
+        renderers: What renders conversations with the models' chat templates.
         config_params: The configuration's level of parameters.
         max_sessions: Open sessions of all clients together.
         default_ttl_s: Idle seconds after which a session expires that sets no own.
@@ -106,6 +108,7 @@ class Sessions:
         self,
         *,
         engines: EnginesPort,
+        renderers: PromptRenderers,
         config_params: Params,
         # Limits
         max_sessions: int,
@@ -146,7 +149,7 @@ class Sessions:
             expire=self._expire,
         )
         self._around = Surroundings(
-            engines=Engines(engines, config_params=config_params),
+            engines=Engines(engines, config_params=config_params, renderers=renderers),
             journal=self._journal,
             clock=clock,
             monotonic=monotonic,

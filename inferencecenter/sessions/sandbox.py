@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from jinja2.runtime import Context
 
 MAX_OPERATIONS: Final = 2_000_000
-MAX_CHARS: Final = 64 * 1024 * 1024
+MAX_CHARS: Final = 32 * 1024 * 1024
 _MAX_NUMBER: Final = 10_000_000
 _MAX_EXPONENT: Final = 64
 _NOT_ASCII: Final = re.compile(r"[^\x00-\x7f\ud800-\udfff]")

@@ -11,8 +11,9 @@ from inferencecenter.ipc.messages import Failed, Submit
 from inferencecenter.protocol.params import Params, encode, merge, parse_params
 from inferencecenter.sessions.allowance import check_model, limited
 from inferencecenter.sessions.client import PRIORITY_RANK
-from inferencecenter.sessions.prompt import Writer, messages_of, next_prompt, whole_prompt
+from inferencecenter.sessions.prompt import PromptPlan, messages_of, next_view
 from inferencecenter.sessions.records import TurnOrder
+from inferencecenter.sessions.rendering import RenderInput
 
 if TYPE_CHECKING:
     from inferencecenter.ipc.messages import Overflowed
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     from inferencecenter.sessions.history import History
     from inferencecenter.sessions.models import Serving
     from inferencecenter.sessions.prompt import Prompt
-    from inferencecenter.sessions.template import Renderer
     from inferencecenter.sessions.turn import Turn
 
 
@@ -130,18 +130,18 @@ def order_for(turn: Turn, serving: Serving, *, facts: SessionFacts, around: Surr
     return replace(order, params=params, warnings=facts.warnings(params, chosen=facts.chosen | asked))
 
 
-def prompt_for(order: TurnOrder, history: History, *, renderer: Renderer) -> Prompt:
-    """Return what a turn submits on top of a history that is made for its model.
-
-    Raises:
-        InferenceCenterError: See ``Renderer.render``.
-    """
-    request, now = order.request, datetime.fromisoformat(order.rendered_at)
-    writer = Writer(renderer, now, tools=tuple(request.tools or ()), thinking=request.thinking)
-    new = messages_of(request)
-    if order.view is None:
-        return next_prompt(history, new, writer=writer, n_keep=order.params.n_keep)
-    return whole_prompt(history.messages + new, order.view, writer=writer)
+def render_input(order: TurnOrder, history: History) -> tuple[PromptPlan, RenderInput]:
+    """Return what a turn submits on top of a history, and what has to be rendered for it."""
+    request = order.request
+    messages = history.messages + messages_of(request)
+    view = next_view(history, messages, n_keep=order.params.n_keep) if order.view is None else order.view
+    conversation = RenderInput(
+        view.of(messages),
+        datetime.fromisoformat(order.rendered_at),
+        tools=tuple(request.tools or ()),
+        thinking=request.thinking,
+    )
+    return PromptPlan(messages, view, anew=order.view is not None), conversation
 
 
 def submission(turn: Turn, prompt: Prompt, *, facts: SessionFacts, around: Surroundings) -> Submit:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Final, Protocol
 
-import structlog
 from jinja2 import TemplateError
 from jinja2.meta import find_undeclared_variables
 
@@ -24,6 +23,7 @@ if TYPE_CHECKING:
     from inferencecenter.protocol.values import ChatMessage, Tool
     from inferencecenter.sessions.formats.detection import TemplateForm
     from inferencecenter.sessions.formats.written import Written
+    from inferencecenter.sessions.template_frames import TemplateSource
 
 CHATML: Final = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
@@ -34,8 +34,6 @@ CHATML: Final = (
 _SOME_DAY: Final = datetime(2026, 1, 1, tzinfo=UTC)
 _TRIAL_OPERATIONS: Final = 20_000
 _SWITCHES: Final = frozenset(("enable_thinking", "thinking"))
-
-_log = structlog.get_logger(__name__)
 
 
 class Renderer(Protocol):
@@ -110,9 +108,7 @@ class ChatTemplate:
 
     keeps_end = True
 
-    def __init__(self, model: ModelInfo) -> None:
-        if not model.chat_template:
-            _log.warning("chat_template_missing", model=model.name, used="chatml")
+    def __init__(self, model: ModelInfo | TemplateSource) -> None:
         source = model.chat_template or CHATML
         self._special = SpecialTexts(model.special_tokens)
         self._sandbox = TemplateSandbox()
@@ -211,8 +207,9 @@ def _unsuitable(
 
 
 def _broken(error: Exception) -> InferenceCenterError:
+    what = "it takes more memory than it may" if isinstance(error, MemoryError) else type(error).__name__
     return InferenceCenterError(
         ErrorCode.INTERNAL,
-        f"the model's chat template is in error: {type(error).__name__}: {str(error)[:200]}",
+        f"the model's chat template is in error: {what}: {str(error)[:200]}",
         hint='Sessions with mode "raw" use no template.',
     )

@@ -428,11 +428,15 @@ class Supervisor:
         self._change(EngineChange.ENDED)
 
     async def _let_turns_end(self, patience_s: float | None) -> None:
-        self._turns.hold()
         try:
             async with asyncio.timeout(patience_s):
+                # An engine that got ready just now runs what has waited for it; else two models could take turns for
+                # ever in which neither does anything.
+                await self._until(lambda: not self._turns.handing_over or self._state is not EngineState.READY)
+                self._turns.hold()
                 await self._until(lambda: not self.busy or self._state is not EngineState.READY)
         except TimeoutError:
+            self._turns.hold()
             _log.info("turns_wait_for_another_model", running=self._gauges.running)
 
     def _has_left(self, state: EngineState) -> bool:

@@ -1,13 +1,15 @@
 """The turns that have not ended, and which of them the engine has.
 
-A new engine may be met by a thousand turns that wait. Each is rendered when it is handed over, and may be megabytes
-long. So they are handed over one in a turn of the event loop, which serves everybody else in between, and only while
-what the engine has not read yet is within the channel's window: it goes on when that has drained. A turn that cannot be
-submitted ends by itself in its own turn of the loop, so that any number of them in a row is no recursion.
+A new engine may be met by a thousand turns that wait. Each is rendered before it is handed over, which does not hold up
+those behind it, and may be megabytes long. So they are handed over one in a turn of the event loop, which serves
+everybody else in between, and only while what the engine has not read yet is within the channel's window: it goes on
+when that has drained. A turn that cannot be submitted ends by itself in its own turn of the loop, so that any number of
+them in a row is no recursion.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Final, Protocol
 
 import structlog
@@ -53,7 +55,7 @@ class Turns:
 
     Args:
         call_soon: Arranges for a call in the next turn of the event loop.
-        changed: Called when the engine was given a turn that waited.
+        changed: Called when the engine was given a turn that waited, or when there is none to give any more.
         crash_limit: Where deaths of engines are counted by client.
     """
 
@@ -72,6 +74,8 @@ class Turns:
         self._waiting: dict[str, None] = {}
         # Those that were here before the engine: it may not refuse them for lack of room.
         self._accepted: set[str] = set()
+        # Those of them whose prompts are being rendered.
+        self._preparing: set[str] = set()
         self._given: set[str] = set()
         self._aborted: set[str] = set()
         self._leaving: set[str] = set()
@@ -92,12 +96,17 @@ class Turns:
         return len(self._waiting)
 
     @property
+    def handing_over(self) -> bool:
+        """Whether the engine is about to be given turns that wait, some of which may have to be rendered first."""
+        return self._handing_over or bool(self._preparing and self._engine is not None and not self._held)
+
+    @property
     def engine_is_busy(self) -> bool:
         """Whether the engine has something to do."""
         return bool(self._given or self._leaving)
 
     def add(self, turn: EngineTurn) -> bool:
-        """Keep a turn, and give it to the engine if that may have it now; tell whether it did.
+        """Keep a turn, and give it to the engine if that may have it now; tell whether it waits for no engine.
 
         Raises:
             InferenceCenterError: ``prompt_too_long``, ``rate_limited`` for one that has not begun of a client that has
@@ -105,12 +114,14 @@ class Turns:
         """
         if not turn.n_tokens:
             self._crash_limit.check(turn.client_id)
-        if self._engine is not None and self._engine.has_room and self._may_run(turn.turn_id):
+        may_run = self._engine is not None and self._engine.has_room and self._may_run(turn.turn_id)
+        if may_run and self._is_prepared(turn):
+            assert self._engine is not None
             self._give(turn, self._engine)
             return True
         self._turns[turn.turn_id] = turn
         self._waiting[turn.turn_id] = None
-        return False
+        return may_run
 
     def connect(self, engine: EngineLink) -> None:
         """Give the turns to a new engine, one after the other."""
@@ -130,6 +141,7 @@ class Turns:
             del self._turns[turn.turn_id]
             del self._waiting[turn.turn_id]
             self._accepted.discard(turn.turn_id)
+            self._preparing.discard(turn.turn_id)
             self._suspects.forget(turn.turn_id)
         return recalled
 
@@ -225,9 +237,11 @@ class Turns:
         """Give the engine one of the turns that wait, if it may have one, and arrange for the next."""
         self._handing_over = False
         if self._engine is None or (turn := self._next()) is None:
+            self._changed()
             return
         try:
-            self._give(turn, self._engine)
+            if self._is_prepared(turn):
+                self._give(turn, self._engine)
         except InferenceCenterError as error:
             self._end(_failed(turn.turn_id, error))
         # The border between the turns: a fault in what one of them has left to do must not reach the others.
@@ -238,12 +252,26 @@ class Turns:
         self._changed()
 
     def _next(self) -> EngineTurn | None:
-        """Return the turn that waits longest of those that may run now."""
+        """Return the turn that waits longest of those that may run now and have, or ask for, their prompts."""
         if self._engine is None or not self._engine.has_room or self._held:
             return None
         on_trial = self._suspects.on_trial
         names = self._waiting if on_trial is None else self._waiting.keys() & {on_trial}
-        return next((self._turns[turn_id] for turn_id in names if self._may_run(turn_id)), None)
+        return next(
+            (self._turns[turn_id] for turn_id in names if turn_id not in self._preparing and self._may_run(turn_id)),
+            None,
+        )
+
+    def _is_prepared(self, turn: EngineTurn) -> bool:
+        """Tell whether a turn's prompt is there; if not, the turns go on once it is."""
+        if turn.prepare(partial(self._prepared, turn.turn_id)):
+            return True
+        self._preparing.add(turn.turn_id)
+        return False
+
+    def _prepared(self, turn_id: str) -> None:
+        self._preparing.discard(turn_id)
+        self.go_on()
 
     def _may_run(self, turn_id: str) -> bool:
         if self._held or turn_id in self._leaving:
@@ -268,6 +296,7 @@ class Turns:
             return
         self._waiting.pop(turn_id, None)
         self._accepted.discard(turn_id)
+        self._preparing.discard(turn_id)
         self._given.discard(turn_id)
         self._aborted.discard(turn_id)
         _tell(turn, event)

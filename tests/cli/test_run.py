@@ -85,6 +85,11 @@ def children(pid: int) -> set[int]:
     return {int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()}
 
 
+def engines_of(pid: int) -> set[int]:
+    """The engines among them."""
+    return {each for each in children(pid) if b"engine\0--fd\0" in Path(f"/proc/{each}/cmdline").read_bytes()}
+
+
 def started(state_dir: Path) -> subprocess.Popen[bytes]:
     """Ask for an answer that does not end, as a shell does."""
     options = [f"-p{name}={json.dumps(value)}" for name, value in ENDLESS.items()]
@@ -215,7 +220,7 @@ def test_a_signal_ends_the_answer(state_dir: Path, number: signal.Signals, code:
     process = started(state_dir)
     assert process.stdout is not None
     first = process.stdout.read(5)
-    engines = children(process.pid)
+    engines = engines_of(process.pid)
     process.send_signal(number)
     rest, errors = process.communicate(timeout=TIMEOUT_S)
     assert (process.returncode, errors) == (code, b"")
@@ -242,12 +247,11 @@ def test_nobody_reads(state_dir: Path) -> None:
 def test_an_engine_that_is_lost_costs_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is started again and goes on with the next token: the text is that of an answer that was not interrupted."""
     monkeypatch.setenv("INFERENCECENTER_ENGINE__RESTART_BACKOFF_MIN_S", "0.01")
-    before = children(os.getpid())
     killed: list[int] = []
 
     def kill_once(event: Shown) -> None:
         if isinstance(event, Token) and not killed:
-            (engine,) = children(os.getpid()) - before
+            (engine,) = engines_of(os.getpid())
             killed.append(engine)
             os.kill(engine, signal.SIGKILL)
 
@@ -261,11 +265,10 @@ def test_an_engine_that_is_lost_costs_a_moment(monkeypatch: pytest.MonkeyPatch) 
 def test_an_engine_that_cannot_be_kept_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     """After its restarts the answer is an error, and nothing hangs."""
     monkeypatch.setenv("INFERENCECENTER_ENGINE__MAX_RESTARTS", "0")
-    before = children(os.getpid())
 
     def kill(event: Shown) -> None:
         if isinstance(event, Token):
-            for engine in children(os.getpid()) - before:
+            for engine in engines_of(os.getpid()):
                 os.kill(engine, signal.SIGKILL)
 
     with pytest.raises(InferenceCenterError) as failed:

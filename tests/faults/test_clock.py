@@ -16,7 +16,7 @@ from inferencecenter.sessions.registry import Sessions
 from tests.e2e.harness import stopped, talk
 from tests.e2e.witness import Witness
 from tests.faults.harness import LINE, logged
-from tests.sessions.conftest import FakeEngine, FakeJournal, FakeSink, FakeTimer, one_model
+from tests.sessions.conftest import FakeEngine, FakeJournal, FakeSink, FakeTimer, InlineTemplates, one_model
 from tests.sessions.oracle import kept
 
 if TYPE_CHECKING:
@@ -43,6 +43,7 @@ class Clocks:
     def __post_init__(self) -> None:
         self.sessions = Sessions(
             engines=one_model(self.engine),
+            renderers=InlineTemplates(),
             config_params=Params(),
             max_sessions=4,
             default_ttl_s=60.0,

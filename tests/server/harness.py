@@ -36,7 +36,7 @@ from inferencecenter.settings import ServerSettings
 from inferencecenter.tasks import TaskGroup
 from inferencecenter.telemetry.metrics import Metrics
 from tests.ipc.lookups import CharacterTokens
-from tests.sessions.conftest import one_model
+from tests.sessions.conftest import InlineTemplates, one_model
 
 if TYPE_CHECKING:
     import ssl
@@ -350,6 +350,7 @@ async def running_server(
         models=engine,
         sessions=Sessions(
             engines=one_model(engine, MODEL.name),
+            renderers=InlineTemplates(),
             config_params=Params(),
             max_sessions=100,
             default_ttl_s=None,
@@ -446,7 +447,11 @@ def stub_context() -> Context:
         ServerSettings(outbox_bytes=2**14),
         models=engine,
         sessions=Sessions(
-            engines=one_model(engine, MODEL.name), config_params=Params(), max_sessions=10, default_ttl_s=None
+            engines=one_model(engine, MODEL.name),
+            renderers=InlineTemplates(),
+            config_params=Params(),
+            max_sessions=10,
+            default_ttl_s=None,
         ),
         accounts=accounts,
         allowances=Allowances(accounts, clock=time.time, monotonic=time.monotonic),

@@ -10,11 +10,11 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from pathlib import Path
 
 START_TIMEOUT_S: Final = 60.0
 # Becomes the daemon, with the sockets of ``LISTEN_FDS`` where systemd puts them.
@@ -91,8 +91,9 @@ class Started:
         """The pid of the engine."""
         children = os.fspath(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
         with open(children) as listed:  # noqa: PTH123 - a file of the kernel's
-            (pid,) = map(int, listed.read().split())
-        return pid
+            pids = listed.read().split()
+        (pid,) = (each for each in pids if b"engine\0--fd\0" in Path(f"/proc/{each}/cmdline").read_bytes())
+        return int(pid)
 
 
 @contextlib.contextmanager

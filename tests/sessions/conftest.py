@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -19,6 +20,7 @@ from inferencecenter.ipc.messages import (
     Started,
     Submit,
     TurnEvent,
+    Withdrawn,
     pack_tokens,
 )
 from inferencecenter.ipc.port import EngineState, EngineStatus
@@ -30,6 +32,8 @@ from inferencecenter.protocol.values import ChatMessage
 from inferencecenter.sessions.allowance import Unlimited
 from inferencecenter.sessions.client import Client
 from inferencecenter.sessions.registry import Sessions
+from inferencecenter.sessions.rendering import InlineRenderer
+from inferencecenter.sessions.template import ChatTemplate
 from tests.ipc.lookups import CharacterTokens
 
 if TYPE_CHECKING:
@@ -40,6 +44,7 @@ if TYPE_CHECKING:
     from inferencecenter.sessions.allowance import Allowance
     from inferencecenter.sessions.journal import Journal, StorageFault
     from inferencecenter.sessions.records import Record
+    from inferencecenter.sessions.rendering import PromptRenderers
     from inferencecenter.sessions.totals import TurnRecord
     from inferencecenter.sessions.tracing import Tracer
 
@@ -86,6 +91,19 @@ def packed(text: str) -> bytes:
     return pack_tokens([ord(character) for character in text])
 
 
+class InlineTemplates:
+    """Renders with chat templates at once, in this process. Implements ``sessions.rendering.PromptRenderers``."""
+
+    def of(self, model: ModelInfo) -> InlineRenderer:
+        """Return the renderer of a model's template."""
+        return InlineRenderer(ChatTemplate(model))
+
+
+def failure_of(turn_id: str, error: InferenceCenterError) -> Failed:
+    """The end of a turn that cannot run."""
+    return Failed(turn_id=turn_id, code=error.code.value, message=error.message, hint=error.hint, field=error.field)
+
+
 @dataclass
 class FakeEngine(CharacterTokens):
     """Takes turns and says what a test wants said."""
@@ -104,7 +122,7 @@ class FakeEngine(CharacterTokens):
         if self.refusal is not None:
             raise self.refusal
         if self.status.state is EngineState.READY:
-            self.submitted.append(turn.submission())
+            self._take(turn)
         self.turns[turn.turn_id] = turn
         return self.position
 
@@ -119,10 +137,24 @@ class FakeEngine(CharacterTokens):
         self.status = EngineStatus(state=EngineState.READY, model=model or self.status.model or make_model())
         for turn_id, turn in tuple(self.turns.items()):
             try:
-                self.submitted.append(turn.submission())
+                self._take(turn)
             except InferenceCenterError as error:
                 del self.turns[turn_id]
-                turn.hear(Failed(turn_id=turn_id, code=error.code.value, message=error.message))
+                turn.hear(failure_of(turn_id, error))
+
+    def _take(self, turn: EngineTurn) -> None:
+        """Take a turn whose prompt is there; one that has none yet is taken when it has."""
+        if turn.prepare(partial(self._take_later, turn)):
+            self.submitted.append(turn.submission())
+
+    def _take_later(self, turn: EngineTurn) -> None:
+        if self.status.state is not EngineState.READY or turn.turn_id not in self.turns:
+            return
+        try:
+            self._take(turn)
+        except InferenceCenterError as error:
+            del self.turns[turn.turn_id]
+            turn.hear(failure_of(turn.turn_id, error))
 
     def recall(self, *, begun: bool = False) -> None:
         """Give back the turns that have no tokens yet, as when sessions have another default, or all of them."""
@@ -134,6 +166,10 @@ class FakeEngine(CharacterTokens):
     def abort(self, turn_id: str) -> None:
         """Take note."""
         self.aborted.append(turn_id)
+
+    def withdraw(self, turn_id: str) -> None:
+        """Let a turn end that no engine has."""
+        self.turns.pop(turn_id).hear(Withdrawn(turn_id))
 
     def release(self, session_id: str) -> None:
         """Take note."""
@@ -349,6 +385,7 @@ class World:
     """Sessions with one client, engines and a clock that a test moves."""
 
     engines: FakeEngines = field(default_factory=FakeEngines)
+    renderers: PromptRenderers = field(default_factory=InlineTemplates)
     sink: FakeSink = field(default_factory=FakeSink)
     client: Client = field(default_factory=lambda: Client("ada", 4, "normal", frozenset({"user"})))
     now: float = 1000.0
@@ -378,6 +415,7 @@ class World:
         """Sessions with the settings as they are now."""
         self.sessions = Sessions(
             engines=self.engines,
+            renderers=self.renderers,
             config_params=self.config_params,
             max_sessions=self.max_sessions,
             default_ttl_s=self.default_ttl_s,

@@ -16,7 +16,7 @@ from inferencecenter.protocol.params import Params, decode
 from inferencecenter.sessions.client import Client
 from inferencecenter.sessions.records import Ordered
 from inferencecenter.sessions.registry import Sessions
-from tests.sessions.conftest import FakeSink, World, make_model, one_model, packed
+from tests.sessions.conftest import FakeSink, InlineTemplates, World, make_model, one_model, packed
 from tests.sessions.oracle import Oracle, script
 
 if TYPE_CHECKING:
@@ -276,7 +276,13 @@ def test_what_a_shifted_turn_held_back_is_told_when_it_is_withdrawn(world: World
 def test_interruptions_change_no_word(lag: int, losses: list[int], prompt: str) -> None:
     """Wherever engines are lost, the text is the same, in each turn and in the next that builds on it."""
     oracle, sink = Oracle(lag=lag), FakeSink()
-    sessions = Sessions(engines=one_model(oracle), config_params=Params(), max_sessions=9, default_ttl_s=None)
+    sessions = Sessions(
+        engines=one_model(oracle),
+        renderers=InlineTemplates(),
+        config_params=Params(),
+        max_sessions=9,
+        default_ttl_s=None,
+    )
     created = sessions.create(ADA, requests.CreateSession(op="create_session"), sink)
     for question in (prompt, prompt + "?"):
         request = requests.Infer(op="infer", session_id=created.session_id, prompt=question)

@@ -12,12 +12,12 @@ from inferencecenter.limits import Limits
 from inferencecenter.protocol import requests
 from inferencecenter.protocol.params import Params, decode
 from inferencecenter.sessions.models import Engines
-from tests.sessions.conftest import BRACKETS, FakeEngines, World, make_model, one_model
+from tests.sessions.conftest import BRACKETS, FakeEngines, InlineTemplates, World, make_model, one_model
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from tests.sessions.conftest import FakeEngine
+    from tests.sessions.conftest import FakeEngine, InlineTemplates
 
 
 def refused(code: ErrorCode, call: Callable[..., object], *args: Any, **kwargs: Any) -> InferenceCenterError:
@@ -229,7 +229,7 @@ def test_who_may_not_use_a_model_has_nobody_load_it(world: World) -> None:
 def test_one_serving_for_each_engine_of_a_name() -> None:
     """Templates are compiled once for a model, and anew for the engine that takes its place."""
     engines = FakeEngines()
-    models = Engines(engines, config_params=Params())
+    models = Engines(engines, config_params=Params(), renderers=InlineTemplates())
     first = models.of(None)
     assert models.of("toy") is first
     assert first.renderer("chat") is first.renderer("chat")

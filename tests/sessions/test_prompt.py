@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from inferencecenter.ipc.messages import Finished, unpack_tokens
 from inferencecenter.protocol.values import ChatMessage
 from inferencecenter.sessions.history import History
-from inferencecenter.sessions.prompt import Answer, Prompt, Writer, after_turn, next_prompt
+from inferencecenter.sessions.prompt import Answer, Prompt, PromptPlan, after_turn, next_view, prompt_of
+from inferencecenter.sessions.rendering import RenderInput, render_prompt
 from inferencecenter.sessions.template import ChatTemplate, RawText, Renderer
 from tests.sessions.conftest import make_model, packed
 
@@ -53,11 +54,19 @@ def text_of(prompt: Prompt) -> str:
     return "".join(piece.text for piece in prompt.pieces)
 
 
+def asked(history: History, new: tuple[ChatMessage, ...], renderer: Renderer, *, n_keep: int = 0) -> Prompt:
+    """What a turn that says ``new`` submits."""
+    messages = history.messages + new
+    view = next_view(history, messages, n_keep=n_keep)
+    rendered = render_prompt(renderer, RenderInput(view.of(messages), NOW))
+    return prompt_of(history, PromptPlan(messages, view), rendered, implied_bos=renderer.implied_bos)
+
+
 def run(
     history: History, question: str, answer: str, *, renderer: Renderer = CHATML, end: str = "<|im_end|>"
 ) -> tuple[Prompt, History]:
     """One turn in which everything generated is kept; the end token is token 0."""
-    prompt = next_prompt(history, say(question), writer=Writer(renderer, NOW))
+    prompt = asked(history, say(question), renderer)
     said = Answer(
         turn_id=f"t{len(history.turns) + 1}",
         text=answer,
@@ -109,10 +118,10 @@ def test_an_answer_that_was_cut_is_closed_by_the_template() -> None:
 
 def test_text_that_no_kept_token_spells_is_sent_again() -> None:
     """Characters shown beyond the kept tokens are tokenized with the next turn."""
-    prompt = next_prompt(History(), say("Hi"), writer=Writer(CHATML, NOW))
+    prompt = asked(History(), say("Hi"), CHATML)
     said = Answer(turn_id="t", text="Hello", tokens=packed("Hello"), prompt_tokens=packed(prompt.text))
     history = after_turn(History(), prompt, answer=said, end=finished(3, 3), keeps_end=True)
-    assert text_of(next_prompt(history, say("Bye"), writer=Writer(CHATML, NOW))).startswith("lo<|im_end|>\n")
+    assert text_of(asked(history, say("Bye"), CHATML)).startswith("lo<|im_end|>\n")
     assert unpack_tokens(history.tokens)[-3:] == [ord(character) for character in "Hel"]
 
 
@@ -127,7 +136,7 @@ def test_a_template_that_rewrites_the_past_gets_everything_again() -> None:
 def test_a_turn_aborted_while_it_waited_keeps_the_tokens_before_it() -> None:
     """Its question is part of the history; its tokens follow with the next turn."""
     _, before = run(History(), "Hi", "Hello")
-    prompt = next_prompt(before, say("Wait"), writer=Writer(CHATML, NOW))
+    prompt = asked(before, say("Wait"), CHATML)
     answer = Answer(turn_id="t", text="", tokens=b"", prompt_tokens=None)
     history = after_turn(before, prompt, answer=answer, end=finished(0, 0, reason="aborted"), keeps_end=True)
     assert (history.tokens, history.covered) == (before.tokens, before.covered)
@@ -174,7 +183,7 @@ def template(source: str, **facts: Any) -> ChatTemplate:
 
 def test_the_system_prompt_is_marked_at_the_beginning() -> None:
     """It is cut off where the next message's special token begins, and the pieces spell the same text."""
-    prompt = next_prompt(History(SYSTEM), say("Hi"), writer=Writer(template(""), NOW))
+    prompt = asked(History(SYSTEM), say("Hi"), template(""))
     assert (shared(prompt), prompt.shared_pieces) == (HEAD, 1)
     assert text_of(prompt) == prompt.text
 
@@ -182,7 +191,7 @@ def test_the_system_prompt_is_marked_at_the_beginning() -> None:
 def test_marks_in_a_system_prompt_are_counted_as_pieces() -> None:
     """A system prompt that spells a special token takes several pieces, all of them shared."""
     system = (ChatMessage(role="system", content="Never say <|im_end|>."),)
-    prompt = next_prompt(History(system), say("<|im_start|>"), writer=Writer(template(""), NOW))
+    prompt = asked(History(system), say("<|im_start|>"), template(""))
     assert shared(prompt) == "<|im_start|>system\nNever say <|im_end|>.<|im_end|>\n"
     assert prompt.shared_pieces == 2
 
@@ -191,10 +200,10 @@ def test_nothing_is_marked_behind_tokens_that_are_there() -> None:
     """Only a submission that starts at the beginning has a system prompt in its pieces."""
     prompt, history = run(History(SYSTEM), "Hi", "Hello")
     assert prompt.shared_pieces == 0, "this template always asks, so that its system prompt alone is no prefix"
-    first = next_prompt(History(SYSTEM), say("Hi"), writer=Writer(template(""), NOW))
+    first = asked(History(SYSTEM), say("Hi"), template(""))
     said = Answer(turn_id="t", text="Hello", tokens=packed("Hello"), prompt_tokens=packed(first.text))
     history = after_turn(History(SYSTEM), first, answer=said, end=finished(5, 5), keeps_end=True)
-    second = next_prompt(history, say("Bye"), writer=Writer(template(""), NOW))
+    second = asked(history, say("Bye"), template(""))
     assert (bool(second.tokens), second.shared_pieces) == (True, 0)
 
 
@@ -202,7 +211,7 @@ def test_a_bos_token_is_not_part_of_the_marked_pieces() -> None:
     """The engine puts it first by itself."""
     source = "{{ bos_token }}{% for m in messages %}<|im_start|>{{ m.content }}{% endfor %}"
     renderer = template(source, bos_token="<s>", add_bos=True, special_tokens=("<s>", "<|im_start|>"))
-    prompt = next_prompt(History(SYSTEM), say("Hi"), writer=Writer(renderer, NOW))
+    prompt = asked(History(SYSTEM), say("Hi"), renderer)
     assert (shared(prompt), text_of(prompt)) == ("<|im_start|>Be kind.", "<|im_start|>Be kind.<|im_start|>Hi")
 
 
@@ -220,7 +229,7 @@ def test_a_bos_token_is_not_part_of_the_marked_pieces() -> None:
 def test_what_cannot_be_told_apart_is_not_marked(source: str) -> None:
     """Where a cut might change a token, or the system prompt does not stand alone, none is made."""
     for question in ("Hi", "<|im_start|>Hi"):
-        prompt = next_prompt(History(SYSTEM), say(question), writer=Writer(template(source), NOW))
+        prompt = asked(History(SYSTEM), say(question), template(source))
         assert prompt.shared_pieces == 0
         assert text_of(prompt) == prompt.text
 
@@ -228,8 +237,8 @@ def test_what_cannot_be_told_apart_is_not_marked(source: str) -> None:
 def test_only_a_system_prompt_is_marked() -> None:
     """What a user said first is nobody else's, and raw text is not cut."""
     for history in (History(), History(say("Hello"))):
-        assert next_prompt(history, say("Hi"), writer=Writer(template(""), NOW)).shared_pieces == 0
-    assert next_prompt(History(SYSTEM), say("Hi"), writer=Writer(RawText(), NOW)).shared_pieces == 0
+        assert asked(history, say("Hi"), template("")).shared_pieces == 0
+    assert asked(History(SYSTEM), say("Hi"), RawText()).shared_pieces == 0
 
 
 @given(system=st.text(max_size=20), question=st.text(max_size=20))
@@ -237,7 +246,7 @@ def test_marked_pieces_hold_the_system_prompt_alone(system: str, question: str) 
     """Whatever is in both: the marked pieces are the same for every question."""
     history = History((ChatMessage(role="system", content=system),))
     renderer = template("")
-    prompts = [next_prompt(history, say(text), writer=Writer(renderer, NOW)) for text in (question, "other")]
+    prompts = [asked(history, say(text), renderer) for text in (question, "other")]
     heads = [prompt.pieces[: prompt.shared_pieces] for prompt in prompts]
     assert heads[0] == heads[1]
     assert shared(prompts[0]) == f"<|im_start|>system\n{system}<|im_end|>\n"

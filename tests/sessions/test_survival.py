@@ -15,7 +15,7 @@ from inferencecenter.protocol import requests
 from inferencecenter.protocol.params import Params
 from inferencecenter.sessions.client import Client
 from inferencecenter.sessions.registry import Sessions
-from tests.sessions.conftest import FakeJournal, FakeTimer, one_model
+from tests.sessions.conftest import FakeJournal, FakeTimer, InlineTemplates, one_model
 from tests.sessions.oracle import Oracle, Reader, kept, script
 
 if TYPE_CHECKING:
@@ -100,6 +100,7 @@ class Survival(RuleBasedStateMachine):
         """A daemon that knows nothing yet."""
         return Sessions(
             engines=one_model(self.oracle),
+            renderers=InlineTemplates(),
             config_params=Params(),
             max_sessions=4,
             default_ttl_s=None,

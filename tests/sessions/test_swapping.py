@@ -10,7 +10,7 @@ from inferencecenter.protocol import events, requests
 from inferencecenter.protocol.params import Params
 from inferencecenter.sessions.client import Client
 from inferencecenter.sessions.registry import Sessions
-from tests.sessions.conftest import LARGE, TOY, FakeEngines, FakeSink
+from tests.sessions.conftest import LARGE, TOY, FakeEngines, FakeSink, InlineTemplates
 from tests.sessions.oracle import Oracle, script
 
 ADA = Client("ada", 4, "normal", frozenset({"user"}))
@@ -37,7 +37,13 @@ class Conversation:
             model.name: Recallable(status=EngineStatus(EngineState.READY, model=model)) for model in (TOY, LARGE)
         }
         self.engines = FakeEngines(engines=dict(self.oracles), default="toy")
-        self.sessions = Sessions(engines=self.engines, config_params=Params(), max_sessions=9, default_ttl_s=None)
+        self.sessions = Sessions(
+            engines=self.engines,
+            renderers=InlineTemplates(),
+            config_params=Params(),
+            max_sessions=9,
+            default_ttl_s=None,
+        )
         self.sink = FakeSink()
         request = requests.CreateSession(op="create_session", model="toy" if pinned else None)
         self.session_id = self.sessions.create(ADA, request, self.sink).session_id

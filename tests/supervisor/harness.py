@@ -83,6 +83,10 @@ class Heard:
         """How much that is."""
         return len(self.tokens) // 4
 
+    def prepare(self, then: Callable[[], None]) -> bool:
+        """It can run at any time."""
+        return True
+
     def submission(self) -> Submit:
         """Return what is left of it."""
         self.submissions += 1

@@ -253,6 +253,64 @@ def test_turns_that_no_engine_takes_fail(*, begun: bool) -> None:
     assert ([len(turn.terminal) for turn in (said, silent)], len(table)) == ([int(begun), 1], int(not begun))
 
 
+class Slow(Heard):
+    """A turn whose prompt is there when a test says so."""
+
+    ready = False
+    asked = 0
+    then: Callable[[], None] = staticmethod(lambda: None)
+
+    def prepare(self, then: Callable[[], None]) -> bool:
+        """Take note of what waits for it."""
+        self.asked += 1
+        self.then = then
+        return self.ready
+
+    def rendered(self) -> None:
+        """Let the prompt be there."""
+        self.ready = True
+        self.then()
+
+
+def test_a_turn_that_has_no_prompt_yet_holds_up_no_other() -> None:
+    """It is given to the engine when its prompt is there, whether it came before the engine or after."""
+    table, engine = make_turns(), Engine()
+    before, after, quick = Slow(order("before")), Slow(order("after")), Heard(order("quick"))
+    table.add(before)
+    table.add(quick)
+    table.connect(engine)
+    assert table.add(after), "it waits for no slot"
+    assert (engine.took, table.n_waiting) == (["quick"], 2)
+    after.rendered()
+    before.rendered()
+    assert engine.took == ["quick", "after", "before"]
+    assert (before.asked, after.asked) == (2, 2)
+
+
+def test_a_turn_without_a_prompt_is_interrupted_by_nothing() -> None:
+    """While an engine is lost its prompt may come; the next engine has the turn."""
+    table, first, second = make_turns(), Engine(), Engine()
+    turn = Slow(order("a"))
+    table.connect(first)
+    table.add(turn)
+    table.lost()
+    turn.rendered()
+    assert first.took == []
+    table.connect(second)
+    assert (second.took, turn.interruptions) == (["a"], 0)
+
+
+def test_a_turn_that_ended_is_not_given_when_its_prompt_comes() -> None:
+    """Aborted while it was rendered, it is gone."""
+    table, engine = make_turns(), Engine()
+    turn = Slow(order("a"))
+    table.connect(engine)
+    table.add(turn)
+    table.abort("a")
+    turn.rendered()
+    assert (engine.took, len(table), len(turn.terminal)) == ([], 0, 1)
+
+
 def test_what_a_lost_engine_still_says_is_nothing() -> None:
     """Nor what is said of a turn that nobody knows."""
     table, engine = make_turns(), Engine()
