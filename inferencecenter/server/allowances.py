@@ -7,16 +7,18 @@ from typing import TYPE_CHECKING, Final
 
 from inferencecenter.errors import ErrorCode, InferenceCenterError
 from inferencecenter.limits import NO_LIMITS, Limits
-from inferencecenter.server.limits import Bucket, Day, Window
+from inferencecenter.server.limits import MINUTE_MS, Bucket, Day, Window
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Collection, Iterable, Mapping
 
     from inferencecenter.server.account import Account
     from inferencecenter.server.accounts import Accounts
 
 BUSY_RETRY_MS: Final = 1000
 """When a client may ask again whose turns are too many: nobody knows when one of them ends."""
+SWEEP_FROM: Final = 1000
+"""Tokens below which none is forgotten."""
 
 
 class TokenAllowance:
@@ -35,6 +37,7 @@ class TokenAllowance:
         self._minute = Bucket()
         self._day = Day()
         self._running = 0
+        self._admitted_ms = _ms(monotonic())
 
     def check_turn(self) -> None:
         """Refuse another turn if there may be none now.
@@ -83,6 +86,23 @@ class TokenAllowance:
     def end_turn(self) -> None:
         """Count a turn as running no more."""
         self._running -= 1
+
+    def admitted(self) -> None:
+        """Take note that the token has just been shown."""
+        self._admitted_ms = _ms(self._monotonic())
+
+    @property
+    def is_unused(self) -> bool:
+        """Whether nothing is lost with it: nothing runs, and neither this minute nor this day has seen the token."""
+        now_ms = _ms(self._monotonic())
+        limit = self.limits.tokens_per_minute
+        return (
+            not self._running
+            and not self._today().used
+            and now_ms - self._admitted_ms > MINUTE_MS
+            and not self._requests.total(now_ms=now_ms)
+            and (limit is None or self._minute.is_full(limit, now_ms=now_ms))
+        )
 
     def recall(self, n_tokens: int) -> None:
         """Count what was used today before this daemon began."""
@@ -159,6 +179,15 @@ class Allowances:
         self._monotonic = monotonic
         self._own: dict[tuple[str, str], Limits] = {}
         self._allowances: defaultdict[str, dict[str, TokenAllowance]] = defaultdict(dict)
+        self._in_use: Callable[[], Collection[tuple[str, str]]] = tuple
+        self._sweep_at = SWEEP_FROM
+
+    def watch(self, in_use: Callable[[], Collection[tuple[str, str]]]) -> None:
+        """Never forget what ``in_use`` returns: the clients and tokens of open sockets."""
+        self._in_use = in_use
+
+    def __len__(self) -> int:
+        return len(self._own)
 
     def of(self, client_id: str, token_id: str) -> TokenAllowance:
         """Return an allowance, made with what the accounts say if nobody asked for it yet."""
@@ -171,6 +200,7 @@ class Allowances:
         allowance = self._known(client_id, token_id)
         if allowance is None:
             return self._make(client_id, token_id, account.limits)
+        allowance.admitted()
         self._set(client_id, token_id, account.limits)
         return allowance
 
@@ -207,10 +237,26 @@ class Allowances:
         return self._allowances.get(client_id, {}).get(token_id)
 
     def _make(self, client_id: str, token_id: str, own: Limits) -> TokenAllowance:
+        if len(self._own) >= self._sweep_at:
+            self._forget_unused()
         made = TokenAllowance(clock=self._clock, monotonic=self._monotonic)
         self._allowances[client_id][token_id] = made
         self._set(client_id, token_id, own)
         return made
+
+    def _forget_unused(self) -> None:
+        """Forget tokens that nothing is counted for; another program may know any number of clients and tokens.
+
+        Comes when there are twice as many as the last time left, so that each costs a look or two.
+        """
+        in_use = frozenset(self._in_use())
+        for client_id, token_id in [key for key in self._own if key not in in_use]:
+            allowances = self._allowances[client_id]
+            if allowances[token_id].is_unused:
+                del allowances[token_id], self._own[client_id, token_id]
+                if not allowances:
+                    del self._allowances[client_id]
+        self._sweep_at = max(SWEEP_FROM, 2 * len(self._own))
 
     def _of_client(self, client_id: str) -> Iterable[TokenAllowance]:
         return self._allowances.get(client_id, {}).values()

@@ -166,6 +166,7 @@ class Context:
             started_s=monotonic(),
             told={},
         )
+        allowances.watch(context.hub.tokens_in_use)
         models.subscribe_models(context.engine_changed)
         models.subscribe_swaps(context.model_changed)
         sessions.subscribe(context.hub.tell)

@@ -250,6 +250,11 @@ class Hub:
         """Return the guests of a client."""
         return [each for each in self._guests if each.account.client_id == client_id]
 
+    def tokens_in_use(self) -> set[tuple[str, str]]:
+        """Return the clients and tokens of all sockets and guests; a key's token is the empty one."""
+        sockets = {(each.client_id, each.token_id or "") for each in self._connections if each.authenticated}
+        return sockets | {(each.account.client_id, each.account.token_id or "") for each in self._guests}
+
     def clients(self) -> dict[str, list[Connection]]:
         """Return the sockets of each client that has any, by its name."""
         return {client_id: list(sockets) for client_id, sockets in sorted(self._of_client.items())}

@@ -6,7 +6,7 @@ Each answers when it would say yes: one millisecond earlier it still says no.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Final
 
@@ -14,6 +14,7 @@ MINUTE_MS: Final = 60_000
 DAY_MS: Final = 86_400_000
 TICK_MS: Final = 100
 """What comes within a tick is one entry, so that a window never holds more than some hundreds."""
+_MAX_OTHER_DAYS: Final = 4
 
 
 class Window:
@@ -79,6 +80,11 @@ class Bucket:
         self._regain(limit, now_ms)
         self._missing += n_tokens * MINUTE_MS
 
+    def is_full(self, limit: int, *, now_ms: int) -> bool:
+        """Tell whether nothing is missing."""
+        self._regain(limit, now_ms)
+        return self._missing == 0
+
     def _regain(self, limit: int, now_ms: int) -> None:
         self._missing = max(0, self._missing - limit * max(0, now_ms - self._looked_ms))
         self._looked_ms = now_ms
@@ -86,15 +92,24 @@ class Bucket:
 
 @dataclass(slots=True)
 class Day:
-    """Tokens used since midnight UTC; ``ends_ms`` is the next one, in Unix milliseconds."""
+    """Tokens used since midnight UTC; ``ends_ms`` is the next one, in Unix milliseconds.
+
+    Each day keeps its own count, so that a clock that is set back over midnight and comes there again forgets nothing.
+    """
 
     used: int = 0
     ends_ms: int = 0
+    _others: dict[int, int] = field(default_factory=dict)
 
     def at(self, now_ms: float) -> Day:
-        """Return this day, begun anew if it is another by now; asked for every token, hence one comparison."""
+        """Return this day, or change to the one that it is by now; asked for every token, hence one comparison."""
         if not 0 < self.ends_ms - now_ms <= DAY_MS:
-            self.used, self.ends_ms = 0, (int(now_ms) // DAY_MS + 1) * DAY_MS
+            if self.used:
+                self._others[self.ends_ms] = self.used
+                while len(self._others) > _MAX_OTHER_DAYS:
+                    del self._others[next(iter(self._others))]
+            self.ends_ms = (int(now_ms) // DAY_MS + 1) * DAY_MS
+            self.used = self._others.pop(self.ends_ms, 0)
         return self
 
     @property

@@ -45,6 +45,9 @@ _log = structlog.get_logger(__name__)
 class Asker(Protocol):
     """The session as its running turn sees it."""
 
+    def prompt_read(self, turn: Turn, *, prompt_tokens: int, cached_tokens: int) -> None:
+        """Count a prompt that begins to be read, of which so much is cached."""
+
     def turn_ended(self, turn: Turn, history: History, outcome: Outcome) -> None:
         """Take the history as it is after the turn, and tell of its end."""
 
@@ -153,8 +156,7 @@ class Answering:
             case Position() if state is TurnState.QUEUED:
                 self._move(event.position)
             case Started() if state is TurnState.QUEUED:
-                self._shifted = False
-                self._spend(turn.start(event, now=self._around.monotonic()))
+                self._start(event)
             case Overflowed():
                 self._overflow(event)
             case Finished():
@@ -317,6 +319,15 @@ class Answering:
 
     # How it goes on.
 
+    def _start(self, event: Started) -> None:
+        turn, self._shifted = self.turn, False
+        before = turn.prompt_usage
+        n_tokens = turn.start(event, now=self._around.monotonic())
+        read, cached = (now - then for now, then in zip(turn.prompt_usage, before, strict=True))
+        if read:
+            self._asker.prompt_read(turn, prompt_tokens=read, cached_tokens=cached)
+        self._spend(n_tokens)
+
     def _say(self, event: Delta) -> None:
         now, n_tokens = self._around.monotonic(), len(event.tokens) // TOKEN_BYTES
         turn = self.turn
@@ -448,6 +459,7 @@ class Answering:
         if self._is_over:
             return
         self._is_over = True
+        self._withdraw()
         turn = self.turn
         if not turn.state.is_terminal:
             turn.change(TurnChange.FAIL)

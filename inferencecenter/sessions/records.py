@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from inferencecenter.protocol.events import End
     from inferencecenter.protocol.params import Params
     from inferencecenter.protocol.requests import Infer
-    from inferencecenter.protocol.values import TranscriptTurn, Usage
+    from inferencecenter.protocol.values import TranscriptTurn
     from inferencecenter.sessions.facts import SessionFacts
     from inferencecenter.sessions.formats.parts import Part
     from inferencecenter.sessions.history import History, View
@@ -84,7 +84,8 @@ class Said:
 class Ended:
     """A turn is over and its history holds. ``turn_key`` is the client's name for it, ``end`` what it was told.
 
-    Its tokens count for ``token_id``.
+    Its tokens count for ``token_id``, but for the ``prompt_tokens`` and ``cached_tokens`` that were counted when its
+    prompt was read.
     """
 
     session_id: str
@@ -97,21 +98,33 @@ class Ended:
     end: End
     token_id: str = ""
     note: str = ""
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
 
     def spent(self) -> Spent:
-        """Return what it counts for."""
-        return Spent(client_id=self.client_id, token_id=self.token_id, at=self.last_used_at, usage=self.turn.usage)
+        """Return what it counts for beside what was counted before."""
+        usage = self.turn.usage
+        return Spent(
+            client_id=self.client_id,
+            token_id=self.token_id,
+            at=self.last_used_at,
+            prompt_tokens=max(0, usage.prompt_tokens - self.prompt_tokens),
+            cached_tokens=max(0, usage.cached_tokens - self.cached_tokens),
+            completion_tokens=usage.completion_tokens,
+            turns=1,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dropped:
-    """A turn failed and leaves nothing behind but why."""
+    """A turn failed and leaves nothing behind but why, and what it ``spent``."""
 
     session_id: str
     seq: int
     last_used_at: float
     turn_id: str
     failure: Failure | None = None
+    spent: Spent | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,12 +169,15 @@ class Gone:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spent:
-    """A turn is over, at ``at`` in Unix seconds, of a session of which nothing else may be written down."""
+    """What counts for a token, at ``at`` in Unix seconds: a prompt that was read, an answer, or a turn that is over."""
 
     client_id: str
     token_id: str
     at: float
-    usage: Usage
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+    turns: int = 0
 
 
 Record: TypeAlias = Opened | Ordered | Said | Ended | Dropped | Changed | Described | Renamed | Gone | Spent

@@ -14,7 +14,7 @@ from inferencecenter.sessions.history import Extent
 from inferencecenter.sessions.journal import Unwritten
 from inferencecenter.sessions.ledger import Failure, Ledger
 from inferencecenter.sessions.prompt import messages_of
-from inferencecenter.sessions.records import Changed, Described, Dropped, Ended, Gone, Opened
+from inferencecenter.sessions.records import Changed, Described, Dropped, Ended, Gone, Opened, Spent
 from inferencecenter.sessions.replay import Replay
 from inferencecenter.sessions.states import SESSION, SessionChange, SessionState
 from inferencecenter.sessions.stream import EventStream
@@ -294,6 +294,10 @@ class Session:
         self._leave(SessionChange.EXPIRE)
         self._stream.tell(self._stream.expired(), Gone(session_id=self.facts.session_id, history=self._history))
 
+    def prompt_read(self, turn: Turn, *, prompt_tokens: int, cached_tokens: int) -> None:
+        """Have a prompt counted at once: what a daemon that is killed has read counts, whatever becomes of the turn."""
+        self._count(replace(self._spent_by(turn), prompt_tokens=prompt_tokens, cached_tokens=cached_tokens))
+
     def turn_ended(self, turn: Turn, history: History, outcome: Outcome) -> None:
         """Take the history as it is after the running turn, and tell of its end."""
         end = self._stream.end(turn, outcome)
@@ -312,10 +316,12 @@ class Session:
             end=end,
             token_id=turn.order.token_id,
             note=note,
+            prompt_tokens=turn.prompt_usage[0],
+            cached_tokens=turn.prompt_usage[1],
         )
         self._stream.tell(end, record)
-        if not self.facts.store and self._own_journal.fault is None:
-            self._own_journal.write(record.spent(), flush=False)
+        if not self.facts.store:
+            self._count(record.spent())
         self._around.turn_ended(outcome.record(self.facts, turn.turn_id, model=turn.order.model))
 
     def turn_broken(self, turn: Turn, failure: Failed, outcome: Outcome) -> None:
@@ -331,15 +337,27 @@ class Session:
         error = self._stream.failed(turn, failure)
         remembered = Failure(error, turn.order.note)
         self._ledger.remember(turn.turn_id, remembered)
+        spent = replace(self._spent_by(turn), completion_tokens=turn.n_tokens)
         record = Dropped(
             session_id=self.facts.session_id,
             seq=self._stream.seq,
             last_used_at=self._last_used_at,
             turn_id=turn.turn_id,
             failure=remembered,
+            spent=spent,
         )
         self._stream.tell(error, record)
+        if not self.facts.store:
+            self._count(spent)
         self._around.turn_ended(outcome.record(self.facts, turn.turn_id, model=turn.order.model))
+
+    def _spent_by(self, turn: Turn) -> Spent:
+        return Spent(client_id=self.facts.client_id, token_id=turn.order.token_id, at=self._around.clock())
+
+    def _count(self, spent: Spent) -> None:
+        """Write down what was spent; a session that is not stored waits for no store that cannot write."""
+        if self.facts.store or self._own_journal.fault is None:
+            self._own_journal.write(spent, flush=False)
 
     # How it changes.
 

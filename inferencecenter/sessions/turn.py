@@ -133,6 +133,11 @@ class Turn:
         )
 
     @property
+    def prompt_usage(self) -> tuple[int, int]:
+        """Tokens of the prompts that were read since this daemon began, and those of them that were cached."""
+        return self._n_prompt_tokens, self._cached_tokens
+
+    @property
     def content(self) -> str:
         """What was said so far, without what was thought and the tools that were asked for."""
         return self._text if self.speaking is None else self.speaking.content

@@ -14,7 +14,7 @@ from inferencecenter.limits import NO_LIMITS, Limits
 from inferencecenter.protocol.scopes import Scope
 from inferencecenter.server.account import Account
 from inferencecenter.server.accounts import Accounts
-from inferencecenter.server.allowances import BUSY_RETRY_MS, Allowances, TokenAllowance
+from inferencecenter.server.allowances import BUSY_RETRY_MS, SWEEP_FROM, Allowances, TokenAllowance
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -238,6 +238,36 @@ def test_what_was_used_before_counts(accounts: Accounts, allowances: Allowances)
     allowances.recall({("ada", token_id): 990, ("guest", ""): 5})
     assert allowances.of("ada", token_id).day_tokens_left == 10
     assert allowances.used_today("guest") == 5
+
+
+def test_tokens_that_nobody_uses_are_forgotten(accounts: Accounts) -> None:
+    """Of any number that another program knows, those stay that a socket shows, that run, or that today has seen."""
+    time = Time()
+    allowances = Allowances(accounts, clock=time.unix, monotonic=time.monotonic)
+    kept = {name: guest(name) for name in ("connected", "running", "used")}
+    allowances.watch(lambda: [("connected", "t")])
+    for account in kept.values():
+        allowances.admit(account)
+    allowances.of("running", "t").begin_turn()
+    allowances.of("used", "t").use(5)
+    for n in range(5 * SWEEP_FROM):
+        time.wait_ms(1_000)
+        allowances.admit(guest(f"guest-{n}"))
+        assert len(allowances) <= 2 * SWEEP_FROM
+    assert {name: allowances.of(name, "t").limits.max_tokens for name in kept} == dict.fromkeys(kept, 5)
+    assert allowances.used_today("used") == 5
+    time.wait_ms(DAY_S * 1_000)
+    allowances.of("running", "t").end_turn()
+    for n in range(5 * SWEEP_FROM):
+        time.wait_ms(1_000)
+        allowances.admit(guest(f"other-{n}"))
+    assert allowances.of("used", "t").limits.max_tokens is None
+    assert allowances.of("connected", "t").limits.max_tokens == 5
+
+
+def guest(name: str) -> Account:
+    """An account that no file knows, as another program tells of it."""
+    return Account(name, 1, "normal", frozenset({Scope.USER}), token_id="t", limits=Limits(max_tokens=5))
 
 
 @given(st.sampled_from(["192.0.2.7", "::ffff:192.0.2.7", "192.0.3.7", "2001:db8::1", "2001:db9::1", "", "a", "1.2.3"]))

@@ -118,6 +118,18 @@ def test_a_day_ends_at_midnight_in_utc(now_ms: int, later_ms: int) -> None:
     assert day.at(now_ms + later_ms).used == (0 if is_another else 5)
 
 
+@given(st.lists(st.tuples(st.integers(-2 * DAY_MS, 2 * DAY_MS), st.integers(1, 9)), max_size=6))
+def test_a_clock_that_is_set_back_over_midnight_forgets_nothing(moves: list[tuple[int, int]]) -> None:
+    """Wherever the clock jumps, the day that it shows has what was used on it."""
+    now_ms, day = 1_000 * DAY_MS, Day()
+    used: dict[int, int] = {}
+    for move_ms, n_tokens in moves:
+        now_ms = min(max(now_ms + move_ms, 999 * DAY_MS), 1_003 * DAY_MS - 1)
+        day.at(now_ms).used += n_tokens
+        used[now_ms // DAY_MS] = used.get(now_ms // DAY_MS, 0) + n_tokens
+        assert day.at(now_ms).used == used[now_ms // DAY_MS]
+
+
 def test_a_day_has_a_name_for_its_end() -> None:
     """As people read it."""
     assert Day().at(1_763_900_000_000).end == "2025-11-24 00:00 UTC"

@@ -17,7 +17,7 @@ from inferencecenter.protocol.params import Params
 from inferencecenter.sessions.allowance import check_model, limited
 from inferencecenter.sessions.client import Client
 from inferencecenter.sessions.journal import StorageFault
-from inferencecenter.sessions.records import Ended, Ordered, Spent
+from inferencecenter.sessions.records import Dropped, Ended, Ordered, Spent
 from tests.sessions.conftest import World
 from tests.sessions.oracle import kept
 
@@ -243,10 +243,62 @@ def test_sessions_that_may_not_be_kept_are_counted() -> None:
     session_id = world.create(store=False)
     world.turn(session_id, "Hi", "Hello")
     assert world.journal is not None
-    assert world.journal.records == [Spent(client_id="ada", token_id="aabb", at=1000.0, usage=end_of(world).usage)]
+    spent = world.journal.of(Spent)
+    assert spent == world.journal.records
+    assert {(each.client_id, each.token_id, each.at) for each in spent} == {("ada", "aabb", 1000.0)}
+    assert [(each.completion_tokens, each.turns) for each in spent] == [(0, 0), (6, 1)]
     world.journal.fault = StorageFault("the disk is full")
     world.turn(session_id, "Hi", "Hello")
-    assert len(world.journal.records) == 1
+    assert len(world.journal.records) == 2
+
+
+@given(fates=st.lists(st.sampled_from(["stop", "fail", "kill", "fail unread"]), max_size=4), store=st.booleans())
+def test_what_is_written_down_is_what_was_counted(fates: list[str], *, store: bool) -> None:
+    """Of turns that end or fail, and of the prompts of a daemon that is killed, when its next one adds them up."""
+    world, counter = counted()
+    assert world.journal is not None
+    for fate in fates:
+        session_id = world.create(store=store)
+        world.infer(session_id)
+        prompt = len(world.engine.last_text)
+        said = 0
+        if fate != "fail unread":
+            world.engine.start()
+            assert counted_tokens(world) == counter.used, "a daemon that is killed now has read the prompt"
+            world.engine.generate("abc")
+            said = 3
+        match fate:
+            case "stop":
+                world.engine.finish(kept="abc", end_text="", prompt_tokens=prompt, cached_tokens=0)
+            case "kill":
+                counter.used -= said
+                continue
+            case _:
+                world.engine.fail()
+        assert counted_tokens(world) == counter.used
+        world.close(session_id)
+    turns = sum(each.turns for each in spent_of(world))
+    assert turns == fates.count("stop")
+
+
+def spent_of(world: World) -> list[Spent]:
+    """All that is written down as spent."""
+    assert world.journal is not None
+    found: list[Spent] = []
+    for record in world.journal.records:
+        match record:
+            case Spent():
+                found.append(record)
+            case Ended():
+                found.append(record.spent())
+            case Dropped(spent=Spent() as spent):
+                found.append(spent)
+    return found
+
+
+def counted_tokens(world: World) -> int:
+    """Tokens that the next daemon counts for today."""
+    return sum(each.prompt_tokens - each.cached_tokens + each.completion_tokens for each in spent_of(world))
 
 
 # Models and the length of answers.

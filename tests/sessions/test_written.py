@@ -54,9 +54,9 @@ def test_a_turn_is_written_step_by_step(world: World) -> None:
     world.engine.say(Delta(world.engine.last.turn_id, packed("l"), ""))
     world.engine.generate("o")
     world.engine.finish(kept="Hello")
-    assert kinds(world) == ["Opened", "Ordered", "Said", "Said", "Said", "Said", "Ended"]
-    assert journal(world).flushed == [True, True, False, False, False, False, True]
-    opened, ordered, *said, ended = journal(world).records
+    assert kinds(world) == ["Opened", "Ordered", "Spent", "Said", "Said", "Said", "Said", "Ended"]
+    assert journal(world).flushed == [True, True, False, False, False, False, False, True]
+    opened, ordered, _read, *said, ended = journal(world).records
     assert isinstance(opened, Opened)
     assert (opened.facts.session_id, opened.facts.metadata) == (session_id, {"a": "b"})
     assert [message.content for message in opened.history.messages] == ["Be kind."]

@@ -306,6 +306,8 @@ class Recorder:
         self._forget_turn(known.row)
         self._touch(known.row, record)
         failures.keep(self._database, known.row, record)
+        if record.spent is not None:
+            usage.count(self._database, record.spent)
         self._staged[record.session_id] = replace(known, turn_id=None)
 
     def _change(self, record: Changed) -> None:

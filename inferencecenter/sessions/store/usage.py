@@ -12,16 +12,15 @@ if TYPE_CHECKING:
 
 
 def count(database: sqlite3.Connection, record: Spent) -> None:
-    """Count a turn that is over."""
-    tokens = record.usage
+    """Count what was spent."""
     database.execute(
-        "INSERT INTO usage VALUES (?, ?, ?, 1, ?, ?, ?) ON CONFLICT DO UPDATE SET turns = turns + 1,"
+        "INSERT INTO usage VALUES (?, ?, ?, ?, ?, ?, ?) ON CONFLICT DO UPDATE SET turns = turns + excluded.turns,"
         " prompt_tokens = prompt_tokens + excluded.prompt_tokens,"
         " cached_tokens = cached_tokens + excluded.cached_tokens,"
         " completion_tokens = completion_tokens + excluded.completion_tokens",
         (
-            *(record.client_id, record.token_id, day_of(record.at)),
-            *(tokens.prompt_tokens, tokens.cached_tokens, tokens.completion_tokens),
+            *(record.client_id, record.token_id, day_of(record.at), record.turns),
+            *(record.prompt_tokens, record.cached_tokens, record.completion_tokens),
         ),
     )
 

@@ -29,6 +29,7 @@ from inferencecenter.sessions.records import (
     Ordered,
     Renamed,
     Said,
+    Spent,
     Unfinished,
 )
 from inferencecenter.sessions.store.opening import open_writing
@@ -356,6 +357,18 @@ def test_usage_is_counted_by_client_and_day(database: sqlite3.Connection, record
         ("ada", "", "2026-11-18", 2, 14, 4, 10),
         ("ada", "", "2026-11-19", 1, 7, 2, 4),
     ]
+
+
+def test_a_turn_that_failed_counts_what_it_took(database: sqlite3.Connection, recorder: Recorder) -> None:
+    """Its prompt when that was read and its tokens at its end, but no turn."""
+    read = Spent(client_id="ada", token_id="", at=CLOCK, prompt_tokens=7, cached_tokens=2)
+    failed = replace(read, prompt_tokens=0, cached_tokens=0, completion_tokens=3)
+    dropped = Dropped(session_id="s_1", seq=3, last_used_at=CLOCK, turn_id="t_1", spent=failed)
+    recorder.commit([opened(), ordered(), read, dropped], durable=True)
+    assert database.execute("SELECT * FROM usage").fetchall() == [("ada", "", "2026-11-18", 0, 7, 2, 3)]
+    whole = ended(prompt_tokens=7, cached_tokens=2)
+    recorder.commit([read, whole], durable=True)
+    assert database.execute("SELECT * FROM usage").fetchall() == [("ada", "", "2026-11-18", 1, 14, 4, 7)]
 
 
 def test_only_the_latest_keys_come_back(database: sqlite3.Connection, recorder: Recorder) -> None:
