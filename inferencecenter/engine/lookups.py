@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from inferencecenter.engine.fair_workers import Job, WithdrawnError
 from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.ipc.framing import FrameError
 from inferencecenter.ipc.messages import (
     Detokenize,
     Detokenized,
@@ -55,7 +56,8 @@ class Lookups:
 
     def take(self, question: Tokenize | Detokenize) -> None:
         """Have a worker answer."""
-        job = self._jobs[question.ask_id] = Job(question.client_id, partial(self._answer, question))
+        job = Job(question.client_id, partial(self._answer, question), question.size_bytes)
+        self._jobs[question.ask_id] = job
         self._workers.submit(job)
 
     def withdraw(self, ask_id: int) -> None:
@@ -64,7 +66,7 @@ class Lookups:
             self._workers.withdraw(job)
 
     def _answer(self, question: Tokenize | Detokenize, job: Job) -> None:
-        answer: FromEngine
+        answer: Tokenized | Detokenized | LookupFailed
         try:
             if isinstance(question, Tokenize):
                 answer = self._tokenized(question, job)
@@ -80,9 +82,12 @@ class Lookups:
         if self._jobs.pop(question.ask_id, None) is not None:
             self._reply(answer)
 
-    def _reply(self, answer: FromEngine) -> None:
+    def _reply(self, answer: Tokenized | Detokenized | LookupFailed) -> None:
         with suppress(ConnectionError):  # the reader has noticed that the front is gone
-            self._send(answer)
+            try:
+                self._send(answer)
+            except FrameError as error:
+                self._send(LookupFailed(answer.ask_id, ErrorCode.MESSAGE_TOO_LARGE.value, str(error)))
 
     def _tokenized(self, question: Tokenize, job: Job) -> Tokenized:
         tokens = self._backend.tokenize(job.each(question.pieces), first=question.first)

@@ -185,7 +185,8 @@ class Preparation:
 
     def _give(self, pending: Pending, workers: FairWorkers, work: Callable[[Job], Prepared | GrammarReady]) -> None:
         """Have workers do the next thing for a turn."""
-        pending.job = Job(pending.submit.client_id, partial(self._run, pending.submit.turn_id, work))
+        run = partial(self._run, pending.submit.turn_id, work)
+        pending.job = Job(pending.submit.client_id, run, pending.size_bytes)
         workers.submit(pending.job)
 
     def _let_go(self, pending: Pending) -> None:

@@ -30,14 +30,14 @@ class Shop:
         self.workers = FairWorkers(self.executor, most=most)
         self.done: list[str] = []
 
-    def submit(self, name: str, work: Callable[[Job], None] = lambda job: None) -> Job:
+    def submit(self, name: str, work: Callable[[Job], None] = lambda job: None, *, size_bytes: int = 0) -> Job:
         """Submit a job; its client is the first letter of its name."""
 
         def run(job: Job) -> None:
             work(job)
             self.done.append(name)
 
-        job = Job(name[0], run)
+        job = Job(name[0], run, size_bytes)
         self.workers.submit(job)
         return job
 
@@ -56,12 +56,33 @@ def test_clients_take_turns() -> None:
 
 def test_no_more_than_so_many_are_with_the_executor() -> None:
     """So other work of the executor waits for those that run, and for no others."""
-    shop = Shop(most=2)
-    for number in range(5):
-        shop.submit(f"a{number}")
-    assert (len(shop.executor), len(shop.workers)) == (2, 3)
+    shop = Shop(most=3)
+    for name in ("a0", "a1", "b0", "b1", "c0", "c1"):
+        shop.submit(name)
+    assert (len(shop.executor), len(shop.workers)) == (3, 3)
     shop.executor.run(1)
-    assert (len(shop.executor), len(shop.workers)) == (2, 2)
+    assert (len(shop.executor), len(shop.workers)) == (3, 2)
+
+
+@pytest.mark.parametrize(("most", "own"), [(1, 1), (2, 1), (4, 3)])
+def test_a_client_does_not_have_all_workers_run_long_jobs(most: int, own: int) -> None:
+    """One is left for another client, or for a short job; where there is one worker, it runs any."""
+    shop = Shop(most=most)
+    for number in range(8):
+        shop.submit(f"a{number}", size_bytes=10**6)
+    assert len(shop.executor) == own
+    shop.submit("b0", size_bytes=10**6)
+    assert len(shop.executor) == min(most, own + 1)
+    shop.executor.run()
+    assert sorted(shop.done) == [*(f"a{number}" for number in range(8)), "b0"]
+
+
+def test_a_short_job_does_not_wait_for_a_long_one_of_its_client() -> None:
+    """A turn of another session is tokenized beside a large text."""
+    shop = Shop(most=2)
+    shop.submit("a0", size_bytes=10**6)
+    shop.submit("a1", size_bytes=100)
+    assert len(shop.executor) == 2
 
 
 def test_what_is_withdrawn_leaves_nothing_behind() -> None:
