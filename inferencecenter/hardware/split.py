@@ -116,16 +116,15 @@ class _Search:
         least = self._wishes.n_ctx or min(_LEAST_N_CTX, usual)
         *_, n_gpu_layers = self._layer_counts()
         *_, in_host = self._experts_in_host(n_gpu_layers)
-        *_, setup = self._setups(least, n_gpu_layers=n_gpu_layers)
+        setup = self._least(least, n_gpu_layers=n_gpu_layers)
         team = self._teams[-1] if n_gpu_layers and self._teams else ()
         return place(self._model, setup, team, (n_gpu_layers, in_host), self._wishes)
 
     def _first_fit(self, division: tuple[int, int], n_ctx: int, *, usual: int) -> Place | None:
-        setups = list(self._setups(n_ctx, n_gpu_layers=division[0]))
-        # The last takes least, of everything and on each GPU. Where it does not fit, none does.
-        if self._fit(setups[-1], division) is None:
+        # What takes least, of everything and on each GPU. Where it does not fit, none does.
+        if self._fit(self._least(n_ctx, n_gpu_layers=division[0]), division) is None:
             return None
-        for setup in setups:
+        for setup in self._setups(n_ctx, n_gpu_layers=division[0]):
             found = self._fit(setup, division)
             if found is not None:
                 return self._grown(found) if setup.n_ctx == usual else found
@@ -178,22 +177,28 @@ class _Search:
         return range(on_gpu + 1) if n_gpu_layers > self._model.n_layers else [on_gpu]
 
     def _setups(self, n_ctx: int, *, n_gpu_layers: int) -> Iterator[SetUp]:
-        """Yield set-ups, those that give up least first."""
-        wishes = self._wishes
-        for n_batch, n_ubatch in self._batches():
-            for type_k, type_v in self._kv_types():
-                for slots, tokens in self._slots(n_ctx):
-                    yield SetUp(
-                        slots=slots,
-                        n_ctx=tokens,
-                        n_batch=max(n_batch, slots),
-                        n_ubatch=n_ubatch,
-                        kv_type_k=type_k,
-                        kv_type_v=type_v,
-                        flash_attention=attends_in_flashes(
-                            wishes, n_gpu_layers=n_gpu_layers, kv_types=(type_k, type_v)
-                        ),
-                    )
+        """Yield set-ups, those that give up least first; ``_least`` is the last of them."""
+        for batch in self._batches():
+            for kv_types in self._kv_types():
+                for slots in self._slots(n_ctx):
+                    yield self._setup(batch, kv_types, slots, n_gpu_layers=n_gpu_layers)
+
+    def _least(self, n_ctx: int, *, n_gpu_layers: int) -> SetUp:
+        slots = (self._wishes.slots or 1, n_ctx)
+        return self._setup(self._batches()[-1], self._kv_types()[-1], slots, n_gpu_layers=n_gpu_layers)
+
+    def _setup(
+        self, batch: tuple[int, int], kv_types: tuple[str, str], slots: tuple[int, int], *, n_gpu_layers: int
+    ) -> SetUp:
+        return SetUp(
+            slots=slots[0],
+            n_ctx=slots[1],
+            n_batch=max(batch[0], slots[0]),
+            n_ubatch=batch[1],
+            kv_type_k=kv_types[0],
+            kv_type_v=kv_types[1],
+            flash_attention=attends_in_flashes(self._wishes, n_gpu_layers=n_gpu_layers, kv_types=kv_types),
+        )
 
     def _slots(self, n_ctx: int) -> Iterator[tuple[int, int]]:
         """Yield slots and the tokens of each: as many slots as can be, or before that contexts as long as can be."""

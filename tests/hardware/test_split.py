@@ -13,6 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from inferencecenter.hardware import split
+from inferencecenter.hardware.footprint import SetUp
 from inferencecenter.hardware.model_shape import with_adapters
 from inferencecenter.hardware.plan import MIB, Device, Host, Wishes, margin_bytes, usable_bytes
 from inferencecenter.hardware.split import plan
@@ -407,3 +409,20 @@ def test_threads(shape_of: ShapeOf) -> None:
     assert plan(model, (), HOST, Wishes()).n_threads == 6
     assert plan(model, gpus(3), HOST, Wishes()).n_threads == 4
     assert plan(model, gpus(3), HOST, Wishes(n_threads=5)).n_threads == 5
+
+
+def test_a_model_that_never_fits_is_given_up_step_by_step(shape_of: ShapeOf, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For each number of layers and length of contexts only the least set-up is looked at, however many there are."""
+    model = shape_of("qwen2.5-7b")
+    layer = replace(model.layers[0], k_width=2**20, v_width=2**20)
+    hostile = replace(model, n_layers=64, layers=(layer,) * 64, n_ctx_train=2**24, output_bytes=2**50)
+    made: list[SetUp] = []
+
+    def counted(**fields: Any) -> SetUp:
+        made.append(SetUp(**fields))
+        return made[-1]
+
+    monkeypatch.setattr(split, "SetUp", counted)
+    assert not plan(hostile, gpus(8), Host(available_bytes=GIB, cores=4), Wishes(prefer="long", quantized_kv=True)).fits
+    n_lengths = 5  # 4096 tokens, halved down to 256
+    assert len(made) <= n_lengths * (hostile.n_layers + 2) + 1
