@@ -38,6 +38,7 @@ OTHER_ENVIRONMENT: Final[Mapping[str, str]] = {
     "INFERENCECENTER_TEST_BROWSER": "Chromium for the tests of the web page; with it none is left out.",
 }
 _TYPE_ERRORS: Final = frozenset({"bool_type", "float_type", "int_type", "string_type"})
+_SHOWN_CHARS: Final = 200
 SYSTEM_CONFIG: Final = Path("/etc/inferencecenter/inferencecenter.toml")
 
 
@@ -112,7 +113,7 @@ class Layers:
         if detail["type"] == "extra_forbidden":
             return _invalid(f"{origin}: unknown setting {name}", name=name, hint=_nearest(name))
         reason = str(detail["ctx"]["error"]) if detail["type"] == "value_error" else detail["msg"]
-        value = "***" if _may_hold_secrets(name) else json.dumps(detail["input"], default=str)
+        value = "***" if _may_hold_secrets(name) else _cut(json.dumps(detail["input"], default=str))
         return _invalid(f"{origin}: {name} is {value}: {reason[0].lower()}{reason[1:]}", name=name)
 
 
@@ -220,7 +221,11 @@ def _invalid(message: str, *, name: str | None = None, hint: str | None = None) 
 
 def _setting_at(location: tuple[str | int, ...]) -> str:
     """The dotted setting that a validation error's location lies in, list positions included."""
-    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in location).lstrip(".")
+    return _cut("".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in location).lstrip("."))
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]}..."
 
 
 def _may_hold_secrets(name: str) -> bool:

@@ -1,0 +1,219 @@
+"""Borders to what is foreign, each as a function of bytes that fails where the border does.
+
+The fuzzers and the committed corpus run these. A target returns when its input is taken, or is refused as documented.
+It raises anything else: an exception that no caller expects, an error without words, numbers that no JSON parser reads.
+"""
+
+from __future__ import annotations
+
+import json
+from contextlib import contextmanager, suppress
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any, Final
+from unittest import mock
+
+import httpx2
+import structlog
+from huggingface_hub import hf_api
+
+from inferencecenter.auth_settings import ExternalAuthSettings
+from inferencecenter.configuration import load_settings
+from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.hardware import gguf, memory
+from inferencecenter.hardware.host import available_memory_bytes
+from inferencecenter.hardware.model_shape import describe
+from inferencecenter.hardware.plan import MIB, Device, Host, Wishes
+from inferencecenter.hardware.split import plan
+from inferencecenter.models import hub
+from inferencecenter.models.files import find_model, read_facts
+from inferencecenter.models.pull import pull
+from inferencecenter.protocol.codec import read_frame
+from inferencecenter.server.authentication import CannotTellError
+from inferencecenter.server.clients_file import load_clients
+from inferencecenter.server.external_auth import ExternalAuth
+from inferencecenter.supervisor.corrections import Corrections
+from inferencecenter.supervisor.planned import described
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+CORPUS: Final = Path(__file__).with_name("corpus")
+WEIGHTS: Final = b"weights of a tiny model"
+"""What the hub of ``hub_listing`` sends of every file."""
+
+_GIB: Final = 1024 * MIB
+_MACHINES: Final = ((), (8,), (3, 24))
+_HOST: Final = Host(available_bytes=32 * _GIB, cores=6)
+_MAX_MESSAGE_CHARS: Final = 1000
+_MAX_INTEGER: Final = 2**63
+_OF_A_PULL: Final = (
+    ErrorCode.HUB_UNREACHABLE,
+    ErrorCode.MODEL_NOT_FOUND,
+    ErrorCode.INVALID_REQUEST,
+    ErrorCode.INVALID_MODEL_FILE,
+    ErrorCode.STORAGE_UNAVAILABLE,
+    ErrorCode.FORBIDDEN,
+)
+
+
+def model_file(data: bytes) -> None:
+    """Read and describe a GGUF file, and plan for it as the front does."""
+    with _file(data) as path:
+        gguf.glance(path)
+        with _refused_as(ErrorCode.INVALID_MODEL_FILE) as refused:
+            read_facts(path)
+            shape = describe(gguf.read_gguf(path))
+    if refused:
+        return
+    for sizes in _MACHINES:
+        devices = tuple(_device(number, gib) for number, gib in enumerate(sizes))
+        for wishes in (Wishes(), Wishes(prefer="long", quantized_kv=True)):
+            made = plan(shape, devices, _HOST, wishes)
+            report = described(made, model=shape, host=_HOST, wishes=wishes).model_dump(mode="json")
+            assert all(abs(number) < _MAX_INTEGER for number in _integers(report))
+
+
+def hub_listing(data: bytes) -> None:
+    """Pull a model from a hub that answers so when it is asked what a repository has."""
+    client = httpx2.Client(transport=httpx2.MockTransport(lambda request: _hub_answer(request, data)))
+    with (
+        TemporaryDirectory() as folder,
+        mock.patch.object(hf_api, "get_session", return_value=client),
+        mock.patch.object(hub, "get_session", return_value=client),
+    ):
+        models = Path(folder) / "models"
+        with _refused_as(*_OF_A_PULL):
+            pulled = pull(
+                hub.Hub("http://hub.test"), "ada/tiny", directory=models, sleep=lambda _s: None, clock=lambda: 0.0
+            )
+            assert all(path.parent == models for path in pulled.model.paths)
+        assert {path.name for path in Path(folder).iterdir()} <= {"models"}
+
+
+def receipt(data: bytes) -> None:
+    """Look a model up beside which such a receipt lies."""
+    with _file(data) as path:
+        (path.parent / "model.gguf").touch()
+        path.rename(path.parent / "model.json")
+        found = find_model(path.parent, "model").receipt
+    if found is not None:
+        assert all(isinstance(digest, str) for digest in found.sha256.values())
+
+
+def corrections(data: bytes) -> None:
+    """Start with such a ``plan.json``, and write to it."""
+    with _file(data) as path:
+        kept = Corrections(path)
+        assert abs(kept.extra_bytes("model", "gpu")) < _MAX_INTEGER
+        kept.put("model", "gpu", estimated_bytes=1000, used_bytes=1200)
+        assert Corrections(path).extra_bytes("model", "gpu") == 200
+
+
+def settings_file(data: bytes) -> None:
+    """Read such a configuration."""
+    with _file(data) as path, _refused_as(ErrorCode.INVALID_CONFIG):
+        load_settings(path)
+
+
+def clients_file(data: bytes) -> None:
+    """Read such a ``clients.toml``."""
+    with _file(data) as path, _refused_as(ErrorCode.INVALID_CONFIG):
+        load_clients(path, default_max_sessions=4, default_priority="normal")
+
+
+def kernel_files(data: bytes) -> None:
+    """Read such files of ``/proc`` and of a control group."""
+    with _file(data) as path:
+        folder = path.parent
+        for name in ("self/cgroup", "7/status", "memory.max", "memory.current", "memory.stat"):
+            (folder / name).parent.mkdir(exist_ok=True)
+            (folder / name).write_bytes(data)
+        for share in (memory.machine_memory(folder), memory.cgroup_memory(folder, folder)):
+            assert share is None or share.total_bytes > 0
+        assert memory.resident(7, folder).own_bytes >= 0
+        assert (available_memory_bytes(path) or 0) >= 0
+
+
+def external_answer(data: bytes) -> None:
+    """Take such an answer of a program that knows who may log in."""
+    account = None
+    with suppress(CannotTellError):
+        account = _external_auth()._read((200, data), "ada")
+    assert account is None or account.client_id == "ada"
+
+
+def request_frame(data: bytes) -> None:
+    """Parse a text frame of the own protocol."""
+    with _refused_as(*(code for code in ErrorCode if code is not ErrorCode.INTERNAL)):
+        read_frame(data.decode("utf-8", errors="replace")).parse()
+
+
+TARGETS: Final[Mapping[str, Callable[[bytes], None]]] = {
+    target.__name__: target
+    for target in (
+        model_file,
+        hub_listing,
+        receipt,
+        corrections,
+        settings_file,
+        clients_file,
+        kernel_files,
+        external_answer,
+        request_frame,
+    )
+}
+
+
+def corpus(target: str) -> dict[str, bytes]:
+    """Return the committed inputs of a target by their names."""
+    return {path.name: path.read_bytes() for path in sorted((CORPUS / target).iterdir())}
+
+
+@contextmanager
+def _file(data: bytes) -> Iterator[Path]:
+    """Yield a file of such content in a directory of its own; what is logged of it is dropped."""
+    with TemporaryDirectory() as folder, structlog.testing.capture_logs():
+        path = Path(folder) / "meminfo"
+        path.write_bytes(data)
+        yield path
+
+
+@contextmanager
+def _refused_as(*codes: ErrorCode) -> Iterator[list[InferenceCenterError]]:
+    """Let errors of these codes pass that say what is wrong in so many words; yield what was raised."""
+    refused: list[InferenceCenterError] = []
+    try:
+        yield refused
+    except InferenceCenterError as error:
+        refused.append(error)
+    for each in refused:
+        assert each.code in codes, repr(each)
+        assert 0 < len(each.message) <= _MAX_MESSAGE_CHARS
+        json.dumps([each.message, each.hint, each.field], ensure_ascii=False).encode()
+
+
+def _device(number: int, gib: int) -> Device:
+    return Device(id=str(number), name=f"GPU {number}", free_bytes=gib * _GIB, total_bytes=gib * _GIB, index=number)
+
+
+def _integers(value: Any) -> Iterator[int]:
+    if isinstance(value, int):
+        yield value
+    for inner in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        yield from _integers(inner)
+
+
+def _hub_answer(request: httpx2.Request, listing: bytes) -> httpx2.Response:
+    if "/api/models/" in request.url.path:
+        return httpx2.Response(200, content=listing)
+    first = int(request.headers["Range"].removeprefix("bytes=").split("-")[0])
+    headers = {"Content-Range": f"bytes {first}-{len(WEIGHTS) - 1}/{len(WEIGHTS)}"}
+    return httpx2.Response(206, headers=headers, content=WEIGHTS[first:])
+
+
+@cache
+def _external_auth() -> ExternalAuth:
+    settings = ExternalAuthSettings(url="http://127.0.0.1:9/")
+    return ExternalAuth(settings, default_max_sessions=4, default_priority="normal", clock=lambda: 0.0)
