@@ -79,6 +79,7 @@ class EchoBackend:
             special_tokens=tuple(_CONTROL_TOKENS),
             sampling_defaults_json=b"{}",
             library="none",
+            max_token_bytes=max(4, *map(len, _CONTROL_TOKENS)),
         )
 
     @property

@@ -292,7 +292,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     ``n_ctx`` is tokens per slot. ``special_tokens`` are the texts of control tokens, which must never be recognised in
     what a user or a model wrote. ``sampling_defaults_json`` is an object of parameters that the file recommends.
     ``add_bos`` says that a sequence starts with ``bos_token``. ``memory`` is what loading it took; ``lora`` are the
-    adapters on top of it.
+    adapters on top of it. No token spells more than ``max_token_bytes``; 0 where one may stand for any text.
     """
 
     name: str
@@ -318,6 +318,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     library: str
     memory: tuple[BufferUse, ...] = ()
     lora: tuple[Adapter, ...] = ()
+    max_token_bytes: int = 0
 
 
 class Loading(msgspec.Struct, frozen=True, tag=True):

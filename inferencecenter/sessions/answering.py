@@ -20,7 +20,7 @@ from inferencecenter.sessions.prompt import after_turn, messages_of, prompt_of, 
 from inferencecenter.sessions.records import Ordered
 from inferencecenter.sessions.shift import plan_shift
 from inferencecenter.sessions.states import TurnChange, TurnState
-from inferencecenter.sessions.submission import failed, never_began, order_for, render_input, submission
+from inferencecenter.sessions.submission import check_fits, failed, never_began, order_for, render_input, submission
 from inferencecenter.sessions.tracing import end_trace, trace_turn
 
 if TYPE_CHECKING:
@@ -270,6 +270,7 @@ class Answering:
         order = order_for(self.turn, serving, facts=self._facts, around=self._around)
         history = self._history.made_for(made_by)
         plan, conversation = render_input(order, history)
+        check_fits(plan, serving.model(), may_shift=self._facts.on_full == "shift")
         renderer = serving.renderer(self._facts.mode)
         rendering = _Rendering(asked, made_by, order, history, plan, renderer.implied_bos)
         rendering.withdraw = renderer.render(conversation, client_id=self._facts.client_id, done=rendering.finish)

@@ -73,6 +73,21 @@ class PromptPlan:
     anew: bool = False
 
 
+def least_tokens(plan: PromptPlan, *, max_token_bytes: int, may_shift: bool) -> int:
+    """Return how many tokens a prompt has at least, by its characters, before it is rendered.
+
+    What users, tools and system prompts say is rendered as it is, but for white space around it; a template may leave
+    out what the model has said and thought. Where the context ``may_shift``, older turns may be given up.
+    """
+    messages = plan.view.of(plan.messages)
+    if may_shift:
+        asked = max((index for index, message in enumerate(messages) if message.role == "user"), default=0)
+        kept = min(plan.view.kept, len(messages))
+        messages = messages[:kept] + messages[max(kept, asked) :]
+    n_chars = sum(len(message.content.strip()) for message in messages if message.role != "assistant")
+    return -(-n_chars // max_token_bytes)
+
+
 def next_view(history: History, messages: tuple[ChatMessage, ...], *, n_keep: int = 0) -> View:
     """Return what is read of ``messages``, which go on from those of the history."""
     return View(n_kept(messages, n_keep), history.view.resumes_at)

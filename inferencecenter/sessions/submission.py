@@ -11,12 +11,12 @@ from inferencecenter.ipc.messages import Failed, Submit
 from inferencecenter.protocol.params import Params, encode, merge, parse_params
 from inferencecenter.sessions.allowance import check_model, limited
 from inferencecenter.sessions.client import PRIORITY_RANK
-from inferencecenter.sessions.prompt import PromptPlan, messages_of, next_view
+from inferencecenter.sessions.prompt import PromptPlan, least_tokens, messages_of, next_view
 from inferencecenter.sessions.records import TurnOrder
 from inferencecenter.sessions.rendering import RenderInput
 
 if TYPE_CHECKING:
-    from inferencecenter.ipc.messages import Overflowed
+    from inferencecenter.ipc.messages import ModelInfo, Overflowed
     from inferencecenter.protocol.requests import Infer
     from inferencecenter.protocol.values import Priority
     from inferencecenter.sessions.client import Client
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from inferencecenter.sessions.turn import Turn
 
 
+_SHORTEN: Final = "Shorten the prompt, start a new session, or serve the model with a larger n_ctx."
 MAX_NOTE_CHARS: Final = 256 * 1024
 """Characters that whoever asks for a turn may have kept with it."""
 
@@ -144,6 +145,23 @@ def render_input(order: TurnOrder, history: History) -> tuple[PromptPlan, Render
     return PromptPlan(messages, view, anew=order.view is not None), conversation
 
 
+def check_fits(plan: PromptPlan, model: ModelInfo, *, may_shift: bool) -> None:
+    """Refuse a prompt that is so long that it need not be rendered to know that it does not fit.
+
+    Raises:
+        InferenceCenterError: ``prompt_too_long``.
+    """
+    if not model.max_token_bytes:
+        return
+    n_tokens = least_tokens(plan, max_token_bytes=model.max_token_bytes, may_shift=may_shift)
+    if n_tokens >= model.n_ctx:
+        raise InferenceCenterError(
+            ErrorCode.PROMPT_TOO_LONG,
+            f"The prompt has at least {n_tokens} tokens; the context holds {model.n_ctx}, answer included.",
+            hint=_SHORTEN,
+        )
+
+
 def submission(turn: Turn, prompt: Prompt, *, facts: SessionFacts, around: Surroundings) -> Submit:
     """Return the turn, or what is left of it, as it is submitted now."""
     # What tools there are stands beside the system prompt, and may be told to nobody else.
@@ -186,6 +204,6 @@ def never_began(event: Overflowed, refusal: InferenceCenterError | None, *, n_ct
         ErrorCode.PROMPT_TOO_LONG,
         f"The prompt has {event.n_tokens} tokens and cannot be made shorter; "
         f"the context holds {n_ctx}, answer included.",
-        hint="Shorten the prompt, start a new session, or serve the model with a larger n_ctx.",
+        hint=_SHORTEN,
     )
     return Failed(turn_id=event.turn_id, code=error.code.value, message=error.message, hint=error.hint)

@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING
 import pytest
 
 from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.ipc.port import EngineState, EngineStatus
 from inferencecenter.protocol.events import Queued
 from inferencecenter.sessions.records import Dropped, Ordered
 from inferencecenter.sessions.rendering import render_prompt
 from inferencecenter.sessions.template import ChatTemplate
-from tests.sessions.conftest import BRACKETS, World, make_model
+from tests.sessions.conftest import BRACKETS, FakeEngine, World, make_model
 from tests.sessions.oracle import kept
 
 if TYPE_CHECKING:
@@ -239,3 +240,47 @@ def test_what_cannot_be_rendered_at_all_is_refused_at_once(world: World) -> None
     session_id = world.create(mode="raw")
     with pytest.raises(InferenceCenterError, match="know no tools"):
         world.infer(session_id, tools=[{"name": "f"}])
+
+
+def test_a_prompt_that_cannot_fit_is_not_rendered(world: World, held: HeldTemplates) -> None:
+    """Its characters tell; white space around it, and what the model said, do not count."""
+    world.engine = FakeEngine(status=EngineStatus(EngineState.READY, model=make_model(n_ctx=100, max_token_bytes=8)))
+    world.reopen()
+    session_id = world.create(on_full="stop")
+    for prompt, fits in ((" " * 900 + "x" * 792, True), ("x" * 793, False)):
+        if fits:
+            world.infer(session_id, prompt)
+            held.last.render()
+            world.engine.answer("y" * 900)
+            world.rewind(session_id, "start")
+        else:
+            with pytest.raises(InferenceCenterError, match="at least 100 tokens") as caught:
+                world.infer(session_id, prompt)
+            assert caught.value.code is ErrorCode.PROMPT_TOO_LONG
+    assert len(held.requests) == 1
+
+
+def test_what_a_shift_can_give_up_is_not_counted(world: World, held: HeldTemplates) -> None:
+    """Old turns do not keep a turn from being rendered, since its context is shifted if need be; its own text does."""
+    world.engine = FakeEngine(status=EngineStatus(EngineState.READY, model=make_model(n_ctx=100, max_token_bytes=8)))
+    world.reopen()
+    session_id = world.create(system="s" * 400)
+    world.append(session_id, ("user", "x" * 2000), ("assistant", "y"))
+    world.infer(session_id, "z" * 300)
+    assert len(held.requests) == 1
+    world.abort(session_id)
+    world.engine.withdraw(held.turn_of(world))
+    with pytest.raises(InferenceCenterError, match="at least"):
+        world.infer(session_id, "z" * 401)
+
+
+def test_a_stored_turn_that_cannot_fit_any_more_ends(world: World, held: HeldTemplates) -> None:
+    """A model with a smaller context, after a restart, ends it with an error and renders nothing."""
+    session_id = world.create()
+    world.infer(session_id, "x" * 1000)
+    assert world.journal is not None
+    stored = kept(world.journal.records)
+    held.requests.clear()
+    world.engine = FakeEngine(status=EngineStatus(EngineState.READY, model=make_model(n_ctx=100, max_token_bytes=8)))
+    world.reopen().restore(stored, clean=True)
+    assert (held.requests, [record.session_id for record in world.journal.of(Dropped)]) == ([], [session_id])

@@ -136,6 +136,7 @@ class Model:
             library=f"llama.cpp {lib.llama_version().decode()} via llama-cpp-python {version('llama-cpp-python')}",
             memory=memory,
             lora=options.lora,
+            max_token_bytes=vocab.max_token_bytes,
         )
 
     def metadata(self, key: str) -> str:

@@ -51,6 +51,16 @@ class Vocabulary:
         texts = (self.token_text(token) for token, bits in enumerate(self._attributes) if bits & _CONTROL)
         return tuple(text for text in texts if text)
 
+    @property
+    def max_token_bytes(self) -> int:
+        """Return a length that no token's text exceeds; 0 where unknown text of any length may be one token.
+
+        The file's own texts are never shorter than what they spell: a byte is a character of them, or ``<0x0A>``.
+        """
+        if lib.llama_vocab_type(self._handle) not in (lib.LLAMA_VOCAB_TYPE_SPM, lib.LLAMA_VOCAB_TYPE_BPE):
+            return 0
+        return max(len(lib.llama_vocab_get_text(self._handle, token)) for token in range(self.n_tokens))
+
     def tokenize(self, pieces: Sequence[Piece], *, first: bool) -> list[int]:
         """Return the token ids of ``pieces``, BOS included where the model wants one and ``first`` is set.
 

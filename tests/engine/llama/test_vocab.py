@@ -154,3 +154,11 @@ def test_long_token_texts_are_read_whole(spm: Vocabulary) -> None:
     text = f"<{'x' * 100}>"
     (token,) = spm.tokenize([Piece(text)], first=False)
     assert spm.token_text(token) == text
+
+
+@pytest.mark.parametrize("name", ["bpe", "spm"])
+def test_no_token_spells_more_than_is_said(name: str, request: pytest.FixtureRequest) -> None:
+    """The bound holds for every token, so that a text's length says how many tokens it takes at least."""
+    vocabulary: Vocabulary = request.getfixturevalue(name)
+    longest = max(len(vocabulary.token_bytes(token)) for token in range(vocabulary.n_tokens))
+    assert longest <= vocabulary.max_token_bytes <= 8 * longest
