@@ -24,6 +24,7 @@ from inferencecenter.dialects.nowhere import Nowhere
 from inferencecenter.dialects.replies import Document, Reply, Stream
 from inferencecenter.errors import ErrorCode, InferenceCenterError
 from inferencecenter.protocol.scopes import Scope
+from inferencecenter.server.upgrade import check_query_length
 from inferencecenter.tasks import TaskGroup
 
 if TYPE_CHECKING:
@@ -192,6 +193,7 @@ class Endpoint:
                 leaving.cancel()
 
     async def _call(self, operation: Operation, asgi: AsgiScope, receive: Receive, visit: Visit | None) -> Call:
+        check_query_length(asgi["query_string"])
         query = checked(operation.query, dict(QueryParams(asgi["query_string"])))
         return Call(
             context=self._context,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, Final, cast
 
@@ -27,6 +28,11 @@ LINGER_S: Final = 5.0
 """How long a peer that still sends gets to see the answer, before the connection is reset."""
 MAX_HEAD_BYTES: Final = 64 * 1024
 """Largest line and headers of a request."""
+MAX_HEADERS: Final = 256
+SMALL_CHUNKS: Final = 1024
+"""Chunks of a body after which they must have ``SMALL_CHUNK_BYTES`` on average."""
+SMALL_CHUNK_BYTES: Final = 128
+_HEAD_END: Final = re.compile(rb"\n\r?\n")
 STALL_S: Final = 30.0
 """How long a response may wait without a single byte of it being taken."""
 
@@ -36,19 +42,53 @@ _faults.setLevel(logging.ERROR)
 
 
 class _StrictHttp(h11.Connection):
-    """Refuses requests that tell their length in two ways.
+    """Refuses what h11 reads at a high price, or in another way than a proxy may.
 
-    h11 goes by the chunks and ignores ``Content-Length``; a proxy that does it the other way round would let a second
-    request pass inside the first one's body (RFC 9112, 6.3). HTTP/1.0 has no chunks at all.
+    Each header and each chunk costs microseconds, so a head of thousands of headers, or a body of chunks of a byte,
+    would hold up the event loop for a tenth of a second without any token. h11 bounds a head only until all of it has
+    come. It goes by the chunks where ``Content-Length`` stands beside ``Transfer-Encoding``; with a proxy that does it
+    the other way round a second request would pass inside the first one's body (RFC 9112, 6.3). HTTP/1.0 has no chunks.
     """
 
+    _n_chunks = 0
+    _n_chunked_bytes = 0
+
     def next_event(self) -> h11.Event | type[h11.NEED_DATA] | type[h11.PAUSED]:
+        if self.their_state is h11.IDLE:
+            _check_head(self.trailing_data[0])
         event = super().next_event()
         if isinstance(event, h11.Request):
-            names = {name for name, _ in event.headers}
-            if b"transfer-encoding" in names and (b"content-length" in names or event.http_version < b"1.1"):
-                raise h11.RemoteProtocolError("the length of the request is ambiguous")
+            self._n_chunks = self._n_chunked_bytes = 0
+            _check_length(event)
+        elif isinstance(event, h11.Data):
+            self._n_chunks += event.chunk_start
+            self._n_chunked_bytes += len(event.data)
+            if self._n_chunks > SMALL_CHUNKS and self._n_chunked_bytes < self._n_chunks * SMALL_CHUNK_BYTES:
+                raise h11.RemoteProtocolError("the chunks of the body are too small")
         return event
+
+
+def _check_head(waiting: bytes) -> None:
+    """Refuse the head of a request, as far as it has come, if it is too large.
+
+    Raises:
+        h11.RemoteProtocolError: It has too many lines or bytes.
+    """
+    end = _HEAD_END.search(waiting)
+    head = waiting if end is None else waiting[: end.start()]
+    if len(head) > MAX_HEAD_BYTES or head.count(b"\n") > MAX_HEADERS:
+        raise h11.RemoteProtocolError(f"the head has more than {MAX_HEADERS} headers or {MAX_HEAD_BYTES} bytes")
+
+
+def _check_length(request: h11.Request) -> None:
+    """Refuse a request of which it is not clear how long it is.
+
+    Raises:
+        h11.RemoteProtocolError: It tells its length in two ways, or in one that its version does not have.
+    """
+    names = {name for name, _ in request.headers}
+    if b"transfer-encoding" in names and (b"content-length" in names or request.http_version < b"1.1"):
+        raise h11.RemoteProtocolError("the length of the request is ambiguous")
 
 
 class Http(H11Protocol):
@@ -200,9 +240,15 @@ class Http(H11Protocol):
             self._raw.close()
 
     def _answer(self, status: HTTPStatus, code: str, message: str) -> None:
-        """Refuse a request that has not got as far as the application, and close when that has been read."""
+        """Refuse what has come, and close when that has been read; an application that has it hears no more of it."""
         self._malformed = True
-        self._write(status, code, message)
+        begun = False
+        if self._answering:
+            begun = self.cycle.response_started
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        if not begun:
+            self._write(status, code, message)
         self._close()
 
     def _write(self, status: HTTPStatus, code: str, message: str) -> None:

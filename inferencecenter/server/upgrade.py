@@ -13,6 +13,7 @@ from inferencecenter.server.authentication import Credential, KeyCredential, Tok
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+MAX_QUERY_BYTES: Final = 4096
 _SECRET_PARAMETERS: Final = ("token", "access_token", "api_key")
 
 
@@ -22,11 +23,12 @@ def chooses_v1(subprotocols: Sequence[str]) -> bool:
 
 
 def check_query(query: bytes) -> None:
-    """Refuse an address that holds a secret.
+    """Refuse an address that holds a secret, or far more than any here takes.
 
     Raises:
         InferenceCenterError: ``invalid_request`` naming the parameter, but not its value.
     """
+    check_query_length(query)
     parameters = QueryParams(query)
     for name in _SECRET_PARAMETERS:
         if name in parameters:
@@ -37,6 +39,19 @@ def check_query(query: bytes) -> None:
                 hint=f"Send Authorization: Bearer, or the subprotocols {SUBPROTOCOL} and"
                 f" {TOKEN_SUBPROTOCOL_PREFIX}<token>, or an auth frame; and replace this token.",
             )
+
+
+def check_query_length(query: bytes) -> None:
+    """Refuse a query that takes milliseconds to read, as it is read before there is a token.
+
+    Raises:
+        InferenceCenterError: ``invalid_request``.
+    """
+    if len(query) > MAX_QUERY_BYTES:
+        raise InferenceCenterError(
+            ErrorCode.INVALID_REQUEST,
+            f"the address has {len(query)} bytes of parameters; {MAX_QUERY_BYTES} are allowed",
+        )
 
 
 def read_credential(headers: Headers, subprotocols: Sequence[str] = ()) -> Credential | None:

@@ -12,6 +12,7 @@ import pytest
 
 from inferencecenter.server import http
 from inferencecenter.server.crowd import Crowd
+from inferencecenter.server.upgrade import MAX_QUERY_BYTES
 from tests.server.harness import ask, hear
 
 if TYPE_CHECKING:
@@ -318,6 +319,81 @@ async def test_chunks_alone_are_a_length(server: Running) -> None:
     async with peer(server) as (reader, writer):
         writer.write(b"POST /nowhere HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n" + GET)
         assert [(await answer(reader))[0] for _ in range(2)] == [404, 200]
+
+
+def chunked(*chunks: bytes) -> bytes:
+    """Return a request with a body of these chunks."""
+    body = b"".join(b"%x\r\n%b\r\n" % (len(chunk), chunk) for chunk in (*chunks, b""))
+    return b"POST /nowhere HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n" + body
+
+
+@pytest.mark.parametrize(
+    "request_bytes",
+    [
+        GET[:-2] + b"a:b\r\n" * http.MAX_HEADERS + b"\r\n",
+        GET[:-2] + b"a:b\r\n" * http.MAX_HEADERS,
+        GET[:-2].replace(b"\r\n", b"\n") + b"a:b\n" * http.MAX_HEADERS + b"\n",
+        GET[:-2] + b"a: " + b"b" * http.MAX_HEAD_BYTES + b"\r\n\r\n",
+    ],
+    ids=["whole", "begun", "bare line feeds", "bytes"],
+)
+async def test_a_head_of_many_headers_is_refused_before_it_is_read(
+    server: Running, monkeypatch: pytest.MonkeyPatch, request_bytes: bytes
+) -> None:
+    """Whether all of it has come or not: each header costs all others microseconds."""
+    monkeypatch.setattr("h11._connection.Connection._extract_next_receive_event", pytest.fail)
+    async with peer(server) as (reader, writer):
+        writer.write(request_bytes)
+        status, body = await answer(reader)
+        assert (status, json.loads(body)["error"]["code"]) == (400, "invalid_request")
+
+
+async def test_a_body_of_tiny_chunks_is_refused(server: Running) -> None:
+    """After some that are let pass; chunks of any length are read while there are few, and large ones always."""
+    few, large = [b"x"] * http.SMALL_CHUNKS, [b"x" * http.SMALL_CHUNK_BYTES] * (2 * http.SMALL_CHUNKS)
+    async with peer(server) as (reader, writer):
+        for chunks in (few, large):
+            writer.write(chunked(*chunks))
+            assert (await answer(reader))[0] == 404
+    read: list[int] = []
+
+    async def reading(_scope: Scope, receive: Receive, _send: Send) -> None:
+        while (message := await receive())["type"] == "http.request" and message["more_body"]:
+            read.append(len(message["body"]))
+
+    answering(server, reading)
+    async with peer(server) as (reader, writer):
+        writer.write(chunked(*few * 20))
+        assert (await answer(reader))[0] == 400
+    assert sum(read) <= http.SMALL_CHUNKS
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize", "/nowhere"])
+async def test_a_body_that_is_no_http_is_not_logged_as_a_defect(
+    server: Running, caplog: pytest.LogCaptureFixture, path: str
+) -> None:
+    """The application that waits for it hears that the peer has gone, and nothing is written after the refusal."""
+    head = (
+        f"POST {path} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {server.token}\r\nTransfer-Encoding: chunked\r\n\r\n"
+    )
+    async with peer(server) as (reader, writer):
+        writer.write(head.encode() + b"2\r\n{}\r\nno chunk\r\n")
+        assert (await answer(reader))[0] == 400
+        assert await reader.read() == b""
+    while server.listener.server_state.tasks:
+        await tick()
+    assert [record.message for record in caplog.records if record.levelname == "ERROR"] == []
+
+
+@pytest.mark.parametrize("path", ["/metrics", "/openapi.json", "/v1/models"])
+async def test_a_long_query_is_refused_before_it_is_read(
+    server: Running, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    """It is read before there is a token."""
+    monkeypatch.setattr("starlette.datastructures.parse_qsl", pytest.fail)
+    status, _, body = await server.http(f"{path}?{'a&' * MAX_QUERY_BYTES}")
+    assert status == 400
+    assert b"bytes of parameters" in body
 
 
 def test_a_crowd_forgets_who_has_left() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Final, Literal
 
 import orjson
@@ -93,9 +94,12 @@ async def delete(call: Call) -> Reply:
 
 
 async def list_input_items(call: Call) -> Reply:
-    """Tell what a response was asked."""
-    query: ListItems = call.query
+    """Tell what a response was asked; the whole history is gone through, which is too much for the event loop."""
     place, facts = _find(call)
+    return await call.context.worker.run(call.caller.client.client_id, partial(_page, place, facts, call.query))
+
+
+def _page(place: Place, facts: TurnFacts, query: ListItems) -> Document:
     note = read_note(facts.note)
     said = facts.before if note is None or note.instructions is None else facts.before[1:]
     items = input_items((*said, *(() if facts.asked == NOTHING else facts.asked)), place.turn_id)
