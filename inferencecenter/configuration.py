@@ -96,7 +96,8 @@ class Layers:
                 adapter.validate_json(json.dumps(self.file[name], default=str), strict=True)
             except ValidationError as error:
                 for detail in error.errors(include_url=False):
-                    if detail["type"] in _TYPE_ERRORS:
+                    # Defaults that are validated are Python's, not the file's.
+                    if detail["type"] in _TYPE_ERRORS and not isinstance(detail["input"], Path):
                         yield self._problem({**detail, "loc": (name, *detail["loc"])}, origin=str(self.path))
 
     def origin(self, name: str) -> str:
