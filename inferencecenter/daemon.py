@@ -307,6 +307,7 @@ def _sessions(  # noqa: PLR0913 - keyword-only
         retention_days=settings.sessions.retention_days,
         evicts_stored=settings.sessions.when_full == "evict",
         replay_kib=settings.sessions.replay_kib,
+        max_client_mib=settings.sessions.max_client_mib,
         max_messages=settings.sessions.max_messages,
         detached_turn_s=settings.sessions.detached_turn_s,
         shared_prompts=settings.sessions.shared_prompts,

@@ -120,6 +120,13 @@ class ServerSettings(Section):
         32, ge=1, le=1_000_000, description="Such sockets of one address, or of one /64 of IPv6."
     )
     max_connections_per_client: int = Field(32, ge=1, le=1_000_000, description="Open sockets of one client.")
+    operations_per_minute: int = Field(
+        6000,
+        ge=1,
+        le=10**9,
+        description="Requests of one client for anything but turns in a minute, and at once; one that reads or "
+        "copies a session counts once more for each 64 KiB of it.",
+    )
     outbox_bytes: int = Field(
         2**20, ge=2**14, le=2**30, description="Bytes that may wait for a slow reader before its socket is aborted."
     )
@@ -160,6 +167,13 @@ class SessionSettings(Section):
     """Conversations."""
 
     max_sessions: int = Field(1000, ge=1, le=1_000_000, description="Open sessions, all clients together.")
+    max_client_mib: int = Field(
+        256,
+        ge=1,
+        le=2**20,
+        description="Mi characters that all sessions of a client may hold together, forks counted in full; more is "
+        "refused with `quota_exceeded`.",
+    )
     max_messages: int = Field(
         10_000,
         ge=1,

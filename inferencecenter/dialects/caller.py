@@ -149,6 +149,8 @@ async def admit(
             ErrorCode.FORBIDDEN, f"this needs the scope {scope}", hint="Use a token of a client that has it."
         )
     context.allowances.admit(account)
+    if asgi.get("method") != "POST":  # what is posted is a turn, which has limits of its own
+        context.operations.charge(account.client_id)
     return Caller(
         client=client_of(account),
         account=account,

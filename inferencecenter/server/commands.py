@@ -36,12 +36,16 @@ class Command:
 
     ``starts_work`` marks ops that a draining connection refuses. ``in_bulk`` marks those whose answer may be larger
     than what may wait for a slow reader: a socket does one after the other, each when the peer has read the last one.
+    What ``is_free`` does not count among its client's operations; what goes ``by_size`` counts for more the longer its
+    session is.
     """
 
     handler: Callable[[Connection, Any], Event | None]
     scope: Scope | None = Scope.USER
     starts_work: bool = False
     in_bulk: bool = False
+    is_free: bool = False
+    by_size: bool = False
 
 
 def run(connection: Connection, frame: Frame) -> None:
@@ -102,6 +106,10 @@ def _admit(connection: Connection, command: Command, request: Request) -> None:
         raise InferenceCenterError(
             ErrorCode.ENGINE_UNAVAILABLE, "the daemon is about to stop", hint="Reconnect when it is back."
         )
+    if command.scope is not None and not command.is_free:
+        context, client = connection.context, connection.client
+        n_chars = context.sessions.size_of(client, getattr(request, "session_id", "")) if command.by_size else 0
+        context.operations.charge(client.client_id, n_chars=n_chars)
 
 
 def _hello(connection: Connection, request: requests.Hello) -> Event:
@@ -227,15 +235,15 @@ COMMANDS: Final[Mapping[str, Command]] = MappingProxyType(
         "hello": Command(_hello, scope=None),
         "auth": Command(login.auth, scope=None),
         "create_session": Command(_create_session, starts_work=True),
-        "infer": Command(_infer, starts_work=True),
-        "abort": Command(_abort),
+        "infer": Command(_infer, starts_work=True, is_free=True),
+        "abort": Command(_abort, is_free=True),
         "close_session": Command(_close_session),
-        "resume_session": Command(_resume_session, in_bulk=True),
+        "resume_session": Command(_resume_session, in_bulk=True, by_size=True),
         "append": Command(_append),
-        "fork_session": Command(_fork_session, starts_work=True),
+        "fork_session": Command(_fork_session, starts_work=True, by_size=True),
         "rewind_session": Command(_rewind_session),
         "set_metadata": Command(_set_metadata),
-        "get_session": Command(_get_session, in_bulk=True),
+        "get_session": Command(_get_session, in_bulk=True, by_size=True),
         "list_sessions": Command(_list_sessions, in_bulk=True),
         "list_models": Command(_list_models),
         "load_model": Command(_load_model, scope=Scope.OPERATOR),

@@ -20,6 +20,7 @@ from inferencecenter.server.fair_worker import FairWorker
 from inferencecenter.server.feed import MetricsFeed, Sources
 from inferencecenter.server.gpu_cache import GpuCache
 from inferencecenter.server.hub import Hub
+from inferencecenter.server.operations import OperationRates
 from inferencecenter.server.origins import Proxies
 
 if TYPE_CHECKING:
@@ -100,6 +101,7 @@ class Context:
     metrics: Metrics
     pressure: Callable[[], Pressure]
     allowances: Allowances
+    operations: OperationRates
     read_usage: UsageReader
     stop: Callable[[], None]
     authenticator: Authenticator
@@ -141,6 +143,7 @@ class Context:
             metrics=metrics,
             pressure=pressure,
             allowances=allowances,
+            operations=OperationRates(settings.operations_per_minute, monotonic=monotonic),
             read_usage=read_usage,
             stop=stop,
             authenticator=Authenticator(

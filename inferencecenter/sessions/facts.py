@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from inferencecenter.sessions.client import EventSink
     from inferencecenter.sessions.journal import Journal
     from inferencecenter.sessions.models import Engines, Serving
-    from inferencecenter.sessions.totals import BusyCount, TokenMeter, TurnRecord
+    from inferencecenter.sessions.totals import BusyCount, HeldText, TokenMeter, TurnRecord
     from inferencecenter.sessions.tracing import Tracer
 
 
@@ -37,8 +37,8 @@ class Surroundings:
     ``call_later`` arranges for a call after some seconds, ``admit`` raises while no turn may begin. ``allowance_of``
     tells by client and token what there may be of turns and tokens. Of its events a session keeps ``replay_bytes``,
     while it answers with nobody listening for ``detached_turn_s``. A stateless one is kept for ``stateless_ttl_s``.
-    ``busy`` counts sessions that answer. ``moved`` hears of each session, by name, whose events go to another socket,
-    with that of before and that of now.
+    ``busy`` counts sessions that answer, ``held`` the text that sessions hold. ``moved`` hears of each session, by
+    name, whose events go to another socket, with that of before and that of now.
     """
 
     engines: Engines
@@ -56,6 +56,7 @@ class Surroundings:
     turn_ended: Callable[[TurnRecord], None]
     tracer: Tracer
     busy: BusyCount
+    held: HeldText
     moved: Callable[[str, EventSink | None, EventSink | None], None]
     max_transcript_chars: int
     max_messages: int

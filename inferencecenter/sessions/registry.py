@@ -27,7 +27,7 @@ from inferencecenter.sessions.roster import Roster, ttl_warnings
 from inferencecenter.sessions.session import Session
 from inferencecenter.sessions.states import SessionState
 from inferencecenter.sessions.submission import terms_of
-from inferencecenter.sessions.totals import BusyCount, Tally
+from inferencecenter.sessions.totals import BusyCount, HeldText, Tally
 from inferencecenter.sessions.tracing import Untraced
 
 if TYPE_CHECKING:
@@ -52,6 +52,7 @@ if TYPE_CHECKING:
 
 DEFAULT_MAX_TRANSCRIPT_CHARS: Final = 16 * 1024 * 1024
 DEFAULT_MAX_MESSAGES: Final = 10_000
+DEFAULT_MAX_CLIENT_MIB: Final = 256
 DEFAULT_REPLAY_KIB: Final = 256
 DEFAULT_DETACHED_TURN_S: Final = 900.0
 DEFAULT_STATELESS_TTL_S: Final = 900.0
@@ -91,6 +92,7 @@ class Sessions:
         detached_turn_s: Seconds that a turn keeps its events while nobody listens.
         max_transcript_chars: Characters of history that one session may hold.
         max_messages: Messages and calls of tools that it may hold.
+        max_client_mib: Mi characters that all sessions of a client may hold, but for stateless ones.
         shared_prompts: System prompts whose KV sessions of different clients may share.
         journal: Where sessions are written down; none if they end with the daemon.
         observer: Hears of each turn that ended.
@@ -120,6 +122,7 @@ class Sessions:
         detached_turn_s: float = DEFAULT_DETACHED_TURN_S,
         max_transcript_chars: int = DEFAULT_MAX_TRANSCRIPT_CHARS,
         max_messages: int = DEFAULT_MAX_MESSAGES,
+        max_client_mib: int = DEFAULT_MAX_CLIENT_MIB,
         shared_prompts: Collection[str] = (),
         # Surroundings
         journal: Journal | None = None,
@@ -138,6 +141,7 @@ class Sessions:
         self._random_bytes = random_bytes
         self._tally = Tally(observer)
         self._busy = BusyCount()
+        self._held = HeldText(max_client_mib * 1024 * 1024)
         self._news = News()
         self._roster = Roster(
             max_sessions=max_sessions,
@@ -164,6 +168,7 @@ class Sessions:
             turn_ended=self._tally.turn_ended,
             tracer=tracer or Untraced(),
             busy=self._busy,
+            held=self._held,
             moved=self._roster.moved,
             max_transcript_chars=max_transcript_chars,
             max_messages=max_messages,
@@ -240,7 +245,8 @@ class Sessions:
 
         Raises:
             InferenceCenterError: ``model_loading``, ``engine_unavailable``, ``model_not_found``, ``invalid_request``,
-                ``forbidden``, ``internal``, ``session_limit``, ``storage_unavailable`` or ``context_full``.
+                ``forbidden``, ``internal``, ``session_limit``, ``quota_exceeded``, ``storage_unavailable`` or
+                ``context_full``.
         """
         around = self._around
         around.check_writable(store=request.store and self.durable and not stateless)
@@ -252,7 +258,8 @@ class Sessions:
         """Open a session that begins as another one does.
 
         Raises:
-            InferenceCenterError: ``session_not_found``, ``session_limit``, and see ``Session.fork``.
+            InferenceCenterError: ``session_not_found``, ``session_limit``, ``quota_exceeded``, and see
+                ``Session.fork``.
         """
         parent = self._roster.own(client, request.session_id)
         facts = fork_facts(client, parent.facts, self._around)
@@ -399,6 +406,11 @@ class Sessions:
         """Return how many sessions a client has open, and how many of them answer."""
         return self._roster.n_of(client_id), self._busy.of(client_id)
 
+    def size_of(self, client: Client, session_id: str) -> int:
+        """Return how many characters a client's session holds; 0 if it has no such session."""
+        session = self._roster.get(session_id)
+        return session.n_chars if session is not None and session.facts.client_id == client.client_id else 0
+
     def totals(self) -> Totals:
         """Return readings over all sessions."""
         return self._tally.totals(sessions=len(self._roster), active=self._busy.total, now=self._around.monotonic())
@@ -414,6 +426,8 @@ class Sessions:
             params=facts.params.model_dump(mode="json"),
             warnings=(*facts.warnings(facts.params, chosen=facts.chosen), *ttl_warnings(facts.ttl_s)),
         )
+        if not facts.stateless:
+            self._held.check(session.n_chars, client_id=client.client_id)
         if (closing := self._roster.make_room(client, stateless=facts.stateless, keeping=parent)) is not None:
             self._close(closing)
         self._roster.learn_retention({client.client_id: client.retention_days})

@@ -73,6 +73,7 @@ class Session:
         self._history = history
         self._ledger = ledger
         self._answering: Answering | None = None
+        self._counted_chars = 0
         self._last_used_at = facts.created_at if last_used_at is None else last_used_at
         # The wall clock is believed once: where it jumps while the daemon runs, nothing expires.
         unused_s = 0.0 if last_used_at is None else max(0.0, around.clock() - last_used_at)
@@ -89,6 +90,7 @@ class Session:
             seq=kept.seq,
             last_used_at=kept.last_used_at,
         )
+        session._measure()
         if (unfinished := kept.unfinished) is not None:
             now = around.monotonic()
             since = now - max(0.0, around.clock() - unfinished.order.submitted_at)
@@ -153,10 +155,16 @@ class Session:
         """What was said; a running turn is not yet part of it."""
         return self._history
 
+    @property
+    def n_chars(self) -> int:
+        """Characters that it holds: what was said, and notes of turns."""
+        return self._history.extent.n_chars + self._ledger.n_note_chars
+
     # What clients ask for.
 
     def open(self) -> None:
         """Write down that the session begins."""
+        self._measure()
         record = Opened(
             facts=self.facts,
             history=self._history,
@@ -223,7 +231,10 @@ class Session:
         """
         self._check_idle("Append")
         self._around.check_writable(store=self.facts.store)
-        self._history = self._history.appended(tuple(request.messages), room=self._around.room())
+        history = self._history.appended(tuple(request.messages), room=self._around.room())
+        self._check_held(history.extent.n_chars - self._history.extent.n_chars)
+        self._history = history
+        self._measure()
         self._tell_changed(self._stream.appended(len(self._history.messages), request_id=request.id), sink)
 
     def fork(self, facts: SessionFacts, *, turn: str | None, sink: EventSink) -> Session:
@@ -254,6 +265,7 @@ class Session:
         self._around.check_writable(store=self.facts.store)
         self._history = self._history.until(request.turn)
         self._ledger.rewind(request.turn)
+        self._measure()
         n_messages = len(self._history.messages)
         self._tell_changed(self._stream.rewound(request.turn, n_messages, request_id=request.id), sink)
 
@@ -305,6 +317,7 @@ class Session:
         self._history = history
         note = turn.order.note
         listed = self._ledger.record(turn.turn_key, end, n_messages=len(history.messages), note=note)
+        self._measure()
         record = Ended(
             session_id=self.facts.session_id,
             client_id=self.facts.client_id,
@@ -368,7 +381,9 @@ class Session:
         noted = self._ledger.n_note_chars + len(terms.note)
         asked = messages_of(request)
         self._history.check_results(asked)
-        around.room(noted_chars=noted).check(self._history.extent + Extent.of(asked))
+        extent = Extent.of(asked)
+        around.room(noted_chars=noted).check(self._history.extent + extent)
+        self._check_held(extent.n_chars)
         order = new_order(request, terms, facts=facts, around=around)
         now = around.monotonic()
         answering = self._answer(Turn(order, since=now, now=now))
@@ -397,6 +412,7 @@ class Session:
 
     def _leave(self, change: SessionChange) -> None:
         self._change(change)
+        self._hold(0)
         self._around.engines.release(self.facts.session_id)
 
     def _change(self, change: SessionChange) -> None:
@@ -404,6 +420,19 @@ class Session:
         busier = (self._state is SessionState.BUSY) - (before is SessionState.BUSY)
         if busier:
             self._around.busy.add(busier, client_id=self.facts.client_id, stateless=self.facts.stateless)
+
+    def _check_held(self, n_chars: int) -> None:
+        if not self.facts.stateless:
+            self._around.held.check(n_chars, client_id=self.facts.client_id)
+
+    def _measure(self) -> None:
+        """Count what the session holds now among its client's."""
+        if not self.facts.stateless:
+            self._hold(self.n_chars)
+
+    def _hold(self, n_chars: int) -> None:
+        self._around.held.add(n_chars - self._counted_chars, client_id=self.facts.client_id)
+        self._counted_chars = n_chars
 
     def _touch(self) -> None:
         self._last_used = self._around.monotonic()

@@ -8,6 +8,8 @@ from typing import Final, Protocol
 
 import structlog
 
+from inferencecenter.errors import ErrorCode, InferenceCenterError
+
 WINDOW_S: Final = 10
 _NEWEST: Final = 0.2
 
@@ -71,6 +73,44 @@ class BusyCount:
         self._of_client[client_id] += change
         if not self._of_client[client_id]:
             del self._of_client[client_id]
+
+
+class HeldText:
+    """Counts the characters that each client's sessions hold, and refuses more than there may be.
+
+    A fork counts in full: what it shares with its parent may be all that is left of it tomorrow.
+
+    Args:
+        max_chars: Of all sessions of a client that are not stateless.
+    """
+
+    def __init__(self, max_chars: int) -> None:
+        self._max_chars = max_chars
+        self._of_client: Counter[str] = Counter()
+
+    def of(self, client_id: str) -> int:
+        """Return how many characters a client's sessions hold."""
+        return self._of_client.get(client_id, 0)
+
+    def add(self, n_chars: int, *, client_id: str) -> None:
+        """Count so many more, or less."""
+        self._of_client[client_id] += n_chars
+        if not self._of_client[client_id]:
+            del self._of_client[client_id]
+
+    def check(self, n_chars: int, *, client_id: str) -> None:
+        """Refuse so many more, if they are too many.
+
+        Raises:
+            InferenceCenterError: ``quota_exceeded``.
+        """
+        held = self.of(client_id) + n_chars
+        if n_chars and held > self._max_chars:
+            raise InferenceCenterError(
+                ErrorCode.QUOTA_EXCEEDED,
+                f"this client's sessions would hold {held} characters; {self._max_chars} are allowed",
+                hint="Close sessions that are no longer needed, or rewind them.",
+            )
 
 
 class TokenMeter:

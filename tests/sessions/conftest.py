@@ -400,6 +400,7 @@ class World:
     default_ttl_s: float | None = None
     max_transcript_chars: int = 10_000
     max_messages: int = 1_000
+    max_client_mib: int = 256
     shared_prompts: tuple[str, ...] = ()
     limits: Limits = NO_LIMITS
     allowance_of: Callable[[str, str], Allowance] | None = None
@@ -426,6 +427,7 @@ class World:
             journal=self.journal,
             max_transcript_chars=self.max_transcript_chars,
             max_messages=self.max_messages,
+            max_client_mib=self.max_client_mib,
             shared_prompts=self.shared_prompts,
             observer=self,
             tracer=self.tracer,

@@ -18,6 +18,7 @@ from inferencecenter.protocol.values import ChatMessage
 from inferencecenter.sessions.client import Client
 from inferencecenter.sessions.session import Session
 from tests.sessions.conftest import FakeSink, World, make_model
+from tests.sessions.oracle import kept
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -368,6 +369,68 @@ def _one_step(world: World, step: str, names: list[str], *, n: int, sink: FakeSi
                 world.sessions.infer(world.client, requests.Infer(op="infer", session_id=name, prompt="Hi"), sink)
             case "answer":
                 world.engine.answer("Hello")
+
+
+MI = 1024 * 1024
+
+
+def test_a_client_holds_so_much_text_in_all_its_sessions(world: World) -> None:
+    """Whatever would be more is refused, a fork in full, until a session is closed or taken back."""
+    world.max_client_mib, world.max_transcript_chars = 1, 4 * MI
+    world.reopen()
+    first = world.create(system="x" * (MI // 2))
+    turn_id = world.turn(first, "y" * (MI // 4), "Hello")
+    error = refused(ErrorCode.QUOTA_EXCEEDED, world.fork, first)
+    assert "Close sessions" in (error.hint or "")
+    refused(ErrorCode.QUOTA_EXCEEDED, world.create, system="x" * (MI // 3))
+    refused(ErrorCode.QUOTA_EXCEEDED, world.append, first, ("user", "x" * (MI // 3)))
+    refused(ErrorCode.QUOTA_EXCEEDED, world.infer, first, "x" * (MI // 3))
+    assert world.get(first).state == "idle"
+    world.create(EVE, system="x" * (MI // 2))
+    second = world.create()
+    world.append(second, ("user", "x" * 1000))
+    world.rewind(first, "start")
+    fork = world.fork(second)
+    world.append(first, ("user", "z" * (MI // 4)))
+    world.close(first)
+    world.append(fork, ("user", "z" * (MI // 2)))
+    assert turn_id
+
+
+@given(st.lists(st.tuples(st.sampled_from(["create", "append", "turn", "fork", "rewind", "close"]), st.integers(0, 3))))
+def test_what_is_held_is_what_the_sessions_hold(steps: list[tuple[str, int]]) -> None:
+    """However sessions begin, grow and end, their client's sum is that of their histories."""
+    world = World()
+    for step, n in steps:
+        names = world.sessions.live_sessions()
+        name = names[n % len(names)] if names else "s_none"
+        with contextlib.suppress(InferenceCenterError):
+            match step:
+                case "create":
+                    world.create(system="s" * n)
+                case "append":
+                    world.append(name, ("user", "a" * n))
+                case "turn":
+                    world.turn(name, "q" * (n + 1), "answer")
+                case "fork":
+                    world.fork(name)
+                case "rewind":
+                    world.rewind(name, "start")
+                case _:
+                    world.close(name)
+        sizes = (world.sessions.size_of(world.client, each) for each in world.sessions.live_sessions())
+        assert world.sessions._held.of("ada") == sum(sizes)
+
+
+def test_what_an_earlier_daemon_kept_counts(world: World) -> None:
+    """After a restart as before it."""
+    session_id = world.create(system="x" * 100)
+    world.turn(session_id, "Hi", "Hello")
+    held = world.sessions._held.of("ada")
+    assert world.journal is not None
+    kept_sessions = kept(world.journal.records)
+    world.reopen().restore(kept_sessions, clean=True)
+    assert world.sessions._held.of("ada") == held == 107
 
 
 def test_lists_come_in_pages_oldest_first(world: World) -> None:
