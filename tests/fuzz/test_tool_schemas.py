@@ -1,0 +1,134 @@
+"""Tools with schemas of any kind, in every way of writing calls: a grammar of bounded size or an error."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.protocol.values import ChatMessage, Tool
+from inferencecenter.sessions.formats.fallback import as_text
+from inferencecenter.sessions.formats.grammar import MAX_CALLS_CHARS, Start, calls_grammar
+from inferencecenter.sessions.formats.values import tool_values
+from tests.sessions.formats.speaking import ANSWERS, CONTROL
+from tests.sessions.formats.speaking import model as speaking_model
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+T = TypeVar("T")
+EXPECTED: Final = (ErrorCode.INVALID_GRAMMAR, ErrorCode.INVALID_REQUEST)
+
+keys = st.sampled_from(["a", "b", "a/b", "~", "%20", "", "$ref", "<[1]>", '"', "\n", "k" * 300])
+places = st.sampled_from(["$defs", "definitions"])
+references = st.builds("#/{}/{}".format, places, keys) | st.sampled_from(["#", "#/$defs", "#anchor", "x.json", ""])
+scalars = st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats() | keys
+leaves = st.one_of(
+    st.builds(lambda reference: {"$ref": reference}, references),
+    st.builds(lambda kind: {"type": kind}, st.sampled_from(["string", "integer", "object", "array", "odd"])),
+    st.builds(lambda values: {"type": "string", "enum": values}, st.lists(scalars, max_size=4)),
+    scalars,
+)
+
+
+def _deeper(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    return st.one_of(
+        st.builds(lambda values: {"type": "object", "properties": values}, st.dictionaries(keys, inner, max_size=4)),
+        st.builds(lambda values: {"anyOf": values}, st.lists(inner, max_size=3)),
+        st.builds(lambda value: {"type": "array", "items": value}, inner),
+        st.dictionaries(st.sampled_from(["not", "if", "then", "const", "$ref", "$id"]), inner, max_size=2),
+        st.lists(inner, max_size=3),
+    )
+
+
+schemas = st.recursive(leaves, _deeper, max_leaves=12)
+
+
+@st.composite
+def parameters(draw: st.DrawFn) -> dict[str, Any]:
+    """Return a tool's schema, some of whose parts may be made very wide, very deep or very long."""
+    schema: dict[str, Any] = {
+        "type": "object",
+        "properties": draw(st.dictionaries(keys, schemas, max_size=4) | scalars),
+        "required": draw(st.lists(keys | scalars, max_size=3) | scalars),
+        **draw(st.dictionaries(places, st.dictionaries(keys, schemas, max_size=4) | scalars, max_size=2)),
+    }
+    grown = draw(st.sampled_from(["", "", "wide", "deep", "long", "chain"]))
+    part = draw(leaves)
+    if grown == "wide":
+        schema["properties"] = {f"p{number}": part for number in range(3000)}
+    elif grown == "deep":
+        for _ in range(draw(st.sampled_from([90, 150, 2000]))):
+            part = {"items": part}
+        schema["properties"] = {"a": part}
+    elif grown == "long":
+        schema["$defs"] = {"a": {"description": "x" * 400_000}}
+        schema["properties"] = {f"p{number}": part for number in range(10)}
+    elif grown == "chain":
+        schema["$defs"] = {str(n): {"$ref": f"#/$defs/{n + 1}"} for n in range(3000)} | {"a": {"$ref": "#/$defs/0"}}
+        schema["properties"] = {f"p{number}": {"$ref": f"#/$defs/{number}"} for number in range(3000)}
+    return schema
+
+
+def outcome(work: Callable[[], T]) -> T | InferenceCenterError:
+    """Return what comes of it, or why nothing does."""
+    try:
+        return work()
+    except InferenceCenterError as error:
+        return error
+
+
+def wide(n_parameters: int, n_chars: int) -> dict[str, Any]:
+    """Parameters that each refer to a long definition."""
+    properties = {f"p{number}": {"$ref": "#/$defs/a"} for number in range(n_parameters)}
+    return {"properties": properties, "$defs": {"a": {"description": "x" * n_chars}}}
+
+
+@pytest.mark.slow
+@settings(max_examples=250, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@given(given_parameters=parameters(), several=st.booleans(), demands=st.booleans())
+@example(given_parameters=wide(1000, 300_000), several=True, demands=False)
+@example(
+    given_parameters={"properties": {"a": {"$ref": "#/$defs/a"}}, "$defs": {"a": {"$ref": "#/$defs/a"}}},
+    several=True,
+    demands=True,
+)
+@example(
+    given_parameters={"properties": {"k" * 90_000: {"type": "string", "enum": ["v"] * 3000}}},
+    several=True,
+    demands=True,
+)
+def test_any_schema_makes_a_grammar_of_bounded_size(
+    given_parameters: dict[str, Any], several: bool, demands: bool
+) -> None:
+    """Whatever the schema refers to, the grammar is no longer than it may be, or the tools are refused by name."""
+    tools = [Tool(name="f", parameters=given_parameters), Tool(name="g")]
+    for name in ANSWERS:
+        style = speaking_model(name).written.style
+        assert style is not None
+        start = Start(control=frozenset(CONTROL))
+        made = outcome(partial(calls_grammar, style, tools, start=start, demands=demands, several=several))
+        if isinstance(made, InferenceCenterError):
+            assert (made.code in EXPECTED, made.field) == (True, "tools")
+        else:
+            assert len(made.text) <= MAX_CALLS_CHARS
+
+
+@pytest.mark.slow
+@settings(max_examples=100, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@given(given_parameters=parameters())
+def test_any_schema_is_written_or_refused(given_parameters: dict[str, Any]) -> None:
+    """As a template's value and as text it is as it was, or it is nested too deep."""
+    tool = Tool(name="f", parameters=given_parameters)
+    values = outcome(partial(tool_values, [tool], mark=lambda text: text))
+    if isinstance(values, InferenceCenterError):
+        assert (values.code, values.field) == (ErrorCode.INVALID_REQUEST, "tools")
+        return
+    (value,) = values
+    assert repr(value["function"]["parameters"]) == repr(given_parameters)
+    (message,) = as_text([ChatMessage(role="user", content="Hi")], [tool], knows_system=False)
+    assert message.content.endswith("Hi")
