@@ -50,7 +50,7 @@ def take_over(
     """Return what was left and is of use, what was parked first in front; everything else is deleted.
 
     Of several versions of a sequence the last one counts. With ``durable_only`` a sequence that may not be on a disk
-    is of no use.
+    is of no use. One that was being restored when the engine ended is deleted from both tiers: it may end this one too.
     """
     faults: list[str] = []
     try:
@@ -71,7 +71,9 @@ def take_over(
             copy = None
         record = in_ram or copy
         assert record is not None
-        if durable_only and not record.durable:
+        if record.suspect:
+            on_log("warning", f"parked KV of {key} is dropped: an engine ended while it was restored")
+        if record.suspect or (durable_only and not record.durable):
             _discard(key, mapping, disk if copy is not None else None)
             continue
         found.append(Found(_entry(record), mapping, copy is not None))

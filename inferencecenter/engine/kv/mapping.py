@@ -8,7 +8,7 @@ import threading
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
-from inferencecenter.engine.kv.record import START_BYTES
+from inferencecenter.engine.kv.record import START_BYTES, SUSPECT_AT
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -98,6 +98,11 @@ class Mapping:
             self._memory[START_BYTES : len(header)] = header[START_BYTES:]
             self._memory[:START_BYTES] = header[:START_BYTES]
             return True
+
+    def suspect(self, *, whether: bool) -> None:
+        """Mark what is here as about to be restored, for who opens the file after an engine that died of it."""
+        with self._lock:
+            self._memory[SUSPECT_AT] = whether
 
     @contextmanager
     def view(self, start: int, n_bytes: int, *, readonly: bool = False) -> Iterator[memoryview]:

@@ -2,19 +2,23 @@
 
 Little endian: a start (mark, version, length of the header, checksum of its rest), the facts, the key, the scope and
 the tokens as packed int32, zeros up to a multiple of 64 bytes, the payload. A file of the RAM tier may go on after it.
+
+One byte of the start is not 0 while the sequence is restored into a slot. Where it is found so, llama.cpp ended the
+engine on what is in this file, and would end the next one.
 """
 
 from __future__ import annotations
 
 import struct
 import zlib
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from hashlib import sha256
 
 _MARK = b"ICKV\r\n\x1a\n"
 _VERSION = 1
 # Mark, version, length of the header, checksum of the header after this.
 _START = struct.Struct("<8sHxxII")
+SUSPECT_AT = 10
 # Fingerprint, flags, checksum and length of the payload, stamp, lengths of key, scope and tokens.
 _FACTS = struct.Struct("<32sIIQQIII")
 _DURABLE = 1
@@ -30,7 +34,10 @@ class RecordError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """What a header says. ``tokens`` are packed; the higher of two ``stamp`` was parked later."""
+    """What a header says. ``tokens`` are packed; the higher of two ``stamp`` was parked later.
+
+    A ``suspect`` one was being restored when that was last written.
+    """
 
     key: str
     scope: str
@@ -39,6 +46,7 @@ class Record:
     stamp: int
     payload_bytes: int
     payload_crc: int
+    suspect: bool = field(default=False, compare=False)
 
     @property
     def header_bytes(self) -> int:
@@ -117,9 +125,11 @@ def decode(data: bytes | memoryview, fingerprint: bytes) -> Record:
         at += field_bytes
     key, scope, tokens = fields
     try:
-        record = Record(key.decode(), scope.decode(), tokens, bool(flags & _DURABLE), stamp, payload_bytes, crc)
+        names = key.decode(), scope.decode()
     except UnicodeDecodeError:
         raise RecordError("its header is damaged") from None
+    suspect = data[SUSPECT_AT] != 0
+    record = Record(*names, tokens, bool(flags & _DURABLE), stamp, payload_bytes, crc, suspect)
     if record.header_bytes != length or len(tokens) != lengths[-1] or len(tokens) % TOKEN_BYTES:
         raise RecordError("its header is damaged")
     return record

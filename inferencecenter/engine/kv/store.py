@@ -206,8 +206,10 @@ class KvStore:
         mapping = self._tiers.mapping_of(entry)
         if mapping is None:
             return False
+        mapping.suspect(whether=True)  # and it stays so where this process ends in what follows
         with mapping.view(entry.payload_start, entry.payload_bytes, readonly=True) as payload:
             restored = read(payload)
+        mapping.suspect(whether=False)
         if not restored:
             self._tiers.drop(entry, "it could not be restored")
             return False
@@ -298,10 +300,16 @@ class KvStore:
         return self._tiers.catalogue.is_free_in_ram(scope, n_bytes, without=own)
 
     def _take_over(self, ram: RamTier | None, disk: DiskTier | None, *, adopt: Adoption) -> None:
+        tiers = [tier for tier in (ram, disk) if tier is not None]
         if adopt is Adoption.NONE:
-            clear([tier for tier in (ram, disk) if tier is not None], self._on_log)
+            clear(tiers, self._on_log)
             return
-        found = take_over(ram, disk, self._on_log, durable_only=adopt is Adoption.DURABLE)
+        try:
+            found = take_over(ram, disk, self._on_log, durable_only=adopt is Adoption.DURABLE)
+        except Exception as error:  # noqa: BLE001 - a border: a file that no engine can read would end all of them
+            self._on_log("error", f"parked KV of an earlier engine is deleted: {error!r}")
+            clear(tiers, self._on_log)
+            return
         if found:
             self._stamp = found[-1].entry.stamp
             self._tiers.adopt(found)

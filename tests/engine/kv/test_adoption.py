@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from inferencecenter.engine.kv.adoption import Adoption
+from inferencecenter.ipc.messages import pack_tokens
 from tests.engine.kv.harness import PAGE_BYTES, Bench, payload_of
 
 if TYPE_CHECKING:
@@ -53,6 +54,54 @@ def test_unwanted(bench: Bench) -> None:
     bench.open(adopt=Adoption.NONE)
     assert bench.ram_files() == bench.disk_files() == []
     assert bench.store.total_bytes == 0
+
+
+class Died(BaseException):
+    """The end of an engine."""
+
+
+@pytest.mark.parametrize("on_disk", [False, True])
+def test_what_an_engine_died_of_is_not_restored_again(bench: Bench, on_disk: bool) -> None:
+    """From neither tier, by no engine after it; what was restored well before stays."""
+
+    def die(_data: memoryview) -> bool:
+        raise Died
+
+    if on_disk:
+        bench.park_on_disk()
+        bench.store.fetch("s1")
+    else:
+        bench.park("s1", [1, 2, 3])
+    bench.park("well", [7, 8])
+    bench.settle()
+    assert bench.load("well") is not None
+    with pytest.raises(Died):
+        bench.store.load("s1", pack_tokens([1, 2, 3]), die)
+    n_on_disk = len(bench.disk_files())
+    bench.open(adopt=Adoption.ALL)
+    bench.settle()
+    assert bench.ready("s1", [1, 2, 3]) is None
+    assert bench.load("well") == payload_of("well", [7, 8], 3000)
+    assert len(bench.disk_files()) == n_on_disk - on_disk
+    assert ["s1" in line and "ended while" in line for line in bench.warnings] == [True]
+    bench.open(adopt=Adoption.ALL)
+    assert bench.ready("s1", [1, 2, 3]) is None
+
+
+def test_whatever_is_wrong_with_what_was_left_it_ends_no_engine(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is a cache: what cannot be taken over for a reason that was not foreseen is deleted, and that is said."""
+
+    def strange(*_: object) -> None:
+        raise ValueError("a length of NaN")
+
+    bench.park("s1", [1])
+    bench.settle()
+    with monkeypatch.context() as changed:
+        changed.setattr("inferencecenter.engine.kv.ram.decode", strange)
+        bench.open(adopt=Adoption.ALL)
+    assert bench.ram_files() == bench.disk_files() == []
+    assert "NaN" in bench.warnings[-1]
+    assert bench.park("s1", [1])
 
 
 def test_crash_while_saving(bench: Bench) -> None:
