@@ -217,19 +217,21 @@ def copy(source: Path, target: Path) -> None:
         reading.close()
 
 
-def put_in_place(new: Path, path: Path, *, aside: Path | None) -> None:
+def put_in_place(new: Path, path: Path, *, aside: Path | None, write_back: bool = True) -> None:
     """Give the file ``new`` the name ``path``; what is there, with its log, gets the name ``aside``.
 
-    No other program may have any of them open. ``path`` leads to one of the two at each moment.
+    No other program may have any of them open. ``path`` leads to one of the two at each moment. ``write_back`` has the
+    log written back before, which changes the file.
 
     Raises:
         OSError: A name cannot be given; ``aside`` is there already.
     """
     _sync(new)
     if aside is not None:
-        # A log that is written back needs no other name, and no moment at which its file is without it.
-        with contextlib.suppress(sqlite3.Error), contextlib.closing(connect(path)) as database:
-            database.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        if write_back:
+            # A log that is empty needs no other name, and no moment at which its file is without it.
+            with contextlib.suppress(sqlite3.Error), contextlib.closing(connect(path)) as database:
+                database.execute("PRAGMA wal_checkpoint(TRUNCATE)")
         aside.hardlink_to(path)
         for log, other in zip(_beside(path), _beside(aside), strict=True):
             if log.exists():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import sqlite3
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
 
@@ -12,11 +11,11 @@ import typer
 
 from inferencecenter.cli.options import ConfigOption, JsonOption, StateDirOption, given
 from inferencecenter.cli.output import print_json, stdout
+from inferencecenter.cli.state_files import aside_name, unavailable, without_daemon
 from inferencecenter.configuration import load_settings
 from inferencecenter.errors import ErrorCode, InferenceCenterError
 from inferencecenter.server.accounts import DATABASE_NAME as ACCOUNTS_NAME
 from inferencecenter.server.accounts_file import MIGRATIONS as ACCOUNTS_STEPS
-from inferencecenter.server.control import held_alone
 from inferencecenter.sessions.store.faults import reason_of
 from inferencecenter.sessions.store.schema import DATABASE_NAME as SESSIONS_NAME
 from inferencecenter.sessions.store.schema import MIGRATIONS as SESSIONS_STEPS
@@ -32,7 +31,7 @@ from inferencecenter.sqlite_file import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Mapping
 
     from inferencecenter.sqlite_file import Steps
 
@@ -56,7 +55,7 @@ def restore(
     """
     settings = load_settings(config, given(state_dir=state_dir))
     found = _backup_in(source)
-    with _alone(settings.state_dir):
+    with without_daemon(settings.state_dir):
         there = [path.name for path in found if (settings.state_dir / path.name).exists()]
         if there and not replace:
             raise InferenceCenterError(
@@ -73,22 +72,11 @@ def restore(
         stdout.print(f"What was {name} is {other} now.", markup=False, soft_wrap=True)
 
 
-def aside_name(path: Path, why: str) -> Path:
-    """Return a name that no file has for what ``path`` leads to now."""
-    stamp = datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ")
-    name = path.with_name(f"{path.name}.{why}-{stamp}")
-    number = 1
-    while name.exists():
-        number += 1
-        name = path.with_name(f"{path.name}.{why}-{stamp}-{number}")
-    return name
-
-
 def _backup_in(source: Path) -> list[Path]:
     """Return the files of a backup, each of which is whole and of a version that is known here."""
     found = [path for name in _STEPS if (path := source / name).is_file()]
     if not found:
-        raise _failed(
+        raise unavailable(
             f"{source} holds neither {ACCOUNTS_NAME} nor {SESSIONS_NAME}", "Name a directory that `backup` has made."
         )
     for path in found:
@@ -100,7 +88,7 @@ def _backup_in(source: Path) -> list[Path]:
                 if not version_of(database):
                     raise DamagedFileError("it is empty")
         except (OSError, sqlite3.Error) as error:
-            raise _failed(
+            raise unavailable(
                 f"{path} is not whole: {reason_of(error)}", "Nothing was changed. Is there another backup?"
             ) from error
     return found
@@ -126,7 +114,7 @@ def _restore(found: list[Path], state_dir: Path) -> dict[str, str]:
                     kept[target.name] = aside.name
         except (OSError, sqlite3.Error) as error:
             done = f" {', '.join(kept)} was replaced already." if kept else " Nothing was replaced."
-            raise _failed(
+            raise unavailable(
                 f"{state_dir} cannot be written: {reason_of(error)}", f"Is there room for a copy?{done}"
             ) from error
     return kept
@@ -136,27 +124,3 @@ def _mark_old(path: Path) -> None:
     """Have the daemon know that clients were shown more since; see ``Recorder.finish``."""
     with contextlib.closing(connect(path)) as database:
         database.execute("UPDATE meta SET clean = 0")
-
-
-@contextlib.contextmanager
-def _alone(state_dir: Path) -> Iterator[None]:
-    """Keep daemons from starting meanwhile.
-
-    Raises:
-        InferenceCenterError: ``storage_unavailable`` when one runs, or the directory cannot be made.
-    """
-    try:
-        state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
-        held = held_alone(state_dir)
-        alone = held.__enter__()
-    except OSError as error:
-        raise _failed(f"{state_dir} cannot be written: {error.strerror}", "Run this as the daemon's user.") from error
-    with contextlib.ExitStack() as stack:
-        stack.push(held)
-        if not alone:
-            raise _failed(f"a daemon uses {state_dir}", "Stop it first.")
-        yield
-
-
-def _failed(message: str, hint: str) -> InferenceCenterError:
-    return InferenceCenterError(ErrorCode.STORAGE_UNAVAILABLE, message, hint=hint)

@@ -17,6 +17,7 @@ from rich.text import Text
 
 from inferencecenter.cli.options import ConfigOption, JsonOption, StateDirOption, given
 from inferencecenter.cli.output import print_json, stdout
+from inferencecenter.cli.salvage import salvage_sessions
 from inferencecenter.configuration import load_settings
 from inferencecenter.errors import ErrorCode, InferenceCenterError
 from inferencecenter.server import control
@@ -40,7 +41,7 @@ _LOOK_S: Final = 0.05
 SessionArgument = Annotated[str | None, typer.Argument(metavar="SESSION", help="The session's id.", show_default=False)]
 ClientOption = Annotated[str | None, typer.Option(help="All sessions of this account.", show_default=False)]
 
-app = typer.Typer(help="List, export and purge sessions.", no_args_is_help=True)
+app = typer.Typer(help="List, export, purge and salvage sessions.", no_args_is_help=True)
 
 
 @app.command("list")
@@ -131,6 +132,9 @@ def purge(  # noqa: PLR0913 - one argument an option
         print_json({"kind": kind, "name": name, "sessions": n_sessions})
     else:
         stdout.print(f"Deleted {what}.", markup=False, soft_wrap=True)
+
+
+app.command("salvage")(salvage_sessions)
 
 
 def as_json(kept: Kept) -> dict[str, Any]:

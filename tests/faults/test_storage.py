@@ -351,7 +351,7 @@ async def test_the_file_is_no_database(apart: Site) -> None:
 
 @pytest.mark.slow
 async def test_a_page_of_the_file_is_damaged(apart: Site) -> None:
-    """Sessions whose rows are elsewhere are read; nobody writes over the rest, which an expert may still save."""
+    """Sessions whose rows are elsewhere are read; nobody writes over the rest, until it is salvaged: then all go on."""
     apart.start()
     async with talk(apart.daemon) as client:
         safe = await Witness.open(client)
@@ -362,6 +362,15 @@ async def test_a_page_of_the_file_is_damaged(apart: Site) -> None:
     apart.daemon.stop()
     damage_page(apart.state_dir / FILE)
     await only_reads(apart, [safe])
+    salvaged = await asyncio.to_thread(command, apart, "session", "salvage")
+    assert salvaged.returncode == 0, salvaged.stderr
+    assert "2 sessions are whole, 0 cut, 0 lost." in salvaged.stdout, "only tokens were on that page"
+    apart.start()
+    async with talk(apart.daemon) as client:
+        for witness, n_turns in ((safe, len(SENTENCES)), (struck, 1)):
+            assert (await witness.resume(client))["reason"] == "other_epoch"
+            assert await witness.turn("Next.") == "Next."
+            assert len((await witness.described())["turns"]) == n_turns + 1
 
 
 @pytest.mark.slow

@@ -1,0 +1,115 @@
+"""``inferencecenter session salvage``: make a whole file of what can be read of a damaged one."""
+
+from __future__ import annotations
+
+import contextlib
+import sqlite3
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+from inferencecenter.cli.options import ConfigOption, JsonOption, StateDirOption, given
+from inferencecenter.cli.output import print_json, stdout
+from inferencecenter.cli.state_files import aside_name, unavailable, without_daemon
+from inferencecenter.configuration import load_settings
+from inferencecenter.sessions.store.faults import reason_of
+from inferencecenter.sessions.store.reading import read_all
+from inferencecenter.sessions.store.salvage import salvage
+from inferencecenter.sessions.store.schema import DATABASE_NAME, MIGRATIONS
+from inferencecenter.sqlite_file import check_version, connect_reading, damage, put_in_place, version_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from inferencecenter.sessions.store.salvage import LostSession, SalvageReport
+
+
+def salvage_sessions(
+    *, config: ConfigOption = None, state_dir: StateDirOption = None, json: JsonOption = False
+) -> None:
+    """Copy what can be read of a damaged file of sessions into a new one, and say what is lost.
+
+    The damaged file gets another name and stays as it is. Exits with 0 when the new file is in place or none is needed,
+    and with 73 when a daemon runs, nothing can be read, the file is of a newer version, or there is no room.
+    """
+    settings = load_settings(config, given(state_dir=state_dir))
+    path = settings.state_dir / DATABASE_NAME
+    if not path.exists():
+        raise unavailable(f"there is no {path}", "Is that the state directory?")
+    with without_daemon(settings.state_dir):
+        if _is_whole(path):
+            report, aside = None, None
+        else:
+            report, aside = _salvage(path)
+    if json:
+        print_json({"salvaged": None if report is None else asdict(report), "damaged": aside and str(aside)})
+    elif report is None:
+        stdout.print(f"{path} is whole: nothing was changed.", markup=False, soft_wrap=True)
+    else:
+        for line in (*_lines(report), f"The damaged file is {aside} now."):
+            stdout.print(line, markup=False, soft_wrap=True)
+
+
+def _is_whole(path: Path) -> bool:
+    """Tell whether the file is whole, and every session of it can be read.
+
+    Raises:
+        InferenceCenterError: ``storage_unavailable`` for a file of a newer version.
+    """
+    try:
+        with contextlib.closing(connect_reading(path)) as database:
+            check_version(database, MIGRATIONS, path=path)
+            if damage(database) is not None:
+                return False
+            return version_of(database) != len(MIGRATIONS) or not read_all(database).unreadable
+    except (OSError, sqlite3.Error):
+        return False
+
+
+def _salvage(path: Path) -> tuple[SalvageReport, Path]:
+    made = path.with_name(f"{path.name}.salvaging")
+    with contextlib.ExitStack() as leftovers:
+        leftovers.callback(made.unlink, missing_ok=True)
+        try:
+            made.unlink(missing_ok=True)
+            report = salvage(path, made)
+            if not report.n_saved:
+                raise unavailable(
+                    f"no session can be read of {path}",
+                    "Nothing was changed. `inferencecenter restore` a backup; without one, move the file away while no"
+                    " daemon runs, which forgets all sessions.",
+                )
+            aside = aside_name(path, "damaged")
+            put_in_place(made, path, aside=aside, write_back=False)
+        except (OSError, sqlite3.Error) as error:
+            raise unavailable(f"{path} cannot be salvaged: {reason_of(error)}", "Is there room for a copy?") from error
+    return report, aside
+
+
+def _lines(report: SalvageReport) -> Iterator[str]:
+    yield f"{_sessions(report.whole)} whole, {len(report.cut)} cut, {len(report.lost)} lost."
+    for cut in report.cut:
+        yield (
+            f"{cut.session_id} of {cut.client_id}: the first {cut.messages} messages were saved,"
+            f" at least {cut.lost_messages} are lost."
+        )
+    for session_id in report.doubtful:
+        yield f"{session_id}: its last messages may be missing."
+    for session_id in report.reset:
+        yield f"{session_id}: its messages were saved, its settings are lost."
+    for session_id in report.begun_anew:
+        yield f"{session_id}: its answer under way begins again."
+    for session_id in report.dropped:
+        yield f"{session_id}: the question of its answer under way is lost."
+    for lost in report.lost:
+        yield _lost_line(lost)
+
+
+def _lost_line(lost: LostSession) -> str:
+    name = lost.session_id or "a session without a name"
+    owner = f" of {lost.client_id}" if lost.client_id else ""
+    return f"{name}{owner}: lost; {lost.messages} messages of it can be read in the damaged file."
+
+
+def _sessions(count: int) -> str:
+    return "1 session is" if count == 1 else f"{count} sessions are"

@@ -1,0 +1,387 @@
+"""What can be read of a damaged file of sessions, as a new file.
+
+Rows come from the pages themselves (``pages``), so that a page costs the rows on it and nothing else. Which table a row
+is of shows in its values. Of each session what fits together is kept: its first messages without a gap, the turns that
+ended among them, and its tokens only where nothing is missing, since they are computed again. An answer under way
+begins anew, if nothing before it is missing. The damaged file is read and nothing else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import re
+import sqlite3
+import time
+from collections import defaultdict
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final
+
+from inferencecenter.protocol.params import Params
+from inferencecenter.sessions.facts import SessionFacts
+from inferencecenter.sessions.store.opening import open_writing
+from inferencecenter.sessions.store.pages import PageFile
+from inferencecenter.sessions.store.reading import read_one
+from inferencecenter.sessions.store.rows import facts_column
+from inferencecenter.sqlite_file import transaction
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from pathlib import Path
+
+    from inferencecenter.sessions.store.pages import StoredRow, Value
+
+_ROLES: Final = frozenset({"system", "user", "assistant", "tool"})
+
+
+@dataclass(frozen=True, slots=True)
+class _Table:
+    """A table: its columns as they are stored, and the kinds of their values, one letter each.
+
+    Kinds are those of ``_kinds``; a column that an earlier version did not have may be missing at the end.
+    """
+
+    name: str
+    columns: tuple[str, ...]
+    kinds: re.Pattern[str]
+    has_row: bool
+    defaults: tuple[Value, ...] = ()
+
+
+def _table(name: str, columns: str, kinds: str, *, has_row: bool = False, defaults: tuple[Value, ...] = ()) -> _Table:
+    return _Table(name, tuple(columns.split()), re.compile(kinds), has_row, defaults)
+
+
+_NUMBER: Final = "[if]"
+_TABLES: Final = (
+    _table(
+        "sessions",
+        "id session_id client_id epoch seq created_at last_used_at made_by view_kept view_resumes_at facts complete",
+        f"nttti{_NUMBER}{_NUMBER}tiiti?",
+        has_row=True,
+        defaults=(1,),
+    ),
+    _table(
+        "orders",
+        "session turn_id request params rank warnings submitted_at rendered_at made_by view_kept view_resumes_at model"
+        " token_id note",
+        f"ntttit{_NUMBER}tt[in][in]t?t?t?",
+        has_row=True,
+        defaults=("", "", ""),
+    ),
+    _table(
+        "turns",
+        "session n turn_id finish_reason messages prompt_tokens cached_tokens completion_tokens turn_key ending note"
+        " reasoning_tokens",
+        "iittiiii[tn][tn]t?i?",
+        defaults=("", 0),
+    ),
+    _table(
+        "marks",
+        "session n turn_id n_before n_messages n_tokens n_chars view_kept view_resumes_at",
+        "iitiiiiii",
+    ),
+    _table("tokens", "session n ids covered", "iibt"),
+    _table("messages", "session n role content more", "iitt[tn]?", defaults=(None,)),
+    _table("failures", "session seq turn_id error note", "iittt"),
+    _table(
+        "usage",
+        "client_id token_id day turns prompt_tokens cached_tokens completion_tokens",
+        "tttiiii",
+    ),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class CutSession:
+    """A session of which the last ``lost_messages`` could not be read, and ``messages`` could."""
+
+    session_id: str
+    client_id: str
+    messages: int
+    lost_messages: int
+
+
+@dataclass(frozen=True, slots=True)
+class LostSession:
+    """A session that is not in the new file, by what is known of it; ``messages`` of it could be read."""
+
+    session_id: str | None
+    client_id: str | None
+    messages: int
+
+
+@dataclass(slots=True)
+class SalvageReport:
+    """What was saved and what was lost.
+
+    ``begun_anew`` are the sessions whose answers under way begin again, ``dropped`` those whose questions are lost.
+    Of those in ``doubtful`` the last messages may be missing. Of those in ``reset`` only what was said is left: what
+    had been settled about them is what a new session has.
+    """
+
+    whole: int = 0
+    cut: list[CutSession] = field(default_factory=list)
+    lost: list[LostSession] = field(default_factory=list)
+    begun_anew: list[str] = field(default_factory=list)
+    dropped: list[str] = field(default_factory=list)
+    doubtful: list[str] = field(default_factory=list)
+    reset: list[str] = field(default_factory=list)
+    damaged: int = 0
+    """Pages and rows that could not be read, at least."""
+    n_saved: int = 0
+    """Sessions that are in the new file."""
+
+
+@dataclass(slots=True)
+class _Found:
+    """The rows of a file: of each table by session, usage, and names of sessions and clients out of indexes."""
+
+    sessions: dict[int, dict[str, Value]] = field(default_factory=dict)
+    of_session: dict[str, defaultdict[int, list[dict[str, Value]]]] = field(default_factory=dict)
+    usage: list[tuple[Value, ...]] = field(default_factory=list)
+    names: dict[int, set[str]] = field(default_factory=dict)
+    incomplete: set[int] = field(default_factory=set)
+
+    def rows(self, table: str, session: int) -> list[dict[str, Value]]:
+        """Return a session's rows of a table, by their numbers."""
+        found = self.of_session[table][session] if table in self.of_session else []
+        numbered = {_int(row.get("n", row.get("seq"))): row for row in found}
+        return [numbered[number] for number in sorted(numbered)]
+
+
+def salvage(path: Path, made: Path) -> SalvageReport:
+    """Write what can be read of the file at ``path`` and its log into a new file ``made``.
+
+    Raises:
+        OSError: The file cannot be read, or the new one not be made.
+        sqlite3.Error: The new one cannot be written.
+    """
+    log = path.with_name(f"{path.name}-wal")
+    with _mapped(path) as content:
+        pages = PageFile(content, log.read_bytes() if log.exists() else b"")
+        found = _sort(pages.rows())
+    report = SalvageReport(damaged=pages.n_damaged)
+    with contextlib.closing(open_writing(made)) as database:
+        with transaction(database):
+            known = found.sessions.keys() | found.names.keys() | found.of_session.get("messages", {}).keys()
+            for row in sorted(known - found.incomplete):
+                _save(database, row, found, report)
+            database.executemany("INSERT OR IGNORE INTO usage VALUES (?, ?, ?, ?, ?, ?, ?)", found.usage)
+            # Clients were shown more: a daemon on this file must not go on as if nothing had been.
+            database.execute("UPDATE meta SET clean = 0")
+        database.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    return report
+
+
+@contextlib.contextmanager
+def _mapped(path: Path) -> Iterator[bytes | mmap.mmap]:
+    """Lend the content of a file without reading all of it into memory."""
+    with path.open("rb") as file:
+        if not path.stat().st_size:
+            yield b""
+            return
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+            yield content
+
+
+def _sort(rows: Iterable[StoredRow]) -> _Found:
+    found = _Found()
+    for row in rows:
+        kinds = _kinds(row.values)
+        table = next((each for each in _TABLES if _is_of(each, row, kinds)), None)
+        if table is not None:
+            _take(found, table, row)
+        elif row.row is None and kinds == "ttiiii":
+            client_id, *usage = row.values
+            found.usage.append((client_id, "", *usage))
+        elif row.row is None and kinds == "ti":
+            name, session = row.values
+            found.names.setdefault(_int(session), set()).add(str(name))
+    return found
+
+
+def _take(found: _Found, table: _Table, row: StoredRow) -> None:
+    n_missing = len(table.columns) - len(row.values)
+    values = (*row.values, *table.defaults[len(table.defaults) - n_missing :]) if n_missing else row.values
+    if table.name == "usage":
+        found.usage.append(values)
+        return
+    named = dict(zip(table.columns, values, strict=True))
+    if table.name == "sessions":
+        if named["complete"]:
+            found.sessions[_int(row.row)] = named
+        else:
+            found.incomplete.add(_int(row.row))
+        return
+    session = _int(row.row if table.has_row else named["session"])
+    found.of_session.setdefault(table.name, defaultdict(list))[session].append(named)
+
+
+def _is_of(table: _Table, row: StoredRow, kinds: str) -> bool:
+    if table.has_row != (row.row is not None) or not table.kinds.fullmatch(kinds):
+        return False
+    return table.name != "messages" or row.values[2] in _ROLES
+
+
+def _kinds(values: Sequence[Value]) -> str:
+    """Return a letter for each value: its kind is null, integer, float, text or blob."""
+    letters = {type(None): "n", int: "i", float: "f", str: "t", bytes: "b"}
+    return "".join(letters[type(value)] for value in values)
+
+
+def _save(database: sqlite3.Connection, row: int, found: _Found, report: SalvageReport) -> None:
+    """Write one session, whole if it can be, else what fits together of it."""
+    messages = _unbroken(found.rows("messages", row), first=0)
+    settled = found.sessions.get(row)
+    facts = settled or _rebuilt(row, found)
+    if facts is None:
+        name = next((name for name in found.names.get(row, ()) if name.startswith("s_")), None)
+        report.lost.append(LostSession(name, None, len(messages)))
+        return
+    name, client_id = _text(facts["session_id"]), _text(facts["client_id"])
+    n_lost = max(0, _n_messages(row, found) - len(messages))
+    is_doubtful = not n_lost and _lacks_marks(row, found)
+    for is_whole in (False,) if n_lost or is_doubtful or settled is None else (True, False):
+        if _fits(database, row, _session_rows(row, found, facts, messages, is_whole=is_whole)):
+            break
+    else:
+        report.lost.append(LostSession(name, client_id, len(messages)))
+        return
+    report.n_saved += 1
+    report.whole += not n_lost and not is_doubtful and settled is not None
+    if n_lost:
+        report.cut.append(CutSession(name, client_id, len(messages), n_lost))
+    if is_doubtful:
+        report.doubtful.append(name)
+    if settled is None:
+        report.reset.append(name)
+    if found.rows("orders", row):
+        (report.begun_anew if is_whole else report.dropped).append(name)
+
+
+def _lacks_marks(row: int, found: _Found) -> bool:
+    """Tell whether there are tokens of turns of which no row tells: their messages may be missing too."""
+    n_tokens, _ = _lengths(found.rows("tokens", row))
+    spelled = [_int(mark["n_tokens"]) for mark in found.rows("marks", row)]
+    if any(spelled):
+        return n_tokens > max(spelled)
+    return n_tokens > 0 and not found.rows("turns", row)
+
+
+def _n_messages(row: int, found: _Found) -> int:
+    """Return how many messages a session had, as far as any row of it tells."""
+    numbers = [_int(each["n"]) + 1 for each in found.rows("messages", row)]
+    numbers += [_int(each["messages"]) for each in found.rows("turns", row)]
+    numbers += [_int(each["n_messages"]) for each in found.rows("marks", row)]
+    return max(numbers, default=0)
+
+
+def _session_rows(
+    row: int, found: _Found, session: dict[str, Value], messages: list[dict[str, Value]], *, is_whole: bool
+) -> dict[str, list[dict[str, Value]]]:
+    """Return the rows of a session that go into the new file, by table."""
+    turns = found.rows("turns", row)
+    turns = _unbroken(turns, first=_int(turns[0]["n"])) if turns else []
+    marks = _unbroken(found.rows("marks", row), first=0)
+    tokens = _unbroken(found.rows("tokens", row), first=0)
+    n_tokens, n_chars = _lengths(tokens)
+    fits = all(_int(mark["n_tokens"]) <= n_tokens and _int(mark["n_chars"]) <= n_chars for mark in marks)
+    if not is_whole or not fits or len(tokens) < len(found.rows("tokens", row)):
+        session = {**session, "made_by": ""}
+        tokens = []
+        marks = [{**mark, "n_tokens": 0, "n_chars": 0} for mark in marks]
+    if not is_whole:
+        n_kept = len(messages)
+        session = {**session, "view_kept": 0, "view_resumes_at": 0}
+        turns = [turn for turn in turns if _int(turn["messages"]) <= n_kept]
+        marks = [{**mark, "view_kept": 0, "view_resumes_at": 0} for mark in marks if _int(mark["n_messages"]) <= n_kept]
+    orders = [{**order, "session": row} for order in found.rows("orders", row)[:1]] if is_whole else []
+    return {
+        "sessions": [{**session, "id": row}],
+        "messages": messages,
+        "turns": turns,
+        "marks": marks,
+        "tokens": tokens,
+        "orders": orders,
+        "failures": found.rows("failures", row) if is_whole else [],
+    }
+
+
+def _fits(database: sqlite3.Connection, row: int, tables: Mapping[str, list[dict[str, Value]]]) -> bool:
+    """Write the rows of a session, unless they make no session that a daemon could read."""
+    database.execute("SAVEPOINT session")
+    try:
+        for table, rows in tables.items():
+            for each in rows:
+                marks = ", ".join("?" * len(each))
+                database.execute(f"INSERT INTO {table} ({', '.join(each)}) VALUES ({marks})", tuple(each.values()))  # noqa: S608
+        read_one(database, row, {})
+    except Exception:  # noqa: BLE001 - whatever is wrong with the rows of a damaged file
+        database.execute("ROLLBACK TO session")
+        return False
+    finally:
+        database.execute("RELEASE session")
+    return True
+
+
+def _rebuilt(row: int, found: _Found) -> dict[str, Value] | None:
+    """Return a session of which only its messages are left, and its names in the indexes, as if it began now."""
+    names = sorted(found.names.get(row, ()), key=lambda name: name.startswith("s_"))
+    if len(names) != 2 or not names[1].startswith("s_"):
+        return None
+    now = time.time()
+    facts = SessionFacts(
+        session_id=names[1],
+        epoch=f"e_salvaged_{row}",
+        client_id=names[0],
+        mode="chat",
+        chosen_model=None,
+        model="",
+        n_ctx=0,
+        params=Params(),
+        chosen=frozenset(),
+        priority="normal",
+        on_full="shift",
+        on_disconnect="detach",
+        store=True,
+        ttl_s=None,
+        metadata={},
+        created_at=now,
+    )
+    return {
+        "session_id": facts.session_id,
+        "client_id": facts.client_id,
+        "epoch": facts.epoch,
+        "seq": 0,
+        "created_at": now,
+        "last_used_at": now,
+        "made_by": "",
+        "view_kept": 0,
+        "view_resumes_at": 0,
+        "facts": facts_column(facts),
+    }
+
+
+def _unbroken(rows: list[dict[str, Value]], *, first: int) -> list[dict[str, Value]]:
+    """Return the first rows whose numbers count up from ``first``."""
+    kept: list[dict[str, Value]] = []
+    for row in rows:
+        if row["n"] != first + len(kept):
+            break
+        kept.append(row)
+    return kept
+
+
+def _lengths(tokens: list[dict[str, Value]]) -> tuple[int, int]:
+    """Return how many tokens there are, and how many characters they spell."""
+    ids = sum(len(each["ids"]) for each in tokens if isinstance(each["ids"], bytes))
+    return ids // 4, sum(len(_text(each["covered"])) for each in tokens)
+
+
+def _int(value: Value) -> int:
+    return value if isinstance(value, int) else 0
+
+
+def _text(value: Value) -> str:
+    return value if isinstance(value, str) else ""

@@ -1,0 +1,107 @@
+"""Tests of ``inferencecenter session salvage``."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sqlite3
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from inferencecenter.server import control
+from inferencecenter.sessions.store.opening import open_reading, open_writing
+from inferencecenter.sessions.store.reading import read_all
+from inferencecenter.sessions.store.recorder import Recorder
+from inferencecenter.sessions.store.schema import DATABASE_NAME
+from tests.sessions.store.values import ended, opened
+
+if TYPE_CHECKING:
+    from tests.cli.conftest import Cli
+
+PAGE_BYTES = 4096
+
+
+@pytest.fixture
+def path(state_dir: Path) -> Path:
+    """A file of sessions that is whole."""
+    path = state_dir / DATABASE_NAME
+    with contextlib.closing(open_writing(path)) as database:
+        recorder = Recorder(database, {})
+        for name in ("s_1", "s_2", "s_3"):
+            recorder.commit([opened(name), ended(name, text=f"{name} " * 3000)], durable=False)
+        recorder.finish()
+    return path
+
+
+def damage(path: Path, needle: bytes) -> None:
+    """Zero a page that holds a text."""
+    content = bytearray(path.read_bytes())
+    page = content.index(needle) // PAGE_BYTES * PAGE_BYTES
+    content[page : page + PAGE_BYTES] = bytes(PAGE_BYTES)
+    path.write_bytes(content)
+
+
+def test_what_can_be_read_is_in_its_place(cli: Cli, path: Path) -> None:
+    """The others whole; what is lost is said, and the damaged file is there as it was."""
+    damage(path, b"s_2 " * 500)
+    before = path.read_bytes()
+    result = cli.run("session", "salvage", "--json")
+    assert result.code == 0, result.err
+    answer = json.loads(result.out)
+    assert answer["salvaged"]["whole"] == 2
+    assert answer["salvaged"]["cut"] == [{"session_id": "s_2", "client_id": "ada", "messages": 1, "lost_messages": 1}]
+    assert Path(answer["damaged"]).read_bytes() == before
+    with contextlib.closing(open_reading(path)) as database:
+        assert {found.kept.facts.session_id for found in read_all(database).found} == {"s_1", "s_2", "s_3"}
+    assert not [each for each in path.parent.iterdir() if "salvaging" in each.name]
+
+
+def test_it_is_said_in_words(cli: Cli, path: Path) -> None:
+    """Each session that lost something by its name."""
+    damage(path, b"s_2 " * 500)
+    result = cli.run("session", "salvage")
+    assert "2 sessions are whole, 1 cut, 0 lost." in result.out
+    assert "s_2 of ada: the first 1 messages were saved, at least 1 are lost." in result.out
+    assert f"{path}.damaged-" in result.out
+
+
+def test_a_whole_file_is_left_alone(cli: Cli, path: Path) -> None:
+    """Whoever runs it to be sure loses nothing."""
+    before = path.read_bytes()
+    result = cli.run("session", "salvage", "--json")
+    assert result.code == 0, result.err
+    assert json.loads(result.out) == {"salvaged": None, "damaged": None}
+    assert path.read_bytes() == before
+
+
+def test_a_newer_file_is_not_taken_for_a_damaged_one(cli: Cli, path: Path) -> None:
+    """It is left to the program that wrote it."""
+    with contextlib.closing(sqlite3.connect(path)) as database:
+        database.execute("PRAGMA user_version = 99")
+    before = path.read_bytes()
+    result = cli.run("session", "salvage")
+    assert result.code == 73
+    assert "version 99" in result.err
+    assert path.read_bytes() == before
+
+
+def test_what_cannot_be_read_at_all_is_left_alone(cli: Cli, path: Path) -> None:
+    """No empty file takes its place."""
+    path.write_bytes(b"no database" * 1000)
+    result = cli.run("session", "salvage")
+    assert result.code == 73
+    assert "restore" in result.err
+    assert path.read_bytes() == b"no database" * 1000
+    assert not [each for each in path.parent.iterdir() if "salvaging" in each.name]
+
+
+def test_beside_a_daemon_nothing_is_salvaged(cli: Cli, path: Path) -> None:
+    """It has the damaged file open."""
+    damage(path, b"s_2 " * 500)
+    before = path.read_bytes()
+    with control.held_alone(path.parent):
+        result = cli.run("session", "salvage")
+    assert result.code == 73
+    assert path.read_bytes() == before
