@@ -69,7 +69,12 @@ def make_models(
             crash_limit=crash_limit,
         )
 
-    models = Models(registry, make=make, max_resident=settings.engine.max_resident)
+    models = Models(
+        registry,
+        make=make,
+        max_resident=settings.engine.max_resident,
+        min_residency_s=settings.engine.min_residency_s,
+    )
     first = models.engine(registry.default)
     return models
 

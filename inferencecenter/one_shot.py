@@ -225,7 +225,7 @@ class _OneModel:
             raise not_registered(name, {self.spec.name: self.spec})
         return self.supervisor
 
-    def want(self, name: str) -> None:
+    def want(self, name: str, client_id: str = "") -> None:
         """Say why it could not be loaded."""
         if (failure := self.engine(name).load_failure) is not None:
             raise failure

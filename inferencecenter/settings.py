@@ -305,6 +305,13 @@ class EngineSettings(Section):
     max_resident: int = Field(
         0, ge=0, le=64, description="Models that may be loaded at once; 0 is as many as fit into memory."
     )
+    min_residency_s: float = Field(
+        30.0,
+        ge=0,
+        le=86_400,
+        description="Seconds for which a model that was loaded keeps its memory from clients that do not use it; a "
+        "load by an operator does not wait for that.",
+    )
     swap_patience_s: float = Field(
         30.0,
         ge=0,

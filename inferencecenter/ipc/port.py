@@ -94,6 +94,9 @@ class EngineTurn(Protocol):
     def hear(self, event: TurnEvent) -> None:
         """Take an event; the last is ``Finished``, ``Failed``, ``Withdrawn`` or, if it may shift, ``Overflowed``."""
 
+    def delayed(self, seconds: float) -> None:
+        """Take note that it waits so long at least, as other models keep their place in memory."""
+
     def interrupted(self) -> None:
         """Take note that its engine is gone: it waits until it is submitted to another."""
 
@@ -167,8 +170,8 @@ class EnginesPort(Protocol):
             InferenceCenterError: ``model_not_found``.
         """
 
-    def want(self, name: str) -> None:
-        """Load a model, if it is not loaded, though no turn asks for it yet.
+    def want(self, name: str, client_id: str = "") -> None:
+        """Load a model for a client, if it is not loaded, though no turn asks for it yet.
 
         Raises:
             InferenceCenterError: ``model_not_found``, or why it could not be loaded.

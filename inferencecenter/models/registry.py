@@ -23,7 +23,9 @@ DEMO: Final = "demo"
 """Name of the bundled model, where no other that is registered has it."""
 
 # Settings of ``[engine]`` that concern no single engine: models are not run otherwise when they change.
-DAEMON_SETTINGS: Final = frozenset({"max_resident", "exit_when_failed", "max_client_crashes", "client_crash_window_s"})
+DAEMON_SETTINGS: Final = frozenset(
+    {"max_resident", "min_residency_s", "exit_when_failed", "max_client_crashes", "client_crash_window_s"}
+)
 
 _NAME: Final = re.compile(MODEL_NAME)
 _LONGEST_NAME: Final = 256

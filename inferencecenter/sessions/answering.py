@@ -168,6 +168,11 @@ class Answering:
             case _:
                 _log.warning("engine_event_misplaced", engine_event=type(event).__name__, turn=turn.turn_id)
 
+    def delayed(self, seconds: float) -> None:
+        """Tell how long the turn waits at least until its model can be loaded."""
+        if self.turn.state is TurnState.QUEUED:
+            self._contain(lambda: self._stream.mention(self._stream.queued(self.turn, eta_ms=1000 * seconds)))
+
     def interrupted(self) -> None:
         """Take note that the turn's engine is gone."""
         if not self.turn.state.is_terminal:

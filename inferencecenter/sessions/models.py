@@ -40,11 +40,13 @@ class Serving:
     Args:
         name: What clients call it.
         engine: What runs it, loaded or not.
-        want: Has it loaded; raises if it cannot be.
+        want: Has it loaded for a client; raises if it cannot be.
         renderers: What renders conversations with its chat template.
     """
 
-    def __init__(self, name: str, engine: EnginePort, *, want: Callable[[], None], renderers: PromptRenderers) -> None:
+    def __init__(
+        self, name: str, engine: EnginePort, *, want: Callable[[str], None], renderers: PromptRenderers
+    ) -> None:
         self.name = name
         self.engine = engine
         self._want = want
@@ -61,8 +63,8 @@ class Serving:
         """The model as it was loaded last; none before it first is."""
         return self.engine.status.model
 
-    def model(self) -> ModelInfo:
-        """Return the model; one that was never loaded is loaded from now on.
+    def model(self, client_id: str = "") -> ModelInfo:
+        """Return the model; one that was never loaded is loaded from now on, for this client where one is named.
 
         Raises:
             InferenceCenterError: ``model_loading``, or ``engine_unavailable`` with the reason.
@@ -70,7 +72,7 @@ class Serving:
         if (model := self.known) is not None:
             return model
         try:
-            self._want()
+            self._want(client_id)
         except InferenceCenterError as error:
             if error.spec.on_wire:
                 raise

@@ -45,7 +45,7 @@ def new_facts(
     limited(overlay, limits, session=overlay, chosen=())
     priority = client.allow_priority(request.priority, otherwise=client.priority)
     # Whoever may not use a model has nobody load it.
-    model = serving.model()
+    model = serving.model(client.client_id)
     serving.renderer(request.mode)
     return SessionFacts(
         session_id=around.new_id("s_"),
@@ -76,7 +76,7 @@ def fork_facts(client: Client, parent: SessionFacts, around: Surroundings) -> Se
     """
     serving = around.engines.of(parent.chosen_model)
     check_model(serving.name, around.allowance_of(client.client_id, client.token_id).limits)
-    n_ctx = serving.model().n_ctx
+    n_ctx = serving.model(client.client_id).n_ctx
     return replace(
         parent,
         session_id=around.new_id("s_"),

@@ -85,6 +85,7 @@ def new_order(request: Infer, terms: Terms, *, facts: SessionFacts, around: Surr
     serving = around.engines.of(facts.chosen_model)
     limits = around.allowance_of(facts.client_id, terms.token_id).limits
     check_model(serving.name, limits)
+    serving.model(facts.client_id)
     made_by = serving.made_by()
     below = around.engines.params(facts, serving.name)
     overlay = limited(terms.params, limits, session=below, chosen=facts.chosen)

@@ -60,6 +60,30 @@ class Model:
         """When it was asked last."""
         return self.supervisor.last_used_s
 
+    @property
+    def clients(self) -> frozenset[str]:
+        """Who waits for it to be loaded, as far as that is known."""
+        return self.supervisor.clients
+
+    @property
+    def users(self) -> frozenset[str]:
+        """Whose turns it has run since it was loaded."""
+        return self.supervisor.users
+
+    @property
+    def loaded_at_s(self) -> float | None:
+        """When it was loaded, now for one that is being loaded; ``None`` where it is neither."""
+        return self.supervisor.loaded_at_s
+
+    @property
+    def is_urgent(self) -> bool:
+        """Whether an operator wants it loaded."""
+        return self.supervisor.is_urgent
+
+    def delay(self, seconds: float) -> None:
+        """Tell the turns that wait for it how long the others keep their place at least."""
+        self.supervisor.delay(seconds)
+
     async def make_way(self) -> None:
         """Give up its memory, as soon as its turns have ended or have had the time that they get."""
         await self.supervisor.make_way(patience_s=self.spec.engine.swap_patience_s)

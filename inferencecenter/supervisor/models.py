@@ -43,6 +43,7 @@ class Models:
         registry: The models by name.
         make: Builds a model from its entry; its supervisor asks the given function before each start.
         max_resident: Models loaded at once; 0 for as many as fit.
+        min_residency_s: Seconds for which a model that was loaded makes no way for clients other than its users.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class Models:
         *,
         make: Callable[[ModelSpec, Callable[[Model], Awaitable[bool]]], Model],
         max_resident: int,
+        min_residency_s: float = 0.0,
     ) -> None:
         self._registry = registry
         self._make = make
@@ -59,7 +61,10 @@ class Models:
         self._started = False
         self._begun: list[Model] = []
         self._residency: Residency[Model] = Residency(
-            max_resident=max_resident, fits=fits_beside, changed=self._news_came
+            max_resident=max_resident,
+            min_residency_s=min_residency_s,
+            fits=fits_beside,
+            changed=self._news_came,
         )
         self._listeners = Listeners()
         self._model_listeners: list[Callable[[str, EngineStatus], None]] = []
@@ -155,8 +160,8 @@ class Models:
         await asyncio.gather(*(supervisor.stop() for supervisor in self.supervisors))
         await self._retiring.cancel()
 
-    def want(self, name: str) -> None:
-        """Load a model, if it is not loaded, though no turn asks for it yet.
+    def want(self, name: str, client_id: str = "") -> None:
+        """Load a model for a client, if it is not loaded, though no turn asks for it yet.
 
         Raises:
             InferenceCenterError: ``model_not_found``, or why it could not be loaded. The next call tries again, but not
@@ -171,7 +176,7 @@ class Models:
             raise failure
         if model.supervisor.given_up:
             raise unavailable(model.supervisor.status, given_up=True)
-        model.supervisor.wake()
+        model.supervisor.wake(client_id)
 
     def release(self, session_id: str) -> None:
         """Let all engines forget a session's KV."""
@@ -226,7 +231,7 @@ class Models:
         if failure is not None:
             _log.error("swap_failed", model=name, reason=failure, default=self._default)
             if name != self._default:
-                self._get(self._default).supervisor.wake()
+                self._get(self._default).supervisor.wake(urgent=True)
                 # Answers that have begun wait until it is asked for again.
                 if (model := self._models.get(name)) is not None and not model.supervisor.has_turns:
                     self._forget(model)
@@ -259,10 +264,12 @@ class Models:
     async def _load(self, model: Model, tell: Callable[[Swap], None]) -> str | None:
         """Wait until a model is ready; return why it is not going to be."""
         told: Swap | None = None
-        model.supervisor.wake()
+        loads_before = model.supervisor.loads
+        model.supervisor.wake(urgent=True)
         while True:
             status = model.supervisor.status
-            if status.state is EngineState.READY:
+            # One that got ready may have made way again before this could see it.
+            if status.state is EngineState.READY or model.supervisor.loads > loads_before:
                 return None
             if status.state not in _ON_ITS_WAY:
                 return status.detail or f"its engine is {status.state}"
@@ -286,7 +293,7 @@ class Models:
                 elif has_failed:
                     self._renew(model)
                 if has_failed and name == self._default:
-                    self._models[name].supervisor.wake()
+                    self._models[name].supervisor.wake(urgent=True)
             if registry.default not in (before.default, self._default):
                 await self._make_default(registry.default, lambda _: None)
             for name in set(before.models) - set(registry.models) - {self._default}:
@@ -316,7 +323,7 @@ class Models:
             self._registry = replace(self._registry, models={**self._registry.models, spec.name: old.spec})
             self._retire(new)
             old.supervisor.pause(paused=False)
-            old.supervisor.wake()
+            old.supervisor.wake(urgent=True)
             return
         self._models[spec.name] = new
         _log.info("model_replaced", model=spec.name)
@@ -345,6 +352,7 @@ class Models:
 
     def _heard(self, model: Model, status: EngineStatus) -> None:
         self._news_came()
+        self._residency.look_again()
         if self._models.get(model.name) is not model:
             return
         for listener in self._model_listeners:

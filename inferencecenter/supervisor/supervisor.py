@@ -152,6 +152,8 @@ class Supervisor:
         self._detail = ""
         self._restarts = 0
         self._ready_since: float | None = None
+        self._users: set[str] = set()
+        self._loads = 0
         self._gauges = _NOTHING_RUNS
         self._is_planned = True
         self._news = asyncio.Event()
@@ -206,6 +208,35 @@ class Supervisor:
         return bool(self._turns)
 
     @property
+    def clients(self) -> frozenset[str]:
+        """Whose turns have not ended, and who has called for an engine that is not ready."""
+        return (self._turns.clients | self._wish.callers) - {""}
+
+    @property
+    def users(self) -> frozenset[str]:
+        """Whose turns the engine has had, or is to have when it is ready; the empty name is an operator's load."""
+        if self._state is EngineState.READY:
+            return frozenset(self._users)
+        return self.clients | ({""} if self._wish.is_urgent else frozenset())
+
+    @property
+    def loads(self) -> int:
+        """How often an engine got ready."""
+        return self._loads
+
+    @property
+    def loaded_at_s(self) -> float | None:
+        """When the engine got ready, in monotonic seconds; now while it is starting, ``None`` where there is none."""
+        if self._state is EngineState.STARTING:
+            return self._monotonic()
+        return self._ready_since if self._state is EngineState.READY else None
+
+    @property
+    def is_urgent(self) -> bool:
+        """Whether an operator has called for the engine."""
+        return self._wish.is_urgent
+
+    @property
     def holds_memory(self) -> bool:
         """Whether there is an engine, or one is about to be started."""
         return self._state in _HOLDS_MEMORY
@@ -236,10 +267,14 @@ class Supervisor:
         """
         self._model = model
 
-    def wake(self) -> None:
-        """Start an engine that sleeps, though no turn wants it yet."""
+    def wake(self, caller: str = "", *, urgent: bool = False) -> None:
+        """Start an engine that sleeps, for a client or an operator, though no turn wants it yet."""
         if self._state is not EngineState.READY:
-            self._wish.call()
+            self._wish.call(caller, urgent=urgent)
+
+    def delay(self, seconds: float) -> None:
+        """Tell the turns that wait how long that is at least."""
+        self._turns.delay(seconds)
 
     async def make_way(self, *, patience_s: float | None) -> None:
         """Have the engine end when its turns have, and wait until it is gone; what comes meanwhile waits.
@@ -308,6 +343,7 @@ class Supervisor:
         if position > self._max_queue:
             raise queue_full(self._max_queue)
         given = self._turns.add(turn)
+        self._users.add(turn.client_id)
         self._watch()
         return position if given else max(1, position)
 
@@ -559,6 +595,8 @@ class Supervisor:
         assert self._process is not None, "it has just spoken"
         self._model, self._progress.fraction, self._detail = model, 1.0, ""
         self._ready_since = self._monotonic()
+        self._users = set(self.users)
+        self._loads += 1
         self._wish.come_true()
         log_ready(model)
         self._change(EngineChange.LOADED)

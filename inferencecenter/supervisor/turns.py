@@ -101,6 +101,11 @@ class Turns:
         return self._handing_over or bool(self._preparing and self._engine is not None and not self._held)
 
     @property
+    def clients(self) -> frozenset[str]:
+        """Whose turns have not ended."""
+        return frozenset(turn.client_id for turn in self._turns.values())
+
+    @property
     def engine_is_busy(self) -> bool:
         """Whether the engine has something to do."""
         return bool(self._given or self._leaving)
@@ -144,6 +149,16 @@ class Turns:
             self._preparing.discard(turn.turn_id)
             self._suspects.forget(turn.turn_id)
         return recalled
+
+    def delay(self, seconds: float) -> None:
+        """Tell the turns that wait how long that is at least."""
+        for turn_id in list(self._waiting):
+            turn = self._turns[turn_id]
+            try:
+                turn.delayed(seconds)
+            # The same border as in ``_tell``.
+            except Exception:  # noqa: BLE001
+                _log.exception("turn_listener_failed", turn=turn_id)
 
     def hear(self, event: TurnEvent) -> None:
         """Pass on what the engine says of a turn."""

@@ -20,17 +20,29 @@ class Wish:
     def __init__(self, *, has_turns: Callable[[], bool], admit: Callable[[], Awaitable[bool]] | None) -> None:
         self._has_turns = has_turns
         self._admit = admit
-        self._called = False
+        self._callers: set[str] = set()
+        self._is_urgent = False
         self._paused = False
         self._over = False
         self._news = asyncio.Event()
 
     def __bool__(self) -> bool:
-        return not self._over and not self._paused and (self._called or self._has_turns())
+        return not self._over and not self._paused and (bool(self._callers) or self._has_turns())
 
-    def call(self) -> None:
+    @property
+    def callers(self) -> frozenset[str]:
+        """Who has called for an engine; the empty name stands for nobody in particular."""
+        return frozenset(self._callers)
+
+    @property
+    def is_urgent(self) -> bool:
+        """Whether one of them was an operator."""
+        return self._is_urgent
+
+    def call(self, caller: str = "", *, urgent: bool = False) -> None:
         """Want an engine, though no turn does."""
-        self._called = True
+        self._callers.add(caller)
+        self._is_urgent |= urgent
         self._news.set()
 
     def look(self) -> None:
@@ -44,7 +56,8 @@ class Wish:
 
     def come_true(self) -> None:
         """Take note that the engine is there: who called has been heard."""
-        self._called = False
+        self._callers.clear()
+        self._is_urgent = False
 
     def end(self) -> None:
         """Want none any more."""

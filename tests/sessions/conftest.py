@@ -269,7 +269,7 @@ class FakeEngines:
             raise not_registered(name, self.engines)
         return self.engines[name]
 
-    def want(self, name: str) -> None:
+    def want(self, name: str, client_id: str = "") -> None:
         """Take note, or say why it cannot be loaded."""
         self.engine(name)
         self.wanted.append(name)

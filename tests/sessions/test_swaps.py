@@ -265,6 +265,22 @@ def test_a_begun_turn_ends_where_another_model_takes_the_place(world: World) -> 
 # Before it has begun.
 
 
+def test_a_turn_whose_model_has_no_room_says_how_long(world: World) -> None:
+    """Its place is told again, with the time; one that runs says nothing of it."""
+    waiting(world)
+    n_events = len(world.sink.events)
+    (turn,) = world.engine.turns.values()
+    turn.delayed(12.5)
+    (queued,) = world.sink.events[n_events:]
+    assert isinstance(queued, events.Queued)
+    assert (queued.turn_id, queued.eta_ms, queued.id) == (turn.turn_id, 12_500, None)
+    world.engine.ready()
+    world.engine.start()
+    n_events = len(world.sink.events)
+    turn.delayed(12.5)
+    assert world.sink.events[n_events:] == []
+
+
 def waiting(world: World, **fields: Any) -> str:
     """A session with a turn behind it, and one that waits for an engine."""
     session_id = world.create(**{"params": {"top_k": 7}, **fields})

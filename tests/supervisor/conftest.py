@@ -22,6 +22,12 @@ async def clock(monkeypatch: pytest.MonkeyPatch) -> LoopClock:
 
 
 @pytest.fixture
+async def clock_with_timeouts(monkeypatch: pytest.MonkeyPatch) -> LoopClock:
+    """The same, for ``asyncio.timeout`` too."""
+    return LoopClock(monkeypatch, timeouts=True)
+
+
+@pytest.fixture
 async def stopped() -> AsyncIterator[None]:
     """Stop every engine, also where the test has failed before it could."""
     yield

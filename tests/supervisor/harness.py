@@ -62,6 +62,8 @@ class Heard:
     submissions: int = 0
     interruptions: int = 0
     recalls: int = 0
+    delays_s: list[float] = field(default_factory=list)
+    was_delayed: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
     def turn_id(self) -> str:
@@ -101,6 +103,11 @@ class Heard:
             self.spoke.set()
         if isinstance(event, Terminal):
             self.ended.set()
+
+    def delayed(self, seconds: float) -> None:
+        """Keep how long."""
+        self.delays_s.append(seconds)
+        self.was_delayed.set()
 
     def interrupted(self) -> None:
         """Count it, and wait for the next word."""

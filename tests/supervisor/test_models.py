@@ -73,6 +73,7 @@ class Fleet:
     room: int = 2
     patience_s: float = 30.0
     fault: Exception | None = None
+    min_residency_s: float = 0.0
     names: tuple[str, ...] = ("first", "second")
     swaps: list[Swap] = field(default_factory=list)
     changed: list[str] = field(default_factory=list)
@@ -80,7 +81,7 @@ class Fleet:
 
     def __post_init__(self) -> None:
         self.news = asyncio.Event()
-        self.models = Models(self.registry(), make=self.make, max_resident=0)
+        self.models = Models(self.registry(), make=self.make, max_resident=0, min_residency_s=self.min_residency_s)
         self.models.subscribe_models(self._see)
         self.models.subscribe_swaps(self._swapped)
 
@@ -149,9 +150,11 @@ class Fleet:
         await self.until(lambda: bool(self.swaps) and self.swaps[-1].phase in ("done", "failed"))
         return self.swaps[-1]
 
-    def submit(self, turn_id: str, n: int, *, model: str | None = None, how: str = "count") -> Turn:
+    def submit(
+        self, turn_id: str, n: int, *, model: str | None = None, how: str = "count", client_id: str = "ada"
+    ) -> Turn:
         """Ask for ``n`` letters."""
-        turn = Turn(order(turn_id, f"{how} {n}"), models=self.models)
+        turn = Turn(order(turn_id, f"{how} {n}", client_id=client_id), models=self.models)
         self.models.engine(model or self.models.default).submit(turn)
         return turn
 
@@ -460,6 +463,45 @@ async def test_the_one_used_longest_ago_makes_way(fleet: Callable[..., Fleet]) -
     ]
     assert await ended(house.submit("t4", 2, model="second")) == answer(2)
     assert house.state("first") is EngineState.ASLEEP
+
+
+async def test_one_client_does_not_evict_the_model_of_another(fleet: Callable[..., Fleet]) -> None:
+    """Its turn waits while the others' model is new, and hears so; an operator's load does not, and stays too."""
+    house = fleet(room=1, min_residency_s=3600.0, names=("first", "second", "third"))
+    await house.ready("first")
+    await ended(house.submit("t1", 1, client_id="ada"))
+    waiting = house.submit("t2", 2, model="second", client_id="eve")
+    await asyncio.wait_for(waiting.was_delayed.wait(), TIMEOUT_S)
+    assert 0 < waiting.delays_s[0] <= 3600
+    assert await ended(house.submit("t3", 1, client_id="ada")) == answer(1)
+    assert (house.state("first"), waiting.events) == (EngineState.READY, [])
+    assert (await house.swap("third")).phase == "done"
+    assert (house.state("third"), waiting.events) == (EngineState.READY, [])
+    house.models.unload("third")
+    assert await ended(waiting) == answer(2)
+
+
+async def test_a_swap_ends_also_where_its_model_makes_way_at_once(fleet: Callable[..., Fleet]) -> None:
+    """It was ready, if only for a moment: the turn of another model that waited for its place runs."""
+    house = fleet(room=1, names=("first", "second", "third"))
+    await house.ready("first")
+    for number in range(3):
+        waiting = house.submit(f"t{number}", 2, model="second", client_id="eve")
+        house.swaps.clear()
+        assert (await house.swap("third")).phase == "done"
+        assert await ended(waiting) == answer(2)
+        house.swaps.clear()
+        assert (await house.swap("first")).phase == "done"
+
+
+async def test_the_only_user_of_a_model_has_it_evicted_at_once(fleet: Callable[..., Fleet]) -> None:
+    """Naming models in turn costs nobody else anything then."""
+    house = fleet(room=1, min_residency_s=3600.0)
+    await house.ready("first")
+    for number, name in enumerate(("first", "second", "first")):
+        assert await ended(house.submit(f"t{number}", 2, model=name, client_id="eve")) == answer(2)
+    house.models.want("second", "eve")
+    await house.ready("second")
 
 
 async def test_an_unloaded_model_is_loaded_by_the_next_turn(fleet: Callable[..., Fleet]) -> None:

@@ -15,6 +15,8 @@ from inferencecenter.tasks import TaskGroup
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from tests.loop_clock import LoopClock
+
 
 @dataclass(eq=False)
 class Engine:
@@ -27,8 +29,17 @@ class Engine:
     holds_memory: bool = False
     gone: asyncio.Event = field(default_factory=asyncio.Event)
     at_once: bool = True
+    clients: frozenset[str] = frozenset()
+    users: frozenset[str] = frozenset()
+    loaded_at_s: float | None = None
+    is_urgent: bool = False
+    delays_s: list[float] = field(default_factory=list)
     asked: int = 0
     was_asked: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def delay(self, seconds: float) -> None:
+        """Keep how long."""
+        self.delays_s.append(seconds)
 
     async def make_way(self) -> None:
         """Give up memory."""
@@ -45,12 +56,18 @@ class House:
 
     room: int = 1
     max_resident: int = 0
+    min_residency_s: float = 0.0
+    now_s: float = 0.0
     changes: int = 0
     refusal: InferenceCenterError | None = None
 
     def __post_init__(self) -> None:
         self.residency: Residency[Engine] = Residency(
-            max_resident=self.max_resident, fits=self.fits, changed=self.changed
+            max_resident=self.max_resident,
+            min_residency_s=self.min_residency_s,
+            fits=self.fits,
+            changed=self.changed,
+            monotonic=lambda: self.now_s,
         )
 
     def engine(self, name: str, *, loaded: bool = False, **fields: object) -> Engine:
@@ -72,7 +89,8 @@ class House:
     async def enter(self, engine: Engine) -> bool:
         """Let an engine in, and load it."""
         admitted = await self.residency.admit(engine)
-        engine.holds_memory = engine.holds_memory or admitted
+        if admitted:
+            engine.holds_memory, engine.loaded_at_s, engine.users = True, self.now_s, engine.clients
         return admitted
 
 
@@ -182,3 +200,89 @@ async def test_who_is_gone_is_not_asked() -> None:
     house.residency.remove(gone)
     assert await house.enter(house.engine("new"))
     assert gone.asked == 0
+
+
+async def turn_loop() -> None:
+    """Let whatever can go on do so."""
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+async def test_what_others_use_stays_for_a_while(clock_with_timeouts: LoopClock) -> None:
+    """Whoever wants its place waits until it has been loaded for so long, and hears how long that is."""
+    house, tasks = House(min_residency_s=30.0), TaskGroup("test")
+    loaded = house.engine("loaded", loaded=True, loaded_at_s=0.0, users=frozenset({"ada", "eve"}))
+    new = house.engine("new", clients=frozenset({"eve"}))
+    house.now_s = 10.0
+    entering = tasks.spawn(entered(house, new), name="enter")
+    await turn_loop()
+    assert (loaded.asked, new.delays_s) == (0, [20.0])
+    house.now_s = 30.0
+    await clock_with_timeouts.go_on(20.0)
+    await asyncio.wait_for(entering, 60)
+    assert (loaded.asked, new.holds_memory) == (1, True)
+
+
+async def entered(house: House, engine: Engine) -> None:
+    """Let an engine in."""
+    await house.enter(engine)
+
+
+@pytest.mark.parametrize(
+    ("users", "clients", "urgent"),
+    [({"ada"}, {"ada", "bob"}, False), (set(), {"eve"}, False), ({"ada"}, {"eve"}, True), ({"ada"}, set(), True)],
+)
+async def test_what_nobody_else_uses_makes_way_at_once(users: set[str], clients: set[str], *, urgent: bool) -> None:
+    """So does every model where an operator wants another."""
+    house = House(min_residency_s=30.0)
+    loaded = house.engine("loaded", loaded=True, loaded_at_s=0.0, users=frozenset(users))
+    assert await house.enter(house.engine("new", clients=frozenset(clients), is_urgent=urgent))
+    assert not loaded.holds_memory
+
+
+async def test_one_that_has_stayed_makes_way_before_one_that_has_not() -> None:
+    """Also if it is busy, and was used later."""
+    house = House(room=2, min_residency_s=30.0, now_s=40.0)
+    ada = frozenset({"ada"})
+    old = house.engine("old", loaded=True, loaded_at_s=0.0, users=ada, busy=True, last_used_s=39.0)
+    new = house.engine("new", loaded=True, loaded_at_s=39.0, users=ada)
+    assert await house.enter(house.engine("wanted", clients=frozenset({"eve"})))
+    assert (old.holds_memory, new.holds_memory) == (False, True)
+
+
+async def test_a_client_that_wants_many_models_waits_behind_others() -> None:
+    """Of those that ask, the one whose client was served longest ago is next, however many another asked for before."""
+    house, tasks, order = House(), TaskGroup("test"), []
+    gate = house.engine("gate", loaded=True, at_once=False)
+
+    async def enter(engine: Engine) -> None:
+        await house.enter(engine)
+        order.append(engine.name)
+
+    asking = [
+        tasks.spawn(enter(house.engine(name, clients=frozenset({client}))), name=name)
+        for name, client in (("e1", "eve"), ("e2", "eve"), ("e3", "eve"), ("a1", "ada"), ("b1", "bob"))
+    ]
+    await gate.was_asked.wait()
+    await turn_loop()
+    gate.gone.set()
+    await asyncio.wait_for(asyncio.gather(*asking), 60)
+    assert order == ["e1", "a1", "b1", "e2", "e3"]
+
+
+async def test_a_model_that_is_not_wanted_any_more_lets_the_next_one_in() -> None:
+    """It waited for its time, and whoever waits behind it need not."""
+    house, tasks = House(min_residency_s=30.0), TaskGroup("test")
+    ada = frozenset({"ada"})
+    house.engine("loaded", loaded=True, loaded_at_s=0.0, users=ada)
+    first, second = house.engine("first", clients=frozenset({"eve"})), house.engine("second", clients=ada)
+    tasks.spawn(entered(house, first), name="first")
+    await turn_loop()
+    entering = tasks.spawn(entered(house, second), name="second")
+    await turn_loop()
+    assert not second.holds_memory
+    first.wanted = False
+    house.residency.look_again()
+    await asyncio.wait_for(entering, 60)
+    assert (first.holds_memory, second.holds_memory) == (False, True)
+    await tasks.cancel()
