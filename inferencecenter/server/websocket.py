@@ -20,7 +20,7 @@ from inferencecenter.protocol.close import CloseCode
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from uvicorn._types import ASGISendEvent
+    from uvicorn._types import ASGIReceiveEvent, ASGISendEvent
     from websockets.frames import Frame
     from websockets.http11 import Request
 
@@ -33,6 +33,7 @@ LINGER_S: Final = 5.0
 LAST_WORD_S: Final = 1.0
 """How long a close frame gets to reach a peer that seems to have stopped reading."""
 SCOPE_KEY: Final = "websocket"
+_PIECE_BYTES: Final = 8 * 1024
 _NOT_UTF8: Final = 1007
 _BAD_UPGRADE: Final = (
     b"HTTP/1.1 400 Bad Request\r\ncontent-type: text/plain\r\ncontent-length: 32\r\nconnection: close\r\n\r\n"
@@ -70,6 +71,8 @@ class WebSocket(WebSocketsSansIOProtocol):
     def __init__(self, *args: Any, bad_frames: LogLimit, **options: Any) -> None:
         super().__init__(*args, **options)
         self._bad_frames = bad_frames
+        self._unread = bytearray()
+        self._reading: asyncio.Handle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Prepare the transport of a socket that was just upgraded."""
@@ -80,6 +83,8 @@ class WebSocket(WebSocketsSansIOProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Let the application know that nobody is there any more."""
         super().connection_lost(exc)
+        if self._reading is not None:
+            self._reading.cancel()
         if not self.lost.done():
             self.lost.set_result(None)
         if self.on_lost is not None:
@@ -96,9 +101,55 @@ class WebSocket(WebSocketsSansIOProtocol):
         self._alive = True
         if self._failed:
             return
-        super().data_received(data)
         if not self.handshake_initiated:
-            self._refuse_upgrade()
+            super().data_received(data)  # the head, which has come as a whole
+            if not self.handshake_initiated:
+                self._refuse_upgrade()
+            return
+        is_behind = bool(self._unread)
+        self._unread += data
+        if not is_behind:
+            self._read_on()
+
+    async def receive(self) -> ASGIReceiveEvent:
+        """Return the next message; when there is none left, what the peer has sent meanwhile is read on."""
+        message = await self.queue.get()
+        if self.queue.empty():
+            if self._unread:
+                self._read_on_soon()
+            else:
+                self._resume_reading()
+        return message
+
+    # What one call of the transport brings may be 40,000 frames, which take a tenth of a second to read. So it is read
+    # in pieces, the next one in another turn of the event loop, and not before the application has taken the messages
+    # of the last. A large frame just takes more turns.
+
+    def _read_on(self) -> None:
+        self._reading = None
+        piece = bytes(self._unread[:_PIECE_BYTES])
+        del self._unread[:_PIECE_BYTES]
+        super().data_received(piece)
+        if self._failed:
+            self._unread.clear()
+        if not self._unread:
+            if self.queue.empty():
+                self._resume_reading()
+            return
+        if not self.read_paused:
+            self.read_paused = True
+            self.transport.pause_reading()
+        if self.queue.empty() or self.close_sent:
+            self._read_on_soon()
+
+    def _read_on_soon(self) -> None:
+        if self._reading is None and not self.disconnected:
+            self._reading = self.loop.call_soon(self._read_on)
+
+    def _resume_reading(self) -> None:
+        if self.read_paused:
+            self.read_paused = False
+            self.transport.resume_reading()
 
     def send_receive_event_to_app(self) -> None:
         """Hand a whole message to the application; text that is not UTF-8 ends the socket with 1007."""
@@ -211,7 +262,8 @@ class WebSocket(WebSocketsSansIOProtocol):
     def _linger(self, linger_s: float) -> None:
         self.transport.write(b"".join(self.conn.data_to_send()))
         self.close_sent = True
-        if self.read_paused:
-            self.read_paused = False
-            self.transport.resume_reading()
+        if self._unread:
+            self._read_on_soon()
+        else:
+            self._resume_reading()
         self.close_timer = self.loop.call_later(linger_s, self.abort)

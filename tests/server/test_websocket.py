@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 from structlog.testing import capture_logs
+from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 from websockets.exceptions import InvalidStatus
 
+from inferencecenter.server.connection import Connection
 from inferencecenter.server.websocket import NOT_SENT_LOW_WATER_BYTES, WebSocket
 from tests.server.harness import Running, ask, close_code, hear
 
@@ -216,3 +218,80 @@ async def test_a_message_of_several_frames_is_read_as_one(server: Running) -> No
         cut = frame.index("é".encode()) + 1
         await socket.send([frame[:cut], frame[cut:]], text=True)
         assert (await hear(socket))["id"] == "é"
+
+
+async def opened(server: Running) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """Open a socket of which a test writes the bytes."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+    writer.write(UPGRADE % (b"/ws", b""))
+    assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 101 ")
+    return reader, writer
+
+
+def masked(opcode: int, data: bytes = b"") -> bytes:
+    """Return a frame as a client sends it, with a mask that changes nothing."""
+    return bytes([0x80 | opcode, 0x80 | len(data)]) + bytes(4) + data
+
+
+@pytest.mark.parametrize(
+    "frame", [masked(1), masked(9), masked(10), masked(1, b"{}")], ids=["empty", "ping", "pong", "json"]
+)
+async def test_many_small_frames_are_read_in_turns(
+    server: Running, monkeypatch: pytest.MonkeyPatch, frame: bytes
+) -> None:
+    """The event loop goes on between any two pieces, and the last frame is answered after all others."""
+    sizes: list[int] = []
+    read = WebSocketsSansIOProtocol.data_received
+
+    def noting(self: WebSocketsSansIOProtocol, data: bytes) -> None:
+        sizes.append(len(data))
+        read(self, data)
+
+    monkeypatch.setattr(WebSocketsSansIOProtocol, "data_received", noting)
+    reader, writer = await opened(server)
+    sizes.clear()
+    count = 6000
+    writer.write(frame * count + masked(1, b'{"op":"hello"}'))
+    async with asyncio.timeout(60):
+        heard = b""
+        while heard.count(b'"op":"hello"') < 2:  # the greeting, and the answer to the last frame
+            heard += await reader.read(2**16)
+    writer.close()
+    assert sum(sizes) >= count * len(frame)
+    assert max(sizes) <= 8 * 1024
+
+
+async def test_a_large_frame_arrives_whole(server: Running) -> None:
+    """However many pieces it is read in; what follows it is answered after it."""
+    async with server.v1() as socket:
+        await hear(socket)
+        await socket.send(json.dumps({"op": "ping", "id": "1", "padding": "x" * 900_000}))
+        await socket.send(json.dumps({"op": "ping", "id": "2"}))
+        answers = [await hear(socket) for _ in range(2)]
+    assert [(answer["op"], answer["id"]) for answer in answers] == [("error", "1"), ("pong", "2")]
+
+
+async def test_what_waits_is_bounded_while_a_command_takes_long(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The transport is not read while frames of earlier pieces wait."""
+    go_on = asyncio.Event()
+    receive = Connection.receive
+
+    async def holding(self: Connection, text: str | None) -> None:
+        await go_on.wait()
+        await receive(self, text)
+
+    monkeypatch.setattr(Connection, "receive", holding)
+    reader, writer = await opened(server)
+    writer.write(masked(1, b"{}") * 100_000)
+    wire = only_websocket(server)
+    while not wire.read_paused:  # noqa: ASYNC110 - a step of the loop
+        await asyncio.sleep(0)
+    for _ in range(200):
+        await asyncio.sleep(0)
+    assert len(wire._unread) < 2**19
+    assert wire.queue.qsize() <= 8 * 1024 // len(masked(1, b"{}")) + 1
+    go_on.set()
+    writer.close()
+    del reader
