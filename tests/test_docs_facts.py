@@ -14,6 +14,7 @@ from inferencecenter.cli.app import app
 from inferencecenter.config_params import parse_config_params
 from inferencecenter.configuration import OTHER_ENVIRONMENT, load_settings
 from inferencecenter.protocol.codec import read_frame
+from inferencecenter.server.clients_file import load_clients
 from inferencecenter.settings import environment_name, setting_fields
 from tests.documentation import GENERATED, ROOT, Block, Page, all_pages, commands_in
 
@@ -37,7 +38,7 @@ def blocks_of(*languages: str) -> list[Block]:
 
 def test_blocks_are_in_languages_that_are_looked_at() -> None:
     """Each kind of block is run, or checked here, or drawn."""
-    known = {"", "sh", "python", "toml", "json", "jsonl", "js", "html", "mermaid"}
+    known = {"", "sh", "python", "toml", "json", "jsonl", "js", "html", "mermaid", "nginx"}
     assert [str(block) for page in PAGES for block in page.blocks if block.language not in known] == []
 
 
@@ -146,9 +147,12 @@ def test_variables_of_the_environment_exist(page: Page) -> None:
 
 @pytest.mark.parametrize("block", blocks_of("toml"), ids=str)
 def test_configuration_is_valid(block: Block, tmp_path: Path) -> None:
-    """Each piece is a file that the daemon would take."""
+    """Each piece is a file that the daemon would take, as its configuration or its ``clients.toml``."""
     config = tmp_path / "example.toml"
     config.write_text(block.text, encoding="utf-8")
+    if block.text.startswith("[[client]]"):
+        assert load_clients(config, default_max_sessions=1, default_priority="normal")
+        return
     parse_config_params(load_settings(config, {"models_dir": tmp_path}))
 
 
