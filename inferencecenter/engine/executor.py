@@ -112,6 +112,9 @@ class Executor:
     def __len__(self) -> int:
         return len(self._outputs)
 
+    def __contains__(self, turn_id: object) -> bool:
+        return turn_id in self._outputs
+
     def add(self, output: TurnOutput) -> None:
         """Take charge of a turn that now waits for its admission."""
         self._outputs[output.turn_id] = output

@@ -124,7 +124,7 @@ class EngineLoop:
             on_ready=self._schedule,
             on_log=self._on_log,
         )
-        self._deadlines = Deadlines()
+        self._deadlines = Deadlines(self._lives)
         self._events: list[TurnEvent] = []
         self._work: Work | None = None
         self._gauges = (0, 0, 0, 0)
@@ -270,9 +270,12 @@ class EngineLoop:
                 self._suspend(park_all=park_all)
 
     def _submit(self, submit: Submit, *, at_s: float) -> None:
+        self._preparation.add(submit, at_s=at_s)
         if not submit.answer:
             self._deadlines.add(submit.turn_id, (at_s + self._queue_timeout_s,))
-        self._preparation.add(submit, at_s=at_s)
+
+    def _lives(self, turn_id: str) -> bool:
+        return self._preparation.get(turn_id) is not None or turn_id in self._executor
 
     def _schedule(self, pending: Pending, prepared: Prepared | Unprepared) -> None:
         """Give the scheduler a turn that is ready, unless it is over."""

@@ -9,7 +9,7 @@ from inferencecenter.engine.deadlines import Deadlines
 
 def test_deadlines_pass_in_their_order() -> None:
     """Each is told once, at its second or later, whatever the order in which they were added."""
-    deadlines = Deadlines()
+    deadlines = Deadlines(lambda _turn_id: True)
     deadlines.add("late", (3.0, 9.0))
     deadlines.add("early", (1.0,))
     assert deadlines.passed(0.5) == ()
@@ -20,7 +20,7 @@ def test_deadlines_pass_in_their_order() -> None:
 
 def test_the_wait_ends_with_the_next_one() -> None:
     """Never less than nothing; without deadlines it has no end."""
-    deadlines = Deadlines()
+    deadlines = Deadlines(lambda _turn_id: True)
     assert deadlines.wait_s(0.0) is None
     deadlines.add("t", (5.0, math.inf))
     assert deadlines.wait_s(2.0) == 3.0
@@ -31,6 +31,21 @@ def test_the_wait_ends_with_the_next_one() -> None:
 
 def test_what_never_comes_is_not_kept() -> None:
     """Turns without limits leave nothing behind."""
-    deadlines = Deadlines()
+    deadlines = Deadlines(lambda _turn_id: True)
     deadlines.add("t", (math.inf, math.inf))
     assert deadlines.wait_s(0.0) is None
+
+
+def test_turns_that_have_ended_leave_their_deadlines_behind_for_a_while_only() -> None:
+    """However many come and go while others run, whose deadlines pass in their order as ever."""
+    living = {f"old{number}" for number in range(10)}
+    deadlines = Deadlines(living.__contains__)
+    for number, turn_id in enumerate(sorted(living)):
+        deadlines.add(turn_id, (10.0 + number,))
+    for number in range(100_000):
+        turn_id = f"t{number}"
+        living.add(turn_id)
+        deadlines.add(turn_id, (1e9,))
+        living.discard(turn_id)
+    assert len(deadlines) <= 1100
+    assert deadlines.passed(1000.0) == tuple(f"old{number}" for number in range(10))
