@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import threading
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, TypeAlias
 
@@ -36,17 +36,19 @@ _Key: TypeAlias = tuple[str, bytes, str, tuple[str, ...]]
 
 @dataclass(frozen=True, slots=True)
 class CompiledGrammar:
-    """A grammar's matcher, or what is wrong with it; it takes about ``size_bytes``."""
+    """A grammar's matcher, or what is wrong with it; it takes about ``size_bytes``, and ``client_id`` sent it first."""
 
     key: _Key
     matcher: LLMatcher | str
     size_bytes: int
+    client_id: str
 
 
 class Grammars:
     """Compiles grammars for one model; used from several threads.
 
-    What was wrong with a grammar is kept too, so that asking again costs nothing.
+    What was wrong with a grammar is kept too, so that asking again costs nothing. When all that are kept take too much,
+    the client that has brought most of it loses the one that was wanted longest ago.
 
     Args:
         backend: Whose vocabulary is meant; it is looked at when a grammar first comes.
@@ -81,13 +83,19 @@ class Grammars:
         return self._find(_key(grammar, markers))
 
     def compile(
-        self, grammar: Grammar, markers: Sequence[str] = (), *, wanted: Callable[[], bool] = lambda: True
+        self,
+        grammar: Grammar,
+        markers: Sequence[str] = (),
+        *,
+        client_id: str = "",
+        wanted: Callable[[], bool] = lambda: True,
     ) -> CompiledGrammar:
         """Return a grammar that is compiled, or known to be wrong; what is not known yet takes up to seconds.
 
         Args:
             grammar: What is compiled.
             markers: The control tokens that it may name.
+            client_id: Who sent it.
             wanted: Whether anything waits for it; it is looked at again after each ``interrupt``.
 
         Raises:
@@ -95,7 +103,7 @@ class Grammars:
             WithdrawnError: Nothing waits for it any more.
         """
         key = _key(grammar, markers)
-        return self._find(key) or self._compile(key, grammar, wanted=wanted)
+        return self._find(key) or self._compile(key, grammar, client_id=client_id, wanted=wanted)
 
     def interrupt(self) -> None:
         """Have a compilation that runs look whether anything waits for it; from any thread."""
@@ -139,7 +147,7 @@ class Grammars:
                 self._kept.move_to_end(key)
             return kept
 
-    def _compile(self, key: _Key, grammar: Grammar, *, wanted: Callable[[], bool]) -> CompiledGrammar:
+    def _compile(self, key: _Key, grammar: Grammar, *, client_id: str, wanted: Callable[[], bool]) -> CompiledGrammar:
         with self._compiling:
             # Another thread may have waited for the same grammar.
             if (kept := self._find(key)) is not None:
@@ -155,8 +163,8 @@ class Grammars:
                 if error.code is not ErrorCode.INVALID_GRAMMAR:
                     raise
                 matcher = error.message
-            kept = CompiledGrammar(key, matcher, max(size_bytes, _LEAST_BYTES))
-            self._keep(key, kept)
+            kept = CompiledGrammar(key, matcher, max(size_bytes, _LEAST_BYTES), client_id)
+            self._keep(kept)
             return kept
 
     def _prepared(self) -> tuple[LLTokenizer, Names]:
@@ -170,13 +178,18 @@ class Grammars:
             )
         return self._tokenizer, self._names
 
-    def _keep(self, key: _Key, kept: CompiledGrammar) -> None:
+    def _keep(self, new: CompiledGrammar) -> None:
         with self._looking:
-            self._kept[key] = kept
-            total_bytes = sum(each.size_bytes for each in self._kept.values())
-            while len(self._kept) > 1 and (total_bytes > _MAX_BYTES or len(self._kept) > _MAX_GRAMMARS):
-                _, oldest = self._kept.popitem(last=False)
-                total_bytes -= oldest.size_bytes
+            self._kept[new.key] = new
+            held_bytes = Counter[str]()
+            for each in self._kept.values():
+                held_bytes[each.client_id] += each.size_bytes
+            while len(self._kept) > 1 and (held_bytes.total() > _MAX_BYTES or len(self._kept) > _MAX_GRAMMARS):
+                ((client_id, _),) = held_bytes.most_common(1)
+                others = [each for each in self._kept.values() if each is not new]
+                evicted = next((each for each in others if each.client_id == client_id), others[0])
+                held_bytes[evicted.client_id] -= evicted.size_bytes
+                del self._kept[evicted.key]
 
     def _forget(self, key: _Key) -> None:
         """Have a grammar compiled anew: its turns share what they learn of it, and that has reached a limit."""

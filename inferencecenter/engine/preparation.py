@@ -217,7 +217,9 @@ class Preparation:
 
     def _compile(self, submit: Submit, job: Job) -> GrammarReady:
         assert submit.grammar is not None, "it has one"
-        grammar = self._grammars.compile(submit.grammar, submit.markers, wanted=lambda: not job.withdrawn)
+        grammar = self._grammars.compile(
+            submit.grammar, submit.markers, client_id=submit.client_id, wanted=lambda: not job.withdrawn
+        )
         return GrammarReady(submit.turn_id, grammar)
 
     def _tokenize(self, submit: Submit, grammar: CompiledGrammar | None, at_s: float, job: Job) -> Prepared:

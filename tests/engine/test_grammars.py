@@ -128,6 +128,20 @@ def test_grammars_are_forgotten_when_they_take_too_much(grammars: Grammars, tria
     assert len(grammars) == 1
 
 
+def test_a_client_with_many_grammars_evicts_its_own(grammars: Grammars, trials: Trials) -> None:
+    """Those of another stay, however long ago they were wanted, until it has more than that one."""
+    trials.size_bytes = 50 * MIB
+    grammars.compile(Grammar("regex", "mine"), client_id="modest")
+    for number in range(20):
+        grammars.compile(Grammar("regex", f"a{number}"), client_id="greedy")
+    assert grammars.find(Grammar("regex", "mine")) is not None
+    assert grammars.find(Grammar("regex", "a19")) is not None
+    assert len(grammars) == 5
+    trials.size_bytes = 1000 * MIB
+    grammars.compile(Grammar("regex", "huge"), client_id="modest")
+    assert len(grammars) == 1
+
+
 def test_only_so_many_are_kept(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also small ones."""
     monkeypatch.setattr(module, "_MAX_GRAMMARS", 3)
