@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import select
 import subprocess
 import sys
@@ -20,13 +19,13 @@ import threading
 import time
 import weakref
 from contextlib import suppress
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from inferencecenter.engine.fair_workers import WithdrawnError
 from inferencecenter.engine.sampling.structured import Names, compiled, tokenizer_of
 from inferencecenter.errors import ErrorCode, InferenceCenterError
 from inferencecenter.ipc.messages import Grammar
+from inferencecenter.process_limits import limit_cpu, limit_memory, resident_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -174,8 +173,7 @@ def main() -> int:
     n_vocab, special, ends = next(lines)
     tokenizer = _byte_tokenizer(Names(n_vocab, dict(special), tuple(ends)))
     threading.stack_size(_STACK_BYTES)
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_AS, (_size_bytes(0) + _MEMORY_BYTES,) * 2)
+    limit_memory(_MEMORY_BYTES)
     reasons: list[str] = []
 
     def compile_one(kind: str, text: str, frame: str, markers: dict[str, int]) -> None:
@@ -186,14 +184,14 @@ def main() -> int:
 
     _say("ready")
     for asked in lines:
-        before_bytes = _size_bytes(1)
+        before_bytes = resident_bytes()
         reasons.clear()
-        _limit_cpu(TIMEOUT_S)
+        limit_cpu(2 * TIMEOUT_S)
         # On a thread, whose stack has the size that was asked for.
         thread = threading.Thread(target=compile_one, args=asked)
         thread.start()
         thread.join()
-        _say([max(0, _size_bytes(1) - before_bytes), reasons[0] if reasons else None])
+        _say([max(0, resident_bytes() - before_bytes), reasons[0] if reasons else None])
     return os.EX_OK
 
 
@@ -211,18 +209,6 @@ def _byte_tokenizer(names: Names) -> LLTokenizer:
 def _say(message: Any) -> None:
     sys.stdout.buffer.write(json.dumps(message).encode() + b"\n")
     sys.stdout.buffer.flush()
-
-
-def _limit_cpu(seconds: float) -> None:
-    """Have the kernel end the process when it works for so much longer: whoever started it may be gone by then."""
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    limit_s = int(used.ru_utime + used.ru_stime + 2 * seconds) + 1
-    resource.setrlimit(resource.RLIMIT_CPU, (limit_s, resource.RLIM_INFINITY))
-
-
-def _size_bytes(column: int) -> int:
-    """Return the size of this process in memory: all that it has mapped in column 0, what is there in column 1."""
-    return int(Path("/proc/self/statm").read_bytes().split()[column]) * resource.getpagesize()
 
 
 if __name__ == "__main__":

@@ -77,6 +77,24 @@ def test_template_text_does_not_complete_a_special_token(surroundings: tuple[str
     assert recognised(rendering.pieces()) == []
 
 
+@given(
+    special=st.lists(st.text(alphabet="<|ab", min_size=2, max_size=5), min_size=1, max_size=8),
+    content=st.text(alphabet="<|ab ", max_size=30),
+)
+def test_no_token_of_any_vocabulary_is_left_whole(special: list[str], content: str) -> None:
+    """However tokens overlap, begin with each other or repeat, a marked text spells none of them in one piece."""
+    pieces = Rendering.of_marked(SpecialTexts(special).mark(content)).pieces()
+    assert "".join(piece.text for piece in pieces) == content
+    assert not [token for token in special for piece in pieces if token in piece.text]
+
+
+def test_what_tokens_begin_with_is_compared_once() -> None:
+    """Hundreds of tokens that begin alike are looked for as one tree, not one after the other."""
+    special = SpecialTexts(f"<|reserved_special_token_{number}|>" for number in range(250))
+    assert special._occurrence is not None
+    assert special._occurrence.pattern.count("reserved") == 1
+
+
 def test_ordinary_text_is_not_touched() -> None:
     """Templates see ordinary contents as they are, and they make one piece."""
     text = "Is 3 < 4 and 5 > 4? So it is."

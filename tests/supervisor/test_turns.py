@@ -287,6 +287,22 @@ def test_a_turn_that_has_no_prompt_yet_holds_up_no_other() -> None:
     assert (before.asked, after.asked) == (2, 2)
 
 
+def test_turns_that_are_rendered_are_being_handed_over() -> None:
+    """An engine that has to make way knows that it has not yet got what has waited for it."""
+    soon = Soon()
+    table, engine, turn = make_turns(soon), Engine(), Slow(order("a"))
+    table.add(turn)
+    assert not table.handing_over
+    table.connect(engine)
+    assert table.handing_over
+    soon.turn()
+    assert table.handing_over, "it is rendered"
+    turn.rendered()
+    while soon.turn():
+        pass
+    assert (table.handing_over, engine.took) == (False, ["a"])
+
+
 def test_a_turn_without_a_prompt_is_interrupted_by_nothing() -> None:
     """While an engine is lost its prompt may come; the next engine has the turn."""
     table, first, second = make_turns(), Engine(), Engine()
