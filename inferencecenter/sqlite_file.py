@@ -45,7 +45,7 @@ class FileMovedError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class FileIdentity:
-    """Which files, by device and inode, a database and its log were when they were opened."""
+    """Which files, by device and inode, a database, its log and the index of that were when they were opened."""
 
     inodes: tuple[tuple[Path, int, int], ...]
 
@@ -56,12 +56,11 @@ class FileIdentity:
         Raises:
             OSError: There is none.
         """
-        log = _beside(path)[0]
-        found = [(each, each.stat()) for each in (path, log) if each == path or each.exists()]
+        found = [(each, each.stat()) for each in (path, *_beside(path)) if each == path or each.exists()]
         return cls(tuple((each, stat.st_dev, stat.st_ino) for each, stat in found))
 
     def check(self) -> None:
-        """Compare with what is there now; two system calls.
+        """Compare with what is there now; three system calls.
 
         Raises:
             FileMovedError: A file is gone, or another one is in its place.

@@ -114,11 +114,17 @@ def _log_gone(path: Path) -> None:
     path.with_name(path.name + "-wal").unlink()
 
 
-@pytest.mark.parametrize(("hurt", "is_missing"), [(_gone, True), (_replaced, False), (_log_gone, True)])
+def _index_gone(path: Path) -> None:
+    path.with_name(path.name + "-shm").unlink()
+
+
+@pytest.mark.parametrize(
+    ("hurt", "is_missing"), [(_gone, True), (_replaced, False), (_log_gone, True), (_index_gone, True)]
+)
 def test_an_open_file_that_is_elsewhere_is_noticed(
     path: Path, database: sqlite3.Connection, hurt: Callable[[Path], None], *, is_missing: bool
 ) -> None:
-    """Deleted, replaced, or without its log: what is written to it now would be lost."""
+    """Deleted, replaced, or without what SQLite has beside it: what is written to it now would be lost."""
     database.execute("PRAGMA journal_mode = WAL")
     migrate(database, STEPS, path=path)
     identity = FileIdentity.of(path)

@@ -148,7 +148,7 @@ class AccountsFile:
             raise unusable(self._path, str(error), damaged=is_damage(error)) from error
 
     def check(self) -> None:
-        """Compare the file that is open with the one at its path; two system calls.
+        """Compare the file that is open with the one at its path; three system calls.
 
         Raises:
             FileMovedError: It was deleted, moved or replaced: accounts that others change are not those here.
