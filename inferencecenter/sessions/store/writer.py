@@ -181,11 +181,12 @@ class Writer:
 
     def _try(self, batch: Batch) -> bool:
         try:
-            self._identity.check()
+            if self.fault is not None:
+                self._identity.check()
             if not batch.is_written:
                 self._commit_somehow(batch)
                 batch.is_written = True
-                self._identity.check()
+            self._identity.check()
         except (sqlite3.Error, FileMovedError) as error:
             self._fail(error)
             return False
