@@ -160,6 +160,8 @@ class WebSocket(WebSocketsSansIOProtocol):
         try:
             self.queue.put_nowait({"type": "websocket.receive", "text": data.decode()})
         except UnicodeDecodeError:  # which uvicorn logs with its traceback, for each frame
+            if self.conn.state is not State.OPEN:
+                return  # the peer's close came with it, and is answered next
             self.conn.send_close(_NOT_UTF8, "the frame is not UTF-8")
             self.handle_parser_exception()
             return
@@ -204,9 +206,9 @@ class WebSocket(WebSocketsSansIOProtocol):
         self._linger(linger_s)
 
     def handle_ping(self) -> None:
-        """Answer a ping; a peer that does not read its pongs gets no more of them."""
+        """Answer a ping; a peer that does not read its pongs gets no more of them, nor one that has failed."""
         pong = b"".join(self.conn.data_to_send())
-        if self.takes_frames:
+        if self.takes_frames and not self._failed:
             self.transport.write(pong)
 
     def handle_close(self, event: Frame) -> None:

@@ -11,6 +11,7 @@ import pytest
 from structlog.testing import capture_logs
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 from websockets.exceptions import InvalidStatus
+from websockets.frames import Close, Frame, Opcode
 
 from inferencecenter.server.connection import Connection
 from inferencecenter.server.websocket import NOT_SENT_LOW_WATER_BYTES, WebSocket
@@ -207,6 +208,27 @@ async def test_text_that_is_not_utf8_is_logged_once(server: Running, caplog: pyt
                 assert await close_code(socket) == 1007
     lines = [line for line in logs if line["event"] == "bad_frame"]
     assert [(line["code"], line["more"], line["log_level"]) for line in lines] == [(1007, 0, "warning")]
+    assert caplog.records == []
+
+
+NOT_UTF8 = Frame(Opcode.TEXT, b"\xff")
+PING = Frame(Opcode.PING, b"?")
+CLOSE = Frame(Opcode.CLOSE, Close(1000, "").serialize())
+
+
+@pytest.mark.parametrize(
+    ("frames", "code"),
+    [([NOT_UTF8, PING], 1007), ([NOT_UTF8, NOT_UTF8, PING, PING], 1007), ([NOT_UTF8, CLOSE], 1000)],
+    ids=["ping", "twice", "close"],
+)
+async def test_what_comes_with_text_that_is_not_utf8_ends_nothing_but_its_socket(
+    server: Running, caplog: pytest.LogCaptureFixture, frames: list[Frame], code: int
+) -> None:
+    """In the same packet: a ping is not answered on a socket that says no more, a close is answered as one."""
+    async with server.connect() as socket:
+        await hear(socket)
+        socket.transport.write(b"".join(frame.serialize(mask=True) for frame in frames))
+        assert await close_code(socket) == code
     assert caplog.records == []
 
 
