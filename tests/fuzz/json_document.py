@@ -34,6 +34,8 @@ ODD: Final = (
     *(b"[%s1]" % (b"1," * 2000), b'[""]', b"[null]", b"[[]]", b'{"": null}', b'{"__proto__": 1}'),
 )
 """Values as text, JSON or not."""
+ODD_VALUES: Final = st.integers(0, len(ODD) - 1).map(ODD.__getitem__)
+_ANY_NAME: Final = st.text(max_size=8)
 
 
 @dataclass
@@ -56,13 +58,11 @@ class _Members:
 
 
 @st.composite
-def changed(
-    draw: st.DrawFn, documents: st.SearchStrategy[Any], *, names: st.SearchStrategy[str] | None = None
-) -> bytes:
+def changed(draw: st.DrawFn, documents: st.SearchStrategy[Any], *, names: st.SearchStrategy[str] = _ANY_NAME) -> bytes:
     """Draw a document as text with a few changes; ``names`` are of members that it may get."""
     root = _Members(b"[]", [_Member(b"", _parts(draw(documents)))])
     for _ in range(draw(st.sampled_from([0, 1, 1, 1, 2, 4]))):
-        _change(draw, root, names or st.text(max_size=8))
+        _change(draw, root, names)
     text = bytearray(bytes(root)[1:-1])
     for _ in range(draw(st.sampled_from([0, 0, 0, 0, 0, 0, 1, 3]))):
         place = draw(st.integers(0, len(text)))
@@ -73,7 +73,7 @@ def changed(
 def _change(draw: st.DrawFn, root: _Members, names: st.SearchStrategy[str]) -> None:
     """Replace, drop, double, rename or add one member anywhere."""
     group = draw(st.sampled_from(list(_groups(root))))
-    odd = draw(st.sampled_from(ODD))
+    odd = draw(ODD_VALUES)
     name = json.dumps(draw(names)).encode() if group.ends == b"{}" else b""
     if not group.all or draw(st.integers(0, 3)) == 0:
         group.all.append(_Member(name, odd))

@@ -1,0 +1,158 @@
+"""Random frames of a client with a valid token: each is answered or ends its socket, and the daemon lives on."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any, Final
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from websockets.exceptions import ConnectionClosed
+from websockets.sync.client import ClientConnection, connect
+
+from inferencecenter.protocol.close import CLOSE_CODES, CloseCode
+from inferencecenter.protocol.codec import REQUESTS
+from tests.fuzz.json_document import ODD_VALUES, changed
+from tests.fuzz.test_http import BODIES, INTERNAL, SCHEMA
+
+if TYPE_CHECKING:
+    from tests.e2e.harness import Daemon
+
+SESSION: Final = "SESSION"
+"""Stands for the id of the session that the socket has."""
+PARAMS: Final = {"temperature": 0.5, "max_tokens": 4, "stop": ["x"], "stop_regex": ["a+"], "logit_bias": {"5": 1.5}}
+HISTORY: Final = [
+    {"role": "user", "content": "Hi"},
+    {"role": "assistant", "content": "", "tool_calls": [{"id": "c1", "name": "now", "arguments": "{}"}]},
+    {"role": "tool", "content": "noon", "tool_call_id": "c1"},
+]
+TURN: Final = {"session_id": SESSION, "prompt": "Hi", "params": {"max_tokens": 4}}
+FRAMES: Final[dict[str, list[dict[str, Any]]]] = {
+    "hello": [{}],
+    "auth": [{"token": "none", "protocol": 1}, {"client_id": "ada", "api_key": "none"}],
+    "create_session": [
+        {"system": "Be brief.", "params": PARAMS, "metadata": {"a": "b"}, "ttl_s": 5, "on_disconnect": "close"},
+        {"mode": "raw", "priority": "batch", "on_full": "stop", "store": False, "on_disconnect": "close"},
+    ],
+    "infer": [
+        TURN | {"params": PARAMS, "turn_key": "k", "n_probs": 1, "thinking": False, "priority": "normal"},
+        {"session_id": SESSION, "messages": HISTORY, "params": {"max_tokens": 4}},
+        TURN | {"tools": [{"name": "now", "parameters": SCHEMA}], "tool_choice": {"name": "now"}},
+        TURN | {"json_schema": SCHEMA},
+        TURN | {"regex": "[a-z]+"},
+        TURN | {"grammar": 'root ::= "a" | "b"'},
+    ],
+    "abort": [{"session_id": SESSION}, {"session_id": SESSION, "turn_id": "t", "discard": True}],
+    "close_session": [{"session_id": SESSION}],
+    "resume_session": [{"session_id": SESSION, "epoch": "e", "last_seq": 5}],
+    "append": [{"session_id": SESSION, "messages": HISTORY}],
+    "fork_session": [{"session_id": SESSION, "turn": "start"}],
+    "rewind_session": [{"session_id": SESSION, "turn": "start"}],
+    "set_metadata": [{"session_id": SESSION, "metadata": {"a": "b"}}],
+    "get_session": [{"session_id": SESSION}],
+    "list_sessions": [{"limit": 5, "after": SESSION}],
+    "list_models": [{}],
+    "load_model": [{"name": "none"}],
+    "unload_model": [{"name": "none"}],
+    "metrics": [{}],
+    "subscribe_metrics": [{"interval_ms": 1000}],
+    "unsubscribe_metrics": [{}],
+    "status": [{"type": "queue"}],
+    "usage": [{"client_id": "ada", "days": 5}],
+    "list_clients": [{}],
+    "kick": [{"client_id": "ada"}],
+    "drain": [],
+    "ping": [{}],
+}
+NAMES: Final = {op: sorted(kind.model_fields.keys() - {"op"}) for op, kind in REQUESTS.items()}
+NOT_UTF8: Final = 1007
+CLOSED: Final = {int(spec.code) for spec in CLOSE_CODES} - {int(CloseCode.INTERNAL)} | {NOT_UTF8}
+
+
+def test_every_operation_has_frames_here() -> None:
+    """A new operation is fuzzed too; all but the one that ends the daemon."""
+    assert FRAMES.keys() == REQUESTS.keys()
+    assert [op for op, frames in FRAMES.items() if not frames] == ["drain"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("op", [op for op, frames in FRAMES.items() if frames])
+@settings(max_examples=50, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_any_frame_is_answered_or_ends_its_socket(fuzzed: Daemon, op: str, data: st.DataObject) -> None:
+    """Several of an operation, changed here and there, between frames of others, bytes, and text that is none."""
+    own = changed(
+        st.sampled_from([{"op": op, "id": "i", **frame} for frame in FRAMES[op]]), names=st.sampled_from(NAMES[op])
+    )
+    others = st.sampled_from([{"op": name, **frame} for name, frames in FRAMES.items() for frame in frames])
+    frames = st.lists(own | own | own | others.map(written) | NOISE, min_size=1, max_size=8)
+    with connect(fuzzed.url, max_size=None) as socket:
+        say(socket, op="auth", token=fuzzed.admin_token, protocol=1)
+        session_id = say(socket, op="create_session", on_disconnect="close", store=False)["session_id"]
+        own_frames = [frame.replace(SESSION.encode(), session_id.encode()) for frame in data.draw(frames)]
+        converse(socket, own_frames, binary=data.draw(st.sampled_from([None, None, None, 0])))
+
+
+@pytest.mark.slow
+@settings(max_examples=200, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_any_frame_of_a_responses_socket_is_answered_or_ends_it(fuzzed: Daemon, data: st.DataObject) -> None:
+    """As on a socket of our own protocol."""
+    bodies = [{"type": "response.create", "stream_id": "s", **body} for body in BODIES["/v1/responses"]]
+    frames = st.lists(
+        changed(st.sampled_from([*bodies, {"type": "response.cancel", "stream_id": "s"}])) | NOISE, max_size=6
+    )
+    headers = {"Authorization": f"Bearer {fuzzed.admin_token}"}
+    with connect(f"{fuzzed.url}v1/responses", additional_headers=headers, max_size=None) as socket:
+        converse(socket, data.draw(frames), answers_pings=False)
+
+
+def written(frame: dict[str, Any]) -> bytes:
+    """Return a frame as text."""
+    return json.dumps(frame).encode()
+
+
+NOISE: Final = ODD_VALUES | st.binary(max_size=60) | st.text(max_size=60).map(str.encode)
+
+
+def converse(
+    socket: ClientConnection, frames: list[bytes], *, binary: int | None = None, answers_pings: bool = True
+) -> None:
+    """Send frames as text, one of them as bytes if told, and read on until all were taken or the socket has ended."""
+    closed: ConnectionClosed | None = None
+    try:
+        for number, frame in enumerate(frames):
+            socket.send(frame, text=number != binary)
+        if answers_pings:
+            say(socket, op="ping")
+        assert socket.ping(ack_on_close=True).wait(60)
+    except ConnectionClosed as error:
+        closed = error
+    assert closed is None or (closed.rcvd is not None and closed.rcvd.code in CLOSED), closed
+    while (message := received(socket)) is not None:
+        taken(message)
+
+
+def received(socket: ClientConnection) -> str | bytes | None:
+    """Return a frame that has arrived; ``None`` if there is none."""
+    try:
+        return socket.recv(timeout=0)
+    except (TimeoutError, ConnectionClosed):
+        return None
+
+
+def taken(message: str | bytes) -> dict[str, Any]:
+    """Return a frame of the daemon, which never tells of a failure of its own."""
+    frame = json.loads(message)
+    assert isinstance(frame, dict)
+    assert not INTERNAL.search(message if isinstance(message, bytes) else message.encode()), message
+    return frame
+
+
+def say(socket: ClientConnection, **frame: Any) -> dict[str, Any]:
+    """Send a frame and return what echoes its id."""
+    socket.send(json.dumps({"id": "own", **frame}))
+    while (reply := taken(socket.recv(timeout=60))).get("id") != "own":
+        pass
+    return reply
