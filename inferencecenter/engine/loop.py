@@ -303,7 +303,7 @@ class EngineLoop:
         """End a turn wherever it is; one that is unknown has just ended."""
         pending = self._preparation.get(turn_id)
         if pending is not None and pending.submit.answer:
-            pending.ending = reason  # what of its answer stays is known when it is prepared
+            self._preparation.conclude(pending, reason)  # what of its answer stays is known when it is prepared
         elif pending is not None:
             self._preparation.withdraw(turn_id)
             self._events.append(never_ran(turn_id, reason, waited_s=now - pending.at_s))

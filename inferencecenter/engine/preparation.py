@@ -43,7 +43,7 @@ class Pending:
     """A submitted turn; ``at_s`` is the monotonic second at which it came, ``arrival`` counts the turns.
 
     With ``ending`` it is to end for this reason as soon as it is known what it has said. It takes ``size_bytes`` and
-    waits for ``job``.
+    waits for ``job``, which compiles its grammar if it ``needs_grammar``.
     """
 
     submit: Submit
@@ -51,6 +51,7 @@ class Pending:
     at_s: float
     size_bytes: int
     job: Job | None = None
+    needs_grammar: bool = False
     prepared: Prepared | Unprepared | None = None
     ending: str | None = None
 
@@ -136,6 +137,7 @@ class Preparation:
         self._sessions.setdefault(submit.session_id, deque()).append(submit.turn_id)
         grammar = None if submit.grammar is None else self._grammars.find(submit.grammar, submit.markers)
         if submit.grammar is not None and grammar is None:
+            pending.needs_grammar = True
             self._give(pending, self._compilations, partial(self._compile, submit))
         else:
             self._give(pending, self._workers, partial(self._tokenize, submit, grammar, at_s))
@@ -146,10 +148,21 @@ class Preparation:
         if pending is None:
             return
         if isinstance(result, GrammarReady):
-            self._give(pending, self._workers, partial(self._tokenize, pending.submit, result.grammar, pending.at_s))
+            if pending.needs_grammar:
+                pending.needs_grammar = False
+                tokenize = partial(self._tokenize, pending.submit, result.grammar, pending.at_s)
+                self._give(pending, self._workers, tokenize)
             return
         pending.prepared, pending.job = result, None
         self._advance(pending.submit.session_id)
+
+    def conclude(self, pending: Pending, reason: str) -> None:
+        """Have a turn end for this reason when it leaves; it generates nothing more, so it needs no grammar."""
+        pending.ending = reason
+        if pending.needs_grammar:
+            pending.needs_grammar = False
+            self._withdraw_job(pending)
+            self._give(pending, self._workers, partial(self._tokenize, pending.submit, None, pending.at_s))
 
     def withdraw(self, turn_id: str) -> Pending | None:
         """Forget a turn, if it is still here, with the work that is done for it, and return it."""
@@ -192,6 +205,9 @@ class Preparation:
     def _let_go(self, pending: Pending) -> None:
         """Free what a turn holds, and withdraw the job that it waits for."""
         self._room.remove(pending.submit.client_id, pending.size_bytes)
+        self._withdraw_job(pending)
+
+    def _withdraw_job(self, pending: Pending) -> None:
         if pending.job is not None:
             self._workers.withdraw(pending.job)
             self._compilations.withdraw(pending.job)

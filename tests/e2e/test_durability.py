@@ -236,6 +236,34 @@ async def test_the_daemon_is_gone_in_the_middle_of_an_answer(tmp_path: Path, dem
             await witness.described()
 
 
+DRAWN: dict[str, Any] = {"temperature": 1.0, "top_k": 20, "min_p": 0.05, "seed": 11, "max_tokens": 100}
+
+
+@pytest.mark.slow
+async def test_the_rest_of_a_drawn_answer_is_what_it_would_have_been(tmp_path: Path, demo_model_path: Path) -> None:
+    """The daemon is killed after any of its text: the next one draws the rest with the same numbers."""
+    with house(tmp_path / "state", demo_model_path, SETTINGS) as home:
+        async with talk(home.daemon) as client:
+            whole = await (await Witness.open(client)).turn("Tell me a story.", **DRAWN)
+            other = await (await Witness.open(client)).turn("Tell me a story.", **DRAWN | {"seed": 12})
+        assert whole != other
+        for least_chars in (1, len(whole) // 2):
+            async with talk(home.daemon) as client:
+                witness = await Witness.open(client)
+                await witness.infer("Tell me a story.", **DRAWN)
+                while not witness.turns or len(witness.text) < least_chars:
+                    await client.receive()
+                with stopped(home.daemon.engine_pid()):  # so that the answer is not over before the daemon is gone
+                    home.daemon.process.kill()
+                    await witness.drain()
+                home.daemon.process.wait()
+                home.start()
+            assert witness.last.end is None
+            async with talk(home.daemon) as client:
+                await witness.resume(client)
+                assert await witness.finish() == whole
+
+
 @pytest.mark.slow
 async def test_a_long_session_comes_from_disk(tmp_path: Path, demo_model_path: Path) -> None:
     """After a restart the first token of a session of a thousand tokens does not wait for them to be read."""

@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from inferencecenter.engine import preparation
+from inferencecenter.engine.fair_workers import WithdrawnError
 from inferencecenter.engine.grammars import Grammars
 from inferencecenter.engine.scheduler.parking import Match
 from inferencecenter.engine.trial import Trial
@@ -120,6 +121,24 @@ def test_aborted_turns_leave_no_grammar_to_compile(engine: Engine, monkeypatch: 
     assert engine.front.finished("other").reason == "stop"
     assert interrupted.is_set()
     assert tried == [SLOW.text, "ab"]
+
+
+def test_a_turn_that_goes_on_and_is_aborted_needs_no_grammar(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its end says what it had said, and does not wait for what would hold the rest."""
+    entered = threading.Event()
+
+    def never(*_: object, wanted: Callable[[], bool], **__: object) -> object:
+        entered.set()
+        wait_until(lambda: not wanted())
+        raise WithdrawnError
+
+    monkeypatch.setattr(Grammars, "_compile", never)
+    turn = msgspec.structs.replace(formed("t", "abcd", SLOW, client="a"), answer=pack_tokens([*b"ab"]), shown_chars=1)
+    engine.front.send(turn)
+    assert entered.wait(TIMEOUT_S)
+    engine.front.send(Abort("t"))
+    end = engine.front.finished("t")
+    assert (end.reason, end.generated_tokens, engine.front.text("t")) == ("aborted", 2, "b")
 
 
 def test_a_client_with_many_grammars_keeps_another_waiting_for_one(
