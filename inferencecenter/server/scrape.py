@@ -40,6 +40,7 @@ class Scrape:
         engines = context.models.statuses
         metrics.sessions.set(context.sessions.totals().total_sessions)
         metrics.storage_failing.set(context.sessions.fault is not None)
+        metrics.records_set_aside.value = context.sessions.n_set_aside
         show_task_failures(metrics)
         show_engines(metrics.engines, engines)
         show_processes(metrics.machine, engines)

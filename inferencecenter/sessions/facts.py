@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from inferencecenter.errors import ErrorCode, InferenceCenterError
 from inferencecenter.protocol.params import cross_check
 from inferencecenter.sessions.history import Room
 
@@ -68,20 +67,6 @@ class Surroundings:
     def room(self, *, noted_chars: int = 0) -> Room:
         """Return what there may be of a session's history beside notes of so many characters."""
         return Room(self.max_transcript_chars - noted_chars, self.max_messages)
-
-    def check_writable(self, *, store: bool) -> None:
-        """Refuse what would have to be written down, which it is with ``store``, while nothing can be.
-
-        Raises:
-            InferenceCenterError: ``storage_unavailable``.
-        """
-        if store and (fault := self.journal.fault) is not None:
-            raise InferenceCenterError(
-                ErrorCode.STORAGE_UNAVAILABLE,
-                fault.message,
-                hint="Try again when the operator has mended it; a session opened with store false works meanwhile.",
-                retry_after_ms=fault.retry_after_ms,
-            )
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,11 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Protocol
 
+from inferencecenter.errors import ErrorCode, InferenceCenterError
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from inferencecenter.sessions.records import Record
 
+MAX_PENDING: Final = 20_000
+"""Records and calls of one client that may wait before what would bring more is refused."""
 RETRY_SOON_MS: Final = 1000
 """When to try again where a fault may pass by itself."""
 RETRY_LATER_MS: Final = 60_000
@@ -39,6 +43,13 @@ class Journal(Protocol):
     def n_pending(self) -> int:
         """How many records and calls wait."""
 
+    @property
+    def n_set_aside(self) -> int:
+        """Records that could not be written because of a defect, and were left out."""
+
+    def lacks(self, session_id: str) -> bool:
+        """Tell whether a record of this session was left out."""
+
     def of_client(self, client_id: str) -> Journal:
         """Return the journal of one client, whose records and calls keep their order and wait for no other client's."""
 
@@ -61,6 +72,11 @@ class Unwritten:
 
     fault: StorageFault | None = None
     n_pending: int = 0
+    n_set_aside: int = 0
+
+    def lacks(self, session_id: str) -> bool:
+        """Nothing is left out where nothing is written."""
+        return False
 
     def of_client(self, client_id: str) -> Journal:
         """Return itself."""
@@ -72,3 +88,25 @@ class Unwritten:
     def release(self, tell: Callable[[], None]) -> None:
         """Call ``tell`` at once."""
         tell()
+
+
+def check_writable(journal: Journal) -> None:
+    """Refuse what would have to be written down while nothing can be, or while its client has too much waiting.
+
+    Raises:
+        InferenceCenterError: ``storage_unavailable`` or ``overloaded``.
+    """
+    if (fault := journal.fault) is not None:
+        raise InferenceCenterError(
+            ErrorCode.STORAGE_UNAVAILABLE,
+            fault.message,
+            hint="Try again when the operator has mended it; a session opened with store false works meanwhile.",
+            retry_after_ms=fault.retry_after_ms,
+        )
+    if journal.n_pending > MAX_PENDING:
+        raise InferenceCenterError(
+            ErrorCode.OVERLOADED,
+            "the store is behind with what this client has asked for",
+            hint="Ask again later, and for less at once.",
+            retry_after_ms=RETRY_SOON_MS,
+        )

@@ -18,7 +18,7 @@ from inferencecenter.protocol import events, requests
 from inferencecenter.sessions.agreement import longest
 from inferencecenter.sessions.allowance import unlimited
 from inferencecenter.sessions.facts import Surroundings
-from inferencecenter.sessions.journal import Unwritten
+from inferencecenter.sessions.journal import Unwritten, check_writable
 from inferencecenter.sessions.ledger import Ledger
 from inferencecenter.sessions.models import Engines
 from inferencecenter.sessions.news import News
@@ -183,6 +183,11 @@ class Sessions:
         """Why sessions cannot be written down at the moment; ``None`` when all is well."""
         return self._journal.fault
 
+    @property
+    def n_set_aside(self) -> int:
+        """Records that could not be written because of a defect, and were left out."""
+        return self._journal.n_set_aside
+
     def journal_of(self, request: Request, client_id: str) -> Journal:
         """Return what holds back the answer to a client's ``request``, if it tells of what may not be safe yet.
 
@@ -249,7 +254,8 @@ class Sessions:
                 ``context_full``.
         """
         around = self._around
-        around.check_writable(store=request.store and self.durable and not stateless)
+        if request.store and not stateless:
+            check_writable(self._journal.of_client(client.client_id))
         facts = new_facts(client, request, durable=self.durable, stateless=stateless, around=around)
         history = first_history(request, room=around.room())
         return self._open(client, Session(facts, around=around, history=history, ledger=Ledger(), sink=sink))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from inferencecenter.errors import ErrorCode, InferenceCenterError
 from inferencecenter.protocol import events
@@ -11,7 +11,7 @@ from inferencecenter.sessions.answering import Answering
 from inferencecenter.sessions.audience import Audience
 from inferencecenter.sessions.description import Standing, TurnFacts
 from inferencecenter.sessions.history import Extent
-from inferencecenter.sessions.journal import Unwritten
+from inferencecenter.sessions.journal import Unwritten, check_writable
 from inferencecenter.sessions.ledger import Failure, Ledger
 from inferencecenter.sessions.prompt import messages_of
 from inferencecenter.sessions.records import Changed, Described, Dropped, Ended, Gone, Opened, Spent
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from inferencecenter.sessions.records import Kept
     from inferencecenter.sessions.submission import Terms
     from inferencecenter.sessions.turn import Outcome
+
+_INCOMPLETE: Final = "Something of this session could not be stored: after a restart it may lack that."
 
 
 class Session:
@@ -230,7 +232,7 @@ class Session:
             InferenceCenterError: ``session_busy``, ``storage_unavailable`` or ``context_full``.
         """
         self._check_idle("Append")
-        self._around.check_writable(store=self.facts.store)
+        check_writable(self.journal)
         history = self._history.appended(tuple(request.messages), room=self._around.room())
         self._check_held(history.extent.n_chars - self._history.extent.n_chars)
         self._history = history
@@ -249,7 +251,7 @@ class Session:
             InferenceCenterError: ``session_busy``, ``storage_unavailable`` or ``turn_not_found``.
         """
         self._check_idle("Fork it")
-        self._around.check_writable(store=self.facts.store)
+        check_writable(self.journal)
         history = self._history if turn is None else self._history.until(turn)
         forked = Session(facts, around=self._around, history=history, ledger=self._ledger.until(turn), sink=sink)
         self._touch()
@@ -262,7 +264,7 @@ class Session:
             InferenceCenterError: ``session_busy``, ``storage_unavailable`` or ``turn_not_found``.
         """
         self._check_idle("Rewind it")
-        self._around.check_writable(store=self.facts.store)
+        check_writable(self.journal)
         self._history = self._history.until(request.turn)
         self._ledger.rewind(request.turn)
         self._measure()
@@ -275,7 +277,7 @@ class Session:
         Raises:
             InferenceCenterError: ``storage_unavailable``.
         """
-        self._around.check_writable(store=self.facts.store)
+        check_writable(self.journal)
         self.facts = replace(self.facts, metadata=dict(metadata))
         self._stream.write(Described(facts=self.facts))
         return events.MetadataSet(session_id=self.facts.session_id, metadata=self.facts.metadata)
@@ -312,6 +314,8 @@ class Session:
 
     def turn_ended(self, turn: Turn, history: History, outcome: Outcome) -> None:
         """Take the history as it is after the running turn, and tell of its end."""
+        if self.journal.lacks(self.facts.session_id):
+            outcome = replace(outcome, warnings=(*outcome.warnings, _INCOMPLETE))
         end = self._stream.end(turn, outcome)
         self._turn_is_over()
         self._history = history
@@ -376,7 +380,7 @@ class Session:
 
     def _begin(self, request: Infer, terms: Terms, sink: EventSink) -> None:
         around, facts = self._around, self.facts
-        around.check_writable(store=facts.store)
+        check_writable(self.journal)
         around.admit()
         noted = self._ledger.n_note_chars + len(terms.note)
         asked = messages_of(request)

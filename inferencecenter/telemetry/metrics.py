@@ -129,6 +129,11 @@ class Metrics:
         self.storage_failing = Gauge(
             "inferencecenter_storage_failing", "1 while sessions cannot be written down.", registry=registry
         )
+        self.records_set_aside = Counts(
+            "inferencecenter_records_set_aside",
+            "Records of sessions that a defect kept from being written; the log names them.",
+            registry=registry,
+        ).labels()
         self.turns = Counts(
             "inferencecenter_turns",
             "Turns that ended, by finish_reason, or by code of the error table.",

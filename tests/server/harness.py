@@ -233,8 +233,13 @@ class StubJournal:
 
     fault: StorageFault | None = None
     n_pending: int = 0
+    n_set_aside: int = 0
     holding: bool = False
     held: list[Callable[[], None]] = field(default_factory=list)
+
+    def lacks(self, session_id: str) -> bool:
+        """Nothing is left out."""
+        return False
 
     def of_client(self, client_id: str) -> Journal:
         """All clients have the same."""

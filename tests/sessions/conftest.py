@@ -333,6 +333,11 @@ class FakeJournal:
     holding: bool = False
     fault: StorageFault | None = None
     n_pending: int = 0
+    n_set_aside: int = 0
+
+    def lacks(self, session_id: str) -> bool:
+        """Nothing is left out."""
+        return False
 
     def of_client(self, client_id: str) -> Journal:
         """All clients have the same."""

@@ -13,7 +13,7 @@ from inferencecenter.ipc.messages import Delta, Position, Progress, TokenLogprob
 from inferencecenter.protocol import requests
 from inferencecenter.protocol.base import SessionEvent
 from inferencecenter.protocol.events import Error
-from inferencecenter.sessions.journal import StorageFault, Unwritten
+from inferencecenter.sessions.journal import MAX_PENDING, StorageFault, Unwritten
 from inferencecenter.sessions.records import (
     Changed,
     Described,
@@ -287,3 +287,27 @@ def test_the_journal_of_a_daemon_that_keeps_nothing_waits_for_nothing() -> None:
     unwritten.write(Gone(session_id="s"), flush=True)
     unwritten.release(lambda: told.append(1))
     assert (told, unwritten.fault) == ([1], None)
+
+
+def test_a_session_that_lacks_a_record_says_so(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the end of each turn, since a restart would show it."""
+    names = [world.create() for _ in range(2)]
+    monkeypatch.setattr(journal(world), "lacks", lambda session_id: session_id == names[0])
+    warnings = []
+    for name in names:
+        world.turn(name, "Hi", "Hello")
+        warnings.append(world.sink.last.warnings)
+    assert "could not be stored" in warnings[0][-1]
+    assert warnings[1] == ()
+
+
+def test_a_client_that_is_far_ahead_of_the_store_waits(world: World) -> None:
+    """What would have to be written is refused while too much of the client waits; what is not stored goes on."""
+    session_id, unstored = world.create(), world.create(store=False)
+    journal(world).n_pending = MAX_PENDING + 1
+    for refused in (lambda: world.append(session_id, ("user", "x")), lambda: world.infer(session_id), world.create):
+        with pytest.raises(InferenceCenterError) as caught:
+            refused()
+        assert caught.value.code is ErrorCode.OVERLOADED
+    world.turn(unstored, "Hi", "Hello")
+    world.close(session_id)

@@ -157,6 +157,7 @@ def test_every_metric_is_looked_at_by_somebody(there: Shown) -> None:
     }
     assert unseen == {
         "inferencecenter_build_info",
+        "inferencecenter_records_set_aside_total",
         "inferencecenter_client_turns_total",
         "inferencecenter_gpu_info",
         "inferencecenter_model_info",

@@ -375,6 +375,17 @@ _INSERT_TURN: Final = (
 )
 
 
+def session_of(entry: Entry) -> str | None:
+    """Return the session that an entry is about, if it is about one."""
+    match entry:
+        case Opened(facts=facts) | OpenedPart(record=Opened(facts=facts)):
+            return facts.session_id
+        case Spent() | Purge():
+            return None
+        case _:
+            return entry.session_id
+
+
 def _is_about_record(error: Exception) -> bool:
     """Tell whether the record that was being written is at fault, rather than the file or the machine."""
     return isinstance(error, _REFUSED) or not isinstance(error, _PASSING)

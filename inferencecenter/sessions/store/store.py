@@ -56,6 +56,8 @@ class Store:
         self._lanes = Lanes()
         self._is_scheduled = False
         self._is_writing = False
+        self._lacking: set[str] = set()
+        self.n_set_aside = 0
         self._loop: asyncio.AbstractEventLoop | None = None
         self._watching: tuple[asyncio.AbstractEventLoop, Callable[[StorageFault | None], None]] | None = None
         self._writer: Writer | None = None
@@ -136,6 +138,10 @@ class Store:
         """How much waits that is no client's."""
         return self.n_pending_of("")
 
+    def lacks(self, session_id: str) -> bool:
+        """Tell whether a record of this session was left out."""
+        return session_id in self._lacking
+
     def n_pending_of(self, client_id: str) -> int:
         """Return how many records and calls of a client wait."""
         return self._lanes.n_pending(client_id)
@@ -205,6 +211,8 @@ class Store:
                 loop.call_soon_threadsafe(lambda: listener(self.fault))
 
     def _tell(self, batch: Batch) -> None:
+        self.n_set_aside += len(batch.set_aside)
+        self._lacking.update(name for name in batch.set_aside if name is not None)
         for tell in batch.tells:
             try:
                 tell()
@@ -230,6 +238,13 @@ class _ClientJournal:
     @property
     def n_pending(self) -> int:
         return self._store.n_pending_of(self._client_id)
+
+    @property
+    def n_set_aside(self) -> int:
+        return self._store.n_set_aside
+
+    def lacks(self, session_id: str) -> bool:
+        return self._store.lacks(session_id)
 
     def of_client(self, client_id: str) -> Journal:
         return self._store.of_client(client_id)

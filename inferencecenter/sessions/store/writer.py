@@ -18,7 +18,7 @@ import structlog
 
 from inferencecenter.sessions.journal import RETRY_LATER_MS, StorageFault
 from inferencecenter.sessions.store.faults import fault_of, hint_of, is_full, reason_of
-from inferencecenter.sessions.store.recorder import UnwritableError
+from inferencecenter.sessions.store.recorder import UnwritableError, session_of
 from inferencecenter.sessions.store.reserve import DiskReserve, shorten_log
 from inferencecenter.sqlite_file import FileMovedError
 
@@ -41,6 +41,7 @@ _log = structlog.get_logger(__name__)
 class Batch:
     """What is written together, and who is told then; ``n_handed_over`` times something was added to it.
 
+    ``set_aside`` are the names of sessions of which a record was left out, ``None`` where it is no session's.
     ``counts`` is how much of each client's is in it, entries that are complete with it and calls.
     ``is_written`` once it is in the file that was opened, wherever that is.
     """
@@ -51,6 +52,7 @@ class Batch:
     n_handed_over: int = 1
     is_written: bool = False
     counts: Counter[str] = field(default_factory=Counter)
+    set_aside: list[str | None] = field(default_factory=list)
 
     def add(self, other: Batch) -> None:
         """Take in what came later."""
@@ -213,7 +215,9 @@ class Writer:
                 self._recorder.commit(batch.entries, durable=batch.durable)
                 break
             except UnwritableError as refused:
-                _log.error("record_unwritable", record=str(refused), exc_info=refused.__cause__)
+                session_id = session_of(refused.entry)
+                _log.error("record_unwritable", record=str(refused), session=session_id, exc_info=refused.__cause__)
+                batch.set_aside.append(session_id)
                 batch.entries = [entry for entry in batch.entries if entry is not refused.entry]
 
     def _fail(self, error: Exception, *, defect: Exception | None = None) -> None:

@@ -237,7 +237,10 @@ async def test_a_record_that_cannot_be_written_takes_no_other_with_it(path: Path
             for record in (opened(), ordered(), said("a"), said("b", "s_unknown"), said("c")):
                 store.write(record, flush=False)
             await settled(store)
-        assert [(line["event"], line["record"]) for line in logs] == [("record_unwritable", "Said")]
+        assert [(line["event"], line["record"], line["session"]) for line in logs] == [
+            ("record_unwritable", "Said", "s_unknown")
+        ]
+        assert (store.n_set_aside, store.lacks("s_unknown"), store.lacks("s_1")) == (1, True, False)
         assert store.fault is None
     unfinished = (await kept_in(path))["s_1"].unfinished
     assert unfinished is not None
