@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from inferencecenter.server.outbox import Wire
     from inferencecenter.sessions.client import Client
 
+MAX_FRAMES_BEFORE_LOGIN: Final = 32
+"""Frames of a socket that has not authenticated, each of which is answered; a login takes one or two."""
 LARGE_FRAME_CHARS: Final = 64 * 1024
 """From here on a frame takes too long to read for the event loop, and more than a login can take."""
 
@@ -66,6 +68,7 @@ class Connection:
         self._turns: dict[str, str] = {}
         self._timer: Deadline | None = None
         self._rest: Callable[[], Awaitable[None]] | None = None
+        self._n_frames_before_login = 0
         self._outbox = Outbox(
             wire,
             limit_bytes=context.settings.outbox_bytes,
@@ -189,6 +192,11 @@ class Connection:
         if self._closed:
             return
         self.context.metrics.frames_in.inc()
+        if not self.authenticated:
+            self._n_frames_before_login += 1
+            if self._n_frames_before_login > MAX_FRAMES_BEFORE_LOGIN:
+                self.close(CloseCode.TOO_MANY, "too many frames before authentication")
+                return
         try:
             frame = await self._read(text)
             if self._closed:  # while the frame was read

@@ -15,7 +15,7 @@ from websockets.exceptions import ConnectionClosed
 from inferencecenter.ipc.port import EngineState
 from inferencecenter.protocol.codec import Frame, read_frame
 from inferencecenter.protocol.events import AnyEvent
-from inferencecenter.server.connection import LARGE_FRAME_CHARS
+from inferencecenter.server.connection import LARGE_FRAME_CHARS, MAX_FRAMES_BEFORE_LOGIN
 from tests.server.harness import Running, ask, close_code, hear, ready
 
 if TYPE_CHECKING:
@@ -281,6 +281,19 @@ async def test_a_large_frame_is_read_off_the_event_loop(server: Running, monkeyp
         answers = [await hear(socket) for _ in range(2)]
     assert [(answer["op"], answer["id"]) for answer in answers] == [("error", "1"), ("pong", "2")]
     assert threads[0] != threading.get_ident() == threads[1]
+
+
+async def test_a_socket_that_does_not_log_in_is_not_answered_for_long(server: Running) -> None:
+    """Each frame before the login is answered, up to a number that no login takes; a client may send any number."""
+    async with server.connect() as socket, server.v1() as client:
+        await hear(socket)
+        for _ in range(MAX_FRAMES_BEFORE_LOGIN):
+            assert (await ask(socket, op="hello"))["op"] == "hello"
+        await socket.send('{"op": "hello"}')
+        assert await close_code(socket) == 4429
+        await hear(client)
+        for _ in range(MAX_FRAMES_BEFORE_LOGIN + 1):
+            assert (await ask(client, op="ping"))["op"] == "pong"
 
 
 async def test_a_large_frame_before_authentication_is_not_read(
