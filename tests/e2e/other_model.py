@@ -14,8 +14,10 @@ _MARKS: Final = {"<|im_start|>": "[turn]", "<|im_end|>": "[over]"}
 _IDS: Final = ("tokenizer.ggml.bos_token_id", "tokenizer.ggml.eos_token_id", "tokenizer.ggml.padding_token_id")
 
 
-def write_other_model(source: Path, path: Path) -> Path:
+def write_other_model(source: Path, path: Path, *, template: str | None = None) -> Path:
     """Write ``source`` with other ids for all its tokens, other texts of the special ones and another template.
+
+    That is ``template``, or by default that of ``source`` with these texts.
 
     Conversations are the same to it, so it answers as ``source`` does; tokens of one are nonsense to the other.
     """
@@ -27,7 +29,7 @@ def write_other_model(source: Path, path: Path) -> Path:
     fields["general.name"] = path.stem
     fields["tokenizer.ggml.tokens"] = [_renamed(fields["tokenizer.ggml.tokens"][old]) for old in order]
     fields["tokenizer.ggml.token_type"] = [fields["tokenizer.ggml.token_type"][old] for old in order]
-    fields["tokenizer.chat_template"] = _renamed(fields["tokenizer.chat_template"])
+    fields["tokenizer.chat_template"] = template or _renamed(fields["tokenizer.chat_template"])
     for name in _IDS:
         fields[name] = int(new_id[fields[name]])
     writer = gguf.GGUFWriter(path, fields["general.architecture"])
