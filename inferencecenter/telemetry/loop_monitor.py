@@ -83,10 +83,10 @@ class LoopMonitor:
     def _run(self) -> None:
         while not self._closing.wait(INTERVAL_S):
             self._awake.clear()
-            if self._is_idle():
-                self._awake.wait()
-            else:
+            if not self._is_idle():
                 self._measure()
+            elif not self._closing.is_set():  # set before `_awake`, which may have been cleared just now
+                self._awake.wait()
 
     def _measure(self) -> None:
         posted_s, cpu_s = time.monotonic(), self._cpu_s()

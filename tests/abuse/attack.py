@@ -1,6 +1,7 @@
-"""The abusive client as a process: ``python -m tests.abuse.attack ACT COUNT URL``, with its token on standard input.
+"""The abusive client as a process: ``python -m tests.abuse.attack ACT COUNT URL [--at-once]``.
 
-It does one of ``bench.abuse.acts`` so many times, at most at its rate, and writes what it was answered as JSON.
+It reads its token from standard input, does one of ``bench.abuse.acts`` so many times, at its rate or without pauses,
+and writes what it was answered as JSON.
 """
 
 from __future__ import annotations
@@ -14,17 +15,17 @@ from inferencecenter.bench.abuse.attacker import Attacker
 from inferencecenter.bench.target import TargetSpec
 
 
-async def attack(name: str, count: int, spec: TargetSpec) -> dict[str, int]:
+async def attack(name: str, count: int, spec: TargetSpec, *, at_once: bool) -> dict[str, int]:
     """Do an act ``count`` times and return how often each answer came."""
     (act,) = (each for each in ACTS if each.name == name)
     async with Attacker(spec) as attacker:
         given = await act.prepare(attacker)
         for _ in range(count):
             await act.once(attacker, given)
-            await asyncio.sleep(1 / act.rate_per_s)
+            await asyncio.sleep(0 if at_once else 1 / act.rate_per_s)
         return dict(attacker.outcomes)
 
 
 if __name__ == "__main__":
     target = TargetSpec(name="abused", kind="inferencecenter", url=sys.argv[3], token=sys.stdin.readline().strip())
-    json.dump(asyncio.run(attack(sys.argv[1], int(sys.argv[2]), target)), sys.stdout)
+    json.dump(asyncio.run(attack(sys.argv[1], int(sys.argv[2]), target, at_once="--at-once" in sys.argv)), sys.stdout)

@@ -8,9 +8,6 @@ processes keep their size.
 from __future__ import annotations
 
 import asyncio
-import json
-import subprocess
-import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -18,6 +15,7 @@ import pytest
 
 from inferencecenter.bench.abuse.acts import ACTS
 from inferencecenter.hardware.process_usage import read_usage
+from tests.abuse.conftest import attack
 from tests.abuse.neighbour import Heard, listen
 from tests.e2e.harness import Daemon, command_line, run_daemon
 
@@ -63,18 +61,6 @@ def box(tmp_path_factory: pytest.TempPathFactory, demo_model_path: Path) -> Iter
         yield Box(daemon, token, undisturbed)
 
 
-async def attack(box: Box, name: str, count: int) -> dict[str, int]:
-    """Have the abusive client do an act so many times, and return how often it got which answer."""
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "tests.abuse.attack", name, str(count), box.daemon.url,
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-    )  # fmt: skip
-    written, _ = await process.communicate(f"{box.token}\n".encode())
-    assert process.returncode == 0
-    outcomes: dict[str, int] = json.loads(written)
-    return outcomes
-
-
 def rss_bytes(daemon: Daemon) -> int:
     """What both processes of a daemon hold."""
     return sum(read_usage(pid).rss_bytes for pid in (daemon.process.pid, daemon.engine_pid()))
@@ -87,7 +73,9 @@ async def test_others_do_not_suffer(box: Box, act: Act) -> None:
     outcomes: dict[str, int] = {}
 
     async def disturb() -> None:
-        outcomes.update(await attack(box, act.name, max(4, round(act.rate_per_s * SECONDS_OF_AN_ACT))))
+        outcomes.update(
+            await attack(box.daemon, box.token, act.name, max(4, round(act.rate_per_s * SECONDS_OF_AN_ACT)))
+        )
 
     heard = await listen(box.daemon, disturb(), least_turns=2)
 

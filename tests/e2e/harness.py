@@ -150,9 +150,9 @@ class Daemon:
         try:
             return self.process.wait(timeout=60)
         except subprocess.TimeoutExpired:
-            self.process.kill()
+            self.process.send_signal(signal.SIGABRT)  # the log then ends with where each thread was
             self.process.wait()
-            raise
+            raise AssertionError(f"the daemon does not stop:\n{self.log.read_text()[-6000:]}") from None
 
 
 def start_daemon(state_dir: Path, model: Path | None, *, program: str = "inferencecenter", **settings: str) -> Daemon:

@@ -48,6 +48,21 @@ async def test_nothing_is_posted_while_idle() -> None:
         await until(lambda: lag_s.count > 0)
 
 
+async def test_a_monitor_that_is_closed_just_before_it_sleeps_ends() -> None:
+    """Its end may fall between its last look at the flag and the moment in which it would begin to wait."""
+    monitor = LoopMonitor(Distribution(BOUNDS_S), is_idle=lambda: True)
+    clear = monitor._awake.clear
+
+    def close_then_clear() -> None:
+        monitor._closing.set()
+        monitor._awake.set()
+        clear()
+
+    monitor._awake.clear = close_then_clear  # type: ignore[method-assign]
+    async with asyncio.timeout(GUARD_S), monitor:
+        await until(lambda: not monitor._thread.is_alive())
+
+
 class Seen(LoopMonitor):
     """Tells when it has looked at a loop that is late."""
 
