@@ -89,8 +89,8 @@ class Context:
     """The daemon as the server's parts see it; ``clock`` is Unix seconds, ``monotonic`` seconds that only rise.
 
     ``pressure`` tells how short memory was at the last look, ``told`` what clients heard last of each model's engine.
-    ``read_usage`` tells what a client used, ``worker`` does what takes too long for the event loop, and ``stop`` ends
-    the daemon as SIGTERM does.
+    ``read_usage`` tells what a client used, ``worker`` does what takes too long for the event loop,
+    ``disk_worker`` what waits for a disk, and ``stop`` ends the daemon as SIGTERM does.
     """
 
     settings: ServerSettings
@@ -109,6 +109,7 @@ class Context:
     hub: Hub
     feed: MetricsFeed
     worker: FairWorker
+    disk_worker: FairWorker
     clock: Callable[[], float]
     monotonic: Callable[[], float]
     started_s: float
@@ -164,6 +165,7 @@ class Context:
             ),
             feed=MetricsFeed(Sources(gpu=gpu, engine=models, sessions=sessions, clock=clock)),
             worker=FairWorker("front"),
+            disk_worker=FairWorker("disk"),
             clock=clock,
             monotonic=monotonic,
             started_s=monotonic(),
@@ -244,3 +246,4 @@ class Context:
         await self.gpus.close()
         await self.authenticator.close()
         self.worker.close()
+        self.disk_worker.close()

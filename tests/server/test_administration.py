@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING
 
 import pytest
@@ -198,3 +200,40 @@ async def test_where_nothing_is_kept_there_is_no_usage(server: Running) -> None:
         await hear(socket)
         report = await ask(socket, op="usage")
         assert (report["days"], report["left"]["tokens_today"]) == ([], 0)
+
+
+async def test_reports_on_many_sockets_take_one_thread(
+    serve: Callable[..., AbstractAsyncContextManager[Running]],
+) -> None:
+    """A client that asks on many sockets at once takes no thread from others, and another client is second in line."""
+    reading, most, asked = 0, 0, list[str]()
+    lock, go_on = threading.Lock(), threading.Event()
+
+    def read_usage(client_id: str, _since: str) -> tuple[UsageLine, ...]:
+        nonlocal reading, most
+        with lock:
+            reading += 1
+            most = max(most, reading)
+            asked.append(client_id)
+        assert go_on.wait(60)
+        with lock:
+            reading -= 1
+        return ()
+
+    async with serve(read_usage=read_usage) as server, AsyncExitStack() as open_sockets:
+        greedy = [await open_sockets.enter_async_context(connect(server, "ada")) for _ in range(4)]
+        other = await open_sockets.enter_async_context(connect(server, "eve", "user"))
+        for socket in (*greedy, other):
+            await hear(socket)
+        for socket in (*greedy, other):
+            await socket.send('{"op": "usage"}')
+        frames_in = server.context.metrics.registry.get_sample_value
+        async with asyncio.timeout(60):
+            while (frames_in("inferencecenter_frames_in_total") or 0) < 5:  # noqa: ASYNC110 - steps of the loop
+                await asyncio.sleep(0)
+        go_on.set()
+        for socket in (*greedy, other):
+            assert (await hear(socket))["op"] == "usage"
+    assert most == 1
+    assert sorted(asked) == ["ada"] * 4 + ["eve"]
+    assert asked.index("eve") <= 2
