@@ -33,6 +33,8 @@ def longest(histories: Iterable[tuple[str, History]], messages: Sequence[ChatMes
     """
     best: Found | None = None
     for session_id, history in histories:
+        if best is not None and not _may_be_better(history.messages, messages, best):
+            continue
         found = _agreed(session_id, history, messages)
         if found is not None and (best is None or _rank(found) > _rank(best)):
             best = found
@@ -50,6 +52,14 @@ def agree(held: ChatMessage, sent: ChatMessage) -> bool:
         and held.tool_call_id == sent.tool_call_id
         and _agree_on_calls(held.tool_calls or (), sent.tool_calls or ())
     )
+
+
+def _may_be_better(held: Sequence[ChatMessage], sent: Sequence[ChatMessage], best: Found) -> bool:
+    """Tell by one message whether a session may say more: a client may have many long ones that are alike."""
+    n = best.n_messages
+    if len(held) > n:
+        return n < len(sent) - 1 and agree(held[n], sent[n])
+    return len(held) == n and best.turn is not None
 
 
 def _rank(found: Found) -> tuple[int, bool]:

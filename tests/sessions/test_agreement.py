@@ -5,12 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from inferencecenter.errors import ErrorCode
 from inferencecenter.protocol import requests
 from inferencecenter.protocol.values import ChatMessage, ToolCall
-from inferencecenter.sessions.agreement import Found, agree
+from inferencecenter.sessions import agreement
+from inferencecenter.sessions.agreement import Found, agree, longest
 from inferencecenter.sessions.client import Client
+from inferencecenter.sessions.history import History, TurnMark, View
 from tests.sessions.conftest import World
 from tests.sessions.oracle import kept
 from tests.sessions.test_registry import EVE, refused
@@ -68,6 +72,39 @@ def test_the_longest_is_found_and_of_equals_the_latest(world: World) -> None:
     again = stateless(world)
     world.turn(again, "a", "b")
     assert find(world, *said("a", "b", "new")) == Found(again, None, 2)
+
+
+def held(text: str, turns: int) -> History:
+    """A history of one message a character, with turns of that many messages."""
+    ends = range(turns, len(text) + 1, turns)
+    marks = tuple(TurnMark(f"t_{end}", end - turns, end, 0, 0, View()) for end in ends)
+    return History(said(*text), turns=marks)
+
+
+_TEXTS = st.text("ab", max_size=6)
+
+
+@given(histories=st.lists(st.tuples(_TEXTS, st.integers(1, 3)), max_size=5), sent=st.text("ab", min_size=1, max_size=7))
+def test_looking_at_few_finds_what_looking_at_all_would(histories: list[tuple[str, int]], sent: str) -> None:
+    """The session that is found is the first of those that say most, each looked at alone."""
+    named = [(f"s_{n}", held(text, turns)) for n, (text, turns) in enumerate(histories)]
+    alone = [found for each in named if (found := longest([each], said(*sent))) is not None]
+    best = max(alone, key=lambda found: (found.n_messages, found.turn is None), default=None)
+    assert longest(named, said(*sent)) == best
+
+
+def test_sessions_that_are_alike_are_compared_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of fifty long conversations that say the same, one is read, and of the others a message."""
+    compared: list[int] = []
+
+    def counted(one: ChatMessage, other: ChatMessage) -> bool:
+        compared.append(1)
+        return agree(one, other)
+
+    monkeypatch.setattr(agreement, "agree", counted)
+    histories = [(f"s_{n}", held("ab" * 500, 2)) for n in range(50)]
+    assert longest(histories, said(*"ab" * 500, "c")) == Found("s_0", None, 1000)
+    assert len(compared) <= 1000 + 50
 
 
 def test_only_what_fits_is_found(world: World) -> None:
