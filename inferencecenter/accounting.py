@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 
 import structlog
 
-from inferencecenter.errors import InferenceCenterError
+from inferencecenter.errors import ErrorCode, InferenceCenterError
 from inferencecenter.server.administration import no_usage
+from inferencecenter.sessions.journal import RETRY_LATER_MS
 from inferencecenter.sessions.store.archive import Archive
 from inferencecenter.sessions.store.schema import DATABASE_NAME
 from inferencecenter.sessions.store.usage import day_of
@@ -42,8 +43,18 @@ def usage_reader(settings: Settings) -> UsageReader:
         return no_usage
 
     def read(client_id: str, since: str) -> Sequence[UsageLine]:
-        with Archive.open(settings.state_dir / DATABASE_NAME) as archive:
-            return archive.usage(client_id, since=since)
+        try:
+            with Archive.open(settings.state_dir / DATABASE_NAME) as archive:
+                return archive.usage(client_id, since=since)
+        except InferenceCenterError as error:
+            # Clients are told neither the path nor what SQLite says.
+            _log.warning("usage_unreadable", error=error.message, hint=error.hint)
+            raise InferenceCenterError(
+                ErrorCode.STORAGE_UNAVAILABLE,
+                "usage cannot be read at the moment",
+                hint="Try again when the operator has mended it.",
+                retry_after_ms=RETRY_LATER_MS,
+            ) from None
 
     return read
 

@@ -59,6 +59,7 @@ def test_a_file_that_cannot_be_read_keeps_no_daemon_from_starting(settings: Sett
     with pytest.raises(InferenceCenterError) as caught:
         usage_reader(settings)("ada", "")
     assert caught.value.code is ErrorCode.STORAGE_UNAVAILABLE
+    assert caught.value.message == "usage cannot be read at the moment", "no path, and nothing that SQLite says"
 
 
 async def test_another_program_is_asked_only_if_there_is_one(settings: Settings) -> None:
