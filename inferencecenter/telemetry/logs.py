@@ -72,8 +72,9 @@ def configure(*, level: LogLevel = "info", log_format: LogFormat = "auto", strea
     root.setLevel(threshold)
     for name in _FOREIGN:
         logger = logging.getLogger(name)
-        logger.handlers, logger.propagate = [], True
-        logger.setLevel(logging.NOTSET)
+        # uvicorn writes a line for each request, with the whole address: its query may hold what no log should.
+        logger.handlers, logger.propagate = [], name != "uvicorn.access"
+        logger.setLevel(logging.WARNING if name.startswith("uvicorn") else logging.NOTSET)
     logging.captureWarnings(capture=True)
 
 

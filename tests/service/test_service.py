@@ -133,6 +133,24 @@ def test_connections_wait_while_the_daemon_starts_again(tmp_path: Path, manager:
                 assert second.stop() == 0
 
 
+def test_requests_are_logged_neither_before_nor_after_a_reload(tmp_path: Path, manager: Manager) -> None:
+    """Their addresses may hold what a log should not."""
+    (listening,) = bind("127.0.0.1", 0)
+    with listening, started(tmp_path, sockets=(listening,), NOTIFY_SOCKET=str(manager.path)) as daemon:
+        manager.hear_until(is_ready)
+        for reloads in (0, 1):
+            if reloads:
+                daemon.process.send_signal(signal.SIGHUP)
+                daemon.wait_for_log("reloaded")
+            asking = http.client.HTTPConnection("127.0.0.1", listening.getsockname()[1], timeout=30)
+            asking.request("GET", "/healthz?note=private")
+            assert asking.getresponse().status == 200
+            asking.close()
+        assert daemon.stop() == 0
+        assert "private" not in daemon.log.read_text()
+        assert "uvicorn" not in daemon.log.read_text()
+
+
 def test_lock_files_that_were_left_lock_nothing(tmp_path: Path, manager: Manager) -> None:
     """They stay when a daemon has stopped; whatever is in them, the next daemon and its engine start."""
     with started(tmp_path, NOTIFY_SOCKET=str(manager.path)) as first:
