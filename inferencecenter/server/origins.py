@@ -111,7 +111,10 @@ def origin_allowed(origin: str | None, host: str, allowed: Sequence[str]) -> boo
     """
     if origin is None or origin in allowed:
         return True
-    parts = urlsplit(origin)
+    try:
+        parts = urlsplit(origin)
+    except ValueError:  # a host that is half an address
+        return False
     default_port = _DEFAULT_PORTS.get(parts.scheme)
     if default_port is None or not parts.netloc:
         return False
@@ -145,4 +148,5 @@ def _hop_address(hop: str) -> str | None:
     hop = hop.strip()
     match = _BRACKETED.fullmatch(hop) or _WITH_PORT.fullmatch(hop)
     parsed = _parsed(match["address"] if match else hop)
-    return None if parsed is None else str(parsed)
+    # Without its zone, which may be any text of any length.
+    return None if parsed is None else str(parsed).partition("%")[0]

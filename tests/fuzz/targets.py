@@ -6,6 +6,7 @@ It raises anything else: an exception that no caller expects, an error without w
 
 from __future__ import annotations
 
+import ipaddress
 import json
 from contextlib import contextmanager, suppress
 from functools import cache
@@ -17,6 +18,7 @@ from unittest import mock
 import httpx2
 import structlog
 from huggingface_hub import hf_api
+from starlette.datastructures import Headers
 
 from inferencecenter.auth_settings import ExternalAuthSettings
 from inferencecenter.configuration import load_settings
@@ -33,6 +35,7 @@ from inferencecenter.protocol.codec import read_frame
 from inferencecenter.server.authentication import CannotTellError
 from inferencecenter.server.clients_file import load_clients
 from inferencecenter.server.external_auth import ExternalAuth
+from inferencecenter.server.origins import Proxies, origin_allowed
 from inferencecenter.supervisor.corrections import Corrections
 from inferencecenter.supervisor.planned import described
 
@@ -47,6 +50,7 @@ _GIB: Final = 1024 * MIB
 _MACHINES: Final = ((), (8,), (3, 24))
 _HOST: Final = Host(available_bytes=32 * _GIB, cores=6)
 _MAX_MESSAGE_CHARS: Final = 1000
+_MAX_ADDRESS_CHARS: Final = 45
 _MAX_INTEGER: Final = 2**63
 _OF_A_PULL: Final = (
     ErrorCode.HUB_UNREACHABLE,
@@ -144,6 +148,23 @@ def external_answer(data: bytes) -> None:
     assert account is None or account.client_id == "ada"
 
 
+def caller_headers(data: bytes) -> None:
+    """Tell where a request comes from whose headers are such lines: Origin, Host, and entries of proxies."""
+    lines = [line.decode("latin-1") for line in data.split(b"\n")]
+    lines += [""] * (2 - len(lines))
+    forwarded = [("x-forwarded-for", hop) for hop in lines[2:]]
+    headers = Headers(
+        raw=[(name.encode(), value.encode("latin-1")) for name, value in [("host", lines[1]), *forwarded]]
+    )
+    proxies = Proxies(["10.0.0.0/8", "::1"])
+    for peer in ("10.0.0.1", "::1", "192.0.2.1", "127.0.0.1", "", lines[1]):
+        caller = proxies.caller(peer, headers)
+        assert caller.address == peer or ipaddress.ip_address(caller.address)
+        assert len(caller.address) <= max(_MAX_ADDRESS_CHARS, len(peer))
+        assert isinstance(caller.on_this_machine, bool)
+    assert isinstance(origin_allowed(lines[0], lines[1], ["http://a"]), bool)
+
+
 def request_frame(data: bytes) -> None:
     """Parse a text frame of the own protocol."""
     with _refused_as(*(code for code in ErrorCode if code is not ErrorCode.INTERNAL)):
@@ -161,6 +182,7 @@ TARGETS: Final[Mapping[str, Callable[[bytes], None]]] = {
         clients_file,
         kernel_files,
         external_answer,
+        caller_headers,
         request_frame,
     )
 }

@@ -93,6 +93,9 @@ QUERIES: Final = st.sampled_from(
 TYPES: Final = st.sampled_from(
     [*["application/json"] * 8, "", "text/plain", "application/json; charset=utf-16", "multipart/form-data", "\xff"]
 )
+HEADERS: Final = st.sampled_from(
+    ["http://[half", "[::1", "null", "\xff", "x" * 5000, "http://a:99999999", "", "00-0-0-0"]
+)
 INTERNAL: Final = re.compile(rb'"code": ?"internal"')
 MAX_READ: Final = 2**20
 
@@ -119,6 +122,10 @@ def test_any_request_is_answered_as_its_row_says(fuzzed: Daemon, row: Operation,
     elif data.draw(st.booleans()):
         body = data.draw(st.binary(max_size=100))
     headers = {"Authorization": f"Bearer {fuzzed.admin_token}", "Content-Type": data.draw(TYPES)}
+    if data.draw(st.integers(0, 9)) == 0:
+        headers |= {
+            data.draw(st.sampled_from(["Origin", "Host", "X-Forwarded-For", "Traceparent"])): data.draw(HEADERS)
+        }
     status, answer = ask(fuzzed, row.method, path, body=body, headers=headers)
     assert status < 500 or status in statuses(row), (status, answer)
     assert not INTERNAL.search(answer), answer

@@ -89,7 +89,7 @@ def test_any_frame_is_answered_or_ends_its_socket(fuzzed: Daemon, op: str, data:
     frames = st.lists(own | own | own | others.map(written) | NOISE, min_size=1, max_size=8)
     with connect(fuzzed.url, max_size=None) as socket:
         say(socket, op="auth", token=fuzzed.admin_token, protocol=1)
-        session_id = say(socket, op="create_session", on_disconnect="close", store=False)["session_id"]
+        session_id = say(socket, op="create_session", on_disconnect="close")["session_id"]
         own_frames = [frame.replace(SESSION.encode(), session_id.encode()) for frame in data.draw(frames)]
         converse(socket, own_frames, binary=data.draw(st.sampled_from([None, None, None, 0])))
 

@@ -27,6 +27,7 @@ PROXIES = Proxies(["10.0.0.0/8", "127.0.0.1"])
         ("10.1.2.3", "[2001:db8::1]:80", "2001:db8::1"),
         ("10.1.2.3", "[2001:db8::1]", "2001:db8::1"),
         ("10.1.2.3", "2001:db8::1", "2001:db8::1"),
+        ("10.1.2.3", "fe80::1%" + "x" * 300, "fe80::1"),
         ("10.1.2.3", "203.0.113.1, unknown", "10.1.2.3"),
         ("10.1.2.3", "203.0.113.1, _hidden, 10.9.9.9", "10.9.9.9"),
         ("10.1.2.3", "", "10.1.2.3"),
@@ -111,6 +112,8 @@ def test_the_host_comes_from_a_trusted_proxy_only() -> None:
         ("null", "chat.example.org", False),
         ("file://", "", False),
         ("", "", False),
+        ("http://[half", "[half", False),
+        ("http://[::1]:80", "[::1]", True),
     ],
 )
 def test_pages_of_the_same_host_and_listed_ones_may_connect(origin: str | None, host: str, allowed: bool) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from pydantic import ValidationError
+from pydantic_core import PydanticSerializationError
 
 from inferencecenter.dialects.responses.names import Place, item_id, response_id
 from inferencecenter.dialects.responses.objects import (
@@ -79,16 +80,22 @@ def note_of(echo: Echo, *, generate: bool = True) -> str:
     """Return what is kept with the turn of a response.
 
     Raises:
-        InferenceCenterError: ``invalid_request`` when that is more than may be.
+        InferenceCenterError: ``invalid_request`` when that is more, or deeper, than may be.
     """
-    text = Note(**dict(echo), generate=generate).model_dump_json()
+    field = "tools" if echo.tools else "instructions"
+    try:
+        text = Note(**dict(echo), generate=generate).model_dump_json()
+    except PydanticSerializationError as error:  # it writes 255 levels of lists and objects, and reads more
+        raise InferenceCenterError(
+            ErrorCode.INVALID_REQUEST, "tools, text and metadata are nested too deep to be kept", field=field
+        ) from error
     n_bytes = len(text.encode())
     if n_bytes > MAX_NOTE_BYTES:
         raise InferenceCenterError(
             ErrorCode.INVALID_REQUEST,
             f"instructions, tools, text and metadata take {n_bytes} bytes together;"
             f" at most {MAX_NOTE_BYTES} are kept with a response",
-            field="tools" if echo.tools else "instructions",
+            field=field,
         )
     return text
 

@@ -13,6 +13,7 @@ from inferencecenter.dialects.responses.describing import echo_of, note_of, outp
 from inferencecenter.dialects.responses.objects import Echo
 from inferencecenter.dialects.responses.requests import CreateResponse
 from inferencecenter.dialects.responses.telling import Frame, Telling
+from inferencecenter.errors import ErrorCode, InferenceCenterError
 from inferencecenter.protocol import events
 from inferencecenter.protocol.values import ChatMessage, TokenLogprobs, TokenProbability, TurnStats, Usage
 from inferencecenter.protocol.values import ToolCall as Call
@@ -254,3 +255,13 @@ def test_a_note_gives_the_whole_response_back() -> None:
     assert note is not None
     assert dict(note) == {**dict(asked), "generate": True}
     assert json.loads(note_of(asked))["text"]["format"]["schema"] == {"type": "object"}
+
+
+def test_tools_that_are_nested_too_deep_to_be_kept_are_refused() -> None:
+    """The reader takes more levels than the writer, which is the caller's mistake and none of the daemon."""
+    schema: dict[str, Any] = {}
+    for _ in range(300):
+        schema = {"items": schema}
+    with pytest.raises(InferenceCenterError, match="nested too deep") as refused:
+        note_of(echo(tools=[{"type": "function", "name": "f", "parameters": schema}]))
+    assert (refused.value.code, refused.value.field) == (ErrorCode.INVALID_REQUEST, "tools")
