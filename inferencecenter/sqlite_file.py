@@ -219,6 +219,8 @@ def copy(source: Path, target: Path) -> None:
 def put_in_place(new: Path, path: Path, *, aside: Path | None, write_back: bool = True) -> None:
     """Give the file ``new`` the name ``path``; what is there, with its log, gets the name ``aside``.
 
+    A log that is there without its file goes as well: it would be read as that of ``new``.
+
     No other program may have any of them open. ``path`` leads to one of the two at each moment. ``write_back`` has the
     log written back before, which changes the file.
 
@@ -227,11 +229,12 @@ def put_in_place(new: Path, path: Path, *, aside: Path | None, write_back: bool 
     """
     _sync(new)
     if aside is not None:
-        if write_back:
+        if write_back and path.exists():
             # A log that is empty needs no other name, and no moment at which its file is without it.
             with contextlib.suppress(sqlite3.Error), contextlib.closing(connect(path)) as database:
                 database.execute("PRAGMA wal_checkpoint(TRUNCATE)")
-        aside.hardlink_to(path)
+        if path.exists():
+            aside.hardlink_to(path)
         for log, other in zip(_beside(path), _beside(aside), strict=True):
             if log.exists():
                 log.rename(other)
@@ -245,6 +248,11 @@ def _sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def is_there(path: Path) -> bool:
+    """Tell whether there is a file, or what SQLite has beside it."""
+    return any(each.exists() for each in (path, *_beside(path)))
 
 
 def unusable(path: Path, reason: str, *, hint: str) -> InferenceCenterError:

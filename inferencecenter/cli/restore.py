@@ -26,6 +26,7 @@ from inferencecenter.sqlite_file import (
     connect_reading,
     copy,
     damage,
+    is_there,
     put_in_place,
     version_of,
 )
@@ -56,7 +57,7 @@ def restore(
     settings = load_settings(config, given(state_dir=state_dir))
     found = _backup_in(source)
     with without_daemon(settings.state_dir):
-        there = [path.name for path in found if (settings.state_dir / path.name).exists()]
+        there = [path.name for path in found if is_there(settings.state_dir / path.name)]
         if there and not replace:
             raise InferenceCenterError(
                 ErrorCode.INVALID_REQUEST,
@@ -108,7 +109,7 @@ def _restore(found: list[Path], state_dir: Path) -> dict[str, str]:
                     _mark_old(made)
             for path, made in copies:
                 target = state_dir / path.name
-                aside = aside_name(target, "before-restore") if target.exists() else None
+                aside = aside_name(target, "before-restore") if is_there(target) else None
                 put_in_place(made, target, aside=aside)
                 if aside is not None:
                     kept[target.name] = aside.name

@@ -99,6 +99,25 @@ def test_what_is_replaced_stays_under_another_name(cli: Cli, state_dir: Path, ba
     assert sessions_in(state_dir / kept[DATABASE_NAME]) == {"s_1", "s_later"}
 
 
+def test_a_log_without_its_file_is_not_read_as_that_of_another(cli: Cli, state_dir: Path, backup: Path) -> None:
+    """The file was deleted and its log was not: it goes aside, too."""
+    path = state_dir / DATABASE_NAME
+    with contextlib.closing(open_writing(path)) as database:
+        recorder = Recorder(database, {})
+        for number in range(30):
+            recorder.commit([opened(f"s_later{number}")], durable=True)
+        log = (state_dir / f"{DATABASE_NAME}-wal").read_bytes()
+    path.unlink()
+    (state_dir / f"{DATABASE_NAME}-wal").write_bytes(log)
+    (state_dir / ACCOUNTS_NAME).unlink()
+    assert cli.run("restore", str(backup)).code == 64
+    result = cli.run("restore", str(backup), "--replace", "--json")
+    assert result.code == 0, result.err
+    assert sessions_in(path) == {"s_1"}
+    aside = json.loads(result.out)["kept"][DATABASE_NAME]
+    assert (state_dir / f"{aside}-wal").read_bytes() == log
+
+
 def test_beside_a_daemon_nothing_is_restored(cli: Cli, state_dir: Path, backup: Path) -> None:
     """It would go on to write to the files that it has open."""
     before = contents(state_dir)
