@@ -11,7 +11,9 @@ Processes are ended where there are more than a few, those first that were used 
 from __future__ import annotations
 
 import asyncio
+import math
 import sys
+import time
 from collections import OrderedDict
 from contextlib import suppress
 from dataclasses import dataclass
@@ -50,6 +52,8 @@ if TYPE_CHECKING:
 MODULE: Final = "inferencecenter.sessions.template_worker"
 MAX_PROCESSES: Final = 4
 """Templates that are kept in processes at a time."""
+COMPILE_AGAIN_S: Final = 60.0
+"""How long a template is refused that took too much when it was compiled; something else may have had the machine."""
 _READ_BYTES: Final = 1024 * 1024
 
 _log = structlog.get_logger(__name__)
@@ -199,7 +203,8 @@ class ProcessRenderer:
         self._working = False
         self._process: TemplateProcess | None = None
         self._written: Written | None = None
-        self.refusal: InferenceCenterError | None = None
+        self._refusal: InferenceCenterError | None = None
+        self._refused_until = 0.0
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._name!r}, waiting={len(self._queue)}, pid={self.pid})"
@@ -213,6 +218,11 @@ class ProcessRenderer:
     def busy(self) -> bool:
         """Whether something waits or is being rendered."""
         return self._working
+
+    @property
+    def refusal(self) -> InferenceCenterError | None:
+        """Why nothing is rendered now: the template does not compile, or took too much when it was compiled."""
+        return self._refusal if self._owner.monotonic() < self._refused_until else None
 
     def warm(self) -> None:
         """Have the process started and the template compiled, unless that has happened."""
@@ -284,25 +294,33 @@ class ProcessRenderer:
         """Return the process, started if there is none, and how the model writes.
 
         Raises:
-            InferenceCenterError: ``internal`` for a template that does not compile.
-            WorkerLostError: The template takes too much already when it is compiled.
+            InferenceCenterError: ``internal`` for a template that does not compile, or takes too much for that.
             OSError: The process does not start.
         """
-        if self.refusal is not None:
-            raise self.refusal
+        if (refusal := self.refusal) is not None:
+            raise refusal
         await self._owner.used(self)
         if self._process is None or self._written is None or not self._process.alive:
             await self.end()
             self._process = await TemplateProcess.spawn(wall_s=self._limits.wall_s)
-            reply = await self._process.ask(encode(self._load))
-            if isinstance(reply.outcome, RenderRefusal):
-                self.refusal = _error_of(reply.outcome, model=self._name)
-                await self.end()
-                raise self.refusal
-            if not isinstance(reply.outcome, TemplateLoaded):
-                raise WorkerLostError(type(reply.outcome).__name__)
-            self._written = written_of(reply.outcome)
+            self._written = await self._compile(self._process)
         return self._process, self._written
+
+    async def _compile(self, process: TemplateProcess) -> Written:
+        try:
+            outcome = (await process.ask(encode(self._load))).outcome
+        except WorkerLostError as error:
+            raise self._refuse(await self._lost(str(error)), for_s=COMPILE_AGAIN_S) from error
+        if isinstance(outcome, TemplateLoaded):
+            return written_of(outcome)
+        await self.end()
+        if isinstance(outcome, RenderRefusal):
+            raise self._refuse(_error_of(outcome, model=self._name), for_s=math.inf)
+        raise WorkerLostError(type(outcome).__name__)
+
+    def _refuse(self, refusal: InferenceCenterError, *, for_s: float) -> InferenceCenterError:
+        self._refusal, self._refused_until = refusal, self._owner.monotonic() + for_s
+        return refusal
 
     async def _lost(self, reason: str) -> InferenceCenterError:
         await self.end()
@@ -322,9 +340,17 @@ class TemplateProcesses:
     Args:
         limits: What one rendering may take.
         max_processes: How many there are at a time, but for those that are at work.
+        monotonic: Seconds that only rise.
     """
 
-    def __init__(self, *, limits: RenderLimits | None = None, max_processes: int = MAX_PROCESSES) -> None:
+    def __init__(
+        self,
+        *,
+        limits: RenderLimits | None = None,
+        max_processes: int = MAX_PROCESSES,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.monotonic = monotonic
         self.tasks = TaskGroup("templates")
         self._limits = limits or RenderLimits()
         self._max_processes = max_processes
@@ -339,8 +365,8 @@ class TemplateProcesses:
             if not model.chat_template:
                 _log.warning("chat_template_missing", model=model.name, used="chatml")
             renderer = self._renderers[source] = ProcessRenderer(model, limits=self._limits, owner=self)
-        if renderer.refusal is not None:
-            raise renderer.refusal
+        if (refusal := renderer.refusal) is not None:
+            raise refusal
         renderer.warm()
         return renderer
 

@@ -28,7 +28,13 @@ from inferencecenter.sessions.template_frames import (
     request_of,
     written_of,
 )
-from inferencecenter.sessions.template_process import RenderJob, RenderLimits, RenderQueue, TemplateProcesses
+from inferencecenter.sessions.template_process import (
+    COMPILE_AGAIN_S,
+    RenderJob,
+    RenderLimits,
+    RenderQueue,
+    TemplateProcesses,
+)
 from inferencecenter.sessions.template_worker import MAX_CUTS
 from tests.sessions.conftest import BRACKETS, make_model
 from tests.sessions.formats import templates
@@ -215,13 +221,19 @@ async def test_a_template_that_takes_too_much_fails_that_conversation_alone(work
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("work", [LONG_LOOPS, LONG_TEXT])
-async def test_a_template_that_takes_too_much_before_any_conversation_fails_each(work: str) -> None:
-    """Also what happens while it is found out how a model writes calls is bounded."""
-    limits = RenderLimits(cpu_s=0.5, memory_bytes=256 * 2**20)
-    async with running(limits=limits) as processes:
-        error = await failure(processes, make_model(chat_template=work), said("x"))
-        assert error.code is ErrorCode.INTERNAL
+async def test_a_template_that_takes_too_much_when_it_is_compiled_is_refused_for_a_while() -> None:
+    """Also finding out how a model writes calls is bounded, and it is not tried again with each session."""
+    limits, now = RenderLimits(cpu_s=0.5, memory_bytes=256 * 2**20), [0.0]
+    # A range so short is within what is counted while it is found out how the model writes.
+    model = make_model(name="bad", chat_template=LONG_LOOPS.replace("99999", "9999"))
+    async with running(limits=limits, monotonic=lambda: now[0]) as processes:
+        error = await failure(processes, model, said("x"))
+        assert (error.code, "of bad takes more" in error.message) == (ErrorCode.INTERNAL, True)
+        with pytest.raises(InferenceCenterError) as refused:
+            processes.of(model)
+        assert refused.value is error
+        now[0] += COMPILE_AGAIN_S
+        assert await failure(processes, model, said("x")) is not error
 
 
 async def test_a_process_that_is_killed_from_outside_is_replaced() -> None:
