@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from contextlib import AbstractAsyncContextManager
     from pathlib import Path
 
+    from tests.loop_clock import LoopClock
+
     Serve = Callable[..., AbstractAsyncContextManager[Running]]
 
 NOW = datetime.now(UTC)
@@ -220,3 +222,28 @@ def test_one_that_is_not_valid_yet_is_only_a_warning(files: Files) -> None:
     with structlog.testing.capture_logs() as logs:
         files.certificate()
     assert {line["event"] for line in logs} == {"certificate_not_yet_valid"}
+
+
+async def test_a_handshake_that_does_not_go_on_makes_way(serve: Serve, files: Files) -> None:
+    """Beyond as many as may be under way the oldest is closed, and one that goes on gets in."""
+    async with serve(tls=files.certificate().context, max_connections=2) as server:
+        silent = [await asyncio.open_connection("127.0.0.1", server.port) for _ in range(3)]
+        async with asyncio.timeout(60):
+            assert await silent[0][0].read() == b""
+            assert (await seen(server, files.client()))[2] == b"HTTP/1.1 200 OK"
+        for _, writer in silent:
+            writer.close()
+
+
+async def test_a_handshake_has_as_long_as_a_head(serve: Serve, files: Files, clock: LoopClock) -> None:
+    """A peer that connects and says nothing is closed, and what is no TLS is closed at once."""
+    async with serve(tls=files.certificate().context, head_timeout_s=20) as server:
+        silent, quiet = await asyncio.open_connection("127.0.0.1", server.port)
+        plain, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        writer.write(b"GET / HTTP/1.1\r\n\r\n")
+        async with asyncio.timeout(60):
+            await plain.read()
+            await clock.go_on(20)
+            assert await silent.read() == b""
+        for each in (quiet, writer):
+            each.close()
