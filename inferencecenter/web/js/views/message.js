@@ -127,18 +127,11 @@ function Call({ call, done }) {
   `;
 }
 
-/**
- * What to do on this page, where the daemon's hint is for programs.
- *
- * @type {Readonly<Record<string, string>>}
- */
-const HINTS = { session_limit: "Delete a conversation that is no longer needed from the list, and ask again." };
-
 /** @param {{error: import("../wire/errors.js").WireError, again?: () => void}} props */
 function Problem({ error, again }) {
   return html`
     <div class="notice" data-mood="bad" role="alert">
-      <span><strong>${error.message}</strong> ${HINTS[error.code] ?? error.hint} ${error.field && html`<span class="notice-detail">Field: <code>${error.field}</code></span>`}</span>
+      <span><strong>${error.message}</strong> ${error.hint} ${error.field && html`<span class="notice-detail">Field: <code>${error.field}</code></span>`}</span>
       ${again && html`<button type="button" class="button small" onClick=${again}>Ask again</button>`}
     </div>
   `;

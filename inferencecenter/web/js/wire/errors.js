@@ -1,6 +1,15 @@
 // @ts-check
 /** What the daemon, or the way to it, refused. */
 
+/**
+ * What to do on this page, by code, where the daemon's hint is for programs.
+ *
+ * @type {Readonly<Record<string, string>>}
+ */
+const HINTS = {
+  session_limit: "Delete a conversation that is no longer needed from the list, then try again.",
+};
+
 /** An `error` event, or a failure that is told like one. */
 export class WireError extends Error {
   /**
@@ -16,7 +25,7 @@ export class WireError extends Error {
     super(told.message);
     this.name = "WireError";
     this.code = told.code;
-    this.hint = told.hint ?? "";
+    this.hint = HINTS[told.code] ?? told.hint ?? "";
     this.field = told.field ?? "";
     this.retryable = told.retryable ?? false;
     this.retryAfterMs = told.retry_after_ms ?? null;
