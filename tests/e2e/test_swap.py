@@ -12,6 +12,7 @@ from tests.e2e.answers import answers_of, ask
 from tests.e2e.harness import ENDLESS, Daemon, run_daemon, start_daemon, stopped, talk
 from tests.e2e.other_model import write_other_model
 from tests.e2e.witness import Witness
+from tests.fuzz.targets import corpus
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -45,10 +46,11 @@ SETTINGS = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory, demo_model_path: Path) -> Path:
-    """A directory of models with another one than the demo, and one that was cut short."""
+    """A directory of models with another one than the demo, one that was cut short, and one whose numbers are none."""
     directory = tmp_path_factory.mktemp("models")
     whole = write_other_model(demo_model_path, directory / "other.gguf").read_bytes()
     (directory / "truncated.gguf").write_bytes(whole[: len(whole) // 2])
+    (directory / "nan.gguf").write_bytes(corpus("model_file")["nan-heads.gguf"])
     return directory
 
 
@@ -180,10 +182,15 @@ async def test_sessions_carry_on(daemon: Daemon) -> None:
 
 @pytest.mark.parametrize(
     ("name", "why"),
-    [("missing", "does not exist"), ("truncated", "truncated.gguf"), ("huge", "Does not fit in memory")],
+    [
+        ("missing", "does not exist"),
+        ("truncated", "truncated.gguf"),
+        ("nan", "nan.gguf"),
+        ("huge", "Does not fit in memory"),
+    ],
 )
 async def test_what_cannot_be_loaded_cuts_nobody_off(daemon: Daemon, name: str, why: str) -> None:
-    """A file that is not there, one cut short, one too large: it is said why, streams go on, all is as it was."""
+    """A file that is missing, cut short, full of NaN or too large: it is said why, streams go on, all is as it was."""
     async with talk(daemon) as client:
         assert (await load(client, "demo"))["phase"] == "done"
         streams = await begun(client, n_streams=4)

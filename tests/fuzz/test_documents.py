@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.fuzz.budget import examples
 from tests.fuzz.json_document import changed
 from tests.fuzz.targets import (
     TARGETS,
@@ -105,7 +106,7 @@ def test_the_document_that_is_changed_is_taken(target: Callable[[bytes], None]) 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("target", DOCUMENTS, ids=lambda target: target.__name__)
-@settings(max_examples=400)
+@examples(400)
 @given(data=st.data())
 def test_any_document_is_taken_or_refused(target: Callable[[bytes], None], data: st.DataObject) -> None:
     """Whatever stands in it, and whether it is JSON at all."""
@@ -126,7 +127,7 @@ def toml_files(draw: st.DrawFn) -> bytes:
 
 
 @pytest.mark.slow
-@settings(max_examples=600)
+@examples(600)
 @given(toml_files())
 def test_any_configuration_is_taken_or_refused(data: bytes) -> None:
     """Of the daemon, and of its clients."""
@@ -136,7 +137,7 @@ def test_any_configuration_is_taken_or_refused(data: bytes) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("target", TARGETS)
-@settings(max_examples=200)
+@examples(200)
 @given(data=st.data())
 def test_any_bytes_are_taken_or_refused(target: str, data: st.DataObject) -> None:
     """Typical inputs and those that once failed, with some bytes changed, left out or added; or nothing but bytes."""

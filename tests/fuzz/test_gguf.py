@@ -6,11 +6,12 @@ import tracemalloc
 from contextlib import suppress
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 
 from inferencecenter.errors import InferenceCenterError
 from inferencecenter.hardware import gguf
 from tests.fuzz import gguf_header
+from tests.fuzz.budget import examples
 from tests.fuzz.gguf_header import F32, U32, Entry, TensorInfo, array, base, headers, scalar
 from tests.fuzz.targets import model_file
 
@@ -33,7 +34,7 @@ def test_the_header_that_is_changed_is_one_of_a_model() -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=1500)
+@examples(1500)
 @given(headers())
 @example(changed(Entry(b"llama.attention.head_count", array(F32, [NAN, NAN]))))
 @example(changed(Entry(b"llama.attention.head_count", array(F32, [float("inf")] * 2))))
@@ -48,7 +49,7 @@ def test_any_header_is_planned_for_or_refused(data: bytes) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=300)
+@examples(300)
 @given(headers())
 def test_no_header_takes_more_than_the_limit_is_worth(tmp_path_factory: pytest.TempPathFactory, data: bytes) -> None:
     """With a hole of 16 GiB behind it to claim it of, what is kept of it in memory is some times its limit."""

@@ -8,12 +8,13 @@ import re
 from typing import TYPE_CHECKING, Any, Final
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from inferencecenter.dialects import OPERATIONS
 from inferencecenter.dialects.endpoint import BODY_ERRORS, COMMON_ERRORS, Operation
 from inferencecenter.errors import ERRORS, ErrorCode
+from tests.fuzz.budget import examples
 from tests.fuzz.json_document import changed
 
 if TYPE_CHECKING:
@@ -107,7 +108,7 @@ def test_every_operation_with_a_body_has_one_here() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("row", OPERATIONS, ids=lambda row: f"{row.method} {row.path}")
-@settings(max_examples=150, suppress_health_check=list(HealthCheck))
+@examples(150)
 @given(data=st.data())
 def test_any_request_is_answered_as_its_row_says(fuzzed: Daemon, row: Operation, data: st.DataObject) -> None:
     """No failure but those that are documented, and never an internal one."""

@@ -6,13 +6,14 @@ import json
 from typing import TYPE_CHECKING, Any, Final
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import ClientConnection, connect
 
 from inferencecenter.protocol.close import CLOSE_CODES, CloseCode
 from inferencecenter.protocol.codec import REQUESTS
+from tests.fuzz.budget import examples
 from tests.fuzz.json_document import ODD_VALUES, changed
 from tests.fuzz.test_http import BODIES, INTERNAL, SCHEMA
 
@@ -78,7 +79,7 @@ def test_every_operation_has_frames_here() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("op", [op for op, frames in FRAMES.items() if frames])
-@settings(max_examples=50, suppress_health_check=list(HealthCheck))
+@examples(50)
 @given(data=st.data())
 def test_any_frame_is_answered_or_ends_its_socket(fuzzed: Daemon, op: str, data: st.DataObject) -> None:
     """Several of an operation, changed here and there, between frames of others, bytes, and text that is none."""
@@ -95,7 +96,7 @@ def test_any_frame_is_answered_or_ends_its_socket(fuzzed: Daemon, op: str, data:
 
 
 @pytest.mark.slow
-@settings(max_examples=200, suppress_health_check=list(HealthCheck))
+@examples(200)
 @given(data=st.data())
 def test_any_frame_of_a_responses_socket_is_answered_or_ends_it(fuzzed: Daemon, data: st.DataObject) -> None:
     """As on a socket of our own protocol."""
