@@ -222,6 +222,7 @@ def put_back(kept: Path, path: Path) -> None:
     kept.rename(path)
 
 
+@pytest.mark.slow
 async def test_the_file_is_deleted(apart: Site, tmp_path: Path) -> None:
     """Nothing is acknowledged that the next daemon would not find; all who ask are told; put back, all goes on."""
     path, elsewhere = apart.state_dir / FILE, tmp_path / "elsewhere"

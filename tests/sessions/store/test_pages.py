@@ -48,7 +48,7 @@ def written(path: Path, rows: list[tuple[Any, ...]], *, rowid: bool) -> sqlite3.
 
 
 @given(rows=ROWS)
-@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_what_sqlite_finds_is_found(tmp_path: Path, rows: list[tuple[Any, ...]]) -> None:
     """Rows of every length, in tables with and without row ids, in the file and in its log; nothing uncommitted."""
     for rowid in (True, False):
