@@ -228,7 +228,7 @@ class Reloadable:
 
     def login(self, key: str) -> str:
         """Try the client's key, and return the answer's op."""
-        with connect(f"wss://127.0.0.1:{self.port}/", ssl=self.client) as websocket:
+        with connect(f"wss://127.0.0.1:{self.port}/", ssl=self.client, open_timeout=60) as websocket:
             json.loads(websocket.recv())
             websocket.send(json.dumps({"op": "auth", "client_id": "kitchen", "api_key": key}))
             op: str = json.loads(websocket.recv())["op"]
@@ -247,7 +247,10 @@ def test_sighup_takes_new_certificates_and_clients(tmp_path: Path, manager: Mana
         before = setup.serial()
         token = (daemon.state_dir / "admin.token").read_text().strip()
         address = f"wss://127.0.0.1:{setup.port}/"
-        with connect(address, ssl=setup.client) as kitchen, connect(address, ssl=setup.client) as admin:
+        with (
+            connect(address, ssl=setup.client, open_timeout=60) as kitchen,
+            connect(address, ssl=setup.client, open_timeout=60) as admin,
+        ):
             for websocket, credential in (
                 (kitchen, {"client_id": "kitchen", "api_key": "kitchen-key"}),
                 (admin, {"token": token}),
