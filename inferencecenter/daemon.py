@@ -264,7 +264,7 @@ async def _run(settings: Settings, prepared: _Prepared, *, on_listening: Callabl
         if settings.memory.guard:
             models.subscribe_models(lambda _name, status: memory.engine_changed(status))
         running.push_async_callback(memory.close)
-        models.start()
+        models.start(after_crash=store is not None and not store.was_clean)
         running.push_async_callback(models.stop)
         await running.enter_async_context(monitor)
         on_listening()

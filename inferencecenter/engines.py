@@ -14,6 +14,7 @@ from inferencecenter.supervisor.models import Models
 from inferencecenter.supervisor.options import engine_options, restart_policy
 from inferencecenter.supervisor.planning import Planner
 from inferencecenter.supervisor.supervisor import Supervisor
+from inferencecenter.supervisor.suspicion_file import SuspicionFile
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Collection
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from inferencecenter.telemetry.engine_metrics import EngineMetrics
 
 _PLAN_FILE: Final = "plan.json"
+_SUSPECTS_FILE: Final = "suspects.json"
 
 
 def make_models(
@@ -41,6 +43,7 @@ def make_models(
         live_sessions: Names the sessions whose KV a new engine is to keep; without it all is kept.
     """
     clean_places(settings.kv, settings.state_dir, registry.models.values())
+    suspicion_file = SuspicionFile(settings.state_dir / _SUSPECTS_FILE)
     crash_limit = CrashLimit(
         max_deaths=settings.engine.max_client_crashes,
         window_s=settings.engine.client_crash_window_s,
@@ -67,6 +70,7 @@ def make_models(
             live_sessions=live_sessions,
             ends_daemon=ends_daemon,
             crash_limit=crash_limit,
+            suspicion_file=suspicion_file,
         )
 
     models = Models(
@@ -90,6 +94,7 @@ def _model(  # noqa: PLR0913 - what it is put together from, by name
     live_sessions: Callable[[], Collection[str]] | None,
     ends_daemon: Callable[[Supervisor], bool],
     crash_limit: CrashLimit,
+    suspicion_file: SuspicionFile,
 ) -> Model:
     engine = spec.engine
     planner = Planner(engine=engine, gpu=settings.gpu, corrections=corrections)
@@ -115,6 +120,7 @@ def _model(  # noqa: PLR0913 - what it is put together from, by name
         admit=may_load,
         on_step=meter.step,
         crash_limit=crash_limit,
+        suspicion_file=suspicion_file,
         lock_path=settings.state_dir / f"engine-{place_name(spec)}.lock",
     )
     supervisor.subscribe(planner.heard)

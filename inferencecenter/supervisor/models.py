@@ -147,12 +147,15 @@ class Models:
         except InferenceCenterError as error:
             _log.warning("models_dir", reason=error.message)
 
-    def start(self) -> None:
-        """Load the default; to be called once, from the main thread. What was asked for before is begun now."""
+    def start(self, *, after_crash: bool = False) -> None:
+        """Load the default; to be called once, from the main thread. What was asked for before is begun now.
+
+        Turns that came before were left by an earlier daemon, which died with them if this is ``after_crash``.
+        """
         self._get(self._default)
         self._started = True
         for name, model in self._models.items():
-            self._begin(model, asleep=name != self._default)
+            self._begin(model, asleep=name != self._default, after_crash=after_crash)
 
     async def stop(self) -> None:
         """End all engines for good."""
@@ -344,11 +347,11 @@ class Models:
                 self._begin(model, asleep=True)
         return model
 
-    def _begin(self, model: Model, *, asleep: bool) -> None:
+    def _begin(self, model: Model, *, asleep: bool, after_crash: bool = False) -> None:
         self._begun.append(model)
         self._residency.add(model)
         model.supervisor.subscribe(lambda status: self._heard(model, status))
-        model.supervisor.start(asleep=asleep)
+        model.supervisor.start(asleep=asleep, after_crash=after_crash)
 
     def _heard(self, model: Model, status: EngineStatus) -> None:
         self._news_came()

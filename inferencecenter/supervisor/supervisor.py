@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from inferencecenter.ipc.messages import EngineOptions, FromEngine, KvLimit, Limit, ModelInfo, Piece
     from inferencecenter.ipc.port import EngineTurn
     from inferencecenter.supervisor.process import EngineProcess
+    from inferencecenter.supervisor.suspicion_file import SuspectedTurns, SuspicionFile
 
 _HOLDS_MEMORY: Final = (EngineState.STARTING, EngineState.READY, EngineState.BACKOFF, EngineState.SUSPENDING)
 _NOTHING_RUNS: Final = Step(events=(), running=0, waiting=0, rss_bytes=0)
@@ -85,6 +86,7 @@ class Supervisor:
             why a model that was never loaded cannot be.
         on_step: Hears of each step of the engine before the turns do.
         crash_limit: Counts deaths of engines by client, and says whose turns are refused; none to refuse no client.
+        suspicion_file: Where it is kept which turns may have ended engines, for the next daemon; none to forget it.
         lock_path: File by which the engine of a daemon that died is noticed; none to do without.
         jitter: Numbers from 0 to 1.
         monotonic: Seconds that only rise.
@@ -108,6 +110,7 @@ class Supervisor:
         admit: Callable[[], Awaitable[bool]] | None = None,
         on_step: Callable[[Step], None] | None = None,
         crash_limit: CrashLimit | None = None,
+        suspicion_file: SuspicionFile | None = None,
         lock_path: Path | None = None,
         jitter: Callable[[], float] = random.random,
         monotonic: Callable[[], float] = time.monotonic,
@@ -124,6 +127,7 @@ class Supervisor:
         self._ends_with_it = ends_with_it
         self._on_step = on_step
         self._lock_path = lock_path
+        self._suspicion_file = suspicion_file
         self._monotonic = monotonic
         self._tasks = TaskGroup("supervisor")
         self._listeners = Listeners()
@@ -131,6 +135,7 @@ class Supervisor:
             call_soon=call_soon,
             changed=self._watch,
             crash_limit=crash_limit or CrashLimit(max_deaths=0, window_s=0.0, monotonic=monotonic),
+            remember=self._remember_suspects,
         )
         self._lookups = Lookups(call_later=call_later)
         self._wish = Wish(has_turns=lambda: len(self._turns) + len(self._lookups) > 0, admit=admit)
@@ -250,11 +255,15 @@ class Supervisor:
         """Call ``listener`` when the state changes, and at each tenth of the loading."""
         self._listeners.add(listener)
 
-    def start(self, *, asleep: bool = False) -> None:
+    def start(self, *, asleep: bool = False, after_crash: bool = False) -> None:
         """Start the engine, or have it started when it is wanted; to be called once, from the main thread.
 
-        It is ready when ``status`` says so.
+        It is ready when ``status`` says so. Turns that are here already were left by an earlier daemon, which died with
+        them if this is ``after_crash``.
         """
+        if self._suspicion_file is not None:
+            known = self._suspicion_file.of(self._options.model_name)
+            self._turns.resume(known, after_crash=after_crash)
         self._is_planned = not asleep
         if asleep:
             self._change(EngineChange.SLEEP)
@@ -364,6 +373,10 @@ class Supervisor:
         """Ask for the text of tokens; see ``EnginePort``."""
         self._take_note()
         return self._lookups.detokenize(tokens, client_id=client_id)
+
+    def _remember_suspects(self, suspected: SuspectedTurns) -> None:
+        if self._suspicion_file is not None:
+            self._suspicion_file.put(self._options.model_name, suspected)
 
     def _take_note(self) -> None:
         """Let what comes now wake an engine that sleeps; refuse it where there will be none."""

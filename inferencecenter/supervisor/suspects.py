@@ -4,6 +4,10 @@ The turns that a dead engine was busy with are suspected. A suspect that generat
 cleared, alone or in company. One that is suspected a second time before is tried: it runs with no other turn in the
 engine. Only an engine that dies while it is busy with a turn that is tried convicts that turn. One that is killed from
 outside, by a person or for want of memory, need not have died of it: that convicts the second time.
+
+A daemon that dies is such a death of its engines too. The turns that the next daemon resumes are suspected of it, or
+the one alone that was tried; so a turn that ends daemon and engine together is found by the fifth. One that got any
+further between two deaths of daemons is not suspected of the first.
 """
 
 from __future__ import annotations
@@ -34,8 +38,7 @@ class Suspects:
         self._suspicions: dict[str, _Suspicion] = {}
 
     def __repr__(self) -> str:
-        times = {turn_id: suspicion.times for turn_id, suspicion in self._suspicions.items()}
-        return f"{type(self).__name__}({times}, on_trial={self.on_trial})"
+        return f"{type(self).__name__}({self.times}, on_trial={self.on_trial})"
 
     def __len__(self) -> int:
         return len(self._suspicions)
@@ -47,6 +50,20 @@ class Suspects:
         Between two losses of an engine it changes only when this turn is cleared or over.
         """
         return next((name for name, suspicion in self._suspicions.items() if suspicion.times >= TRIED_AFTER), None)
+
+    @property
+    def times(self) -> dict[str, int]:
+        """How often each suspect was named."""
+        return {turn_id: suspicion.times for turn_id, suspicion in self._suspicions.items()}
+
+    @property
+    def n_tokens(self) -> dict[str, int]:
+        """How many tokens each had when it was named last."""
+        return {name: suspicion.clear_at_tokens - PROVEN_TOKENS for name, suspicion in self._suspicions.items()}
+
+    def restore(self, turn_id: str, *, times: int, n_tokens: int) -> None:
+        """Take over what an earlier daemon suspected of a turn."""
+        self._suspicions[turn_id] = _Suspicion(times, n_tokens + PROVEN_TOKENS)
 
     def lost(self, named: Mapping[str, int], *, from_outside: bool = False) -> str | None:
         """Take note that an engine died; return the turn that did it, if that is known now.

@@ -18,7 +18,9 @@ from msgspec import structs
 from inferencecenter.errors import ErrorCode, InferenceCenterError
 from inferencecenter.ipc.framing import FrameError
 from inferencecenter.ipc.messages import Abort, Delta, Failed, Finished, Overflowed, Withdrawn
+from inferencecenter.supervisor.process import Ended
 from inferencecenter.supervisor.suspects import Suspects
+from inferencecenter.supervisor.suspicion_file import SuspectedTurns
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
@@ -26,7 +28,6 @@ if TYPE_CHECKING:
     from inferencecenter.ipc.messages import ToEngine, TurnEvent
     from inferencecenter.ipc.port import EngineTurn
     from inferencecenter.supervisor.crash_limit import CrashLimit
-    from inferencecenter.supervisor.process import Ended
 
 _BY_ITSELF: Final = ("stop", "length")
 _LAST: Final = (Finished, Failed, Overflowed, Withdrawn)
@@ -57,6 +58,7 @@ class Turns:
         call_soon: Arranges for a call in the next turn of the event loop.
         changed: Called when the engine was given a turn that waited, or when there is none to give any more.
         crash_limit: Where deaths of engines are counted by client.
+        remember: Called when others are suspected than before, or another is tried.
     """
 
     def __init__(
@@ -65,10 +67,14 @@ class Turns:
         call_soon: Callable[[Callable[[], None]], None],
         changed: Callable[[], None],
         crash_limit: CrashLimit,
+        remember: Callable[[SuspectedTurns], None],
     ) -> None:
         self._call_soon = call_soon
         self._changed = changed
         self._crash_limit = crash_limit
+        self._remember = remember
+        self._remembered = SuspectedTurns()
+        self._tried: str | None = None
         self._turns: dict[str, EngineTurn] = {}
         # Those that no engine has, in the order of their submission.
         self._waiting: dict[str, None] = {}
@@ -128,6 +134,21 @@ class Turns:
         self._waiting[turn.turn_id] = None
         return may_run
 
+    def resume(self, known: SuspectedTurns, *, after_crash: bool) -> None:
+        """Go on with what an earlier daemon suspected of the turns that it left; ``after_crash`` it died with them."""
+        n_tokens = {turn_id: turn.n_tokens for turn_id, turn in self._turns.items()}
+        for turn_id, times in known.times.items():
+            named_at = known.n_tokens.get(turn_id, 0)
+            if turn_id in n_tokens and not (after_crash and n_tokens[turn_id] > named_at):
+                self._suspects.restore(turn_id, times=times, n_tokens=named_at)
+        if after_crash:
+            named = {known.alone: n_tokens[known.alone]} if known.alone in self._suspects.times else n_tokens
+            if (culprit := self._suspects.lost(named, from_outside=True)) is not None:
+                self._end(_convicted(culprit, Ended("the daemon died with it")))
+            elif self._suspects.on_trial is not None:
+                _log.warning("turns_suspected", turns=list(named), on_trial=self._suspects.on_trial)
+        self._note_suspects()
+
     def connect(self, engine: EngineLink) -> None:
         """Give the turns to a new engine, one after the other."""
         self._engine, self._held = engine, False
@@ -148,6 +169,7 @@ class Turns:
             self._accepted.discard(turn.turn_id)
             self._preparing.discard(turn.turn_id)
             self._suspects.forget(turn.turn_id)
+        self._note_suspects()
         return recalled
 
     def delay(self, seconds: float) -> None:
@@ -180,6 +202,7 @@ class Turns:
         if isinstance(event, Delta) and self._suspects and self._suspects.clears(turn_id, turn.n_tokens):
             _log.info("turn_cleared", turn=turn_id)
             self._crash_limit.cleared(turn_id)
+            self._note_suspects()
             self.go_on()
 
     def abort(self, turn_id: str) -> None:
@@ -219,6 +242,7 @@ class Turns:
         if suspects and culprit is None:
             _log.warning("turns_suspected", turns=list(suspects), on_trial=self._suspects.on_trial)
         self._refuse(refused)
+        self._note_suspects()
         return culprit is not None or bool(refused)
 
     def fail(self, error: InferenceCenterError, *, begun: bool) -> None:
@@ -279,6 +303,9 @@ class Turns:
 
     def _is_prepared(self, turn: EngineTurn) -> bool:
         """Tell whether a turn's prompt is there; if not, the turns go on once it is."""
+        if turn.turn_id == self._suspects.on_trial:
+            self._tried = turn.turn_id
+            self._note_suspects()
         if turn.prepare(partial(self._prepared, turn.turn_id)):
             return True
         self._preparing.add(turn.turn_id)
@@ -317,7 +344,16 @@ class Turns:
         _tell(turn, event)
         if turn_id not in self._turns:
             self._suspects.forget(turn_id)
+            self._note_suspects()
         self.go_on()
+
+    def _note_suspects(self) -> None:
+        """Have it remembered who is suspected, and who is tried, if that has changed."""
+        alone = self._tried if self._tried == self._suspects.on_trial else None
+        suspected = SuspectedTurns(self._suspects.times, self._suspects.n_tokens, alone)
+        if suspected != self._remembered:
+            self._remembered = suspected
+            self._remember(suspected)
 
     def _interrupt(self, turn_id: str) -> None:
         if (turn := self._turns.get(turn_id)) is None:

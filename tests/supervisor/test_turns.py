@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 import pytest
@@ -29,11 +30,13 @@ from inferencecenter.ipc.messages import (
 from inferencecenter.supervisor.crash_limit import CrashLimit
 from inferencecenter.supervisor.process import Ended
 from inferencecenter.supervisor.suspects import PROVEN_TOKENS
+from inferencecenter.supervisor.suspicion_file import SuspectedTurns, SuspicionFile
 from inferencecenter.supervisor.turns import Turns
 from tests.supervisor.harness import Heard, order
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
 
 def finished(turn_id: str, reason: str = "stop") -> Finished:
@@ -114,12 +117,18 @@ class Soon:
         return bool(calls)
 
 
-def make_turns(soon: Soon | None = None, *, max_deaths: int = 0) -> Turns:
+def make_turns(
+    soon: Soon | None = None,
+    *,
+    max_deaths: int = 0,
+    remember: Callable[[SuspectedTurns], None] = lambda _: None,
+) -> Turns:
     """Return a table that hands turns over when ``soon`` says so, or at once."""
     return Turns(
         call_soon=(soon or Soon(at_once=True)).arrange,
         changed=lambda: None,
         crash_limit=CrashLimit(max_deaths=max_deaths, window_s=3600.0, monotonic=lambda: 0.0),
+        remember=remember,
     )
 
 
@@ -325,6 +334,89 @@ def test_a_turn_that_ended_is_not_given_when_its_prompt_comes() -> None:
     table.abort("a")
     turn.rendered()
     assert (engine.took, len(table), len(turn.terminal)) == ([], 0, 1)
+
+
+class Life:
+    """One daemon after the other on one state directory, all with the turns that have not ended."""
+
+    def __init__(self, file: Path, turns: list[Heard]) -> None:
+        self.file = file
+        self.turns = turns
+
+    def begin(self, *, after_crash: bool) -> tuple[Turns, Engine]:
+        """Start a daemon, which resumes what there is; return its table and its first engine."""
+        kept = SuspicionFile(self.file)
+        table, engine = make_turns(remember=partial(kept.put, "model")), Engine()
+        for turn in self.turns:
+            if not turn.terminal:
+                table.add(turn)
+        table.resume(kept.of("model"), after_crash=after_crash)
+        table.connect(engine)
+        return table, engine
+
+
+def test_a_turn_that_ends_the_daemon_is_found_by_the_fifth(tmp_path: Path) -> None:
+    """Daemon and engine die together each time: two deaths lead to a trial, two deaths in the trial to a verdict."""
+    poison, fine = Heard(order("poison")), Heard(order("fine"))
+    life = Life(tmp_path / "suspects.json", [poison, fine])
+    assert life.begin(after_crash=False)[1].took == ["poison", "fine"]
+    assert life.begin(after_crash=True)[1].took == ["poison", "fine"]
+    for _ in range(2):
+        assert life.begin(after_crash=True)[1].took == ["poison"]
+    table, engine = life.begin(after_crash=True)
+    assert [end.code for end in poison.terminal if isinstance(end, Failed)] == [ErrorCode.ENGINE_CRASHED]
+    assert engine.took == ["fine"]
+    table.hear(engine.ends("fine"))
+    assert SuspicionFile(life.file).of("model") == SuspectedTurns()
+
+
+def test_innocent_turns_outlive_any_number_of_daemons(tmp_path: Path) -> None:
+    """Those that go on between two deaths are tried by none."""
+    turns = [Heard(order(name)) for name in "abc"]
+    life = Life(tmp_path / "suspects.json", turns)
+    for number in range(10):
+        table, engine = life.begin(after_crash=number > 0)
+        assert engine.took == ["a", "b", "c"]
+        for turn in turns:
+            for _ in range(PROVEN_TOKENS):
+                table.hear(engine.says(turn.turn_id))
+        assert SuspicionFile(life.file).of("model") == SuspectedTurns()
+
+
+def test_a_turn_that_gets_further_in_each_daemon_is_not_suspected(tmp_path: Path) -> None:
+    """A token between two deaths is enough: it would end by itself if it were let."""
+    slow = Heard(order("slow"))
+    life = Life(tmp_path / "suspects.json", [slow])
+    for number in range(10):
+        table, engine = life.begin(after_crash=number > 0)
+        assert engine.took == ["slow"]
+        table.hear(engine.says("slow"))
+    assert (slow.terminal, slow.n_tokens) == ([], 10)
+
+
+def test_a_suspicion_outlives_a_daemon_that_ends_in_order(tmp_path: Path) -> None:
+    """One that gives its engine up after a death or two leaves the search to the next; its end accuses no turn."""
+    poison, fine = Heard(order("poison")), Heard(order("fine"))
+    life = Life(tmp_path / "suspects.json", [poison, fine])
+    for expected in (["poison", "fine"], ["poison", "fine"], ["poison"]):
+        table, engine = life.begin(after_crash=False)
+        assert engine.took == expected
+        assert table.lost(Ended("died", ("poison",))) == (expected == ["poison"])
+    assert [end.code for end in poison.terminal if isinstance(end, Failed)] == [ErrorCode.ENGINE_CRASHED]
+    life.begin(after_crash=False)[0].lost()
+    assert life.begin(after_crash=False)[1].took == ["fine"]
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b'{"model": 7}', b"\xff" * 100])
+def test_a_damaged_file_of_suspects_costs_nothing_else(tmp_path: Path, content: bytes) -> None:
+    """It is named in the log and written anew."""
+    path = tmp_path / "suspects.json"
+    path.write_bytes(content)
+    with capture_logs() as logs:
+        kept = SuspicionFile(path)
+    assert [line["event"] for line in logs] == ["suspects_unreadable"]
+    kept.put("model", SuspectedTurns({"t": 1}))
+    assert SuspicionFile(path).of("model") == SuspectedTurns({"t": 1})
 
 
 def test_what_a_lost_engine_still_says_is_nothing() -> None:
