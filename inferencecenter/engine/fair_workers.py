@@ -12,11 +12,12 @@ job that runs looks at ``withdrawn`` between its parts, and raises ``WithdrawnEr
 from __future__ import annotations
 
 import threading
-from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, TypeVar, overload
+
+from inferencecenter.fair_queue import FairQueue
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -88,62 +89,47 @@ class FairWorkers:
     def __init__(self, executor: Executor, *, most: int) -> None:
         self._executor = executor
         self._most = most
-        # Clients with jobs that wait, the one whose turn it is first; of each its jobs, the oldest first.
-        self._lines: OrderedDict[str, dict[Job, None]] = OrderedDict()
+        self._waiting: FairQueue[Job] = FairQueue()
         self._running: set[Job] = set()
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
         """Return how many jobs wait."""
         with self._lock:
-            return sum(map(len, self._lines.values()))
+            return len(self._waiting)
 
     def submit(self, job: Job) -> None:
         """Have a job run when it is its client's turn."""
         with self._lock:
-            self._lines.setdefault(job.client_id, {})[job] = None
+            self._waiting.add(job.client_id, job)
             self._fill()
 
     def withdraw(self, job: Job) -> None:
         """Forget a job that waits, and tell one that runs that nothing waits for it; one that is over is over."""
         with self._lock:
             job.withdrawn = True
-            line = self._lines.get(job.client_id, {})
-            if job in line:
-                del line[job]
-                if not line:
-                    del self._lines[job.client_id]
+            self._waiting.withdraw(job.client_id, job)
 
     def close(self) -> None:
         """Withdraw all jobs."""
         with self._lock:
-            for line in self._lines.values():
-                for job in line:
-                    job.withdrawn = True
-            self._lines.clear()
-            for job in self._running:
+            for job in (*self._waiting, *self._running):
                 job.withdrawn = True
+            self._waiting.clear()
 
     def _fill(self) -> None:
         """Give the executor as many jobs as may run; the lock is held."""
-        while len(self._running) < self._most and (client_id := self._next_client()) is not None:
-            line = self._lines.pop(client_id)
-            job = next(iter(line))
-            del line[job]
-            if line:
-                self._lines[client_id] = line
+        while len(self._running) < self._most and (job := self._waiting.take(self._may_run)) is not None:
             self._running.add(job)
             with suppress(RuntimeError):  # it was shut down, and nothing runs any more
                 self._executor.submit(self._run, job)
 
-    def _next_client(self) -> str | None:
-        """Return the client whose turn it is of those whose next job may run now."""
-        long = Counter(job.client_id for job in self._running if job.size_bytes > _SHORT_BYTES)
-        for client_id, line in self._lines.items():
-            is_long = next(iter(line)).size_bytes > _SHORT_BYTES
-            if self._most == 1 or not is_long or long[client_id] < self._most - 1:
-                return client_id
-        return None
+    def _may_run(self, job: Job) -> bool:
+        """Tell whether a thread stays for other clients when a job runs beside its client's others."""
+        if self._most == 1 or job.size_bytes <= _SHORT_BYTES:
+            return True
+        long = sum(each.size_bytes > _SHORT_BYTES for each in self._running if each.client_id == job.client_id)
+        return long < self._most - 1
 
     def _run(self, job: Job) -> None:
         try:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict, deque
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, TypeVar
+
+from inferencecenter.fair_queue import FairQueue
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -25,7 +26,7 @@ class FairWorker:
 
     def __init__(self, name: str) -> None:
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)
-        self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
+        self._waiting: FairQueue[asyncio.Future[None]] = FairQueue()
         self._busy = False
 
     async def run(self, client_id: str, work: Callable[[], _Result]) -> _Result:
@@ -45,20 +46,17 @@ class FairWorker:
             self._busy = True
             return
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(client_id, deque()).append(turn)
+        self._waiting.add(client_id, turn)
         try:
             await turn
         except asyncio.CancelledError:
+            self._waiting.withdraw(client_id, turn)
             if turn.done() and not turn.cancelled():  # granted in the same moment
                 self._grant_next()
             raise
 
     def _grant_next(self) -> None:
-        while self._waiting:
-            client_id, turns = self._waiting.popitem(last=False)
-            turn = turns.popleft()
-            if turns:
-                self._waiting[client_id] = turns
+        while (turn := self._waiting.take()) is not None:
             if not turn.cancelled():
                 turn.set_result(None)
                 return

@@ -25,6 +25,7 @@ import msgspec
 import structlog
 
 from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.fair_queue import FairQueue
 from inferencecenter.sessions.template_frames import (
     LENGTH_BYTES,
     MAX_FRAME_BYTES,
@@ -140,40 +141,6 @@ class TemplateProcess:
         return reply_decoder.decode(await replies.readexactly(size))
 
 
-class RenderQueue:
-    """Requests that wait for one process. Clients take turns; each one's own stay in their order."""
-
-    def __init__(self) -> None:
-        self._lines: OrderedDict[str, dict[RenderJob, None]] = OrderedDict()
-
-    def __len__(self) -> int:
-        return sum(map(len, self._lines.values()))
-
-    def add(self, job: RenderJob) -> None:
-        """Let a request wait behind its client's others."""
-        self._lines.setdefault(job.client_id, {})[job] = None
-
-    def withdraw(self, job: RenderJob) -> None:
-        """Forget a request, if it still waits."""
-        line = self._lines.get(job.client_id, {})
-        line.pop(job, None)
-        if not line:
-            self._lines.pop(job.client_id, None)
-
-    def take(self) -> RenderJob | None:
-        """Return the oldest request of the client whose turn it is, which is the last in turn after that."""
-        if not self._lines:
-            return None
-        client_id, line = next(iter(self._lines.items()))
-        job = next(iter(line))
-        del line[job]
-        if line:
-            self._lines.move_to_end(client_id)
-        else:
-            del self._lines[client_id]
-        return job
-
-
 @dataclass(slots=True, eq=False)
 class RenderJob:
     """A conversation to be rendered; ``done`` is called with what became of it, unless it is ``None`` by then."""
@@ -198,7 +165,7 @@ class ProcessRenderer:
         self._load = LoadTemplate(TemplateSource.of(model), limits.cpu_s, limits.memory_bytes)
         self._limits = limits
         self._owner = owner
-        self._queue = RenderQueue()
+        self._queue: FairQueue[RenderJob] = FairQueue()
         self._wanted = False
         self._working = False
         self._process: TemplateProcess | None = None
@@ -235,7 +202,7 @@ class ProcessRenderer:
     ) -> Callable[[], None]:
         """Have a conversation rendered; see ``PromptRenderer``."""
         job = RenderJob(client_id, conversation, done)
-        self._queue.add(job)
+        self._queue.add(client_id, job)
         self._work()
         return partial(self._withdraw, job)
 
@@ -247,7 +214,7 @@ class ProcessRenderer:
 
     def _withdraw(self, job: RenderJob) -> None:
         job.done = None
-        self._queue.withdraw(job)
+        self._queue.withdraw(job.client_id, job)
 
     def _work(self) -> None:
         if not self._working:

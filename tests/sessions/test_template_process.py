@@ -7,7 +7,6 @@ import os
 import signal
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Final
 
 import pytest
@@ -30,9 +29,7 @@ from inferencecenter.sessions.template_frames import (
 )
 from inferencecenter.sessions.template_process import (
     COMPILE_AGAIN_S,
-    RenderJob,
     RenderLimits,
-    RenderQueue,
     TemplateProcesses,
 )
 from inferencecenter.sessions.template_worker import MAX_CUTS
@@ -275,30 +272,3 @@ async def test_what_is_withdrawn_is_not_told() -> None:
         assert await text(processes, model, said("b")) == "[user]b[assistant]"
         withdraw()
     assert told == []
-
-
-@given(st.lists(st.sampled_from("abc"), max_size=30), st.data())
-def test_clients_take_turns(asked: list[str], data: st.DataObject) -> None:
-    """Each client's requests come in their order, and between two of one every other that waits has one."""
-    queue = RenderQueue()
-    jobs = [RenderJob(client, said(str(number)), None) for number, client in enumerate(asked)]
-    for job in jobs:
-        queue.add(job)
-    dropped = [job for job in jobs if data.draw(st.booleans())]
-    for job in dropped:
-        queue.withdraw(job)
-        queue.withdraw(job)
-    left = [job for job in jobs if job not in dropped]
-    assert len(queue) == len(left)
-    taken = []
-    while (first_job := queue.take()) is not None:
-        taken.append(first_job)
-    assert len(queue) == 0
-    for client in "abc":
-        assert [job for job in taken if job.client_id == client] == [job for job in left if job.client_id == client]
-    rounds = {client: [n for n, job in enumerate(taken) if job.client_id == client] for client in "abc"}
-    for client, places in rounds.items():
-        for first, second in pairwise(places):
-            for other, others in rounds.items():
-                if other != client and others and others[-1] > second:
-                    assert sum(first < place < second for place in others) == 1
