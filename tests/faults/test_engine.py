@@ -13,7 +13,7 @@ import pytest
 
 from tests.e2e.harness import stopped, talk
 from tests.e2e.witness import Witness
-from tests.faults.harness import ECHO, LINE, data_bytes, logged, site
+from tests.faults.harness import CROWDED, ECHO, LINE, data_bytes, logged, site
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
@@ -153,18 +153,22 @@ async def test_it_hangs(echo: Site, action: str) -> None:
 
 
 @pytest.mark.slow
-async def test_it_gets_no_more_memory(echo: Site) -> None:
+async def test_it_gets_no_more_memory(tmp_path: Path, demo_model_path: Path) -> None:
     """A limit on its memory that a question of a megabyte runs into costs an engine, and no answer."""
-    async with crowd(echo) as (client, witnesses):
-        glutton = await Witness.open(client, on_full="stop")
-        pid = echo.daemon.engine_pid()
-        resource.prlimit(pid, resource.RLIMIT_DATA, (data_bytes(pid), resource.RLIM_INFINITY))
-        await glutton.infer(LINE * 10_000)
-        await all_ask(witnesses, [LINE.format(name) for name in NAMES])
-        await glutton.finish()
-        assert (glutton.end["op"], glutton.end["code"]) == ("error", "prompt_too_long")
-        assert losses(client) == 1
-        assert await glutton.turn("Less.") == "Less."
+    # Of so many characters that the front cannot tell that they do not fit.
+    settings = ECHO | CROWDED | {"INFERENCECENTER_ENGINE__N_CTX": "131072"}
+    with site(tmp_path, demo_model_path, **settings) as large:
+        large.start()
+        async with crowd(large) as (client, witnesses):
+            glutton = await Witness.open(client, on_full="stop")
+            pid = large.daemon.engine_pid()
+            resource.prlimit(pid, resource.RLIMIT_DATA, (data_bytes(pid), resource.RLIM_INFINITY))
+            await glutton.infer(LINE * 10_000)
+            await all_ask(witnesses, [LINE.format(name) for name in NAMES])
+            await glutton.finish()
+            assert (glutton.end["op"], glutton.end["code"]) == ("error", "prompt_too_long")
+            assert losses(client) == 1
+            assert await glutton.turn("Less.") == "Less."
 
 
 @pytest.fixture(scope="module")
