@@ -79,7 +79,7 @@ def test_a_step_that_fails_leaves_nothing(path: Path, database: sqlite3.Connecti
 
 
 def test_a_newer_file_is_refused_by_name(path: Path, database: sqlite3.Connection) -> None:
-    """It says which file, which program wrote it, and what to do; the file is left alone, and nobody is to move it."""
+    """It says which file, which program wrote it, and what to do; the file is left alone, and need not be moved."""
     migrate(database, STEPS, path=path)
     database.execute("UPDATE written_by SET program = 'inferencecenter 9.1'")
     with pytest.raises(

@@ -101,7 +101,7 @@ class Connection:
 
     @property
     def client_id(self) -> str:
-        """Whom the socket speaks for, empty for a stranger."""
+        """Id of the authenticated client, empty before authentication."""
         return self._client.client_id if self._client is not None else ""
 
     @property

@@ -52,7 +52,8 @@ class Pages:
         """Say whether a turn could run now, if need be with an engine that it wakes: 200, else 503.
 
         Without the file of sessions no turn of a stored session begins, and what is told of such a session is held
-        back; without that of accounts nobody gets in. Callers on this machine are told of a proxy that is not trusted.
+        back; without that of accounts no login is accepted. Callers on this machine are told of a proxy that is not
+        trusted.
         """
         engine = self._context.models.status
         storable = self._context.sessions.fault is None and self._context.authenticator.can_tell

@@ -2,7 +2,7 @@
 
 Opening a socket costs a stranger next to nothing, so strangers never take the place of clients: they are counted apart,
 and one more is always let in. It takes the place of the oldest of its own address where that has as many as it may
-have, and otherwise of the oldest of all. Whoever opens thousands from one address so evicts none but its own.
+have, and otherwise of the oldest of all. So a peer that opens thousands from one address evicts its own alone.
 """
 
 from __future__ import annotations

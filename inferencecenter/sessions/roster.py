@@ -132,8 +132,8 @@ class Roster:
     def make_room(self, client: Client, *, stateless: bool, keeping: Session | None) -> Session | None:
         """Make sure that a client may have another session; return the one that has to be closed for it, if any.
 
-        It is the client's own oldest that nobody listens to and that does not answer; one that is stored only where
-        that was set. Where the daemon has no room, a stateless one goes first, whoever has it; one of them takes no
+        It is the client's own oldest without a socket or a running turn; one that is stored only where
+        that was set. Where the daemon has no room, a stateless one of any client goes first; one of them takes no
         other's place. A client has as many of these as of others at most; of its own the one that was used longest ago
         goes.
 

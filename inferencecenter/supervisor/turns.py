@@ -2,7 +2,7 @@
 
 A new engine may be met by a thousand turns that wait. Each is rendered before it is handed over, which does not hold up
 those behind it, and may be megabytes long. So they are handed over one in a turn of the event loop, which serves
-everybody else in between, and only while what the engine has not read yet is within the channel's window: it goes on
+all other work in between, and only while what the engine has not read yet is within the channel's window: it goes on
 when that has drained. A turn that cannot be submitted ends by itself in its own turn of the loop, so that any number of
 them in a row is no recursion.
 """

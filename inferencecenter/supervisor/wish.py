@@ -31,7 +31,7 @@ class Wish:
 
     @property
     def callers(self) -> frozenset[str]:
-        """Who has called for an engine; the empty name stands for nobody in particular."""
+        """Who has called for an engine; the empty name stands for no client in particular."""
         return frozenset(self._callers)
 
     @property

@@ -68,7 +68,7 @@ def test_it_is_said_in_words(cli: Cli, path: Path) -> None:
 
 
 def test_a_whole_file_is_left_alone(cli: Cli, path: Path) -> None:
-    """Whoever runs it to be sure loses nothing."""
+    """A run on a whole file loses nothing."""
     before = path.read_bytes()
     result = cli.run("session", "salvage", "--json")
     assert result.code == 0, result.err

@@ -352,7 +352,7 @@ async def test_the_file_is_no_database(apart: Site) -> None:
 
 @pytest.mark.slow
 async def test_a_page_of_the_file_is_damaged(apart: Site) -> None:
-    """Sessions whose rows are elsewhere are read; nobody writes over the rest, until it is salvaged: then all go on."""
+    """Sessions whose rows are elsewhere are read; the rest is kept until it is salvaged: then all go on."""
     apart.start()
     async with talk(apart.daemon) as client:
         safe = await Witness.open(client)

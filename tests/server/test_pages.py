@@ -74,7 +74,7 @@ async def test_readiness_needs_storage(serve: Serve) -> None:
 
 
 async def test_readiness_needs_accounts(server: Running, tmp_path: Path) -> None:
-    """A file of accounts that was deleted lets nobody in."""
+    """With the file of accounts deleted, no login is accepted."""
     (tmp_path / "accounts.sqlite3").unlink()
     status, _, body = await server.http("/readyz")
     assert (status, json.loads(body)["storage"]) == (503, "unavailable")

@@ -166,7 +166,7 @@ def cgroup_roots() -> list[Path]:
 def own_cgroup(name: str) -> Iterator[list[str]]:
     """Yield the shell's words that put it into control groups of its own, which are removed with all below them.
 
-    A running systemd makes one by itself when it is asked, and nobody else may in its hierarchy.
+    A running systemd makes one by itself when it is asked, and no other process may in its hierarchy.
     """
     if Path("/run/systemd/system").is_dir():
         yield []

@@ -43,7 +43,7 @@ class HeldRequest:
         self.done(InferenceCenterError(ErrorCode.INTERNAL, message))
 
     def withdraw(self) -> None:
-        """Take note that nobody waits for it."""
+        """Take note that nothing waits for it."""
         self.done = None
 
 

@@ -263,7 +263,7 @@ async def test_only_a_few_processes_are_kept() -> None:
 
 
 async def test_what_is_withdrawn_is_not_told() -> None:
-    """A conversation that nobody waits for is dropped, and those behind it are rendered."""
+    """A conversation that nothing waits for is dropped, and those behind it are rendered."""
     model = make_model(chat_template=BRACKETS)
     told: list[RenderResult] = []
     async with running() as processes:

@@ -495,7 +495,7 @@ async def test_a_swap_ends_also_where_its_model_makes_way_at_once(fleet: Callabl
 
 
 async def test_the_only_user_of_a_model_has_it_evicted_at_once(fleet: Callable[..., Fleet]) -> None:
-    """Naming models in turn costs nobody else anything then."""
+    """Naming models in turn costs the others nothing then."""
     house = fleet(room=1, min_residency_s=3600.0)
     await house.ready("first")
     for number, name in enumerate(("first", "second", "first")):

@@ -209,7 +209,7 @@ async def turn_loop() -> None:
 
 
 async def test_what_others_use_stays_for_a_while(clock_with_timeouts: LoopClock) -> None:
-    """Whoever wants its place waits until it has been loaded for so long, and hears how long that is."""
+    """A model that wants its place waits until it has been loaded for so long, and hears how long that is."""
     house, tasks = House(min_residency_s=30.0), TaskGroup("test")
     loaded = house.engine("loaded", loaded=True, loaded_at_s=0.0, users=frozenset({"ada", "eve"}))
     new = house.engine("new", clients=frozenset({"eve"}))
@@ -271,7 +271,7 @@ async def test_a_client_that_wants_many_models_waits_behind_others() -> None:
 
 
 async def test_a_model_that_is_not_wanted_any_more_lets_the_next_one_in() -> None:
-    """It waited for its time, and whoever waits behind it need not."""
+    """It waited for its time, and one that waits behind it need not."""
     house, tasks = House(min_residency_s=30.0), TaskGroup("test")
     ada = frozenset({"ada"})
     house.engine("loaded", loaded=True, loaded_at_s=0.0, users=ada)

@@ -207,7 +207,7 @@ def test_an_engine_that_is_behind_is_given_no_more() -> None:
 
 
 def test_an_engine_lost_while_it_is_given_turns() -> None:
-    """What it did not get was submitted to nobody, and the next engine gets all of them."""
+    """What it did not get was not submitted, and the next engine gets all of them."""
     soon, first, second = Soon(), Engine(), Engine()
     table = make_turns(soon)
     turns = [Heard(order(name)) for name in "abc"]

@@ -1,7 +1,7 @@
 """How much an entry asks of the file, and how one that asks for much is written in parts. Pure.
 
 A session that begins with a long history, as a fork does, and one that ends with one take many transactions. Until the
-last of them the row in ``sessions`` is not ``complete``: whoever reads the file passes over it, and the next daemon
+last of them the row in ``sessions`` is not ``complete``: what reads the file passes over it, and the next daemon
 deletes what a killed one left of it. Nothing is told of the session before the last part is in the file.
 """
 

@@ -175,7 +175,7 @@ MIGRATIONS: Final[Steps] = (
         """,
     ),
     (
-        # 0 while the rows of a session are being written or deleted in parts: nobody reads it, and a start deletes it.
+        # 0 while the rows of a session are being written or deleted in parts: it is not read, and a start deletes it.
         "ALTER TABLE sessions ADD COLUMN complete INTEGER NOT NULL DEFAULT 1",
     ),
 )

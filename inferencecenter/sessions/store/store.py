@@ -260,7 +260,7 @@ def _sweep(recorder: Recorder) -> None:
     try:
         recorder.sweep()
     except sqlite3.Error as error:
-        # Nobody reads these rows; the next daemon tries again.
+        # These rows are not read; the next daemon tries again.
         _log.warning("incomplete_sessions_left", reason=str(error))
 
 

@@ -26,7 +26,7 @@ export const hello = signal(/** @type {import("./wire/types.js").HelloEvent | nu
 export const outdated = signal(false);
 export const view = signal(/** @type {View} */ ("chat"));
 export const preferences = signal(kept("preferences", /** @type {Preferences} */ ({ theme: "system" })));
-/** What the daemon told everybody last, by op: `engine`, `thermal`, `storage`, `going_away`, `model_changed`. */
+/** The last events that were sent to all sockets, by op: `engine`, `thermal`, `storage`, `going_away`, `model_changed`. */
 export const notices = signal(/** @type {Readonly<Partial<Notices>>} */ ({}));
 /** Why nobody is signed in, where there is something to say. */
 export const signInError = signal("");

@@ -154,7 +154,7 @@ class Work:
 
 
 def test_patterns_that_are_slow_with_each_token_end_their_turn() -> None:
-    """No search takes too long alone; after a few tokens the turn has used up what it may take of everybody's steps."""
+    """No search takes too long alone; after a few tokens the turn has used up what it may take of all turns' steps."""
     scanner = StopScanner([], [f"(?<=x.*)z{number}" for number in range(4)], clock=Work(0.005))
     with pytest.raises(InferenceCenterError, match="over and over") as refused:
         run(scanner, ["a"] * 100)

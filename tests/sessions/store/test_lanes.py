@@ -160,7 +160,7 @@ def _sessions(path: Path) -> list[str]:
 
 
 async def test_a_session_in_parts_is_there_with_the_last_one(path: Path, recorder: Recorder) -> None:
-    """Until then nobody finds it; then it is what one record would have made it."""
+    """Until then it is not found; then it is what one record would have made it."""
     record = fork_of(2 * MIB)
     parts = list(parts_of(record))
     assert len(parts) > 2 * MIB // PART_BYTES
@@ -175,7 +175,7 @@ async def test_a_session_in_parts_is_there_with_the_last_one(path: Path, recorde
 async def test_what_a_kill_leaves_of_a_session_in_parts_is_deleted_at_the_start(
     path: Path, recorder: Recorder, *, begins: bool
 ) -> None:
-    """Nobody was told that it is there, or everybody that it is to go: after any of its parts, nothing of it stays."""
+    """No client was told that it is there, or all that it goes: after any of its parts, nothing of it stays."""
     record = fork_of(2 * MIB)
     other = opened("s_2")
     parts = list(parts_of(record)) if begins else list(parts_of(Gone(session_id="s_1", history=record.history)))

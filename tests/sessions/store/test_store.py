@@ -268,7 +268,7 @@ async def test_a_defect_of_the_writer_is_a_fault(path: Path, monkeypatch: pytest
 
 
 async def test_nothing_is_told_of_what_is_in_a_deleted_file(path: Path) -> None:
-    """The file takes commits, but nobody finds them again: all waits until it is back in its place."""
+    """The file takes commits, but they are not found again: all waits until it is back in its place."""
     elsewhere = path.with_name("elsewhere")
     async with storing(path) as store:
         store.write(opened(), flush=True)
@@ -318,7 +318,7 @@ async def test_a_file_that_goes_during_a_commit_is_noticed_before_it_is_told(
 
 
 async def test_another_file_in_its_place_is_noticed_while_nothing_is_written(path: Path) -> None:
-    """And told to whoever watches, as soon as it is noticed and when it is over."""
+    """And told to all watchers, as soon as it is noticed and when it is over."""
     store = Store.open(path, retry_s=RETRY_S, probe_s=RETRY_S)
     faults: list[StorageFault | None] = []
     store.watch(faults.append)

@@ -1,5 +1,5 @@
 // @ts-check
-/** What concerns everybody: the connection, the engine, heat, storage, a daemon that stops. */
+/** What concerns all sessions: the connection, the engine, heat, storage, a daemon that stops. */
 
 import { html, useEffect, useState } from "../ui.js";
 import { failure, link, notices, outdated } from "../state.js";
