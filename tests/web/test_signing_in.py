@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from playwright.async_api import expect
 
+from inferencecenter.cli.serve import web_link
 from tests.e2e.harness import command_line
 from tests.web.browser import MARKS, origin_of, visiting
 
@@ -36,14 +37,14 @@ async def test_by_token(browser: Browser, echo: Daemon) -> None:
 
 
 async def test_by_the_first_link(browser: Browser, echo: Daemon) -> None:
-    """The link that the first start prints; its token is gone from the address and the history, and went nowhere."""
+    """The link that terminals are shown; its token leaves the address and the history, and goes nowhere."""
     asked: list[str] = []
-    printed = re.search(r"^Web +(http://\S+)$", echo.log.read_text(), flags=re.MULTILINE)
-    assert printed
+    assert echo.admin_token not in echo.log.read_text()
+    link = web_link(f"{origin_of(echo)}/", echo.admin_token)
     async with visiting(browser, origin_of(echo)) as visit:
         visit.page.on("request", lambda request: asked.append(request.url))
         visit.page.on("websocket", lambda socket: asked.append(socket.url))
-        await visit.page.goto(printed[1])
+        await visit.page.goto(link)
         await expect(visit.composer).to_be_visible()
         assert echo.admin_token not in visit.page.url
         assert [each for each in asked if echo.admin_token in each.partition("#")[0]] == []
