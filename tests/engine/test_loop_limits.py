@@ -100,9 +100,9 @@ def test_waiting_for_limits_to_be_lifted_is_no_hang(engine: Engine, monkeypatch:
 
     monkeypatch.setattr(Inbox, "get", noted)
     monkeypatch.setattr(engine.pulse, "beat", beat)
-    for _ in range(5):
+    while waits_s.count(0.02) < 4:
         assert beats.acquire(timeout=TIMEOUT_S), "nothing tells it from one that hangs"
-    assert len(waits_s) >= 4
-    assert set(waits_s) == {0.02}, "it turns without waiting"
+    # A turn that is still prepared waits too, and its worker wakes the loop.
+    assert set(waits_s[waits_s.index(0.02) :]) == {0.02}, "it turns without waiting"
     engine.front.send(UNLIMITED)
     assert engine.front.finished("normal").reason == "stop"
