@@ -332,6 +332,7 @@ class Supervisor:
         self._turns.lost()
         self._lookups.fail(self._unavailable())
         self._watch()
+        await self._until(lambda: not self._turns.telling)
         if (process := self._process) is not None:
             await process.end(suspend_deadline_s=suspend_deadline_s if was_loaded else None, deadline_s=deadline_s)
         if self._keeper is not None:

@@ -5,10 +5,16 @@ those behind it, and may be megabytes long. So they are handed over one in a tur
 all other work in between, and only while what the engine has not read yet is within the channel's window: it goes on
 when that has drained. A turn that cannot be submitted ends by itself in its own turn of the loop, so that any number of
 them in a row is no recursion.
+
+So are the turns of an engine that is lost, or given up, told of it: one in a turn of the loop, in their order, and all
+of them before the next engine is given any. What is to become of them is settled at once. A turn that is to end is not
+here any more, so that nothing else can end it; one that is only interrupted may be aborted or recalled before it hears
+of that.
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from functools import partial
 from typing import TYPE_CHECKING, Final, Protocol
 
@@ -88,7 +94,9 @@ class Turns:
         self._suspects = Suspects()
         self._held = False
         self._engine: EngineLink | None = None
-        self._handing_over = False
+        self._going_on = False
+        # Those that are to hear of their end, or that their engine is gone, where there is no event.
+        self._untold: OrderedDict[str, tuple[EngineTurn, TurnEvent | None]] = OrderedDict()
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({len(self._turns)}, given={len(self._given)}, {self._suspects!r})"
@@ -104,7 +112,12 @@ class Turns:
     @property
     def handing_over(self) -> bool:
         """Whether the engine is about to be given turns that wait, some of which may have to be rendered first."""
-        return self._handing_over or bool(self._preparing and self._engine is not None and not self._held)
+        return self._going_on or bool(self._preparing and self._engine is not None and not self._held)
+
+    @property
+    def telling(self) -> bool:
+        """Whether turns have yet to hear what has become of them."""
+        return bool(self._untold)
 
     @property
     def clients(self) -> frozenset[str]:
@@ -169,6 +182,8 @@ class Turns:
             self._accepted.discard(turn.turn_id)
             self._preparing.discard(turn.turn_id)
             self._suspects.forget(turn.turn_id)
+            if self._untold.pop(turn.turn_id, None) is not None:
+                _interrupt(turn)
         self._note_suspects()
         return recalled
 
@@ -216,6 +231,8 @@ class Turns:
     def lost(self, ended: Ended | None = None) -> bool:
         """Take all turns back from an engine that has ended, or that is not to be heard any more.
 
+        They are told while ``telling``.
+
         Returns:
             Whether what ended it is known and does not come again: a turn, or a client that is refused from now on.
         """
@@ -236,45 +253,62 @@ class Turns:
             if turn_id == culprit:
                 self._end(_convicted(turn_id, ended))
             elif turn_id in was_aborted:
-                self._end(Withdrawn(turn_id))
+                self._end_soon(Withdrawn(turn_id))
             else:
-                self._interrupt(turn_id)
+                self._untold[turn_id] = self._turns[turn_id], None
         if suspects and culprit is None:
             _log.warning("turns_suspected", turns=list(suspects), on_trial=self._suspects.on_trial)
         self._refuse(refused)
         self._note_suspects()
+        self.go_on()
         return culprit is not None or bool(refused)
 
     def fail(self, error: InferenceCenterError, *, begun: bool) -> None:
-        """End all turns, which no engine has, in the same way; those with tokens only if ``begun``."""
+        """End all turns, which no engine has, in the same way; those with tokens only if ``begun``.
+
+        They are told while ``telling``.
+        """
         for turn in list(self._turns.values()):
             if begun or not turn.n_tokens:
-                self._end(_failed(turn.turn_id, error))
+                self._end_soon(_failed(turn.turn_id, error))
+        self._note_suspects()
+        self.go_on()
 
     def _refuse(self, clients: Collection[str]) -> None:
         """End the turns of clients that may begin none; answers that have begun go on."""
         for turn in [turn for turn in self._turns.values() if turn.client_id in clients and not turn.n_tokens]:
             if (error := self._crash_limit.refusal(turn.client_id)) is not None:
-                self._end(_failed(turn.turn_id, error))
+                self._end_soon(_failed(turn.turn_id, error))
 
     def go_on(self) -> None:
-        """Make room for the suspect that is to run alone, and have the engine given all that it may have."""
-        if self._engine is None:
-            return
-        if (on_trial := self._suspects.on_trial) is not None:
-            for turn_id in self._given - self._aborted - {on_trial}:
+        """Have turns told what they have not heard; make room for the suspect that is to run alone; feed the engine."""
+        if self._engine is not None and (on_trial := self._suspects.on_trial) is not None:
+            for turn_id in [each for each in self._turns if each in self._given - self._aborted - {on_trial}]:
                 self._given.discard(turn_id)
                 self._leaving.add(turn_id)
                 self._engine.send(Abort(turn_id))
-                self._interrupt(turn_id)
+                self._untold[turn_id] = self._turns[turn_id], None
             self._waiting = {turn_id: None for turn_id in self._turns if turn_id not in self._given}
-        if self._waiting and not self._handing_over:
-            self._handing_over = True
-            self._call_soon(self._hand_over)
+        if (self._untold or (self._waiting and self._engine is not None)) and not self._going_on:
+            self._going_on = True
+            self._call_soon(self._take_step)
+
+    def _take_step(self) -> None:
+        """Tell one turn what it has not heard, or else hand one over, and arrange for the next."""
+        self._going_on = False
+        if not self._untold:
+            self._hand_over()
+            return
+        _, (turn, event) = self._untold.popitem(last=False)
+        if event is None:
+            _interrupt(turn)
+        else:
+            _tell(turn, event)
+        self.go_on()
+        self._changed()
 
     def _hand_over(self) -> None:
         """Give the engine one of the turns that wait, if it may have one, and arrange for the next."""
-        self._handing_over = False
         if self._engine is None or (turn := self._next()) is None:
             self._changed()
             return
@@ -334,18 +368,27 @@ class Turns:
     def _end(self, event: TurnEvent) -> None:
         """Tell a turn its last event; one that overflowed may have been submitted again when this returns."""
         turn_id = event.turn_id
-        if (turn := self._turns.pop(turn_id, None)) is None:
+        if turn_id not in self._turns:
             return
+        _tell(self._remove(turn_id), event)
+        if turn_id not in self._turns:
+            self._suspects.forget(turn_id)
+            self._note_suspects()
+        self.go_on()
+
+    def _end_soon(self, event: TurnEvent) -> None:
+        """Have a turn told its last event with those that have to hear something."""
+        self._untold[event.turn_id] = self._remove(event.turn_id), event
+        self._suspects.forget(event.turn_id)
+
+    def _remove(self, turn_id: str) -> EngineTurn:
         self._waiting.pop(turn_id, None)
         self._accepted.discard(turn_id)
         self._preparing.discard(turn_id)
         self._given.discard(turn_id)
         self._aborted.discard(turn_id)
-        _tell(turn, event)
-        if turn_id not in self._turns:
-            self._suspects.forget(turn_id)
-            self._note_suspects()
-        self.go_on()
+        self._untold.pop(turn_id, None)
+        return self._turns.pop(turn_id)
 
     def _note_suspects(self) -> None:
         """Have it remembered who is suspected, and who is tried, if that has changed."""
@@ -355,20 +398,19 @@ class Turns:
             self._remembered = suspected
             self._remember(suspected)
 
-    def _interrupt(self, turn_id: str) -> None:
-        if (turn := self._turns.get(turn_id)) is None:
-            return
-        try:
-            turn.interrupted()
-        # The same border as in ``_tell``.
-        except Exception:  # noqa: BLE001
-            _log.exception("turn_listener_failed", turn=turn_id)
-
 
 def _tell(turn: EngineTurn, event: TurnEvent) -> None:
     try:
         turn.hear(event)
     # The border between the turns: a fault in what one of them does with an event must not reach the others.
+    except Exception:  # noqa: BLE001
+        _log.exception("turn_listener_failed", turn=turn.turn_id)
+
+
+def _interrupt(turn: EngineTurn) -> None:
+    try:
+        turn.interrupted()
+    # The same border as in ``_tell``.
     except Exception:  # noqa: BLE001
         _log.exception("turn_listener_failed", turn=turn.turn_id)
 

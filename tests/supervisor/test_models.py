@@ -392,6 +392,7 @@ async def test_answers_that_have_begun_wait_for_a_model_that_is_back(fleet: Call
     for turn in (begun, silent):
         house.models.engine("huge").submit(turn)
     await house.until(lambda: house.state("huge") is EngineState.FAILED)
+    await asyncio.wait_for(silent.ended.wait(), TIMEOUT_S)
     assert ([type(end) for end in silent.terminal], begun.terminal) == ([Failed], [])
     with pytest.raises(InferenceCenterError, match="Does not fit"):
         house.models.want("huge")
@@ -409,6 +410,7 @@ async def test_a_model_whose_device_is_gone_comes_back_by_itself(fleet: Callable
     house.fault = InferenceCenterError(ErrorCode.INVALID_CONFIG, "There is no GPU 7.")
     turn = house.submit("t2", 1, model="second")
     await house.until(lambda: house.state("second") is EngineState.FAILED)
+    await asyncio.wait_for(turn.ended.wait(), TIMEOUT_S)
     (end,) = turn.terminal
     assert isinstance(end, Failed)
     assert "There is no GPU 7." in end.message

@@ -283,6 +283,7 @@ async def test_an_engine_that_cannot_load_any_more_is_tried_again(
     await watched.until(EngineState.BACKOFF)
     await watched.until(EngineState.FAILED)
     assert watched.supervisor.given_up
+    await asyncio.wait_for(turn.ended.wait(), TIMEOUT_S)
     (end,) = turn.terminal
     assert isinstance(end, Failed)
     assert end.code == "engine_unavailable"
@@ -322,6 +323,7 @@ async def test_an_engine_that_may_not_wake_has_failed_until_it_may(clock: LoopCl
         await watched.until(EngineState.FAILED)
         status = watched.supervisor.status
         assert (status.serves, status.detail) == (False, "There is no GPU 7.")
+        await asyncio.wait_for(turn.ended.wait(), TIMEOUT_S)
         (end,) = turn.terminal
         assert isinstance(end, Failed)
         assert (end.code, "There is no GPU 7." in end.message) == ("engine_unavailable", True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import pytest
@@ -260,6 +261,77 @@ def test_turns_that_no_engine_takes_fail(*, begun: bool) -> None:
     table.lost()
     table.fail(InferenceCenterError(ErrorCode.ENGINE_UNAVAILABLE), begun=begun)
     assert ([len(turn.terminal) for turn in (said, silent)], len(table)) == ([int(begun), 1], int(not begun))
+
+
+@pytest.mark.parametrize("given_up", [False, True])
+def test_turns_of_an_engine_that_is_gone_are_told_one_in_a_turn_of_the_loop(*, given_up: bool) -> None:
+    """In their order, each of one thing: that it waits again, or that it has ended, whatever it waited to hear."""
+    soon, engine, told = Soon(), Engine(), list[str]()
+
+    class Noting(Heard):
+        def hear(self, event: TurnEvent) -> None:
+            super().hear(event)
+            told.append(self.turn_id)
+
+        def interrupted(self) -> None:
+            super().interrupted()
+            told.append(self.turn_id)
+
+    table = make_turns(soon)
+    table.connect(engine)
+    turns = [Noting(order(f"t{number}")) for number in range(1000)]
+    for turn in turns:
+        table.add(turn)
+    table.lost()
+    if given_up:
+        table.fail(InferenceCenterError(ErrorCode.ENGINE_UNAVAILABLE), begun=True)
+        assert len(table) == 0
+    counts = [len(told)]
+    while soon.turn():
+        counts.append(len(told))
+    assert max(after - before for before, after in pairwise(counts)) == 1
+    assert told == [turn.turn_id for turn in turns]
+    assert {(turn.interruptions, len(turn.terminal)) for turn in turns} == {(0, 1) if given_up else (1, 0)}
+    assert not table.telling
+
+
+def test_what_comes_before_a_turn_is_told_of_a_lost_engine() -> None:
+    """An abort ends it at once, a turn that is recalled hears first, and the next engine waits until all have heard."""
+    soon, first, second = Soon(), Engine(), Engine()
+    table = make_turns(soon)
+    table.connect(first)
+    aborted, recalled, stays = (Heard(order(name)) for name in ("aborted", "recalled", "stays"))
+    for turn in (aborted, stays, recalled):
+        table.add(turn)
+    table.hear(first.says("aborted"))
+    table.hear(first.says("stays"))
+    table.lost()
+    table.abort("aborted")
+    assert table.recall(begun=False) == [recalled]
+    assert (aborted.terminal, recalled.interruptions) == ([Withdrawn("aborted")], 1)
+    table.connect(second)
+    assert soon.turn()
+    assert (stays.interruptions, second.took) == (1, [])
+    while soon.turn():
+        pass
+    assert (second.took, stays.interruptions, aborted.interruptions, recalled.interruptions) == (["stays"], 1, 0, 1)
+
+
+def test_a_turn_that_is_to_hear_of_its_end_hears_no_other() -> None:
+    """Neither an abort nor a new engine reaches it, and a turn that comes meanwhile runs."""
+    soon, engine = Soon(), Engine()
+    table = make_turns(soon)
+    failed, late = Heard(order("failed")), Heard(order("late"))
+    table.add(failed)
+    table.fail(InferenceCenterError(ErrorCode.ENGINE_UNAVAILABLE), begun=True)
+    assert (failed.terminal, len(table), table.telling) == ([], 0, True)
+    table.abort("failed")
+    table.connect(engine)
+    assert table.add(late)
+    while soon.turn():
+        pass
+    assert [type(end) for end in failed.terminal] == [Failed]
+    assert engine.took == ["late"]
 
 
 class Slow(Heard):
