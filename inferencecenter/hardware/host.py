@@ -3,29 +3,18 @@
 from __future__ import annotations
 
 import os
-import re
 from pathlib import Path
 from typing import Final
 
+from inferencecenter.hardware.memory import available_memory_bytes
 from inferencecenter.hardware.plan import Host
 
-_MEMINFO: Final = Path("/proc/meminfo")
 _CPUS: Final = Path("/sys/devices/system/cpu")
 
 
 def read_host() -> Host:
     """Look at this machine."""
     return Host(available_bytes=available_memory_bytes(), cores=physical_cores())
-
-
-def available_memory_bytes(meminfo: Path = _MEMINFO) -> int | None:
-    """Return the memory that can be had without swapping, or None where the kernel does not say."""
-    try:
-        text = meminfo.read_text()
-    except (OSError, ValueError):
-        return None
-    found = re.search(r"^MemAvailable:\s+([0-9]{1,19}) kB$", text, re.MULTILINE)
-    return int(found[1]) * 1024 if found else None
 
 
 def physical_cores(cpus: Path = _CPUS) -> int:

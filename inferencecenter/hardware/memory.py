@@ -1,4 +1,6 @@
-"""How much memory is in use, of the machine's, of the control group's, or by a process. What cannot be read is absent.
+"""How much memory is in use, of the machine, of the control group, or by a process, and how much is available.
+
+What cannot be read is absent.
 
 What is counted is what the kernel cannot take back without swapping. A model file that is mapped is not: its pages are
 a cache of the file.
@@ -57,6 +59,11 @@ class Share:
     used_bytes: int
     total_bytes: int
 
+    @property
+    def left_bytes(self) -> int:
+        """What is not used of it."""
+        return max(0, self.total_bytes - self.used_bytes)
+
 
 @dataclass(frozen=True, slots=True)
 class Resident:
@@ -79,15 +86,30 @@ def cgroup_memory(proc: Path = PROC, cgroups: Path = CGROUPS) -> Share | None:
     The limit is ``memory.max``, or ``memory.high`` if that is less: above it the kernel slows the group down. In
     version 1 it is ``memory.limit_in_bytes``.
     """
-    groups = _groups(proc, cgroups)
-    shares = [share for group, controller in groups if (share := _share(group, controller)) is not None]
-    return max(shares, key=lambda share: share.used_bytes / share.total_bytes, default=None)
+    return max(_shares(proc, cgroups), key=lambda share: share.used_bytes / share.total_bytes, default=None)
+
+
+def available_memory_bytes(proc: Path = PROC, cgroups: Path = CGROUPS) -> int | None:
+    """Return the memory that can be had without swapping, or ``None`` where the kernel does not say.
+
+    It is the least that the machine, this process's control group or one around it has left.
+    """
+    shares = list(_shares(proc, cgroups))
+    if (machine := machine_memory(proc)) is not None:
+        shares.append(machine)
+    return min((share.left_bytes for share in shares), default=None)
 
 
 def resident(pid: int, proc: Path = PROC) -> Resident:
     """Return what a process has in memory; nothing for one that is gone."""
     fields = _fields(proc / str(pid) / "status")
     return Resident(fields.get("RssAnon:", 0) * _KIB, fields.get("RssShmem:", 0) * _KIB)
+
+
+def _shares(proc: Path, cgroups: Path) -> Iterator[Share]:
+    """Yield what is used of each limit that holds for this process."""
+    groups = _groups(proc, cgroups)
+    yield from (share for group, controller in groups if (share := _share(group, controller)) is not None)
 
 
 def _groups(proc: Path, cgroups: Path) -> Iterator[tuple[Path, _Controller]]:

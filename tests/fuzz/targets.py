@@ -24,7 +24,6 @@ from inferencecenter.auth_settings import ExternalAuthSettings
 from inferencecenter.configuration import load_settings
 from inferencecenter.errors import ErrorCode, InferenceCenterError
 from inferencecenter.hardware import gguf, memory
-from inferencecenter.hardware.host import available_memory_bytes
 from inferencecenter.hardware.model_shape import describe
 from inferencecenter.hardware.plan import MIB, Device, Host, Wishes
 from inferencecenter.hardware.split import plan
@@ -131,13 +130,13 @@ def kernel_files(data: bytes) -> None:
     """Read such files of ``/proc`` and of a control group."""
     with _file(data) as path:
         folder = path.parent
-        for name in ("self/cgroup", "7/status", "memory.max", "memory.current", "memory.stat"):
+        for name in ("meminfo", "self/cgroup", "7/status", "memory.max", "memory.current", "memory.stat"):
             (folder / name).parent.mkdir(exist_ok=True)
             (folder / name).write_bytes(data)
         for share in (memory.machine_memory(folder), memory.cgroup_memory(folder, folder)):
             assert share is None or share.total_bytes > 0
         assert memory.resident(7, folder).own_bytes >= 0
-        assert (available_memory_bytes(path) or 0) >= 0
+        assert (memory.available_memory_bytes(folder, folder) or 0) >= 0
 
 
 def external_answer(data: bytes) -> None:

@@ -9,8 +9,15 @@ from typing import TYPE_CHECKING
 import pytest
 
 from inferencecenter.hardware import process_usage
-from inferencecenter.hardware.host import available_memory_bytes, physical_cores
-from inferencecenter.hardware.memory import Resident, Share, cgroup_memory, machine_memory, resident
+from inferencecenter.hardware.host import physical_cores
+from inferencecenter.hardware.memory import (
+    Resident,
+    Share,
+    available_memory_bytes,
+    cgroup_memory,
+    machine_memory,
+    resident,
+)
 from inferencecenter.hardware.process_usage import read_usage
 
 if TYPE_CHECKING:
@@ -173,6 +180,43 @@ def test_a_limit_of_nothing_is_none(proc: Path, tmp_path: Path) -> None:
     assert cgroup_memory(proc, tmp_path) is None
 
 
+def test_available_memory_of_the_machine(proc: Path, tmp_path: Path) -> None:
+    """Kibibytes; a kernel that does not say leaves it unknown, and a group without a limit takes nothing away."""
+    group(tmp_path / "user" / "app")
+    assert available_memory_bytes(proc, tmp_path) == 3000 * KIB
+    (proc / "meminfo").write_text("MemTotal: 8000 kB\n")
+    assert available_memory_bytes(proc, tmp_path) is None
+    (proc / "meminfo").unlink()
+    assert available_memory_bytes(proc, tmp_path) is None
+
+
+def test_available_memory_of_a_group(proc: Path, tmp_path: Path) -> None:
+    """Of this process's group and those around it the one with the least left counts, files not being used."""
+    group(tmp_path / "user" / "app", limit="1000")
+    assert available_memory_bytes(proc, tmp_path) == 580
+    group(tmp_path / "user", limit="9000", high="8000", current=7900)
+    assert cgroup_memory(proc, tmp_path) == Share(7620, 8000)
+    assert available_memory_bytes(proc, tmp_path) == 380
+    group(tmp_path / "user", limit="90000", current=89000)
+    assert cgroup_memory(proc, tmp_path) == Share(88720, 90000)
+    assert available_memory_bytes(proc, tmp_path) == 580
+    group(tmp_path / "user", limit="1000", current=1500)
+    assert available_memory_bytes(proc, tmp_path) == 0
+
+
+def test_available_memory_of_a_group_of_version_1(proc: Path, tmp_path: Path) -> None:
+    """Files of the group can be taken back."""
+    (proc / "self" / "cgroup").write_text("4:memory:/user/app\n")
+    old_group(tmp_path / "memory" / "user" / "app", limit=1000)
+    assert available_memory_bytes(proc, tmp_path) == 550
+
+
+def test_available_memory_of_a_group_larger_than_the_machine(proc: Path, tmp_path: Path) -> None:
+    """The machine's counts."""
+    group(tmp_path / "user" / "app", limit=str(2**40))
+    assert available_memory_bytes(proc, tmp_path) == 3000 * KIB
+
+
 def test_of_a_process(proc: Path) -> None:
     """What it has read of files does not count."""
     (proc / "7").mkdir()
@@ -204,9 +248,9 @@ def test_a_kernel_that_tells_what_is_no_number(proc: Path, tmp_path: Path, conte
     assert machine_memory(proc) is None
     assert cgroup_memory(proc, tmp_path) is None
     assert resident(7, proc) == Resident()
-    assert available_memory_bytes(proc / "meminfo") is None
+    assert available_memory_bytes(proc, tmp_path) is None
     (proc / "meminfo").write_bytes(b"MemTotal: 0 kB\nMemAvailable: " + content + b" kB\n")
-    assert available_memory_bytes(proc / "meminfo") is None
+    assert available_memory_bytes(proc, tmp_path) is None
     assert machine_memory(proc) is None
     assert physical_cores(tmp_path) >= 1
 

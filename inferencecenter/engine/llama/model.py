@@ -17,7 +17,7 @@ from inferencecenter.engine.llama.devices import host_buffer_type, pointers
 from inferencecenter.engine.llama.model_file import check_model_file, load_refusal, unusable
 from inferencecenter.engine.llama.vocab import Vocabulary
 from inferencecenter.errors import ErrorCode, InferenceCenterError
-from inferencecenter.hardware.host import available_memory_bytes
+from inferencecenter.hardware.memory import available_memory_bytes
 from inferencecenter.ipc.messages import ModelInfo
 
 if TYPE_CHECKING:

@@ -13,7 +13,6 @@ from llama_cpp import llama_cpp as lib
 from inferencecenter.engine.llama.model import N_CTX_DEFAULT_MAX, Model, ModelParams, may_repack, resolve_gpu_layers
 from inferencecenter.engine.llama.model_file import check_model_file
 from inferencecenter.errors import ErrorCode, InferenceCenterError
-from inferencecenter.hardware.host import available_memory_bytes
 from inferencecenter.ipc.messages import EngineOptions
 
 if TYPE_CHECKING:
@@ -142,16 +141,6 @@ def test_shards_count_together(tmp_path: Path) -> None:
     for name in ("m[1]-00001-of-00002", "m[1]-00002-of-00002", "m1-00001-of-00002", "m[1]-00001-of-00003"):
         (tmp_path / f"{name}.gguf").write_bytes(_header(3))
     assert check_model_file(tmp_path / "m[1]-00001-of-00002.gguf", available_bytes=None) == 2 * len(_header(3))
-
-
-def test_available_memory_is_read_from_the_kernel(tmp_path: Path) -> None:
-    """MemAvailable is kibibytes; a kernel that does not say leaves it unknown."""
-    meminfo = tmp_path / "meminfo"
-    assert available_memory_bytes(meminfo) is None
-    meminfo.write_text("MemTotal:  100 kB\n")
-    assert available_memory_bytes(meminfo) is None
-    meminfo.write_text("MemTotal:  100 kB\nMemAvailable:   64 kB\n")
-    assert available_memory_bytes(meminfo) == 65536
 
 
 @pytest.mark.parametrize(
