@@ -133,16 +133,14 @@ class Planner:
             return options
 
     def again(self, options: EngineOptions) -> EngineOptions:
-        """Return the options of a further engine; fewer layers than were planned before are a limit from now on."""
-        if not self._knows_model(options):
-            return options
+        """Return the options of a further engine; fewer layers than were planned before are a limit from now on.
+
+        Raises:
+            InferenceCenterError: ``invalid_config`` for a GPU that is set and not there.
+        """
         if self._given_layers is not None and options.n_gpu_layers < self._given_layers:
             self._wishes = replace(self._wishes, most_gpu_layers=options.n_gpu_layers)
-        try:
-            return self._planned(options)
-        except InferenceCenterError as error:
-            _log.warning("plan_impossible", reason=error.message)
-            return options
+        return self.first(options)
 
     def fits_beside(self, others: Sequence[Planner], options: EngineOptions) -> bool:
         """Tell whether the model has as much beside the others, which are loaded, as it would have alone. Blocks.

@@ -30,6 +30,11 @@ class RestartBudget:
         self._restarts.append(now)
         return True
 
+    def give_back(self) -> None:
+        """Forget the last restart: what it was needed for was no fault of an engine."""
+        if self._restarts:
+            self._restarts.pop()
+
     def clear(self) -> None:
         """Forget all restarts: what made them necessary is gone."""
         self._restarts.clear()

@@ -21,8 +21,9 @@ class EngineChange(StrEnum):
     ENDED = "ended"
 
 
-# FAILED takes no turns: a model that cannot be loaded, an engine that was lost too often, or one that was asleep and
-# may not be started now. Only the last is started again, when what keeps it from that is gone; others are replaced.
+# FAILED takes no turns: a model that cannot be loaded, an engine that was lost too often, or one that was asleep, or
+# lost, and may not be started now. Only the last is started again, when what keeps it from that is gone; others are
+# replaced.
 # However an engine ends that is SUSPENDING, it is ASLEEP then and not lost: no turn was with it.
 ENGINE: Final = Lifecycle(
     "engine",

@@ -68,8 +68,9 @@ class Supervisor:
     loaded, every failure is taken to pass, until there are too many: then the engine is ``given_up``. In both cases its
     turns fail, or wait for the next daemon if this one ``ends_with_it``. An engine that has no turns for a while is
     ended, and the next turn starts another; so is one that is to ``make_way``, whose turns go on with the next. One
-    that sleeps and may not be started, as its GPU is gone, is ``failed`` too: it is tried again after a back-off until
-    it is ready. Answers that have begun wait for that, and for a model that could not be loaded.
+    that slept or was lost and may not be started, as its GPU is gone, is ``failed`` too: it is tried again after a
+    back-off until it is ready, and that counts as no restart. Answers that have begun wait for that, and for a model
+    that could not be loaded.
 
     Args:
         options: What each engine is told at its start.
@@ -80,7 +81,8 @@ class Supervisor:
         hang_timeout_s: So is one that has turns and makes no progress for so long.
         sleep_after_s: One that has no turns for so long is ended until it is wanted; ``None`` for never.
         live_sessions: Names the sessions whose KV a new engine is to keep; without it all is kept.
-        plan_again: Completes the options of every engine but the first, from a thread; none to leave them.
+        plan_again: Completes the options of every engine but the first, from a thread, or raises why none may be
+            started now; none to leave them.
         ends_with_it: Tells whether the daemon ends now that the engine is given up, or could not be loaded.
         admit: Waits until an engine that sleeps may be started again, or is ``wanted`` no more, and tells which; raises
             why a model that was never loaded cannot be.
@@ -401,6 +403,8 @@ class Supervisor:
                 continue
             self._progress.begin()
             self._change(EngineChange.START)
+            if not await self._is_fit_to_start():
+                continue
             ended = await self._live()
             if self._stop_asked.is_set():
                 return
@@ -446,13 +450,32 @@ class Supervisor:
         self._refused = False
         return not self._stop_asked.is_set()
 
+    async def _is_fit_to_start(self) -> bool:
+        """Plan the engine that is about to be started; tell whether it may be, or has failed for a while."""
+        plan_again, is_planned, self._is_planned = self._plan_again, self._is_planned, False
+        if plan_again is None or is_planned:
+            return True
+        try:
+            self._options = await asyncio.to_thread(plan_again, self._options)
+        except InferenceCenterError as refusal:
+            self._budget.give_back()
+            self._refuse(refusal)
+            return False
+        return True
+
     def _refuse(self, refusal: InferenceCenterError) -> None:
-        """Take note that the engine may not be started: for good if the model was never loaded, else for a while."""
-        self._detail = refusal.message
-        if self._model is None:
+        """Take note that the engine may not be started: for good if the model was never loaded, else for a while.
+
+        One that was lost while it loaded the model first was started, so what it was planned for may come back.
+        """
+        if self._stop_asked.is_set():
+            return
+        if self._model is None and not self._restarts:
+            self._detail = refusal.message
             _log.error("model_not_loaded", code=refusal.code.value, reason=refusal.message, hint=refusal.hint)
             self._load_failure = refusal
         else:
+            self._detail = f"{refusal.message} It is tried again until that has changed."
             self._refused = True
             self._wish.call()
             self._back_off("engine_not_woken")
@@ -499,9 +522,6 @@ class Supervisor:
     async def _live(self) -> Ended:
         """Run one engine until it is gone."""
         self._ready_since = None
-        if self._plan_again is not None and not self._is_planned:
-            self._options = await asyncio.to_thread(self._plan_again, self._options)
-        self._is_planned = False
         try:
             process = await launch(
                 self._options,

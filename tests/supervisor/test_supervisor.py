@@ -11,7 +11,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from inferencecenter.errors import ErrorCode, InferenceCenterError
-from inferencecenter.ipc.messages import Failed, Finished, TurnEvent, Withdrawn
+from inferencecenter.ipc.messages import EngineOptions, Failed, Finished, TurnEvent, Withdrawn
 from inferencecenter.ipc.port import EngineState, EngineStatus
 from inferencecenter.supervisor import process
 from tests.supervisor import stub_engine
@@ -79,6 +79,43 @@ async def test_a_killed_engine_costs_no_word(slow: Watched) -> None:
     for turn in early:
         await end_of(turn)
         assert (turn.text, turn.interruptions, turn.submissions) == ("hello", 0, 1)
+
+
+async def test_an_engine_whose_device_is_gone_comes_back_by_itself() -> None:
+    """That costs no restart, though it takes many tries: answers that have begun wait, what comes hears why."""
+    gone = [InferenceCenterError(ErrorCode.INVALID_CONFIG, "There is no GPU 7.")] * 3
+
+    def plan_again(options: EngineOptions) -> EngineOptions:
+        if gone:
+            raise gone.pop()
+        return options
+
+    watched = Watched(echo_delay_ms=20, plan_again=plan_again, max_restarts=1)
+    watched.supervisor.start()
+    await watched.until(EngineState.READY)
+    begun = watched.submit("begun", LONG)
+    await asyncio.wait_for(begun.spoke.wait(), TIMEOUT_S)
+    with capture_logs() as logs:
+        watched.kill()
+        await watched.until(EngineState.BACKOFF)
+        early = watched.submit("early")
+        await watched.until(EngineState.FAILED)
+        status = watched.supervisor.status
+        assert (status.serves, "There is no GPU 7." in status.detail) == (False, True)
+        with pytest.raises(InferenceCenterError) as refusal:
+            watched.submit("late")
+        assert (refusal.value.code, refusal.value.retry_after_ms is None) == (ErrorCode.ENGINE_UNAVAILABLE, False)
+        await watched.until(EngineState.READY)
+    assert [line["event"] for line in logs].count("engine_not_woken") == 3
+    assert (await end_of(begun)).reason == "stop"
+    assert begun.text == LONG
+    assert [type(end) for end in early.terminal] == [Failed]
+    assert (watched.supervisor.status.restarts, watched.supervisor.status.detail) == (1, "")
+    watched.kill()
+    await watched.until(EngineState.READY)
+    watched.kill()
+    await watched.until(EngineState.FAILED)
+    assert watched.supervisor.given_up
 
 
 async def test_turns_wait_for_the_first_engine() -> None:
