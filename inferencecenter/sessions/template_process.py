@@ -5,6 +5,10 @@ template lives in a process (``template_worker``), started when it is first want
 time, of the clients in turn. The kernel ends it at a limit of processor time; memory is limited, too; and where nothing
 comes for long by the clock, it is killed from here. That request fails, and the next one has a new process.
 
+A rendering that nothing waits for any more would keep the others waiting up to those limits. It may go on until it has
+taken as long as another process takes to start, which is what killing it costs; then it is killed, and the next process
+is started at once.
+
 Processes are ended where there are more than a few, those first that were used least recently.
 """
 
@@ -64,12 +68,14 @@ _log = structlog.get_logger(__name__)
 class RenderLimits:
     """What one rendering may take: processor seconds, rounded up to whole ones, memory, and seconds by the clock.
 
-    The last is for a process that is stopped or starved, so it is far longer.
+    ``wall_s`` is for a process that is stopped or starved, so it is far longer; ``withdrawn_s`` is for a rendering that
+    nothing waits for.
     """
 
     cpu_s: float = 2.0
     memory_bytes: int = 512 * 1024 * 1024
     wall_s: float = 60.0
+    withdrawn_s: float = 0.3
 
 
 class WorkerLostError(Exception):
@@ -143,11 +149,22 @@ class TemplateProcess:
 
 @dataclass(slots=True, eq=False)
 class RenderJob:
-    """A conversation to be rendered; ``done`` is called with what became of it, unless it is ``None`` by then."""
+    """A conversation to be rendered; ``done`` is called with what became of it, unless it is ``None`` by then.
+
+    While it is rendered, ``patience`` ends that at a time that is set when it is withdrawn: ``may_take_until``.
+    """
 
     client_id: str
     conversation: RenderInput
     done: Callable[[RenderResult], None] | None
+    patience: asyncio.Timeout | None = None
+    may_take_until: float = 0.0
+
+    def withdraw(self) -> None:
+        """Have the result told to nothing, and a rendering that goes on for long ended."""
+        self.done = None
+        if self.patience is not None:
+            self.patience.reschedule(self.may_take_until)
 
 
 class ProcessRenderer:
@@ -213,7 +230,7 @@ class ProcessRenderer:
             await process.end()
 
     def _withdraw(self, job: RenderJob) -> None:
-        job.done = None
+        job.withdraw()
         self._queue.withdraw(job.client_id, job)
 
     def _work(self) -> None:
@@ -238,12 +255,9 @@ class ProcessRenderer:
         """Return what becomes of a request; nothing where only a process was wanted."""
         try:
             process, written = await self._ready()
-            if job is None:
+            if job is None or job.done is None:
                 return None
-            reply = await process.ask(encode(request_of(job.conversation)))
-            if reply.last:
-                await self.end()
-            return _result_of(reply, written, model=self._name)
+            return await self._rendered(process, written, job)
         except InferenceCenterError as error:
             return error
         except WorkerLostError as error:
@@ -256,6 +270,28 @@ class ProcessRenderer:
             _log.exception("template_process_failed", model=self._name)
             await self.end()
             return InferenceCenterError(ErrorCode.INTERNAL)
+
+    async def _rendered(self, process: TemplateProcess, written: Written, job: RenderJob) -> RenderResult | None:
+        """Return what a process says to a conversation; nothing if that was withdrawn and took too long then.
+
+        Raises:
+            WorkerLostError: There is no reply; the process has to be ended.
+        """
+        frame = encode(request_of(job.conversation))
+        job.may_take_until = asyncio.get_running_loop().time() + self._limits.withdrawn_s
+        try:
+            async with asyncio.timeout(None) as job.patience:
+                reply = await process.ask(frame)
+        except TimeoutError:
+            _log.debug("rendering_abandoned", model=self._name, pid=process.pid)
+            self._wanted = True
+            await self.end()
+            return None
+        finally:
+            job.patience = None
+        if reply.last:
+            await self.end()
+        return _result_of(reply, written, model=self._name)
 
     async def _ready(self) -> tuple[TemplateProcess, Written]:
         """Return the process, started if there is none, and how the model writes.

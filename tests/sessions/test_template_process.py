@@ -39,7 +39,7 @@ from tests.sessions.formats.speaking import ANSWERS, CONVERSATION, TOOLS
 from tests.sessions.formats.speaking import model as speaking_model
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Callable
 
     from inferencecenter.ipc.messages import ModelInfo
     from inferencecenter.sessions.rendering import RenderResult
@@ -260,6 +260,57 @@ async def test_only_a_few_processes_are_kept() -> None:
         assert await text(processes, models[0], said("x")) == "0[user]x[assistant]"
         assert [renderer.pid is None for renderer in renderers] == [False, True, False]
     assert [renderer.pid for renderer in renderers] == [None, None, None]
+
+
+async def begun(processes: TemplateProcesses, model: ModelInfo, told: list[RenderResult]) -> Callable[[], None]:
+    """Have a conversation rendered, and return what withdraws it once it waits no more."""
+    renderer = processes.of(model)
+    withdraw = renderer.render(said("go"), client_id="ada", done=told.append)
+    while "waiting=0" not in repr(renderer):  # noqa: ASYNC110 - the task that takes it says so to nothing
+        await asyncio.sleep(0)
+    return withdraw
+
+
+async def test_a_rendering_that_is_withdrawn_is_ended() -> None:
+    """Its process is replaced though nothing waits for one, and who comes next has not waited for its end."""
+    model = make_model(chat_template=WHEN_TOLD.replace("WORK", LONG_LOOPS))
+    told: list[RenderResult] = []
+    async with running(limits=RenderLimits(cpu_s=600.0, wall_s=600.0, withdrawn_s=0.0)) as processes:
+        await text(processes, model, said("x"))
+        withdraw = await begun(processes, model, told)
+        renderer = processes.of(model)
+        before = renderer.pid
+        withdraw()
+        async with asyncio.timeout(60):
+            while renderer.busy or renderer.pid in (None, before):  # noqa: ASYNC110 - the same
+                await asyncio.sleep(0.01)
+        assert await text(processes, model, said("y")) == "[y]"
+        withdraw()
+    assert told == []
+
+
+async def test_what_is_withdrawn_while_its_process_starts_is_not_rendered() -> None:
+    """The process starts for those behind it all the same."""
+    model = make_model(chat_template=WHEN_TOLD.replace("WORK", LONG_LOOPS))
+    told: list[RenderResult] = []
+    async with running(limits=RenderLimits(cpu_s=600.0, wall_s=600.0, withdrawn_s=600.0)) as processes:
+        (await begun(processes, model, told))()
+        assert await text(processes, model, said("y")) == "[y]"
+    assert told == []
+
+
+async def test_a_short_rendering_that_is_withdrawn_may_end() -> None:
+    """Another process would cost more."""
+    model = make_model(chat_template=BRACKETS)
+    told: list[RenderResult] = []
+    async with running(limits=RenderLimits(withdrawn_s=600.0)) as processes:
+        await text(processes, model, said("x"))
+        withdraw = await begun(processes, model, told)
+        before = processes.of(model).pid
+        withdraw()
+        assert await text(processes, model, said("y")) == "[user]y[assistant]"
+        assert processes.of(model).pid == before
+    assert told == []
 
 
 async def test_what_is_withdrawn_is_not_told() -> None:
