@@ -22,6 +22,7 @@ _CUT: Final = "\udfff"
 _LITERAL: Final = "\udffe"
 _MARK: Final = re.compile(f"[{_CUT}{_LITERAL}]")
 _END: Final = ""
+_GRAM_CHARS: Final = 3
 
 _Tree: TypeAlias = "dict[str, _Tree]"
 
@@ -87,6 +88,12 @@ class SpecialTexts:
         self._max_chars = max(map(len, self._long), default=0)
         self._heads = frozenset(text[:size] for text in self._long for size in range(1, len(text)))
         self._tails = frozenset(text[-size:] for text in self._long for size in range(1, len(text)))
+        self._grams = frozenset(
+            text[start : start + size]
+            for text in self._long
+            for size in range(1, _GRAM_CHARS + 1)
+            for start in range(len(text) - size + 1)
+        )
         self._occurrence = _first_characters(self._long)
         single = "".join(re.escape(text) for text in known if len(text) == 1)
         self._single = re.compile(f"[{single}]") if single else None
@@ -97,6 +104,8 @@ class SpecialTexts:
         Templates strip and join contents, so the text is looked at with and without its outer white space. A template
         that cuts contents elsewhere and completes the rest to a special token by its own text is not guarded against.
         """
+        if not self._may_need_marks(text):
+            return text
         cuts = {match.end() for match in self._occurrence.finditer(text)} if self._occurrence else set()
         begin, end = len(text) - len(text.lstrip()), len(text.rstrip())
         cuts.update(stop for stop in (len(text), end) if self._may_go_on(text[:stop]))
@@ -112,6 +121,21 @@ class SpecialTexts:
             for begin, end in pairwise(bounds)
             if begin < end
         ) + (_CUT if len(text) in cuts else "")
+
+    def _may_need_marks(self, text: str) -> bool:
+        """Tell at once, by the characters at its edges, that a text needs no marks, as most of the many in schemas."""
+        bare = text.strip()
+        return bool(
+            len(bare) < len(text)
+            or bare[:_GRAM_CHARS] in self._grams
+            or bare[-_GRAM_CHARS:] in self._grams
+            or bare[:1] in self._tails
+            or bare[:2] in self._tails
+            or bare[-1:] in self._heads
+            or bare[-2:] in self._heads
+            or (self._occurrence is not None and self._occurrence.search(bare))
+            or (self._single is not None and self._single.search(bare))
+        )
 
     def _may_go_on(self, text: str) -> bool:
         return any(text[-size:] in self._heads for size in range(1, min(len(text), self._max_chars - 1) + 1))

@@ -88,6 +88,30 @@ def test_no_token_of_any_vocabulary_is_left_whole(special: list[str], content: s
     assert not [token for token in special for piece in pieces if token in piece.text]
 
 
+@given(
+    special=st.lists(st.text(alphabet="<|ab\n", min_size=1, max_size=8), max_size=8),
+    content=st.text(alphabet="<|abc \n", max_size=12),
+)
+@example(special=["<|im_start|>"], content="im_s")
+@example(special=["<|im_start|>"], content="tart|> and more")
+@example(special=["<|im_start|>"], content="more and <|i")
+def test_a_text_that_is_told_at_once_needs_no_marks(special: list[str], content: str) -> None:
+    """What is not looked at closely, for its edges, would not have been marked."""
+    quick, close = SpecialTexts(special), SpecialTexts(special)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(close, "_may_need_marks", lambda _: True)
+        assert quick.mark(content) == close.mark(content)
+
+
+def test_texts_of_schemas_are_told_at_once() -> None:
+    """Names, references and descriptions of a tool cost a few look-ups each, however many special tokens there are."""
+    special = SpecialTexts(("<|im_start|>", "<|im_end|>", "<tool_call>"))
+    texts = ("type", "object", "properties", "$ref", "#/$defs/d17", "d17", "Where the train starts.", "x" * 200, "")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(special, "_may_go_on", lambda _: pytest.fail("it was looked at closely"))
+        assert [special.mark(text) for text in texts] == list(texts)
+
+
 def test_what_tokens_begin_with_is_compared_once() -> None:
     """Hundreds of tokens that begin alike are looked for as one tree, not one after the other."""
     special = SpecialTexts(f"<|reserved_special_token_{number}|>" for number in range(250))
