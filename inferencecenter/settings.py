@@ -125,7 +125,8 @@ class ServerSettings(Section):
         ge=1,
         le=10**9,
         description="Requests of one client for anything but turns in a minute, and at once; one that reads or "
-        "copies a session counts once more for each 64 KiB of it.",
+        "copies a session counts once more for each 64 KiB of it, and one in a long frame for each 16 KiB. Turns that "
+        "are refused count, too.",
     )
     outbox_bytes: int = Field(
         2**20, ge=2**14, le=2**30, description="Bytes that may wait for a slow reader before its socket is aborted."

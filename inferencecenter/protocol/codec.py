@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from dataclasses import dataclass
+from itertools import islice
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, get_args
 
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 _MAX_ID_CHARS: Final = 64
 _SHOWN_VALUE_CHARS: Final = 60
 _MOST_FAULTS: Final = 1000
+_MANY_FIELDS: Final = 64
+"""More than any op has: where there are so many, some of the first are unknown."""
 _SECRET_FIELDS: Final = frozenset({"token", "api_key"})
 
 REQUESTS: Final[Mapping[str, type[Request]]] = MappingProxyType(
@@ -31,11 +34,18 @@ REQUESTS: Final[Mapping[str, type[Request]]] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """A JSON object with an op, not yet validated; ``id`` is known before anything can fail."""
+    """A JSON object with an op, not yet validated, of ``n_chars``; ``id`` is known before anything can fail."""
 
     op: str
     id: str | None
     body: dict[str, Any]
+    n_chars: int
+
+    @property
+    def session_id(self) -> str | None:
+        """The session that it names, if that can be a session's name."""
+        named = self.body.get("session_id")
+        return named if isinstance(named, str) and len(named) <= _MAX_ID_CHARS else None
 
     def parse(self) -> Request:
         """Validate the frame as the request its op names.
@@ -52,7 +62,7 @@ class Frame:
                 hint=_nearest(self.op, REQUESTS),
             )
         try:
-            return kind.model_validate({**self.body, "op": self.op})
+            return kind.model_validate({**dict(islice(self.body.items(), _MANY_FIELDS)), "op": self.op})
         except ValidationError as error:
             raise invalid_request(error, known=kind.model_fields) from None
 
@@ -89,7 +99,7 @@ def read_frame(text: str) -> Frame:
             request_id,
             "op is missing" if op is None else f"op is a JSON {_json_type(op)}, not a string",
         )
-    return Frame(op=op.lower(), id=request_id, body=body)
+    return Frame(op=op.lower(), id=request_id, body=body, n_chars=len(text))
 
 
 class FrameError(InferenceCenterError):

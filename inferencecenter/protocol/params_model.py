@@ -128,7 +128,7 @@ _Bias: TypeAlias = Annotated[
 # JSON has no tuples: strict=False lets a list in, the items stay strict.
 _Biases: TypeAlias = Annotated[
     tuple[tuple[int, _Bias], ...],
-    Field(strict=False),
+    Field(strict=False, fail_fast=True),
     BeforeValidator(_bias_pairs),
     WithJsonSchema(
         {
@@ -141,23 +141,23 @@ _Biases: TypeAlias = Annotated[
 ]
 _Samplers: TypeAlias = Annotated[
     tuple[SamplerName, ...],
-    Field(strict=False),
+    Field(strict=False, fail_fast=True),
     BeforeValidator(_sampler_names),
     AfterValidator(_each_once),
 ]
 _Breakers: TypeAlias = Annotated[
-    tuple[Annotated[str, AfterValidator(_breaker)], ...], Field(strict=False, max_length=MAX_BREAKERS)
+    tuple[Annotated[str, AfterValidator(_breaker)], ...], Field(strict=False, max_length=MAX_BREAKERS, fail_fast=True)
 ]
 _Stop: TypeAlias = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 _Stops: TypeAlias = Annotated[
     tuple[_Stop, ...],
-    Field(strict=False, max_length=MAX_STOPS),
+    Field(strict=False, max_length=MAX_STOPS, fail_fast=True),
     BeforeValidator(_as_list, json_schema_input_type=_Stop | Annotated[tuple[_Stop, ...], Field(max_length=MAX_STOPS)]),
 ]
 _Pattern: TypeAlias = Annotated[str, Field(min_length=1, max_length=MAX_PATTERN_CHARS)]
 _Patterns: TypeAlias = Annotated[
     tuple[Annotated[_Pattern, AfterValidator(_pattern)], ...],
-    Field(strict=False, max_length=MAX_PATTERNS),
+    Field(strict=False, max_length=MAX_PATTERNS, fail_fast=True),
     BeforeValidator(
         _as_list, json_schema_input_type=_Pattern | Annotated[tuple[_Pattern, ...], Field(max_length=MAX_PATTERNS)]
     ),

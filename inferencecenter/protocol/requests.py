@@ -106,11 +106,19 @@ class Infer(Request):
     session_id: Annotated[SessionId, DAGGER] = Field(description="The session.")
     prompt: Annotated[str | None, DAGGER] = Field(default=None, min_length=1, description="What the user says.")
     messages: list[ChatMessage] | None = Field(
-        default=None, min_length=1, max_length=1000, description="New messages, the last from `user` or `tool`."
+        default=None,
+        min_length=1,
+        max_length=1000,
+        fail_fast=True,
+        description="New messages, the last from `user` or `tool`.",
     )
     params: Annotated[RawParams | None, DAGGER] = Field(default=None, description="Turn level of parameters.")
     tools: list[Tool] | None = Field(
-        default=None, min_length=1, max_length=128, description="Tools that the model may ask for, each name once."
+        default=None,
+        min_length=1,
+        max_length=128,
+        fail_fast=True,
+        description="Tools that the model may ask for, each name once.",
     )
     tool_choice: ToolChoice = Field(
         default="auto",
@@ -217,7 +225,9 @@ class Append(Request):
 
     op: Literal["append"]
     session_id: SessionId = Field(description="The session.")
-    messages: list[ChatMessage] = Field(min_length=1, max_length=1000, description="Messages to add, in order.")
+    messages: list[ChatMessage] = Field(
+        min_length=1, max_length=1000, fail_fast=True, description="Messages to add, in order."
+    )
 
 
 class ForkSession(Request):

@@ -21,7 +21,8 @@ FinishReason = Literal[
 
 MetadataText = Annotated[str, StringConstraints(max_length=512)]
 Metadata = Annotated[
-    dict[Annotated[str, StringConstraints(min_length=1, max_length=64)], MetadataText], Field(max_length=16)
+    dict[Annotated[str, StringConstraints(min_length=1, max_length=64)], MetadataText],
+    Field(max_length=16, fail_fast=True),
 ]
 
 
@@ -70,9 +71,9 @@ class ChatMessage(Value):
     reasoning: str | None = Field(
         default=None, description="What an assistant thought before; the model's template says who reads it again."
     )
-    tool_calls: Annotated[tuple[ToolCall, ...], Field(min_length=1, max_length=128, strict=False)] | None = Field(
-        default=None, description="Tools that an assistant asked for."
-    )
+    tool_calls: (
+        Annotated[tuple[ToolCall, ...], Field(min_length=1, max_length=128, strict=False, fail_fast=True)] | None
+    ) = Field(default=None, description="Tools that an assistant asked for.")
     tool_call_id: CallId | None = Field(default=None, description="The call that a message of a tool is the result of.")
 
     @model_validator(mode="after")

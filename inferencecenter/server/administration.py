@@ -54,7 +54,7 @@ async def _report(connection: Connection, request: requests.Usage, whose: str) -
         read = partial(context.read_usage, whose, since)
         lines = await context.disk_worker.run(connection.client.client_id, read)
     except InferenceCenterError as error:
-        connection.fail(error, request_id=request.id, request=request)
+        connection.fail(error, request_id=request.id)
         return
     days = tuple(
         UsageDay(

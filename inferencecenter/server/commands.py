@@ -7,7 +7,6 @@ a handler says so, by ``Connection.wait_for``.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
@@ -36,8 +35,8 @@ class Command:
 
     ``starts_work`` marks ops that a draining connection refuses. ``in_bulk`` marks those whose answer may be larger
     than what may wait for a slow reader: a socket does one after the other, each when the peer has read the last one.
-    What ``is_free`` does not count among its client's operations; what goes ``by_size`` counts for more the longer its
-    session is.
+    What ``is_free`` counts among its client's operations only where it is refused; what goes ``by_size`` counts for
+    more the longer its session is.
     """
 
     handler: Callable[[Connection, Any], Event | None]
@@ -48,46 +47,63 @@ class Command:
     by_size: bool = False
 
 
-def run(connection: Connection, frame: Frame) -> None:
+async def run(connection: Connection, frame: Frame) -> None:
     """Do what a frame asks, and send its answer or what went wrong.
 
-    What tells of a session goes out when it is safe, together with the session's events; all else at once.
+    It is charged by its op and its size first, so that what is too much is refused before it is validated. What tells
+    of a session goes out when it is safe, together with the session's events; all else at once.
     """
-    command = COMMANDS.get(frame.op)
-    if command is not None and command.in_bulk and connection.replays:
-        connection.wait_for(partial(_run_when_read, connection, frame))
-    else:
-        _run(connection, frame)
-
-
-async def _run_when_read(connection: Connection, frame: Frame) -> None:
-    await connection.replayed()
-    _run(connection, frame)
-
-
-def _run(connection: Connection, frame: Frame) -> None:
     request: Request | None = None
     try:
         command = COMMANDS.get(frame.op)
-        if not connection.authenticated and (command is None or command.scope is not None):
-            raise InferenceCenterError(
-                ErrorCode.NOT_AUTHENTICATED, hint='Send {"op": "auth", "token": …} or client_id with api_key.'
-            )
-        request = frame.parse()
+        _charge(connection, command, frame)
+        request = await connection.aside(frame.n_chars, frame.parse)
         command = COMMANDS[frame.op]
+        if command.in_bulk:
+            await connection.replayed()
+        if connection.closed:  # while it was read, or waited
+            return
         _admit(connection, command, request)
         journal = connection.context.sessions.journal_of(request, connection.client_id)
         answer = command.handler(connection, request)
     except InferenceCenterError as error:
-        connection.fail(error, request_id=frame.id, request=request)
+        if command is not None and command.is_free and connection.authenticated:
+            connection.context.operations.count(connection.client_id, n_frame_chars=frame.n_chars)
+        _fail(connection, frame, error, understood=request is not None or error.code is ErrorCode.RATE_LIMITED)
     except Exception:  # noqa: BLE001 - the border: a defect here must not take the other sessions' socket down
         _log.exception("command_failed", op=frame.op)
-        connection.fail(InferenceCenterError(ErrorCode.INTERNAL), request_id=frame.id, request=request)
+        _fail(connection, frame, InferenceCenterError(ErrorCode.INTERNAL), understood=request is not None)
     else:
         if answer is not None:
             reply = answer if frame.id is None else answer.model_copy(update={"id": frame.id})
             in_bulk = command.in_bulk
             journal.release(lambda: connection.replay((reply,)) if in_bulk else connection.send(reply))
+
+
+def _fail(connection: Connection, frame: Frame, error: InferenceCenterError, *, understood: bool) -> None:
+    """Tell what went wrong; of what was not ``understood`` nothing is said but its id."""
+    if understood:
+        connection.fail(error, request_id=frame.id, op=frame.op, session_id=frame.session_id)
+    else:
+        connection.fail(error, request_id=frame.id)
+
+
+def _charge(connection: Connection, command: Command | None, frame: Frame) -> None:
+    """Count a frame among its client's operations.
+
+    Raises:
+        InferenceCenterError: ``rate_limited``, or ``not_authenticated`` for what needs that.
+    """
+    if not connection.authenticated:
+        if command is None or command.scope is not None:
+            raise InferenceCenterError(
+                ErrorCode.NOT_AUTHENTICATED, hint='Send {"op": "auth", "token": …} or client_id with api_key.'
+            )
+    elif command is None or not command.is_free:
+        context, client = connection.context, connection.client
+        by_size = command is not None and command.by_size
+        n_chars = context.sessions.size_of(client, frame.session_id or "") if by_size else 0
+        context.operations.charge(client.client_id, n_chars=n_chars, n_frame_chars=frame.n_chars)
 
 
 def _admit(connection: Connection, command: Command, request: Request) -> None:
@@ -106,10 +122,6 @@ def _admit(connection: Connection, command: Command, request: Request) -> None:
         raise InferenceCenterError(
             ErrorCode.ENGINE_UNAVAILABLE, "the daemon is about to stop", hint="Reconnect when it is back."
         )
-    if command.scope is not None and not command.is_free:
-        context, client = connection.context, connection.client
-        n_chars = context.sessions.size_of(client, getattr(request, "session_id", "")) if command.by_size else 0
-        context.operations.charge(client.client_id, n_chars=n_chars)
 
 
 def _hello(connection: Connection, request: requests.Hello) -> Event:

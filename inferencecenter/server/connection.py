@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeVar
 
 import structlog
 
@@ -20,6 +20,7 @@ from inferencecenter.server.audit import entry
 from inferencecenter.server.deadline import Deadline
 from inferencecenter.server.hub import EXPIRED
 from inferencecenter.server.outbox import Outbox
+from inferencecenter.server.pace import Pace
 from inferencecenter.server.states import CONNECTION, ConnectionEvent, ConnectionState
 from inferencecenter.server.websocket import LAST_WORD_S, LINGER_S
 
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
 
     from inferencecenter.limits import Limits
-    from inferencecenter.protocol.base import Event, Request
+    from inferencecenter.protocol.base import Event
     from inferencecenter.protocol.codec import Frame
     from inferencecenter.server.account import Account
     from inferencecenter.server.audit import AuditEvent
@@ -39,6 +40,8 @@ MAX_FRAMES_BEFORE_LOGIN: Final = 32
 """Frames of a socket that has not authenticated, each of which is answered; a login takes one or two."""
 LARGE_FRAME_CHARS: Final = 64 * 1024
 """From here on a frame takes too long to read for the event loop, and more than a login can take."""
+
+_Result = TypeVar("_Result")
 
 _log = structlog.get_logger(__name__)
 
@@ -69,6 +72,9 @@ class Connection:
         self._timer: Deadline | None = None
         self._rest: Callable[[], Awaitable[None]] | None = None
         self._n_frames_before_login = 0
+        self._pace = Pace()
+        self._refused = False
+        self._pause: asyncio.Future[None] | None = None
         self._outbox = Outbox(
             wire,
             limit_bytes=context.settings.outbox_bytes,
@@ -87,6 +93,11 @@ class Connection:
     def state(self) -> ConnectionState:
         """Where the connection is in its life."""
         return self._state
+
+    @property
+    def closed(self) -> bool:
+        """Whether the socket takes and gives nothing any more."""
+        return self._state is ConnectionState.CLOSED
 
     @property
     def authenticated(self) -> bool:
@@ -189,7 +200,7 @@ class Connection:
 
         Whatever goes wrong with one frame is told to the client, and the socket goes on.
         """
-        if self._closed:
+        if self.closed:
             return
         self.context.metrics.frames_in.inc()
         if not self.authenticated:
@@ -197,17 +208,22 @@ class Connection:
             if self._n_frames_before_login > MAX_FRAMES_BEFORE_LOGIN:
                 self.close(CloseCode.TOO_MANY, "too many frames before authentication")
                 return
+        self._refused = False
         try:
-            frame = await self._read(text)
-            if self._closed:  # while the frame was read
-                return
-            commands.run(self, frame)
+            await commands.run(self, await self._read(text))
             await self._finish_command()
         except InferenceCenterError as error:
             self.fail(error, request_id=error.request_id if isinstance(error, FrameError) else None)
         except Exception:  # noqa: BLE001 - the border: a defect here must not take the other sessions' socket down
             _log.exception("frame_failed")
             self.fail(InferenceCenterError(ErrorCode.INTERNAL))
+        await self._keep_pace()
+
+    async def aside(self, n_chars: int, work: Callable[[], _Result]) -> _Result:
+        """Return what ``work`` makes of so many characters of a frame; with many it is done in a thread."""
+        if n_chars < LARGE_FRAME_CHARS:
+            return work()
+        return await self.context.worker.run(self.client.client_id, work)
 
     def wait_for(self, rest: Callable[[], Awaitable[None]]) -> None:
         """Have the rest of a command done before the next frame is read: it takes the time of a disk or of others."""
@@ -223,15 +239,33 @@ class Connection:
             raise InferenceCenterError(
                 ErrorCode.INVALID_REQUEST, "the frame is binary", hint="Send JSON in text frames."
             )
-        if len(text) < LARGE_FRAME_CHARS:
-            return read_frame(text)
-        if not self.authenticated:
+        if len(text) >= LARGE_FRAME_CHARS and not self.authenticated:
             raise InferenceCenterError(
                 ErrorCode.MESSAGE_TOO_LARGE,
                 f"the frame has {len(text)} characters, and the socket is not authenticated",
                 hint="Authenticate first.",
             )
-        return await self.context.worker.run(self.client.client_id, partial(read_frame, text))
+        try:
+            return await self.aside(len(text), partial(read_frame, text))
+        except InferenceCenterError:
+            if self.authenticated:
+                self.context.operations.count(self.client_id, n_frame_chars=len(text))
+            raise
+
+    async def _keep_pace(self) -> None:
+        """Wait before the next frame is read, if this one was refused and so were many before it; see ``pace``."""
+        if not self._refused:
+            self._pace.accepted()
+        elif self.authenticated and (delay_s := self._pace.refused()):
+            loop = asyncio.get_running_loop()
+            self._pause = loop.create_future()
+            timer = loop.call_later(delay_s, self._end_pause)
+            await self._pause
+            timer.cancel()
+
+    def _end_pause(self) -> None:
+        if self._pause is not None and not self._pause.done():
+            self._pause.set_result(None)
 
     async def _finish_command(self) -> None:
         """Do the rest of the last command, if there is one."""
@@ -261,14 +295,20 @@ class Connection:
         await self._outbox.replayed()
 
     def fail(
-        self, error: InferenceCenterError, *, request_id: str | None = None, request: Request | None = None
+        self,
+        error: InferenceCenterError,
+        *,
+        request_id: str | None = None,
+        op: str = "",
+        session_id: str | None = None,
     ) -> None:
-        """Tell the client what went wrong with one of its frames."""
+        """Tell the client what went wrong with one of its frames; ``op`` and ``session_id`` are what it asked for."""
+        self._refused = True
         self.context.metrics.errors.labels(error.code.value).inc()
         if self.v1:
-            self.send(replies.failure(error, request_id=request_id, request=request))
+            self.send(replies.failure(error, request_id=request_id, session_id=session_id))
             return
-        for event in replies.old_failures(error, request_id=request_id, request=request):
+        for event in replies.old_failures(error, request_id=request_id, op=op, session_id=session_id):
             self.send(event)
 
     def drain(self, deadline_s: float) -> None:
@@ -293,10 +333,6 @@ class Connection:
         """Clean up: the socket is gone, whoever ended it."""
         self._end(None)
 
-    @property
-    def _closed(self) -> bool:
-        return self._state is ConnectionState.CLOSED
-
     def _move(self, event: ConnectionEvent) -> None:
         self._state = CONNECTION.after(self._state, event)
 
@@ -314,6 +350,7 @@ class Connection:
             return
         was_authenticated = self.authenticated
         self._move(ConnectionEvent.CLOSE)
+        self._end_pause()
         self._disarm()
         self._outbox.close(write_rest=write_rest)
         self._wire.on_writable = self._wire.on_lost = None

@@ -137,7 +137,7 @@ class MetricsFeed:
             event = await self._sources.take()
         except Exception:  # noqa: BLE001 - the border: each who asked is told
             _log.exception("metrics_failed")
-            event = replies.failure(InferenceCenterError(ErrorCode.INTERNAL), request_id=None, request=None)
+            event = replies.failure(InferenceCenterError(ErrorCode.INTERNAL))
         asking, self._asking = self._asking, []
         for sink, request_id in asking:
             _send(sink, event.model_copy(update={"id": request_id}))

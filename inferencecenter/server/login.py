@@ -60,10 +60,10 @@ async def _authenticate(connection: Connection, request: requests.Auth, credenti
         if error.code in (ErrorCode.NOT_AUTHENTICATED, ErrorCode.RATE_LIMITED):
             _refuse(connection, request, error)
         else:
-            connection.fail(error, request_id=request.id, request=request)
+            connection.fail(error, request_id=request.id)
     except Exception:  # noqa: BLE001 - the border: a defect here must not take the socket down
         _log.exception("command_failed", op=request.op)
-        connection.fail(InferenceCenterError(ErrorCode.INTERNAL), request_id=request.id, request=request)
+        connection.fail(InferenceCenterError(ErrorCode.INTERNAL), request_id=request.id)
     else:
         connection.send(connection.welcome().model_copy(update={"id": request.id}))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
 from inferencecenter.errors import ErrorCode, InferenceCenterError
@@ -12,6 +13,8 @@ if TYPE_CHECKING:
 
 UNIT_CHARS: Final = 64 * 1024
 """An operation that reads or copies a session costs one unit more for each so many characters of it."""
+FRAME_UNIT_CHARS: Final = 16 * 1024
+"""One costs one unit more for each so many characters of its frame, which take up to a quarter of a millisecond."""
 _SWEEP_FROM: Final = 1000
 
 
@@ -32,8 +35,13 @@ class OperationRates:
     def __len__(self) -> int:
         return len(self._buckets)
 
-    def charge(self, client_id: str, *, n_chars: int = 0) -> None:
-        """Count an operation of a client that reads or copies so many characters.
+    def charge(self, client_id: str, *, n_chars: int = 0, n_frame_chars: int = 0) -> None:
+        """Count an operation of a client, before anything is done for it.
+
+        Args:
+            client_id: Who asks.
+            n_chars: Characters of the session that is read or copied.
+            n_frame_chars: Characters of the frame that asks.
 
         Raises:
             InferenceCenterError: ``rate_limited`` when nothing is left; then it is not counted.
@@ -45,10 +53,16 @@ class OperationRates:
             raise InferenceCenterError(
                 ErrorCode.RATE_LIMITED,
                 f"this client asks for more than {self._per_minute} operations a minute",
-                hint="Ask again after retry_after_ms; operations on long sessions count for more than one.",
+                hint="Ask again after retry_after_ms; long frames and operations on long sessions count for more.",
                 retry_after_ms=retry_after_ms,
             )
-        bucket.take(1 + n_chars // UNIT_CHARS, self._per_minute, now_ms=now_ms)
+        n_units = 1 + n_chars // UNIT_CHARS + n_frame_chars // FRAME_UNIT_CHARS
+        bucket.take(n_units, self._per_minute, now_ms=now_ms)
+
+    def count(self, client_id: str, *, n_frame_chars: int) -> None:
+        """Count a frame that was refused and would else have cost nothing; one without units owes no more for it."""
+        with suppress(InferenceCenterError):
+            self.charge(client_id, n_frame_chars=n_frame_chars)
 
     def _make(self, client_id: str, now_ms: int) -> Bucket:
         if len(self._buckets) >= self._sweep_at:

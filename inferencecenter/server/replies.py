@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Final, Literal
 import inferencecenter
 from inferencecenter.errors import ErrorCode, InferenceCenterError
 from inferencecenter.ipc.port import EngineState, EngineStatus
-from inferencecenter.protocol import events, requests
+from inferencecenter.protocol import events
 from inferencecenter.protocol.base import PROTOCOL_VERSION
 from inferencecenter.protocol.values import ServerLimits
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from inferencecenter.protocol.base import Event, Request
+    from inferencecenter.protocol.base import Event
     from inferencecenter.sessions.journal import StorageFault
     from inferencecenter.settings import ServerSettings
 
@@ -97,9 +97,10 @@ def storage_changed(fault: StorageFault | None) -> events.StorageChanged:
     return events.StorageChanged(state="unavailable", detail=fault.message, retry_after_ms=fault.retry_after_ms)
 
 
-def failure(error: InferenceCenterError, *, request_id: str | None, request: Request | None) -> events.Error:
+def failure(
+    error: InferenceCenterError, *, request_id: str | None = None, session_id: str | None = None
+) -> events.Error:
     """Return the ``error`` event for a request that could not be done."""
-    session_id: str | None = getattr(request, "session_id", None)
     if error.code is ErrorCode.SESSION_NOT_FOUND:
         session_id = None  # Nothing may tell a foreign session from one that does not exist.
     return events.Error(
@@ -115,12 +116,13 @@ def failure(error: InferenceCenterError, *, request_id: str | None, request: Req
     )
 
 
-def old_failures(error: InferenceCenterError, *, request_id: str | None, request: Request | None) -> list[Event]:
-    """Return what a socket of the first protocol is told of the same failure."""
-    plain = failure(error, request_id=request_id, request=request)
-    match request:
-        case requests.CreateSession():
-            return [events.SessionError(id=request_id, error=error.message)]
-        case requests.Abort(session_id=session_id):
-            return [events.AbortStatus(id=request_id, session_id=session_id, status="not_found"), plain]
+def old_failures(
+    error: InferenceCenterError, *, request_id: str | None, op: str, session_id: str | None
+) -> list[Event]:
+    """Return what a socket of the first protocol is told of the same failure of an op."""
+    plain = failure(error, request_id=request_id, session_id=session_id)
+    if op == "create_session":
+        return [events.SessionError(id=request_id, error=error.message)]
+    if op == "abort" and session_id is not None:
+        return [events.AbortStatus(id=request_id, session_id=session_id, status="not_found"), plain]
     return [plain]

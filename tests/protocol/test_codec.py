@@ -91,9 +91,32 @@ def test_a_long_name_is_shown_short() -> None:
 
 def test_many_faults_are_counted_and_not_listed() -> None:
     """Saying what is wrong takes no longer than finding it."""
-    error = refused(json.dumps({"op": "ping", **{f"k{n}": n for n in range(5000)}}))
+    message = {"role": "user", "content": "", **{f"k{n}": n for n in range(5000)}}
+    error = refused(json.dumps({"op": "append", "session_id": "s", "messages": [message]}))
     assert (error.code, error.field) == (ErrorCode.INVALID_REQUEST, None)
     assert error.message.startswith("5000 fields")
+
+
+@pytest.mark.parametrize(
+    ("frame", "field"),
+    [
+        ({"op": "ping", **{f"k{n}": n for n in range(5000)}}, "k0"),
+        ({"op": "append", "session_id": "s", "messages": [0] * 5000}, "messages.0"),
+        ({"op": "infer", "session_id": "s", "prompt": "p", "tools": [0] * 5000}, "tools.0"),
+        ({"op": "set_metadata", "session_id": "s", "metadata": {f"k{n}": n for n in range(5000)}}, "metadata.k0"),
+        (
+            {
+                "op": "append",
+                "session_id": "s",
+                "messages": [{"role": "assistant", "content": "", "tool_calls": [0] * 5000}],
+            },
+            "messages.0.tool_calls.0",
+        ),
+    ],
+)
+def test_the_first_fault_ends_the_validation(frame: dict[str, Any], field: str) -> None:
+    """A list of faults costs what one costs: of thousands only the first is looked for."""
+    assert refused(json.dumps(frame)).field == field
 
 
 # The op and the id.

@@ -31,7 +31,7 @@ def _as_object(value: object) -> object:
 
 Content: TypeAlias = Annotated[
     list[TextPart],
-    Field(max_length=1000),  # before what comes before it, so that a longer one is not looked into
+    Field(max_length=1000, fail_fast=True),  # before what comes before it, so that a longer one is not looked into
     BeforeValidator(_as_parts, json_schema_input_type=str | list[TextPart]),
 ]
 
@@ -62,7 +62,7 @@ class Message(Fields):
         description="What is said; parts are lines. Only an assistant that asks for tools may say nothing.",
     )
     reasoning_content: str | None = Field(default=None, description="What an assistant thought before.")
-    tool_calls: Annotated[list[AskedCall], Field(min_length=1, max_length=128)] | None = Field(
+    tool_calls: Annotated[list[AskedCall], Field(min_length=1, max_length=128, fail_fast=True)] | None = Field(
         default=None, description="Tools that an assistant asked for."
     )
     tool_call_id: CallId | None = Field(default=None, description="The call that a message of a tool is the result of.")
@@ -127,7 +127,7 @@ _Id: TypeAlias = Annotated[MetadataText, StringConstraints(max_length=512)]
 class ChatRequest(Sampling):
     """A conversation that is to be answered."""
 
-    messages: Annotated[list[Message], Field(min_length=1, max_length=MOST_MESSAGES)] = Field(
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True)] = Field(
         description="All of it, the last from `user` or `tool`."
     )
     max_completion_tokens: int | None = Field(
@@ -138,7 +138,7 @@ class ChatRequest(Sampling):
         default=None, ge=0, le=MOST_PROBS, description="Likeliest tokens to tell at each place; only with `logprobs`."
     )
     response_format: ResponseFormat | None = Field(default=None, description="What the answer is to be.")
-    tools: Annotated[list[ToolOffer], Field(max_length=128)] | None = Field(
+    tools: Annotated[list[ToolOffer], Field(max_length=128, fail_fast=True)] | None = Field(
         default=None, description="Tools that the model may ask for, each name once."
     )
     tool_choice: Annotated[
@@ -149,7 +149,7 @@ class ChatRequest(Sampling):
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = Field(
         default=None, description="`none` has the model not think, all others have it think; without it as it likes."
     )
-    modalities: Annotated[list[Literal["text"]], Field(min_length=1, max_length=1)] | None = Field(
+    modalities: Annotated[list[Literal["text"]], Field(min_length=1, max_length=1, fail_fast=True)] | None = Field(
         default=None, description="Answers are text."
     )
     service_tier: Literal["auto", "default", "priority", "fast", "flex"] | None = Field(

@@ -29,7 +29,7 @@ class CompletionRequest(Sampling):
 
     prompt: Annotated[
         list[Annotated[str, StringConstraints(min_length=1)]],
-        Field(min_length=1, max_length=MOST_PROMPTS),
+        Field(min_length=1, max_length=MOST_PROMPTS, fail_fast=True),
         BeforeValidator(_texts, json_schema_input_type=str | list[str]),
     ] = Field(description="A text, or several, each of which is gone on with.")
     max_tokens: int | None = Field(

@@ -36,7 +36,7 @@ def _as_list(value: object) -> object:
 
 Stop: TypeAlias = Annotated[
     list[Annotated[str, StringConstraints(min_length=1, max_length=MAX_STOP_CHARS)]],
-    Field(max_length=MAX_STOPS),
+    Field(max_length=MAX_STOPS, fail_fast=True),
     BeforeValidator(_as_list, json_schema_input_type=str | list[str]),
 ]
 
@@ -66,7 +66,10 @@ class Sampling(Fields):
     )
     stop: Stop | None = Field(default=None, description="Texts that end the answer where they begin.")
     logit_bias: dict[str, float] | None = Field(
-        default=None, max_length=MAX_BIASES, description="Added to the logits of tokens, by id; from -100 to 100."
+        default=None,
+        max_length=MAX_BIASES,
+        fail_fast=True,
+        description="Added to the logits of tokens, by id; from -100 to 100.",
     )
     n: int = Field(default=1, ge=1, le=MOST_CHOICES, description="Answers to one question, each a turn of its own.")
     max_tokens: int | None = Field(default=None, ge=1, le=MAX_TOKENS, description="Tokens to generate at most.")

@@ -42,7 +42,7 @@ class Generate(Fields):
     params: RawParams | None = Field(
         default=None, description="Parameters, as in `infer` of the daemon's own protocol."
     )
-    stop: _Stop | Annotated[list[_Stop], Field(max_length=MAX_STOPS)] | None = Field(
+    stop: _Stop | Annotated[list[_Stop], Field(max_length=MAX_STOPS, fail_fast=True)] | None = Field(
         default=None, description="Short for `params.stop`: texts that end the answer where they begin."
     )
     max_tokens: int | None = Field(

@@ -46,7 +46,9 @@ class Message(Fields):
 
     type: Literal["message"] = Field(default="message", description="What it is.")
     role: Literal["user", "assistant", "system", "developer"] = Field(description="Who says it.")
-    content: str | Annotated[list[TextPart], Field(max_length=_MAX_PARTS)] = Field(description="What: text alone.")
+    content: str | Annotated[list[TextPart], Field(max_length=_MAX_PARTS, fail_fast=True)] = Field(
+        description="What: text alone."
+    )
     id: ItemId = Field(default="", description="Its name, if it came from a response.")
     status: ItemStatus = Field(default="completed", description="As it came.")
 
@@ -74,8 +76,10 @@ class Reasoning(Fields):
     """What a model thought before it said something or asked for a tool."""
 
     type: Literal["reasoning"] = Field(description="What it is.")
-    summary: list[SummaryText] = Field(default=[], max_length=_MAX_PARTS, description="Stands for missing content.")
-    content: list[ReasoningText] = Field(default=[], max_length=_MAX_PARTS, description="The thoughts.")
+    summary: list[SummaryText] = Field(
+        default=[], max_length=_MAX_PARTS, fail_fast=True, description="Stands for missing content."
+    )
+    content: list[ReasoningText] = Field(default=[], max_length=_MAX_PARTS, fail_fast=True, description="The thoughts.")
     id: ItemId = Field(default="", description="Its name, if it came from a response.")
     status: ItemStatus = Field(default="completed", description="As it came.")
 
@@ -101,7 +105,9 @@ class FunctionCallOutput(Fields):
 
     type: Literal["function_call_output"] = Field(description="What it is.")
     call_id: CallId = Field(description="The call that it answers.")
-    output: str | Annotated[list[InputText], Field(max_length=_MAX_PARTS)] = Field(description="What: text alone.")
+    output: str | Annotated[list[InputText], Field(max_length=_MAX_PARTS, fail_fast=True)] = Field(
+        description="What: text alone."
+    )
     id: ItemId = Field(default="", description="The item's name.")
     status: ItemStatus = Field(default="completed", description="As it came.")
 

@@ -81,7 +81,7 @@ class AllowedTools(Fields):
 
     type: Literal["allowed_tools"] = Field(description="What it is.")
     mode: Literal["auto", "required"] = Field(description="Whether one has to be called.")
-    tools: list[FunctionChoice] = Field(min_length=1, max_length=MAX_TOOLS, description="Which.")
+    tools: list[FunctionChoice] = Field(min_length=1, max_length=MAX_TOOLS, fail_fast=True, description="Which.")
 
 
 class ReasoningConfig(Fields):
@@ -117,7 +117,7 @@ InputItem = Annotated[
 class CreateResponse(Fields):
     """Ask for a response."""
 
-    input: str | Annotated[list[InputItem], Field(max_length=MAX_ITEMS)] = Field(
+    input: str | Annotated[list[InputItem], Field(max_length=MAX_ITEMS, fail_fast=True)] = Field(
         default=[], description="What is said: text of a user, or items."
     )
     model: ModelName | None = Field(default=None, description="A name that `/v1/models` lists; the daemon's choice.")
@@ -136,9 +136,13 @@ class CreateResponse(Fields):
     temperature: float | None = Field(default=None, ge=0, le=2, description="How freely tokens are chosen.")
     top_p: float | None = Field(default=None, gt=0, le=1, description="Tokens of this much probability are left.")
     top_logprobs: int | None = Field(default=None, ge=0, le=20, description="So many of the likeliest tokens each.")
-    include: list[Literal["message.output_text.logprobs"]] = Field(default=[], max_length=16, description="More of it.")
+    include: list[Literal["message.output_text.logprobs"]] = Field(
+        default=[], max_length=16, fail_fast=True, description="More of it."
+    )
     text: TextConfig = Field(default=TextConfig(), description="What the answer looks like.")
-    tools: list[FunctionTool] = Field(default=[], max_length=MAX_TOOLS, description="Functions that may be asked for.")
+    tools: list[FunctionTool] = Field(
+        default=[], max_length=MAX_TOOLS, fail_fast=True, description="Functions that may be asked for."
+    )
     tool_choice: (
         Literal["auto", "none", "required"] | Annotated[FunctionChoice | AllowedTools, Field(discriminator="type")]
     ) = Field(default="auto", description="Whether one is asked for.")
