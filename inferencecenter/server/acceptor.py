@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
 RETRY_S: Final = 0.5
 """Wait before connections are accepted again, after an error that is not one connection's own."""
-_AT_ONCE: Final = 64
-"""Connections that are accepted before the event loop goes on."""
 
 _log = structlog.get_logger(__name__)
 
@@ -78,18 +76,16 @@ class Acceptor:
         await self._tasks.cancel()
 
     def _accept(self) -> None:
-        for _ in range(_AT_ONCE):
-            try:
-                connection, _ = self._listening.accept()
-            except (BlockingIOError, InterruptedError):
-                return
-            except ConnectionError:  # of the one that is accepted: it has gone
-                continue
-            except OSError as error:
-                self._pause(error)
-                return
-            connection.setblocking(False)
-            self._take(connection)
+        """Accept one; the event loop calls again while others wait, and serves those who stream in between."""
+        try:
+            connection, _ = self._listening.accept()
+        except (BlockingIOError, InterruptedError, ConnectionError):  # the one that waited has gone
+            return
+        except OSError as error:
+            self._pause(error)
+            return
+        connection.setblocking(False)
+        self._take(connection)
 
     def _pause(self, error: OSError) -> None:
         """Make room, and accept again after a while; the socket is readable all the time."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import subprocess
+import sys
 from typing import TYPE_CHECKING
 
 import pytest
@@ -73,3 +75,29 @@ async def test_a_stopping_daemon_says_so_and_lets_turns_finish(tmp_path: Path, d
         assert closed.value.rcvd is not None
         assert closed.value.rcvd.code == 1012
         assert await asyncio.to_thread(daemon.process.wait, 60) == 0
+
+
+def test_collections_pass_over_what_the_daemon_began_with(tmp_path: Path, demo_model_path: Path) -> None:
+    """When it accepts connections, nearly all objects are frozen: full collections would hold up every stream."""
+    program = (
+        "import gc\n"
+        "from inferencecenter.cli import main\n"
+        "from inferencecenter.server.listener import Listener\n"
+        "async def serve(self, sockets):\n"
+        "    print(gc.get_freeze_count(), len(gc.get_objects()), flush=True)\n"
+        "Listener.serve = serve\n"
+        "main()\n"
+    )
+    environment = {
+        "INFERENCECENTER_STATE_DIR": str(tmp_path / "state"),
+        "INFERENCECENTER_MODEL__PATH": str(demo_model_path),
+        "INFERENCECENTER_SERVER__PORT": "0",
+        "INFERENCECENTER_ENGINE__BACKEND": "echo",
+        "PATH": "/usr/bin:/bin",
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", program, "serve"], env=environment, capture_output=True, text=True, check=True
+    )
+    frozen, collected = map(int, done.stdout.split()[-2:])
+    assert frozen > 50_000
+    assert collected < frozen / 10

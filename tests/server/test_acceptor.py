@@ -39,6 +39,7 @@ class Failing:
     def __init__(self, listening: socket.socket, *errors: OSError) -> None:
         self.listening = listening
         self.errors = list(errors)
+        self.n_accepted = 0
 
     def fileno(self) -> int:
         """Return the real one."""
@@ -48,7 +49,9 @@ class Failing:
         """Fail, or accept."""
         if self.errors:
             raise self.errors.pop(0)
-        return self.listening.accept()
+        accepted = self.listening.accept()
+        self.n_accepted += 1
+        return accepted
 
 
 class Door:
@@ -124,6 +127,19 @@ async def test_a_connection_that_has_gone_is_passed_over(door: Door) -> None:
     assert (door.wanted_room, logs) == (0, [])
 
 
+async def test_the_event_loop_goes_on_after_each_connection(door: Door) -> None:
+    """Of ten that wait, one is accepted in each turn of the loop, so that streams are served in between."""
+    waiting = [socket.create_connection(door.listening.getsockname()) for _ in range(10)]
+    most_at_once = 0
+    while door.failing.n_accepted < len(waiting):
+        before = door.failing.n_accepted
+        await tick()
+        most_at_once = max(most_at_once, door.failing.n_accepted - before)
+    assert most_at_once == 1
+    for connection in waiting:
+        connection.close()
+
+
 async def test_an_acceptor_that_waits_can_be_closed(door: Door, clock: LoopClock) -> None:
     """It does not begin again."""
     door.failing.errors = [OSError(errno.ENOMEM, "no memory")]
@@ -142,6 +158,9 @@ async def test_a_server_without_descriptors_answers_again_when_there_are(serve: 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     async with serve() as server:
         assert (await server.http("/healthz"))[0] == 200  # it has loaded all that it needs
+        await tick()  # both of its ends are closed
+        while server.listener.n_connections:
+            await tick()
         waiting = socket.socket()
         waiting.setblocking(False)
         highest = os.dup(waiting.fileno())
