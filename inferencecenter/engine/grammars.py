@@ -8,6 +8,7 @@ import time
 from collections import Counter, OrderedDict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, TypeAlias
+from weakref import WeakValueDictionary
 
 from inferencecenter.engine.sampling.digits import Digits, begins_with_digit
 from inferencecenter.engine.sampling.structured import Constraint, compiled, names_of, tokenizer_of
@@ -28,13 +29,15 @@ if TYPE_CHECKING:
 
 _MAX_BYTES: Final = 256 * 1024 * 1024
 _MAX_GRAMMARS: Final = 256
+# One that takes more is had only while a turn uses it: kept, it would evict those of others.
+_MOST_KEPT_BYTES: Final = _MAX_BYTES // 4
 # What a compiled grammar takes at least, with what it learns while it is used.
 _LEAST_BYTES: Final = 1024 * 1024
 
 _Key: TypeAlias = tuple[str, bytes, str, tuple[str, ...]]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True)
 class CompiledGrammar:
     """A grammar's matcher, or what is wrong with it; it takes about ``size_bytes``, and ``client_id`` sent it first."""
 
@@ -48,7 +51,8 @@ class Grammars:
     """Compiles grammars for one model; used from several threads.
 
     What was wrong with a grammar is kept too, so that asking again costs nothing. When all that are kept take too much,
-    the client that has brought most of it loses the one that was wanted longest ago.
+    the client that has brought most of it loses the one that was wanted longest ago. One that is large is had only as
+    long as a turn uses it.
 
     Args:
         backend: Whose vocabulary is meant; it is looked at when a grammar first comes.
@@ -67,6 +71,7 @@ class Grammars:
         self._control: dict[str, int] = {}
         self._more_digits: npt.NDArray[np.bool_] | None = None
         self._kept: OrderedDict[_Key, CompiledGrammar] = OrderedDict()
+        self._large: WeakValueDictionary[_Key, CompiledGrammar] = WeakValueDictionary()
         self._looking = threading.Lock()
         self._compiling = threading.Lock()
 
@@ -125,7 +130,7 @@ class Grammars:
             n_words=(self._tokenizer.vocab_size + 31) // 32,
             clock=self._clock,
             digits=self._digits() if kind == "json_schema" else None,
-            on_failed=lambda: self._forget(compiled.key),
+            on_failed=lambda: self._forget(compiled),
         )
         constraint.replay(answer)
         return constraint
@@ -143,8 +148,9 @@ class Grammars:
     def _find(self, key: _Key) -> CompiledGrammar | None:
         with self._looking:
             kept = self._kept.get(key)
-            if kept is not None:
-                self._kept.move_to_end(key)
+            if kept is None:
+                return self._large.get(key)
+            self._kept.move_to_end(key)
             return kept
 
     def _compile(self, key: _Key, grammar: Grammar, *, client_id: str, wanted: Callable[[], bool]) -> CompiledGrammar:
@@ -180,21 +186,25 @@ class Grammars:
 
     def _keep(self, new: CompiledGrammar) -> None:
         with self._looking:
+            if new.size_bytes > _MOST_KEPT_BYTES:
+                self._large[new.key] = new
+                return
             self._kept[new.key] = new
             held_bytes = Counter[str]()
             for each in self._kept.values():
                 held_bytes[each.client_id] += each.size_bytes
-            while len(self._kept) > 1 and (held_bytes.total() > _MAX_BYTES or len(self._kept) > _MAX_GRAMMARS):
+            while held_bytes.total() > _MAX_BYTES or len(self._kept) > _MAX_GRAMMARS:
                 ((client_id, _),) = held_bytes.most_common(1)
                 others = [each for each in self._kept.values() if each is not new]
                 evicted = next((each for each in others if each.client_id == client_id), others[0])
                 held_bytes[evicted.client_id] -= evicted.size_bytes
                 del self._kept[evicted.key]
 
-    def _forget(self, key: _Key) -> None:
+    def _forget(self, compiled: CompiledGrammar) -> None:
         """Have a grammar compiled anew: its turns share what they learn of it, and that has reached a limit."""
         with self._looking:
-            self._kept.pop(key, None)
+            self._kept.pop(compiled.key, None)
+            self._large.pop(compiled.key, None)
 
 
 def _key(grammar: Grammar, markers: Sequence[str]) -> _Key:

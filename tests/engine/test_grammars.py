@@ -115,17 +115,37 @@ def test_what_two_turns_want_at_once_is_compiled_once(grammars: Grammars, trials
 
 
 def test_grammars_are_forgotten_when_they_take_too_much(grammars: Grammars, trials: Trials) -> None:
-    """Those that were wanted last stay; one that alone takes more than all may stays until the next."""
-    trials.size_bytes = 100 * MIB
-    texts = ["a", "b", "c"]
-    for text in texts[:2]:
+    """Those that were wanted last stay."""
+    trials.size_bytes = 60 * MIB
+    texts = ["a", "b", "c", "d", "e"]
+    for text in ["a", "b", "c", "d", "a", "e"]:
         constraint_of(grammars, Grammar("regex", text))
-    constraint_of(grammars, Grammar("regex", "a"))
-    constraint_of(grammars, Grammar("regex", "c"))
-    assert [grammars.find(Grammar("regex", text)) is not None for text in texts] == [True, False, True]
-    trials.size_bytes = 1000 * MIB
-    constraint_of(grammars, Grammar("regex", "d"))
+    assert [grammars.find(Grammar("regex", text)) is not None for text in texts] == [True, False, True, True, True]
+
+
+def test_a_large_grammar_evicts_none_and_is_had_while_a_turn_uses_it(grammars: Grammars, trials: Trials) -> None:
+    """Turns that use it at the same time share it; after the last of them it is compiled anew."""
+    constraint_of(grammars, WORD)
+    trials.size_bytes = 300 * MIB
+    large = Grammar("regex", "large")
+    first = constraint_of(grammars, large)
+    second = constraint_of(grammars, large)
+    del first
+    assert grammars.find(large) is not None
+    assert grammars.find(WORD) is not None
+    assert trials.tried == [WORD.text, "large"]
+    del second
+    assert grammars.find(large) is None
     assert len(grammars) == 1
+
+
+def test_a_large_grammar_that_has_reached_a_limit_is_compiled_anew(grammars: Grammars, trials: Trials) -> None:
+    """As a small one."""
+    trials.size_bytes = 300 * MIB
+    held = constraint_of(grammars, WORD)
+    with pytest.raises(InferenceCenterError):
+        held.accept(ord("7"))
+    assert grammars.find(WORD) is None
 
 
 def test_a_client_with_many_grammars_evicts_its_own(grammars: Grammars, trials: Trials) -> None:
@@ -137,9 +157,6 @@ def test_a_client_with_many_grammars_evicts_its_own(grammars: Grammars, trials: 
     assert grammars.find(Grammar("regex", "mine")) is not None
     assert grammars.find(Grammar("regex", "a19")) is not None
     assert len(grammars) == 5
-    trials.size_bytes = 1000 * MIB
-    grammars.compile(Grammar("regex", "huge"), client_id="modest")
-    assert len(grammars) == 1
 
 
 def test_only_so_many_are_kept(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
