@@ -11,6 +11,11 @@ DONE: Final = b"data: [DONE]\n\n"
 """What OpenAI's streams end with."""
 
 
+def comment(text: str) -> bytes:
+    """Return a comment, in one line."""
+    return b": %b\n\n" % " ".join(text.split()).encode()
+
+
 def event(data: bytes, *, name: str | None = None) -> bytes:
     """Return an event; ``data`` is JSON without line breaks."""
     head = b"" if name is None else b"event: %b\n" % name.encode()

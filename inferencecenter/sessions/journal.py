@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Final, Protocol
 
 from inferencecenter.errors import ErrorCode, InferenceCenterError
@@ -14,6 +16,8 @@ if TYPE_CHECKING:
 
 MAX_PENDING: Final = 20_000
 """Records and calls of one client that may wait before what would bring more is refused."""
+MAX_RESUMING: Final = 1000
+"""Resumes of one client that may wait for the store before another is refused."""
 RETRY_SOON_MS: Final = 1000
 """When to try again where a fault may pass by itself."""
 RETRY_LATER_MS: Final = 60_000
@@ -96,17 +100,48 @@ def check_writable(journal: Journal) -> None:
     Raises:
         InferenceCenterError: ``storage_unavailable`` or ``overloaded``.
     """
+    if journal.fault is not None or journal.n_pending > MAX_PENDING:
+        raise _refusal(journal)
+
+
+class Resuming:
+    """Counts the resumes that journals hold back, by client: each keeps what it is to tell, and its socket."""
+
+    def __init__(self) -> None:
+        self._n_held: Counter[str] = Counter()
+
+    def check(self, journal: Journal, client_id: str) -> None:
+        """Refuse a resume that would have to wait while too many of its client do.
+
+        Raises:
+            InferenceCenterError: ``storage_unavailable`` or ``overloaded``.
+        """
+        if journal.n_pending and self._n_held.get(client_id, 0) >= MAX_RESUMING:
+            raise _refusal(journal)
+
+    def begun(self, journal: Journal, client_id: str) -> None:
+        """Take note of a resume, which waits until the journal releases it."""
+        self._n_held[client_id] += 1
+        journal.release(partial(self._told, client_id))
+
+    def _told(self, client_id: str) -> None:
+        self._n_held[client_id] -= 1
+        if not self._n_held[client_id]:
+            del self._n_held[client_id]
+
+
+def _refusal(journal: Journal) -> InferenceCenterError:
+    """Return why no more is taken that has to be written down, or told once something is."""
     if (fault := journal.fault) is not None:
-        raise InferenceCenterError(
+        return InferenceCenterError(
             ErrorCode.STORAGE_UNAVAILABLE,
             fault.message,
             hint="Try again when the operator has mended it; a session opened with store false works meanwhile.",
             retry_after_ms=fault.retry_after_ms,
         )
-    if journal.n_pending > MAX_PENDING:
-        raise InferenceCenterError(
-            ErrorCode.OVERLOADED,
-            "the store is behind with what this client has asked for",
-            hint="Ask again later, and for less at once.",
-            retry_after_ms=RETRY_SOON_MS,
-        )
+    return InferenceCenterError(
+        ErrorCode.OVERLOADED,
+        "the store is behind with what this client has asked for",
+        hint="Ask again later, and for less at once.",
+        retry_after_ms=RETRY_SOON_MS,
+    )

@@ -18,7 +18,7 @@ from inferencecenter.protocol import events, requests
 from inferencecenter.sessions.agreement import longest
 from inferencecenter.sessions.allowance import unlimited
 from inferencecenter.sessions.facts import Surroundings
-from inferencecenter.sessions.journal import Unwritten, check_writable
+from inferencecenter.sessions.journal import Resuming, Unwritten, check_writable
 from inferencecenter.sessions.ledger import Ledger
 from inferencecenter.sessions.models import Engines
 from inferencecenter.sessions.news import News
@@ -143,6 +143,7 @@ class Sessions:
         self._busy = BusyCount()
         self._held = HeldText(max_client_mib * 1024 * 1024)
         self._news = News()
+        self._resuming = Resuming()
         self._roster = Roster(
             max_sessions=max_sessions,
             default_ttl_s=default_ttl_s,
@@ -297,9 +298,13 @@ class Sessions:
         """Send a session's events to ``sink`` from now on, those that it has missed first.
 
         Raises:
-            InferenceCenterError: ``session_not_found``.
+            InferenceCenterError: ``session_not_found``; ``storage_unavailable`` or ``overloaded`` while too many of the
+                client wait for the store.
         """
-        self._roster.own(client, request.session_id).resume(request, sink)
+        session = self._roster.own(client, request.session_id)
+        self._resuming.check(session.journal, client.client_id)
+        session.resume(request, sink)
+        self._resuming.begun(session.journal, client.client_id)
 
     def find(  # noqa: PLR0913 - keyword-only
         self,

@@ -13,7 +13,7 @@ from inferencecenter.ipc.messages import Delta, Position, Progress, TokenLogprob
 from inferencecenter.protocol import requests
 from inferencecenter.protocol.base import SessionEvent
 from inferencecenter.protocol.events import Error
-from inferencecenter.sessions.journal import MAX_PENDING, StorageFault, Unwritten
+from inferencecenter.sessions.journal import MAX_PENDING, MAX_RESUMING, StorageFault, Unwritten
 from inferencecenter.sessions.records import (
     Changed,
     Described,
@@ -26,7 +26,7 @@ from inferencecenter.sessions.records import (
     Said,
     Spent,
 )
-from tests.sessions.conftest import FakeJournal, World, packed
+from tests.sessions.conftest import FakeJournal, FakeSink, World, packed
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -299,6 +299,26 @@ def test_a_session_that_lacks_a_record_says_so(world: World, monkeypatch: pytest
         warnings.append(world.sink.last.warnings)
     assert "could not be stored" in warnings[0][-1]
     assert warnings[1] == ()
+
+
+@pytest.mark.parametrize("fault", [None, StorageFault("the disk is full")])
+def test_resumes_that_wait_for_the_store_are_bounded(world: World, fault: StorageFault | None) -> None:
+    """By client, also over many sockets; sessions that are not stored go on, and all is well once it has written."""
+    session_id, unstored = world.create(), world.create(store=False)
+    journal(world).holding = True
+    for _ in range(MAX_RESUMING):
+        world.resume(session_id, FakeSink())
+    journal(world).n_pending, journal(world).fault = MAX_RESUMING, fault
+    with pytest.raises(InferenceCenterError) as caught:
+        world.resume(session_id)
+    assert caught.value.code is (ErrorCode.STORAGE_UNAVAILABLE if fault else ErrorCode.OVERLOADED)
+    for _ in range(MAX_RESUMING + 1):
+        world.resume(unstored)
+    journal(world).holding = False
+    journal(world).let_go()
+    world.sink.events.clear()
+    world.resume(session_id)
+    assert world.sink.ops == ["session_resumed"]
 
 
 def test_a_client_that_is_far_ahead_of_the_store_waits(world: World) -> None:

@@ -154,7 +154,7 @@ async def _streamed(call: Call, request: CreateResponse) -> AsyncGenerator[bytes
                 frames = [frame for _, event in batch for frame in telling.feed(event)]
                 told = b"".join([sse.event(frame.data, name=frame.type) for frame in frames])
                 if told or not batch:
-                    yield told or sse.KEEPALIVE
+                    yield told or _sign_of_life(call, request)
         except InferenceCenterError as error:
             if telling.place is None:
                 raise
@@ -162,6 +162,12 @@ async def _streamed(call: Call, request: CreateResponse) -> AsyncGenerator[bytes
             frame = telling.broken(error)
             yield sse.event(frame.data, name=frame.type)
     yield sse.DONE
+
+
+def _sign_of_life(call: Call, request: CreateResponse) -> bytes:
+    """Return what is said where there is nothing to tell: why, if that is known."""
+    fault = call.context.sessions.fault if request.store else None
+    return sse.KEEPALIVE if fault is None else sse.comment(f"storage unavailable: {fault.message}")
 
 
 async def _begun(call: Call, request: CreateResponse) -> Document:

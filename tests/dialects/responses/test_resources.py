@@ -8,9 +8,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from inferencecenter.ipc.messages import Failed
+from inferencecenter.sessions.journal import StorageFault
 from tests.dialects.asking import post, request, tick
 from tests.dialects.responses import told
 from tests.dialects.responses.serving import PATH, begun, frames_of, get, left, made, text_of
+from tests.dialects.streaming import streamed
+from tests.server.harness import StubJournal
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -51,6 +54,25 @@ async def test_it_streams(server: Running) -> None:
     assert [frame["delta"] for frame in frames if "delta" in frame] == ["Good ", "day"]
     assert output_text(frames[-1]["response"]) == "Good day"
     assert [frame["sequence_number"] for frame in frames] == list(range(len(frames)))
+
+
+@pytest.mark.parametrize("store", [True, False])
+async def test_a_stream_that_storage_holds_back_says_so(serve: Serve, *, store: bool) -> None:
+    """In a comment, in one line and without what comes later; one that is not stored is not held back."""
+    journal = StubJournal()
+    async with serve(journal=journal, sse_keepalive_s=0.01) as server:
+        journal.holding = True
+        async with streamed(server, {"input": "Hello", "store": store}, PATH) as reader:
+            (turn,) = await begun(server)
+            journal.fault = StorageFault("the disk\nis full")
+            await reader.readuntil(b": storage unavailable: the disk is full\n\n" if store else b": keepalive\n\n")
+            server.engine.say(turn, "Good day")
+            server.engine.finish(turn)
+            journal.fault = None
+            journal.let_go()
+            rest = await reader.readuntil(b"data: [DONE]")
+    assert b"Good day" in rest
+    assert store or b"storage" not in rest
 
 
 async def test_the_engine_gets_what_was_asked_for(server: Running) -> None:
