@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Self, TypeVar
 
 import orjson
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
@@ -14,11 +14,14 @@ from inferencecenter.protocol.codec import invalid_request
 from inferencecenter.protocol.json_bounds import check_json_bounds
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from pydantic import GetJsonSchemaHandler
     from pydantic_core import CoreSchema
     from starlette.datastructures import Headers
     from starlette.types import Receive
 
+    from inferencecenter.fair_share import FairShare
     from inferencecenter.settings import ServerSettings
 
 _MANY: Final = 200
@@ -26,6 +29,9 @@ _MANY: Final = 200
 
 LARGE_BYTES: Final = 64 * 1024
 """From here on a body takes milliseconds to read and check, which is too long for the event loop."""
+
+BODIES_BYTES: Final = 256 * 1024 * 1024
+"""Bytes of bodies in memory, shared by the clients; as much as the connections of one client can bring by default."""
 
 _Model = TypeVar("_Model", bound=BaseModel)
 
@@ -55,17 +61,69 @@ class Fields(BaseModel):
         return reference
 
 
-async def read_body(receive: Receive, headers: Headers, settings: ServerSettings) -> bytes:
+class BodyRoom:
+    """What a request's body takes of the room that clients share; free again at the end of the ``with`` block.
+
+    Args:
+        room: What is held of it by all requests.
+        client_id: Whom the request is from.
+    """
+
+    def __init__(self, room: FairShare, client_id: str) -> None:
+        self._room = room
+        self.client_id = client_id
+        self._held = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._held:
+            self._room.remove(self.client_id, self._held)
+            self._held = 0
+
+    def hold(self, size: int) -> None:
+        """Hold so many bytes in all; less than are held already changes nothing.
+
+        Raises:
+            InferenceCenterError: ``queue_full``.
+        """
+        more = size - self._held
+        if more <= 0:
+            return
+        if not self._room.fits(self.client_id, more):
+            raise InferenceCenterError(
+                ErrorCode.QUEUE_FULL,
+                "The bodies of requests take too much memory, and much of it is this client's.",
+                hint="Send fewer large requests at the same time.",
+                retry_after_ms=1000,
+            )
+        self._room.add(self.client_id, more)
+        self._held = size
+
+
+async def read_body(
+    receive: Receive, headers: Headers, settings: ServerSettings, *, hold: Callable[[int], None]
+) -> bytes:
     """Return the whole body.
 
+    Args:
+        receive: Where it comes from.
+        headers: May say how long it is.
+        settings: Its bounds.
+        hold: Called with its length before that is read, as far as it is known; refuses what there is no room for.
+
     Raises:
-        InferenceCenterError: ``message_too_large``, before it is read where it says so itself; ``request_timeout``.
+        InferenceCenterError: ``message_too_large``, before it is read where it says so itself; ``request_timeout``; and
+            see ``BodyRoom.hold``.
         ConnectionError: The peer has gone before its end.
     """
     limit = settings.max_body_bytes
     declared = headers.get("content-length", "0")
-    if declared.isdecimal() and int(declared) > limit:
-        raise _too_large(limit)
+    if declared.isdecimal():
+        if int(declared) > limit:
+            raise _too_large(limit)
+        hold(int(declared))
     body = bytearray()
     try:
         async with asyncio.timeout(settings.body_timeout_s):
@@ -76,6 +134,7 @@ async def read_body(receive: Receive, headers: Headers, settings: ServerSettings
                 body += message.get("body", b"")
                 if len(body) > limit:
                     raise _too_large(limit)
+                hold(len(body))
                 if not message.get("more_body", False):
                     return bytes(body)
     except TimeoutError:

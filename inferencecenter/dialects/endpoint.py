@@ -16,13 +16,14 @@ from starlette.datastructures import Headers, QueryParams
 from starlette.routing import BaseRoute, Route
 
 from inferencecenter.dialects import sse
-from inferencecenter.dialects.body import LARGE_BYTES, checked, parse, read_body
+from inferencecenter.dialects.body import BODIES_BYTES, LARGE_BYTES, BodyRoom, checked, parse, read_body
 from inferencecenter.dialects.caller import Caller, GoneError, Visit, admit
 from inferencecenter.dialects.cors import CrossOrigin
 from inferencecenter.dialects.errors import error_body, error_headers
 from inferencecenter.dialects.nowhere import Nowhere
 from inferencecenter.dialects.replies import Document, Reply, Stream
 from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.fair_share import FairShare
 from inferencecenter.protocol.scopes import Scope
 from inferencecenter.server.upgrade import check_query_length
 from inferencecenter.tasks import TaskGroup
@@ -135,8 +136,9 @@ def routes(context: Context, operations: Iterable[Operation]) -> list[BaseRoute]
     for operation in operations:
         by_path[operation.path][operation.method] = operation
     base = context.settings.base_path
+    bodies = FairShare(BODIES_BYTES)
     found: list[BaseRoute] = [
-        Route(base + path, CrossOrigin(Endpoint(context, methods, path=path), context, methods=methods))
+        Route(base + path, CrossOrigin(Endpoint(context, methods, path=path, bodies=bodies), context, methods=methods))
         for path, methods in by_path.items()
     ]
     return [*found, Nowhere(base + "/v1/")]
@@ -149,12 +151,14 @@ class Endpoint:
         context: The rest of the daemon.
         operations: What is done, by method.
         path: The address's pattern.
+        bodies: The room for bodies, which all addresses share.
     """
 
-    def __init__(self, context: Context, operations: Mapping[str, Operation], *, path: str) -> None:
+    def __init__(self, context: Context, operations: Mapping[str, Operation], *, path: str, bodies: FairShare) -> None:
         self._context = context
         self._operations = operations
         self._path = path
+        self._bodies = bodies
         self._tasks = TaskGroup(path)
 
     async def __call__(self, asgi: AsgiScope, receive: Receive, send: Send) -> None:
@@ -180,37 +184,40 @@ class Endpoint:
 
     async def _answer(self, operation: Operation, asgi: AsgiScope, receive: Receive, answering: _Answering) -> None:
         if operation.scope is None:
-            call = await self._call(operation, asgi, receive, None)
-            await answering.answer(await operation.handler(call))
+            with BodyRoom(self._bodies, "") as room:
+                call = await self._call(operation, asgi, receive, None, room)
+                await answering.answer(await operation.handler(call))
             return
         visit = Visit(await admit(self._context, asgi, Headers(scope=asgi), scope=operation.scope))
-        with self._counted(visit), visit.until_expiry(self._context.clock()):
-            call = await self._call(operation, asgi, receive, visit)
+        room = BodyRoom(self._bodies, visit.account.client_id)
+        with self._counted(visit), visit.until_expiry(self._context.clock()), room:
+            call = await self._call(operation, asgi, receive, visit, room)
             leaving = self._tasks.spawn(_notice_leaving(receive, visit), name="notice_leaving")
             try:
                 await answering.answer(await operation.handler(call))
             finally:
                 leaving.cancel()
 
-    async def _call(self, operation: Operation, asgi: AsgiScope, receive: Receive, visit: Visit | None) -> Call:
+    async def _call(
+        self, operation: Operation, asgi: AsgiScope, receive: Receive, visit: Visit | None, room: BodyRoom
+    ) -> Call:
         check_query_length(asgi["query_string"])
         query = checked(operation.query, dict(QueryParams(asgi["query_string"])))
         return Call(
             context=self._context,
             guest=visit,
-            body=None if operation.body is None else await self._body(operation.body, asgi, receive, visit),
+            body=None if operation.body is None else await self._body(operation.body, asgi, receive, room),
             query=query,
             path=asgi.get("path_params", _NOTHING),
             headers=Headers(scope=asgi),
         )
 
-    async def _body(self, kind: type[BaseModel], asgi: AsgiScope, receive: Receive, visit: Visit | None) -> BaseModel:
+    async def _body(self, kind: type[BaseModel], asgi: AsgiScope, receive: Receive, room: BodyRoom) -> BaseModel:
         """Read the body as ``kind``; a large one is read in a thread, in which clients take turns."""
-        body = await read_body(receive, Headers(scope=asgi), self._context.settings)
+        body = await read_body(receive, Headers(scope=asgi), self._context.settings, hold=room.hold)
         if len(body) < LARGE_BYTES:
             return parse(kind, body)
-        client_id = "" if visit is None else visit.account.client_id
-        return await self._context.worker.run(client_id, partial(parse, kind, body))
+        return await self._context.worker.run(room.client_id, partial(parse, kind, body))
 
     @contextmanager
     def _counted(self, visit: Visit) -> Iterator[None]:

@@ -14,9 +14,10 @@ import pytest
 from inferencecenter.dialects import endpoint
 from inferencecenter.dialects.body import LARGE_BYTES, parse
 from inferencecenter.errors import ErrorCode
+from inferencecenter.fair_share import FairShare
 from inferencecenter.limits import Limits
 from inferencecenter.protocol.json_bounds import MAX_STRUCTURE
-from tests.dialects.asking import exchange, post, request
+from tests.dialects.asking import PATIENCE_S, exchange, post, read_answer, request
 from tests.dialects.streaming import CHAT, HI, chunk_of, gone, next_turn, say, streamed
 from tests.server.harness import ask as ask_socket
 
@@ -99,6 +100,36 @@ async def test_a_body_that_says_it_is_too_large_is_not_read(serve: Serve) -> Non
         lines = [f"POST {CHAT} HTTP/1.1", "host: x", f"authorization: Bearer {server.token}", "content-length: 2000000"]
         answer = await exchange(server.port, "\r\n".join([*lines, "", ""]).encode())
     assert (answer.status, answer.error["code"]) == (413, "message_too_large")
+
+
+@pytest.mark.parametrize("length", ["content-length: 700", "transfer-encoding: chunked"])
+async def test_bodies_share_room(serve: Serve, monkeypatch: pytest.MonkeyPatch, length: str) -> None:
+    """What a client has in memory beyond its share is refused, another is let in, and the room is free afterwards."""
+    room = FairShare(1024)
+    monkeypatch.setattr(endpoint, "FairShare", lambda _: room)
+    body = b'{"text": "' + b"x" * 688 + b'"}'
+    sent = body if length.startswith("content-length") else b"2bc\r\n" + body + b"\r\n0\r\n\r\n"
+    async with serve() as server, asyncio.timeout(PATIENCE_S):
+
+        def asked_by(token: str) -> bytes:
+            lines = ["POST /tokenize HTTP/1.1", "host: x", f"authorization: Bearer {token}", length]
+            return "\r\n".join([*lines, "connection: close", "", ""]).encode() + sent
+
+        server.accounts.ensure_client("eve", max_sessions=3, priority="normal")
+        mine, another = asked_by(server.token), asked_by(server.accounts.create_token("eve").token)
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        writer.write(mine[:-5])
+        while room.total < len(body):  # noqa: ASYNC110 - nothing tells of it
+            await asyncio.sleep(0)
+        refused = await exchange(server.port, mine)
+        assert (refused.status, refused.error["code"]) == (503, "queue_full")
+        assert refused.headers["retry-after"] == "1"
+        assert (await exchange(server.port, another)).status == 200
+        writer.write(mine[-5:])
+        assert read_answer(await reader.read()).status == 200
+        writer.close()
+        assert (await exchange(server.port, mine)).status == 200
+    assert room.total == 0
 
 
 async def test_a_body_that_turns_out_too_large(serve: Serve) -> None:
