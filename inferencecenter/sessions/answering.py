@@ -48,6 +48,9 @@ class Asker(Protocol):
     def prompt_read(self, turn: Turn, *, prompt_tokens: int, cached_tokens: int) -> None:
         """Count a prompt that begins to be read, of which so much is cached."""
 
+    def answer_grew(self, turn: Turn) -> None:
+        """Take note that the answer has more tokens."""
+
     def turn_ended(self, turn: Turn, history: History, outcome: Outcome) -> None:
         """Take the history as it is after the turn, and tell of its end."""
 
@@ -343,6 +346,7 @@ class Answering:
             self._stream.say(event)
         else:
             self._stream.speak(event, turn.speaking.read(event))
+        self._asker.answer_grew(turn)
         self._spend(n_tokens)
 
     def _spend(self, n_tokens: int) -> None:

@@ -85,7 +85,7 @@ class Ended:
     """A turn is over and its history holds. ``turn_key`` is the client's name for it, ``end`` what it was told.
 
     Its tokens count for ``token_id``, but for the ``prompt_tokens`` and ``cached_tokens`` that were counted when its
-    prompt was read.
+    prompt was read, and the ``completion_tokens`` that were counted while it was answered.
     """
 
     session_id: str
@@ -100,6 +100,7 @@ class Ended:
     note: str = ""
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    completion_tokens: int = 0
 
     def spent(self) -> Spent:
         """Return what it counts for beside what was counted before."""
@@ -110,7 +111,7 @@ class Ended:
             at=self.last_used_at,
             prompt_tokens=max(0, usage.prompt_tokens - self.prompt_tokens),
             cached_tokens=max(0, usage.cached_tokens - self.cached_tokens),
-            completion_tokens=usage.completion_tokens,
+            completion_tokens=max(0, usage.completion_tokens - self.completion_tokens),
             turns=1,
         )
 

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from inferencecenter.sessions.submission import Terms
     from inferencecenter.sessions.turn import Outcome
 
+COUNTED_TOKENS: Final = 256
+"""Tokens of an answer after which those of a session that is not stored are written down as spent."""
 _INCOMPLETE: Final = "Something of this session could not be stored: after a restart it may lack that."
 
 
@@ -312,6 +314,16 @@ class Session:
         """Have a prompt counted at once: what a daemon that is killed has read counts, whatever becomes of the turn."""
         self._count(replace(self._spent_by(turn), prompt_tokens=prompt_tokens, cached_tokens=cached_tokens))
 
+    def answer_grew(self, turn: Turn) -> None:
+        """Have what an answer spent counted in coarse steps where nothing else is written of it.
+
+        So a daemon that is killed forgets no more than a step of each. The next one goes on with a stored answer.
+        """
+        n_tokens = turn.n_tokens - turn.counted_tokens
+        if n_tokens >= COUNTED_TOKENS and not self.facts.store and self._own_journal.fault is None:
+            self._count(replace(self._spent_by(turn), completion_tokens=n_tokens))
+            turn.counted_tokens = turn.n_tokens
+
     def turn_ended(self, turn: Turn, history: History, outcome: Outcome) -> None:
         """Take the history as it is after the running turn, and tell of its end."""
         if self.journal.lacks(self.facts.session_id):
@@ -335,6 +347,7 @@ class Session:
             note=note,
             prompt_tokens=turn.prompt_usage[0],
             cached_tokens=turn.prompt_usage[1],
+            completion_tokens=turn.counted_tokens,
         )
         self._stream.tell(end, record)
         if not self.facts.store:
@@ -354,7 +367,7 @@ class Session:
         error = self._stream.failed(turn, failure)
         remembered = Failure(error, turn.order.note)
         self._ledger.remember(turn.turn_id, remembered)
-        spent = replace(self._spent_by(turn), completion_tokens=turn.n_tokens)
+        spent = replace(self._spent_by(turn), completion_tokens=turn.n_tokens - turn.counted_tokens)
         record = Dropped(
             session_id=self.facts.session_id,
             seq=self._stream.seq,

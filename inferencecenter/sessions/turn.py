@@ -63,6 +63,9 @@ class Turn:
         since: Second at which it was asked for, of the clock that all later times are of.
         now: Second at which it begins to wait.
         said: What an earlier daemon left of it.
+
+    Attributes:
+        counted_tokens: Tokens of the answer that are written down as spent before its end.
     """
 
     def __init__(self, order: TurnOrder, *, since: float, now: float, said: Unfinished | None = None) -> None:
@@ -76,6 +79,7 @@ class Turn:
         self.position = 0
         self.abort_request: Abort | None = None
         self.out_of_quota = False
+        self.counted_tokens = 0
         self.trace: TurnTrace = Untraced()
         self._state = TurnState.QUEUED
         self._measured_here = said is not None

@@ -18,6 +18,7 @@ from inferencecenter.sessions.allowance import check_model, limited
 from inferencecenter.sessions.client import Client
 from inferencecenter.sessions.journal import StorageFault
 from inferencecenter.sessions.records import Dropped, Ended, Ordered, Spent
+from inferencecenter.sessions.session import COUNTED_TOKENS
 from tests.sessions.conftest import World
 from tests.sessions.oracle import kept
 
@@ -279,6 +280,28 @@ def test_what_is_written_down_is_what_was_counted(fates: list[str], *, store: bo
         world.close(session_id)
     turns = sum(each.turns for each in spent_of(world))
     assert turns == fates.count("stop")
+
+
+@pytest.mark.parametrize("fate", ["stop", "fail", "kill"])
+def test_long_answers_that_are_not_stored_are_counted_while_they_come(fate: str) -> None:
+    """In coarse steps, each token once; those of a stored one with its end, which the next daemon reaches."""
+    for store in (True, False):
+        world, counter = counted()
+        world.infer(world.create(store=store))
+        prompt = len(world.engine.last_text)
+        world.engine.start()
+        counts = []
+        for n_tokens in (COUNTED_TOKENS - 1, COUNTED_TOKENS, 1):
+            world.engine.generate("a" * n_tokens)
+            counts.append(counted_tokens(world) - prompt)
+        assert counts == ([0, 0, 0] if store else [0, 2 * COUNTED_TOKENS - 1, 2 * COUNTED_TOKENS - 1])
+        if fate == "stop":
+            answer = "a" * (2 * COUNTED_TOKENS)
+            world.engine.finish(kept=answer, end_text="", prompt_tokens=prompt, cached_tokens=0)
+        elif fate == "fail":
+            world.engine.fail()
+        if fate != "kill":
+            assert counted_tokens(world) == counter.used == prompt + 2 * COUNTED_TOKENS
 
 
 def spent_of(world: World) -> list[Spent]:
