@@ -6,7 +6,7 @@ import difflib
 from dataclasses import dataclass
 from itertools import islice
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Final, TypeAlias, get_args
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeGuard, get_args
 
 import orjson
 from pydantic import BaseModel, ValidationError
@@ -18,11 +18,12 @@ from inferencecenter.protocol.json_bounds import MAX_STRUCTURE, check_json_bound
 from inferencecenter.protocol.requests import AnyRequest
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
 _MAX_ID_CHARS: Final = 64
 _SHOWN_VALUE_CHARS: Final = 60
 _MOST_FAULTS: Final = 1000
+PIECE_BYTES: Final = 64 * 1024
 _MANY_FIELDS: Final = 64
 """More than any op has: where there are so many, some of the first are unknown."""
 _SECRET_FIELDS: Final = frozenset({"token", "api_key"})
@@ -151,12 +152,38 @@ def encode(event: Event, *, dagger_only: bool = False) -> str | None:
     """
     if dagger_only and not event.dagger:
         return None
-    body = event.model_dump(
-        exclude_none=not event.keeps_null, include=_DAGGER_FIELDS[type(event)] if dagger_only else None
-    )
+    return _dumped(event, include=_DAGGER_FIELDS[type(event)] if dagger_only else None).decode()
+
+
+def encode_in_pieces(event: Event) -> Iterator[tuple[bytes, bool]]:
+    """Yield an event as the pieces of one text frame, each with whether it is the last.
+
+    A piece is made when it is asked for and has ``PIECE_BYTES``, but for the last. Of what a client may make long, each
+    item is written by itself: a transcript of 16 MiB in one step would take 30 ms of the event loop.
+    """
+    lists = {name: items for name, items in event if _is_list_of_values(items)}
+    piece = bytearray(_dumped(event, exclude=set(lists)))
+    del piece[-1:]
+    for name, items in lists.items():
+        piece += b",%b:[" % orjson.dumps(name)
+        for index, item in enumerate(items):
+            piece += (b"," if index else b"") + orjson.dumps(item.model_dump(exclude_none=not event.keeps_null))
+            while len(piece) >= PIECE_BYTES:
+                yield bytes(piece[:PIECE_BYTES]), False
+                del piece[:PIECE_BYTES]
+        piece += b"]"
+    yield bytes(piece + b"}"), True
+
+
+def _dumped(event: Event, *, include: _Include | None = None, exclude: set[str] | None = None) -> bytes:
+    body = event.model_dump(exclude_none=not event.keeps_null, include=include, exclude=exclude)
     if body.get("id", "") is None:
         del body["id"]
-    return orjson.dumps(body).decode()
+    return orjson.dumps(body)
+
+
+def _is_list_of_values(value: object) -> TypeGuard[tuple[BaseModel, ...]]:
+    return isinstance(value, tuple) and bool(value) and isinstance(value[0], BaseModel)
 
 
 _Include: TypeAlias = "dict[str, _Include | bool]"

@@ -51,12 +51,18 @@ async def _report(connection: Connection, request: requests.Usage, whose: str) -
     since = day_of(max(0.0, context.clock() - (request.days - 1) * _DAY_S))
     try:
         # Not in a thread of those that all share: one client on many sockets would take them from others.
-        read = partial(context.read_usage, whose, since)
-        lines = await context.disk_worker.run(connection.client.client_id, read)
+        days = await context.disk_worker.run(
+            connection.client.client_id, partial(_days, context.read_usage, whose, since)
+        )
     except InferenceCenterError as error:
         connection.fail(error, request_id=request.id)
         return
-    days = tuple(
+    left = _left(connection) if whose == connection.client.client_id else None
+    connection.replay((events.UsageReport(id=request.id, client_id=whose, days=days, left=left),))
+
+
+def _days(read: UsageReader, whose: str, since: str) -> tuple[UsageDay, ...]:
+    return tuple(
         UsageDay(
             day=line.day,
             turns=line.turns,
@@ -64,10 +70,8 @@ async def _report(connection: Connection, request: requests.Usage, whose: str) -
             cached_tokens=line.cached_tokens,
             completion_tokens=line.completion_tokens,
         )
-        for line in lines
+        for line in read(whose, since)
     )
-    left = _left(connection) if whose == connection.client.client_id else None
-    connection.send(events.UsageReport(id=request.id, client_id=whose, days=days, left=left))
 
 
 def _left(connection: Connection) -> UsageLeft:

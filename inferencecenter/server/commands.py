@@ -264,7 +264,7 @@ COMMANDS: Final[Mapping[str, Command]] = MappingProxyType(
         "subscribe_metrics": Command(_subscribe_metrics),
         "unsubscribe_metrics": Command(_unsubscribe_metrics),
         "status": Command(_status),
-        "usage": Command(administration.usage),
+        "usage": Command(administration.usage, in_bulk=True),
         "list_clients": Command(administration.list_clients, scope=Scope.ADMIN),
         "kick": Command(administration.kick, scope=Scope.ADMIN),
         "drain": Command(administration.drain, scope=Scope.OPERATOR),

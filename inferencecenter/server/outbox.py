@@ -5,8 +5,9 @@ peer has stopped reading, and the connection is told to end.
 
 What a client asked for in bulk, as the events that it has missed or a transcript, may be larger than that limit
 although the client reads. It is *replayed*: it keeps its place in the order, is encoded only when the peer has read
-what is before it, and does not count towards the limit. A connection does the next such request when the last one has
-gone out (``replayed``), so that no more than one waits.
+what is before it, and does not count towards the limit. What is long is encoded piece by piece, each a fragment of one
+message, as fast as the peer reads and no more than one in a turn of the event loop. A connection does the next such
+request when the last one has gone out (``replayed``), so that no more than one waits.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ from typing import TYPE_CHECKING, Final, Protocol, TypeGuard
 
 import orjson
 
-from inferencecenter.protocol.codec import encode
+from inferencecenter.protocol.codec import PIECE_BYTES, encode, encode_in_pieces
 from inferencecenter.protocol.events import Reasoning, Token, ToolCall
 from inferencecenter.protocol.text_events import goes_on, text_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from inferencecenter.protocol.base import Event
     from inferencecenter.protocol.text_events import Text
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 
 # Below what WebSocket clients accept by default (1 MiB), with room for JSON around it.
 MAX_JOINED_BYTES: Final = 64 * 1024
+_LEAST_BYTES: Final = 1024
+"""An event that is short takes as long to encode as so many bytes of one that is not."""
 
 
 class Wire(Protocol):
@@ -44,6 +47,9 @@ class Wire(Protocol):
 
     def write_text(self, frame: bytes) -> None:
         """Write a text frame."""
+
+    def write_piece(self, piece: bytes, *, first: bool, last: bool) -> None:
+        """Write a fragment of a text message; no other message begins before the last."""
 
     def finish(self, code: int, reason: str, *, linger_s: float) -> None:
         """Send a close frame, and abort the connection when it is not answered in time."""
@@ -95,6 +101,16 @@ class _Run:
         self.content = bytearray()
 
 
+class _Replayed:
+    """An event that was asked for in bulk; its pieces are made from when its turn comes."""
+
+    __slots__ = ("event", "pieces")
+
+    def __init__(self, event: Event) -> None:
+        self.event = event
+        self.pieces: Iterator[tuple[bytes, bool]] | None = None
+
+
 class Outbox:
     """Events on their way to one client.
 
@@ -111,7 +127,8 @@ class Outbox:
         self._overflowed = overflowed
         self._metrics = metrics
         self._dagger_only = True
-        self._queue: deque[bytes | _Run | Event] = deque()
+        self._queue: deque[bytes | _Run | _Replayed] = deque()
+        self._flushing: asyncio.Handle | None = None
         self._n_replayed = 0
         self._replayed: asyncio.Future[None] | None = None
         self._bytes = 0
@@ -146,13 +163,13 @@ class Outbox:
 
     def replay(self, events: Sequence[Event]) -> None:
         """Send events each of which is encoded when the peer has caught up with what is before it."""
+        if self._closed:
+            return
         for event in events:
-            if self._closed:
-                return
             self._begin_anew(event)
-            self._queue.append(event)
+            self._queue.append(_Replayed(event))
             self._n_replayed += 1
-            self.flush()
+        self.flush()
 
     @property
     def replays(self) -> bool:
@@ -166,17 +183,22 @@ class Outbox:
             await self._replayed
 
     def flush(self) -> None:
-        """Write what waits for as long as the peer keeps up."""
+        """Write what waits for as long as the peer keeps up; of what has to be encoded a piece, and the rest soon."""
+        n_bytes = 0
         while self._queue and self._wire.takes_frames:
-            if (frame := self._take()) is not None:
-                self._write(frame)
+            if n_bytes >= PIECE_BYTES:
+                if self._flushing is None:
+                    self._flushing = asyncio.get_running_loop().call_soon(self._flush_on)
+                return
+            n_bytes += self._write_next()
 
     def close(self, *, write_rest: bool) -> None:
         """Take nothing any more; what waits is handed to the transport or forgotten."""
         self._closed = True
         while write_rest and self._queue:
-            if (frame := self._take()) is not None:
-                self._write(frame)
+            self._write_next()
+        if self._flushing is not None:
+            self._flushing.cancel()
         self._grow(-self._bytes)
         for held in (self._queue, self._runs, self._frames):
             held.clear()
@@ -223,22 +245,43 @@ class Outbox:
         if self._replayed is not None and not self._replayed.done():
             self._replayed.set_result(None)
 
-    def _take(self) -> bytes | None:
-        """Return the next frame; ``None`` for an event that this socket is not told."""
-        entry = self._queue.popleft()
+    def _flush_on(self) -> None:
+        self._flushing = None
+        self.flush()
+
+    def _write_next(self) -> int:
+        """Write the next frame, or a piece of it, and return how many bytes that takes the time to encode."""
+        entry = self._queue[0]
+        if isinstance(entry, _Replayed):
+            return self._write_piece(entry)
+        del self._queue[0]
         if isinstance(entry, bytes):
             self._grow(-len(entry))
-            return entry
-        if not isinstance(entry, _Run):
-            self._n_replayed -= 1
-            if not self._n_replayed:
-                self._end_replay()
-            frame = encode(entry, dagger_only=self._dagger_only)
-            return None if frame is None else frame.encode()
+            self._write(entry)
+            return 0
         if self._runs.get(entry.session_id) is entry:
             del self._runs[entry.session_id]
         self._grow(-len(entry.content))
-        return entry.frames.frame(entry.seq, bytes(entry.content))
+        self._write(entry.frames.frame(entry.seq, bytes(entry.content)))
+        return 0
+
+    def _write_piece(self, entry: _Replayed) -> int:
+        """Write the next piece of an event; a socket of the first protocol is not told those that it does not know."""
+        first = entry.pieces is None
+        if entry.pieces is None:
+            entry.pieces = iter(()) if self._dagger_only else encode_in_pieces(entry.event)
+        piece, last = next(entry.pieces, (b"", True))
+        if last:
+            del self._queue[0]
+            self._n_replayed -= 1
+            if not self._n_replayed:
+                self._end_replay()
+        if first and last and piece:
+            self._write(piece)
+        elif piece:
+            self._wire.write_piece(piece, first=first, last=last)
+            self._metrics.frames_out.inc(last)
+        return max(len(piece), _LEAST_BYTES)
 
     def _write(self, frame: bytes) -> None:
         self._wire.write_text(frame)

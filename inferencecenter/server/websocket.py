@@ -193,6 +193,15 @@ class WebSocket(WebSocketsSansIOProtocol):
             self.conn.send_text(frame)
             self.transport.write(b"".join(self.conn.data_to_send()))
 
+    def write_piece(self, piece: bytes, *, first: bool, last: bool) -> None:
+        """Write a fragment of a text message; nothing happens once the socket is closing."""
+        if not self.close_sent and self.conn.state is State.OPEN and not self.transport.is_closing():
+            if first:
+                self.conn.send_text(piece, fin=last)
+            else:
+                self.conn.send_continuation(piece, fin=last)
+            self.transport.write(b"".join(self.conn.data_to_send()))
+
     def finish(self, code: int, reason: str, *, linger_s: float = LINGER_S) -> None:
         """Send a close frame after all that was written, and abort a peer that does not answer within ``linger_s``."""
         if not self.handshake_complete:

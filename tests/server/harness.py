@@ -409,11 +409,20 @@ class StubWire:
         self.on_lost: Callable[[], None] | None = None
         self.takes_frames = True
         self.written: list[bytes] = []
+        self.pieces: list[bytes] = []
         self.finished: list[int] = []
 
     def write_text(self, frame: bytes) -> None:
         """Keep the frame."""
         self.written.append(frame)
+
+    def write_piece(self, piece: bytes, *, first: bool, last: bool) -> None:
+        """Put the message together; it is written when its last piece is."""
+        assert first == (not self.pieces)
+        self.pieces.append(piece)
+        if last:
+            self.written.append(b"".join(self.pieces))
+            self.pieces.clear()
 
     def finish(self, code: int, reason: str, *, linger_s: float) -> None:
         """Keep the code."""

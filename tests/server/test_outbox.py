@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -10,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from inferencecenter.protocol import events
-from inferencecenter.protocol.codec import encode
-from inferencecenter.protocol.values import TokenLogprobs, TurnStats, Usage
+from inferencecenter.protocol.codec import PIECE_BYTES, encode, encode_in_pieces
+from inferencecenter.protocol.values import ChatMessage, TokenLogprobs, TranscriptTurn, TurnStats, Usage
 from inferencecenter.server import outbox as outbox_module
 from inferencecenter.server.outbox import MAX_JOINED_BYTES, Outbox
 from inferencecenter.tasks import TaskGroup
@@ -19,7 +21,7 @@ from inferencecenter.telemetry.metrics import Metrics
 from tests.server.harness import StubWire
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from inferencecenter.protocol.base import Event
 
@@ -285,11 +287,11 @@ def test_a_replay_is_encoded_as_the_peer_reads(
     """Events far beyond the limit keep their place, and none is encoded before the peer has read what is before it."""
     encoded: list[int] = []
 
-    def counted(event: Any, **options: Any) -> str | None:
+    def counted(event: Any) -> Iterator[tuple[bytes, bool]]:
         encoded.append(event.seq)
-        return encode(event, **options)
+        return encode_in_pieces(event)
 
-    monkeypatch.setattr(outbox_module, "encode", counted)
+    monkeypatch.setattr(outbox_module, "encode_in_pieces", counted)
     wire.takes_frames = False
     outbox.replay([token("x" * 5000, seq) for seq in (1, 2, 3)])
     outbox.send(token("live", 4))
@@ -311,6 +313,67 @@ def _shut_after_each(wire: StubWire) -> Callable[[bytes], None]:
         wire.takes_frames = False
 
     return write
+
+
+def session(*contents: str) -> events.Session:
+    """Return the answer to ``get_session``."""
+    usage = Usage(prompt_tokens=1, cached_tokens=0, completion_tokens=1)
+    messages = tuple(ChatMessage(role="user", content=content) for content in contents)
+    turns = tuple(TranscriptTurn(turn_id="t", finish_reason="stop", messages=2, usage=usage) for _ in contents[:3])
+    facts = {"epoch": "e", "seq": 1, "state": "idle", "model": "m", "n_ctx": 1, "n_tokens": 1, "on_full": "stop"}
+    said = {"transcript": messages, "turns": turns, "usage": usage}
+    return events.Session(session_id="s", **facts, **said, dropped_messages=0, params={}, metadata={})
+
+
+@settings(deadline=None)
+@given(st.lists(st.text()), st.sampled_from(["", "ä" * 200_000]), st.none() | st.text(max_size=9))
+def test_pieces_are_what_the_codec_writes(contents: list[str], last: str, request_id: str | None) -> None:
+    """Whatever is said; only the last is shorter than the others."""
+    event = session(*contents, last).model_copy(update={"id": request_id})
+    pieces = list(encode_in_pieces(event))
+    assert json.loads(b"".join(piece for piece, _ in pieces)) == json.loads(encode(event) or "")
+    assert [is_last for _, is_last in pieces] == [False] * (len(pieces) - 1) + [True]
+    assert {len(piece) for piece, _ in pieces[:-1]} <= {PIECE_BYTES}
+    assert len(pieces[-1][0]) <= PIECE_BYTES + 2
+
+
+async def test_a_long_answer_goes_out_a_piece_in_a_turn_of_the_loop(outbox: Outbox, wire: StubWire) -> None:
+    """However fast the peer reads; what is said meanwhile comes after it."""
+    outbox.replay([session(*["x" * 1000] * 300)])
+    outbox.send(PONG)
+    seen = []
+    while outbox.replays:
+        seen.append(len(wire.pieces))
+        await asyncio.sleep(0)
+    assert seen == [1, 2, 3, 4]
+    await asyncio.sleep(0)
+    assert [frame["op"] for frame in wire.frames] == ["session", "pong"]
+    assert len(wire.frames[0]["transcript"]) == 300
+
+
+async def test_many_short_events_go_out_in_turns(outbox: Outbox, wire: StubWire) -> None:
+    """A replay of thousands leaves the event loop to others between them."""
+    outbox.replay([token("x", seq) for seq in range(1, 1001)])
+    seen = []
+    while outbox.replays:
+        seen.append(len(wire.written))
+        await asyncio.sleep(0)
+    assert seen[0] == 64
+    assert max(after - before for before, after in pairwise(seen)) == 64
+    assert [frame["seq"] for frame in wire.frames] == list(range(1, 1001))
+
+
+async def test_the_rest_of_a_long_answer_is_written_before_the_end(outbox: Outbox, wire: StubWire) -> None:
+    """A socket that is closed after all that was sent ends with a whole message; one that is lost writes no more."""
+    for write_rest in (True, False):
+        wire.written.clear()
+        wire.pieces.clear()
+        made = Outbox(wire, limit_bytes=1000, overflowed=Overflows(), metrics=Metrics())
+        made.speak_v1()
+        made.replay([session(*["x" * 1000] * 300)])
+        made.close(write_rest=write_rest)
+        await asyncio.sleep(0)
+        assert len(wire.written) == write_rest
 
 
 async def test_who_waits_for_a_replay_is_told_when_it_has_gone_or_never_will(outbox: Outbox, wire: StubWire) -> None:

@@ -14,6 +14,7 @@ from websockets.exceptions import InvalidStatus
 from websockets.frames import Close, Frame, Opcode
 
 from inferencecenter.server.connection import Connection
+from inferencecenter.server.pace import Pace
 from inferencecenter.server.websocket import NOT_SENT_LOW_WATER_BYTES, WebSocket
 from tests.server.harness import Running, ask, close_code, hear
 
@@ -270,9 +271,10 @@ async def test_many_small_frames_are_read_in_turns(
         read(self, data)
 
     monkeypatch.setattr(WebSocketsSansIOProtocol, "data_received", noting)
+    monkeypatch.setattr(Pace, "refused", lambda _pace: 0.0)
     reader, writer = await opened(server)
     sizes.clear()
-    count = 6000
+    count = 5000
     writer.write(frame * count + masked(1, b'{"op":"hello"}'))
     async with asyncio.timeout(60):
         heard = b""

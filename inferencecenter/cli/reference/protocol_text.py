@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Final
 
 RULES: Final = """\
-JSON text frames over a WebSocket, one object a frame, told apart by `op` (lower snake case; accepted in any case,
-sent in lower). The endpoint answers at `/`, `/ws`, `/api/inference` and `/api/inference/`. Fields and ops marked †
-are those of the first protocol, whose clients work unchanged. `docs/protocol.schema.json` has the same as JSON
-Schema.
+JSON text frames over a WebSocket, one object a frame (a long answer comes in fragments), told apart by `op` (lower
+snake case; accepted in any case, sent in lower). The endpoint answers at `/`, `/ws`, `/api/inference` and
+`/api/inference/`. Fields and ops marked † are those of the first protocol, whose clients work unchanged.
+`docs/protocol.schema.json` has the same as JSON Schema.
 
 ## Rules
 
