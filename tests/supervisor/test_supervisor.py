@@ -7,6 +7,7 @@ import os
 import signal
 from typing import TYPE_CHECKING
 
+import msgspec
 import pytest
 from structlog.testing import capture_logs
 
@@ -51,25 +52,35 @@ async def test_a_turn_runs_to_its_end(slow: Watched) -> None:
     assert status.model.backend == "echo"
 
 
-async def test_a_killed_engine_costs_no_word(slow: Watched) -> None:
-    """Every turn goes on with the next engine and says what it would have said; turns taken meanwhile run too."""
-    turns = [slow.submit(f"t{n}", LONG) for n in range(4)]
+async def test_a_killed_engine_costs_no_word() -> None:
+    """Every turn goes on with the next engine and says what it would have said; turns taken meanwhile run too.
+
+    The first engine says so little in a minute that no turn has ended when it is killed, however late that is.
+    """
+
+    def faster(options: EngineOptions) -> EngineOptions:
+        return msgspec.structs.replace(options, echo_delay_ms=1)
+
+    watched = Watched(echo_delay_ms=1000, plan_again=faster)
+    watched.supervisor.start()
+    await watched.until(EngineState.READY)
+    turns = [watched.submit(f"t{n}", LONG) for n in range(4)]
     await asyncio.wait_for(turns[0].spoke.wait(), TIMEOUT_S)
     early: list[Heard] = []
 
     def submit_when_lost(status: EngineStatus) -> None:
         if status.state in (EngineState.BACKOFF, EngineState.STARTING):
-            early.append(slow.submit(f"early{len(early)}"))
+            early.append(watched.submit(f"early{len(early)}"))
 
-    slow.supervisor.subscribe(submit_when_lost)
-    before = slow.supervisor.status
-    slow.kill()
-    await slow.until(EngineState.BACKOFF)
-    status = slow.supervisor.status
+    watched.supervisor.subscribe(submit_when_lost)
+    before = watched.supervisor.status
+    watched.kill()
+    await watched.until(EngineState.BACKOFF)
+    status = watched.supervisor.status
     assert "SIGKILL" in status.detail
     assert (status.running, status.waiting) == (0, 5)
-    await slow.until(EngineState.READY)
-    after = slow.supervisor.status
+    await watched.until(EngineState.READY)
+    after = watched.supervisor.status
     assert (after.restarts, after.detail) == (1, "")
     assert after.pid != before.pid
     for turn in turns:
