@@ -28,10 +28,10 @@ WORKDIR /src
 RUN python3 -m venv /opt/inferencecenter/venv
 # llama.cpp first: it takes minutes, and changes only with its version.
 COPY pyproject.toml ./
-RUN /opt/inferencecenter/venv/bin/python -c "import tomllib; print(next(each for each in tomllib.load(open('pyproject.toml', 'rb'))['project']['dependencies'] if each.startswith('llama-cpp-python')))" > llama.txt \
+RUN /opt/inferencecenter/venv/bin/python -c "import tomllib; print(next(each for each in tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['server'] if each.startswith('llama-cpp-python')))" > llama.txt \
     && /opt/inferencecenter/venv/bin/pip install --no-cache-dir --requirement llama.txt
 COPY . ./
-RUN /opt/inferencecenter/venv/bin/pip install --no-cache-dir .
+RUN /opt/inferencecenter/venv/bin/pip install --no-cache-dir ".[server]"
 
 FROM ubuntu:24.04 AS runtime-cpu
 

@@ -29,6 +29,8 @@ from inferencecenter.engines import make_models
 from inferencecenter.errors import ErrorCode, InferenceCenterError
 from inferencecenter.hardware.nvml import Gpu
 from inferencecenter.models.registry import read_registry
+from inferencecenter.protocol.base import Event, Request, build_messages
+from inferencecenter.protocol.values import Value
 from inferencecenter.reload import Reload, static_clients
 from inferencecenter.reporting import Reporter
 from inferencecenter.server.accounts import Accounts
@@ -125,6 +127,7 @@ def serve(settings: Settings, *, announce: Callable[[Announcement], None], read_
     # A watchdog ends a front that is stuck by SIGABRT; where it was stuck then stands in the log.
     faulthandler.enable()
     _allow_many_sockets()
+    build_messages(Request, Event, Value)
     with ExitStack() as held:
         held.enter_context(_only_daemon(settings.state_dir))
         server = settings.server

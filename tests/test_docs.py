@@ -10,7 +10,7 @@ from typing import get_args
 
 import pytest
 
-from inferencecenter.cli.reference import documents
+from inferencecenter.cli.reference.pages import documents
 from inferencecenter.config_params import parse_config_params
 from inferencecenter.configuration import load_settings
 from inferencecenter.errors import ErrorCode

@@ -93,6 +93,16 @@ def main() -> None:
         app()
     except InferenceCenterError as error:
         _end(error)
+    except ModuleNotFoundError as error:
+        if not _is_of_server(error):
+            raise
+        _end(
+            InferenceCenterError(
+                ErrorCode.INVALID_CONFIG,
+                f"this command needs {error.name}, which is not installed",
+                hint='Install the daemon: pip install "inferencecenter[server]".',
+            )
+        )
     except PermissionError as error:
         # A home or a state directory of another user, which any look at a file may meet.
         _end(
@@ -102,6 +112,10 @@ def main() -> None:
                 hint="Run this as the user that owns it; HOME and the state directory must be that user's too.",
             )
         )
+
+
+def _is_of_server(error: ModuleNotFoundError) -> bool:
+    return (error.name or "").partition(".")[0] != __package__.partition(".")[0]
 
 
 def _end(error: InferenceCenterError) -> NoReturn:

@@ -8,7 +8,7 @@ from typing import Annotated, Final
 import typer
 
 import inferencecenter
-from inferencecenter.cli.reference import documents
+from inferencecenter.cli.reference.pages import documents
 
 _STALE_EXIT_CODE: Final = 1
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Final
 
 import websockets
-from pydantic import BaseModel, Field, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from websockets.asyncio.client import connect as open_socket
 from websockets.typing import Subprotocol
 
@@ -27,7 +27,9 @@ if TYPE_CHECKING:
 
     from inferencecenter.protocol.base import Event, Request
 
-_EVENTS: Final[TypeAdapter[AnyEvent]] = TypeAdapter(Annotated[AnyEvent, Field(discriminator="op")])
+_EVENTS: Final[TypeAdapter[AnyEvent]] = TypeAdapter(
+    Annotated[AnyEvent, Field(discriminator="op")], config=ConfigDict(defer_build=True)
+)
 _MAX_FRAME_BYTES: Final = 2**26
 _CLOSE_TIMEOUT_S: Final = 2.0
 _LAST_WORD_S: Final = 1.0
@@ -37,11 +39,10 @@ _HTTP_ERRORS: Final = {401: ErrorCode.NOT_AUTHENTICATED, 403: ErrorCode.FORBIDDE
 class Unknown(BaseModel):
     """A numbered event of a later version: only its number is understood."""
 
+    model_config = ConfigDict(defer_build=True)
+
     session_id: str
     seq: int
-
-
-_UNKNOWN: Final = TypeAdapter(Unknown)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,9 +150,10 @@ def socket_url(url: str) -> str:
 
 def parse(text: str | bytes) -> Event | Unknown | None:
     """Return an event; of an op or a shape that this version does not know, at most its number."""
-    for kind in (_EVENTS, _UNKNOWN):
-        with contextlib.suppress(ValidationError):
-            return kind.validate_json(text)
+    with contextlib.suppress(ValidationError):
+        return _EVENTS.validate_json(text)
+    with contextlib.suppress(ValidationError):
+        return Unknown.model_validate_json(text)
     return None
 
 

@@ -1,0 +1,38 @@
+"""Documentation that is generated from the code, so that it cannot say anything else, and what the web page knows.
+
+``documents`` returns every generated file; ``inferencecenter docs`` writes them, ``docs --check`` compares.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from inferencecenter.cli.reference import (
+    configuration,
+    errors,
+    metrics,
+    openapi,
+    protocol,
+    states,
+    wire_params,
+    wire_types,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+
+def documents() -> Mapping[str, str]:
+    """Return the text of every generated file by its path from the root of the repository."""
+    return {
+        "docs/protocol.md": protocol.page(),
+        "docs/protocol.schema.json": protocol.schema(),
+        "docs/openapi.json": openapi.document(),
+        "docs/errors.md": errors.page(),
+        "docs/configuration.md": configuration.page(),
+        "docs/states.md": states.page(),
+        "docs/metrics.md": metrics.page(),
+        "config/inferencecenter.toml": configuration.default_toml(),
+        "inferencecenter/web/js/wire/types.d.ts": wire_types.module(),
+        "inferencecenter/web/js/wire/params.js": wire_params.module(),
+    }

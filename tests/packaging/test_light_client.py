@@ -1,0 +1,129 @@
+"""The wheel without extras: the client and the commands that talk to a daemon, without a compiler."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import venv
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.e2e.harness import Daemon, run_daemon
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).parents[2]
+SERVER_PACKAGES = ("llama_cpp", "uvicorn", "starlette", "numpy", "llguidance", "huggingface_hub", "jinja2", "uvloop")
+QUESTION = "What is the capital of France?\n"
+EXAMPLES = ("many_sessions.py", "abort.py", "tool_loop.py")
+
+
+@pytest.fixture(scope="module")
+def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of programs of an environment in which the wheel was installed, and nothing else."""
+    scratch = tmp_path_factory.mktemp("bare")
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
+    subprocess.run([*pip, "wheel", "--no-deps", "--wheel-dir", scratch, ROOT], check=True)
+    (wheel,) = scratch.glob("*.whl")
+    venv.create(scratch / "venv", with_pip=True)
+    done = subprocess.run(
+        [scratch / "venv/bin/python", "-m", "pip", "--disable-pip-version-check", "install", "--quiet", wheel],
+        check=False,
+        capture_output=True,
+        text=True,
+    )
+    if "No matching distribution" in done.stderr or "Connection" in done.stderr:
+        pytest.skip("no package index can be reached")
+    assert done.returncode == 0, done.stderr
+    return scratch / "venv" / "bin"
+
+
+@pytest.fixture(scope="module")
+def daemon(tmp_path_factory: pytest.TempPathFactory, demo_model_path: Path) -> Iterator[Daemon]:
+    """A daemon on the demo model."""
+    with run_daemon(tmp_path_factory.mktemp("daemon") / "state", demo_model_path) as running:
+        yield running
+
+
+def run(bare: Path, *command: str | Path, daemon: Daemon | None = None) -> subprocess.CompletedProcess[str]:
+    """Run a program of the bare environment in an empty folder, with the address and token of a daemon."""
+    environment = {"PATH": os.environ["PATH"], "HOME": str(bare)}
+    if daemon is not None:
+        environment |= {
+            "INFERENCECENTER_URL": f"http://127.0.0.1:{daemon.port}",
+            "INFERENCECENTER_TOKEN": daemon.admin_token,
+            "INFERENCECENTER_STATE_DIR": str(daemon.state_dir),
+            "INFERENCECENTER_SERVER__PORT": str(daemon.port),
+        }
+    program, *arguments = command
+    return subprocess.run(
+        [bare / program, *arguments],
+        env=environment,
+        cwd=bare,
+        input=QUESTION,
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+def test_nothing_of_the_server_is_installed(bare: Path) -> None:
+    """Neither the compiled packages nor those of the HTTP server are brought along."""
+    found = f"from importlib.util import find_spec; print([n for n in {SERVER_PACKAGES!r} if find_spec(n)])"
+    assert run(bare, "python", "-c", found).stdout == "[]\n"
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_the_examples_of_the_client_run(bare: Path, daemon: Daemon, example: str) -> None:
+    """A program that uses the client needs nothing else."""
+    done = run(bare, "python", ROOT / "examples" / example, daemon=daemon)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("session", "list"),
+        ("stats", "--once"),
+        ("model", "list"),
+        ("token", "list"),
+        ("client", "list"),
+        ("usage",),
+        ("audit",),
+        ("config", "show"),
+        ("healthcheck",),
+        ("chat",),
+    ],
+    ids=" ".join,
+)
+def test_commands_work_beside_a_daemon(bare: Path, daemon: Daemon, command: tuple[str, ...]) -> None:
+    """What talks to a daemon, or looks at its files, needs nothing of the server."""
+    done = run(bare, "inferencecenter", *command, daemon=daemon)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("command", [("serve",), ("run", "demo", "Hello."), ("doctor",)], ids=" ".join)
+def test_what_needs_the_server_says_so(bare: Path, command: tuple[str, ...]) -> None:
+    """The message names the extra that brings it."""
+    done = run(bare, "inferencecenter", *command)
+    assert done.returncode == 78
+    assert 'pip install "inferencecenter[server]"' in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_importing_the_client_loads_no_other_part(bare: Path) -> None:
+    """Neither the daemon's modules nor its log come with the client."""
+    code = "import sys, json, inferencecenter.client; print(json.dumps(sorted(sys.modules)))"
+    modules = json.loads(run(bare, "python", "-c", code).stdout)
+    packages = {name.split(".")[1] for name in modules if name.startswith("inferencecenter.")}
+    assert packages == {"client", "protocol", "errors", "tasks"}
+    assert not {"structlog", "rich", "typer", "msgspec"} & set(modules)
