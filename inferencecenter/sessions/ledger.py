@@ -44,6 +44,7 @@ class Ledger:
         ends: How those with a key have ended, the latest last.
         notes: What was noted of turns by their ids.
         failures: Why turns failed, by their ids, the latest last.
+        usage: The sum of the turns, where it is known.
     """
 
     def __init__(
@@ -52,12 +53,14 @@ class Ledger:
         ends: Mapping[str, End] = _NO_ENDS,
         notes: Mapping[str, str] = _NO_NOTES,
         failures: Mapping[str, Failure] = _NO_FAILURES,
+        *,
+        usage: Usage | None = None,
     ) -> None:
         self._turns = list(turns)
         self._notes = dict(notes)
         self._ends = OrderedDict(list(ends.items())[-MAX_TURN_KEYS:])
         self._failures = OrderedDict(list(failures.items())[-MAX_FAILURES:])
-        self.usage = _sum(self._turns)
+        self.usage = _sum(self._turns) if usage is None else usage
 
     @property
     def turns(self) -> tuple[TranscriptTurn, ...]:
@@ -118,7 +121,9 @@ class Ledger:
 
         The keys stay behind: what they are answered with belongs to this session's events.
         """
-        turns = self._turns if turn is None else self._turns[: self._length(turn)]
+        if turn is None:
+            return Ledger(self._turns, notes=self._notes, usage=self.usage)
+        turns = self._turns[: self._length(turn)]
         kept = {known.turn_id for known in turns}
         return Ledger(turns, notes={turn_id: note for turn_id, note in self._notes.items() if turn_id in kept})
 

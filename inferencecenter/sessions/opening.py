@@ -115,7 +115,7 @@ def restored(kept: Iterable[Kept], *, clean: bool, around: Surroundings) -> list
     for each in sorted(kept, key=lambda each: each.facts.created_at):
         facts, journal = each.facts, around.journal.of_client(each.facts.client_id)
         if facts.on_disconnect == "close":
-            journal.write(Gone(session_id=facts.session_id, history=each.history), flush=True)
+            journal.write(Gone(session_id=facts.session_id, n_chars=each.history.extent.n_chars), flush=True)
             continue
         if not clean:
             facts = replace(facts, epoch=around.new_id("e_"))

@@ -45,13 +45,14 @@ class TurnOrder:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Opened:
-    """A session begins, as a fork with a history, and turns with ``notes`` by their ids."""
+    """A session begins, as a fork of ``parent`` with a history, and turns with ``notes`` by their ids."""
 
     facts: SessionFacts
     history: History
     turns: tuple[TranscriptTurn, ...]
     last_used_at: float
     notes: Mapping[str, str] = field(default_factory=dict)
+    parent: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,10 +163,10 @@ class Renamed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gone:
-    """A session is closed, has expired or was purged; ``history`` is what it held, where that is known."""
+    """A session is closed, has expired or was purged; ``n_chars`` is about what it held, where that is known."""
 
     session_id: str
-    history: History | None = field(default=None, compare=False)
+    n_chars: int = field(default=0, compare=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

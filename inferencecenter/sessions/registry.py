@@ -442,7 +442,7 @@ class Sessions:
         if (closing := self._roster.make_room(client, stateless=facts.stateless, keeping=parent)) is not None:
             self._close(closing)
         self._roster.learn_retention({client.client_id: client.retention_days})
-        session.open()
+        session.open(parent=created.parent)
         self._roster.add(session)
         if facts.metadata:
             self._news.described(session, by=session.sink)

@@ -166,8 +166,8 @@ class Session:
 
     # What clients ask for.
 
-    def open(self) -> None:
-        """Write down that the session begins."""
+    def open(self, *, parent: str | None = None) -> None:
+        """Write down that the session begins, as a fork of ``parent``."""
         self._measure()
         record = Opened(
             facts=self.facts,
@@ -175,6 +175,7 @@ class Session:
             turns=self._ledger.all_turns,
             last_used_at=self._last_used_at,
             notes=self._ledger.notes,
+            parent=parent,
         )
         self._stream.write(record)
 
@@ -289,7 +290,7 @@ class Session:
         if (answering := self._answering) is not None:
             answering.abandon()
         self._leave(SessionChange.CLOSE)
-        self._stream.write(Gone(session_id=self.facts.session_id, history=self._history))
+        self._stream.write(self._gone())
         return events.SessionClosed(session_id=self.facts.session_id)
 
     # What happens to it.
@@ -308,7 +309,7 @@ class Session:
     def expire(self) -> None:
         """End the idle session because nobody used it."""
         self._leave(SessionChange.EXPIRE)
-        self._stream.tell(self._stream.expired(), Gone(session_id=self.facts.session_id, history=self._history))
+        self._stream.tell(self._stream.expired(), self._gone())
 
     def prompt_read(self, turn: Turn, *, prompt_tokens: int, cached_tokens: int) -> None:
         """Have a prompt counted at once: what a daemon that is killed has read counts, whatever becomes of the turn."""
@@ -426,6 +427,9 @@ class Session:
         self._audience.rest()
         self._change(SessionChange.TURN_ENDED)
         self._touch()
+
+    def _gone(self) -> Gone:
+        return Gone(session_id=self.facts.session_id, n_chars=self.n_chars)
 
     def _leave(self, change: SessionChange) -> None:
         self._change(change)

@@ -146,7 +146,7 @@ def test_a_fork_begins_with_all_that_it_takes_over(world: World) -> None:
     world.turn(session_id, "b", "two")
     child = world.fork(session_id)
     opened = journal(world).of(Opened)[-1]
-    assert opened.facts.session_id == child
+    assert (opened.facts.session_id, opened.parent) == (child, session_id)
     assert [turn.turn_id for turn in opened.turns] == [turn.turn_id for turn in world.get(child).turns]
     assert len(opened.history.messages) == 4
 

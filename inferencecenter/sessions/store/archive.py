@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.sessions.store import bases
 from inferencecenter.sessions.store.faults import hint_of, reason_of
 from inferencecenter.sessions.store.opening import open_reading, open_writing
-from inferencecenter.sessions.store.reading import read_one, read_said
-from inferencecenter.sessions.store.recorder import Purge, delete
+from inferencecenter.sessions.store.reading import Shared, read_one, read_said
+from inferencecenter.sessions.store.recorder import Purge, let_go
 from inferencecenter.sessions.store.schema import MIGRATIONS
 from inferencecenter.sqlite_file import connect, transaction, unusable
 
@@ -23,6 +24,24 @@ if TYPE_CHECKING:
     from inferencecenter.sessions.store.recorder import PurgeKind
     from inferencecenter.sessions.store.rows import Row
 
+# What each session has: its own rows, and the first so many of those that it begins with.
+_LIST: Final = """
+    WITH RECURSIVE held (session, row, messages, turns, pieces) AS (
+        SELECT id, id, 1e99, 1e99, 1e99 FROM sessions WHERE complete AND (?1 IS NULL OR client_id = ?1)
+        UNION ALL
+        SELECT session, base, min(messages, base_messages), min(turns, base_turns), min(pieces, base_pieces)
+        FROM held JOIN sessions ON id = row WHERE base IS NOT NULL
+    ), counted AS (
+        SELECT session,
+            sum((SELECT count(*) FROM messages WHERE messages.session = row AND n < held.messages)) AS n_messages,
+            sum((SELECT count(*) FROM turns WHERE turns.session = row AND n < held.turns)) AS n_turns,
+            sum((SELECT coalesce(sum(length(ids)), 0) FROM tokens WHERE tokens.session = row AND n < pieces)) AS n_bytes
+        FROM held GROUP BY session
+    )
+    SELECT session_id, client_id, coalesce(facts ->> 'model', ''), n_messages,
+        n_turns, n_bytes / 4, created_at, last_used_at, EXISTS (SELECT 1 FROM orders WHERE orders.session = id)
+    FROM sessions JOIN counted ON counted.session = id ORDER BY id
+"""
 _ROWS_HINT: Final = "`inferencecenter restore` a backup that has it, or `inferencecenter session purge` it."
 
 
@@ -79,15 +98,7 @@ class Archive:
 
     def sessions(self, client_id: str | None = None) -> list[SessionLine]:
         """Return the sessions of a client, or all, oldest first."""
-        rows = self._database.execute(
-            "SELECT session_id, client_id, coalesce(facts ->> 'model', ''),"
-            " (SELECT count(*) FROM messages WHERE session = id), (SELECT count(*) FROM turns WHERE session = id),"
-            " (SELECT coalesce(sum(length(ids)), 0) / 4 FROM tokens WHERE session = id), created_at, last_used_at,"
-            " EXISTS (SELECT 1 FROM orders WHERE session = id)"
-            " FROM sessions WHERE complete AND (?1 IS NULL OR client_id = ?1) ORDER BY id",
-            (client_id,),
-        )
-        return [_line(row) for row in rows]
+        return [_line(row) for row in self._database.execute(_LIST, (client_id,))]
 
     def read(self, session_id: str) -> Kept:
         """Return everything about a session.
@@ -104,7 +115,7 @@ class Archive:
                 hint="`inferencecenter session list` shows which are.",
             )
         try:
-            return read_one(self._database, row[0], read_said(self._database)).kept
+            return read_one(self._database, row[0], read_said(self._database), Shared(self._database)).kept
         except ValueError as error:
             reason = f"the rows of session {session_id} do not fit together"
             raise unusable(self._path, reason, hint=_ROWS_HINT) from error
@@ -147,7 +158,8 @@ def purge_file(path: Path, kind: PurgeKind, name: str) -> None:
     """
     with _mapped_errors(path), contextlib.closing(open_writing(path)) as database:
         with transaction(database):
-            delete(database, Purge(kind, name))
+            let_go(database, Purge(kind, name))
+            bases.sweep(database, bases.unowned(database))
         database.execute("PRAGMA wal_checkpoint(TRUNCATE)")
 
 

@@ -5,8 +5,9 @@ Mostly something is appended. A rewind cuts, and where a conversation was render
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from inferencecenter.sessions.history import History
@@ -54,7 +55,7 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class TurnsDifference:
-    """The rows from ``first`` up to before ``end`` stay, all others go, and ``turns`` follow."""
+    """The rows from ``first`` up to before ``end`` stay, those behind go, and ``turns`` follow."""
 
     first: int
     end: int
@@ -85,11 +86,9 @@ def difference(before: Written, now: History) -> Difference:
 
 
 def turns_difference(before: Written, now: tuple[TranscriptTurn, ...]) -> TurnsDifference:
-    """Return how the file's turns become ``now``; what stays is one run of them, since the oldest may be left out."""
-    held = before.turns
-    start = held.index(now[0]) if now and now[0] in held else len(held)
-    n_common = _n_common(held[start:], now)
-    first = before.first_turn + start if n_common else 0
+    """Return how the file's turns become ``now``."""
+    n_common = _n_common(before.turns, now)
+    first = before.first_turn if n_common else 0
     return TurnsDifference(first, first + n_common, now[n_common:])
 
 
@@ -101,12 +100,20 @@ def _n_common_pieces(before: Written, now: History) -> int:
         n_bytes, n_chars = pieces[count - 1]
         return not (now.tokens.startswith(held.tokens[:n_bytes]) and now.covered.startswith(held.covered[:n_chars]))
 
-    if not pieces or not differs(len(pieces)):
+    if not pieces or (held.tokens is now.tokens and held.covered is now.covered):
+        return len(pieces)
+    # What goes on from there, or was taken back, is told apart without looking at each piece.
+    if held.tokens.startswith(now.tokens) and held.covered.startswith(now.covered):
+        n_bytes, n_chars = len(now.tokens), len(now.covered)
+        return min(bisect_right(pieces, n_bytes, key=itemgetter(0)), bisect_right(pieces, n_chars, key=itemgetter(1)))
+    if not differs(len(pieces)):
         return len(pieces)
     return bisect_left(range(1, len(pieces) + 1), True, key=differs)
 
 
 def _n_common(held: tuple[_T, ...], now: tuple[_T, ...]) -> int:
+    if held is now:
+        return len(held)
     shorter = min(len(held), len(now))
     # Mostly they are the very same objects, which this finds out without looking into them.
     if held[:shorter] == now[:shorter]:

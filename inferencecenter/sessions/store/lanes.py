@@ -8,15 +8,14 @@ waiting. Usually all that waits fits into one. Within a client all keeps its ord
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final, TypeAlias
+from typing import TYPE_CHECKING, Final
 
 from inferencecenter.sessions.store.parts import parts_of, weight_of
-from inferencecenter.sessions.store.writer import Batch
+from inferencecenter.sessions.store.writer import Batch, Tell
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Collection
 
     from inferencecenter.sessions.store.recorder import Entry
 
@@ -24,8 +23,6 @@ BATCH_BYTES: Final = 512 * 1024
 """About what a transaction writes at most, some milliseconds; one entry that is larger is in one all the same."""
 SHARE_BYTES: Final = 128 * 1024
 """About what a client gives to it before the others have given as much."""
-
-Tell: TypeAlias = Callable[[], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +46,10 @@ class Lanes:
     def __init__(self) -> None:
         self._lanes: dict[str, _Lane] = {}
         self._n_pending: Counter[str] = Counter()
+        self._unswept: frozenset[str] = frozenset()
 
     def __bool__(self) -> bool:
-        return bool(self._lanes)
+        return bool(self._lanes or self._unswept)
 
     def write(self, client_id: str, entry: Entry, *, durable: bool) -> None:
         """Have an entry written after all others of the client."""
@@ -62,15 +60,15 @@ class Lanes:
         self._add(client_id, tell)
 
     def n_pending(self, client_id: str) -> int:
-        """Return how much of a client waits or is being written: entries, and calls."""
-        return self._n_pending.get(client_id, 0)
+        """Return how much of a client waits or is being written or deleted: entries, and calls."""
+        return self._n_pending.get(client_id, 0) + (client_id in self._unswept)
 
     def take(self) -> Batch:
-        """Return what the next transaction takes."""
+        """Return what the next transaction takes; nothing of clients of which something has yet to be deleted."""
         batch = Batch()
         left = BATCH_BYTES
-        while self._lanes and left > 0:
-            for client_id in tuple(self._lanes):
+        while left > 0 and (ready := [client_id for client_id in self._lanes if client_id not in self._unswept]):
+            for client_id in ready:
                 left -= self._give(client_id, batch, min(SHARE_BYTES, left))
                 if left <= 0:
                     break
@@ -84,9 +82,21 @@ class Lanes:
                 self._give(client_id, batch, BATCH_BYTES)
         return batch
 
-    def done(self, counts: Mapping[str, int]) -> None:
-        """Take note that so much of each client was written and told."""
-        for client_id, count in counts.items():
+    def hold(self, batch: Batch, unswept: Collection[str]) -> None:
+        """Have a batch that is written not tell those clients of which something has yet to be deleted.
+
+        What would be told comes first of what waits then.
+        """
+        self._unswept = frozenset(unswept)
+        for client_id, tell in reversed(batch.tells):
+            if client_id in self._unswept:
+                self._lanes.setdefault(client_id, _Lane()).items.appendleft(tell)
+                batch.counts[client_id] -= 1
+        batch.tells = [each for each in batch.tells if each[0] not in self._unswept]
+
+    def done(self, batch: Batch) -> None:
+        """Take note that a batch was written and told."""
+        for client_id, count in batch.counts.items():
             self._n_pending[client_id] -= count
             if not self._n_pending[client_id]:
                 del self._n_pending[client_id]
@@ -112,7 +122,7 @@ class Lanes:
                     lane.durable = item.durable
                 else:
                     # All that this call waits for is in this transaction, or in one before.
-                    batch.tells.append(item)
+                    batch.tells.append((client_id, item))
                     batch.counts[client_id] += 1
                 lane.items.popleft()
                 continue

@@ -1,8 +1,8 @@
 """How much an entry asks of the file, and how one that asks for much is written in parts. Pure.
 
-A session that begins with a long history, as a fork does, and one that ends with one take many transactions. Until the
-last of them the row in ``sessions`` is not ``complete``: what reads the file passes over it, and the next daemon
-deletes what a killed one left of it. Nothing is told of the session before the last part is in the file.
+A session that begins with a long history takes many transactions. Until the last of them the row in ``sessions`` is not
+``complete``: what reads the file passes over it, and the next daemon deletes what a killed one left of it. Nothing is
+told of the session before the last part is in the file. A fork begins with rows that are there.
 """
 
 from __future__ import annotations
@@ -38,22 +38,11 @@ class OpenedPart:
     is_last: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class GonePart:
-    """Of a session that ends only the first ``n_messages`` are left, and it is none any more."""
-
-    session_id: str
-    n_messages: int
-
-
 def parts_of(entry: Entry) -> Iterator[Entry]:
     """Yield what an entry is written as, one after the other."""
     match entry:
-        case Opened() if _is_long(entry.history.messages, entry.notes.values()):
+        case Opened(parent=None) if _is_long(entry.history.messages, entry.notes.values()):
             yield from _opened(entry)
-        case Gone(history=history) if history is not None and _is_long(history.messages):
-            yield from _gone(entry.session_id, history.messages)
-            yield entry
         case _:
             yield entry
 
@@ -63,9 +52,9 @@ def weight_of(entry: Entry) -> int:
     match entry:
         case Said():
             content = len(entry.tokens) + len(entry.text)
-        case OpenedPart() | GonePart():
+        case OpenedPart():
             content = PART_BYTES
-        case Opened():
+        case Opened(parent=None):
             content = sum(map(_weight, entry.history.messages))
         case Ended(history=history):
             content = _weight_from(history, history.turns[-1].n_before if history.turns else 0)
@@ -73,6 +62,8 @@ def weight_of(entry: Entry) -> int:
             content = _weight_from(history, history.turns[-1].n_messages if history.turns else 0)
         case Ordered(order=order):
             content = len(order.request.prompt or "") + sum(map(_weight, order.request.messages or ()))
+        case Gone(n_chars=n_chars):
+            content = min(n_chars, PART_BYTES)
         case _:
             content = 0
     return _ROW_BYTES + content
@@ -101,15 +92,6 @@ def _opened(record: Opened) -> Iterator[OpenedPart]:
             yield OpenedPart(record, n_messages, n, is_first=is_first)
             total, is_first = 0, False
     yield OpenedPart(record, n_messages, len(record.turns), is_first=is_first, is_last=True)
-
-
-def _gone(session_id: str, messages: tuple[ChatMessage, ...]) -> Iterator[GonePart]:
-    total = 0
-    for n in range(len(messages) - 1, -1, -1):
-        total += _weight(messages[n])
-        if total >= PART_BYTES:
-            yield GonePart(session_id, n)
-            total = 0
 
 
 def _weight(message: ChatMessage) -> int:

@@ -1,4 +1,7 @@
-"""Sessions out of the file, each on its own: what cannot be read of one takes nothing from the others."""
+"""Sessions out of the file, each on its own: what cannot be read of one takes nothing from the others.
+
+What several sessions begin with is read once, and they share it in memory too.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,8 @@ import gc
 import sqlite3
 from collections import defaultdict
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final
+from itertools import accumulate
+from typing import TYPE_CHECKING, Final, TypeVar
 
 import structlog
 
@@ -16,6 +20,7 @@ from inferencecenter.sessions.ledger import MAX_TURN_KEYS
 from inferencecenter.sessions.records import Kept, Unfinished
 from inferencecenter.sessions.speaking import decode_parts
 from inferencecenter.sessions.store import failures, rows
+from inferencecenter.sessions.store.bases import Reach, base_of
 from inferencecenter.sessions.store.difference import Written
 from inferencecenter.sessions.store.recorder import Known
 
@@ -23,22 +28,25 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from inferencecenter.protocol.events import End
-    from inferencecenter.protocol.values import TranscriptTurn
+    from inferencecenter.protocol.values import ChatMessage, TranscriptTurn
+    from inferencecenter.sessions.history import TurnMark
+    from inferencecenter.sessions.store.bases import Base
 
 _SESSION: Final = (
     "SELECT session_id, client_id, epoch, seq, created_at, last_used_at, made_by, view_kept, view_resumes_at, facts"
     " FROM sessions WHERE id = ?"
 )
-_MESSAGES: Final = "SELECT n, role, content, more FROM messages WHERE session = ? ORDER BY n"
-_TOKENS: Final = "SELECT n, ids, covered FROM tokens WHERE session = ? ORDER BY n"
+_MESSAGES: Final = "SELECT n, role, content, more FROM messages WHERE session = ? AND n >= ? ORDER BY n"
+_TOKENS: Final = "SELECT n, ids, covered FROM tokens WHERE session = ? AND n >= ? ORDER BY n"
 _MARKS: Final = (
     "SELECT n, turn_id, n_before, n_messages, n_tokens, n_chars, view_kept, view_resumes_at"
-    " FROM marks WHERE session = ? ORDER BY n"
+    " FROM marks WHERE session = ? AND n >= ? ORDER BY n"
 )
 _TURNS: Final = (
     "SELECT n, turn_id, finish_reason, messages, prompt_tokens, cached_tokens, completion_tokens, reasoning_tokens,"
-    " turn_key, ending, note FROM turns WHERE session = ? ORDER BY n"
+    " turn_key, ending, note FROM turns WHERE session = ? AND n >= ? ORDER BY n"
 )
+_BASES: Final = "SELECT DISTINCT base FROM sessions WHERE base IS NOT NULL"
 _ORDER: Final = (
     "SELECT turn_id, request, params, rank, warnings, submitted_at, rendered_at, made_by, view_kept, view_resumes_at,"
     " model, token_id, note FROM orders WHERE session = ?"
@@ -52,6 +60,7 @@ _SCANS: Final = (
 )
 _SAID: Final = "SELECT session, seq, ids, text, parts FROM said ORDER BY rowid"
 
+_T = TypeVar("_T")
 _log = structlog.get_logger(__name__)
 
 
@@ -81,15 +90,115 @@ class Contents:
     unreadable: dict[str, str]
 
 
+@dataclass(frozen=True, slots=True)
+class _Own:
+    """The rows that are a row's own, whose numbers count on from ``start``, and what it begins with.
+
+    ``answers`` are the keys and ends of its turns, and notes of them; of turns the oldest may be missing.
+    """
+
+    base: Base | None
+    start: Reach
+    messages: tuple[ChatMessage, ...]
+    pieces: tuple[tuple[bytes, str], ...]
+    marks: tuple[TurnMark, ...]
+    turns: tuple[TranscriptTurn, ...]
+    answers: tuple[rows.Row, ...]
+    first_turn: int
+
+
+@dataclass(slots=True)
+class _Rows:
+    """All that a session has, with what it begins with; keys of turns from number ``first_key`` on are its own.
+
+    ``tokens`` and ``covered`` are what its pieces spell.
+    """
+
+    messages: tuple[ChatMessage, ...] = ()
+    pieces: list[tuple[bytes, str]] = field(default_factory=list)
+    marks: tuple[TurnMark, ...] = ()
+    turns: tuple[TranscriptTurn, ...] = ()
+    answers: tuple[rows.Row, ...] = ()
+    first_turn: int = 0
+    first_key: int = 0
+    tokens: bytes = b""
+    covered: str = ""
+
+    def add(self, own: _Own, limit: Reach | None) -> None:
+        """Add a row's own rows, those up to ``limit``.
+
+        Raises:
+            ValueError: Some of these are missing.
+        """
+        if not self.turns:
+            self.first_turn = own.first_turn
+        self.messages += _up_to(own.messages, own.start.messages, limit and limit.messages)
+        self.pieces += _up_to(own.pieces, own.start.pieces, limit and limit.pieces)
+        self.marks += _up_to(own.marks, own.start.marks, limit and limit.marks)
+        turns = _up_to(own.turns, own.first_turn, limit and limit.turns)
+        self.turns += turns
+        self.answers += own.answers[: len(turns)]
+
+
+class Shared:
+    """What is read of rows of ``sessions``: those that others begin with are read once."""
+
+    def __init__(self, database: sqlite3.Connection) -> None:
+        self._database = database
+        self._referred: set[int] = set()
+        self._own: dict[int, _Own] = {}
+        self._spelled: dict[tuple[int, int], tuple[bytes, str]] = {}
+        # In a damaged file, what several begin with may have to be read more than once.
+        with contextlib.suppress(sqlite3.Error):
+            self._referred.update(base for (base,) in database.execute(_BASES))
+
+    def read(self, row: int) -> _Rows:
+        """Return what a session has.
+
+        Raises:
+            sqlite3.Error: It cannot be read.
+            ValueError: It does not say what it should.
+        """
+        own = self._own_of(row)
+        found = _Rows(first_key=own.base.keys if own.base is not None else 0)
+        chain: dict[int, tuple[_Own, Reach | None]] = {row: (own, None)}
+        limit: Reach | None = None
+        while (base := own.base) is not None:
+            if base.row in chain:
+                raise ValueError("it begins with itself")
+            limit = base.reach if limit is None else limit.shared(base.reach)
+            own = self._own_of(base.row)
+            chain[base.row] = own, limit
+        speller = row
+        for each, (own, reach) in reversed(chain.items()):
+            n_before = len(found.pieces)
+            found.add(own, reach)
+            speller = each if len(found.pieces) > n_before else speller
+        # Sessions whose last piece is the same one share all that they spell.
+        spelled = speller, len(found.pieces)
+        if spelled not in self._spelled:
+            self._spelled[spelled] = _joined(found.pieces)
+        found.tokens, found.covered = self._spelled[spelled]
+        return found
+
+    def _own_of(self, row: int) -> _Own:
+        found = self._own.get(row)
+        if found is None:
+            found = _own_rows(self._database, row)
+            if row in self._referred:
+                self._own[row] = found
+        return found
+
+
 def read_all(database: sqlite3.Connection) -> Contents:
     """Return every session that can be read; the others stay in the file as they are."""
-    said = read_said(database)
+    said, shared = read_said(database), Shared(database)
     found: list[Found] = []
     unreadable: dict[str, str] = {}
     with _no_collection():
         for row, name in session_rows(database).items():
             try:
-                found.append(read_one(database, row, said))
+                found.append(read_one(database, row, said, shared))
             except Exception as error:  # noqa: BLE001 - the border to what other programs and disks made of a row
                 unreadable[name] = _reason(error)
     return Contents(found, unreadable)
@@ -138,7 +247,7 @@ def read_said(database: sqlite3.Connection) -> dict[int, Said] | None:
     return dict(said)
 
 
-def read_one(database: sqlite3.Connection, row: int, said: dict[int, Said] | None) -> Found:
+def read_one(database: sqlite3.Connection, row: int, said: dict[int, Said] | None, shared: Shared) -> Found:
     """Return the session in a row of ``sessions``.
 
     Raises:
@@ -149,8 +258,8 @@ def read_one(database: sqlite3.Connection, row: int, said: dict[int, Said] | Non
     if held is None:
         raise ValueError("its row is missing")
     session_id, client_id, epoch, seq, created_at, last_used_at, made_by, kept, resumes_at, facts = held
-    history, pieces = _history(database, row, view=View(kept, resumes_at), made_by=made_by)
-    turns, ends, notes, first_turn = _turns(database, row)
+    read = shared.read(row)
+    ends, notes = _answers(read)
     here = Said() if said is None else said.get(row, Said())
     unfinished = _unfinished(database, row, here)
     if unfinished is not None and said is None:
@@ -159,50 +268,73 @@ def read_one(database: sqlite3.Connection, row: int, said: dict[int, Said] | Non
         facts=rows.facts_of(facts, session_id=session_id, client_id=client_id, epoch=epoch, created_at=created_at),
         seq=max(seq, here.seq),
         last_used_at=last_used_at,
-        history=history,
-        turns=turns,
+        history=History(read.messages, read.tokens, read.covered, View(kept, resumes_at), read.marks, made_by),
+        turns=read.turns,
         ends=ends,
         unfinished=unfinished,
         notes=notes,
         failures=failures.read(database, row),
     )
-    written = Written(history, pieces, turns, first_turn)
+    written = Written(session.history, _ends_of(read.pieces), read.turns, read.first_turn)
     return Found(session, Known(row, written, unfinished.order.turn_id if unfinished else None))
 
 
-def _history(
-    database: sqlite3.Connection, row: int, *, view: View, made_by: str
-) -> tuple[History, tuple[tuple[int, int], ...]]:
-    messages = rows.numbered(database.execute(_MESSAGES, (row,)).fetchall())
-    marks = rows.numbered(database.execute(_MARKS, (row,)).fetchall())
-    tokens, covered = bytearray(), ""
-    pieces: list[tuple[int, int]] = []
-    for ids, text in rows.numbered(database.execute(_TOKENS, (row,)).fetchall()):
-        tokens += ids
-        covered += text
-        pieces.append((len(tokens), len(covered)))
+def _own_rows(database: sqlite3.Connection, row: int) -> _Own:
+    base = base_of(database, row)
+    start = Reach() if base is None else base.reach
+
+    def own(query: str, first: int) -> list[rows.Row]:
+        return database.execute(query, (row, first)).fetchall()
+
+    turns = own(_TURNS, start.turns)
+    first_turn = turns[0][0] if turns and not start.turns else start.turns
+    turns = rows.numbered(turns, first_turn)
+    return _Own(
+        base=base,
+        start=start,
+        messages=rows.messages_of(rows.numbered(own(_MESSAGES, start.messages), start.messages)),
+        pieces=tuple((ids, text) for ids, text in rows.numbered(own(_TOKENS, start.pieces), start.pieces)),
+        marks=tuple(map(rows.mark_of, rows.numbered(own(_MARKS, start.marks), start.marks))),
+        turns=rows.turns_of([each[:-3] for each in turns]),
+        answers=tuple(each[-3:] for each in turns),
+        first_turn=first_turn,
+    )
+
+
+def _up_to(held: tuple[_T, ...], start: int, limit: int | None) -> tuple[_T, ...]:
+    """Return those of rows, whose numbers count up from ``start``, that are below the limit."""
+    if limit is None:
+        return held
+    if limit > start + len(held):
+        raise ValueError("rows that it begins with are missing")
+    return held[: max(0, limit - start)]
+
+
+def _joined(pieces: list[tuple[bytes, str]]) -> tuple[bytes, str]:
+    tokens, covered = b"".join(ids for ids, _ in pieces), "".join(text for _, text in pieces)
     if len(tokens) % TOKEN_BYTES:
         raise ValueError("a token is cut")
-    history = History(
-        rows.messages_of(messages), bytes(tokens), covered, view, tuple(map(rows.mark_of, marks)), made_by
-    )
-    return history, tuple(pieces)
+    return tokens, covered
 
 
-def _turns(
-    database: sqlite3.Connection, row: int
-) -> tuple[tuple[TranscriptTurn, ...], dict[str, End], dict[str, str], int]:
-    """Return a session's turns, the ends of the latest that have keys, all notes, and the number of the first row."""
-    held = database.execute(_TURNS, (row,)).fetchall()
-    first = held[0][0] if held else 0
-    numbered = rows.numbered(held, first)
+def _ends_of(pieces: list[tuple[bytes, str]]) -> tuple[tuple[int, int], ...]:
+    lengths = (accumulate(len(ids) for ids, _ in pieces), accumulate(len(text) for _, text in pieces))
+    return tuple(zip(*lengths, strict=True))
+
+
+def _answers(read: _Rows) -> tuple[dict[str, End], dict[str, str]]:
+    """Return the ends of the latest turns that have keys of the session's own, and all notes."""
+    keyed = [
+        (turn_key, ending)
+        for n, (turn_key, ending, _) in enumerate(read.answers, read.first_turn)
+        if turn_key is not None and n >= read.first_key
+    ]
     ends: dict[str, End] = {}
-    for turn_key, ending in [each[-3:-1] for each in numbered if each[-3] is not None][-MAX_TURN_KEYS:]:
+    for turn_key, ending in keyed[-MAX_TURN_KEYS:]:
         ends.pop(turn_key, None)
         ends[turn_key] = rows.end_of(ending)
-    turns = rows.turns_of([each[:-3] for each in numbered])
-    notes = {turn.turn_id: each[-1] for turn, each in zip(turns, numbered, strict=True) if each[-1]}
-    return turns, ends, notes, first
+    notes = {turn.turn_id: note for turn, (_, _, note) in zip(read.turns, read.answers, strict=True) if note}
+    return ends, notes
 
 
 def _unfinished(database: sqlite3.Connection, row: int, said: Said) -> Unfinished | None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import sqlite3
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import groupby
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Final, Literal, TypeAlias
+
+import structlog
 
 from inferencecenter.sessions.history import History
 from inferencecenter.sessions.records import (
@@ -24,9 +27,10 @@ from inferencecenter.sessions.records import (
     Spent,
 )
 from inferencecenter.sessions.speaking import encode_parts
-from inferencecenter.sessions.store import failures, rows, usage
+from inferencecenter.sessions.store import bases, failures, rows, usage
+from inferencecenter.sessions.store.bases import Base, Reach
 from inferencecenter.sessions.store.difference import Written, difference, turns_difference
-from inferencecenter.sessions.store.parts import GonePart, OpenedPart
+from inferencecenter.sessions.store.parts import PART_BYTES, OpenedPart
 from inferencecenter.sqlite_file import transaction
 
 if TYPE_CHECKING:
@@ -44,6 +48,8 @@ _REFUSED: Final = (sqlite3.IntegrityError, sqlite3.DataError, sqlite3.InterfaceE
 # What another attempt may mend.
 _PASSING: Final = (sqlite3.Error, OSError, MemoryError)
 
+_log = structlog.get_logger(__name__)
+
 
 @dataclass(frozen=True, slots=True)
 class Purge:
@@ -53,7 +59,7 @@ class Purge:
     name: str
 
 
-Entry: TypeAlias = Record | Purge | OpenedPart | GonePart
+Entry: TypeAlias = Record | Purge | OpenedPart
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,11 +91,19 @@ class Recorder:
         self._database = database
         self._known = dict(known)
         self._staged: dict[str, Known | None] = {}
+        # Rows that were let go of, by client; what no other session begins with is deleted, a bounded part at a time.
+        self._left: dict[str, list[int]] = {}
+        self._staged_left: dict[str, list[int]] = {}
         self._durable: bool | None = None
         self._begun = False
 
+    @property
+    def unswept(self) -> frozenset[str]:
+        """The clients of which something is still in the file that no session holds: further commits delete it."""
+        return frozenset(self._left)
+
     def commit(self, entries: Sequence[Entry], *, durable: bool) -> None:
-        """Write all entries or none.
+        """Write all entries or none, and delete a part of what was let go of.
 
         Args:
             entries: In their order.
@@ -100,15 +114,21 @@ class Recorder:
             sqlite3.Error: The file cannot be written now.
         """
         self._staged = {}
+        self._staged_left = {client_id: list(left) for client_id, left in self._left.items()}
         # A power cut that took the mark below would leave a file that looks as if nothing had been shown.
         self._synchronize(durable or not self._begun)
-        if self._begun and self._commit_said(entries):
+        if self._begun and not self._left and self._commit_said(entries):
             return
         with transaction(self._database):
             if not self._begun:
                 self._database.execute("UPDATE meta SET clean = 0")
+            self._sweep(PART_BYTES)
             self._write_all(entries)
+            if any(isinstance(entry, Purge) for entry in entries):
+                # What was purged is told of when nothing is left of it.
+                self._sweep(math.inf)
         self._begun = True
+        self._left = self._staged_left
         for session_id, known in self._staged.items():
             if known is None:
                 self._known.pop(session_id, None)
@@ -116,16 +136,14 @@ class Recorder:
                 self._known[session_id] = known
 
     def sweep(self) -> None:
-        """Delete what is left of sessions that a killed daemon was writing or deleting; none of them was ever told of.
+        """Delete what a killed daemon left of sessions that it was writing or deleting; none was ever told of.
 
         Raises:
             sqlite3.Error: The file cannot be written.
         """
-        left = self._database.execute("SELECT id FROM sessions WHERE NOT complete").fetchall()
-        if left:
+        if left := bases.unowned(self._database):
             with transaction(self._database):
-                self._database.executemany("DELETE FROM said WHERE session = ?", left)
-                self._database.executemany("DELETE FROM sessions WHERE id = ?", left)
+                bases.sweep(self._database, left)
 
     def finish(self) -> None:
         """Take note that all that clients were shown is in the file, and that the file is alone.
@@ -134,6 +152,11 @@ class Recorder:
             sqlite3.Error: It cannot be written.
         """
         self._synchronize(True)
+        if self._left:
+            with transaction(self._database):
+                for left in self._left.values():
+                    bases.sweep(self._database, left)
+            self._left = {}
         if self._begun:
             self._database.execute("UPDATE meta SET clean = 1")
         self._begun = False
@@ -212,7 +235,7 @@ class Recorder:
                 self._alter(entry)
             case Spent():
                 usage.count(self._database, entry)
-            case GonePart() | Gone() | Purge():
+            case Gone() | Purge():
                 self._forget(entry)
 
     def _alter(self, entry: Described | Renamed) -> None:
@@ -223,18 +246,45 @@ class Recorder:
             facts = rows.facts_column(entry.facts)
             self._database.execute("UPDATE sessions SET facts = ? WHERE id = ?", (facts, row))
 
-    def _forget(self, entry: GonePart | Gone | Purge) -> None:
-        if isinstance(entry, GonePart):
-            self._shrink(entry)
-            return
+    def _forget(self, entry: Gone | Purge) -> None:
         purge = entry if isinstance(entry, Purge) else Purge("session", entry.session_id)
-        self._staged.update(dict.fromkeys(delete(self._database, purge)))
+        for row, session_id in let_go(self._database, purge):
+            self._staged[session_id] = None
+            self._leave(row)
+
+    def _leave(self, row: int) -> None:
+        """Have deleted what no session holds of a row."""
+        (client_id,) = self._database.execute("SELECT client_id FROM sessions WHERE id = ?", (row,)).fetchone()
+        left = [row]
+        bases.sweep(self._database, left, PART_BYTES)
+        if left:
+            self._staged_left.setdefault(client_id, []).extend(left)
+
+    def _sweep(self, budget: float) -> None:
+        """Delete about so many bytes of what was let go of, of the clients in turn."""
+        for client_id, left in tuple(self._staged_left.items()):
+            if budget <= 0:
+                break
+            del self._staged_left[client_id]
+            try:
+                budget = bases.sweep(self._database, left, budget)
+            except Exception as error:
+                if not _is_about_record(error):
+                    raise
+                # The next start tries again.
+                _log.exception("rows_left", rows=left)
+                continue
+            if left:
+                self._staged_left[client_id] = left
 
     def _find(self, session_id: str) -> Known:
-        known = self._staged[session_id] if session_id in self._staged else self._known[session_id]
+        known = self._look_up(session_id)
         if known is None:
             raise KeyError(session_id)
         return known
+
+    def _look_up(self, session_id: str) -> Known | None:
+        return self._staged[session_id] if session_id in self._staged else self._known.get(session_id)
 
     def _insert_said(self, said: Sequence[Said]) -> None:
         values: list[object] = []
@@ -246,16 +296,36 @@ class Recorder:
     def _open(self, entry: Opened | OpenedPart) -> None:
         part = OpenedPart(entry, 0, 0, is_first=True, is_last=True) if isinstance(entry, Opened) else entry
         record, facts = part.record, part.record.facts
-        known = Known(self._insert_session(record), Written()) if part.is_first else self._find(facts.session_id)
-        row, history, turns = known.row, record.history, record.turns
+        known = self._begin(record) if part.is_first else self._find(facts.session_id)
+        history, turns = record.history, record.turns
         if not part.is_last:
             history, turns = History(history.messages[: part.n_messages]), turns[: part.n_turns]
-        written = self._write_history(row, known.written, history)
-        n_written = len(written.turns)
-        self._insert_turns(row, n_written, turns[n_written:], notes=record.notes)
+        row, written = self._write_history(known, history)
+        self._insert_turns(row, written.next_turn, turns[len(written.turns) :], notes=record.notes)
         if part.is_last:
             self._database.execute("UPDATE sessions SET complete = 1 WHERE id = ?", (row,))
         self._staged[facts.session_id] = Known(row, replace(written, turns=turns))
+
+    def _begin(self, record: Opened) -> Known:
+        """Insert a session's row, which begins with those of its parent that are the same."""
+        row = self._insert_session(record)
+        parent = self._look_up(record.parent) if record.parent is not None else None
+        if parent is None:
+            return Known(row, Written())
+        held = parent.written
+        change, turns = difference(held, record.history), turns_difference(held, record.turns)
+        reach = Reach(change.n_messages, change.n_pieces, change.n_marks, turns.end)
+        bases.refer(self._database, row, Base(parent.row, reach, keys=turns.end))
+        pieces = held.pieces[: reach.pieces]
+        n_bytes, n_chars = pieces[-1] if pieces else (0, 0)
+        history = History(
+            held.history.messages[: reach.messages],
+            held.history.tokens[:n_bytes],
+            held.history.covered[:n_chars],
+            turns=held.history.turns[: reach.marks],
+        )
+        n_turns = len(record.turns) - len(turns.turns)
+        return Known(row, Written(history, pieces, record.turns[:n_turns], turns.first))
 
     def _insert_session(self, record: Opened) -> int:
         """Insert the row of a session that is not complete yet, and return its number."""
@@ -271,12 +341,6 @@ class Recorder:
         assert row is not None, "an insertion gives a row"
         return row
 
-    def _shrink(self, part: GonePart) -> None:
-        found = self._database.execute("SELECT id FROM sessions WHERE session_id = ?", (part.session_id,)).fetchone()
-        if found is not None:
-            self._database.execute("UPDATE sessions SET complete = 0 WHERE id = ?", found)
-            self._database.execute("DELETE FROM messages WHERE session = ? AND n >= ?", (*found, part.n_messages))
-
     def _order(self, record: Ordered) -> None:
         known = self._find(record.session_id)
         turn_id = record.order.turn_id
@@ -291,10 +355,10 @@ class Recorder:
 
     def _end(self, record: Ended) -> None:
         known = self._find(record.session_id)
-        row, turn = known.row, record.turn
-        self._forget_turn(row)
+        turn = record.turn
+        self._forget_turn(known.row)
+        row, written = self._write_history(known, record.history)
         self._touch(row, record)
-        written = self._write_history(row, known.written, record.history)
         ending = rows.ending_column(record.end) if record.turn_key is not None else None
         values = (row, written.next_turn, *rows.turn_row(turn), record.turn_key, ending, record.note)
         self._database.execute(_INSERT_TURN, values)
@@ -312,43 +376,56 @@ class Recorder:
 
     def _change(self, record: Changed) -> None:
         known = self._find(record.session_id)
-        row = known.row
+        turns = turns_difference(known.written, record.turns)
+        row, written = self._write_history(known, record.history, n_turns=turns.end)
         self._touch(row, record)
-        written = self._write_history(row, known.written, record.history)
-        change = turns_difference(written, record.turns)
-        self._database.execute(
-            "DELETE FROM turns WHERE session = ? AND (n < ? OR n >= ?)", (row, change.first, change.end)
-        )
-        self._insert_turns(row, change.end, change.turns)
+        self._insert_turns(row, turns.end, turns.turns)
         if record.rewound:
             failures.forget(self._database, row)
-        written = replace(written, turns=record.turns, first_turn=change.first)
-        self._staged[record.session_id] = replace(known, written=written)
+        written = replace(written, turns=record.turns, first_turn=turns.first)
+        self._staged[record.session_id] = Known(row, written, known.turn_id)
 
-    def _write_history(self, row: int, before: Written, now: History) -> Written:
-        """Write what is different about the history, and return what is written then."""
+    def _write_history(self, known: Known, now: History, *, n_turns: int | None = None) -> tuple[int, Written]:
+        """Write what is different about the history, and return the session's row and what is written then.
+
+        Of its turns those stay whose numbers are below ``n_turns``.
+        """
         execute = self._database.execute
+        row, before = known.row, known.written
         held = before.history
         change = difference(before, now)
+        n_kept = before.next_turn if n_turns is None else n_turns
+        kept = Reach(change.n_messages, change.n_pieces, change.n_marks, n_kept)
+        if kept != (len(held.messages), len(before.pieces), len(held.turns), before.next_turn):
+            row = self._cut(row, kept)
         if (held.view, held.made_by) != (now.view, now.made_by):
             execute(
                 "UPDATE sessions SET view_kept = ?, view_resumes_at = ?, made_by = ? WHERE id = ?",
                 (now.view.kept, now.view.resumes_at, now.made_by, row),
             )
-        for table, n_held, n_kept in (
-            ("messages", len(held.messages), change.n_messages),
-            ("tokens", len(before.pieces), change.n_pieces),
-            ("marks", len(held.turns), change.n_marks),
-        ):
-            if n_kept < n_held:
-                execute(f"DELETE FROM {table} WHERE session = ? AND n >= ?", (row, n_kept))  # noqa: S608 - three names
         messages = [(row, n, *rows.message_row(each)) for n, each in enumerate(change.messages, change.n_messages)]
         self._database.executemany("INSERT INTO messages VALUES (?, ?, ?, ?, ?)", messages)
         if change.piece is not None:
             execute("INSERT INTO tokens VALUES (?, ?, ?, ?)", (row, change.n_pieces, *change.piece))
         marks = [(row, n, *rows.mark_row(mark)) for n, mark in enumerate(change.marks, change.n_marks)]
         self._database.executemany("INSERT INTO marks VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", marks)
-        return replace(before, history=now, pieces=change.pieces)
+        return row, replace(before, history=now, pieces=change.pieces)
+
+    def _cut(self, row: int, kept: Reach) -> int:
+        """Take back a session to what is ``kept``, and return its row, which is another one where others need more."""
+        database = self._database
+        bases.forget_keys(database, row, kept.turns)
+        if not bases.needed_of(database, row).is_within(kept):
+            moved = bases.move_on(database, row, kept)
+            self._leave(row)
+            return moved
+        for kind, n_kept in zip(bases.KINDS, kept, strict=True):
+            database.execute(f"DELETE FROM {kind} WHERE session = ? AND n >= ?", (row, n_kept))  # noqa: S608 - names
+        base = bases.base_of(database, row)
+        if base is not None and not base.reach.is_within(kept):
+            bases.refer(database, row, Base(base.row, base.reach.shared(kept), min(base.keys, kept.turns)))
+            self._leave(base.row)
+        return row
 
     def _insert_turns(
         self, row: int, first: int, turns: Sequence[TranscriptTurn], *, notes: Mapping[str, str] = _NO_NOTES
@@ -391,16 +468,19 @@ def _is_about_record(error: Exception) -> bool:
     return isinstance(error, _REFUSED) or not isinstance(error, _PASSING)
 
 
-def delete(database: sqlite3.Connection, purge: Purge) -> list[str]:
-    """Delete what is to go, inside a transaction of the caller's; return the ids of the sessions that went."""
+def let_go(database: sqlite3.Connection, purge: Purge) -> list[tuple[int, str]]:
+    """Have what is to go be no sessions any more, inside a transaction of the caller's; ``bases.sweep`` deletes it.
+
+    Returns the rows, and the ids of the sessions.
+    """
     which = "session_id = ?" if purge.kind == "session" else "client_id = ?"
-    found = database.execute(f"SELECT id, session_id FROM sessions WHERE {which}", (purge.name,)).fetchall()  # noqa: S608
+    query = f"SELECT id, session_id FROM sessions WHERE {which}"  # noqa: S608 - two columns
+    found: list[tuple[int, str]] = database.execute(query, (purge.name,)).fetchall()
     for row, _ in found:
-        database.execute("DELETE FROM said WHERE session = ?", (row,))
-        database.execute("DELETE FROM sessions WHERE id = ?", (row,))
+        bases.end(database, row)
     if purge.kind == "client":
         database.execute("DELETE FROM usage WHERE client_id = ?", (purge.name,))
-    return [session_id for _, session_id in found]
+    return found
 
 
 @cache

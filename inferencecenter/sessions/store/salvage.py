@@ -3,25 +3,28 @@
 Rows come from the pages themselves (``pages``), so that a page costs the rows on it and nothing else. Which table a row
 is of shows in its values. Of each session what fits together is kept: its first messages without a gap, the turns that
 ended among them, and its tokens only where nothing is missing, since they are computed again. An answer under way
-begins anew, if nothing before it is missing. The damaged file is read and nothing else.
+begins anew, if nothing before it is missing. What several sessions begin with is written for each of them. The damaged
+file is read and nothing else.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import mmap
 import re
 import sqlite3
 import time
 from collections import defaultdict
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Final
 
 from inferencecenter.protocol.params import Params
 from inferencecenter.sessions.facts import SessionFacts
 from inferencecenter.sessions.store.opening import open_writing
 from inferencecenter.sessions.store.pages import PageFile
-from inferencecenter.sessions.store.reading import read_one
+from inferencecenter.sessions.store.reading import Shared, read_one
 from inferencecenter.sessions.store.rows import facts_column
 from inferencecenter.sqlite_file import transaction
 
@@ -31,6 +34,15 @@ if TYPE_CHECKING:
 
     from inferencecenter.sessions.store.pages import StoredRow, Value
 
+# How many rows of a table a session begins with is in a column.
+_REACHES: Final[Mapping[str, str]] = MappingProxyType(
+    {"messages": "base_messages", "tokens": "base_pieces", "marks": "base_marks", "turns": "base_turns"}
+)
+_WHOLE: Final[Mapping[str, Value]] = MappingProxyType(
+    {"base": None, "base_keys": 0, **dict.fromkeys(_REACHES.values(), 0)}
+)
+# What was answered to a key stays with the session that was asked.
+_NO_ANSWER: Final[Mapping[str, Value]] = MappingProxyType({"turn_key": None, "ending": None})
 _ROLES: Final = frozenset({"system", "user", "assistant", "tool"})
 
 
@@ -56,10 +68,11 @@ _NUMBER: Final = "[if]"
 _TABLES: Final = (
     _table(
         "sessions",
-        "id session_id client_id epoch seq created_at last_used_at made_by view_kept view_resumes_at facts complete",
-        f"nttti{_NUMBER}{_NUMBER}tiiti?",
+        "id session_id client_id epoch seq created_at last_used_at made_by view_kept view_resumes_at facts complete"
+        " base base_messages base_pieces base_marks base_turns base_keys",
+        f"nttti{_NUMBER}{_NUMBER}tiiti?([in]i{{5}})?",
         has_row=True,
-        defaults=(1,),
+        defaults=(1, None, 0, 0, 0, 0, 0),
     ),
     _table(
         "orders",
@@ -141,13 +154,48 @@ class _Found:
     of_session: dict[str, defaultdict[int, list[dict[str, Value]]]] = field(default_factory=dict)
     usage: list[tuple[Value, ...]] = field(default_factory=list)
     names: dict[int, set[str]] = field(default_factory=dict)
-    incomplete: set[int] = field(default_factory=set)
+    incomplete: dict[int, dict[str, Value]] = field(default_factory=dict)
 
     def rows(self, table: str, session: int) -> list[dict[str, Value]]:
-        """Return a session's rows of a table, by their numbers."""
-        found = self.of_session[table][session] if table in self.of_session else []
-        numbered = {_int(row.get("n", row.get("seq"))): row for row in found}
+        """Return a session's rows of a table, by their numbers, those first that it begins with."""
+        limit: float = math.inf
+        first_key = _int(self._named(session).get("base_keys"))
+        numbered: dict[int, dict[str, Value]] = {}
+        for row, reach in self._chain(session, _REACHES.get(table)):
+            limit = min(limit, reach)
+            found = self.of_session[table][row] if table in self.of_session else []
+            for each in found:
+                number = _int(each.get("n", each.get("seq")))
+                if number < limit:
+                    others = row != session and number < first_key
+                    changes = _NO_ANSWER if others and table == "turns" else {}
+                    numbered.setdefault(number, {**each, "session": session, **changes})
         return [numbered[number] for number in sorted(numbered)]
+
+    def n_begun(self, table: str, session: int) -> int:
+        """Return how many rows of a table a session begins with that are those of another one."""
+        return _int(self._named(session).get(_REACHES[table]))
+
+    def is_base(self, row: int) -> bool:
+        """Tell whether a row is no session, but what others begin with, as far as anything of it is left."""
+        if row in self.sessions:
+            return False
+        names = self.names.get(row, set())
+        referred = any(each["base"] == row for each in (*self.sessions.values(), *self.incomplete.values()))
+        return row in self.incomplete or f"b_{row}" in names or (referred and not names)
+
+    def _chain(self, session: int, reach: str | None) -> Iterator[tuple[int, float]]:
+        """Yield the rows of ``sessions`` that have a session's rows, and how many of theirs; ``reach`` is a column."""
+        yield session, math.inf
+        seen = {session}
+        named = self._named(session)
+        while reach is not None and (base := _int(named.get("base"))) and base not in seen:
+            seen.add(base)
+            yield base, _int(named[reach])
+            named = self._named(base)
+
+    def _named(self, row: int) -> dict[str, Value]:
+        return self.sessions.get(row) or self.incomplete.get(row) or {}
 
 
 def salvage(path: Path, made: Path) -> SalvageReport:
@@ -165,8 +213,9 @@ def salvage(path: Path, made: Path) -> SalvageReport:
     with contextlib.closing(open_writing(made)) as database:
         with transaction(database):
             known = found.sessions.keys() | found.names.keys() | found.of_session.get("messages", {}).keys()
-            for row in sorted(known - found.incomplete):
-                _save(database, row, found, report)
+            for row in sorted(known):
+                if not found.is_base(row):
+                    _save(database, row, found, report)
             database.executemany("INSERT OR IGNORE INTO usage VALUES (?, ?, ?, ?, ?, ?, ?)", found.usage)
             # Clients were shown more: a daemon on this file must not go on as if nothing had been.
             database.execute("UPDATE meta SET clean = 0")
@@ -212,7 +261,7 @@ def _take(found: _Found, table: _Table, row: StoredRow) -> None:
         if named["complete"]:
             found.sessions[_int(row.row)] = named
         else:
-            found.incomplete.add(_int(row.row))
+            found.incomplete[_int(row.row)] = named
         return
     session = _int(row.row if table.has_row else named["session"])
     found.of_session.setdefault(table.name, defaultdict(list))[session].append(named)
@@ -262,6 +311,8 @@ def _save(database: sqlite3.Connection, row: int, found: _Found, report: Salvage
 
 def _lacks_marks(row: int, found: _Found) -> bool:
     """Tell whether there are tokens of turns of which no row tells: their messages may be missing too."""
+    if any(len(found.rows(table, row)) < found.n_begun(table, row) for table in ("marks", "turns")):
+        return True
     n_tokens, _ = _lengths(found.rows("tokens", row))
     spelled = [_int(mark["n_tokens"]) for mark in found.rows("marks", row)]
     if any(spelled):
@@ -271,10 +322,11 @@ def _lacks_marks(row: int, found: _Found) -> bool:
 
 def _n_messages(row: int, found: _Found) -> int:
     """Return how many messages a session had, as far as any row of it tells."""
-    numbers = [_int(each["n"]) + 1 for each in found.rows("messages", row)]
+    numbers = [found.n_begun("messages", row)]
+    numbers += [_int(each["n"]) + 1 for each in found.rows("messages", row)]
     numbers += [_int(each["messages"]) for each in found.rows("turns", row)]
     numbers += [_int(each["n_messages"]) for each in found.rows("marks", row)]
-    return max(numbers, default=0)
+    return max(numbers)
 
 
 def _session_rows(
@@ -287,7 +339,8 @@ def _session_rows(
     tokens = _unbroken(found.rows("tokens", row), first=0)
     n_tokens, n_chars = _lengths(tokens)
     fits = all(_int(mark["n_tokens"]) <= n_tokens and _int(mark["n_chars"]) <= n_chars for mark in marks)
-    if not is_whole or not fits or len(tokens) < len(found.rows("tokens", row)):
+    n_pieces = max(len(found.rows("tokens", row)), found.n_begun("tokens", row))
+    if not is_whole or not fits or len(tokens) < n_pieces:
         session = {**session, "made_by": ""}
         tokens = []
         marks = [{**mark, "n_tokens": 0, "n_chars": 0} for mark in marks]
@@ -298,7 +351,7 @@ def _session_rows(
         marks = [{**mark, "view_kept": 0, "view_resumes_at": 0} for mark in marks if _int(mark["n_messages"]) <= n_kept]
     orders = [{**order, "session": row} for order in found.rows("orders", row)[:1]] if is_whole else []
     return {
-        "sessions": [{**session, "id": row}],
+        "sessions": [{**session, **_WHOLE, "id": row}],
         "messages": messages,
         "turns": turns,
         "marks": marks,
@@ -316,7 +369,7 @@ def _fits(database: sqlite3.Connection, row: int, tables: Mapping[str, list[dict
             for each in rows:
                 marks = ", ".join("?" * len(each))
                 database.execute(f"INSERT INTO {table} ({', '.join(each)}) VALUES ({marks})", tuple(each.values()))  # noqa: S608
-        read_one(database, row, {})
+        read_one(database, row, {}, Shared(database))
     except Exception:  # noqa: BLE001 - whatever is wrong with the rows of a damaged file
         database.execute("ROLLBACK TO session")
         return False

@@ -175,7 +175,19 @@ MIGRATIONS: Final[Steps] = (
         """,
     ),
     (
-        # 0 while the rows of a session are being written or deleted in parts: it is not read, and a start deletes it.
+        # 0 where the rows are no session's: they are being written in parts, or what others begin with, or they are
+        # being deleted. It is not read, and a start deletes what no other refers to.
         "ALTER TABLE sessions ADD COLUMN complete INTEGER NOT NULL DEFAULT 1",
+    ),
+    (
+        # What a session begins with: the first so many messages, rows of tokens, marks and turns of its ``base``, which
+        # may begin with those of another. Its own rows count on from there. Turns from ``base_keys`` on were its own.
+        "ALTER TABLE sessions ADD COLUMN base INTEGER REFERENCES sessions",
+        "ALTER TABLE sessions ADD COLUMN base_messages INTEGER NOT NULL DEFAULT 0",
+        "ALTER TABLE sessions ADD COLUMN base_pieces INTEGER NOT NULL DEFAULT 0",
+        "ALTER TABLE sessions ADD COLUMN base_marks INTEGER NOT NULL DEFAULT 0",
+        "ALTER TABLE sessions ADD COLUMN base_turns INTEGER NOT NULL DEFAULT 0",
+        "ALTER TABLE sessions ADD COLUMN base_keys INTEGER NOT NULL DEFAULT 0",
+        "CREATE INDEX sessions_by_base ON sessions (base) WHERE base IS NOT NULL",
     ),
 )

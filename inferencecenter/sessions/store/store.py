@@ -213,12 +213,14 @@ class Store:
     def _tell(self, batch: Batch) -> None:
         self.n_set_aside += len(batch.set_aside)
         self._lacking.update(name for name in batch.set_aside if name is not None)
-        for tell in batch.tells:
+        # Behind a store that closes nothing waits: what has to be deleted is so before the file is closed.
+        self._lanes.hold(batch, batch.unswept if self._writer is not None else ())
+        for _, tell in batch.tells:
             try:
                 tell()
             except Exception:  # noqa: BLE001 - one that cannot be told keeps nobody else waiting
                 _log.exception("release_failed")
-        self._lanes.done(batch.counts)
+        self._lanes.done(batch)
         self._is_writing = False
         if self._lanes:
             self._schedule()

@@ -10,9 +10,10 @@ import contextlib
 import sqlite3
 import threading
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 import structlog
 
@@ -23,7 +24,6 @@ from inferencecenter.sessions.store.reserve import DiskReserve, shorten_log
 from inferencecenter.sqlite_file import FileMovedError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from pathlib import Path
 
     from inferencecenter.sessions.store.recorder import Entry, Recorder
@@ -37,22 +37,27 @@ PROBE_S: Final = 2.0
 _log = structlog.get_logger(__name__)
 
 
+Tell: TypeAlias = Callable[[], None]
+
+
 @dataclass(slots=True)
 class Batch:
-    """What is written together, and who is told then; ``n_handed_over`` times something was added to it.
+    """What is written together, and who is told then, by client; ``n_handed_over`` times something was added to it.
 
     ``set_aside`` are the names of sessions of which a record was left out, ``None`` where it is no session's.
     ``counts`` is how much of each client's is in it, entries that are complete with it and calls.
-    ``is_written`` once it is in the file that was opened, wherever that is.
+    ``is_written`` once it is in the file that was opened, wherever that is. ``unswept`` are the clients of which then
+    something is in the file that no session holds any more.
     """
 
     entries: list[Entry] = field(default_factory=list)
-    tells: list[Callable[[], None]] = field(default_factory=list)
+    tells: list[tuple[str, Tell]] = field(default_factory=list)
     durable: bool = False
     n_handed_over: int = 1
     is_written: bool = False
     counts: Counter[str] = field(default_factory=Counter)
     set_aside: list[str | None] = field(default_factory=list)
+    unswept: frozenset[str] = frozenset()
 
     def add(self, other: Batch) -> None:
         """Take in what came later."""
@@ -210,7 +215,7 @@ class Writer:
             self._commit(batch)
 
     def _commit(self, batch: Batch) -> None:
-        while batch.entries:
+        while batch.entries or self._recorder.unswept:
             try:
                 self._recorder.commit(batch.entries, durable=batch.durable)
                 break
@@ -219,6 +224,7 @@ class Writer:
                 _log.error("record_unwritable", record=str(refused), session=session_id, exc_info=refused.__cause__)
                 batch.set_aside.append(session_id)
                 batch.entries = [entry for entry in batch.entries if entry is not refused.entry]
+        batch.unswept = self._recorder.unswept
 
     def _fail(self, error: Exception, *, defect: Exception | None = None) -> None:
         if self.fault is None:

@@ -95,8 +95,11 @@ def test_other_tokens_for_the_same_text_replace_them() -> None:
     assert (change.n_pieces, change.piece) == (0, (packed([9]), "Hi you"))
 
 
-def test_the_oldest_turns_may_be_left_out() -> None:
-    """Only the latest turns are listed: those that stay keep their rows."""
-    turns = tuple(make_turn(f"t_{index}") for index in range(5))
-    change = turns_difference(Written(turns=turns, first_turn=10), turns[2:4])
-    assert (change.first, change.end, change.turns) == (12, 14, ())
+def test_a_rewind_of_many_pieces_finds_where_they_end() -> None:
+    """As many pieces stay as both the tokens and the text that is left have whole."""
+    held = replace(make_history("abcdef"), messages=())
+    pieces = tuple((4 * n, n) for n in range(1, 7))
+    for n in range(7):
+        now = replace(held, tokens=held.tokens[: 4 * n], covered=held.covered[:n])
+        change = difference(Written(held, pieces), now)
+        assert (change.n_pieces, change.piece, change.pieces) == (n, None, pieces[:n])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
+import itertools
 import sqlite3
 from contextlib import closing
 from dataclasses import replace
@@ -75,9 +75,9 @@ class Ledger:
             elif isinstance(entry, OpenedPart) and entry.is_last:
                 name = entry.record.facts.session_id
                 self.written[name[0]].append(name)
-        for tell in batch.tells:
+        for _, tell in batch.tells:
             tell()
-        self.lanes.done(batch.counts)
+        self.lanes.done(batch)
 
     def _check(self, client: str, n_before: int) -> None:
         assert len(self.written[client]) >= n_before
@@ -178,27 +178,68 @@ async def test_what_a_kill_leaves_of_a_session_in_parts_is_deleted_at_the_start(
     """No client was told that it is there, or all that it goes: after any of its parts, nothing of it stays."""
     record = fork_of(2 * MIB)
     other = opened("s_2")
-    parts = list(parts_of(record)) if begins else list(parts_of(Gone(session_id="s_1", history=record.history)))
-    recorder.commit([other] if begins else [other, record], durable=False)
-    for part in parts[:-1]:
-        recorder.commit([part], durable=False)
-        assert _sessions(path) == ["s_2"]
+    if begins:
+        recorder.commit([other], durable=False)
+        for part in list(parts_of(record))[:-1]:
+            recorder.commit([part], durable=False)
+            assert _sessions(path) == ["s_2"]
+    else:
+        recorder.commit([other, record], durable=False)
+        recorder.commit([Gone(session_id="s_1")], durable=False)
+        for _ in range(4):
+            assert recorder.unswept == {"ada"}
+            assert _sessions(path) == ["s_2"]
+            recorder.commit([], durable=False)
     assert set(await kept_in(path)) == {"s_2"}
     with closing(sqlite3.connect(path)) as database:
         for table in ("messages", "tokens", "turns"):
             assert database.execute(f"SELECT count(*) FROM {table}").fetchone() == (0,), table
 
 
-async def test_a_session_that_ends_takes_as_much_at_once_as_one_that_begins(path: Path) -> None:
-    """A long one is deleted in parts, a short one with one entry."""
-    gone = Gone(session_id="s_1", history=long_history(2 * MIB))
-    assert len(list(parts_of(gone))) > MIB // PART_BYTES
-    assert list(parts_of(Gone(session_id="s_1", history=make_history("short")))) == [Gone(session_id="s_1")]
+async def test_a_long_session_that_ends_is_deleted_in_parts_before_its_client_is_told(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other clients wait for the part that is being deleted, and not for all of them."""
+    n_left: list[int] = []
+    commit = Recorder.commit
+
+    def counted(self: Recorder, entries: Sequence[Entry], *, durable: bool) -> None:
+        commit(self, entries, durable=durable)
+        with closing(sqlite3.connect(path)) as database:
+            n_left.extend(database.execute("SELECT count(*) FROM messages").fetchone())
+
     async with storing(path) as store:
-        store.write(fork_of(2 * MIB), flush=True)
-        store.write(gone, flush=True)
-        told = asyncio.Event()
-        store.release(told.set)
-        async with asyncio.timeout(60):
-            await told.wait()
-    assert await kept_in(path) == {}
+        ada, bob = store.of_client("ada"), store.of_client("bob")
+        bob.write(opened("s_bob", client_id="bob"), flush=True)
+        ada.write(fork_of(4 * MIB), flush=True)
+        told: list[str] = []
+        ada.release(lambda: told.append("ada"))
+        await until(lambda: bool(told))
+        monkeypatch.setattr(Recorder, "commit", counted)
+        ada.write(Gone(session_id="s_1", n_chars=4 * MIB), flush=True)
+        ada.release(lambda: told.append(f"gone, {n_left[-1]} left"))
+        ada.write(opened("s_2"), flush=True)
+        ada.release(lambda: told.append("next"))
+        await until(lambda: bool(n_left))
+        bob.write(said("x", "s_bob"), flush=False)
+        bob.release(lambda: told.append("bob"))
+        await until(lambda: len(told) == 4)
+    assert told == ["ada", "bob", "gone, 0 left", "next"]
+    assert len(n_left) > 2 * MIB // PART_BYTES
+    assert max(before - after for before, after in itertools.pairwise(n_left)) <= 3
+    assert set(await kept_in(path)) == {"s_bob", "s_2"}
+
+
+async def test_what_is_being_deleted_is_gone_when_the_store_is_closed(path: Path) -> None:
+    """And its client is told before, after all that it was told earlier."""
+    async with storing(path) as store:
+        ada = store.of_client("ada")
+        ada.write(fork_of(4 * MIB), flush=True)
+        told: list[str] = []
+        ada.write(Gone(session_id="s_1", n_chars=4 * MIB), flush=True)
+        ada.release(lambda: told.append("gone"))
+        ada.release(lambda: told.append("next"))
+    assert told == ["gone", "next"]
+    with closing(sqlite3.connect(path)) as database:
+        assert database.execute("SELECT count(*) FROM messages").fetchone() == (0,)
+        assert database.execute("SELECT count(*) FROM sessions").fetchone() == (0,)

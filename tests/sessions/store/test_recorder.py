@@ -12,7 +12,16 @@ from typing import TYPE_CHECKING
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, precondition, rule
+from hypothesis.stateful import (
+    Bundle,
+    MultipleResults,
+    RuleBasedStateMachine,
+    consumes,
+    initialize,
+    multiple,
+    precondition,
+    rule,
+)
 
 from inferencecenter.protocol.values import ChatMessage, ToolCall
 from inferencecenter.sessions.formats.parts import Said as SaidPart
@@ -32,9 +41,11 @@ from inferencecenter.sessions.records import (
     Spent,
     Unfinished,
 )
+from inferencecenter.sessions.store import recorder as recorder_module
 from inferencecenter.sessions.store.opening import open_writing
 from inferencecenter.sessions.store.reading import read_all
 from inferencecenter.sessions.store.recorder import Purge, Recorder, UnwritableError
+from tests.sessions.store.leftovers import assert_nothing_is_left
 from tests.sessions.store.values import (
     CLOCK,
     ended,
@@ -100,6 +111,9 @@ class Writing(RuleBasedStateMachine):
         self.usage: dict[str, int] = {}
         self.database = open_writing(self.path)
         self.recorder = Recorder(self.database, {})
+        # So little that a restart finds what was not deleted yet.
+        self.patch = pytest.MonkeyPatch()
+        self.patch.setattr(recorder_module, "PART_BYTES", 500)
 
     @rule(target=sessions, history=_histories, n_turns=st.integers(0, 2), note=_notes)
     def open(self, history: History, n_turns: int, note: str) -> str:
@@ -120,6 +134,31 @@ class Writing(RuleBasedStateMachine):
             notes=notes,
         )
         return session_id
+
+    @rule(target=sessions, session_id=sessions, n_turns=st.none() | st.integers(0, 3))
+    def fork(self, session_id: str, n_turns: int | None) -> str | MultipleResults[str]:
+        """A session begins as another one did until the end of a turn, or as it is."""
+        parent = self.kept[session_id]
+        if parent.unfinished is not None:
+            return multiple()
+        history, n_listed = (parent.history, len(parent.turns)) if n_turns is None else _rewound(parent, n_turns)
+        facts, turns = make_facts(self._name("s")), parent.turns[:n_listed]
+        known = {turn.turn_id for turn in turns}
+        notes = {turn_id: note for turn_id, note in parent.notes.items() if turn_id in known}
+        self.pending.append(
+            Opened(facts=facts, history=history, turns=turns, last_used_at=CLOCK, notes=notes, parent=session_id)
+        )
+        self.kept[facts.session_id] = Kept(
+            facts=facts,
+            seq=0,
+            last_used_at=CLOCK,
+            history=history,
+            turns=turns,
+            ends={},
+            unfinished=None,
+            notes=notes,
+        )
+        return facts.session_id
 
     @rule(session_id=sessions, view=st.none() | _views, note=_notes)
     def order(self, session_id: str, view: View | None, note: str) -> None:
@@ -213,19 +252,7 @@ class Writing(RuleBasedStateMachine):
     def rewind(self, session_id: str, n_turns: int) -> None:
         """A client goes back to the end of a turn."""
         kept = self.kept[session_id]
-        n_marks = min(n_turns, len(kept.history.turns))
-        if not n_marks:
-            self._change(kept, History(kept.history.messages[:1]), 0)
-            return
-        mark = kept.history.turns[n_marks - 1]
-        history = replace(
-            kept.history,
-            messages=kept.history.messages[: mark.n_messages],
-            tokens=kept.history.tokens[: mark.n_tokens * TOKEN_BYTES],
-            covered=kept.history.covered[: mark.n_chars],
-            turns=kept.history.turns[:n_marks],
-        )
-        self._change(kept, history, len(kept.turns) - len(kept.history.turns) + n_marks)
+        self._change(kept, *_rewound(kept, n_turns))
 
     @rule(session_id=sessions)
     def rename(self, session_id: str) -> None:
@@ -275,6 +302,16 @@ class Writing(RuleBasedStateMachine):
         turns = self.database.execute("SELECT client_id, turns FROM usage").fetchall()
         assert dict(turns) == self.usage
         self.recorder = Recorder(self.database, {each.kept.facts.session_id: each.known for each in found})
+        self.recorder.sweep()
+        assert_nothing_is_left(self.database)
+
+    @rule()
+    @precondition(lambda self: not self.pending)
+    def sweep(self) -> None:
+        """What was let go of is deleted by the transactions that follow."""
+        while self.recorder.unswept:
+            self.recorder.commit([], durable=False)
+        assert_nothing_is_left(self.database)
 
     def teardown(self) -> None:
         """Look at the file once more."""
@@ -283,6 +320,7 @@ class Writing(RuleBasedStateMachine):
         self.restart()
         (rows,) = self.database.execute("SELECT count(*) FROM said WHERE session NOT IN (SELECT id FROM sessions)")
         assert rows == (0,)
+        self.patch.undo()
         self.database.close()
         self.directory.cleanup()
 
@@ -315,6 +353,22 @@ class Writing(RuleBasedStateMachine):
     def _name(self, kind: str) -> str:
         self.count += 1
         return f"{kind}_{self.count}"
+
+
+def _rewound(kept: Kept, n_turns: int) -> tuple[History, int]:
+    """What a session held at the end of a turn, and how many turns it had then."""
+    n_marks = min(n_turns, len(kept.history.turns))
+    if not n_marks:
+        return History(kept.history.messages[:1]), 0
+    mark = kept.history.turns[n_marks - 1]
+    history = replace(
+        kept.history,
+        messages=kept.history.messages[: mark.n_messages],
+        tokens=kept.history.tokens[: mark.n_tokens * TOKEN_BYTES],
+        covered=kept.history.covered[: mark.n_chars],
+        turns=kept.history.turns[:n_marks],
+    )
+    return history, len(kept.turns) - len(kept.history.turns) + n_marks
 
 
 Writing.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)

@@ -1,0 +1,211 @@
+"""Rows that several sessions begin with, written once.
+
+A session may begin with rows of another one, its *base*: the first so many of each kind (``Reach``), whose numbers its
+own rows continue. Rows are only ever appended where others refer to them. A session that cuts what others begin with
+moves on: its row stays as a base that belongs to no session, and it gets a new one that refers to what is left. One
+that ends leaves its row as such a base. A row that is not ``complete`` is no session, and what of it no other row
+refers to is deleted by ``sweep``, a bounded part at a time. Which rows refer to one is in an index and nowhere else, so
+that a start sweeps what a killed daemon left.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+if TYPE_CHECKING:
+    import sqlite3
+
+_ROW_BYTES: Final = 128
+_BASE_BYTES: Final = 4096
+"""What the end of a row in ``sessions`` counts for: a dozen statements."""
+# What a row of each kind weighs beside its other columns.
+_WEIGHTS: Final = {
+    "messages": "length(content) + coalesce(length(more), 0)",
+    "tokens": "length(ids) + length(covered)",
+    "marks": "0",
+    "turns": "length(note) + coalesce(length(ending), 0)",
+}
+KINDS: Final = tuple(_WEIGHTS)
+"""The tables of what a base has, in the order of ``Reach``."""
+
+
+class Reach(NamedTuple):
+    """The first so many rows of each kind, as their numbers count up."""
+
+    messages: int = 0
+    pieces: int = 0
+    marks: int = 0
+    turns: int = 0
+
+    def is_within(self, other: Reach) -> bool:
+        """Tell whether ``other`` has all of these rows."""
+        return all(map(operator.le, self, other))
+
+    def shared(self, other: Reach) -> Reach:
+        """Return the rows that both have."""
+        return Reach(*map(min, self, other))
+
+
+_NOTHING: Final = Reach()
+
+
+@dataclass(frozen=True, slots=True)
+class Base:
+    """The ``row`` of ``sessions`` that a session begins with, and what of it.
+
+    Turns from number ``keys`` on are its own, with the keys that its client gave them; those before another session's.
+    """
+
+    row: int
+    reach: Reach
+    keys: int
+
+
+def base_of(database: sqlite3.Connection, row: int) -> Base | None:
+    """Return what a row begins with."""
+    held = database.execute(
+        "SELECT base, base_messages, base_pieces, base_marks, base_turns, base_keys FROM sessions WHERE id = ?", (row,)
+    ).fetchone()
+    if held is None or held[0] is None:
+        return None
+    base, *reach, keys = held
+    return Base(base, Reach(*reach), keys)
+
+
+def needed_of(database: sqlite3.Connection, row: int) -> Reach:
+    """Return what other rows begin with."""
+    held = database.execute(
+        "SELECT max(base_messages), max(base_pieces), max(base_marks), max(base_turns) FROM sessions WHERE base = ?",
+        (row,),
+    ).fetchone()
+    return _NOTHING if held[0] is None else Reach(*held)
+
+
+def refer(database: sqlite3.Connection, row: int, base: Base | None) -> None:
+    """Have a row begin with what ``base`` says, which may lie in the base of that."""
+    found = None if base is None or base.reach == _NOTHING else base
+    while found is not None and (below := base_of(database, found.row)) is not None:
+        if not found.reach.is_within(below.reach):
+            break
+        found = Base(below.row, found.reach, found.keys)
+    values = (None, *_NOTHING, 0) if found is None else (found.row, *found.reach, found.keys)
+    database.execute(
+        "UPDATE sessions SET base = ?, base_messages = ?, base_pieces = ?, base_marks = ?, base_turns = ?,"
+        " base_keys = ? WHERE id = ?",
+        (*values, row),
+    )
+
+
+def forget_keys(database: sqlite3.Connection, row: int, first: int) -> None:
+    """Delete the keys of a session's turns from number ``first`` on, and what they are answered with."""
+    end = math.inf
+    base = base_of(database, row)
+    if base is not None:
+        _clear_keys(database, row, max(first, base.reach.turns), end)
+        first = max(first, base.keys)
+    else:
+        _clear_keys(database, row, first, end)
+    while base is not None and first < (end := min(end, base.reach.turns)):
+        _clear_keys(database, base.row, first, end)
+        base = base_of(database, base.row)
+
+
+def move_on(database: sqlite3.Connection, row: int, kept: Reach) -> int:
+    """Give a session a new row that begins with what is ``kept`` of its present one, and return it.
+
+    The present row is no session's any more.
+    """
+    base = base_of(database, row)
+    keys = 0 if base is None else min(base.keys, kept.turns)
+    held = database.execute(f"SELECT {_OWN} FROM sessions WHERE id = ?", (row,)).fetchone()  # noqa: S608 - columns
+    database.execute("UPDATE sessions SET session_id = 'b_' || id WHERE id = ?", (row,))
+    insertion = f"INSERT INTO sessions ({_OWN}) VALUES ({', '.join('?' * len(held))})"  # noqa: S608 - columns
+    new = database.execute(insertion, held).lastrowid
+    assert new is not None, "an insertion gives a row"
+    refer(database, new, Base(row, kept, keys))
+    for table in ("orders", "failures", "said"):
+        database.execute(f"UPDATE {table} SET session = ? WHERE session = ?", (new, row))  # noqa: S608 - three names
+    _let_go(database, row)
+    return new
+
+
+def end(database: sqlite3.Connection, row: int) -> None:
+    """Have a row be no session's any more; what no other session begins with is left to ``sweep``."""
+    forget_keys(database, row, 0)
+    for table in ("orders", "failures", "said"):
+        database.execute(f"DELETE FROM {table} WHERE session = ?", (row,))  # noqa: S608 - three names
+    _let_go(database, row)
+
+
+def sweep(database: sqlite3.Connection, rows: list[int], budget: float = math.inf) -> float:
+    """Delete what no session needs of ``rows`` and of what they begin with, about ``budget`` bytes of it.
+
+    Those that are done are taken out of ``rows``. Returns what is left of the budget.
+    """
+    while rows and budget > 0:
+        row = rows[0]
+        held = database.execute("SELECT complete FROM sessions WHERE id = ?", (row,)).fetchone()
+        if held is not None and not held[0]:
+            needed = needed_of(database, row)
+            for kind, n_needed in zip(KINDS, needed, strict=True):
+                budget = _shorten(database, kind, row, n_needed, budget)
+            if budget <= 0:
+                break
+            base = base_of(database, row)
+            if base is not None and not base.reach.is_within(needed):
+                refer(database, row, Base(base.row, base.reach.shared(needed), 0))
+                rows.append(base.row)
+            if needed == _NOTHING:
+                database.execute("DELETE FROM said WHERE session = ?", (row,))
+                database.execute("DELETE FROM sessions WHERE id = ?", (row,))
+        budget -= _BASE_BYTES
+        del rows[0]
+    return budget
+
+
+def unowned(database: sqlite3.Connection) -> list[int]:
+    """Return the rows that are no session's."""
+    return [row for (row,) in database.execute("SELECT id FROM sessions WHERE NOT complete")]
+
+
+_OWN: Final = (
+    "session_id, client_id, epoch, seq, created_at, last_used_at, made_by, view_kept, view_resumes_at, facts, complete"
+)
+
+
+def _clear_keys(database: sqlite3.Connection, row: int, first: int, end: float) -> None:
+    database.execute(
+        "UPDATE turns SET turn_key = NULL, ending = NULL WHERE session = ? AND n >= ? AND n < ? AND turn_key NOT NULL",
+        (row, first, end),
+    )
+
+
+def _let_go(database: sqlite3.Connection, row: int) -> None:
+    database.execute(
+        "UPDATE sessions SET session_id = 'b_' || id, epoch = '', seq = 0, created_at = 0, last_used_at = 0,"
+        " made_by = '', view_kept = 0, view_resumes_at = 0, facts = '', complete = 0 WHERE id = ?",
+        (row,),
+    )
+
+
+def _shorten(database: sqlite3.Connection, kind: str, row: int, n_kept: int, budget: float) -> float:
+    """Delete the last of a row's own rows of a kind, as many as the budget allows, and return what is left of it."""
+    if budget <= 0:
+        return budget
+    first = None
+    held = database.execute(
+        f"SELECT n, {_WEIGHTS[kind]} FROM {kind} WHERE session = ? AND n >= ? ORDER BY n DESC",  # noqa: S608 - four names
+        (row, n_kept),
+    )
+    for n, n_bytes in held:
+        first = n
+        budget -= _ROW_BYTES + n_bytes
+        if budget <= 0:
+            break
+    held.close()
+    if first is not None:
+        database.execute(f"DELETE FROM {kind} WHERE session = ? AND n >= ?", (row, first))  # noqa: S608 - four names
+    return budget

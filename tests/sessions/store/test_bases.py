@@ -1,0 +1,421 @@
+"""Tests of forks that refer to rows of another session: what is written for them, and what stays when others go."""
+
+from __future__ import annotations
+
+import contextlib
+import sqlite3
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import pytest
+
+from inferencecenter.sessions.history import History, TurnMark, View
+from inferencecenter.sessions.records import Changed, Ended, Gone, Opened
+from inferencecenter.sessions.store.archive import Archive, purge_file
+from inferencecenter.sessions.store.opening import open_writing
+from inferencecenter.sessions.store.reading import read_all
+from inferencecenter.sessions.store.recorder import Purge, Recorder
+from inferencecenter.sessions.store.salvage import salvage
+from inferencecenter.sessions.store.schema import MIGRATIONS
+from inferencecenter.sqlite_file import migrate
+from tests.sessions.store.leftovers import REACHES, assert_nothing_is_left
+from tests.sessions.store.stores import kept_in, storing
+from tests.sessions.store.values import (
+    CLOCK,
+    ended,
+    make_end,
+    make_facts,
+    make_history,
+    make_turn,
+    opened,
+    packed,
+    said_by,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from inferencecenter.protocol.values import TranscriptTurn
+    from inferencecenter.sessions.records import Kept
+
+MIB = 1024 * 1024
+
+
+@pytest.fixture
+def database(path: Path) -> Iterator[sqlite3.Connection]:
+    """An empty file."""
+    with contextlib.closing(open_writing(path)) as opened_file:
+        yield opened_file
+
+
+@pytest.fixture
+def recorder(database: sqlite3.Connection) -> Recorder:
+    """What writes into it."""
+    return Recorder(database, {})
+
+
+def history_of(n_turns: int) -> History:
+    """What was said in so many turns: a message, a piece and a mark of each."""
+    history = History(made_by="toy")
+    for n in range(n_turns):
+        answer = f"said {n} "
+        now = replace(
+            history,
+            messages=(*history.messages, said_by("assistant", answer)),
+            tokens=history.tokens + packed([ord(each) for each in answer]),
+            covered=history.covered + answer,
+        )
+        mark = TurnMark(f"t_{n}", n, n + 1, now.n_tokens, len(now.covered), View())
+        history = replace(now, turns=(*history.turns, mark))
+    return history
+
+
+def turns_of(n_turns: int) -> tuple[TranscriptTurn, ...]:
+    """The turns of ``history_of``."""
+    return tuple(make_turn(f"t_{n}", messages=n + 1) for n in range(n_turns))
+
+
+def talk(recorder: Recorder, session_id: str, n_turns: int, *, first: int | None = None) -> None:
+    """Have a session end so many turns, each with a key of its own; it begins, or goes on behind the ``first``."""
+    if first is None:
+        recorder.commit([opened(session_id)], durable=False)
+    for n in range(first or 0, n_turns):
+        history, turn = history_of(n + 1), turns_of(n + 1)[-1]
+        end = make_end(turn.turn_id, session_id=session_id)
+        record = ended(session_id, history=history, turn=turn, end=end, turn_key=f"key {n}")
+        recorder.commit([record], durable=False)
+
+
+def fork_of(parent: str, session_id: str, n_turns: int) -> Opened:
+    """A session begins with the first turns of another one."""
+    return Opened(
+        facts=make_facts(session_id),
+        history=history_of(n_turns),
+        turns=turns_of(n_turns),
+        last_used_at=CLOCK,
+        parent=parent,
+    )
+
+
+def rewound(session_id: str, n_turns: int) -> Changed:
+    """A session is taken back to the end of a turn."""
+    return Changed(
+        session_id=session_id,
+        seq=20,
+        last_used_at=CLOCK,
+        history=history_of(n_turns),
+        turns=turns_of(n_turns),
+        rewound=True,
+    )
+
+
+def kept_of(database: sqlite3.Connection) -> dict[str, Kept]:
+    """What another daemon would find."""
+    contents = read_all(database)
+    assert not contents.unreadable
+    return {found.kept.facts.session_id: found.kept for found in contents.found}
+
+
+def count(database: sqlite3.Connection, table: str) -> int:
+    """How many rows a table has."""
+    (n_rows,) = database.execute(f"SELECT count(*) FROM {table}").fetchone()
+    return int(n_rows)
+
+
+def assert_is(kept: Kept, n_turns: int) -> None:
+    """Assert that a session has so many turns, and all of them."""
+    assert (kept.history, kept.turns) == (history_of(n_turns), turns_of(n_turns))
+
+
+def test_a_fork_of_16_mib_writes_a_row(database: sqlite3.Connection, recorder: Recorder, path: Path) -> None:
+    """However much it takes over; and its end deletes one."""
+    messages = tuple(said_by("user", "x" * MIB) for _ in range(16))
+    history = replace(make_history("Hello"), messages=messages)
+    recorder.commit([opened("s_1", history=history)], durable=False)
+    tables = {table: count(database, table) for table in REACHES}
+    database.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    log = path.with_name(f"{path.name}-wal")
+    for n in range(10):
+        fork = replace(opened(f"s_fork_{n}", history=history), parent="s_1")
+        recorder.commit([fork], durable=False)
+    assert {table: count(database, table) for table in REACHES} == tables
+    assert kept_of(database)["s_fork_9"].history == history
+    for n in range(10):
+        recorder.commit([Gone(session_id=f"s_fork_{n}", n_chars=16 * MIB)], durable=False)
+    assert recorder.unswept == frozenset()
+    assert log.stat().st_size < MIB, "sixteen would have been written and overwritten for each"
+    assert {table: count(database, table) for table in REACHES} == tables
+
+
+@pytest.mark.parametrize("n_turns", [0, 1, 3, 5])
+def test_a_fork_goes_on_by_itself(database: sqlite3.Connection, recorder: Recorder, n_turns: int) -> None:
+    """Neither hears of what the other one says, and only the parent's keys are known, to the parent."""
+    talk(recorder, "s_1", 5)
+    recorder.commit([fork_of("s_1", "s_2", n_turns)], durable=False)
+    talk(recorder, "s_2", 7, first=n_turns)
+    talk(recorder, "s_1", 6, first=5)
+    kept = kept_of(database)
+    assert_is(kept["s_1"], 6)
+    assert_is(kept["s_2"], 7)
+    assert list(kept["s_1"].ends) == [f"key {n}" for n in range(6)]
+    assert list(kept["s_2"].ends) == [f"key {n}" for n in range(n_turns, 7)]
+    assert count(database, "messages") == 6 + 7 - n_turns
+
+
+@pytest.mark.parametrize("purges", [False, True])
+def test_the_parents_end_leaves_the_fork_whole_and_nothing_else(
+    database: sqlite3.Connection, recorder: Recorder, path: Path, *, purges: bool
+) -> None:
+    """What only the parent held is overwritten: its later turns, what was settled about it, and its keys."""
+    talk(recorder, "s_parent", 3)
+    recorder.commit([fork_of("s_parent", "s_2", 2)], durable=False)
+    recorder.commit([Purge("session", "s_parent") if purges else Gone(session_id="s_parent")], durable=False)
+    kept = kept_of(database)
+    assert set(kept) == {"s_2"}
+    assert_is(kept["s_2"], 2)
+    assert_nothing_is_left(database)
+    recorder.finish()
+    content = b"".join(each.read_bytes() for each in path.parent.iterdir())
+    assert b"said 1" in content
+    for secret in (b"said 2", b"key 0", b"s_parent"):
+        assert secret not in content
+
+
+def test_a_base_goes_with_the_last_that_begins_with_it(database: sqlite3.Connection, recorder: Recorder) -> None:
+    """Until then it has what the others need and no more."""
+    talk(recorder, "s_1", 5)
+    recorder.commit([fork_of("s_1", "s_2", 4), fork_of("s_1", "s_3", 2)], durable=False)
+    for gone, n_left in (("s_1", 4), ("s_2", 2), ("s_3", 0)):
+        recorder.commit([Gone(session_id=gone)], durable=False)
+        assert count(database, "messages") == n_left
+        assert_nothing_is_left(database)
+    assert count(database, "sessions") == 0
+
+
+def test_a_rewind_below_a_fork_leaves_the_fork_whole(database: sqlite3.Connection, recorder: Recorder) -> None:
+    """The parent goes on from what is left in a row of its own, with its keys, its answers and its number."""
+    talk(recorder, "s_1", 5)
+    recorder.commit([fork_of("s_1", "s_2", 4), rewound("s_1", 2)], durable=False)
+    talk(recorder, "s_1", 3, first=2)
+    kept = kept_of(database)
+    assert_is(kept["s_1"], 3)
+    assert_is(kept["s_2"], 4)
+    assert list(kept["s_1"].ends) == ["key 0", "key 1", "key 2"]
+    assert kept["s_1"].facts == make_facts("s_1")
+    assert count(database, "messages") == 4 + 1
+    assert_nothing_is_left(database)
+    recorder.commit([Gone(session_id="s_2")], durable=False)
+    assert_is(kept_of(database)["s_1"], 3)
+    assert_nothing_is_left(database)
+
+
+@pytest.mark.parametrize("n_turns", [0, 1, 3])
+def test_what_a_fork_takes_back_of_a_closed_parent_is_gone(
+    database: sqlite3.Connection, recorder: Recorder, n_turns: int
+) -> None:
+    """Of what it began with, and of what that began with."""
+    talk(recorder, "s_1", 2)
+    recorder.commit([fork_of("s_1", "s_2", 2)], durable=False)
+    talk(recorder, "s_2", 4, first=2)
+    recorder.commit([fork_of("s_2", "s_3", 4), Gone(session_id="s_1"), Gone(session_id="s_2")], durable=False)
+    recorder.commit([rewound("s_3", n_turns)], durable=False)
+    assert_is(kept_of(database)["s_3"], n_turns)
+    assert count(database, "messages") == n_turns
+    assert_nothing_is_left(database)
+
+
+def test_one_that_goes_back_again_and_again_refers_to_what_it_has_in_common(
+    database: sqlite3.Connection, recorder: Recorder
+) -> None:
+    """A fork before each rewind: rows refer to the first of them, not each to the one before."""
+    talk(recorder, "s_1", 3)
+    for n in range(5):
+        recorder.commit([fork_of("s_1", f"s_fork_{n}", 3), rewound("s_1", 2)], durable=False)
+        talk(recorder, "s_1", 3, first=2)
+    (n_bases,) = database.execute("SELECT count(DISTINCT base) FROM sessions").fetchone()
+    assert n_bases <= 6
+    bases = dict(database.execute("SELECT id, base FROM sessions"))
+    assert all(bases[base] is None or bases[bases[base]] is None for base in bases.values() if base is not None)
+    assert all(len(kept.turns) == 3 for kept in kept_of(database).values())
+
+
+def test_a_conversation_that_is_rendered_anew_keeps_its_messages_in_common(
+    database: sqlite3.Connection, recorder: Recorder
+) -> None:
+    """Its tokens are others from then on, those of the fork the same; of the parent's nothing else is left."""
+    talk(recorder, "s_1", 3)
+    recorder.commit([fork_of("s_1", "s_2", 3)], durable=False)
+    now = replace(history_of(4), tokens=packed([1, 2]), covered="anew", turns=(), made_by="other")
+    record: Ended = ended("s_1", history=now, turn=turns_of(4)[-1], end=make_end("t_3"))
+    recorder.commit([record], durable=False)
+    kept = kept_of(database)
+    assert kept["s_1"].history == now
+    assert_is(kept["s_2"], 3)
+    assert count(database, "messages") == 4
+    assert_nothing_is_left(database)
+
+
+def test_forks_of_forks_of_any_depth_are_read_and_deleted(database: sqlite3.Connection, recorder: Recorder) -> None:
+    """Also when all that are between have ended: they go with the last one, some in each transaction."""
+    depth = 1100
+    messages = tuple(said_by("user", str(n)) for n in range(depth))
+    recorder.commit([opened("s_0", history=History(messages[:1]))], durable=False)
+    for n in range(1, depth):
+        fork = replace(opened(f"s_{n}", history=History(messages[:n])), parent=f"s_{n - 1}")
+        more = replace(rewound(f"s_{n}", 0), history=History(messages[: n + 1]))
+        recorder.commit([fork, more, Gone(session_id=f"s_{n - 1}")], durable=False)
+    (kept,) = kept_of(database).values()
+    assert kept.history.messages == messages
+    assert count(database, "messages") == depth
+    assert count(database, "sessions") == depth
+    recorder.commit([Gone(session_id=kept.facts.session_id)], durable=False)
+    assert count(database, "sessions") > depth // 2
+    while recorder.unswept:
+        recorder.commit([], durable=False)
+    assert count(database, "sessions") == 0
+
+
+def test_what_several_begin_with_is_in_memory_once(database: sqlite3.Connection, recorder: Recorder) -> None:
+    """After a start as before it: the same messages, turns and marks, and where nothing follows the same tokens."""
+    talk(recorder, "s_1", 3)
+    recorder.commit([fork_of("s_1", "s_2", 3), fork_of("s_1", "s_3", 2), Gone(session_id="s_1")], durable=False)
+    kept = kept_of(database)
+    whole, part = kept["s_2"], kept["s_3"]
+    assert all(a is b for a, b in zip(whole.history.messages, part.history.messages, strict=False))
+    assert all(a is b for a, b in zip(whole.turns, part.turns, strict=False))
+    recorder.commit([replace(fork_of("s_2", "s_4", 3))], durable=False)
+    kept = kept_of(database)
+    assert kept["s_4"].history.tokens is kept["s_2"].history.tokens
+    assert kept["s_4"].history.covered is kept["s_2"].history.covered
+
+
+def test_a_fork_of_one_that_is_not_in_the_file_is_written_in_full(
+    database: sqlite3.Connection, recorder: Recorder
+) -> None:
+    """As when its parent was purged in between."""
+    recorder.commit([fork_of("s_unknown", "s_2", 3)], durable=False)
+    assert_is(kept_of(database)["s_2"], 3)
+
+
+def test_a_fork_of_one_that_lacks_a_record_has_what_it_lacks(database: sqlite3.Connection, recorder: Recorder) -> None:
+    """What the file has of its parent is referred to, the rest is its own."""
+    talk(recorder, "s_1", 2)
+    recorder.commit([fork_of("s_1", "s_2", 4)], durable=False)
+    assert_is(kept_of(database)["s_2"], 4)
+    assert_is(kept_of(database)["s_1"], 2)
+    assert count(database, "messages") == 4
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        "DELETE FROM messages WHERE session = 1 AND n = 0",
+        "DELETE FROM messages WHERE session = 1 AND n = 2",
+        "UPDATE tokens SET ids = x'010203' WHERE session = 1",
+        "UPDATE turns SET n = 9 WHERE session = 1 AND n = 1",
+        "UPDATE sessions SET base = id WHERE id = 2",
+        "UPDATE sessions SET base_messages = 9 WHERE id = 2",
+    ],
+)
+def test_damage_to_what_several_begin_with_takes_only_those(
+    database: sqlite3.Connection, recorder: Recorder, damage: str
+) -> None:
+    """All others are read, and nothing is deleted."""
+    talk(recorder, "s_1", 3)
+    recorder.commit([fork_of("s_1", "s_2", 3), Gone(session_id="s_1"), opened("s_3")], durable=False)
+    database.execute(damage)
+    contents = read_all(database)
+    assert set(contents.unreadable) == {"s_2"}
+    assert [found.kept.facts.session_id for found in contents.found] == ["s_3"]
+
+
+def test_a_list_counts_what_a_session_begins_with(path: Path, recorder: Recorder) -> None:
+    """And leaves out what is no session."""
+    talk(recorder, "s_1", 3)
+    recorder.commit([fork_of("s_1", "s_2", 2)], durable=False)
+    talk(recorder, "s_2", 4, first=2)
+    recorder.commit([Gone(session_id="s_1")], durable=False)
+    with Archive.open(path) as archive:
+        (line,) = archive.sessions()
+        assert archive.read("s_2").history == history_of(4)
+        assert archive.matches("client", "ada") == ["s_2"]
+    assert (line.messages, line.turns, line.tokens) == (4, 4, history_of(4).n_tokens)
+
+
+@pytest.mark.parametrize(("kind", "name"), [("session", "s_1"), ("client", "ada")])
+def test_a_purge_without_a_daemon_leaves_what_others_hold(path: Path, kind: str, name: str) -> None:
+    """Of a session all that no fork has, of a client everything."""
+    with contextlib.closing(open_writing(path)) as database:
+        recorder = Recorder(database, {})
+        talk(recorder, "s_1", 3)
+        recorder.commit([fork_of("s_1", "s_2", 2), opened("s_3", client_id="bob")], durable=False)
+        recorder.finish()
+    purge_file(path, "session" if kind == "session" else "client", name)
+    with contextlib.closing(open_writing(path)) as database:
+        assert set(kept_of(database)) == ({"s_2", "s_3"} if kind == "session" else {"s_3"})
+        assert_nothing_is_left(database)
+    assert b"said 2" not in path.read_bytes()
+
+
+def test_a_salvaged_fork_has_rows_of_its_own(path: Path, recorder: Recorder, tmp_path: Path) -> None:
+    """Of a whole file everything is there, with the keys of whom they belong to."""
+    talk(recorder, "s_1", 3)
+    recorder.commit([fork_of("s_1", "s_2", 3), rewound("s_1", 2), fork_of("s_2", "s_3", 1)], durable=False)
+    recorder.commit([Gone(session_id="s_2")], durable=False)
+    talk(recorder, "s_3", 3, first=1)
+    report = salvage(path, tmp_path / "made")
+    assert (report.whole, report.lost, report.cut, report.doubtful) == (2, [], [], [])
+    with contextlib.closing(open_writing(tmp_path / "made")) as made, contextlib.closing(open_writing(path)) as whole:
+        assert kept_of(made) == kept_of(whole)
+        assert made.execute("SELECT count(*) FROM sessions WHERE base IS NOT NULL").fetchone() == (0,)
+
+
+@pytest.mark.parametrize("table", ["sessions", "messages"])
+def test_a_salvaged_fork_says_what_it_lost_of_what_it_begins_with(
+    path: Path, database: sqlite3.Connection, recorder: Recorder, tmp_path: Path, table: str
+) -> None:
+    """A fork that has no row of its own is not taken for an empty conversation."""
+    talk(recorder, "s_1", 3)
+    recorder.commit([fork_of("s_1", "s_2", 3), fork_of("s_2", "s_3", 2), Gone(session_id="s_1")], durable=False)
+    database.execute("PRAGMA foreign_keys = OFF")
+    database.execute(f"DELETE FROM {table} WHERE {'id' if table == 'sessions' else 'session'} = 1")
+    report = salvage(path, tmp_path / "made")
+    lost = [(each.session_id, each.messages, each.lost_messages) for each in report.cut]
+    assert lost == ([("s_2", 0, 3), ("s_3", 0, 2)] if table == "messages" else [])
+    assert report.lost == []
+
+
+async def test_a_file_from_before_there_were_bases_is_read_and_forked(path: Path) -> None:
+    """Sessions are as they were, and what a killed daemon had not deleted goes."""
+    path.parent.mkdir()
+    with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as database:
+        migrate(database, MIGRATIONS[:7], path=path)
+        for row, complete in ((1, 1), (2, 0)):
+            database.execute(
+                "INSERT INTO sessions SELECT ?, ?, 'ada', 'e_1', 5, ?, ?, 'toy', 0, 0, ?, ?",
+                (row, f"s_{row}", CLOCK, CLOCK, "{}", complete),
+            )
+            database.execute("INSERT INTO messages VALUES (?, 0, 'user', 'Hi', NULL)", (row,))
+    with contextlib.closing(open_writing(path)) as database:
+        facts = database.execute("SELECT facts FROM sessions").fetchall()
+        assert facts == [("{}",), ("{}",)]
+        recorder = Recorder(database, {})
+        recorder.sweep()
+        assert count(database, "messages") == 1
+        assert_nothing_is_left(database)
+
+
+async def test_a_fork_is_ordered_behind_what_it_refers_to(path: Path) -> None:
+    """What its parent has said a moment before is not in the file yet when the fork is asked for."""
+    async with storing(path) as store:
+        ada = store.of_client("ada")
+        ada.write(opened("s_1"), flush=True)
+        for n in range(3):
+            record = ended("s_1", history=history_of(n + 1), turn=turns_of(n + 1)[-1], end=make_end(f"t_{n}"))
+            ada.write(record, flush=True)
+        ada.write(fork_of("s_1", "s_2", 3), flush=True)
+        ada.write(Gone(session_id="s_1", n_chars=100), flush=True)
+    kept = await kept_in(path)
+    assert set(kept) == {"s_2"}
+    assert_is(kept["s_2"], 3)
