@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from asyncio import sleep
 from collections import defaultdict
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
@@ -191,12 +192,19 @@ class Endpoint:
         visit = Visit(await admit(self._context, asgi, Headers(scope=asgi), scope=operation.scope))
         room = BodyRoom(self._bodies, visit.account.client_id)
         with self._counted(visit), visit.until_expiry(self._context.clock()), room:
-            call = await self._call(operation, asgi, receive, visit, room)
-            leaving = self._tasks.spawn(_notice_leaving(receive, visit), name="notice_leaving")
             try:
-                await answering.answer(await operation.handler(call))
-            finally:
-                leaving.cancel()
+                call = await self._call(operation, asgi, receive, visit, room)
+                leaving = self._tasks.spawn(_notice_leaving(receive, visit), name="notice_leaving")
+                try:
+                    await answering.answer(await operation.handler(call))
+                finally:
+                    leaving.cancel()
+            except InferenceCenterError:
+                # The request still counts among its client's, who so has no more refusals at once than requests.
+                if delay_s := self._context.paces.refused(visit.account.client_id):
+                    await sleep(delay_s)
+                raise
+            self._context.paces.accepted(visit.account.client_id)
 
     async def _call(
         self, operation: Operation, asgi: AsgiScope, receive: Receive, visit: Visit | None, room: BodyRoom

@@ -22,6 +22,7 @@ from inferencecenter.server.gpu_cache import GpuCache
 from inferencecenter.server.hub import Hub
 from inferencecenter.server.operations import OperationRates
 from inferencecenter.server.origins import Proxies
+from inferencecenter.server.pace import Paces
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -88,9 +89,10 @@ class ServedModels(Protocol):
 class Context:
     """The daemon as the server's parts see it; ``clock`` is Unix seconds, ``monotonic`` seconds that only rise.
 
-    ``pressure`` tells how short memory was at the last look, ``told`` what clients heard last of each model's engine.
-    ``read_usage`` tells what a client used, ``worker`` does what takes too long for the event loop,
-    ``disk_worker`` what waits for a disk, and ``stop`` ends the daemon as SIGTERM does.
+    ``pressure`` tells how short memory was at the last look, ``told`` what clients heard last of each model's
+    engine. ``paces`` are those of HTTP requests. ``read_usage`` tells what a client used, ``worker`` does what
+    takes too long for the event loop, ``disk_worker`` what waits for a disk, and ``stop`` ends the daemon as
+    SIGTERM does.
     """
 
     settings: ServerSettings
@@ -102,6 +104,7 @@ class Context:
     pressure: Callable[[], Pressure]
     allowances: Allowances
     operations: OperationRates
+    paces: Paces
     read_usage: UsageReader
     stop: Callable[[], None]
     authenticator: Authenticator
@@ -145,6 +148,7 @@ class Context:
             pressure=pressure,
             allowances=allowances,
             operations=OperationRates(settings.operations_per_minute, monotonic=monotonic),
+            paces=Paces(),
             read_usage=read_usage,
             stop=stop,
             authenticator=Authenticator(

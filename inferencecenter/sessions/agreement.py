@@ -50,7 +50,7 @@ def agree(held: ChatMessage, sent: ChatMessage) -> bool:
         held.role == sent.role
         and held.content == sent.content
         and held.tool_call_id == sent.tool_call_id
-        and _agree_on_calls(held.tool_calls or (), sent.tool_calls or ())
+        and (held.tool_calls is sent.tool_calls or _agree_on_calls(held.tool_calls or (), sent.tool_calls or ()))
     )
 
 

@@ -13,10 +13,13 @@ import pytest
 
 from inferencecenter.dialects import endpoint
 from inferencecenter.dialects.body import LARGE_BYTES, parse
+from inferencecenter.dialects.openai import chat
+from inferencecenter.dialects.openai.chat_meaning import check
 from inferencecenter.errors import ErrorCode
 from inferencecenter.fair_share import FairShare
 from inferencecenter.limits import Limits
 from inferencecenter.protocol.json_bounds import MAX_STRUCTURE
+from inferencecenter.server.pace import FREE_REFUSALS
 from tests.dialects.asking import PATIENCE_S, exchange, post, read_answer, request
 from tests.dialects.streaming import CHAT, HI, chunk_of, gone, next_turn, say, streamed
 from tests.server.harness import ask as ask_socket
@@ -25,6 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from contextlib import AbstractAsyncContextManager
 
+    from inferencecenter.dialects.openai.chat_request import ChatRequest
     from tests.server.harness import Running
 
     Serve = Callable[..., AbstractAsyncContextManager[Running]]
@@ -391,3 +395,39 @@ async def test_a_defect_is_an_error_without_details(server: Running) -> None:
     answer = await request(server, "GET", "/v1/models")
     assert (answer.status, answer.error["code"]) == (500, ErrorCode.INTERNAL.value)
     assert b"secret" not in answer.body
+
+
+async def test_refusals_of_a_client_are_told_later_and_later(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After many in a row, each waits longer than the one before; what is accepted never waits."""
+    waited: list[float] = []
+
+    async def noting(delay_s: float) -> None:
+        waited.append(delay_s)
+
+    monkeypatch.setattr(endpoint, "sleep", noting)
+    for _ in range(FREE_REFUSALS):
+        assert (await post(server, CHAT, {})).status == 400
+    assert waited == []
+    for _ in range(3):
+        assert (await post(server, CHAT, {})).status == 400
+    assert len(waited) == 3
+    assert waited == sorted(set(waited))
+    assert (await request(server, "GET", "/v1/models")).status == 200
+    assert len(waited) == 3
+
+
+async def test_a_conversation_of_many_messages_is_understood_in_a_thread(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Thousands of messages are made without the event loop; a few are not worth the way there."""
+    threads: list[threading.Thread] = []
+
+    def noting(request: ChatRequest) -> None:
+        threads.append(threading.current_thread())
+        check(request)
+
+    monkeypatch.setattr(chat, "check", noting)
+    for n_messages in (1, 1000):
+        async with streamed(server, {"messages": [{"role": "user", "content": ""}] * n_messages}):
+            await next_turn(server)
+    assert [thread is threading.main_thread() for thread in threads] == [True, False]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from inferencecenter.dialects import sse
@@ -21,15 +22,19 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Iterator
 
     from inferencecenter.dialects.answer import Turns
+    from inferencecenter.dialects.conversation import Conversation
     from inferencecenter.dialects.replies import Reply
+
+_MANY_MESSAGES: Final = 256
+"""From here on a conversation takes more than a millisecond to understand."""
 
 
 async def create(call: Call) -> Reply:
     """Answer a conversation."""
-    check(call.body)
+    conversation = await _conversation(call)
     if call.body.stream:
-        return Stream(_chunks(call))
-    with _turns(call) as turns:
+        return Stream(_chunks(call, conversation))
+    with _turns(call, conversation) as turns:
         gathered = Gathered(_head(call))
         async for batch in turns.batches():
             for index, event in batch:
@@ -37,8 +42,25 @@ async def create(call: Call) -> Reply:
     return document(gathered.document())
 
 
-async def _chunks(call: Call) -> AsyncGenerator[bytes, None]:
-    with _turns(call) as turns:
+async def _conversation(call: Call) -> Conversation:
+    """Return what is to be answered; one of many messages is made in a thread, in which clients take turns.
+
+    Raises:
+        InferenceCenterError: ``invalid_request``.
+    """
+    request: ChatRequest = call.body
+    if len(request.messages) < _MANY_MESSAGES:
+        return _checked(request)
+    return await call.context.worker.run(call.caller.client.client_id, partial(_checked, request))
+
+
+def _checked(request: ChatRequest) -> Conversation:
+    check(request)
+    return conversation_of(request)
+
+
+async def _chunks(call: Call, conversation: Conversation) -> AsyncGenerator[bytes, None]:
+    with _turns(call, conversation) as turns:
         chunks = Chunks(_head(call))
         async for batch in turns.batches():
             if written := b"".join([chunks.write(index, event) for index, event in batch]):
@@ -49,19 +71,18 @@ async def _chunks(call: Call) -> AsyncGenerator[bytes, None]:
 
 
 @contextmanager
-def _turns(call: Call) -> Iterator[Turns]:
+def _turns(call: Call, conversation: Conversation) -> Iterator[Turns]:
     """Have the turns of a request run.
 
     Raises:
         InferenceCenterError: They cannot begin; with fields as the request names them.
     """
     request: ChatRequest = call.body
-    conversations = (conversation_of(request),)
     try:
         with answered(
             call.context,
             call.visit,
-            conversations,
+            (conversation,),
             n=request.n,
             infer=lambda place, choice: infer_of(request, place, choice),
         ) as turns:
