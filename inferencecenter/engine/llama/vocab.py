@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import ctypes
-from typing import TYPE_CHECKING
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import TYPE_CHECKING, Final
 
 from llama_cpp import llama_cpp as lib
 
 from inferencecenter.errors import ErrorCode, InferenceCenterError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from inferencecenter.ipc.messages import Piece
 
 _CONTROL = lib.LLAMA_TOKEN_ATTR_CONTROL | lib.LLAMA_TOKEN_ATTR_UNKNOWN
 _PARSED_AS_SPECIAL = _CONTROL | lib.LLAMA_TOKEN_ATTR_USER_DEFINED
 _FENCE = "\n"
+_ANY_STACK_BYTES: Final = 8 * 1024
+"""Bytes of text for which every thread's stack is large enough."""
+_STACK_PER_BYTE: Final = 512
+_stack_size = threading.Lock()
 
 
 class Vocabulary:
@@ -26,6 +33,11 @@ class Vocabulary:
     llama.cpp does so at the start of each call. A piece in the middle of a text therefore goes in behind a line feed
     (the fence) whose tokens are dropped again. Where the vocabulary merges the fence into the text, which can only be
     where the text starts with white space, the piece keeps its extra space.
+
+    Many vocabularies cut a text into words by an expression that llama.cpp gives to ``std::regex``, which takes about
+    400 bytes of stack for each character of a word: 8 MiB are too little for 40,000 letters without a space, and the
+    process would die. Texts cannot be cut here without becoming other tokens. So one that is not short is tokenized on
+    a thread of its own, whose stack is as large as the text may need, and gone afterwards.
     """
 
     def __init__(self, handle: int) -> None:
@@ -122,7 +134,9 @@ class Vocabulary:
         capacity = len(data) + 2
         while True:
             buffer = (ctypes.c_int32 * capacity)()
-            count = lib.llama_tokenize(self._handle, data, len(data), buffer, capacity, False, special)
+            count = _with_stack_for(
+                data, partial(lib.llama_tokenize, self._handle, data, len(data), buffer, capacity, False, special)
+            )
             if count >= 0:
                 return buffer[:count]
             capacity = -count
@@ -137,6 +151,21 @@ class Vocabulary:
             buffer = ctypes.create_string_buffer(-count)
             count = lib.llama_token_to_piece(self._handle, token, buffer, len(buffer), 0, special)
         return buffer.raw[:count]
+
+
+def _with_stack_for(data: bytes, work: Callable[[], int]) -> int:
+    """Return what ``work`` does, done where it has stack enough for a text."""
+    if len(data) <= _ANY_STACK_BYTES:
+        return work()
+    with ThreadPoolExecutor(1, thread_name_prefix="tokenize") as thread:
+        # The size holds for all threads that start meanwhile, which may have it too: only what is used is memory.
+        with _stack_size:
+            before = threading.stack_size(_STACK_PER_BYTE * len(data) + 8 * 2**20)
+            try:
+                done = thread.submit(work)
+            finally:
+                threading.stack_size(before)
+        return done.result()
 
 
 def _encode(text: str) -> bytes:

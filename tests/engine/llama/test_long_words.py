@@ -1,0 +1,40 @@
+"""Texts of one long word, with vocabularies that llama.cpp cuts by ``std::regex``; a process that dies is a child."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+import inferencecenter.demo
+
+DEMO: Final = Path(inferencecenter.demo.__file__).with_name("demo.gguf")
+N_CHARS: Final = 200_000
+TOKENIZE: Final = """
+import sys
+from llama_cpp import llama_cpp as lib
+from inferencecenter.engine.llama.vocab import Vocabulary
+from inferencecenter.ipc.messages import Piece
+
+cut = (lib.llama_model_kv_override * 2)()
+cut[0].key, cut[0].tag = b"tokenizer.ggml.pre", lib.LLAMA_KV_OVERRIDE_TYPE_STR
+cut[0].value.val_str = sys.argv[2].encode()
+params = lib.llama_model_default_params()
+params.vocab_only, params.kv_overrides = True, cut
+model = lib.llama_model_load_from_file(sys.argv[1].encode(), params)
+vocabulary = Vocabulary(lib.llama_model_get_vocab(model))
+text = "abcdefghij" * (int(sys.argv[3]) // 10)
+tokens = vocabulary.tokenize((Piece(text),), first=False)
+print(b"".join(map(vocabulary.token_bytes, tokens)).decode() == text)
+"""
+
+
+@pytest.mark.parametrize("cut", ["tekken", "gpt-4o", "deepseek-llm"])
+def test_a_word_of_any_length_is_tokenized(cut: str) -> None:
+    """It takes more stack than a thread has by itself, and the engine goes on."""
+    arguments = [sys.executable, "-c", TOKENIZE, str(DEMO), cut, str(N_CHARS)]
+    done = subprocess.run(arguments, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "True\n")
