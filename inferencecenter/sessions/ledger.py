@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass
-from functools import reduce
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Final
 
@@ -25,7 +24,6 @@ MAX_FAILURES: Final = 16
 _NO_ENDS: Final[Mapping[str, End]] = MappingProxyType({})
 _NO_NOTES: Final[Mapping[str, str]] = MappingProxyType({})
 _NO_FAILURES: Final[Mapping[str, Failure]] = MappingProxyType({})
-_NOTHING: Final = Usage(prompt_tokens=0, cached_tokens=0, completion_tokens=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +144,13 @@ class Ledger:
 
 
 def _sum(turns: Iterable[TranscriptTurn]) -> Usage:
-    return reduce(_add, (turn.usage for turn in turns), _NOTHING)
+    usages = [turn.usage for turn in turns]
+    return Usage(
+        prompt_tokens=sum(usage.prompt_tokens for usage in usages),
+        cached_tokens=sum(usage.cached_tokens for usage in usages),
+        completion_tokens=sum(usage.completion_tokens for usage in usages),
+        reasoning_tokens=sum(usage.reasoning_tokens for usage in usages),
+    )
 
 
 def _add(total: Usage, usage: Usage) -> Usage:
