@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from contextlib import AbstractAsyncContextManager
 
+    from inferencecenter.protocol.base import Request
     from tests.loop_clock import LoopClock
 
     Serve = Callable[..., AbstractAsyncContextManager[Running]]
@@ -266,14 +267,22 @@ async def test_a_lost_socket_closes_sessions_that_want_it(server: Running) -> No
 
 
 async def test_a_large_frame_is_read_off_the_event_loop(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Frames are answered in their order all the same."""
+    """So is it validated. Frames are answered in their order all the same."""
     threads: list[int] = []
+    parsed: list[int] = []
 
     def noting(text: str) -> Frame:
         threads.append(threading.get_ident())
         return read_frame(text)
 
+    parse = Frame.parse
+
+    def noting_parse(frame: Frame) -> Request:
+        parsed.append(threading.get_ident())
+        return parse(frame)
+
     monkeypatch.setattr("inferencecenter.server.connection.read_frame", noting)
+    monkeypatch.setattr(Frame, "parse", noting_parse)
     async with server.v1() as socket:
         await hear(socket)
         await socket.send(json.dumps({"op": "ping", "id": "1", "padding": "x" * LARGE_FRAME_CHARS}))
@@ -281,6 +290,7 @@ async def test_a_large_frame_is_read_off_the_event_loop(server: Running, monkeyp
         answers = [await hear(socket) for _ in range(2)]
     assert [(answer["op"], answer["id"]) for answer in answers] == [("error", "1"), ("pong", "2")]
     assert threads[0] != threading.get_ident() == threads[1]
+    assert parsed == threads
 
 
 async def test_a_socket_that_does_not_log_in_is_not_answered_for_long(server: Running) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from asyncio import sleep
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
@@ -115,8 +116,11 @@ class ResponsesSocket:
                 self._queue(request, n_bytes=len(text or ""))
             else:
                 self._cancel(request)
+            self._context.paces.accepted(self.account.client_id)
         except InferenceCenterError as error:
             self._fail(error, stream_id)
+            if delay_s := self._context.paces.refused(self.account.client_id):
+                await sleep(delay_s)
         except Exception:  # noqa: BLE001 - the border: a defect here must not take the socket's other lanes down
             _log.exception("frame_failed")
             self._fail(InferenceCenterError(ErrorCode.INTERNAL), stream_id)

@@ -12,6 +12,7 @@ from websockets.exceptions import InvalidStatus
 
 from inferencecenter.dialects.responses.lanes import MAX_LANES, MAX_WAITING
 from inferencecenter.dialects.responses.telling import Frame, Telling
+from inferencecenter.server.pace import FREE_REFUSALS
 from tests.dialects.asking import tick
 from tests.dialects.responses import told
 from tests.dialects.responses.serving import PATH, begun, get, hear, left, made, send, socket
@@ -376,3 +377,21 @@ async def test_a_frame_of_too_many_values_is_refused(server: Running) -> None:
 def fail_unexpectedly(*_: object, **__: object) -> Any:
     """Fail as a defect does."""
     raise RuntimeError
+
+
+async def test_a_socket_is_read_later_after_many_refusals(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each refusal after the first ones has the next frame wait longer; they count with those over HTTP."""
+    waited: list[float] = []
+
+    async def noting(delay_s: float) -> None:
+        waited.append(delay_s)
+
+    monkeypatch.setattr("inferencecenter.dialects.responses.socket.sleep", noting)
+    async with socket(server) as connection:
+        for _ in range(FREE_REFUSALS + 3):
+            await connection.send("{")
+            assert (await hear(connection))["status"] == 400
+        await connection.send("{")
+        await hear(connection)
+    assert len(waited) >= 3
+    assert waited == sorted(set(waited))
