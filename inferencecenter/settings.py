@@ -119,6 +119,13 @@ class ServerSettings(Section):
     max_unauthenticated_per_address: int = Field(
         32, ge=1, le=1_000_000, description="Such sockets of one address, or of one /64 of IPv6."
     )
+    unauthenticated_per_s: int = Field(
+        20,
+        ge=1,
+        le=1_000_000,
+        description="Sockets that one address, or one /64 of IPv6, may open in a second without a credential, and "
+        "fifteen times as many at once; one that authenticates does not count. Others are refused with 429.",
+    )
     max_connections_per_client: int = Field(32, ge=1, le=1_000_000, description="Open sockets of one client.")
     operations_per_minute: int = Field(
         6000,

@@ -33,7 +33,7 @@ _EVENTS: Final[TypeAdapter[AnyEvent]] = TypeAdapter(
 _MAX_FRAME_BYTES: Final = 2**26
 _CLOSE_TIMEOUT_S: Final = 2.0
 _LAST_WORD_S: Final = 1.0
-_HTTP_ERRORS: Final = {401: ErrorCode.NOT_AUTHENTICATED, 403: ErrorCode.FORBIDDEN}
+_HTTP_ERRORS: Final = {401: ErrorCode.NOT_AUTHENTICATED, 403: ErrorCode.FORBIDDEN, 429: ErrorCode.RATE_LIMITED}
 
 
 class Unknown(BaseModel):
@@ -194,5 +194,6 @@ def _refused(url: str, error: Exception) -> InferenceCenterError:
     retry_after_ms = int(retry_after) * 1000 if retry_after.isdecimal() else None
     code = _HTTP_ERRORS.get(response.status_code)
     if code is not None:
-        return failure(code, f"{url} refuses with HTTP status {response.status_code}")
+        words = f"{url} refuses with HTTP status {response.status_code}"
+        return failure(code, words, retry_after_ms=retry_after_ms)
     return unreachable(url, str(error), retry_after_ms=retry_after_ms)

@@ -1,4 +1,4 @@
-"""Failed logins are limited per address: a token bucket each, refilled over a minute."""
+"""What an address may do so often, as to fail at a login: a token bucket each."""
 
 from __future__ import annotations
 
@@ -22,16 +22,17 @@ class _Bucket:
 
 
 class Attempts:
-    """Counts failed logins by address.
+    """Counts attempts by address.
 
     Args:
-        per_minute: Failures an address may have at once, and that it regains each minute.
+        at_once: Attempts that an address has when it comes first.
+        per_s: Those that it regains in a second, up to that number.
         clock: Monotonic seconds.
     """
 
-    def __init__(self, *, per_minute: int, clock: Callable[[], float]) -> None:
-        self._capacity = per_minute
-        self._per_s = per_minute / 60
+    def __init__(self, *, at_once: int, per_s: float, clock: Callable[[], float]) -> None:
+        self._capacity = at_once
+        self._per_s = per_s
         self._clock = clock
         self._buckets: OrderedDict[str, _Bucket] = OrderedDict()
 
@@ -43,19 +44,19 @@ class Attempts:
         self._refill(bucket)
         return None if bucket.left >= 1 else math.ceil((1 - bucket.left) / self._per_s * 1000)
 
-    def failed(self, address: str) -> None:
-        """Count a failed login of ``address``."""
+    def count(self, address: str) -> None:
+        """Count an attempt of ``address``."""
         shared = site(address)
         bucket = self._buckets.setdefault(shared, _Bucket(self._capacity, self._clock()))
         self._refill(bucket)
         bucket.left = max(0.0, bucket.left - 1)
         self._buckets.move_to_end(shared)
-        # The address that failed longest ago is forgotten first; it has regained the most.
+        # The address that tried longest ago is forgotten first; it has regained the most.
         if len(self._buckets) > _MAX_ADDRESSES:
             self._buckets.popitem(last=False)
 
     def forgive(self, address: str) -> None:
-        """Take back a failure of ``address`` that was counted before it was known."""
+        """Take back an attempt of ``address`` that is none after all."""
         if (bucket := self._buckets.get(site(address))) is not None:
             bucket.left = min(self._capacity, bucket.left + 1)
 

@@ -94,7 +94,7 @@ class Authenticator:
         self._accounts = accounts
         self._limits_of = limits_of
         self._others = others
-        self._attempts = Attempts(per_minute=attempts_per_minute, clock=clock)
+        self._attempts = Attempts(at_once=attempts_per_minute, per_s=attempts_per_minute / 60, clock=clock)
         self._metrics = metrics
         self._tasks = TaskGroup("authenticator")
         self._writing: asyncio.TimerHandle | None = None
@@ -112,7 +112,7 @@ class Authenticator:
         self._check_attempts(address)
         account = self._look_up(credential)
         if account is None or not self._may_come(account, address):
-            self._attempts.failed(address)
+            self._attempts.count(address)
             raise self._refused(credential, address=address)
         return self._admitted(account, address=address)
 
@@ -139,7 +139,7 @@ class Authenticator:
             return self.authenticate(credential, address=address)
         self._check_attempts(address)
         # Counted before the answer is there: many guesses at once are not more than one after the other.
-        self._attempts.failed(address)
+        self._attempts.count(address)
         try:
             account = await self._others.verify(credential.client_id, credential.api_key)
         except CannotTellError as error:

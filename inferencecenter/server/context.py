@@ -16,6 +16,7 @@ from inferencecenter.protocol.scopes import Scope
 from inferencecenter.server import replies
 from inferencecenter.server.administration import UsageReader, no_usage
 from inferencecenter.server.authentication import Authenticator
+from inferencecenter.server.door import Door
 from inferencecenter.server.fair_worker import FairWorker
 from inferencecenter.server.feed import MetricsFeed, Sources
 from inferencecenter.server.gpu_cache import GpuCache
@@ -109,6 +110,7 @@ class Context:
     stop: Callable[[], None]
     authenticator: Authenticator
     proxies: Proxies
+    door: Door
     hub: Hub
     feed: MetricsFeed
     worker: FairWorker
@@ -138,6 +140,8 @@ class Context:
         monotonic: Callable[[], float] = time.monotonic,
     ) -> Context:
         """Build the server's own parts around those that it is given; call it on the event loop."""
+        proxies = Proxies(settings.trusted_proxies)
+        door = Door(proxies, per_s=settings.unauthenticated_per_s, clock=monotonic, metrics=metrics)
         context = cls(
             settings=settings,
             models=models,
@@ -159,12 +163,14 @@ class Context:
                 clock=monotonic,
                 metrics=metrics,
             ),
-            proxies=Proxies(settings.trusted_proxies),
+            proxies=proxies,
+            door=door,
             hub=Hub(
                 max_connections=settings.max_connections,
                 max_per_client=settings.max_connections_per_client,
                 max_unauthenticated=settings.max_unauthenticated,
                 max_unauthenticated_per_address=settings.max_unauthenticated_per_address,
+                let_in=door.give_back,
                 metrics=metrics,
             ),
             feed=MetricsFeed(Sources(gpu=gpu, engine=models, sessions=sessions, clock=clock)),

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, cast
 
 import h11
 import orjson
+from starlette.datastructures import Headers
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from inferencecenter.server.crowd import Crowd
@@ -103,6 +104,7 @@ class Http(H11Protocol):
         head_timeout_s: How long the head of a request may take.
         refused: Called with the HTTP status of each answer that is given here rather than by the application.
         connected: Called when the connection was made.
+        refusal: Given the peer and the headers of an upgrade, returns the answer to one that is refused.
     """
 
     def __init__(  # noqa: PLR0913 - uvicorn's own arguments, and after them ours by their names
@@ -116,12 +118,14 @@ class Http(H11Protocol):
         head_timeout_s: float,
         refused: Callable[[int], object],
         connected: Callable[[], object],
+        refusal: Callable[[str, Headers], bytes | None],
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
         self.conn = _StrictHttp(h11.SERVER, config.h11_max_incomplete_event_size or MAX_HEAD_BYTES)
         self.logger = _faults
         self._refused = refused
         self._connected = connected
+        self._refusal = refusal
         self._crowd = crowd
         self._head_timeout_s = head_timeout_s
         self._head_timer: asyncio.TimerHandle | None = None
@@ -169,7 +173,13 @@ class Http(H11Protocol):
             self._await_head()
 
     def handle_websocket_upgrade(self, event: Any) -> None:
-        """Let go of the connection: it is a WebSocket's from here on."""
+        """Let go of the connection: it is a WebSocket's from here on, unless the upgrade is refused."""
+        refusal = self._refusal(self.client[0] if self.client else "", Headers(raw=self.headers))
+        if refusal is not None:  # before anything is made that a socket needs
+            self._refused(HTTPStatus.TOO_MANY_REQUESTS.value)
+            self._raw.write(refusal)
+            self._raw.close()
+            return
         self._is_socket = True
         self._leave()
         self.transport = self._raw

@@ -65,22 +65,25 @@ class Hub:
         max_per_client: Sockets and guests of one client.
         max_unauthenticated: Sockets that have not authenticated.
         max_unauthenticated_per_address: Those of one address.
+        let_in: Called with the address of a socket that has authenticated after its upgrade.
         metrics: Where they are counted.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - keyword-only
         self,
         *,
         max_connections: int,
         max_per_client: int,
         max_unauthenticated: int,
         max_unauthenticated_per_address: int,
+        let_in: Callable[[str], object],
         metrics: Metrics,
     ) -> None:
         self._max_connections = max_connections
         self._unauthenticated: UnauthenticatedSockets[Connection] = UnauthenticatedSockets(
             most=max_unauthenticated, most_per_address=max_unauthenticated_per_address
         )
+        self._let_in = let_in
         self._max_per_client = max_per_client
         self._metrics = metrics
         self._connections: set[Connection] = set()
@@ -182,7 +185,8 @@ class Hub:
         self._per_client[client_id] += 1
         self._n_of_clients += 1
         if connection is not None:
-            self._unauthenticated.discard(connection)
+            if self._unauthenticated.discard(connection):
+                self._let_in(connection.address)
             self._count_unauthenticated()
             self._of_client[client_id].add(connection)
 

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     import ssl
     from collections.abc import Awaitable, Callable, Iterator, Sequence
 
+    from starlette.datastructures import Headers
     from starlette.types import ASGIApp
 
     from inferencecenter.settings import ServerSettings
@@ -122,6 +123,10 @@ def _nobody(_status: int) -> None:
     """Hear of no refusal."""
 
 
+def _nothing_against(_peer: str, _headers: Headers) -> None:
+    """Refuse no upgrade."""
+
+
 class Listener(uvicorn.Server):
     """The one port.
 
@@ -132,6 +137,7 @@ class Listener(uvicorn.Server):
         tls: The side of TLS that listens; without it the port speaks plainly.
         refused: Called with the HTTP status when a connection is turned away unheard.
         connected: Called when a connection was made.
+        refusal: Given the peer and the headers of an upgrade, returns the answer to one that is refused.
     """
 
     def __init__(  # noqa: PLR0913 - keyword-only
@@ -143,12 +149,18 @@ class Listener(uvicorn.Server):
         tls: ssl.SSLContext | None = None,
         refused: Callable[[int], object] = _nobody,
         connected: Callable[[], object] = lambda: None,
+        refusal: Callable[[str, Headers], bytes | None] = _nothing_against,
     ) -> None:
         self._settings = settings
         self._tls = tls
         self.crowd: Crowd[Http] = Crowd(min(settings.max_connections, _descriptors_for_http()))
         http = partial(
-            Http, crowd=self.crowd, head_timeout_s=settings.head_timeout_s, refused=refused, connected=connected
+            Http,
+            crowd=self.crowd,
+            head_timeout_s=settings.head_timeout_s,
+            refused=refused,
+            connected=connected,
+            refusal=refusal,
         )
         super().__init__(
             uvicorn.Config(

@@ -46,11 +46,12 @@ class UnauthenticatedSockets(Generic[SocketT]):
         self._of_site[from_where][socket] = None
         return evicted
 
-    def discard(self, socket: SocketT) -> None:
-        """Count one no longer, if it was counted: it has authenticated, or gone."""
+    def discard(self, socket: SocketT) -> bool:
+        """Count one no longer: it has authenticated, or gone. Tell whether it was counted."""
         from_where = self._sites.pop(socket, None)
         if from_where is None:
-            return
+            return False
         del self._of_site[from_where][socket]
         if not self._of_site[from_where]:
             del self._of_site[from_where]
+        return True

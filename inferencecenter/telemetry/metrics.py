@@ -94,6 +94,11 @@ class Metrics:
             "WebSockets that had not authenticated and were closed for newer ones.",
             registry=registry,
         ).labels()
+        self.refused_handshakes = Counts(
+            "inferencecenter_refused_handshakes",
+            "WebSocket upgrades without a credential that were refused, as their address makes too many.",
+            registry=registry,
+        ).labels()
         self.frames_in = Counts("inferencecenter_frames_in", "WebSocket frames received.", registry=registry).labels()
         self.frames_out = Counts("inferencecenter_frames_out", "WebSocket frames sent.", registry=registry).labels()
         self.outbox_bytes = Gauge(

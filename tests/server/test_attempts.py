@@ -1,4 +1,4 @@
-"""Tests of the limit on failed logins."""
+"""Tests of the limit on attempts of an address."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ class Clock:
 
 def exhausted(clock: Clock, address: str) -> Attempts:
     """Return attempts of which ``address`` has used all six."""
-    attempts = Attempts(per_minute=6, clock=clock)
+    attempts = Attempts(at_once=6, per_s=0.1, clock=clock)
     for _ in range(6):
         assert attempts.retry_after_ms(address) is None
-        attempts.failed(address)
+        attempts.count(address)
     return attempts
 
 
@@ -36,12 +36,12 @@ def test_attempts_come_back_with_time_and_not_beyond_the_limit() -> None:
     attempts = exhausted(clock, "192.0.2.1")
     clock.now_s = 10.0
     assert attempts.retry_after_ms("192.0.2.1") is None
-    attempts.failed("192.0.2.1")
+    attempts.count("192.0.2.1")
     assert attempts.retry_after_ms("192.0.2.1") == 10_000
     clock.now_s = 3600.0
     for _ in range(6):
         assert attempts.retry_after_ms("192.0.2.1") is None
-        attempts.failed("192.0.2.1")
+        attempts.count("192.0.2.1")
     assert attempts.retry_after_ms("192.0.2.1") == 10_000
 
 
@@ -60,9 +60,9 @@ def test_an_ipv6_subscriber_is_one_address() -> None:
 
 def test_memory_is_bounded() -> None:
     """Failures from ever new addresses forget the oldest."""
-    attempts = Attempts(per_minute=1, clock=Clock())
-    attempts.failed("oldest")
+    attempts = Attempts(at_once=1, per_s=1 / 60, clock=Clock())
+    attempts.count("oldest")
     for number in range(10_000):
-        attempts.failed(f"address {number}")
+        attempts.count(f"address {number}")
     assert attempts.retry_after_ms("oldest") is None
     assert attempts.retry_after_ms("address 9999") == 60_000

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.typing import Subprotocol
 
+from inferencecenter.client.failures import TryLaterError
+from inferencecenter.client.link import Address, open_link
+from inferencecenter.client.reconnecting import is_final
+from inferencecenter.protocol import requests
+from inferencecenter.server.door import BURST_S
 from tests.server.harness import Running, ask, close_code, hear
 
 if TYPE_CHECKING:
@@ -233,6 +238,54 @@ async def test_beyond_the_limit_of_all_the_oldest_unauthenticated_socket_makes_w
         for socket in sockets[2:]:
             assert (await hear(socket))["op"] == "hello"
         assert unauthenticated(server) == (2, 2)
+
+
+async def test_strangers_who_come_too_often_are_refused_before_anything_is_made(serve: Serve) -> None:
+    """With 429 and when to come again, which our client heeds; who brings a credential gets in."""
+    async with serve(unauthenticated_per_s=1) as server, AsyncExitStack() as open_sockets:
+
+        async def strangers_come() -> None:
+            while True:
+                await open_sockets.enter_async_context(server.connect())
+
+        async def a_client_comes_among_strangers() -> None:
+            while True:  # a slow machine may have let in more by then
+                await (await open_link(address)).close()
+                with suppress(InvalidStatus):
+                    await open_sockets.enter_async_context(server.connect())
+
+        with pytest.raises(InvalidStatus) as caught:
+            await strangers_come()
+        response = caught.value.response
+        assert (response.status_code, response.headers["Retry-After"]) == (429, "1")
+        assert json.loads(response.body or b"")["code"] == "rate_limited"
+        value = server.context.metrics.registry.get_sample_value
+        assert value("inferencecenter_refused_handshakes_total") == 1
+        address = Address(
+            url=f"ws://127.0.0.1:{server.port}/",
+            credential=requests.Auth(op="auth", token=server.token),
+            tls=None,
+            open_timeout_s=60,
+            keepalive_s=60,
+        )
+        with pytest.raises(TryLaterError) as later:
+            await a_client_comes_among_strangers()
+        assert later.value.retry_after_ms == 1000
+        assert not is_final(later.value)
+        async with server.connect(additional_headers={"Authorization": f"Bearer {server.token}"}) as socket:
+            assert (await hear(socket))["op"] == "auth_success"
+
+
+async def test_who_authenticates_after_the_upgrade_may_come_as_often_as_it_likes(serve: Serve) -> None:
+    """Its socket is none of a stranger any more."""
+    async with serve(unauthenticated_per_s=1) as server:
+        for _ in range(3 * BURST_S):
+            async with server.v1() as socket:
+                await hear(socket)
+        for _ in range(3 * BURST_S):
+            async with server.connect() as socket:
+                await hear(socket)
+                assert (await ask(socket, op="auth", token=server.token))["op"] == "auth_success"
 
 
 async def test_the_limit_of_a_clients_connections(serve: Serve) -> None:
