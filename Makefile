@@ -45,6 +45,7 @@ lint: $(VENV)/.installed-dev ## Check style, types (of the web page too), import
 	$(BIN)/lint-imports
 	$(BIN)/inferencecenter docs --check
 	tools/check-web $(VENV)
+	tools/check-forge $(VENV)
 
 wheels: $(VENV)/.installed ## Build what `make install` installs, into build/wheels; needs no root
 	@CUDA='$(CUDA)' tools/wheels '$(VENV)' '$(WHEELS)'

@@ -1,3 +1,3 @@
 """InferenceCenter: one GGUF model, lent to many clients over persistent WebSockets."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
