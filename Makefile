@@ -22,7 +22,7 @@ INSTALLED_BY := prefix='$(prefix)' sysconfdir='$(sysconfdir)' bindir='$(bindir)'
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help run test test-slow test-all lint docs clean wheels install install-files uninstall
+.PHONY: help run test test-slow test-all lint docs site clean wheels install install-files uninstall
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -38,7 +38,7 @@ test-slow: $(VENV)/.installed-dev ## Run the slow tests
 
 test-all: test test-slow ## Run every test, the slow ones too
 
-lint: $(VENV)/.installed-dev ## Check style, types (of the web page too), imports and that what is generated is current
+lint: $(VENV)/.installed-dev site ## Check style, types (of the web page too), imports, the site, and that what is generated is current
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
@@ -64,6 +64,9 @@ uninstall: ## Remove the service, as root; configuration, sessions and the user 
 
 docs: $(VENV)/.installed-dev ## Write the generated documentation and the annotated default configuration
 	$(BIN)/inferencecenter docs
+
+site: $(VENV)/.installed-dev ## Build the documentation as a site, into build/site
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
 clean: ## Remove the virtual environment, caches and what was built
 	rm -rf '$(VENV)' build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
