@@ -46,6 +46,7 @@ lint: $(VENV)/.installed-dev site ## Check style, types (of the web page too), i
 	$(BIN)/inferencecenter docs --check
 	tools/check-web $(VENV)
 	tools/check-forge $(VENV)
+	tools/check-prose $(VENV)
 
 wheels: $(VENV)/.installed ## Build what `make install` installs, into build/wheels; needs no root
 	@CUDA='$(CUDA)' tools/wheels '$(VENV)' '$(WHEELS)'
