@@ -48,11 +48,10 @@ from inferencecenter.sessions.store.schema import DATABASE_NAME
 from inferencecenter.sessions.store.store import Store
 from inferencecenter.sessions.template_process import TemplateProcesses
 from inferencecenter.signals import heed_signals
-from inferencecenter.supervisor.guard import ThermalGuard
-from inferencecenter.supervisor.kv_places import remove_ram
-from inferencecenter.supervisor.memory_use import reader
-from inferencecenter.supervisor.pressure import MemoryGuard
+from inferencecenter.supervisor.engine_options import remove_ram_cache
+from inferencecenter.supervisor.memory_pressure import MemoryPressureMonitor, reader
 from inferencecenter.supervisor.process import EXIT_GRACE_S, STOP_DEADLINE_S, SUSPEND_DEADLINE_S
+from inferencecenter.supervisor.thermal import ThermalThrottler
 from inferencecenter.telemetry.loop_monitor import LoopMonitor
 from inferencecenter.telemetry.metrics import Metrics
 from inferencecenter.telemetry.notify import Notifier
@@ -64,14 +63,14 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from inferencecenter.ipc.port import EnginesPort, EngineStatus
+    from inferencecenter.ipc.port import EngineStatus, ModelsPort
     from inferencecenter.models.registry import Registry
     from inferencecenter.protocol.params import Params
     from inferencecenter.sessions.allowance import Allowance
     from inferencecenter.sessions.store.recorder import PurgeKind
     from inferencecenter.sessions.totals import Totals, TurnObserver
     from inferencecenter.settings import Settings
-    from inferencecenter.supervisor.models import Models
+    from inferencecenter.supervisor.model_manager import ModelManager
     from inferencecenter.telemetry.otlp import Traces
 
 ACCOUNTS_FILE: Final = "accounts.sqlite3"
@@ -185,7 +184,7 @@ async def _run(settings: Settings, prepared: _Prepared, *, on_listening: Callabl
 
     models, gpu = make_models(settings, prepared.registry, metrics=metrics.engines, live_sessions=live_sessions), Gpu()
     supervisor = models.engine(models.default)
-    memory = MemoryGuard(
+    memory = MemoryPressureMonitor(
         engines=lambda: models.supervisors, measure=reader(settings.memory, settings.gpu), metrics=metrics
     )
     allowances = Allowances(accounts, defaults=settings.limits, clock=time.time, monotonic=time.monotonic)
@@ -211,7 +210,9 @@ async def _run(settings: Settings, prepared: _Prepared, *, on_listening: Callabl
         read_usage=usage_reader(settings),
         others=other_accounts(settings),
     )
-    guard = ThermalGuard(settings.gpu, engines=models, limit=models.limit, tell=context.hub.broadcast, metrics=metrics)
+    guard = ThermalThrottler(
+        settings.gpu, engines=models, limit=models.limit, notify=context.hub.broadcast, metrics=metrics
+    )
     reload = Reload(
         started_with=settings,
         read=prepared.read_again,
@@ -261,7 +262,7 @@ async def _run(settings: Settings, prepared: _Prepared, *, on_listening: Callabl
         running.callback(control.close)
         running.push_async_callback(context.close)
         heed_signals(stop=listener.stop, read_again=reload.run)
-        running.callback(remove_ram, settings.kv, settings.state_dir)
+        running.callback(remove_ram_cache, settings.kv, settings.state_dir)
         reporter.begin()
         running.push_async_callback(reporter.close)
         guard.begin()
@@ -299,7 +300,7 @@ def _restore(
     sessions.restore(store.load(), clean=store.was_clean, retention_days=accounts.retentions())
 
 
-def _ends_with(models: Models, settings: Settings) -> bool:
+def _ends_with(models: ModelManager, settings: Settings) -> bool:
     """Tell whether the daemon ends because everybody's engine was given up."""
     return settings.engine.exit_when_failed and models.engine(models.default).given_up
 
@@ -307,7 +308,7 @@ def _ends_with(models: Models, settings: Settings) -> bool:
 def _sessions(  # noqa: PLR0913 - keyword-only
     settings: Settings,
     prepared: _Prepared,
-    engines: EnginesPort,
+    engines: ModelsPort,
     *,
     observer: TurnObserver,
     admit: Callable[[], None],
@@ -335,7 +336,7 @@ def _sessions(  # noqa: PLR0913 - keyword-only
     )
 
 
-def _reporter(settings: Settings, models: Models, gpu: Gpu, *, totals: Callable[[], Totals]) -> Reporter:
+def _reporter(settings: Settings, models: ModelManager, gpu: Gpu, *, totals: Callable[[], Totals]) -> Reporter:
     return Reporter(
         Notifier.from_environment(os.environ, pid=os.getpid()),
         engine=models,

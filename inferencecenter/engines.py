@@ -5,16 +5,20 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Final
 
-from inferencecenter.supervisor.corrections import Corrections
+from inferencecenter.hardware.vram_calibration import VramCalibration
 from inferencecenter.supervisor.crash_limit import CrashLimit
-from inferencecenter.supervisor.kv_places import clean_places, kv_places, place_name
-from inferencecenter.supervisor.meter import StepMeter
-from inferencecenter.supervisor.model import Model
-from inferencecenter.supervisor.models import Models
-from inferencecenter.supervisor.options import engine_options, restart_policy
+from inferencecenter.supervisor.engine_options import (
+    cache_key,
+    engine_options,
+    kv_cache_paths,
+    remove_stale_caches,
+    restart_policy,
+)
+from inferencecenter.supervisor.model_manager import ManagedModel, ModelManager
 from inferencecenter.supervisor.planning import Planner
+from inferencecenter.supervisor.poison_turn_store import PoisonTurnStore
+from inferencecenter.supervisor.step_metrics import StepMeter
 from inferencecenter.supervisor.supervisor import Supervisor
-from inferencecenter.supervisor.suspicion_file import SuspicionFile
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Collection
@@ -33,7 +37,7 @@ def make_models(
     *,
     metrics: EngineMetrics,
     live_sessions: Callable[[], Collection[str]] | None = None,
-) -> Models:
+) -> ModelManager:
     """Return the models, of which none is loaded yet, and delete what was parked for those that there are no more.
 
     Args:
@@ -42,14 +46,14 @@ def make_models(
         metrics: Where their steps are counted.
         live_sessions: Names the sessions whose KV a new engine is to keep; without it all is kept.
     """
-    clean_places(settings.kv, settings.state_dir, registry.models.values())
-    suspicion_file = SuspicionFile(settings.state_dir / _SUSPECTS_FILE)
+    remove_stale_caches(settings.kv, settings.state_dir, registry.models.values())
+    suspicion_file = PoisonTurnStore(settings.state_dir / _SUSPECTS_FILE)
     crash_limit = CrashLimit(
         max_deaths=settings.engine.max_client_crashes,
         window_s=settings.engine.client_crash_window_s,
         monotonic=time.monotonic,
     )
-    corrections = Corrections(settings.state_dir / _PLAN_FILE)
+    corrections = VramCalibration(settings.state_dir / _PLAN_FILE)
 
     first: Supervisor | None = None
 
@@ -58,7 +62,7 @@ def make_models(
             return settings.engine.exit_when_failed and supervisor is models.engine(models.default)
         return supervisor.load_failure is not None and supervisor is first
 
-    def make(spec: ModelSpec, admit: Callable[[Model], Awaitable[bool]]) -> Model:
+    def make(spec: ModelSpec, admit: Callable[[ManagedModel], Awaitable[bool]]) -> ManagedModel:
         return _model(
             spec,
             admit,
@@ -73,7 +77,7 @@ def make_models(
             suspicion_file=suspicion_file,
         )
 
-    models = Models(
+    models = ModelManager(
         registry,
         make=make,
         max_resident=settings.engine.max_resident,
@@ -85,20 +89,20 @@ def make_models(
 
 def _model(  # noqa: PLR0913 - what it is put together from, by name
     spec: ModelSpec,
-    admit: Callable[[Model], Awaitable[bool]],
+    admit: Callable[[ManagedModel], Awaitable[bool]],
     *,
     plan_now: bool,
     settings: Settings,
-    corrections: Corrections,
+    corrections: VramCalibration,
     metrics: EngineMetrics,
     live_sessions: Callable[[], Collection[str]] | None,
     ends_daemon: Callable[[Supervisor], bool],
     crash_limit: CrashLimit,
-    suspicion_file: SuspicionFile,
-) -> Model:
+    suspicion_file: PoisonTurnStore,
+) -> ManagedModel:
     engine = spec.engine
-    planner = Planner(engine=engine, gpu=settings.gpu, corrections=corrections)
-    options = engine_options(spec, kv_places(settings.kv, settings.state_dir, spec), settings.kv)
+    planner = Planner(engine=engine, gpu=settings.gpu, calibration=corrections)
+    options = engine_options(spec, kv_cache_paths(settings.kv, settings.state_dir, spec), settings.kv)
     if plan_now:
         options = planner.first(options)
     meter = StepMeter(metrics, model=spec.name)
@@ -121,9 +125,9 @@ def _model(  # noqa: PLR0913 - what it is put together from, by name
         on_step=meter.step,
         crash_limit=crash_limit,
         suspicion_file=suspicion_file,
-        lock_path=settings.state_dir / f"engine-{place_name(spec)}.lock",
+        lock_path=settings.state_dir / f"engine-{cache_key(spec)}.lock",
     )
-    supervisor.subscribe(planner.heard)
+    supervisor.subscribe(planner.on_status)
     supervisor.subscribe(meter.engine_changed)
-    model = Model(spec, planner, supervisor)
+    model = ManagedModel(spec, planner, supervisor)
     return model

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from inferencecenter.config_params import parse_config_params
 from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.hardware.vram_calibration import VramCalibration
 from inferencecenter.ipc.port import EngineState
 from inferencecenter.models.registry import DEMO, ModelSpec, not_registered, read_registry
 from inferencecenter.protocol import requests
@@ -21,9 +22,7 @@ from inferencecenter.sessions.client import Client
 from inferencecenter.sessions.registry import Sessions
 from inferencecenter.sessions.template_process import TemplateProcesses
 from inferencecenter.settings import bundled_model
-from inferencecenter.supervisor.corrections import Corrections
-from inferencecenter.supervisor.kv_places import KvPlaces
-from inferencecenter.supervisor.options import engine_options, restart_policy
+from inferencecenter.supervisor.engine_options import KvCachePaths, engine_options, restart_policy
 from inferencecenter.supervisor.planning import Planner
 from inferencecenter.supervisor.supervisor import Supervisor
 
@@ -35,7 +34,7 @@ if TYPE_CHECKING:
     from inferencecenter.settings import Settings
 
 _PLAN_FILE: Final = "plan.json"
-_NOWHERE: Final = KvPlaces(ram_dir=Path(), ram_bytes=0, disk_dir=Path(), disk_bytes=0)
+_NOWHERE: Final = KvCachePaths(ram_dir=Path(), ram_bytes=0, disk_dir=Path(), disk_bytes=0)
 _STOP_S: Final = 1.0
 _CLIENT: Final = Client("shell", max_sessions=1, priority="interactive", scopes=frozenset({"user"}))
 _SETTLED: Final = (EngineState.READY, EngineState.FAILED)
@@ -225,7 +224,7 @@ class _OneModel:
             raise not_registered(name, {self.spec.name: self.spec})
         return self.supervisor
 
-    def want(self, name: str, client_id: str = "") -> None:
+    def ensure_loaded(self, name: str, client_id: str = "") -> None:
         """Say why it could not be loaded."""
         if (failure := self.engine(name).load_failure) is not None:
             raise failure
@@ -244,7 +243,7 @@ def _supervisor(spec: ModelSpec, settings: Settings) -> Supervisor:
     """Return what runs the engine; corrections of plans are heeded and left as they are."""
     engine = spec.engine.model_copy(update={"slots": 1})
     alone = replace(spec, engine=engine)
-    planner = Planner(engine=engine, gpu=settings.gpu, corrections=Corrections(settings.state_dir / _PLAN_FILE))
+    planner = Planner(engine=engine, gpu=settings.gpu, calibration=VramCalibration(settings.state_dir / _PLAN_FILE))
     return Supervisor(
         planner.first(engine_options(alone, _NOWHERE, settings.kv)),
         policy=restart_policy(engine),

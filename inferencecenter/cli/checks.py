@@ -24,7 +24,7 @@ from inferencecenter.hardware.model_shape import describe, with_adapters
 from inferencecenter.hardware.nvml import read_gpus
 from inferencecenter.hardware.split import plan
 from inferencecenter.models.registry import default_model, read_registry
-from inferencecenter.supervisor.planning import lora_bytes, wishes
+from inferencecenter.supervisor.planning import lora_bytes, placement_constraints
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -117,7 +117,7 @@ def placement(settings: Settings) -> list[Check]:
             return []
         spec = default_model(settings)
         shape = with_adapters(describe(read_gguf(spec.path)), lora_bytes(each.path for each in spec.lora))
-        made = plan(shape, devices, read_host(), wishes(spec.engine, settings.gpu))
+        made = plan(shape, devices, read_host(), placement_constraints(spec.engine, settings.gpu))
     except InferenceCenterError as error:
         return [Check("plan", Verdict.FAILED, error.message, error.hint or "", error.code)]
     detail = "; ".join(f"{reason.name}: {reason.value}" for reason in made.reasons)

@@ -18,8 +18,7 @@ from inferencecenter.hardware.model_shape import describe
 from inferencecenter.hardware.plan import Device, margin_bytes
 from inferencecenter.hardware.split import plan
 from inferencecenter.hardware.wording import mib
-from inferencecenter.supervisor.planned import described
-from inferencecenter.supervisor.planning import wishes
+from inferencecenter.supervisor.planning import placement_constraints, plan_report
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -56,7 +55,7 @@ def show_plan(
         InferenceCenterError: ``invalid_model_file``, or ``invalid_config`` for a GPU that is set and not there.
     """
     shape = describe(read_gguf(model))
-    wished = wishes(settings.engine, settings.gpu)
+    wished = placement_constraints(settings.engine, settings.gpu)
     devices = gpus_of(vram_bytes) if vram_bytes else find_devices(settings.gpu.devices)
     host = read_host()
     if ram_bytes is not None:
@@ -89,7 +88,7 @@ def as_data(shape: ModelShape, made: Plan, wished: Wishes, host: Host) -> dict[s
             "layers": shape.n_layers,
             "bytes": shape.bytes,
         },
-        **described(made, model=shape, host=host, wishes=wished).model_dump(),
+        **plan_report(made, model=shape, host=host, wishes=wished).model_dump(),
         "main_gpu": made.main_gpu,
         "tensor_split": made.tensor_split,
         "cpu_tensors": made.cpu_tensors,

@@ -18,15 +18,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from inferencecenter.engine.echo import EchoBackend
-from inferencecenter.engine.inbox import Closed, Fetched, Inbox, Received
-from inferencecenter.engine.kv.adoption import Adoption
-from inferencecenter.engine.kv.store import KvStore, TierOptions
+from inferencecenter.engine.inbox import FrontDisconnected, Inbox, KvFetched, ReceivedCommand
+from inferencecenter.engine.kv_cache.recovery import RecoveryMode
+from inferencecenter.engine.kv_cache.store import KvStore, TierOptions
 from inferencecenter.engine.loop import EngineLoop
 from inferencecenter.errors import ERRORS, ErrorCode, InferenceCenterError
-from inferencecenter.ipc.framing import FrameError
-from inferencecenter.ipc.messages import Configure, LoadFailed, Loading, Log, Ready
-from inferencecenter.ipc.pipe import Pipe
-from inferencecenter.ipc.pulse import Pulse
+from inferencecenter.ipc.framing import BlockingChannel, FramingError
+from inferencecenter.ipc.heartbeat import Heartbeat
+from inferencecenter.ipc.messages import Configure, LoadFailed, Loading, LogLine, Ready
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -44,7 +43,7 @@ def main() -> int:
     """Run the engine until the front is gone; return the exit status."""
     parser = argparse.ArgumentParser(prog="inferencecenter.engine", description=__doc__)
     parser.add_argument("--fd", type=int, required=True, help="the inherited socket to the front")
-    pipe = Pipe(socket.socket(fileno=parser.parse_args().fd))
+    pipe = BlockingChannel(socket.socket(fileno=parser.parse_args().fd))
     # Ctrl-C and a stop of the process group reach the engine too; the front drains first and then closes the pipe.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -61,14 +60,14 @@ def main() -> int:
         return os.EX_OK
 
 
-def _serve(pipe: Pipe, options: EngineOptions) -> int:
+def _serve(pipe: BlockingChannel, options: EngineOptions) -> int:
     inbox = Inbox()
     watch(pipe, inbox)
     # Without a page of the front's, progress is counted in one that nobody looks at.
-    pulse = Pulse.create() if options.pulse_fd < 0 else Pulse.attach(options.pulse_fd)
+    heartbeat = Heartbeat.create() if options.pulse_fd < 0 else Heartbeat.attach(options.pulse_fd)
     try:
         adopt = adoption(options)
-        backend = _load(pipe, options, pulse)
+        backend = _load(pipe, options, heartbeat)
     except InferenceCenterError as error:
         pipe.send(LoadFailed(error.code.value, error.message, error.hint or ""))
         return error.spec.exit_code
@@ -87,29 +86,31 @@ def _serve(pipe: Pipe, options: EngineOptions) -> int:
             options,
             adopt=adopt,
             worker=disk_worker,
-            on_fetched=lambda: inbox.put(Fetched()),
-            on_log=lambda level, text: pipe.send(Log(level, text, "engine")),
+            on_fetched=lambda: inbox.put(KvFetched()),
+            on_log=lambda level, text: pipe.send(LogLine(level, text, "engine")),
         )
         held.callback(kv.close)
-        loop = EngineLoop(backend, options, kv=kv, inbox=inbox, pulse=pulse, send=pipe.send, clock=time.monotonic)
+        loop = EngineLoop(
+            backend, options, kv=kv, inbox=inbox, heartbeat=heartbeat, send=pipe.send, clock=time.monotonic
+        )
         pipe.send(Ready(backend.model))
         loop.run()
     return os.EX_OK
 
 
-def adoption(options: EngineOptions) -> Adoption:
+def adoption(options: EngineOptions) -> RecoveryMode:
     """Return what of an earlier engine's parked KV is taken over.
 
     Raises:
         InferenceCenterError: ``invalid_config`` where the options say nothing that there is.
     """
     try:
-        return Adoption(options.kv_adopt)
+        return RecoveryMode(options.kv_adopt)
     except ValueError:
         raise InferenceCenterError(
             ErrorCode.INVALID_CONFIG,
             f"kv_adopt is {options.kv_adopt!r}.",
-            hint=f"Choose {', '.join(Adoption)}.",
+            hint=f"Choose {', '.join(RecoveryMode)}.",
             field="kv_adopt",
         ) from None
 
@@ -118,7 +119,7 @@ def open_kv(  # noqa: PLR0913 - a store and what it is told, all by name
     backend: Backend,
     options: EngineOptions,
     *,
-    adopt: Adoption,
+    adopt: RecoveryMode,
     worker: Executor,
     on_fetched: Callable[[], None],
     on_log: Callable[[str, str], None],
@@ -134,14 +135,14 @@ def open_kv(  # noqa: PLR0913 - a store and what it is told, all by name
         disk=TierOptions(Path(options.kv_disk_dir), options.kv_disk_bytes),
         client_share=options.kv_client_share,
         adopt=adopt,
-        can_rewind=backend.can_rewind,
+        can_truncate=backend.can_truncate,
         worker=worker,
         on_fetched=on_fetched,
         on_log=on_log,
     )
 
 
-def _load(pipe: Pipe, options: EngineOptions, pulse: Pulse) -> Backend:
+def _load(pipe: BlockingChannel, options: EngineOptions, heartbeat: Heartbeat) -> Backend:
     pipe.send(Loading(0.0))
     if options.backend == "echo":
         return EchoBackend(options)
@@ -152,38 +153,38 @@ def _load(pipe: Pipe, options: EngineOptions, pulse: Pulse) -> Backend:
         from inferencecenter.engine.llama.devices import offloads  # noqa: PLC0415
 
         def progressed(fraction: float) -> None:
-            pulse.beat()
+            heartbeat.tick()
             pipe.send(Loading(fraction, offloads()))
 
         return LlamaBackend.load(
             options,
             on_progress=progressed,
-            on_log=lambda level, text: pipe.send(Log(level, text, "llama.cpp")),
+            on_log=lambda level, text: pipe.send(LogLine(level, text, "llama.cpp")),
         )
     raise InferenceCenterError(
         ErrorCode.INVALID_CONFIG, f"There is no backend {options.backend!r}.", hint="Choose llama or echo."
     )
 
 
-def watch(pipe: Pipe, inbox: Inbox) -> None:
+def watch(pipe: BlockingChannel, inbox: Inbox) -> None:
     """Start the thread that queues what the front says and that ends the process when the front is gone."""
     threading.Thread(target=_read, args=(pipe, inbox), name="reader", daemon=True).start()
 
 
-def _read(pipe: Pipe, inbox: Inbox) -> None:
+def _read(pipe: BlockingChannel, inbox: Inbox) -> None:
     status = os.EX_OK
     try:
         while (message := pipe.read()) is not None:
             if isinstance(message, Configure):
-                raise FrameError("a second Configure")
-            inbox.put(Received(message, time.monotonic()))
-    except FrameError as error:
+                raise FramingError("a second Configure")
+            inbox.put(ReceivedCommand(message, time.monotonic()))
+    except FramingError as error:
         sys.stderr.write(f"inferencecenter.engine: {error}\n")
         status = os.EX_PROTOCOL
     except Exception:  # noqa: BLE001 - an engine that hears nothing any more must not live on
         traceback.print_exc()
         status = os.EX_SOFTWARE
-    inbox.put(Closed())
+    inbox.put(FrontDisconnected())
     # The main thread may be loading a model or decode for many seconds and cannot be interrupted there, but whoever
     # waits for this process wants the memory back now, and nothing here is the only copy of anything.
     time.sleep(_GRACE_S)

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from inferencecenter.engine.sampling.structured import Constraint
-    from inferencecenter.ipc.messages import ModelInfo, Piece, TokenLogprobs
+    from inferencecenter.engine.sampling.constraint import Constraint
+    from inferencecenter.ipc.messages import ModelInfo, PromptSegment, SampledLogprobs
     from inferencecenter.protocol.params import Params
 
 
@@ -41,7 +41,7 @@ class Sampled:
     """A sampled token id, with its logprobs when the turn asked for them."""
 
     token: int
-    logprobs: TokenLogprobs | None = None
+    logprobs: SampledLogprobs | None = None
 
 
 class DecodeError(Exception):
@@ -82,10 +82,10 @@ class Backend(Protocol):
         """Roughly how many bytes a token takes in a saved sequence; at least 1."""
 
     @property
-    def can_rewind(self) -> bool:
+    def can_truncate(self) -> bool:
         """Whether ``truncate`` can cut anywhere: not so with recurrent layers and sliding windows."""
 
-    def tokenize(self, pieces: Sequence[Piece], *, first: bool) -> list[int]:
+    def tokenize(self, pieces: Sequence[PromptSegment], *, first: bool) -> list[int]:
         """Return the token ids of ``pieces``, BOS included where the model wants one and ``first`` is set."""
 
     def token_bytes(self, token: int) -> bytes:

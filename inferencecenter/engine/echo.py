@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING
 
 from inferencecenter.engine.backend import DecodeError, Sampled
 from inferencecenter.errors import ErrorCode, InferenceCenterError
-from inferencecenter.ipc.messages import ModelInfo, TokenLogprob, TokenLogprobs
+from inferencecenter.ipc.messages import ModelInfo, SampledLogprobs, TokenLogprob
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from inferencecenter.engine.backend import Chunk
-    from inferencecenter.engine.sampling.structured import Constraint
-    from inferencecenter.ipc.messages import EngineOptions, Piece
+    from inferencecenter.engine.sampling.constraint import Constraint
+    from inferencecenter.ipc.messages import EngineOptions, PromptSegment
     from inferencecenter.protocol.params import Params
 
 MESSAGE_START = 256
@@ -98,7 +98,7 @@ class EchoBackend:
         return _TOKEN_BYTES
 
     @property
-    def can_rewind(self) -> bool:
+    def can_truncate(self) -> bool:
         """Whether ``truncate`` can cut anywhere, which it can."""
         return True
 
@@ -106,7 +106,7 @@ class EchoBackend:
         """Return the tokens in a slot's KV."""
         return tuple(self._held[slot])
 
-    def tokenize(self, pieces: Sequence[Piece], *, first: bool) -> list[int]:
+    def tokenize(self, pieces: Sequence[PromptSegment], *, first: bool) -> list[int]:
         """Return the bytes of ``pieces``, control tokens recognised in special ones; ``first`` changes nothing."""
         tokens: list[int] = []
         for piece in pieces:
@@ -279,7 +279,7 @@ class EchoSampler:
         if not self._n_probs:
             return Sampled(token)
         certain = TokenLogprob(self._backend.token_text(token), token, 0.0)
-        return Sampled(token, TokenLogprobs(certain, (certain,)))
+        return Sampled(token, SampledLogprobs(certain, (certain,)))
 
     def close(self) -> None:
         """End the sampler.

@@ -1,26 +1,129 @@
-"""Carries a plan out on a backend: moves KV, decodes, samples, and says what came of it."""
+"""Executes a plan on a backend: moves KV, decodes, samples the rows, and reports the outcome."""
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from inferencecenter.engine.backend import DecodeError
-from inferencecenter.engine.moves import Mover
-from inferencecenter.engine.row_sampling import RowSampling
-from inferencecenter.engine.scheduler.plan import Outcome
+from inferencecenter.engine.kv_mover import KvMover
+from inferencecenter.engine.scheduler.plan import StepOutcome
 from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.ipc.messages import TokenDelta
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from concurrent.futures import ThreadPoolExecutor
 
     from inferencecenter.engine.backend import Backend, TurnSampler
-    from inferencecenter.engine.kv.store import KvStore
-    from inferencecenter.engine.outputs import Lapse, TurnOutput
-    from inferencecenter.engine.row_sampling import Sample
-    from inferencecenter.engine.scheduler.plan import Admission, Park, Pass, Plan, Row
+    from inferencecenter.engine.kv_cache.store import KvStore
+    from inferencecenter.engine.output_processor import OutputProcessor, TimeoutReason
+    from inferencecenter.engine.scheduler.plan import Admission, DecodePass, DecodeRow, ParkSlot, StepPlan
     from inferencecenter.ipc.messages import MoveTime, TurnEvent
+
+
+@dataclass(frozen=True, slots=True)
+class SampledRow:
+    """What a row's turn made of its logits.
+
+    ``accepted`` are the drafts that were right, ``token`` what was sampled behind them; ``None`` when that failed.
+    """
+
+    row: DecodeRow
+    accepted: tuple[int, ...]
+    token: int | None
+    events: tuple[TurnEvent, ...]
+
+
+class RowSampler:
+    """Samples the rows of the last decode, on several threads.
+
+    Args:
+        outputs: The turns' outputs by id, which take the tokens in.
+        samplers: The turns' samplers by id.
+        pool: Threads that sample beside the caller's; other work may wait in it.
+        workers: How many rows are sampled at once at most.
+        clock: Monotonic seconds.
+        on_log: Called with level and text, from any thread.
+    """
+
+    def __init__(  # noqa: PLR0913 - keyword-only but for what it works on
+        self,
+        outputs: Mapping[str, OutputProcessor],
+        samplers: Mapping[str, TurnSampler],
+        *,
+        pool: ThreadPoolExecutor,
+        workers: int,
+        clock: Callable[[], float],
+        on_log: Callable[[str, str], None],
+    ) -> None:
+        self._outputs = outputs
+        self._samplers = samplers
+        self._pool = pool
+        self._workers = workers
+        self._clock = clock
+        self._on_log = on_log
+
+    def run(self, rows: Sequence[DecodeRow]) -> list[SampledRow]:
+        """Sample all rows of the last decode, the caller's thread and the pool's taking the next one in turn."""
+        firsts = accumulate((row.chunk.n_sampled for row in rows), initial=0)
+        left = deque(zip(firsts, rows, strict=False))
+        samples: dict[str, SampledRow] = {}
+
+        def work() -> None:
+            while left:
+                try:
+                    first, row = left.popleft()
+                except IndexError:  # another thread took the last one
+                    return
+                samples[row.turn_id] = self._sample(row, first)
+
+        others = [self._pool.submit(work) for _ in range(min(self._workers, len(rows)) - 1)]
+        work()
+        for other in others:
+            # One that has not begun sits behind a long tokenization, and all rows are taken: do not wait for it.
+            if not other.cancel():
+                other.result()
+        return [samples[row.turn_id] for row in rows]
+
+    def _sample(self, row: DecodeRow, first: int) -> SampledRow:
+        """Sample what follows the row's token, of which the logits are the ``first``, and what follows its drafts."""
+        output, drafts = self._outputs[row.turn_id], row.chunk.drafts
+        expected = (*row.chunk.tokens[len(row.chunk.tokens) - drafts :], None)
+        accepted: list[int] = []
+        events: list[TurnEvent] = []
+        token = None
+        try:
+            for draft in expected:
+                sampled = self._samplers[row.turn_id].sample(first + len(accepted))
+                events += output.push(sampled, now=self._clock())
+                if sampled.token != draft or output.ended:
+                    token = sampled.token
+                    break
+                accepted.append(sampled.token)
+        except InferenceCenterError as error:
+            events.append(output.fail(error, now=self._clock()))
+        except Exception as error:  # noqa: BLE001 - a border: one turn's sampler or stop pattern must not end the others
+            self._on_log("error", f"sampling failed: {error!r}")
+            failure = InferenceCenterError(ErrorCode.INTERNAL, "The next token could not be sampled.")
+            events.append(output.fail(failure, now=self._clock()))
+        return SampledRow(row, tuple(accepted), token, _coalesced(events))
+
+
+def _coalesced(events: Sequence[TurnEvent]) -> tuple[TurnEvent, ...]:
+    """Return the events of one turn with what is told in succession told at once."""
+    told: list[TurnEvent] = []
+    for event in events:
+        last = told[-1] if told else None
+        if isinstance(event, TokenDelta) and isinstance(last, TokenDelta):
+            told[-1] = TokenDelta(
+                event.turn_id, last.tokens + event.tokens, last.text + event.text, last.logprobs + event.logprobs
+            )
+        else:
+            told.append(event)
+    return tuple(told)
 
 
 @dataclass(slots=True)
@@ -48,8 +151,8 @@ class _Results:
         """Tell whether the turn's chunks still follow on what its slot holds."""
         return turn_id not in self.emptied | self.ended | self.stalled
 
-    def outcome(self) -> Outcome:
-        return Outcome(
+    def outcome(self) -> StepOutcome:
+        return StepOutcome(
             decoded=self.decoded,
             sampled=self.sampled,
             accepted=self.accepted,
@@ -96,16 +199,16 @@ class Executor:
         on_log: Callable[[str, str], None],
     ) -> None:
         self._backend = backend
-        self._mover = Mover(backend, kv, clock=clock, progressed=progressed, on_log=on_log)
+        self._mover = KvMover(backend, kv, clock=clock, progressed=progressed, on_log=on_log)
         self._clock = clock
         self._interrupted = interrupted
         self._progressed = progressed
         self._on_log = on_log
-        self._outputs: dict[str, TurnOutput] = {}
+        self._outputs: dict[str, OutputProcessor] = {}
         # Traced turns that were preempted and have not come back.
         self._away: set[str] = set()
         self._samplers: dict[str, TurnSampler] = {}
-        self._sampling = RowSampling(
+        self._sampling = RowSampler(
             self._outputs, self._samplers, pool=pool, workers=workers, clock=clock, on_log=on_log
         )
 
@@ -115,14 +218,14 @@ class Executor:
     def __contains__(self, turn_id: object) -> bool:
         return turn_id in self._outputs
 
-    def add(self, output: TurnOutput) -> None:
+    def add(self, output: OutputProcessor) -> None:
         """Take charge of a turn that now waits for its admission."""
         self._outputs[output.turn_id] = output
 
-    def lapse(self, turn_id: str, now: float) -> Lapse | None:
+    def timeout_reason(self, turn_id: str, now: float) -> TimeoutReason | None:
         """Return which of its times has run out on a turn; ``None`` also when there is no such turn any more."""
         output = self._outputs.get(turn_id)
-        return None if output is None else output.lapse(now)
+        return None if output is None else output.timeout_reason(now)
 
     def end(self, turn_id: str, reason: str) -> tuple[TurnEvent, ...]:
         """End a turn between two steps and return its last events."""
@@ -136,7 +239,7 @@ class Executor:
         self._drop(turn_id)
         return failure
 
-    def run(self, plan: Plan) -> tuple[Outcome, tuple[TurnEvent, ...]]:
+    def run(self, plan: StepPlan) -> tuple[StepOutcome, tuple[TurnEvent, ...]]:
         """Do what the plan says and return what came of it, with the turns' events in order."""
         results = _Results()
         for turn_id in plan.preemptions:
@@ -155,7 +258,7 @@ class Executor:
             self._drop(turn_id)
         return results.outcome(), tuple(results.events)
 
-    def park(self, park: Park) -> bool:
+    def park(self, park: ParkSlot) -> bool:
         """Park what a slot holds, between two steps; ``False`` when it could not be."""
         return self._mover.run((park,)).n_parked > 0
 
@@ -170,7 +273,7 @@ class Executor:
         if output.traced:
             self._away.add(turn_id)
 
-    def _resume(self, plan: Plan) -> None:
+    def _resume(self, plan: StepPlan) -> None:
         """Note which of the turns that are away go on with this plan."""
         now = self._clock()
         for each in plan.passes:
@@ -179,7 +282,7 @@ class Executor:
                     self._away.discard(row.turn_id)
                     self._outputs[row.turn_id].resume(now=now, kv_tokens=row.chunk.start, reads=each.prefill)
 
-    def _move(self, plan: Plan, results: _Results) -> None:
+    def _move(self, plan: StepPlan, results: _Results) -> None:
         moved = self._mover.run(plan.moves)
         results.emptied, results.wiped = moved.emptied, moved.wiped
         results.moves_s, results.move_times, results.n_parked = moved.took_s, tuple(moved.times), moved.n_parked
@@ -210,7 +313,7 @@ class Executor:
         cached_tokens = 0 if turn_id in results.emptied else admission.cached_tokens
         results.events.append(output.start(prompt, cached_tokens=cached_tokens, now=self._clock()))
 
-    def _run_pass(self, each: Pass, results: _Results) -> None:
+    def _run_pass(self, each: DecodePass, results: _Results) -> None:
         rows = [row for row in each.rows if results.goes_on(row.turn_id)]
         if not rows:
             return
@@ -231,7 +334,7 @@ class Executor:
         else:
             results.decode_s += took_s
 
-    def _take(self, sample: Sample, results: _Results) -> None:
+    def _take(self, sample: SampledRow, results: _Results) -> None:
         turn_id, drafts = sample.row.turn_id, sample.row.chunk.drafts
         results.events += sample.events
         if sample.token is not None:
@@ -243,7 +346,7 @@ class Executor:
             results.accepted[turn_id] = sample.accepted
             self._cut(sample.row, drafts - len(sample.accepted), results)
 
-    def _cut(self, row: Row, n_tokens: int, results: _Results) -> None:
+    def _cut(self, row: DecodeRow, n_tokens: int, results: _Results) -> None:
         """Take the last drafts of a row, of which nothing came, out of the KV again."""
         if not n_tokens:
             return
@@ -255,7 +358,7 @@ class Executor:
         del results.decoded[turn_id]
         (results.lost if turn_id in results.ended else results.emptied).add(turn_id)
 
-    def _decode_failed(self, rows: Sequence[Row], error: DecodeError, results: _Results) -> None:
+    def _decode_failed(self, rows: Sequence[DecodeRow], error: DecodeError, results: _Results) -> None:
         """Fail the turns whose KV is lost; the others did not move and try again with the next step."""
         self._on_log("error", f"decode failed: {error}")
         # An error that names none of the batch would be met again for ever.

@@ -6,7 +6,7 @@ executor; when one ends, the client that has waited longest since its last job g
 at once, no client has all of them run long ones: a thread is left for what another client brings meanwhile.
 
 A job that waits is withdrawn by taking it out of its line, with all that it refers to. A thread cannot be stopped, so a
-job that runs looks at ``withdrawn`` between its parts, and raises ``WithdrawnError``.
+job that runs looks at ``withdrawn`` between its parts, and raises ``JobCancelledError``.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _SHORT_BYTES: Final = 64 * 1024
 _Item = TypeVar("_Item")
 
 
-class WithdrawnError(Exception):
+class JobCancelledError(Exception):
     """Nothing waits for what the job that runs would bring."""
 
 
@@ -43,7 +43,7 @@ class Job:
     client_id: str
     work: Callable[[Job], None]
     size_bytes: int = 0
-    withdrawn: bool = False
+    cancelled: bool = False
 
     def check(self) -> None:
         """Go on only if something waits for this.
@@ -51,11 +51,11 @@ class Job:
         Raises:
             WithdrawnError: Nothing does.
         """
-        if self.withdrawn:
-            raise WithdrawnError
+        if self.cancelled:
+            raise JobCancelledError
 
     def each(self, items: Sequence[_Item]) -> Sequence[_Item]:
-        """Return the items as a sequence of which getting one raises ``WithdrawnError`` once the job is withdrawn."""
+        """Return the items as a sequence whose items raise ``JobCancelledError`` once the job is cancelled."""
         return _Wanted(self, items)
 
 
@@ -104,17 +104,17 @@ class FairWorkers:
             self._waiting.add(job.client_id, job)
             self._fill()
 
-    def withdraw(self, job: Job) -> None:
+    def cancel(self, job: Job) -> None:
         """Forget a job that waits, and tell one that runs that nothing waits for it; one that is over is over."""
         with self._lock:
-            job.withdrawn = True
+            job.cancelled = True
             self._waiting.withdraw(job.client_id, job)
 
     def close(self) -> None:
         """Withdraw all jobs."""
         with self._lock:
             for job in (*self._waiting, *self._running):
-                job.withdrawn = True
+                job.cancelled = True
             self._waiting.clear()
 
     def _fill(self) -> None:
@@ -133,7 +133,7 @@ class FairWorkers:
 
     def _run(self, job: Job) -> None:
         try:
-            if not job.withdrawn:
+            if not job.cancelled:
                 job.work(job)
         finally:
             with self._lock:

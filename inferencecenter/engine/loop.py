@@ -1,44 +1,52 @@
-"""The engine's loop: take commands, plan a step, run it, send all it produced in one frame."""
+"""The engine's loop: take commands, plan a step, run it, send everything it produced in one frame."""
 
 from __future__ import annotations
 
 import math
+import os
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
 
-from inferencecenter.engine.accounting import work_of
-from inferencecenter.engine.deadlines import Deadlines
 from inferencecenter.engine.executor import Executor
 from inferencecenter.engine.fair_workers import FairWorkers
-from inferencecenter.engine.grammars import Grammars
-from inferencecenter.engine.inbox import Closed, Fetched, GrammarReady, Prepared, Received, Unprepared
-from inferencecenter.engine.lookups import Lookups
-from inferencecenter.engine.outputs import failed, never_ran
-from inferencecenter.engine.pause import Pause
-from inferencecenter.engine.preparation import Preparation
-from inferencecenter.engine.resident import ResidentMemory
-from inferencecenter.engine.saving import QUIET_S, IdleSaving
-from inferencecenter.engine.scheduler.limits import Limits
-from inferencecenter.engine.scheduler.plan import Restore
+from inferencecenter.engine.grammar_cache import GrammarCache
+from inferencecenter.engine.inbox import (
+    Deadlines,
+    FrontDisconnected,
+    GrammarReady,
+    KvFetched,
+    ReceivedCommand,
+    StepThrottle,
+    TokenizationFailed,
+    TokenizedTurn,
+)
+from inferencecenter.engine.output_processor import failed, never_ran
+from inferencecenter.engine.scheduler.plan import CopySlot, RestoreSlot
+from inferencecenter.engine.scheduler.policy import SchedulerLimits
+from inferencecenter.engine.scheduler.prefix_sharing import is_prefix_key
 from inferencecenter.engine.scheduler.scheduler import Scheduler
 from inferencecenter.engine.speculation import draft_tokens
+from inferencecenter.engine.tokenization import TokenizationStage, TokenizerService
 from inferencecenter.errors import ErrorCode, InferenceCenterError
 from inferencecenter.ipc.messages import (
-    Abort,
+    AbortTurn,
     CancelLookup,
-    Detokenize,
-    Keep,
-    KvLimit,
-    Limit,
-    Log,
-    Position,
-    Progress,
-    Release,
-    Step,
+    DetokenizeRequest,
+    EngineLimits,
+    KvRamLimit,
+    LogLine,
+    PrefillProgress,
+    QueuePosition,
+    ReleaseSession,
+    RetainSessions,
+    StepOutput,
+    StepStats,
     Submit,
     Suspend,
     Suspended,
-    Tokenize,
+    TokenizeRequest,
+    TokenSources,
 )
 
 if TYPE_CHECKING:
@@ -46,11 +54,110 @@ if TYPE_CHECKING:
 
     from inferencecenter.engine.backend import Backend
     from inferencecenter.engine.inbox import Command, Inbox
-    from inferencecenter.engine.kv.store import KvStore
-    from inferencecenter.engine.preparation import Pending
-    from inferencecenter.engine.scheduler.plan import Outcome, Plan
-    from inferencecenter.ipc.messages import EngineOptions, FromEngine, TurnEvent, Work
-    from inferencecenter.ipc.pulse import Pulse
+    from inferencecenter.engine.kv_cache.store import KvStore
+    from inferencecenter.engine.scheduler.placement import CheckpointPlanner
+    from inferencecenter.engine.scheduler.plan import ParkSlot, StepOutcome, StepPlan
+    from inferencecenter.engine.tokenization import PendingSubmission
+    from inferencecenter.ipc.heartbeat import Heartbeat
+    from inferencecenter.ipc.messages import EngineOptions, FromEngine, TurnEvent
+
+QUIET_S: Final = 0.2
+"""How long nothing is to come in before slots are saved: a copy is worthless with the next turn of a quick client."""
+_EVERY_S: Final = 1.0
+
+
+class IdleCheckpointer:
+    """Saves one slot after the other, looking at what came in between two of them.
+
+    Args:
+        saving: What there is to save.
+        park: Saves a slot.
+        inbox: What has come in.
+        quiet_s: How long nothing is to come in before.
+    """
+
+    def __init__(
+        self, saving: CheckpointPlanner, *, park: Callable[[ParkSlot], bool], inbox: Inbox, quiet_s: float
+    ) -> None:
+        self._saving = saving
+        self._park = park
+        self._inbox = inbox
+        self._quiet_s = quiet_s
+
+    @property
+    def wait_s(self) -> float | None:
+        """Seconds for which nothing is to come in before ``run``; ``None`` when there is nothing to save."""
+        return self._quiet_s if self._saving.wanted else None
+
+    def run(self) -> None:
+        """Save until something comes in, or all is saved."""
+        while self._inbox.empty and (park := self._saving.next()) is not None:
+            self._park(park)
+
+
+_STATM: Final = Path("/proc/self/statm")
+_PAGE_BYTES: Final = os.sysconf("SC_PAGE_SIZE")
+
+
+class RssReader:
+    """Bytes of this process that are in memory, at most a second old.
+
+    Args:
+        clock: Monotonic seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._n_bytes = 0
+        self._read_at_s = float("-inf")
+
+    def read(self) -> int:
+        """Return the bytes."""
+        now = self._clock()
+        if now - self._read_at_s >= _EVERY_S:
+            self._n_bytes = int(_STATM.read_text().split()[1]) * _PAGE_BYTES
+            self._read_at_s = now
+        return self._n_bytes
+
+
+def work_of(plan: StepPlan, outcome: StepOutcome, *, step_s: float) -> StepStats | None:
+    """Return what came of a plan that took ``step_s``; ``None`` if there was nothing to do."""
+    if plan.empty and not plan.fetches:
+        return None
+    return StepStats(
+        step_s=step_s,
+        rows=sum(len(each.rows) for each in plan.passes if not each.prefill),
+        decode_s=outcome.decode_s,
+        prefill_tokens=outcome.prefill_tokens,
+        prefill_s=outcome.prefill_s,
+        fetches=len(plan.fetches),
+        sources=_sources(plan, outcome) if plan.admissions else None,
+        moves=outcome.move_times,
+        drafted=outcome.drafted,
+        accepted=sum(map(len, outcome.accepted.values())),
+    )
+
+
+def _sources(plan: StepPlan, outcome: StepOutcome) -> TokenSources:
+    """Count the tokens of the turns that were admitted by where they were found; what got lost on the way was not."""
+    filled = {move.turn_id: move for move in plan.moves if isinstance(move, RestoreSlot | CopySlot)}
+    tokens = dict.fromkeys(TokenSources.__struct_fields__, 0)
+    for admission in plan.admissions:
+        cached = 0 if admission.turn_id in outcome.emptied else admission.cached_tokens
+        tokens[_source(filled.get(admission.turn_id))] += cached
+        tokens["computed"] += len(admission.prompt) - cached
+    return TokenSources(**tokens)
+
+
+def _source(move: RestoreSlot | CopySlot | None) -> str:
+    match move:
+        case None:
+            return "slot"
+        case CopySlot():
+            return "neighbour"
+        case RestoreSlot(key=key):
+            return "prefix" if is_prefix_key(key) else "parked"
+
 
 _BLOCKED_S = 1.0
 
@@ -63,7 +170,7 @@ class EngineLoop:
         options: How steps are planned, how long turns may wait, and the number of worker threads.
         kv: Where sequences are parked; what it fetches is announced in the inbox.
         inbox: What the reader thread and the workers put in.
-        pulse: Where it counts its progress: a loop that sleeps, or turns without moving anything, makes none.
+        heartbeat: Where it counts its progress: a loop that sleeps, or turns without moving anything, makes none.
         send: Sends a frame to the front; may block.
         clock: Monotonic seconds.
         quiet_s: How long nothing is to come in before what slots hold is saved.
@@ -76,7 +183,7 @@ class EngineLoop:
         *,
         kv: KvStore,
         inbox: Inbox,
-        pulse: Pulse,
+        heartbeat: Heartbeat,
         send: Callable[[FromEngine], None],
         clock: Callable[[], float],
         quiet_s: float = QUIET_S,
@@ -86,7 +193,7 @@ class EngineLoop:
         self._queue_timeout_s = options.queue_timeout_s or math.inf
         self._pool = ThreadPoolExecutor(options.worker_threads, thread_name_prefix="worker")
         self._inbox = inbox
-        self._pulse = pulse
+        self._heartbeat = heartbeat
         self._send = send
         self._clock = clock
         self._scheduler = Scheduler(
@@ -96,7 +203,7 @@ class EngineLoop:
             pass_tokens=min(options.n_batch, options.n_ubatch),
             target_step_s=options.target_step_ms / 1000,
             parked=kv,
-            can_rewind=backend.can_rewind,
+            can_truncate=backend.can_truncate,
             quantum_tokens=options.quantum_tokens,
             ageing_s=options.ageing_s,
             draft_tokens=draft_tokens(options, backend, on_log=self._on_log),
@@ -108,29 +215,29 @@ class EngineLoop:
             workers=options.worker_threads,
             clock=clock,
             interrupted=lambda: inbox.urgent,
-            progressed=pulse.beat,
+            progressed=heartbeat.tick,
             on_log=self._on_log,
         )
-        self._grammars = Grammars(backend)
+        self._grammars = GrammarCache(backend)
         self._workers = FairWorkers(self._pool, most=options.worker_threads)
-        self._lookups = Lookups(backend, workers=self._workers, send=send, on_log=self._on_log)
-        self._preparation = Preparation(
+        self._tokenizer = TokenizerService(backend, workers=self._workers, send=send, on_log=self._on_log)
+        self._tokenization = TokenizationStage(
             backend,
             grammars=self._grammars,
             workers=self._workers,
             inbox=inbox,
-            pulse=pulse,
+            heartbeat=heartbeat,
             queue_timeout_s=self._queue_timeout_s,
             on_ready=self._schedule,
             on_log=self._on_log,
         )
         self._deadlines = Deadlines(self._lives)
         self._events: list[TurnEvent] = []
-        self._work: Work | None = None
+        self._work: StepStats | None = None
         self._gauges = (0, 0, 0, 0)
-        self._memory = ResidentMemory(clock)
-        self._pause = Pause(inbox, clock=clock)
-        self._saving = IdleSaving(self._scheduler.saving, park=self._executor.park, inbox=inbox, quiet_s=quiet_s)
+        self._memory = RssReader(clock)
+        self._throttle = StepThrottle(inbox, clock=clock)
+        self._saving = IdleCheckpointer(self._scheduler.saving, park=self._executor.park, inbox=inbox, quiet_s=quiet_s)
         self._suspended = False
         self._closed = False
 
@@ -146,7 +253,7 @@ class EngineLoop:
                 self._step()
                 self._report()
         finally:
-            self._preparation.close()
+            self._tokenization.close()
             self._workers.close()
             self._grammars.close()
             self._pool.shutdown(cancel_futures=True)
@@ -155,11 +262,11 @@ class EngineLoop:
     def _take_commands(self) -> bool:
         """Handle what has come in, waiting for it when there is nothing else to do; ``False`` at the end."""
         idle = not self._scheduler.has_work
-        quiet = idle and not (self._preparation or self._suspended or self._pause.is_set)
+        quiet = idle and not (self._tokenization or self._suspended or self._throttle.is_set)
         if idle:
             self._scheduler.check_integrity()
             self._kv.check_integrity()
-            if not self._preparation:
+            if not self._tokenization:
                 self._deadlines.clear()
         if idle or self._scheduler.blocked:
             command = self._inbox.get(timeout_s=self._saving.wait_s if quiet else self._sleep_s(idle=idle))
@@ -168,8 +275,8 @@ class EngineLoop:
             elif quiet:
                 self._saving.run()
             elif not idle:
-                self._pulse.beat()  # a disk that does not answer is given up, which is no hang
-        while not self._closed and (command := self._pause.command()) is not None:
+                self._heartbeat.tick()  # a disk that does not answer is given up, which is no hang
+        while not self._closed and (command := self._throttle.command()) is not None:
             self._handle(command)
             self._report()
         for command in self._inbox.drain():
@@ -187,40 +294,40 @@ class EngineLoop:
     def _step(self) -> None:
         now = self._clock()
         for turn_id in self._deadlines.passed(now):
-            self._lapse(turn_id, now=now)
-        for key in self._scheduler.unwanted_fetches():
+            self._end_expired(turn_id, now=now)
+        for key in self._scheduler.stale_fetches():
             self._kv.cancel_fetch(key)
         if self._scheduler.has_work:
             plan = self._scheduler.step(now)
-            restored = {move.key for move in plan.moves if isinstance(move, Restore)}
+            restored = {move.key for move in plan.moves if isinstance(move, RestoreSlot)}
             for key in plan.fetches:
                 self._kv.fetch(key, keep=restored)
             outcome, events = self._run(plan)
             ended_s = self._clock()
             readings = self._scheduler.completed(outcome, now=ended_s)
             self._work = work_of(plan, outcome, step_s=ended_s - now)
-            self._events += [Position(turn_id, place) for turn_id, place in self._scheduler.positions()]
+            self._events += [QueuePosition(turn_id, place) for turn_id, place in self._scheduler.positions()]
             self._events += events
-            self._events += [Progress(reading.turn_id, reading.done, reading.total) for reading in readings]
+            self._events += [PrefillProgress(reading.turn_id, reading.done, reading.total) for reading in readings]
 
-    def _run(self, plan: Plan) -> tuple[Outcome, tuple[TurnEvent, ...]]:
+    def _run(self, plan: StepPlan) -> tuple[StepOutcome, tuple[TurnEvent, ...]]:
         """Carry a plan out, with its turns named beforehand: what ends the process meanwhile may be their fault."""
         if plan.empty:
             return self._executor.run(plan)
-        self._pulse.step(plan.turn_ids)
+        self._heartbeat.step(plan.turn_ids)
         ran = self._executor.run(plan)
-        self._pulse.step(())
-        self._pause.begin()
+        self._heartbeat.step(())
+        self._throttle.begin()
         return ran
 
     def _report(self) -> None:
         """Send all that has happened since the last time in one frame, if anything has."""
-        running, waiting = self._scheduler.running, self._scheduler.waiting + len(self._preparation)
+        running, waiting = self._scheduler.running, self._scheduler.waiting + len(self._tokenization)
         parked_sessions, parked_bytes = self._kv.sessions, self._kv.total_bytes
         gauges = (running, waiting, parked_sessions, parked_bytes)
         if self._events or self._work is not None or gauges != self._gauges:
             self._send(
-                Step(
+                StepOutput(
                     events=tuple(self._events),
                     running=running,
                     waiting=waiting,
@@ -234,53 +341,53 @@ class EngineLoop:
             self._events, self._work, self._gauges = [], None, gauges
 
     def _handle(self, command: Command) -> None:
-        self._pulse.beat()
-        if self._suspended and not isinstance(command, Closed):
+        self._heartbeat.tick()
+        if self._suspended and not isinstance(command, FrontDisconnected):
             return
         match command:
-            case Received():
-                self._obey(command)
-            case GrammarReady() | Prepared() | Unprepared():
-                self._preparation.take(command)
-            case Fetched():
+            case ReceivedCommand():
+                self._handle_received(command)
+            case GrammarReady() | TokenizedTurn() | TokenizationFailed():
+                self._tokenization.take(command)
+            case KvFetched():
                 pass  # it woke the loop, and the next plan finds what it has become
-            case Closed():
+            case FrontDisconnected():
                 self._closed = True
 
-    def _obey(self, received: Received) -> None:
+    def _handle_received(self, received: ReceivedCommand) -> None:
         match received.command:
             case Submit() as submit:
                 self._submit(submit, at_s=received.at_s)
-            case Abort(turn_id=turn_id):
+            case AbortTurn(turn_id=turn_id):
                 self._end(turn_id, "aborted", now=self._clock())
-            case Release(session_id=session_id):
+            case ReleaseSession(session_id=session_id):
                 self._release(session_id)
-            case Keep(session_ids=session_ids):
+            case RetainSessions(session_ids=session_ids):
                 self._kv.keep(session_ids)
-            case Tokenize() | Detokenize() as question:
-                self._lookups.take(question)
+            case TokenizeRequest() | DetokenizeRequest() as question:
+                self._tokenizer.take(question)
             case CancelLookup(ask_id=ask_id):
-                self._lookups.withdraw(ask_id)
-            case Limit() as limit:
+                self._tokenizer.cancel(ask_id)
+            case EngineLimits() as limit:
                 self._limit(limit)
-            case KvLimit(ram_bytes=ram_bytes):
+            case KvRamLimit(ram_bytes=ram_bytes):
                 self._kv.limit_ram(ram_bytes)
-                self._scheduler.saving.begin_again()
+                self._scheduler.saving.rescan()
             case Suspend(park_all=park_all):
                 self._suspend(park_all=park_all)
 
     def _submit(self, submit: Submit, *, at_s: float) -> None:
-        self._preparation.add(submit, at_s=at_s)
+        self._tokenization.add(submit, at_s=at_s)
         if not submit.answer:
             self._deadlines.add(submit.turn_id, (at_s + self._queue_timeout_s,))
 
     def _lives(self, turn_id: str) -> bool:
-        return self._preparation.get(turn_id) is not None or turn_id in self._executor
+        return self._tokenization.get(turn_id) is not None or turn_id in self._executor
 
-    def _schedule(self, pending: Pending, prepared: Prepared | Unprepared) -> None:
+    def _schedule(self, pending: PendingSubmission, prepared: TokenizedTurn | TokenizationFailed) -> None:
         """Give the scheduler a turn that is ready, unless it is over."""
         submit = pending.submit
-        if isinstance(prepared, Unprepared):
+        if isinstance(prepared, TokenizationFailed):
             self._events.append(failed(submit.turn_id, prepared.error))
             return
         output, now = prepared.output, self._clock()
@@ -301,61 +408,61 @@ class EngineLoop:
 
     def _end(self, turn_id: str, reason: str, *, now: float) -> None:
         """End a turn wherever it is; one that is unknown has just ended."""
-        pending = self._preparation.get(turn_id)
+        pending = self._tokenization.get(turn_id)
         if pending is not None and pending.submit.answer:
-            self._preparation.conclude(pending, reason)  # what of its answer stays is known when it is prepared
+            self._tokenization.conclude(pending, reason)  # what of its answer stays is known when it is prepared
         elif pending is not None:
-            self._preparation.withdraw(turn_id)
+            self._tokenization.cancel(turn_id)
             self._events.append(never_ran(turn_id, reason, waited_s=now - pending.at_s))
         elif self._scheduler.abort(turn_id, now=now):
             self._events += self._executor.end(turn_id, reason)
 
-    def _lapse(self, turn_id: str, *, now: float) -> None:
+    def _end_expired(self, turn_id: str, *, now: float) -> None:
         """End a turn of which a time has run out, if it has: it may have begun or ended, or been submitted again."""
-        pending = self._preparation.get(turn_id)
-        lapse = self._executor.lapse(turn_id, now)
+        pending = self._tokenization.get(turn_id)
+        timeout_reason = self._executor.timeout_reason(turn_id, now)
         if pending is not None and not pending.submit.answer and now >= pending.at_s + self._queue_timeout_s:
-            lapse = "queue_timeout"
-        if lapse == "time":
-            self._end(turn_id, lapse, now=now)
-        elif lapse == "queue_timeout":
+            timeout_reason = "queue_timeout"
+        if timeout_reason == "time":
+            self._end(turn_id, timeout_reason, now=now)
+        elif timeout_reason == "queue_timeout":
             error = InferenceCenterError(
                 ErrorCode.QUEUE_TIMEOUT, f"The turn waited {self._queue_timeout_s:g} s and got no slot."
             )
-            if self._preparation.withdraw(turn_id) is not None:
+            if self._tokenization.cancel(turn_id) is not None:
                 self._events.append(failed(turn_id, error))
             elif self._scheduler.abort(turn_id, now=now):
                 self._events.append(self._executor.fail(turn_id, error))
 
     def _release(self, session_id: str) -> None:
         now = self._clock()
-        for turn_id in self._preparation.of_session(session_id):
+        for turn_id in self._tokenization.of_session(session_id):
             self._end(turn_id, "aborted", now=now)
         for turn_id in self._scheduler.release(session_id, now=now):
             self._events += self._executor.end(turn_id, "aborted")
         self._kv.forget_session(session_id)
 
-    def _limit(self, limit: Limit) -> None:
-        limits = Limits(
+    def _limit(self, limit: EngineLimits) -> None:
+        limits = SchedulerLimits(
             active_slots=limit.active_slots, prefill_share=limit.prefill_share, lowest_class=limit.lowest_class
         )
         self._scheduler.limit(limits, now=self._clock())
-        self._pause.change(limit.pause_ms / 1000)
+        self._throttle.change(limit.pause_ms / 1000)
 
     def _suspend(self, *, park_all: bool) -> None:
         """Stop all turns without a word, bring their KV to disk, and take no more of them; see ``Suspend``."""
         self._suspended = True
-        self._preparation.clear()
+        self._tokenization.clear()
         self._deadlines.clear()
         self._events.clear()
         self._executor.close()
         for park in self._scheduler.suspend(now=self._clock(), park_all=park_all):
             if not self._executor.park(park):  # memory is full of what is on its way to the disk
-                self._kv.save(self._pulse.beat)
+                self._kv.save(self._heartbeat.tick)
                 self._executor.park(park)
-        self._kv.save(self._pulse.beat)
+        self._kv.save(self._heartbeat.tick)
         self._report()
         self._send(Suspended(self._kv.sessions_on_disk))
 
     def _on_log(self, level: str, text: str) -> None:
-        self._send(Log(level, text, "engine"))
+        self._send(LogLine(level, text, "engine"))

@@ -15,10 +15,12 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
     from inferencecenter.engine.backend import Backend
+    from inferencecenter.engine.scheduler.request import EngineRequest
     from inferencecenter.ipc.messages import EngineOptions
+
 
 ROW_COST: Final = 0.25
 """What a row adds to a step with one row, as a share of it: 0.02 (a GPU) to 0.3 (two cores, short contexts)."""
@@ -43,7 +45,7 @@ def draft_tokens(options: EngineOptions, backend: Backend, *, on_log: Callable[[
     """Return how many tokens a turn may draft in a step; 0 where it is not wanted, or the model cannot go back."""
     if options.speculative != "lookup":
         return 0
-    if not backend.can_rewind:
+    if not backend.can_truncate:
         on_log("warning", "nothing is drafted: this model's memory cannot be cut where a draft turns out wrong")
         return 0
     return options.draft_tokens
@@ -216,3 +218,44 @@ def allot(chances: Sequence[float], *, each: int, together: int) -> list[int]:
 def _cost(rows: int) -> float:
     """Return what a computation of so many rows costs, in units of one with a single row."""
     return 1 + ROW_COST * (rows - 1)
+
+
+class DraftPlanner:
+    """Drafts for the turns of a step, as far as it has room.
+
+    Args:
+        draft_tokens: Most drafts of one turn; 0 for none at all.
+        n_ctx: Tokens that fit one slot.
+        pass_tokens: Most tokens that the backend decodes without cutting them again.
+    """
+
+    def __init__(self, *, draft_tokens: int, n_ctx: int, pass_tokens: int) -> None:
+        self._draft_tokens = draft_tokens
+        self._n_ctx = n_ctx
+        self._pass_tokens = pass_tokens
+
+    def drafts(self, decoding: Collection[EngineRequest]) -> Mapping[str, list[int]]:
+        """Return what is drafted for turns that decode one token each, by id."""
+        if not self._draft_tokens:
+            return {}
+        looked = [(self._look(request), request) for request in decoding]
+        if not any(chance for chance, _ in looked):
+            return {}
+        looked.sort(key=lambda each: -1 if each[1].slot is None else each[1].slot)
+        lengths = allot(
+            [chance for chance, _ in looked],
+            each=self._draft_tokens,
+            together=min(most_drafts(self._draft_tokens), self._pass_tokens - len(looked)),
+        )
+        drafts: dict[str, list[int]] = {}
+        for length, (_, request) in zip(lengths, looked, strict=True):
+            # The last token of a full context is sampled, not decoded.
+            n_tokens = min(length, self._n_ctx - 1 - len(request.tokens))
+            if n_tokens > 0 and request.drafter is not None:
+                drafts[request.turn_id] = request.drafter.draft(request.tokens, n_tokens)
+        return drafts
+
+    def _look(self, request: EngineRequest) -> float:
+        if request.drafter is None:
+            request.drafter = Drafter(self._n_ctx)
+        return request.drafter.look(request.tokens)

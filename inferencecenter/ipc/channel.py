@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Final, cast
 
-from inferencecenter.ipc.framing import MAX_FRAME_BYTES, FrameError, encode, from_engine_decoder
+from inferencecenter.ipc.framing import MAX_FRAME_BYTES, FramingError, encode, from_engine_decoder
 
 if TYPE_CHECKING:
     import socket
@@ -114,7 +114,7 @@ class Channel(asyncio.Protocol):
         """Pass on the messages that are complete."""
         try:
             messages = self._decoder.feed(data)
-        except FrameError as error:
+        except FramingError as error:
             self._give_up(str(error))
             return
         for message in messages:

@@ -1,15 +1,21 @@
 """Frames on the socket between the two processes: a little-endian u32 length, then a MessagePack message.
 
-Both ends of the pipe (``channel`` in the front, ``pipe`` in the engine) use this; it does no I/O.
+Both ends of the pipe (``channel`` in the front, ``BlockingChannel`` in the engine) use these frames.
 """
 
 from __future__ import annotations
 
-from typing import Any, Generic, TypeVar
+import threading
+from collections import deque
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import msgspec
 
 from inferencecenter.ipc.messages import FromEngine, ToEngine
+
+if TYPE_CHECKING:
+    import socket
+
 
 MAX_FRAME_BYTES = 64 * 1024 * 1024
 
@@ -19,7 +25,7 @@ _encoder = msgspec.msgpack.Encoder()
 Message = TypeVar("Message", ToEngine, FromEngine)
 
 
-class FrameError(Exception):
+class FramingError(Exception):
     """The other end sent something that is not a frame; nothing after it can be understood."""
 
 
@@ -31,7 +37,7 @@ def encode(message: ToEngine | FromEngine) -> bytes:
     """
     payload = _encoder.encode(message)
     if len(payload) > MAX_FRAME_BYTES:
-        raise FrameError(f"a {type(message).__name__} of {len(payload)} bytes exceeds {MAX_FRAME_BYTES}")
+        raise FramingError(f"a {type(message).__name__} of {len(payload)} bytes exceeds {MAX_FRAME_BYTES}")
     return len(payload).to_bytes(_LENGTH_BYTES, "little") + payload
 
 
@@ -66,7 +72,7 @@ class Decoder(Generic[Message]):
             body = start + _LENGTH_BYTES
             size = int.from_bytes(self._buffer[start:body], "little")
             if size > self._max_frame_bytes:
-                raise FrameError(f"a frame of {size} bytes exceeds {self._max_frame_bytes}")
+                raise FramingError(f"a frame of {size} bytes exceeds {self._max_frame_bytes}")
             if len(self._buffer) - body < size:
                 break
             messages.append(self._decode(bytes(self._buffer[body : body + size])))
@@ -78,7 +84,7 @@ class Decoder(Generic[Message]):
         try:
             return self._decoder.decode(payload)
         except msgspec.MsgspecError as error:
-            raise FrameError(f"a frame of {len(payload)} bytes is no message: {error}") from error
+            raise FramingError(f"a frame of {len(payload)} bytes is no message: {error}") from error
 
 
 def to_engine_decoder(*, max_frame_bytes: int = MAX_FRAME_BYTES) -> Decoder[ToEngine]:
@@ -89,3 +95,47 @@ def to_engine_decoder(*, max_frame_bytes: int = MAX_FRAME_BYTES) -> Decoder[ToEn
 def from_engine_decoder(*, max_frame_bytes: int = MAX_FRAME_BYTES) -> Decoder[FromEngine]:
     """Return the decoder of the front's end."""
     return Decoder(FromEngine, max_frame_bytes=max_frame_bytes)
+
+
+_READ_BYTES = 256 * 1024
+
+
+class BlockingChannel:
+    """Messages over a connected stream socket."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._decoder = to_engine_decoder()
+        self._received: deque[ToEngine] = deque()
+        self._sending = threading.Lock()
+
+    def read(self) -> ToEngine | None:
+        """Wait for the next message; ``None`` when the other end is gone, in the middle of a frame or not.
+
+        Raises:
+            FrameError: What arrived is not a frame.
+        """
+        while not self._received:
+            try:
+                data = self._connection.recv(_READ_BYTES)
+            except ConnectionError:
+                return None
+            if not data:
+                return None
+            self._received.extend(self._decoder.feed(data))
+        return self._received.popleft()
+
+    def send(self, message: FromEngine) -> None:
+        """Write a message; waits while the other end is slow to read.
+
+        Raises:
+            FrameError: The message is too large.
+            ConnectionError: The other end is gone.
+        """
+        frame = encode(message)
+        with self._sending:
+            self._connection.sendall(frame)
+
+    def close(self) -> None:
+        """Close the socket."""
+        self._connection.close()

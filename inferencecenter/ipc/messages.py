@@ -2,7 +2,7 @@
 
 Token ids travel as little-endian int32 bytes (``pack_tokens``), text as UTF-8. Every message is a tagged, immutable
 struct; ``ToEngine`` and ``FromEngine`` are the two closed unions. All that one decode step produced travels in one
-``Step`` frame.
+``StepOutput`` frame.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def unpack_tokens(packed: bytes) -> list[int]:
     return tokens.tolist()
 
 
-class Piece(msgspec.Struct, frozen=True, array_like=True):
+class PromptSegment(msgspec.Struct, frozen=True, array_like=True):
     """A run of prompt text; special tokens are recognised in it only when ``special`` (template text)."""
 
     text: str
@@ -73,7 +73,7 @@ class Submit(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     The first ``shared_pieces`` pieces are a system prompt, whose KV other sessions of the client may use, and with
     ``public`` everybody's. ``answer`` is what this turn generated before, when it goes on after its prompt was made
     shorter or its engine was lost; the first ``shown_chars`` characters of its text have been told. With ``may_shift``
-    a turn whose context is full hears ``Overflowed`` instead of its end. Without ``durable`` nothing of it may be
+    a turn whose context is full hears ``ContextFull`` instead of its end. Without ``durable`` nothing of it may be
     written to a disk. Where its time goes is taken down if it is ``traced``.
 
     One that is ``accepted`` was kept by the front while no engine could take it; neither it nor one with an ``answer``
@@ -88,7 +88,7 @@ class Submit(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     client_id: str
     priority: int
     tokens: bytes
-    pieces: tuple[Piece, ...]
+    pieces: tuple[PromptSegment, ...]
     params_json: bytes
     shared_pieces: int = 0
     public: bool = False
@@ -109,19 +109,19 @@ class Submit(msgspec.Struct, frozen=True, tag=True, kw_only=True):
         return packed + form + sum(piece.size_bytes for piece in self.pieces)
 
 
-class Abort(msgspec.Struct, frozen=True, tag=True):
+class AbortTurn(msgspec.Struct, frozen=True, tag=True):
     """End a turn now; its ``Finished`` says ``aborted``. Unknown turns are ignored: they have just ended."""
 
     turn_id: str
 
 
-class Release(msgspec.Struct, frozen=True, tag=True):
+class ReleaseSession(msgspec.Struct, frozen=True, tag=True):
     """Forget the KV of a session that is closed."""
 
     session_id: str
 
 
-class Keep(msgspec.Struct, frozen=True, tag=True):
+class RetainSessions(msgspec.Struct, frozen=True, tag=True):
     """Forget the parked KV of all sessions but these; the first frame after ``Ready``."""
 
     session_ids: tuple[str, ...]
@@ -136,14 +136,14 @@ class Suspend(msgspec.Struct, frozen=True, tag=True):
     park_all: bool = False
 
 
-class Tokenize(msgspec.Struct, frozen=True, tag=True):
+class TokenizeRequest(msgspec.Struct, frozen=True, tag=True):
     """Turn text into tokens; ``Tokenized`` answers. With ``first`` they begin a sequence, with its BOS token.
 
     The workers are shared fairly between the clients of questions and turns.
     """
 
     ask_id: int
-    pieces: tuple[Piece, ...]
+    pieces: tuple[PromptSegment, ...]
     first: bool
     client_id: str = ""
 
@@ -153,7 +153,7 @@ class Tokenize(msgspec.Struct, frozen=True, tag=True):
         return 1 + sum(piece.size_bytes for piece in self.pieces)
 
 
-class Detokenize(msgspec.Struct, frozen=True, tag=True):
+class DetokenizeRequest(msgspec.Struct, frozen=True, tag=True):
     """Turn packed tokens into text, control tokens by their names; ``Detokenized`` answers."""
 
     ask_id: int
@@ -167,13 +167,13 @@ class Detokenize(msgspec.Struct, frozen=True, tag=True):
 
 
 class CancelLookup(msgspec.Struct, frozen=True, tag=True):
-    """Leave a ``Tokenize`` or ``Detokenize`` unanswered; an unknown one has just been answered."""
+    """Leave a ``TokenizeRequest`` or ``DetokenizeRequest`` unanswered; an unknown one has just been answered."""
 
     ask_id: int
 
 
-class Limit(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Do less than you could, until another ``Limit`` comes.
+class EngineLimits(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Do less than you could, until another ``EngineLimits`` comes.
 
     At most ``active_slots`` turns have a slot at once, of the classes down to ``lowest_class`` (see ``Submit``); steps
     read only ``prefill_share`` of the prompt tokens that they could, and after each step is a pause of ``pause_ms``.
@@ -185,10 +185,10 @@ class Limit(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     pause_ms: int
 
 
-class KvLimit(msgspec.Struct, frozen=True, tag=True):
+class KvRamLimit(msgspec.Struct, frozen=True, tag=True):
     """Let parked KV take no more than ``ram_bytes`` of memory, and give up at once what is more.
 
-    It holds until another ``KvLimit`` comes; ``None`` is as much as the options say.
+    It holds until another ``KvRamLimit`` comes; ``None`` is as much as the options say.
     """
 
     ram_bytes: int | None
@@ -217,8 +217,8 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
     ``kv_client_share`` for one client; a directory without bytes is not used. Files of an earlier engine are taken over
     with ``kv_adopt``: ``all``, those that may be on a disk with ``durable``; the others are deleted.
 
-    ``pulse_fd`` is an inherited descriptor of the page in which the engine tells what it is doing (``ipc.pulse``), -1
-    for none.
+    ``pulse_fd`` is an inherited descriptor of the page in which the engine tells what it is doing (``ipc.heartbeat``),
+    -1 for none.
     """
 
     backend: str
@@ -269,7 +269,17 @@ class Configure(msgspec.Struct, frozen=True, tag=True):
 
 
 ToEngine: TypeAlias = (
-    Configure | Submit | Abort | Release | Keep | Tokenize | Detokenize | CancelLookup | Limit | KvLimit | Suspend
+    Configure
+    | Submit
+    | AbortTurn
+    | ReleaseSession
+    | RetainSessions
+    | TokenizeRequest
+    | DetokenizeRequest
+    | CancelLookup
+    | EngineLimits
+    | KvRamLimit
+    | Suspend
 )
 
 
@@ -349,7 +359,7 @@ class Suspended(msgspec.Struct, frozen=True, tag=True):
 
 
 class Tokenized(msgspec.Struct, frozen=True, tag=True):
-    """The packed tokens of a ``Tokenize``, and the bytes that each adds to the text; of control tokens their names."""
+    """The packed tokens of a ``TokenizeRequest``, and the text bytes of each; of control tokens their names."""
 
     ask_id: int
     tokens: bytes
@@ -357,7 +367,7 @@ class Tokenized(msgspec.Struct, frozen=True, tag=True):
 
 
 class Detokenized(msgspec.Struct, frozen=True, tag=True):
-    """The text of a ``Detokenize``, or which token is none of the model's."""
+    """The text of a ``DetokenizeRequest``, or which token is none of the model's."""
 
     ask_id: int
     text: str
@@ -365,14 +375,14 @@ class Detokenized(msgspec.Struct, frozen=True, tag=True):
 
 
 class LookupFailed(msgspec.Struct, frozen=True, tag=True):
-    """A ``Tokenize`` or ``Detokenize`` has no answer. ``code`` is an ``errors.ErrorCode`` value."""
+    """A ``TokenizeRequest`` or ``DetokenizeRequest`` has no answer. ``code`` is an ``errors.ErrorCode`` value."""
 
     ask_id: int
     code: str
     message: str
 
 
-class Log(msgspec.Struct, frozen=True, tag=True):
+class LogLine(msgspec.Struct, frozen=True, tag=True):
     """A line of the engine's or llama.cpp's log, to be written by the front with everything else."""
 
     level: str
@@ -383,14 +393,14 @@ class Log(msgspec.Struct, frozen=True, tag=True):
 # --- engine to front: what a step produced
 
 
-class Position(msgspec.Struct, frozen=True, tag=True):
+class QueuePosition(msgspec.Struct, frozen=True, tag=True):
     """A waiting turn's place in the queue changed; 0 is running."""
 
     turn_id: str
     position: int
 
 
-class Stage(msgspec.Struct, frozen=True, array_like=True):
+class TraceStage(msgspec.Struct, frozen=True, array_like=True):
     """Where a traced turn spent its time from one second of the machine's monotonic clock to another.
 
     ``name`` is ``queue``, ``prefill`` or ``decode``, of which one follows the other, or ``park``, ``restore`` or
@@ -412,10 +422,10 @@ class Started(msgspec.Struct, frozen=True, tag=True):
     turn_id: str
     tokens: bytes
     cached_tokens: int
-    stages: tuple[Stage, ...] = ()
+    stages: tuple[TraceStage, ...] = ()
 
 
-class Progress(msgspec.Struct, frozen=True, tag=True):
+class PrefillProgress(msgspec.Struct, frozen=True, tag=True):
     """``done`` of ``total`` prompt tokens have been read; sent only while a prompt takes several steps."""
 
     turn_id: str
@@ -431,20 +441,20 @@ class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
     logprob: float
 
 
-class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
+class SampledLogprobs(msgspec.Struct, frozen=True, array_like=True):
     """The sampled token and the ``n_probs`` likeliest ones at its position."""
 
     sampled: TokenLogprob
     top: tuple[TokenLogprob, ...]
 
 
-class Delta(msgspec.Struct, frozen=True, tag=True):
+class TokenDelta(msgspec.Struct, frozen=True, tag=True):
     """Newly sampled tokens of a turn and the text that may now be shown (whole UTF-8, possibly empty)."""
 
     turn_id: str
     tokens: bytes
     text: str
-    logprobs: tuple[TokenLogprobs, ...] = ()
+    logprobs: tuple[SampledLogprobs, ...] = ()
 
 
 class Finished(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -473,10 +483,10 @@ class Finished(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     tokens_per_s: float
     preempted: int = 0
     warnings: tuple[str, ...] = ()
-    stages: tuple[Stage, ...] = ()
+    stages: tuple[TraceStage, ...] = ()
 
 
-class Overflowed(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+class ContextFull(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """A turn that may shift does not fit its context any more, and has left the engine.
 
     It goes on when it is submitted again with a shorter prompt and all its tokens so far as ``answer``; the text that
@@ -498,16 +508,18 @@ class Failed(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     message: str
     hint: str | None = None
     field: str | None = None
-    stages: tuple[Stage, ...] = ()
+    stages: tuple[TraceStage, ...] = ()
 
 
-class Withdrawn(msgspec.Struct, frozen=True, tag=True):
+class Cancelled(msgspec.Struct, frozen=True, tag=True):
     """A turn that no engine had was aborted: it is over, and its session knows what was said. Made in the front."""
 
     turn_id: str
 
 
-TurnEvent: TypeAlias = Position | Started | Progress | Delta | Overflowed | Finished | Failed | Withdrawn
+TurnEvent: TypeAlias = (
+    QueuePosition | Started | PrefillProgress | TokenDelta | ContextFull | Finished | Failed | Cancelled
+)
 
 
 class MoveTime(msgspec.Struct, frozen=True, array_like=True):
@@ -531,7 +543,7 @@ class TokenSources(msgspec.Struct, frozen=True, array_like=True):
     computed: int = 0
 
 
-class Work(msgspec.Struct, frozen=True, array_like=True):
+class StepStats(msgspec.Struct, frozen=True, array_like=True):
     """What a step of the engine did, for those who measure it.
 
     It took ``step_s``. Of these ``decode_s`` were for generating, in ``rows`` turns at once, and ``prefill_s`` for
@@ -551,7 +563,7 @@ class Work(msgspec.Struct, frozen=True, array_like=True):
     accepted: int = 0
 
 
-class Step(msgspec.Struct, frozen=True, tag=True):
+class StepOutput(msgspec.Struct, frozen=True, tag=True):
     """Everything one step of the engine produced, in order, and the engine's gauges after it.
 
     Of ``parked_bytes``, which both tiers take, ``parked_ram_bytes`` are in memory. Without ``work`` nothing was run.
@@ -564,7 +576,9 @@ class Step(msgspec.Struct, frozen=True, tag=True):
     parked_sessions: int = 0
     parked_bytes: int = 0
     parked_ram_bytes: int = 0
-    work: Work | None = None
+    work: StepStats | None = None
 
 
-FromEngine: TypeAlias = Loading | Ready | LoadFailed | Suspended | Tokenized | Detokenized | LookupFailed | Log | Step
+FromEngine: TypeAlias = (
+    Loading | Ready | LoadFailed | Suspended | Tokenized | Detokenized | LookupFailed | LogLine | StepOutput
+)

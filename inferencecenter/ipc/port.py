@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     import asyncio
     from collections.abc import Callable, Mapping, Sequence
 
-    from inferencecenter.ipc.messages import Detokenized, ModelInfo, Piece, Submit, Tokenized, TurnEvent
+    from inferencecenter.ipc.messages import Detokenized, ModelInfo, PromptSegment, Submit, Tokenized, TurnEvent
 
 
 class EngineState(StrEnum):
@@ -91,8 +91,8 @@ class EngineTurn(Protocol):
             InferenceCenterError: It cannot run; it is told ``Failed`` with this.
         """
 
-    def hear(self, event: TurnEvent) -> None:
-        """Take an event; the last is ``Finished``, ``Failed``, ``Withdrawn`` or, if it may shift, ``Overflowed``."""
+    def on_engine_event(self, event: TurnEvent) -> None:
+        """Take an event; the last is ``Finished``, ``Failed``, ``Cancelled`` or, if it may shift, ``ContextFull``."""
 
     def delayed(self, seconds: float) -> None:
         """Take note that it waits so long at least, as other models keep their place in memory."""
@@ -114,8 +114,8 @@ class EnginePort(Protocol):
     def submit(self, turn: EngineTurn) -> int:
         """Hand over a turn and return its place in the queue, 0 when a slot is free.
 
-        It is called on the event loop with each event, the last being ``Finished``, ``Failed``, ``Withdrawn`` or, for a
-        turn that may shift, ``Overflowed``: exactly one of them. While no engine is ready the turn waits for one; when
+        It is called on the event loop with each event, the last being ``Finished``, ``Failed``, ``Cancelled`` or, for a
+        turn that may shift, ``ContextFull``: exactly one of them. While no engine is ready the turn waits for one; when
         an engine dies its turns are ``interrupted`` and go on with the next. Only a turn that ends engines by itself
         hears ``Failed`` with ``engine_crashed``. A turn that overflowed may be submitted again.
 
@@ -125,12 +125,12 @@ class EnginePort(Protocol):
         """
 
     def abort(self, turn_id: str) -> None:
-        """Ask for the turn's end: it hears ``Finished`` with ``aborted``, or ``Withdrawn`` where no engine has it."""
+        """Ask for the turn's end: it hears ``Finished`` with ``aborted``, or ``Cancelled`` where no engine has it."""
 
     def release(self, session_id: str) -> None:
         """Let the engine forget a session's KV."""
 
-    def tokenize(self, pieces: Sequence[Piece], *, first: bool, client_id: str) -> asyncio.Future[Tokenized]:
+    def tokenize(self, pieces: Sequence[PromptSegment], *, first: bool, client_id: str) -> asyncio.Future[Tokenized]:
         """Ask for the tokens of a text, with what begins a sequence if they are the ``first`` of one.
 
         Questions share their room by client, and one whose future is cancelled is withdrawn, also from the engine.
@@ -152,7 +152,7 @@ class EnginePort(Protocol):
         """Call ``listener`` on the event loop whenever ``status.state`` changes, and at each tenth of the loading."""
 
 
-class EnginesPort(Protocol):
+class ModelsPort(Protocol):
     """The models that there are, each with an engine that is loaded when it is wanted. Called on the event loop."""
 
     @property
@@ -170,7 +170,7 @@ class EnginesPort(Protocol):
             InferenceCenterError: ``model_not_found``.
         """
 
-    def want(self, name: str, client_id: str = "") -> None:
+    def ensure_loaded(self, name: str, client_id: str = "") -> None:
         """Load a model for a client, if it is not loaded, though no turn asks for it yet.
 
         Raises:

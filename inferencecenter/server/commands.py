@@ -188,7 +188,7 @@ def _load_model(connection: Connection, request: requests.LoadModel) -> None:
         connection.send(swap.model_copy(update={"id": request.id}))
 
     models = connection.context.models
-    models.look_again()
+    models.rescan()
     models.swap(request.name, tell)
     connection.audit(AuditEvent.MODEL_SWAPPED, detail=request.name)
 

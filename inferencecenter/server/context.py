@@ -67,7 +67,7 @@ class ServedModels(Protocol):
     def engine(self, name: str) -> EnginePort:
         """Return the engine of a model, loaded or not; ``model_not_found`` where there is none."""
 
-    def look_again(self) -> None:
+    def rescan(self) -> None:
         """Take in models that have come into ``models_dir``."""
 
     def describe(self) -> tuple[ModelSummary, ...]:
@@ -234,7 +234,7 @@ class Context:
     def models_for(self, client: Client) -> tuple[ModelSummary, ...]:
         """Return the models that a client may use, all for an operator."""
         if Scope.OPERATOR in client.scopes:
-            self.models.look_again()
+            self.models.rescan()
             return self.models.describe()
         limits = self.limits_of(client.client_id, client.token_id)
         return tuple(model for model in self.models.describe() if limits.allows_model(model.name))

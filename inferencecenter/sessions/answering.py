@@ -13,7 +13,16 @@ import msgspec
 import structlog
 
 from inferencecenter.errors import ErrorCode, InferenceCenterError
-from inferencecenter.ipc.messages import Delta, Failed, Finished, Overflowed, Position, Progress, Started, Withdrawn
+from inferencecenter.ipc.messages import (
+    Cancelled,
+    ContextFull,
+    Failed,
+    Finished,
+    PrefillProgress,
+    QueuePosition,
+    Started,
+    TokenDelta,
+)
 from inferencecenter.sessions.allowance import check_model
 from inferencecenter.sessions.history import TOKEN_BYTES
 from inferencecenter.sessions.prompt import after_turn, messages_of, prompt_of, unread_prompt
@@ -144,7 +153,7 @@ class Answering:
         assert self.turn.prompt is not None
         return submission(self.turn, self.turn.prompt, facts=self._facts, around=self._around)
 
-    def hear(self, event: TurnEvent) -> None:
+    def on_engine_event(self, event: TurnEvent) -> None:
         """Take an event; whatever comes after the turn's end is late and means nothing."""
         if not self.turn.state.is_terminal:
             self._contain(lambda: self._take(event))
@@ -152,19 +161,19 @@ class Answering:
     def _take(self, event: TurnEvent) -> None:
         turn, state = self.turn, self.turn.state
         match event:
-            case Delta():
+            case TokenDelta():
                 self._say(event)
-            case Progress() if state is TurnState.RUNNING:
+            case PrefillProgress() if state is TurnState.RUNNING:
                 self._stream.mention(self._stream.progress(event))
-            case Position() if state is TurnState.QUEUED:
+            case QueuePosition() if state is TurnState.QUEUED:
                 self._move(event.position)
             case Started() if state is TurnState.QUEUED:
                 self._start(event)
-            case Overflowed():
+            case ContextFull():
                 self._overflow(event)
             case Finished():
                 self._finish(event)
-            case Withdrawn():
+            case Cancelled():
                 self._cut_short(turn.cut or "aborted")
             case Failed():
                 self._fail(event)
@@ -337,7 +346,7 @@ class Answering:
             self._asker.prompt_read(turn, prompt_tokens=read, cached_tokens=cached)
         self._spend(n_tokens)
 
-    def _say(self, event: Delta) -> None:
+    def _say(self, event: TokenDelta) -> None:
         now, n_tokens = self._around.monotonic(), len(event.tokens) // TOKEN_BYTES
         turn = self.turn
         turn.extend(event, now=now)
@@ -360,7 +369,7 @@ class Answering:
             self.turn.position = position
             self.acknowledge(request_id=None)
 
-    def _overflow(self, event: Overflowed) -> None:
+    def _overflow(self, event: ContextFull) -> None:
         """Let the turn go on with a shorter prompt, or end it if it cannot."""
         refusal = None
         if self.turn.cut is None:
@@ -371,7 +380,7 @@ class Answering:
                 refusal = error
         self._end_overflowed(event, refusal)
 
-    def _shift(self, event: Overflowed) -> bool:
+    def _shift(self, event: ContextFull) -> bool:
         """Submit the turn again without the oldest ones; ``False`` if there are none to give up."""
         turn, around, prompt = self.turn, self._around, self.turn.prompt
         assert prompt is not None, "the engine had it"
@@ -394,7 +403,7 @@ class Answering:
         self._move(position)
         return True
 
-    def _end_overflowed(self, event: Overflowed, refusal: InferenceCenterError | None) -> None:
+    def _end_overflowed(self, event: ContextFull, refusal: InferenceCenterError | None) -> None:
         """End a turn whose context is full: what was said of it stays; one that said nothing fails."""
         turn, cut = self.turn, self.turn.cut
         if event.end is None and not turn.n_tokens and cut is None:
@@ -404,7 +413,7 @@ class Answering:
             self._cut_short(cut or "context_full")
             return
         if event.text:
-            self._say(Delta(turn.turn_id, b"", event.text))
+            self._say(TokenDelta(turn.turn_id, b"", event.text))
         reason, warnings = cut or event.end.reason, event.end.warnings
         if refusal is not None:
             warnings = (*warnings, f"The context could not be shifted: {refusal.message}")
@@ -488,9 +497,9 @@ class Answering:
         of something else is text after all.
         """
         if text := self.turn.take_held_back():
-            self._say(Delta(self.turn_id, b"", text))
+            self._say(TokenDelta(self.turn_id, b"", text))
         if self.turn.speaking is not None and (rest := self.turn.speaking.finish()).parts:
-            self._stream.speak(Delta(self.turn_id, b"", ""), rest)
+            self._stream.speak(TokenDelta(self.turn_id, b"", ""), rest)
 
     def _kept(self, end: Finished | None) -> History:
         """Return the history with the turn, unless it is to be discarded."""

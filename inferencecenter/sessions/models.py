@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from inferencecenter.ipc.messages import ModelInfo
-    from inferencecenter.ipc.port import EnginePort, EnginesPort, EngineStatus
+    from inferencecenter.ipc.port import EnginePort, EngineStatus, ModelsPort
     from inferencecenter.protocol.values import Mode
     from inferencecenter.sessions.facts import SessionFacts
     from inferencecenter.sessions.rendering import PromptRenderer, PromptRenderers
@@ -126,7 +126,7 @@ class Engines:
         renderers: What renders conversations with chat templates.
     """
 
-    def __init__(self, port: EnginesPort, *, config_params: Params, renderers: PromptRenderers) -> None:
+    def __init__(self, port: ModelsPort, *, config_params: Params, renderers: PromptRenderers) -> None:
         self._port = port
         self._renderers = renderers
         self._config_params = config_params
@@ -147,7 +147,7 @@ class Engines:
         serving = self._servings.get(name)
         if serving is None or serving.engine is not engine:
             serving = self._servings[name] = Serving(
-                name, engine, want=partial(self._port.want, name), renderers=self._renderers
+                name, engine, want=partial(self._port.ensure_loaded, name), renderers=self._renderers
             )
         return serving
 

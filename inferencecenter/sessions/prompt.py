@@ -15,7 +15,7 @@ from inferencecenter.protocol.values import ChatMessage
 from inferencecenter.sessions.history import TOKEN_BYTES, History, View
 
 if TYPE_CHECKING:
-    from inferencecenter.ipc.messages import Finished, Piece
+    from inferencecenter.ipc.messages import Finished, PromptSegment
     from inferencecenter.protocol.requests import Infer
     from inferencecenter.sessions.rendering import RenderedPrompt
 
@@ -32,7 +32,7 @@ class Prompt:
     view: View
     text: str
     tokens: bytes
-    pieces: tuple[Piece, ...]
+    pieces: tuple[PromptSegment, ...]
     shared_pieces: int = 0
 
 
@@ -104,7 +104,7 @@ def prompt_of(history: History, plan: PromptPlan, rendered: RenderedPrompt, *, i
         return Prompt(messages, view, rendering.text, history.tokens, rendering.pieces(len(history.covered)))
     # The engine puts the BOS token before what comes first; the template's own would be a second one.
     start = len(implied_bos) if rendering.text.startswith(implied_bos) else 0
-    shared: tuple[Piece, ...] = ()
+    shared: tuple[PromptSegment, ...] = ()
     if rendered.system_end > start:
         shared, start = rendering.pieces(start, rendered.system_end), rendered.system_end
     pieces = shared + rendering.pieces(start)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Final, TypeAlias
 
-from inferencecenter.ipc.messages import Piece
+from inferencecenter.ipc.messages import PromptSegment
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -57,13 +57,13 @@ class Rendering:
         text = _MARK.sub("", marked) if cuts else marked
         return cls(text, tuple(sorted(set(cuts))), frozenset(literals), tokens=tokens)
 
-    def pieces(self, start: int = 0, end: int | None = None) -> tuple[Piece, ...]:
+    def pieces(self, start: int = 0, end: int | None = None) -> tuple[PromptSegment, ...]:
         """Return the text from ``start`` to ``end``, cut into pieces; joined they are that text."""
         end = len(self.text) if end is None else end
         inside = self.cuts[bisect_right(self.cuts, start) : bisect_left(self.cuts, end)]
         bounds = [start, *inside, end]
         return tuple(
-            Piece(self.text[begin:end], self.special and begin not in self.literals)
+            PromptSegment(self.text[begin:end], self.special and begin not in self.literals)
             for begin, end in pairwise(bounds)
             if begin < end
         )

@@ -33,7 +33,7 @@ from inferencecenter.sessions.tracing import Untraced
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
-    from inferencecenter.ipc.port import EnginesPort
+    from inferencecenter.ipc.port import ModelsPort
     from inferencecenter.protocol.base import Request
     from inferencecenter.protocol.params import Params
     from inferencecenter.protocol.values import ChatMessage, Mode, OnFull
@@ -109,7 +109,7 @@ class Sessions:
     def __init__(  # noqa: PLR0913 - keyword-only; everything from the clock on has a default
         self,
         *,
-        engines: EnginesPort,
+        engines: ModelsPort,
         renderers: PromptRenderers,
         config_params: Params,
         # Limits

@@ -15,7 +15,7 @@ from inferencecenter.sessions.history import TOKEN_BYTES
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from inferencecenter.ipc.messages import Delta, TokenLogprobs
+    from inferencecenter.ipc.messages import SampledLogprobs, TokenDelta
     from inferencecenter.sessions.formats.parts import Reader
     from inferencecenter.sessions.formats.speech import Speech
 
@@ -30,7 +30,7 @@ class Utterance:
     """Parts of an answer that are to be told now; ``logprobs`` go with the first."""
 
     parts: Parts
-    logprobs: tuple[TokenLogprobs, ...] = ()
+    logprobs: tuple[SampledLogprobs, ...] = ()
 
 
 def call_id(turn_id: str, index: int) -> str:
@@ -52,7 +52,7 @@ class Speaking:
     _calls: list[tuple[str, list[str]]] = field(default_factory=list)
     _told: list[Part] = field(default_factory=list)
     _due: Parts = ()
-    _logprobs: tuple[TokenLogprobs, ...] = ()
+    _logprobs: tuple[SampledLogprobs, ...] = ()
     _reader: Reader | None = None
     _n_thinking: int = 0
 
@@ -123,7 +123,7 @@ class Speaking:
         self._due = untold(self._told, self._feed(self._reader, said, n_tokens))
         self._told = []
 
-    def read(self, delta: Delta) -> Utterance:
+    def read(self, delta: TokenDelta) -> Utterance:
         """Take more of the answer and return what is to be told of it now."""
         n_tokens = len(delta.tokens) // TOKEN_BYTES
         parts = () if self._reader is None else self._feed(self._reader, delta.text, n_tokens)
@@ -146,7 +146,7 @@ class Speaking:
             self._n_thinking += n_tokens - (n_tokens * behind // len(text) if behind else 0)
         return parts
 
-    def _utter(self, parts: Parts, logprobs: tuple[TokenLogprobs, ...]) -> Utterance:
+    def _utter(self, parts: Parts, logprobs: tuple[SampledLogprobs, ...]) -> Utterance:
         if self._due:
             parts, self._due = (*self._due, *parts), ()
         if self._logprobs:

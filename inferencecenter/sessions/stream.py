@@ -56,7 +56,7 @@ class EventStream:
             eta_ms=eta_ms,
         )
 
-    def progress(self, event: ipc.Progress) -> events.Progress:
+    def progress(self, event: ipc.PrefillProgress) -> events.Progress:
         """Say how much of the prompt has been read."""
         return events.Progress(
             session_id=self._session_id,
@@ -144,7 +144,7 @@ class EventStream:
         """Send the event that was built last, of which only the number is written down."""
         self.tell(event, Said(session_id=self._session_id, seq=event.seq, turn_id=event.turn_id, tokens=b"", text=""))
 
-    def say(self, event: ipc.Delta) -> None:
+    def say(self, event: ipc.TokenDelta) -> None:
         """Pass on new text; tokens that show none are only written down.
 
         Not validated, since this is where the time goes.
@@ -166,7 +166,7 @@ class EventStream:
         )
         self.tell(token, said)
 
-    def speak(self, event: ipc.Delta, utterance: Utterance) -> None:
+    def speak(self, event: ipc.TokenDelta, utterance: Utterance) -> None:
         """Pass on what new text consists of; text that shows nothing yet is only written down."""
         told = [self._spoken(event.turn_id, part) for part in utterance.parts]
         if told and utterance.logprobs:
@@ -217,7 +217,7 @@ class EventStream:
         return self.seq
 
 
-def _logprobs(entry: ipc.TokenLogprobs) -> TokenLogprobs:
+def _logprobs(entry: ipc.SampledLogprobs) -> TokenLogprobs:
     sampled = entry.sampled
     return TokenLogprobs(
         token=sampled.token,

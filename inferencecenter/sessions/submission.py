@@ -16,7 +16,7 @@ from inferencecenter.sessions.records import TurnOrder
 from inferencecenter.sessions.rendering import RenderInput
 
 if TYPE_CHECKING:
-    from inferencecenter.ipc.messages import ModelInfo, Overflowed
+    from inferencecenter.ipc.messages import ContextFull, ModelInfo
     from inferencecenter.protocol.requests import Infer
     from inferencecenter.protocol.values import Priority
     from inferencecenter.sessions.client import Client
@@ -193,7 +193,7 @@ def failed(turn_id: str, error: InferenceCenterError) -> Failed:
     return Failed(turn_id=turn_id, code=error.code.value, message=error.message, hint=error.hint, field=error.field)
 
 
-def never_began(event: Overflowed, refusal: InferenceCenterError | None, *, n_ctx: int) -> Failed:
+def never_began(event: ContextFull, refusal: InferenceCenterError | None, *, n_ctx: int) -> Failed:
     """Return the end of a turn whose prompt does not fit and cannot be made shorter.
 
     Args:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from inferencecenter.ipc.messages import Stage
+    from inferencecenter.ipc.messages import TraceStage
     from inferencecenter.sessions.facts import SessionFacts
     from inferencecenter.sessions.records import TurnOrder
     from inferencecenter.sessions.turn import Outcome, Turn
@@ -25,7 +25,7 @@ class TurnTrace(Protocol):
     def describe(self, figures: Figures) -> None:
         """Say what is asked for."""
 
-    def spent(self, stages: Iterable[Stage]) -> None:
+    def spent(self, stages: Iterable[TraceStage]) -> None:
         """Take what the engine says of the turn's time."""
 
     def note(self, event: str, figures: Figures) -> None:
@@ -54,7 +54,7 @@ class Untraced:
     def describe(self, figures: Figures) -> None:
         """Do nothing."""
 
-    def spent(self, stages: Iterable[Stage]) -> None:
+    def spent(self, stages: Iterable[TraceStage]) -> None:
         """Do nothing."""
 
     def note(self, event: str, figures: Figures) -> None:

@@ -16,7 +16,7 @@ from inferencecenter.sessions.totals import TurnRecord
 from inferencecenter.sessions.tracing import Untraced
 
 if TYPE_CHECKING:
-    from inferencecenter.ipc.messages import Delta, Failed, Finished, Overflowed, Started
+    from inferencecenter.ipc.messages import ContextFull, Failed, Finished, Started, TokenDelta
     from inferencecenter.protocol.params import Params
     from inferencecenter.protocol.requests import Abort
     from inferencecenter.sessions.facts import SessionFacts
@@ -206,7 +206,7 @@ class Turn:
         self._cached_tokens += event.cached_tokens
         return n_tokens - event.cached_tokens
 
-    def shift(self, event: Overflowed, *, now: float) -> None:
+    def shift(self, event: ContextFull, *, now: float) -> None:
         """Take note that the turn waits for a slot again, with a shorter prompt."""
         self._wait_again(TurnChange.SHIFT, now=now)
         self._prompt_counted = False
@@ -225,7 +225,7 @@ class Turn:
         """Take note that no engine has the turn any more, and that it waits for a slot of the one it should have."""
         self._wait_again(TurnChange.INTERRUPT, now=now)
 
-    def extend(self, event: Delta, *, now: float) -> None:
+    def extend(self, event: TokenDelta, *, now: float) -> None:
         """Take in what was generated."""
         if self._first_token_at is None:
             self._first_token_at = now

@@ -1,1 +1,1 @@
-"""Keeps the engine process alive and speaks to it for everybody else."""
+"""Keeps the engine processes alive and is their only peer in the daemon."""

@@ -1,4 +1,4 @@
-"""Plans each engine's start: what the settings leave open is chosen by what is free at that moment."""
+"""Plans each engine's start by the memory that is free at that moment, and reports the plan in protocol terms."""
 
 from __future__ import annotations
 
@@ -20,29 +20,32 @@ from inferencecenter.hardware.gguf import read_gguf
 from inferencecenter.hardware.host import read_host
 from inferencecenter.hardware.model_shape import describe, with_adapters
 from inferencecenter.hardware.placing import CONTEXT_BYTES
-from inferencecenter.hardware.plan import MIB, Wishes
+from inferencecenter.hardware.plan import MIB, Wishes, margin_bytes
 from inferencecenter.hardware.split import plan
 from inferencecenter.ipc.port import EngineState
-from inferencecenter.supervisor.planned import described, measured
+from inferencecenter.protocol.values import EnginePlan, PlannedDevice, PlannedHost, PlanReason
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from inferencecenter.hardware.model_shape import ModelShape
     from inferencecenter.hardware.plan import Device, Host, Plan
+    from inferencecenter.hardware.vram_calibration import VramCalibration
     from inferencecenter.ipc.messages import BufferUse, EngineOptions, ModelInfo
     from inferencecenter.ipc.port import EngineStatus
-    from inferencecenter.protocol.values import EnginePlan
     from inferencecenter.settings import EngineSettings, GpuSettings
-    from inferencecenter.supervisor.corrections import Corrections
 
 _log = structlog.get_logger(__name__)
 
 _PERCENT: Final = 100
 _MOST_OFF: Final = 1.5
+_MOST_CHARS: Final = 512
+_MOST_DEVICES: Final = 64
+_MOST_REASONS: Final = 32
+_MOST_ADVICE: Final = 128
 
 
-def wishes(engine: EngineSettings, gpu: GpuSettings) -> Wishes:
+def placement_constraints(engine: EngineSettings, gpu: GpuSettings) -> Wishes:
     """Return what the settings say about a plan."""
     return Wishes(
         slots=engine.slots,
@@ -93,14 +96,14 @@ class Planner:
         *,
         engine: EngineSettings,
         gpu: GpuSettings,
-        corrections: Corrections,
+        calibration: VramCalibration,
         devices: Callable[[Sequence[str]], tuple[Device, ...]] = find_devices,
         host: Callable[[], Host] = read_host,
         used_bytes: Callable[[int, int], int | None] = nvml.process_bytes,
     ) -> None:
         self._gpu = gpu
-        self._wishes = wishes(engine, gpu)
-        self._corrections = corrections
+        self._wishes = placement_constraints(engine, gpu)
+        self._calibration = calibration
         self._find_devices = devices
         self._read_host = host
         self._used_bytes = used_bytes
@@ -164,7 +167,7 @@ class Planner:
             raise InferenceCenterError(ErrorCode.INVALID_CONFIG, " ".join(alone.advice))
         return made.fits and _worth(made) >= _worth(alone)
 
-    def heard(self, status: EngineStatus) -> None:
+    def on_status(self, status: EngineStatus) -> None:
         """Compare, in a thread, what each engine took when it gets ready; called on the event loop."""
         if status.state is EngineState.READY and status.model and status.pid and status.pid != self._compared_pid:
             self._compared_pid = status.pid
@@ -205,10 +208,10 @@ class Planner:
                 used_mib=used_bytes // MIB,
                 off_percent=round(_PERCENT * (used_bytes - demand.bytes) / demand.bytes, 1),
             )
-            self._corrections.put(self._model.digest, device.id, estimated_bytes=demand.bytes, used_bytes=used_bytes)
+            self._calibration.put(self._model.digest, device.id, estimated_bytes=demand.bytes, used_bytes=used_bytes)
             taken[device.id] = used_bytes
         if self._report is report:  # no other start was planned meanwhile
-            self._report = measured(report, taken)
+            self._report = with_measured_usage(report, taken)
 
     def _knows_model(self, options: EngineOptions) -> bool:
         """Read the model's header if that was not done before; tell whether there is one to plan by."""
@@ -238,7 +241,7 @@ class Planner:
         assert model is not None, "its header was read"
         devices, host = self._devices(), self._read_host()
         made = plan(model, devices, host, wishes)
-        self._plan, self._report = made, described(made, model=model, host=host, wishes=wishes)
+        self._plan, self._report = made, plan_report(made, model=model, host=host, wishes=wishes)
         _report(made)
         if not devices and wishes.n_gpu_layers > 0:
             # Layers are asked for, and the engine says that there is nothing to put them on.
@@ -260,7 +263,7 @@ class Planner:
     def _devices(self) -> tuple[Device, ...]:
         assert self._model is not None, "its header was read"
         return tuple(
-            replace(device, correction_bytes=self._corrections.extra_bytes(self._model.digest, device.id))
+            replace(device, correction_bytes=self._calibration.extra_bytes(self._model.digest, device.id))
             for device in self._find_devices(self._gpu.devices)
         )
 
@@ -344,3 +347,60 @@ def _report(made: Plan) -> None:
         _log.debug("plan_reason", name=reason.name, value=reason.value, why=reason.why, explicit=reason.explicit)
     if not made.fits:
         _log.warning("plan_does_not_fit", reason=" ".join(made.advice))
+
+
+def plan_report(made: Plan, *, model: ModelShape, host: Host, wishes: Wishes) -> EnginePlan:
+    """Return a plan with what it was made from. Texts, of which some come from files and drivers, have an end."""
+    setup, demand = made.setup, made.demand
+    parts = zip(made.devices, demand.devices, made.layer_counts, strict=True)
+    return EnginePlan(
+        fits=made.fits,
+        layers=model.n_layers + 1,
+        n_gpu_layers=made.n_gpu_layers,
+        split_mode=made.split_mode,
+        slots=setup.slots,
+        n_ctx=setup.n_ctx,
+        n_batch=setup.n_batch,
+        n_ubatch=setup.n_ubatch,
+        kv_type_k=setup.kv_type_k,
+        kv_type_v=setup.kv_type_v,
+        flash_attention=setup.flash_attention,
+        n_threads=made.n_threads,
+        devices=tuple(
+            PlannedDevice(
+                id=_cut(device.id),
+                name=_cut(device.name),
+                total_bytes=device.total_bytes,
+                free_bytes=device.free_bytes,
+                margin_bytes=margin_bytes(device, wishes),
+                layers=layers,
+                weight_bytes=own.weight_bytes,
+                kv_bytes=own.kv_bytes,
+                compute_bytes=own.compute_bytes,
+                context_bytes=own.context_bytes,
+            )
+            for device, own, layers in parts
+        )[:_MOST_DEVICES],
+        host=PlannedHost(
+            available_bytes=host.available_bytes,
+            weight_bytes=demand.host_weight_bytes,
+            kv_bytes=demand.host_kv_bytes,
+            compute_bytes=demand.host_compute_bytes,
+            expert_layers=made.experts_in_host,
+        ),
+        reasons=tuple(
+            PlanReason(name=_cut(each.name), value=_cut(each.value), why=_cut(each.why), explicit=each.explicit)
+            for each in made.reasons[:_MOST_REASONS]
+        ),
+        advice=tuple(map(_cut, made.advice[:_MOST_ADVICE])),
+    )
+
+
+def with_measured_usage(plan: EnginePlan, used_bytes: Mapping[str, int]) -> EnginePlan:
+    """Return the plan with what it took in fact of GPUs, by their ids."""
+    devices = (each.model_copy(update={"used_bytes": used_bytes.get(each.id)}) for each in plan.devices)
+    return plan.model_copy(update={"devices": tuple(devices)})
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _MOST_CHARS else f"{text[: _MOST_CHARS - 1]}\N{HORIZONTAL ELLIPSIS}"

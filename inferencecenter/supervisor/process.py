@@ -1,15 +1,16 @@
-"""One engine process, from its start to the moment it is gone."""
+"""One engine process: the lock that outlives a dead daemon, its start, its messages, its end."""
 
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import logging
 import os
 import signal
 import socket
 import sys
 import threading
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
@@ -17,15 +18,23 @@ import msgspec
 import structlog
 
 from inferencecenter.ipc.channel import Channel
+from inferencecenter.ipc.heartbeat import Heartbeat
 from inferencecenter.ipc.messages import Configure, Suspend
-from inferencecenter.ipc.pulse import Pulse
 from inferencecenter.tasks import TaskGroup
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import AsyncIterator, Callable, Sequence
+    from pathlib import Path
 
-    from inferencecenter.ipc.messages import EngineOptions, FromEngine, Log, Suspended, ToEngine
+    from inferencecenter.ipc.messages import EngineOptions, FromEngine, LogLine, Suspended, ToEngine
 
+# Makes sure that the engine of a daemon that died is gone before the next one starts.
+#
+# The engine inherits a locked file that its daemon then closes. So the lock is held exactly as long as the engine
+# lives, whatever becomes of the daemon, and the file says for which process the next daemon has to wait.
+
+WAIT_S: Final = 10.0
+"""How long an orphan may take: the kernel kills it together with its parent, but freeing its memory takes a while."""
 MODULE: Final = "inferencecenter.engine"
 EXIT_GRACE_S: Final = 3.0
 """How long a process may outlive its pipe before it is killed."""
@@ -40,12 +49,73 @@ _LEVELS: Final = {
     "warning": logging.WARNING,
     "error": logging.ERROR,
 }
-
 _log = structlog.get_logger("engine")
 
 
+class EngineLockError(Exception):
+    """Another engine holds the lock and does not go."""
+
+
+@asynccontextmanager
+async def engine_lock(path: Path, *, wait_s: float = WAIT_S) -> AsyncIterator[int]:
+    """Hold the lock on ``path`` and yield its file descriptor, for an engine to inherit.
+
+    Raises:
+        OrphanError: The engine that holds the lock is still there after ``wait_s``.
+        OSError: The file cannot be opened.
+    """
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        while not _lock(fd):
+            await _holder_gone(_holder(fd), wait_s=wait_s)
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def record_holder(fd: int, pid: int) -> None:
+    """Write into the lock file which engine holds it from now on."""
+    os.ftruncate(fd, 0)
+    os.pwrite(fd, str(pid).encode(), 0)
+
+
+def _lock(fd: int) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    record_holder(fd, os.getpid())
+    return True
+
+
+def _holder(fd: int) -> int:
+    text = os.pread(fd, 32, 0)
+    if not text.isdigit():
+        raise EngineLockError("another daemon is starting an engine in this state directory")
+    return int(text)
+
+
+async def _holder_gone(pid: int, *, wait_s: float) -> None:
+    loop = asyncio.get_running_loop()
+    try:
+        pidfd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        # The lock outlives its holder's pid by the moment in which the kernel closes the holder's files.
+        raise EngineLockError(f"the engine lock is held by process {pid}, which is gone") from None
+    gone = asyncio.Event()
+    loop.add_reader(pidfd, gone.set)
+    try:
+        async with asyncio.timeout(wait_s):
+            await gone.wait()
+    except TimeoutError:
+        raise EngineLockError(f"process {pid} still holds the engine lock after {wait_s:g} s") from None
+    finally:
+        loop.remove_reader(pidfd)
+        os.close(pidfd)
+
+
 @dataclass(frozen=True, slots=True)
-class Ended:
+class EngineExit:
     """How an engine ended, and with which turns it was busy then.
 
     It ended ``by_itself`` unless it was killed from here for a reason, and ``from_outside`` when something else killed
@@ -59,14 +129,14 @@ class Ended:
 
 
 class EngineProcess:
-    """A running ``python -m inferencecenter.engine``, the channel to it and its pulse; made by ``spawn``."""
+    """A running ``python -m inferencecenter.engine``, the channel to it and its heartbeat; made by ``spawn``."""
 
-    def __init__(self, process: asyncio.subprocess.Process, channel: Channel, pulse: Pulse) -> None:
+    def __init__(self, process: asyncio.subprocess.Process, channel: Channel, heartbeat: Heartbeat) -> None:
         self._process = process
         self._channel = channel
         self._killed = False
         self._killed_because = ""
-        self._pulse: Pulse | None = pulse
+        self._heartbeat: Heartbeat | None = heartbeat
         self._suspects: tuple[str, ...] = ()
         self._quiet = asyncio.Event()
         self._tasks = TaskGroup("engine-process")
@@ -79,9 +149,9 @@ class EngineProcess:
         return self._process.pid
 
     @property
-    def beats(self) -> int:
+    def ticks(self) -> int:
         """The engine's progress: another number than before means that it does something."""
-        return self._pulse.beats if self._pulse else 0
+        return self._heartbeat.ticks if self._heartbeat else 0
 
     @property
     def has_room(self) -> bool:
@@ -102,7 +172,7 @@ class EngineProcess:
         To be called from the main thread: the kernel kills the engine when the *thread* that started it ends.
 
         Args:
-            options: Sent as the first frame, with this process as the parent and a new pulse.
+            options: Sent as the first frame, with this process as the parent and a new heartbeat.
             on_message: Called on the event loop with whatever the engine says.
             on_drain: Called on the event loop when ``has_room`` is so again.
             keep_open: File descriptors that stay open in the engine.
@@ -115,8 +185,8 @@ class EngineProcess:
         channel = await Channel.open(ours, on_message, on_drain=on_drain)
         with theirs, ExitStack() as undone:
             undone.callback(channel.abort)
-            pulse = Pulse.create()
-            undone.callback(pulse.close)
+            heartbeat = Heartbeat.create()
+            undone.callback(heartbeat.close)
             process = await asyncio.create_subprocess_exec(
                 sys.executable,
                 "-m",
@@ -126,11 +196,11 @@ class EngineProcess:
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.STDOUT,
-                pass_fds=(theirs.fileno(), pulse.fd, *keep_open),
+                pass_fds=(theirs.fileno(), heartbeat.fd, *keep_open),
             )
             undone.pop_all()
-        channel.send(Configure(msgspec.structs.replace(options, parent_pid=os.getpid(), pulse_fd=pulse.fd)))
-        return cls(process, channel, pulse)
+        channel.send(Configure(msgspec.structs.replace(options, parent_pid=os.getpid(), pulse_fd=heartbeat.fd)))
+        return cls(process, channel, heartbeat)
 
     def send(self, message: ToEngine) -> None:
         """Send a message; nothing happens when the engine is gone.
@@ -192,7 +262,7 @@ class EngineProcess:
             self.kill()
             await self.gone()
 
-    async def gone(self) -> Ended:
+    async def gone(self) -> EngineExit:
         """Wait until the pipe has been read to its end and the process is gone; return how it ended."""
         fault = await self._channel.lost()
         self._quiet.set()
@@ -203,15 +273,15 @@ class EngineProcess:
             self.kill()
             status = await self._process.wait()
         await asyncio.wait([self._output])
-        if self._pulse is not None:
-            self._suspects = self._pulse.suspects
-            self._pulse.close()
-            self._pulse = None
+        if self._heartbeat is not None:
+            self._suspects = self._heartbeat.suspects
+            self._heartbeat.close()
+            self._heartbeat = None
         if self._killed_because:
-            return Ended(self._killed_because, self._suspects, by_itself=False)
+            return EngineExit(self._killed_because, self._suspects, by_itself=False)
         reason = fault or self._last_line
         how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
-        return Ended(
+        return EngineExit(
             f"the engine {how}: {reason}" if reason else f"the engine {how}",
             self._suspects,
             from_outside=status == -signal.SIGKILL and not self._killed,
@@ -237,6 +307,32 @@ class EngineProcess:
             _log.warning("engine_output", line=text, pid=self.pid)
 
 
-def log_line(message: Log) -> None:
+def log_line(message: LogLine) -> None:
     """Write a line that the engine logged, with the name of what wrote it."""
     _log.log(_LEVELS.get(message.level, logging.INFO), message.event, logger=message.source)
+
+
+async def launch(
+    options: EngineOptions,
+    *,
+    is_first: bool,
+    on_message: Callable[[FromEngine], None],
+    on_drain: Callable[[], None],
+    lock_path: Path | None,
+) -> EngineProcess:
+    """Start an engine that holds the lock at ``lock_path``, if there is one, and takes over what was parked.
+
+    Of what another daemon's engine parked, only durable sessions are still known. One that got ready here has deleted
+    the rest, so that what is there later was parked for sessions of this daemon.
+
+    Raises:
+        OrphanError: Another engine holds the lock and does not go.
+        OSError: The process cannot be started, or the lock not be opened.
+    """
+    options = msgspec.structs.replace(options, kv_adopt="durable" if is_first else "all")
+    if lock_path is None:
+        return await EngineProcess.spawn(options, on_message=on_message, on_drain=on_drain)
+    async with engine_lock(lock_path) as fd:
+        process = await EngineProcess.spawn(options, on_message=on_message, on_drain=on_drain, keep_open=(fd,))
+        record_holder(fd, process.pid)
+        return process

@@ -15,47 +15,54 @@ import structlog
 from inferencecenter.errors import ErrorCode, InferenceCenterError
 from inferencecenter.ipc.messages import (
     Detokenized,
-    Keep,
     LoadFailed,
     Loading,
-    Log,
+    LogLine,
     LookupFailed,
     Ready,
-    Release,
-    Step,
+    ReleaseSession,
+    RetainSessions,
+    StepOutput,
     Suspended,
     Tokenized,
 )
 from inferencecenter.ipc.port import EngineState, EngineStatus
-from inferencecenter.supervisor.backoff import Backoff, RestartPolicy
 from inferencecenter.supervisor.crash_limit import CrashLimit
-from inferencecenter.supervisor.launch import launch
-from inferencecenter.supervisor.listeners import Listeners
-from inferencecenter.supervisor.loading import LoadProgress, log_ready, with_fewer_layers
-from inferencecenter.supervisor.lookups import Lookups
-from inferencecenter.supervisor.orphan import OrphanError
-from inferencecenter.supervisor.process import STOP_DEADLINE_S, SUSPEND_DEADLINE_S, Ended, log_line
-from inferencecenter.supervisor.queue_watch import QueueWatch
-from inferencecenter.supervisor.refusals import not_loaded, queue_full, unavailable
-from inferencecenter.supervisor.restarts import RestartBudget
-from inferencecenter.supervisor.sleep import Sleep
+from inferencecenter.supervisor.demand import EngineDemand, IdleTimer
+from inferencecenter.supervisor.engine_status import LoadProgress, StatusListeners, log_ready, with_fewer_layers
+from inferencecenter.supervisor.process import (
+    STOP_DEADLINE_S,
+    SUSPEND_DEADLINE_S,
+    EngineExit,
+    EngineLockError,
+    launch,
+    log_line,
+)
+from inferencecenter.supervisor.request_queue import QueueLengthAlarm, RequestQueue, not_loaded, queue_full, unavailable
+from inferencecenter.supervisor.restart_policy import RestartBackoff, RestartBudget, RestartPolicy
 from inferencecenter.supervisor.states import ENGINE, EngineChange
-from inferencecenter.supervisor.turns import Turns
-from inferencecenter.supervisor.watch import HangWatch, call_later, call_soon
-from inferencecenter.supervisor.wish import Wish
+from inferencecenter.supervisor.tokenizer_client import TokenizerClient
+from inferencecenter.supervisor.watchdog import Watchdog, call_later, call_soon
 from inferencecenter.tasks import TaskGroup
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Collection, Sequence
     from pathlib import Path
 
-    from inferencecenter.ipc.messages import EngineOptions, FromEngine, KvLimit, Limit, ModelInfo, Piece
+    from inferencecenter.ipc.messages import (
+        EngineLimits,
+        EngineOptions,
+        FromEngine,
+        KvRamLimit,
+        ModelInfo,
+        PromptSegment,
+    )
     from inferencecenter.ipc.port import EngineTurn
+    from inferencecenter.supervisor.poison_turn_store import PoisonTurnStore, SuspectedTurns
     from inferencecenter.supervisor.process import EngineProcess
-    from inferencecenter.supervisor.suspicion_file import SuspectedTurns, SuspicionFile
 
 _HOLDS_MEMORY: Final = (EngineState.STARTING, EngineState.READY, EngineState.BACKOFF, EngineState.SUSPENDING)
-_NOTHING_RUNS: Final = Step(events=(), running=0, waiting=0, rss_bytes=0)
+_NOTHING_RUNS: Final = StepOutput(events=(), running=0, waiting=0, rss_bytes=0)
 
 _log = structlog.get_logger(__name__)
 
@@ -67,7 +74,7 @@ class Supervisor:
     loaded at first is not tried again: the engine stays ``failed`` and ``load_failure`` says why. Once a model was
     loaded, every failure is taken to pass, until there are too many: then the engine is ``given_up``. In both cases its
     turns fail, or wait for the next daemon if this one ``ends_with_it``. An engine that has no turns for a while is
-    ended, and the next turn starts another; so is one that is to ``make_way``, whose turns go on with the next. One
+    ended, and the next turn starts another; so is one that is to ``evict``, whose turns go on with the next. One
     that slept or was lost and may not be started, as its GPU is gone, is ``failed`` too: it is tried again after a
     back-off until it is ready, and that counts as no restart. Answers that have begun wait for that, and for a model
     that could not be loaded.
@@ -110,18 +117,18 @@ class Supervisor:
         plan_again: Callable[[EngineOptions], EngineOptions] | None = None,
         ends_with_it: Callable[[], bool] = lambda: False,
         admit: Callable[[], Awaitable[bool]] | None = None,
-        on_step: Callable[[Step], None] | None = None,
+        on_step: Callable[[StepOutput], None] | None = None,
         crash_limit: CrashLimit | None = None,
-        suspicion_file: SuspicionFile | None = None,
+        suspicion_file: PoisonTurnStore | None = None,
         lock_path: Path | None = None,
         jitter: Callable[[], float] = random.random,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         self._options = options
-        self._backoff = Backoff(policy, random=jitter)
+        self._backoff = RestartBackoff(policy, random=jitter)
         self._budget = RestartBudget(policy)
         self._max_queue = max_queue
-        self._queue_watch = QueueWatch(queue_warning)
+        self._queue_watch = QueueLengthAlarm(queue_warning)
         self._load_timeout_s = load_timeout_s
         self._hang_timeout_s = hang_timeout_s
         self._live_sessions = live_sessions
@@ -132,22 +139,22 @@ class Supervisor:
         self._suspicion_file = suspicion_file
         self._monotonic = monotonic
         self._tasks = TaskGroup("supervisor")
-        self._listeners = Listeners()
-        self._turns = Turns(
+        self._listeners = StatusListeners()
+        self._turns = RequestQueue(
             call_soon=call_soon,
             changed=self._watch,
             crash_limit=crash_limit or CrashLimit(max_deaths=0, window_s=0.0, monotonic=monotonic),
             remember=self._remember_suspects,
         )
-        self._lookups = Lookups(call_later=call_later)
-        self._wish = Wish(has_turns=lambda: len(self._turns) + len(self._lookups) > 0, admit=admit)
-        self._hang_watch = HangWatch(
+        self._tokenizer = TokenizerClient(call_later=call_later)
+        self._demand = EngineDemand(has_turns=lambda: len(self._turns) + len(self._tokenizer) > 0, admit=admit)
+        self._hang_watch = Watchdog(
             hang_timeout_s,
-            beats=lambda: self._process.beats if self._process else 0,
-            on_hang=self._hangs,
+            ticks=lambda: self._process.ticks if self._process else 0,
+            on_hang=self._on_hang,
             call_later=call_later,
         )
-        self._sleep = Sleep(sleep_after_s, on_tired=self._fall_asleep, call_later=call_later)
+        self._idle_timer = IdleTimer(sleep_after_s, on_idle=self._fall_asleep, call_later=call_later)
         self._state = EngineState.STOPPED
         self._process: EngineProcess | None = None
         self._model: ModelInfo | None = None
@@ -207,7 +214,7 @@ class Supervisor:
     @property
     def wanted(self) -> bool:
         """Whether there is something for an engine to do, or somebody has called for one."""
-        return bool(self._wish)
+        return bool(self._demand)
 
     @property
     def has_turns(self) -> bool:
@@ -217,14 +224,14 @@ class Supervisor:
     @property
     def clients(self) -> frozenset[str]:
         """Whose turns have not ended, and who has called for an engine that is not ready."""
-        return (self._turns.clients | self._wish.callers) - {""}
+        return (self._turns.clients | self._demand.callers) - {""}
 
     @property
     def users(self) -> frozenset[str]:
         """Whose turns the engine has had, or is to have when it is ready; the empty name is an operator's load."""
         if self._state is EngineState.READY:
             return frozenset(self._users)
-        return self.clients | ({""} if self._wish.is_urgent else frozenset())
+        return self.clients | ({""} if self._demand.is_urgent else frozenset())
 
     @property
     def loads(self) -> int:
@@ -241,7 +248,7 @@ class Supervisor:
     @property
     def is_urgent(self) -> bool:
         """Whether an operator has called for the engine."""
-        return self._wish.is_urgent
+        return self._demand.is_urgent
 
     @property
     def holds_memory(self) -> bool:
@@ -281,13 +288,13 @@ class Supervisor:
     def wake(self, caller: str = "", *, urgent: bool = False) -> None:
         """Start an engine that sleeps, for a client or an operator, though no turn wants it yet."""
         if self._state is not EngineState.READY:
-            self._wish.call(caller, urgent=urgent)
+            self._demand.request(caller, urgent=urgent)
 
     def delay(self, seconds: float) -> None:
         """Tell the turns that wait how long that is at least."""
         self._turns.delay(seconds)
 
-    async def make_way(self, *, patience_s: float | None) -> None:
+    async def evict(self, *, patience_s: float | None) -> None:
         """Have the engine end when its turns have, and wait until it is gone; what comes meanwhile waits.
 
         One that is being loaded gets ready first, and takes what waits for it. Turns that are not done after
@@ -295,14 +302,14 @@ class Supervisor:
         """
         while self.holds_memory:
             if self._state is EngineState.READY:
-                await self._let_turns_end(patience_s)
+                await self._drain(patience_s)
             if self._state is EngineState.READY:
                 self._fall_asleep()
             await self._until(partial(self._has_left, self._state))
 
     def pause(self, *, paused: bool) -> None:
         """While ``paused``, start no engine for what waits; one that is there goes on."""
-        self._wish.pause(paused=paused)
+        self._demand.pause(paused=paused)
 
     def recall(self, *, begun: bool = False) -> list[EngineTurn]:
         """Give back the turns that no engine has, those with tokens only if ``begun``; they are not here any more."""
@@ -328,11 +335,11 @@ class Supervisor:
             await self._until(lambda: self._state is EngineState.STOPPED)
             return
         self._stop_asked.set()
-        self._wish.end()
+        self._demand.end()
         was_loaded = self._state in (EngineState.READY, EngineState.SUSPENDING)
         self._change(EngineChange.STOP)
         self._turns.lost()
-        self._lookups.fail(self._unavailable())
+        self._tokenizer.fail(self._unavailable())
         self._watch()
         await self._until(lambda: not self._turns.telling)
         if (process := self._process) is not None:
@@ -349,7 +356,7 @@ class Supervisor:
             InferenceCenterError: ``engine_unavailable``, ``queue_full``, ``prompt_too_long``, ``rate_limited``, or what
                 the turn says.
         """
-        self._take_note()
+        self._on_demand()
         slots = self._model.slots if self._model else self._options.slots
         position = max(0, len(self._turns) + 1 - slots)
         if position > self._max_queue:
@@ -365,30 +372,30 @@ class Supervisor:
 
     def release(self, session_id: str) -> None:
         """Let the engine forget a session's KV."""
-        self.send(Release(session_id))
+        self.send(ReleaseSession(session_id))
 
-    def tokenize(self, pieces: Sequence[Piece], *, first: bool, client_id: str) -> asyncio.Future[Tokenized]:
+    def tokenize(self, pieces: Sequence[PromptSegment], *, first: bool, client_id: str) -> asyncio.Future[Tokenized]:
         """Ask for the tokens of a text; see ``EnginePort``."""
-        self._take_note()
-        return self._lookups.tokenize(pieces, first=first, client_id=client_id)
+        self._on_demand()
+        return self._tokenizer.tokenize(pieces, first=first, client_id=client_id)
 
     def detokenize(self, tokens: Sequence[int], *, client_id: str) -> asyncio.Future[Detokenized]:
         """Ask for the text of tokens; see ``EnginePort``."""
-        self._take_note()
-        return self._lookups.detokenize(tokens, client_id=client_id)
+        self._on_demand()
+        return self._tokenizer.detokenize(tokens, client_id=client_id)
 
     def _remember_suspects(self, suspected: SuspectedTurns) -> None:
         if self._suspicion_file is not None:
             self._suspicion_file.put(self._options.model_name, suspected)
 
-    def _take_note(self) -> None:
+    def _on_demand(self) -> None:
         """Let what comes now wake an engine that sleeps; refuse it where there will be none."""
         if self._stop_asked.is_set() or self._state is EngineState.FAILED:
             raise self._unavailable()
         self.last_used_s = self._monotonic()
-        self._wish.look()
+        self._demand.notify()
 
-    def send(self, message: Release | Limit | KvLimit) -> None:
+    def send(self, message: ReleaseSession | EngineLimits | KvRamLimit) -> None:
         """Tell the engine if it is ready."""
         if self._process is not None and self._state is EngineState.READY:
             self._process.send(message)
@@ -405,20 +412,20 @@ class Supervisor:
             self._change(EngineChange.START)
             if not await self._is_fit_to_start():
                 continue
-            ended = await self._live()
+            ended = await self._run_once()
             if self._stop_asked.is_set():
                 return
             if self._state is EngineState.SUSPENDING:
-                self._rest(ended)
+                self._idle(ended)
             else:
-                self._lose(ended)
+                self._on_exit(ended)
 
     def _clear_up(self) -> None:
-        ended = Ended("its start or its end met an internal error; the daemon's log says which", by_itself=False)
+        ended = EngineExit("its start or its end met an internal error; the daemon's log says which", by_itself=False)
         if self._state is EngineState.SUSPENDING:
-            self._rest(ended)
+            self._idle(ended)
         elif self._state in (EngineState.STARTING, EngineState.READY):
-            self._lose(ended)
+            self._on_exit(ended)
 
     async def _may_start(self) -> bool:
         """Wait until an engine may be started, as long as the state before wants it; ``False`` to look again."""
@@ -438,7 +445,7 @@ class Supervisor:
     async def _is_granted(self) -> bool:
         """Wait until an engine is wanted and may be started, or none is to be; one that may not has failed."""
         try:
-            await self._wish.granted()
+            await self._demand.wait_admitted()
         except InferenceCenterError as refusal:
             self._refuse(refusal)
             return False
@@ -477,7 +484,7 @@ class Supervisor:
         else:
             self._detail = f"{refusal.message} It is tried again until that has changed."
             self._refused = True
-            self._wish.call()
+            self._demand.request()
             self._back_off("engine_not_woken")
         self._give_up()
 
@@ -494,13 +501,13 @@ class Supervisor:
             async with asyncio.timeout(seconds):
                 await self._stop_asked.wait()
 
-    def _rest(self, ended: Ended) -> None:
+    def _idle(self, ended: EngineExit) -> None:
         """Take note that an engine has gone to sleep; a turn may have come while it ended."""
         self._gauges = msgspec.structs.replace(self._gauges, running=0, waiting=0, rss_bytes=0)
         _log.info("engine_asleep", detail=ended.detail, parked_sessions=self._gauges.parked_sessions)
         self._change(EngineChange.ENDED)
 
-    async def _let_turns_end(self, patience_s: float | None) -> None:
+    async def _drain(self, patience_s: float | None) -> None:
         try:
             async with asyncio.timeout(patience_s):
                 # An engine that got ready just now runs what has waited for it; else two models could take turns for
@@ -519,7 +526,7 @@ class Supervisor:
         while not holds():
             await self._news.wait()
 
-    async def _live(self) -> Ended:
+    async def _run_once(self) -> EngineExit:
         """Run one engine until it is gone."""
         self._ready_since = None
         try:
@@ -530,8 +537,8 @@ class Supervisor:
                 on_drain=self._turns.go_on,
                 lock_path=self._lock_path,
             )
-        except (OSError, OrphanError) as error:
-            return Ended(f"the engine cannot be started: {error}")
+        except (OSError, EngineLockError) as error:
+            return EngineExit(f"the engine cannot be started: {error}")
         self._process = process
         _log.info("engine_started", pid=process.pid, backend=self._options.backend)
         if self._stop_asked.is_set():
@@ -550,12 +557,12 @@ class Supervisor:
         if self._state is EngineState.STARTING:
             process.kill(because=f"loading took longer than {self._load_timeout_s:g} s")
 
-    def _lose(self, ended: Ended) -> None:
+    def _on_exit(self, ended: EngineExit) -> None:
         """Take note that the engine is gone, and choose whether and when to start another."""
         was_loading = self._state is EngineState.STARTING
         self._detail = self._load_failure.message if self._load_failure else ended.detail
         self._gauges = _NOTHING_RUNS
-        self._lookups.lost()
+        self._tokenizer.lost()
         if self._turns.lost(ended):
             self._budget.clear()
         if self._load_failure is not None:
@@ -579,7 +586,7 @@ class Supervisor:
         """
         if self._state is not EngineState.FAILED:
             self._change(EngineChange.GIVE_UP)
-        self._lookups.fail(self._unavailable())
+        self._tokenizer.fail(self._unavailable())
         if not self._ends_with_it():
             self._turns.fail(self._unavailable(), begun=self._given_up)
 
@@ -591,7 +598,7 @@ class Supervisor:
     def _fall_asleep(self) -> None:
         assert self._process is not None, "it was idle until now"
         self._turns.lost()
-        self._lookups.lost()
+        self._tokenizer.lost()
         self._change(EngineChange.SLEEP)
         self._tasks.spawn(_suspend(self._process), name="fall-asleep")
 
@@ -599,30 +606,30 @@ class Supervisor:
 
     def _on_message(self, message: FromEngine) -> None:
         match message:
-            case Step():
+            case StepOutput():
                 self._step(message)
-            case Log():
+            case LogLine():
                 log_line(message)
             case Loading():
                 if self._progress.advance(message):
-                    self._listeners.tell(self.status)
+                    self._listeners.notify(self.status)
             case Ready(model=model) if self._state is EngineState.STARTING:
                 self._ready(model)
             case LoadFailed():
                 self._load_failed(message)
             case Tokenized() | Detokenized() | LookupFailed():
-                self._lookups.hear(message)
+                self._tokenizer.on_answer(message)
             case Suspended() if self._process is not None:
                 self._process.suspended(message)
 
-    def _step(self, message: Step) -> None:
+    def _step(self, message: StepOutput) -> None:
         self._gauges = message
         if self._on_step is not None:
             self._on_step(message)
-        if self._queue_watch.warns(message.waiting):
+        if self._queue_watch.should_warn(message.waiting):
             _log.warning("queue_long", waiting=message.waiting, running=message.running)
         for event in message.events:
-            self._turns.hear(event)
+            self._turns.on_engine_event(event)
         self._watch()
 
     def _ready(self, model: ModelInfo) -> None:
@@ -631,13 +638,13 @@ class Supervisor:
         self._ready_since = self._monotonic()
         self._users = set(self.users)
         self._loads += 1
-        self._wish.come_true()
+        self._demand.fulfil()
         log_ready(model)
         self._change(EngineChange.LOADED)
         if self._live_sessions is not None:
-            self._process.send(Keep(tuple(self._live_sessions())))
+            self._process.send(RetainSessions(tuple(self._live_sessions())))
         self._turns.connect(self._process)
-        self._lookups.connect(self._process.send)
+        self._tokenizer.connect(self._process.send)
         self._watch()
 
     def _load_failed(self, message: LoadFailed) -> None:
@@ -649,9 +656,9 @@ class Supervisor:
         self._news.set()
         self._news.clear()
         self._hang_watch.keep(watching=self._turns.engine_is_busy)
-        self._sleep.keep(idle=not self._turns and self._state is EngineState.READY)
+        self._idle_timer.keep(idle=not self._turns and self._state is EngineState.READY)
 
-    def _hangs(self) -> None:
+    def _on_hang(self) -> None:
         if self._process is not None:
             _log.error("engine_hangs", pid=self._process.pid, no_progress_s=self._hang_timeout_s)
             self._process.kill(because=f"the engine made no progress for {self._hang_timeout_s:g} s")
@@ -660,7 +667,7 @@ class Supervisor:
         self._state = ENGINE.after(self._state, change)
         _log.debug("engine_state", state=self._state.value, change=change.value)
         self._watch()
-        self._listeners.tell(self.status)
+        self._listeners.notify(self.status)
 
 
 async def _suspend(process: EngineProcess) -> None:

@@ -14,10 +14,10 @@ from typer.testing import CliRunner
 
 from inferencecenter.bench.model import Q4_0, SHAPES, Shape, main, write_model
 from inferencecenter.engine.backend import Chunk
-from inferencecenter.engine.llama.context import Context
+from inferencecenter.engine.llama.context import LlamaContext
 from inferencecenter.engine.llama.log import LlamaLog
-from inferencecenter.engine.llama.model import Model
-from inferencecenter.ipc.messages import EngineOptions, Piece
+from inferencecenter.engine.llama.model import LlamaModel
+from inferencecenter.ipc.messages import EngineOptions, PromptSegment
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -33,9 +33,9 @@ def _logits(path: Path, text: str, *, n_tokens: int) -> tuple[list[int], NDArray
         backend="llama", parent_pid=1, model_path=str(path), slots=1, n_ctx=256, n_threads=1, n_batch=64, n_ubatch=64
     )
     log = LlamaLog(lambda _level, _line: None)
-    model = Model.load(options, on_progress=lambda _fraction: None, log=log)
-    context = Context(model, options, n_threads=1, log=log)
-    prompt = fed = model.vocab.tokenize([Piece(text)], first=True)
+    model = LlamaModel.load(options, on_progress=lambda _fraction: None, log=log)
+    context = LlamaContext(model, options, n_threads=1, log=log)
+    prompt = fed = model.vocab.tokenize([PromptSegment(text)], first=True)
     rows: list[NDArray[np.float32]] = []
     for _ in range(n_tokens):
         context.decode([Chunk(0, context.length(0), fed, sample=True)])

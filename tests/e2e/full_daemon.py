@@ -11,7 +11,7 @@ from typing import Final
 
 from inferencecenter.cli import main
 from inferencecenter.hardware.memory import Share
-from inferencecenter.supervisor import memory_use, pressure
+from inferencecenter.supervisor import memory_pressure
 
 USED_VARIABLE: Final = "TEST_MEMORY_FILE"
 _TOTAL_BYTES: Final = 2**30
@@ -25,8 +25,8 @@ def machine_memory() -> Share:
 
 def play_kernel() -> None:
     """Have the guard look at the played memory, and all the time."""
-    vars(memory_use).update(machine_memory=machine_memory, cgroup_memory=lambda: None)
-    vars(pressure).update(BUSY_EVERY_S=0.02, IDLE_EVERY_S=0.02)
+    vars(memory_pressure).update(machine_memory=machine_memory, cgroup_memory=lambda: None)
+    vars(memory_pressure).update(BUSY_EVERY_S=0.02, IDLE_EVERY_S=0.02)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from typing import Final
 import pynvml
 
 from inferencecenter.cli import main
-from inferencecenter.supervisor import guard
+from inferencecenter.supervisor import thermal
 
 TEMPERATURE_VARIABLE: Final = "TEST_TEMPERATURE_FILE"
 _GIB: Final = 2**30
@@ -45,7 +45,7 @@ def play_nvml() -> None:
         nvmlDeviceGetMemoryInfo=lambda _handle: SimpleNamespace(total=4 * _GIB, used=_GIB, free=3 * _GIB),
         nvmlDeviceGetTemperature=temperature_c,
     )
-    vars(guard).update(BUSY_EVERY_S=0.02, IDLE_EVERY_S=0.02)
+    vars(thermal).update(BUSY_EVERY_S=0.02, IDLE_EVERY_S=0.02)
 
 
 if __name__ == "__main__":

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from inferencecenter.engine.grammars import Grammars
-    from inferencecenter.engine.sampling.structured import Constraint
+    from inferencecenter.engine.grammar_cache import GrammarCache
+    from inferencecenter.engine.sampling.constraint import Constraint
     from inferencecenter.ipc.messages import Grammar
 
 
 def constraint_of(
-    grammars: Grammars, grammar: Grammar, markers: Sequence[str] = (), answer: Sequence[int] = ()
+    grammars: GrammarCache, grammar: Grammar, markers: Sequence[str] = (), answer: Sequence[int] = ()
 ) -> Constraint:
     """Compile a grammar, if that is not known, and return what a turn is held to that has begun with ``answer``."""
     return grammars.constraint(grammars.compile(grammar, markers), answer)

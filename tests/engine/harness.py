@@ -11,29 +11,28 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from inferencecenter.engine.echo import EchoBackend
-from inferencecenter.engine.inbox import Closed, Fetched, Inbox, Received
-from inferencecenter.engine.kv.adoption import Adoption
+from inferencecenter.engine.inbox import FrontDisconnected, Inbox, KvFetched, ReceivedCommand
+from inferencecenter.engine.kv_cache.recovery import RecoveryMode
 from inferencecenter.engine.loop import EngineLoop
-from inferencecenter.ipc.framing import encode, from_engine_decoder
+from inferencecenter.ipc.framing import BlockingChannel, encode, from_engine_decoder
+from inferencecenter.ipc.heartbeat import Heartbeat
 from inferencecenter.ipc.messages import (
     Configure,
-    Delta,
+    ContextFull,
     EngineOptions,
     Failed,
     Finished,
     FromEngine,
-    Overflowed,
-    Piece,
+    PromptSegment,
     Started,
-    Step,
+    StepOutput,
     Submit,
     ToEngine,
+    TokenDelta,
     TurnEvent,
     pack_tokens,
     unpack_tokens,
 )
-from inferencecenter.ipc.pipe import Pipe
-from inferencecenter.ipc.pulse import Pulse
 from tests.engine.parked import MIB, open_store
 from tests.leftovers import leftovers
 
@@ -58,9 +57,9 @@ def submit(
 ) -> Submit:
     """Return a chat turn; the session is named like the turn if not given."""
     pieces = (
-        Piece("<|im_start|>user\n", special=True),
-        Piece(text),
-        Piece("<|im_end|>\n<|im_start|>assistant\n", special=True),
+        PromptSegment("<|im_start|>user\n", special=True),
+        PromptSegment(text),
+        PromptSegment("<|im_end|>\n<|im_start|>assistant\n", special=True),
     )
     return Submit(
         turn_id=turn_id,
@@ -97,13 +96,13 @@ class Front:
             assert data, "the engine is gone"
             for frame in self._decoder.feed(data):
                 self.frames.append(frame)
-                for event in frame.events if isinstance(frame, Step) else ():
+                for event in frame.events if isinstance(frame, StepOutput) else ():
                     self.events.setdefault(event.turn_id, []).append(event)
 
     def ended(self, turn_id: str) -> bool:
         """Tell whether a turn's terminal event has come."""
         events = self.events.get(turn_id, ())
-        return any(isinstance(event, Finished | Failed | Overflowed) for event in events)
+        return any(isinstance(event, Finished | Failed | ContextFull) for event in events)
 
     def wait_for(self, *turn_ids: str) -> None:
         """Read until these turns have ended."""
@@ -111,7 +110,7 @@ class Front:
 
     def text(self, turn_id: str) -> str:
         """Return what a turn showed."""
-        return "".join(event.text for event in self.events.get(turn_id, ()) if isinstance(event, Delta))
+        return "".join(event.text for event in self.events.get(turn_id, ()) if isinstance(event, TokenDelta))
 
     def finished(self, turn_id: str) -> Finished:
         """Return how a turn ended."""
@@ -125,7 +124,7 @@ class Front:
         end = self.finished(turn_id)
         events = self.events[turn_id]
         prompt = next(event.tokens for event in events if isinstance(event, Started))
-        answer = b"".join(event.tokens for event in events if isinstance(event, Delta))
+        answer = b"".join(event.tokens for event in events if isinstance(event, TokenDelta))
         return prompt + pack_tokens(unpack_tokens(answer)[: end.kept_tokens])
 
     def close(self) -> None:
@@ -143,7 +142,7 @@ class SlowEcho(EchoBackend):
         self.decoding = threading.Event()
         self.decoding.set()
 
-    def tokenize(self, pieces: Sequence[Piece], *, first: bool) -> list[int]:
+    def tokenize(self, pieces: Sequence[PromptSegment], *, first: bool) -> list[int]:
         """Tokenize, waiting for the event of this text if there is one; refuse the text ``unspeakable``."""
         text = pieces[1].text if len(pieces) > 1 else ""
         if text == "unspeakable":
@@ -180,7 +179,7 @@ class Engine:
         *,
         ram_bytes: int = MIB,
         disk_bytes: int = 0,
-        adopt: Adoption = Adoption.ALL,
+        adopt: RecoveryMode = RecoveryMode.ALL,
         on_log: Callable[[str, str], None] = lambda level, text: None,
         quiet_s: float = 1000.0,
         clock: Callable[[], float] = time.monotonic,
@@ -196,7 +195,7 @@ class Engine:
         configured = EngineOptions(backend="echo", parent_pid=0, **settings)  # type: ignore[arg-type]
         self.backend = SlowEcho(configured)
         self.front = Front(theirs)
-        self._pipe = Pipe(ours)
+        self._pipe = BlockingChannel(ours)
         self._inbox = Inbox()
         self._clock = clock
         self._n_received = 0
@@ -208,17 +207,17 @@ class Engine:
             disk_bytes=0 if kv is None else disk_bytes,
             adopt=adopt,
             on_log=on_log,
-            on_fetched=lambda: self._inbox.put(Fetched()),
+            on_fetched=lambda: self._inbox.put(KvFetched()),
         )
         self._held = ExitStack()
-        self.pulse = Pulse.create()
-        self._held.callback(self.pulse.close)
+        self.heartbeat = Heartbeat.create()
+        self._held.callback(self.heartbeat.close)
         self.loop = EngineLoop(
             self.backend,
             configured,
             kv=self.kv,
             inbox=self._inbox,
-            pulse=self.pulse,
+            heartbeat=self.heartbeat,
             send=self._pipe.send,
             clock=clock,
             quiet_s=quiet_s,
@@ -258,9 +257,9 @@ class Engine:
     def _read(self) -> None:
         while (message := self._pipe.read()) is not None:
             assert not isinstance(message, Configure)
-            self._inbox.put(Received(message, self._clock()))
+            self._inbox.put(ReceivedCommand(message, self._clock()))
             self._n_received += 1
-        self._inbox.put(Closed())
+        self._inbox.put(FrontDisconnected())
 
     def _clean_up(self) -> None:
         with suppress(Exception):  # the test has failed already if it has left this running

@@ -5,8 +5,8 @@ from __future__ import annotations
 from concurrent.futures import Executor, Future
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
-from inferencecenter.engine.kv.adoption import Adoption
-from inferencecenter.engine.kv.store import KvStore, TierOptions
+from inferencecenter.engine.kv_cache.recovery import RecoveryMode
+from inferencecenter.engine.kv_cache.store import KvStore, TierOptions
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -39,7 +39,7 @@ def open_store(
     *,
     ram_bytes: int = MIB,
     disk_bytes: int = 0,
-    adopt: Adoption = Adoption.NONE,
+    adopt: RecoveryMode = RecoveryMode.NONE,
     on_fetched: Callable[[], None] = lambda: None,
     on_log: Callable[[str, str], None] = lambda level, text: None,
 ) -> KvStore:

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from inferencecenter.ipc.messages import Configure, EngineOptions, LoadFailed, Log, Ready, Suspend, Suspended
-from inferencecenter.ipc.pulse import Pulse
+from inferencecenter.ipc.heartbeat import Heartbeat
+from inferencecenter.ipc.messages import Configure, EngineOptions, LoadFailed, LogLine, Ready, Suspend, Suspended
 from tests.engine.harness import TIMEOUT_S, Front
 from tests.leftovers import leftovers
 
@@ -24,22 +24,22 @@ if TYPE_CHECKING:
 
 
 class Child:
-    """A process that has been told its options, and without ``pulse`` of no page."""
+    """A process that has been told its options, and without ``heartbeat`` of no page."""
 
-    def __init__(self, options: EngineOptions, *, pulse: bool = True) -> None:
+    def __init__(self, options: EngineOptions, *, heartbeat: bool = True) -> None:
         ours, theirs = socket.socketpair()
-        self.pulse = Pulse.create()
+        self.heartbeat = Heartbeat.create()
         command = [sys.executable, "-m", "inferencecenter.engine", "--fd", str(theirs.fileno())]
-        self.process = subprocess.Popen(command, pass_fds=[theirs.fileno(), self.pulse.fd])
+        self.process = subprocess.Popen(command, pass_fds=[theirs.fileno(), self.heartbeat.fd])
         theirs.close()
         self.front = Front(ours)
-        page = self.pulse.fd if pulse else -1
+        page = self.heartbeat.fd if heartbeat else -1
         self.front.send(Configure(msgspec.structs.replace(options, pulse_fd=page)))
 
     @property
     def log(self) -> list[str]:
         """What the engine itself logged."""
-        return [frame.event for frame in self.front.frames if isinstance(frame, Log) and frame.source == "engine"]
+        return [frame.event for frame in self.front.frames if isinstance(frame, LogLine) and frame.source == "engine"]
 
     def ready(self) -> ModelInfo:
         """Wait until the model is loaded and return what is told of it."""
@@ -59,16 +59,16 @@ class Child:
         return self.process.wait(TIMEOUT_S)
 
 
-def child_of(options: EngineOptions, *, pulse: bool = True) -> Child:
+def child_of(options: EngineOptions, *, heartbeat: bool = True) -> Child:
     """Start a process that is gone after the test, whatever that leaves undone."""
-    child = Child(options, pulse=pulse)
+    child = Child(options, heartbeat=heartbeat)
 
     def clean_up() -> None:
         child.front.close()
         child.process.kill()
         child.process.wait()
-        if not child.pulse._page.closed:
-            child.pulse.close()
+        if not child.heartbeat._page.closed:
+            child.heartbeat.close()
 
     leftovers.callback(clean_up)
     return child
@@ -86,7 +86,7 @@ def running(options: EngineOptions) -> Iterator[Child]:
     finally:
         child.process.kill()
         child.process.wait()
-        child.pulse.close()
+        child.heartbeat.close()
 
 
 def demo_options(path: Path, **changes: object) -> EngineOptions:

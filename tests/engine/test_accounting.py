@@ -4,42 +4,54 @@ from __future__ import annotations
 
 import pytest
 
-from inferencecenter.engine.accounting import work_of
 from inferencecenter.engine.backend import Chunk
-from inferencecenter.engine.scheduler.parking import prefix_key
-from inferencecenter.engine.scheduler.plan import Admission, Copy, Move, Outcome, Pass, Plan, Restore, Row, Truncation
-from inferencecenter.ipc.messages import MoveTime, TokenSources, Work
+from inferencecenter.engine.loop import work_of
+from inferencecenter.engine.scheduler.plan import (
+    Admission,
+    CopySlot,
+    DecodePass,
+    DecodeRow,
+    KvMove,
+    RestoreSlot,
+    StepOutcome,
+    StepPlan,
+    TruncateSlot,
+)
+from inferencecenter.engine.scheduler.prefix_sharing import prefix_key
+from inferencecenter.ipc.messages import MoveTime, StepStats, TokenSources
 
 PROMPT = tuple(range(10))
 
 
-def rows(*turn_ids: str, prefill: bool) -> Pass:
+def rows(*turn_ids: str, prefill: bool) -> DecodePass:
     """Return a pass of one token for each turn."""
-    return Pass(tuple(Row(turn_id, Chunk(i, 0, [1], sample=True)) for i, turn_id in enumerate(turn_ids)), prefill)
+    return DecodePass(
+        tuple(DecodeRow(turn_id, Chunk(i, 0, [1], sample=True)) for i, turn_id in enumerate(turn_ids)), prefill
+    )
 
 
-def restore(key: str) -> Restore:
+def restore(key: str) -> RestoreSlot:
     """Return a move of four tokens into the slot of turn ``t``."""
-    return Restore(0, key, 4, b"", "t")
+    return RestoreSlot(0, key, 4, b"", "t")
 
 
 def test_an_empty_plan_is_no_work() -> None:
     """Nothing is told of a step in which nothing was done."""
-    assert work_of(Plan(reasons=("nobody is there",)), Outcome(), step_s=1.0) is None
+    assert work_of(StepPlan(reasons=("nobody is there",)), StepOutcome(), step_s=1.0) is None
 
 
 def test_a_fetch_alone_is_work() -> None:
     """Turns that wait for the disk are seen to."""
-    assert work_of(Plan(fetches=("s", "t")), Outcome(), step_s=0.5) == Work(0.5, fetches=2)
+    assert work_of(StepPlan(fetches=("s", "t")), StepOutcome(), step_s=0.5) == StepStats(0.5, fetches=2)
 
 
 def test_generating_and_reading_are_told_apart() -> None:
     """Rows are those of the pass that generates; tokens that were read, and times, are what the executor measured."""
-    plan = Plan(passes=(rows("a", "b", prefill=False), rows("c", prefill=True)))
-    outcome = Outcome(
+    plan = StepPlan(passes=(rows("a", "b", prefill=False), rows("c", prefill=True)))
+    outcome = StepOutcome(
         prefill_tokens=7, prefill_s=0.5, decode_s=0.25, moves_s=0.125, move_times=(MoveTime("park", 0.125),)
     )
-    assert work_of(plan, outcome, step_s=1.0) == Work(
+    assert work_of(plan, outcome, step_s=1.0) == StepStats(
         1.0, rows=2, decode_s=0.25, prefill_tokens=7, prefill_s=0.5, moves=(MoveTime("park", 0.125),)
     )
 
@@ -48,31 +60,31 @@ def test_generating_and_reading_are_told_apart() -> None:
     ("moves", "sources"),
     [
         ((), TokenSources(slot=4, computed=6)),
-        ((Truncation(0, 4, "t"),), TokenSources(slot=4, computed=6)),
-        ((Copy(1, 0, 4, "t"),), TokenSources(neighbour=4, computed=6)),
-        ((restore("session"), Truncation(0, 4, "t")), TokenSources(parked=4, computed=6)),
+        ((TruncateSlot(0, 4, "t"),), TokenSources(slot=4, computed=6)),
+        ((CopySlot(1, 0, 4, "t"),), TokenSources(neighbour=4, computed=6)),
+        ((restore("session"), TruncateSlot(0, 4, "t")), TokenSources(parked=4, computed=6)),
         ((restore(prefix_key("", [1])),), TokenSources(prefix=4, computed=6)),
-        ((Restore(1, "other", 4, b"", "u"),), TokenSources(slot=4, computed=6)),
+        ((RestoreSlot(1, "other", 4, b"", "u"),), TokenSources(slot=4, computed=6)),
     ],
 )
-def test_where_the_tokens_of_a_turn_came_from(moves: tuple[Move, ...], sources: TokenSources) -> None:
+def test_where_the_tokens_of_a_turn_came_from(moves: tuple[KvMove, ...], sources: TokenSources) -> None:
     """Each is counted once: where the plan has it from, and the rest as computed."""
-    plan = Plan(moves=moves, admissions=(Admission("t", PROMPT, 4),), passes=(rows("t", prefill=True),))
-    work = work_of(plan, Outcome(), step_s=1.0)
+    plan = StepPlan(moves=moves, admissions=(Admission("t", PROMPT, 4),), passes=(rows("t", prefill=True),))
+    work = work_of(plan, StepOutcome(), step_s=1.0)
     assert work is not None
     assert work.sources == sources
 
 
 def test_what_could_not_be_restored_is_computed() -> None:
     """A turn whose move failed reads all of its prompt."""
-    plan = Plan(moves=(restore("session"),), admissions=(Admission("t", PROMPT, 4),))
-    work = work_of(plan, Outcome(emptied=frozenset({"t"})), step_s=1.0)
+    plan = StepPlan(moves=(restore("session"),), admissions=(Admission("t", PROMPT, 4),))
+    work = work_of(plan, StepOutcome(emptied=frozenset({"t"})), step_s=1.0)
     assert work is not None
     assert work.sources == TokenSources(computed=10)
 
 
 def test_a_turn_that_only_comes_back_is_not_counted_again() -> None:
     """It has moves and no admission."""
-    work = work_of(Plan(moves=(restore("session"),)), Outcome(), step_s=1.0)
+    work = work_of(StepPlan(moves=(restore("session"),)), StepOutcome(), step_s=1.0)
     assert work is not None
     assert work.sources is None

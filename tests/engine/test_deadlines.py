@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from inferencecenter.engine.deadlines import Deadlines
+from inferencecenter.engine.inbox import Deadlines
 
 
 def test_deadlines_pass_in_their_order() -> None:

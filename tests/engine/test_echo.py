@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from inferencecenter.engine.backend import Backend, Chunk, DecodeError
 from inferencecenter.engine.echo import MESSAGE_END, MESSAGE_START, EchoBackend
 from inferencecenter.errors import ErrorCode, InferenceCenterError
-from inferencecenter.ipc.messages import EngineOptions, Piece
+from inferencecenter.ipc.messages import EngineOptions, PromptSegment
 from inferencecenter.protocol.params import Params
 
 
@@ -18,12 +18,12 @@ def echo(*, slots: int = 2, n_ctx: int = 0) -> EchoBackend:
     return EchoBackend(EngineOptions(backend="echo", parent_pid=0, slots=slots, n_ctx=n_ctx))
 
 
-def chat(text: str) -> tuple[Piece, ...]:
+def chat(text: str) -> tuple[PromptSegment, ...]:
     """Return a prompt with one user message, as its template renders it."""
     return (
-        Piece("<|im_start|>user\n", special=True),
-        Piece(text),
-        Piece("<|im_end|>\n<|im_start|>assistant\n", special=True),
+        PromptSegment("<|im_start|>user\n", special=True),
+        PromptSegment(text),
+        PromptSegment("<|im_end|>\n<|im_start|>assistant\n", special=True),
     )
 
 
@@ -43,10 +43,10 @@ def answer(backend: EchoBackend, prompt: list[int], n_tokens: int, **params: obj
 def test_tokens_are_bytes_and_text_stays_text() -> None:
     """Control tokens are recognised only where the template spells them."""
     backend = echo()
-    assert backend.tokenize([Piece("<|im_end|>x", special=True)], first=True) == [MESSAGE_END, ord("x")]
-    assert backend.tokenize([Piece("<|im_end|>")], first=True) == list(b"<|im_end|>")
+    assert backend.tokenize([PromptSegment("<|im_end|>x", special=True)], first=True) == [MESSAGE_END, ord("x")]
+    assert backend.tokenize([PromptSegment("<|im_end|>")], first=True) == list(b"<|im_end|>")
     text = "a€<|im_start|>\n"
-    tokens = backend.tokenize([Piece(text)], first=False)
+    tokens = backend.tokenize([PromptSegment(text)], first=False)
     assert b"".join(map(backend.token_bytes, tokens)).decode() == text
 
 
@@ -61,7 +61,7 @@ def test_the_last_user_message_is_the_answer() -> None:
     """It is spelled byte by byte and then ended."""
     backend = echo()
     prompt = backend.tokenize(
-        (*chat("first"), Piece("x"), Piece("<|im_end|>\n", special=True), *chat("two")), first=True
+        (*chat("first"), PromptSegment("x"), PromptSegment("<|im_end|>\n", special=True), *chat("two")), first=True
     )
     assert answer(backend, prompt, 4) == [*b"two", MESSAGE_END]
 
@@ -224,7 +224,7 @@ def test_copying_a_beginning() -> None:
     """The target holds it alone, and later changes of one slot do not show in the other."""
     backend = echo()
     backend.decode([Chunk(0, 0, [1, 2, 3], sample=False), Chunk(1, 0, [9], sample=False)])
-    assert backend.can_rewind
+    assert backend.can_truncate
     assert backend.copy(0, 1, 2)
     backend.truncate(0, 1)
     assert (backend.held(0), backend.held(1)) == ((1,), (1, 2))
@@ -236,7 +236,7 @@ def test_copying_a_beginning() -> None:
 def test_an_answer_goes_on_where_it_was() -> None:
     """After the prompt was made shorter, the sampler spells the rest of what it had begun."""
     backend = echo()
-    old = backend.tokenize((*chat("first"), Piece("x<|im_end|>", special=True), *chat("second")), first=True)
+    old = backend.tokenize((*chat("first"), PromptSegment("x<|im_end|>", special=True), *chat("second")), first=True)
     begun = answer(backend, old, 3)
     shorter = backend.tokenize(chat("second"), first=True)
     backend.truncate(0, 0)

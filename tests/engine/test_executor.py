@@ -11,26 +11,26 @@ import pytest
 from inferencecenter.engine.backend import Chunk, DecodeError, Sampled
 from inferencecenter.engine.echo import EchoBackend, EchoSampler
 from inferencecenter.engine.executor import Executor
-from inferencecenter.engine.outputs import Turn, TurnOutput
+from inferencecenter.engine.output_processor import GenerationRequest, OutputProcessor
 from inferencecenter.engine.scheduler.plan import (
     Admission,
-    Copy,
-    Outcome,
-    Park,
-    Pass,
-    Plan,
-    Restore,
-    Row,
-    Swap,
-    Truncation,
+    CopySlot,
+    DecodePass,
+    DecodeRow,
+    ParkSlot,
+    RestoreSlot,
+    StepOutcome,
+    StepPlan,
+    SwapSlots,
+    TruncateSlot,
 )
 from inferencecenter.errors import ErrorCode, InferenceCenterError
 from inferencecenter.ipc.messages import (
-    Delta,
     EngineOptions,
     Failed,
     Finished,
     Started,
+    TokenDelta,
     TurnEvent,
     pack_tokens,
     unpack_tokens,
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
 
-    from inferencecenter.engine.sampling.structured import Constraint
+    from inferencecenter.engine.sampling.constraint import Constraint
 
 PROMPT = list(b"hello")
 
@@ -162,7 +162,7 @@ class Bench:
 
     def go_on(self, turn_id: str, answer: tuple[int, ...], **params: object) -> None:
         """Give the executor a turn with the usual prompt that has been answered in part, all of which was told."""
-        turn = Turn(
+        turn = GenerationRequest(
             turn_id=turn_id,
             params=Params.model_validate(params),
             submitted_s=0.0,
@@ -170,24 +170,24 @@ class Bench:
             answer=answer,
             shown_chars=len(answer),
         )
-        self.executor.add(TurnOutput(turn, self.backend, n_ctx=64))
+        self.executor.add(OutputProcessor(turn, self.backend, n_ctx=64))
 
-    def start(self, *turn_ids: str) -> tuple[Outcome, tuple[TurnEvent, ...]]:
+    def start(self, *turn_ids: str) -> tuple[StepOutcome, tuple[TurnEvent, ...]]:
         """Admit turns to the slots from 0 on, and read their prompts at once."""
         return self.executor.run(
-            Plan(
+            StepPlan(
                 admissions=tuple(admission(turn_id) for turn_id in turn_ids),
                 passes=(prefill(*enumerate(turn_ids)),),
             )
         )
 
-    def decode(self, *turns: tuple[int, str, int]) -> tuple[Outcome, tuple[TurnEvent, ...]]:
+    def decode(self, *turns: tuple[int, str, int]) -> tuple[StepOutcome, tuple[TurnEvent, ...]]:
         """Decode one token for each (slot, turn, token)."""
         rows = tuple(
-            Row(turn_id, Chunk(slot, len(self.backend.held(slot)), [token], sample=True))
+            DecodeRow(turn_id, Chunk(slot, len(self.backend.held(slot)), [token], sample=True))
             for slot, turn_id, token in turns
         )
-        return self.executor.run(Plan(passes=(Pass(rows, prefill=False),)))
+        return self.executor.run(StepPlan(passes=(DecodePass(rows, prefill=False),)))
 
 
 def admission(turn_id: str, *, cached_tokens: int = 0) -> Admission:
@@ -195,9 +195,11 @@ def admission(turn_id: str, *, cached_tokens: int = 0) -> Admission:
     return Admission(turn_id, tuple(PROMPT), cached_tokens)
 
 
-def prefill(*turns: tuple[int, str]) -> Pass:
+def prefill(*turns: tuple[int, str]) -> DecodePass:
     """Return a pass that reads the whole prompt of each (slot, turn)."""
-    return Pass(tuple(Row(turn_id, Chunk(slot, 0, PROMPT, sample=True)) for slot, turn_id in turns), prefill=True)
+    return DecodePass(
+        tuple(DecodeRow(turn_id, Chunk(slot, 0, PROMPT, sample=True)) for slot, turn_id in turns), prefill=True
+    )
 
 
 @pytest.fixture(scope="module")
@@ -217,7 +219,7 @@ def test_a_prompt_is_read_and_its_first_token_sampled(bench: Bench) -> None:
     """Started comes before the first delta; the outcome counts tokens and time."""
     bench.add("t")
     outcome, events = bench.start("t")
-    assert [type(event) for event in events] == [Started, Delta]
+    assert [type(event) for event in events] == [Started, TokenDelta]
     assert outcome.decoded == {"t": 5}
     assert outcome.sampled == {"t": ord("h")}
     assert outcome.ended == frozenset()
@@ -274,12 +276,12 @@ def test_slots_are_cut_and_exchanged_before_decoding(bench: Bench) -> None:
     """Truncations come first, then swaps, then chunks in the slots after them."""
     bench.backend.decode([Chunk(0, 0, [*PROMPT, 9], sample=False), Chunk(2, 0, [7], sample=False)])
     bench.add("t")
-    rows = (Row("t", Chunk(2, 3, PROMPT[3:], sample=True)),)
+    rows = (DecodeRow("t", Chunk(2, 3, PROMPT[3:], sample=True)),)
     _, events = bench.executor.run(
-        Plan(
-            moves=(Truncation(0, 3, "t"), Swap(0, 2, "t", None)),
+        StepPlan(
+            moves=(TruncateSlot(0, 3, "t"), SwapSlots(0, 2, "t", None)),
             admissions=(admission("t", cached_tokens=3),),
-            passes=(Pass(rows, prefill=True),),
+            passes=(DecodePass(rows, prefill=True),),
         )
     )
     assert isinstance(events[0], Started)
@@ -292,12 +294,12 @@ def test_a_slot_that_had_to_be_emptied_is_reported(bench: Bench) -> None:
     bench.backend.decode([Chunk(0, 0, [*PROMPT, 9], sample=False)])
     bench.backend.refuse_cut = True
     bench.add("t")
-    rows = (Row("t", Chunk(0, 3, PROMPT[3:], sample=True)),)
+    rows = (DecodeRow("t", Chunk(0, 3, PROMPT[3:], sample=True)),)
     outcome, events = bench.executor.run(
-        Plan(
-            moves=(Truncation(0, 3, "t"),),
+        StepPlan(
+            moves=(TruncateSlot(0, 3, "t"),),
             admissions=(admission("t", cached_tokens=3),),
-            passes=(Pass(rows, prefill=True),),
+            passes=(DecodePass(rows, prefill=True),),
         )
     )
     assert outcome.emptied == {"t"}
@@ -313,8 +315,8 @@ def test_emptying_a_slot_on_purpose_is_no_loss(bench: Bench) -> None:
     bench.backend.refuse_cut = True
     bench.add("t")
     outcome, _ = bench.executor.run(
-        Plan(
-            moves=(Truncation(0, 0, "t"),),
+        StepPlan(
+            moves=(TruncateSlot(0, 0, "t"),),
             admissions=(admission("t"),),
             passes=(prefill((0, "t")),),
         )
@@ -332,10 +334,10 @@ def test_a_swap_that_fails_loses_both_slots(bench: Bench, running: bool) -> None
     bench.backend.decode([Chunk(2, 0, [7], sample=False)])
     bench.backend.refuse_swap = True
     outcome, events = bench.executor.run(
-        Plan(
-            moves=(Swap(0, 2, "t", None),),
+        StepPlan(
+            moves=(SwapSlots(0, 2, "t", None),),
             admissions=() if running else (admission("t"),),
-            passes=(Pass((Row("t", Chunk(2, 5, [104], sample=True)),), prefill=not running),),
+            passes=(DecodePass((DecodeRow("t", Chunk(2, 5, [104], sample=True)),), prefill=not running),),
         )
     )
     assert [type(event) for event in events] == [Failed]
@@ -350,7 +352,7 @@ def test_a_swap_of_two_running_turns_that_fails_ends_both(bench: Bench) -> None:
     bench.add("b")
     bench.start("a", "b")
     bench.backend.refuse_swap = True
-    outcome, events = bench.executor.run(Plan(moves=(Swap(0, 1, "a", "b"),)))
+    outcome, events = bench.executor.run(StepPlan(moves=(SwapSlots(0, 1, "a", "b"),)))
     assert [type(event) for event in events] == [Failed, Failed]
     assert outcome.wiped == frozenset()
     assert outcome.lost == outcome.ended == {"a", "b"}
@@ -362,7 +364,7 @@ def test_an_interrupted_step_ends_after_the_pass_it_is_in(bench: Bench) -> None:
     bench.add("b")
     bench.interrupted = True
     passes = (prefill((0, "a")), prefill((1, "b")))
-    outcome, _ = bench.executor.run(Plan(admissions=(admission("a"), admission("b")), passes=passes))
+    outcome, _ = bench.executor.run(StepPlan(admissions=(admission("a"), admission("b")), passes=passes))
     assert outcome.decoded == {"a": len(PROMPT)}
     assert bench.backend.held(1) == ()
 
@@ -414,16 +416,16 @@ def test_later_passes_of_a_failed_turn_are_skipped(bench: Bench) -> None:
         bench.add(turn_id)
     bench.backend.lose = (0,)
     cells = tuple(
-        Pass(
+        DecodePass(
             tuple(
-                Row(turn_id, Chunk(slot, start, PROMPT[start:end], sample=end == 5))
+                DecodeRow(turn_id, Chunk(slot, start, PROMPT[start:end], sample=end == 5))
                 for slot, turn_id in enumerate(("a", "b"))
             ),
             prefill=True,
         )
         for start, end in ((0, 3), (3, 5))
     )
-    outcome, _ = bench.executor.run(Plan(admissions=(admission("a"), admission("b")), passes=cells))
+    outcome, _ = bench.executor.run(StepPlan(admissions=(admission("a"), admission("b")), passes=cells))
     assert outcome.decoded == {}
     assert outcome.ended == frozenset({"a"})
     assert len(bench.log) == 1
@@ -436,7 +438,7 @@ def test_a_sampler_that_raises_fails_its_turn_alone(bench: Bench) -> None:
     bench.start("a", "b")
     bench.backend.samplers[0].error = RuntimeError("broken sampler")
     outcome, events = bench.decode((0, "a", ord("h")), (1, "b", ord("h")))
-    assert [type(event) for event in events] == [Failed, Delta]
+    assert [type(event) for event in events] == [Failed, TokenDelta]
     assert outcome.ended == frozenset({"a"})
     assert outcome.lost == frozenset()
     assert outcome.sampled == {"b": ord("e")}
@@ -474,8 +476,8 @@ def test_a_turn_whose_time_is_up_is_known(bench: Bench) -> None:
     """A turn whose time is up is found whether it runs or waits."""
     bench.add("slow", max_time_ms=2000)
     bench.add("patient")
-    assert bench.executor.lapse("slow", 1.9) is None
-    assert bench.executor.lapse("slow", 2.0) == "time"
+    assert bench.executor.timeout_reason("slow", 1.9) is None
+    assert bench.executor.timeout_reason("slow", 2.0) == "time"
 
 
 def test_closing_frees_every_sampler(bench: Bench) -> None:
@@ -493,8 +495,8 @@ def test_a_preempted_turn_goes_on_where_it_was(bench: Bench) -> None:
     tokens = tuple(PROMPT)
     bench.add("other", max_tokens=1)
     outcome, _ = bench.executor.run(
-        Plan(
-            moves=(Park(0, "s", "ada", len(tokens), tokens, True), Truncation(0, 0, "other")),
+        StepPlan(
+            moves=(ParkSlot(0, "s", "ada", len(tokens), tokens, True), TruncateSlot(0, 0, "other")),
             preemptions=("t",),
             admissions=(admission("other"),),
             passes=(prefill((0, "other")),),
@@ -504,9 +506,9 @@ def test_a_preempted_turn_goes_on_where_it_was(bench: Bench) -> None:
     assert outcome.ended == {"other"}
     assert outcome.moves_s > 0
     outcome, _ = bench.executor.run(
-        Plan(
-            moves=(Restore(2, "s", len(tokens), pack_tokens(tokens), "t"),),
-            passes=(Pass((Row("t", Chunk(2, len(tokens), [ord("h")], sample=True)),), prefill=False),),
+        StepPlan(
+            moves=(RestoreSlot(2, "s", len(tokens), pack_tokens(tokens), "t"),),
+            passes=(DecodePass((DecodeRow("t", Chunk(2, len(tokens), [ord("h")], sample=True)),), prefill=False),),
         )
     )
     assert (outcome.sampled, outcome.n_parked) == ({"t": ord("e")}, 0)
@@ -517,17 +519,17 @@ def test_a_preempted_turn_goes_on_where_it_was(bench: Bench) -> None:
     assert (len(bench.executor), bench.backend.open_samplers) == (0, 0)
 
 
-@pytest.mark.parametrize("move", [Restore(0, "gone", 5, b"", "t"), Copy(1, 0, 5, "t")])
-def test_a_turn_whose_kv_did_not_arrive_skips_the_step(bench: Bench, move: Restore | Copy) -> None:
+@pytest.mark.parametrize("move", [RestoreSlot(0, "gone", 5, b"", "t"), CopySlot(1, 0, 5, "t")])
+def test_a_turn_whose_kv_did_not_arrive_skips_the_step(bench: Bench, move: RestoreSlot | CopySlot) -> None:
     """Nothing is cached, nothing decoded on top of it, and the outcome says that its slot is empty."""
     bench.backend.decode([Chunk(0, 0, [9, 9], sample=False), Chunk(1, 0, [*PROMPT, 9], sample=False)])
     bench.backend.refuse_copy = True
     bench.add("t")
     outcome, (started,) = bench.executor.run(
-        Plan(
-            moves=(move, Truncation(0, 4, "t")),
+        StepPlan(
+            moves=(move, TruncateSlot(0, 4, "t")),
             admissions=(admission("t", cached_tokens=4),),
-            passes=(Pass((Row("t", Chunk(0, 4, PROMPT[4:], sample=True)),), prefill=True),),
+            passes=(DecodePass((DecodeRow("t", Chunk(0, 4, PROMPT[4:], sample=True)),), prefill=True),),
         )
     )
     assert outcome.emptied == {"t"}
@@ -542,15 +544,15 @@ def test_an_answer_goes_on_after_its_prompt_was_made_shorter(bench: Bench) -> No
     bench.go_on("t", tuple(b"he"), max_tokens=4)
     tokens = [*PROMPT, *b"he"]
     outcome, events = bench.executor.run(
-        Plan(
+        StepPlan(
             admissions=(Admission("t", tuple(tokens), 0),),
-            passes=(Pass((Row("t", Chunk(0, 0, tokens, sample=True)),), prefill=True),),
+            passes=(DecodePass((DecodeRow("t", Chunk(0, 0, tokens, sample=True)),), prefill=True),),
         )
     )
     started, delta = events
     assert isinstance(started, Started)
     assert unpack_tokens(started.tokens) == PROMPT
-    assert isinstance(delta, Delta)
+    assert isinstance(delta, TokenDelta)
     assert delta.text == "l"
     assert outcome.decoded == {"t": 7}
 
@@ -562,7 +564,7 @@ def test_a_turn_is_failed_between_two_steps(bench: Bench) -> None:
     assert isinstance(failure, Failed)
     assert failure.code == "queue_timeout"
     assert len(bench.executor) == 0
-    assert bench.executor.lapse("t", 1e9) is None
+    assert bench.executor.timeout_reason("t", 1e9) is None
 
 
 @pytest.mark.parametrize("error", [ValueError("no such thing"), UnicodeError(), MemoryError()])
@@ -597,18 +599,18 @@ def test_moves_and_passes_are_progress(bench: Bench) -> None:
     assert bench.progress == 1
     bench.decode((0, "t", ord("h")))
     assert bench.progress == 2
-    bench.executor.run(Plan(moves=(Truncation(1, 0, None), Truncation(2, 0, None))))
+    bench.executor.run(StepPlan(moves=(TruncateSlot(1, 0, None), TruncateSlot(2, 0, None))))
     assert bench.progress == 4
 
 
-def drafted(turn_id: str, slot: int, start: int, text: bytes) -> Row:
+def drafted(turn_id: str, slot: int, start: int, text: bytes) -> DecodeRow:
     """Return a decode row with a token and its drafts."""
-    return Row(turn_id, Chunk(slot, start, list(text), sample=True, drafts=len(text) - 1))
+    return DecodeRow(turn_id, Chunk(slot, start, list(text), sample=True, drafts=len(text) - 1))
 
 
-def decode_drafts(bench: Bench, *rows: Row) -> tuple[Outcome, tuple[TurnEvent, ...]]:
+def decode_drafts(bench: Bench, *rows: DecodeRow) -> tuple[StepOutcome, tuple[TurnEvent, ...]]:
     """Decode rows, whose turns all say hello."""
-    return bench.executor.run(Plan(passes=(Pass(rows, prefill=False),)))
+    return bench.executor.run(StepPlan(passes=(DecodePass(rows, prefill=False),)))
 
 
 @pytest.mark.parametrize(
@@ -626,7 +628,7 @@ def test_drafts_are_accepted_up_to_the_first_that_is_wrong(
     assert bytes(outcome.accepted.get("t", ())) == accepted
     assert (outcome.drafted, outcome.decoded) == (len(text) - 1, {"t": 1 + len(accepted)})
     assert bench.backend.held(0) == (*PROMPT, *text[:1], *accepted)
-    assert isinstance(delta, Delta)
+    assert isinstance(delta, TokenDelta)
     assert (unpack_tokens(delta.tokens), delta.text) == ([*accepted, *token], (accepted + token).decode())
 
 
@@ -641,7 +643,7 @@ def test_rows_with_and_without_drafts_are_sampled_together(bench: Bench) -> None
     assert outcome.accepted == {"a": tuple(b"el"), "c": ()}
     assert outcome.drafted == 4
     for event, n_tokens in zip(events, (3, 1, 1), strict=True):
-        assert isinstance(event, Delta)
+        assert isinstance(event, TokenDelta)
         assert [logprobs.sampled.token_id for logprobs in event.logprobs] == unpack_tokens(event.tokens)
         assert len(event.logprobs) == n_tokens
 
@@ -662,7 +664,7 @@ def test_an_answer_ends_among_its_drafts(
     bench.add("t", **params)
     bench.start("t")
     outcome, (delta, end) = decode_drafts(bench, drafted("t", 0, 5, b"hello" + bytes([0])))
-    assert isinstance(delta, Delta)
+    assert isinstance(delta, TokenDelta)
     assert isinstance(end, Finished)
     assert (end.reason, delta.text) == (reason, shown)
     assert end.generated_tokens == 1 + len(unpack_tokens(delta.tokens))
@@ -680,7 +682,7 @@ def test_a_sampler_that_raises_among_drafts_keeps_what_was_right(bench: Bench) -
     sampler.fails_at = 3
     outcome, events = decode_drafts(bench, drafted("t", 0, 5, b"hello"))
     delta, failure = events
-    assert isinstance(delta, Delta)
+    assert isinstance(delta, TokenDelta)
     assert isinstance(failure, Failed)
     assert delta.text == "el"
     assert outcome.sampled == {}

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inferencecenter.engine.fair_workers import FairWorkers, Job, WithdrawnError
-from tests.engine.kv.harness import ManualWorker
+from inferencecenter.engine.fair_workers import FairWorkers, Job, JobCancelledError
+from tests.engine.kv_cache.harness import ManualWorker
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -93,7 +93,7 @@ def test_what_is_withdrawn_leaves_nothing_behind() -> None:
     jobs = [shop.submit(f"b{number}", partial(lambda _text, _job: None, text)) for number, text in enumerate(texts)]
     kept = weakref.WeakSet(texts)
     for job in reversed(jobs):
-        shop.workers.withdraw(job)
+        shop.workers.cancel(job)
     texts.clear()
     jobs.clear()
     del job
@@ -113,14 +113,14 @@ def test_a_job_that_runs_is_told_that_nothing_waits_for_it() -> None:
         for part in job.each([1, 2, 3]):
             seen.append(part)
             if part == 2:
-                shop.workers.withdraw(job)
+                shop.workers.cancel(job)
 
     def ends(job: Job) -> None:
-        with pytest.raises(WithdrawnError):
+        with pytest.raises(JobCancelledError):
             work(job)
 
     shop.submit("a0", ends)
-    shop.workers.withdraw(shop.submit("b0"))
+    shop.workers.cancel(shop.submit("b0"))
     shop.executor.run()
     assert seen == [1, 2]
     assert shop.done == ["a0"]
@@ -131,8 +131,8 @@ def test_when_all_is_closed_nothing_begins() -> None:
     shop = Shop()
     runs, waits = shop.submit("a0"), shop.submit("a1")
     shop.workers.close()
-    assert runs.withdrawn
-    assert waits.withdrawn
+    assert runs.cancelled
+    assert waits.cancelled
     shop.executor.run()
     assert shop.done == []
 

@@ -16,8 +16,8 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from inferencecenter.engine.echo import MESSAGE_END, EchoBackend
-from inferencecenter.engine.grammars import Grammars
-from inferencecenter.engine.trial import Trial
+from inferencecenter.engine.grammar_cache import GrammarCache
+from inferencecenter.engine.grammar_sandbox import GrammarSandbox
 from inferencecenter.errors import ErrorCode, InferenceCenterError
 from inferencecenter.ipc.messages import EngineOptions, Grammar
 
@@ -336,9 +336,11 @@ GRAMMARS = {
 
 
 @pytest.fixture(scope="module")
-def grammars() -> Iterator[Grammars]:
+def grammars() -> Iterator[GrammarCache]:
     """The grammars of an echo backend, tried as in an engine, but for a second at most."""
-    grammars = Grammars(EchoBackend(EngineOptions(backend="echo", parent_pid=0)), trial=Trial(timeout_s=1.0))
+    grammars = GrammarCache(
+        EchoBackend(EngineOptions(backend="echo", parent_pid=0)), sandbox=GrammarSandbox(timeout_s=1.0)
+    )
     yield grammars
     grammars.close()
 
@@ -355,7 +357,7 @@ def refused_for_the_grammar() -> Iterator[None]:
         assert (refusal.code, bool(refusal.message)) == (ErrorCode.INVALID_GRAMMAR, True), refusal
 
 
-def run(grammars: Grammars, grammar: Grammar) -> None:
+def run(grammars: GrammarCache, grammar: Grammar) -> None:
     """Take a grammar the way of a turn's, and hold some tokens to it that are drawn from those that it allows."""
     draw = random.Random(0)
     with refused_for_the_grammar():
@@ -371,28 +373,28 @@ def run(grammars: Grammars, grammar: Grammar) -> None:
 
 @fuzzed
 @given(grammar=GRAMMARS["json_schema"])
-def test_any_json_schema(grammars: Grammars, grammar: Grammar) -> None:
+def test_any_json_schema(grammars: GrammarCache, grammar: Grammar) -> None:
     """Keywords as they should be, and with anything else in their place."""
     run(grammars, grammar)
 
 
 @fuzzed
 @given(grammar=GRAMMARS["regex"])
-def test_any_expression(grammars: Grammars, grammar: Grammar) -> None:
+def test_any_expression(grammars: GrammarCache, grammar: Grammar) -> None:
     """Also those of other languages, and halves."""
     run(grammars, grammar)
 
 
 @fuzzed
 @given(grammar=GRAMMARS["lark"])
-def test_any_lark(grammars: Grammars, grammar: Grammar) -> None:
+def test_any_lark(grammars: GrammarCache, grammar: Grammar) -> None:
     """With all that llguidance adds to it."""
     run(grammars, grammar)
 
 
 @fuzzed
 @given(grammar=GRAMMARS["gbnf"])
-def test_any_gbnf(grammars: Grammars, grammar: Grammar) -> None:
+def test_any_gbnf(grammars: GrammarCache, grammar: Grammar) -> None:
     """With a frame and without."""
     run(grammars, grammar)
 
@@ -400,6 +402,6 @@ def test_any_gbnf(grammars: Grammars, grammar: Grammar) -> None:
 @fuzzed
 @given(grammar=GRAMMARS["else"])
 @example(grammar=Grammar("json_schema", "[" * 100_000))
-def test_any_kind(grammars: Grammars, grammar: Grammar) -> None:
+def test_any_kind(grammars: GrammarCache, grammar: Grammar) -> None:
     """Of a kind that there is not, too."""
     run(grammars, grammar)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 
-from inferencecenter.engine.inbox import Closed, Inbox, Received
-from inferencecenter.ipc.messages import Abort
+from inferencecenter.engine.inbox import FrontDisconnected, Inbox, ReceivedCommand
+from inferencecenter.ipc.messages import AbortTurn
 from tests.engine.harness import TIMEOUT_S, submit
 
 
@@ -17,18 +17,18 @@ def test_what_is_received_is_bounded_in_bytes() -> None:
 
     def read() -> None:
         for name in names:
-            inbox.put(Received(submit(name, "x" * 4000), 0.0))
+            inbox.put(ReceivedCommand(submit(name, "x" * 4000), 0.0))
             put.append(name)
-        inbox.put(Closed())
+        inbox.put(FrontDisconnected())
 
     reader = threading.Thread(target=read, daemon=True)
     reader.start()
     got: list[str] = []
     while len(got) < len(names):
         command = inbox.get(timeout_s=TIMEOUT_S)
-        assert isinstance(command, Received)
+        assert isinstance(command, ReceivedCommand)
         assert len(put) - len(got) <= 3
-        got += [each.command.turn_id for each in (command, *inbox.drain()) if isinstance(each, Received)]  # type: ignore[union-attr]
+        got += [each.command.turn_id for each in (command, *inbox.drain()) if isinstance(each, ReceivedCommand)]  # type: ignore[union-attr]
     reader.join(TIMEOUT_S)
     assert got == names
     assert inbox._held_bytes == 0
@@ -37,9 +37,9 @@ def test_what_is_received_is_bounded_in_bytes() -> None:
 def test_one_that_is_larger_than_the_room_is_taken_in_alone() -> None:
     """So nothing waits for ever; what brings no text never waits."""
     inbox = Inbox(room_bytes=100)
-    inbox.put(Received(submit("large", "x" * 4000), 0.0))
-    inbox.put(Received(Abort("large"), 0.0))
+    inbox.put(ReceivedCommand(submit("large", "x" * 4000), 0.0))
+    inbox.put(ReceivedCommand(AbortTurn("large"), 0.0))
     assert inbox.urgent
     assert len(inbox.drain()) == 2
-    inbox.put(Received(submit("next", "x" * 4000), 0.0))
+    inbox.put(ReceivedCommand(submit("next", "x" * 4000), 0.0))
     assert inbox.get(timeout_s=TIMEOUT_S) is not None

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from inferencecenter.ipc.messages import KvLimit, Step, Submit
+from inferencecenter.ipc.messages import KvRamLimit, StepOutput, Submit
 from tests.engine.harness import Engine, Front, submit
 from tests.engine.process import demo_options, running
 
@@ -18,9 +18,9 @@ SHORT = b'{"temperature":0,"max_tokens":8}'
 QUESTION = "My name is Ana and I live in Oslo. Count from one to ten, please. " * 3
 
 
-def last_step(front: Front) -> Step:
+def last_step(front: Front) -> StepOutput:
     """Return the last frame with gauges."""
-    return next(frame for frame in reversed(front.frames) if isinstance(frame, Step))
+    return next(frame for frame in reversed(front.frames) if isinstance(frame, StepOutput))
 
 
 def parked(front: Front) -> bool:
@@ -28,7 +28,7 @@ def parked(front: Front) -> bool:
     return last_step(front).parked_ram_bytes > 0
 
 
-def parked_until(front: Front, *, in_ram: bool) -> Step:
+def parked_until(front: Front, *, in_ram: bool) -> StepOutput:
     """Read until something, or nothing, is parked in memory."""
     front.read_until(lambda: parked(front) is in_ram)
     return last_step(front)
@@ -47,7 +47,7 @@ def test_parked_sessions_are_given_up_at_once_and_answered_as_before(tmp_path: P
         front.send(of_client(name, submit(name, f"some words in session {name}")))
         front.finished(name)
     assert parked_until(front, in_ram=True).parked_sessions == 2
-    front.send(KvLimit(0))
+    front.send(KvRamLimit(0))
     assert parked_until(front, in_ram=False).parked_sessions == 0
     assert list((tmp_path / "ram").iterdir()) == []
     front.send(of_client("one", submit("again", "more", session="one", tokens=front.history("one"))))
@@ -55,7 +55,7 @@ def test_parked_sessions_are_given_up_at_once_and_answered_as_before(tmp_path: P
     assert front.text("again") == "more"
     assert last_step(front).parked_ram_bytes == 0
     last = submit("last", "more words", session="two", tokens=front.history("two"))
-    front.send(KvLimit(None), of_client("two", last))
+    front.send(KvRamLimit(None), of_client("two", last))
     front.finished("last")
     assert parked_until(front, in_ram=True).parked_sessions == 1
     engine.stop()
@@ -67,7 +67,7 @@ def test_turns_in_the_middle_of_their_answers_go_on(tmp_path: Path) -> None:
     texts = {name: f"{name} says " + "abcdefghij " * 12 for name in ("ada", "bob")}
     engine.front.send(*(submit(name, text) for name, text in texts.items()))
     engine.front.read_until(lambda: texts.keys() <= engine.front.events.keys() and parked(engine.front))
-    engine.front.send(KvLimit(0))
+    engine.front.send(KvRamLimit(0))
     preempted = [engine.front.finished(name).preempted for name in texts]
     assert sum(preempted) > 0
     assert {name: engine.front.text(name) for name in texts} == texts
@@ -88,7 +88,9 @@ def test_a_model_says_the_same(demo_model_path: Path, tmp_path: Path) -> None:
             front.send(of_client("bob", submit("other", "Hello!", params=SHORT)))
             front.finished("other")
             assert parked_until(front, in_ram=True).parked_sessions >= 1
-            front.send(KvLimit(limit), submit("two", "What is my name?", session="ana", tokens=history, params=SHORT))
+            front.send(
+                KvRamLimit(limit), submit("two", "What is my name?", session="ana", tokens=history, params=SHORT)
+            )
             end = front.finished("two")
             assert (end.cached_tokens > 0) is (limit is None)
             assert child.log == []

@@ -14,21 +14,21 @@ import pytest
 
 from inferencecenter.ipc.framing import encode
 from inferencecenter.ipc.messages import (
-    Abort,
-    Delta,
+    AbortTurn,
     EngineOptions,
     Failed,
     Finished,
     LoadFailed,
     Loading,
-    Log,
-    Position,
-    Progress,
+    LogLine,
+    PrefillProgress,
+    QueuePosition,
     Ready,
-    Release,
+    ReleaseSession,
     Started,
-    Step,
+    StepOutput,
     ToEngine,
+    TokenDelta,
     unpack_tokens,
 )
 from tests.engine.harness import TIMEOUT_S, Engine, submit
@@ -53,7 +53,7 @@ def test_a_turn_is_answered(engine: Engine) -> None:
     started, *deltas, _ = engine.front.events["t"]
     assert isinstance(started, Started)
     assert bytes(token for token in unpack_tokens(started.tokens) if token < 256).startswith("user\nGrüße".encode())
-    assert all(isinstance(delta, Delta) for delta in deltas)
+    assert all(isinstance(delta, TokenDelta) for delta in deltas)
     assert engine.front.text("t") == "Grüße"
     assert (end.reason, end.end_text, end.kept_chars, end.kept_tokens) == ("stop", "<|im_end|>", 5, 8)
 
@@ -68,9 +68,9 @@ def test_many_turns_at_once_get_their_own_answers(engine: Engine) -> None:
     for n in range(8):
         assert engine.front.text(f"t{n}") == f"words of {n}"
         assert sum(isinstance(event, Finished) for event in engine.front.events[f"t{n}"]) == 1
-    assert any(isinstance(event, Position) for event in engine.front.events["t7"])
+    assert any(isinstance(event, QueuePosition) for event in engine.front.events["t7"])
     last = engine.front.frames[-1]
-    assert isinstance(last, Step)
+    assert isinstance(last, StepOutput)
     assert (last.running, last.waiting) == (0, 0)
     assert last.rss_bytes > 1_000_000
 
@@ -92,7 +92,7 @@ def test_a_released_session_leaves_nothing(engine: Engine) -> None:
     """After a release the same history is read from its start."""
     engine.front.send(submit("one", "first", session="s"))
     history = engine.front.history("one")
-    engine.front.send(Release("s"), submit("two", "second", session="s", tokens=history))
+    engine.front.send(ReleaseSession("s"), submit("two", "second", session="s", tokens=history))
     assert engine.front.finished("two").cached_tokens == 0
 
 
@@ -100,7 +100,7 @@ def test_a_running_turn_is_aborted(engine: Engine) -> None:
     """What was said stays, and the other turn goes on."""
     engine.front.send(submit("long", "ab", params=b'{"ignore_eos":true}'), submit("other", "fine"))
     engine.front.read_until(lambda: "long" in engine.front.events and bool(engine.front.text("long")))
-    engine.front.send(Abort("long"))
+    engine.front.send(AbortTurn("long"))
     end = engine.front.finished("long")
     assert end.reason == "aborted"
     assert end.kept_chars == len(engine.front.text("long")) == end.kept_tokens
@@ -114,15 +114,15 @@ def test_a_waiting_turn_is_aborted() -> None:
     engine.front.read_until(lambda: bool(engine.front.text("x") and engine.front.text("y")))
     engine.front.send(submit("waits", "text"))
     engine.front.read_until(lambda: "waits" in engine.front.events)
-    engine.front.send(Abort("waits"))
+    engine.front.send(AbortTurn("waits"))
     end = engine.front.finished("waits")
     assert (end.reason, end.generated_tokens) == ("aborted", 0)
-    engine.front.send(Release("x"), Abort("y"))
+    engine.front.send(ReleaseSession("x"), AbortTurn("y"))
     assert engine.front.finished("x").reason == engine.front.finished("y").reason == "aborted"
     engine.stop()
 
 
-@pytest.mark.parametrize("command", [Abort("t"), Release("s")])
+@pytest.mark.parametrize("command", [AbortTurn("t"), ReleaseSession("s")])
 def test_a_turn_is_ended_while_it_is_tokenized(engine: Engine, command: ToEngine) -> None:
     """It ends at once; its tokens, when they come, are forgotten, and the session goes on."""
     engine.backend.tokenizing["slow"] = threading.Event()
@@ -146,7 +146,7 @@ def test_turns_of_a_session_keep_their_order(engine: Engine) -> None:
     order = [
         (event.turn_id, type(event))
         for frame in engine.front.frames
-        if isinstance(frame, Step)
+        if isinstance(frame, StepOutput)
         for event in frame.events
     ]
     assert order.index(("two", Started)) > order.index(("one", Finished))
@@ -159,7 +159,7 @@ def test_a_prompt_that_cannot_be_tokenized_fails_alone(engine: Engine) -> None:
     (failure,) = engine.front.events["bad"]
     assert isinstance(failure, Failed)
     assert failure.code == "internal"
-    assert Log("error", "preparing a turn failed: RuntimeError('no token for it')", "engine") in engine.front.frames
+    assert LogLine("error", "preparing a turn failed: RuntimeError('no token for it')", "engine") in engine.front.frames
     assert engine.front.text("good") == "text"
 
 
@@ -189,7 +189,7 @@ def test_a_long_prompt_reports_its_progress() -> None:
     engine = Engine(prefill_grid_tokens=16, target_step_ms=0)
     engine.front.send(submit("t", "x" * 60, params=b'{"max_tokens":1}'))
     total = engine.front.finished("t").prompt_tokens
-    done = [(event.done, event.total) for event in engine.front.events["t"] if isinstance(event, Progress)]
+    done = [(event.done, event.total) for event in engine.front.events["t"] if isinstance(event, PrefillProgress)]
     engine.stop()
     assert done == [(position, total) for position in range(16, total, 16)]
 
@@ -212,13 +212,14 @@ def test_one_step_is_one_frame(engine: Engine) -> None:
     engine.front.send(submit("b", "ab", params=b'{"ignore_eos":true}'))
 
     def together() -> bool:
-        steps = [frame.events for frame in engine.front.frames if isinstance(frame, Step)]
+        steps = [frame.events for frame in engine.front.frames if isinstance(frame, StepOutput)]
         return any(
-            [(event.turn_id, type(event)) for event in events] == [("a", Delta), ("b", Delta)] for events in steps
+            [(event.turn_id, type(event)) for event in events] == [("a", TokenDelta), ("b", TokenDelta)]
+            for events in steps
         )
 
     engine.front.read_until(together)
-    engine.front.send(Abort("a"), Abort("b"))
+    engine.front.send(AbortTurn("a"), AbortTurn("b"))
     engine.front.wait_for("a", "b")
 
 
@@ -249,8 +250,8 @@ STUCK = """
 import socket, sys, threading
 from inferencecenter.engine.__main__ import watch
 from inferencecenter.engine.inbox import Inbox
-from inferencecenter.ipc.pipe import Pipe
-watch(Pipe(socket.socket(fileno=int(sys.argv[1]))), Inbox())
+from inferencecenter.ipc.framing import BlockingChannel
+watch(BlockingChannel(socket.socket(fileno=int(sys.argv[1]))), Inbox())
 threading.Event().wait()
 """
 
@@ -288,6 +289,6 @@ def test_a_process_that_is_told_anything_but_its_options_ends() -> None:
     command = [sys.executable, "-m", "inferencecenter.engine", "--fd", str(theirs.fileno())]
     process = subprocess.Popen(command, pass_fds=[theirs.fileno()])
     theirs.close()
-    ours.sendall(encode(Abort("t")))
+    ours.sendall(encode(AbortTurn("t")))
     assert process.wait(TIMEOUT_S) == os.EX_PROTOCOL
     ours.close()

@@ -9,20 +9,20 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import pytest
 
-from inferencecenter.engine.grammars import Grammars
-from inferencecenter.engine.trial import Trial
+from inferencecenter.engine.grammar_cache import GrammarCache
+from inferencecenter.engine.grammar_sandbox import GrammarSandbox
 from inferencecenter.ipc.messages import (
-    Abort,
-    Detokenize,
+    AbortTurn,
     Detokenized,
+    DetokenizeRequest,
     Failed,
     Finished,
     Grammar,
     LookupFailed,
-    Piece,
+    PromptSegment,
     Submit,
-    Tokenize,
     Tokenized,
+    TokenizeRequest,
     pack_tokens,
 )
 from tests.engine.harness import TIMEOUT_S, Engine, submit
@@ -30,7 +30,7 @@ from tests.engine.harness import TIMEOUT_S, Engine, submit
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from inferencecenter.engine.sampling.structured import Names
+    from inferencecenter.engine.sampling.constraint import VocabularyNames
 
 SCHEMA = Grammar("json_schema", json.dumps({"type": "object", "additionalProperties": {"type": "integer"}}))
 
@@ -43,7 +43,7 @@ class Gate:
         self.open.set()
         self.entered = threading.Event()
 
-    def run(self, _names: Names, _grammar: Grammar, _markers: Mapping[str, int], **_wanted: object) -> int:
+    def run(self, _names: VocabularyNames, _grammar: Grammar, _markers: Mapping[str, int], **_wanted: object) -> int:
         """Wait for the test."""
         self.entered.set()
         assert self.open.wait(TIMEOUT_S)
@@ -54,8 +54,8 @@ class Gate:
 def gate(monkeypatch: pytest.MonkeyPatch) -> Gate:
     """No grammar is tried in another process here."""
     gate = Gate()
-    monkeypatch.setattr(Trial, "start", lambda _trial, _names: None)
-    monkeypatch.setattr(Trial, "run", gate.run)
+    monkeypatch.setattr(GrammarSandbox, "start", lambda _sandbox, _names: None)
+    monkeypatch.setattr(GrammarSandbox, "run", gate.run)
     return gate
 
 
@@ -117,7 +117,7 @@ def test_a_panic_while_a_turn_is_prepared_fails_it_alone(engine: Engine, monkeyp
     def panic(*_: object) -> None:
         raise PanicError("unwrap on None")
 
-    monkeypatch.setattr(Grammars, "constraint", panic)
+    monkeypatch.setattr(GrammarCache, "constraint", panic)
     engine.front.send(formed("t", "1"), submit("other", "hello"))
     assert failure(engine, "t").code == "internal"
     assert engine.front.finished("other").reason == "stop"
@@ -141,7 +141,7 @@ def test_a_grammar_that_takes_long_keeps_nobody_else_waiting(engine: Engine, gat
     gate.entered.clear()
     engine.front.send(formed("slow", "ab", Grammar("regex", "ab")), formed("gone", "ab", Grammar("regex", "ab?")))
     assert gate.entered.wait(TIMEOUT_S)
-    engine.front.send(formed("known", '{"b": 2}'), submit("free", "hello"), Abort("gone"))
+    engine.front.send(formed("known", '{"b": 2}'), submit("free", "hello"), AbortTurn("gone"))
     engine.front.wait_for("known", "free", "gone")
     assert engine.front.finished("gone").reason == "aborted"
     assert not engine.front.ended("slow")
@@ -182,14 +182,14 @@ def test_an_end_is_an_end_also_as_a_marker(engine: Engine) -> None:
 
 def test_tokens_are_looked_up(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each question has one answer; one that cannot be answered is told so, and the loop goes on."""
-    pieces = (Piece("<|im_start|>", True), Piece("é<|im_end|>"))
+    pieces = (PromptSegment("<|im_start|>", True), PromptSegment("é<|im_end|>"))
     engine.front.send(
-        Tokenize(1, pieces, True),
-        Detokenize(2, pack_tokens([256, 0xC3, 0xA9])),
-        Detokenize(3, pack_tokens([65, 300])),
-        Detokenize(4, pack_tokens([-1])),
-        Tokenize(5, (Piece("x"), Piece("unspeakable")), False),
-        Detokenize(6, pack_tokens([0xFF])),
+        TokenizeRequest(1, pieces, True),
+        DetokenizeRequest(2, pack_tokens([256, 0xC3, 0xA9])),
+        DetokenizeRequest(3, pack_tokens([65, 300])),
+        DetokenizeRequest(4, pack_tokens([-1])),
+        TokenizeRequest(5, (PromptSegment("x"), PromptSegment("unspeakable")), False),
+        DetokenizeRequest(6, pack_tokens([0xFF])),
     )
     kinds = (Tokenized, Detokenized, LookupFailed)
     engine.front.read_until(lambda: sum(isinstance(frame, kinds) for frame in engine.front.frames) == 6)

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from inferencecenter.engine import loop
-from inferencecenter.engine.inbox import Inbox
-from inferencecenter.engine.pause import Pause
-from inferencecenter.ipc.messages import Abort, Delta, Limit, Step
+from inferencecenter.engine.inbox import Inbox, StepThrottle
+from inferencecenter.ipc.messages import AbortTurn, EngineLimits, StepOutput, TokenDelta
 from tests.engine.harness import TIMEOUT_S, Engine, submit
 
 if TYPE_CHECKING:
@@ -21,9 +20,9 @@ if TYPE_CHECKING:
     from inferencecenter.engine.inbox import Command
 
 ENDLESS = b'{"ignore_eos":true}'
-UNLIMITED = Limit(active_slots=2, prefill_share=1.0, lowest_class=2, pause_ms=0)
-INTERACTIVE_ONLY = Limit(active_slots=1, prefill_share=0.25, lowest_class=0, pause_ms=0)
-PAUSED = Limit(active_slots=2, prefill_share=1.0, lowest_class=2, pause_ms=60_000)
+UNLIMITED = EngineLimits(active_slots=2, prefill_share=1.0, lowest_class=2, pause_ms=0)
+INTERACTIVE_ONLY = EngineLimits(active_slots=1, prefill_share=0.25, lowest_class=0, pause_ms=0)
+PAUSED = EngineLimits(active_slots=2, prefill_share=1.0, lowest_class=2, pause_ms=60_000)
 
 
 @pytest.fixture
@@ -38,7 +37,7 @@ def test_only_interactive_turns_run_until_limits_are_lifted(engine: Engine) -> N
     """The others are where they were then, and end."""
     engine.front.send(INTERACTIVE_ONLY, submit("normal", "ab"), submit("urgent", "cd", priority=0))
     assert engine.front.finished("urgent").reason == "stop"
-    assert not any(isinstance(event, Delta) for event in engine.front.events.get("normal", ()))
+    assert not any(isinstance(event, TokenDelta) for event in engine.front.events.get("normal", ()))
     engine.front.send(UNLIMITED)
     assert engine.front.finished("normal").reason == "stop"
     assert engine.front.text("normal") == "ab"
@@ -52,7 +51,9 @@ def test_a_running_turn_rests_and_says_nothing_twice(engine: Engine) -> None:
     assert engine.backend.entered.wait(TIMEOUT_S)
     engine.tell(INTERACTIVE_ONLY)
     engine.backend.decoding.set()
-    engine.front.read_until(lambda: any(isinstance(frame, Step) and frame.waiting for frame in engine.front.frames))
+    engine.front.read_until(
+        lambda: any(isinstance(frame, StepOutput) and frame.waiting for frame in engine.front.frames)
+    )
     engine.front.send(submit("urgent", "cd", priority=0))
     engine.front.wait_for("urgent")
     assert not engine.front.ended("t")
@@ -63,19 +64,19 @@ def test_a_running_turn_rests_and_says_nothing_twice(engine: Engine) -> None:
 
 def test_a_pause_is_over_when_it_is_lifted(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """And what comes in meanwhile is handled at once: no wait for a command during the pause ends without one."""
-    command, answers = Pause.command, []
+    command, answers = StepThrottle.command, []
 
-    def noted(pause: Pause) -> Command | None:
+    def noted(pause: StepThrottle) -> Command | None:
         pauses = pause._until_s != -inf
         found = command(pause)
         if pauses:
             answers.append(found)
         return found
 
-    monkeypatch.setattr(Pause, "command", noted)
+    monkeypatch.setattr(StepThrottle, "command", noted)
     engine.front.send(PAUSED, submit("t", "ab", params=ENDLESS))
     engine.front.read_until(lambda: bool(engine.front.events.get("t")))
-    engine.front.send(Abort("t"))
+    engine.front.send(AbortTurn("t"))
     assert engine.front.finished("t").reason == "aborted"
     engine.front.send(submit("next", "cd"))
     engine.front.send(UNLIMITED)
@@ -88,7 +89,9 @@ def test_waiting_for_limits_to_be_lifted_is_no_hang(engine: Engine, monkeypatch:
     """Its beats go on now and then, without a step being planned all the time."""
     monkeypatch.setattr(loop, "_BLOCKED_S", 0.02)
     engine.front.send(INTERACTIVE_ONLY, submit("normal", "ab"))
-    engine.front.read_until(lambda: any(isinstance(frame, Step) and frame.waiting for frame in engine.front.frames))
+    engine.front.read_until(
+        lambda: any(isinstance(frame, StepOutput) and frame.waiting for frame in engine.front.frames)
+    )
     get, waits_s, beats = Inbox.get, [], threading.Semaphore(0)
 
     def noted(inbox: Inbox, *, timeout_s: float | None) -> Command | None:
@@ -99,7 +102,7 @@ def test_waiting_for_limits_to_be_lifted_is_no_hang(engine: Engine, monkeypatch:
         beats.release()
 
     monkeypatch.setattr(Inbox, "get", noted)
-    monkeypatch.setattr(engine.pulse, "beat", beat)
+    monkeypatch.setattr(engine.heartbeat, "tick", beat)
     while waits_s.count(0.02) < 4:
         assert beats.acquire(timeout=TIMEOUT_S), "nothing tells it from one that hangs"
     # A turn that is still prepared waits too, and its worker wakes the loop.

@@ -9,14 +9,14 @@ import msgspec
 import pytest
 
 from inferencecenter.ipc.messages import (
-    Abort,
-    Delta,
+    AbortTurn,
+    ContextFull,
     Failed,
     Finished,
-    Overflowed,
-    Release,
+    ReleaseSession,
     Started,
-    Step,
+    StepOutput,
+    TokenDelta,
     pack_tokens,
     unpack_tokens,
 )
@@ -56,7 +56,7 @@ def test_a_turn_that_got_no_slot_in_time_fails() -> None:
     failure = engine.front.events["waits"][-1]
     assert isinstance(failure, Failed)
     assert failure.code == "queue_timeout"
-    engine.front.send(Abort("runs"))
+    engine.front.send(AbortTurn("runs"))
     assert engine.front.finished("runs").reason == "aborted"
     engine.stop()
 
@@ -85,11 +85,11 @@ def test_a_turn_whose_context_is_full_overflows_and_goes_on() -> None:
     engine.front.send(submit("t", "abc", params=endless, may_shift=True))
     engine.front.wait_for("t")
     overflowed = engine.front.events["t"][-1]
-    assert isinstance(overflowed, Overflowed)
+    assert isinstance(overflowed, ContextFull)
     assert overflowed.n_tokens == 64
     assert overflowed.end is not None
     assert overflowed.end.reason == "context_full"
-    said = b"".join(event.tokens for event in engine.front.events["t"] if isinstance(event, Delta))
+    said = b"".join(event.tokens for event in engine.front.events["t"] if isinstance(event, TokenDelta))
     before = engine.front.text("t")
     assert len(said) // 4 == overflowed.end.generated_tokens < 50
     again = submit("t", "abc", params=endless, may_shift=True, answer=said, shown_chars=len(before))
@@ -111,7 +111,7 @@ def test_a_prompt_that_is_too_long_overflows_when_it_may_shift(answer: bytes, n_
     engine.front.wait_for("t")
     engine.stop()
     (overflowed,) = engine.front.events["t"]
-    assert isinstance(overflowed, Overflowed)
+    assert isinstance(overflowed, ContextFull)
     assert overflowed.n_tokens == n_tokens
     assert (overflowed.end is None) == (not answer)
     if overflowed.end is not None:
@@ -125,7 +125,7 @@ def test_a_session_that_lost_its_slot_is_restored(engine: Engine) -> None:
     engine.front.send(submit("other", "else"))
     engine.front.wait_for("other")
     last = engine.front.frames[-1]
-    assert isinstance(last, Step)
+    assert isinstance(last, StepOutput)
     assert last.parked_sessions == 1
     assert last.parked_bytes > 0
     engine.front.send(submit("two", "second", session="s", tokens=history))
@@ -144,7 +144,7 @@ def test_what_an_earlier_engine_parked_is_told_at_once(engine: Engine, tmp_path:
     following.front.read_until(lambda: bool(following.front.frames))
     first = following.front.frames[0]
     following.stop()
-    assert isinstance(first, Step)
+    assert isinstance(first, StepOutput)
     assert (first.events, first.parked_sessions) == ((), 1)
 
 
@@ -154,7 +154,7 @@ def test_a_released_session_is_not_parked_any_more(engine: Engine) -> None:
     history = engine.front.history("one")
     engine.front.send(submit("other", "else"))
     engine.front.wait_for("other")
-    engine.front.send(Release("s"), submit("two", "second", session="s", tokens=history))
+    engine.front.send(ReleaseSession("s"), submit("two", "second", session="s", tokens=history))
     assert engine.front.finished("two").cached_tokens == 0
 
 
@@ -189,8 +189,8 @@ def test_long_turns_take_turns(tmp_path: Path) -> None:
     deltas = [
         event.turn_id
         for frame in engine.front.frames
-        if isinstance(frame, Step)
+        if isinstance(frame, StepOutput)
         for event in frame.events
-        if isinstance(event, Delta)
+        if isinstance(event, TokenDelta)
     ]
     assert set(deltas[: len(deltas) // 2]) == set(texts)

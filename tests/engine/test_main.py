@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from inferencecenter.engine import __main__ as main
-from inferencecenter.engine.inbox import Closed, Inbox
+from inferencecenter.engine.inbox import FrontDisconnected, Inbox
 from inferencecenter.ipc.messages import EngineOptions, LoadFailed
 
 if TYPE_CHECKING:
@@ -57,5 +57,5 @@ def test_a_reader_that_fails_ends_the_process(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr("time.sleep", lambda _seconds: None)
     inbox = Inbox()
     main._read(Line(), inbox)  # type: ignore[arg-type]
-    assert isinstance(inbox.get(timeout_s=0), Closed)
+    assert isinstance(inbox.get(timeout_s=0), FrontDisconnected)
     assert ended == [os.EX_SOFTWARE]

@@ -10,7 +10,16 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import pytest
 
-from inferencecenter.ipc.messages import Abort, Delta, Finished, Overflowed, Started, Submit, pack_tokens, unpack_tokens
+from inferencecenter.ipc.messages import (
+    AbortTurn,
+    ContextFull,
+    Finished,
+    Started,
+    Submit,
+    TokenDelta,
+    pack_tokens,
+    unpack_tokens,
+)
 from tests.engine.harness import Engine, Front, StandingClock, submit
 from tests.engine.process import demo_options, running
 
@@ -44,7 +53,7 @@ class Told:
 def heard(front: Front, turn_id: str) -> Told:
     """Return what was heard of a turn that finished."""
     end = front.finished(turn_id)
-    deltas = (event for event in front.events[turn_id] if isinstance(event, Delta))
+    deltas = (event for event in front.events[turn_id] if isinstance(event, TokenDelta))
     return Told(tuple((unpack_tokens(delta.tokens), delta.text) for delta in deltas), end)
 
 
@@ -175,9 +184,9 @@ def test_a_complete_answer_ends_without_another_token(engine: Engine) -> None:
     end = engine.front.finished("t")
     started, delta, _ = engine.front.events["t"]
     assert isinstance(started, Started)
-    assert delta == Delta("t", b"", "lo")
+    assert delta == TokenDelta("t", b"", "lo")
     assert (end.reason, end.end_text, end.kept_tokens, end.generated_tokens) == ("stop", "<|im_end|>", 6, 6)
-    engine.front.send(Abort("long"))
+    engine.front.send(AbortTurn("long"))
     engine.front.wait_for("long")
 
 
@@ -191,8 +200,8 @@ def test_an_answer_that_fills_the_context_ends_or_overflows(engine: Engine, *, m
     engine.front.send(msgspec.structs.replace(turn, may_shift=may_shift))
     engine.front.wait_for("t")
     last = engine.front.events["t"][-1]
-    end = last.end if isinstance(last, Overflowed) else last
-    assert isinstance(last, Overflowed) == may_shift
+    end = last.end if isinstance(last, ContextFull) else last
+    assert isinstance(last, ContextFull) == may_shift
     assert isinstance(end, Finished)
     assert (end.reason, end.kept_tokens) == ("context_full", len(said))
 
@@ -200,7 +209,7 @@ def test_an_answer_that_fills_the_context_ends_or_overflows(engine: Engine, *, m
 def test_an_answer_is_kept_when_its_turn_is_aborted_before_it_is_read_again(engine: Engine) -> None:
     """Its end waits for its tokens, and says how much of the answer stays."""
     engine.backend.tokenizing["slow"] = threading.Event()
-    engine.front.send(submit("t", "slow", session="s", answer=pack_tokens(list(b"sl")), shown_chars=1), Abort("t"))
+    engine.front.send(submit("t", "slow", session="s", answer=pack_tokens(list(b"sl")), shown_chars=1), AbortTurn("t"))
     engine.front.send(submit("other", "x"))
     engine.front.wait_for("other")
     assert "t" not in engine.front.events
@@ -220,7 +229,7 @@ def test_a_turn_that_had_a_slot_waits_for_another_as_long_as_it_takes() -> None:
     clock.now_s = 60.0
     engine.front.wait_for("new")
     assert not engine.front.ended("back")
-    engine.front.send(Abort("runs"))
+    engine.front.send(AbortTurn("runs"))
     assert engine.front.finished("back").reason == "stop"
     assert engine.front.text("back") == "llo"
     engine.stop()

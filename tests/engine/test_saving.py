@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import msgspec
 import pytest
 
-from inferencecenter.engine.kv.adoption import Adoption
-from inferencecenter.ipc.messages import KvLimit, Limit, Release, Step, Suspend, Suspended
+from inferencecenter.engine.kv_cache.recovery import RecoveryMode
+from inferencecenter.ipc.messages import EngineLimits, KvRamLimit, ReleaseSession, StepOutput, Suspend, Suspended
 from tests.engine.harness import TIMEOUT_S, Engine, submit
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ class Watched(Engine):
 
     def parked(self) -> set[str]:
         """Return the sessions whose KV is parked; to be asked while it rests."""
-        return {entry.key for entry in self.kv._tiers.catalogue}
+        return {entry.key for entry in self.kv._tiers.index}
 
 
 @pytest.fixture
@@ -80,7 +80,9 @@ def test_it_saves_once_and_sleeps(watched: Callable[..., Watched]) -> None:
     engine = watched()
     engine.front.send(submit("one", f"one says {TEXT}"), submit("two", f"two says {TEXT}"))
     engine.front.wait_for("one", "two")
-    engine.front.read_until(lambda: any(isinstance(f, Step) and f.parked_sessions == 2 for f in engine.front.frames))
+    engine.front.read_until(
+        lambda: any(isinstance(f, StepOutput) and f.parked_sessions == 2 for f in engine.front.frames)
+    )
     assert [wait for wait in engine.rests() if wait != 1.0][-2:] == [0.01, None]
     assert engine.parked() == {"one", "two"}
     assert engine.asleep.is_set()
@@ -97,7 +99,7 @@ def test_each_turn_is_saved_in_place_of_the_one_before(watched: Callable[..., Wa
     end = engine.front.finished(again)
     assert end.cached_tokens >= len(history) // 4 - 1
     engine.rests()
-    (entry,) = engine.kv._tiers.catalogue
+    (entry,) = engine.kv._tiers.index
     assert entry.tokens.startswith(history[: 4 * end.cached_tokens])
     assert entry.n_tokens > len(history) // 4
 
@@ -108,7 +110,7 @@ def test_another_engine_goes_on_with_what_was_saved(tmp_path: Path) -> None:
     turn_id = ask(engine, "s")
     engine.rests()
     history = engine.front.history(turn_id)
-    following = Engine(tmp_path, adopt=Adoption.DURABLE, prefill_grid_tokens=16)
+    following = Engine(tmp_path, adopt=RecoveryMode.DURABLE, prefill_grid_tokens=16)
     again = ask(following, "s", tokens=history)
     assert following.front.finished(again).cached_tokens >= len(history) // 4 - 1
     following.stop()
@@ -147,12 +149,12 @@ def test_not_while_memory_is_short(watched: Callable[..., Watched]) -> None:
     engine = watched()
     ask(engine, "s")
     engine.front.read_until(lambda: gauges(engine).parked_sessions == 1)
-    engine.front.send(KvLimit(0))
+    engine.front.send(KvRamLimit(0))
     engine.front.read_until(lambda: gauges(engine).parked_sessions == 0)
     ask(engine, "t")
     assert engine.rests()[-1] is None
     assert engine.parked() == set()
-    engine.front.send(KvLimit(None))
+    engine.front.send(KvRamLimit(None))
     engine.front.read_until(lambda: gauges(engine).parked_sessions == 2)
     engine.rests()
     assert engine.parked() == {"s", "t"}
@@ -161,7 +163,7 @@ def test_not_while_memory_is_short(watched: Callable[..., Watched]) -> None:
 def test_not_while_it_is_to_pause(watched: Callable[..., Watched]) -> None:
     """A machine that is too hot has time to cool; afterwards it is done."""
     engine = watched()
-    pause = Limit(active_slots=2, prefill_share=1.0, lowest_class=2, pause_ms=1)
+    pause = EngineLimits(active_slots=2, prefill_share=1.0, lowest_class=2, pause_ms=1)
     engine.front.send(pause)
     ask(engine, "s")
     assert 0.01 not in engine.rests()
@@ -203,7 +205,7 @@ def test_a_session_that_is_closed_is_forgotten(watched: Callable[..., Watched]) 
     engine = watched()
     ask(engine, "s")
     engine.front.read_until(lambda: gauges(engine).parked_sessions == 1)
-    engine.front.send(Release("s"))
+    engine.front.send(ReleaseSession("s"))
     engine.front.read_until(lambda: gauges(engine).parked_sessions == 0)
     engine.rests()
     assert engine.parked() == set()
@@ -220,6 +222,6 @@ def test_a_suspended_engine_saves_nothing_more(watched: Callable[..., Watched]) 
     assert engine.front.frames[-1] == Suspended(1)
 
 
-def gauges(engine: Engine) -> Step:
+def gauges(engine: Engine) -> StepOutput:
     """Return the last frame with gauges."""
-    return next(frame for frame in reversed(engine.front.frames) if isinstance(frame, Step))
+    return next(frame for frame in reversed(engine.front.frames) if isinstance(frame, StepOutput))

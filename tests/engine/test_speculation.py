@@ -184,7 +184,7 @@ class Forgetful(EchoBackend):
     """A backend that cannot go back."""
 
     @property
-    def can_rewind(self) -> bool:
+    def can_truncate(self) -> bool:
         """Never."""
         return False
 

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 import msgspec
 import pytest
 
-from inferencecenter.engine.kv import disk
-from inferencecenter.engine.kv.adoption import Adoption
-from inferencecenter.ipc.messages import Keep, Progress, Step, Suspend, Suspended, pack_tokens
+from inferencecenter.engine.kv_cache import disk
+from inferencecenter.engine.kv_cache.recovery import RecoveryMode
+from inferencecenter.ipc.messages import PrefillProgress, RetainSessions, StepOutput, Suspend, Suspended, pack_tokens
 from tests.engine.harness import Engine, Front, submit
 from tests.engine.process import demo_options, running
 
@@ -41,7 +41,7 @@ def speaks(front: Front, turn_id: str, n_chars: int) -> None:
 
 def parking(path: Path, **options: object) -> Engine:
     """Return an engine that parks in memory and on disk, and takes over what may be on a disk."""
-    return Engine(path, disk_bytes=MIB, adopt=Adoption.DURABLE, prefill_grid_tokens=16, **options)  # type: ignore[arg-type]
+    return Engine(path, disk_bytes=MIB, adopt=RecoveryMode.DURABLE, prefill_grid_tokens=16, **options)  # type: ignore[arg-type]
 
 
 def test_all_turns_stop_without_a_word(tmp_path: Path) -> None:
@@ -53,7 +53,7 @@ def test_all_turns_stop_without_a_word(tmp_path: Path) -> None:
         speaks(engine.front, name, 20)
     engine.front.send(*(submit(name, "ab", params=ENDLESS) for name in names[2:]))
     assert suspended(engine.front) == 2
-    engine.front.send(submit("late", "ab"), Suspend(), Keep(()))
+    engine.front.send(submit("late", "ab"), Suspend(), RetainSessions(()))
     engine.stop()
     assert "late" not in engine.front.events
     assert not any(engine.front.ended(name) for name in names)
@@ -72,11 +72,11 @@ def test_an_answer_goes_on_in_the_next_daemon(tmp_path: Path) -> None:
     following = parking(tmp_path, slots=3)
     again = submit("t", "a long story", session="s", params=ENDLESS, answer=said.encode(), shown_chars=len(said))
     again = msgspec.structs.replace(again, answer=pack_tokens(list(said.encode())))
-    following.front.send(Keep(("s",)), again)
+    following.front.send(RetainSessions(("s",)), again)
     speaks(following.front, "t", 5)
     following.stop()
     assert (said + following.front.text("t")).startswith("a long story" * 3)
-    assert not any(isinstance(event, Progress) for event in following.front.events["t"])
+    assert not any(isinstance(event, PrefillProgress) for event in following.front.events["t"])
     prompt = len(following.backend.tokenize(again.pieces, first=True))
     assert following.front.events["t"][0].cached_tokens == prompt  # type: ignore[union-attr]
 
@@ -99,7 +99,7 @@ def test_what_may_not_be_on_a_disk_waits_in_memory_for_an_engine_of_the_same_dae
     assert suspended(engine.front, park_all=True) == 0
     engine.stop()
     assert list((tmp_path / "disk").iterdir()) == []
-    following = Engine(tmp_path, disk_bytes=MIB, adopt=Adoption.ALL, prefill_grid_tokens=16)
+    following = Engine(tmp_path, disk_bytes=MIB, adopt=RecoveryMode.ALL, prefill_grid_tokens=16)
     following.front.send(msgspec.structs.replace(submit("t", "secret words of mine"), durable=False))
     assert following.front.finished("t").cached_tokens > 0
     following.stop()
@@ -114,9 +114,9 @@ def test_sessions_that_are_no_more_are_forgotten(tmp_path: Path) -> None:
     assert suspended(engine.front) == 3
     engine.stop()
     following = parking(tmp_path)
-    following.front.send(Keep(("one", "three", "never heard of")))
+    following.front.send(RetainSessions(("one", "three", "never heard of")))
     following.front.read_until(
-        lambda: any(isinstance(frame, Step) and frame.parked_sessions == 2 for frame in following.front.frames)
+        lambda: any(isinstance(frame, StepOutput) and frame.parked_sessions == 2 for frame in following.front.frames)
     )
     following.stop()
     assert len(list((tmp_path / "disk").iterdir())) == 2
@@ -157,13 +157,13 @@ def test_a_disk_that_takes_nothing_does_not_keep_the_engine(
 
 def test_a_disk_with_little_room_gets_what_was_used_last(tmp_path: Path) -> None:
     """Older sessions stay behind."""
-    engine = Engine(tmp_path, disk_bytes=1200, adopt=Adoption.ALL, slots=4, prefill_grid_tokens=16)
+    engine = Engine(tmp_path, disk_bytes=1200, adopt=RecoveryMode.ALL, slots=4, prefill_grid_tokens=16)
     for name in ("old", "newer", "newest"):
         engine.front.send(submit(name, f"{name} words"))
         engine.front.finished(name)
     count = suspended(engine.front)
     engine.stop()
-    following = Engine(tmp_path, disk_bytes=1200, ram_bytes=0, adopt=Adoption.ALL, prefill_grid_tokens=16)
+    following = Engine(tmp_path, disk_bytes=1200, ram_bytes=0, adopt=RecoveryMode.ALL, prefill_grid_tokens=16)
     sizes = sum(path.stat().st_size for path in (tmp_path / "disk").iterdir())
     assert 0 < count < 3
     assert sizes <= 1200
@@ -203,11 +203,11 @@ def test_a_long_session_is_not_read_again_in_the_next_process(
     for path in (tmp_path / "ram").iterdir():
         path.unlink()
     with running(msgspec.structs.replace(options, slots=slots)) as child:
-        child.front.send(Keep(("s",)))
+        child.front.send(RetainSessions(("s",)))
         child.front.send(submit("two", "Count to ten.", session="s", tokens=history, params=SHORT))
         end = child.front.finished("two")
         assert child.front.text("two") == said
-        assert not any(isinstance(event, Progress) for event in child.front.events["two"])
+        assert not any(isinstance(event, PrefillProgress) for event in child.front.events["two"])
         assert child.log == []
     assert end.prompt_tokens == expected.prompt_tokens
     assert end.cached_tokens == end.prompt_tokens - 1

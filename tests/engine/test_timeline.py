@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
 
-from inferencecenter.engine.timeline import MAX_STAGES, Timeline
-from inferencecenter.ipc.messages import Abort, Failed, Finished, Overflowed, Stage, Started
+from inferencecenter.engine.output_processor import MAX_STAGES, Timeline
+from inferencecenter.ipc.messages import AbortTurn, ContextFull, Failed, Finished, Started, TraceStage
 from tests.engine.harness import Engine, StandingClock, submit
 
 if TYPE_CHECKING:
@@ -23,11 +23,11 @@ ENDLESS = b'{"ignore_eos":true}'
 LONG = b'{"max_tokens":24,"ignore_eos":true}'
 
 
-def stages_of(events: list[TurnEvent]) -> list[Stage]:
+def stages_of(events: list[TurnEvent]) -> list[TraceStage]:
     """Return all stages that a turn's events tell."""
-    told: list[Stage] = []
+    told: list[TraceStage] = []
     for event in events:
-        if isinstance(event, Overflowed):
+        if isinstance(event, ContextFull):
             told += event.end.stages if event.end else ()
         else:
             told += getattr(event, "stages", ())
@@ -38,11 +38,11 @@ def test_a_turn_waits_is_read_and_generates() -> None:
     """One stage follows the other without a gap, each is told once."""
     line = Timeline(1.0)
     line.enter("prefill", at_s=2.0, n_tokens=10)
-    assert line.tell() == (Stage("queue", 1.0, 2.0),)
+    assert line.take_finished() == (TraceStage("queue", 1.0, 2.0),)
     line.enter("decode", at_s=3.0, n_tokens=100)
     line.end(at_s=5.0, n_tokens=120)
-    assert line.tell() == (Stage("prefill", 2.0, 3.0, 90), Stage("decode", 3.0, 5.0, 20))
-    assert line.tell() == ()
+    assert line.take_finished() == (TraceStage("prefill", 2.0, 3.0, 90), TraceStage("decode", 3.0, 5.0, 20))
+    assert line.take_finished() == ()
 
 
 def test_what_is_put_into_a_slot_ends_the_waiting() -> None:
@@ -50,16 +50,16 @@ def test_what_is_put_into_a_slot_ends_the_waiting() -> None:
     line = Timeline(0.0)
     line.enter("decode", at_s=1.0, n_tokens=5)
     line.enter("queue", at_s=2.0, n_tokens=8)
-    line.moved(Stage("park", 2.0, 2.5, 7))
-    line.moved(Stage("restore", 4.0, 4.5, 7))
+    line.moved(TraceStage("park", 2.0, 2.5, 7))
+    line.moved(TraceStage("restore", 4.0, 4.5, 7))
     line.enter("decode", at_s=5.0, n_tokens=8)
     line.end(at_s=6.0, n_tokens=9)
-    assert line.tell()[1:] == (
-        Stage("decode", 1.0, 2.0, 3),
-        Stage("park", 2.0, 2.5, 7),
-        Stage("queue", 2.0, 4.0),
-        Stage("restore", 4.0, 4.5, 7),
-        Stage("decode", 5.0, 6.0, 1),
+    assert line.take_finished()[1:] == (
+        TraceStage("decode", 1.0, 2.0, 3),
+        TraceStage("park", 2.0, 2.5, 7),
+        TraceStage("queue", 2.0, 4.0),
+        TraceStage("restore", 4.0, 4.5, 7),
+        TraceStage("decode", 5.0, 6.0, 1),
     )
 
 
@@ -70,7 +70,7 @@ def test_a_prompt_that_was_not_read_to_its_end_counts_no_tokens() -> None:
         line.enter("prefill", at_s=1.0, n_tokens=0)
     ended.end(at_s=2.0, n_tokens=50)
     preempted.enter("queue", at_s=2.0, n_tokens=50)
-    assert ended.tell()[-1] == preempted.tell()[-1] == Stage("prefill", 1.0, 2.0)
+    assert ended.take_finished()[-1] == preempted.take_finished()[-1] == TraceStage("prefill", 1.0, 2.0)
 
 
 @given(st.lists(st.sampled_from(["queue", "prefill", "decode"]), max_size=2 * MAX_STAGES))
@@ -80,7 +80,7 @@ def test_the_list_ends_somewhere(names: list[str]) -> None:
     for second, name in enumerate(names, start=1):
         line.enter(name, at_s=float(second), n_tokens=second)
     line.end(at_s=1000.0, n_tokens=1000)
-    stages = line.tell()
+    stages = line.take_finished()
     assert len(stages) == min(len(names) + 1, MAX_STAGES)
     assert stages[-1].ended_s == 1000.0
     assert stages[-1].name == (names[-1] if names else "queue")
@@ -100,7 +100,7 @@ def take_turns(engine: Engine, *, traced: bool) -> dict[str, Finished]:
     engine.front.read_until(lambda: "a" in engine.front.events and bool(engine.front.text("a")))
     engine.front.send(structs.replace(short, traced=traced))
     engine.front.wait_for("b")
-    engine.front.send(Abort("a"))
+    engine.front.send(AbortTurn("a"))
     ends = {name: engine.front.finished(name) for name in ("a", "b")}
     engine.stop()
     assert (ends["a"].reason, ends["a"].preempted > 0) == ("aborted", True)
@@ -143,7 +143,7 @@ def test_a_turn_that_is_aborted_tells_how_far_it_came(engine: Engine) -> None:
     """What had begun ends with it."""
     engine.front.send(structs.replace(submit("a", "one", params=ENDLESS), traced=True))
     engine.front.read_until(lambda: "a" in engine.front.events and bool(engine.front.text("a")))
-    engine.front.send(Abort("a"))
+    engine.front.send(AbortTurn("a"))
     end = engine.front.finished("a")
     engine.stop()
     assert [stage.name for stage in stages_of(engine.front.events["a"])] == ["queue", "prefill", "decode"]
@@ -160,7 +160,7 @@ def test_a_turn_that_gets_no_slot_in_time_tells_that_it_waited(tmp_path: Path) -
     engine.front.read_until(lambda: "b" in engine.front.events)
     clock.now_s = 60.0
     engine.front.wait_for("b")
-    engine.front.send(Abort("a"))
+    engine.front.send(AbortTurn("a"))
     engine.front.wait_for("a")
     engine.stop()
     failure = engine.front.events["b"][-1]

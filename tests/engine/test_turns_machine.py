@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from inferencecenter.engine.executor import Executor
-from inferencecenter.engine.outputs import Turn, TurnOutput
-from inferencecenter.engine.scheduler.request import Request
+from inferencecenter.engine.output_processor import GenerationRequest, OutputProcessor
+from inferencecenter.engine.scheduler.request import EngineRequest
 from inferencecenter.engine.scheduler.scheduler import Scheduler
-from inferencecenter.ipc.messages import Delta, Finished, Started, TurnEvent, unpack_tokens
+from inferencecenter.ipc.messages import Finished, Started, TokenDelta, TurnEvent, unpack_tokens
 from inferencecenter.protocol.params import Params
 from tests.engine.faulty_echo import FaultyEcho
 from tests.engine.parked import open_store
@@ -59,7 +59,7 @@ class Turns(RuleBasedStateMachine):
             pass_tokens=32,
             target_step_s=0.001,
             parked=self.kv,
-            can_rewind=True,
+            can_truncate=True,
             quantum_tokens=3,
             ageing_s=50.0,
             draft_tokens=draft_tokens,
@@ -118,10 +118,10 @@ class Turns(RuleBasedStateMachine):
         session.turn_id = turn_id = f"t{self.n_turns}"
         tokens = [*session.tokens, 256, *b"user\n", *text.encode(), 257]
         params = Params(max_tokens=max_tokens, ignore_eos=True)
-        turn = Turn(turn_id=turn_id, params=params, submitted_s=self.now, prompt_tokens=len(tokens))
+        turn = GenerationRequest(turn_id=turn_id, params=params, submitted_s=self.now, prompt_tokens=len(tokens))
         public = session.client_id == "ada"
         self.scheduler.add(
-            Request(
+            EngineRequest(
                 turn_id=turn_id,
                 session_id=session.session_id,
                 client_id=session.client_id,
@@ -133,7 +133,7 @@ class Turns(RuleBasedStateMachine):
                 public=public,
             )
         )
-        self.executor.add(TurnOutput(turn, self.backend, n_ctx=N_CTX))
+        self.executor.add(OutputProcessor(turn, self.backend, n_ctx=N_CTX))
         self.running[turn_id] = (session, text.encode(), max_tokens)
         self.events[turn_id] = []
 
@@ -201,7 +201,7 @@ class Turns(RuleBasedStateMachine):
     def _tell(self, events: tuple[TurnEvent, ...]) -> None:
         for event in events:
             self.events[event.turn_id].append(event)
-            if not isinstance(event, Started | Delta):
+            if not isinstance(event, Started | TokenDelta):
                 self._end(event)
 
     def _end(self, end: TurnEvent) -> None:
@@ -212,7 +212,7 @@ class Turns(RuleBasedStateMachine):
         kinds = Counter(type(event) for event in events)
         assert kinds[Finished] == 1
         assert kinds[Started] <= 1
-        said = [token for event in events if isinstance(event, Delta) for token in unpack_tokens(event.tokens)]
+        said = [token for event in events if isinstance(event, TokenDelta) for token in unpack_tokens(event.tokens)]
         assert bytes(said) == (text * max_tokens)[: len(said)]
         assert end.reason == "aborted" or len(said) == max_tokens
         session.turn_id = None

@@ -8,22 +8,22 @@ from typing import TYPE_CHECKING
 import msgspec
 import pytest
 
-from inferencecenter.engine import preparation
-from inferencecenter.engine.fair_workers import WithdrawnError
-from inferencecenter.engine.grammars import Grammars
-from inferencecenter.engine.scheduler.parking import Match
-from inferencecenter.engine.trial import Trial
+from inferencecenter.engine import tokenization
+from inferencecenter.engine.fair_workers import JobCancelledError
+from inferencecenter.engine.grammar_cache import GrammarCache
+from inferencecenter.engine.grammar_sandbox import GrammarSandbox
+from inferencecenter.engine.scheduler.prefix_sharing import Match
 from inferencecenter.ipc.messages import (
-    Abort,
+    AbortTurn,
     CancelLookup,
-    Detokenize,
+    DetokenizeRequest,
     Failed,
     Finished,
     Grammar,
     LookupFailed,
-    Piece,
-    Tokenize,
+    PromptSegment,
     Tokenized,
+    TokenizeRequest,
     pack_tokens,
 )
 from tests.engine.harness import TIMEOUT_S, Engine, submit
@@ -31,7 +31,7 @@ from tests.engine.harness import TIMEOUT_S, Engine, submit
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from inferencecenter.engine.sampling.structured import Names
+    from inferencecenter.engine.sampling.constraint import VocabularyNames
     from inferencecenter.ipc.messages import Submit
 
 MANY = 500
@@ -52,12 +52,18 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The grammars in the order in which they were tried, which takes no other process here."""
     texts: list[str] = []
 
-    def run(_trial: Trial, _names: Names, grammar: Grammar, _markers: Mapping[str, int], **_wanted: object) -> int:
+    def run(
+        _sandbox: GrammarSandbox,
+        _names: VocabularyNames,
+        grammar: Grammar,
+        _markers: Mapping[str, int],
+        **_wanted: object,
+    ) -> int:
         texts.append(grammar.text)
         return 0
 
-    monkeypatch.setattr(Trial, "start", lambda _trial, _names: None)
-    monkeypatch.setattr(Trial, "run", run)
+    monkeypatch.setattr(GrammarSandbox, "start", lambda _sandbox, _names: None)
+    monkeypatch.setattr(GrammarSandbox, "run", run)
     return texts
 
 
@@ -82,14 +88,14 @@ def test_aborted_turns_leave_no_work_behind(engine: Engine, compiled: list[str])
     engine.front.send(submit("slow", "slow", client="busy"))
     grammar = Grammar("regex", "never")
     for number in range(MANY):
-        engine.front.send(submit(f"t{number}", "x" * 100_000), Abort(f"t{number}"))
+        engine.front.send(submit(f"t{number}", "x" * 100_000), AbortTurn(f"t{number}"))
     engine.front.wait_for(*(f"t{number}" for number in range(MANY)))
     assert len(loop._workers) == 0
-    (busy,) = loop._preparation._pending.values()
-    assert loop._preparation._room.total == busy.size_bytes < 1000
+    (busy,) = loop._tokenization._pending.values()
+    assert loop._tokenization._room.total == busy.size_bytes < 1000
     engine.backend.tokenizing["slow"].set()
     assert engine.front.finished("slow").reason == "stop"
-    assert loop._preparation._room.total == 0
+    assert loop._tokenization._room.total == 0
     assert grammar.text not in compiled
 
 
@@ -97,25 +103,27 @@ def test_aborted_turns_leave_no_grammar_to_compile(engine: Engine, monkeypatch: 
     """The one that is tried is given up, those that wait are never tried, and the next client's is."""
     tried: list[str] = []
     entered, interrupted = threading.Event(), threading.Event()
-    run, interrupt = Trial.run, Trial.interrupt
+    run, interrupt = GrammarSandbox.run, GrammarSandbox.interrupt
 
-    def noted(trial: Trial, names: Names, grammar: Grammar, markers: Mapping[str, int], **rest: object) -> int:
+    def noted(
+        trial: GrammarSandbox, names: VocabularyNames, grammar: Grammar, markers: Mapping[str, int], **rest: object
+    ) -> int:
         tried.append(grammar.text)
         entered.set()
         return run(trial, names, grammar, markers, **rest)  # type: ignore[arg-type]
 
-    def heard(trial: Trial) -> None:
+    def heard(trial: GrammarSandbox) -> None:
         interrupt(trial)
         interrupted.set()
 
-    monkeypatch.setattr(Trial, "run", noted)
-    monkeypatch.setattr(Trial, "interrupt", heard)
-    monkeypatch.setattr(engine.loop._grammars._trial, "_timeout_s", 10.0 * TIMEOUT_S)
+    monkeypatch.setattr(GrammarSandbox, "run", noted)
+    monkeypatch.setattr(GrammarSandbox, "interrupt", heard)
+    monkeypatch.setattr(engine.loop._grammars._sandbox, "_timeout_s", 10.0 * TIMEOUT_S)
     engine.front.send(formed("t", "1", SLOW, client="a"))
     assert entered.wait(TIMEOUT_S)
     rest = [f"t{number}" for number in range(MANY)]
     engine.front.send(*(formed(name, "1", Grammar("regex", name), client="a") for name in rest))
-    engine.front.send(*map(Abort, [*rest, "t"]))
+    engine.front.send(*map(AbortTurn, [*rest, "t"]))
     engine.front.wait_for("t", *rest)
     engine.front.send(formed("other", "ab", Grammar("regex", "ab"), client="b"))
     assert engine.front.finished("other").reason == "stop"
@@ -130,13 +138,13 @@ def test_a_turn_that_goes_on_and_is_aborted_needs_no_grammar(engine: Engine, mon
     def never(*_: object, wanted: Callable[[], bool], **__: object) -> object:
         entered.set()
         wait_until(lambda: not wanted())
-        raise WithdrawnError
+        raise JobCancelledError
 
-    monkeypatch.setattr(Grammars, "_compile", never)
+    monkeypatch.setattr(GrammarCache, "_compile", never)
     turn = msgspec.structs.replace(formed("t", "abcd", SLOW, client="a"), answer=pack_tokens([*b"ab"]), shown_chars=1)
     engine.front.send(turn)
     assert entered.wait(TIMEOUT_S)
-    engine.front.send(Abort("t"))
+    engine.front.send(AbortTurn("t"))
     end = engine.front.finished("t")
     assert (end.reason, end.generated_tokens, engine.front.text("t")) == ("aborted", 2, "b")
 
@@ -145,18 +153,18 @@ def test_a_client_with_many_grammars_keeps_another_waiting_for_one(
     engine: Engine, compiled: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Clients take turns at the compiler, which is one thread."""
-    compile_, entered, open_ = Grammars._compile, threading.Event(), threading.Event()
+    compile_, entered, open_ = GrammarCache._compile, threading.Event(), threading.Event()
 
     def held(*args: object, **rest: object) -> object:
         entered.set()
         assert open_.wait(TIMEOUT_S)
         return compile_(*args, **rest)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(Grammars, "_compile", held)
+    monkeypatch.setattr(GrammarCache, "_compile", held)
     engine.tell(*(formed(f"t{number}", "a", Grammar("regex", f"a|{number}"), client="a") for number in range(20)))
     assert entered.wait(TIMEOUT_S)
     engine.tell(formed("other", "b", Grammar("regex", "b"), client="b"))
-    wait_until(lambda: len(engine.loop._preparation._compilations) == 20)
+    wait_until(lambda: len(engine.loop._tokenization._compilations) == 20)
     open_.set()
     engine.front.wait_for("other", *(f"t{number}" for number in range(20)))
     assert compiled.index("b") <= 2
@@ -167,14 +175,14 @@ def test_a_client_with_many_texts_keeps_another_waiting_for_one(engine: Engine) 
     order: list[str] = []
     tokenize = engine.backend.tokenize
 
-    def noted(pieces: Sequence[Piece], *, first: bool) -> list[int]:
+    def noted(pieces: Sequence[PromptSegment], *, first: bool) -> list[int]:
         order.append(pieces[-1].text if len(pieces) == 1 else pieces[1].text)
         return tokenize(pieces, first=first)
 
     engine.backend.tokenize = noted  # type: ignore[method-assign]
     engine.tell(submit("slow", "slow", client="busy"))
     engine.tell(*(submit(f"t{number}", f"text {number}", client="a") for number in range(20)))
-    engine.tell(submit("other", "other", client="b"), Tokenize(1, (Piece("asked"),), True, "c"))
+    engine.tell(submit("other", "other", client="b"), TokenizeRequest(1, (PromptSegment("asked"),), True, "c"))
     wait_until(lambda: len(engine.loop._workers) == 22)
     engine.backend.tokenizing["slow"].set()
     engine.front.wait_for("other", *(f"t{number}" for number in range(20)))
@@ -183,7 +191,7 @@ def test_a_client_with_many_texts_keeps_another_waiting_for_one(engine: Engine) 
 
 def test_a_client_that_fills_the_room_for_texts_is_refused_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is told ``queue_full``, unless the front had accepted the turn before; what leaves makes room again."""
-    monkeypatch.setattr(preparation, "ROOM_BYTES", 10_000)
+    monkeypatch.setattr(tokenization, "ROOM_BYTES", 10_000)
     engine = Engine(worker_threads=1)
     engine.backend.tokenizing["slow"] = threading.Event()
     large = "x" * 4_000
@@ -195,7 +203,7 @@ def test_a_client_that_fills_the_room_for_texts_is_refused_and_no_other(monkeypa
     (failure,) = engine.front.events["three"]
     assert isinstance(failure, Failed)
     assert failure.code == "queue_full"
-    engine.front.send(Abort("one"), Abort("two"))
+    engine.front.send(AbortTurn("one"), AbortTurn("two"))
     engine.front.wait_for("one", "two")
     engine.front.send(submit("four", "x", client="a"))
     engine.backend.tokenizing["slow"].set()
@@ -207,11 +215,14 @@ def test_a_client_that_fills_the_room_for_texts_is_refused_and_no_other(monkeypa
 
 def test_a_cancelled_look_up_is_not_answered(engine: Engine) -> None:
     """Neither one that waits nor one that is being answered; one that is unknown does no harm."""
-    engine.tell(Tokenize(1, (Piece(""), Piece("slow")), True, "a"), Tokenize(2, (Piece("x"),), True, "a"))
-    engine.tell(Detokenize(3, pack_tokens([65]), "a"), Tokenize(4, (Piece("y"),), True, "a"))
+    engine.tell(
+        TokenizeRequest(1, (PromptSegment(""), PromptSegment("slow")), True, "a"),
+        TokenizeRequest(2, (PromptSegment("x"),), True, "a"),
+    )
+    engine.tell(DetokenizeRequest(3, pack_tokens([65]), "a"), TokenizeRequest(4, (PromptSegment("y"),), True, "a"))
     wait_until(lambda: len(engine.loop._workers) == 3)
     engine.tell(CancelLookup(1), CancelLookup(2), CancelLookup(3), CancelLookup(99))
-    wait_until(lambda: len(engine.loop._lookups) == 1)
+    wait_until(lambda: len(engine.loop._tokenizer) == 1)
     engine.backend.tokenizing["slow"].set()
     engine.front.read_until(lambda: any(isinstance(frame, Tokenized) for frame in engine.front.frames))
     engine.front.send(submit("t", "hello"))
@@ -229,6 +240,6 @@ def test_an_aborted_turn_has_nothing_read_from_the_disk(engine: Engine, monkeypa
     monkeypatch.setattr(engine.kv, "cancel_fetch", cancelled.append)
     engine.front.send(submit("t", "hello " * 100))
     wait_until(lambda: fetched == ["parked"])
-    engine.front.send(Abort("t"))
+    engine.front.send(AbortTurn("t"))
     assert engine.front.finished("t").reason == "aborted"
     wait_until(lambda: cancelled == ["parked"])

@@ -10,16 +10,16 @@ import sys
 from typing import TYPE_CHECKING, Any, Final
 
 from inferencecenter.engine import __main__ as real
-from inferencecenter.ipc.messages import Log
+from inferencecenter.ipc.messages import LogLine
 from tests.faults.traps import Walk
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from inferencecenter.engine.backend import Chunk
+    from inferencecenter.ipc.framing import BlockingChannel
+    from inferencecenter.ipc.heartbeat import Heartbeat
     from inferencecenter.ipc.messages import EngineOptions
-    from inferencecenter.ipc.pipe import Pipe
-    from inferencecenter.ipc.pulse import Pulse
 
 POISON: Final = "poison"
 _FLOOD_LINE: Final = "flood " * 2000
@@ -64,14 +64,14 @@ def main() -> int:
     walk = Walk.from_environment()
     load = real._load
 
-    def load_trapped(pipe: Pipe, options: EngineOptions, pulse: Pulse) -> TrappedBackend:
+    def load_trapped(pipe: BlockingChannel, options: EngineOptions, heartbeat: Heartbeat) -> TrappedBackend:
         def flood() -> None:
             while True:
-                pipe.send(Log("debug", _FLOOD_LINE, "flood"))
+                pipe.send(LogLine("debug", _FLOOD_LINE, "flood"))
 
         walk.actions |= {"flood": flood, "garbage": lambda: pipe._connection.sendall(b"\xff" * 2**16)}
         walk.past("load")
-        backend: Any = load(pipe, options, pulse)
+        backend: Any = load(pipe, options, heartbeat)
         walk.past("loaded")
         return TrappedBackend(backend, walk)
 

@@ -27,6 +27,7 @@ from inferencecenter.hardware import gguf, memory
 from inferencecenter.hardware.model_shape import describe
 from inferencecenter.hardware.plan import MIB, Device, Host, Wishes
 from inferencecenter.hardware.split import plan
+from inferencecenter.hardware.vram_calibration import VramCalibration
 from inferencecenter.models import hub
 from inferencecenter.models.files import find_model, read_facts
 from inferencecenter.models.pull import pull
@@ -35,8 +36,7 @@ from inferencecenter.server.authentication import CannotTellError
 from inferencecenter.server.clients_file import load_clients
 from inferencecenter.server.external_auth import ExternalAuth
 from inferencecenter.server.origins import Proxies, origin_allowed
-from inferencecenter.supervisor.corrections import Corrections
-from inferencecenter.supervisor.planned import described
+from inferencecenter.supervisor.planning import plan_report
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -74,7 +74,7 @@ def model_file(data: bytes) -> None:
         devices = tuple(_device(number, gib) for number, gib in enumerate(sizes))
         for wishes in (Wishes(), Wishes(prefer="long", quantized_kv=True)):
             made = plan(shape, devices, _HOST, wishes)
-            report = described(made, model=shape, host=_HOST, wishes=wishes).model_dump(mode="json")
+            report = plan_report(made, model=shape, host=_HOST, wishes=wishes).model_dump(mode="json")
             assert all(abs(number) < _MAX_INTEGER for number in _integers(report))
 
 
@@ -108,10 +108,10 @@ def receipt(data: bytes) -> None:
 def corrections(data: bytes) -> None:
     """Start with such a ``plan.json``, and write to it."""
     with _file(data) as path:
-        kept = Corrections(path)
+        kept = VramCalibration(path)
         assert abs(kept.extra_bytes("model", "gpu")) < _MAX_INTEGER
         kept.put("model", "gpu", estimated_bytes=1000, used_bytes=1200)
-        assert Corrections(path).extra_bytes("model", "gpu") == 200
+        assert VramCalibration(path).extra_bytes("model", "gpu") == 200
 
 
 def settings_file(data: bytes) -> None:

@@ -10,9 +10,9 @@ import pytest
 
 from inferencecenter.bench.model import SHAPES, write_model
 from inferencecenter.hardware.nvml import read_gpus
+from inferencecenter.hardware.vram_calibration import VramCalibration
 from inferencecenter.ipc.messages import EngineOptions
 from inferencecenter.settings import EngineSettings, GpuSettings
-from inferencecenter.supervisor.corrections import Corrections
 from inferencecenter.supervisor.planning import Planner
 from tests.engine.process import Child
 
@@ -45,8 +45,8 @@ def test_every_reading(devices: tuple[Device, ...]) -> None:
 def test_the_estimate_is_within_5_percent(tmp_path: Path, devices: tuple[Device, ...], model: Path) -> None:
     """Of what the engine has on the GPU when it is ready, driver included; and exact at the next start."""
     options = EngineOptions(backend="llama", parent_pid=os.getpid(), model_path=str(model))
-    corrections = Corrections(tmp_path / "plan.json")
-    planner = Planner(engine=EngineSettings(), gpu=GpuSettings(devices=(devices[0].id,)), corrections=corrections)
+    corrections = VramCalibration(tmp_path / "plan.json")
+    planner = Planner(engine=EngineSettings(), gpu=GpuSettings(devices=(devices[0].id,)), calibration=corrections)
     planned = planner.first(options)
     assert planned.n_gpu_layers == SHAPES[SHAPE].layers + 1
     child = Child(planned)

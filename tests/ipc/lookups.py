@@ -10,7 +10,7 @@ from inferencecenter.ipc.messages import Detokenized, Tokenized, pack_tokens
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from inferencecenter.ipc.messages import Piece
+    from inferencecenter.ipc.messages import PromptSegment
 
 Answer = TypeVar("Answer", Tokenized, Detokenized)
 
@@ -18,7 +18,7 @@ Answer = TypeVar("Answer", Tokenized, Detokenized)
 class CharacterTokens:
     """Answers at once; a token is a character, and its number the character's."""
 
-    def tokenize(self, pieces: Sequence[Piece], *, first: bool, client_id: str) -> asyncio.Future[Tokenized]:
+    def tokenize(self, pieces: Sequence[PromptSegment], *, first: bool, client_id: str) -> asyncio.Future[Tokenized]:
         """Return the characters; nothing begins a sequence."""
         text = "".join(piece.text for piece in pieces)
         spelled = tuple(character.encode() for character in text)

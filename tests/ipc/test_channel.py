@@ -10,7 +10,7 @@ import pytest
 
 from inferencecenter.ipc.channel import Channel
 from inferencecenter.ipc.framing import encode, to_engine_decoder
-from inferencecenter.ipc.messages import Abort, FromEngine, Loading, Log, Release
+from inferencecenter.ipc.messages import AbortTurn, FromEngine, Loading, LogLine, ReleaseSession
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -45,27 +45,27 @@ async def end() -> AsyncIterator[End]:
 
 async def test_messages_arrive_whole_and_in_order(end: End) -> None:
     """A message that comes in two parts is passed on once, after the one before it."""
-    frames = encode(Loading(0.25)) + encode(Log("info", "x", "llama.cpp"))
+    frames = encode(Loading(0.25)) + encode(LogLine("info", "x", "llama.cpp"))
     end.other.sendall(frames[:-3])
     await end.arrived.wait()
     assert end.received == [Loading(0.25)]
     end.arrived.clear()
     end.other.sendall(frames[-3:])
     await end.arrived.wait()
-    assert end.received == [Loading(0.25), Log("info", "x", "llama.cpp")]
+    assert end.received == [Loading(0.25), LogLine("info", "x", "llama.cpp")]
 
 
 async def test_what_is_sent_before_closing_goes_out(end: End) -> None:
     """The other end reads everything, then the end of file; what is sent afterwards goes nowhere."""
-    end.channel.send(Abort("t1"))
-    end.channel.send(Release("s1"))
+    end.channel.send(AbortTurn("t1"))
+    end.channel.send(ReleaseSession("s1"))
     end.channel.close()
-    end.channel.send(Abort("t2"))
+    end.channel.send(AbortTurn("t2"))
     assert await end.channel.lost() == ""
     data = b""
     while chunk := end.other.recv(4096):
         data += chunk
-    assert to_engine_decoder().feed(data) == [Abort("t1"), Release("s1")]
+    assert to_engine_decoder().feed(data) == [AbortTurn("t1"), ReleaseSession("s1")]
 
 
 async def test_the_end_of_file_is_told_after_the_last_message(end: End) -> None:
@@ -91,7 +91,7 @@ async def test_there_is_room_until_the_other_end_falls_behind() -> None:
     channel = await Channel.open(ours, lambda _: None, on_drain=drained.set, window_bytes=100_000)
     sent = 0
     while channel.has_room:
-        channel.send(Release("s" * 1000))
+        channel.send(ReleaseSession("s" * 1000))
         sent += 1
     assert not drained.is_set()
     decoder, received = to_engine_decoder(), 0
@@ -113,6 +113,6 @@ async def test_an_engine_that_does_not_read_counts_as_lost() -> None:
         lambda: Channel(lambda _: None, max_unread_bytes=100_000), sock=ours
     )
     for _ in range(1000):
-        channel.send(Release("s" * 1000))
+        channel.send(ReleaseSession("s" * 1000))
     assert "unread" in await channel.lost()
     theirs.close()

@@ -6,26 +6,26 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inferencecenter.ipc.framing import MAX_FRAME_BYTES, FrameError, encode, from_engine_decoder, to_engine_decoder
+from inferencecenter.ipc.framing import MAX_FRAME_BYTES, FramingError, encode, from_engine_decoder, to_engine_decoder
 from inferencecenter.ipc.messages import (
-    Abort,
+    AbortTurn,
     Configure,
-    Delta,
+    EngineLimits,
     EngineOptions,
     Failed,
-    KvLimit,
-    Limit,
-    Log,
-    Piece,
-    Position,
-    Progress,
-    Release,
+    KvRamLimit,
+    LogLine,
+    PrefillProgress,
+    PromptSegment,
+    QueuePosition,
+    ReleaseSession,
+    SampledLogprobs,
     Started,
-    Step,
+    StepOutput,
     Submit,
     ToEngine,
+    TokenDelta,
     TokenLogprob,
-    TokenLogprobs,
     pack_tokens,
     unpack_tokens,
 )
@@ -36,24 +36,24 @@ SUBMIT = Submit(
     client_id="c",
     priority=1,
     tokens=pack_tokens([1, 2]),
-    pieces=(Piece("<|im_end|>", special=True), Piece("zwölf €")),
+    pieces=(PromptSegment("<|im_end|>", special=True), PromptSegment("zwölf €")),
     params_json=b"{}",
 )
 TO_ENGINE: list[ToEngine] = [
     Configure(EngineOptions(backend="echo", parent_pid=1)),
     SUBMIT,
-    Abort("t"),
-    Release("s"),
-    Limit(active_slots=2, prefill_share=0.5, lowest_class=0, pause_ms=200),
-    KvLimit(1 << 40),
-    KvLimit(None),
+    AbortTurn("t"),
+    ReleaseSession("s"),
+    EngineLimits(active_slots=2, prefill_share=0.5, lowest_class=0, pause_ms=200),
+    KvRamLimit(1 << 40),
+    KvRamLimit(None),
 ]
-STEP = Step(
+STEP = StepOutput(
     events=(
-        Position("t", 3),
+        QueuePosition("t", 3),
         Started("t", pack_tokens([1]), 0),
-        Progress("t", 1, 2),
-        Delta("t", pack_tokens([7]), "€", (TokenLogprobs(TokenLogprob("€", 7, -0.5), ()),)),
+        PrefillProgress("t", 1, 2),
+        TokenDelta("t", pack_tokens([7]), "€", (SampledLogprobs(TokenLogprob("€", 7, -0.5), ()),)),
         Failed(turn_id="t", code="internal", message="No."),
     ),
     running=1,
@@ -92,7 +92,7 @@ def test_messages_survive_any_cutting(cuts: list[int]) -> None:
 def test_a_step_carries_its_events_in_order() -> None:
     """The union of events is told apart by tag."""
     decoder = from_engine_decoder()
-    assert decoder.feed(encode(STEP) + encode(Log("info", "x", "engine"))) == [STEP, Log("info", "x", "engine")]
+    assert decoder.feed(encode(STEP) + encode(LogLine("info", "x", "engine"))) == [STEP, LogLine("info", "x", "engine")]
 
 
 def test_part_of_a_frame_waits_for_its_rest() -> None:
@@ -104,17 +104,17 @@ def test_part_of_a_frame_waits_for_its_rest() -> None:
 
 def test_a_frame_beyond_the_limit_is_refused_by_its_length() -> None:
     """The length alone is enough: nobody waits for 4 GiB."""
-    with pytest.raises(FrameError, match="4294967295 bytes exceeds"):
+    with pytest.raises(FramingError, match="4294967295 bytes exceeds"):
         to_engine_decoder().feed(b"\xff\xff\xff\xff")
     decoder = to_engine_decoder(max_frame_bytes=len(encode(SUBMIT)) - 5)
-    with pytest.raises(FrameError, match="exceeds"):
+    with pytest.raises(FramingError, match="exceeds"):
         decoder.feed(encode(SUBMIT))
 
 
 def test_a_message_beyond_the_limit_is_not_sent() -> None:
     """The sender learns it, not the receiver."""
-    with pytest.raises(FrameError, match="a Release of"):
-        encode(Release("x" * MAX_FRAME_BYTES))
+    with pytest.raises(FramingError, match="a ReleaseSession of"):
+        encode(ReleaseSession("x" * MAX_FRAME_BYTES))
 
 
 @given(st.binary(min_size=1, max_size=60))
@@ -123,14 +123,14 @@ def test_garbage_is_refused_or_pending(garbage: bytes) -> None:
     decoder = to_engine_decoder()
     try:
         messages = decoder.feed(len(garbage).to_bytes(4, "little") + garbage)
-    except FrameError:
+    except FramingError:
         return
     assert all(isinstance(message, ToEngine) for message in messages)
 
 
 def test_each_end_refuses_the_others_messages() -> None:
     """A frame of the wrong direction is no message."""
-    with pytest.raises(FrameError, match="no message"):
+    with pytest.raises(FramingError, match="no message"):
         to_engine_decoder().feed(encode(STEP))
-    with pytest.raises(FrameError, match="no message"):
+    with pytest.raises(FramingError, match="no message"):
         from_engine_decoder().feed(encode(SUBMIT))

@@ -17,7 +17,7 @@ from websockets.exceptions import ConnectionClosed
 from inferencecenter import dialects
 from inferencecenter.errors import ErrorCode, InferenceCenterError
 from inferencecenter.hardware.nvml import NO_GPU, Gpu
-from inferencecenter.ipc.messages import Delta, Finished, ModelInfo, Overflowed, Started, pack_tokens
+from inferencecenter.ipc.messages import ContextFull, Finished, ModelInfo, Started, TokenDelta, pack_tokens
 from inferencecenter.ipc.port import EngineState, EngineStatus
 from inferencecenter.limits import NO_LIMITS, Limits
 from inferencecenter.protocol.params import Params
@@ -115,7 +115,7 @@ class StubEngine(CharacterTokens):
             raise InferenceCenterError(ErrorCode.MODEL_NOT_FOUND, field="model")
         return self
 
-    def look_again(self) -> None:
+    def rescan(self) -> None:
         """There is no directory of models."""
 
     def describe(self) -> tuple[ModelSummary, ...]:
@@ -178,19 +178,19 @@ class StubEngine(CharacterTokens):
 
     def begin(self, turn_id: str) -> None:
         """Give a turn its slot."""
-        self.turns[turn_id].hear(Started(turn_id=turn_id, tokens=pack_tokens([1]), cached_tokens=0))
+        self.turns[turn_id].on_engine_event(Started(turn_id=turn_id, tokens=pack_tokens([1]), cached_tokens=0))
 
     def say(self, turn_id: str, text: str) -> None:
         """Generate a token whose text is ``text``."""
-        self.turns[turn_id].hear(Delta(turn_id=turn_id, tokens=pack_tokens([2]), text=text))
+        self.turns[turn_id].on_engine_event(TokenDelta(turn_id=turn_id, tokens=pack_tokens([2]), text=text))
 
     def overflow(self, turn_id: str, *, n_tokens: int) -> None:
         """Say that a turn's prompt does not fit; it may come back shorter."""
-        self.turns.pop(turn_id).hear(Overflowed(turn_id=turn_id, n_tokens=n_tokens))
+        self.turns.pop(turn_id).on_engine_event(ContextFull(turn_id=turn_id, n_tokens=n_tokens))
 
     def finish(self, turn_id: str, *, reason: str = "stop") -> None:
         """End a turn."""
-        self.turns.pop(turn_id).hear(
+        self.turns.pop(turn_id).on_engine_event(
             Finished(
                 turn_id=turn_id,
                 reason=reason,

@@ -12,15 +12,15 @@ import pytest
 
 from inferencecenter.errors import InferenceCenterError
 from inferencecenter.ipc.messages import (
-    Delta,
+    Cancelled,
+    ContextFull,
     Failed,
     Finished,
     ModelInfo,
-    Overflowed,
     Started,
     Submit,
+    TokenDelta,
     TurnEvent,
-    Withdrawn,
     pack_tokens,
 )
 from inferencecenter.ipc.port import EngineState, EngineStatus
@@ -140,7 +140,7 @@ class FakeEngine(CharacterTokens):
                 self._take(turn)
             except InferenceCenterError as error:
                 del self.turns[turn_id]
-                turn.hear(failure_of(turn_id, error))
+                turn.on_engine_event(failure_of(turn_id, error))
 
     def _take(self, turn: EngineTurn) -> None:
         """Take a turn whose prompt is there; one that has none yet is taken when it has."""
@@ -154,7 +154,7 @@ class FakeEngine(CharacterTokens):
             self._take(turn)
         except InferenceCenterError as error:
             del self.turns[turn.turn_id]
-            turn.hear(failure_of(turn.turn_id, error))
+            turn.on_engine_event(failure_of(turn.turn_id, error))
 
     def recall(self, *, begun: bool = False) -> None:
         """Give back the turns that have no tokens yet, as when sessions have another default, or all of them."""
@@ -169,7 +169,7 @@ class FakeEngine(CharacterTokens):
 
     def withdraw(self, turn_id: str) -> None:
         """Let a turn end that no engine has."""
-        self.turns.pop(turn_id).hear(Withdrawn(turn_id))
+        self.turns.pop(turn_id).on_engine_event(Cancelled(turn_id))
 
     def release(self, session_id: str) -> None:
         """Take note."""
@@ -195,7 +195,7 @@ class FakeEngine(CharacterTokens):
         if isinstance(event, Finished | Failed):
             self.over[turn_id] = turn
             self.turns.pop(turn_id, None)
-        turn.hear(event)
+        turn.on_engine_event(event)
 
     def start(self) -> None:
         """Give the last turn a slot."""
@@ -204,12 +204,12 @@ class FakeEngine(CharacterTokens):
 
     def generate(self, text: str) -> None:
         """Let the last turn say ``text``."""
-        self.say(Delta(self.last.turn_id, packed(text), text))
+        self.say(TokenDelta(self.last.turn_id, packed(text), text))
 
     def finish(self, reason: str = "stop", *, kept: str = "", end_text: str = "<|im_end|>", **changes: Any) -> None:
         """End the last turn, of which ``kept`` stays; an end text counts as one token."""
         if end_text:
-            self.say(Delta(self.last.turn_id, packed("\0"), ""))
+            self.say(TokenDelta(self.last.turn_id, packed("\0"), ""))
         self.say(self.finished(reason, kept=kept, end_text=end_text, **changes))
 
     def finished(self, reason: str, *, kept: str, end_text: str = "", **changes: Any) -> Finished:
@@ -234,7 +234,7 @@ class FakeEngine(CharacterTokens):
     def overflow(self, n_tokens: int, *, said: str | None = None, text: str = "", **changes: Any) -> None:
         """Let the last turn not fit its context; without anything ``said`` it never began."""
         end = None if said is None else self.finished("context_full", kept=said + text, **changes)
-        self.say(Overflowed(turn_id=self.last.turn_id, n_tokens=n_tokens, text=text, end=end))
+        self.say(ContextFull(turn_id=self.last.turn_id, n_tokens=n_tokens, text=text, end=end))
 
     def answer(self, text: str) -> None:
         """Run the last turn from start to end."""
@@ -269,7 +269,7 @@ class FakeEngines:
             raise not_registered(name, self.engines)
         return self.engines[name]
 
-    def want(self, name: str, client_id: str = "") -> None:
+    def ensure_loaded(self, name: str, client_id: str = "") -> None:
         """Take note, or say why it cannot be loaded."""
         self.engine(name)
         self.wanted.append(name)

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 
 from inferencecenter.errors import InferenceCenterError
 from inferencecenter.ipc.messages import (
-    Delta,
+    Cancelled,
     Failed,
     Finished,
     ModelInfo,
     Started,
     Submit,
-    Withdrawn,
+    TokenDelta,
     unpack_tokens,
 )
 from inferencecenter.ipc.port import EngineState, EngineStatus
@@ -88,7 +88,7 @@ class Oracle(CharacterTokens):
     def abort(self, turn_id: str) -> None:
         """End a turn with its next step, or at once where no engine has it."""
         if (turn := self.waiting.pop(turn_id, None)) is not None:
-            turn.hear(Withdrawn(turn_id))
+            turn.on_engine_event(Cancelled(turn_id))
         elif turn_id in self.running:
             self.aborted.add(turn_id)
 
@@ -105,7 +105,7 @@ class Oracle(CharacterTokens):
         for turn_id, running in lost.items():
             running.turn.interrupted()
             if turn_id in self.aborted:
-                running.turn.hear(Withdrawn(turn_id))
+                running.turn.on_engine_event(Cancelled(turn_id))
             else:
                 self.waiting[turn_id] = running.turn
         self.aborted.clear()
@@ -118,7 +118,7 @@ class Oracle(CharacterTokens):
             try:
                 self._take(turn)
             except InferenceCenterError as error:
-                turn.hear(Failed(turn_id=turn_id, code=error.code.value, message=error.message))
+                turn.on_engine_event(Failed(turn_id=turn_id, code=error.code.value, message=error.message))
 
     def step(self) -> None:
         """Let each turn start, or say its next character, or end."""
@@ -147,7 +147,7 @@ class Oracle(CharacterTokens):
             self._end(turn_id, running, "aborted")
         elif not running.started:
             running.started = True
-            turn.hear(Started(turn_id, packed(running.prompt), 0))
+            turn.on_engine_event(Started(turn_id, packed(running.prompt), 0))
         elif len(running.said) < len(answer):
             running.said += answer[len(running.said)]
             self._show(running, len(running.said) - self.lag, packed(running.said[-1]))
@@ -157,14 +157,14 @@ class Oracle(CharacterTokens):
     def _show(self, running: _Running, to: int, tokens: bytes) -> None:
         to = max(running.shown, to)
         text, running.shown = running.said[running.shown : to], to
-        running.turn.hear(Delta(running.turn.turn_id, tokens, text))
+        running.turn.on_engine_event(TokenDelta(running.turn.turn_id, tokens, text))
 
     def _end(self, turn_id: str, running: _Running, reason: str) -> None:
         stopped = reason == "stop"
         self._show(running, len(running.said), packed(END) if stopped else b"")
         del self.running[turn_id]
         self.aborted.discard(turn_id)
-        running.turn.hear(
+        running.turn.on_engine_event(
             Finished(
                 turn_id=turn_id,
                 reason=reason,

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from inferencecenter.errors import ErrorCode, InferenceCenterError
-from inferencecenter.ipc.messages import Withdrawn
+from inferencecenter.ipc.messages import Cancelled
 from inferencecenter.limits import NO_LIMITS, Limits
 from inferencecenter.protocol.events import End
 from inferencecenter.protocol.params import Params
@@ -113,7 +113,7 @@ def test_a_prompt_may_take_the_whole_quota() -> None:
     world.infer(session_id)
     world.engine.start()
     assert world.engine.aborted == [world.engine.last.turn_id]
-    world.engine.say(Withdrawn(world.engine.last.turn_id))
+    world.engine.say(Cancelled(world.engine.last.turn_id))
     assert end_of(world).finish_reason == "quota_exceeded"
     assert world.sink.text == ""
 
@@ -154,7 +154,7 @@ def test_a_turn_without_quota_is_not_continued() -> None:
         world.engine.generate("a")
         if lose:
             world.engine.lose()
-            world.engine.turns[world.engine.last.turn_id].hear(Withdrawn(world.engine.last.turn_id))
+            world.engine.turns[world.engine.last.turn_id].on_engine_event(Cancelled(world.engine.last.turn_id))
         else:
             world.engine.overflow(1024, said="a", text="")
         assert end_of(world).finish_reason == "quota_exceeded"
@@ -207,7 +207,7 @@ def test_whatever_becomes_of_turns_each_ends_once(fates: list[str]) -> None:
             case "fail":
                 world.engine.fail()
             case "withdraw":
-                world.engine.say(Withdrawn(world.engine.last.turn_id))
+                world.engine.say(Cancelled(world.engine.last.turn_id))
             case "lose":
                 world.engine.lose()
                 world.engine.ready()

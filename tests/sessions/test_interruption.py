@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from inferencecenter.errors import ErrorCode, InferenceCenterError
-from inferencecenter.ipc.messages import Delta, Failed, Withdrawn, unpack_tokens
+from inferencecenter.ipc.messages import Cancelled, Failed, TokenDelta, unpack_tokens
 from inferencecenter.ipc.port import EngineState, EngineStatus
 from inferencecenter.protocol import events, requests
 from inferencecenter.protocol.params import Params, decode
@@ -40,7 +40,7 @@ def test_a_running_turn_goes_on_with_the_next_engine(world: World) -> None:
     world.turn(session_id, "Hi", "Hello")
     world.infer(session_id, "Go on")
     world.engine.start()
-    world.engine.say(Delta(world.engine.last.turn_id, packed("abc"), "ab"))
+    world.engine.say(TokenDelta(world.engine.last.turn_id, packed("abc"), "ab"))
     first, seen = world.engine.last, len(world.sink.events)
     world.engine.lose()
     world.engine.ready()
@@ -129,7 +129,7 @@ def test_a_turn_that_no_engine_has_can_be_aborted(world: World) -> None:
     world.engine.generate("Hel")
     world.engine.lose()
     world.abort(session_id, id="a")
-    world.engine.say(Withdrawn(world.engine.last.turn_id))
+    world.engine.say(Cancelled(world.engine.last.turn_id))
     assert (world.sink.last.finish_reason, world.sink.last.id) == ("aborted", "a")
     assert world.transcript(session_id)[-1] == ("assistant", "Hel")
     del world.engine.turns[world.engine.last.turn_id]
@@ -158,11 +158,11 @@ def test_closing_while_no_engine_has_the_turn_ends_it_once(world: World) -> None
     turn = world.engine.turns[world.engine.last.turn_id]
     world.engine.lose()
     world.close(session_id)
-    turn.hear(Withdrawn(turn.turn_id))
+    turn.on_engine_event(Cancelled(turn.turn_id))
     turn.interrupted()
     with pytest.raises(InferenceCenterError):
         turn.submission()
-    turn.hear(Failed(turn_id=turn.turn_id, code="nothing_to_abort", message="over"))
+    turn.on_engine_event(Failed(turn_id=turn.turn_id, code="nothing_to_abort", message="over"))
     assert world.sink.ops == ["queued", "end"]
 
 
@@ -255,7 +255,7 @@ def test_what_a_shifted_turn_held_back_is_told_when_it_is_aborted_waiting(world:
     world.engine.overflow(N_CTX, said="ab", text="c")
     world.abort(session_id)
     if said_again:
-        world.engine.say(Delta(world.engine.last.turn_id, b"", "c"))
+        world.engine.say(TokenDelta(world.engine.last.turn_id, b"", "c"))
     world.engine.finish("aborted", kept="abc" if said_again else "", end_text="")
     assert world.sink.text.endswith("abc")
     assert world.sink.last.finish_reason == "aborted"
@@ -268,7 +268,7 @@ def test_what_a_shifted_turn_held_back_is_told_when_it_is_withdrawn(world: World
     world.engine.overflow(N_CTX, said="ab", text="c")
     world.engine.lose()
     world.abort(session_id)
-    world.engine.say(Withdrawn(world.engine.last.turn_id))
+    world.engine.say(Cancelled(world.engine.last.turn_id))
     assert world.transcript(session_id)[-1] == ("assistant", "abc")
 
 

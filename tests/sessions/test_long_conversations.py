@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from inferencecenter.errors import ErrorCode, InferenceCenterError
-from inferencecenter.ipc.messages import Position, unpack_tokens
+from inferencecenter.ipc.messages import QueuePosition, unpack_tokens
 from inferencecenter.ipc.port import EngineState, EngineStatus
 from inferencecenter.protocol import events
 from inferencecenter.protocol.base import SessionEvent, TurnEvent
@@ -379,7 +379,7 @@ def test_the_place_in_the_queue_is_told_again(world: World) -> None:
     seen = len(world.sink.events)
     world.engine.overflow(N_CTX, said="ab")
     for position in (2, 1, 0):
-        world.engine.say(Position(world.engine.last.turn_id, position))
+        world.engine.say(QueuePosition(world.engine.last.turn_id, position))
     world.engine.start()
     told = world.sink.events[seen:]
     assert [getattr(event, "position", event.op) for event in told] == ["context_shifted", 2, 1, 0]

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from inferencecenter.ipc.messages import Piece
+from inferencecenter.ipc.messages import PromptSegment
 from inferencecenter.sessions.quoting import Rendering, SpecialTexts
 
 SPECIAL = ("<|im_start|>", "<|im_end|>", "<s>", "aa", "\n\n", "§")
@@ -33,7 +33,7 @@ FRAGMENTS = (
 texts = st.lists(st.sampled_from(FRAGMENTS) | st.text(max_size=3), max_size=8).map("".join)
 
 
-def recognised(pieces: tuple[Piece, ...]) -> list[str]:
+def recognised(pieces: tuple[PromptSegment, ...]) -> list[str]:
     """What a tokenizer finds when it looks for special tokens in each piece, longest first."""
     pattern = "|".join(re.escape(text) for text in sorted(SPECIAL, key=len, reverse=True))
     return [found for piece in pieces if piece.special for found in re.findall(pattern, piece.text)]
@@ -123,12 +123,12 @@ def test_ordinary_text_is_not_touched() -> None:
     """Templates see ordinary contents as they are, and they make one piece."""
     text = "Is 3 < 4 and 5 > 4? So it is."
     assert SpecialTexts(SPECIAL).mark(text) == text
-    assert Rendering.of_marked(text).pieces() == (Piece(text, True),)
+    assert Rendering.of_marked(text).pieces() == (PromptSegment(text, True),)
 
 
 def test_raw_text_is_never_special() -> None:
     """A rendering without special tokens is one piece of plain text."""
-    assert Rendering("<|im_start|>", special=False).pieces() == (Piece("<|im_start|>", False),)
+    assert Rendering("<|im_start|>", special=False).pieces() == (PromptSegment("<|im_start|>", False),)
 
 
 def test_a_model_without_special_tokens_needs_no_marks() -> None:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from inferencecenter.errors import ErrorCode, InferenceCenterError
-from inferencecenter.ipc.messages import Delta
+from inferencecenter.ipc.messages import TokenDelta
 from inferencecenter.ipc.port import EngineState, EngineStatus
 from inferencecenter.protocol import events, requests
 from inferencecenter.protocol.params import decode
@@ -62,7 +62,7 @@ def refused(code: ErrorCode, call: Callable[..., object], *args: Any, **kwargs: 
 def test_an_unfinished_turn_goes_on_by_itself(world: World) -> None:
     """With the very same prompt, its tokens and what was told of them, as soon as an engine is ready."""
     session_id = interrupted(world, "ab")
-    world.engine.say(Delta(world.engine.last.turn_id, packed("cd"), "c"))
+    world.engine.say(TokenDelta(world.engine.last.turn_id, packed("cd"), "c"))
     first, history = world.engine.last, world.get(session_id).transcript
     restart(world, loaded=False)
     assert world.engine.submitted == []

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from inferencecenter.ipc.messages import Progress
+from inferencecenter.ipc.messages import PrefillProgress
 from inferencecenter.protocol import events, requests
 from inferencecenter.protocol.base import SessionEvent
 from inferencecenter.protocol.values import ChatMessage
@@ -232,7 +232,7 @@ def test_all_kinds_of_events_are_told_again(world: World) -> None:
     session_id = world.create()
     world.infer(session_id, id="i")
     world.engine.start()
-    world.engine.say(Progress(world.engine.last.turn_id, 1, 2))
+    world.engine.say(PrefillProgress(world.engine.last.turn_id, 1, 2))
     world.engine.generate("a")
     world.engine.finish(kept="a")
     told = list(world.sink.events)

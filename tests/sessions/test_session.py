@@ -11,11 +11,11 @@ from structlog.testing import capture_logs
 
 from inferencecenter.errors import ErrorCode, InferenceCenterError
 from inferencecenter.ipc.messages import (
-    Delta,
-    Position,
-    Progress,
+    PrefillProgress,
+    QueuePosition,
+    SampledLogprobs,
+    TokenDelta,
     TokenLogprob,
-    TokenLogprobs,
 )
 from inferencecenter.ipc.port import EngineState, EngineStatus
 from inferencecenter.protocol import events, requests
@@ -41,7 +41,7 @@ def test_a_turn_is_acknowledged_streamed_and_ended(world: World) -> None:
     session_id = world.create()
     world.infer(session_id, id="i1")
     world.engine.start()
-    world.engine.say(Progress(world.engine.last.turn_id, 3, 9))
+    world.engine.say(PrefillProgress(world.engine.last.turn_id, 3, 9))
     world.engine.generate("Hel")
     world.engine.generate("")
     world.engine.generate("lo")
@@ -73,7 +73,7 @@ def test_places_in_the_queue_are_told_when_they_change(world: World) -> None:
     session_id = world.create()
     world.infer(session_id)
     for position in (3, 2, 2, 0):
-        world.engine.say(Position(world.engine.last.turn_id, position))
+        world.engine.say(QueuePosition(world.engine.last.turn_id, position))
     world.engine.start()
     assert [event.position for event in world.sink.events if isinstance(event, events.Queued)] == [3, 2, 0]
 
@@ -83,8 +83,8 @@ def test_logprobs_are_passed_on_even_without_text(world: World) -> None:
     session_id = world.create()
     world.infer(session_id, n_probs=1)
     world.engine.start()
-    entry = TokenLogprobs(TokenLogprob("H", 72, -0.5), (TokenLogprob("H", 72, -0.5),))
-    world.engine.say(Delta(world.engine.last.turn_id, b"\0\0\0\0", "", (entry,)))
+    entry = SampledLogprobs(TokenLogprob("H", 72, -0.5), (TokenLogprob("H", 72, -0.5),))
+    world.engine.say(TokenDelta(world.engine.last.turn_id, b"\0\0\0\0", "", (entry,)))
     assert world.sink.last.content == ""
     assert world.sink.last.logprobs[0].top[0].logprob == -0.5
     assert decode(world.engine.last.params_json).n_probs == 1
@@ -278,8 +278,8 @@ def test_every_turn_has_exactly_one_terminal_event(steps: list[str]) -> None:
     actions: dict[str, Callable[[], object]] = {
         "start": world.engine.start,
         "delta": lambda: world.engine.generate("x"),
-        "progress": lambda: world.engine.say(Progress(world.engine.last.turn_id, 1, 2)),
-        "position": lambda: world.engine.say(Position(world.engine.last.turn_id, 1)),
+        "progress": lambda: world.engine.say(PrefillProgress(world.engine.last.turn_id, 1, 2)),
+        "position": lambda: world.engine.say(QueuePosition(world.engine.last.turn_id, 1)),
         "finish": world.engine.finish,
         "aborted": lambda: world.engine.finish("aborted", end_text=""),
         "fail": world.engine.fail,

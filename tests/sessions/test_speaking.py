@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inferencecenter.ipc.messages import Delta, TokenLogprob, TokenLogprobs
+from inferencecenter.ipc.messages import SampledLogprobs, TokenDelta, TokenLogprob
 from inferencecenter.protocol.requests import Infer
 from inferencecenter.sessions.formats.parts import Argued, Called, Part, Said, Thought
 from inferencecenter.sessions.formats.speech import Speech, speech_of
@@ -33,10 +33,10 @@ def speech() -> Speech:
     return speech_of(REQUEST, written=WRITTEN, asked="")
 
 
-def delta(text: str, *, logprobs: int = 0) -> Delta:
+def delta(text: str, *, logprobs: int = 0) -> TokenDelta:
     """New text, with the logprobs of so many tokens."""
-    entry = TokenLogprobs(TokenLogprob("x", 1, -1.0), ())
-    return Delta("t_1", b"", text, (entry,) * logprobs)
+    entry = SampledLogprobs(TokenLogprob("x", 1, -1.0), ())
+    return TokenDelta("t_1", b"", text, (entry,) * logprobs)
 
 
 def whole(told: list[Part]) -> list[Part]:
@@ -85,9 +85,9 @@ def test_a_call_that_was_cut_off_is_not_kept() -> None:
     assert speaking.reasoning == "North or south?"
 
 
-def tokens(text: str, n_tokens: int) -> Delta:
+def tokens(text: str, n_tokens: int) -> TokenDelta:
     """New text that so many tokens spell."""
-    return Delta("t_1", b"\0\0\0\0" * n_tokens, text)
+    return TokenDelta("t_1", b"\0\0\0\0" * n_tokens, text)
 
 
 @pytest.mark.parametrize(

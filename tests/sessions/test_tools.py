@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from inferencecenter.errors import ErrorCode
-from inferencecenter.ipc.messages import Delta, TokenLogprob, TokenLogprobs
+from inferencecenter.ipc.messages import SampledLogprobs, TokenDelta, TokenLogprob
 from inferencecenter.protocol import events
 from inferencecenter.protocol.values import ChatMessage
 from inferencecenter.sessions.records import Ended, Said
@@ -287,8 +287,8 @@ def test_logprobs_go_with_the_first_event_of_what_was_generated(world: World) ->
     ask(world, session_id, n_probs=0)
     world.engine.start()
     for token in ("<tool_call>\n", '{"name": "weather", ', '"arguments": {"city"', ': "Oslo"}}', "\n</tool_call>"):
-        entry = TokenLogprobs(TokenLogprob(token, 1, -0.5), ())
-        world.engine.say(Delta(world.engine.last.turn_id, packed("x"), token, (entry,)))
+        entry = SampledLogprobs(TokenLogprob(token, 1, -0.5), ())
+        world.engine.say(TokenDelta(world.engine.last.turn_id, packed("x"), token, (entry,)))
     world.engine.finish(kept="")
     told = [
         entry.token

@@ -9,7 +9,7 @@ import pytest
 from msgspec import structs
 
 from inferencecenter.errors import ErrorCode, InferenceCenterError
-from inferencecenter.ipc.messages import Delta, Failed, Stage, Started
+from inferencecenter.ipc.messages import Failed, Started, TokenDelta, TraceStage
 from inferencecenter.protocol import requests
 from inferencecenter.sessions.tracing import Untraced
 from tests.sessions.conftest import World, packed
@@ -21,7 +21,11 @@ if TYPE_CHECKING:
     from inferencecenter.sessions.tracing import Figures
 
 PARENT = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
-QUEUE, PREFILL, DECODE = Stage("queue", 1.0, 2.0), Stage("prefill", 2.0, 3.0, 7), Stage("decode", 3.0, 4.0, 5)
+QUEUE, PREFILL, DECODE = (
+    TraceStage("queue", 1.0, 2.0),
+    TraceStage("prefill", 2.0, 3.0, 7),
+    TraceStage("decode", 3.0, 4.0, 5),
+)
 
 
 @dataclass
@@ -31,7 +35,7 @@ class HeardTrace:
     traceparent: str | None
     wanted: bool
     figures: dict[str, Any] = field(default_factory=dict)
-    stages: list[Stage] = field(default_factory=list)
+    stages: list[TraceStage] = field(default_factory=list)
     events: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
     ends: list[str | None] = field(default_factory=list)
 
@@ -39,7 +43,7 @@ class HeardTrace:
         """Keep them."""
         self.figures |= figures
 
-    def spent(self, stages: Iterable[Stage]) -> None:
+    def spent(self, stages: Iterable[TraceStage]) -> None:
         """Keep them."""
         self.stages += stages
 
@@ -81,7 +85,7 @@ def tracer(world: World) -> HeardTracer:
     return tracer
 
 
-def start(world: World, *stages: Stage) -> None:
+def start(world: World, *stages: TraceStage) -> None:
     """Give the last turn a slot, with what it took to get there."""
     turn = world.engine.last
     world.engine.say(Started(turn.turn_id, turn.tokens + packed(world.engine.last_text), 0, stages))
@@ -160,11 +164,11 @@ def test_a_turn_whose_engine_is_lost(world: World, tracer: HeardTracer) -> None:
     """One trace for all of it, with the loss as an event; the next engine is asked for its times too."""
     world.infer(world.create())
     start(world, QUEUE)
-    world.engine.say(Delta(world.engine.last.turn_id, packed("abc"), "abc"))
+    world.engine.say(TokenDelta(world.engine.last.turn_id, packed("abc"), "abc"))
     world.engine.lose()
     world.engine.ready()
     assert world.engine.last.traced
-    start(world, Stage("queue", 5.0, 6.0))
+    start(world, TraceStage("queue", 5.0, 6.0))
     world.engine.finish(kept="abc", stages=(DECODE,))
     (trace,) = tracer.traces
     assert trace.events == [("interrupted", {"inferencecenter.tokens": 3})]
@@ -181,7 +185,7 @@ def test_a_turn_that_is_shifted(world: World, tracer: HeardTracer) -> None:
     start(world, QUEUE)
     world.engine.generate("xyz")
     world.engine.overflow(1025, said="xyz", stages=(PREFILL, DECODE))
-    start(world, Stage("queue", 5.0, 6.0))
+    start(world, TraceStage("queue", 5.0, 6.0))
     world.engine.finish(kept="xyz", stages=(DECODE,))
     trace = tracer.last
     assert trace.events == [("shifted", {"inferencecenter.tokens": 1025})]

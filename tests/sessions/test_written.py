@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from inferencecenter.errors import ErrorCode, InferenceCenterError
-from inferencecenter.ipc.messages import Delta, Position, Progress, TokenLogprob, TokenLogprobs
+from inferencecenter.ipc.messages import PrefillProgress, QueuePosition, SampledLogprobs, TokenDelta, TokenLogprob
 from inferencecenter.protocol import requests
 from inferencecenter.protocol.base import SessionEvent
 from inferencecenter.protocol.events import Error
@@ -51,7 +51,7 @@ def test_a_turn_is_written_step_by_step(world: World) -> None:
     world.infer(session_id, turn_key="k")
     world.engine.start()
     world.engine.generate("Hel")
-    world.engine.say(Delta(world.engine.last.turn_id, packed("l"), ""))
+    world.engine.say(TokenDelta(world.engine.last.turn_id, packed("l"), ""))
     world.engine.generate("o")
     world.engine.finish(kept="Hello")
     assert kinds(world) == ["Opened", "Ordered", "Spent", "Said", "Said", "Said", "Said", "Ended"]
@@ -74,10 +74,10 @@ def test_each_number_is_written_with_its_event(world: World) -> None:
     world.engine.position = 2
     session_id = world.create()
     world.infer(session_id, turn_key="k")
-    world.engine.say(Position(world.engine.last.turn_id, 1))
+    world.engine.say(QueuePosition(world.engine.last.turn_id, 1))
     world.infer(session_id, turn_key="k")
     world.engine.start()
-    world.engine.say(Progress(world.engine.last.turn_id, 1, 2))
+    world.engine.say(PrefillProgress(world.engine.last.turn_id, 1, 2))
     world.engine.generate("a")
     world.engine.fail()
     world.append(session_id, ("user", "x"))
@@ -114,8 +114,8 @@ def test_logprobs_without_text_are_an_event(world: World) -> None:
     session_id = world.create()
     world.infer(session_id, n_probs=1)
     world.engine.start()
-    entry = TokenLogprobs(TokenLogprob("H", 72, -0.5), ())
-    world.engine.say(Delta(world.engine.last.turn_id, packed("H"), "", (entry,)))
+    entry = SampledLogprobs(TokenLogprob("H", 72, -0.5), ())
+    world.engine.say(TokenDelta(world.engine.last.turn_id, packed("H"), "", (entry,)))
     (said,) = journal(world).of(Said)
     assert (said.seq, said.text, world.sink.last.seq) == (2, "", 2)
 

@@ -11,19 +11,19 @@ from typing import TYPE_CHECKING, ClassVar
 import msgspec
 
 from inferencecenter.ipc.messages import (
-    Delta,
+    Cancelled,
+    ContextFull,
     EngineOptions,
     Failed,
     Finished,
-    Overflowed,
-    Piece,
+    PromptSegment,
     Submit,
+    TokenDelta,
     TurnEvent,
-    Withdrawn,
 )
 from inferencecenter.ipc.port import EngineState, EngineStatus
 from inferencecenter.protocol.params import Params, encode
-from inferencecenter.supervisor.backoff import RestartPolicy
+from inferencecenter.supervisor.restart_policy import RestartPolicy
 from inferencecenter.supervisor.supervisor import Supervisor
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 TIMEOUT_S = 60.0
 PROMPT = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
-Terminal = Finished | Failed | Overflowed | Withdrawn
+Terminal = Finished | Failed | ContextFull | Cancelled
 
 
 def order(turn_id: str, text: str = "hello", **fields: object) -> Submit:
@@ -45,7 +45,7 @@ def order(turn_id: str, text: str = "hello", **fields: object) -> Submit:
         client_id="ada",
         priority=1,
         tokens=b"",
-        pieces=(Piece(PROMPT.format(text), True),),
+        pieces=(PromptSegment(PROMPT.format(text), True),),
         params_json=encode(Params()),
     )
     return msgspec.structs.replace(submit, **fields)
@@ -78,7 +78,7 @@ class Heard:
     @property
     def tokens(self) -> bytes:
         """What it generated, packed."""
-        return self.order.answer + b"".join(event.tokens for event in self.events if isinstance(event, Delta))
+        return self.order.answer + b"".join(event.tokens for event in self.events if isinstance(event, TokenDelta))
 
     @property
     def n_tokens(self) -> int:
@@ -96,10 +96,10 @@ class Heard:
             self.order, answer=self.tokens, shown_chars=self.order.shown_chars + len(self.text)
         )
 
-    def hear(self, event: TurnEvent) -> None:
+    def on_engine_event(self, event: TurnEvent) -> None:
         """Keep the event."""
         self.events.append(event)
-        if isinstance(event, Delta):
+        if isinstance(event, TokenDelta):
             self.spoke.set()
         if isinstance(event, Terminal):
             self.ended.set()
@@ -121,7 +121,7 @@ class Heard:
     @property
     def text(self) -> str:
         """What the turn said."""
-        return "".join(event.text for event in self.events if isinstance(event, Delta))
+        return "".join(event.text for event in self.events if isinstance(event, TokenDelta))
 
     @property
     def terminal(self) -> list[Terminal]:

@@ -24,29 +24,29 @@ from pathlib import Path
 
 import msgspec
 
+from inferencecenter.ipc.framing import BlockingChannel
+from inferencecenter.ipc.heartbeat import Heartbeat
 from inferencecenter.ipc.messages import (
-    Abort,
+    AbortTurn,
     Configure,
-    Delta,
     EngineOptions,
     Finished,
-    Keep,
     LoadFailed,
     Loading,
     ModelInfo,
     Ready,
-    Release,
+    ReleaseSession,
+    RetainSessions,
     Started,
-    Step,
+    StepOutput,
     Submit,
     Suspend,
     Suspended,
     ToEngine,
+    TokenDelta,
     TurnEvent,
     pack_tokens,
 )
-from inferencecenter.ipc.pipe import Pipe
-from inferencecenter.ipc.pulse import Pulse
 
 HANGS = "hangs"
 MODULE = "tests.supervisor.stub_engine"
@@ -96,9 +96,9 @@ class _Turn:
 
 
 class _Engine:
-    def __init__(self, pipe: Pipe, options: EngineOptions) -> None:
+    def __init__(self, pipe: BlockingChannel, options: EngineOptions) -> None:
         self._pipe = pipe
-        self._pulse = Pulse.attach(options.pulse_fd)
+        self._heartbeat = Heartbeat.attach(options.pulse_fd)
         self._log = Path(options.model_path) if options.model_path else None
         self._turns: dict[str, _Turn] = {}
 
@@ -114,15 +114,15 @@ class _Engine:
     def _handle(self, command: ToEngine) -> None:
         match command:
             case Submit():
-                with self._pulse.preparing(command.turn_id):
+                with self._heartbeat.preparing(command.turn_id):
                     self._submit(command)
-            case Abort(turn_id=turn_id) if turn_id in self._turns:
+            case AbortTurn(turn_id=turn_id) if turn_id in self._turns:
                 self._send(_finished(self._turns.pop(turn_id), "aborted"))
-            case Release(session_id=turn_id) if turn_id in self._turns:  # a session is named like its turn
+            case ReleaseSession(session_id=turn_id) if turn_id in self._turns:  # a session is named like its turn
                 self._turns[turn_id].released = True
             case Suspend():
                 self._pipe.send(Suspended(0))
-            case Abort() | Keep() | Release() | Configure():
+            case AbortTurn() | RetainSessions() | ReleaseSession() | Configure():
                 pass
 
     def _submit(self, submit: Submit) -> None:
@@ -137,7 +137,7 @@ class _Engine:
     def _step(self) -> None:
         turns = [turn for turn in self._turns.values() if not turn.waits]
         names = tuple(turn.turn_id for turn in turns)
-        self._pulse.step(names)
+        self._heartbeat.step(names)
         self._note(*names)
         events: list[TurnEvent] = []
         for turn in turns:
@@ -145,10 +145,10 @@ class _Engine:
                 self._misbehave(turn)
                 events.append(_finished(self._turns.pop(turn.turn_id), "stop"))
             else:
-                events.append(Delta(turn.turn_id, pack_tokens([turn.done]), answer(turn.done + 1)[-1]))
+                events.append(TokenDelta(turn.turn_id, pack_tokens([turn.done]), answer(turn.done + 1)[-1]))
                 turn.done += 1
         self._send(*events)
-        self._pulse.step(())
+        self._heartbeat.step(())
 
     def _misbehave(self, turn: _Turn) -> None:
         match turn.what:
@@ -169,7 +169,7 @@ class _Engine:
                 log.write(" ".join((str(os.getpid()), *words)) + "\n")
 
     def _send(self, *events: TurnEvent) -> None:
-        self._pipe.send(Step(events=events, running=len(self._turns), waiting=0, rss_bytes=0))
+        self._pipe.send(StepOutput(events=events, running=len(self._turns), waiting=0, rss_bytes=0))
 
 
 def _die() -> None:
@@ -195,7 +195,7 @@ def _finished(turn: _Turn, reason: str) -> Finished:
     )
 
 
-def _load(pipe: Pipe, options: EngineOptions) -> bool:
+def _load(pipe: BlockingChannel, options: EngineOptions) -> bool:
     how, _, bound = options.model_name.partition(" ")
     waits = how == "wait" and not Path(options.model_path).exists()
     if waits:
@@ -215,7 +215,7 @@ def _load(pipe: Pipe, options: EngineOptions) -> bool:
 def _main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--fd", type=int, required=True)
-    pipe = Pipe(socket.socket(fileno=parser.parse_args().fd))
+    pipe = BlockingChannel(socket.socket(fileno=parser.parse_args().fd))
     configure = pipe.read()
     assert isinstance(configure, Configure)
     inbox: queue.SimpleQueue[ToEngine | None] = queue.SimpleQueue()

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from inferencecenter.supervisor.backoff import HEALTHY_AFTER_S, Backoff, RestartPolicy
+from inferencecenter.supervisor.restart_policy import HEALTHY_AFTER_S, RestartBackoff, RestartPolicy
 
 POLICY = RestartPolicy(min_s=0.5, max_s=6.0)
 
 
 def test_the_wait_doubles_up_to_its_bound() -> None:
     """However many failures there were, the bound holds."""
-    backoff = Backoff(POLICY, random=lambda: 1.0)
+    backoff = RestartBackoff(POLICY, random=lambda: 1.0)
     waits = [backoff.after_failure(ready_s=0.0) for _ in range(2000)]
     assert waits[:5] == [0.5, 1.0, 2.0, 4.0, 6.0]
     assert waits[-1] == 6.0
@@ -17,12 +17,12 @@ def test_the_wait_doubles_up_to_its_bound() -> None:
 
 def test_jitter_takes_away_up_to_half() -> None:
     """Daemons that lost their engines together do not start them together."""
-    assert Backoff(POLICY, random=lambda: 0.0).after_failure(ready_s=0.0) == 0.25
+    assert RestartBackoff(POLICY, random=lambda: 0.0).after_failure(ready_s=0.0) == 0.25
 
 
 def test_health_starts_the_count_anew() -> None:
     """An engine that served for a while is started again at once; one that just came up is not."""
-    backoff = Backoff(POLICY, random=lambda: 1.0)
+    backoff = RestartBackoff(POLICY, random=lambda: 1.0)
     assert [backoff.after_failure(ready_s=ready_s) for ready_s in (0.0, HEALTHY_AFTER_S - 1, HEALTHY_AFTER_S)] == [
         0.5,
         1.0,

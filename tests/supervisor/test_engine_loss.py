@@ -12,10 +12,10 @@ from structlog.testing import capture_logs
 
 from inferencecenter.errors import ErrorCode, InferenceCenterError
 from inferencecenter.ipc.channel import MAX_UNREAD_BYTES
-from inferencecenter.ipc.messages import Delta, Failed, Submit, Withdrawn
+from inferencecenter.ipc.messages import Cancelled, Failed, Submit, TokenDelta
 from inferencecenter.ipc.port import EngineState, EngineStatus
 from inferencecenter.supervisor import process
-from inferencecenter.supervisor.watch import LOOKS
+from inferencecenter.supervisor.watchdog import LOOKS
 from tests.supervisor import stub_engine
 from tests.supervisor.harness import TIMEOUT_S, Heard, Watched, end_of, order
 from tests.supervisor.stub_engine import HANGS, answer
@@ -108,7 +108,7 @@ async def hang(clock: LoopClock) -> None:
 
 
 async def test_a_stopped_engine_is_killed(clock: LoopClock) -> None:
-    """SIGSTOP while turns run is a hang; it is noticed by the pulse alone, and the turns go on."""
+    """SIGSTOP while turns run is a hang; it is noticed by the heartbeat alone, and the turns go on."""
     watched = await ready(echo_delay_ms=5, hang_timeout_s=HANG_TIMEOUT_S)
     turn = watched.submit("t", LONG)
     await asyncio.wait_for(turn.spoke.wait(), TIMEOUT_S)
@@ -269,7 +269,7 @@ async def test_a_turn_aborted_without_an_engine_is_withdrawn() -> None:
     watched.kill()
     await watched.until(EngineState.BACKOFF)
     watched.supervisor.abort("gone")
-    assert gone.terminal == [Withdrawn("gone")]
+    assert gone.terminal == [Cancelled("gone")]
     said = gone.text
     await end_of(stays)
     assert stays.text == LONG
@@ -289,7 +289,7 @@ async def test_an_abort_that_an_engine_took_with_it() -> None:
     watched.supervisor.abort("t")
     os.kill(pid, signal.SIGKILL)
     await watched.until(EngineState.READY)
-    assert turn.terminal == [Withdrawn("t")]
+    assert turn.terminal == [Cancelled("t")]
     assert (turn.interruptions, turn.submissions) == (0, 1)
     await watched.supervisor.stop()
 
@@ -413,4 +413,4 @@ async def test_a_model_that_does_not_fit_without_a_gpu_either(monkeypatch: pytes
 def test_letters_are_told_once() -> None:
     """The stub's answer begins in the same way however long it is."""
     assert answer(30).startswith(answer(27))
-    assert Delta("t", b"", answer(27)[-1]).text == "a"
+    assert TokenDelta("t", b"", answer(27)[-1]).text == "a"

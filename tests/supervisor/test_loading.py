@@ -6,7 +6,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from inferencecenter.ipc.messages import EngineOptions, LoadFailed, Loading
-from inferencecenter.supervisor.loading import LoadProgress, with_fewer_layers
+from inferencecenter.supervisor.engine_status import LoadProgress, with_fewer_layers
 from tests.supervisor.stub_engine import MODEL
 
 ALL = EngineOptions(backend="llama", parent_pid=0)

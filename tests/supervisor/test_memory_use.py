@@ -13,8 +13,8 @@ from inferencecenter.hardware.nvml import NO_GPU, GpuReading, Gpus
 from inferencecenter.hardware.pressure import Usage
 from inferencecenter.ipc.port import EngineState, EngineStatus
 from inferencecenter.settings import GpuSettings, MemorySettings
-from inferencecenter.supervisor import memory_use
-from inferencecenter.supervisor.memory_use import gpu_memory, main_memory, reader
+from inferencecenter.supervisor import memory_pressure
+from inferencecenter.supervisor.memory_pressure import gpu_memory, main_memory, reader
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -29,9 +29,9 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
     def say(*, group: Share | None = None, machine: Share | None = None, **processes: Resident) -> None:
         known = {os.getpid() if name == "front" else int(name[1:]): each for name, each in processes.items()}
-        monkeypatch.setattr(memory_use, "cgroup_memory", lambda: group)
-        monkeypatch.setattr(memory_use, "machine_memory", lambda: machine)
-        monkeypatch.setattr(memory_use, "resident", lambda pid: known.get(pid, Resident()))
+        monkeypatch.setattr(memory_pressure, "cgroup_memory", lambda: group)
+        monkeypatch.setattr(memory_pressure, "machine_memory", lambda: machine)
+        monkeypatch.setattr(memory_pressure, "resident", lambda pid: known.get(pid, Resident()))
 
     say()
     return say
@@ -91,7 +91,7 @@ def test_only_gpus_in_use_are_looked_at_and_only_when_wanted(
     kernel(machine=Share(500, 1000))
     assert [each.name for each in reader(MemorySettings(), GpuSettings())([])] == ["memory"]
     readings = tuple(GpuReading(index=index, vram_total_bytes=9 * MIB, vram_free_bytes=MIB) for index in (0, 1))
-    monkeypatch.setattr(memory_use, "read_gpus", lambda: Gpus(readings))
+    monkeypatch.setattr(memory_pressure, "read_gpus", lambda: Gpus(readings))
     seen = reader(MemorySettings(vram_floor_mib=2), GpuSettings(devices=("1",)))([])
     assert [(each.name, each.is_over) for each in seen] == [("memory", False), ("GPU 1", True)]
 

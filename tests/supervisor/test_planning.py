@@ -15,13 +15,13 @@ from structlog.testing import capture_logs
 from inferencecenter.bench.header import HEADERS, write_header
 from inferencecenter.errors import ErrorCode, InferenceCenterError
 from inferencecenter.hardware.plan import MIB, Device, Host
+from inferencecenter.hardware.vram_calibration import VramCalibration
 from inferencecenter.ipc.messages import Adapter, BufferUse, EngineOptions
 from inferencecenter.ipc.port import EngineState, EngineStatus
 from inferencecenter.settings import EngineSettings, GpuSettings
-from inferencecenter.supervisor.backoff import RestartPolicy
-from inferencecenter.supervisor.corrections import Corrections
-from inferencecenter.supervisor.loading import with_fewer_layers
+from inferencecenter.supervisor.engine_status import with_fewer_layers
 from inferencecenter.supervisor.planning import Planner
+from inferencecenter.supervisor.restart_policy import RestartPolicy
 from inferencecenter.supervisor.supervisor import Supervisor
 from tests.supervisor.stub_engine import MODEL
 
@@ -50,7 +50,7 @@ class Machine:
         return Planner(
             engine=EngineSettings(**engine),
             gpu=GpuSettings(**gpu or {}),
-            corrections=Corrections(folder / "plan.json"),
+            calibration=VramCalibration(folder / "plan.json"),
             devices=self.find,
             host=lambda: Host(available_bytes=self.available_bytes, cores=4),
             used_bytes=lambda _index, pid: self.used.get(pid),
@@ -157,7 +157,7 @@ async def test_a_measurement_that_raises_anything_costs_the_measurement(
     planner.first(options)
     monkeypatch.setattr(planner, "compare", lambda *_: 1 / 0)
     with capture_logs() as logs:
-        planner.heard(EngineStatus(state=EngineState.READY, model=MODEL, pid=5))
+        planner.on_status(EngineStatus(state=EngineState.READY, model=MODEL, pid=5))
         await asyncio.get_running_loop().shutdown_default_executor()
     assert [line["reason"] for line in logs] == ["ZeroDivisionError: division by zero"]
 
@@ -306,7 +306,7 @@ async def test_each_ready_engine_is_compared_once(
         (EngineState.READY, 8),
         (EngineState.READY, None),
     ):
-        planner.heard(EngineStatus(state=state, model=MODEL, pid=pid))
+        planner.on_status(EngineStatus(state=state, model=MODEL, pid=pid))
     assert compared == [7, 8]
 
 

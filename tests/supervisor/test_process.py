@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from structlog.testing import capture_logs
 
 from inferencecenter.ipc.messages import Configure, EngineOptions, FromEngine, Ready
-from inferencecenter.supervisor.process import Ended, EngineProcess
+from inferencecenter.supervisor.process import EngineExit, EngineProcess
 
 if TYPE_CHECKING:
     import pytest
@@ -41,7 +41,7 @@ async def test_one_that_has_just_ended_can_be_killed(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(os, "kill", kill_at_once)
     process.kill(because="enough")
     async with asyncio.timeout(60):
-        assert await process.gone() == Ended("enough", by_itself=False)
+        assert await process.gone() == EngineExit("enough", by_itself=False)
 
 
 async def test_it_ends_when_its_pipe_is_closed() -> None:
@@ -58,4 +58,4 @@ async def test_it_ends_when_its_pipe_is_closed() -> None:
     async with asyncio.timeout(60):
         await ready.wait()
         process.close()
-        assert await process.gone() == Ended("the engine ended with status 0")
+        assert await process.gone() == EngineExit("the engine ended with status 0")

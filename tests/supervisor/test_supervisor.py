@@ -12,7 +12,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from inferencecenter.errors import ErrorCode, InferenceCenterError
-from inferencecenter.ipc.messages import EngineOptions, Failed, Finished, TurnEvent, Withdrawn
+from inferencecenter.ipc.messages import Cancelled, EngineOptions, Failed, Finished, TurnEvent
 from inferencecenter.ipc.port import EngineState, EngineStatus
 from inferencecenter.supervisor import process
 from tests.supervisor import stub_engine
@@ -165,7 +165,7 @@ async def test_a_listener_that_fails_harms_nobody_else(slow: Watched) -> None:
     """Its fault is logged, and the turn beside it goes on."""
 
     class Broken(Heard):
-        def hear(self, event: TurnEvent) -> None:
+        def on_engine_event(self, event: TurnEvent) -> None:
             raise RuntimeError(type(event).__name__)
 
     with capture_logs() as logs:
@@ -211,7 +211,7 @@ async def test_stopping_interrupts_turns_and_ends_the_process() -> None:
         watched.submit("t2")
     assert caught.value.code is ErrorCode.ENGINE_UNAVAILABLE
     watched.supervisor.abort("t1")
-    assert heard.terminal == [Withdrawn("t1")]
+    assert heard.terminal == [Cancelled("t1")]
 
 
 async def test_an_engine_that_hangs_is_killed_at_the_end(slow: Watched) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 from structlog.testing import capture_logs
 
-from inferencecenter.ipc.messages import Delta, Overflowed
+from inferencecenter.ipc.messages import ContextFull, TokenDelta
 from inferencecenter.ipc.port import EngineState
 from tests.supervisor.harness import TIMEOUT_S, Watched, end_of
 
@@ -45,9 +45,9 @@ async def test_a_turn_that_overflowed_can_be_submitted_again() -> None:
     first = watched.submit("t", LONG[:20], may_shift=True, params_json=b'{"ignore_eos":true,"max_tokens":30}')
     await asyncio.wait_for(first.ended.wait(), TIMEOUT_S)
     (overflowed,) = first.terminal
-    assert isinstance(overflowed, Overflowed)
+    assert isinstance(overflowed, ContextFull)
     assert "turns=0" in repr(watched.supervisor)
-    said = b"".join(event.tokens for event in first.events if isinstance(event, Delta))
+    said = b"".join(event.tokens for event in first.events if isinstance(event, TokenDelta))
     again = watched.submit("t", "x", answer=said, params_json=b'{"ignore_eos":true,"max_tokens":30}')
     assert (await end_of(again)).generated_tokens == 30
     await watched.supervisor.stop()

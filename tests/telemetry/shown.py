@@ -12,12 +12,12 @@ from inferencecenter.errors import ErrorCode
 from inferencecenter.hardware.nvml import SLOWDOWN_NAMES, GpuReading, Gpus
 from inferencecenter.hardware.pressure import PressureState
 from inferencecenter.hardware.thermal import ThermalState
-from inferencecenter.ipc.messages import Delta, Step, Work, pack_tokens
+from inferencecenter.ipc.messages import StepOutput, StepStats, TokenDelta, pack_tokens
 from inferencecenter.ipc.port import EngineState, EngineStatus
 from inferencecenter.protocol.values import FinishReason
 from inferencecenter.server.scrape import show_engines, show_gpus, show_processes
 from inferencecenter.sessions.totals import TurnRecord
-from inferencecenter.supervisor.meter import StepMeter
+from inferencecenter.supervisor.step_metrics import StepMeter
 from inferencecenter.telemetry.metrics import Metrics
 from tests.supervisor.stub_engine import MODEL
 
@@ -55,8 +55,10 @@ def busy_metrics() -> Metrics:
     metrics.refused_connections.labels("401").inc()
     meter = StepMeter(metrics.engines, model=MODEL.name)
     for _ in range(2):
-        delta = Delta("turn", pack_tokens([1]), "x")
-        meter.step(Step((delta,), running=1, waiting=0, rss_bytes=1, work=Work(0.1, rows=1, prefill_tokens=1)))
+        delta = TokenDelta("turn", pack_tokens([1]), "x")
+        meter.step(
+            StepOutput((delta,), running=1, waiting=0, rss_bytes=1, work=StepStats(0.1, rows=1, prefill_tokens=1))
+        )
     for finish in (*get_args(FinishReason), *ErrorCode):
         metrics.turn_ended(_record(finish))
     return metrics

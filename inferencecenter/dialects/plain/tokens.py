@@ -10,7 +10,7 @@ from inferencecenter.dialects.body import Fields
 from inferencecenter.dialects.endpoint import Call, Operation
 from inferencecenter.dialects.replies import document
 from inferencecenter.errors import ErrorCode, InferenceCenterError
-from inferencecenter.ipc.messages import Detokenized, Piece, Tokenized, unpack_tokens
+from inferencecenter.ipc.messages import Detokenized, PromptSegment, Tokenized, unpack_tokens
 from inferencecenter.protocol.requests import ModelName
 from inferencecenter.sessions.allowance import check_model
 
@@ -72,7 +72,7 @@ class Text(BaseModel):
 async def tokenize(call: Call) -> Reply:
     """Tell the tokens of a text."""
     body: Tokenize = call.body
-    pieces = (Piece(body.text, body.special),) if body.text else ()
+    pieces = (PromptSegment(body.text, body.special),) if body.text else ()
     found = await _answer(
         call, _engine(call, body.model).tokenize(pieces, first=body.add_bos, client_id=_client_id(call))
     )

@@ -36,14 +36,14 @@ class _Loaded:
     scale: float
 
 
-class Adapters:
+class LoraAdapters:
     """The LoRA adapters of a loaded model, which are freed with it."""
 
     def __init__(self, loaded: Sequence[_Loaded] = ()) -> None:
         self._loaded = tuple(loaded)
 
     @classmethod
-    def load(cls, model: int, adapters: Sequence[Adapter], *, base: Path, log: LlamaLog) -> Adapters:
+    def load(cls, model: int, adapters: Sequence[Adapter], *, base: Path, log: LlamaLog) -> LoraAdapters:
         """Read adapters for the ``llama_model`` at ``model``, whose file is ``base``; before contexts are made of it.
 
         Contexts reserve their graphs with room for all adapters that the model has by then.

@@ -5,13 +5,12 @@ from __future__ import annotations
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
-from inferencecenter.engine.llama.buffers import BufferSizes
-from inferencecenter.engine.llama.context import Context
+from inferencecenter.engine.llama.context import LlamaContext
 from inferencecenter.engine.llama.devices import present
-from inferencecenter.engine.llama.fingerprint import fingerprint
-from inferencecenter.engine.llama.log import LlamaLog
-from inferencecenter.engine.llama.model import Model
+from inferencecenter.engine.llama.log import BufferSizes, LlamaLog
+from inferencecenter.engine.llama.model import LlamaModel
 from inferencecenter.engine.llama.sampler import NativeSampler
+from inferencecenter.engine.llama.saved_state import fingerprint
 from inferencecenter.engine.sampling.chain import plan_chain
 from inferencecenter.hardware.host import physical_cores
 
@@ -19,8 +18,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from inferencecenter.engine.backend import Chunk, Sampled
-    from inferencecenter.engine.sampling.structured import Constraint
-    from inferencecenter.ipc.messages import BufferUse, EngineOptions, ModelInfo, Piece
+    from inferencecenter.engine.sampling.constraint import Constraint
+    from inferencecenter.ipc.messages import BufferUse, EngineOptions, ModelInfo, PromptSegment
     from inferencecenter.protocol.params import Params
 
 
@@ -30,8 +29,8 @@ class LlamaBackend:
     def __init__(  # noqa: PLR0913 - called by ``load`` alone, with what it has made
         self,
         options: EngineOptions,
-        model: Model,
-        context: Context,
+        model: LlamaModel,
+        context: LlamaContext,
         *,
         digest: str,
         kv_bytes_per_token: int,
@@ -69,9 +68,9 @@ class LlamaBackend:
             log.install()
             resources.callback(log.close)
             options = present(options, on_log=on_log)
-            model = Model.load(options, on_progress=on_progress, log=log)
+            model = LlamaModel.load(options, on_progress=on_progress, log=log)
             resources.callback(model.close)
-            context = Context(model, options, n_threads=options.n_threads or physical_cores(), log=log)
+            context = LlamaContext(model, options, n_threads=options.n_threads or physical_cores(), log=log)
             resources.callback(context.close)
             # A GPU's libraries take memory only when they are first used with a batch of full size.
             full_batch = options.n_ubatch if model.n_gpu_layers else 0
@@ -103,11 +102,11 @@ class LlamaBackend:
         return self._kv_bytes_per_token
 
     @property
-    def can_rewind(self) -> bool:
+    def can_truncate(self) -> bool:
         """Whether ``truncate`` can cut anywhere: not so with recurrent layers and sliding windows."""
-        return self._context.can_rewind
+        return self._context.can_truncate
 
-    def tokenize(self, pieces: Sequence[Piece], *, first: bool) -> list[int]:
+    def tokenize(self, pieces: Sequence[PromptSegment], *, first: bool) -> list[int]:
         """Return the token ids of ``pieces``, BOS included where the model wants one and ``first`` is set.
 
         Raises:
@@ -211,7 +210,7 @@ class LlamaTurnSampler:
     """A turn's native chain, addressed by row of the last decode."""
 
     def __init__(
-        self, native: NativeSampler, context: Context, *, on_close: Callable[[LlamaTurnSampler], None]
+        self, native: NativeSampler, context: LlamaContext, *, on_close: Callable[[LlamaTurnSampler], None]
     ) -> None:
         self._native = native
         self._context = context

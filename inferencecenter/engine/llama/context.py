@@ -1,27 +1,108 @@
-"""One llama context with a KV stream for each slot: decoding, cutting, saving and moving sequences."""
+"""One llama context with a KV stream for each slot: decoding in batches, truncating, saving and moving sequences."""
 
 from __future__ import annotations
 
 import ctypes
+from dataclasses import replace
 from typing import TYPE_CHECKING, NoReturn
 
 import numpy as np
 from llama_cpp import llama_cpp as lib
 
 from inferencecenter.engine.backend import Chunk, DecodeError
-from inferencecenter.engine.llama import state
-from inferencecenter.engine.llama.batch import BatchArrays, split
+from inferencecenter.engine.llama import saved_state
 from inferencecenter.engine.speculation import most_drafts
 from inferencecenter.errors import ErrorCode, InferenceCenterError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from numpy.typing import NDArray
 
     from inferencecenter.engine.llama.log import LlamaLog
-    from inferencecenter.engine.llama.model import Model
+    from inferencecenter.engine.llama.model import LlamaModel
     from inferencecenter.ipc.messages import EngineOptions
+
+
+_INT32 = ctypes.POINTER(ctypes.c_int32)
+
+
+class BatchArrays:
+    """A ``llama_batch`` whose arrays stay where they are and are filled in place."""
+
+    def __init__(self, *, n_batch: int, slots: int) -> None:
+        self._token = np.zeros(n_batch, np.int32)
+        self._pos = np.zeros(n_batch, np.int32)
+        self._n_seq_id = np.ones(n_batch, np.int32)
+        self._logits = np.zeros(n_batch, np.int8)
+        # Each row points at the cell of ``slot_ids`` that holds its slot's number.
+        self._slot_ids = np.arange(slots, dtype=np.int32)
+        self._slot_pointers = [self._slot_ids.ctypes.data + slot * self._slot_ids.itemsize for slot in range(slots)]
+        self._seq_id = np.zeros(n_batch, np.uintp)
+        self.sampled: list[int] = []
+        self._batch = lib.llama_batch(
+            n_tokens=0,
+            token=self._token.ctypes.data_as(_INT32),
+            embd=None,
+            pos=self._pos.ctypes.data_as(_INT32),
+            n_seq_id=self._n_seq_id.ctypes.data_as(_INT32),
+            seq_id=self._seq_id.ctypes.data_as(ctypes.POINTER(_INT32)),
+            logits=self._logits.ctypes.data_as(ctypes.POINTER(ctypes.c_int8)),
+        )
+
+    def fill(self, chunks: Sequence[Chunk]) -> lib.llama_batch:
+        """Write chunks into the arrays in order; ``sampled`` then lists the rows whose logits are asked for."""
+        tokens: list[int] = []
+        positions: list[int] = []
+        pointers: list[int] = []
+        sampled: list[int] = []
+        for chunk in chunks:
+            n_tokens = len(chunk.tokens)
+            tokens += chunk.tokens
+            positions += range(chunk.start, chunk.start + n_tokens)
+            pointers += [self._slot_pointers[chunk.slot]] * n_tokens
+            if chunk.sample:
+                sampled += range(len(tokens) - chunk.n_sampled, len(tokens))
+        # One assignment an array: writing it chunk by chunk costs 10 µs a chunk.
+        n_rows = len(tokens)
+        self._token[:n_rows] = tokens
+        self._pos[:n_rows] = positions
+        self._seq_id[:n_rows] = pointers
+        self._logits[:n_rows] = 0
+        self._logits[sampled] = 1
+        self.sampled = sampled
+        self._batch.n_tokens = n_rows
+        return self._batch
+
+
+def split(chunks: Sequence[Chunk], n_batch: int) -> Iterator[Sequence[Chunk]]:
+    """Yield what goes into each call of at most ``n_batch`` rows.
+
+    Logits live until the next call, so every chunk keeps its last token for the last one, and with it its drafts; all
+    of these must fit it. Before that the chunks advance in equal strides, which llama.cpp can compute together.
+
+    Raises:
+        ValueError: The last tokens and the drafts alone do not fit a call.
+    """
+    if sum(1 + chunk.drafts for chunk in chunks) > n_batch:
+        raise ValueError(f"{len(chunks)} chunks have more than {n_batch} last tokens and drafts")
+    while sum(len(chunk.tokens) for chunk in chunks) > n_batch:
+        growing = [chunk for chunk in chunks if len(chunk.tokens) > 1 + chunk.drafts]
+        stride = max(1, n_batch // len(growing))
+        heads = [_head(chunk, min(stride, len(chunk.tokens) - 1 - chunk.drafts)) for chunk in growing[:n_batch]]
+        yield heads
+        done = {head.slot: len(head.tokens) for head in heads}
+        chunks = [_rest(chunk, done.get(chunk.slot, 0)) for chunk in chunks]
+    yield chunks
+
+
+def _head(chunk: Chunk, n_tokens: int) -> Chunk:
+    return Chunk(chunk.slot, chunk.start, chunk.tokens[:n_tokens], sample=False)
+
+
+def _rest(chunk: Chunk, begin: int) -> Chunk:
+    return replace(chunk, start=chunk.start + begin, tokens=chunk.tokens[begin:])
+
 
 _KV_TYPES = {
     "f32": lib.GGML_TYPE_F32,
@@ -48,14 +129,14 @@ _FAILURES = {
 }
 
 
-class Context:
+class LlamaContext:
     """A ``llama_context`` of ``slots`` sequences, used from one thread.
 
     It counts the tokens of each slot and compares them with llama.cpp's own count after every change, so that a
     sequence is never continued at a place where it is not. A slot that fails that, or whose batch failed, is emptied.
     """
 
-    def __init__(self, model: Model, options: EngineOptions, *, n_threads: int, log: LlamaLog) -> None:
+    def __init__(self, model: LlamaModel, options: EngineOptions, *, n_threads: int, log: LlamaLog) -> None:
         self.slots = options.slots
         self.n_ctx = model.n_ctx(options.n_ctx)
         self.n_threads = n_threads
@@ -77,7 +158,7 @@ class Context:
         self._window: int = lib.llama_model_n_swa(model.handle)
         self._recurrent: bool = lib.llama_model_is_recurrent(model.handle)
         self._hybrid: bool = lib.llama_model_is_hybrid(model.handle)
-        self.can_rewind = not (self._window or self._recurrent or self._hybrid)
+        self.can_truncate = not (self._window or self._recurrent or self._hybrid)
         self._n_batch: int = lib.llama_n_batch(handle)
         self._arrays = BatchArrays(n_batch=self._n_batch, slots=self.slots)
         self._lengths = [0] * self.slots
@@ -170,7 +251,7 @@ class Context:
         if not self._lengths[slot]:
             return 0
         size: int = lib.llama_state_seq_get_size(self.handle, slot)
-        return state.HEADER_BYTES + size if size else 0
+        return saved_state.HEADER_BYTES + size if size else 0
 
     def save(self, slot: int, buffer: memoryview) -> int:
         """Write the slot's sequence into ``buffer`` and return its bytes; 0 for an empty slot or too little room.
@@ -180,15 +261,15 @@ class Context:
         """
         if buffer.readonly:
             raise ValueError("the buffer is read-only")
-        if not self._lengths[slot] or len(buffer) <= state.HEADER_BYTES:
+        if not self._lengths[slot] or len(buffer) <= saved_state.HEADER_BYTES:
             return 0
-        room = buffer[state.HEADER_BYTES :]
+        room = buffer[saved_state.HEADER_BYTES :]
         size: int = lib.llama_state_seq_get_data(self.handle, _start(room), len(room), slot)
         if not size:
             return 0
-        parts = state.streamed_bytes(*self._sizes(slot, size), recurrent=self._recurrent, hybrid=self._hybrid)
-        state.Layout(self._lengths[slot], self.slots, size, parts).write(buffer)
-        return state.HEADER_BYTES + size
+        parts = saved_state.streamed_bytes(*self._sizes(slot, size), recurrent=self._recurrent, hybrid=self._hybrid)
+        saved_state.Layout(self._lengths[slot], self.slots, size, parts).write(buffer)
+        return saved_state.HEADER_BYTES + size
 
     def restore(self, slot: int, data: memoryview, n_tokens: int) -> bool:
         """Replace what a slot holds by a saved sequence of ``n_tokens``; ``False`` when the slot is empty now.
@@ -197,13 +278,13 @@ class Context:
         is as it was, else by way of a copy for the number that there is.
         """
         self._empty(slot)
-        layout = state.Layout.read(data)
+        layout = saved_state.Layout.read(data)
         if layout is None or layout.n_tokens != n_tokens or not 0 < n_tokens <= self.n_ctx:
             return False
-        payload = data[state.HEADER_BYTES : state.HEADER_BYTES + layout.size_bytes]
+        payload = data[saved_state.HEADER_BYTES : saved_state.HEADER_BYTES + layout.size_bytes]
         if layout.slots != self.slots and any(layout.streamed_bytes):
             rewritten = self._buffer(1, layout.size_with(self.slots))
-            if not state.rewrite(payload, layout, slots=self.slots, into=rewritten):
+            if not saved_state.rewrite(payload, layout, slots=self.slots, into=rewritten):
                 return False
             payload = rewritten.data[: layout.size_with(self.slots)]
         taken = lib.llama_state_seq_set_data(self.handle, _start(payload), len(payload), slot)
@@ -228,7 +309,7 @@ class Context:
             self.decode([Chunk(slot=0, start=position, tokens=[token], sample=True)])
             sizes.append(self._sizes(0, lib.llama_state_seq_get_size(self.handle, 0)))
         self._empty(0)
-        return state.bytes_per_token(sizes[0], sizes[-1], window=self._window, n_ctx=self.n_ctx)
+        return saved_state.bytes_per_token(sizes[0], sizes[-1], window=self._window, n_ctx=self.n_ctx)
 
     def close(self) -> None:
         """Free the context, after the samplers that were used on it."""
@@ -272,7 +353,7 @@ class Context:
 
     def _sizes(self, slot: int, full: int) -> tuple[int, int]:
         """Return ``full``, and how much of it is not of a cache that can be cut anywhere."""
-        if self.can_rewind:
+        if self.can_truncate:
             return full, full
         return full, lib.llama_state_seq_get_size_ext(self.handle, slot, lib.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY)
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import msgspec
 from llama_cpp import llama_cpp as lib
 
-from inferencecenter.engine.llama.adapters import Adapters
+from inferencecenter.engine.llama.adapters import LoraAdapters
 from inferencecenter.engine.llama.devices import host_buffer_type, pointers
 from inferencecenter.engine.llama.model_file import check_model_file, load_refusal, unusable
 from inferencecenter.engine.llama.vocab import Vocabulary
@@ -60,10 +60,12 @@ class _TensorPlace(ctypes.Structure):
     _fields_ = (("pattern", ctypes.c_char_p), ("buffer_type", ctypes.c_void_p))
 
 
-class Model:
+class LlamaModel:
     """A loaded ``llama_model`` with its vocabulary and adapters; outlives every context made from it."""
 
-    def __init__(self, handle: int, *, path: Path, n_gpu_layers: int, params: ModelParams, adapters: Adapters) -> None:
+    def __init__(
+        self, handle: int, *, path: Path, n_gpu_layers: int, params: ModelParams, adapters: LoraAdapters
+    ) -> None:
         self.handle = handle
         # llama.cpp looks at some of them again when a context is made.
         self._params = params
@@ -75,7 +77,7 @@ class Model:
         self.vocab = Vocabulary(lib.llama_model_get_vocab(handle))
 
     @classmethod
-    def load(cls, options: EngineOptions, *, on_progress: Callable[[float], None], log: LlamaLog) -> Model:
+    def load(cls, options: EngineOptions, *, on_progress: Callable[[float], None], log: LlamaLog) -> LlamaModel:
         """Load the files that ``options`` name; ``on_progress`` takes the fraction done, from 0 to 1.
 
         Raises:
@@ -99,7 +101,7 @@ class Model:
             lib.llama_model_free(handle)
             raise unusable(path, reason)
         try:
-            adapters = Adapters.load(handle, options.lora, base=path, log=log)
+            adapters = LoraAdapters.load(handle, options.lora, base=path, log=log)
         except InferenceCenterError:
             lib.llama_model_free(handle)
             raise

@@ -15,7 +15,7 @@ from inferencecenter.errors import ErrorCode, InferenceCenterError
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from inferencecenter.ipc.messages import Piece
+    from inferencecenter.ipc.messages import PromptSegment
 
 _CONTROL = lib.LLAMA_TOKEN_ATTR_CONTROL | lib.LLAMA_TOKEN_ATTR_UNKNOWN
 _PARSED_AS_SPECIAL = _CONTROL | lib.LLAMA_TOKEN_ATTR_USER_DEFINED
@@ -73,7 +73,7 @@ class Vocabulary:
             return 0
         return max(len(lib.llama_vocab_get_text(self._handle, token)) for token in range(self.n_tokens))
 
-    def tokenize(self, pieces: Sequence[Piece], *, first: bool) -> list[int]:
+    def tokenize(self, pieces: Sequence[PromptSegment], *, first: bool) -> list[int]:
         """Return the token ids of ``pieces``, BOS included where the model wants one and ``first`` is set.
 
         Template text that spells BOS itself does not get a second one.

@@ -16,13 +16,13 @@ from inferencecenter.engine.scheduler.request import RequestState
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from inferencecenter.engine.scheduler.request import Request
+    from inferencecenter.engine.scheduler.request import EngineRequest
 
-READ_UNITS: Final = 1
-GENERATED_UNITS: Final = 16
+PREFILL_UNITS: Final = 1
+DECODE_UNITS: Final = 16
 
 
-class Ledger:
+class ServiceCounters:
     """What each client was served, as far as it is needed to compare those that are here.
 
     Idling saves nothing up: a client that begins to wait is raised to the least that another one waiting was served,
@@ -58,7 +58,7 @@ class Ledger:
         if units > self.served(client_id):
             self._served[client_id] = units
 
-    def charge(self, request: Request, units: int) -> None:
+    def charge(self, request: EngineRequest, units: int) -> None:
         """Book what a turn was served."""
         request.served += units
         request.used += units
@@ -68,26 +68,26 @@ class Ledger:
         """Return the most that one of these clients was served."""
         return max(map(self.served, client_ids), default=0)
 
-    def check_integrity(self, turns: Iterable[Request]) -> None:
+    def check_integrity(self, turns: Iterable[EngineRequest]) -> None:
         """Raise ``AssertionError`` when the counters contradict the turns that are here."""
         assert self._turns == Counter(request.client_id for request in turns), f"turns counted wrong: {self._turns}"
         assert all(units > 0 for units in self._served.values()), f"a counter is not positive: {self._served}"
 
 
-def charge_reading(ledger: Ledger, request: Request) -> None:
+def charge_prefill(counters: ServiceCounters, request: EngineRequest) -> None:
     """Book what was read of a prompt for the first time."""
     read = min(request.kv_tokens, request.prompt_tokens)
     if read > request.read_tokens:
-        ledger.charge(request, (read - request.read_tokens) * READ_UNITS)
+        counters.charge(request, (read - request.read_tokens) * PREFILL_UNITS)
         request.read_tokens = read
 
 
-def charge_generating(ledger: Ledger, request: Request, n_tokens: int) -> None:
+def charge_decode(counters: ServiceCounters, request: EngineRequest, n_tokens: int) -> None:
     """Book tokens that were sampled."""
-    ledger.charge(request, n_tokens * GENERATED_UNITS)
+    counters.charge(request, n_tokens * DECODE_UNITS)
 
 
-class Exchanges:
+class PreemptionPolicy:
     """Which running turn loses its slot to a waiting one.
 
     A turn that has used up its quantum yields to any claim that is at least equal: class, then what its client was
@@ -99,49 +99,49 @@ class Exchanges:
     A turn that still reads yields only to one with less to read: prompts that take turns would all be late.
 
     Args:
-        ledger: What clients were served.
+        counters: What clients were served.
         quantum_units: The quantum of this step in service units.
     """
 
-    def __init__(self, ledger: Ledger, quantum_units: int) -> None:
-        self._ledger = ledger
+    def __init__(self, counters: ServiceCounters, quantum_units: int) -> None:
+        self._counters = counters
         self._quantum_units = quantum_units
 
-    def possible(self, running: Request) -> bool:
+    def possible(self, running: EngineRequest) -> bool:
         """Tell whether a turn can lose its slot to any other at all."""
         return 4 * running.used >= self._quantum_units
 
-    def spent(self, running: Request) -> bool:
+    def spent(self, running: EngineRequest) -> bool:
         """Tell whether a turn has used up its quantum."""
         return running.used >= self._quantum_units
 
-    def allowed(self, waiting: Request, running: Request) -> bool:
+    def allowed(self, waiting: EngineRequest, running: EngineRequest) -> bool:
         """Tell whether the claims allow a waiting turn to take a running one's slot."""
         if not self.possible(running):
             return False
         rank = self._rank(running)
-        if waiting.rank != rank:
-            return waiting.rank < rank
-        claim, other = (self._ledger.served(waiting.client_id), waiting.claimed), self._claim(running)
+        if waiting.effective_priority != rank:
+            return waiting.effective_priority < rank
+        claim, other = (self._counters.served(waiting.client_id), waiting.claimed_service), self._claim(running)
         if claim > other:
             return False
         if self.spent(running):
             return True
-        soon = waiting.claimed == 0 or claim[0] + self._quantum_units < other[0]
+        soon = waiting.claimed_service == 0 or claim[0] + self._quantum_units < other[0]
         return soon and running.state is RequestState.DECODE
 
-    def overtakes(self, waiting: Request, running: Request, *, cached_tokens: int) -> bool:
+    def overtakes(self, waiting: EngineRequest, running: EngineRequest, *, cached_tokens: int) -> bool:
         """Tell whether a waiting turn with so much in KV may stop a turn from reading, where ``allowed`` says so."""
-        if running.state is not RequestState.PREFILL or waiting.rank < self._rank(running):
+        if running.state is not RequestState.PREFILL or waiting.effective_priority < self._rank(running):
             return True
         return len(waiting.tokens) - cached_tokens < running.pending_tokens
 
-    def weakness(self, running: Request) -> tuple[int, int, int, int]:
+    def weakness(self, running: EngineRequest) -> tuple[int, int, int, int]:
         """Return a key by which the weakest claim of running turns is the largest."""
         return (self._rank(running), *self._claim(running), running.arrival)
 
-    def _rank(self, running: Request) -> int:
-        return running.base_class if self.spent(running) else running.rank
+    def _rank(self, running: EngineRequest) -> int:
+        return running.base_class if self.spent(running) else running.effective_priority
 
-    def _claim(self, running: Request) -> tuple[int, int]:
-        return (self._ledger.served(running.client_id), running.served)
+    def _claim(self, running: EngineRequest) -> tuple[int, int]:
+        return (self._counters.served(running.client_id), running.served)

@@ -1,27 +1,40 @@
-"""Putting turns into slots: what is parked, restored, copied and cut for that."""
+"""Assigns slots to waiting turns, preempts running ones, and plans the KV moves that this takes."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from enum import Enum, auto
+from typing import TYPE_CHECKING, Final
 
-from inferencecenter.engine.scheduler.parking import prefix_key
-from inferencecenter.engine.scheduler.plan import Admission, Copy, Park, Plan, Restore, Swap, Truncation
-from inferencecenter.engine.scheduler.policy import Use, compaction
-from inferencecenter.engine.scheduler.request import RequestChange, RequestState
+from inferencecenter.engine.scheduler.plan import (
+    Admission,
+    CopySlot,
+    ParkSlot,
+    RestoreSlot,
+    StepPlan,
+    SwapSlots,
+    TruncateSlot,
+)
+from inferencecenter.engine.scheduler.policy import SchedulerLimits, SlotUse, choose_slot, compaction
+from inferencecenter.engine.scheduler.prefix_sharing import prefix_key
+from inferencecenter.engine.scheduler.request import LOWEST_CLASS, RequestChange, RequestState
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Collection, Iterable, Mapping
 
-    from inferencecenter.engine.scheduler.parking import ParkedKv
-    from inferencecenter.engine.scheduler.plan import Move, Pass
-    from inferencecenter.engine.scheduler.request import Request
+    from inferencecenter.engine.scheduler.fairness import PreemptionPolicy
+    from inferencecenter.engine.scheduler.plan import DecodePass, KvMove
+    from inferencecenter.engine.scheduler.prefix_sharing import KvSource, KvSourceFinder, Match, ParkedKv
+    from inferencecenter.engine.scheduler.queue import TurnQueue
+    from inferencecenter.engine.scheduler.request import EngineRequest
     from inferencecenter.engine.scheduler.slots import Slot, SlotTable
-    from inferencecenter.engine.scheduler.sources import Source, Sources
+
+# Turns looked at in a step that do not get a slot: the first ones may have to wait for something.
+_LOOKAHEAD_TURNS: Final = 16
 
 
 @dataclass(slots=True)
-class Draft:
+class PlanBuilder:
     """A plan in the making, before which ``read_tokens`` of prompts were read in all.
 
     What the ``unsettled`` slots hold depends on moves that may fail, and what was found under the ``replaced`` keys is
@@ -30,17 +43,17 @@ class Draft:
     """
 
     read_tokens: int
-    moves: list[Move]
+    moves: list[KvMove]
     fetches: list[str] = field(default_factory=list)
     admissions: list[Admission] = field(default_factory=list)
     reasons: list[str] = field(default_factory=list)
-    preempted: list[Request] = field(default_factory=list)
+    preempted: list[EngineRequest] = field(default_factory=list)
     unsettled: set[Slot] = field(default_factory=set)
     replaced: set[str] = field(default_factory=set)
 
-    def plan(self, passes: list[Pass]) -> Plan:
+    def plan(self, passes: list[DecodePass]) -> StepPlan:
         """Return the plan with its passes."""
-        return Plan(
+        return StepPlan(
             moves=tuple(self.moves),
             fetches=tuple(self.fetches),
             preemptions=tuple(request.turn_id for request in self.preempted),
@@ -57,24 +70,24 @@ class Placement:
         slots: What the slots hold.
         sources: Where KV is found.
         parked: What can be parked.
-        can_rewind: Whether a sequence can be cut anywhere.
+        can_truncate: Whether a sequence can be cut anywhere.
         grid_tokens: Prompts are cut at multiples of this position; less than that is not parked for later.
     """
 
     def __init__(
-        self, slots: SlotTable, sources: Sources, parked: ParkedKv, *, can_rewind: bool, grid_tokens: int
+        self, slots: SlotTable, sources: KvSourceFinder, parked: ParkedKv, *, can_truncate: bool, grid_tokens: int
     ) -> None:
         self._slots = slots
         self._sources = sources
         self._parked = parked
-        self._can_rewind = can_rewind
+        self._can_rewind = can_truncate
         self._grid_tokens = grid_tokens
 
     def can_park(self, n_tokens: int) -> bool:
         """Tell whether a sequence so long could be parked at all."""
         return self._parked.fits(n_tokens)
 
-    def cut_tokens(self, request: Request) -> int:
+    def cut_tokens(self, request: EngineRequest) -> int:
         """Return where a prompt is cut so that a snapshot of its system prompt can be taken; 0 for nowhere.
 
         A static rule, whether or not the snapshot is there: an answer never depends on what others left behind.
@@ -82,15 +95,15 @@ class Placement:
         shared = request.public or not self._can_rewind
         return request.prefix_tokens if shared and request.prefix_tokens >= self._grid_tokens else 0
 
-    def evict(self, draft: Draft, slot: Slot, request: Request) -> None:
+    def evict(self, builder: PlanBuilder, slot: Slot, request: EngineRequest) -> None:
         """Park an idle session's KV before another's turn gets its slot.
 
         Not if it is parked already, too long, or too short to be worth it.
         """
         if slot.session_id not in (None, request.session_id) and self._worth_parking(slot):
-            self._park(draft, slot)
+            self._park(builder, slot)
 
-    def suspension(self, *, park_all: bool) -> tuple[Park, ...]:
+    def suspension(self, *, park_all: bool) -> tuple[ParkSlot, ...]:
         """Return how to park what the slots hold, or of that what a disk may hold; what was used last at the end."""
         slots = sorted(self._slots, key=lambda slot: slot.used_s)
         return tuple(
@@ -99,26 +112,26 @@ class Placement:
             if slot.session_id is not None and (park_all or slot.durable) and self._worth_parking(slot)
         )
 
-    def vacate(self, draft: Draft, slot: Slot, request: Request, *, now: float) -> None:
+    def vacate(self, builder: PlanBuilder, slot: Slot, request: EngineRequest, *, now: float) -> None:
         """Park the KV of a turn that is preempted and free its slot."""
         if slot.tokens:
-            self._park(draft, slot, turn_id=request.turn_id)
+            self._park(builder, slot, turn_id=request.turn_id)
         self._slots.free(slot, now=now)
 
-    def put(self, draft: Draft, request: Request, slot: Slot, source: Source) -> None:
+    def put(self, builder: PlanBuilder, request: EngineRequest, slot: Slot, source: KvSource) -> None:
         """Let a turn run in an idle slot, on top of its source; what else the slot holds is lost."""
         held = len(slot.tokens)
         in_place = source.slot is slot
         self._slots.assign(slot, request, keep_tokens=source.n_tokens if in_place else 0)
         if source.n_tokens and not in_place:
-            draft.moves.extend(_moves(request, slot, source))
+            builder.moves.extend(_moves(request, slot, source))
             slot.tokens += request.tokens[: source.n_tokens]
         elif source.n_tokens < held:
-            draft.moves.append(Truncation(slot.index, source.n_tokens, request.turn_id))
-        draft.unsettled.add(slot)
-        self._begin(draft, request, slot)
+            builder.moves.append(TruncateSlot(slot.index, source.n_tokens, request.turn_id))
+        builder.unsettled.add(slot)
+        self._begin(builder, request, slot)
 
-    def snapshot(self, draft: Draft, request: Request) -> None:
+    def snapshot(self, builder: PlanBuilder, request: EngineRequest) -> None:
         """Park what a turn's slot holds when that is just the system prompt, unless the store has it by now."""
         if not request.snapshot or request.kv_tokens < request.cut_tokens:
             return
@@ -126,8 +139,8 @@ class Placement:
         if request.kv_tokens == request.cut_tokens and self._lacks_snapshot(request):
             assert request.slot is not None
             slot, scope = self._slots[request.slot], _prefix_scope(request)
-            draft.moves.append(_park(slot, prefix_key(scope, slot.tokens), scope, slot.durable))
-            draft.reasons.append(f"the system prompt of turn {request.turn_id} parked: {len(slot.tokens)} tokens")
+            builder.moves.append(_park(slot, prefix_key(scope, slot.tokens), scope, slot.durable))
+            builder.reasons.append(f"the system prompt of turn {request.turn_id} parked: {len(slot.tokens)} tokens")
 
     def _worth_parking(self, slot: Slot) -> bool:
         n_tokens = len(slot.tokens)
@@ -135,63 +148,304 @@ class Placement:
             return False
         return not self._sources.is_parked(slot.client_id, slot.tokens)
 
-    def _park(self, draft: Draft, slot: Slot, *, turn_id: str | None = None) -> None:
+    def _park(self, builder: PlanBuilder, slot: Slot, *, turn_id: str | None = None) -> None:
         assert slot.session_id is not None
-        draft.moves.append(_park(slot, slot.session_id, slot.client_id, slot.durable, turn_id=turn_id))
-        draft.replaced.add(slot.session_id)
+        builder.moves.append(_park(slot, slot.session_id, slot.client_id, slot.durable, turn_id=turn_id))
+        builder.replaced.add(slot.session_id)
 
-    def _begin(self, draft: Draft, request: Request, slot: Slot) -> None:
+    def _begin(self, builder: PlanBuilder, request: EngineRequest, slot: Slot) -> None:
         n_tokens = len(slot.tokens)
         generates = request.generated_tokens > 0 and n_tokens == len(request.tokens) - 1
         request.change(RequestChange.RESUME if generates else RequestChange.ADMIT)
         request.slot = slot.index
         request.kv_tokens = n_tokens
         request.used = 0
-        request.due = draft.read_tokens + request.pending_tokens
+        request.due = builder.read_tokens + request.pending_tokens
         request.read_tokens = max(request.read_tokens, min(n_tokens, request.prompt_tokens))
         request.cut_tokens = self.cut_tokens(request)
         request.snapshot = n_tokens < request.cut_tokens and self._lacks_snapshot(request)
         if not request.started:
             request.started = True
             request.cached_tokens = n_tokens
-            draft.admissions.append(Admission(request.turn_id, tuple(request.tokens), n_tokens))
+            builder.admissions.append(Admission(request.turn_id, tuple(request.tokens), n_tokens))
 
-    def _lacks_snapshot(self, request: Request) -> bool:
+    def _lacks_snapshot(self, request: EngineRequest) -> bool:
         prefix = request.tokens[: request.cut_tokens]
         return self._parked.fits(len(prefix)) and not self._sources.is_parked(_prefix_scope(request), prefix)
 
 
-def compact(draft: Draft, slots: SlotTable, running: Mapping[str, Request]) -> None:
+def compact(builder: PlanBuilder, slots: SlotTable, running: Mapping[str, EngineRequest]) -> None:
     """Exchange slots so that what runs together lies together."""
     for a, b in compaction([_use(slot, running) for slot in slots]):
-        draft.moves.append(Swap(a, b, slots[a].turn_id, slots[b].turn_id))
-        draft.reasons.append(f"slots {a} and {b} exchanged: what runs together stays together")
+        builder.moves.append(SwapSlots(a, b, slots[a].turn_id, slots[b].turn_id))
+        builder.reasons.append(f"slots {a} and {b} exchanged: what runs together stays together")
         slots.swap(a, b)
         for slot in (slots[a], slots[b]):
             if slot.turn_id is not None:
                 running[slot.turn_id].slot = slot.index
 
 
-def _use(slot: Slot, running: Mapping[str, Request]) -> Use:
+def _use(slot: Slot, running: Mapping[str, EngineRequest]) -> SlotUse:
     if slot.turn_id is None:
-        return Use.IDLE
-    return Use.READING if running[slot.turn_id].state is RequestState.PREFILL else Use.GENERATING
+        return SlotUse.IDLE
+    return SlotUse.PREFILL if running[slot.turn_id].state is RequestState.PREFILL else SlotUse.DECODE
 
 
-def _moves(request: Request, slot: Slot, source: Source) -> list[Move]:
+def _moves(request: EngineRequest, slot: Slot, source: KvSource) -> list[KvMove]:
     if source.match is None:
         assert source.slot is not None
-        return [Copy(source.slot.index, slot.index, source.n_tokens, request.turn_id)]
+        return [CopySlot(source.slot.index, slot.index, source.n_tokens, request.turn_id)]
     match = source.match
-    moves: list[Move] = [Restore(slot.index, match.key, match.n_tokens, match.tokens, request.turn_id)]
+    moves: list[KvMove] = [RestoreSlot(slot.index, match.key, match.n_tokens, match.tokens, request.turn_id)]
     if source.n_tokens < match.n_tokens:
-        moves.append(Truncation(slot.index, source.n_tokens, request.turn_id))
+        moves.append(TruncateSlot(slot.index, source.n_tokens, request.turn_id))
     return moves
 
 
-def _park(slot: Slot, key: str, scope: str, durable: bool, *, turn_id: str | None = None) -> Park:
-    return Park(slot.index, key, scope, len(slot.tokens), tuple(slot.tokens), durable, turn_id)
+def _park(slot: Slot, key: str, scope: str, durable: bool, *, turn_id: str | None = None) -> ParkSlot:
+    return ParkSlot(slot.index, key, scope, len(slot.tokens), tuple(slot.tokens), durable, turn_id)
 
 
-def _prefix_scope(request: Request) -> str:
+def _prefix_scope(request: EngineRequest) -> str:
     return "" if request.public else request.client_id
+
+
+class CheckpointPlanner:
+    """Finds slots whose content is nowhere else.
+
+    Each state of a slot is saved once at most, also when that fails or the copy is given up later.
+
+    Args:
+        slots: What the slots hold.
+        sources: Where KV is found.
+        parked: What can be parked.
+        grid_tokens: Less than that is not worth it: reading it again is as fast.
+    """
+
+    def __init__(self, slots: SlotTable, sources: KvSourceFinder, parked: ParkedKv, *, grid_tokens: int) -> None:
+        self._slots = slots
+        self._sources = sources
+        self._parked = parked
+        self._grid_tokens = grid_tokens
+
+    @property
+    def wanted(self) -> bool:
+        """Whether a slot may hold something to save for which there is room now."""
+        return any(self._candidates())
+
+    def next(self) -> ParkSlot | None:
+        """Return how to save what one slot holds, of what was used last first; ``None`` when all is saved."""
+        for slot in sorted(self._candidates(), key=lambda slot: slot.used_s, reverse=True):
+            slot.saved = True
+            if not self._sources.is_parked(slot.client_id, slot.tokens, spare=True):
+                assert slot.session_id is not None
+                tokens = tuple(slot.tokens)
+                return ParkSlot(
+                    slot.index, slot.session_id, slot.client_id, len(tokens), tokens, durable=True, spare=True
+                )
+        return None
+
+    def rescan(self) -> None:
+        """Take note that copies may have been given up: what the slots hold is to be looked at once more."""
+        for slot in self._slots:
+            slot.saved = False
+
+    def _candidates(self) -> Iterable[Slot]:
+        return (slot for slot in self._slots if not (slot.busy or slot.saved) and self._is_worth_it(slot))
+
+    def _is_worth_it(self, slot: Slot) -> bool:
+        if slot.session_id is None or not slot.durable or len(slot.tokens) < self._grid_tokens:
+            return False
+        return self._parked.has_room(slot.session_id, slot.client_id, len(slot.tokens))
+
+
+class _Verdict(Enum):
+    """What became of a turn that was looked at; ``HOPELESS``: of those behind it nothing else can."""
+
+    PLACED = auto()
+    HELD = auto()
+    STAYS = auto()
+    HOPELESS = auto()
+
+
+class Dispatcher:
+    """Finds the waiting turns that get a slot, the strongest claims first, and drafts their way into it.
+
+    Nobody waits for ever. A turn of class ``c`` that has waited ``(c + 1) * ageing_s`` is of the highest class and
+    counts as never served. From then on only older turns of its client come before it, each for one quantum, and of
+    other clients those that were served less, until they have caught up. A slot can be had when its turn has used up
+    its quantum and does not read a prompt of which less is left; or, where it cannot be parked, when it ends.
+
+    Where ``limits`` leave slots idle, a turn that is to make room rests: it waits, and its KV stays in its slot.
+
+    Args:
+        slots: What the slots hold.
+        running: The turns that hold a slot, by id.
+        queue: Who waits.
+        sources: Where KV is found.
+        placement: Books the moves.
+    """
+
+    def __init__(
+        self,
+        slots: SlotTable,
+        running: dict[str, EngineRequest],
+        queue: TurnQueue,
+        *,
+        sources: KvSourceFinder,
+        placement: Placement,
+    ) -> None:
+        self.limits = SchedulerLimits(active_slots=len(slots))
+        self._slots = slots
+        self._running = running
+        self._queue = queue
+        self._sources = sources
+        self._placement = placement
+
+    def run(self, builder: PlanBuilder, preemption: PreemptionPolicy, *, now: float) -> None:
+        """Give away the slots that can be had; who loses one waits again."""
+        self._rest_excess(builder, preemption, now=now)
+        line = self._queue.wait_queue
+        exhausted = [request for request in self._running.values() if preemption.possible(request)]
+        looked_at = 0
+        while looked_at < _LOOKAHEAD_TURNS and (request := line.first()) is not None:
+            verdict = self._dispatch(builder, preemption, request, exhausted, now=now)
+            if verdict is _Verdict.HOPELESS:
+                break
+            looked_at += verdict is not _Verdict.PLACED
+            if verdict is _Verdict.STAYS:
+                line.skip_first()
+        line.unskip()
+        for request in builder.preempted:
+            self._queue.requeue(request, now=now)
+
+    def _dispatch(
+        self,
+        builder: PlanBuilder,
+        preemption: PreemptionPolicy,
+        request: EngineRequest,
+        exhausted: list[EngineRequest],
+        *,
+        now: float,
+    ) -> _Verdict:
+        """Take a turn out of the line, into a slot or to wait for something else, if that is possible.
+
+        ``exhausted`` are those who may lose their slots.
+        """
+        choice = choose_slot(self._slots, request.session_id, waiting=self._queue.sessions)
+        room = choice is not None and len(self._running) < self.limits.active_slots
+        victims = [] if room else self._victims(preemption, request, exhausted)
+        if not (room or victims):
+            # The claims behind it are weaker, and none of them can be newer than one that was never served.
+            return _Verdict.STAYS if request.claimed_service else _Verdict.HOPELESS
+        source = self._source(builder, request)
+        if source.match is not None and not source.match.ready:
+            return self._fetch(builder, request, source.match, now=now)
+        if self._follow(builder, request, source):
+            return _Verdict.HELD
+        if not room:
+            cached_tokens = source.n_tokens
+            victims = [
+                victim for victim in victims if preemption.overtakes(request, victim, cached_tokens=cached_tokens)
+            ]
+            if not victims:
+                return _Verdict.STAYS
+            victim = max(victims, key=preemption.weakness)
+            exhausted.remove(victim)
+            if choice is None:
+                self._replace(builder, victim, request, source, now=now)
+                return _Verdict.PLACED
+            self._rest(builder, victim, now=now)
+        assert choice is not None, "there is room in no slot"
+        source = self._kept(builder, request, choice[0], source)
+        self._placement.evict(builder, choice[0], request)
+        self._start(builder, request, *choice, source)
+        return _Verdict.PLACED
+
+    def _source(self, builder: PlanBuilder, request: EngineRequest, *, replaced: Collection[str] = ()) -> KvSource:
+        return self._sources.best(
+            request,
+            unsettled=builder.unsettled,
+            replaced={*builder.replaced, *replaced},
+            fetch=self._queue.kv_loads.worthwhile(request),
+        )
+
+    def _kept(self, builder: PlanBuilder, request: EngineRequest, slot: Slot, source: KvSource) -> KvSource:
+        """Return the source, or another if it is an older state of the session that is to be parked from this slot."""
+        match = source.match
+        if match is None or match.key != slot.session_id or match.key == request.session_id:
+            return source
+        return self._source(builder, request, replaced=(match.key,))
+
+    def _victims(
+        self, preemption: PreemptionPolicy, request: EngineRequest, exhausted: Iterable[EngineRequest]
+    ) -> list[EngineRequest]:
+        return [
+            victim
+            for victim in exhausted
+            if preemption.allowed(request, victim) and self._placement.can_park(victim.kv_tokens)
+        ]
+
+    def _fetch(self, builder: PlanBuilder, request: EngineRequest, match: Match, *, now: float) -> _Verdict:
+        fetches = self._queue.kv_loads
+        if fetches.full:
+            return _Verdict.STAYS
+        self._queue.wait_queue.discard(request)
+        if fetches.hold(request, match, now=now):
+            builder.fetches.append(match.key)
+        builder.reasons.append(f"turn {request.turn_id} waits for {match.n_tokens} parked tokens from disk")
+        return _Verdict.HELD
+
+    def _follow(self, builder: PlanBuilder, request: EngineRequest, source: KvSource) -> bool:
+        reader = self._queue.prefix_waiters.follow(request, self._running.values(), cached_tokens=source.n_tokens)
+        if reader is None:
+            return False
+        self._queue.wait_queue.discard(request)
+        builder.reasons.append(f"turn {request.turn_id} waits for turn {reader}, which reads the same")
+        return True
+
+    def _replace(
+        self, builder: PlanBuilder, victim: EngineRequest, request: EngineRequest, source: KvSource, *, now: float
+    ) -> None:
+        assert victim.slot is not None
+        slot = self._slots[victim.slot]
+        source = self._kept(builder, request, slot, source)
+        self._placement.vacate(builder, slot, victim, now=now)
+        self._preempt(builder, victim, now=now)
+        self._start(builder, request, slot, f"in the place of turn {victim.turn_id}", source)
+
+    def _rest_excess(self, builder: PlanBuilder, preemption: PreemptionPolicy, *, now: float) -> None:
+        """Let those rest that have used up their quantum and are not to run, or are too many."""
+        limits = self.limits
+        if len(self._running) <= limits.active_slots and limits.lowest_class >= LOWEST_CLASS:
+            return
+        spent = sorted(filter(preemption.spent, self._running.values()), key=preemption.weakness, reverse=True)
+        for victim in spent:
+            if limits.excludes(victim) or len(self._running) > limits.active_slots:
+                self._rest(builder, victim, now=now)
+
+    def _rest(self, builder: PlanBuilder, victim: EngineRequest, *, now: float) -> None:
+        assert victim.slot is not None
+        self._slots.free(self._slots[victim.slot], now=now)
+        self._preempt(builder, victim, now=now)
+        builder.reasons.append(f"turn {victim.turn_id} rests: {self.limits.active_slots} slots may be used")
+
+    def _preempt(self, builder: PlanBuilder, victim: EngineRequest, *, now: float) -> None:
+        victim.change(RequestChange.PREEMPT)
+        victim.slot = None
+        victim.kv_tokens = 0
+        victim.snapshot = False
+        victim.preempted += 1
+        victim.fetches = victim.follows = 0
+        victim.waits_since_s = now
+        del self._running[victim.turn_id]
+        builder.preempted.append(victim)
+
+    def _start(self, builder: PlanBuilder, request: EngineRequest, slot: Slot, why: str, source: KvSource) -> None:
+        self._queue.start(request)
+        self._running[request.turn_id] = request
+        self._placement.put(builder, request, slot, source)
+        builder.reasons.append(
+            f"turn {request.turn_id} to slot {slot.index}: {why}, "
+            f"{request.kv_tokens} of {len(request.tokens)} tokens in KV"
+        )

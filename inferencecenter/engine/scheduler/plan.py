@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Truncation:
+class TruncateSlot:
     """Keep the first ``n_tokens`` of a slot; ``turn_id`` is the turn that builds on them, if one does."""
 
     slot: int
@@ -26,7 +26,7 @@ class Truncation:
 
 
 @dataclass(frozen=True, slots=True)
-class Swap:
+class SwapSlots:
     """Exchange the sequences of two slots. ``turn_a`` runs in ``a`` before and in ``b`` after, ``turn_b`` likewise."""
 
     a: int
@@ -41,7 +41,7 @@ class Swap:
 
 
 @dataclass(frozen=True, slots=True)
-class Park:
+class ParkSlot:
     """Save what a slot holds, ``n_tokens`` spelt by ``tokens``, under ``key`` of ``scope``; the slot keeps its content.
 
     That it fails is no error: what was not parked is read again. Without ``durable`` it may not be written to a disk.
@@ -65,7 +65,7 @@ class Park:
 
 
 @dataclass(frozen=True, slots=True)
-class Restore:
+class RestoreSlot:
     """Replace what a slot holds by the parked sequence ``key`` of ``n_tokens``; ``turn_id`` builds on it.
 
     It must spell ``tokens``, packed: when something else is parked there by then, nothing is restored.
@@ -84,7 +84,7 @@ class Restore:
 
 
 @dataclass(frozen=True, slots=True)
-class Copy:
+class CopySlot:
     """Replace what ``target`` holds by the first ``n_tokens`` of slot ``source``; ``turn_id`` builds on them."""
 
     source: int
@@ -98,7 +98,7 @@ class Copy:
         return (self.turn_id,)
 
 
-Move: TypeAlias = Truncation | Swap | Park | Restore | Copy
+KvMove: TypeAlias = TruncateSlot | SwapSlots | ParkSlot | RestoreSlot | CopySlot
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +114,7 @@ class Admission:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class DecodeRow:
     """A turn's chunk in a decode pass."""
 
     turn_id: str
@@ -122,29 +122,29 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
-class Pass:
+class DecodePass:
     """One ``Backend.decode``: chunks of equal length but for drafts, in ascending slots, at most one a slot.
 
     ``prefill`` tells reading prompts from generating.
     """
 
-    rows: tuple[Row, ...]
+    rows: tuple[DecodeRow, ...]
     prefill: bool
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class StepPlan:
     """One step: make the moves in order, then admit, then decode pass after pass.
 
     The chunks' slots are those after the moves. ``fetches`` are keys of parked sequences to read from disk
     meanwhile. ``preemptions`` are turns that lose their slot and wait again. ``reasons`` says in words why.
     """
 
-    moves: tuple[Move, ...] = ()
+    moves: tuple[KvMove, ...] = ()
     fetches: tuple[str, ...] = ()
     preemptions: tuple[str, ...] = ()
     admissions: tuple[Admission, ...] = ()
-    passes: tuple[Pass, ...] = ()
+    passes: tuple[DecodePass, ...] = ()
     reasons: tuple[str, ...] = ()
 
     @property
@@ -164,7 +164,7 @@ class Plan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class StepOutcome:
     """What became of a plan, by turn id.
 
     ``decoded`` counts the tokens that went into KV and stay there: ``accepted`` are drafts among them, which were
@@ -192,7 +192,7 @@ class Outcome:
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class PromptProgress:
     """``done`` of ``total`` prompt tokens of a turn are in KV, and more is to be read."""
 
     turn_id: str

@@ -1,22 +1,66 @@
-"""The choices: which slot for a session, which slots to exchange, whose prompt is read on, how much in one step."""
+"""The scheduler's choices: slot of a session, compaction, prefill budget, time quantum, limits."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import IntEnum
-from typing import TYPE_CHECKING
+from math import ceil
+from typing import TYPE_CHECKING, Final
 
 from inferencecenter.engine.backend import Chunk
-from inferencecenter.engine.scheduler.average import moved
-from inferencecenter.engine.scheduler.plan import Pass, Row
+from inferencecenter.engine.scheduler.plan import DecodePass, DecodeRow
+from inferencecenter.engine.scheduler.request import LOWEST_CLASS
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
-    from inferencecenter.engine.scheduler.request import Request
+    from inferencecenter.engine.scheduler.request import EngineRequest
     from inferencecenter.engine.scheduler.slots import Slot, SlotTable
 
+_FIRST_TOKENS: Final = 32
+_LEAST_TOKENS: Final = 16
+_MOST_TOKENS: Final = 512
+_PARKING_SHARE: Final = 0.03
+# Saving and restoring: what an exchange of turns consists of.
+_MOVES_AN_EXCHANGE: Final = 2
+# Weight of the newest step: moves are few, and the first ones into fresh memory take ten times as long as later ones.
+_QUANTUM_EWMA_WEIGHT: Final = 0.2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerLimits:
+    """What may run.
+
+    Attributes:
+        active_slots: Most turns that have a slot at once. Those above it go on for their quantum.
+        prefill_share: The part of a step's prompt tokens that is read.
+        lowest_class: Turns of a lower class get no slot, however long they wait.
+    """
+
+    active_slots: int
+    prefill_share: float = 1.0
+    lowest_class: int = LOWEST_CLASS
+
+    def __post_init__(self) -> None:
+        if self.active_slots < 1:
+            raise ValueError(f"nothing runs in {self.active_slots} slots")
+        if not 0 < self.prefill_share <= 1:
+            raise ValueError(f"{self.prefill_share} is no share of a step")
+        if self.lowest_class < 0:
+            raise ValueError(f"there is no class {self.lowest_class}")
+
+    def excludes(self, request: EngineRequest) -> bool:
+        """Tell whether a turn may not run now."""
+        return request.base_class > self.lowest_class
+
+
+def ewma(old: float, new: float, *, weight: float) -> float:
+    """Return ``old`` moved towards ``new`` by ``weight`` of the way; ``new`` itself when there was nothing before."""
+    return old + weight * (new - old) if old else new
+
+
 # Weight of the newest step in the running averages: a few steps to follow a change, one outlier forgiven.
-_NEWEST = 0.3
+_BUDGET_EWMA_WEIGHT = 0.3
 _READING_SHARE = 4.0
 
 
@@ -43,31 +87,31 @@ def _distance(index: int, busy: Sequence[int]) -> int:
     return min((abs(index - other) for other in busy), default=0)
 
 
-class Use(IntEnum):
+class SlotUse(IntEnum):
     """What a slot is doing."""
 
     IDLE = 0
-    READING = 1
-    GENERATING = 2
+    PREFILL = 1
+    DECODE = 2
 
 
-def compaction(uses: Sequence[Use]) -> tuple[tuple[int, int], ...]:
-    """Return exchanges, to be made in order, after which busy slots are consecutive and so are the generating ones.
+def compaction(uses: Sequence[SlotUse]) -> tuple[tuple[int, int], ...]:
+    """Return preemption, to be made in order, after which busy slots are consecutive and so are the generating ones.
 
     llama.cpp decodes only consecutive streams together; a gap costs another reading of all weights, and so does a slot
     that reads its prompt between two that generate. The busier slot of a pair is named first.
     """
     uses = list(uses)
-    gather = _gather([use > Use.IDLE for use in uses], range(len(uses)))
+    gather = _gather([use > SlotUse.IDLE for use in uses], range(len(uses)))
     for a, b in gather:
         uses[a], uses[b] = uses[b], uses[a]
-    busy = [index for index, use in enumerate(uses) if use > Use.IDLE]
-    generating = [use is Use.GENERATING for use in uses]
+    busy = [index for index, use in enumerate(uses) if use > SlotUse.IDLE]
+    generating = [use is SlotUse.DECODE for use in uses]
     return gather + _gather(generating, range(busy[0], busy[-1] + 1) if busy else range(0))
 
 
 def _gather(wanted: Sequence[bool], within: range) -> tuple[tuple[int, int], ...]:
-    """Return the fewest exchanges, wanted slot first, that make the wanted slots a run ``within`` the others.
+    """Return the fewest preemption, wanted slot first, that make the wanted slots a run ``within`` the others.
 
     The run that already holds most of them is filled, the lowest one when several do.
     """
@@ -80,17 +124,17 @@ def _gather(wanted: Sequence[bool], within: range) -> tuple[tuple[int, int], ...
     return tuple(zip(outside, gaps, strict=True))
 
 
-def decode_pass(requests: Iterable[Request], drafts: Mapping[str, Sequence[int]]) -> Pass:
+def decode_pass(requests: Iterable[EngineRequest], drafts: Mapping[str, Sequence[int]]) -> DecodePass:
     """Return the pass in which everybody who generates gets one token, and those more whose ``drafts`` are right."""
     rows = [
         _row(request, request.kv_tokens, len(request.tokens), drafts.get(request.turn_id, ())) for request in requests
     ]
-    return Pass(tuple(sorted(rows, key=_slot_of)), prefill=False)
+    return DecodePass(tuple(sorted(rows, key=_slot_of)), prefill=False)
 
 
 def prefill_passes(
-    requests: Iterable[Request], *, grid_tokens: int, budget_tokens: int, pass_tokens: int
-) -> tuple[Pass, ...]:
+    requests: Iterable[EngineRequest], *, grid_tokens: int, budget_tokens: int, pass_tokens: int
+) -> tuple[DecodePass, ...]:
     """Return the passes that read prompts on, at least one chunk and at most ``budget_tokens``.
 
     Each chunk is one cell of the grid, so an answer never depends on how many fit a step. One prompt is read after the
@@ -99,24 +143,24 @@ def prefill_passes(
     A pass holds chunks of one length, because llama.cpp cuts the others to the shortest, and no more than
     ``pass_tokens``, which it would cut as well.
     """
-    cells: dict[tuple[int, int], list[Row]] = {}
-    for nth, row in _cells(requests, grid_tokens):
+    cells: dict[tuple[int, int], list[DecodeRow]] = {}
+    for nth, row in _prefill_chunks(requests, grid_tokens):
         n_tokens = len(row.chunk.tokens)
         if cells and n_tokens > budget_tokens:
             break
         budget_tokens -= n_tokens
         cells.setdefault((nth, n_tokens), []).append(row)
-    passes: list[Pass] = []
+    passes: list[DecodePass] = []
     for (_, length), rows in sorted(cells.items(), key=lambda item: item[0]):
         rows.sort(key=_slot_of)
         width = max(1, pass_tokens // length)
-        passes.extend(Pass(tuple(rows[at : at + width]), prefill=True) for at in range(0, len(rows), width))
+        passes.extend(DecodePass(tuple(rows[at : at + width]), prefill=True) for at in range(0, len(rows), width))
     return tuple(passes)
 
 
-def _cells(requests: Iterable[Request], grid_tokens: int) -> Iterator[tuple[int, Row]]:
+def _prefill_chunks(requests: Iterable[EngineRequest], grid_tokens: int) -> Iterator[tuple[int, DecodeRow]]:
     """Yield what is left of the prompts, cell by cell in the order of reading, each with its number in its prompt."""
-    for request in sorted(requests, key=lambda request: (request.rank, request.due, request.arrival)):
+    for request in sorted(requests, key=lambda request: (request.effective_priority, request.due, request.arrival)):
         start, nth = request.kv_tokens, 0
         while start < request.step_end:
             end = request.chunk_end(start, grid_tokens)
@@ -124,14 +168,14 @@ def _cells(requests: Iterable[Request], grid_tokens: int) -> Iterator[tuple[int,
             start, nth = end, nth + 1
 
 
-def _row(request: Request, start: int, end: int, drafts: Sequence[int] = ()) -> Row:
+def _row(request: EngineRequest, start: int, end: int, drafts: Sequence[int] = ()) -> DecodeRow:
     assert request.slot is not None
     tokens = [*request.tokens[start:end], *drafts]
     chunk = Chunk(request.slot, start, tokens, sample=end == len(request.tokens), drafts=len(drafts))
-    return Row(request.turn_id, chunk)
+    return DecodeRow(request.turn_id, chunk)
 
 
-def _slot_of(row: Row) -> int:
+def _slot_of(row: DecodeRow) -> int:
     return row.chunk.slot
 
 
@@ -160,6 +204,42 @@ class PrefillBudget:
     def observe(self, *, prefill_tokens: int, prefill_s: float, decode_s: float, alone: bool) -> None:
         """Learn from a step; zero stands for a part that it did not have, ``alone`` for a single prompt read."""
         if prefill_tokens and prefill_s > 0:
-            self._tokens_per_s[alone] = moved(self._tokens_per_s[alone], prefill_tokens / prefill_s, weight=_NEWEST)
+            self._tokens_per_s[alone] = ewma(
+                self._tokens_per_s[alone], prefill_tokens / prefill_s, weight=_BUDGET_EWMA_WEIGHT
+            )
         if decode_s > 0:
-            self._decode_s = moved(self._decode_s, decode_s, weight=_NEWEST)
+            self._decode_s = ewma(self._decode_s, decode_s, weight=_BUDGET_EWMA_WEIGHT)
+
+
+class Quantum:
+    """How many tokens a turn generates before one that waits gets its slot.
+
+    As given, or so many that exchanging turns takes less than 3 % of the time: where ``s`` slots generate, each step
+    makes ``s`` tokens in ``d`` seconds, and in the ``q`` steps of a quantum each slot changes hands once at ``e``
+    seconds. ``s·e <= 0.03·q·d`` holds from ``q = e / (0.03·d/s)`` on: what counts is the time for one token, ``d/s``.
+
+    Args:
+        tokens: The quantum; 0 to learn it.
+    """
+
+    def __init__(self, tokens: int) -> None:
+        self._given_tokens = tokens
+        self._move_s = 0.0
+        self._token_s = 0.0
+
+    @property
+    def tokens(self) -> int:
+        """The quantum of the next step."""
+        if self._given_tokens:
+            return self._given_tokens
+        if not (self._move_s and self._token_s):
+            return _FIRST_TOKENS
+        needed = ceil(_MOVES_AN_EXCHANGE * self._move_s / (_PARKING_SHARE * self._token_s))
+        return min(max(needed, _LEAST_TOKENS), _MOST_TOKENS)
+
+    def observe(self, *, moves: int, moves_s: float, generated_tokens: int, decode_s: float) -> None:
+        """Learn from a step; zero stands for a part that it did not have."""
+        if moves and moves_s > 0:
+            self._move_s = ewma(self._move_s, moves_s / moves, weight=_QUANTUM_EWMA_WEIGHT)
+        if generated_tokens and decode_s > 0:
+            self._token_s = ewma(self._token_s, decode_s / generated_tokens, weight=_QUANTUM_EWMA_WEIGHT)

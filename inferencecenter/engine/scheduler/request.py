@@ -58,7 +58,7 @@ REQUEST: Final = Lifecycle(
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class Request:
+class EngineRequest:
     """A turn's tokens and how far it got.
 
     ``tokens`` is the prompt followed by what was sampled; the first ``kv_tokens`` of them are in the slot's KV, and
@@ -95,8 +95,8 @@ class Request:
     due: int = 0
     started: bool = False
     waits_since_s: float = field(init=False)
-    rank: int = field(init=False)
-    claimed: int = 0
+    effective_priority: int = field(init=False)
+    claimed_service: int = 0
     served: int = 0
     used: int = 0
     read_tokens: int = 0
@@ -112,7 +112,7 @@ class Request:
         self.prompt_tokens = len(self.tokens)
         self.prefix_tokens = min(self.prefix_tokens, self.prompt_tokens)
         self.waits_since_s = self.submitted_s
-        self.rank = self.base_class
+        self.effective_priority = self.base_class
 
     @property
     def state(self) -> RequestState:

@@ -4,32 +4,27 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from inferencecenter.engine.scheduler.dispatch import Dispatcher
-from inferencecenter.engine.scheduler.drafting import Drafting
 from inferencecenter.engine.scheduler.fairness import (
-    GENERATED_UNITS,
-    Exchanges,
-    Ledger,
-    charge_generating,
-    charge_reading,
+    DECODE_UNITS,
+    PreemptionPolicy,
+    ServiceCounters,
+    charge_decode,
+    charge_prefill,
 )
-from inferencecenter.engine.scheduler.fetching import Fetches
-from inferencecenter.engine.scheduler.following import Followers
-from inferencecenter.engine.scheduler.placement import Draft, Placement, compact
-from inferencecenter.engine.scheduler.plan import Copy, Park, Reading, Restore, Truncation
-from inferencecenter.engine.scheduler.policy import PrefillBudget, decode_pass, prefill_passes
-from inferencecenter.engine.scheduler.quantum import Quantum
-from inferencecenter.engine.scheduler.request import Request, RequestChange, RequestState
-from inferencecenter.engine.scheduler.saving import Saving
+from inferencecenter.engine.scheduler.placement import CheckpointPlanner, Dispatcher, Placement, PlanBuilder, compact
+from inferencecenter.engine.scheduler.plan import CopySlot, ParkSlot, PromptProgress, RestoreSlot, TruncateSlot
+from inferencecenter.engine.scheduler.policy import PrefillBudget, Quantum, decode_pass, prefill_passes
+from inferencecenter.engine.scheduler.prefix_sharing import KvSourceFinder, PrefixWaiters
+from inferencecenter.engine.scheduler.queue import KvLoads, TurnQueue
+from inferencecenter.engine.scheduler.request import EngineRequest, RequestChange, RequestState
 from inferencecenter.engine.scheduler.slots import SlotTable
-from inferencecenter.engine.scheduler.sources import Sources
-from inferencecenter.engine.scheduler.turn_queue import TurnQueue
+from inferencecenter.engine.speculation import DraftPlanner
 from inferencecenter.errors import ErrorCode, InferenceCenterError
 
 if TYPE_CHECKING:
-    from inferencecenter.engine.scheduler.limits import Limits
-    from inferencecenter.engine.scheduler.parking import ParkedKv
-    from inferencecenter.engine.scheduler.plan import Outcome, Pass, Plan
+    from inferencecenter.engine.scheduler.plan import DecodePass, StepOutcome, StepPlan
+    from inferencecenter.engine.scheduler.policy import SchedulerLimits
+    from inferencecenter.engine.scheduler.prefix_sharing import ParkedKv
     from inferencecenter.engine.scheduler.slots import Slot
 
 
@@ -46,10 +41,10 @@ class Scheduler:
         pass_tokens: Most tokens that the backend decodes without cutting them again.
         target_step_s: How long a step that reads prompts should take.
         parked: Where KV is found that is in no slot.
-        can_rewind: Whether a sequence can be cut anywhere.
+        can_truncate: Whether a sequence can be cut anywhere.
         quantum_tokens: What a turn is served before another that waits gets its slot; 0 to learn it.
         ageing_s: A waiting turn rises a class each time it has waited so long.
-        draft_tokens: Most tokens that a turn drafts in a step; needs ``can_rewind``.
+        draft_tokens: Most tokens that a turn drafts in a step; needs ``can_truncate``.
     """
 
     def __init__(  # noqa: PLR0913 - keyword-only, and each a different thing
@@ -61,7 +56,7 @@ class Scheduler:
         pass_tokens: int,
         target_step_s: float,
         parked: ParkedKv,
-        can_rewind: bool,
+        can_truncate: bool,
         quantum_tokens: int,
         ageing_s: float,
         draft_tokens: int = 0,
@@ -69,31 +64,31 @@ class Scheduler:
         self._n_ctx = n_ctx
         self._grid_tokens = grid_tokens
         self._pass_tokens = pass_tokens
-        self._drafting = Drafting(draft_tokens=draft_tokens, n_ctx=n_ctx, pass_tokens=pass_tokens)
+        self._drafting = DraftPlanner(draft_tokens=draft_tokens, n_ctx=n_ctx, pass_tokens=pass_tokens)
         self._ageing_s = ageing_s
         self._budget = PrefillBudget(target_step_s=target_step_s, floor_tokens=grid_tokens)
         self._quantum = Quantum(quantum_tokens)
         self._slots = SlotTable(slots)
-        self._ledger = Ledger()
-        self._requests: dict[str, Request] = {}
-        self._running: dict[str, Request] = {}
+        self._counters = ServiceCounters()
+        self._requests: dict[str, EngineRequest] = {}
+        self._running: dict[str, EngineRequest] = {}
         self._queue = TurnQueue(
-            self._ledger,
-            fetches=Fetches(parked, most=slots),
-            followers=Followers(can_rewind=can_rewind, grid_tokens=grid_tokens),
+            self._counters,
+            fetches=KvLoads(parked, most=slots),
+            followers=PrefixWaiters(can_truncate=can_truncate, grid_tokens=grid_tokens),
             ageing_s=ageing_s,
         )
-        sources = Sources(self._slots, parked, can_rewind=can_rewind, grid_tokens=grid_tokens)
-        self._placement = Placement(self._slots, sources, parked, can_rewind=can_rewind, grid_tokens=grid_tokens)
-        self.saving = Saving(self._slots, sources, parked, grid_tokens=grid_tokens)
+        sources = KvSourceFinder(self._slots, parked, can_truncate=can_truncate, grid_tokens=grid_tokens)
+        self._placement = Placement(self._slots, sources, parked, can_truncate=can_truncate, grid_tokens=grid_tokens)
+        self.saving = CheckpointPlanner(self._slots, sources, parked, grid_tokens=grid_tokens)
         self._dispatcher = Dispatcher(
             self._slots, self._running, self._queue, sources=sources, placement=self._placement
         )
-        self._released: list[Truncation] = []
+        self._released: list[TruncateSlot] = []
         self._read_tokens = 0
         self._moves = 0
         self._generates = False
-        self._in_vain = False
+        self._planned_nothing = False
         self._reads_next = False
 
     def __repr__(self) -> str:
@@ -126,17 +121,17 @@ class Scheduler:
         To be asked between steps; who sleeps on it wakes for every end of a fetch, and now and then: a turn gives up
         waiting for a disk that does not answer.
         """
-        waits_for_others = self._queue.fetches or self._queue.line.barred
-        if self._running or self._released or self._queue.followers or not waits_for_others:
+        waits_for_others = self._queue.kv_loads or self._queue.wait_queue.barred
+        if self._running or self._released or self._queue.prefix_waiters or not waits_for_others:
             return False
-        return self._in_vain or not self._queue.line
+        return self._planned_nothing or not self._queue.wait_queue
 
     @property
     def slots(self) -> SlotTable:
         """What each slot holds; to be read only."""
         return self._slots
 
-    def add(self, request: Request) -> None:
+    def add(self, request: EngineRequest) -> None:
         """Let a turn queue for a slot.
 
         Raises:
@@ -156,15 +151,15 @@ class Scheduler:
                 f"The prompt has {request.prompt_tokens} tokens; the context holds {self._n_ctx}, answer included.",
                 hint="Shorten the prompt, start a new session, or serve the model with a larger n_ctx.",
             )
-        self._in_vain = False
+        self._planned_nothing = False
         self._requests[request.turn_id] = request
         self._queue.add(request, self._running.values())
 
-    def limit(self, limits: Limits, *, now: float) -> None:
+    def limit(self, limits: SchedulerLimits, *, now: float) -> None:
         """Let the next plans keep within these limits; turns that run go on at least for their quantum."""
-        self._in_vain = False
+        self._planned_nothing = False
         self._dispatcher.limits = limits
-        self._queue.line.bar_below(limits.lowest_class, now=now)
+        self._queue.wait_queue.bar_below(limits.lowest_class, now=now)
 
     def abort(self, turn_id: str, *, now: float) -> bool:
         """End a turn; what it decoded stays in KV. ``False`` when there is no such turn."""
@@ -182,10 +177,10 @@ class Scheduler:
         slot = self._slots.of_session(session_id)
         if slot is not None:
             self._slots.forget(slot)
-            self._released.append(Truncation(slot.index, 0, None))
+            self._released.append(TruncateSlot(slot.index, 0, None))
         return ended
 
-    def suspend(self, *, now: float, park_all: bool) -> tuple[Park, ...]:
+    def suspend(self, *, now: float, park_all: bool) -> tuple[ParkSlot, ...]:
         """End all turns and return how to park what the slots hold, or of that what a disk may hold.
 
         What was used last is at the end.
@@ -195,34 +190,34 @@ class Scheduler:
             self._end(request, now=now)
         return self._placement.suspension(park_all=park_all)
 
-    def unwanted_fetches(self) -> tuple[str, ...]:
+    def stale_fetches(self) -> tuple[str, ...]:
         """Return the parked sequences that need not be fetched any more: the turns that waited for them do not now."""
-        return self._queue.fetches.take_unwanted()
+        return self._queue.kv_loads.take_stale()
 
     def positions(self) -> tuple[tuple[str, int], ...]:
         """Return the places in the queue that changed since the last call; 0 for a turn that waited and now runs.
 
-        Only turns that never had a slot have a place. See ``Places`` for how closely a long queue is told.
+        Only turns that never had a slot have a place. See ``PositionTracker`` for how closely a long queue is told.
         """
         return self._queue.positions()
 
-    def step(self, now: float) -> Plan:
+    def step(self, now: float) -> StepPlan:
         """Return what to do next; an empty plan when there is nothing."""
-        draft = Draft(self._read_tokens, [*self._released])
+        builder = PlanBuilder(self._read_tokens, [*self._released])
         self._released = []
         # Those who wait for a snapshot come back to the line a step after it was planned, when it is there.
         self._queue.advance(now)
         for request in self._running.values():
-            self._placement.snapshot(draft, request)
-        exchanges = Exchanges(self._ledger, self._quantum.tokens * GENERATED_UNITS)
-        self._dispatcher.run(draft, exchanges, now=now)
-        self._moves = sum(isinstance(move, Park | Restore | Copy) for move in draft.moves)
-        compact(draft, self._slots, self._running)
-        plan = draft.plan(self._passes(draft, now=now))
-        self._in_vain = plan.empty and not plan.preemptions
+            self._placement.snapshot(builder, request)
+        preemption = PreemptionPolicy(self._counters, self._quantum.tokens * DECODE_UNITS)
+        self._dispatcher.run(builder, preemption, now=now)
+        self._moves = sum(isinstance(move, ParkSlot | RestoreSlot | CopySlot) for move in builder.moves)
+        compact(builder, self._slots, self._running)
+        plan = builder.plan(self._passes(builder, now=now))
+        self._planned_nothing = plan.empty and not plan.preemptions
         return plan
 
-    def completed(self, outcome: Outcome, *, now: float) -> tuple[Reading, ...]:
+    def completed(self, outcome: StepOutcome, *, now: float) -> tuple[PromptProgress, ...]:
         """Book what became of the last plan and return the prompts that were read on and are not finished."""
         for turn_id, tokens in outcome.accepted.items():
             self._requests[turn_id].tokens += tokens
@@ -231,12 +226,12 @@ class Scheduler:
             end = request.kv_tokens + count
             self._slot(request).tokens += request.tokens[request.kv_tokens : end]
             request.kv_tokens = end
-            charge_reading(self._ledger, request)
+            charge_prefill(self._counters, request)
         for turn_id, token in outcome.sampled.items():
             request = self._requests[turn_id]
             request.tokens.append(token)
             n_accepted = len(outcome.accepted.get(turn_id, ()))
-            charge_generating(self._ledger, request, 1 + n_accepted)
+            charge_decode(self._counters, request, 1 + n_accepted)
             if request.drafter is not None:
                 request.drafter.observe(n_accepted, n_tokens=len(request.tokens))
             if request.state is RequestState.PREFILL:
@@ -249,7 +244,7 @@ class Scheduler:
         self._observe(outcome)
         readers = (self._running.get(turn_id) for turn_id in outcome.decoded)
         return tuple(
-            Reading(reader.turn_id, reader.kv_tokens, reader.prompt_tokens)
+            PromptProgress(reader.turn_id, reader.kv_tokens, reader.prompt_tokens)
             for reader in readers
             if reader is not None and reader.state is RequestState.PREFILL and reader.generated_tokens == 0
         )
@@ -267,7 +262,7 @@ class Scheduler:
             assert held == request.tokens[: request.kv_tokens], f"other tokens in KV of {request.turn_id}: {self!r}"
             assert 0 <= request.used <= request.served, f"{request.turn_id} used more than it was served: {self!r}"
 
-    def _passes(self, draft: Draft, *, now: float) -> list[Pass]:
+    def _passes(self, builder: PlanBuilder, *, now: float) -> list[DecodePass]:
         """Return a pass of those who generate or passes that read prompts, in turn: never both.
 
         So a turn that comes in while others generate is read right after that, and its first token goes into the next
@@ -281,22 +276,24 @@ class Scheduler:
             return [decode_pass(decoding, self._drafting.drafts(decoding))]
         self._reads_next = False
         self._generates = False
-        return self._read(draft, reading, decoding=bool(decoding), now=now) if reading else []
+        return self._read(builder, reading, decoding=bool(decoding), now=now) if reading else []
 
-    def _read(self, draft: Draft, reading: list[Request], *, decoding: bool, now: float) -> list[Pass]:
+    def _read(
+        self, builder: PlanBuilder, reading: list[EngineRequest], *, decoding: bool, now: float
+    ) -> list[DecodePass]:
         for request in reading:
             # Who has a slot but is not read on rises as if it still waited for one.
             risen = request.base_class - request.periods(now, self._ageing_s)
-            request.rank = min(request.rank, max(0, risen))
+            request.effective_priority = min(request.effective_priority, max(0, risen))
         budget_tokens = self._budget.tokens(decoding=decoding, alone=len(reading) == 1)
         budget_tokens = max(self._grid_tokens, int(budget_tokens * self._dispatcher.limits.prefill_share))
-        draft.reasons.append(f"{len(reading)} prompts share {budget_tokens} tokens")
+        builder.reasons.append(f"{len(reading)} prompts share {budget_tokens} tokens")
         passes = prefill_passes(
             reading, grid_tokens=self._grid_tokens, budget_tokens=budget_tokens, pass_tokens=self._pass_tokens
         )
         return list(passes)
 
-    def _book_losses(self, outcome: Outcome) -> None:
+    def _book_losses(self, outcome: StepOutcome) -> None:
         for turn_id in outcome.emptied:
             request = self._requests[turn_id]
             request.kv_tokens = 0
@@ -308,7 +305,7 @@ class Scheduler:
         for index in outcome.wiped:
             self._slots.forget(self._slots[index])
 
-    def _observe(self, outcome: Outcome) -> None:
+    def _observe(self, outcome: StepOutcome) -> None:
         self._read_tokens += outcome.prefill_tokens
         self._budget.observe(
             prefill_tokens=outcome.prefill_tokens,
@@ -323,8 +320,8 @@ class Scheduler:
             decode_s=outcome.decode_s,
         )
 
-    def _end(self, request: Request, *, now: float) -> None:
-        self._in_vain = False
+    def _end(self, request: EngineRequest, *, now: float) -> None:
+        self._planned_nothing = False
         if request.slot is not None:
             self._slots.free(self._slot(request), now=now)
             del self._running[request.turn_id]
@@ -333,6 +330,6 @@ class Scheduler:
         request.change(RequestChange.END)
         del self._requests[request.turn_id]
 
-    def _slot(self, request: Request) -> Slot:
+    def _slot(self, request: EngineRequest) -> Slot:
         assert request.slot is not None
         return self._slots[request.slot]

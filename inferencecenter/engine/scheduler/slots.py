@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from inferencecenter.engine.scheduler.request import Request
+    from inferencecenter.engine.scheduler.request import EngineRequest
 
 
 @dataclass(slots=True, eq=False)
@@ -63,7 +63,7 @@ class SlotTable:
         """Return the slot that holds a session's KV."""
         return self._of_session.get(session_id)
 
-    def assign(self, slot: Slot, request: Request, *, keep_tokens: int) -> None:
+    def assign(self, slot: Slot, request: EngineRequest, *, keep_tokens: int) -> None:
         """Let a turn run in an idle slot, on top of the first ``keep_tokens`` of what it holds."""
         if slot.busy:
             raise ValueError(f"slot {slot.index} runs turn {slot.turn_id}")

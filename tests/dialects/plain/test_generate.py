@@ -136,7 +136,9 @@ async def test_a_turn_that_fails_before_it_says_anything_has_its_status(server: 
     """The error comes in place of the answer, streamed or not."""
     asking = asyncio.get_running_loop().create_task(post(server, "/generate", {"prompt": "a", "stream": stream}))
     turn = await begun(server)
-    server.engine.turns.pop(turn).hear(Failed(turn_id=turn, code=ErrorCode.QUEUE_TIMEOUT.value, message="too long"))
+    server.engine.turns.pop(turn).on_engine_event(
+        Failed(turn_id=turn, code=ErrorCode.QUEUE_TIMEOUT.value, message="too long")
+    )
     heard = await asking
     assert (heard.status, heard.error["code"], heard.error["type"]) == (503, "queue_timeout", "server_error")
     assert heard.headers["retry-after"] == "1"
@@ -148,7 +150,9 @@ async def test_a_turn_that_fails_halfway_ends_its_stream_with_the_error(server: 
     turn = await begun(server)
     server.engine.say(turn, "Good")
     await tick(20)
-    server.engine.turns.pop(turn).hear(Failed(turn_id=turn, code=ErrorCode.ENGINE_CRASHED.value, message="boom"))
+    server.engine.turns.pop(turn).on_engine_event(
+        Failed(turn_id=turn, code=ErrorCode.ENGINE_CRASHED.value, message="boom")
+    )
     *parts, last = (await asking).events
     assert [part["text"] for part in parts] == ["Good"]
     assert last["error"]["code"] == "engine_crashed"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from inferencecenter.errors import ErrorCode, InferenceCenterError
-from inferencecenter.ipc.messages import Piece, Tokenized, pack_tokens
+from inferencecenter.ipc.messages import PromptSegment, Tokenized, pack_tokens
 from inferencecenter.limits import Limits
 from tests.dialects.asking import post, tick
 
@@ -33,9 +33,9 @@ async def test_there_and_back(server: Running) -> None:
 
 async def test_text_is_text_unless_it_is_said_to_be_more(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the engine is asked says whether names of special tokens count, and whether the text begins a sequence."""
-    asked: list[tuple[Sequence[Piece], bool]] = []
+    asked: list[tuple[Sequence[PromptSegment], bool]] = []
 
-    def tokenize(pieces: Sequence[Piece], *, first: bool, client_id: str) -> asyncio.Future[Tokenized]:
+    def tokenize(pieces: Sequence[PromptSegment], *, first: bool, client_id: str) -> asyncio.Future[Tokenized]:
         assert client_id
         asked.append((pieces, first))
         future: asyncio.Future[Tokenized] = asyncio.get_running_loop().create_future()
@@ -45,7 +45,7 @@ async def test_text_is_text_unless_it_is_said_to_be_more(server: Running, monkey
     monkeypatch.setattr(server.engine, "tokenize", tokenize)
     plain = await post(server, "/tokenize", {"text": "<s>", "pieces": True, "model": "stub"})
     await post(server, "/tokenize", {"text": "<s>", "special": True, "add_bos": True})
-    assert asked == [((Piece("<s>", False),), False), ((Piece("<s>", True),), True)]
+    assert asked == [((PromptSegment("<s>", False),), False), ((PromptSegment("<s>", True),), True)]
     assert plain.json == {"tokens": [7, 8], "count": 2, "pieces": ["\ufffd", "<s>"]}
 
 

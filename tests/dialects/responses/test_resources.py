@@ -199,7 +199,7 @@ async def test_one_that_failed_in_the_background_says_why(server: Running) -> No
     asking = asyncio.get_running_loop().create_task(post(server, PATH, {"input": "Hello", "background": True}))
     (turn,) = await begun(server)
     name = (await asking).json["id"]
-    server.engine.turns.pop(turn).hear(Failed(turn_id=turn, code="engine_crashed", message="gone"))
+    server.engine.turns.pop(turn).on_engine_event(Failed(turn_id=turn, code="engine_crashed", message="gone"))
     failed = told.response((await get(server, name)).json)
     assert failed.status == "failed"
     assert failed.error is not None
@@ -214,7 +214,7 @@ async def test_one_that_failed_is_forgotten(server: Running) -> None:
         asking = asyncio.get_running_loop().create_task(post(server, PATH, body))
         (turn,) = await begun(server)
         name = (await asking).json["id"]
-        server.engine.turns.pop(turn).hear(Failed(turn_id=turn, code="engine_crashed", message="gone"))
+        server.engine.turns.pop(turn).on_engine_event(Failed(turn_id=turn, code="engine_crashed", message="gone"))
         return str(name)
 
     first = (await made(server, {"input": "Hello"})).json["id"]
@@ -241,7 +241,7 @@ async def test_a_turn_that_fails_is_an_error(server: Running) -> None:
     """With its own HTTP status, as long as nothing was told."""
     asking = asyncio.get_running_loop().create_task(post(server, PATH, {"input": "Hello"}))
     (turn,) = await begun(server)
-    server.engine.turns.pop(turn).hear(Failed(turn_id=turn, code="prompt_too_long", message="too long"))
+    server.engine.turns.pop(turn).on_engine_event(Failed(turn_id=turn, code="prompt_too_long", message="too long"))
     heard = await asking
     assert (heard.status, heard.error["code"]) == (413, "context_length_exceeded")
 

@@ -12,9 +12,9 @@ import pytest
 from llama_cpp import llama_cpp as lib
 
 from inferencecenter.engine.backend import Chunk
-from inferencecenter.engine.llama.context import Context
+from inferencecenter.engine.llama.context import LlamaContext
 from inferencecenter.engine.llama.log import LlamaLog
-from inferencecenter.engine.llama.model import Model
+from inferencecenter.engine.llama.model import LlamaModel
 from inferencecenter.ipc.messages import EngineOptions
 from tests.engine.llama.tiny_models import write_hybrid_model, write_recurrent_model, write_window_model
 
@@ -29,15 +29,15 @@ if TYPE_CHECKING:
 class Loaded:
     """A model and a context, with greedy decoding on top."""
 
-    model: Model
-    context: Context
+    model: LlamaModel
+    context: LlamaContext
     options: EngineOptions
 
     @contextmanager
     def with_slots(self, slots: int) -> Iterator[Loaded]:
         """Make another context of the same model, with another number of slots."""
         options = msgspec.structs.replace(self.options, slots=slots)
-        context = Context(self.model, options, n_threads=1, log=LlamaLog(lambda _level, _line: None))
+        context = LlamaContext(self.model, options, n_threads=1, log=LlamaLog(lambda _level, _line: None))
         yield Loaded(self.model, context, options)
         context.close()
 
@@ -88,8 +88,8 @@ def log() -> Iterator[LlamaLog]:
 
 def _loaded(options: EngineOptions) -> Iterator[Loaded]:
     log = LlamaLog(lambda _level, _line: None)
-    model = Model.load(options, on_progress=lambda _fraction: None, log=log)
-    context = Context(model, options, n_threads=1, log=log)
+    model = LlamaModel.load(options, on_progress=lambda _fraction: None, log=log)
+    context = LlamaContext(model, options, n_threads=1, log=log)
     yield Loaded(model, context, options)
     context.close()
     model.close()

@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 
 from inferencecenter.engine.backend import Chunk
-from inferencecenter.engine.kv.adoption import Adoption
+from inferencecenter.engine.kv_cache.recovery import RecoveryMode
 from inferencecenter.engine.llama.backend import LlamaBackend
-from inferencecenter.engine.llama.context import Context
-from inferencecenter.engine.llama.fingerprint import fingerprint
+from inferencecenter.engine.llama.context import LlamaContext
 from inferencecenter.engine.llama.log import LlamaLog
-from inferencecenter.engine.llama.model import Model
+from inferencecenter.engine.llama.model import LlamaModel
+from inferencecenter.engine.llama.saved_state import fingerprint
 from inferencecenter.errors import ErrorCode, InferenceCenterError
-from inferencecenter.ipc.messages import Adapter, Piece
+from inferencecenter.ipc.messages import Adapter, PromptSegment
 from tests.engine.llama.conftest import Loaded
 from tests.engine.llama.lora_files import random_tensors, write_adapter
 from tests.engine.parked import open_store
@@ -41,8 +41,8 @@ def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @contextmanager
 def _adapted(options: EngineOptions, log: LlamaLog, *adapters: Adapter) -> Iterator[Loaded]:
     options = msgspec.structs.replace(options, slots=2, lora=adapters)
-    model = Model.load(options, on_progress=lambda _fraction: None, log=log)
-    context = Context(model, options, n_threads=1, log=log)
+    model = LlamaModel.load(options, on_progress=lambda _fraction: None, log=log)
+    context = LlamaContext(model, options, n_threads=1, log=log)
     yield Loaded(model, context, options)
     context.close()
     model.close()
@@ -51,9 +51,9 @@ def _adapted(options: EngineOptions, log: LlamaLog, *adapters: Adapter) -> Itera
 def _answer(loaded: Loaded, slot: int = 0) -> str:
     vocab = loaded.model.vocab
     pieces = [
-        Piece("<|im_start|>user\n", special=True),
-        Piece("What is the capital of France?"),
-        Piece("<|im_end|>\n<|im_start|>assistant\n", special=True),
+        PromptSegment("<|im_start|>user\n", special=True),
+        PromptSegment("What is the capital of France?"),
+        PromptSegment("<|im_end|>\n<|im_start|>assistant\n", special=True),
     ]
     tokens, _ = loaded.greedy(slot, vocab.tokenize(pieces, first=True), 16)
     end = next((place for place, token in enumerate(tokens) if vocab.is_end(token)), len(tokens))
@@ -135,8 +135,8 @@ def test_parked_kv_of_one_is_not_found_by_another(options: EngineOptions, adapte
     for scale in (1.0, 1.0, 0.5):
         adapted = msgspec.structs.replace(options, slots=2, lora=(Adapter(str(adapter), scale),))
         backend = LlamaBackend.load(adapted, on_progress=lambda _fraction: None, on_log=lambda _level, _line: None)
-        tokens = backend.tokenize([Piece("A long history.")], first=True)
-        store = open_store(backend, tmp_path, adopt=Adoption.ALL)
+        tokens = backend.tokenize([PromptSegment("A long history.")], first=True)
+        store = open_store(backend, tmp_path, adopt=RecoveryMode.ALL)
         match = store.find("client", tokens)
         found.append(match.common_tokens if match else 0)
         if not found[:-1]:

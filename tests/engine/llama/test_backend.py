@@ -14,7 +14,7 @@ from inferencecenter.engine.backend import Backend, Chunk
 from inferencecenter.engine.llama.backend import LlamaBackend
 from inferencecenter.errors import ErrorCode, InferenceCenterError
 from inferencecenter.hardware.host import physical_cores
-from inferencecenter.ipc.messages import EngineOptions, Piece
+from inferencecenter.ipc.messages import EngineOptions, PromptSegment
 from inferencecenter.protocol.params import Params
 
 if TYPE_CHECKING:
@@ -56,9 +56,9 @@ def _empty_slots(backend: LlamaBackend) -> None:
 
 def _prompt(backend: LlamaBackend, text: str) -> list[int]:
     pieces = [
-        Piece("<|im_start|>user\n", special=True),
-        Piece(text),
-        Piece("<|im_end|>\n<|im_start|>assistant\n", special=True),
+        PromptSegment("<|im_start|>user\n", special=True),
+        PromptSegment(text),
+        PromptSegment("<|im_end|>\n<|im_start|>assistant\n", special=True),
     ]
     return backend.tokenize(pieces, first=True)
 
@@ -158,7 +158,7 @@ def test_parking_through_the_seam(backend: LlamaBackend) -> None:
     assert backend.restore(1, memoryview(buffer), len(prompt))
     assert backend.copy(1, 2, len(prompt) - 1)
     assert not backend.restore(3, memoryview(b"foreign"), len(prompt))
-    assert backend.can_rewind
+    assert backend.can_truncate
     assert backend.truncate(1, len(prompt) - 1)
     backend.decode([Chunk(slot, len(prompt) - 1, prompt[-1:], sample=True) for slot in (1, 2)])
     sampled = [backend.sampler(Params(temperature=0, n_probs=1), prompt).sample(row) for row in (0, 1)]

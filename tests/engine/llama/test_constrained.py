@@ -13,15 +13,14 @@ from jsonschema import Draft202012Validator
 from llama_cpp import llama_cpp as lib
 
 from inferencecenter.engine.backend import Chunk
-from inferencecenter.engine.grammars import Grammars
+from inferencecenter.engine.grammar_cache import GrammarCache
 from inferencecenter.engine.llama.backend import LlamaBackend
-from inferencecenter.engine.llama.candidates import Candidates, chosen
-from inferencecenter.engine.llama.sampler import NativeSampler
+from inferencecenter.engine.llama.sampler import Candidates, NativeSampler, chosen
 from inferencecenter.engine.sampling.chain import plan_chain
-from inferencecenter.engine.scheduler.drafting import Drafting
-from inferencecenter.engine.scheduler.request import Request
+from inferencecenter.engine.scheduler.request import EngineRequest
+from inferencecenter.engine.speculation import DraftPlanner
 from inferencecenter.errors import ErrorCode, InferenceCenterError
-from inferencecenter.ipc.messages import Grammar, Piece
+from inferencecenter.ipc.messages import Grammar, PromptSegment
 from inferencecenter.protocol.params import Params, parse_params
 from tests.engine.forms import constraint_of
 from tests.engine.schemas import CASES, random_schema
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from inferencecenter.engine.sampling.structured import Constraint
+    from inferencecenter.engine.sampling.constraint import Constraint
     from inferencecenter.ipc.messages import EngineOptions
 
 CHAINS: tuple[dict[str, Any], ...] = (
@@ -61,9 +60,9 @@ def backend(options: EngineOptions) -> Iterator[LlamaBackend]:
 
 
 @pytest.fixture(scope="module")
-def grammars(backend: LlamaBackend) -> Iterator[Grammars]:
+def grammars(backend: LlamaBackend) -> Iterator[GrammarCache]:
     """The demo model's grammars."""
-    grammars = Grammars(backend)
+    grammars = GrammarCache(backend)
     yield grammars
     grammars.close()
 
@@ -77,9 +76,9 @@ def _empty_slots(backend: LlamaBackend) -> None:
 def prompt_of(backend: LlamaBackend, text: str) -> list[int]:
     """Return a question as the model reads it."""
     pieces = (
-        Piece("<|im_start|>user\n", special=True),
-        Piece(text),
-        Piece("<|im_end|>\n<|im_start|>assistant\n", special=True),
+        PromptSegment("<|im_start|>user\n", special=True),
+        PromptSegment(text),
+        PromptSegment("<|im_end|>\n<|im_start|>assistant\n", special=True),
     )
     return backend.tokenize(pieces, first=True)
 
@@ -223,9 +222,9 @@ def test_candidates_are_the_allowed_tokens_in_their_order() -> None:
         chosen(array)
 
 
-def test_a_ban_that_leaves_nothing_fails_the_turn(backend: LlamaBackend, grammars: Grammars) -> None:
+def test_a_ban_that_leaves_nothing_fails_the_turn(backend: LlamaBackend, grammars: GrammarCache) -> None:
     """llama.cpp would draw what is banned."""
-    token = backend.tokenize((Piece("x"),), first=False)[-1]
+    token = backend.tokenize((PromptSegment("x"),), first=False)[-1]
     held = constraint_of(grammars, Grammar("regex", "x"))
     only = [int(each) for each in np.flatnonzero(constraint_of(grammars, Grammar("regex", "x")).allowed(4096))]
     assert token in only
@@ -238,7 +237,7 @@ def test_a_ban_that_leaves_nothing_fails_the_turn(backend: LlamaBackend, grammar
     assert (failed.value.code, failed.value.field) == (ErrorCode.INVALID_REQUEST, "params.logit_bias")
 
 
-def test_an_answer_goes_on_where_it_was(backend: LlamaBackend, grammars: Grammars) -> None:
+def test_an_answer_goes_on_where_it_was(backend: LlamaBackend, grammars: GrammarCache) -> None:
     """A greedy answer that is taken up again after any token ends as the whole one does."""
     grammar = Grammar("json_schema", json.dumps({"type": "array", "items": {"enum": ["red", "green"]}, "maxItems": 4}))
     params = Params(temperature=0)
@@ -253,7 +252,7 @@ def test_an_answer_goes_on_where_it_was(backend: LlamaBackend, grammars: Grammar
         backend.truncate(0, 0)
 
 
-def test_drafts_change_nothing_of_a_form(backend: LlamaBackend, grammars: Grammars) -> None:
+def test_drafts_change_nothing_of_a_form(backend: LlamaBackend, grammars: GrammarCache) -> None:
     """A greedy answer is the same with guesses, which are accepted only where the form allows them."""
     items = {"type": "object", "properties": {"name": {"enum": ["Ada", "Bob"]}, "ok": {"const": True}}}
     schema = {"type": "array", "items": {**items, "required": ["name", "ok"]}, "minItems": 8, "maxItems": 8}
@@ -261,14 +260,14 @@ def test_drafts_change_nothing_of_a_form(backend: LlamaBackend, grammars: Gramma
     (plain,) = answers(backend, [constraint_of(grammars, grammar)], ["Who?"], params, most_tokens=600)
     tokens = prompt_of(backend, "Who?")
     n_prompt = len(tokens)
-    request = Request(
+    request = EngineRequest(
         turn_id="t", session_id="t", client_id="c", priority=1, arrival=0, submitted_s=0.0, tokens=[*tokens]
     )
     request.slot, request.kv_tokens = 0, len(tokens)
     sampler = backend.sampler(params, tokens, (), constraint_of(grammars, grammar))
     backend.decode([Chunk(0, 0, tokens, sample=True)])
     request.tokens.append(sampler.sample(0).token)
-    drafting = Drafting(draft_tokens=8, n_ctx=1024, pass_tokens=64)
+    drafting = DraftPlanner(draft_tokens=8, n_ctx=1024, pass_tokens=64)
     steps = 0
     while not backend.is_end(request.tokens[-1]):
         steps += 1
@@ -286,7 +285,7 @@ def test_drafts_change_nothing_of_a_form(backend: LlamaBackend, grammars: Gramma
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.schema not in ({}, True)], ids=lambda case: case.name)
-def test_every_keyword_is_obeyed(backend: LlamaBackend, grammars: Grammars, case: Any) -> None:
+def test_every_keyword_is_obeyed(backend: LlamaBackend, grammars: GrammarCache, case: Any) -> None:
     """Eight answers, none of which the model would have given: those that end are what the schema accepts."""
     grammar = Grammar("json_schema", json.dumps(case.schema))
     validator = Draft202012Validator(case.schema, format_checker=Draft202012Validator.FORMAT_CHECKER)
@@ -299,7 +298,7 @@ def test_every_keyword_is_obeyed(backend: LlamaBackend, grammars: Grammars, case
 
 
 @pytest.mark.slow
-def test_answers_to_random_schemas_are_valid(backend: LlamaBackend, grammars: Grammars) -> None:
+def test_answers_to_random_schemas_are_valid(backend: LlamaBackend, grammars: GrammarCache) -> None:
     """200 schemas: each answer that ends is valid, and nearly all end."""
     draw = random.Random(20_260_518)
     schemas = [random_schema(draw) for _ in range(200)]

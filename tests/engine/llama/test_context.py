@@ -10,9 +10,9 @@ import pytest
 from llama_cpp import llama_cpp as lib
 
 from inferencecenter.engine.backend import Chunk, DecodeError
-from inferencecenter.engine.llama.context import Context
+from inferencecenter.engine.llama.context import LlamaContext
 from inferencecenter.errors import ErrorCode, InferenceCenterError
-from inferencecenter.ipc.messages import EngineOptions, Piece
+from inferencecenter.ipc.messages import EngineOptions, PromptSegment
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -28,9 +28,9 @@ CLOSE = 0.1
 
 def _prompt(loaded: Loaded, text: str) -> list[int]:
     pieces = [
-        Piece("<|im_start|>user\n", special=True),
-        Piece(text),
-        Piece("<|im_end|>\n<|im_start|>assistant\n", special=True),
+        PromptSegment("<|im_start|>user\n", special=True),
+        PromptSegment(text),
+        PromptSegment("<|im_end|>\n<|im_start|>assistant\n", special=True),
     ]
     return loaded.model.vocab.tokenize(pieces, first=True)
 
@@ -210,7 +210,7 @@ def test_a_copied_window_is_whole_or_not_there(window: Loaded, n_tokens: int, ke
 def test_only_plain_memory_can_be_cut_anywhere(demo: Loaded, window: Loaded, recurrent: Loaded, hybrid: Loaded) -> None:
     """Windows and recurrent layers forget what a cut would need."""
     loaded = (demo, window, recurrent, hybrid)
-    assert [each.context.can_rewind for each in loaded] == [True, False, False, False]
+    assert [each.context.can_truncate for each in loaded] == [True, False, False, False]
 
 
 @pytest.mark.parametrize(
@@ -316,7 +316,7 @@ def test_failed_save_empties_both_slots(demo: Loaded, monkeypatch: pytest.Monkey
 
 def test_a_context_of_one_token_warms_up(demo: Loaded, options: EngineOptions, log: LlamaLog) -> None:
     """However few tokens a slot is given, warming up stays within them."""
-    context = Context(demo.model, msgspec.structs.replace(options, slots=1, n_ctx=1), n_threads=1, log=log)
+    context = LlamaContext(demo.model, msgspec.structs.replace(options, slots=1, n_ctx=1), n_threads=1, log=log)
     assert context.warm_up(1) > 0
     assert context.warm_up(1, n_tokens=512) > 0
     assert context.length(0) == 0
@@ -327,7 +327,7 @@ def test_a_warm_up_at_full_batch_leaves_nothing(
     demo: Loaded, options: EngineOptions, log: LlamaLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One chunk as long as a batch, or a slot if that is shorter; then all slots are empty."""
-    context = Context(demo.model, msgspec.structs.replace(options, slots=2, n_ctx=256), n_threads=1, log=log)
+    context = LlamaContext(demo.model, msgspec.structs.replace(options, slots=2, n_ctx=256), n_threads=1, log=log)
     decoded: list[int] = []
     decode = context.decode
 
@@ -353,7 +353,7 @@ def test_unknown_choices_are_refused(
 ) -> None:
     """A KV type or flash attention mode that does not exist is refused with what does."""
     with pytest.raises(InferenceCenterError, match="allowed: ") as refusal:
-        Context(demo.model, msgspec.structs.replace(options, **change), n_threads=1, log=log)
+        LlamaContext(demo.model, msgspec.structs.replace(options, **change), n_threads=1, log=log)
     assert refusal.value.code is ErrorCode.INVALID_CONFIG
     assert (refusal.value.field or "").startswith(field)
 
@@ -362,7 +362,7 @@ def test_context_that_cannot_be_made_says_why(demo: Loaded, options: EngineOptio
     """A quantized V cache without flash attention is refused with llama.cpp's own reason."""
     impossible = msgspec.structs.replace(options, kv_type_v="q8_0", flash_attention="off")
     with pytest.raises(InferenceCenterError, match="flash_attn") as refusal:
-        Context(demo.model, impossible, n_threads=1, log=log)
+        LlamaContext(demo.model, impossible, n_threads=1, log=log)
     assert refusal.value.code is ErrorCode.INVALID_CONFIG
     assert refusal.value.hint
 

@@ -9,8 +9,8 @@ import msgspec
 import pytest
 from llama_cpp import llama_cpp as lib
 
-from inferencecenter.engine.llama.fingerprint import fingerprint
-from inferencecenter.engine.llama.model import Model
+from inferencecenter.engine.llama.model import LlamaModel
+from inferencecenter.engine.llama.saved_state import fingerprint
 from inferencecenter.errors import ErrorCode, InferenceCenterError
 
 if TYPE_CHECKING:
@@ -23,18 +23,18 @@ if TYPE_CHECKING:
 
 
 @pytest.fixture
-def copied(demo: Loaded, log: LlamaLog, tmp_path: Path) -> Iterator[Model]:
+def copied(demo: Loaded, log: LlamaLog, tmp_path: Path) -> Iterator[LlamaModel]:
     """The demo model, loaded from a copy elsewhere."""
     path = tmp_path / "elsewhere.gguf"
     shutil.copyfile(demo.model.path, path)
-    model = Model.load(
+    model = LlamaModel.load(
         msgspec.structs.replace(demo.options, model_path=str(path)), on_progress=lambda _fraction: None, log=log
     )
     yield model
     model.close()
 
 
-def test_path_slots_and_lengths_do_not_count(demo: Loaded, options: EngineOptions, copied: Model) -> None:
+def test_path_slots_and_lengths_do_not_count(demo: Loaded, options: EngineOptions, copied: LlamaModel) -> None:
     """The same file elsewhere, run with other slots of another length, can go on with what was saved."""
     expected = fingerprint(demo.model, options)
     other = msgspec.structs.replace(options, slots=3, n_ctx=128, n_batch=32, n_ubatch=32, n_threads=2)
@@ -51,7 +51,7 @@ def test_types_of_kv_count(demo: Loaded, options: EngineOptions, change: dict[st
     assert fingerprint(demo.model, changed) != fingerprint(demo.model, options)
 
 
-def test_weights_count(copied: Model, options: EngineOptions) -> None:
+def test_weights_count(copied: LlamaModel, options: EngineOptions) -> None:
     """Other weights in a file of the same size and metadata are another model."""
     before = fingerprint(copied, options)
     with copied.path.open("r+b") as file:
@@ -62,7 +62,7 @@ def test_weights_count(copied: Model, options: EngineOptions) -> None:
     assert fingerprint(copied, options) != before
 
 
-def test_the_end_of_the_file_counts(copied: Model, options: EngineOptions) -> None:
+def test_the_end_of_the_file_counts(copied: LlamaModel, options: EngineOptions) -> None:
     """One more byte is another file, and so is another last one."""
     digests = {fingerprint(copied, options)}
     for last in (b"a", b"b"):
@@ -81,7 +81,7 @@ def test_llama_cpps_version_counts(demo: Loaded, options: EngineOptions, monkeyp
     assert fingerprint(demo.model, options) != before
 
 
-def test_a_file_that_is_gone_is_named(copied: Model, options: EngineOptions) -> None:
+def test_a_file_that_is_gone_is_named(copied: LlamaModel, options: EngineOptions) -> None:
     """A file deleted since it was loaded is the model file's error."""
     copied.path.unlink()
     with pytest.raises(InferenceCenterError, match=r"elsewhere\.gguf cannot be read any more") as refusal:

@@ -17,7 +17,7 @@ TOKENIZE: Final = """
 import sys
 from llama_cpp import llama_cpp as lib
 from inferencecenter.engine.llama.vocab import Vocabulary
-from inferencecenter.ipc.messages import Piece
+from inferencecenter.ipc.messages import PromptSegment
 
 cut = (lib.llama_model_kv_override * 2)()
 cut[0].key, cut[0].tag = b"tokenizer.ggml.pre", lib.LLAMA_KV_OVERRIDE_TYPE_STR
@@ -27,7 +27,7 @@ params.vocab_only, params.kv_overrides = True, cut
 model = lib.llama_model_load_from_file(sys.argv[1].encode(), params)
 vocabulary = Vocabulary(lib.llama_model_get_vocab(model))
 text = "abcdefghij" * (int(sys.argv[3]) // 10)
-tokens = vocabulary.tokenize((Piece(text),), first=False)
+tokens = vocabulary.tokenize((PromptSegment(text),), first=False)
 print(b"".join(map(vocabulary.token_bytes, tokens)).decode() == text)
 """
 

@@ -10,7 +10,13 @@ import msgspec
 import pytest
 from llama_cpp import llama_cpp as lib
 
-from inferencecenter.engine.llama.model import N_CTX_DEFAULT_MAX, Model, ModelParams, may_repack, resolve_gpu_layers
+from inferencecenter.engine.llama.model import (
+    N_CTX_DEFAULT_MAX,
+    LlamaModel,
+    ModelParams,
+    may_repack,
+    resolve_gpu_layers,
+)
 from inferencecenter.engine.llama.model_file import check_model_file
 from inferencecenter.errors import ErrorCode, InferenceCenterError
 from inferencecenter.ipc.messages import EngineOptions
@@ -44,7 +50,7 @@ BAD_STARTS = {
 
 def _refusal(path: Path | str, options: EngineOptions, log: LlamaLog) -> InferenceCenterError:
     with pytest.raises(InferenceCenterError) as refusal:
-        Model.load(msgspec.structs.replace(options, model_path=str(path)), on_progress=lambda _: None, log=log)
+        LlamaModel.load(msgspec.structs.replace(options, model_path=str(path)), on_progress=lambda _: None, log=log)
     assert refusal.value.code is ErrorCode.INVALID_MODEL_FILE
     assert refusal.value.hint
     assert refusal.value.field == "model_path"
@@ -228,7 +234,7 @@ def test_progress_callback_that_raises_does_not_stop_the_loading(options: Engine
         calls.append(fraction)
         raise OSError("broken pipe")
 
-    Model.load(options, on_progress=broken, log=log).close()
+    LlamaModel.load(options, on_progress=broken, log=log).close()
     assert calls[-1] == 1.0
 
 

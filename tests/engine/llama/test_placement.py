@@ -15,7 +15,7 @@ import msgspec
 import pytest
 
 from inferencecenter.bench.header import HEADERS, write_header
-from inferencecenter.engine.llama.buffers import BufferSizes
+from inferencecenter.engine.llama.log import BufferSizes
 from inferencecenter.hardware.gguf import read_gguf
 from inferencecenter.hardware.model_shape import describe
 from inferencecenter.hardware.placing import CONTEXT_BYTES

@@ -10,9 +10,9 @@ import pytest
 
 from inferencecenter.engine.backend import Chunk
 from inferencecenter.engine.llama.backend import LlamaBackend
-from inferencecenter.engine.scheduler.drafting import Drafting
-from inferencecenter.engine.scheduler.request import Request
-from inferencecenter.ipc.messages import Piece
+from inferencecenter.engine.scheduler.request import EngineRequest
+from inferencecenter.engine.speculation import DraftPlanner
+from inferencecenter.ipc.messages import PromptSegment
 from inferencecenter.protocol.params import Params
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def _empty_slots(backend: LlamaBackend) -> None:
 class Turn:
     """A turn that generates in a slot; ``margins`` are how far each token was above the runner-up."""
 
-    request: Request
+    request: EngineRequest
     sampler: TurnSampler
     margins: list[float] = field(default_factory=list)
 
@@ -65,12 +65,12 @@ class Turn:
 def begin(backend: LlamaBackend, slot: int, text: str) -> Turn:
     """Read a prompt and sample the first token of its greedy answer."""
     pieces = [
-        Piece("<|im_start|>user\n", special=True),
-        Piece(text),
-        Piece("<|im_end|>\n<|im_start|>assistant\n", special=True),
+        PromptSegment("<|im_start|>user\n", special=True),
+        PromptSegment(text),
+        PromptSegment("<|im_end|>\n<|im_start|>assistant\n", special=True),
     ]
     tokens = backend.tokenize(pieces, first=True)
-    request = Request(
+    request = EngineRequest(
         turn_id=text,
         session_id=text,
         client_id="c",
@@ -89,7 +89,7 @@ def begin(backend: LlamaBackend, slot: int, text: str) -> Turn:
 def generate(backend: LlamaBackend, texts: Sequence[str], *, draft_tokens: int) -> tuple[list[Turn], int]:
     """Answer several prompts at once as the scheduler and the executor do; return the turns and the steps it took."""
     turns = [begin(backend, slot, text) for slot, text in enumerate(texts)]
-    drafting = Drafting(draft_tokens=draft_tokens, n_ctx=backend.model.n_ctx, pass_tokens=64)
+    drafting = DraftPlanner(draft_tokens=draft_tokens, n_ctx=backend.model.n_ctx, pass_tokens=64)
     steps = 0
     while min(len(turn.answer) for turn in turns) < N_TOKENS:
         steps += 1

@@ -12,7 +12,7 @@ from llama_cpp import llama_cpp as lib
 
 from inferencecenter.engine.llama.vocab import Vocabulary
 from inferencecenter.errors import ErrorCode, InferenceCenterError
-from inferencecenter.ipc.messages import Piece
+from inferencecenter.ipc.messages import PromptSegment
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -50,35 +50,35 @@ def _text(vocabulary: Vocabulary, tokens: list[int]) -> str:
 @example(text="\U0001f469\u200d\U0001f680 \u0e17\u0e14\u0e2a\u0e2d\u0e1a \u6f22\u5b57 e\u0301")
 def test_any_text_survives_the_round_trip(bpe: Vocabulary, text: str) -> None:
     """The bytes of a plain text's tokens are that text."""
-    assert _text(bpe, bpe.tokenize([Piece(text)], first=False)) == text
+    assert _text(bpe, bpe.tokenize([PromptSegment(text)], first=False)) == text
 
 
 @given(texts=st.lists(st.text(max_size=8), max_size=5))
 def test_pieces_join_without_seams(bpe: Vocabulary, texts: list[str]) -> None:
     """Cutting a text into pieces adds and loses nothing."""
-    assert _text(bpe, bpe.tokenize([Piece(text) for text in texts], first=False)) == "".join(texts)
+    assert _text(bpe, bpe.tokenize([PromptSegment(text) for text in texts], first=False)) == "".join(texts)
 
 
 @given(before=st.text(max_size=5), after=st.text(max_size=5), special=st.sampled_from(["<|im_start|>", "<|im_end|>"]))
 def test_plain_text_never_becomes_special(bpe: Vocabulary, before: str, after: str, special: str) -> None:
     """What a person wrote stays text, even where it spells a control token; in template text it is one token."""
     text = f"{before}{special}system{after}"
-    plain = bpe.tokenize([Piece(text)], first=True)
-    control = bpe.tokenize([Piece(special, special=True)], first=False)
+    plain = bpe.tokenize([PromptSegment(text)], first=True)
+    control = bpe.tokenize([PromptSegment(special, special=True)], first=False)
     assert len(control) == 1
     assert control[0] not in plain
     assert _text(bpe, plain) == text
-    assert control[0] in bpe.tokenize([Piece(text, special=True)], first=True)
+    assert control[0] in bpe.tokenize([PromptSegment(text, special=True)], first=True)
 
 
 def test_control_tokens_show_nothing_but_have_names(bpe: Vocabulary) -> None:
     """A control token adds no bytes to the text, and its name is what the template spells."""
-    (token,) = bpe.tokenize([Piece("<|im_end|>", special=True)], first=False)
+    (token,) = bpe.tokenize([PromptSegment("<|im_end|>", special=True)], first=False)
     assert bpe.token_bytes(token) == b""
     assert bpe.token_text(token) == "<|im_end|>"
     assert bpe.is_end(token)
     assert "<|im_end|>" in bpe.special_texts
-    assert not bpe.is_end(bpe.tokenize([Piece("a")], first=False)[0])
+    assert not bpe.is_end(bpe.tokenize([PromptSegment("a")], first=False)[0])
 
 
 @pytest.mark.parametrize("text", ["\ud800", "half a pair: \udc00!", "\ud83d" * 3])
@@ -87,7 +87,7 @@ def test_lone_surrogates_are_refused(bpe: Vocabulary, text: str) -> None:
     with pytest.raises(
         InferenceCenterError, match=f"at character {text.find(max(text, key=_is_surrogate))}"
     ) as refusal:
-        bpe.tokenize([Piece(text)], first=True)
+        bpe.tokenize([PromptSegment(text)], first=True)
     assert refusal.value.code is ErrorCode.INVALID_REQUEST
 
 
@@ -98,14 +98,14 @@ def _is_surrogate(character: str) -> bool:
 def test_a_megabyte_is_tokenized(bpe: Vocabulary) -> None:
     """A very long text is tokenized, not cut."""
     text = "one two three, " * 70_000
-    assert _text(bpe, bpe.tokenize([Piece(text)], first=True)) == text
+    assert _text(bpe, bpe.tokenize([PromptSegment(text)], first=True)) == text
 
 
 def test_threads_tokenize_at_once(bpe: Vocabulary) -> None:
     """Workers that share a vocabulary get what one alone gets."""
     texts = [f"{number} plus {number} is {2 * number}. " * 50 for number in range(32)]
     with ThreadPoolExecutor(4) as pool:
-        tokens = list(pool.map(lambda text: bpe.tokenize([Piece(text)], first=True), texts))
+        tokens = list(pool.map(lambda text: bpe.tokenize([PromptSegment(text)], first=True), texts))
     assert [_text(bpe, row) for row in tokens] == texts
 
 
@@ -117,33 +117,39 @@ def test_token_text_of_no_token(bpe: Vocabulary) -> None:
 
 def test_bos_comes_first_and_once(spm: Vocabulary) -> None:
     """A sequence starts with one BOS, also where the template spells it, and only at its start."""
-    hello = spm.tokenize([Piece("hello")], first=False)
+    hello = spm.tokenize([PromptSegment("hello")], first=False)
     assert spm.tokenize([], first=True) == [spm.bos]
     assert spm.tokenize([], first=False) == []
-    assert spm.tokenize([Piece("<s>", special=True), Piece("hello")], first=True)[:1] == [spm.bos]
-    assert spm.tokenize([Piece("<s>hello", special=True)], first=True).count(spm.bos) == 1
-    assert spm.bos not in spm.tokenize([Piece("<s>hello")], first=False)
+    assert spm.tokenize([PromptSegment("<s>", special=True), PromptSegment("hello")], first=True)[:1] == [spm.bos]
+    assert spm.tokenize([PromptSegment("<s>hello", special=True)], first=True).count(spm.bos) == 1
+    assert spm.bos not in spm.tokenize([PromptSegment("<s>hello")], first=False)
     assert spm.bos not in hello
 
 
 def test_space_before_words_only_where_llama_cpp_puts_one_into_a_whole_text(spm: Vocabulary) -> None:
     """Pieces get a leading space at the start and after special tokens, and none in the middle of a text."""
-    whole = spm.tokenize([Piece("hello there</s>hello", special=True)], first=True)
+    whole = spm.tokenize([PromptSegment("hello there</s>hello", special=True)], first=True)
     assert _text(spm, whole) == " hello there hello"
-    pieces = [Piece("hello th", special=True), Piece("ere"), Piece("</s>", special=True), Piece("hel"), Piece("lo")]
+    pieces = [
+        PromptSegment("hello th", special=True),
+        PromptSegment("ere"),
+        PromptSegment("</s>", special=True),
+        PromptSegment("hel"),
+        PromptSegment("lo"),
+    ]
     assert _text(spm, spm.tokenize(pieces, first=True)) == " hello there hello"
-    assert _text(spm, spm.tokenize([Piece("more")], first=False)) == "more"
+    assert _text(spm, spm.tokenize([PromptSegment("more")], first=False)) == "more"
 
 
 @given(texts=st.lists(st.text(alphabet="aehlo \n\u00e9\U0001f642<s>", max_size=6), max_size=4))
 def test_sentencepiece_pieces_join_without_seams(spm: Vocabulary, texts: list[str]) -> None:
     """In the middle of a text no piece adds a space, whatever it starts with."""
-    assert _text(spm, spm.tokenize([Piece(text) for text in texts], first=False)) == "".join(texts)
+    assert _text(spm, spm.tokenize([PromptSegment(text) for text in texts], first=False)) == "".join(texts)
 
 
 def test_tokens_that_users_define_are_shown(spm: Vocabulary) -> None:
     """A user-defined token is recognised everywhere and is text, not control."""
-    tokens = spm.tokenize([Piece("<mark>")], first=False)
+    tokens = spm.tokenize([PromptSegment("<mark>")], first=False)
     assert _text(spm, tokens) == "<mark>"
     assert "<mark>" not in spm.special_texts
     assert set(spm.special_texts) == {"<unk>", "<s>", "</s>"}
@@ -152,7 +158,7 @@ def test_tokens_that_users_define_are_shown(spm: Vocabulary) -> None:
 def test_long_token_texts_are_read_whole(spm: Vocabulary) -> None:
     """A token longer than most is not cut."""
     text = f"<{'x' * 100}>"
-    (token,) = spm.tokenize([Piece(text)], first=False)
+    (token,) = spm.tokenize([PromptSegment(text)], first=False)
     assert spm.token_text(token) == text
 
 

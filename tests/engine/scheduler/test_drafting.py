@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from inferencecenter.engine.scheduler.drafting import Drafting
-from inferencecenter.engine.scheduler.fairness import GENERATED_UNITS
-from inferencecenter.engine.scheduler.request import Request
+from inferencecenter.engine.scheduler.fairness import DECODE_UNITS
+from inferencecenter.engine.scheduler.request import EngineRequest
+from inferencecenter.engine.speculation import DraftPlanner
 from tests.engine.scheduler.world import N_CTX, Faults, World
 
 REPEATED = [1, 2, 3, 4, 5, 6] * 3
 
 
-def new_request(slot: int, tokens: list[int]) -> Request:
+def new_request(slot: int, tokens: list[int]) -> EngineRequest:
     """Return a turn that generates in a slot."""
-    request = Request(
+    request = EngineRequest(
         turn_id=f"t{slot}",
         session_id=f"s{slot}",
         client_id="c",
@@ -25,9 +25,9 @@ def new_request(slot: int, tokens: list[int]) -> Request:
     return request
 
 
-def drafting(*, draft_tokens: int = 8, n_ctx: int = 4096, pass_tokens: int = 512) -> Drafting:
+def drafting(*, draft_tokens: int = 8, n_ctx: int = 4096, pass_tokens: int = 512) -> DraftPlanner:
     """Return one with room."""
-    return Drafting(draft_tokens=draft_tokens, n_ctx=n_ctx, pass_tokens=pass_tokens)
+    return DraftPlanner(draft_tokens=draft_tokens, n_ctx=n_ctx, pass_tokens=pass_tokens)
 
 
 def test_a_repeated_text_is_drafted() -> None:
@@ -68,7 +68,7 @@ def test_accepted_drafts_are_tokens_served() -> None:
     steps = world.run(100, until=lambda: turn.generated_tokens == 40)
     assert world.accepted_tokens > 10
     assert steps < 40
-    assert turn.served == 40 * GENERATED_UNITS + 1
+    assert turn.served == 40 * DECODE_UNITS + 1
     assert other.started
 
 

@@ -6,7 +6,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from inferencecenter.engine.scheduler.limits import Limits
+from inferencecenter.engine.scheduler.policy import SchedulerLimits
 from tests.engine.scheduler.world import GRID_TOKENS, N_CTX, FakeStore, Faults, World
 
 SESSIONS = ("a", "b", "c", "d", "e", "f")
@@ -27,7 +27,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @initialize(
         slots=st.integers(1, 4),
         quantum_tokens=st.sampled_from([0, 1, 2, 4]),
-        can_rewind=booleans,
+        can_truncate=booleans,
         pass_tokens=st.sampled_from([4, 8, 64]),
         limit_tokens=st.sampled_from([0, 20, N_CTX]),
         ageing_s=st.sampled_from([0.5, 3.0, 1000.0]),
@@ -38,7 +38,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self,
         slots: int,
         quantum_tokens: int,
-        can_rewind: bool,
+        can_truncate: bool,
         pass_tokens: int,
         limit_tokens: int,
         ageing_s: float,
@@ -50,12 +50,12 @@ class SchedulerMachine(RuleBasedStateMachine):
             slots=slots,
             quantum_tokens=quantum_tokens,
             store=FakeStore(limit_tokens=limit_tokens),
-            can_rewind=can_rewind,
+            can_truncate=can_truncate,
             ageing_s=ageing_s,
             pass_tokens=pass_tokens,
             answer_tokens=ANSWER_TOKENS,
             target_step_s=target_step_s,
-            draft_tokens=draft_tokens if can_rewind else 0,
+            draft_tokens=draft_tokens if can_truncate else 0,
         )
 
     @rule(
@@ -170,7 +170,9 @@ class SchedulerMachine(RuleBasedStateMachine):
     )
     def limit(self, active_slots: int, lowest_class: int, prefill_share: float) -> None:
         """Less is to run than could, or more again."""
-        self.world.limit(Limits(active_slots=active_slots, lowest_class=lowest_class, prefill_share=prefill_share))
+        self.world.limit(
+            SchedulerLimits(active_slots=active_slots, lowest_class=lowest_class, prefill_share=prefill_share)
+        )
 
     @rule(move_s=st.sampled_from([0.001, 0.5]))
     def slow_moves(self, move_s: float) -> None:

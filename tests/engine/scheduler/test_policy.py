@@ -8,16 +8,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inferencecenter.engine.scheduler.plan import Pass
+from inferencecenter.engine.scheduler.plan import DecodePass
 from inferencecenter.engine.scheduler.policy import (
     PrefillBudget,
-    Use,
+    SlotUse,
     choose_slot,
     compaction,
     decode_pass,
     prefill_passes,
 )
-from inferencecenter.engine.scheduler.request import Request
+from inferencecenter.engine.scheduler.request import EngineRequest
 from inferencecenter.engine.scheduler.slots import SlotTable
 
 
@@ -52,30 +52,30 @@ def test_slot_for_session_a(slots: tuple[str, ...], chosen: tuple[int, str] | No
     assert (choice and (choice[0].index, choice[1])) == chosen
 
 
-def runs_of(uses: list[Use], *wanted: Use) -> int:
+def runs_of(uses: list[SlotUse], *wanted: SlotUse) -> int:
     """Return in how many runs the slots with these uses lie."""
     return sum(1 for is_wanted, _ in groupby(uses, key=lambda use: use in wanted) if is_wanted)
 
 
-@given(st.lists(st.sampled_from(Use), min_size=1, max_size=10))
-def test_exchanges_make_busy_slots_consecutive_and_generating_ones_among_them(uses: list[Use]) -> None:
-    """After the exchanges both are one run, idle slots moved no more than needed, and the pairs have an order."""
+@given(st.lists(st.sampled_from(SlotUse), min_size=1, max_size=10))
+def test_exchanges_make_busy_slots_consecutive_and_generating_ones_among_them(uses: list[SlotUse]) -> None:
+    """After the preemption both are one run, idle slots moved no more than needed, and the pairs have an order."""
     after = uses.copy()
     to_idle = 0
     for a, b in compaction(uses):
         assert after[a] > after[b]
-        to_idle += after[b] is Use.IDLE
+        to_idle += after[b] is SlotUse.IDLE
         after[a], after[b] = after[b], after[a]
     assert sorted(after) == sorted(uses)
-    assert runs_of(after, Use.READING, Use.GENERATING) <= 1
-    assert runs_of(after, Use.GENERATING) <= 1
-    busy = [use > Use.IDLE for use in uses]
+    assert runs_of(after, SlotUse.PREFILL, SlotUse.DECODE) <= 1
+    assert runs_of(after, SlotUse.DECODE) <= 1
+    busy = [use > SlotUse.IDLE for use in uses]
     width = sum(busy)
     assert to_idle == min(width - sum(busy[start : start + width]) for start in range(len(busy) - width + 1))
 
 
 @pytest.mark.parametrize(
-    ("uses", "exchanges"),
+    ("uses", "preemption"),
     [
         ("g-g--", ((2, 1),)),
         ("-gg", ()),
@@ -87,16 +87,18 @@ def test_exchanges_make_busy_slots_consecutive_and_generating_ones_among_them(us
         ("grg-g", ((4, 3), (3, 1))),
     ],
 )
-def test_exchanges(uses: str, exchanges: tuple[tuple[int, int], ...]) -> None:
+def test_exchanges(uses: str, preemption: tuple[tuple[int, int], ...]) -> None:
     """The lowest of equal runs is filled; slots that read go to the edges of those that generate."""
-    assert compaction([{"-": Use.IDLE, "r": Use.READING, "g": Use.GENERATING}[use] for use in uses]) == exchanges
+    assert (
+        compaction([{"-": SlotUse.IDLE, "r": SlotUse.PREFILL, "g": SlotUse.DECODE}[use] for use in uses]) == preemption
+    )
 
 
 requests_to_read = st.lists(
     st.tuples(st.integers(1, 40), st.integers(0, 39), st.integers(0, 2)), min_size=1, max_size=6
 ).map(
     lambda rows: [
-        Request(
+        EngineRequest(
             turn_id=f"t{slot}",
             session_id=f"s{slot}",
             client_id="c",
@@ -112,13 +114,13 @@ requests_to_read = st.lists(
 )
 
 
-def passes_of(requests: list[Request], *, budget_tokens: int, pass_tokens: int = 64) -> tuple[Pass, ...]:
+def passes_of(requests: list[EngineRequest], *, budget_tokens: int, pass_tokens: int = 64) -> tuple[DecodePass, ...]:
     """Plan one step on a grid of 8."""
     return prefill_passes(requests, grid_tokens=8, budget_tokens=budget_tokens, pass_tokens=pass_tokens)
 
 
 @given(requests_to_read, st.integers(0, 200), st.integers(8, 40))
-def test_prefill_passes_are_well_formed(requests: list[Request], budget_tokens: int, pass_tokens: int) -> None:
+def test_prefill_passes_are_well_formed(requests: list[EngineRequest], budget_tokens: int, pass_tokens: int) -> None:
     """Each pass has equal chunks in ascending slots, cut at the grid, and each prompt is read without a gap."""
     at = {request.turn_id: request.kv_tokens for request in requests}
     lengths = {request.turn_id: request.prompt_tokens for request in requests}
@@ -142,9 +144,9 @@ def test_prefill_passes_are_well_formed(requests: list[Request], budget_tokens: 
     assert read <= budget_tokens or single
 
 
-def new_request(slot: int, *, length: int = 80, priority: int = 0, due: int = 0, session: str = "") -> Request:
+def new_request(slot: int, *, length: int = 80, priority: int = 0, due: int = 0, session: str = "") -> EngineRequest:
     """Return a request whose prompt has not been read."""
-    return Request(
+    return EngineRequest(
         turn_id=f"t{slot}",
         session_id=session or f"s{slot}",
         client_id="c",

@@ -8,16 +8,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inferencecenter.engine.scheduler.fairness import Ledger
-from inferencecenter.engine.scheduler.places import HEAD_TURNS
-from inferencecenter.engine.scheduler.request import Request
-from inferencecenter.engine.scheduler.waiting import WaitingLine
+from inferencecenter.engine.scheduler.fairness import ServiceCounters
+from inferencecenter.engine.scheduler.queue import HEAD_TURNS, WaitQueue
+from inferencecenter.engine.scheduler.request import EngineRequest
 from tests.engine.scheduler.world import World
 
 
-def new_request(number: int, *, client: str = "c", priority: int = 1, since_s: float = 0.0, served: int = 0) -> Request:
+def new_request(
+    number: int, *, client: str = "c", priority: int = 1, since_s: float = 0.0, served: int = 0
+) -> EngineRequest:
     """Return a turn that waits."""
-    return Request(
+    return EngineRequest(
         turn_id=f"t{number}",
         session_id=f"s{number}",
         client_id=client,
@@ -29,7 +30,7 @@ def new_request(number: int, *, client: str = "c", priority: int = 1, since_s: f
     )
 
 
-def drain(line: WaitingLine) -> list[str]:
+def drain(line: WaitQueue) -> list[str]:
     """Take all turns out, the strongest claim first."""
     order = []
     while (request := line.first()) is not None:
@@ -52,10 +53,10 @@ def test_the_line_is_in_the_order_of_claims(
 ) -> None:
     """Class less one for each period waited, then the client's counter as it is now, then own service, then arrival."""
     now, ageing_s = 50.0, 10.0
-    ledger = Ledger()
+    counters = ServiceCounters()
     for client, units in served.items():
-        ledger.raise_to(client, units)
-    line = WaitingLine(ledger, ageing_s=ageing_s)
+        counters.raise_to(client, units)
+    line = WaitQueue(counters, ageing_s=ageing_s)
     requests = []
     for number, (client, priority, own, since_s, leaves) in enumerate(turns):
         request = new_request(number, client=client, priority=priority, since_s=since_s, served=own)
@@ -66,17 +67,17 @@ def test_the_line_is_in_the_order_of_claims(
         else:
             requests.append(request)
     for client, units in served_since.items():
-        ledger.raise_to(client, ledger.served(client) + units)
+        counters.raise_to(client, counters.served(client) + units)
     line.age(now)
     # Some are looked at first, and put back.
     for _ in range(3):
         line.skip_first()
     line.unskip()
 
-    def claim(request: Request) -> tuple[int, int, int, int]:
+    def claim(request: EngineRequest) -> tuple[int, int, int, int]:
         periods = int((now - request.waits_since_s) / ageing_s)
         own = 0 if periods > request.priority else request.served
-        return (max(0, request.priority - periods), ledger.served(request.client_id), own, request.arrival)
+        return (max(0, request.priority - periods), counters.served(request.client_id), own, request.arrival)
 
     assert len(line) == len(requests)
     assert drain(line) == [request.turn_id for request in sorted(requests, key=claim)]
@@ -84,7 +85,7 @@ def test_the_line_is_in_the_order_of_claims(
 
 def test_skipped_turns_let_others_go_first_and_may_leave_meanwhile() -> None:
     """A turn that was skipped is where it was afterwards, or gone."""
-    line = WaitingLine(Ledger(), ageing_s=10.0)
+    line = WaitQueue(ServiceCounters(), ageing_s=10.0)
     requests = [new_request(number) for number in range(3)]
     for request in requests:
         line.push(request, now=0.0)
@@ -99,7 +100,7 @@ def test_skipped_turns_let_others_go_first_and_may_leave_meanwhile() -> None:
 
 def test_turns_that_come_and_go_leave_nothing_behind() -> None:
     """What is kept for the turns' ageing does not grow with those that left."""
-    line = WaitingLine(Ledger(), ageing_s=1e6)
+    line = WaitQueue(ServiceCounters(), ageing_s=1e6)
     for number in range(1000):
         request = new_request(number)
         line.push(request, now=0.0)
@@ -111,12 +112,12 @@ def test_turns_that_come_and_go_leave_nothing_behind() -> None:
 def test_ageing_needs_a_time(ageing_s: float) -> None:
     """A class is not risen at once."""
     with pytest.raises(ValueError, match="nobody rises"):
-        WaitingLine(Ledger(), ageing_s=ageing_s)
+        WaitQueue(ServiceCounters(), ageing_s=ageing_s)
 
 
 def test_a_turn_cannot_wait_twice() -> None:
     """It has one place."""
-    line = WaitingLine(Ledger(), ageing_s=1.0)
+    line = WaitQueue(ServiceCounters(), ageing_s=1.0)
     request = new_request(1)
     line.push(request, now=0.0)
     with pytest.raises(ValueError, match="here already"):
@@ -197,11 +198,11 @@ def test_releasing_a_session_with_thousands_of_turns() -> None:
 
 def test_the_ledger_forgets_when_everybody_is_gone() -> None:
     """Counters are there to compare those that are here."""
-    ledger = Ledger()
+    counters = ServiceCounters()
     request = new_request(1, client="a")
-    ledger.enter("a")
-    ledger.charge(request, 10)
-    ledger.raise_to("a", 5)
-    assert (ledger.served("a"), ledger.most(["a", "b"]), len(ledger)) == (10, 10, 1)
-    ledger.leave("a")
-    assert (ledger.served("a"), len(ledger)) == (0, 0)
+    counters.enter("a")
+    counters.charge(request, 10)
+    counters.raise_to("a", 5)
+    assert (counters.served("a"), counters.most(["a", "b"]), len(counters)) == (10, 10, 1)
+    counters.leave("a")
+    assert (counters.served("a"), len(counters)) == (0, 0)

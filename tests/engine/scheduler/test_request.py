@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from inferencecenter.engine.scheduler.request import REQUEST, Request, RequestChange, RequestState
+from inferencecenter.engine.scheduler.request import REQUEST, EngineRequest, RequestChange, RequestState
 from inferencecenter.lifecycle import IllegalTransitionError
 
 
-def make_request(n_tokens: int) -> Request:
+def make_request(n_tokens: int) -> EngineRequest:
     """A waiting request with a prompt of ``n_tokens``."""
-    return Request(
+    return EngineRequest(
         turn_id="t", session_id="s", client_id="c", priority=0, arrival=1, submitted_s=0.0, tokens=list(range(n_tokens))
     )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from inferencecenter.engine.scheduler.plan import Park
+from inferencecenter.engine.scheduler.plan import ParkSlot
 from tests.engine.scheduler.world import GRID_TOKENS, Entry, FakeStore, Faults, World
 
 
@@ -25,11 +25,11 @@ def saved(world: World) -> list[str]:
     return keys
 
 
-def parks(world: World) -> list[Park]:
+def parks(world: World) -> list[ParkSlot]:
     """Run to the end, and return what was parked."""
-    found: list[Park] = []
+    found: list[ParkSlot] = []
     while world.scheduler.has_work:
-        found += [move for move in world.step().moves if isinstance(move, Park)]
+        found += [move for move in world.step().moves if isinstance(move, ParkSlot)]
     return found
 
 
@@ -99,7 +99,7 @@ def test_copies_that_were_given_up_are_made_again_when_told_so() -> None:
     saved(world)
     del world.store.entries["s0"]
     assert saved(world) == []
-    world.scheduler.saving.begin_again()
+    world.scheduler.saving.rescan()
     assert saved(world) == ["s0"]
 
 

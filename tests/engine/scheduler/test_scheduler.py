@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from inferencecenter.engine.scheduler.plan import Admission, Outcome, Plan, Swap, Truncation
-from inferencecenter.engine.scheduler.request import Request
+from inferencecenter.engine.scheduler.plan import Admission, StepOutcome, StepPlan, SwapSlots, TruncateSlot
+from inferencecenter.engine.scheduler.request import EngineRequest
 from inferencecenter.engine.scheduler.scheduler import Scheduler
 from inferencecenter.errors import ErrorCode, InferenceCenterError
 from tests.engine.scheduler.world import FakeStore
@@ -20,7 +20,7 @@ def make_scheduler(*, slots: int = 2, n_ctx: int = 64) -> Scheduler:
         pass_tokens=64,
         target_step_s=0.1,
         parked=FakeStore(limit_tokens=0),
-        can_rewind=True,
+        can_truncate=True,
         quantum_tokens=0,
         ageing_s=30.0,
     )
@@ -38,7 +38,7 @@ class Driver:
         """Queue a turn; the session is named like the turn if not given."""
         self.arrivals += 1
         self.scheduler.add(
-            Request(
+            EngineRequest(
                 turn_id=turn_id,
                 session_id=session or turn_id,
                 client_id=session or turn_id,
@@ -49,7 +49,7 @@ class Driver:
             )
         )
 
-    def step(self, *, end: tuple[str, ...] = (), lost: tuple[str, ...] = (), emptied: tuple[str, ...] = ()) -> Plan:
+    def step(self, *, end: tuple[str, ...] = (), lost: tuple[str, ...] = (), emptied: tuple[str, ...] = ()) -> StepPlan:
         """Run one step; everybody samples token 0, and the named turns end."""
         plan = self.scheduler.step(0.0)
         decoded: dict[str, int] = {}
@@ -59,7 +59,7 @@ class Driver:
             if row.chunk.sample:
                 sampled[row.turn_id] = 0
         self.now += 1
-        outcome = Outcome(
+        outcome = StepOutcome(
             decoded=decoded,
             sampled=sampled,
             emptied=frozenset(emptied),
@@ -70,7 +70,7 @@ class Driver:
         self.scheduler.check_integrity()
         return plan
 
-    def run_turn(self, turn_id: str, tokens: list[int], *, session: str = "") -> Plan:
+    def run_turn(self, turn_id: str, tokens: list[int], *, session: str = "") -> StepPlan:
         """Run a turn of one generated token from beginning to end and return its first plan."""
         self.add(turn_id, tokens, session=session)
         first = plan = self.step(end=())
@@ -89,7 +89,7 @@ def driver() -> Driver:
 def test_an_idle_scheduler_plans_nothing(driver: Driver) -> None:
     """Without turns there is no work and the plan is empty."""
     assert not driver.scheduler.has_work
-    assert driver.step() == Plan()
+    assert driver.step() == StepPlan()
 
 
 def test_a_turn_is_read_in_cells_and_then_decodes_one_token_a_step(driver: Driver) -> None:
@@ -108,10 +108,10 @@ def test_what_is_still_read_is_reported(driver: Driver) -> None:
     """A prompt that takes several steps reports how far it is; one that is through does not."""
     driver.add("t", list(range(10)))
     driver.scheduler.step(0.0)
-    (reading,) = driver.scheduler.completed(Outcome(decoded={"t": 8}), now=1.0)
+    (reading,) = driver.scheduler.completed(StepOutcome(decoded={"t": 8}), now=1.0)
     assert (reading.turn_id, reading.done, reading.total) == ("t", 8, 10)
     driver.scheduler.step(0.0)
-    assert driver.scheduler.completed(Outcome(decoded={"t": 2}, sampled={"t": 5}), now=2.0) == ()
+    assert driver.scheduler.completed(StepOutcome(decoded={"t": 2}, sampled={"t": 5}), now=2.0) == ()
 
 
 def test_the_next_turn_keeps_the_common_prefix(driver: Driver) -> None:
@@ -119,7 +119,7 @@ def test_the_next_turn_keeps_the_common_prefix(driver: Driver) -> None:
     driver.run_turn("t1", [1, 2, 3, 4], session="s")
     driver.add("t2", [1, 2, 9, 9], session="s")
     plan = driver.step()
-    assert plan.moves == (Truncation(0, 2, "t2"),)
+    assert plan.moves == (TruncateSlot(0, 2, "t2"),)
     assert plan.admissions[0].cached_tokens == 2
     assert plan.passes[0].rows[0].chunk.start == 2
     assert plan.reasons[0] == "turn t2 to slot 0: holds its session, 2 of 4 tokens in KV"
@@ -130,7 +130,7 @@ def test_a_prompt_that_is_wholly_there_decodes_its_last_token(driver: Driver) ->
     driver.run_turn("t1", [1, 2, 3, 4], session="s")
     driver.add("t2", [1, 2, 3, 4], session="s")
     plan = driver.step()
-    assert plan.moves == (Truncation(0, 3, "t2"),)
+    assert plan.moves == (TruncateSlot(0, 3, "t2"),)
     assert list(plan.passes[0].rows[0].chunk.tokens) == [4]
 
 
@@ -148,7 +148,7 @@ def test_another_session_never_inherits_kv(driver: Driver) -> None:
     for session in ("a", "b"):
         driver.run_turn(f"t{session}", [1, 2, 3, 4], session=session)
     plan = driver.run_turn("tc", [1, 2, 3, 4], session="c")
-    assert plan.moves == (Truncation(0, 0, "tc"),)
+    assert plan.moves == (TruncateSlot(0, 0, "tc"),)
     assert plan.admissions[0].cached_tokens == 0
 
 
@@ -227,7 +227,7 @@ def test_a_gap_between_busy_slots_is_closed() -> None:
     for name in ("a", "b", "c"):
         driver.add(name, [1, 2, 3])
     driver.step(end=("b",))
-    assert driver.step().moves == (Swap(2, 1, "c", None),)
+    assert driver.step().moves == (SwapSlots(2, 1, "c", None),)
     assert repr(driver.scheduler.slots) == "SlotTable(a*:4 c*:0 b:3)"
     assert driver.step().moves == ()
 
@@ -241,7 +241,7 @@ def test_release_drops_kv_and_turns() -> None:
     driver.step()
     assert driver.scheduler.release("s", now=1.0) == ("t1", "t2")
     assert driver.scheduler.has_work
-    assert driver.step().moves == (Truncation(1, 0, None),)
+    assert driver.step().moves == (TruncateSlot(1, 0, None),)
     assert repr(driver.scheduler.slots) == "SlotTable(other:2 -:0)"
     assert not driver.scheduler.has_work
 

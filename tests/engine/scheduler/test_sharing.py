@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from inferencecenter.engine.scheduler.parking import prefix_key
-from inferencecenter.engine.scheduler.plan import Copy, Park, Plan, Restore, Truncation
+from inferencecenter.engine.scheduler.plan import CopySlot, ParkSlot, RestoreSlot, StepPlan, TruncateSlot
+from inferencecenter.engine.scheduler.prefix_sharing import prefix_key
 from inferencecenter.engine.scheduler.request import RequestState
 from tests.engine.scheduler.world import GRID_TOKENS, Entry, FakeStore, Faults, World, restore
 
@@ -17,14 +17,14 @@ def park(world: World, key: str, tokens: list[int], *, scope: str = "c", ready: 
     world.store.entries[key] = Entry(scope, [(token, scope) for token in tokens], durable=True, ready=ready)
 
 
-def moves_of(plan: Plan, turn_id: str) -> list[object]:
+def moves_of(plan: StepPlan, turn_id: str) -> list[object]:
     """Return what a plan moves for a turn."""
     return [move for move in plan.moves if getattr(move, "turn_id", None) == turn_id]
 
 
-def used_slots(*prompts: list[int], slots: int = 2, client: str = "c", can_rewind: bool = True) -> World:
+def used_slots(*prompts: list[int], slots: int = 2, client: str = "c", can_truncate: bool = True) -> World:
     """Return a world in whose slots idle sessions ``s0``, ``s1`` … hold these prompts."""
-    world = World(slots=slots, answer_tokens=1, can_rewind=can_rewind)
+    world = World(slots=slots, answer_tokens=1, can_truncate=can_truncate)
     for prompt in prompts:
         world.add(prompt, client=client)
         world.run_to_end()
@@ -47,7 +47,7 @@ def test_what_is_parked_beyond_the_common_prefix_is_cut() -> None:
     world = World()
     park(world, "s", list(range(20)))
     world.add([*range(12), 99, 98], turn="t", session="s")
-    assert moves_of(world.step(), "t") == [restore(0, "s", range(20), "t"), Truncation(0, 12, "t")]
+    assert moves_of(world.step(), "t") == [restore(0, "s", range(20), "t"), TruncateSlot(0, 12, "t")]
 
 
 def test_the_last_token_is_never_taken_from_a_store() -> None:
@@ -56,7 +56,7 @@ def test_the_last_token_is_never_taken_from_a_store() -> None:
     park(world, "s", list(range(20)))
     world.add(list(range(20)), turn="t", session="s")
     plan = world.step()
-    assert moves_of(plan, "t")[-1] == Truncation(0, 19, "t")
+    assert moves_of(plan, "t")[-1] == TruncateSlot(0, 19, "t")
     assert plan.passes[0].rows[0].chunk.tokens == [19]
 
 
@@ -67,7 +67,7 @@ def test_a_fork_copies_its_siblings_kv() -> None:
     world.run(6)
     world.add([*range(14), 99], turn="fork")
     plan = world.step()
-    assert moves_of(plan, "fork") == [Copy(0, 1, 14, "fork")]
+    assert moves_of(plan, "fork") == [CopySlot(0, 1, 14, "fork")]
     assert plan.admissions[0].cached_tokens == 14
 
 
@@ -76,7 +76,7 @@ def test_a_fork_takes_over_the_slot_that_it_would_copy_from() -> None:
     world = used_slots(list(range(16)), slots=1)
     world.add([*range(12), 99], turn="fork")
     plan = world.step()
-    assert plan.moves == (Park(0, "s0", "c", 16, tuple(range(16)), durable=True), Truncation(0, 12, "fork"))
+    assert plan.moves == (ParkSlot(0, "s0", "c", 16, tuple(range(16)), durable=True), TruncateSlot(0, 12, "fork"))
     assert world.store.entries.keys() == {"s0"}
 
 
@@ -106,7 +106,7 @@ def test_less_than_a_cell_is_not_worth_a_move(parked_tokens: int, restored: bool
     park(world, "s0", list(range(parked_tokens)))
     world.add([*range(20)], turn="t", session="s0")
     moves = moves_of(world.step(), "t")
-    assert moves == ([restore(0, "s0", range(16), "t")] if restored else [Truncation(0, 12, "t")])
+    assert moves == ([restore(0, "s0", range(16), "t")] if restored else [TruncateSlot(0, 12, "t")])
 
 
 def test_what_is_ready_comes_before_a_copy_and_a_copy_before_the_disk() -> None:
@@ -118,7 +118,7 @@ def test_what_is_ready_comes_before_a_copy_and_a_copy_before_the_disk() -> None:
     world = used_slots(list(range(16)))
     park(world, "old", list(range(17)), ready=False)
     world.add([*range(17), 99], turn="t")
-    assert moves_of(world.step(), "t") == [Copy(0, 1, 16, "t")]
+    assert moves_of(world.step(), "t") == [CopySlot(0, 1, 16, "t")]
 
 
 def test_a_restore_that_fails_costs_reading() -> None:
@@ -151,10 +151,10 @@ def test_what_gives_way_is_parked_once() -> None:
     world = used_slots(list(range(16)), slots=1)
     park(world, "s0", list(range(16)))
     world.add([99, 98, 97])
-    assert not any(isinstance(move, Park) for move in world.step().moves)
+    assert not any(isinstance(move, ParkSlot) for move in world.step().moves)
     world.run_to_end()
     world.add([77, 76])
-    assert world.step().moves[0] == Truncation(0, 0, "t2")
+    assert world.step().moves[0] == TruncateSlot(0, 0, "t2")
 
 
 def test_nothing_is_restored_that_is_just_being_replaced() -> None:
@@ -163,7 +163,7 @@ def test_nothing_is_restored_that_is_just_being_replaced() -> None:
     park(world, "s0", list(range(16)))
     turn = world.add([*range(16), 99], turn="t")
     plan = world.step()
-    assert [type(move) for move in plan.moves] == [Park, Truncation]
+    assert [type(move) for move in plan.moves] == [ParkSlot, TruncateSlot]
     assert turn.cached_tokens == 12
     assert world.store.entries["s0"].tokens == [*range(12), 77, 78, 79, 80]
 
@@ -193,7 +193,7 @@ def test_a_loop_may_sleep_when_everything_waits_for_the_disk() -> None:
     world.step()
     assert world.scheduler.blocked
     assert world.scheduler.has_work
-    assert world.step() == Plan()
+    assert world.step() == StepPlan()
     world.add([1, 2, 3])
     assert not world.scheduler.blocked
     world.finish_fetches()
@@ -208,7 +208,7 @@ def test_one_fetch_serves_all_who_need_it() -> None:
     assert world.step().fetches == ("prefix-p",)
     assert [turn.state for turn in turns] == [RequestState.RESTORING] * 2
     world.finish_fetches()
-    assert sum(isinstance(move, Restore) for move in world.step().moves) == 2
+    assert sum(isinstance(move, RestoreSlot) for move in world.step().moves) == 2
 
 
 def test_what_no_turn_waits_for_is_not_fetched() -> None:
@@ -219,16 +219,16 @@ def test_what_no_turn_waits_for_is_not_fetched() -> None:
         world.add([*SYSTEM, n], prefix_tokens=len(SYSTEM), turn=f"t{n}")
     world.step()
     world.abort("t0")
-    assert world.scheduler.unwanted_fetches() == ()
+    assert world.scheduler.stale_fetches() == ()
     world.abort("t1")
-    assert world.scheduler.unwanted_fetches() == ("prefix-p",)
-    assert world.scheduler.unwanted_fetches() == ()
+    assert world.scheduler.stale_fetches() == ("prefix-p",)
+    assert world.scheduler.stale_fetches() == ()
     world.add([*SYSTEM, 2], prefix_tokens=len(SYSTEM), turn="t2")
     assert world.step().fetches == ("prefix-p",)
     world.abort("t2")
     world.add([*SYSTEM, 3], prefix_tokens=len(SYSTEM), turn="t3")
     assert world.step().fetches == ("prefix-p",)
-    assert world.scheduler.unwanted_fetches() == ()
+    assert world.scheduler.stale_fetches() == ()
     world.finish_fetches()
     world.run_to_end()
 
@@ -271,9 +271,9 @@ def test_a_fetch_that_finds_no_room_is_repeated_at_once(finds_room: bool) -> Non
     park(world, "s", list(range(20)), ready=False)
     turn = world.add(list(range(24)), session="s")
     assert world.step().fetches == ("s",)
-    world.store.entries["s"].in_vain = True
+    world.store.entries["s"].load_failed = True
     assert world.step().fetches == ("s",)
-    world.store.entries["s"].in_vain = not finds_room
+    world.store.entries["s"].load_failed = not finds_room
     if finds_room:
         assert world.step().fetches == ()
         world.finish_fetches()
@@ -383,7 +383,7 @@ def test_a_public_system_prompt_is_shared_between_clients() -> None:
     plans = [world.step() for _ in range(5)]
     key = prefix_key("", SYSTEM)
     assert [len(row.chunk.tokens) for plan in plans[:4] for row in plan.passes[0].rows] == [4, 4, 4, 2]
-    assert plans[4].moves[0] == Park(0, key, "", len(SYSTEM), tuple(SYSTEM), durable=True)
+    assert plans[4].moves[0] == ParkSlot(0, key, "", len(SYSTEM), tuple(SYSTEM), durable=True)
     assert reader.kv_tokens > len(SYSTEM)
     assert follower.slot is None
     assert moves_of(world.step(), "f") == [restore(1, key, SYSTEM, "f")]
@@ -411,7 +411,7 @@ def test_a_snapshot_is_parked_once() -> None:
 
 def test_a_model_that_cannot_rewind_starts_from_a_snapshot() -> None:
     """Its sequences cannot be cut, so that what another session holds is of no use, but a snapshot is."""
-    world = World(slots=2, can_rewind=False)
+    world = World(slots=2, can_truncate=False)
     world.add([*SYSTEM, 1, 2], prefix_tokens=len(SYSTEM))
     world.run_to_end()
     assert prefix_key("c", SYSTEM) in world.store.entries
@@ -421,7 +421,7 @@ def test_a_model_that_cannot_rewind_starts_from_a_snapshot() -> None:
 
 def test_a_model_that_cannot_rewind_finds_the_snapshot_behind_a_longer_match() -> None:
     """A parked session that shares more would have to be cut."""
-    world = World(slots=2, can_rewind=False)
+    world = World(slots=2, can_truncate=False)
     park(world, "s", [*SYSTEM, 7, 8, 9])
     park(world, "prefix-p", SYSTEM)
     world.add([*SYSTEM, 7, 5], turn="t", prefix_tokens=len(SYSTEM))
@@ -430,8 +430,8 @@ def test_a_model_that_cannot_rewind_finds_the_snapshot_behind_a_longer_match() -
 
 def test_a_model_that_cannot_rewind_prefers_a_snapshot_to_a_cut_that_may_be_refused() -> None:
     """Unless half of what the cut would spare is about as much."""
-    for kept, source in ((4, Restore), (40, Truncation)):
-        world = World(slots=1, can_rewind=False, answer_tokens=1)
+    for kept, source in ((4, RestoreSlot), (40, TruncateSlot)):
+        world = World(slots=1, can_truncate=False, answer_tokens=1)
         held = [*SYSTEM, *range(kept)]
         world.add(held, session="s", prefix_tokens=len(SYSTEM))
         world.run_to_end()

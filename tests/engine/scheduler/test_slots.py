@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from inferencecenter.engine.scheduler.request import Request
+from inferencecenter.engine.scheduler.request import EngineRequest
 from inferencecenter.engine.scheduler.slots import SlotTable
 
 
-def request(turn: str, *, session: str, client: str = "x") -> Request:
+def request(turn: str, *, session: str, client: str = "x") -> EngineRequest:
     """Return a turn of a session."""
-    return Request(
+    return EngineRequest(
         turn_id=turn, session_id=session, client_id=client, priority=0, arrival=1, submitted_s=0.0, tokens=[1]
     )
 

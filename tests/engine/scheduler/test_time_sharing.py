@@ -6,8 +6,8 @@ from itertools import pairwise
 
 import pytest
 
-from inferencecenter.engine.scheduler.plan import Park, Plan, Swap
-from inferencecenter.engine.scheduler.request import Request, RequestState
+from inferencecenter.engine.scheduler.plan import ParkSlot, StepPlan, SwapSlots
+from inferencecenter.engine.scheduler.request import EngineRequest, RequestState
 from tests.engine.scheduler.world import STEP_S, FakeStore, World, restore
 
 QUANTUM = 8
@@ -32,9 +32,9 @@ def prompt(number: int, *, length: int = 4) -> list[int]:
     return [1000 * number + n for n in range(length)]
 
 
-def kinds(plan: Plan) -> list[str]:
-    """Return what a plan moves, exchanges for compactness aside."""
-    return [type(move).__name__ for move in plan.moves if not isinstance(move, Swap)]
+def kinds(plan: StepPlan) -> list[str]:
+    """Return what a plan moves, preemption for compactness aside."""
+    return [type(move).__name__ for move in plan.moves if not isinstance(move, SwapSlots)]
 
 
 def test_a_turn_that_used_its_quantum_yields_to_an_equal_one() -> None:
@@ -45,7 +45,7 @@ def test_a_turn_that_used_its_quantum_yields_to_an_equal_one() -> None:
     world.step()
     plan = world.step()
     assert plan.preemptions == ("a",)
-    assert plan.moves[0] == Park(
+    assert plan.moves[0] == ParkSlot(
         0, "a", "c", len(first.tokens) - 1, tuple(first.tokens[:-1]), durable=True, turn_id="a"
     )
     assert [admission.turn_id for admission in plan.admissions] == ["b"]
@@ -161,7 +161,7 @@ def test_a_prompt_being_read_yields_only_to_a_shorter_one() -> None:
     assert (reader.preempted, short.slot) == (1, 0)
 
 
-def waits(world: World, request: Request, *, steps: int) -> list[float]:
+def waits(world: World, request: EngineRequest, *, steps: int) -> list[float]:
     """Run, and return how long the turn waited each time until it had generated another token."""
     seen, times = request.generated_tokens, [world.now]
     for _ in range(steps):
@@ -282,7 +282,7 @@ def test_an_idle_session_gives_way_before_a_turn_does() -> None:
     plan_moves = []
     world.add(prompt(3), answer_tokens=100)
     plan_moves += kinds(world.step())
-    assert plan_moves == ["Park", "Truncation"]
+    assert plan_moves == ["ParkSlot", "TruncateSlot"]
     assert runs.preempted == 0
     assert "idle" in world.store.entries
 

@@ -6,18 +6,25 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from inferencecenter.engine.scheduler.limits import Limits
-from inferencecenter.engine.scheduler.parking import Match
-from inferencecenter.engine.scheduler.plan import Copy, Outcome, Park, Plan, Restore, Swap, Truncation
-from inferencecenter.engine.scheduler.prefix import common_prefix_tokens
-from inferencecenter.engine.scheduler.request import Request, RequestState
+from inferencecenter.engine.scheduler.plan import (
+    CopySlot,
+    ParkSlot,
+    RestoreSlot,
+    StepOutcome,
+    StepPlan,
+    SwapSlots,
+    TruncateSlot,
+)
+from inferencecenter.engine.scheduler.policy import SchedulerLimits
+from inferencecenter.engine.scheduler.prefix_sharing import Match, common_prefix_tokens
+from inferencecenter.engine.scheduler.request import EngineRequest, RequestState
 from inferencecenter.engine.scheduler.scheduler import Scheduler
 from inferencecenter.ipc.messages import pack_tokens
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
 
-    from inferencecenter.engine.scheduler.plan import Move, Pass, Row
+    from inferencecenter.engine.scheduler.plan import DecodePass, DecodeRow, KvMove
 
 GRID_TOKENS = 4
 N_CTX = 64
@@ -29,14 +36,14 @@ Cell = tuple[int, str]
 
 @dataclass
 class Entry:
-    """A parked sequence; not ``ready`` while it is on disk only, ``in_vain`` when there was no room for it in RAM."""
+    """A parked sequence; not ``ready`` while it is on disk only, ``load_failed`` when RAM had no room for it."""
 
     scope: str
     cells: list[Cell]
     durable: bool
     ready: bool = True
     spare: bool = False
-    in_vain: bool = False
+    load_failed: bool = False
 
     @property
     def tokens(self) -> list[int]:
@@ -44,9 +51,9 @@ class Entry:
         return [token for token, _ in self.cells]
 
 
-def restore(slot: int, key: str, tokens: Sequence[int], turn_id: str) -> Restore:
+def restore(slot: int, key: str, tokens: Sequence[int], turn_id: str) -> RestoreSlot:
     """Return the move that brings these tokens back."""
-    return Restore(slot, key, len(tokens), pack_tokens(tokens), turn_id)
+    return RestoreSlot(slot, key, len(tokens), pack_tokens(tokens), turn_id)
 
 
 class FakeStore:
@@ -62,7 +69,7 @@ class FakeStore:
         """Return the longest match, of equal ones the shortest sequence, of those one that is ready."""
         self.finds += 1
         matches = [
-            Match(key, common, len(entry.cells), entry.ready, pack_tokens(entry.tokens), entry.spare, entry.in_vain)
+            Match(key, common, len(entry.cells), entry.ready, pack_tokens(entry.tokens), entry.spare, entry.load_failed)
             for key, entry in self.entries.items()
             if entry.scope in ("", scope) and (common := common_prefix_tokens(entry.tokens, tokens))
         ]
@@ -113,7 +120,7 @@ class World:
         slots: Number of slots.
         quantum_tokens: The quantum; 0 is learned.
         store: Where sequences are parked.
-        can_rewind: Whether a sequence can be cut anywhere.
+        can_truncate: Whether a sequence can be cut anywhere.
         ageing_s: A turn rises a class each time it waited so long; a step takes ``STEP_S``.
         pass_tokens: Most tokens of a pass.
         answer_tokens: How long each turn's answer is.
@@ -126,7 +133,7 @@ class World:
         slots: int = 2,
         quantum_tokens: int = 4,
         store: FakeStore | None = None,
-        can_rewind: bool = True,
+        can_truncate: bool = True,
         ageing_s: float = 1000.0,
         pass_tokens: int = 64,
         answer_tokens: int = 5,
@@ -135,7 +142,7 @@ class World:
         draft_tokens: int = 0,
     ) -> None:
         self.store = FakeStore() if store is None else store
-        self.can_rewind = can_rewind
+        self.can_truncate = can_truncate
         self.n_ctx = n_ctx
         self.answer_tokens = answer_tokens
         self.kv: list[list[Cell]] = [[] for _ in range(slots)]
@@ -146,7 +153,7 @@ class World:
             pass_tokens=pass_tokens,
             target_step_s=target_step_s,
             parked=self.store,
-            can_rewind=can_rewind,
+            can_truncate=can_truncate,
             quantum_tokens=quantum_tokens,
             ageing_s=ageing_s,
             draft_tokens=draft_tokens,
@@ -154,10 +161,10 @@ class World:
         self.draft_tokens = draft_tokens
         self.pass_tokens = pass_tokens
         self.accepted_tokens = 0
-        self.requests: dict[str, Request] = {}
+        self.requests: dict[str, EngineRequest] = {}
         self.answers: dict[str, int] = {}
         self.terminals: Counter[str] = Counter()
-        self.limits = Limits(active_slots=slots)
+        self.limits = SchedulerLimits(active_slots=slots)
         self.now = 0.0
 
     def add(
@@ -172,10 +179,10 @@ class World:
         public: bool = False,
         durable: bool = True,
         answer_tokens: int = 0,
-    ) -> Request:
+    ) -> EngineRequest:
         """Queue a turn; turn and session are named by number if not given."""
         number = len(self.requests)
-        request = Request(
+        request = EngineRequest(
             turn_id=turn or f"t{number}",
             session_id=session or turn or f"s{number}",
             client_id=client,
@@ -202,14 +209,14 @@ class World:
         self.terminals.update(self.scheduler.release(session_id, now=self.now))
         self.store.entries.pop(session_id, None)
 
-    def limit(self, limits: Limits) -> None:
+    def limit(self, limits: SchedulerLimits) -> None:
         """Let less run, or more again."""
         self.limits = limits
         self.scheduler.limit(limits, now=self.now)
 
     def lift_limits(self) -> None:
         """Let all run that can."""
-        self.limit(Limits(active_slots=len(self.kv)))
+        self.limit(SchedulerLimits(active_slots=len(self.kv)))
 
     def finish_fetches(self) -> None:
         """Bring what is on disk to RAM."""
@@ -229,7 +236,7 @@ class World:
         steps = self.run(most_steps, until=lambda: not self.scheduler.has_work)
         assert not self.scheduler.has_work, f"still at work after {steps} steps: {self.scheduler!r}"
 
-    def save(self, *, fails: bool = False) -> Park | None:
+    def save(self, *, fails: bool = False) -> ParkSlot | None:
         """Save what a slot holds, if nothing else is to be done; no state is parked that is parked already."""
         assert not self.scheduler.has_work
         wanted = self.scheduler.saving.wanted
@@ -248,19 +255,21 @@ class World:
         self.scheduler.check_integrity()
         return park
 
-    def step(self, faults: Faults = Faults(), *, move_s: float = 0.0) -> Plan:
+    def step(self, faults: Faults = Faults(), *, move_s: float = 0.0) -> StepPlan:
         """Carry out one plan, checking each of its promises."""
         self.now += STEP_S
         before = self.scheduler.running
         plan = self.scheduler.step(self.now)
         assert self.scheduler.running <= max(before, self.limits.active_slots), "more run than may"
-        assert not any(self.limits.bars(self.requests[each.turn_id]) for each in plan.admissions), "a barred turn began"
-        if self.limits == Limits(active_slots=len(self.kv)):
+        assert not any(self.limits.excludes(self.requests[each.turn_id]) for each in plan.admissions), (
+            "a barred turn began"
+        )
+        if self.limits == SchedulerLimits(active_slots=len(self.kv)):
             self._check_idle_slots(plan)
         results = Results()
         slots_moved: Counter[int] = Counter()
         for move in plan.moves:
-            slots_moved.update([move.slot] if isinstance(move, Park) and not move.key.startswith("prefix-") else [])
+            slots_moved.update([move.slot] if isinstance(move, ParkSlot) and not move.key.startswith("prefix-") else [])
             self._move(move, faults, results)
         assert all(count == 1 for count in slots_moved.values()), "a slot changed hands twice in a step"
         for turn_id in plan.preemptions:
@@ -273,20 +282,20 @@ class World:
         self._complete(plan, results, move_s=move_s)
         return plan
 
-    def _move(self, move: Move, faults: Faults, results: Results) -> None:
+    def _move(self, move: KvMove, faults: Faults, results: Results) -> None:
         match move:
-            case Truncation():
+            case TruncateSlot():
                 self._cut(move, faults, results)
-            case Swap():
+            case SwapSlots():
                 self._swap(move, faults, results)
-            case Park():
+            case ParkSlot():
                 assert [token for token, _ in self.kv[move.slot]] == list(move.tokens)
                 assert move.n_tokens == len(move.tokens) > 0
                 if not faults.park:
                     cells = self._cells_to_park(move)
                     self.store.entries[move.key] = Entry(move.scope, cells, move.durable, spare=move.spare)
                     results.parked += 1
-            case Restore():
+            case RestoreSlot():
                 entry = self.store.entries.get(move.key)
                 client = self.requests[move.turn_id].client_id
                 assert entry is None or entry.scope in ("", client), "another client's KV is restored"
@@ -299,14 +308,14 @@ class World:
                 )
                 self.kv[move.slot] = list(entry.cells) if entry is not None and good else []
                 results.emptied |= set() if good else {move.turn_id}
-            case Copy():
+            case CopySlot():
                 assert move.source != move.target
                 assert 0 < move.n_tokens <= len(self.kv[move.source])
-                assert self.can_rewind or move.n_tokens == len(self.kv[move.source])
+                assert self.can_truncate or move.n_tokens == len(self.kv[move.source])
                 self.kv[move.target] = [] if faults.copy else self.kv[move.source][: move.n_tokens]
                 results.emptied |= {move.turn_id} if faults.copy else set()
 
-    def _cells_to_park(self, park: Park) -> list[Cell]:
+    def _cells_to_park(self, park: ParkSlot) -> list[Cell]:
         if park.scope:
             assert all(client in ("", park.scope) for _, client in self.kv[park.slot])
             return list(self.kv[park.slot])
@@ -314,18 +323,18 @@ class World:
         assert list(park.tokens) in prefixes, "what is not public is parked for everybody"
         return [(token, "") for token in park.tokens]
 
-    def _cut(self, cut: Truncation, faults: Faults, results: Results) -> None:
+    def _cut(self, cut: TruncateSlot, faults: Faults, results: Results) -> None:
         if cut.turn_id in results.emptied:
             return
         held = self.kv[cut.slot]
         assert cut.n_tokens < len(held), "a cut that cuts nothing"
-        if cut.n_tokens and (faults.cut or not self.can_rewind):
+        if cut.n_tokens and (faults.cut or not self.can_truncate):
             assert cut.turn_id is not None
             results.emptied.add(cut.turn_id)
             held.clear()
         del held[cut.n_tokens :]
 
-    def _swap(self, swap: Swap, faults: Faults, results: Results) -> None:
+    def _swap(self, swap: SwapSlots, faults: Faults, results: Results) -> None:
         self.kv[swap.a], self.kv[swap.b] = self.kv[swap.b], self.kv[swap.a]
         if not faults.swap:
             return
@@ -337,7 +346,7 @@ class World:
                 results.lost.add(turn_id)
                 results.emptied.discard(turn_id)
 
-    def _check_idle_slots(self, plan: Plan) -> None:
+    def _check_idle_slots(self, plan: StepPlan) -> None:
         """Beside an idle slot a turn waits only for the disk, for its session, or for a prefix that is being read."""
         slots = list(self.scheduler.slots)
         requests = [request for request in self.requests.values() if request.state is not RequestState.DONE]
@@ -363,7 +372,7 @@ class World:
             assert [token for token, _ in cells] == request.tokens[: request.kv_tokens]
             assert {client for _, client in cells} <= {"", request.client_id}
 
-    def _pass(self, each: Pass, number: int, *, faults: Faults, results: Results) -> None:
+    def _pass(self, each: DecodePass, number: int, *, faults: Faults, results: Results) -> None:
         slots = [row.chunk.slot for row in each.rows]
         assert slots == sorted(set(slots))
         assert len({len(row.chunk.tokens) - row.chunk.drafts for row in each.rows}) == 1
@@ -393,7 +402,7 @@ class World:
             else:
                 assert len(held) % GRID_TOKENS == 0 or len(held) == request.prefix_tokens
 
-    def _sample(self, row: Row, faults: Faults, results: Results) -> None:
+    def _sample(self, row: DecodeRow, faults: Faults, results: Results) -> None:
         """Say the next token, and those behind drafts that are right, as far as the answer goes."""
         request, held = self.requests[row.turn_id], self.kv[row.chunk.slot]
         drafts = row.chunk.tokens[len(row.chunk.tokens) - row.chunk.drafts :]
@@ -417,18 +426,18 @@ class World:
             ended = request.generated_tokens + len(accepted) + 1 >= self.answers[row.turn_id]
             (results.lost if ended else results.emptied).add(row.turn_id)
 
-    def _says(self, request: Request, n_tokens: int) -> int:
+    def _says(self, request: EngineRequest, n_tokens: int) -> int:
         """Return the token that a turn samples behind ``n_tokens``."""
         return 100 + request.arrival + (self.draft_tokens > 0 and n_tokens % 7 == 0)
 
-    def _complete(self, plan: Plan, results: Results, *, move_s: float) -> None:
+    def _complete(self, plan: StepPlan, results: Results, *, move_s: float) -> None:
         full = {
             turn_id
             for turn_id in results.sampled
             if self.requests[turn_id].generated_tokens + len(results.accepted[turn_id]) + 1 >= self.answers[turn_id]
         }
-        moves = sum(isinstance(move, Park | Restore | Copy) for move in plan.moves)
-        outcome = Outcome(
+        moves = sum(isinstance(move, ParkSlot | RestoreSlot | CopySlot) for move in plan.moves)
+        outcome = StepOutcome(
             decoded=results.decoded,
             sampled=results.sampled,
             accepted=results.accepted,

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from llguidance import LLTokenizer
 
-from inferencecenter.engine.sampling.structured import compiled
+from inferencecenter.engine.sampling.constraint import compiled
 from inferencecenter.errors import ErrorCode, InferenceCenterError
 from inferencecenter.protocol.values import Tool
 from tests.sessions.formats.speaking import ANSWERS, CONTROL, SECOND, WEATHER, called, read, speech

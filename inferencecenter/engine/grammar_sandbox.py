@@ -1,0 +1,215 @@
+"""Compiles a grammar in a process that may be killed: ``python -m inferencecenter.engine.grammar_sandbox``.
+
+llguidance bounds what a grammar may grow to, but not everything that it does before: a schema of 80 characters takes
+half a minute and 400 MB, a chain of 15,000 rules overflows the stack, and neither can be stopped from outside. So each
+grammar is compiled once in a process that may be killed, on a small stack and with little memory, and in the engine
+only if it was compiled there. The other process has a vocabulary with the same names, whose text is single bytes.
+
+Each line that it reads and writes is JSON: first the names, then grammars; for each of these what came of it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, Final
+
+from inferencecenter.engine.fair_workers import JobCancelledError
+from inferencecenter.engine.sampling.constraint import VocabularyNames, compiled, tokenizer_of
+from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.ipc.messages import Grammar
+from inferencecenter.process_limits import limit_cpu, limit_memory, resident_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from llguidance import LLTokenizer
+
+TIMEOUT_S: Final = 5.0
+"""How long a compilation may take; those that applications send take milliseconds."""
+
+_START_TIMEOUT_S: Final = 30.0
+_MEMORY_BYTES: Final = 512 * 1024 * 1024
+# The engine's threads have 8 MiB, most of them not in use.
+_STACK_BYTES: Final = 1024 * 1024
+# A process that has grown by so much is replaced, so that the next grammar's growth can be told.
+_GROWN_BYTES: Final = 32 * 1024 * 1024
+
+
+class GrammarSandbox:
+    """Has grammars compiled in another process, which lives until it is closed or a grammar ends it.
+
+    Used by one thread at a time, but for ``interrupt``.
+
+    Args:
+        timeout_s: How long a compilation may take.
+    """
+
+    def __init__(self, *, timeout_s: float = TIMEOUT_S) -> None:
+        self._timeout_s = timeout_s
+        self._interrupt = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        weakref.finalize(self, os.close, self._interrupt)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._ready = False
+
+    def start(self, names: VocabularyNames) -> None:
+        """Start the other process if there is none, so that it is ready when it is needed."""
+        if self._process is not None and self._process.poll() is None:
+            return
+        self.close()
+        self._ready = False
+        self._process = subprocess.Popen(  # noqa: S603 - ourselves
+            [sys.executable, "-m", __name__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+        )
+        self._send([names.n_vocab, list(names.special.items()), names.ends])
+
+    def interrupt(self) -> None:
+        """Have a ``run`` look whether it is still wanted, the one that runs or the next one; from any thread."""
+        os.eventfd_write(self._interrupt, 1)
+
+    def run(
+        self,
+        names: VocabularyNames,
+        grammar: Grammar,
+        markers: Mapping[str, int],
+        *,
+        wanted: Callable[[], bool] = lambda: True,
+    ) -> int:
+        """Compile a grammar and return how many bytes that took.
+
+        Args:
+            names: Of the vocabulary that the grammar is for.
+            grammar: What is compiled.
+            markers: The tokens that it may name, by their texts.
+            wanted: Whether anything waits for it, asked at the beginning and after each ``interrupt``. The other
+                process is ended if it compiles for nothing.
+
+        Raises:
+            WithdrawnError: Nothing waits for it.
+            InferenceCenterError: ``invalid_grammar`` where there is something wrong with it, or it takes too long, or
+                more memory or stack than it may; ``internal`` where the other process does not start.
+        """
+        self.start(names)
+        if not self._ready and not self._receive(_START_TIMEOUT_S, wanted):
+            self.close()
+            raise InferenceCenterError(ErrorCode.INTERNAL, "The process that tries grammars does not start.")
+        self._ready = True
+        self._send([grammar.kind, grammar.text, grammar.frame, dict(markers)])
+        try:
+            answer = self._receive(self._timeout_s, wanted)
+        except JobCancelledError:
+            self.close()
+            raise
+        if answer is None:
+            self.close()
+            raise _refused(f"this grammar takes more than {self._timeout_s:g} s to compile")
+        if not answer:
+            self.close()
+            raise _refused("this grammar is too large, or nested too deeply, to be compiled")
+        grown_bytes, reason = json.loads(answer)
+        if grown_bytes > _GROWN_BYTES:
+            self.close()
+        if reason is not None:
+            raise _refused(reason)
+        return int(grown_bytes)
+
+    def close(self) -> None:
+        """End the other process, if there is one; another ``run`` starts the next."""
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            process.communicate()
+
+    def _send(self, message: Any) -> None:
+        assert self._process is not None
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError):  # that it has ended is heard
+            self._process.stdin.write(json.dumps(message).encode() + b"\n")
+            self._process.stdin.flush()
+
+    def _receive(self, timeout_s: float, wanted: Callable[[], bool]) -> bytes | None:
+        """Return the next line; empty if the process has ended, ``None`` when nothing comes in time.
+
+        Raises:
+            WithdrawnError: Nothing waits for it.
+        """
+        assert self._process is not None
+        assert self._process.stdout is not None
+        pipe = self._process.stdout.fileno()
+        line, ends_s = b"", time.monotonic() + timeout_s
+        while not line.endswith(b"\n"):
+            if not wanted():
+                raise JobCancelledError
+            ready, _, _ = select.select([pipe, self._interrupt], [], [], max(0.0, ends_s - time.monotonic()))
+            if not ready:
+                return None
+            if self._interrupt in ready:
+                os.eventfd_read(self._interrupt)  # before ``wanted`` is asked, so that no interrupt is lost
+                continue
+            data = os.read(pipe, 65_536)
+            if not data:
+                return b""
+            line += data
+        return line
+
+
+def _refused(reason: str) -> InferenceCenterError:
+    return InferenceCenterError(ErrorCode.INVALID_GRAMMAR, reason)
+
+
+def main() -> int:
+    """Compile the grammars that come until none will come any more."""
+    lines = map(json.loads, sys.stdin.buffer)
+    n_vocab, special, ends = next(lines)
+    tokenizer = _byte_tokenizer(VocabularyNames(n_vocab, dict(special), tuple(ends)))
+    threading.stack_size(_STACK_BYTES)
+    limit_memory(_MEMORY_BYTES)
+    reasons: list[str] = []
+
+    def compile_one(kind: str, text: str, frame: str, markers: dict[str, int]) -> None:
+        try:
+            compiled(tokenizer, Grammar(kind, text, frame), markers)
+        except InferenceCenterError as error:
+            reasons.append(error.message)
+
+    _reply("ready")
+    for asked in lines:
+        before_bytes = resident_bytes()
+        reasons.clear()
+        limit_cpu(2 * TIMEOUT_S)
+        # On a thread, whose stack has the size that was asked for.
+        thread = threading.Thread(target=compile_one, args=asked)
+        thread.start()
+        thread.join()
+        _reply([max(0, resident_bytes() - before_bytes), reasons[0] if reasons else None])
+    return os.EX_OK
+
+
+def _byte_tokenizer(names: VocabularyNames) -> LLTokenizer:
+    """Return a vocabulary with these names, in which a byte is a token and all other tokens are nothing."""
+    n_vocab = max(names.n_vocab, len(names.special) + 256)
+    plain = [token for token in range(n_vocab) if token not in names.special]
+    spelled = {token: bytes((byte,)) for byte, token in enumerate(plain[:256])}
+    whole = VocabularyNames(n_vocab, names.special, names.ends)
+    return tokenizer_of(
+        whole, lambda token: spelled.get(token, b""), tokenize=lambda text: [plain[byte] for byte in text.encode()]
+    )
+
+
+def _reply(message: Any) -> None:
+    sys.stdout.buffer.write(json.dumps(message).encode() + b"\n")
+    sys.stdout.buffer.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,58 @@
+"""The directory of a tier: it must be ours, and only files with our names in it are ever touched."""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+_NAME = re.compile(r"kv-[0-9a-f]{32}\.(ram|disk|part)")
+_WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
+
+
+def prepare(path: Path) -> None:
+    """Make the directory if there is none.
+
+    Raises:
+        OSError: It cannot be made or used, or others may write to it.
+    """
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    status = path.stat()
+    if status.st_uid != os.geteuid() or status.st_mode & _WRITABLE_BY_OTHERS:
+        raise PermissionError(f"others may write to {path}")
+    if not os.access(path, os.R_OK | os.W_OK | os.X_OK):
+        raise PermissionError(f"no access to {path}")
+
+
+def list_parked(path: Path, *suffixes: str) -> tuple[list[Path], list[Path]]:
+    """Return the files of ours with one of ``suffixes``, and those of them that cannot be what was parked.
+
+    Raises:
+        OSError: The directory cannot be read.
+    """
+    sound: list[Path] = []
+    strange: list[Path] = []
+    for each in sorted(path.iterdir()):
+        if not _NAME.fullmatch(each.name) or each.suffix not in suffixes:
+            continue
+        status = each.lstat()
+        regular = stat.S_ISREG(status.st_mode) and status.st_size > 0 and status.st_uid == os.geteuid()
+        (sound if regular else strange).append(each)
+    return sound, strange
+
+
+def delete(path: Path) -> None:
+    """Delete a file if that is possible."""
+    with suppress(OSError):
+        path.unlink(missing_ok=True)
+
+
+def deleted(path: Path, reason: str) -> str:
+    """Delete a file if that is possible, and return the reason for it."""
+    delete(path)
+    return reason

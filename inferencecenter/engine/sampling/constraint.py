@@ -1,0 +1,352 @@
+"""Answers that have a form: which tokens may come next, by llguidance.
+
+A grammar is about the text that is shown: a token fits where its bytes do, however the text is cut into tokens, and the
+model chooses among all that fit. (llguidance would rather allow only the tokens in which its tokenizer cuts a text that
+is certain; a model's own choice is as good, and needs no second tokenizer that agrees with the first.) A control token
+fits only where the grammar names it, and the tokens that end a generation wherever the text may end.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper, regex_to_lark
+from llguidance.gbnf_to_lark import gbnf_to_lark
+
+from inferencecenter.errors import ErrorCode, InferenceCenterError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    import numpy.typing as npt
+
+    from inferencecenter.engine.backend import Backend
+    from inferencecenter.ipc.messages import Grammar
+
+MOST_DIGITS: Final = 17
+"""So many tell any two 64-bit floating point numbers from each other."""
+
+_QUOTE: Final = ord('"')
+_ESCAPE: Final = ord("\\")
+_DIGITS: Final = frozenset(b"0123456789")
+# Small models lose themselves in white space where they may write any. This is how Python writes JSON, and most of what
+# models have read of it on one line. A schema's own ``x-guidance`` goes before it.
+_JSON_STYLE: Final = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+# Behind the grammar, where it moves no line and has the last word.
+_OPTIONS: Final = '\n%llguidance {"no_forcing": true}\n'
+# A grammar that is merely large needs tens of milliseconds for a few of its first tokens, and microseconds later.
+_SPARE_S: Final = 1.0
+_TOKEN_S: Final = 0.01
+_UNSATISFIABLE: Final = "no text is of this form"
+_MAX_REASON_CHARS: Final = 600
+_GBNF_OPTIONS: Final = "%llguidance {}\n"
+
+
+def begins_with_digit(n_tokens: int, token_bytes: Callable[[int], bytes]) -> npt.NDArray[np.bool_]:
+    """Return which tokens of a vocabulary begin with a digit."""
+    return np.array([token_bytes(token)[:1].isdigit() for token in range(n_tokens)], dtype=np.bool_)
+
+
+class NumberLimiter:
+    """Follows JSON while it is written, and has a number end that has digits enough and may end.
+
+    Args:
+        more: Which tokens begin with a digit.
+        token_bytes: Gives the bytes of a token.
+    """
+
+    def __init__(self, more: npt.NDArray[np.bool_], token_bytes: Callable[[int], bytes]) -> None:
+        self._more = more
+        self._token_bytes = token_bytes
+        self._in_string = False
+        self._escaped = False
+        self._n_digits = 0
+
+    def take(self, token: int) -> None:
+        """Take in the next token."""
+        for byte in self._token_bytes(token):
+            if self._in_string:
+                self._in_string = self._escaped or byte != _QUOTE
+                self._escaped = not self._escaped and byte == _ESCAPE
+            else:
+                self._in_string = byte == _QUOTE
+                self._n_digits = self._n_digits + 1 if byte in _DIGITS else 0
+
+    def narrow(self, allowed: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
+        """Return what of the tokens that are ``allowed`` may come next."""
+        if self._n_digits < MOST_DIGITS:
+            return allowed
+        others = allowed & ~self._more[: len(allowed)]
+        return others if others.any() else allowed
+
+
+# llguidance's own limits, but that what it has learnt of a grammar takes no more than 200 MB.
+_LIMITS: Final = LLParserLimits(max_lexer_states=100_000, verbose_errors=False)
+
+_NO_LINES: Final = re.compile(r"(\n +\d+ \| *)+$")
+_PLACE: Final = re.compile(r"^(at )?\d+\(\d+\): ")
+_EXCERPT: Final = re.compile(r"\n +\d+ \| .*", re.DOTALL)
+_GBNF_ESCAPE: Final = re.compile(r"\\(\\|u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8})")
+
+
+@dataclass(frozen=True, slots=True)
+class VocabularyNames:
+    """What grammars can name of a vocabulary of ``n_vocab`` tokens: the ``special`` ones, which are no text.
+
+    Those of them that are ``ends`` end a generation.
+    """
+
+    n_vocab: int
+    special: Mapping[int, str]
+    ends: tuple[int, ...]
+
+
+class _Tokens(TokenizerWrapper):
+    """A vocabulary as llguidance takes it."""
+
+    def __init__(
+        self, names: VocabularyNames, token_bytes: Callable[[int], bytes], tokenize: Callable[[str], list[int]]
+    ) -> None:
+        self.is_tokenizer_wrapper = True
+        self.bos_token_id = None
+        self.eos_token_id = names.ends[0]
+        self.special_token_ids = sorted(names.special)
+        self.tokens = [
+            names.special[token].encode() if token in names.special else token_bytes(token)
+            for token in range(names.n_vocab)
+        ]
+        self._tokenize = tokenize
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        """Return the tokens of a text; called only where a part of a grammar asks for it with an option of its own."""
+        return self._tokenize(text.decode(errors="replace") if isinstance(text, bytes) else text)
+
+
+def names_of(backend: Backend) -> VocabularyNames:
+    """Return what grammars can name of a backend's vocabulary.
+
+    Raises:
+        InferenceCenterError: ``invalid_grammar`` where no token ends a generation, so that no form is ever complete.
+    """
+    tokens = range(backend.model.n_vocab)
+    ends = tuple(token for token in tokens if backend.is_end(token))
+    if not ends:
+        raise _refused("this model has no token that ends an answer, so an answer cannot have a form")
+    special = {*ends, *(token for token in tokens if not backend.token_bytes(token))}
+    return VocabularyNames(len(tokens), {token: backend.token_text(token) for token in sorted(special)}, ends)
+
+
+def tokenizer_of(
+    names: VocabularyNames, token_bytes: Callable[[int], bytes], *, tokenize: Callable[[str], list[int]]
+) -> LLTokenizer:
+    """Return llguidance's view of a vocabulary: a second of work for 152,000 tokens, and 60 MB.
+
+    Args:
+        names: The tokens that are no text.
+        token_bytes: Gives the bytes of the others.
+        tokenize: Gives the tokens of a text.
+    """
+    return LLTokenizer(_Tokens(names, token_bytes, tokenize), eos_token=list(names.ends))
+
+
+def lark_of(grammar: Grammar, markers: Mapping[str, int]) -> str:
+    """Return a grammar of any kind in llguidance's Lark; ``markers`` are the tokens that it may name, by their texts.
+
+    Raises:
+        InferenceCenterError: ``invalid_grammar``.
+    """
+    match grammar.kind:
+        case "json_schema":
+            return f"start: %json {json.dumps(_styled(grammar.text), ensure_ascii=False)}{_OPTIONS}"
+        case "regex":
+            return f"start: /{regex_to_lark(grammar.text)}/{_OPTIONS}"
+        case "lark":
+            return _naming(grammar.text, markers) + _OPTIONS
+        case "gbnf" if grammar.frame:
+            answer = _lark_of_gbnf(grammar.text).removeprefix(_GBNF_OPTIONS)
+            return f"{_naming(grammar.frame, markers)}answer: %lark {{\n{answer}\n}}\n{_OPTIONS}"
+        case "gbnf":
+            return _lark_of_gbnf(grammar.text) + _OPTIONS
+    raise _refused(f"there is no kind of grammar that is called {grammar.kind!r}")
+
+
+def compiled(tokenizer: LLTokenizer, grammar: Grammar, markers: Mapping[str, int]) -> LLMatcher:
+    """Return a matcher at the beginning of a grammar, of which each turn takes a copy.
+
+    It takes as long, and as much memory and stack, as the grammar wants: see ``engine.trial``.
+
+    Raises:
+        InferenceCenterError: ``invalid_grammar`` for one that is wrong, asks for what llguidance cannot do, or that no
+            text matches.
+    """
+    with _border():
+        matcher = LLMatcher(tokenizer, lark_of(grammar, markers), log_level=0, limits=_LIMITS)
+        if matcher.is_error():
+            raise _refused(_reason(matcher.get_error(), grammar.kind))
+        if warnings := matcher.get_grammar_warnings():
+            raise _refused("; ".join(warnings))
+        first = matcher.deep_copy()
+        first.compute_bitmask()
+        if first.is_stopped() and not first.is_accepting():
+            error = first.get_error()
+            unsatisfiable = not error or error.startswith("NoExtension")
+            raise _refused(_UNSATISFIABLE if unsatisfiable else _reason(error, grammar.kind))
+        return matcher
+
+
+@contextmanager
+def _border() -> Iterator[None]:
+    """Turn whatever llguidance raises into ``invalid_grammar``; a panic of its Rust code is no ``Exception``."""
+    try:
+        yield
+    except InferenceCenterError:
+        raise
+    except BaseException as error:
+        raise _refused(f"this grammar cannot be used: {type(error).__name__}") from error
+
+
+class Constraint:
+    """What one turn's answer may go on with; used by one thread at a time.
+
+    Args:
+        matcher: The turn's own.
+        n_words: Length of a mask, in words of 32 tokens.
+        clock: Seconds that only rise.
+        digits: Where the answer is JSON, what keeps its numbers short.
+        on_failed: Called once if the matcher reaches a limit and can go no further.
+    """
+
+    def __init__(
+        self,
+        matcher: LLMatcher,
+        *,
+        n_words: int,
+        clock: Callable[[], float],
+        digits: NumberLimiter | None = None,
+        on_failed: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._matcher = matcher
+        self._clock = clock
+        self._digits = digits
+        self._on_failed = on_failed
+        self._mask = np.zeros(n_words, dtype=np.uint32)
+        self._spare_s = _SPARE_S
+
+    def allowed(self, n_tokens: int) -> npt.NDArray[np.bool_]:
+        """Return which of the first ``n_tokens`` tokens may come next; at least one of them may.
+
+        Raises:
+            InferenceCenterError: ``invalid_grammar`` for a grammar that proves too complex, or that no token matches.
+        """
+        began_s = self._clock()
+        with _border():
+            self._matcher.unsafe_compute_mask_ptr(self._mask.ctypes.data, self._mask.nbytes)
+        self._spend(began_s)
+        if self._matcher.is_error():
+            self._fail(_reason(self._matcher.get_error(), "lark"))
+        allowed = np.unpackbits(self._mask.view(np.uint8), count=n_tokens, bitorder="little").view(np.bool_)
+        if not allowed.any():
+            self._fail("no token of this model goes on with the form that the answer has so far")
+        return allowed if self._digits is None else self._digits.narrow(allowed)
+
+    def accept(self, token: int) -> None:
+        """Take in the token that comes next.
+
+        Raises:
+            InferenceCenterError: ``invalid_grammar`` for a grammar that proves too complex; one that was not allowed
+                cannot be told from that.
+        """
+        began_s = self._clock()
+        with _border():
+            fits = self._matcher.consume_token(token)
+        if not fits:
+            self._fail(_reason(self._matcher.get_error(), "lark"))
+        if self._digits is not None:
+            self._digits.take(token)
+        self._spend(began_s)
+
+    def fits(self, tokens: Sequence[int]) -> bool:
+        """Tell whether all tokens may come next, one after the other."""
+        return self._matcher.validate_tokens(list(tokens)) == len(tokens)
+
+    def replay(self, answer: Sequence[int]) -> None:
+        """Take in what the turn answered before.
+
+        Raises:
+            ValueError: It does not fit the grammar.
+        """
+        if answer and not self._matcher.consume_tokens(list(answer)):
+            raise ValueError(f"an earlier answer does not fit its grammar: {self._matcher.get_error()[:200]}")
+        if self._digits is not None:
+            for token in answer:
+                self._digits.take(token)
+
+    def _spend(self, began_s: float) -> None:
+        """Take the time that a token took off what the turn has, since all turns of its step have waited for it."""
+        self._spare_s += _TOKEN_S / 2 - (self._clock() - began_s)
+        if self._spare_s < 0:
+            self._fail("it takes too long to find what may come next")
+
+    def _fail(self, reason: str) -> None:
+        self._on_failed()
+        raise _refused(f"this grammar proves too complex: {reason}")
+
+
+def _styled(text: str) -> dict[str, Any]:
+    """Return a schema with how its JSON is written."""
+    try:
+        schema = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise _refused(f"the JSON Schema is no JSON: {error}") from None
+    if schema is False:
+        raise _refused(_UNSATISFIABLE)
+    if schema is True:
+        schema = {}
+    if not isinstance(schema, dict):
+        raise _refused("a JSON Schema is an object or a boolean")
+    own = schema.get("x-guidance", {})
+    return {**schema, "x-guidance": {**_JSON_STYLE, **own} if isinstance(own, dict) else own}
+
+
+def _naming(lark: str, markers: Mapping[str, int]) -> str:
+    """Return a grammar in which markers stand by their numbers."""
+    for name, token in markers.items():
+        lark = lark.replace(f"<[{name}]>", f"<[{token}]>")
+    return lark
+
+
+def _lark_of_gbnf(text: str) -> str:
+    try:
+        return gbnf_to_lark(_GBNF_ESCAPE.sub(_unescaped, text))
+    # The converter raises plain exceptions, and IndexError at some ends of a text.
+    except Exception as error:  # noqa: BLE001
+        raise _refused(f"in GBNF: {error}"[:_MAX_REASON_CHARS]) from None
+
+
+def _unescaped(found: re.Match[str]) -> str:
+    """Return an escaped character as the converter understands it, which spoils escapes of four and eight digits."""
+    escape = found[1]
+    if escape == "\\":
+        return found[0]
+    code = int(escape[1:], 16)
+    if code < 0x80:
+        return f"\\x{code:02x}"
+    surrogate = 0xD800 <= code < 0xE000
+    return found[0] if surrogate or code > 0x10FFFF else chr(code)
+
+
+def _reason(message: str, kind: str) -> str:
+    """Return what llguidance says, without what the client has not written."""
+    reason = _NO_LINES.sub("", message.replace("\n<non-verbose/>", "").replace(_OPTIONS.strip(), "").rstrip())
+    if kind in {"json_schema", "regex"}:
+        reason = _PLACE.sub("", _EXCERPT.sub("", reason)).removeprefix("failed to compile JSON schema: ")
+    return reason if len(reason) <= _MAX_REASON_CHARS else reason[:_MAX_REASON_CHARS] + "…"
+
+
+def _refused(reason: str) -> InferenceCenterError:
+    return InferenceCenterError(ErrorCode.INVALID_GRAMMAR, reason)

@@ -1,0 +1,515 @@
+"""The turns that wait: for a slot, for parked KV from disk, for a prefix that another turn prefills."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from dataclasses import dataclass, field
+from heapq import heapify, heappop, heappush
+from itertools import chain, count, islice
+from typing import TYPE_CHECKING, Final
+
+from inferencecenter.engine.scheduler.request import LOWEST_CLASS, RequestChange
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+    from inferencecenter.engine.scheduler.fairness import ServiceCounters
+    from inferencecenter.engine.scheduler.prefix_sharing import Match, ParkedKv, PrefixWaiters
+    from inferencecenter.engine.scheduler.request import EngineRequest
+
+_SPARE_AGES: Final = 64
+_MOST_RISING: Final = 64
+HEAD_TURNS: Final = 64
+"""So many turns at the head of the queue are told each change of their place at once."""
+_RECOUNT_SHARE: Final = 8
+_COUNTED_AT_ONCE: Final = 64
+# What came from disk can be pushed out of RAM again before its turn gets a slot, and RAM can be full of what goes to
+# disk; after that the tokens are read.
+_MOST_FETCHES: Final = 2
+# A disk that takes longer than this does not answer.
+_PATIENCE_S: Final = 10.0
+
+
+@dataclass(slots=True, eq=False)
+class _Entry:
+    """A turn in the line, until it leaves or rises; ``ages_s`` is when it rises."""
+
+    request: EngineRequest
+    ticket: int
+    ages_s: float
+    gone: bool = False
+
+    @property
+    def key(self) -> tuple[int, int]:
+        return (self.request.claimed_service, self.request.arrival)
+
+
+@dataclass(slots=True)
+class _Level:
+    """The turns of one class: of each client a heap, and a heap of the clients by their first turns.
+
+    Counters only grow, so what the heap of clients says of one is never too much: the one at its top is corrected and
+    put back until it stands there rightly. ``keys`` are the entries that count; older ones of a client are passed over.
+    """
+
+    turns: dict[str, list[tuple[tuple[int, int], int, _Entry]]] = field(default_factory=dict)
+    clients: list[tuple[tuple[int, int, int], str]] = field(default_factory=list)
+    keys: dict[str, tuple[int, int, int]] = field(default_factory=dict)
+
+    def first_of(self, client_id: str) -> _Entry | None:
+        """Return a client's first turn."""
+        turns = self.turns.get(client_id)
+        while turns and turns[0][2].gone:
+            heappop(turns)
+        if not turns:
+            self.turns.pop(client_id, None)
+            return None
+        return turns[0][2]
+
+    def push(self, entry: _Entry, counters: ServiceCounters) -> None:
+        """Add a turn."""
+        client_id = entry.request.client_id
+        heappush(self.turns.setdefault(client_id, []), (entry.key, entry.ticket, entry))
+        key = (counters.served(client_id), *entry.key)
+        if client_id not in self.keys or key < self.keys[client_id]:
+            self._put(client_id, key)
+
+    def first(self, counters: ServiceCounters) -> _Entry | None:
+        """Return the turn with the strongest claim; it stays."""
+        while self.clients:
+            key, client_id = self.clients[0]
+            if self.keys.get(client_id) != key:
+                heappop(self.clients)
+                continue
+            entry = self.first_of(client_id)
+            if entry is None:
+                heappop(self.clients)
+                del self.keys[client_id]
+                continue
+            actual = (counters.served(client_id), *entry.key)
+            if actual == key:
+                return entry
+            heappop(self.clients)
+            self._put(client_id, actual)
+        return None
+
+    def hide(self, entry: _Entry) -> None:
+        """Take out the first turn of a client."""
+        _, _, first = heappop(self.turns[entry.request.client_id])
+        assert first is entry
+
+    def _put(self, client_id: str, key: tuple[int, int, int]) -> None:
+        self.keys[client_id] = key
+        heappush(self.clients, (key, client_id))
+
+
+class WaitQueue:
+    """Turns in the order of their claims: class, what the client was served, what the turn was served, arrival.
+
+    A turn rises a class each time it has waited ``ageing_s``. One that has waited so long in the highest class counts
+    as never served: then only older turns of its client come before it, and of other clients those served less.
+
+    Turns of classes that are barred stay here, with nobody behind them, and their waiting counts when they come back.
+
+    Args:
+        counters: What clients were served.
+        ageing_s: A waiting turn rises a class each time it has waited so long.
+    """
+
+    def __init__(self, counters: ServiceCounters, *, ageing_s: float) -> None:
+        if ageing_s <= 0:
+            raise ValueError(f"nobody rises a class every {ageing_s} s")
+        self._counters = counters
+        self._ageing_s = ageing_s
+        self._levels = tuple(_Level() for _ in range(LOWEST_CLASS + 1))
+        self._lowest_class = LOWEST_CLASS
+        self._barred: dict[str, EngineRequest] = {}
+        self._entries: dict[str, _Entry] = {}
+        self._ages: list[tuple[float, int, _Entry]] = []
+        self._skipped: list[_Entry] = []
+        self._tickets = count()
+
+    def __len__(self) -> int:
+        return len(self._entries) + len(self._barred)
+
+    def __contains__(self, turn_id: str) -> bool:
+        return turn_id in self._entries or turn_id in self._barred
+
+    def __iter__(self) -> Iterator[EngineRequest]:
+        return chain((entry.request for entry in self._entries.values()), self._barred.values())
+
+    @property
+    def barred(self) -> int:
+        """How many wait for their class to be let in again."""
+        return len(self._barred)
+
+    def bar_below(self, lowest_class: int, *, now: float) -> None:
+        """Keep turns that were submitted in a lower class out, and let the others come back."""
+        self._lowest_class = lowest_class
+        turns = tuple(self)
+        for request in turns:
+            self.discard(request)
+        for request in turns:
+            self.push(request, now=now)
+
+    def push(self, request: EngineRequest, *, now: float) -> None:
+        """Add a turn that waits since ``request.waits_since_s``."""
+        if request.turn_id in self:
+            raise ValueError(f"turn {request.turn_id} is here already")
+        if request.base_class > self._lowest_class:
+            self._barred[request.turn_id] = request
+            return
+        periods = request.periods(now, self._ageing_s)
+        risen = periods > request.base_class
+        request.effective_priority = max(0, request.base_class - periods)
+        request.claimed_service = 0 if risen else request.served
+        entry = _Entry(request, next(self._tickets), request.rises_at(periods, self._ageing_s))
+        self._entries[request.turn_id] = entry
+        self._levels[request.effective_priority].push(entry, self._counters)
+        if not risen:
+            self._watch(entry)
+
+    def discard(self, request: EngineRequest) -> bool:
+        """Take a turn out; ``False`` when it is not here."""
+        if self._barred.pop(request.turn_id, None) is not None:
+            return True
+        entry = self._entries.pop(request.turn_id, None)
+        if entry is None:
+            return False
+        entry.gone = True
+        return True
+
+    def age(self, now: float) -> None:
+        """Let those rise whose time has come, a few at once: of thousands the last ones some steps later."""
+        risen = 0
+        while risen < _MOST_RISING and self._ages and self._ages[0][0] <= now:
+            _, _, entry = heappop(self._ages)
+            if not entry.gone:
+                self.discard(entry.request)
+                self.push(entry.request, now=now)
+                risen += 1
+
+    def first(self) -> EngineRequest | None:
+        """Return the turn with the strongest claim of those that are not skipped."""
+        entry = self._first()
+        return None if entry is None else entry.request
+
+    def skip_first(self) -> None:
+        """Let the others go before the first turn, until ``unskip``."""
+        entry = self._first()
+        if entry is not None:
+            self._levels[entry.request.effective_priority].hide(entry)
+            self._skipped.append(entry)
+
+    def unskip(self) -> None:
+        """Put the skipped turns back to their places."""
+        for entry in self._skipped:
+            if not entry.gone:
+                self._levels[entry.request.effective_priority].push(entry, self._counters)
+        self._skipped.clear()
+
+    def least_served(self, rank: int) -> int | None:
+        """Return what that client was served that was served least of those waiting in ``rank`` or a higher class."""
+        firsts = [entry for level in self._levels[: rank + 1] if (entry := level.first(self._counters)) is not None]
+        return min((self._counters.served(entry.request.client_id) for entry in firsts), default=None)
+
+    def _first(self) -> _Entry | None:
+        firsts = (level.first(self._counters) for level in self._levels)
+        return next((entry for entry in firsts if entry is not None), None)
+
+    def _watch(self, entry: _Entry) -> None:
+        if len(self._ages) > 2 * len(self._entries) + _SPARE_AGES:
+            # Most of those that leave never rise: drop them once they are the majority.
+            self._ages = [item for item in self._ages if not item[2].gone]
+            heapify(self._ages)
+        heappush(self._ages, (entry.ages_s, entry.ticket, entry))
+
+
+class PositionTracker:
+    """The places of turns that were never started.
+
+    In a long queue one start moves everybody, so not everybody is told of each: the head is, in the order of claims.
+    Behind it a place is how many of the higher classes wait, and of the own class before it; a newcomer hears it, and
+    all hear it again when an eighth of the queue has gone since, a few with each call.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: dict[str, EngineRequest] = {}
+        self._classes: Counter[int] = Counter()
+        self._told: dict[str, int] = {}
+        self._new: deque[tuple[EngineRequest, int]] = deque()
+        self._started: list[str] = []
+        self._recount: Iterator[tuple[EngineRequest, int]] = iter(())
+        self._gone = 0
+        self._dirty = False
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def waiting(self) -> Iterable[EngineRequest]:
+        """The turns that were never started."""
+        return self._waiting.values()
+
+    @property
+    def dirty(self) -> bool:
+        """Whether places may have changed since they were told."""
+        return self._dirty
+
+    def add(self, request: EngineRequest) -> None:
+        """Let a turn queue."""
+        self._waiting[request.turn_id] = request
+        self._classes[request.base_class] += 1
+        self._new.append((request, sum(self._classes[rank] for rank in range(request.base_class + 1))))
+        self._dirty = True
+
+    def remove(self, request: EngineRequest, *, started: bool) -> None:
+        """Let a turn leave; one that was started is told so if it was told a place."""
+        if self._waiting.pop(request.turn_id, None) is None:
+            return
+        self._classes[request.base_class] -= 1
+        self._gone += 1
+        self._dirty = True
+        if self._told.pop(request.turn_id, None) is not None and started:
+            self._started.append(request.turn_id)
+
+    def moved(self) -> None:
+        """Note that the order may have changed."""
+        self._dirty = True
+
+    def changed_positions(self, head: Sequence[EngineRequest]) -> tuple[tuple[str, int], ...]:
+        """Return the places that changed, 0 for who was started.
+
+        ``head`` are the first turns in their order, all of them where there are no more than ``HEAD_TURNS``.
+        """
+        changes = [(turn_id, 0) for turn_id in self._started]
+        self._started.clear()
+        places = {request.turn_id: place for place, request in enumerate(head, start=1)}
+        for request, place in (*self._newcomers(), *islice(self._recounted(), _COUNTED_AT_ONCE)):
+            if request.turn_id in self._waiting:
+                places.setdefault(request.turn_id, max(place, len(head) + 1))
+        changes.extend(place for place in places.items() if self._told.get(place[0]) != place[1])
+        self._told.update(places)
+        self._dirty = bool(self._new)
+        return tuple(changes)
+
+    def _newcomers(self) -> Iterator[tuple[EngineRequest, int]]:
+        for _ in range(min(len(self._new), _COUNTED_AT_ONCE)):
+            yield self._new.popleft()
+
+    def _recounted(self) -> Iterator[tuple[EngineRequest, int]]:
+        if self._gone * _RECOUNT_SHARE >= len(self):
+            self._gone = 0
+            self._recount = self._count(tuple(self._waiting.values()))
+        return self._recount
+
+    def _count(self, requests: Iterable[EngineRequest]) -> Iterator[tuple[EngineRequest, int]]:
+        before: Counter[int] = Counter()
+        for request in requests:
+            if request.turn_id in self._waiting:
+                before[request.base_class] += 1
+                yield request, before[request.base_class] + sum(self._classes[c] for c in range(request.base_class))
+
+
+@dataclass(frozen=True, slots=True)
+class _Fetching:
+    request: EngineRequest
+    key: str
+    since_s: float
+
+
+class KvLoads:
+    """Who waits for which parked sequence.
+
+    Args:
+        parked: Says what is ready.
+        most: How many turns may wait at once; so many sequences at least should fit the RAM.
+    """
+
+    def __init__(self, parked: ParkedKv, *, most: int) -> None:
+        self._parked = parked
+        self._most = most
+        self._fetchings: dict[str, _Fetching] = {}
+        self._unwanted: set[str] = set()
+
+    def __len__(self) -> int:
+        return len(self._fetchings)
+
+    @property
+    def requests(self) -> tuple[EngineRequest, ...]:
+        """Those who wait, the first one first."""
+        return tuple(fetching.request for fetching in self._fetchings.values())
+
+    @property
+    def full(self) -> bool:
+        """Whether nobody else may wait now."""
+        return len(self) >= self._most
+
+    def worthwhile(self, request: EngineRequest) -> bool:
+        """Tell whether a turn may wait for the disk; one that did so in vain reads its tokens instead."""
+        return request.fetches < _MOST_FETCHES
+
+    def hold(self, request: EngineRequest, match: Match, *, now: float) -> bool:
+        """Let a turn wait; ``False`` when the fetch is on its way already."""
+        is_new = all(fetching.key != match.key for fetching in self._fetchings.values())
+        request.change(RequestChange.FETCH)
+        request.fetches += 1
+        self._unwanted.discard(match.key)
+        self._fetchings[request.turn_id] = _Fetching(request, match.key, now)
+        return is_new
+
+    def discard(self, request: EngineRequest) -> bool:
+        """Forget a turn; ``False`` when it does not wait here."""
+        return self._forget(request)
+
+    def take_stale(self) -> tuple[str, ...]:
+        """Return the sequences that turns waited for and none does any more, each once."""
+        unwanted, self._unwanted = tuple(self._unwanted), set()
+        return unwanted
+
+    def release(self, now: float) -> list[EngineRequest]:
+        """Return those who need not wait any more, and forget them."""
+        over = [fetching.request for fetching in self._fetchings.values() if self._over(fetching, now)]
+        for request in over:
+            self._forget(request)
+            request.change(RequestChange.FETCHED)
+        return over
+
+    def _forget(self, request: EngineRequest) -> bool:
+        fetching = self._fetchings.pop(request.turn_id, None)
+        if fetching is None:
+            return False
+        if all(other.key != fetching.key for other in self._fetchings.values()):
+            self._unwanted.add(fetching.key)
+        return True
+
+    def _over(self, fetching: _Fetching, now: float) -> bool:
+        if now - fetching.since_s >= _PATIENCE_S:
+            fetching.request.fetches = _MOST_FETCHES
+            return True
+        match = self._parked.find(fetching.request.client_id, fetching.request.tokens)
+        return match is None or match.ready or match.load_failed or match.key != fetching.key
+
+
+class TurnQueue:
+    """The turns by session, and where those are that wait.
+
+    A session's turns run one after the other in the order in which they came: the first one is in the line, with the
+    followers, at the fetches, or has a slot, and the others wait behind it.
+
+    Args:
+        counters: What clients were served.
+        fetches: Who waits for the disk.
+        followers: Who waits for another's reading.
+        ageing_s: A waiting turn rises a class each time it has waited so long.
+    """
+
+    def __init__(
+        self,
+        counters: ServiceCounters,
+        *,
+        fetches: KvLoads,
+        followers: PrefixWaiters,
+        ageing_s: float,
+    ) -> None:
+        self._counters = counters
+        self._sessions: dict[str, dict[str, EngineRequest]] = {}
+        self.wait_queue = WaitQueue(counters, ageing_s=ageing_s)
+        self.kv_loads = fetches
+        self.prefix_waiters = followers
+        self.position_tracker = PositionTracker()
+
+    @property
+    def sessions(self) -> Mapping[str, Mapping[str, EngineRequest]]:
+        """Each session's turns by their ids, the first one first, running ones included."""
+        return self._sessions
+
+    def add(self, request: EngineRequest, running: Iterable[EngineRequest]) -> None:
+        """Let a new turn wait, behind its session's other turns if it has any."""
+        least = self.wait_queue.least_served(request.base_class)
+        floor = self._counters.most(other.client_id for other in running) if least is None else least
+        self._counters.raise_to(request.client_id, floor)
+        self._counters.enter(request.client_id)
+        self.position_tracker.add(request)
+        turns = self._sessions.setdefault(request.session_id, {})
+        turns[request.turn_id] = request
+        if len(turns) == 1:
+            self.wait_queue.push(request, now=request.waits_since_s)
+
+    def start(self, request: EngineRequest) -> None:
+        """Take a turn out of the line that gets a slot."""
+        self.wait_queue.discard(request)
+        self.position_tracker.remove(request, started=True)
+
+    def requeue(self, request: EngineRequest, *, now: float) -> None:
+        """Put a turn back into the line that lost its slot, or has nothing else to wait for any more."""
+        self.wait_queue.push(request, now=now)
+        self.position_tracker.moved()
+
+    def end(self, request: EngineRequest, *, now: float) -> None:
+        """Forget a turn wherever it is, and let its session's next one come."""
+        turns = self._sessions[request.session_id]
+        is_first = next(iter(turns)) == request.turn_id
+        del turns[request.turn_id]
+        # A turn is in one of these at most, and one that has a slot or waits behind another is in none.
+        for holder in (self.wait_queue, self.prefix_waiters, self.kv_loads):
+            holder.discard(request)
+        self.position_tracker.remove(request, started=False)
+        self._counters.leave(request.client_id)
+        if not turns:
+            del self._sessions[request.session_id]
+        elif is_first:
+            following = next(iter(turns.values()))
+            following.waits_since_s = now
+            self.wait_queue.push(following, now=now)
+
+    def advance(self, now: float) -> None:
+        """Let waiting turns rise, and those come back to the line that have nothing else to wait for any more."""
+        self.wait_queue.age(now)
+        for request in (*self.kv_loads.release(now), *self.prefix_waiters.release()):
+            self.requeue(request, now=now)
+
+    def positions(self) -> tuple[tuple[str, int], ...]:
+        """Return the places of turns that were never started, as far as they changed; 0 for one that was started."""
+        if not self.position_tracker.dirty:
+            return ()
+        return self.position_tracker.changed_positions(
+            self._ranked() if len(self.position_tracker) <= HEAD_TURNS else self._head()
+        )
+
+    def check_integrity(self, requests: Mapping[str, EngineRequest]) -> None:
+        """Raise ``AssertionError`` when a turn is in no place, or in two."""
+        self._counters.check_integrity(requests.values())
+        turns = [turn_id for session in self._sessions.values() for turn_id in session]
+        assert sorted(turns) == sorted(requests), "a session has other turns than there are"
+        firsts = [next(iter(session.values())) for session in self._sessions.values()]
+        held = [*self.wait_queue, *self.prefix_waiters.requests, *self.kv_loads.requests]
+        waiting = [request for request in firsts if request.slot is None]
+        assert sorted(request.turn_id for request in held) == sorted(request.turn_id for request in waiting)
+        unstarted = {request.turn_id for request in requests.values() if not request.started}
+        assert unstarted == {request.turn_id for request in self.position_tracker.waiting}, (
+            "places of other turns than wait"
+        )
+
+    def _ranked(self) -> list[EngineRequest]:
+        """Return all that were never started, the strongest claim first."""
+        return sorted(self.position_tracker.waiting, key=self._order)
+
+    def _order(self, request: EngineRequest) -> tuple[bool, bool, int, int, int]:
+        in_line = request.turn_id in self.wait_queue
+        behind = next(iter(self._sessions[request.session_id])) != request.turn_id
+        return (behind, in_line, request.effective_priority, self._counters.served(request.client_id), request.arrival)
+
+    def _head(self) -> list[EngineRequest]:
+        """Return the first that were never started."""
+        head = [request for request in (*self.kv_loads.requests, *self.prefix_waiters.requests) if not request.started]
+        head.sort(key=self._order)
+        for _ in range(HEAD_TURNS):
+            request = self.wait_queue.first()
+            if request is None or len(head) >= HEAD_TURNS:
+                break
+            if not request.started:
+                head.append(request)
+            self.wait_queue.skip_first()
+        self.wait_queue.unskip()
+        return head

@@ -1,0 +1,381 @@
+"""Submitted turns until the scheduler has them: their grammars are compiled, then their prompts become tokens.
+
+Each of the two is a job of the turn's client (see ``fair_workers``). The loop's thread gives it to its workers, and
+takes what came of it from the inbox; so whether a turn is still here, and which job it waits for, is known to that
+thread alone. A turn that ends meanwhile has its job withdrawn, and what it held of the room for texts is free.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Final
+
+from inferencecenter.engine.fair_workers import FairWorkers, Job, JobCancelledError
+from inferencecenter.engine.inbox import GrammarReady, TokenizationFailed, TokenizedTurn
+from inferencecenter.engine.output_processor import GenerationRequest, OutputProcessor
+from inferencecenter.engine.scheduler.request import EngineRequest
+from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.fair_share import FairShare
+from inferencecenter.ipc.framing import FramingError
+from inferencecenter.ipc.messages import (
+    Detokenized,
+    DetokenizeRequest,
+    LookupFailed,
+    Tokenized,
+    TokenizeRequest,
+    pack_tokens,
+    unpack_tokens,
+)
+from inferencecenter.protocol import params as turn_params
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from inferencecenter.engine.backend import Backend
+    from inferencecenter.engine.grammar_cache import CompiledGrammar, GrammarCache
+    from inferencecenter.engine.inbox import Inbox
+    from inferencecenter.engine.sampling.constraint import Constraint
+    from inferencecenter.ipc.heartbeat import Heartbeat
+    from inferencecenter.ipc.messages import FromEngine, Submit
+    from inferencecenter.protocol.params import Params
+
+
+ROOM_BYTES: Final = 256 * 1024 * 1024
+"""Bytes of submissions that may wait here, shared by the clients."""
+
+
+@dataclass(slots=True)
+class PendingSubmission:
+    """A submitted turn; ``at_s`` is the monotonic second at which it came, ``arrival`` counts the turns.
+
+    With ``ending`` it is to end for this reason as soon as it is known what it has said. It takes ``size_bytes`` and
+    waits for ``job``, which compiles its grammar if it ``needs_grammar``.
+    """
+
+    submit: Submit
+    arrival: int
+    at_s: float
+    size_bytes: int
+    job: Job | None = None
+    needs_grammar: bool = False
+    prepared: TokenizedTurn | TokenizationFailed | None = None
+    ending: str | None = None
+
+    def request(self, prepared: TokenizedTurn) -> EngineRequest:
+        """Return the turn as the scheduler takes it."""
+        submit = self.submit
+        return EngineRequest(
+            turn_id=submit.turn_id,
+            session_id=submit.session_id,
+            client_id=submit.client_id,
+            priority=submit.priority,
+            arrival=self.arrival,
+            submitted_s=self.at_s,
+            prefix_tokens=prepared.prefix_tokens,
+            public=submit.public,
+            durable=submit.durable,
+            tokens=prepared.tokens,
+        )
+
+
+class TokenizationStage:
+    """Turns on their way to the scheduler. They leave in the order in which their sessions' turns came.
+
+    Args:
+        backend: Tokenizes, on the workers.
+        grammars: Compiles, on a thread of its own: a turn that needs no new grammar does not wait for one.
+        workers: Tokenize, and do other work too.
+        inbox: Where jobs put what came of them.
+        heartbeat: Where they say which turn's prompt they work on.
+        queue_timeout_s: Seconds in which a turn must have a slot; infinite for no such limit.
+        on_ready: Called with each turn that leaves.
+        on_log: Called with level and text, from any thread.
+    """
+
+    def __init__(  # noqa: PLR0913 - keyword-only but for what it works on
+        self,
+        backend: Backend,
+        *,
+        grammars: GrammarCache,
+        workers: FairWorkers,
+        inbox: Inbox,
+        heartbeat: Heartbeat,
+        queue_timeout_s: float,
+        on_ready: Callable[[PendingSubmission, TokenizedTurn | TokenizationFailed], None],
+        on_log: Callable[[str, str], None],
+    ) -> None:
+        self._backend = backend
+        self._grammars = grammars
+        self._workers = workers
+        self._compiler = ThreadPoolExecutor(1, thread_name_prefix="grammars")
+        self._compilations = FairWorkers(self._compiler, most=1)
+        self._inbox = inbox
+        self._heartbeat = heartbeat
+        self._queue_timeout_s = queue_timeout_s
+        self._on_ready = on_ready
+        self._on_log = on_log
+        self._room = FairShare(ROOM_BYTES)
+        self._pending: dict[str, PendingSubmission] = {}
+        self._sessions: dict[str, deque[str]] = {}
+        self._arrivals = 0
+
+    def __len__(self) -> int:
+        return len(self._pending)
+
+    def get(self, turn_id: str) -> PendingSubmission | None:
+        """Return a turn that is still here."""
+        return self._pending.get(turn_id)
+
+    def of_session(self, session_id: str) -> tuple[str, ...]:
+        """Return a session's turns that are still here, the first one first."""
+        return tuple(self._sessions.get(session_id, ()))
+
+    def add(self, submit: Submit, *, at_s: float) -> None:
+        """Take a turn that came at ``at_s``, and have it prepared; where there is no room it ends as ``queue_full``."""
+        self._arrivals += 1
+        pending = PendingSubmission(submit, self._arrivals, at_s, submit.size_bytes)
+        begun = submit.accepted or submit.answer
+        if not (begun or self._room.fits(submit.client_id, pending.size_bytes)):
+            self._on_ready(pending, TokenizationFailed(submit.turn_id, _no_room()))
+            return
+        self._room.add(submit.client_id, pending.size_bytes)
+        self._pending[submit.turn_id] = pending
+        self._sessions.setdefault(submit.session_id, deque()).append(submit.turn_id)
+        grammar = None if submit.grammar is None else self._grammars.find(submit.grammar, submit.markers)
+        if submit.grammar is not None and grammar is None:
+            pending.needs_grammar = True
+            self._give(pending, self._compilations, partial(self._compile, submit))
+        else:
+            self._give(pending, self._workers, partial(self._tokenize, submit, grammar, at_s))
+
+    def take(self, result: GrammarReady | TokenizedTurn | TokenizationFailed) -> None:
+        """Take what came of a job; where its turn has ended meanwhile it is dropped."""
+        pending = self._pending.get(result.turn_id)
+        if pending is None:
+            return
+        if isinstance(result, GrammarReady):
+            if pending.needs_grammar:
+                pending.needs_grammar = False
+                tokenize = partial(self._tokenize, pending.submit, result.grammar, pending.at_s)
+                self._give(pending, self._workers, tokenize)
+            return
+        pending.prepared, pending.job = result, None
+        self._advance(pending.submit.session_id)
+
+    def conclude(self, pending: PendingSubmission, reason: str) -> None:
+        """Have a turn end for this reason when it leaves; it generates nothing more, so it needs no grammar."""
+        pending.ending = reason
+        if pending.needs_grammar:
+            pending.needs_grammar = False
+            self._withdraw_job(pending)
+            self._give(pending, self._workers, partial(self._tokenize, pending.submit, None, pending.at_s))
+
+    def cancel(self, turn_id: str) -> PendingSubmission | None:
+        """Forget a turn, if it is still here, with the work that is done for it, and return it."""
+        pending = self._pending.pop(turn_id, None)
+        if pending is not None:
+            self._let_go(pending)
+            session_id = pending.submit.session_id
+            self._sessions[session_id].remove(turn_id)
+            self._advance(session_id)
+        return pending
+
+    def clear(self) -> None:
+        """Forget all turns, with the work that is done for them."""
+        for pending in self._pending.values():
+            self._let_go(pending)
+        self._pending.clear()
+        self._sessions.clear()
+
+    def close(self) -> None:
+        """End the thread that compiles."""
+        self._compilations.close()
+        self._grammars.interrupt()
+        self._compiler.shutdown(wait=False, cancel_futures=True)
+
+    def _advance(self, session_id: str) -> None:
+        turns = self._sessions[session_id]
+        while turns and (prepared := self._pending[turns[0]].prepared) is not None:
+            pending = self._pending.pop(turns.popleft())
+            self._let_go(pending)
+            self._on_ready(pending, prepared)
+        if not turns:
+            del self._sessions[session_id]
+
+    def _give(
+        self, pending: PendingSubmission, workers: FairWorkers, work: Callable[[Job], TokenizedTurn | GrammarReady]
+    ) -> None:
+        """Have workers do the next thing for a turn."""
+        run = partial(self._run, pending.submit.turn_id, work)
+        pending.job = Job(pending.submit.client_id, run, pending.size_bytes)
+        workers.submit(pending.job)
+
+    def _let_go(self, pending: PendingSubmission) -> None:
+        """Free what a turn holds, and withdraw the job that it waits for."""
+        self._room.remove(pending.submit.client_id, pending.size_bytes)
+        self._withdraw_job(pending)
+
+    def _withdraw_job(self, pending: PendingSubmission) -> None:
+        if pending.job is not None:
+            self._workers.cancel(pending.job)
+            self._compilations.cancel(pending.job)
+            self._grammars.interrupt()
+
+    def _run(self, turn_id: str, work: Callable[[Job], TokenizedTurn | GrammarReady], job: Job) -> None:
+        """Do some work for a turn on a worker thread, and put what came of it into the inbox."""
+        result: GrammarReady | TokenizedTurn | TokenizationFailed
+        try:
+            with self._heartbeat.preparing(turn_id):
+                result = work(job)
+        except JobCancelledError:
+            return
+        except InferenceCenterError as error:
+            result = TokenizationFailed(turn_id, error)
+        # The border between the turns: one whose job ended without a word would wait for ever. A panic in llguidance,
+        # which is written in Rust, is no ``Exception``.
+        except BaseException as error:  # noqa: BLE001
+            self._on_log("error", f"preparing a turn failed: {error!r}")
+            result = TokenizationFailed(
+                turn_id, InferenceCenterError(ErrorCode.INTERNAL, "The turn could not be prepared.")
+            )
+        if not job.cancelled:
+            self._inbox.put(result)
+
+    def _compile(self, submit: Submit, job: Job) -> GrammarReady:
+        assert submit.grammar is not None, "it has one"
+        grammar = self._grammars.compile(
+            submit.grammar, submit.markers, client_id=submit.client_id, wanted=lambda: not job.cancelled
+        )
+        return GrammarReady(submit.turn_id, grammar)
+
+    def _tokenize(self, submit: Submit, grammar: CompiledGrammar | None, at_s: float, job: Job) -> TokenizedTurn:
+        answer = unpack_tokens(submit.answer)
+        params = turn_params.decode(submit.params_json)
+        constraint = None if grammar is None else self._constraint(grammar, params, answer)
+        history = unpack_tokens(submit.tokens)
+        pieces = job.each(submit.pieces)
+        prompt = history + self._backend.tokenize(pieces, first=not history)
+        turn = GenerationRequest(
+            turn_id=submit.turn_id,
+            params=params,
+            submitted_s=at_s,
+            prompt_tokens=len(prompt),
+            answer=tuple(answer),
+            shown_chars=submit.shown_chars,
+            may_shift=submit.may_shift,
+            traced=submit.traced,
+            markers=submit.markers,
+            constraint=constraint,
+        )
+        output = OutputProcessor(
+            turn, self._backend, n_ctx=self._backend.model.n_ctx, queue_timeout_s=self._queue_timeout_s
+        )
+        return TokenizedTurn(submit.turn_id, prompt + answer, self._prefix_tokens(submit, prompt, job), output)
+
+    def _constraint(self, grammar: CompiledGrammar, params: Params, answer: Sequence[int]) -> Constraint:
+        """Return what holds the answer to its grammar."""
+        if params.ignore_eos:
+            raise InferenceCenterError(
+                ErrorCode.INVALID_REQUEST,
+                "An answer that has a form ends where that is complete.",
+                hint="Leave ignore_eos out, or ask for no form.",
+                field="params.ignore_eos",
+            )
+        return self._grammars.constraint(grammar, answer)
+
+    def _prefix_tokens(self, submit: Submit, prompt: list[int], job: Job) -> int:
+        """Return how many tokens the shared pieces are; none where a token reaches over their end."""
+        if submit.tokens or not submit.shared_pieces:
+            return 0
+        prefix = self._backend.tokenize(job.each(submit.pieces[: submit.shared_pieces]), first=True)
+        return len(prefix) if prompt[: len(prefix)] == prefix else 0
+
+
+def _no_room() -> InferenceCenterError:
+    return InferenceCenterError(
+        ErrorCode.QUEUE_FULL,
+        "Too much text waits to be tokenized, and much of it is this client's.",
+        hint="Send less at once, and wait for answers in between.",
+        retry_after_ms=1000,
+    )
+
+
+class TokenizerService:
+    """Answers each question with one frame, unless it is withdrawn before.
+
+    Args:
+        backend: Whose vocabulary is asked about.
+        workers: Who answer.
+        send: Sends a frame to the front, from any thread; may raise ``ConnectionError``.
+        on_log: Called with level and text, from any thread.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        *,
+        workers: FairWorkers,
+        send: Callable[[FromEngine], None],
+        on_log: Callable[[str, str], None],
+    ) -> None:
+        self._backend = backend
+        self._workers = workers
+        self._jobs: dict[int, Job] = {}
+        self._send = send
+        self._on_log = on_log
+
+    def __len__(self) -> int:
+        return len(self._jobs)
+
+    def take(self, question: TokenizeRequest | DetokenizeRequest) -> None:
+        """Have a worker answer."""
+        job = Job(question.client_id, partial(self._answer, question), question.size_bytes)
+        self._jobs[question.ask_id] = job
+        self._workers.submit(job)
+
+    def cancel(self, ask_id: int) -> None:
+        """Leave a question unanswered; one that is unknown has just been answered."""
+        if (job := self._jobs.pop(ask_id, None)) is not None:
+            self._workers.cancel(job)
+
+    def _answer(self, question: TokenizeRequest | DetokenizeRequest, job: Job) -> None:
+        answer: Tokenized | Detokenized | LookupFailed
+        try:
+            if isinstance(question, TokenizeRequest):
+                answer = self._tokenized(question, job)
+            else:
+                answer = self._detokenized(question, job)
+        except JobCancelledError:
+            return
+        except InferenceCenterError as error:
+            answer = LookupFailed(question.ask_id, error.code.value, error.message)
+        except Exception as error:  # noqa: BLE001 - a border: what asked waits for an answer
+            self._on_log("error", f"a look-up of tokens failed: {error!r}")
+            answer = LookupFailed(question.ask_id, ErrorCode.INTERNAL.value, "The tokens could not be looked up.")
+        if self._jobs.pop(question.ask_id, None) is not None:
+            self._reply(answer)
+
+    def _reply(self, answer: Tokenized | Detokenized | LookupFailed) -> None:
+        with suppress(ConnectionError):  # the reader has noticed that the front is gone
+            try:
+                self._send(answer)
+            except FramingError as error:
+                self._send(LookupFailed(answer.ask_id, ErrorCode.MESSAGE_TOO_LARGE.value, str(error)))
+
+    def _tokenized(self, question: TokenizeRequest, job: Job) -> Tokenized:
+        tokens = self._backend.tokenize(job.each(question.pieces), first=question.first)
+        return Tokenized(question.ask_id, pack_tokens(tokens), tuple(map(self._spelled, job.each(tokens))))
+
+    def _detokenized(self, question: DetokenizeRequest, job: Job) -> Detokenized:
+        tokens, n_vocab = unpack_tokens(question.tokens), self._backend.model.n_vocab
+        for token in tokens:
+            if not 0 <= token < n_vocab:
+                return Detokenized(question.ask_id, "", unknown=token)
+        return Detokenized(question.ask_id, b"".join(map(self._spelled, job.each(tokens))).decode(errors="replace"))
+
+    def _spelled(self, token: int) -> bytes:
+        return self._backend.token_bytes(token) or self._backend.token_text(token).encode()

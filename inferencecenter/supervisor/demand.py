@@ -1,0 +1,114 @@
+"""Whether an engine is to be started, when it may be, and when an idle one is to be suspended."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from inferencecenter.supervisor.watchdog import TimerHandle
+
+
+class EngineDemand:
+    """An engine is wanted while turns wait or somebody has called for one; not while paused, and not after the end.
+
+    Args:
+        has_turns: Whether turns wait for an engine.
+        admit: Waits until the engine may be started, or is wanted no more, and tells which; none to start it at once.
+    """
+
+    def __init__(self, *, has_turns: Callable[[], bool], admit: Callable[[], Awaitable[bool]] | None) -> None:
+        self._has_turns = has_turns
+        self._admit = admit
+        self._callers: set[str] = set()
+        self._is_urgent = False
+        self._paused = False
+        self._over = False
+        self._news = asyncio.Event()
+
+    def __bool__(self) -> bool:
+        return not self._over and not self._paused and (bool(self._callers) or self._has_turns())
+
+    @property
+    def callers(self) -> frozenset[str]:
+        """Who has called for an engine; the empty name stands for no client in particular."""
+        return frozenset(self._callers)
+
+    @property
+    def is_urgent(self) -> bool:
+        """Whether one of them was an operator."""
+        return self._is_urgent
+
+    def request(self, caller: str = "", *, urgent: bool = False) -> None:
+        """Want an engine, though no turn does."""
+        self._callers.add(caller)
+        self._is_urgent |= urgent
+        self._news.set()
+
+    def notify(self) -> None:
+        """Take note that turns may have come."""
+        self._news.set()
+
+    def pause(self, *, paused: bool) -> None:
+        """Want none while ``paused``, whatever waits."""
+        self._paused = paused
+        self._news.set()
+
+    def fulfil(self) -> None:
+        """Take note that the engine is there: who called has been heard."""
+        self._callers.clear()
+        self._is_urgent = False
+
+    def end(self) -> None:
+        """Want none any more."""
+        self._over = True
+        self._news.set()
+
+    async def wait_admitted(self) -> None:
+        """Wait until an engine is wanted and may be started, or none is to be any more.
+
+        Raises:
+            InferenceCenterError: Why it never may.
+        """
+        while not self._over:
+            if not self:
+                self._news.clear()
+                await self._news.wait()
+            elif self._admit is None or await self._admit():
+                return
+
+
+class IdleTimer:
+    """Counts how long nothing was asked: one timer while the engine is idle, none while it works or sleeps.
+
+    Args:
+        after_s: Idle seconds after which ``on_idle`` is called; ``None`` for never.
+        on_tired: Called once for each time of idleness that lasts so long.
+        call_later: Arranges for a call after some seconds.
+    """
+
+    def __init__(
+        self,
+        after_s: float | None,
+        *,
+        on_idle: Callable[[], None],
+        call_later: Callable[[float, Callable[[], None]], TimerHandle],
+    ) -> None:
+        self._after_s = after_s
+        self._on_tired = on_idle
+        self._call_later = call_later
+        self._timer: TimerHandle | None = None
+
+    def keep(self, *, idle: bool) -> None:
+        """Begin to count, or end it; counting goes on where it is if nothing has changed."""
+        if idle and self._timer is None and self._after_s is not None:
+            self._timer = self._call_later(self._after_s, self._expire)
+        elif not idle and self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _expire(self) -> None:
+        self._timer = None
+        self._on_tired()

@@ -1,0 +1,149 @@
+"""What an engine is told at its start: its options, and the directories of its KV cache."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import shutil
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+import structlog
+
+from inferencecenter.hardware.split import USUAL_N_BATCH, USUAL_N_UBATCH, USUAL_SLOTS
+from inferencecenter.ipc.messages import Adapter, EngineOptions
+from inferencecenter.supervisor.restart_policy import RestartPolicy
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from pathlib import Path
+
+    from inferencecenter.models.registry import ModelSpec
+    from inferencecenter.settings import EngineSettings, KvSettings
+
+_MIB: Final = 2**20
+_NAME_CHARS: Final = 12
+
+_log = structlog.get_logger(__name__)
+_MAX_WORKER_THREADS: Final = 8
+
+
+@dataclass(frozen=True, slots=True)
+class KvCachePaths:
+    """A directory in memory and one on disk, each this daemon's own; one without bytes is not used."""
+
+    ram_dir: Path
+    ram_bytes: int
+    disk_dir: Path
+    disk_bytes: int
+
+
+def kv_cache_paths(settings: KvSettings, state_dir: Path, spec: ModelSpec) -> KvCachePaths:
+    """Return the places of a model, for a daemon with this ``state_dir``, which no other has at the same time.
+
+    The bytes in memory are clipped to what is free there, with a line in the log: a tmpfs may be smaller than thought,
+    in a container as a rule 64 MiB, and a page that does not fit it ends the process that writes it.
+    """
+    name = cache_key(spec)
+    ram_dir = _own(settings.ram_dir, state_dir) / name
+    disk_dir = _own(settings.disk_dir or state_dir / "kv", state_dir) / name
+    if not settings.parking:
+        return KvCachePaths(ram_dir, 0, disk_dir, 0)
+    return KvCachePaths(ram_dir, _clipped(ram_dir, settings.ram_mib * _MIB), disk_dir, settings.disk_mib * _MIB)
+
+
+def cache_key(spec: ModelSpec) -> str:
+    """Return a name for files, the same for what parks KV that is alike and for nothing else."""
+    engine = spec.engine
+    kind = (spec.name, spec.path, spec.lora, engine.kv_type_k, engine.kv_type_v, engine.flash_attention)
+    return hashlib.sha256(repr(kind).encode()).hexdigest()[:_NAME_CHARS]
+
+
+def remove_stale_caches(settings: KvSettings, state_dir: Path, specs: Iterable[ModelSpec]) -> None:
+    """Delete what was kept of models that there are no more, or that are run otherwise now."""
+    known = {cache_key(spec) for spec in specs}
+    for directory in (settings.ram_dir, settings.disk_dir or state_dir / "kv"):
+        with contextlib.suppress(OSError):
+            for path in _own(directory, state_dir).iterdir():
+                if path.name not in known:
+                    shutil.rmtree(path, ignore_errors=True)
+
+
+def remove_ram_cache(settings: KvSettings, state_dir: Path) -> None:
+    """Delete what is in memory: without the daemon nobody asks for it, and it takes memory from others."""
+    shutil.rmtree(_own(settings.ram_dir, state_dir), ignore_errors=True)
+
+
+def _own(directory: Path, state_dir: Path) -> Path:
+    return directory / hashlib.sha256(bytes(state_dir)).hexdigest()[:_NAME_CHARS]
+
+
+def _clipped(ram_dir: Path, wanted_bytes: int) -> int:
+    """Return ``wanted_bytes``, or what the directory's file system can take if that is less."""
+    try:
+        existing = next(place for place in (ram_dir, *ram_dir.parents) if place.exists())
+        system = os.statvfs(existing)
+    except OSError as error:
+        _log.warning("kv_ram_unavailable", path=str(ram_dir), reason=error.strerror)
+        return 0
+    free_bytes = system.f_bavail * system.f_frsize + _size_bytes(ram_dir)
+    if wanted_bytes <= free_bytes:
+        return wanted_bytes
+    _log.warning("kv_ram_clipped", path=str(ram_dir), wanted_mib=wanted_bytes // _MIB, free_mib=free_bytes // _MIB)
+    return free_bytes
+
+
+def _size_bytes(directory: Path) -> int:
+    """What is left there of an earlier daemon takes room that the first engine makes free."""
+    with contextlib.suppress(OSError):
+        return sum(path.stat().st_blocks * 512 for path in directory.iterdir())
+    return 0
+
+
+def engine_options(spec: ModelSpec, places: KvCachePaths, kv: KvSettings) -> EngineOptions:
+    """Return what an engine is told: what is set, and what is usual where that is left open and no plan can be made."""
+    engine = spec.engine
+    return EngineOptions(
+        backend=engine.backend,
+        parent_pid=os.getpid(),
+        model_path=str(spec.path),
+        model_name=spec.name,
+        lora=tuple(Adapter(str(each.path), each.scale) for each in spec.lora),
+        slots=engine.slots or USUAL_SLOTS,
+        n_ctx=engine.n_ctx,
+        n_gpu_layers=engine.n_gpu_layers,
+        n_threads=engine.n_threads,
+        n_threads_batch=engine.n_threads_batch,
+        n_batch=engine.n_batch or max(USUAL_N_BATCH, engine.n_ubatch),
+        n_ubatch=engine.n_ubatch or min(USUAL_N_UBATCH, engine.n_batch or USUAL_N_UBATCH),
+        kv_type_k="f16" if engine.kv_type_k == "auto" else engine.kv_type_k,
+        kv_type_v="f16" if engine.kv_type_v == "auto" else engine.kv_type_v,
+        flash_attention=engine.flash_attention,
+        use_mmap=engine.use_mmap,
+        use_mlock=engine.use_mlock,
+        prefill_grid_tokens=engine.prefill_grid_tokens,
+        target_step_ms=engine.target_step_ms,
+        worker_threads=engine.worker_threads or min(len(os.sched_getaffinity(0)), _MAX_WORKER_THREADS),
+        echo_delay_ms=engine.echo_delay_ms,
+        quantum_tokens=engine.quantum_tokens,
+        ageing_s=engine.ageing_s,
+        speculative=engine.speculative,
+        draft_tokens=engine.draft_tokens,
+        queue_timeout_s=engine.queue_timeout_s or 0.0,
+        kv_ram_dir=str(places.ram_dir),
+        kv_ram_bytes=places.ram_bytes,
+        kv_disk_dir=str(places.disk_dir),
+        kv_disk_bytes=places.disk_bytes,
+        kv_client_share=kv.client_share,
+    )
+
+
+def restart_policy(engine: EngineSettings) -> RestartPolicy:
+    """Return when and how often an engine that was lost is started again."""
+    return RestartPolicy(
+        min_s=engine.restart_backoff_min_s,
+        max_s=engine.restart_backoff_max_s,
+        max_restarts=engine.max_restarts,
+        window_s=engine.restart_window_s,
+    )

@@ -1,0 +1,99 @@
+"""How far an engine has loaded its model, and the listeners that are told of its state."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+import structlog
+
+from inferencecenter.supervisor.restart_policy import fewer_layers, lacks_memory
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from inferencecenter.ipc.messages import EngineOptions, LoadFailed, Loading, ModelInfo
+    from inferencecenter.ipc.port import EngineStatus
+
+_SHOWN_STEPS: Final = 10
+_LOGGED_EVERY_S: Final = 1.0
+_log = structlog.get_logger(__name__)
+
+
+class StatusListeners:
+    """Calls for each status, in the order in which they were added."""
+
+    def __init__(self) -> None:
+        self._listeners: list[Callable[[EngineStatus], None]] = []
+
+    def add(self, listener: Callable[[EngineStatus], None]) -> None:
+        """Call ``listener`` from now on."""
+        self._listeners.append(listener)
+
+    def notify(self, status: EngineStatus) -> None:
+        """Call them all; the fault of one is logged."""
+        for listener in self._listeners:
+            try:
+                listener(status)
+            # A border: whoever listens must not keep the engine from being started again.
+            except Exception:  # noqa: BLE001
+                _log.exception("engine_listener_failed", state=status.state.value)
+
+
+class LoadProgress:
+    """What the engine that was started last said about its loading.
+
+    Args:
+        monotonic: Seconds that only rise.
+    """
+
+    def __init__(self, *, monotonic: Callable[[], float]) -> None:
+        self._monotonic = monotonic
+        self._logged_at = 0.0
+        self._offloads = False
+        self._refusal: LoadFailed | None = None
+        self.fraction = 0.0
+
+    def may_lack_gpu_memory(self, options: EngineOptions) -> bool:
+        """Tell whether an engine that did not load with these options may have put too much on a GPU."""
+        tried = self._offloads and options.n_gpu_layers != 0
+        return tried and (self._refusal is None or lacks_memory(self._refusal.message))
+
+    def begin(self) -> None:
+        """Take note that an engine is started."""
+        self.fraction, self._offloads, self._refusal = 0.0, False, None
+
+    def advance(self, message: Loading) -> bool:
+        """Take note of progress, and tell whether it is worth telling: each tenth is."""
+        before, self.fraction, self._offloads = self.fraction, message.fraction, message.offloads
+        if int(before * _SHOWN_STEPS) == int(message.fraction * _SHOWN_STEPS):
+            return False
+        now = self._monotonic()
+        if now - self._logged_at >= _LOGGED_EVERY_S:
+            self._logged_at = now
+            _log.info("model_loading", percent=round(message.fraction * 100))
+        return True
+
+    def refuse(self, message: LoadFailed) -> None:
+        """Take note that the model could not be loaded."""
+        _log.error("model_not_loaded", code=message.code, reason=message.message, hint=message.hint)
+        self._refusal = message
+
+
+def log_ready(model: ModelInfo) -> None:
+    """Write down what was loaded, and how."""
+    _log.info(
+        "engine_ready",
+        model=model.name,
+        slots=model.slots,
+        n_ctx=model.n_ctx,
+        gpu_layers=model.n_gpu_layers,
+        threads=model.n_threads,
+    )
+
+
+def with_fewer_layers(options: EngineOptions, known: ModelInfo | None) -> EngineOptions:
+    """Return what to try next where memory of the GPU was lacking, and write it down."""
+    layers = fewer_layers(options.n_gpu_layers, known.n_layers if known else None)
+    _log.warning("engine_uses_fewer_layers", n_gpu_layers=layers, before=options.n_gpu_layers)
+    return msgspec.structs.replace(options, n_gpu_layers=layers)

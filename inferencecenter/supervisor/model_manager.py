@@ -1,0 +1,516 @@
+"""The models of this daemon, each with an engine of its own: which are loaded, and which is the default."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final, Literal
+
+import structlog
+
+from inferencecenter.errors import ErrorCode, InferenceCenterError, foreign_input, reason_of
+from inferencecenter.ipc.port import EngineState
+from inferencecenter.protocol.events import Swap
+from inferencecenter.protocol.values import ModelSummary
+from inferencecenter.supervisor.engine_options import cache_key
+from inferencecenter.supervisor.engine_status import StatusListeners
+from inferencecenter.supervisor.model_cache import ModelCache
+from inferencecenter.supervisor.request_queue import unavailable
+from inferencecenter.tasks import TaskGroup
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Mapping, Sequence
+
+    from inferencecenter.ipc.messages import EngineLimits, ModelInfo
+    from inferencecenter.ipc.port import EngineStatus
+    from inferencecenter.models.registry import ModelSpec, Registry
+    from inferencecenter.protocol.values import EnginePlan
+    from inferencecenter.supervisor.planning import Planner
+    from inferencecenter.supervisor.supervisor import Supervisor
+
+_MIB: Final = 2**20
+_STATES: Final[Mapping[EngineState, Literal["loading", "loaded", "failed"]]] = {
+    EngineState.STARTING: "loading",
+    EngineState.BACKOFF: "loading",
+    EngineState.READY: "loaded",
+    EngineState.FAILED: "failed",
+}
+_ON_ITS_WAY: Final = (EngineState.STARTING, EngineState.BACKOFF, EngineState.SUSPENDING, EngineState.ASLEEP)
+_log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ManagedModel:
+    """A model that was asked for, with what plans and runs its engines. Implements ``residency.Tenant``."""
+
+    spec: ModelSpec
+    planner: Planner
+    supervisor: Supervisor
+
+    @property
+    def name(self) -> str:
+        """What clients call it."""
+        return self.spec.name
+
+    @property
+    def wanted(self) -> bool:
+        """Whether somebody waits for it to be loaded."""
+        return self.supervisor.wanted
+
+    @property
+    def holds_memory(self) -> bool:
+        """Whether it is loaded, or about to be, or on its way out."""
+        return self.supervisor.holds_memory
+
+    @property
+    def busy(self) -> bool:
+        """Whether its engine has turns."""
+        return self.supervisor.busy
+
+    @property
+    def last_used_s(self) -> float:
+        """When it was asked last."""
+        return self.supervisor.last_used_s
+
+    @property
+    def clients(self) -> frozenset[str]:
+        """Who waits for it to be loaded, as far as that is known."""
+        return self.supervisor.clients
+
+    @property
+    def users(self) -> frozenset[str]:
+        """Whose turns it has run since it was loaded."""
+        return self.supervisor.users
+
+    @property
+    def loaded_at_s(self) -> float | None:
+        """When it was loaded, now for one that is being loaded; ``None`` where it is neither."""
+        return self.supervisor.loaded_at_s
+
+    @property
+    def is_urgent(self) -> bool:
+        """Whether an operator wants it loaded."""
+        return self.supervisor.is_urgent
+
+    def delay(self, seconds: float) -> None:
+        """Tell the turns that wait for it how long the others keep their place at least."""
+        self.supervisor.delay(seconds)
+
+    async def evict(self) -> None:
+        """Give up its memory, as soon as its turns have ended or have had the time that they get."""
+        await self.supervisor.evict(patience_s=self.spec.engine.swap_patience_s)
+
+
+async def fits_beside(model: ManagedModel, others: Sequence[ManagedModel]) -> bool:
+    """Tell whether a model has as much beside the others, which are loaded, as it would have alone.
+
+    Raises:
+        InferenceCenterError: Why that cannot be told, whatever the planner raises: the model has failed to load then.
+    """
+    planners = [each.planner for each in others]
+    with foreign_input(partial(_not_planned, model.name)):
+        return await asyncio.to_thread(model.planner.fits_beside, planners, model.supervisor.options)
+
+
+def _not_planned(name: str, reason: str) -> InferenceCenterError:
+    return InferenceCenterError(
+        ErrorCode.INVALID_MODEL_FILE, f"{name} cannot be planned for: {reason}.", field=f"models.{name}"
+    )
+
+
+def summary(name: str, model: ManagedModel | None, *, default: bool) -> ModelSummary:
+    """Return a model in a list; nobody has asked for one that is ``None``."""
+    status = model.supervisor.status if model else None
+    loaded = status.model if status else None
+    if status is None:
+        return ModelSummary(name=name, default=default, state="unloaded")
+    if loaded is None:
+        return ModelSummary(
+            name=name, default=default, state=_STATES.get(status.state, "unloaded"), detail=status.detail
+        )
+    return ModelSummary(
+        name=name,
+        default=default,
+        state=_STATES.get(status.state, "asleep"),
+        detail=status.detail,
+        n_ctx=loaded.n_ctx,
+        slots=loaded.slots,
+        parameters=loaded.n_params,
+        size_mb=round(loaded.size_bytes / _MIB, 1),
+    )
+
+
+class ModelManager:
+    """Implements ``ipc.port.EnginesPort``. Of a model that nobody has asked for there is only its entry.
+
+    To those who look at one engine it shows the default's. A swap changes the default when the new model is ready, and
+    not before: turns that the old one has end there, those that wait are submitted again, and a model that cannot be
+    loaded changes nothing.
+
+    Args:
+        registry: The models by name.
+        make: Builds a model from its entry; its supervisor asks the given function before each start.
+        max_resident: Models loaded at once; 0 for as many as fit.
+        min_residency_s: Seconds for which a model that was loaded makes no way for clients other than its users.
+    """
+
+    def __init__(
+        self,
+        registry: Registry,
+        *,
+        make: Callable[[ModelSpec, Callable[[ManagedModel], Awaitable[bool]]], ManagedModel],
+        max_resident: int,
+        min_residency_s: float = 0.0,
+    ) -> None:
+        self._registry = registry
+        self._make = make
+        self._default = registry.default
+        self._models: dict[str, ManagedModel] = {}
+        self._started = False
+        self._begun: list[ManagedModel] = []
+        self._model_cache: ModelCache[ManagedModel] = ModelCache(
+            max_resident=max_resident,
+            min_residency_s=min_residency_s,
+            fits=fits_beside,
+            changed=self._state_changed,
+        )
+        self._listeners = StatusListeners()
+        self._model_listeners: list[Callable[[str, EngineStatus], None]] = []
+        self._swap_listeners: list[Callable[[ModelInfo], None]] = []
+        self._tasks = TaskGroup("models")
+        self._retiring = TaskGroup("retired-models")
+        self._changing = asyncio.Lock()
+        self._news = asyncio.Event()
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._default}, {sorted(self._models)})"
+
+    # What there is.
+
+    @property
+    def default(self) -> str:
+        """Name of the model of all sessions that name none."""
+        return self._default
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of all models."""
+        return tuple(sorted(self._registry.models))
+
+    @property
+    def status(self) -> EngineStatus:
+        """The default's engine now."""
+        return self._get(self._default).supervisor.status
+
+    @property
+    def plan(self) -> EnginePlan | None:
+        """How the default was divided between GPUs and host when it was started last."""
+        return self._get(self._default).planner.report
+
+    @property
+    def statuses(self) -> Mapping[str, EngineStatus]:
+        """The engines of all models that were asked for, by name."""
+        return {name: model.supervisor.status for name, model in self._models.items()}
+
+    @property
+    def supervisors(self) -> tuple[Supervisor, ...]:
+        """All that were begun, with those that are to take another's place and those that finish what they have."""
+        return tuple(model.supervisor for model in self._begun)
+
+    def params_of(self, name: str) -> Mapping[str, Any]:
+        """Return the parameters that a model's entry sets; none for one that is gone."""
+        spec = self._registry.models.get(name)
+        return spec.params if spec else {}
+
+    def engine(self, name: str) -> Supervisor:
+        """Return the engine of a model, loaded or not.
+
+        Raises:
+            InferenceCenterError: ``model_not_found``.
+        """
+        return self._get(name).supervisor
+
+    def describe(self) -> tuple[ModelSummary, ...]:
+        """Return all models, by name."""
+        return tuple(summary(name, self._models.get(name), default=name == self._default) for name in self.names)
+
+    def subscribe(self, listener: Callable[[EngineStatus], None]) -> None:
+        """Call ``listener`` when the state of the default's engine changes, or another model becomes the default."""
+        self._listeners.add(listener)
+
+    def subscribe_models(self, listener: Callable[[str, EngineStatus], None]) -> None:
+        """Call ``listener`` with the name and the status of any model whose engine's state changes."""
+        self._model_listeners.append(listener)
+
+    def subscribe_swaps(self, listener: Callable[[ModelInfo], None]) -> None:
+        """Call ``listener`` with the model that has become the default."""
+        self._swap_listeners.append(listener)
+
+    # What is asked of it.
+
+    def rescan(self) -> None:
+        """Take in models that have come into ``models_dir``; what cannot be read now changes nothing."""
+        try:
+            self._registry = self._registry.with_new_files()
+        except InferenceCenterError as error:
+            _log.warning("models_dir", reason=error.message)
+
+    def start(self, *, after_crash: bool = False) -> None:
+        """Load the default; to be called once, from the main thread. What was asked for before is begun now.
+
+        Turns that came before were left by an earlier daemon, which died with them if this is ``after_crash``.
+        """
+        self._get(self._default)
+        self._started = True
+        for name, model in self._models.items():
+            self._begin(model, asleep=name != self._default, after_crash=after_crash)
+
+    async def stop(self) -> None:
+        """End all engines for good."""
+        await self._tasks.cancel()
+        await asyncio.gather(*(supervisor.stop() for supervisor in self.supervisors))
+        await self._retiring.cancel()
+
+    def ensure_loaded(self, name: str, client_id: str = "") -> None:
+        """Load a model for a client, if it is not loaded, though no turn asks for it yet.
+
+        Raises:
+            InferenceCenterError: ``model_not_found``, or why it could not be loaded. The next call tries again, but not
+                where its engine was lost too often.
+        """
+        model = self._get(name)
+        if (failure := model.supervisor.load_failure) is not None:
+            if model.supervisor.has_turns:
+                self._renew(model)
+            else:
+                self._forget(model)
+            raise failure
+        if model.supervisor.given_up:
+            raise unavailable(model.supervisor.status, given_up=True)
+        model.supervisor.wake(client_id)
+
+    def release(self, session_id: str) -> None:
+        """Let all engines forget a session's KV."""
+        for supervisor in self.supervisors:
+            supervisor.release(session_id)
+
+    def limit(self, limit_for: Callable[[int], EngineLimits]) -> None:
+        """Tell every ready engine what it may do, which depends on its slots."""
+        for supervisor in self.supervisors:
+            status = supervisor.status
+            if status.state is EngineState.READY and status.model is not None:
+                supervisor.send(limit_for(status.model.slots))
+
+    def swap(self, name: str, tell: Callable[[Swap], None]) -> None:
+        """Load a model and make it the default; ``tell`` hears how far that is.
+
+        Raises:
+            InferenceCenterError: ``model_not_found``, or ``model_loading`` while another swap is going on.
+        """
+        self._registry.get(name, field="name")
+        if self._changing.locked():
+            raise InferenceCenterError(
+                ErrorCode.MODEL_LOADING, "another model is being loaded", retry_after_ms=1000, field="name"
+            )
+        self._tasks.spawn(self._swap(name, tell), name="swap")
+
+    def unload(self, name: str) -> None:
+        """Free a model's memory when its turns have ended.
+
+        Raises:
+            InferenceCenterError: ``model_not_found``.
+        """
+        self._registry.get(name, field="name")
+        if (model := self._models.get(name)) is not None:
+            self._tasks.spawn(model.supervisor.evict(patience_s=None), name="unload")
+
+    def apply(self, registry: Registry) -> None:
+        """Go over to other entries: what runs otherwise now is loaded anew, and takes the place of what there was."""
+        self._tasks.spawn(self._apply(registry), name="apply")
+
+    # One after the other.
+
+    async def _swap(self, name: str, tell: Callable[[Swap], None]) -> None:
+        async with self._changing:
+            await self._make_default(name, tell)
+
+    async def _make_default(self, name: str, tell: Callable[[Swap], None]) -> None:
+        try:
+            failure = await self._try_default(name, tell)
+        except Exception as error:  # noqa: BLE001 - a swap ends and its asker is told, whatever the new model raises
+            failure = error.message if isinstance(error, InferenceCenterError) else reason_of(error)
+        if failure is not None:
+            _log.error("swap_failed", model=name, reason=failure, default=self._default)
+            if name != self._default:
+                self._get(self._default).supervisor.wake(urgent=True)
+                # Answers that have begun wait until it is asked for again.
+                if (model := self._models.get(name)) is not None and not model.supervisor.has_turns:
+                    self._forget(model)
+            tell(Swap(model=name, phase="failed", detail=failure))
+            return
+        tell(Swap(model=name, phase="done", done=1.0))
+        if (loaded := self._get(name).supervisor.status.model) is not None:
+            for listener in self._swap_listeners:
+                listener(loaded)
+
+    async def _try_default(self, name: str, tell: Callable[[Swap], None]) -> str | None:
+        """Load a model and make it the default; return why it is not."""
+        model = self._get(name)
+        if model.supervisor.status.state is EngineState.FAILED:
+            model = self._renew(model)
+        old = self._get(self._default)
+        # What waits for it is to go to the new one: it would only want the memory back.
+        old.supervisor.pause(paused=old is not model)
+        try:
+            failure = await self._load(model, tell)
+            if failure is None:
+                self._default = name
+                _log.info("model_changed", model=name, before=old.name)
+                self._listeners.notify(self.status)
+                _resubmit(old)
+            return failure
+        finally:
+            old.supervisor.pause(paused=False)
+
+    async def _load(self, model: ManagedModel, tell: Callable[[Swap], None]) -> str | None:
+        """Wait until a model is ready; return why it is not going to be."""
+        told: Swap | None = None
+        loads_before = model.supervisor.loads
+        model.supervisor.wake(urgent=True)
+        while True:
+            status = model.supervisor.status
+            # One that got ready may have made way again before this could see it.
+            if status.state is EngineState.READY or model.supervisor.loads > loads_before:
+                return None
+            if status.state not in _ON_ITS_WAY:
+                return status.detail or f"its engine is {status.state}"
+            phase = "draining" if self._model_cache.waits(model) else "loading"
+            now = Swap(model=model.name, phase=phase, done=round(status.load_fraction, 2))
+            if now != told:
+                tell(now)
+                told = now
+            await self._news.wait()
+
+    async def _apply(self, registry: Registry) -> None:
+        async with self._changing:
+            before = self._registry
+            self._registry = replace(registry, models={**before.models, **registry.models})
+            for name, spec in registry.models.items():
+                if (model := self._models.get(name)) is None:
+                    continue
+                has_failed = model.supervisor.status.state is EngineState.FAILED
+                if not _runs_alike(spec, before.models.get(name)):
+                    await self._replace(model, spec)
+                elif has_failed:
+                    self._renew(model)
+                if has_failed and name == self._default:
+                    self._models[name].supervisor.wake(urgent=True)
+            if registry.default not in (before.default, self._default):
+                await self._make_default(registry.default, lambda _: None)
+            for name in set(before.models) - set(registry.models) - {self._default}:
+                if (model := self._models.pop(name, None)) is not None:
+                    self._retire(model)
+            kept = {self._default: self._registry.models[self._default]}
+            changed = {name: self._registry.models[name] for name in registry.models}
+            self._registry = replace(registry, models=kept | changed)
+            _log.info("models_applied", models=self.names, default=self._default)
+
+    async def _replace(self, old: ManagedModel, spec: ModelSpec) -> None:
+        """Have another engine take the place of a model's; one that cannot be loaded leaves it where it was.
+
+        The new one is loaded beside the old, unless both would keep KV in the same place: then the old one ends first,
+        and what it had begun goes on with the new.
+        """
+        new = self._make(spec, self._model_cache.admit)
+        same_place = cache_key(spec) == cache_key(old.spec)
+        was_loaded = old.holds_memory
+        if same_place:
+            old.supervisor.pause(paused=True)
+            await old.evict()
+        self._begin(new, asleep=True)
+        failure = await self._load(new, lambda _: None) if was_loaded else None
+        if failure is not None:
+            _log.error("model_not_replaced", model=spec.name, reason=failure)
+            self._registry = replace(self._registry, models={**self._registry.models, spec.name: old.spec})
+            self._retire(new)
+            old.supervisor.pause(paused=False)
+            old.supervisor.wake(urgent=True)
+            return
+        self._models[spec.name] = new
+        _log.info("model_replaced", model=spec.name)
+        _resubmit(old, begun=same_place)
+        old.supervisor.pause(paused=False)
+        self._retire(old)
+        self._on_status(new, new.supervisor.status)
+
+    def _get(self, name: str) -> ManagedModel:
+        """Return a model, made now if nobody has asked for it before.
+
+        Raises:
+            InferenceCenterError: ``model_not_found``.
+        """
+        if (model := self._models.get(name)) is None:
+            model = self._models[name] = self._make(self._registry.get(name), self._model_cache.admit)
+            if self._started:
+                self._begin(model, asleep=True)
+        return model
+
+    def _begin(self, model: ManagedModel, *, asleep: bool, after_crash: bool = False) -> None:
+        self._begun.append(model)
+        self._model_cache.add(model)
+        model.supervisor.subscribe(lambda status: self._on_status(model, status))
+        model.supervisor.start(asleep=asleep, after_crash=after_crash)
+
+    def _on_status(self, model: ManagedModel, status: EngineStatus) -> None:
+        self._state_changed()
+        self._model_cache.reevaluate()
+        if self._models.get(model.name) is not model:
+            return
+        for listener in self._model_listeners:
+            try:
+                listener(model.name, status)
+            # The same border as in ``Listeners``.
+            except Exception:  # noqa: BLE001
+                _log.exception("engine_listener_failed", model=model.name, state=status.state.value)
+        if model.name == self._default:
+            self._listeners.notify(status)
+
+    def _state_changed(self) -> None:
+        self._news.set()
+        self._news.clear()
+
+    def _forget(self, model: ManagedModel) -> None:
+        """Let a model that could not be loaded go; it is made anew when it is asked for again."""
+        if self._models.get(model.name) is model:
+            del self._models[model.name]
+        self._retire(model)
+
+    def _renew(self, model: ManagedModel) -> ManagedModel:
+        """Have a new engine, which sleeps, take the place of one that has failed, with the turns that wait for it."""
+        _log.info("engine_renewed", model=model.name, detail=model.supervisor.status.detail)
+        renewed = self._models[model.name] = self._make(self._registry.get(model.name), self._model_cache.admit)
+        renewed.supervisor.inherit(model.supervisor.status.model)
+        self._begin(renewed, asleep=True)
+        _resubmit(model, begun=True)
+        self._retire(model)
+        return renewed
+
+    def _retire(self, model: ManagedModel) -> None:
+        self._retiring.spawn(self._finish(model), name=model.name)
+
+    async def _finish(self, model: ManagedModel) -> None:
+        await model.supervisor.retire()
+        self._begun.remove(model)
+        self._model_cache.remove(model)
+
+
+def _runs_alike(spec: ModelSpec, other: ModelSpec | None) -> bool:
+    """Tell whether two entries need no other engine: parameters are looked up for each turn."""
+    return other is not None and replace(spec, params={}) == replace(other, params={})
+
+
+def _resubmit(model: ManagedModel, *, begun: bool = False) -> None:
+    """Have the turns that wait for a model submitted to the one that they should have now."""
+    for turn in model.supervisor.recall(begun=begun):
+        turn.recalled()

@@ -1,0 +1,101 @@
+"""When and how often a lost engine is started again, and with how many layers on the GPU. Pure."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+HEALTHY_AFTER_S: Final = 60.0
+"""An engine that was ready for so long starts the count of failures anew."""
+_MAX_DOUBLINGS: Final = 30
+_ASSUMED_LAYERS: Final = 64
+"""What "all" is taken for before the model is known; more than most models have."""
+
+
+@dataclass(frozen=True, slots=True)
+class RestartPolicy:
+    """Bounds of the wait, in seconds, and how many restarts within ``window_s`` are the last ones."""
+
+    min_s: float = 0.5
+    max_s: float = 30.0
+    max_restarts: int = 5
+    window_s: float = 600.0
+
+
+class RestartBackoff:
+    """Doubles the wait with each failure in a row, with jitter.
+
+    Args:
+        policy: Bounds.
+        random: Numbers from 0 to 1.
+    """
+
+    def __init__(self, policy: RestartPolicy, *, random: Callable[[], float]) -> None:
+        self._policy = policy
+        self._random = random
+        self._failures = 0
+
+    def after_failure(self, *, ready_s: float) -> float:
+        """Return how many seconds to wait.
+
+        Args:
+            ready_s: How long the engine had been ready, 0 when it never was.
+        """
+        self._failures = 0 if ready_s >= HEALTHY_AFTER_S else self._failures
+        wait_s = min(self._policy.max_s, math.ldexp(self._policy.min_s, min(self._failures, _MAX_DOUBLINGS)))
+        self._failures += 1
+        return wait_s * (0.5 + self._random() / 2)
+
+
+_LACKS_MEMORY: Final = re.compile(r"alloc|out.?of.?(device)?.?memory", re.IGNORECASE)
+
+
+class RestartBudget:
+    """Counts restarts within a window of time."""
+
+    def __init__(self, policy: RestartPolicy) -> None:
+        self._policy = policy
+        self._restarts: deque[float] = deque()
+
+    def take(self, *, now: float) -> bool:
+        """Count a restart at ``now``, in seconds that only rise; ``False`` if it is one too many."""
+        while self._restarts and now - self._restarts[0] > self._policy.window_s:
+            self._restarts.popleft()
+        if len(self._restarts) >= self._policy.max_restarts:
+            return False
+        self._restarts.append(now)
+        return True
+
+    def give_back(self) -> None:
+        """Forget the last restart: what it was needed for was no fault of an engine."""
+        if self._restarts:
+            self._restarts.pop()
+
+    def clear(self) -> None:
+        """Forget all restarts: what made them necessary is gone."""
+        self._restarts.clear()
+
+
+def fewer_layers(current: int, known_layers: int | None) -> int:
+    """Return how many layers to put on the GPU after an engine died when it loaded ``current``: half, down to none.
+
+    Args:
+        current: What was tried; -1 is all layers.
+        known_layers: How many the model has, if it was ever loaded.
+    """
+    if current < 0:
+        current = _ASSUMED_LAYERS if known_layers is None else known_layers
+    elif known_layers is not None:
+        current = min(current, known_layers)
+    return current // 2
+
+
+def lacks_memory(reason: str) -> bool:
+    """Tell whether llama.cpp refuses a model because it does not fit, by what it says."""
+    return bool(_LACKS_MEMORY.search(reason))

@@ -1,0 +1,89 @@
+"""Metrics of an engine's steps: latencies as clients see them, and the work that was done."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Final
+
+from inferencecenter.ipc.messages import ContextFull, Failed, Finished, TokenDelta
+from inferencecenter.telemetry.labels import label_text
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from inferencecenter.ipc.messages import StepOutput, StepStats
+    from inferencecenter.ipc.port import EngineStatus
+    from inferencecenter.telemetry.engine_metrics import EngineMeters, EngineMetrics
+
+_TOKEN_BYTES: Final = 4
+_LAST: Final = (Finished, Failed, ContextFull)
+
+
+class StepMeter:
+    """Counts the steps of one model's engines, in about a microsecond each and a fifth of one a frame.
+
+    What passes while no engine is there is not a time between tokens.
+
+    Args:
+        metrics: Where it is counted.
+        model: Its name.
+        monotonic: Seconds that only rise.
+    """
+
+    def __init__(self, metrics: EngineMetrics, *, model: str, monotonic: Callable[[], float] = time.monotonic) -> None:
+        self._model = label_text(model)
+        self._meters = metrics.of(model)
+        self._monotonic = monotonic
+        self._told_s: dict[str, float] = {}
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._model!r}, turns={len(self._told_s)})"
+
+    def engine_changed(self, _status: EngineStatus) -> None:
+        """Take note that an engine has come or gone: turns that it had may have ended without it."""
+        self._told_s.clear()
+
+    def step(self, step: StepOutput) -> None:
+        """Count a step and the tokens that it brought."""
+        meters, now, told_s = self._meters, self._monotonic(), self._told_s
+        n_bytes, since_s, n_alike = 0, now, 0
+        for event in step.events:
+            if type(event) is TokenDelta:
+                if tokens := event.tokens:
+                    n_bytes += len(tokens)
+                    turn_id = event.turn_id
+                    before_s = told_s.get(turn_id)
+                    told_s[turn_id] = now
+                    # Turns that generate together were told together before: most steps have one time for all.
+                    if before_s == since_s:
+                        n_alike += 1
+                    elif before_s is not None:
+                        meters.inter_token_s.observe(now - since_s, n_alike)
+                        since_s, n_alike = before_s, 1
+            elif isinstance(event, _LAST):
+                told_s.pop(event.turn_id, None)
+        meters.inter_token_s.observe(now - since_s, n_alike)
+        meters.tokens.value += n_bytes // _TOKEN_BYTES
+        if (work := step.work) is not None:
+            _count(work, meters)
+
+
+def _count(work: StepStats, meters: EngineMeters) -> None:
+    if work.rows:
+        meters.batch_turns.observe(work.rows)
+        meters.decode_s.value += work.decode_s
+    if work.prefill_tokens:
+        meters.prefill_tokens.value += work.prefill_tokens
+        meters.prefill_s.value += work.prefill_s
+    if work.rows or work.prefill_tokens:
+        meters.step_s.observe(work.step_s)
+    if work.fetches:
+        meters.fetches.value += work.fetches
+    if work.drafted:
+        meters.drafted.value += work.drafted
+        meters.accepted.value += work.accepted
+    for move in work.moves:
+        meters.moves[move.kind].observe(move.took_s)
+    if work.sources is not None:
+        for source, count in meters.sources.items():
+            count.value += getattr(work.sources, source)

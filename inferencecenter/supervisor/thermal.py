@@ -1,0 +1,163 @@
+"""Watches the GPUs' temperatures while an engine is ready, and throttles it when they are hot."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from functools import partial
+from typing import TYPE_CHECKING, Final, Protocol
+
+import structlog
+
+from inferencecenter.hardware.nvml import read_gpus
+from inferencecenter.hardware.thermal import Heat, ThermalState, Thresholds, felt, watched
+from inferencecenter.ipc.messages import EngineLimits
+from inferencecenter.ipc.port import EngineState
+from inferencecenter.protocol.events import Thermal
+from inferencecenter.tasks import TaskGroup
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Mapping, Sequence
+
+    from inferencecenter.hardware.nvml import GpuReading, Gpus
+    from inferencecenter.ipc.port import EngineStatus
+    from inferencecenter.settings import GpuSettings
+    from inferencecenter.telemetry.metrics import Metrics
+
+BUSY_EVERY_S: Final = 2.0
+IDLE_EVERY_S: Final = 30.0
+_INTERACTIVE: Final = 0
+_BATCH: Final = 2
+
+_log = structlog.get_logger(__name__)
+
+
+class ThrottledEngines(Protocol):
+    """The engines as the guard sees them."""
+
+    @property
+    def statuses(self) -> Mapping[str, EngineStatus]:
+        """All of them, by the names of their models."""
+
+    def subscribe_models(self, listener: Callable[[str, EngineStatus], None]) -> None:
+        """Call ``listener`` with the name and the status of any whose state changes."""
+
+
+class ThermalThrottler:
+    """Reads the GPUs every 2 s while turns run, every 30 s while none does, and not at all without a ready engine.
+
+    Where there is no GPU it looks once for each engine that gets ready, and keeps no timer. A limit outlives the engine
+    that it was made for: the next one is told before its first turn.
+
+    Args:
+        gpu: Which GPUs are watched, from when on they are warm and hot, and whether anything is done about it.
+        engines: Whose turns heat them.
+        limit: Tells each ready engine what one of so many slots may do.
+        tell: Tells all clients.
+        metrics: Where it is shown how they are.
+        read: Readings of all GPUs; called off the event loop.
+        sleep: Waits for seconds.
+        monotonic: Seconds that only rise.
+    """
+
+    def __init__(  # noqa: PLR0913 - keyword-only; the last two have defaults
+        self,
+        gpu: GpuSettings,
+        *,
+        engines: ThrottledEngines,
+        limit: Callable[[Callable[[int], EngineLimits]], None],
+        notify: Callable[[Thermal], None],
+        metrics: Metrics,
+        read: Callable[[], Gpus] = read_gpus,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._gpu = gpu
+        self._thresholds = Thresholds(
+            warm_c=gpu.warm_c, hot_c=gpu.hot_c, hysteresis_c=gpu.hysteresis_c, dwell_s=gpu.cooling_s
+        )
+        self._engines = engines
+        self._limit = limit
+        self._tell = notify
+        self._metrics = metrics
+        self._read = read
+        self._sleep = sleep
+        self._monotonic = monotonic
+        self._heat = Heat()
+        self._tasks = TaskGroup("thermal")
+        self._watching: asyncio.Task[None] | None = None
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._heat.state.value}, watching={self._watching is not None})"
+
+    def begin(self) -> None:
+        """Watch whenever the engine is ready, if that is wanted; to be called before it is started."""
+        if self._gpu.thermal_guard:
+            self._engines.subscribe_models(self._engine_changed)
+
+    async def close(self) -> None:
+        """Look no more."""
+        await self._tasks.cancel()
+
+    def _engine_changed(self, _name: str, status: EngineStatus) -> None:
+        if status.state is EngineState.READY and self._heat.state is not ThermalState.COOL:
+            self._limit_engines()
+        ready = any(each.state is EngineState.READY for each in self._engines.statuses.values())
+        if ready and self._watching is None:
+            self._watching = self._tasks.keep_running(self._watch, name="watch", pause=self._sleep)
+        elif not ready and self._watching is not None:
+            self._watching.cancel()
+            self._watching = None
+
+    async def _watch(self) -> None:
+        while True:
+            readings = watched((await asyncio.to_thread(self._read)).readings, self._gpu.devices)
+            self._look(readings)
+            if not readings and self._heat.state is ThermalState.COOL:
+                self._watching = None
+                return
+            busy = any(each.running or each.waiting for each in self._engines.statuses.values())
+            await self._sleep(BUSY_EVERY_S if busy else IDLE_EVERY_S)
+
+    def _look(self, readings: Sequence[GpuReading]) -> None:
+        before, self._heat = self._heat, felt(self._heat, readings, self._thresholds, now=self._monotonic())
+        heat = self._heat
+        self._metrics.set_thermal(heat.state, states=ThermalState)
+        if heat.state is before.state:
+            return
+        action = self._limit_engines()
+        level = _log.info if heat.state is ThermalState.COOL else _log.warning
+        level("thermal", state=heat.state.value, temp_c=heat.temperature_c, reason=heat.reason, action=action)
+        self._tell(Thermal(state=heat.state.value, temp=heat.temperature_c, action=action))
+
+    def _limit_engines(self) -> str:
+        """Tell the engines what they may do, and return that in words."""
+        limit = partial(limit_for, self._heat.state, hot_pause_ms=self._gpu.hot_pause_ms)
+        self._limit(lambda slots: limit(slots=slots))
+        n_slots = [each.model.slots for each in self._engines.statuses.values() if each.model] or [1]
+        return describe(limit(slots=max(n_slots)), slots=max(n_slots))
+
+
+def limit_for(state: ThermalState, *, slots: int, hot_pause_ms: int) -> EngineLimits:
+    """Return what an engine of so many slots may do: half of all when warm, hot a quarter for those who wait for it."""
+    match state:
+        case ThermalState.COOL:
+            return EngineLimits(active_slots=slots, prefill_share=1.0, lowest_class=_BATCH, pause_ms=0)
+        case ThermalState.WARM:
+            return EngineLimits(active_slots=-(-slots // 2), prefill_share=0.5, lowest_class=_BATCH, pause_ms=0)
+        case ThermalState.HOT:
+            return EngineLimits(
+                active_slots=-(-slots // 4), prefill_share=0.25, lowest_class=_INTERACTIVE, pause_ms=hot_pause_ms
+            )
+
+
+def describe(limit: EngineLimits, *, slots: int) -> str:
+    """Return a limit in words, for people."""
+    parts = [f"{limit.active_slots} of {slots} slots"]
+    if limit.prefill_share < 1:
+        parts.append(f"prompts read at {limit.prefill_share:.0%}")
+    if limit.lowest_class < _BATCH:
+        parts.append("interactive turns only")
+    if limit.pause_ms:
+        parts.append(f"a pause of {limit.pause_ms} ms after each step")
+    return ", ".join(parts)

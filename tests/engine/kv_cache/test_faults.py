@@ -1,0 +1,226 @@
+"""Directories that are missing, full, read-only or somebody else's."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from typing import TYPE_CHECKING
+
+import pytest
+
+from inferencecenter.engine.kv_cache import directory
+from inferencecenter.engine.kv_cache.mapping import Mapping
+from inferencecenter.engine.kv_cache.recovery import RecoveryMode
+from tests.engine.kv_cache.harness import PAGE_BYTES, Bench, payload_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+
+def test_missing_directories_are_made(tmp_path: Path) -> None:
+    """A directory is made with all that lead to it, and made again when it vanished."""
+    bench = Bench(tmp_path / "deep" / "down")
+    shutil.rmtree(bench.ram_dir)
+    shutil.rmtree(bench.disk_dir)
+    for number in range(15):
+        assert bench.park(f"s{number}", [number])
+    bench.settle()
+    assert bench.load("s1") == payload_of("s1", [1], 3000)
+    assert len(bench.disk_files()) > 0
+    assert bench.log == []
+
+
+def test_vanished_files(bench: Bench) -> None:
+    """What is mapped outlives its file; what was on disk only is dropped when it is fetched."""
+    bench.park_on_disk()
+    shutil.rmtree(bench.ram_dir)
+    shutil.rmtree(bench.disk_dir)
+    assert bench.load("other19") == payload_of("other19", [9, 19], 3000)
+    bench.store.fetch("s1")
+    bench.settle()
+    assert bench.store.find("client", [1]) is None
+    assert bench.park("other19", [9, 19, 1], n_bytes=3 * PAGE_BYTES)
+    assert bench.load("other19") == payload_of("other19", [9, 19, 1], 3 * PAGE_BYTES)
+
+
+def test_directory_is_a_file(tmp_path: Path) -> None:
+    """A tier whose directory cannot be made is off, with one line of the log; the other works."""
+    (tmp_path / "ram").write_text("")
+    bench = Bench(tmp_path)
+    assert len(bench.warnings) == 1
+    assert bench.warnings[0].startswith("KV is parked without a RAM tier: ")
+    assert bench.park("s1", [1])
+    bench.settle()
+    assert len(bench.disk_files()) == 1
+    (tmp_path / "both").mkdir()
+    (tmp_path / "both" / "ram").write_text("")
+    (tmp_path / "both" / "disk").write_text("")
+    neither = Bench(tmp_path / "both")
+    assert len(neither.warnings) == 2
+    assert not neither.store.fits(1)
+
+
+def test_directory_that_others_write_to(tmp_path: Path) -> None:
+    """Others could put anything into such a directory, so it is not used, nor are its rights changed."""
+    shared = tmp_path / "disk"
+    shared.mkdir()
+    shared.chmod(0o777)
+    bench = Bench(tmp_path)
+    assert bench.warnings == [f"KV is parked without a disk tier: others may write to {shared}"]
+    assert shared.stat().st_mode & 0o777 == 0o777
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_read_only_directory(tmp_path: Path) -> None:
+    """A directory that cannot be written to turns its tier off."""
+    (tmp_path / "disk").mkdir(mode=0o500)
+    bench = Bench(tmp_path)
+    assert len(bench.warnings) == 1
+    assert bench.park("s1", [1])
+
+
+def failing(code: int) -> Callable[..., int]:
+    """Return a stand-in for a function of ``os`` that fails."""
+
+    def fail(*args: object) -> int:
+        del args
+        raise OSError(code, os.strerror(code))
+
+    return fail
+
+
+@pytest.mark.parametrize("code", [errno.EROFS, errno.EACCES])
+def test_directory_becomes_read_only(bench: Bench, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+    """When no file can be made any more, nothing new is parked, one line says so, and what is there stays."""
+    bench.park("s1", [1])
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", failing(code))
+        assert not bench.park("s2", [2])
+        assert not bench.park("s3", [3])
+        assert bench.load("s1") == payload_of("s1", [1], 3000)
+    assert len(bench.warnings) == 1
+    assert bench.warnings[0].startswith("KV cannot be parked (RAM tier): ")
+    assert bench.park("s4", [4])
+    bench.store.check_integrity()
+
+
+def test_ram_is_full(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """When tmpfs has no room, nothing is written into memory that is not there, and no file is left behind."""
+    bench.park("s1", [1])
+    monkeypatch.setattr(os, "posix_fallocate", failing(errno.ENOSPC))
+    assert not bench.park("s2", [2])
+    assert not bench.park("s1", [1, 2], n_bytes=5 * PAGE_BYTES)
+    assert len(bench.warnings) == 1
+    bench.settle()
+    assert len(bench.ram_files()) == 1
+    assert bench.ram_files()[0].stat().st_size == PAGE_BYTES == bench.store.total_bytes
+
+
+@pytest.mark.parametrize("function", ["write", "open"])
+def test_disk_is_full(bench: Bench, monkeypatch: pytest.MonkeyPatch, function: str) -> None:
+    """When the disk takes no more, sequences stay in RAM while there is room, one line says so, no part is left."""
+    for number in range(10):
+        bench.park(f"s{number}", [number])
+    bench.settle()
+    with monkeypatch.context() as patch:
+        for number in range(10, 20):
+            bench.park(f"s{number}", [number])
+        patch.setattr(os, function, failing(errno.ENOSPC))
+        bench.settle()
+        patch.undo()
+    assert bench.disk_files() == []
+    assert len(bench.warnings) == 1
+    assert bench.warnings[0].startswith("KV cannot be parked (disk tier): ")
+    assert all(bench.load(f"s{number}") for number in range(20))
+    assert bench.park("s20", [20])
+    assert bench.ready("s0", [0]) is None
+    bench.settle()
+    assert len(bench.disk_files()) > 0
+
+
+def test_a_full_disk_is_not_written_to_again_and_again(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each sequence is tried once, however often others are parked."""
+    write = os.write
+    calls: list[bytes] = []
+
+    def fail(descriptor: int, data: memoryview) -> int:
+        del descriptor
+        calls.append(bytes(data))
+        raise OSError(errno.ENOSPC, "full")
+
+    monkeypatch.setattr(os, "write", fail)
+    for number in range(19):
+        bench.park(f"s{number}", [number])
+        bench.settle()
+    assert len(calls) == len(set(calls)) == 9
+    monkeypatch.setattr(os, "write", write)
+
+
+def test_disk_fills_up_in_the_middle(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy that was cut short by a full disk is deleted."""
+    write = os.write
+    calls: list[int] = []
+
+    def half(descriptor: int, data: memoryview) -> int:
+        calls.append(descriptor)
+        if len(calls) % 2:
+            return write(descriptor, data[: len(data) // 2])
+        raise OSError(errno.ENOSPC, "full")
+
+    for number in range(12):
+        bench.park(f"s{number}", [number])
+    monkeypatch.setattr(os, "write", half)
+    bench.settle()
+    assert len(calls) >= 2
+    assert bench.disk_files() == []
+    assert len(bench.warnings) == 1
+
+
+def test_full_ram_while_fetching(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sequence for which no memory can be had is dropped, so that nobody fetches it for ever."""
+    bench.park_on_disk()
+    bench.ram_bytes = 0
+    bench.open(adopt=RecoveryMode.ALL)
+    monkeypatch.setattr(Mapping, "anonymous", failing(errno.ENOMEM))
+    bench.store.fetch("s1")
+    bench.settle()
+    assert bench.fetched == 1
+    assert bench.store.find("client", [1]) is None
+
+
+def test_too_large_for_the_ram_of_now(bench: Bench) -> None:
+    """A sequence that an engine with more RAM left on disk is dropped when it is wanted."""
+    bench.park_on_disk()
+    bench.ram_bytes = 100
+    bench.open(adopt=RecoveryMode.ALL)
+    assert bench.ready("s1", [1]) is False
+    bench.store.fetch("s1")
+    bench.settle()
+    assert bench.fetched == 1
+    assert bench.store.find("client", [1]) is None
+
+
+def test_unreadable_directory(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A directory that cannot be listed has nothing to take over or to delete, and one line says so."""
+    bench.park_on_disk()
+
+    def refuse(*args: object) -> tuple[list[Path], list[Path]]:
+        raise PermissionError(f"no listing of {args[0]}")
+
+    monkeypatch.setattr(directory, "list_parked", refuse)
+    bench.open(adopt=RecoveryMode.ALL)
+    assert bench.store.find("client", [1]) is None
+    assert len(bench.warnings) == 1
+    bench.open(adopt=RecoveryMode.NONE)
+    assert len(bench.warnings) == 3
+
+
+def test_what_a_job_raises_is_logged(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A defect in a job does not reach the engine's loop."""
+    monkeypatch.setattr("zlib.crc32", lambda *_: 1 / 0)
+    bench.park("s1", [1])
+    bench.settle()
+    assert bench.log == [("error", "parking: ZeroDivisionError('division by zero')")]
+    assert bench.load("s1") == payload_of("s1", [1], 3000)

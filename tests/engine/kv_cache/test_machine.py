@@ -1,0 +1,224 @@
+"""Any sequence of calls, worker's progress, faults and crashes: never a wrong byte, never a byte too many."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from pathlib import Path
+from unittest import mock
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from inferencecenter.engine.kv_cache import disk
+from inferencecenter.engine.kv_cache.index import TierState
+from inferencecenter.engine.kv_cache.record import decode, digest
+from inferencecenter.engine.kv_cache.recovery import RecoveryMode
+from tests.engine.kv_cache.harness import PAGE_BYTES, Bench, payload_of
+
+# A session belongs to one client; prefixes have keys of their own.
+SCOPES = {"s1": "a", "s2": "a", "s3": "b", "s4": "b", "prefix-1": "", "prefix-2": "a"}
+KEYS = st.sampled_from(sorted(SCOPES))
+TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=6)
+
+
+class StoreMachine(RuleBasedStateMachine):
+    """Compares a store with what was parked last, and its books with its directories."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.path = Path(tempfile.mkdtemp())
+        self.parked: dict[str, tuple[list[int], int]] = {}
+        self.disk_works = True
+
+    @initialize(
+        ram_pages=st.sampled_from([0, 1, 4, 7]),
+        disk_pages=st.sampled_from([0, 1, 5, 12]),
+        share=st.sampled_from([0.4, 0.7, 1.0]),
+        can_truncate=st.booleans(),
+    )
+    def start(self, ram_pages: int, disk_pages: int, share: float, *, can_truncate: bool) -> None:
+        """Begin with empty directories."""
+        self.bench = Bench(
+            self.path,
+            ram_bytes=ram_pages * PAGE_BYTES,
+            disk_bytes=disk_pages * PAGE_BYTES,
+            client_share=share,
+            can_truncate=can_truncate,
+        )
+
+    @rule(
+        key=KEYS,
+        tokens=TOKENS,
+        n_bytes=st.sampled_from([1, 500, 3900, 5000, 9000]),
+        durable=st.booleans(),
+        keep=st.sets(KEYS, max_size=2),
+    )
+    def park(self, key: str, tokens: list[int], n_bytes: int, *, durable: bool, keep: set[str]) -> None:
+        """Park a sequence; what is kept is as it was, and the sequence is in RAM."""
+        kept = [other for other in keep - {key} if self.bench.load(other) is not None]
+        before = self.parked.get(key)
+        if self.bench.park(key, tokens, scope=SCOPES[key], n_bytes=n_bytes, durable=durable, keep=sorted(keep)):
+            payload = self.bench.load(key)
+            assert payload is not None
+            assert payload == payload_of(key, tokens, len(payload))
+            assert len(payload) == n_bytes or before == (tokens, len(payload))
+            self.parked[key] = (tokens, len(payload))
+        assert all(self.bench.load(other) is not None for other in kept)
+
+    @rule(key=KEYS, tokens=TOKENS, n_bytes=st.sampled_from([500, 3900, 9000]))
+    def copy(self, key: str, tokens: list[int], n_bytes: int) -> None:
+        """Park a spare copy: every other sequence stays where it is, and it finds room only if memory is not short."""
+        index = self.bench.store._tiers.index
+        before = {entry.key: (entry.tokens, entry.ram, entry.disk) for entry in index if entry.key != key}
+        short = index.ram.allowed_bytes < index.ram.limits.budget_bytes
+        same = key in self.parked and self.parked[key][0] == tokens
+        if self.bench.park(key, tokens, scope=SCOPES[key], n_bytes=n_bytes, spare=True):
+            assert same or not short
+            payload = self.payload_of_new(key, tokens)
+            self.parked[key] = (tokens, len(payload))
+        after = {entry.key: (entry.tokens, entry.ram, entry.disk) for entry in index if entry.key != key}
+        # Only that copies to disk begin.
+        assert after.keys() == before.keys()
+        assert all(after[other][:2] == before[other][:2] for other in before)
+
+    @rule(key=KEYS)
+    def load(self, key: str) -> None:
+        """Load what is there."""
+        self.payload(key)
+
+    @rule(key=KEYS)
+    def fetch(self, key: str) -> None:
+        """Ask for a sequence on disk."""
+        self.bench.store.fetch(key)
+
+    @rule(key=KEYS)
+    def cancel_fetch(self, key: str) -> None:
+        """Ask no more; what was there is there."""
+        self.bench.store.cancel_fetch(key)
+
+    @rule(key=KEYS)
+    def forget(self, key: str) -> None:
+        """Forget a sequence."""
+        self.bench.store.forget_session(key)
+        self.parked.pop(key, None)
+        assert self.bench.load(key) is None
+
+    @rule(pages=st.none() | st.integers(0, 7))
+    def limit(self, pages: int | None) -> None:
+        """Let memory hold so much only; but for what arrives in it, it does at once."""
+        self.bench.store.limit_ram(None if pages is None else pages * PAGE_BYTES)
+        index = self.bench.store._tiers.index
+        if pages is not None and not any(entry.ram is TierState.LOADING for entry in index.ram):
+            assert index.ram.total_bytes + self.bench.store._tiers._ram.warm_bytes <= pages * PAGE_BYTES
+
+    @rule(n_jobs=st.integers(1, 4))
+    def work(self, n_jobs: int) -> None:
+        """Let the worker do some of its jobs."""
+        self.run_jobs(n_jobs)
+
+    @rule()
+    def settle(self) -> None:
+        """Let the worker do everything; the directories are then as the books say, and hold nothing forgotten."""
+        while len(self.bench.worker):
+            self.run_jobs(None)
+            self.bench.store.check_integrity()
+        sizes = [path.stat().st_size for path in (*self.bench.ram_files(), *self.bench.disk_files())]
+        if self.bench.ram_bytes:
+            assert self.bench.store.total_bytes == sum(sizes)
+            in_ram = [path.stat().st_size for path in self.bench.ram_files()]
+            assert self.bench.store.ram_bytes == sum(in_ram)
+        assert sum(path.stat().st_size for path in self.bench.ram_files()) <= self.bench.ram_bytes
+        for path in self.bench.disk_files():
+            record = decode(path.read_bytes(), digest("model"))
+            assert record.durable
+            assert record.key in self.parked
+
+    @rule(works=st.booleans())
+    def break_disk(self, *, works: bool) -> None:
+        """Let writing to the disk fail from now on, or work again."""
+        self.disk_works = works
+
+    @rule(adopt=st.sampled_from(RecoveryMode), in_order=st.booleans())
+    def restart(self, *, adopt: RecoveryMode, in_order: bool) -> None:
+        """End in order or by a crash; what the next engine finds was parked, though it may be an older version."""
+        if in_order:
+            self.settle()
+            self.bench.store.close()
+        self.bench.open(adopt=adopt)
+        if adopt is RecoveryMode.NONE:
+            assert self.bench.ram_files() == self.bench.disk_files() == []
+        elif adopt is RecoveryMode.DURABLE:
+            assert all(entry.durable for entry in self.bench.store._tiers.index)
+        self.parked = {
+            entry.key: (list(memoryview(entry.tokens).cast("i")), entry.payload_bytes)
+            for entry in self.bench.store._tiers.index
+        }
+
+    @rule(scope=st.sampled_from(["", "a", "b", "c"]), wanted=TOKENS)
+    def find(self, scope: str, wanted: list[int]) -> None:
+        """What is found shares what it says, belongs to the scope or to all, and nothing there shares more."""
+        match = self.bench.store.find(scope, wanted)
+        index = self.bench.store._tiers.index
+        there = {entry.key for entry in index if SCOPES[entry.key] in {scope, ""} and not index._shut_out(entry)}
+        assert there <= self.parked.keys()
+        common = {key: self.common(self.parked[key][0], wanted) for key in there}
+        if not self.bench.can_truncate:
+            common = {key: n if n == len(self.parked[key][0]) else 0 for key, n in common.items()}
+        if match is None:
+            assert not any(common.values())
+            return
+        assert match.common_tokens == common[match.key] == max(common.values()) > 0
+        assert match.n_tokens == len(self.parked[match.key][0])
+        assert match.ready == (self.payload(match.key) is not None)
+
+    @invariant()
+    def books_agree(self) -> None:
+        """Sums are right, and no budget is exceeded on the disk at any moment."""
+        if not hasattr(self, "bench"):
+            return
+        self.bench.store.check_integrity()
+        assert sum(path.stat().st_size for path in self.bench.disk_files()) <= self.bench.disk_bytes
+
+    def teardown(self) -> None:
+        """Everything can be forgotten, and nothing is left on the disk."""
+        if hasattr(self, "bench"):
+            for key in SCOPES:
+                self.bench.store.forget(key)
+            self.parked.clear()
+            self.settle()
+            assert self.bench.disk_files() == []
+            assert self.bench.store.sessions == 0
+        shutil.rmtree(self.path)
+
+    def run_jobs(self, n_jobs: int | None) -> None:
+        """Run jobs with the disk as it is now."""
+        error = None if self.disk_works else OSError(28, "full")
+        with mock.patch.object(disk, "_write", wraps=disk._write, side_effect=error):
+            self.bench.worker.run(n_jobs)
+
+    def payload(self, key: str) -> bytes | None:
+        """Load a sequence and compare it with what was parked."""
+        payload = self.bench.load(key)
+        if payload is not None:
+            tokens, n_bytes = self.parked[key]
+            assert payload == payload_of(key, tokens, n_bytes)
+        return payload
+
+    def payload_of_new(self, key: str, tokens: list[int]) -> bytes:
+        """Load a sequence that has just been parked."""
+        payload = self.bench.load(key)
+        assert payload is not None
+        assert payload == payload_of(key, tokens, len(payload))
+        return payload
+
+    @staticmethod
+    def common(a: list[int], b: list[int]) -> int:
+        """Count equal tokens at the beginning."""
+        pairs = list(zip(a, b, strict=False))
+        return next((n for n, (x, y) in enumerate(pairs) if x != y), len(pairs))
+
+
+TestStoreMachine = StoreMachine.TestCase
+TestStoreMachine.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)

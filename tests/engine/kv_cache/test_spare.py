@@ -1,0 +1,168 @@
+"""Spare copies of what is in slots: they take only what is free, and are the first to go."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from inferencecenter.engine.kv_cache.recovery import RecoveryMode
+from tests.engine.kv_cache.harness import PAGE_BYTES, Bench
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def bench_of(path: Path, *, pages: int, disk_pages: int = 100, client_share: float = 1.0) -> Bench:
+    """Return a store whose sequences take a page each."""
+    return Bench(path, ram_bytes=pages * PAGE_BYTES, disk_bytes=disk_pages * PAGE_BYTES, client_share=client_share)
+
+
+def keys(bench: Bench) -> set[str]:
+    """Return what is parked."""
+    return {entry.key for entry in bench.store._tiers.index}
+
+
+def test_it_pushes_nothing_out(tmp_path: Path) -> None:
+    """Where there is no room it is not parked, and its own older copy is the only one whose room it takes."""
+    bench = bench_of(tmp_path, pages=2)
+    assert bench.park("a", [1])
+    assert bench.park("b", [2], spare=True)
+    assert not bench.store.has_room("c", "client", 1)
+    assert not bench.park("c", [3], spare=True)
+    assert bench.store.has_room("b", "client", 1)
+    assert bench.park("b", [2, 2], spare=True)
+    assert keys(bench) == {"a", "b"}
+    assert bench.ready("b", [2, 2])
+    assert not bench.park("b", [2, 2, 2], n_bytes=2 * PAGE_BYTES, spare=True)
+    bench.settle()
+    assert bench.load("a") is not None
+
+
+def test_it_goes_first(tmp_path: Path) -> None:
+    """Before what was used longer ago, whether that is on disk or not."""
+    bench = bench_of(tmp_path, pages=4)
+    for number, key in enumerate("abc"):
+        assert bench.park(key, [number])
+    bench.settle()
+    assert bench.park("spare", [9], spare=True)
+    bench.settle()
+    assert bench.park("d", [5])
+    assert keys(bench) == set("abcd")
+
+
+def test_it_is_not_written_to_the_disk(tmp_path: Path) -> None:
+    """Each answer would be, again and again; at a stop it is."""
+    bench = bench_of(tmp_path, pages=4)
+    for number in range(4):
+        assert bench.park(f"s{number}", [number], spare=True)
+        bench.settle()
+    assert bench.disk_files() == []
+    # The worker does what it is told while the store waits.
+    bench.store._tiers._jobs.drain = lambda progressed: bench.settle()  # type: ignore[method-assign]
+    bench.store.save(lambda: None)
+    assert len(bench.disk_files()) == 4
+
+
+def test_parked_for_good_it_is_one_like_the_others(tmp_path: Path) -> None:
+    """Without being written again; it is found as what it is."""
+    bench = bench_of(tmp_path, pages=2)
+    assert bench.park("a", [1], spare=True)
+    match = bench.store.find("client", [1])
+    assert match is not None
+    assert match.spare
+    stamp = bench.store._stamp
+    assert bench.park("a", [1])
+    assert bench.store._stamp == stamp
+    match = bench.store.find("client", [1])
+    assert match is not None
+    assert not match.spare
+    bench.settle()
+    assert bench.park("b", [2], spare=True)
+    assert bench.park("c", [3])
+    assert keys(bench) == {"a", "c"}
+
+
+def test_a_place_that_a_session_had_stays_its_own(tmp_path: Path) -> None:
+    """A copy that takes the place of what was parked for good is not lost sooner than that would have been."""
+    bench = bench_of(tmp_path, pages=3)
+    assert bench.park("a", [1])
+    assert bench.park("a", [1, 2], spare=True)
+    assert bench.park("b", [3], spare=True)
+    assert bench.park("c", [4])
+    bench.settle()
+    assert bench.park("d", [5])
+    assert keys(bench) == {"a", "c", "d"}
+    assert bench.ready("a", [1, 2])
+
+
+def test_of_equal_ones_the_other_is_found(tmp_path: Path) -> None:
+    """Who asks whether something is parked for good is told so."""
+    bench = bench_of(tmp_path, pages=3)
+    assert bench.park("a", [1])
+    assert bench.park("b", [1], spare=True)
+    match = bench.store.find("client", [1])
+    assert match is not None
+    assert (match.key, match.spare) == ("a", False)
+
+
+@pytest.mark.parametrize("allowed_pages", [0, 1, 3])
+def test_it_is_given_up_first_when_memory_is_short(tmp_path: Path, allowed_pages: int) -> None:
+    """And none is made until memory may be used wholly again."""
+    bench = bench_of(tmp_path, pages=4)
+    for number, key in enumerate("abc"):
+        assert bench.park(key, [number])
+    assert bench.park("spare", [9], spare=True)
+    bench.store.limit_ram(allowed_pages * PAGE_BYTES)
+    in_ram = {entry.key for entry in bench.store._tiers.index.ram}
+    assert "spare" not in in_ram
+    assert len(in_ram) == allowed_pages
+    assert not bench.store.has_room("spare", "client", 1)
+    bench.store.limit_ram(None)
+    assert bench.store.has_room("spare", "client", 1)
+    assert bench.park("spare", [9], spare=True)
+
+
+def test_a_client_has_its_share(tmp_path: Path) -> None:
+    """Copies count towards it as everything does."""
+    bench = bench_of(tmp_path, pages=4, client_share=0.5)
+    assert bench.park("a", [1], spare=True)
+    assert bench.park("b", [2], spare=True)
+    assert not bench.store.has_room("c", "client", 1)
+    assert bench.store.has_room("c", "other", 1)
+
+
+def test_there_is_no_room_where_memory_is_only_passed_through(tmp_path: Path) -> None:
+    """All that is parked goes to the disk then, which is not to be written to after every answer."""
+    bench = bench_of(tmp_path, pages=0)
+    assert not bench.store.has_room("a", "client", 1)
+    bench = bench_of(tmp_path, pages=0, disk_pages=0)
+    assert not bench.store.has_room("a", "client", 1)
+
+
+def test_the_next_engine_has_it(tmp_path: Path) -> None:
+    """After a crash it is no spare copy: there is no slot that has it."""
+    bench = bench_of(tmp_path, pages=4)
+    assert bench.park("a", [1, 2, 3], spare=True)
+    bench.settle()
+    bench.open(adopt=RecoveryMode.DURABLE)
+    match = bench.store.find("client", [1, 2, 3])
+    assert match is not None
+    assert (match.n_tokens, match.spare) == (3, False)
+
+
+def test_what_grows_with_every_turn_has_room_to_grow(tmp_path: Path) -> None:
+    """The memory is the same for a while, since resizing it takes longer than saving; never more than there may be."""
+    bench = bench_of(tmp_path, pages=40, disk_pages=0, client_share=0.5)
+    sizes = []
+    for n_pages in range(8, 20):
+        assert bench.park("a", list(range(n_pages)), n_bytes=n_pages * PAGE_BYTES - 1000, spare=True)
+        bench.settle()
+        (path,) = bench.ram_files()
+        sizes.append(path.stat().st_size // PAGE_BYTES)
+        assert n_pages <= sizes[-1] <= 20
+    assert sizes == sorted(sizes)
+    assert len(set(sizes)) < len(sizes)
+    assert bench.park("b", [1], scope="other", n_bytes=12 * PAGE_BYTES - 1000)
+    bench.settle()
+    assert sum(path.stat().st_size for path in bench.ram_files()) == (sizes[-1] + 12) * PAGE_BYTES

@@ -1,0 +1,291 @@
+"""Parking, loading, fetching and forgetting where everything works."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from inferencecenter.ipc.messages import pack_tokens
+from tests.engine.kv_cache.harness import PAGE_BYTES, Bench, payload_of
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def test_parked_is_loaded(bench: Bench) -> None:
+    """What was parked is found by any list of tokens that begins alike, and loaded byte for byte."""
+    assert bench.park("s1", [1, 2, 3])
+    match = bench.store.find("client", [1, 2, 9, 9])
+    assert match is not None
+    assert (match.key, match.common_tokens, match.n_tokens, match.ready) == ("s1", 2, 3, True)
+    assert bench.load("s1") == payload_of("s1", [1, 2, 3], 3000)
+    assert bench.store.sessions == 1
+    assert bench.store.total_bytes == bench.store.ram_bytes == PAGE_BYTES
+
+
+def test_fewer_bytes_than_announced(bench: Bench) -> None:
+    """A sequence is as long as what was written, not as what was asked for."""
+
+    def write(buffer: memoryview) -> int:
+        buffer[:4] = b"only"
+        return 4
+
+    assert bench.store.park("s1", scope="c", tokens=[1], size_bytes=100, write=write, durable=True)
+    assert bench.load("s1") == b"only"
+
+
+def test_other_clients_find_nothing(bench: Bench) -> None:
+    """An entry is found by its own scope only, a public one by all."""
+    bench.park("s1", [1, 2], scope="a")
+    assert bench.ready("s1", [1, 2], "b") is None
+    bench.park("prefix-1", [1], scope="")
+    assert bench.ready("prefix-1", [1, 2], "b") is True
+    assert bench.ready("s1", [1, 2], "a") is True
+    assert bench.store.sessions == 1
+
+
+def test_the_same_tokens_are_not_written_again(bench: Bench) -> None:
+    """Parking what is parked already costs nothing, and keeps its place."""
+    bench.park("s1", [1, 2])
+
+    def write(buffer: memoryview) -> int:
+        raise AssertionError(buffer)
+
+    assert bench.store.park("s1", scope="client", tokens=[1, 2], size_bytes=3000, write=write, durable=True)
+
+
+def test_parking_again_uses_the_same_memory(bench: Bench) -> None:
+    """A sequence that grew takes its own file again, grown by what is missing."""
+    bench.park("s1", [1])
+    (before,) = bench.ram_files()
+    assert bench.park("s1", [1, 2], n_bytes=9000)
+    assert bench.ram_files() == [before]
+    assert bench.load("s1") == payload_of("s1", [1, 2], 9000)
+    assert bench.store.total_bytes == before.stat().st_size == 3 * PAGE_BYTES
+
+
+def test_forgotten_memory_is_used_again(bench: Bench) -> None:
+    """The file of a forgotten sequence is kept warm for the next one, and cut when it is far too large."""
+    bench.park("s1", [1], n_bytes=5 * PAGE_BYTES)
+    (before,) = bench.ram_files()
+    bench.store.forget("s1")
+    assert bench.store.total_bytes == 6 * PAGE_BYTES
+    bench.park("s2", [2])
+    assert bench.ram_files() == [before]
+    assert bench.store.total_bytes == PAGE_BYTES
+    assert bench.load("s2") == payload_of("s2", [2], 3000)
+
+
+def test_few_mappings_are_kept_warm(bench: Bench) -> None:
+    """Forgetting many sequences gives their memory back, but for a few."""
+    for number in range(10):
+        bench.park(f"s{number}", [number])
+    for number in range(10):
+        bench.store.forget_session(f"s{number}")
+    bench.settle()
+    assert len(bench.ram_files()) == 4
+    assert bench.store.total_bytes == 4 * PAGE_BYTES
+    assert bench.store.sessions == 0
+
+
+def test_write_that_fails(bench: Bench) -> None:
+    """A sequence that could not be saved is not parked, and neither is an older one that it overwrote."""
+    bench.park("s1", [1])
+    assert not bench.store.park("s1", scope="client", tokens=[1, 2], size_bytes=50, write=lambda _: 0, durable=True)
+    assert bench.store.find("client", [1, 2]) is None
+    bench.store.check_integrity()
+
+
+def test_write_that_raises(bench: Bench) -> None:
+    """What saving raises reaches the caller; the memory is not lost."""
+
+    def write(buffer: memoryview) -> int:
+        raise RuntimeError(len(buffer))
+
+    with pytest.raises(RuntimeError):
+        bench.store.park("s1", scope="client", tokens=[1], size_bytes=50, write=write, durable=True)
+    assert bench.store.find("client", [1]) is None
+    bench.store.check_integrity()
+
+
+def test_read_that_fails(bench: Bench) -> None:
+    """A sequence that cannot be restored is dropped with one line of the log."""
+    bench.park("s1", [1])
+    assert not bench.store.load("s1", pack_tokens([1]), lambda _: False)
+    assert bench.store.find("client", [1]) is None
+    assert bench.warnings == ["parked KV of s1 is dropped: it could not be restored"]
+    bench.settle()
+    assert bench.disk_files() == []
+
+
+def test_a_borrower_that_keeps_a_piece(bench: Bench) -> None:
+    """Who keeps a view of the memory does not break the store: the next sequence takes other memory."""
+    kept: list[memoryview] = []
+    bench.park("s1", [1])
+    bench.settle()
+
+    def read(data: memoryview) -> bool:
+        kept.append(data[:2])
+        return True
+
+    assert bench.store.load("s1", pack_tokens([1]), read)
+    assert bench.park("s1", [1, 2], n_bytes=3 * PAGE_BYTES)
+    assert bench.load("s1") == payload_of("s1", [1, 2], 3 * PAGE_BYTES)
+    bench.store.check_integrity()
+    assert kept
+
+
+def test_the_oldest_leave_ram_and_come_back(bench: Bench) -> None:
+    """Sequences are copied to disk before RAM is full, leave it without a loss, and are fetched again."""
+    for number in range(20):
+        assert bench.park(f"s{number}", [number, 1])
+        bench.settle()
+    assert bench.ready("s0", [0]) is True
+    assert bench.park("s20", [20])
+    assert bench.ready("s0", [0]) is False
+    assert bench.load("s0") is None
+    bench.store.fetch("s0")
+    assert bench.fetched == 0
+    bench.settle()
+    assert bench.fetched == 1
+    assert bench.ready("s0", [0]) is True
+    assert bench.load("s0") == payload_of("s0", [0, 1], 3000)
+    assert bench.ready("s1", [1]) is False
+    assert bench.log == []
+
+
+def test_parking_never_pushes_out_what_is_kept(bench: Bench) -> None:
+    """An entry that the same plan restores stays, though it is the oldest."""
+    for number in range(20):
+        bench.park(f"s{number}", [number])
+        bench.settle()
+    assert bench.park("s20", [20], keep=["s0"])
+    assert bench.ready("s0", [0]) is True
+    assert bench.ready("s1", [1]) is False
+
+
+def test_what_is_not_durable_never_reaches_the_disk(bench: Bench) -> None:
+    """A sequence that must not be stored stays in RAM and is lost with it."""
+    for number in range(30):
+        bench.park(f"s{number}", [number], durable=False)
+        bench.settle()
+    assert bench.disk_files() == []
+    assert bench.store.find("client", [0]) is None
+    assert bench.ready("s29", [29]) is True
+
+
+def test_no_longer_durable(bench: Bench) -> None:
+    """A sequence that is parked again as not durable loses its copy on disk."""
+    bench.park("s0", [0])
+    for number in range(1, 20):
+        bench.park(f"s{number}", [number])
+        bench.settle()
+    assert any(b"s0:" in path.read_bytes() for path in bench.disk_files())
+    bench.park("s0", [0], durable=False)
+    bench.settle()
+    assert not any(b"s0:" in path.read_bytes() for path in bench.disk_files())
+    assert bench.load("s0") == payload_of("s0", [0], 3000)
+
+
+def test_share(tmp_path: Path) -> None:
+    """A client takes no more than its share, and pushes out its own; another's stay."""
+    bench = Bench(tmp_path, client_share=0.25, disk_bytes=0)
+    bench.park("theirs", [1], scope="b")
+    for number in range(10):
+        bench.park(f"mine{number}", [number], scope="a")
+    assert bench.store.sessions == 6
+    assert bench.ready("theirs", [1], "b") is True
+    assert bench.ready("mine4", [4], "a") is None
+    assert bench.ready("mine5", [5], "a") is True
+    assert not bench.park("large", [1], scope="a", n_bytes=6 * PAGE_BYTES)
+    assert bench.park("prefix-large", [1], scope="", n_bytes=6 * PAGE_BYTES)
+
+
+def test_fits(tmp_path: Path) -> None:
+    """A sequence fits when a client's share of the RAM tier holds it, or, without one, its share of the disk."""
+    bench = Bench(tmp_path / "1", client_share=0.5)
+    assert bench.store.fits(4_000)
+    assert not bench.store.fits(8_000)
+    without_ram = Bench(tmp_path / "2", ram_bytes=0, client_share=0.5)
+    assert without_ram.store.fits(20_000)
+    assert not without_ram.store.fits(40_000)
+
+
+def test_no_budget(tmp_path: Path) -> None:
+    """With no budget at all nothing fits, nothing is parked and no directory is made."""
+    bench = Bench(tmp_path, ram_bytes=0, disk_bytes=0)
+    assert not bench.store.fits(1)
+    assert not bench.park("s1", [1])
+    assert bench.store.find("client", [1]) is None
+    bench.store.fetch("s1")
+    bench.settle()
+    assert bench.fetched == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_budget_smaller_than_a_page(tmp_path: Path) -> None:
+    """A budget that holds no sequence parks none, and harms nothing."""
+    bench = Bench(tmp_path, ram_bytes=100, disk_bytes=100)
+    assert not bench.store.fits(1)
+    assert not bench.park("s1", [1])
+    bench.settle()
+    assert bench.ram_files() == bench.disk_files() == []
+
+
+def test_disk_only(tmp_path: Path) -> None:
+    """Without a RAM tier sequences are handed to the worker, refused while too many wait, and fetched to be loaded."""
+    bench = Bench(tmp_path, ram_bytes=0)
+    assert [bench.park(f"s{number}", [number]) for number in range(6)] == [True] * 4 + [False] * 2
+    bench.settle()
+    assert len(bench.disk_files()) == 4
+    assert all(bench.park(f"more{number}", [number + 10]) for number in range(4))
+    bench.settle()
+    assert bench.ready("s0", [0]) is False
+    bench.store.fetch("s0")
+    bench.settle()
+    assert bench.load("s0") == payload_of("s0", [0], 3000)
+    assert not bench.park("secret", [1], durable=False)
+    assert len(bench.disk_files()) == 8
+    assert not bench.ram_dir.exists()
+
+
+def test_many_fetches_without_a_ram_tier(tmp_path: Path) -> None:
+    """More fetches than there are buffers all come to an end, tell for whom there was none, and can be repeated."""
+    bench = Bench(tmp_path, ram_bytes=0)
+    for number in range(10):
+        assert bench.park(f"s{number}", [number])
+        bench.settle()
+    for number in range(5):
+        bench.store.fetch(f"s{number}")
+    bench.settle()
+    assert bench.fetched == 5
+    assert [bench.ready(f"s{number}", [number]) for number in range(5)] == [True] * 4 + [False]
+    found = [bench.store.find("client", [number]) for number in range(6)]
+    assert [match.load_failed for match in found if match is not None] == [False] * 4 + [True, False]
+    bench.store.fetch("s4")
+    bench.settle()
+    assert [match.load_failed for match in [bench.store.find("client", [4])] if match is not None] == [False]
+    assert bench.load("s4") == payload_of("s4", [4], 3000)
+
+
+def test_files_are_private(bench: Bench) -> None:
+    """Directories are for this user alone, and so are the files."""
+    for number in range(15):
+        bench.park(f"s{number}", [number])
+    bench.settle()
+    assert len(bench.disk_files()) > 0
+    for directory in (bench.ram_dir, bench.disk_dir):
+        assert directory.stat().st_mode & 0o777 == 0o700
+        assert {path.stat().st_mode & 0o777 for path in directory.iterdir()} == {0o600}
+
+
+def test_names_of_files_tell_nothing(bench: Bench) -> None:
+    """A key may be any text; it never becomes a path."""
+    key = "../../etc/pass wd\0ü"
+    assert bench.park(key, [1])
+    for number in range(15):
+        bench.park(f"s{number}", [number])
+    bench.settle()
+    assert bench.load(key) is not None
+    assert len(list(bench.path.rglob("*"))) == 2 + len(bench.ram_files()) + len(bench.disk_files())

@@ -1,0 +1,262 @@
+"""What a grammar lets come next, with a vocabulary of bytes."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jsonschema import Draft202012Validator
+
+from inferencecenter.engine.echo import MESSAGE_END, MESSAGE_START, EchoBackend
+from inferencecenter.engine.sampling.constraint import Constraint, compiled, names_of, tokenizer_of
+from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.ipc.messages import EngineOptions, Grammar
+from tests.engine.schemas import CASES, UNSUPPORTED, Case
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+BACKEND = EchoBackend(EngineOptions(backend="echo", parent_pid=0))
+TOKENIZER = tokenizer_of(names_of(BACKEND), BACKEND.token_bytes, tokenize=lambda text: [*text.encode()])
+N_VOCAB = BACKEND.model.n_vocab
+# llguidance has DEL escaped, which JSON does not ask for.
+TEXTS = st.text(st.characters(exclude_characters="\x7f", codec="utf-8"))
+MARKERS = {"<|im_start|>": MESSAGE_START}
+
+
+def constraint(kind: str, text: str, *, clock: Callable[[], float] = lambda: 0.0) -> Constraint:
+    """Return what holds a turn to a grammar."""
+    matcher = compiled(TOKENIZER, Grammar(kind, text), MARKERS)
+    return Constraint(matcher.deep_copy(), n_words=(TOKENIZER.vocab_size + 31) // 32, clock=clock)
+
+
+def fits(kind: str, text: str, answer: str) -> bool:
+    """Tell whether an answer is of a form, from its beginning to its end."""
+    return constraint(kind, text).fits([*answer.encode(), MESSAGE_END])
+
+
+def refusal(kind: str, text: str) -> str:
+    """Return what is wrong with a grammar."""
+    with pytest.raises(InferenceCenterError) as refused:
+        compiled(TOKENIZER, Grammar(kind, text), MARKERS)
+    assert refused.value.code is ErrorCode.INVALID_GRAMMAR
+    return refused.value.message
+
+
+def fits_schema(schema: Any, value: Any) -> bool:
+    """Tell whether JSON, as Python writes it, is of the form of a schema."""
+    return fits("json_schema", json.dumps(schema), json.dumps(value, ensure_ascii=False))
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_a_schema_lets_pass_what_it_accepts_and_nothing_else(case: Case) -> None:
+    """An independent validator judges the same values in the same way."""
+    validator = Draft202012Validator(case.schema, format_checker=Draft202012Validator.FORMAT_CHECKER)
+    for value in case.valid:
+        assert validator.is_valid(value)
+        assert fits_schema(case.schema, value), value
+    for value in case.invalid:
+        assert not fits_schema(case.schema, value), value
+
+
+@pytest.mark.parametrize("schema", UNSUPPORTED, ids=str)
+def test_what_a_schema_asks_in_vain_is_refused(schema: dict[str, Any]) -> None:
+    """A keyword that would be ignored is named instead, also inside of a larger schema."""
+    assert refusal("json_schema", json.dumps(schema))
+    assert refusal("json_schema", json.dumps({"type": "object", "properties": {"a": schema}, "required": ["a"]}))
+
+
+@given(
+    st.recursive(
+        st.none() | st.booleans() | st.integers() | TEXTS,
+        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXTS, inner, max_size=3),
+        max_leaves=8,
+    )
+)
+def test_any_json_is_of_the_form_of_no_demands(value: Any) -> None:
+    """What Python writes fits the empty schema."""
+    assert fits_schema({}, value)
+
+
+def test_json_is_written_on_one_line_in_one_way() -> None:
+    """White space is where Python puts it and nowhere else, unless the schema says so itself."""
+    schema: dict[str, Any] = {"type": "object", "properties": {"a": {"const": 1}, "b": {"const": 2}}}
+    text = json.dumps(schema)
+    assert fits("json_schema", text, '{"a": 1, "b": 2}')
+    for other in ('{"a":1,"b":2}', '{ "a": 1, "b": 2}', '{"a": 1,  "b": 2}', '{\n"a": 1, "b": 2}', ' {"a": 1}'):
+        assert not fits("json_schema", text, other)
+    compact = json.dumps({"x-guidance": {"item_separator": ",", "key_separator": ":"}, **schema})
+    assert fits("json_schema", compact, '{"a":1,"b":2}')
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "good", "bad"),
+    [
+        ("regex", "(yes|no)!{0,2}", ["yes", "no!!"], ["", "maybe", "yes!!!"]),
+        ("regex", "^a/b$", ["a/b"], ["a", "a\\/b"]),
+        ("regex", "a\nb", ["a\nb"], ["a b"]),
+        ("regex", "(?i)ü+", ["ü", "Üü"], ["u"]),
+        ("regex", "", [""], ["a"]),
+        ("lark", 'start: "a" B+\nB: /[0-9]/ // a comment', ["a1", "a12"], ["a", "1"]),
+        ("lark", 'start: %json {"type": "integer"}', ["12"], ["x"]),
+        ("gbnf", 'root ::= "a" rest*\nrest ::= [0-9] | "-"', ["a", "a1-2"], ["", "ab"]),
+        ("gbnf", r'root ::= "\u0041\U0001F600" [\u00e4-\u00fc]', ["A😀ö"], ["a😀ö", "A😀o"]),
+        ("gbnf", r'root ::= "\\u0041" "\x41" "\u005c"', ["\\u0041A\\"], ["AAA"]),
+        ("gbnf", 'root ::= [^\\n]+ "\\n"', ["ab\n"], ["a\nb\n"]),
+    ],
+)
+def test_each_kind_of_grammar_is_understood(kind: str, text: str, good: list[str], bad: list[str]) -> None:
+    """What it matches fits as a whole, and nothing else."""
+    for answer in good:
+        assert fits(kind, text, answer), answer
+    for answer in bad:
+        assert not fits(kind, text, answer), answer
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "said"),
+    [
+        ("regex", "(a", "unclosed group"),
+        ("regex", "(?=a)b", "look-around"),
+        ("lark", 'start: "a', "1(10): lexer error"),
+        ("lark", 'start: "a"\n\nstart: "b"', "at 3(8): duplicate rule"),
+        ("lark", "start: <|im_end|x>", "unknown special token"),
+        ("lark", "", "no start rule"),
+        ("gbnf", "root ::= (", "line 1"),
+        ("gbnf", 'root ::= "\\', "GBNF"),
+        ("gbnf", 'other ::= "a"', "root"),
+        ("json_schema", '{"type": "unicorn"}', "unicorn"),
+        ("json_schema", '{"type": "array", "uniqueItems": true}', "uniqueItems"),
+        ("json_schema", "{", "no JSON"),
+        ("json_schema", "[1]", "object or a boolean"),
+        ("json_schema", "[" * 100_000, "no JSON"),
+        ("json_schema", '{"x-guidance": {"lenient": true}, "type": "array", "uniqueItems": true}', "uniqueItems"),
+        ("json_schema", "false", "no text is of this form"),
+        ("json_schema", '{"$ref": "#"}', "no text is of this form"),
+        ("lark", 'start: s\ns: s "a"', "no text is of this form"),
+        ("esperanto", "ne", "esperanto"),
+    ],
+)
+def test_what_is_wrong_with_a_grammar_is_said(kind: str, text: str, said: str) -> None:
+    """With its place where the client wrote it, and without what the client has not written."""
+    reason = refusal(kind, text)
+    assert said in reason
+    assert "no_forcing" not in reason
+    assert "x-guidance" not in reason
+    assert len(reason) < 700
+
+
+def test_an_answer_may_end_where_its_form_does() -> None:
+    """The end token is allowed there and nowhere else, and alone where nothing can follow."""
+    held = constraint("regex", "ab*c?")
+    allowed = []
+    for token in b"abc":
+        mask = held.allowed(N_VOCAB)
+        allowed.append({int(each) for each in np.flatnonzero(mask)})
+        held.accept(token)
+    assert allowed == [{ord("a")}, {ord("b"), ord("c"), MESSAGE_END}, {ord("b"), ord("c"), MESSAGE_END}]
+    assert list(np.flatnonzero(held.allowed(N_VOCAB))) == [MESSAGE_END]
+    held.accept(MESSAGE_END)
+
+
+def test_a_control_token_comes_only_where_it_is_named() -> None:
+    """It is no character of any text, and its name is no text."""
+    assert not constraint("lark", r"start: /(.|\n)*/").fits([MESSAGE_START])
+    named = constraint("lark", 'start: "a"? <[<|im_start|>]> "b"')
+    assert named.fits([MESSAGE_START, ord("b"), MESSAGE_END])
+    assert named.fits([ord("a"), MESSAGE_START])
+    assert not named.fits([*b"<|im_start|>"])
+    assert not named.fits([ord("b")])
+
+
+def test_text_of_a_known_form_is_not_cut_into_certain_tokens() -> None:
+    """What is sure to come may come in any pieces: a grammar's own wish to have it otherwise is overruled."""
+    held = constraint("lark", '%llguidance {"no_forcing": false}\nstart: "<|im_start|>"')
+    assert list(np.flatnonzero(held.allowed(N_VOCAB))) == [ord("<")]
+
+
+def test_an_earlier_answer_goes_on_where_it_was() -> None:
+    """It is taken in without being asked about; one that is of another form is a defect."""
+    held = constraint("regex", "abc")
+    held.replay(list(b"ab"))
+    assert list(np.flatnonzero(held.allowed(N_VOCAB))) == [ord("c")]
+    with pytest.raises(ValueError, match="earlier answer"):
+        constraint("regex", "abc").replay(list(b"ax"))
+
+
+def test_a_grammar_that_takes_long_for_each_token_ends_its_turn() -> None:
+    """Some slow tokens are borne, not many: all turns of a step wait for them."""
+    seconds = iter(range(1000))
+    held = constraint("regex", "a*", clock=lambda: next(seconds) * 0.3)
+    failures: list[str] = []
+    held._on_failed = lambda: failures.append("failed")
+    for _ in range(2):
+        held.allowed(N_VOCAB)
+    assert failures == []
+    held.accept(ord("a"))
+    with pytest.raises(InferenceCenterError, match="too long"):
+        held.accept(ord("a"))
+    assert failures == ["failed"]
+
+
+def test_a_form_that_the_vocabulary_cannot_spell_ends_its_turn() -> None:
+    """Where only tokens beyond those of the model would do, none is left."""
+    held = constraint("lark", 'start: "é"')
+    with pytest.raises(InferenceCenterError, match="no token") as refused:
+        held.allowed(100)
+    assert refused.value.code is ErrorCode.INVALID_GRAMMAR
+
+
+def test_a_token_that_was_not_allowed_is_not_taken() -> None:
+    """The turn fails instead of going on with what is of no form."""
+    held = constraint("regex", "abc")
+    with pytest.raises(InferenceCenterError):
+        held.accept(ord("x"))
+
+
+class PanicError(BaseException):
+    """As the binding raises it where llguidance's Rust code panics."""
+
+
+class Panicking:
+    """A matcher of which some calls panic."""
+
+    def __init__(self, *calls: str) -> None:
+        for name in calls:
+            setattr(self, name, self._panic)
+
+    def is_error(self) -> bool:
+        """Tell of no error."""
+        return False
+
+    def unsafe_compute_mask_ptr(self, address: int, n_bytes: int) -> None:
+        """Allow nothing."""
+
+    def _panic(self, *_: object) -> None:
+        raise PanicError("index out of bounds")
+
+
+@pytest.mark.parametrize("call", ["unsafe_compute_mask_ptr", "consume_token"])
+def test_a_panic_ends_its_turn_alone(call: str) -> None:
+    """What the other turns' thread is told is that this grammar cannot be used."""
+    held = Constraint(Panicking(call), n_words=9, clock=lambda: 0.0)  # type: ignore[arg-type]
+    with pytest.raises(InferenceCenterError) as refused:
+        held.allowed(N_VOCAB) if call == "unsafe_compute_mask_ptr" else held.accept(1)
+    assert refused.value.code is ErrorCode.INVALID_GRAMMAR
+
+
+@pytest.mark.parametrize("error", [PanicError("unwrap on None"), MemoryError(), ValueError("?")])
+def test_whatever_a_compilation_raises_is_said_of_the_grammar(
+    monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    """A trial that took it for a success would have the engine try the same."""
+
+    def failing(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr("inferencecenter.engine.sampling.constraint.LLMatcher", failing)
+    assert type(error).__name__ in refusal("regex", "a")

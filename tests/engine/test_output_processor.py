@@ -1,0 +1,482 @@
+"""What a turn says, token by token."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from inferencecenter.engine.backend import Sampled
+from inferencecenter.engine.output_processor import GenerationRequest, OutputProcessor, failed, never_ran
+from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.ipc.messages import (
+    ContextFull,
+    Failed,
+    Finished,
+    SampledLogprobs,
+    Started,
+    TokenDelta,
+    TokenLogprob,
+    TurnEvent,
+    pack_tokens,
+    unpack_tokens,
+)
+from inferencecenter.protocol.params import Params
+
+END = 0
+
+
+class Words:
+    """A vocabulary of given byte strings; token 0 ends."""
+
+    def __init__(self, *words: bytes) -> None:
+        self._words = (b"<end>", *words)
+
+    def token_bytes(self, token: int) -> bytes:
+        """Return the word."""
+        return self._words[token]
+
+    def token_text(self, token: int) -> str:
+        """Return the word as text."""
+        return self._words[token].decode()
+
+    def is_end(self, token: int) -> bool:
+        """Tell whether it is the end token."""
+        return token == END
+
+
+def output_of(*words: bytes, n_ctx: int = 100, **params: object) -> OutputProcessor:
+    """Return the output of a turn with a prompt of ten tokens, submitted at second 0 and started at 1."""
+    turn = GenerationRequest(turn_id="t", params=Params.model_validate(params), submitted_s=0.0, prompt_tokens=10)
+    output = OutputProcessor(turn, Words(*words), n_ctx=n_ctx)
+    output.start(range(10), cached_tokens=4, now=1.0)
+    return output
+
+
+def push_all(output: OutputProcessor, *tokens: int) -> list[TurnEvent]:
+    """Push tokens, one each half second from second 2 on."""
+    return [event for n, token in enumerate(tokens) for event in output.push(Sampled(token), now=2 + n / 2)]
+
+
+def shown(events: list[TurnEvent]) -> str:
+    """Return the text of all deltas."""
+    return "".join(event.text for event in events if isinstance(event, TokenDelta))
+
+
+def finished(events: list[TurnEvent]) -> Finished:
+    """Return the one terminal event, which is the last."""
+    *others, last = events
+    assert isinstance(last, Finished)
+    assert not any(isinstance(event, Finished) for event in others)
+    return last
+
+
+def test_start_tells_the_prompt() -> None:
+    """The front learns the prompt's tokens and how many were cached."""
+    turn = GenerationRequest(turn_id="t", params=Params(), submitted_s=0.0, prompt_tokens=2)
+    started = OutputProcessor(turn, Words(), n_ctx=9).start([5, 6], cached_tokens=1, now=0.5)
+    assert (unpack_tokens(started.tokens), started.cached_tokens) == ([5, 6], 1)
+
+
+def test_tokens_become_text_at_once() -> None:
+    """Each token is a delta with its id and its text."""
+    output = output_of(b"Hello", b" world")
+    assert push_all(output, 1, 2) == [
+        TokenDelta("t", pack_tokens([1]), "Hello"),
+        TokenDelta("t", pack_tokens([2]), " world"),
+    ]
+
+
+def test_the_end_token_ends_and_stays() -> None:
+    """The end token belongs to the history; its text is not shown but told."""
+    events = push_all(output_of(b"Hello"), 1, END)
+    end = finished(events)
+    assert shown(events) == "Hello"
+    assert (end.reason, end.stop, end.kept_tokens, end.kept_chars, end.end_text) == ("stop", None, 2, 5, "<end>")
+
+
+def test_times_and_counts() -> None:
+    """Times count from the submission in milliseconds, speed from the first token on."""
+    end = finished(push_all(output_of(b"a"), 1, 1, 1, END))
+    assert (end.queue_ms, end.ttft_ms, end.total_ms) == (1000.0, 2000.0, 3500.0)
+    assert (end.prompt_tokens, end.cached_tokens, end.generated_tokens) == (10, 4, 4)
+    assert end.tokens_per_s == 2.0
+
+
+def test_a_character_in_several_tokens_is_shown_whole() -> None:
+    """No delta carries part of a character."""
+    events = push_all(output_of(b"\xe2\x82", b"\xac!"), 1, 2)
+    assert [event.text for event in events if isinstance(event, TokenDelta)] == ["", "€!"]
+
+
+def test_a_stop_string_is_never_shown() -> None:
+    """What could become the stop string is held back; tokens that were shown whole are kept."""
+    output = output_of(b"Hi", b" there.\n", b"Us", b"er", stop=["\nUser"])
+    events = push_all(output, 1, 2, 3, 4)
+    end = finished(events)
+    assert [event.text for event in events if isinstance(event, TokenDelta)] == ["Hi", " there.", "", ""]
+    # The second token's line feed belongs to the stop string, so that token is not kept.
+    assert (end.reason, end.stop, end.kept_tokens, end.kept_chars, end.end_text) == ("stop", "\nUser", 1, 2, "")
+
+
+def test_a_stop_pattern_ends_the_answer() -> None:
+    """The pattern's source is what is reported."""
+    events = push_all(output_of(b"a", b"1", b"2", stop_regex=["[0-9]{2}"]), 1, 2, 3)
+    end = finished(events)
+    assert shown(events) == "a"
+    assert (end.reason, end.stop, end.kept_tokens, end.kept_chars) == ("stop", "[0-9]{2}", 1, 1)
+
+
+def test_a_stop_pattern_is_charged_for_its_work() -> None:
+    """One that takes long with each token ends its turn by its name; a turn without patterns is charged for nothing."""
+    works = itertools.count(0.0, 0.06)
+    for patterns, fails in ((["(?<=a.*)z"], True), ([], False)):
+        params = Params.model_validate({"stop_regex": patterns})
+        turn = GenerationRequest(turn_id="t", params=params, submitted_s=0.0, prompt_tokens=10)
+        output = OutputProcessor(turn, Words(b"a"), n_ctx=100, clock=lambda: next(works))
+        output.start(range(10), cached_tokens=4, now=1.0)
+        push_all(output, 1)
+        with pytest.raises(InferenceCenterError, match="a\\.\\*") if fails else nullcontext():
+            push_all(output, 1)
+
+
+def test_held_text_is_shown_when_the_answer_ends_otherwise() -> None:
+    """A beginning of a stop string that the end token cut off was no stop string."""
+    events = push_all(output_of(b"a\n", stop=["\nUser"]), 1, END)
+    end = finished(events)
+    assert shown(events) == "a\n"
+    assert (end.stop, end.kept_tokens, end.kept_chars, end.end_text) == (None, 2, 2, "<end>")
+
+
+@pytest.mark.parametrize("reason", ["aborted", "time"])
+def test_ending_between_tokens_releases_held_text(reason: str) -> None:
+    """An abort shows what was held back and keeps its tokens."""
+    output = output_of(b"a\n", stop=["\nUser"])
+    push_all(output, 1)
+    delta, end = output.end(reason, now=3.0)
+    assert delta == TokenDelta("t", b"", "\n")
+    assert isinstance(end, Finished)
+    assert (end.reason, end.kept_tokens, end.kept_chars, end.end_text) == (reason, 1, 2, "")
+
+
+def test_ending_without_held_text_is_one_event() -> None:
+    """There is no empty delta, and a turn that said nothing has zero counts."""
+    (end,) = output_of().end("aborted", now=3.0)
+    assert isinstance(end, Finished)
+    assert (end.kept_tokens, end.generated_tokens, end.tokens_per_s, end.ttft_ms) == (0, 0, 0.0, 3000.0)
+
+
+def test_max_tokens_ends_with_the_token_that_reaches_it() -> None:
+    """The last token is shown and kept."""
+    events = push_all(output_of(b"a\n", stop=["\nUser"], max_tokens=2), 1, 1)
+    end = finished(events)
+    assert shown(events) == "a\na\n"
+    assert (end.reason, end.kept_tokens, end.kept_chars) == ("length", 2, 4)
+
+
+def test_a_full_context_ends_the_answer() -> None:
+    """Prompt and answer together fill the context, no more."""
+    end = finished(push_all(output_of(b"a", n_ctx=12), 1, 1))
+    assert (end.reason, end.generated_tokens, end.kept_tokens) == ("context_full", 2, 2)
+
+
+def test_a_loop_ends_the_answer() -> None:
+    """Two tokens in turn, three times over."""
+    end = finished(push_all(output_of(b"a", b"b", stop_on_repetition=3), 1, 2, 1, 2, 1, 2))
+    assert (end.reason, end.generated_tokens, end.kept_tokens) == ("repetition", 6, 6)
+
+
+def test_time_is_up_counts_from_the_submission() -> None:
+    """A turn is overdue from its limit on, and a token that comes later is its last."""
+    output = output_of(b"a", max_time_ms=2400)
+    assert output.deadlines_s == (math.inf, 2.4)
+    assert (output.timeout_reason(2.3), output.timeout_reason(2.4)) == (None, "time")
+    end = finished(push_all(output, 1, 1))
+    assert (end.reason, end.generated_tokens, end.kept_tokens) == ("time", 2, 2)
+
+
+def test_without_a_limit_no_turn_is_overdue() -> None:
+    """A turn may take for ever."""
+    assert output_of().deadlines_s == (math.inf, math.inf)
+    assert output_of().timeout_reason(1e9) is None
+
+
+def test_the_end_token_counts_before_any_limit() -> None:
+    """An answer that ends with its last allowed token ended by itself."""
+    assert finished(push_all(output_of(b"a", max_tokens=2), 1, END)).reason == "stop"
+
+
+def test_an_unfinished_character_is_dropped_with_its_token() -> None:
+    """The history has no gaps: behind a token that is not kept, the end token is not kept either."""
+    events = push_all(output_of(b"a", b"\xe2\x82"), 1, 2, END)
+    end = finished(events)
+    assert shown(events) == "a"
+    assert (end.generated_tokens, end.kept_tokens, end.kept_chars, end.end_text) == (3, 1, 1, "")
+
+
+def test_logprobs_ride_with_their_token() -> None:
+    """A delta carries the logprobs of its token, also when its text is still held back."""
+    logprobs = SampledLogprobs(TokenLogprob("\n", 1, -0.1), ())
+    (delta,) = output_of(b"\n", stop=["\nUser"], n_probs=1).push(Sampled(1, logprobs), now=2.0)
+    assert delta == TokenDelta("t", pack_tokens([1]), "", (logprobs,))
+
+
+def test_a_turn_ends_once() -> None:
+    """A second terminal event raises instead of being sent."""
+    output = output_of(b"a", max_tokens=1)
+    assert not output.ended
+    push_all(output, 1)
+    assert output.ended
+    with pytest.raises(ValueError, match="ended already"):
+        output.end("aborted", now=9.0)
+    with pytest.raises(ValueError, match="ended already"):
+        output.fail(InferenceCenterError(ErrorCode.INTERNAL), now=0.0)
+
+
+def test_a_failure_carries_what_helps() -> None:
+    """Code, message, hint and field reach the front."""
+    error = InferenceCenterError(ErrorCode.INVALID_REQUEST, "No.", hint="Try.", field="params.seed")
+    expected = Failed(turn_id="t", code="invalid_request", message="No.", hint="Try.", field="params.seed")
+    assert output_of().fail(error, now=0.0) == expected == failed("t", error)
+
+
+def test_a_turn_that_never_ran_spent_its_time_waiting() -> None:
+    """It has times and no tokens."""
+    end = never_ran("t", "aborted", waited_s=0.5)
+    assert (end.reason, end.queue_ms, end.total_ms, end.generated_tokens) == ("aborted", 500.0, 500.0, 0)
+
+
+def test_a_turn_must_get_its_slot_in_time() -> None:
+    """Until it has one; a turn that goes on has had one, and its whole time still counts."""
+    turn = GenerationRequest(turn_id="t", params=Params(max_time_ms=9000), submitted_s=1.0, prompt_tokens=1)
+    output = OutputProcessor(turn, Words(), n_ctx=9, queue_timeout_s=2.0)
+    assert output.deadlines_s == (3.0, 10.0)
+    assert [output.timeout_reason(now) for now in (2.9, 3.0, 10.0)] == [None, "queue_timeout", "time"]
+    output.start([1], cached_tokens=0, now=2.0)
+    assert [output.timeout_reason(now) for now in (3.0, 10.0)] == [None, "time"]
+    goes_on = OutputProcessor(dataclasses.replace(turn, answer=(END,)), Words(), n_ctx=9, queue_timeout_s=2.0)
+    assert goes_on.deadlines_s == (math.inf, 10.0)
+
+
+def test_preemptions_are_counted() -> None:
+    """The end says how often others had the slot."""
+    output = output_of(b"a")
+    output.preempt(now=0.0)
+    output.preempt(now=0.0)
+    assert finished(push_all(output, END)).preempted == 2
+
+
+def shifting(
+    *words: bytes, answer: tuple[int, ...] = (), shown_chars: int = 0, n_ctx: int = 100, **params: object
+) -> OutputProcessor:
+    """Return the output of a turn that may shift, with a prompt of ten tokens and an earlier ``answer``."""
+    turn = GenerationRequest(
+        turn_id="t",
+        params=Params.model_validate(params),
+        submitted_s=0.0,
+        prompt_tokens=10,
+        answer=answer,
+        shown_chars=shown_chars,
+        may_shift=True,
+    )
+    return OutputProcessor(turn, Words(*words), n_ctx=n_ctx)
+
+
+def test_a_full_context_overflows_when_it_may_shift() -> None:
+    """The held-back text and the end that it would have been travel with it, and the turn is over here."""
+    output = shifting(b"a", b"\n", n_ctx=12, stop=["\nUser"])
+    delta, overflowed = push_all(output, 1, 2)[1:]
+    assert delta == TokenDelta("t", pack_tokens([2]), "")
+    assert isinstance(overflowed, ContextFull)
+    assert (overflowed.n_tokens, overflowed.text) == (12, "\n")
+    assert overflowed.end is not None
+    assert (overflowed.end.reason, overflowed.end.kept_tokens, overflowed.end.kept_chars) == ("context_full", 2, 2)
+    assert output.ended
+
+
+def test_other_limits_end_a_turn_that_may_shift() -> None:
+    """What ends by itself with the last token that fits has ended."""
+    end = finished(push_all(shifting(b"a", n_ctx=12, max_tokens=2), 1, 1))
+    assert end.reason == "length"
+    assert finished(push_all(shifting(b"a", n_ctx=12), 1, END)).reason == "stop"
+
+
+def test_a_prompt_that_does_not_fit_overflows_without_an_end() -> None:
+    """It never began."""
+    output = shifting(b"a")
+    assert output.overflow(now=1.0) == ContextFull(turn_id="t", n_tokens=10)
+    assert output.ended
+
+
+def test_an_answer_that_does_not_fit_any_more_overflows_with_its_end() -> None:
+    """The text that was held back is there again, and the end is of the whole answer."""
+    overflowed = shifting(b"a", b"\n", answer=(1, 2), shown_chars=1, stop=["\nUser"]).overflow(now=1.0)
+    assert (overflowed.n_tokens, overflowed.text) == (12, "\n")
+    assert overflowed.end is not None
+    assert (overflowed.end.generated_tokens, overflowed.end.kept_chars) == (2, 2)
+
+
+def test_a_turn_that_goes_on_counts_its_whole_answer() -> None:
+    """Its limits and its end are of everything it said; its prompt is told without that, and its speed too."""
+    output = shifting(b"a", answer=(1, 1), shown_chars=2, max_tokens=5)
+    started = output.start(range(10), cached_tokens=11, now=1.0)
+    assert isinstance(started, Started)
+    assert started.cached_tokens == 10
+    end = finished(push_all(output, 1, 1, 1))
+    assert (end.reason, end.generated_tokens, end.prompt_tokens, end.kept_tokens) == ("length", 5, 10, 5)
+    assert end.tokens_per_s == 2.0
+
+
+def test_a_loop_is_seen_across_the_cut() -> None:
+    """The earlier answer counts towards repetition."""
+    output = shifting(b"a", b"b", answer=(1, 2, 1), shown_chars=3, stop_on_repetition=3)
+    assert finished(push_all(output, 2, 1, 2)).reason == "repetition"
+
+
+WORDS = (b"a", b"b", b"\n", b"ab", b"\xe2\x82", b"\xac", b"\xf0\x9f", b"", b"aba\n", b"\xc3\xa9\xe2")
+
+
+@given(
+    tokens=st.lists(st.integers(1, len(WORDS)), min_size=1, max_size=40),
+    cut=st.integers(0, 41),
+    told=st.none() | st.integers(0, 80),
+    stop=st.lists(st.sampled_from(["ab", "aba", "\n\nb", "b\n", "\u20acb"]), max_size=2, unique=True),
+    patterns=st.lists(st.sampled_from(["ab{2,3}", "\\n+b", "(?<=a)\\u20ac"]), max_size=1),
+    repeats=st.none() | st.just(3),
+    n_ctx=st.sampled_from([22, 100]),
+)
+def test_a_cut_anywhere_changes_nothing_that_is_shown(  # noqa: PLR0917 - drawn
+    tokens: list[int],
+    cut: int,
+    told: int | None,
+    stop: list[str],
+    patterns: list[str],
+    repeats: int | None,
+    n_ctx: int,
+) -> None:
+    """However much was told before the cut, what is told after it is the rest of the uninterrupted answer, and its end.
+
+    That holds for a cut behind the last token too: then the end is all that was lost.
+    """
+    params: dict[str, Any] = {"stop": stop, "stop_regex": patterns, "max_tokens": 30, "n_ctx": n_ctx}
+    if repeats is not None:
+        params["stop_on_repetition"] = repeats
+    tokens = [*tokens, END]
+    whole = _spoken(going_on(*WORDS, **params), tokens)
+    cut = min(cut, finished(whole).generated_tokens)
+    before = _spoken(going_on(*WORDS, **params), tokens[:cut])
+    shown_chars = len(shown(before)) if told is None else min(told, len(shown(whole)))
+    output = going_on(*WORDS, answer=tuple(tokens[:cut]), shown_chars=shown_chars, **params)
+    assert output.complete == (cut == finished(whole).generated_tokens)
+    after = list(output.conclude(range(10), now=1.0)) if output.complete else _spoken(output, tokens[cut:])
+    assert shown(whole)[:shown_chars] + shown(after) == shown(whole)
+    if told is None and not output.complete:
+        assert [event for event in before + after if isinstance(event, TokenDelta)] == [
+            event for event in whole if isinstance(event, TokenDelta)
+        ]
+    first, second = finished(whole), finished(after)
+    for name in ("reason", "stop", "kept_tokens", "kept_chars", "end_text", "generated_tokens"):
+        assert getattr(first, name) == getattr(second, name), name
+
+
+def going_on(
+    *words: bytes, answer: tuple[int, ...] = (), shown_chars: int = 0, n_ctx: int, **params: object
+) -> OutputProcessor:
+    """Return the output of a turn whose context ends it, with a prompt of ten tokens and an earlier ``answer``."""
+    turn = GenerationRequest(
+        turn_id="t",
+        params=Params.model_validate(params),
+        submitted_s=0.0,
+        prompt_tokens=10,
+        answer=answer,
+        shown_chars=shown_chars,
+    )
+    return OutputProcessor(turn, Words(*words), n_ctx=n_ctx)
+
+
+def test_an_answer_that_was_complete_is_concluded() -> None:
+    """Its prompt is told, with nothing of it read, then its end; nothing is left to be said."""
+    output = going_on(b"a", b"b", answer=(1, 2), shown_chars=2, n_ctx=100, max_tokens=2)
+    started, end = output.conclude(range(10), now=3.0)
+    assert started == Started("t", pack_tokens(range(10)), 10)
+    assert isinstance(end, Finished)
+    assert (end.reason, end.generated_tokens, end.kept_tokens, end.cached_tokens) == ("length", 2, 2, 10)
+    assert output.ended
+
+
+def test_a_complete_answer_that_may_shift_overflows() -> None:
+    """A full context is not its end, and what was not told travels with it."""
+    output = shifting(b"a", b"\n", answer=(1, 2), shown_chars=1, n_ctx=12, stop=["\nUser"])
+    assert output.complete
+    (overflowed,) = output.conclude(range(10), now=1.0)
+    assert isinstance(overflowed, ContextFull)
+    assert (overflowed.n_tokens, overflowed.text) == (12, "\n")
+
+
+def test_a_prompt_that_was_shorter_does_not_hide_the_end() -> None:
+    """An end token behind a context that would be full by now is the end."""
+    output = shifting(b"a", answer=(1, 1, END), shown_chars=2, n_ctx=12)
+    assert finished(list(output.conclude(range(10), now=1.0))).reason == "stop"
+
+
+@pytest.mark.parametrize(("shown_chars", "told"), [(0, "ab"), (1, "b"), (2, "")])
+def test_what_was_not_told_is_told_when_a_turn_that_waits_is_aborted(shown_chars: int, told: str) -> None:
+    """None of it is lost, although the turn never runs again."""
+    output = going_on(b"ab", answer=(1,), shown_chars=shown_chars, n_ctx=100)
+    events = list(output.end("aborted", now=1.0))
+    assert shown(events) == told
+    assert (finished(events).kept_tokens, finished(events).kept_chars) == (1, 2)
+
+
+def test_an_abort_does_not_change_how_an_answer_ended() -> None:
+    """A turn whose answer was complete ended before anybody could abort it."""
+    output = going_on(b"a", answer=(1, END), shown_chars=1, n_ctx=100)
+    assert finished(list(output.end("aborted", now=1.0))).reason == "stop"
+
+
+def test_text_that_was_told_too_early_is_not_told_again() -> None:
+    """What the next tokens spell is told from the first character on that nobody has heard."""
+    output = going_on(b"\n", b"U", b"x", answer=(1,), shown_chars=2, n_ctx=100, stop=["\nUser"])
+    events = push_all(output, 2, 3, END)
+    assert shown(events) == "x"
+    assert finished(events).kept_chars == 3
+
+
+@pytest.mark.parametrize(
+    ("params", "warned"),
+    [
+        ({"mirostat": 1}, "mirostat"),
+        ({"mirostat": 2}, "mirostat"),
+        ({"adaptive_target": 0.5}, "adaptive-p"),
+        ({"mirostat": 2, "temperature": 0}, None),
+        ({"seed": 1, "repeat_penalty": 1.5, "dry_multiplier": 1.0}, None),
+    ],
+)
+def test_a_sampler_that_learns_is_told_to_have_begun_afresh(params: dict[str, Any], warned: str | None) -> None:
+    """Only where there is one, and only after an interruption."""
+    undisturbed = going_on(b"a", n_ctx=100, **params)
+    undisturbed.start(range(10), cached_tokens=0, now=0.0)
+    assert finished(push_all(undisturbed, END)).warnings == ()
+    output = going_on(b"a", answer=(1, 1), shown_chars=2, n_ctx=100, **params)
+    output.start(range(10), cached_tokens=0, now=0.0)
+    warnings = finished(push_all(output, END)).warnings
+    assert warnings == (
+        () if warned is None else (f"{warned} began afresh after 2 tokens, where the answer was taken up again",)
+    )
+
+
+def _spoken(output: OutputProcessor, tokens: list[int]) -> list[TurnEvent]:
+    """Push tokens until the turn has ended."""
+    output.start(range(10), cached_tokens=0, now=0.0)
+    events: list[TurnEvent] = []
+    for token in tokens:
+        if output.ended:
+            break
+        events += output.push(Sampled(token), now=1.0)
+    return events

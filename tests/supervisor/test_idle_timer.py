@@ -1,0 +1,388 @@
+"""An engine that nobody asks anything ends, and the next turn starts another."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from structlog.testing import capture_logs
+
+from inferencecenter import tasks
+from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.ipc.messages import Cancelled, EngineOptions, Failed
+from inferencecenter.ipc.port import EngineState, EngineStatus
+from inferencecenter.supervisor import process
+from inferencecenter.supervisor.demand import IdleTimer
+from tests.supervisor import stub_engine
+from tests.supervisor.harness import TIMEOUT_S, Heard, Watched, end_of, order
+from tests.supervisor.timers import Timers
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.loop_clock import LoopClock
+
+pytestmark = pytest.mark.usefixtures("stopped")
+SLEEP_AFTER_S = 30.0
+LONG = "a text that is long enough to be worth parking, which a few words would not be"
+
+
+@dataclass
+class Bed(Timers):
+    """A sleep whose timers fire when the test says so."""
+
+    after_s: float | None = 60.0
+    tired: int = 0
+
+    def __post_init__(self) -> None:
+        self.sleep = IdleTimer(self.after_s, on_idle=self._expire, call_later=self.call_later)
+
+    def _expire(self) -> None:
+        self.tired += 1
+
+
+@given(st.lists(st.sampled_from(["idle", "busy", "fire"])))
+def test_one_timer_runs_while_it_is_idle_and_none_else(steps: list[str]) -> None:
+    """It is begun once for each time of idleness, and only one that lasted to its end makes tired."""
+    bed, idle_since_timer = Bed(), False
+    for step in steps:
+        before, arranged = bed.tired, len(bed.calls)
+        if step == "fire":
+            if not bed.pending:
+                continue
+            bed.fire()
+            assert (bed.tired, bed.pending) == (before + 1, [])
+            idle_since_timer = False
+            continue
+        bed.sleep.keep(idle=step == "idle")
+        assert len(bed.pending) == (step == "idle")
+        assert len(bed.calls) == arranged + (step == "idle" and not idle_since_timer)
+        assert bed.tired == before
+        idle_since_timer = step == "idle"
+    assert {call.delay_s for call in bed.calls} <= {60.0}
+
+
+def test_one_that_never_sleeps_has_no_timer() -> None:
+    """Idle or not."""
+    bed = Bed(after_s=None)
+    bed.sleep.keep(idle=True)
+    assert bed.calls == []
+
+
+async def tired(clock: LoopClock, watched: Watched) -> None:
+    """Start a supervisor, and let the time of its first engine be over as soon as that is ready."""
+    watched.supervisor.start()
+    await watched.until(EngineState.READY)
+    await clock.go_on(SLEEP_AFTER_S)
+
+
+async def asleep(clock: LoopClock, **options: object) -> Watched:
+    """Return a supervisor whose engine has fallen asleep."""
+    watched = Watched(sleep_after_s=SLEEP_AFTER_S, **options)  # type: ignore[arg-type]
+    await tired(clock, watched)
+    await watched.until(EngineState.ASLEEP)
+    return watched
+
+
+async def test_an_idle_engine_ends_and_a_turn_starts_the_next(clock: LoopClock) -> None:
+    """Nothing of it is left but what is known of the model; each wake is a start, and no restart."""
+    watched = Watched(sleep_after_s=SLEEP_AFTER_S, max_restarts=0)
+    watched.supervisor.start()
+    await watched.until(EngineState.READY)
+    for number in range(3):
+        pid = watched.supervisor.status.pid
+        assert pid is not None
+        await clock.go_on(SLEEP_AFTER_S)
+        await watched.until(EngineState.SUSPENDING)
+        assert watched.supervisor.status.serves
+        await watched.until(EngineState.ASLEEP)
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+        status = watched.supervisor.status
+        assert (status.pid, status.detail, status.restarts, status.rss_bytes) == (None, "", 0, 0)
+        assert status.serves
+        assert status.model is not None
+        heard = Heard(order(f"t{number}"))
+        assert watched.supervisor.submit(heard) == 1
+        await watched.until(EngineState.STARTING)
+        assert watched.supervisor.status.detail == ""
+        assert (await end_of(heard)).reason == "stop"
+        assert (heard.text, heard.submissions, heard.interruptions) == ("hello", 1, 0)
+        await watched.until(EngineState.READY)
+    await watched.supervisor.stop()
+
+
+async def test_an_engine_with_turns_does_not_sleep(clock: LoopClock) -> None:
+    """However long they take; the time is counted from the end of the last."""
+    watched = Watched(sleep_after_s=SLEEP_AFTER_S, echo_delay_ms=20)
+    early = watched.submit("t1", "a long answer " * 4)
+    watched.supervisor.start()
+    await watched.until(EngineState.READY)
+    await asyncio.wait_for(early.spoke.wait(), TIMEOUT_S)
+    await clock.go_on(SLEEP_AFTER_S)
+    await end_of(early)
+    await clock.go_on(SLEEP_AFTER_S / 2)
+    assert EngineState.SUSPENDING not in watched.states
+    assert early.interruptions == 0
+    await clock.go_on(SLEEP_AFTER_S / 2)
+    await watched.until(EngineState.ASLEEP)
+    await watched.supervisor.stop()
+
+
+async def test_turns_that_come_while_it_falls_asleep_run_in_the_next_engine(clock: LoopClock) -> None:
+    """It is started as soon as the one before it is gone, and none of them hears of that."""
+    watched = Watched(sleep_after_s=SLEEP_AFTER_S)
+    late: list[Heard] = []
+
+    def submit_late(status: EngineStatus) -> None:
+        if status.state is EngineState.SUSPENDING and not late:
+            late.extend(watched.submit(f"t{number}") for number in range(3))
+
+    watched.supervisor.subscribe(submit_late)
+    await tired(clock, watched)
+    await watched.until(EngineState.SUSPENDING)
+    await watched.until(EngineState.ASLEEP)
+    for turn in late:
+        assert (await end_of(turn)).reason == "stop"
+        assert (turn.submissions, turn.interruptions) == (1, 0)
+    assert watched.states[:2] == [EngineState.STARTING, EngineState.READY]
+    await watched.supervisor.stop()
+
+
+async def test_its_sessions_are_parked_and_found_again(tmp_path: Path, clock: LoopClock) -> None:
+    """Those from the slots too, also if no disk may hold them; what was closed meanwhile is forgotten at the wake."""
+    live = {"one", "secret", "closed"}
+    watched = await asleep(
+        clock,
+        kv_ram_dir=str(tmp_path / "ram"),
+        kv_ram_bytes=2**20,
+        kv_disk_dir=str(tmp_path / "disk"),
+        kv_disk_bytes=2**20,
+        kv_client_share=1.0,
+        slots=4,
+        live_sessions=lambda: live,
+    )
+    for turn in [watched.submit(name, LONG, client_id=name, durable=name != "secret") for name in sorted(live)]:
+        await end_of(turn)
+    await clock.go_on(SLEEP_AFTER_S)
+    await watched.until(EngineState.ASLEEP)
+    status = watched.supervisor.status
+    assert (status.parked_sessions, status.running, status.waiting) == (3, 0, 0)
+    assert status.parked_bytes > 0
+    assert len(list((tmp_path / "disk").iterdir())) == 2
+    watched.supervisor.release("closed")
+    live.remove("closed")
+    again = [watched.submit(f"{name} again", LONG, session_id=name, client_id=name) for name in ("one", "secret")]
+    gone = watched.submit("closed again", LONG, session_id="closed", client_id="closed")
+    assert all([(await end_of(turn)).cached_tokens > 0 for turn in again])
+    assert (await end_of(gone)).cached_tokens == 0
+    await watched.supervisor.stop()
+
+
+async def test_what_is_withdrawn_before_it_has_woken_hears_so(clock: LoopClock) -> None:
+    """Nobody is woken for it, nor for what nobody knows; the next turn wakes as ever."""
+    watched = await asleep(clock)
+    watched.supervisor.abort("unknown")
+    watched.supervisor.release("unknown")
+    assert watched.supervisor.status.state is EngineState.ASLEEP
+    turn = watched.submit("t1")
+    watched.supervisor.abort("t1")
+    assert turn.terminal == [Cancelled("t1")]
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert watched.supervisor.status.state is EngineState.ASLEEP
+    assert (await end_of(watched.submit("t2"))).reason == "stop"
+    await watched.supervisor.stop()
+
+
+async def test_an_engine_that_dies_while_it_falls_asleep_is_not_lost(clock: LoopClock) -> None:
+    """There was no turn with it: it is not started again before one comes."""
+    watched = Watched(sleep_after_s=SLEEP_AFTER_S, max_restarts=0)
+    kills = iter([watched.kill])
+
+    def kill_once(status: EngineStatus) -> None:
+        if status.state is EngineState.SUSPENDING:
+            next(kills, lambda: None)()
+
+    watched.supervisor.subscribe(kill_once)
+    with capture_logs() as logs:
+        await tired(clock, watched)
+        await watched.until(EngineState.ASLEEP)
+    (line,) = [line for line in logs if line["event"] == "engine_asleep"]
+    assert "SIGKILL" in line["detail"]
+    assert watched.supervisor.status.restarts == 0
+    assert (await end_of(watched.submit("t1"))).reason == "stop"
+    await watched.supervisor.stop()
+
+
+async def test_an_engine_that_hangs_while_it_falls_asleep_is_killed(
+    monkeypatch: pytest.MonkeyPatch, clock: LoopClock
+) -> None:
+    """When its time is over; a turn that came meanwhile runs then."""
+    deadlines = process.EngineProcess.end.__kwdefaults__
+    assert deadlines is not None
+    monkeypatch.setitem(deadlines, "suspend_deadline_s", 0.1)
+    monkeypatch.setitem(deadlines, "deadline_s", 0.1)
+    watched = Watched(sleep_after_s=SLEEP_AFTER_S, max_restarts=0)
+    late: list[Heard] = []
+
+    def stop_once(status: EngineStatus) -> None:
+        if status.state is EngineState.SUSPENDING and not late:
+            assert status.pid is not None
+            os.kill(status.pid, signal.SIGSTOP)
+            late.append(watched.submit("t1"))
+
+    watched.supervisor.subscribe(stop_once)
+    with capture_logs() as logs:
+        await tired(clock, watched)
+        await watched.until(EngineState.ASLEEP)
+    assert "engine_not_suspended" in {line["event"] for line in logs}
+    assert (await end_of(late[0])).reason == "stop"
+    assert watched.supervisor.status.restarts == 0
+    await watched.supervisor.stop()
+
+
+async def test_an_engine_that_is_lost_after_it_woke_is_started_again(clock: LoopClock) -> None:
+    """That is a restart as any other, the first of those that are allowed, and the turn that woke it goes on."""
+    watched = await asleep(clock, max_restarts=1, echo_delay_ms=20)
+    turn = watched.submit("t1", LONG)
+    await asyncio.wait_for(turn.spoke.wait(), TIMEOUT_S)
+    watched.kill()
+    await watched.until(EngineState.BACKOFF)
+    assert "SIGKILL" in watched.supervisor.status.detail
+    assert (await end_of(turn)).reason == "stop"
+    assert turn.text == LONG
+    assert (watched.supervisor.status.restarts, watched.supervisor.given_up) == (1, False)
+    await clock.go_on(SLEEP_AFTER_S)
+    await watched.until(EngineState.ASLEEP)
+    assert watched.supervisor.status.detail == ""
+    await watched.supervisor.stop()
+
+
+async def test_an_engine_that_cannot_load_any_more_is_tried_again(
+    monkeypatch: pytest.MonkeyPatch, clock: LoopClock
+) -> None:
+    """One that dies while it wakes is a loss; when that was the last, the turn that woke it fails."""
+    monkeypatch.setattr(process, "MODULE", stub_engine.MODULE)
+    options = iter([{"model_name": "die"}])
+
+    def plan_again(engine: EngineOptions) -> EngineOptions:
+        return msgspec.structs.replace(engine, **next(options, {}))
+
+    watched = Watched(sleep_after_s=SLEEP_AFTER_S, max_restarts=1, plan_again=plan_again)
+    await tired(clock, watched)
+    await watched.until(EngineState.ASLEEP)
+    turn = watched.submit("t1", "count 3")
+    await watched.until(EngineState.BACKOFF)
+    await watched.until(EngineState.FAILED)
+    assert watched.supervisor.given_up
+    await asyncio.wait_for(turn.ended.wait(), TIMEOUT_S)
+    (end,) = turn.terminal
+    assert isinstance(end, Failed)
+    assert end.code == "engine_unavailable"
+    await watched.supervisor.stop()
+
+
+@pytest.mark.parametrize("state", [EngineState.SUSPENDING, EngineState.ASLEEP])
+async def test_stopping_ends_it_from_any_depth_of_sleep(state: EngineState, clock: LoopClock) -> None:
+    """No process and no task is left, and turns are refused from then on."""
+    watched = Watched(sleep_after_s=SLEEP_AFTER_S)
+    await tired(clock, watched)
+    await watched.until(state)
+    async with asyncio.timeout(TIMEOUT_S):
+        await watched.supervisor.stop()
+    assert watched.states[-2:] == [EngineState.DRAINING, EngineState.STOPPED]
+    assert watched.supervisor.status.pid is None
+    others = {task.get_name() for task in asyncio.all_tasks() - {asyncio.current_task()}}
+    assert not {name for name in others if name.startswith(("supervisor:", "engine-process:"))}
+
+
+async def test_an_engine_that_may_not_wake_has_failed_until_it_may(clock: LoopClock) -> None:
+    """The turn that would wake it hears why, new ones are told when to come back, and it recovers by itself."""
+    gone = InferenceCenterError(ErrorCode.INVALID_CONFIG, "There is no GPU 7.")
+    asked, faults = [], [gone, ValueError("a device that cannot be described"), gone]
+
+    async def admit() -> bool:
+        asked.append(True)
+        if faults:
+            raise faults.pop(0)
+        return True
+
+    watched = Watched(sleep_after_s=SLEEP_AFTER_S, admit=admit)
+    await tired(clock, watched)
+    await watched.until(EngineState.ASLEEP)
+    with capture_logs() as logs:
+        turn, begun = watched.submit("t1"), watched.submit("t2", answer=bytes(4))
+        await watched.until(EngineState.FAILED)
+        status = watched.supervisor.status
+        assert (status.serves, status.detail) == (False, "There is no GPU 7. It is tried again until that has changed.")
+        await asyncio.wait_for(turn.ended.wait(), TIMEOUT_S)
+        (end,) = turn.terminal
+        assert isinstance(end, Failed)
+        assert (end.code, "There is no GPU 7." in end.message) == ("engine_unavailable", True)
+        with pytest.raises(InferenceCenterError) as refusal:
+            watched.submit("t3")
+        assert refusal.value.code is ErrorCode.ENGINE_UNAVAILABLE
+        assert refusal.value.retry_after_ms is not None
+        await watched.until(EngineState.READY)
+    assert len(asked) == 4
+    assert [line["event"] for line in logs if line["event"].startswith("engine_not")] == [
+        "engine_not_woken",
+        "engine_not_admitted",
+        "engine_not_woken",
+        "engine_not_woken",
+    ]
+    assert (watched.supervisor.given_up, watched.supervisor.status.restarts) == (False, 0)
+    assert (await end_of(begun)).reason == "stop"
+    assert (await end_of(watched.submit("t4"))).reason == "stop"
+    await watched.supervisor.stop()
+
+
+async def test_stopping_ends_an_engine_that_may_not_wake(clock: LoopClock) -> None:
+    """Also while it waits for its next try."""
+
+    async def admit() -> bool:
+        raise InferenceCenterError(ErrorCode.INVALID_CONFIG, "There is no GPU 7.")
+
+    watched = Watched(sleep_after_s=SLEEP_AFTER_S, admit=admit, backoff_s=3600.0)
+    await tired(clock, watched)
+    await watched.until(EngineState.ASLEEP)
+    watched.submit("t1")
+    await watched.until(EngineState.FAILED)
+    async with asyncio.timeout(TIMEOUT_S):
+        await watched.supervisor.stop()
+    assert watched.states[-1] is EngineState.STOPPED
+
+
+async def test_a_fault_while_an_engine_is_started_costs_a_restart(
+    monkeypatch: pytest.MonkeyPatch, clock: LoopClock
+) -> None:
+    """Whatever is raised there: the turn that waits runs with the next engine, and too many faults are the end."""
+    monkeypatch.setattr(tasks, "RESTART_MIN_S", 0.0)
+    plans = iter([ValueError("a header that was not expected"), OSError("a file that is gone")])
+
+    def plan_again(engine: EngineOptions) -> EngineOptions:
+        for fault in plans:
+            raise fault
+        return engine
+
+    watched = Watched(sleep_after_s=SLEEP_AFTER_S, plan_again=plan_again, max_restarts=2)
+    await tired(clock, watched)
+    await watched.until(EngineState.ASLEEP)
+    turn = watched.submit("t1")
+    for _ in range(2):
+        await watched.until(EngineState.BACKOFF)
+        assert "internal error" in watched.supervisor.status.detail
+    assert (await end_of(turn)).reason == "stop"
+    plans = iter([ValueError("a header that was not expected")] * 3)
+    watched.kill()
+    await watched.until(EngineState.FAILED)
+    assert watched.supervisor.given_up
+    await watched.supervisor.stop()

@@ -1,0 +1,136 @@
+"""Where a daemon's engines park KV."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from structlog.testing import capture_logs
+
+from inferencecenter.models.registry import ModelSpec
+from inferencecenter.settings import EngineSettings, KvSettings, LoraSettings
+from inferencecenter.supervisor.engine_options import kv_cache_paths, remove_ram_cache, remove_stale_caches
+
+MIB = 2**20
+SPEC = ModelSpec(name="a", path=Path("/models/a.gguf"), engine=EngineSettings(), params={}, lora=())
+
+
+def settings(tmp_path: Path, **values: object) -> KvSettings:
+    """Return settings with a RAM directory that is not there yet."""
+    return KvSettings.model_validate({"ram_dir": tmp_path / "ram", "ram_mib": 8, "disk_mib": 16} | values)
+
+
+@pytest.fixture
+def free_mib(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """A file system with 100 MiB free, or as many as the test puts in."""
+    free = [100]
+
+    class System:
+        f_frsize = 4096
+
+        @property
+        def f_bavail(self) -> int:
+            return free[0] * MIB // self.f_frsize
+
+    monkeypatch.setattr(os, "statvfs", lambda path: System())
+    return free
+
+
+def test_each_daemon_has_its_own(tmp_path: Path, free_mib: list[int]) -> None:
+    """Two state directories lead to two places under the same settings; the same one leads to the same."""
+    chosen = settings(tmp_path, disk_dir=tmp_path / "disk")
+    one, again, other = (kv_cache_paths(chosen, tmp_path / name, SPEC) for name in ("one", "one", "other"))
+    assert one == again
+    assert len({one.ram_dir, other.ram_dir, one.disk_dir, other.disk_dir}) == 4
+    assert {one.ram_dir.parent.parent, other.ram_dir.parent.parent} == {tmp_path / "ram"}
+    assert {one.disk_dir.parent.parent, other.disk_dir.parent.parent} == {tmp_path / "disk"}
+    assert (one.ram_bytes, one.disk_bytes) == (8 * MIB, 16 * MIB)
+
+
+def test_the_disk_directory_is_in_the_state_directory(tmp_path: Path, free_mib: list[int]) -> None:
+    """Unless another is named."""
+    assert (
+        kv_cache_paths(settings(tmp_path), tmp_path / "state", SPEC).disk_dir.parent.parent == tmp_path / "state" / "kv"
+    )
+
+
+def test_without_parking_nothing_is_used(tmp_path: Path) -> None:
+    """Neither tier has bytes."""
+    places = kv_cache_paths(settings(tmp_path, parking=False), tmp_path, SPEC)
+    assert (places.ram_bytes, places.disk_bytes) == (0, 0)
+
+
+def test_memory_is_clipped_to_what_is_free(tmp_path: Path, free_mib: list[int]) -> None:
+    """One line of the log says so; the disk, where a write that does not fit fails, is not clipped."""
+    free_mib[0] = 3
+    with capture_logs() as logs:
+        places = kv_cache_paths(settings(tmp_path), tmp_path, SPEC)
+    assert (places.ram_bytes, places.disk_bytes) == (3 * MIB, 16 * MIB)
+    assert [(line["event"], line["wanted_mib"], line["free_mib"]) for line in logs] == [("kv_ram_clipped", 8, 3)]
+
+
+def test_what_an_earlier_daemon_left_counts_as_free(tmp_path: Path, free_mib: list[int]) -> None:
+    """The first engine deletes it."""
+    left = kv_cache_paths(settings(tmp_path), tmp_path, SPEC).ram_dir
+    left.mkdir(parents=True)
+    (left / "old").write_bytes(b"x" * 2 * MIB)
+    free_mib[0] = 3
+    assert kv_cache_paths(settings(tmp_path), tmp_path, SPEC).ram_bytes == 5 * MIB
+
+
+def test_a_file_system_that_does_not_answer_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The daemon goes on without a tier in memory, and says why."""
+
+    def refuse(path: Path) -> os.statvfs_result:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(os, "statvfs", refuse)
+    with capture_logs() as logs:
+        assert kv_cache_paths(settings(tmp_path), tmp_path, SPEC).ram_bytes == 0
+    assert [line["event"] for line in logs] == ["kv_ram_unavailable"]
+
+
+def test_memory_is_given_back(tmp_path: Path, free_mib: list[int]) -> None:
+    """What is in memory is deleted with its directory, what is beside it stays; a second time does nothing."""
+    places = kv_cache_paths(settings(tmp_path), tmp_path, SPEC)
+    places.ram_dir.mkdir(parents=True)
+    (places.ram_dir / "session").touch()
+    (tmp_path / "ram" / "other").touch()
+    remove_ram_cache(settings(tmp_path), tmp_path)
+    remove_ram_cache(settings(tmp_path), tmp_path)
+    assert [path.name for path in (tmp_path / "ram").iterdir()] == ["other"]
+
+
+def test_models_have_places_of_their_own(tmp_path: Path, free_mib: list[int]) -> None:
+    """A model that is run otherwise keeps its place as long as its KV is alike; what parks other KV has another."""
+    chosen = settings(tmp_path)
+    own = kv_cache_paths(chosen, tmp_path, SPEC)
+    longer = replace(SPEC, engine=EngineSettings(n_ctx=512))
+    others = [
+        replace(SPEC, name="b"),
+        replace(SPEC, path=Path("/models/b.gguf")),
+        replace(SPEC, engine=EngineSettings(kv_type_k="q8_0")),
+        replace(SPEC, lora=(LoraSettings(path=Path("/models/l.gguf")),)),
+    ]
+    assert kv_cache_paths(chosen, tmp_path, longer) == own
+    assert len({own.ram_dir, *(kv_cache_paths(chosen, tmp_path, other).ram_dir for other in others)}) == 5
+
+
+def test_what_was_parked_for_models_that_are_gone_is_deleted(tmp_path: Path, free_mib: list[int]) -> None:
+    """In memory and on disk; a model that is still there keeps its files."""
+    chosen, gone = settings(tmp_path), replace(SPEC, name="gone")
+    for spec in (SPEC, gone):
+        for directory in (
+            kv_cache_paths(chosen, tmp_path, spec).ram_dir,
+            kv_cache_paths(chosen, tmp_path, spec).disk_dir,
+        ):
+            directory.mkdir(parents=True)
+            (directory / "session").touch()
+    remove_stale_caches(chosen, tmp_path, [SPEC])
+    kept, deleted = kv_cache_paths(chosen, tmp_path, SPEC), kv_cache_paths(chosen, tmp_path, gone)
+    assert (kept.ram_dir / "session").exists()
+    assert (kept.disk_dir / "session").exists()
+    assert not deleted.ram_dir.exists()
+    assert not deleted.disk_dir.exists()

@@ -1,0 +1,320 @@
+"""The memory guard: when it looks, what engines are told, whom it lets begin, and what outlives an engine."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+import pytest
+from structlog.testing import capture_logs
+
+from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.hardware.pressure import SETTLED_S, PressureState, Usage
+from inferencecenter.ipc.messages import KvRamLimit
+from inferencecenter.ipc.port import EngineState, EngineStatus
+from inferencecenter.supervisor.memory_pressure import (
+    BUSY_EVERY_S,
+    IDLE_EVERY_S,
+    MemoryPressureMonitor,
+    describe,
+    kept_by,
+)
+from inferencecenter.tasks import RESTART_MIN_S
+from inferencecenter.telemetry.metrics import Metrics
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Sequence
+
+MIB = 2**20
+LIMIT, CALM = 100 * MIB, 90 * MIB
+
+
+@dataclass
+class FakeEngine:
+    """An engine that keeps what it is told."""
+
+    status: EngineStatus = field(default_factory=lambda: EngineStatus(EngineState.READY))
+    sent: list[KvRamLimit] = field(default_factory=list)
+
+    def send(self, message: KvRamLimit) -> None:
+        """Keep it."""
+        self.sent.append(message)
+
+    def become(self, state: EngineState = EngineState.READY, *, parked_mib: int = 0, running: int = 0) -> None:
+        """Change."""
+        self.status = replace(self.status, state=state, parked_ram_bytes=parked_mib * MIB, running=running)
+
+
+@dataclass
+class Bench:
+    """A guard with engines, memory and a clock that the test moves; it sleeps until the test lets it look."""
+
+    engines: list[FakeEngine] = field(default_factory=lambda: [FakeEngine()])
+    used_mib: int | None = 50
+    gpu_used_mib: int = 0
+    sleeps_s: list[float] = field(default_factory=list)
+    looks: int = 0
+    now: float = 0.0
+    fault: Exception | None = None
+    metrics: Metrics = field(default_factory=Metrics)
+
+    def __post_init__(self) -> None:
+        self.wake = asyncio.Event()
+        self.slept = asyncio.Event()
+        self.guard = MemoryPressureMonitor(
+            engines=lambda: self.engines,
+            measure=self.measure,
+            metrics=self.metrics,
+            sleep=self.sleep,
+            monotonic=lambda: self.now,
+        )
+
+    @property
+    def engine(self) -> FakeEngine:
+        """The first of them."""
+        return self.engines[0]
+
+    def measure(self, engines: Sequence[EngineStatus]) -> list[Usage]:
+        """Count a look, and say what the test has set."""
+        self.looks += 1
+        if self.fault is not None:
+            raise self.fault
+        gpu = Usage(name="GPU 0", used_bytes=self.gpu_used_mib * MIB, limit_bytes=LIMIT, calm_bytes=CALM)
+        if self.used_mib is None:
+            return [gpu]
+        parked_bytes = sum(each.parked_ram_bytes for each in engines)
+        main = Usage(
+            name="memory",
+            used_bytes=self.used_mib * MIB,
+            limit_bytes=LIMIT,
+            calm_bytes=CALM,
+            parked_bytes=parked_bytes,
+        )
+        return [main, gpu]
+
+    async def sleep(self, seconds: float) -> None:
+        """Sleep until the test goes on."""
+        self.sleeps_s.append(seconds)
+        self.slept.set()
+        await self.wake.wait()
+        self.wake.clear()
+
+    async def looked(self) -> None:
+        """Wait until the guard has looked and sleeps again."""
+        async with asyncio.timeout(60):
+            await self.slept.wait()
+        self.slept.clear()
+
+    async def look(self, used_mib: int | None, *, now: float, gpu_used_mib: int = 0) -> PressureState:
+        """Have it look at so much memory in use, at this second, and return how short it finds that."""
+        self.now, self.used_mib, self.gpu_used_mib = now, used_mib, gpu_used_mib
+        self.wake.set()
+        await self.looked()
+        return self.guard.pressure.state
+
+    def shown(self, name: str, **labels: str) -> float | None:
+        """Return a metric."""
+        return self.metrics.registry.get_sample_value(f"inferencecenter_memory_{name}", labels)
+
+    def tell(self) -> None:
+        """Have the guard hear that an engine has changed."""
+        self.guard.engine_changed(self.engine.status)
+
+
+@pytest.fixture
+async def bench() -> AsyncIterator[Bench]:
+    """A guard that watches one ready engine, with 50 of 100 MiB in use."""
+    bench = Bench()
+    bench.tell()
+    await bench.looked()
+    yield bench
+    await bench.guard.close()
+
+
+def refused(guard: MemoryPressureMonitor) -> bool:
+    """Tell whether no turn may begin; a refusal says when to come back."""
+    refusal = None
+    try:
+        guard.admit()
+    except InferenceCenterError as error:
+        refusal = error
+    assert refusal is None or (refusal.code, refusal.retry_after_ms) == (ErrorCode.OVERLOADED, 5000)
+    return refusal is not None
+
+
+async def test_while_there_is_enough_nobody_hears_of_it(bench: Bench) -> None:
+    """The metrics say so, with the figures."""
+    assert await bench.look(100, now=2.0) is PressureState.EASY
+    assert (bench.engine.sent, refused(bench.guard)) == ([], False)
+    assert bench.shown("pressure", state="easy") == 1
+    assert bench.shown("pressure", state="full") == 0
+    assert (bench.shown("used_bytes"), bench.shown("limit_bytes")) == (LIMIT, LIMIT)
+
+
+async def test_parked_kv_goes_before_turns_are_refused(bench: Bench) -> None:
+    """Down to where it is calm, and more may be parked only when that has lasted. The log has the figures."""
+    bench.engine.become(parked_mib=40)
+    with capture_logs() as logs:
+        assert await bench.look(105, now=2.0) is PressureState.SHEDDING
+        assert bench.engine.sent == [KvRamLimit(25 * MIB)]
+        bench.engine.become(parked_mib=25)
+        assert await bench.look(90, now=4.0) is PressureState.SHEDDING
+        assert await bench.look(50, now=2.0 + SETTLED_S) is PressureState.EASY
+    assert bench.engine.sent == [KvRamLimit(25 * MIB), KvRamLimit(None)]
+    assert not refused(bench.guard)
+    lines = [(line["log_level"], line["state"], line["reason"], line["action"]) for line in logs]
+    assert lines == [
+        (
+            "warning",
+            "shedding",
+            "memory: 105 of 100 MiB, 40 of them parked, GPU 0: 0 of 100 MiB",
+            "parked KV takes 25 MiB at most, turns begin",
+        ),
+        (
+            "info",
+            "easy",
+            "memory: 50 of 100 MiB, 25 of them parked, GPU 0: 0 of 100 MiB",
+            "KV is parked as usual, turns begin",
+        ),
+    ]
+
+
+async def test_if_that_does_not_help_no_turn_begins(bench: Bench) -> None:
+    """At the next look; as soon as it is calm they do again."""
+    bench.engine.become(parked_mib=10)
+    assert await bench.look(120, now=2.0) is PressureState.SHEDDING
+    assert not refused(bench.guard)
+    bench.engine.become()
+    assert await bench.look(110, now=4.0) is PressureState.FULL
+    assert refused(bench.guard)
+    assert bench.shown("pressure", state="full") == 1
+    assert await bench.look(95, now=6.0) is PressureState.FULL
+    assert await bench.look(90, now=8.0) is PressureState.SHEDDING
+    assert not refused(bench.guard)
+    assert bench.engine.sent == [KvRamLimit(0), KvRamLimit(0)]
+
+
+async def test_where_nothing_is_parked_turns_are_refused_at_once(bench: Bench) -> None:
+    """And nothing may be parked either."""
+    assert await bench.look(101, now=2.0) is PressureState.FULL
+    assert refused(bench.guard)
+    assert bench.engine.sent == [KvRamLimit(0)]
+
+
+async def test_a_full_gpu_refuses_turns_and_leaves_parked_kv_alone(bench: Bench) -> None:
+    """It would gain nothing from it."""
+    bench.engine.become(parked_mib=40)
+    assert await bench.look(50, now=2.0, gpu_used_mib=101) is PressureState.FULL
+    assert refused(bench.guard)
+    assert bench.engine.sent == []
+    assert await bench.look(50, now=4.0, gpu_used_mib=90) is PressureState.SHEDDING
+    assert not refused(bench.guard)
+
+
+async def test_a_measurement_that_fails_does_not_end_the_watch(bench: Bench) -> None:
+    """It is measured again after a wait; until then nothing is known, and no turn is refused for what was."""
+    bench.engine.become(parked_mib=10)
+    await bench.look(120, now=2.0)
+    bench.fault = ValueError("a line of /proc that was not expected")
+    bench.wake.set()
+    with capture_logs() as logs:
+        await bench.looked()
+    assert [line["event"] for line in logs] == ["task_restarts"]
+    assert bench.sleeps_s[-1] == RESTART_MIN_S
+    bench.fault = None
+    assert await bench.look(120, now=6.0) is PressureState.SHEDDING
+    assert bench.engine.sent == [KvRamLimit(0), KvRamLimit(None), KvRamLimit(0)]
+
+
+async def test_each_engine_keeps_the_same_part() -> None:
+    """Of what it has parked; one that is not ready has nobody to tell."""
+    bench = Bench(engines=[FakeEngine(), FakeEngine(), FakeEngine()])
+    for engine, parked_mib in zip(bench.engines, (30, 10, 0), strict=True):
+        engine.become(parked_mib=parked_mib)
+    bench.tell()
+    await bench.looked()
+    await bench.look(110, now=2.0)
+    assert [engine.sent for engine in bench.engines] == [[KvRamLimit(15 * MIB)], [KvRamLimit(5 * MIB)], [KvRamLimit(0)]]
+    await bench.guard.close()
+
+
+async def test_it_looks_often_while_turns_run_or_memory_is_short(bench: Bench) -> None:
+    """Else now and then."""
+    bench.engine.become(running=1)
+    await bench.look(50, now=2.0)
+    bench.engine.become(running=0)
+    await bench.look(50, now=4.0)
+    await bench.look(101, now=34.0)
+    assert bench.sleeps_s == [IDLE_EVERY_S, BUSY_EVERY_S, IDLE_EVERY_S, BUSY_EVERY_S]
+
+
+@pytest.mark.parametrize("state", [state for state in EngineState if state is not EngineState.READY])
+async def test_without_a_ready_engine_it_does_not_look_and_refuses_nobody(bench: Bench, state: EngineState) -> None:
+    """What it used is free; a turn that would wake it must not be kept away. The next engine is looked at at once."""
+    await bench.look(101, now=2.0)
+    assert refused(bench.guard)
+    bench.engine.become(state)
+    bench.tell()
+    assert not refused(bench.guard)
+    assert bench.shown("pressure", state="easy") == 1
+    looks = bench.looks
+    bench.wake.set()
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert bench.looks == looks
+    assert "watching=False" in repr(bench.guard)
+    bench.wake.clear()
+    bench.engine.become()
+    bench.tell()
+    await bench.looked()
+    assert refused(bench.guard)
+
+
+async def test_it_looks_as_long_as_one_of_them_is_ready() -> None:
+    """Whichever it is."""
+    bench = Bench(engines=[FakeEngine(), FakeEngine()])
+    bench.tell()
+    await bench.looked()
+    await bench.look(101, now=2.0)
+    bench.engine.become(EngineState.ASLEEP)
+    bench.tell()
+    assert refused(bench.guard)
+    bench.engines[1].become(EngineState.BACKOFF)
+    bench.tell()
+    assert not refused(bench.guard)
+    await bench.guard.close()
+
+
+async def test_an_engine_that_goes_without_a_word_is_noticed(bench: Bench) -> None:
+    """At the next look: one that another has replaced tells nobody."""
+    await bench.look(101, now=2.0)
+    bench.engine.become(EngineState.STOPPED)
+    bench.wake.set()
+    async with asyncio.timeout(60):
+        while "watching=True" in repr(bench.guard):  # noqa: ASYNC110 - it ends without an event
+            await asyncio.sleep(0)
+    assert (bench.looks, refused(bench.guard)) == (2, False)
+
+
+async def test_where_memory_cannot_be_read_nothing_is_refused(bench: Bench) -> None:
+    """The metrics show no figures."""
+    assert await bench.look(None, now=2.0) is PressureState.EASY
+    used_bytes = bench.shown("used_bytes")
+    assert used_bytes is not None
+    assert used_bytes != used_bytes  # noqa: PLR0124 - NaN
+
+
+def test_what_an_engine_keeps_is_never_more_than_it_has() -> None:
+    """Nor is there anything to divide where nothing is parked."""
+    engine = EngineStatus(EngineState.READY, parked_ram_bytes=7)
+    main = Usage(name="memory", used_bytes=100, limit_bytes=10, calm_bytes=95, parked_bytes=21)
+    assert kept_by(engine, main) == 7 * 16 // 21
+    assert kept_by(engine, replace(main, parked_bytes=0)) == 0
+
+
+def test_figures_are_for_people() -> None:
+    """In MiB, what is parked only where something is."""
+    assert describe([]) == ""
+    usage = Usage(name="GPU 0", used_bytes=3 * MIB + 5, limit_bytes=4 * MIB, calm_bytes=0)
+    assert describe([usage]) == "GPU 0: 3 of 4 MiB"

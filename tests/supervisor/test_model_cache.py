@@ -1,0 +1,288 @@
+"""Which models are in memory: who is let in, and who makes way."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import pytest
+
+from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.supervisor.model_cache import ModelCache
+from inferencecenter.tasks import TaskGroup
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from tests.loop_clock import LoopClock
+
+
+@dataclass(eq=False)
+class Engine:
+    """A model's engine without one; it makes way when the test says so, or at once."""
+
+    name: str
+    last_used_s: float = 0.0
+    busy: bool = False
+    wanted: bool = True
+    holds_memory: bool = False
+    gone: asyncio.Event = field(default_factory=asyncio.Event)
+    at_once: bool = True
+    clients: frozenset[str] = frozenset()
+    users: frozenset[str] = frozenset()
+    loaded_at_s: float | None = None
+    is_urgent: bool = False
+    delays_s: list[float] = field(default_factory=list)
+    asked: int = 0
+    was_asked: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def delay(self, seconds: float) -> None:
+        """Keep how long."""
+        self.delays_s.append(seconds)
+
+    async def evict(self) -> None:
+        """Give up memory."""
+        self.asked += 1
+        self.was_asked.set()
+        if not self.at_once:
+            await self.gone.wait()
+        self.holds_memory = False
+
+
+@dataclass
+class House:
+    """A residency where so many fit; whoever is let in is loaded."""
+
+    room: int = 1
+    max_resident: int = 0
+    min_residency_s: float = 0.0
+    now_s: float = 0.0
+    changes: int = 0
+    refusal: InferenceCenterError | None = None
+
+    def __post_init__(self) -> None:
+        self.residency: ModelCache[Engine] = ModelCache(
+            max_resident=self.max_resident,
+            min_residency_s=self.min_residency_s,
+            fits=self.fits,
+            changed=self.changed,
+            monotonic=lambda: self.now_s,
+        )
+
+    def engine(self, name: str, *, loaded: bool = False, **fields: object) -> Engine:
+        """Return an engine that the residency knows."""
+        engine = Engine(name, holds_memory=loaded, **fields)  # type: ignore[arg-type]
+        self.residency.add(engine)
+        return engine
+
+    async def fits(self, _engine: Engine, others: Sequence[Engine]) -> bool:
+        """Tell whether there is room beside others."""
+        if self.refusal is not None:
+            raise self.refusal
+        return len(others) < self.room
+
+    def changed(self) -> None:
+        """Count."""
+        self.changes += 1
+
+    async def enter(self, engine: Engine) -> bool:
+        """Let an engine in, and load it."""
+        admitted = await self.residency.admit(engine)
+        if admitted:
+            engine.holds_memory, engine.loaded_at_s, engine.users = True, self.now_s, engine.clients
+        return admitted
+
+
+async def test_who_fits_is_let_in_beside_the_others() -> None:
+    """Nobody makes way."""
+    house = House(room=2)
+    first, second = house.engine("first", loaded=True), house.engine("second")
+    assert await house.enter(second)
+    assert (first.asked, first.holds_memory) == (0, True)
+
+
+async def test_the_one_used_longest_ago_makes_way() -> None:
+    """Of the idle ones; what is not loaded is not asked."""
+    house = House(room=2)
+    old = house.engine("old", loaded=True, last_used_s=1.0)
+    house.engine("busy", loaded=True, last_used_s=0.5, busy=True)
+    unloaded = house.engine("unloaded", last_used_s=0.0)
+    assert await house.enter(house.engine("new"))
+    assert not old.holds_memory
+    assert (old.asked, unloaded.asked) == (1, 0)
+
+
+async def test_a_busy_one_makes_way_if_all_are() -> None:
+    """The one that was asked longest ago."""
+    house = House()
+    busy = [house.engine(str(number), loaded=True, last_used_s=float(number), busy=True) for number in (2, 1)]
+    assert await house.enter(house.engine("new"))
+    assert [engine.asked for engine in busy] == [1, 1]
+
+
+async def test_there_is_a_limit_of_models() -> None:
+    """It holds however much would fit."""
+    house = House(room=100, max_resident=2)
+    first, second = (house.engine(str(number), loaded=True, last_used_s=float(number)) for number in range(2))
+    assert await house.enter(house.engine("third"))
+    assert (first.holds_memory, second.holds_memory) == (False, True)
+
+
+@pytest.mark.parametrize("max_resident", [0, 1])
+async def test_nobody_makes_way_for_what_fits_nowhere(max_resident: int) -> None:
+    """Whoever asks hears why, with others there and alone; the next one is let in as ever."""
+    house = House(max_resident=max_resident, refusal=InferenceCenterError(ErrorCode.INVALID_CONFIG, "too large"))
+    other = house.engine("other", loaded=True)
+    for is_loaded in (False, True):
+        other.holds_memory = is_loaded
+        with pytest.raises(InferenceCenterError, match="too large"):
+            await house.enter(house.engine("huge"))
+    assert (other.asked, other.holds_memory) == (0, True)
+    house.refusal = None
+    assert await house.enter(house.engine("new"))
+    assert other.asked == 1
+
+
+async def test_what_has_never_enough_room_is_let_in_alone() -> None:
+    """Its plan does with what there is."""
+    house = House(room=0)
+    other = house.engine("other", loaded=True)
+    assert await house.enter(house.engine("huge"))
+    assert not other.holds_memory
+
+
+async def test_who_is_not_wanted_any_more_is_not_let_in() -> None:
+    """Nobody makes way for it; nor is it loaded when another has made way in the meantime."""
+    house = House()
+    other = house.engine("other", loaded=True, at_once=False)
+    assert not await house.enter(house.engine("idle", wanted=False))
+    assert other.asked == 0
+    new, tasks, answers = house.engine("new"), TaskGroup("test"), []
+
+    async def ask() -> None:
+        answers.append(await house.enter(new))
+
+    asking = tasks.spawn(ask(), name="ask")
+    await other.was_asked.wait()
+    assert house.residency.waits(new)
+    new.wanted = False
+    other.gone.set()
+    await asking
+    assert answers == [False]
+    assert not house.residency.waits(new)
+    assert house.changes == 2
+
+
+async def test_they_are_let_in_one_after_the_other() -> None:
+    """Whoever asks while another one waits does not overtake it."""
+    house = House()
+    other = house.engine("other", loaded=True, at_once=False)
+    entered: list[str] = []
+
+    async def enter(engine: Engine) -> None:
+        if await house.enter(engine):
+            entered.append(engine.name)
+
+    tasks = TaskGroup("test")
+    asking = [tasks.spawn(enter(house.engine(name)), name=name) for name in ("first", "second")]
+    await other.was_asked.wait()
+    assert entered == []
+    other.gone.set()
+    await asyncio.gather(*asking)
+    assert entered == ["first", "second"]
+
+
+async def test_who_is_gone_is_not_asked() -> None:
+    """A model whose entry went away makes no way."""
+    house = House()
+    gone = house.engine("gone", loaded=True)
+    house.residency.remove(gone)
+    assert await house.enter(house.engine("new"))
+    assert gone.asked == 0
+
+
+async def turn_loop() -> None:
+    """Let whatever can go on do so."""
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+async def test_what_others_use_stays_for_a_while(clock_with_timeouts: LoopClock) -> None:
+    """A model that wants its place waits until it has been loaded for so long, and hears how long that is."""
+    house, tasks = House(min_residency_s=30.0), TaskGroup("test")
+    loaded = house.engine("loaded", loaded=True, loaded_at_s=0.0, users=frozenset({"ada", "eve"}))
+    new = house.engine("new", clients=frozenset({"eve"}))
+    house.now_s = 10.0
+    entering = tasks.spawn(entered(house, new), name="enter")
+    await turn_loop()
+    assert (loaded.asked, new.delays_s) == (0, [20.0])
+    house.now_s = 30.0
+    await clock_with_timeouts.go_on(20.0)
+    await asyncio.wait_for(entering, 60)
+    assert (loaded.asked, new.holds_memory) == (1, True)
+
+
+async def entered(house: House, engine: Engine) -> None:
+    """Let an engine in."""
+    await house.enter(engine)
+
+
+@pytest.mark.parametrize(
+    ("users", "clients", "urgent"),
+    [({"ada"}, {"ada", "bob"}, False), (set(), {"eve"}, False), ({"ada"}, {"eve"}, True), ({"ada"}, set(), True)],
+)
+async def test_what_nobody_else_uses_makes_way_at_once(users: set[str], clients: set[str], *, urgent: bool) -> None:
+    """So does every model where an operator wants another."""
+    house = House(min_residency_s=30.0)
+    loaded = house.engine("loaded", loaded=True, loaded_at_s=0.0, users=frozenset(users))
+    assert await house.enter(house.engine("new", clients=frozenset(clients), is_urgent=urgent))
+    assert not loaded.holds_memory
+
+
+async def test_one_that_has_stayed_makes_way_before_one_that_has_not() -> None:
+    """Also if it is busy, and was used later."""
+    house = House(room=2, min_residency_s=30.0, now_s=40.0)
+    ada = frozenset({"ada"})
+    old = house.engine("old", loaded=True, loaded_at_s=0.0, users=ada, busy=True, last_used_s=39.0)
+    new = house.engine("new", loaded=True, loaded_at_s=39.0, users=ada)
+    assert await house.enter(house.engine("wanted", clients=frozenset({"eve"})))
+    assert (old.holds_memory, new.holds_memory) == (False, True)
+
+
+async def test_a_client_that_wants_many_models_waits_behind_others() -> None:
+    """Of those that ask, the one whose client was served longest ago is next, however many another asked for before."""
+    house, tasks, order = House(), TaskGroup("test"), []
+    gate = house.engine("gate", loaded=True, at_once=False)
+
+    async def enter(engine: Engine) -> None:
+        await house.enter(engine)
+        order.append(engine.name)
+
+    asking = [
+        tasks.spawn(enter(house.engine(name, clients=frozenset({client}))), name=name)
+        for name, client in (("e1", "eve"), ("e2", "eve"), ("e3", "eve"), ("a1", "ada"), ("b1", "bob"))
+    ]
+    await gate.was_asked.wait()
+    await turn_loop()
+    gate.gone.set()
+    await asyncio.wait_for(asyncio.gather(*asking), 60)
+    assert order == ["e1", "a1", "b1", "e2", "e3"]
+
+
+async def test_a_model_that_is_not_wanted_any_more_lets_the_next_one_in() -> None:
+    """It waited for its time, and one that waits behind it need not."""
+    house, tasks = House(min_residency_s=30.0), TaskGroup("test")
+    ada = frozenset({"ada"})
+    house.engine("loaded", loaded=True, loaded_at_s=0.0, users=ada)
+    first, second = house.engine("first", clients=frozenset({"eve"})), house.engine("second", clients=ada)
+    tasks.spawn(entered(house, first), name="first")
+    await turn_loop()
+    entering = tasks.spawn(entered(house, second), name="second")
+    await turn_loop()
+    assert not second.holds_memory
+    first.wanted = False
+    house.residency.reevaluate()
+    await asyncio.wait_for(entering, 60)
+    assert (first.holds_memory, second.holds_memory) == (False, True)
+    await tasks.cancel()

@@ -1,0 +1,102 @@
+"""Tests of plans in the words of the protocol."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from inferencecenter.bench.header import HEADERS, write_header
+from inferencecenter.hardware.gguf import read_gguf
+from inferencecenter.hardware.model_shape import describe
+from inferencecenter.hardware.plan import MIB, Device, Host, Plan, Reason, Wishes
+from inferencecenter.hardware.split import plan
+from inferencecenter.supervisor.planning import plan_report, with_measured_usage
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from inferencecenter.bench.header import HeaderName
+    from inferencecenter.hardware.model_shape import ModelShape
+
+GIB = 1024 * MIB
+HOST = Host(available_bytes=32 * GIB, cores=6)
+
+
+def shape(folder: Path, name: HeaderName = "qwen2.5-7b") -> ModelShape:
+    """Return the shape of a model that is all header."""
+    path = folder / "model.gguf"
+    write_header(path, HEADERS[name], name=name)
+    return describe(read_gguf(path))
+
+
+def gpus(*gib: float) -> tuple[Device, ...]:
+    """Return GPUs of so much memory, of which a quarter of a GiB is others'."""
+    return tuple(
+        Device(id=f"{n}", name=f"GPU {n}", free_bytes=int((each - 0.25) * GIB), total_bytes=int(each * GIB))
+        for n, each in enumerate(gib)
+    )
+
+
+def made(model: ModelShape, devices: tuple[Device, ...], wishes: Wishes | None = None) -> Plan:
+    """Return the plan."""
+    return plan(model, devices, HOST, wishes or Wishes())
+
+
+def test_each_gpu_has_its_part(tmp_path: Path) -> None:
+    """Layers and bytes by device add up to the model; what others use is in what was free."""
+    model = shape(tmp_path)
+    planned = made(model, gpus(4, 6))
+    told = plan_report(planned, model=model, host=HOST, wishes=Wishes())
+    assert (told.fits, told.n_gpu_layers, told.layers, told.split_mode) == (True, 29, 29, "layer")
+    assert sum(each.layers for each in told.devices) == 29
+    assert sum(each.weight_bytes for each in told.devices) + told.host.weight_bytes == model.bytes
+    assert [each.total_bytes - each.free_bytes for each in told.devices] == [GIB // 4, GIB // 4]
+    for each, demand in zip(told.devices, planned.demand.devices, strict=True):
+        assert each.weight_bytes + each.kv_bytes + each.compute_bytes + each.context_bytes == demand.bytes
+        assert each.used_bytes is None
+    assert {each.name for each in told.reasons} >= {"n_gpu_layers", "devices", "slots", "n_ctx"}
+
+
+def test_one_gpu_has_all_layers_that_are_on_gpus(tmp_path: Path) -> None:
+    """The rest, with its KV, is the host's."""
+    model = shape(tmp_path)
+    told = plan_report(made(model, gpus(3)), model=model, host=HOST, wishes=Wishes())
+    (device,) = told.devices
+    assert 0 < device.layers == told.n_gpu_layers < told.layers
+    assert told.host.kv_bytes > 0
+    assert told.host.available_bytes == 32 * GIB
+
+
+def test_the_processor_alone(tmp_path: Path) -> None:
+    """There is no device, and the first reason says why."""
+    model = shape(tmp_path)
+    told = plan_report(made(model, ()), model=model, host=HOST, wishes=Wishes())
+    assert (told.devices, told.n_gpu_layers, told.host.weight_bytes) == ((), 0, model.bytes)
+    assert told.reasons[0].why == "there is no GPU that llama.cpp can use"
+
+
+def test_experts_that_stay_with_the_host(tmp_path: Path) -> None:
+    """Are counted in layers."""
+    model = shape(tmp_path, "qwen3-30b-a3b")
+    told = plan_report(made(model, gpus(8)), model=model, host=HOST, wishes=Wishes())
+    assert 0 < told.host.expert_layers < told.layers
+
+
+def test_what_was_measured(tmp_path: Path) -> None:
+    """Is with its device, and with no other."""
+    model = shape(tmp_path)
+    told = with_measured_usage(
+        plan_report(made(model, gpus(4, 6)), model=model, host=HOST, wishes=Wishes()), {"1": 5 * GIB}
+    )
+    assert [each.used_bytes for each in told.devices] == [None, 5 * GIB]
+
+
+def test_long_texts_and_lists_have_an_end(tmp_path: Path) -> None:
+    """Architectures and names come from files and drivers: a frame has to bear them."""
+    model = shape(tmp_path)
+    planned = made(model, tuple(replace(each, name="long " * 1000) for each in gpus(8)))
+    flooded = replace(planned, reasons=(Reason("n", "v" * 1000, "why"),) * 100, advice=("words " * 1000,) * 1000)
+    told = plan_report(flooded, model=model, host=HOST, wishes=Wishes())
+    assert (len(told.devices[0].name), told.devices[0].name[-1]) == (512, "\N{HORIZONTAL ELLIPSIS}")
+    assert (len(told.reasons), len(told.advice)) == (32, 128)
+    assert len(told.model_dump_json()) < 2**18

@@ -1,0 +1,105 @@
+"""Which turns may have ended an engine."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from inferencecenter.supervisor.poison_turns import PROVEN_TOKENS, PoisonTurnDetector
+
+NAMES = st.sampled_from("abcde")
+NAMED = st.dictionaries(NAMES, st.integers(0, 100), max_size=5)
+
+
+def test_nobody_is_tried_after_one_loss() -> None:
+    """An engine may die of anything: its turns are suspected, and run together again."""
+    suspects = PoisonTurnDetector()
+    assert suspects.lost({"a": 3, "b": 0}) is None
+    assert (len(suspects), suspects.isolated) == (2, None)
+
+
+def test_the_second_suspicion_leads_to_a_trial_and_the_third_loss_to_a_verdict() -> None:
+    """Those named twice are tried in turn; the one that is alone when the engine dies did it."""
+    suspects = PoisonTurnDetector()
+    suspects.lost({"a": 3, "b": 0, "c": 1})
+    assert suspects.lost({"a": 5, "b": 2}) is None
+    assert suspects.isolated == "a"
+    assert not suspects.clears("a", 5 + PROVEN_TOKENS - 1)
+    assert suspects.isolated == "a"
+    assert suspects.clears("a", 5 + PROVEN_TOKENS)
+    assert suspects.isolated == "b"
+    assert suspects.lost({"b": 2}) == "b"
+    assert suspects.isolated is None
+    assert len(suspects) == 1
+
+
+def test_a_turn_that_gets_on_is_cleared_in_company_too() -> None:
+    """Losses far apart have another cause than a turn that went on in between."""
+    suspects = PoisonTurnDetector()
+    suspects.lost({"a": 3})
+    assert suspects.clears("a", 3 + PROVEN_TOKENS)
+    suspects.lost({"a": 30})
+    assert suspects.isolated is None
+
+
+def test_an_engine_that_dies_beside_its_work_convicts_nobody() -> None:
+    """One that was killed before the tried turn came to it, or between two steps, is no proof."""
+    suspects = PoisonTurnDetector()
+    for _ in range(2):
+        suspects.lost({"a": 0})
+    assert suspects.lost({}) is None
+    assert suspects.isolated == "a"
+
+
+def test_an_engine_killed_from_outside_convicts_the_second_time() -> None:
+    """Once it may be chance, as when somebody kills engines to see what happens."""
+    suspects = PoisonTurnDetector()
+    for _ in range(3):
+        assert suspects.lost({"a": 0}, from_outside=True) is None
+    assert suspects.isolated == "a"
+    assert suspects.lost({"a": 0}, from_outside=True) == "a"
+
+
+def test_a_turn_that_is_over_is_forgotten() -> None:
+    """However it ended; one that was never suspected can be forgotten as well."""
+    suspects = PoisonTurnDetector()
+    for _ in range(2):
+        suspects.lost({"a": 0, "b": 0})
+    suspects.forget("a")
+    suspects.forget("unknown")
+    assert suspects.isolated == "b"
+    assert not suspects.clears("unknown", 1000)
+
+
+def test_it_shows_whom_it_suspects() -> None:
+    """How often each was named, and who is tried."""
+    suspects = PoisonTurnDetector()
+    suspects.lost({"a": 0, "b": 0})
+    suspects.lost({"b": 0})
+    assert repr(suspects) == "PoisonTurnDetector({'a': 1, 'b': 2}, on_trial=b)"
+
+
+@given(losses=st.lists(NAMED))
+def test_only_who_was_tried_alone_is_convicted(losses: list[dict[str, int]]) -> None:
+    """Whatever engines name: nobody but the turn on trial, and that only when it is the only one named."""
+    suspects = PoisonTurnDetector()
+    for named in losses:
+        on_trial = suspects.isolated
+        culprit = suspects.lost(named)
+        assert (culprit is not None) == (on_trial is not None and named.keys() == {on_trial})
+        assert culprit in (None, on_trial)
+
+
+@given(losses=st.lists(NAMED, min_size=2), told=st.lists(st.tuples(NAMES, st.integers(0, 200))))
+def test_trials_come_to_an_end(losses: list[dict[str, int]], told: list[tuple[str, int]]) -> None:
+    """The tried turn stays the same until it is cleared or over, and when all are, everybody runs together."""
+    suspects = PoisonTurnDetector()
+    for named in losses:
+        suspects.lost(named)
+    for turn_id, n_tokens in told:
+        before = suspects.isolated
+        cleared = suspects.clears(turn_id, n_tokens)
+        assert suspects.isolated == before or (cleared and turn_id == before)
+    while (on_trial := suspects.isolated) is not None:
+        suspects.forget(on_trial)
+    assert len(suspects) <= 5

@@ -1,0 +1,813 @@
+"""The turns that have not ended, over any number of engines."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from structlog.testing import capture_logs
+
+from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.ipc.framing import FramingError
+from inferencecenter.ipc.messages import (
+    AbortTurn,
+    Cancelled,
+    ContextFull,
+    Failed,
+    Finished,
+    Submit,
+    ToEngine,
+    TokenDelta,
+    TurnEvent,
+    pack_tokens,
+    unpack_tokens,
+)
+from inferencecenter.supervisor.crash_limit import CrashLimit
+from inferencecenter.supervisor.poison_turn_store import PoisonTurnStore, SuspectedTurns
+from inferencecenter.supervisor.poison_turns import PROVEN_TOKENS
+from inferencecenter.supervisor.process import EngineExit
+from inferencecenter.supervisor.request_queue import RequestQueue
+from tests.supervisor.harness import Heard, order
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+
+def finished(turn_id: str, reason: str = "stop") -> Finished:
+    """Return an end."""
+    return Finished(
+        turn_id=turn_id,
+        reason=reason,
+        stop=None,
+        kept_tokens=0,
+        kept_chars=0,
+        end_text="",
+        prompt_tokens=0,
+        cached_tokens=0,
+        generated_tokens=0,
+        queue_ms=0,
+        ttft_ms=0,
+        total_ms=0,
+        tokens_per_s=0,
+    )
+
+
+@dataclass
+class Engine:
+    """The other end: which turns it has, and how many tokens of each; what it says of them is in ``outbox``."""
+
+    has: dict[str, int] = field(default_factory=dict)
+    aborting: list[str] = field(default_factory=list)
+    took: list[str] = field(default_factory=list)
+    accepted: list[str] = field(default_factory=list)
+    has_room: bool = True
+
+    def send(self, message: ToEngine) -> None:
+        """Take a command."""
+        match message:
+            case Submit(turn_id=turn_id, answer=answer, accepted=accepted):
+                assert turn_id not in self.has, "a turn is in one engine once"
+                self.has[turn_id] = len(answer) // 4
+                self.took.append(turn_id)
+                self.accepted += [turn_id] if accepted else []
+            case AbortTurn(turn_id=turn_id):
+                assert turn_id in self.has or turn_id in self.took
+                self.aborting.append(turn_id)
+
+    def says(self, turn_id: str) -> TokenDelta:
+        """Generate a token of a turn."""
+        self.has[turn_id] += 1
+        return TokenDelta(turn_id, pack_tokens([self.has[turn_id] - 1]), "x")
+
+    def ends(self, turn_id: str, reason: str = "stop") -> Finished:
+        """End a turn."""
+        del self.has[turn_id]
+        return finished(turn_id, reason)
+
+
+@dataclass
+class Soon:
+    """Calls that are arranged for the next turn of the loop; ``at_once`` turns it as soon as there are any."""
+
+    at_once: bool = False
+    calls: deque[Callable[[], None]] = field(default_factory=deque)
+    turning: bool = False
+
+    def arrange(self, call: Callable[[], None]) -> None:
+        """Arrange for a call."""
+        self.calls.append(call)
+        if not self.at_once or self.turning:
+            return
+        self.turning = True
+        while self.turn():
+            pass
+        self.turning = False
+
+    def turn(self) -> bool:
+        """Make the calls of one turn of the loop; tell whether there were any."""
+        calls, self.calls = self.calls, deque()
+        for call in calls:
+            call()
+        return bool(calls)
+
+
+def make_turns(
+    soon: Soon | None = None,
+    *,
+    max_deaths: int = 0,
+    remember: Callable[[SuspectedTurns], None] = lambda _: None,
+) -> RequestQueue:
+    """Return a table that hands turns over when ``soon`` says so, or at once."""
+    return RequestQueue(
+        call_soon=(soon or Soon(at_once=True)).arrange,
+        changed=lambda: None,
+        crash_limit=CrashLimit(max_deaths=max_deaths, window_s=3600.0, monotonic=lambda: 0.0),
+        remember=remember,
+    )
+
+
+def suspected_twice(*turns: Heard) -> tuple[RequestQueue, Engine]:
+    """Return a table whose turns were all named by two dead engines, and its third engine."""
+    table = make_turns()
+    for turn in turns:
+        table.add(turn)
+    for _ in range(2):
+        table.connect(Engine())
+        table.lost(EngineExit("died", tuple(turn.turn_id for turn in turns)))
+    engine = Engine()
+    table.connect(engine)
+    return table, engine
+
+
+def test_a_turn_that_was_here_before_the_engine_is_accepted() -> None:
+    """It may not be refused for lack of room, also by the next engine; what came since may, had it to wait or not."""
+    table, first, second = make_turns(), Engine(), Engine()
+    table.add(Heard(order("waited")))
+    table.connect(first)
+    table.add(Heard(order("new")))
+    first.has_room = False
+    table.add(Heard(order("late")))
+    first.has_room = True
+    table.go_on()
+    assert (first.took, first.accepted) == (["waited", "new", "late"], ["waited"])
+    table.lost()
+    table.connect(second)
+    assert second.accepted == ["waited", "new", "late"]
+
+
+def test_turns_are_submitted_again_in_their_order() -> None:
+    """Those that ran and those that came while no engine was there, and each says where it is."""
+    table, first, second = make_turns(), Engine(), Engine()
+    a, b, c = (Heard(order(name)) for name in "abc")
+    table.connect(first)
+    table.add(a)
+    table.add(b)
+    table.on_engine_event(first.says("a"))
+    table.lost()
+    assert not table.add(c)
+    assert (table.n_waiting, table.engine_is_busy) == (3, False)
+    table.connect(second)
+    assert (second.took, second.has) == (["a", "b", "c"], {"a": 1, "b": 0, "c": 0})
+    assert [turn.interruptions for turn in (a, b, c)] == [1, 1, 0]
+
+
+def test_turns_are_handed_over_one_in_a_turn_of_the_loop() -> None:
+    """Each is rendered in between what else the loop does, in their order; one that came late may be among them."""
+    soon, engine = Soon(), Engine()
+    table = make_turns(soon)
+    turns = [Heard(order(f"t{number}")) for number in range(50)]
+    for turn in turns:
+        table.add(turn)
+    table.connect(engine)
+    submitted = 0
+    while soon.turn():
+        assert sum(turn.submissions for turn in turns) - submitted <= 1
+        submitted = sum(turn.submissions for turn in turns)
+    assert engine.took == [turn.turn_id for turn in turns]
+    assert (table.n_waiting, len(soon.calls)) == (0, 0)
+
+
+def test_an_engine_that_is_behind_is_given_no_more() -> None:
+    """Neither what waits nor what comes, until it has read what it was sent."""
+    table, engine = make_turns(), Engine(has_room=False)
+    early, late = Heard(order("early")), Heard(order("late"))
+    table.add(early)
+    table.connect(engine)
+    assert not table.add(late)
+    assert (engine.took, table.n_waiting) == ([], 2)
+    engine.has_room = True
+    table.go_on()
+    assert (engine.took, table.n_waiting) == (["early", "late"], 0)
+
+
+def test_an_engine_lost_while_it_is_given_turns() -> None:
+    """What it did not get was not submitted, and the next engine gets all of them."""
+    soon, first, second = Soon(), Engine(), Engine()
+    table = make_turns(soon)
+    turns = [Heard(order(name)) for name in "abc"]
+    for turn in turns:
+        table.add(turn)
+    table.connect(first)
+    soon.turn()
+    table.lost()
+    assert not soon.turn() or first.took == ["a"]
+    table.connect(second)
+    while soon.turn():
+        pass
+    assert (first.took, second.took) == (["a"], ["a", "b", "c"])
+    assert [turn.submissions for turn in turns] == [2, 1, 1]
+
+
+def test_any_number_of_turns_that_cannot_be_submitted_end() -> None:
+    """Each hears of its own end once, whatever kept it from running, and those beside them run."""
+
+    class Refusing(Heard):
+        def submission(self) -> Submit:
+            raise self.error
+
+        error: Exception = InferenceCenterError(ErrorCode.MODEL_NOT_FOUND, "another model")
+
+    class Broken(Refusing):
+        error = RuntimeError("a defect")
+
+    table, engine = make_turns(), Engine()
+    failing = [(Broken if number % 2 else Refusing)(order(f"bad{number}")) for number in range(5000)]
+    fine = [Heard(order(f"fine{number}")) for number in range(3)]
+    for turn in (fine[0], *failing[:2500], fine[1], *failing[2500:], fine[2]):
+        table.add(turn)
+    with capture_logs():
+        table.connect(engine)
+    assert [len(turn.terminal) for turn in failing] == [1] * len(failing)
+    assert engine.took == [turn.turn_id for turn in fine]
+    assert len(table) == len(fine)
+
+
+@pytest.mark.parametrize("begun", [True, False])
+def test_turns_that_no_engine_takes_fail(*, begun: bool) -> None:
+    """All of them, or those that have said nothing: the others may go on with an engine that comes later."""
+    table, engine = make_turns(), Engine()
+    said, silent = Heard(order("said")), Heard(order("silent"))
+    table.connect(engine)
+    for turn in (said, silent):
+        table.add(turn)
+    table.on_engine_event(engine.says("said"))
+    table.lost()
+    table.fail(InferenceCenterError(ErrorCode.ENGINE_UNAVAILABLE), begun=begun)
+    assert ([len(turn.terminal) for turn in (said, silent)], len(table)) == ([int(begun), 1], int(not begun))
+
+
+@pytest.mark.parametrize("given_up", [False, True])
+def test_turns_of_an_engine_that_is_gone_are_told_one_in_a_turn_of_the_loop(*, given_up: bool) -> None:
+    """In their order, each of one thing: that it waits again, or that it has ended, whatever it waited to hear."""
+    soon, engine, told = Soon(), Engine(), list[str]()
+
+    class Noting(Heard):
+        def on_engine_event(self, event: TurnEvent) -> None:
+            super().on_engine_event(event)
+            told.append(self.turn_id)
+
+        def interrupted(self) -> None:
+            super().interrupted()
+            told.append(self.turn_id)
+
+    table = make_turns(soon)
+    table.connect(engine)
+    turns = [Noting(order(f"t{number}")) for number in range(1000)]
+    for turn in turns:
+        table.add(turn)
+    table.lost()
+    if given_up:
+        table.fail(InferenceCenterError(ErrorCode.ENGINE_UNAVAILABLE), begun=True)
+        assert len(table) == 0
+    counts = [len(told)]
+    while soon.turn():
+        counts.append(len(told))
+    assert max(after - before for before, after in pairwise(counts)) == 1
+    assert told == [turn.turn_id for turn in turns]
+    assert {(turn.interruptions, len(turn.terminal)) for turn in turns} == {(0, 1) if given_up else (1, 0)}
+    assert not table.telling
+
+
+def test_what_comes_before_a_turn_is_told_of_a_lost_engine() -> None:
+    """An abort ends it at once, a turn that is recalled hears first, and the next engine waits until all have heard."""
+    soon, first, second = Soon(), Engine(), Engine()
+    table = make_turns(soon)
+    table.connect(first)
+    aborted, recalled, stays = (Heard(order(name)) for name in ("aborted", "recalled", "stays"))
+    for turn in (aborted, stays, recalled):
+        table.add(turn)
+    table.on_engine_event(first.says("aborted"))
+    table.on_engine_event(first.says("stays"))
+    table.lost()
+    table.abort("aborted")
+    assert table.recall(begun=False) == [recalled]
+    assert (aborted.terminal, recalled.interruptions) == ([Cancelled("aborted")], 1)
+    table.connect(second)
+    assert soon.turn()
+    assert (stays.interruptions, second.took) == (1, [])
+    while soon.turn():
+        pass
+    assert (second.took, stays.interruptions, aborted.interruptions, recalled.interruptions) == (["stays"], 1, 0, 1)
+
+
+def test_a_turn_that_is_to_hear_of_its_end_hears_no_other() -> None:
+    """Neither an abort nor a new engine reaches it, and a turn that comes meanwhile runs."""
+    soon, engine = Soon(), Engine()
+    table = make_turns(soon)
+    failed, late = Heard(order("failed")), Heard(order("late"))
+    table.add(failed)
+    table.fail(InferenceCenterError(ErrorCode.ENGINE_UNAVAILABLE), begun=True)
+    assert (failed.terminal, len(table), table.telling) == ([], 0, True)
+    table.abort("failed")
+    table.connect(engine)
+    assert table.add(late)
+    while soon.turn():
+        pass
+    assert [type(end) for end in failed.terminal] == [Failed]
+    assert engine.took == ["late"]
+
+
+class Slow(Heard):
+    """A turn whose prompt is there when a test says so."""
+
+    ready = False
+    asked = 0
+    then: Callable[[], None] = staticmethod(lambda: None)
+
+    def prepare(self, then: Callable[[], None]) -> bool:
+        """Take note of what waits for it."""
+        self.asked += 1
+        self.then = then
+        return self.ready
+
+    def rendered(self) -> None:
+        """Let the prompt be there."""
+        self.ready = True
+        self.then()
+
+
+def test_a_turn_that_has_no_prompt_yet_holds_up_no_other() -> None:
+    """It is given to the engine when its prompt is there, whether it came before the engine or after."""
+    table, engine = make_turns(), Engine()
+    before, after, quick = Slow(order("before")), Slow(order("after")), Heard(order("quick"))
+    table.add(before)
+    table.add(quick)
+    table.connect(engine)
+    assert table.add(after), "it waits for no slot"
+    assert (engine.took, table.n_waiting) == (["quick"], 2)
+    after.rendered()
+    before.rendered()
+    assert engine.took == ["quick", "after", "before"]
+    assert (before.asked, after.asked) == (2, 2)
+
+
+def test_turns_that_are_rendered_are_being_handed_over() -> None:
+    """An engine that has to make way knows that it has not yet got what has waited for it."""
+    soon = Soon()
+    table, engine, turn = make_turns(soon), Engine(), Slow(order("a"))
+    table.add(turn)
+    assert not table.handing_over
+    table.connect(engine)
+    assert table.handing_over
+    soon.turn()
+    assert table.handing_over, "it is rendered"
+    turn.rendered()
+    while soon.turn():
+        pass
+    assert (table.handing_over, engine.took) == (False, ["a"])
+
+
+def test_a_turn_without_a_prompt_is_interrupted_by_nothing() -> None:
+    """While an engine is lost its prompt may come; the next engine has the turn."""
+    table, first, second = make_turns(), Engine(), Engine()
+    turn = Slow(order("a"))
+    table.connect(first)
+    table.add(turn)
+    table.lost()
+    turn.rendered()
+    assert first.took == []
+    table.connect(second)
+    assert (second.took, turn.interruptions) == (["a"], 0)
+
+
+def test_a_turn_that_ended_is_not_given_when_its_prompt_comes() -> None:
+    """Aborted while it was rendered, it is gone."""
+    table, engine = make_turns(), Engine()
+    turn = Slow(order("a"))
+    table.connect(engine)
+    table.add(turn)
+    table.abort("a")
+    turn.rendered()
+    assert (engine.took, len(table), len(turn.terminal)) == ([], 0, 1)
+
+
+class Life:
+    """One daemon after the other on one state directory, all with the turns that have not ended."""
+
+    def __init__(self, file: Path, turns: list[Heard]) -> None:
+        self.file = file
+        self.turns = turns
+
+    def begin(self, *, after_crash: bool) -> tuple[RequestQueue, Engine]:
+        """Start a daemon, which resumes what there is; return its table and its first engine."""
+        kept = PoisonTurnStore(self.file)
+        table, engine = make_turns(remember=partial(kept.put, "model")), Engine()
+        for turn in self.turns:
+            if not turn.terminal:
+                table.add(turn)
+        table.resume(kept.of("model"), after_crash=after_crash)
+        table.connect(engine)
+        return table, engine
+
+
+def test_a_turn_that_ends_the_daemon_is_found_by_the_fifth(tmp_path: Path) -> None:
+    """Daemon and engine die together each time: two deaths lead to a trial, two deaths in the trial to a verdict."""
+    poison, fine = Heard(order("poison")), Heard(order("fine"))
+    life = Life(tmp_path / "suspects.json", [poison, fine])
+    assert life.begin(after_crash=False)[1].took == ["poison", "fine"]
+    assert life.begin(after_crash=True)[1].took == ["poison", "fine"]
+    for _ in range(2):
+        assert life.begin(after_crash=True)[1].took == ["poison"]
+    table, engine = life.begin(after_crash=True)
+    assert [end.code for end in poison.terminal if isinstance(end, Failed)] == [ErrorCode.ENGINE_CRASHED]
+    assert engine.took == ["fine"]
+    table.on_engine_event(engine.ends("fine"))
+    assert PoisonTurnStore(life.file).of("model") == SuspectedTurns()
+
+
+def test_innocent_turns_outlive_any_number_of_daemons(tmp_path: Path) -> None:
+    """Those that go on between two deaths are tried by none."""
+    turns = [Heard(order(name)) for name in "abc"]
+    life = Life(tmp_path / "suspects.json", turns)
+    for number in range(10):
+        table, engine = life.begin(after_crash=number > 0)
+        assert engine.took == ["a", "b", "c"]
+        for turn in turns:
+            for _ in range(PROVEN_TOKENS):
+                table.on_engine_event(engine.says(turn.turn_id))
+        assert PoisonTurnStore(life.file).of("model") == SuspectedTurns()
+
+
+def test_a_turn_that_gets_further_in_each_daemon_is_not_suspected(tmp_path: Path) -> None:
+    """A token between two deaths is enough: it would end by itself if it were let."""
+    slow = Heard(order("slow"))
+    life = Life(tmp_path / "suspects.json", [slow])
+    for number in range(10):
+        table, engine = life.begin(after_crash=number > 0)
+        assert engine.took == ["slow"]
+        table.on_engine_event(engine.says("slow"))
+    assert (slow.terminal, slow.n_tokens) == ([], 10)
+
+
+def test_a_suspicion_outlives_a_daemon_that_ends_in_order(tmp_path: Path) -> None:
+    """One that gives its engine up after a death or two leaves the search to the next; its end accuses no turn."""
+    poison, fine = Heard(order("poison")), Heard(order("fine"))
+    life = Life(tmp_path / "suspects.json", [poison, fine])
+    for expected in (["poison", "fine"], ["poison", "fine"], ["poison"]):
+        table, engine = life.begin(after_crash=False)
+        assert engine.took == expected
+        assert table.lost(EngineExit("died", ("poison",))) == (expected == ["poison"])
+    assert [end.code for end in poison.terminal if isinstance(end, Failed)] == [ErrorCode.ENGINE_CRASHED]
+    life.begin(after_crash=False)[0].lost()
+    assert life.begin(after_crash=False)[1].took == ["fine"]
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b'{"model": 7}', b"\xff" * 100])
+def test_a_damaged_file_of_suspects_costs_nothing_else(tmp_path: Path, content: bytes) -> None:
+    """It is named in the log and written anew."""
+    path = tmp_path / "suspects.json"
+    path.write_bytes(content)
+    with capture_logs() as logs:
+        kept = PoisonTurnStore(path)
+    assert [line["event"] for line in logs] == ["suspects_unreadable"]
+    kept.put("model", SuspectedTurns({"t": 1}))
+    assert PoisonTurnStore(path).of("model") == SuspectedTurns({"t": 1})
+
+
+def test_what_a_lost_engine_still_says_is_nothing() -> None:
+    """Nor what is said of a turn that nobody knows."""
+    table, engine = make_turns(), Engine()
+    turn = Heard(order("a"))
+    table.connect(engine)
+    table.add(turn)
+    table.lost()
+    table.on_engine_event(engine.says("a"))
+    table.on_engine_event(finished("a"))
+    table.on_engine_event(finished("unknown"))
+    assert turn.events == []
+
+
+def test_suspects_run_one_at_a_time_with_nobody_else() -> None:
+    """A cleared one makes room for the next: it leaves without a word, and its words are made again."""
+    a, b, c = (Heard(order(name)) for name in "abc")
+    table, engine = suspected_twice(a, b)
+    assert not table.add(c)
+    assert engine.took == ["a"]
+    for _ in range(PROVEN_TOKENS):
+        table.on_engine_event(engine.says("a"))
+    assert engine.aborting == ["a"]
+    assert (engine.took, a.interruptions) == (["a"], 3)
+    table.on_engine_event(engine.says("a"))
+    assert a.n_tokens == PROVEN_TOKENS
+    table.on_engine_event(engine.ends("a", "aborted"))
+    assert (engine.took, a.terminal) == (["a", "b"], [])
+    for _ in range(PROVEN_TOKENS):
+        table.on_engine_event(engine.says("b"))
+    assert engine.took == ["a", "b", "a", "c"]
+    assert engine.has == {"b": PROVEN_TOKENS, "a": PROVEN_TOKENS, "c": 0}
+    assert b.interruptions == 2
+
+
+def test_the_one_that_dies_alone_is_quarantined() -> None:
+    """It hears why; the others, suspects too, go on."""
+    a, b = Heard(order("a")), Heard(order("b"))
+    table, _ = suspected_twice(a, b)
+    with capture_logs() as logs:
+        assert table.lost(EngineExit("killed by SIGSEGV", ("a",)))
+    (end,) = a.terminal
+    assert isinstance(end, Failed)
+    assert (end.code, "SIGSEGV" in end.message, bool(end.hint)) == (ErrorCode.ENGINE_CRASHED, True, True)
+    assert [line["turn"] for line in logs if line["event"] == "turn_quarantined"] == ["a"]
+    engine = Engine()
+    table.connect(engine)
+    assert engine.took == ["b"]
+    assert len(table) == 1
+
+
+def test_a_trial_ends_with_its_turn() -> None:
+    """Finished, overflowed for good or aborted: then it is the next one's, or everybody's."""
+    a, b, c = (Heard(order(name)) for name in "abc")
+    table, engine = suspected_twice(a, b, c)
+    table.on_engine_event(engine.ends("a"))
+    assert engine.took == ["a", "b"]
+    table.on_engine_event(ContextFull(turn_id="b", n_tokens=1))
+    assert engine.took == ["a", "b", "c"]
+    table.abort("c")
+    table.on_engine_event(engine.ends("c", "aborted"))
+    assert len(table) == 0
+
+
+def test_a_turn_that_shifts_stays_a_suspect() -> None:
+    """It is submitted again while it is told, and is still alone."""
+    table = make_turns()
+
+    class Shifting(Heard):
+        def on_engine_event(self, event: TurnEvent) -> None:
+            if isinstance(event, ContextFull):
+                assert table.add(self)
+            else:
+                super().on_engine_event(event)
+
+    a, b = Shifting(order("a")), Heard(order("b"))
+    table.add(a)
+    table.add(b)
+    for _ in range(2):
+        table.connect(Engine())
+        table.lost(EngineExit("died", ("a",)))
+    engine = Engine()
+    table.connect(engine)
+    engine.has.clear()
+    table.on_engine_event(ContextFull(turn_id="a", n_tokens=1))
+    assert engine.took == ["a", "a"]
+    assert table.lost(EngineExit("died", ("a",)))
+
+
+def test_an_abort_while_it_leaves() -> None:
+    """It hears of its end at once, and the engine's word about it is nobody's."""
+    a, b = Heard(order("a")), Heard(order("b"))
+    table, engine = suspected_twice(a, b)
+    for _ in range(PROVEN_TOKENS):
+        table.on_engine_event(engine.says("a"))
+    table.abort("a")
+    assert a.terminal == [Cancelled("a")]
+    assert engine.took == ["a"]
+    table.on_engine_event(engine.ends("a", "aborted"))
+    assert engine.took == ["a", "b"]
+    assert a.terminal == [Cancelled("a")]
+
+
+def test_one_that_is_being_aborted_does_not_leave() -> None:
+    """Its own end is on its way, and the next trial waits for it."""
+    a, b = Heard(order("a")), Heard(order("b"))
+    table, engine = suspected_twice(a, b)
+    table.abort("a")
+    for _ in range(PROVEN_TOKENS):
+        table.on_engine_event(engine.says("a"))
+    assert (engine.aborting, engine.took) == (["a"], ["a"])
+    table.on_engine_event(engine.ends("a", "aborted"))
+    assert [end.reason for end in a.terminal if isinstance(end, Finished)] == ["aborted"]
+    assert engine.took == ["a", "b"]
+
+
+def test_a_submission_that_is_too_large() -> None:
+    """Is refused where it is submitted first, and the turn's end where it waited."""
+
+    class Narrow(Engine):
+        def send(self, message: ToEngine) -> None:
+            raise FramingError("too large")
+
+    table = make_turns()
+    waiting, direct = Heard(order("waiting")), Heard(order("direct"))
+    table.add(waiting)
+    table.connect(Narrow())
+    assert [end.code for end in waiting.terminal if isinstance(end, Failed)] == [ErrorCode.PROMPT_TOO_LONG]
+    with pytest.raises(InferenceCenterError) as caught:
+        table.add(direct)
+    assert caught.value.code is ErrorCode.PROMPT_TOO_LONG
+    assert (len(table), direct.events) == (0, [])
+
+
+def test_a_turn_that_fails_to_take_note_harms_nobody() -> None:
+    """Neither of an interruption nor of its end."""
+
+    class Broken(Heard):
+        def interrupted(self) -> None:
+            raise RuntimeError
+
+        def on_engine_event(self, event: TurnEvent) -> None:
+            raise RuntimeError
+
+    table, engine = make_turns(), Engine()
+    broken, fine = Broken(order("broken")), Heard(order("fine"))
+    table.connect(engine)
+    table.add(broken)
+    table.add(fine)
+    with capture_logs() as logs:
+        table.lost()
+        table.fail(InferenceCenterError(ErrorCode.ENGINE_UNAVAILABLE, "given up", hint="h"), begun=True)
+    assert fine.terminal == [Failed(turn_id="fine", code="engine_unavailable", message="given up", hint="h")]
+    assert [line["event"] for line in logs] == ["turn_listener_failed"] * 2
+    assert repr(table) == "RequestQueue(0, given=0, PoisonTurnDetector({}, on_trial=None))"
+
+
+class TurnsMachine(RuleBasedStateMachine):
+    """Turns come, speak, end, are aborted, and lose engines at any time; a poisoned one kills whoever steps with it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = make_turns()
+        self.engine: Engine | None = None
+        self.turns: dict[str, Heard] = {}
+        self.aborted: set[str] = set()
+        self.accused: dict[str, int] = {}
+        self.may_be_convicted: set[str] = set()
+
+    @initialize(poisons=st.sets(st.integers(0, 9), max_size=3))
+    def begin(self, poisons: set[int]) -> None:
+        """Some of the turns to come kill engines."""
+        self.poisons = {f"t{n}" for n in poisons}
+
+    @rule()
+    def submit(self) -> None:
+        """A turn comes."""
+        turn = Heard(order(f"t{len(self.turns)}"))
+        self.turns[turn.turn_id] = turn
+        given = self.table.add(turn)
+        assert given == (self.engine is not None and turn.turn_id in self.engine.has)
+
+    @precondition(lambda self: self.engine is None)
+    @rule()
+    def connect(self) -> None:
+        """An engine is ready; it gets turns in the order of their submission."""
+        self.engine = Engine()
+        self.table.connect(self.engine)
+        places = [list(self.turns).index(turn_id) for turn_id in self.engine.took]
+        assert places == sorted(places)
+
+    @precondition(lambda self: self.engine is not None)
+    @rule()
+    def stall(self) -> None:
+        """The engine stops reading, or has read what it was sent."""
+        assert self.engine is not None
+        self.engine.has_room = not self.engine.has_room
+        if self.engine.has_room:
+            self.table.go_on()
+
+    @precondition(lambda self: self.engine is not None and self.engine.has)
+    @rule(data=st.data())
+    def step(self, data: st.DataObject) -> None:
+        """The engine runs a step of some of its turns, unless one of them kills it."""
+        assert self.engine is not None
+        chosen = data.draw(st.sets(st.sampled_from(sorted(self.engine.has)), min_size=1))
+        if chosen & self.poisons:
+            self._die(chosen)
+            return
+        for turn_id in sorted(chosen):
+            event = self.engine.says(turn_id)
+            self.table.on_engine_event(event)
+
+    @precondition(lambda self: self.engine is not None and self.engine.has)
+    @rule(data=st.data())
+    def end(self, data: st.DataObject) -> None:
+        """A turn ends by itself."""
+        assert self.engine is not None
+        turn_id = data.draw(st.sampled_from(sorted(self.engine.has)))
+        self.table.on_engine_event(self.engine.ends(turn_id))
+
+    @precondition(lambda self: self.engine is not None and self.engine.aborting)
+    @rule()
+    def answer_abort(self) -> None:
+        """The engine ends a turn whose end was asked for, if it still has it."""
+        self._answer_abort()
+
+    @precondition(lambda self: self.turns)
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        """A client wants the end of a turn, perhaps of one that is over."""
+        turn_id = data.draw(st.sampled_from(sorted(self.turns)))
+        self.aborted.add(turn_id)
+        self.table.abort(turn_id)
+
+    @precondition(lambda self: self.engine is not None)
+    @rule(data=st.data())
+    def die(self, data: st.DataObject) -> None:
+        """The engine dies of something else, in a step or between two."""
+        assert self.engine is not None
+        self._die(data.draw(st.sets(st.sampled_from(sorted(self.engine.has)))) if self.engine.has else set())
+
+    @invariant()
+    def each_turn_has_said_each_word_once(self) -> None:
+        """And has ended once at most, and is kept until then."""
+        for turn in self.turns.values():
+            assert unpack_tokens(turn.tokens) == list(range(turn.n_tokens))
+            assert len(turn.terminal) <= 1
+        assert len(self.table) == sum(not turn.terminal for turn in self.turns.values())
+
+    @invariant()
+    def only_who_was_alone_is_quarantined(self) -> None:
+        """And only what a client aborted ends as aborted."""
+        for turn in self.turns.values():
+            for end in turn.terminal:
+                if isinstance(end, Failed):
+                    assert turn.turn_id in self.may_be_convicted
+                if isinstance(end, Cancelled):
+                    assert turn.turn_id in self.aborted
+
+    @invariant()
+    def the_engine_has_what_it_may_have(self) -> None:
+        """With an engine that reads, either all turns are there, or one is tried, or room is made for that."""
+        if self.engine is None:
+            assert not self.table.engine_is_busy
+        elif not self.engine.has_room:
+            assert self.table.n_waiting <= len(self.table)
+        elif self.table.n_waiting:
+            on_trial = self.table._detector.isolated
+            leaving = set(self.engine.aborting) & set(self.engine.has)
+            assert on_trial is not None or leaving
+            assert leaving or set(self.engine.has) == {on_trial}
+
+    def teardown(self) -> None:
+        """In peace everybody comes to an end."""
+        for _ in range(100 * (len(self.turns) + 1)):
+            if not len(self.table):
+                break
+            if self.engine is None:
+                self.connect()
+            assert self.engine is not None
+            if not self.engine.has_room:
+                self.stall()
+            while self.engine.aborting:
+                self._answer_abort()
+            self._run_all()
+        assert all(len(turn.terminal) == 1 for turn in self.turns.values())
+        for turn_id in self.poisons & set(self.turns):
+            (end,) = self.turns[turn_id].terminal
+            assert isinstance(end, Failed | Finished | Cancelled)
+
+    def _run_all(self) -> None:
+        assert self.engine is not None
+        for turn_id in sorted(self.engine.has):
+            if turn_id in self.poisons:
+                self._die(set(self.engine.has))
+                return
+            if turn_id in self.engine.has:
+                over = self.engine.has[turn_id] > 2 * PROVEN_TOKENS
+                self.table.on_engine_event(self.engine.ends(turn_id) if over else self.engine.says(turn_id))
+
+    def _answer_abort(self) -> None:
+        assert self.engine is not None
+        turn_id = self.engine.aborting.pop(0)
+        if turn_id in self.engine.has:
+            self.table.on_engine_event(self.engine.ends(turn_id, "aborted"))
+
+    def _die(self, named: set[str]) -> None:
+        """Lose the engine; a conviction needs a turn that was alone there and named twice before."""
+        assert self.engine is not None
+        alone = set(self.engine.has)
+        if len(alone) == 1 and named == alone and self.accused.get(min(alone), 0) >= 2:
+            self.may_be_convicted |= alone
+        self.engine = None
+        running = {turn_id for turn_id in named if not self.turns[turn_id].terminal}
+        for turn_id in running:
+            self.accused[turn_id] = self.accused.get(turn_id, 0) + 1
+        self.table.lost(EngineExit("died", tuple(sorted(named))))
+
+
+TestTurnsMachine = TurnsMachine.TestCase

@@ -1,0 +1,74 @@
+"""An engine that makes no progress is noticed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from inferencecenter.supervisor.watchdog import LOOKS, Watchdog
+from tests.supervisor.timers import Timers
+
+
+@dataclass
+class Clock(Timers):
+    """A watch whose timers fire when the test says so."""
+
+    beats: int = 0
+    hangs: int = 0
+
+    def __post_init__(self) -> None:
+        self.watch = Watchdog(60.0, ticks=lambda: self.beats, on_hang=self._hang, call_later=self.call_later)
+
+    def _hang(self) -> None:
+        self.hangs += 1
+
+
+def test_no_progress_for_the_whole_time_is_a_hang() -> None:
+    """It is told once, after as many looks as the time has, and the watch is over."""
+    clock = Clock()
+    clock.watch.keep(watching=True)
+    for _ in range(LOOKS):
+        assert clock.hangs == 0
+        assert [call.delay_s for call in clock.pending] == [60.0 / LOOKS]
+        clock.fire()
+    assert (clock.hangs, clock.pending) == (1, [])
+
+
+def test_nothing_runs_while_nobody_is_watched() -> None:
+    """No timer is there before, and none after; ending it twice does nothing."""
+    clock = Clock()
+    assert clock.pending == []
+    clock.watch.keep(watching=True)
+    clock.watch.keep(watching=True)
+    assert len(clock.pending) == 1
+    clock.watch.keep(watching=False)
+    clock.watch.keep(watching=False)
+    assert clock.pending == []
+
+
+def test_time_without_work_does_not_count() -> None:
+    """Looks begin anew with each watch, though the number is the same as long ago."""
+    clock = Clock()
+    for _ in range(3):
+        clock.watch.keep(watching=True)
+        for _ in range(LOOKS - 1):
+            clock.fire()
+        clock.watch.keep(watching=False)
+    assert clock.hangs == 0
+
+
+@given(progress=st.lists(st.integers(0, 3)))
+def test_a_hang_is_a_row_of_looks_without_progress(progress: list[int]) -> None:
+    """Whatever came before: exactly when the number was the same at the last looks and at the one before them."""
+    clock = Clock()
+    clock.watch.keep(watching=True)
+    row = 0
+    for step in progress:
+        clock.beats += step
+        clock.fire()
+        row = 0 if step else row + 1
+        assert clock.hangs == (row == LOOKS)
+        if clock.hangs:
+            break
