@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import structlog
 
 from inferencecenter.errors import ErrorCode, InferenceCenterError
-from inferencecenter.server.administration import no_usage
+from inferencecenter.server.context import no_usage
 from inferencecenter.sessions.journal import RETRY_LATER_MS
 from inferencecenter.sessions.store.archive import Archive
 from inferencecenter.sessions.store.schema import DATABASE_NAME
@@ -17,10 +17,10 @@ from inferencecenter.sessions.store.usage import day_of
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from inferencecenter.server.administration import UsageReader
-    from inferencecenter.server.authentication import OtherAccounts
+    from inferencecenter.auth.authentication import ExternalAuthProvider
+    from inferencecenter.config.settings import Settings
+    from inferencecenter.server.context import UsageReader
     from inferencecenter.sessions.store.archive import UsageLine
-    from inferencecenter.settings import Settings
 
 _log = structlog.get_logger(__name__)
 
@@ -59,7 +59,7 @@ def usage_reader(settings: Settings) -> UsageReader:
     return read
 
 
-def other_accounts(settings: Settings) -> OtherAccounts | None:
+def other_accounts(settings: Settings) -> ExternalAuthProvider | None:
     """Return another program that knows clients, if there is one; call it on the event loop.
 
     Raises:
@@ -68,7 +68,7 @@ def other_accounts(settings: Settings) -> OtherAccounts | None:
     if settings.external_auth.url is None:
         return None
     # What speaks HTTP takes a tenth of a second to import, which most daemons need not.
-    from inferencecenter.server.external_auth import ExternalAuth  # noqa: PLC0415
+    from inferencecenter.auth.external import ExternalAuth  # noqa: PLC0415
 
     return ExternalAuth(
         settings.external_auth,

@@ -22,26 +22,25 @@ from typing import TYPE_CHECKING, Final
 import structlog
 import uvloop
 
-from inferencecenter import __version__, dialects
+from inferencecenter import __version__
 from inferencecenter.accounting import other_accounts, usage_reader, used_today
-from inferencecenter.config_params import parse_config_params
+from inferencecenter.api.app import api_routes, create_app
+from inferencecenter.auth.accounts import Accounts
+from inferencecenter.auth.audit import AuditEvent
+from inferencecenter.auth.bootstrap import ensure_admin
+from inferencecenter.auth.quotas import Allowances
+from inferencecenter.config.params import parse_config_params
+from inferencecenter.config.reload import ConfigReloader, static_clients
 from inferencecenter.engines import make_models
 from inferencecenter.errors import ErrorCode, InferenceCenterError
 from inferencecenter.hardware.nvml import Gpu
 from inferencecenter.models.registry import read_registry
 from inferencecenter.protocol.base import Event, Request, build_messages
 from inferencecenter.protocol.values import Value
-from inferencecenter.reload import Reload, static_clients
 from inferencecenter.reporting import Reporter
-from inferencecenter.server.accounts import Accounts
-from inferencecenter.server.allowances import Allowances
-from inferencecenter.server.app import create_app
-from inferencecenter.server.audit import AuditEvent
-from inferencecenter.server.context import Context
+from inferencecenter.server.context import ServerContext
 from inferencecenter.server.control import DAEMON_LOCK_NAME, ControlSocket, record_open_files
-from inferencecenter.server.first_run import ensure_admin
-from inferencecenter.server.inherited import inherited_sockets
-from inferencecenter.server.listener import CLOSING_S, Listener, address, bind
+from inferencecenter.server.listener import CLOSING_S, Listener, address, bind, inherited_sockets
 from inferencecenter.server.tls import Certificate
 from inferencecenter.sessions.registry import Sessions
 from inferencecenter.sessions.store.schema import DATABASE_NAME
@@ -63,13 +62,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
+    from inferencecenter.config.settings import Settings
     from inferencecenter.ipc.port import EngineStatus, ModelsPort
     from inferencecenter.models.registry import Registry
     from inferencecenter.protocol.params import Params
     from inferencecenter.sessions.allowance import Allowance
     from inferencecenter.sessions.store.recorder import PurgeKind
     from inferencecenter.sessions.totals import Totals, TurnObserver
-    from inferencecenter.settings import Settings
     from inferencecenter.supervisor.model_manager import ModelManager
     from inferencecenter.telemetry.otlp import Traces
 
@@ -197,7 +196,7 @@ async def _run(settings: Settings, prepared: _Prepared, *, on_listening: Callabl
         allowance_of=allowances.of,
     )
     reporter = _reporter(settings, models, gpu, totals=sessions.totals)
-    context = Context.create(
+    context = ServerContext.create(
         settings.server,
         models=models,
         sessions=sessions,
@@ -213,7 +212,7 @@ async def _run(settings: Settings, prepared: _Prepared, *, on_listening: Callabl
     guard = ThermalThrottler(
         settings.gpu, engines=models, limit=models.limit, notify=context.hub.broadcast, metrics=metrics
     )
-    reload = Reload(
+    reload = ConfigReloader(
         started_with=settings,
         read=prepared.read_again,
         accounts=accounts,
@@ -234,7 +233,7 @@ async def _run(settings: Settings, prepared: _Prepared, *, on_listening: Callabl
 
     drain = partial(reporter.told_to_stop, lambda: context.drain(at_once=hopeless()))
     listener = Listener(
-        create_app(context, *dialects.routes(context)),
+        create_app(context, *api_routes(context)),
         settings.server,
         drain=drain,
         tls=prepared.tls,
@@ -296,7 +295,7 @@ def _restore(
     settings: Settings, store: Store, *, accounts: Accounts, allowances: Allowances, sessions: Sessions
 ) -> None:
     """Go on with what earlier daemons stored."""
-    allowances.recall(used_today(settings))
+    allowances.restore_usage(used_today(settings))
     sessions.restore(store.load(), clean=store.was_clean, retention_days=accounts.retentions())
 
 

@@ -23,8 +23,8 @@ from inferencecenter.supervisor.supervisor import Supervisor
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Collection
 
+    from inferencecenter.config.settings import Settings
     from inferencecenter.models.registry import ModelSpec, Registry
-    from inferencecenter.settings import Settings
     from inferencecenter.telemetry.engine_metrics import EngineMetrics
 
 _PLAN_FILE: Final = "plan.json"

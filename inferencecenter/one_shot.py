@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
-from inferencecenter.config_params import parse_config_params
+from inferencecenter.config.params import parse_config_params
+from inferencecenter.config.settings import bundled_model
 from inferencecenter.errors import ErrorCode, InferenceCenterError
 from inferencecenter.hardware.vram_calibration import VramCalibration
 from inferencecenter.ipc.port import EngineState
@@ -21,7 +22,6 @@ from inferencecenter.protocol.events import ContextShifted, End, Error, Progress
 from inferencecenter.sessions.client import Client
 from inferencecenter.sessions.registry import Sessions
 from inferencecenter.sessions.template_process import TemplateProcesses
-from inferencecenter.settings import bundled_model
 from inferencecenter.supervisor.engine_options import KvCachePaths, engine_options, restart_policy
 from inferencecenter.supervisor.planning import Planner
 from inferencecenter.supervisor.supervisor import Supervisor
@@ -29,9 +29,9 @@ from inferencecenter.supervisor.supervisor import Supervisor
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from inferencecenter.config.settings import Settings
     from inferencecenter.ipc.port import EngineStatus
     from inferencecenter.protocol.base import Event
-    from inferencecenter.settings import Settings
 
 _PLAN_FILE: Final = "plan.json"
 _NOWHERE: Final = KvCachePaths(ram_dir=Path(), ram_bytes=0, disk_dir=Path(), disk_bytes=0)

@@ -10,10 +10,10 @@ import pytest
 from structlog.testing import capture_logs
 
 from inferencecenter.accounting import other_accounts, usage_reader, used_today
+from inferencecenter.config.settings import Settings
 from inferencecenter.errors import ErrorCode, InferenceCenterError
 from inferencecenter.sessions.store.opening import open_writing
 from inferencecenter.sessions.store.schema import DATABASE_NAME
-from inferencecenter.settings import Settings
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any, cast
 import pytest
 import typer
 
+from inferencecenter.auth.clients_file import load_clients
 from inferencecenter.cli.app import app
-from inferencecenter.config_params import parse_config_params
-from inferencecenter.configuration import OTHER_ENVIRONMENT, load_settings
+from inferencecenter.config.loader import OTHER_ENVIRONMENT, load_settings
+from inferencecenter.config.params import parse_config_params
+from inferencecenter.config.settings import environment_name, setting_fields
 from inferencecenter.protocol.codec import read_frame
-from inferencecenter.server.clients_file import load_clients
-from inferencecenter.settings import environment_name, setting_fields
 from tests.documentation import GENERATED, ROOT, Block, Page, all_pages, commands_in
 
 if TYPE_CHECKING:

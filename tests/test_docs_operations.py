@@ -20,7 +20,7 @@ import trustme
 from websockets.sync.client import connect
 from websockets.typing import Origin
 
-from inferencecenter.server.clients_file import Entry
+from inferencecenter.auth.clients_file import ClientEntry
 from tests.documentation import read_page
 from tests.e2e.harness import free_port
 from tests.service.harness import Manager, Started, started
@@ -52,7 +52,7 @@ def test_every_key_of_a_client_is_explained() -> None:
     """The table has the keys that the file may have, in the order of the example's meaning, and no other."""
     section = PAGE.source.partition("clients.toml\n")[2].partition("\n## ")[0]
     rows = re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE)
-    assert sorted(rows) == sorted(Entry.model_fields)
+    assert sorted(rows) == sorted(ClientEntry.model_fields)
 
 
 @needs_jq

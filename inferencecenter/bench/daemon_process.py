@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Final, Literal
 import orjson
 
 from inferencecenter.bench.target import TargetSpec
+from inferencecenter.config.settings import ENV_PREFIX
 from inferencecenter.errors import ErrorCode, InferenceCenterError
 from inferencecenter.hardware.process_usage import Usage, read_usage
-from inferencecenter.settings import ENV_PREFIX
 from inferencecenter.tasks import TaskGroup
 
 if TYPE_CHECKING:

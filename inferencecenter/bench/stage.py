@@ -13,8 +13,8 @@ from inferencecenter.bench.daemon_process import OURS, DaemonSettings, start_dae
 from inferencecenter.bench.jobs import Aborted, Turns
 from inferencecenter.bench.peers import detect, make_target
 from inferencecenter.bench.results import Metric, Parameter, Point, Side
+from inferencecenter.config.settings import bundled_model
 from inferencecenter.hardware.nvml import Gpu
-from inferencecenter.settings import bundled_model
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator, Mapping

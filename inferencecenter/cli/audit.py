@@ -12,14 +12,14 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
+from inferencecenter.auth.accounts import DATABASE_NAME, Accounts
+from inferencecenter.auth.audit import MAX_ROWS, AuditEvent
 from inferencecenter.cli.options import ConfigOption, JsonOption, StateDirOption, given
 from inferencecenter.cli.output import print_json, stdout
-from inferencecenter.configuration import load_settings
-from inferencecenter.server.accounts import DATABASE_NAME, Accounts
-from inferencecenter.server.audit import MAX_ROWS, AuditEvent
+from inferencecenter.config.loader import load_settings
 
 if TYPE_CHECKING:
-    from inferencecenter.server.audit import AuditLine
+    from inferencecenter.auth.audit import AuditLine
 
 
 def audit(  # noqa: PLR0913 - one argument an option

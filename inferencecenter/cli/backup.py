@@ -10,11 +10,11 @@ from typing import Annotated
 
 import typer
 
+from inferencecenter.auth.accounts import DATABASE_NAME as ACCOUNTS_NAME
 from inferencecenter.cli.options import ConfigOption, JsonOption, StateDirOption, given
 from inferencecenter.cli.output import print_json, stdout
-from inferencecenter.configuration import load_settings
+from inferencecenter.config.loader import load_settings
 from inferencecenter.errors import ErrorCode, InferenceCenterError
-from inferencecenter.server.accounts import DATABASE_NAME as ACCOUNTS_NAME
 from inferencecenter.server.control import check_open_files
 from inferencecenter.sessions.store.faults import reason_of
 from inferencecenter.sessions.store.schema import DATABASE_NAME as SESSIONS_NAME

@@ -17,7 +17,7 @@ from inferencecenter.cli.reach import TokenFileOption, TokenOption, UrlOption, r
 from inferencecenter.cli.view import PlainView, TerminalView
 from inferencecenter.cli.waiting import until_ready
 from inferencecenter.client import Client
-from inferencecenter.configuration import load_settings
+from inferencecenter.config.loader import load_settings
 from inferencecenter.errors import ErrorCode, InferenceCenterError
 
 

@@ -29,9 +29,9 @@ from inferencecenter.supervisor.planning import lora_bytes, placement_constraint
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from inferencecenter.config.settings import Settings
     from inferencecenter.hardware.nvml import GpuReading
     from inferencecenter.models.registry import ModelSpec
-    from inferencecenter.settings import Settings
 
 _PROBE_TIMEOUT_S: Final = 60
 _HTTP_TIMEOUT_S: Final = 3

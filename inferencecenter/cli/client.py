@@ -9,20 +9,20 @@ import typer
 from rich.table import Column, Table
 from rich.text import Text
 
+from inferencecenter.auth.accounts_db import format_limits
 from inferencecenter.cli.limits import LIMITS_HELP, changed
 from inferencecenter.cli.options import ConfigOption, JsonOption, StateDirOption, given
 from inferencecenter.cli.output import print_json, stdout
 from inferencecenter.cli.token import open_accounts, plain, show_limits
-from inferencecenter.configuration import load_settings
+from inferencecenter.config.loader import load_settings
 from inferencecenter.errors import ErrorCode, InferenceCenterError
 from inferencecenter.server import control
-from inferencecenter.server.account_rows import words
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from inferencecenter.server.account import ClientInfo
-    from inferencecenter.server.accounts import Accounts
+    from inferencecenter.auth.account import ClientInfo
+    from inferencecenter.auth.accounts import Accounts
 
 _SESSIONS: Final = "max_sessions"
 _LIMITS_HELP: Final = f"{LIMITS_HELP} {_SESSIONS}=50 is how many sessions the account may have open."
@@ -48,7 +48,10 @@ def list_clients(
     for client in clients:
         counts = (str(client.max_sessions), str(client.tokens))
         table.add_row(
-            *map(Text, (client.client_id, client.priority, " ".join(client.scopes), *counts, words(client.limits)))
+            *map(
+                Text,
+                (client.client_id, client.priority, " ".join(client.scopes), *counts, format_limits(client.limits)),
+            )
         )
     stdout.print(table)
 
@@ -73,7 +76,7 @@ def limits(
             max_sessions, of_tokens = _taken_out(assignments)
             accounts.limit_client(client, changed(of_tokens, found.limits), max_sessions=max_sessions)
             found = _find(accounts, client)
-            told = control.notify(settings.state_dir)
+            told = control.notify_tokens_changed(settings.state_dir)
     show_limits({"client_id": client}, found.limits, max_sessions=found.max_sessions, told=told, json=json)
 
 

@@ -9,25 +9,25 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Column, Table
 
+from inferencecenter.auth.clients_file import load_clients
 from inferencecenter.cli.options import ConfigOption, JsonOption
 from inferencecenter.cli.output import as_json, print_json, problems_of, report, stdout
 from inferencecenter.cli.reference import configuration as reference
-from inferencecenter.config_params import parse_config_params
-from inferencecenter.configuration import read_layers
+from inferencecenter.config.loader import read_layers
+from inferencecenter.config.params import parse_config_params
+from inferencecenter.config.settings import setting_fields
 from inferencecenter.errors import ERRORS, ErrorCode, InferenceCenterError
 from inferencecenter.models.registry import default_model, read_registry
 from inferencecenter.protocol.params import cross_check, parse_params
-from inferencecenter.server.clients_file import load_clients
-from inferencecenter.settings import setting_fields
 from inferencecenter.telemetry.traces import check_installed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from inferencecenter.auth_settings import AuthSettings
-    from inferencecenter.configuration import Layers
+    from inferencecenter.config.loader import Layers
+    from inferencecenter.config.sections import AuthSettings
+    from inferencecenter.config.settings import Settings
     from inferencecenter.models.registry import ModelSpec
-    from inferencecenter.settings import Settings
 
 app = typer.Typer(help="Show, check and write settings.", no_args_is_help=True)
 

@@ -17,7 +17,7 @@ from inferencecenter.cli.output import print_json, stdout
 from inferencecenter.cli.plan import parse_size, show_plan
 from inferencecenter.cli.proxy_check import proxy
 from inferencecenter.cli.storage_checks import storage
-from inferencecenter.configuration import load_settings, read_layers
+from inferencecenter.config.loader import load_settings, read_layers
 from inferencecenter.errors import ERRORS, ErrorCode, InferenceCenterError
 
 _STYLES: Final = {Verdict.OK: "green", Verdict.WARNING: "yellow", Verdict.FAILED: "bold red"}

@@ -11,7 +11,7 @@ import typer
 
 from inferencecenter.cli.options import ConfigOption, given
 from inferencecenter.cli.reach import fetch, own_url
-from inferencecenter.configuration import load_settings
+from inferencecenter.config.loader import load_settings
 from inferencecenter.errors import ErrorCode, InferenceCenterError
 
 

@@ -18,7 +18,7 @@ from inferencecenter.cli.model_swap import load, models_of_daemon, state, unload
 from inferencecenter.cli.options import ConfigOption, JsonOption, StateDirOption, given
 from inferencecenter.cli.output import print_json, stderr, stdout
 from inferencecenter.cli.reach import TokenFileOption, TokenOption, UrlOption
-from inferencecenter.configuration import load_settings
+from inferencecenter.config.loader import load_settings
 from inferencecenter.errors import ERRORS, ErrorCode, InferenceCenterError
 from inferencecenter.models import files
 from inferencecenter.models.registry import files_in
@@ -26,9 +26,9 @@ from inferencecenter.models.registry import files_in
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from inferencecenter.config.settings import Settings
     from inferencecenter.models.files import ModelFacts, ModelFiles, Verdict
     from inferencecenter.protocol.values import ModelSummary
-    from inferencecenter.settings import Settings
 
 ModelsDirOption = Annotated[Path | None, typer.Option("--models-dir", help="Directory of models.", show_default=False)]
 

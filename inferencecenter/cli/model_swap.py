@@ -13,7 +13,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from inferencecenter.cli.options import ConfigOption, JsonOption, StateDirOption, given
 from inferencecenter.cli.output import print_json, stderr, stdout
 from inferencecenter.cli.reach import TokenFileOption, TokenOption, UrlOption, admin_token_file, reach_daemon
-from inferencecenter.configuration import load_settings
+from inferencecenter.config.loader import load_settings
 from inferencecenter.errors import ErrorCode, InferenceCenterError
 
 if TYPE_CHECKING:
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from inferencecenter.cli.reach import DaemonAccess
+    from inferencecenter.config.settings import Settings
     from inferencecenter.protocol.events import Swap
     from inferencecenter.protocol.values import ModelSummary
-    from inferencecenter.settings import Settings
 
 NameArgument: TypeAlias = Annotated[str, typer.Argument(help="The model's name.")]
 

@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from inferencecenter.configuration import InvalidSettingsError
+from inferencecenter.config.loader import InvalidSettingsError
 from inferencecenter.telemetry.logs import goes_to_journal, with_priority
 
 if TYPE_CHECKING:

@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
+    from inferencecenter.config.settings import Settings
     from inferencecenter.hardware.model_shape import ModelShape
     from inferencecenter.hardware.plan import Host, Plan, Wishes
-    from inferencecenter.settings import Settings
 
 _SIZE: Final = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*(?:([KMGT])(i?)B?|B)?\s*$", re.IGNORECASE)
 _POWERS: Final = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}

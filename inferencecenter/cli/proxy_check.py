@@ -9,10 +9,10 @@ import orjson
 from inferencecenter.cli.checks import Check, Verdict
 from inferencecenter.cli.reach import fetch
 from inferencecenter.errors import InferenceCenterError
-from inferencecenter.server.pages import PROXY_NOT_TRUSTED
+from inferencecenter.server.status_pages import PROXY_NOT_TRUSTED
 
 if TYPE_CHECKING:
-    from inferencecenter.settings import Settings
+    from inferencecenter.config.settings import Settings
 
 _TIMEOUT_S: Final = 3
 

@@ -19,7 +19,7 @@ import typer
 from inferencecenter.errors import ErrorCode, InferenceCenterError
 
 if TYPE_CHECKING:
-    from inferencecenter.settings import Settings
+    from inferencecenter.config.settings import Settings
 
 UrlOption: TypeAlias = Annotated[
     str | None, typer.Option("--url", envvar="INFERENCECENTER_URL", help="The daemon's address.", show_default=False)

@@ -9,7 +9,7 @@ import typer
 
 from inferencecenter.cli.options import ConfigOption, JsonOption, StateDirOption, given
 from inferencecenter.cli.output import print_json, report, stdout
-from inferencecenter.configuration import load_settings
+from inferencecenter.config.loader import load_settings
 from inferencecenter.errors import ERRORS, InferenceCenterError
 from inferencecenter.server import control
 
@@ -26,7 +26,7 @@ def reload(
     What is wrong stays as it was, and the daemon goes on.
     """
     settings = load_settings(config, given(state_dir=state_dir))
-    told = control.ask_reload(settings.state_dir, timeout_s=timeout)
+    told = control.request_reload(settings.state_dir, timeout_s=timeout)
     if json:
         print_json({"reloaded": not told.problems, **asdict(told)})
     else:

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
+from inferencecenter.auth.accounts import DATABASE_NAME as ACCOUNTS_NAME
+from inferencecenter.auth.accounts_db import MIGRATIONS as ACCOUNTS_STEPS
 from inferencecenter.cli.options import ConfigOption, JsonOption, StateDirOption, given
 from inferencecenter.cli.output import print_json, stdout
 from inferencecenter.cli.state_files import aside_name, unavailable, without_daemon
-from inferencecenter.configuration import load_settings
+from inferencecenter.config.loader import load_settings
 from inferencecenter.errors import ErrorCode, InferenceCenterError
-from inferencecenter.server.accounts import DATABASE_NAME as ACCOUNTS_NAME
-from inferencecenter.server.accounts_file import MIGRATIONS as ACCOUNTS_STEPS
 from inferencecenter.sessions.store.faults import reason_of
 from inferencecenter.sessions.store.schema import DATABASE_NAME as SESSIONS_NAME
 from inferencecenter.sessions.store.schema import MIGRATIONS as SESSIONS_STEPS

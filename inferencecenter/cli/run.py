@@ -16,7 +16,7 @@ from inferencecenter.cli.options import ConfigOption, JsonOption, given
 from inferencecenter.cli.output import print_json, stderr, stdout
 from inferencecenter.cli.parameters import read_params
 from inferencecenter.cli.view import PlainView, TerminalView
-from inferencecenter.configuration import load_settings
+from inferencecenter.config.loader import load_settings
 from inferencecenter.errors import ErrorCode, InferenceCenterError
 from inferencecenter.ipc.port import EngineState
 from inferencecenter.one_shot import Question, ask, chosen_model
@@ -25,10 +25,10 @@ from inferencecenter.telemetry import logs
 
 if TYPE_CHECKING:
     from inferencecenter.cli.view import TurnView
+    from inferencecenter.config.settings import Settings
     from inferencecenter.ipc.port import EngineStatus
     from inferencecenter.models.registry import ModelSpec
     from inferencecenter.one_shot import Answered, Shown
-    from inferencecenter.settings import Settings
 
 _SIGNALLED: Final = 128
 """What shells add to the number of a signal that ended a program."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from inferencecenter.cli.options import ConfigOption, JsonOption, StateDirOption, given
 from inferencecenter.cli.output import print_json, stdout
 from inferencecenter.cli.state_files import aside_name, unavailable, without_daemon
-from inferencecenter.configuration import load_settings
+from inferencecenter.config.loader import load_settings
 from inferencecenter.sessions.store.faults import reason_of
 from inferencecenter.sessions.store.reading import read_all
 from inferencecenter.sessions.store.salvage import salvage

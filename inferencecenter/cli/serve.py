@@ -13,13 +13,13 @@ from rich.text import Text
 from inferencecenter.cli.options import ConfigOption, StateDirOption, given
 from inferencecenter.cli.output import stdout
 from inferencecenter.cli.reach import admin_token_file, on_this_machine
-from inferencecenter.configuration import load_settings
-from inferencecenter.settings import ServerSettings
+from inferencecenter.config.loader import load_settings
+from inferencecenter.config.settings import ServerSettings
 from inferencecenter.telemetry import logs
 
 if TYPE_CHECKING:
+    from inferencecenter.config.settings import Settings
     from inferencecenter.daemon import Announcement
-    from inferencecenter.settings import Settings
 
 
 def serve(  # noqa: PLR0913 - one argument an option

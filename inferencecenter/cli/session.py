@@ -15,24 +15,24 @@ import typer
 from rich.table import Column, Table
 from rich.text import Text
 
+from inferencecenter.auth.accounts import DATABASE_NAME as ACCOUNTS_NAME
+from inferencecenter.auth.accounts import Accounts
+from inferencecenter.auth.audit import AuditEvent
 from inferencecenter.cli.options import ConfigOption, JsonOption, StateDirOption, given
 from inferencecenter.cli.output import print_json, stdout
 from inferencecenter.cli.salvage import salvage_sessions
-from inferencecenter.configuration import load_settings
+from inferencecenter.config.loader import load_settings
 from inferencecenter.errors import ErrorCode, InferenceCenterError
 from inferencecenter.server import control
-from inferencecenter.server.accounts import DATABASE_NAME as ACCOUNTS_NAME
-from inferencecenter.server.accounts import Accounts
-from inferencecenter.server.audit import AuditEvent
 from inferencecenter.sessions.store.archive import Archive, empty_log, purge_file
 from inferencecenter.sessions.store.schema import DATABASE_NAME
 
 if TYPE_CHECKING:
+    from inferencecenter.config.settings import Settings
     from inferencecenter.protocol.values import TranscriptTurn
     from inferencecenter.sessions.records import Kept
     from inferencecenter.sessions.store.archive import SessionLine
     from inferencecenter.sessions.store.recorder import PurgeKind
-    from inferencecenter.settings import Settings
 
 PURGE_TIMEOUT_S: Final = 10.0
 """Seconds that a running daemon has to purge."""
@@ -179,11 +179,11 @@ def _usage(turns: tuple[TranscriptTurn, ...]) -> dict[str, int]:
 def _purge(settings: Settings, kind: PurgeKind, name: str) -> None:
     """Delete from the file, or have the daemon do it that has the file open."""
     path = _path(settings)
-    with control.held_alone(settings.state_dir) as alone:
+    with control.try_lock_state_dir(settings.state_dir) as alone:
         if alone:
             purge_file(path, kind, name)
             return
-    if not control.ask_purge(settings.state_dir, kind, name):
+    if not control.request_purge(settings.state_dir, kind, name):
         raise InferenceCenterError(
             ErrorCode.DAEMON_UNREACHABLE,
             f"a daemon holds {settings.state_dir}, but does not listen there",

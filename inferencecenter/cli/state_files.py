@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 from inferencecenter.errors import ErrorCode, InferenceCenterError
-from inferencecenter.server.control import held_alone
+from inferencecenter.server.control import try_lock_state_dir
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -24,7 +24,7 @@ def without_daemon(state_dir: Path) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         try:
             state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
-            alone = stack.enter_context(held_alone(state_dir))
+            alone = stack.enter_context(try_lock_state_dir(state_dir))
         except OSError as error:
             raise unavailable(
                 f"{state_dir} cannot be written: {error.strerror}", "Run this as the daemon's user."

@@ -26,7 +26,7 @@ from inferencecenter.cli.reach import TokenFileOption, TokenOption, UrlOption, r
 from inferencecenter.cli.stats_view import Glance, as_data, line, screen
 from inferencecenter.cli.view import describe_notice
 from inferencecenter.client import Client, Connected, Reconnecting
-from inferencecenter.configuration import load_settings
+from inferencecenter.config.loader import load_settings
 from inferencecenter.errors import InferenceCenterError
 from inferencecenter.protocol import events, requests
 from inferencecenter.protocol.scopes import Scope

@@ -6,11 +6,11 @@ import sqlite3
 from contextlib import closing
 from typing import TYPE_CHECKING, Final
 
+from inferencecenter.auth.accounts import DATABASE_NAME as ACCOUNTS_NAME
+from inferencecenter.auth.accounts_db import DAMAGED_HINT as ACCOUNTS_HINT
+from inferencecenter.auth.accounts_db import MIGRATIONS as ACCOUNTS_STEPS
 from inferencecenter.cli.checks import Check, Verdict
 from inferencecenter.errors import ErrorCode, InferenceCenterError
-from inferencecenter.server.accounts import DATABASE_NAME as ACCOUNTS_NAME
-from inferencecenter.server.accounts_file import DAMAGED_HINT as ACCOUNTS_HINT
-from inferencecenter.server.accounts_file import MIGRATIONS as ACCOUNTS_STEPS
 from inferencecenter.server.control import check_open_files
 from inferencecenter.sessions.store.faults import DAMAGED_HINT, HINT, MOVED_HINT, reason_of
 from inferencecenter.sessions.store.reading import read_all
@@ -28,7 +28,7 @@ from inferencecenter.sqlite_file import (
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from inferencecenter.settings import Settings
+    from inferencecenter.config.settings import Settings
     from inferencecenter.sqlite_file import Steps
 
 _MAX_NAMED: Final = 3

@@ -13,26 +13,26 @@ import typer
 from rich.table import Column, Table
 from rich.text import Text
 
+from inferencecenter.auth.account import MAX_SESSIONS
+from inferencecenter.auth.accounts import DATABASE_NAME, Accounts
+from inferencecenter.auth.accounts_db import format_limits
+from inferencecenter.auth.bootstrap import ensure_admin
 from inferencecenter.cli.limits import LIMITS_HELP, changed
 from inferencecenter.cli.options import ConfigOption, JsonOption, StateDirOption, given
 from inferencecenter.cli.output import print_json, stdout
-from inferencecenter.configuration import load_settings
+from inferencecenter.config.loader import load_settings
+from inferencecenter.config.sections import Priority
 from inferencecenter.errors import ErrorCode, InferenceCenterError
 from inferencecenter.protocol.scopes import Scope
 from inferencecenter.server import control
-from inferencecenter.server.account import MAX_SESSIONS
-from inferencecenter.server.account_rows import words
-from inferencecenter.server.accounts import DATABASE_NAME, Accounts
-from inferencecenter.server.first_run import ensure_admin
-from inferencecenter.setting_types import Priority
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from inferencecenter.limits import Limits
-    from inferencecenter.server.account import ClientInfo, TokenInfo
-    from inferencecenter.settings import Settings
+    from inferencecenter.auth.account import ClientInfo, TokenInfo
+    from inferencecenter.config.limits import AccessLimits
+    from inferencecenter.config.settings import Settings
 
 _SECONDS: Final = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 
@@ -117,7 +117,7 @@ def list_tokens(
         dates = [_date(at) for at in (token.created_at, token.expires_at, token.last_used_at)]
         state = "revoked" if token.revoked else "valid"
         # As text: a name is not markup.
-        cells = (token.token_id, token.client_id, token.name, *dates, state, words(token.limits))
+        cells = (token.token_id, token.client_id, token.name, *dates, state, format_limits(token.limits))
         table.add_row(*map(Text, cells))
     stdout.print(table)
 
@@ -149,7 +149,7 @@ def limits(
         if assignments:
             own = changed(assignments, own)
             accounts.limit_token(token_id, own)
-            told = control.notify(settings.state_dir)
+            told = control.notify_tokens_changed(settings.state_dir)
     show_limits({"token_id": token_id, "client_id": found.client_id}, own, told=told, json=json)
 
 
@@ -171,7 +171,7 @@ def revoke(
                 field="token_id",
                 hint="`inferencecenter token list` shows the ids.",
             )
-    told = control.notify(settings.state_dir)
+    told = control.notify_tokens_changed(settings.state_dir)
     if json:
         print_json({"token_id": token_id, "revoked": True, "daemon_notified": told})
     else:
@@ -196,7 +196,7 @@ def duration_s(text: str) -> int:
 
 
 def show_limits(
-    whose: dict[str, str], limits: Limits, *, max_sessions: int | None = None, told: bool | None, json: bool
+    whose: dict[str, str], limits: AccessLimits, *, max_sessions: int | None = None, told: bool | None, json: bool
 ) -> None:
     """Show limits, an account's with its sessions, and whether a daemon was ``told`` of a change; ``None`` for none."""
     sessions = {} if max_sessions is None else {"max_sessions": max_sessions}
@@ -204,7 +204,7 @@ def show_limits(
         notified = {} if told is None else {"daemon_notified": told}
         print_json({**whose, **sessions, "limits": limits.given(), **notified})
         return
-    shown = [*(f"{name}={number}" for name, number in sessions.items()), words(limits)]
+    shown = [*(f"{name}={number}" for name, number in sessions.items()), format_limits(limits)]
     typer.echo(" ".join(shown).rstrip() or "no limits of its own")
     if told is not None:
         stdout.print("They hold from now on." if told else "No daemon is running.")

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from inferencecenter.cli.options import ConfigOption, JsonOption, StateDirOption, given
 from inferencecenter.cli.output import print_json, stdout
-from inferencecenter.configuration import load_settings
+from inferencecenter.config.loader import load_settings
 from inferencecenter.sessions.store.archive import Archive
 from inferencecenter.sessions.store.schema import DATABASE_NAME
 from inferencecenter.sessions.store.usage import day_of

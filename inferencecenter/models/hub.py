@@ -26,9 +26,9 @@ from huggingface_hub.errors import (
 )
 
 from inferencecenter import __version__
+from inferencecenter.config.settings import APP_NAME
 from inferencecenter.errors import ErrorCode, InferenceCenterError, foreign_input
 from inferencecenter.models.reference import RemoteFile
-from inferencecenter.settings import APP_NAME
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping

@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Any, Final
 import structlog
 from pydantic import ValidationError
 
+from inferencecenter.config.settings import MODEL_NAME, EngineSettings, bundled_model
 from inferencecenter.errors import ErrorCode, InferenceCenterError, foreign_input
 from inferencecenter.hardware.gguf import SHARD, glance, read_gguf
-from inferencecenter.settings import MODEL_NAME, EngineSettings, bundled_model
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
     from pathlib import Path
 
-    from inferencecenter.settings import LoraSettings, ModelEntry, Settings
+    from inferencecenter.config.settings import LoraSettings, ModelEntry, Settings
 
 DEMO: Final = "demo"
 """Name of the bundled model, where no other that is registered has it."""

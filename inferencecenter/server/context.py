@@ -4,43 +4,50 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 import structlog
 
+from inferencecenter.auth.authentication import Authenticator
+from inferencecenter.auth.rate_limits import OperationRateLimiter, RefusalBackoffs
 from inferencecenter.errors import InferenceCenterError
 from inferencecenter.hardware.nvml import read_gpus
 from inferencecenter.hardware.pressure import Pressure
 from inferencecenter.protocol import events
 from inferencecenter.protocol.scopes import Scope
-from inferencecenter.server import replies
-from inferencecenter.server.administration import UsageReader, no_usage
-from inferencecenter.server.authentication import Authenticator
-from inferencecenter.server.door import Door
+from inferencecenter.server import event_factory
 from inferencecenter.server.fair_worker import FairWorker
-from inferencecenter.server.feed import MetricsFeed, Sources
-from inferencecenter.server.gpu_cache import GpuCache
-from inferencecenter.server.hub import Hub
-from inferencecenter.server.operations import OperationRates
-from inferencecenter.server.origins import Proxies
-from inferencecenter.server.pace import Paces
+from inferencecenter.server.handshake import TrustedProxies
+from inferencecenter.server.hub import ConnectionHub
+from inferencecenter.server.metrics_stream import GpuCache, MetricsFeed, MetricsSampler
+from inferencecenter.server.upgrade_limiter import UpgradeLimiter
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
+    from inferencecenter.auth.accounts import Accounts
+    from inferencecenter.auth.authentication import ExternalAuthProvider
+    from inferencecenter.auth.quotas import Allowances
+    from inferencecenter.config.limits import AccessLimits
+    from inferencecenter.config.settings import ServerSettings
     from inferencecenter.hardware.nvml import Gpu, Gpus
     from inferencecenter.ipc.messages import ModelInfo
     from inferencecenter.ipc.port import EnginePort, EngineStatus
-    from inferencecenter.limits import Limits
     from inferencecenter.protocol.values import EnginePlan, ModelSummary
-    from inferencecenter.server.accounts import Accounts
-    from inferencecenter.server.allowances import Allowances
-    from inferencecenter.server.authentication import OtherAccounts
     from inferencecenter.sessions.client import Client
     from inferencecenter.sessions.journal import StorageFault
     from inferencecenter.sessions.registry import Sessions
-    from inferencecenter.settings import ServerSettings
+    from inferencecenter.sessions.store.archive import UsageLine
     from inferencecenter.telemetry.metrics import Metrics
+
+UsageReader: TypeAlias = "Callable[[str, str], Sequence[UsageLine]]"
+"""Reads what a client used from a day on, as 2026-11-22; takes the time of a disk."""
+
+
+def no_usage(_client_id: str, _since: str) -> Sequence[UsageLine]:
+    """Return nothing: where sessions are not kept, what they used is not either."""
+    return ()
+
 
 _log = structlog.get_logger(__name__)
 
@@ -87,10 +94,11 @@ class ServedModels(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Context:
+class ServerContext:
     """The daemon as the server's parts see it; ``clock`` is Unix seconds, ``monotonic`` seconds that only rise.
 
-    ``pressure`` tells how short memory was at the last look, ``told`` what clients heard last of each model's
+    ``pressure`` tells how short memory was at the last look, ``last_engine_events`` what clients were told last of
+    each model's
     engine. ``paces`` are those of HTTP requests. ``read_usage`` tells what a client used, ``worker`` does what
     takes too long for the event loop, ``disk_worker`` what waits for a disk, and ``stop`` ends the daemon as
     SIGTERM does.
@@ -104,21 +112,21 @@ class Context:
     metrics: Metrics
     pressure: Callable[[], Pressure]
     allowances: Allowances
-    operations: OperationRates
-    paces: Paces
+    operations: OperationRateLimiter
+    paces: RefusalBackoffs
     read_usage: UsageReader
     stop: Callable[[], None]
     authenticator: Authenticator
-    proxies: Proxies
-    door: Door
-    hub: Hub
+    proxies: TrustedProxies
+    door: UpgradeLimiter
+    hub: ConnectionHub
     feed: MetricsFeed
     worker: FairWorker
     disk_worker: FairWorker
     clock: Callable[[], float]
     monotonic: Callable[[], float]
     started_s: float
-    told: dict[str, events.EngineChanged]
+    last_engine_events: dict[str, events.EngineChanged]
 
     @classmethod
     def create(  # noqa: PLR0913 - every part of the daemon by its name
@@ -133,15 +141,15 @@ class Context:
         metrics: Metrics,
         stop: Callable[[], None],
         read_usage: UsageReader = no_usage,
-        others: OtherAccounts | None = None,
+        others: ExternalAuthProvider | None = None,
         pressure: Callable[[], Pressure] = Pressure,
         gpus: Callable[[], Gpus] = read_gpus,
         clock: Callable[[], float] = time.time,
         monotonic: Callable[[], float] = time.monotonic,
-    ) -> Context:
+    ) -> ServerContext:
         """Build the server's own parts around those that it is given; call it on the event loop."""
-        proxies = Proxies(settings.trusted_proxies)
-        door = Door(proxies, per_s=settings.unauthenticated_per_s, clock=monotonic, metrics=metrics)
+        proxies = TrustedProxies(settings.trusted_proxies)
+        door = UpgradeLimiter(proxies, per_s=settings.unauthenticated_per_s, clock=monotonic, metrics=metrics)
         context = cls(
             settings=settings,
             models=models,
@@ -151,8 +159,8 @@ class Context:
             metrics=metrics,
             pressure=pressure,
             allowances=allowances,
-            operations=OperationRates(settings.operations_per_minute, monotonic=monotonic),
-            paces=Paces(),
+            operations=OperationRateLimiter(settings.operations_per_minute, monotonic=monotonic),
+            paces=RefusalBackoffs(),
             read_usage=read_usage,
             stop=stop,
             authenticator=Authenticator(
@@ -165,7 +173,7 @@ class Context:
             ),
             proxies=proxies,
             door=door,
-            hub=Hub(
+            hub=ConnectionHub(
                 max_connections=settings.max_connections,
                 max_per_client=settings.max_connections_per_client,
                 max_unauthenticated=settings.max_unauthenticated,
@@ -173,18 +181,18 @@ class Context:
                 let_in=door.give_back,
                 metrics=metrics,
             ),
-            feed=MetricsFeed(Sources(gpu=gpu, engine=models, sessions=sessions, clock=clock)),
+            feed=MetricsFeed(MetricsSampler(gpu=gpu, engine=models, sessions=sessions, clock=clock)),
             worker=FairWorker("front"),
             disk_worker=FairWorker("disk"),
             clock=clock,
             monotonic=monotonic,
             started_s=monotonic(),
-            told={},
+            last_engine_events={},
         )
         allowances.watch(context.hub.tokens_in_use)
         models.subscribe_models(context.engine_changed)
         models.subscribe_swaps(context.model_changed)
-        sessions.subscribe(context.hub.tell)
+        sessions.subscribe(context.hub.notify_client)
         return context
 
     def uptime_s(self) -> float:
@@ -193,17 +201,17 @@ class Context:
 
     def engine_changed(self, name: str, engine: EngineStatus) -> None:
         """Tell every client of the new state of a model's engine."""
-        event = replies.engine_changed(engine, model=None if name == self.models.default else name)
-        if event is None or event == self.told.get(name):
+        event = event_factory.engine_changed(engine, model=None if name == self.models.default else name)
+        if event is None or event == self.last_engine_events.get(name):
             return
-        is_news = name in self.told or event.model is None or event.state != "asleep"
-        self.told[name] = event
+        is_news = name in self.last_engine_events or event.model is None or event.state != "asleep"
+        self.last_engine_events[name] = event
         if is_news:  # that a model which nobody has used sleeps is none
             self.hub.broadcast(event)
 
     def storage_changed(self, fault: StorageFault | None) -> None:
         """Tell every client that sessions cannot be written down, and why, or that they can be again."""
-        self.hub.broadcast(replies.storage_changed(fault))
+        self.hub.broadcast(event_factory.storage_changed(fault))
 
     def model_changed(self, model: ModelInfo) -> None:
         """Tell every client which model sessions have that named none."""
@@ -212,24 +220,24 @@ class Context:
     def tokens_changed(self) -> None:
         """Close the sockets whose token was revoked, and let other limits hold."""
         try:
-            living = self.authenticator.living_tokens()
+            living = self.authenticator.valid_tokens()
             max_sessions = self.authenticator.max_sessions()
             self.allowances.reload()
         except InferenceCenterError as error:
             _log.error("tokens_unreadable", error=error.message, hint=error.hint)
             return
         self.hub.close_revoked(living)
-        self.hub.close_misplaced(self.limits_of)
-        self.hub.allow_sessions(max_sessions)
+        self.hub.close_disallowed(self.limits_of)
+        self.hub.set_max_sessions(max_sessions)
 
-    def limits_changed(self, defaults: Limits) -> None:
+    def limits_changed(self, defaults: AccessLimits) -> None:
         """Let limits hold that the settings or ``clients.toml`` have changed.
 
         Raises:
             InferenceCenterError: ``storage_unavailable``; then those of before hold.
         """
         self.allowances.reload(defaults)
-        self.hub.close_misplaced(self.limits_of)
+        self.hub.close_disallowed(self.limits_of)
 
     def models_for(self, client: Client) -> tuple[ModelSummary, ...]:
         """Return the models that a client may use, all for an operator."""
@@ -239,7 +247,7 @@ class Context:
         limits = self.limits_of(client.client_id, client.token_id)
         return tuple(model for model in self.models.describe() if limits.allows_model(model.name))
 
-    def limits_of(self, client_id: str, token_id: str) -> Limits:
+    def limits_of(self, client_id: str, token_id: str) -> AccessLimits:
         """Return what a client's token may use now; a key's has the empty id."""
         return self.allowances.of(client_id, token_id).limits
 

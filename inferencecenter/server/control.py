@@ -64,7 +64,7 @@ _REPORT: Final = TypeAdapter(ReloadReport)
 
 
 @contextlib.contextmanager
-def held_alone(state_dir: Path) -> Iterator[bool]:
+def try_lock_state_dir(state_dir: Path) -> Iterator[bool]:
     """Keep daemons from starting on ``state_dir`` meanwhile; ``False`` if one runs, and is left alone.
 
     Raises:
@@ -108,17 +108,17 @@ def check_open_files(state_dir: Path) -> None:
         identity.check()
     except FileMovedError:
         # What a daemon that was killed has recorded says nothing.
-        with held_alone(state_dir) as alone:
+        with try_lock_state_dir(state_dir) as alone:
             if not alone:
                 raise
 
 
-def notify(state_dir: Path) -> bool:
+def notify_tokens_changed(state_dir: Path) -> bool:
     """Tell the daemon of ``state_dir`` that tokens have changed; ``False`` when none is listening."""
     return _send(state_dir, TOKENS_CHANGED)
 
 
-def ask_purge(state_dir: Path, kind: PurgeKind, name: str) -> bool:
+def request_purge(state_dir: Path, kind: PurgeKind, name: str) -> bool:
     """Ask the daemon of ``state_dir`` to forget a session, or all of a client; ``False`` when none is listening.
 
     Raises:
@@ -130,7 +130,7 @@ def ask_purge(state_dir: Path, kind: PurgeKind, name: str) -> bool:
     return _send(state_dir, word)
 
 
-def ask_reload(state_dir: Path, *, timeout_s: float) -> ReloadReport:
+def request_reload(state_dir: Path, *, timeout_s: float) -> ReloadReport:
     """Have the daemon of ``state_dir`` read its configuration again, and return what came of it.
 
     Raises:

@@ -17,7 +17,7 @@ import orjson
 from starlette.datastructures import Headers
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from inferencecenter.server.crowd import Crowd
+from inferencecenter.server.connection_limits import ConnectionLimiter
 from inferencecenter.server.websocket import bound_writes
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ def _check_length(request: h11.Request) -> None:
         raise h11.RemoteProtocolError("the length of the request is ambiguous")
 
 
-class Http(H11Protocol):
+class HttpConnection(H11Protocol):
     """One connection, until it is closed or has become a WebSocket.
 
     Args:
@@ -114,7 +114,7 @@ class Http(H11Protocol):
         app_state: dict[str, Any],
         _loop: asyncio.AbstractEventLoop | None = None,
         *,
-        crowd: Crowd[Http],
+        limiter: ConnectionLimiter[HttpConnection],
         head_timeout_s: float,
         refused: Callable[[int], object],
         connected: Callable[[], object],
@@ -126,7 +126,7 @@ class Http(H11Protocol):
         self._refused = refused
         self._connected = connected
         self._refusal = refusal
-        self._crowd = crowd
+        self._crowd = limiter
         self._head_timeout_s = head_timeout_s
         self._head_timer: asyncio.TimerHandle | None = None
         self._end_timer: asyncio.TimerHandle | None = None
@@ -193,7 +193,7 @@ class Http(H11Protocol):
             self._close()
         elif not self._answering and not self._raw.is_closing():
             self._in_head = False
-            self._crowd.wait(self)
+            self._crowd.mark_idle(self)
 
     def send_400_response(self, msg: str) -> None:
         """Refuse what is no HTTP."""
@@ -217,7 +217,7 @@ class Http(H11Protocol):
         else:
             super().shutdown()
 
-    def make_way(self) -> None:
+    def evict(self) -> None:
         """Close a connection that waits for a request, because others want in."""
         self._raw.abort()
 
@@ -227,12 +227,12 @@ class Http(H11Protocol):
         return self.cycle is not None and not self.cycle.response_complete
 
     def _await_head(self) -> None:
-        self._crowd.wait(self)
+        self._crowd.mark_idle(self)
         if self._head_timer is None:
             self._head_timer = self.loop.call_later(self._head_timeout_s, self._head_overdue)
 
     def _busy(self) -> None:
-        self._crowd.work(self)
+        self._crowd.mark_busy(self)
         self._in_head = False
         if self._head_timer is not None:
             self._head_timer.cancel()
@@ -287,7 +287,7 @@ class Http(H11Protocol):
             return
         self._lingers = True
         self._busy()
-        self._crowd.wait(self)
+        self._crowd.mark_idle(self)
         self._unset_keepalive_if_required()
         self.flow.resume_reading()
         if self._raw.can_write_eof():

@@ -1,4 +1,4 @@
-"""All live connections, and what other dialects serve: how many there may be, and what concerns all of them at once."""
+"""All live connections, and clients of the other APIs: how many there may be, and what concerns all of them at once."""
 
 from __future__ import annotations
 
@@ -10,16 +10,49 @@ import structlog
 
 from inferencecenter.errors import ErrorCode, InferenceCenterError
 from inferencecenter.protocol.close import CloseCode
-from inferencecenter.server.unauthenticated import UnauthenticatedSockets
+from inferencecenter.server.connection_limits import UnauthenticatedSockets
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping
 
-    from inferencecenter.limits import Limits
+    from inferencecenter.auth.account import Account
+    from inferencecenter.config.limits import AccessLimits
     from inferencecenter.protocol.base import Event
-    from inferencecenter.server.account import Account
-    from inferencecenter.server.connection import Connection
+    from inferencecenter.sessions.client import Client
     from inferencecenter.telemetry.metrics import Metrics
+
+
+_MAX_TIMER_S: Final = 7 * 86_400.0
+
+
+class Deadline:
+    """Calls something once when its time has come, unless it is cancelled before; made and used on the event loop.
+
+    Args:
+        delay_s: How long until then; what is past is called soon, never at once.
+        passed: What is called.
+    """
+
+    __slots__ = ("_passed", "_timer")
+
+    def __init__(self, delay_s: float, passed: Callable[[], object]) -> None:
+        self._passed = passed
+        self._timer = self._arm(delay_s)
+
+    def cancel(self) -> None:
+        """Call nothing any more."""
+        self._timer.cancel()
+
+    def _arm(self, delay_s: float) -> asyncio.TimerHandle:
+        loop = asyncio.get_running_loop()
+        # A deadline further away than a timer should be is looked at again when the timer ends.
+        if delay_s > _MAX_TIMER_S:
+            return loop.call_later(_MAX_TIMER_S, self._again, delay_s - _MAX_TIMER_S)
+        return loop.call_later(max(0.0, delay_s), self._passed)
+
+    def _again(self, delay_s: float) -> None:
+        self._timer = self._arm(delay_s)
+
 
 BUSY_RETRY_MS: Final = 1000
 """When to ask again where there is no room: nobody knows when somebody goes."""
@@ -34,8 +67,50 @@ _Each = TypeVar("_Each")
 _log = structlog.get_logger(__name__)
 
 
-class Guest(Protocol):
-    """Whoever is served in another dialect: an HTTP request that is being answered, or a socket."""
+class ClientSocket(Protocol):
+    """A WebSocket of the daemon's own protocol, as the hub sees it."""
+
+    address: str
+    v1: bool
+
+    @property
+    def authenticated(self) -> bool:
+        """Whether it speaks for a client."""
+
+    @property
+    def client(self) -> Client:
+        """The client, once it is authenticated."""
+
+    @property
+    def client_id(self) -> str:
+        """The client's id; empty before authentication."""
+
+    @property
+    def token_id(self) -> str | None:
+        """The token that it authenticated with; ``None`` for an API key."""
+
+    @property
+    def limits(self) -> AccessLimits:
+        """The limits of its token, once it is authenticated."""
+
+    def send(self, event: Event) -> None:
+        """Send an event."""
+
+    def set_max_sessions(self, max_sessions: int) -> None:
+        """Change how many sessions its client may have."""
+
+    def drain(self, deadline_s: float) -> None:
+        """Announce the shutdown, and close when no turn runs any more."""
+
+    def close(self, code: CloseCode, reason: str) -> None:
+        """Close after all that was sent."""
+
+    def evict(self) -> None:
+        """Close at once."""
+
+
+class Participant(Protocol):
+    """A client of another API: an HTTP request that is being answered, or a socket of Responses."""
 
     @property
     def account(self) -> Account:
@@ -45,7 +120,7 @@ class Guest(Protocol):
     def address(self) -> str:
         """Where it comes from."""
 
-    def allow_sessions(self, max_sessions: int) -> None:
+    def set_max_sessions(self, max_sessions: int) -> None:
         """Let its client have so many sessions from now on."""
 
     def drain(self, deadline_s: float) -> None:
@@ -55,7 +130,7 @@ class Guest(Protocol):
         """Leave soon, whatever runs."""
 
 
-class Hub:
+class ConnectionHub:
     """The live connections, and guests beside them, who count as connections do.
 
     Sockets that have not authenticated are counted apart and take no client's place.
@@ -80,17 +155,17 @@ class Hub:
         metrics: Metrics,
     ) -> None:
         self._max_connections = max_connections
-        self._unauthenticated: UnauthenticatedSockets[Connection] = UnauthenticatedSockets(
+        self._unauthenticated: UnauthenticatedSockets[ClientSocket] = UnauthenticatedSockets(
             most=max_unauthenticated, most_per_address=max_unauthenticated_per_address
         )
         self._let_in = let_in
         self._max_per_client = max_per_client
         self._metrics = metrics
-        self._connections: set[Connection] = set()
-        self._guests: set[Guest] = set()
+        self._connections: set[ClientSocket] = set()
+        self._participants: set[Participant] = set()
         self._per_client: Counter[str] = Counter()
         self._n_of_clients = 0
-        self._of_client: defaultdict[str, set[Connection]] = defaultdict(set)
+        self._of_client: defaultdict[str, set[ClientSocket]] = defaultdict(set)
         self._empty = asyncio.Event()
         self._empty.set()
         self.draining = False
@@ -103,7 +178,7 @@ class Hub:
         """Whether clients have as many connections as all together may have."""
         return self._n_of_clients >= self._max_connections
 
-    def add(self, connection: Connection) -> None:
+    def add(self, connection: ClientSocket) -> None:
         """Take in a socket; where too many have not authenticated, the oldest of them is closed."""
         self._connections.add(connection)
         self._metrics.connections.inc()
@@ -116,7 +191,7 @@ class Hub:
             self._metrics.evicted_connections.inc()
             evicted.evict()
 
-    def remove(self, connection: Connection) -> None:
+    def remove(self, connection: ClientSocket) -> None:
         """Let a socket go."""
         self._connections.discard(connection)
         self._unauthenticated.discard(connection)
@@ -124,7 +199,7 @@ class Hub:
         self._metrics.connections.dec()
         self._look_if_empty()
 
-    def enter(self, guest: Guest) -> None:
+    def enter(self, participant: Participant) -> None:
         """Take in a guest.
 
         Raises:
@@ -132,14 +207,14 @@ class Hub:
                 ``rate_limited`` when its client has too many.
         """
         self.check_open()
-        self.join(guest.account.client_id)
-        self._guests.add(guest)
+        self.join(participant.account.client_id)
+        self._participants.add(participant)
         self._empty.clear()
 
-    def exit(self, guest: Guest) -> None:
+    def exit(self, participant: Participant) -> None:
         """Let a guest go."""
-        self._guests.discard(guest)
-        self.leave(guest.account.client_id)
+        self._participants.discard(participant)
+        self.leave(participant.account.client_id)
         self._look_if_empty()
 
     def check_open(self) -> None:
@@ -174,7 +249,7 @@ class Hub:
                 retry_after_ms=BUSY_RETRY_MS,
             )
 
-    def join(self, client_id: str, connection: Connection | None = None) -> None:
+    def join(self, client_id: str, connection: ClientSocket | None = None) -> None:
         """Count a socket of a client, or a guest, which is none.
 
         Raises:
@@ -190,7 +265,7 @@ class Hub:
             self._count_unauthenticated()
             self._of_client[client_id].add(connection)
 
-    def leave(self, client_id: str, connection: Connection | None = None) -> None:
+    def leave(self, client_id: str, connection: ClientSocket | None = None) -> None:
         """Count a socket of a client no more, or a guest, which is none."""
         self._per_client[client_id] -= 1
         self._n_of_clients -= 1
@@ -205,7 +280,7 @@ class Hub:
         """Send an event to every authenticated socket."""
         _each((each for each in self._connections if each.authenticated), lambda each: each.send(event))
 
-    def tell(self, client_id: str, event: Event, knowing: tuple[object, ...]) -> None:
+    def notify_client(self, client_id: str, event: Event, knowing: tuple[object, ...]) -> None:
         """Send an event to the sockets of a client, but not to those that know, or speak the first protocol."""
         hearing = [each for each in self.of_client(client_id) if each.v1 and not any(each is one for one in knowing)]
         _each(hearing, lambda each: each.send(event))
@@ -218,66 +293,66 @@ class Hub:
 
         self._close(
             [each for each in self._connections if revoked(each.token_id)],
-            [each for each in self._guests if revoked(each.account.token_id)],
+            [each for each in self._participants if revoked(each.account.token_id)],
             (CloseCode.NOT_AUTHENTICATED, "the token was revoked"),
         )
 
-    def allow_sessions(self, max_sessions: Mapping[str, int]) -> None:
+    def set_max_sessions(self, max_sessions: Mapping[str, int]) -> None:
         """Let clients that came with tokens have so many sessions from now on, by client id."""
         for connection in self._connections:
             if connection.token_id is not None and (number := max_sessions.get(connection.client.client_id)):
-                connection.allow_sessions(number)
-        for guest in self._guests:
-            if guest.account.token_id is not None and (number := max_sessions.get(guest.account.client_id)):
-                guest.allow_sessions(number)
+                connection.set_max_sessions(number)
+        for participant in self._participants:
+            if participant.account.token_id is not None and (number := max_sessions.get(participant.account.client_id)):
+                participant.set_max_sessions(number)
 
     def close_clients(self, client_ids: Collection[str]) -> None:
         """Close the sockets of these clients that were let in by an API key, as it may be another now."""
         by_key = [each for each in self._connections if each.authenticated and each.token_id is None]
-        guests = [each for each in self._guests if each.account.token_id is None]
+        guests = [each for each in self._participants if each.account.token_id is None]
         self._close(
             [each for each in by_key if each.client.client_id in client_ids],
             [each for each in guests if each.account.client_id in client_ids],
             (CloseCode.NOT_AUTHENTICATED, "the client's API key or limits have changed"),
         )
 
-    def of_client(self, client_id: str) -> list[Connection]:
+    def of_client(self, client_id: str) -> list[ClientSocket]:
         """Return the sockets of a client."""
         return list(self._of_client.get(client_id, ()))
 
     @property
-    def guests(self) -> frozenset[Guest]:
+    def participants(self) -> frozenset[Participant]:
         """The guests of all clients."""
-        return frozenset(self._guests)
+        return frozenset(self._participants)
 
-    def guests_of(self, client_id: str) -> list[Guest]:
+    def participants_of(self, client_id: str) -> list[Participant]:
         """Return the guests of a client."""
-        return [each for each in self._guests if each.account.client_id == client_id]
+        return [each for each in self._participants if each.account.client_id == client_id]
 
     def tokens_in_use(self) -> set[tuple[str, str]]:
         """Return the clients and tokens of all sockets and guests; a key's token is the empty one."""
         sockets = {(each.client_id, each.token_id or "") for each in self._connections if each.authenticated}
-        return sockets | {(each.account.client_id, each.account.token_id or "") for each in self._guests}
+        return sockets | {(each.account.client_id, each.account.token_id or "") for each in self._participants}
 
-    def clients(self) -> dict[str, list[Connection]]:
+    def clients(self) -> dict[str, list[ClientSocket]]:
         """Return the sockets of each client that has any, by its name."""
         return {client_id: list(sockets) for client_id, sockets in sorted(self._of_client.items())}
 
-    def close_misplaced(self, limits_of: Callable[[str, str], Limits]) -> None:
+    def close_disallowed(self, limits_of: Callable[[str, str], AccessLimits]) -> None:
         """Close the sockets from addresses that their tokens may not come from any more.
 
         Args:
             limits_of: What a token of a client may use, by both ids.
         """
 
-        def misplaced(guest: Guest) -> bool:
-            limits = limits_of(guest.account.client_id, guest.account.token_id or "")
-            return not limits.allows_address(guest.address)
+        def misplaced(participant: Participant) -> bool:
+            limits = limits_of(participant.account.client_id, participant.account.token_id or "")
+            return not limits.allows_address(participant.address)
 
         sockets = [each for each in self._connections if each.authenticated]
         self._close(
             [each for each in sockets if not each.limits.allows_address(each.address)],
-            [each for each in self._guests if misplaced(each)],
+            [each for each in self._participants if misplaced(each)],
             (CloseCode.NOT_AUTHENTICATED, _MISPLACED),
         )
 
@@ -288,16 +363,16 @@ class Hub:
         """
         self.draining = True
         _each(self._connections, lambda each: each.drain(deadline_s))
-        _each(self._guests, lambda each: each.drain(deadline_s))
+        _each(self._participants, lambda each: each.drain(deadline_s))
         try:
             async with asyncio.timeout(deadline_s):
                 await self._empty.wait()
         except TimeoutError:
-            _log.warning("drain_deadline", connections=len(self._connections), guests=len(self._guests))
-            self._close(self._connections, self._guests, (CloseCode.RESTART, "the daemon stops"))
+            _log.warning("drain_deadline", connections=len(self._connections), guests=len(self._participants))
+            self._close(self._connections, self._participants, (CloseCode.RESTART, "the daemon stops"))
 
     def _close(
-        self, connections: Iterable[Connection], guests: Iterable[Guest], farewell: tuple[CloseCode, str]
+        self, connections: Iterable[ClientSocket], guests: Iterable[Participant], farewell: tuple[CloseCode, str]
     ) -> None:
         _each(connections, lambda each: each.close(*farewell))
         _each(guests, lambda each: each.dismiss(*farewell))
@@ -306,7 +381,7 @@ class Hub:
         self._metrics.unauthenticated_connections.set(len(self._unauthenticated))
 
     def _look_if_empty(self) -> None:
-        if not self._connections and not self._guests:
+        if not self._connections and not self._participants:
             self._empty.set()
 
 

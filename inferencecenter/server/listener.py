@@ -10,31 +10,138 @@ import asyncio
 import contextlib
 import errno
 import logging
+import os
 import resource
 import socket
+import ssl
+import stat
 import sys
 from email.utils import formatdate
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, cast
 
+import structlog
 import uvicorn
 from uvicorn.server import ServerState
 
 from inferencecenter.errors import ErrorCode, InferenceCenterError
-from inferencecenter.server.acceptor import Acceptor
-from inferencecenter.server.crowd import Crowd
-from inferencecenter.server.http import Http
+from inferencecenter.server.connection_limits import ConnectionLimiter
+from inferencecenter.server.http import HttpConnection
 from inferencecenter.server.websocket import WebSocket
+from inferencecenter.tasks import TaskGroup
 from inferencecenter.telemetry.log_limit import LogLimit
 
 if TYPE_CHECKING:
-    import ssl
-    from collections.abc import Awaitable, Callable, Iterator, Sequence
+    from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 
     from starlette.datastructures import Headers
     from starlette.types import ASGIApp
 
-    from inferencecenter.settings import ServerSettings
+    from inferencecenter.config.settings import ServerSettings
+
+
+# Accepts connections, and survives running out of descriptors.
+#
+# libuv, on which uvloop stands, answers that by accepting and closing whatever waits, without a word, and where it
+# cannot even do that uvloop closes the listening socket for good. Here the reason is logged, idle connections make
+# room, and what waits in the backlog is accepted as soon as there are descriptors.
+
+RETRY_S: Final = 0.5
+"""Wait before connections are accepted again, after an error that is not one connection's own."""
+
+_log = structlog.get_logger(__name__)
+
+
+class Acceptor:
+    """The listening side of one socket.
+
+    Args:
+        listening: The socket, bound and listening; the caller closes it.
+        protocol: Makes the protocol of a connection.
+        tls: The side of TLS that listens; without it connections speak plainly.
+        handshake_timeout_s: How long a TLS handshake may take.
+        max_handshakes: How many may be under way; one more ends the oldest.
+        make_room: Called when no more can be accepted; closes connections that nothing is lost with.
+    """
+
+    def __init__(  # noqa: PLR0913 - keyword-only
+        self,
+        listening: socket.socket,
+        protocol: Callable[[], asyncio.Protocol],
+        *,
+        tls: ssl.SSLContext | None,
+        handshake_timeout_s: float,
+        max_handshakes: int,
+        make_room: Callable[[], object],
+    ) -> None:
+        self._listening = listening
+        self._protocol = protocol
+        self._options: dict[str, Any] = {"ssl": tls, "ssl_handshake_timeout": handshake_timeout_s} if tls else {}
+        self._max_handshakes = max_handshakes
+        self._make_room = make_room
+        self._loop = asyncio.get_running_loop()
+        self._tasks = TaskGroup("acceptor")
+        self._handshakes: dict[asyncio.Task[None], None] = {}  # the oldest first
+        self._failures = LogLimit()
+        self._retry: asyncio.TimerHandle | None = None
+
+    def open(self) -> None:
+        """Accept from now on."""
+        self._retry = None
+        self._loop.add_reader(self._listening.fileno(), self._accept)
+
+    def close(self) -> None:
+        """Accept nothing more; call it before the socket is closed."""
+        if self._retry is not None:
+            self._retry.cancel()
+        else:
+            self._loop.remove_reader(self._listening.fileno())
+
+    async def wait_closed(self) -> None:
+        """End the handshakes that are under way."""
+        await self._tasks.cancel()
+
+    def _accept(self) -> None:
+        """Accept one; the event loop calls again while others wait, and serves those who stream in between."""
+        try:
+            connection, _ = self._listening.accept()
+        except (BlockingIOError, InterruptedError, ConnectionError):  # the one that waited has gone
+            return
+        except OSError as error:
+            self._pause(error)
+            return
+        connection.setblocking(False)
+        self._take(connection)
+
+    def _pause(self, error: OSError) -> None:
+        """Make room, and accept again after a while; the socket is readable all the time."""
+        n_more = self._failures.admit()
+        if n_more is not None:
+            _log.error(
+                "accept_failed",
+                error=error.strerror or str(error),
+                more=n_more,
+                hint="Too many open files: raise LimitNOFILE= or ulimit -n, or lower server.max_connections.",
+            )
+        self._make_room()
+        self._loop.remove_reader(self._listening.fileno())
+        self._retry = self._loop.call_later(RETRY_S, self.open)
+
+    def _take(self, connection: socket.socket) -> None:
+        if len(self._handshakes) >= self._max_handshakes:
+            oldest = next(iter(self._handshakes))
+            del self._handshakes[oldest]
+            oldest.cancel()
+        task = self._tasks.spawn(self._connect(connection), name="connect")
+        self._handshakes[task] = None
+        task.add_done_callback(lambda done: self._handshakes.pop(done, None))
+
+    async def _connect(self, connection: socket.socket) -> None:
+        try:
+            await self._loop.connect_accepted_socket(self._protocol, connection, **self._options)
+        except (OSError, ssl.SSLError):  # the peer's, which has gone or speaks no TLS, or took too long
+            connection.close()
+
 
 CLOSING_S: Final = 2.0
 """How long connections get to close when the daemon stops, before they are aborted."""
@@ -153,10 +260,12 @@ class Listener(uvicorn.Server):
     ) -> None:
         self._settings = settings
         self._tls = tls
-        self.crowd: Crowd[Http] = Crowd(min(settings.max_connections, _descriptors_for_http()))
+        self.limiter: ConnectionLimiter[HttpConnection] = ConnectionLimiter(
+            min(settings.max_connections, _descriptors_for_http())
+        )
         http = partial(
-            Http,
-            crowd=self.crowd,
+            HttpConnection,
+            limiter=self.limiter,
             head_timeout_s=settings.head_timeout_s,
             refused=refused,
             connected=connected,
@@ -219,7 +328,7 @@ class Listener(uvicorn.Server):
                 tls=self._tls,
                 handshake_timeout_s=self._settings.head_timeout_s,
                 max_handshakes=self._settings.max_connections,
-                make_room=partial(self.crowd.make_room, _ROOM),
+                make_room=partial(self.limiter.evict_idle, _ROOM),
             )
             acceptor.open()
             self._acceptors.append(acceptor)
@@ -248,3 +357,62 @@ class Listener(uvicorn.Server):
             task.cancel()
         for acceptor in self._acceptors:
             await acceptor.wait_closed()
+
+
+FIRST_FD: Final = 3
+_FAMILIES: Final = (socket.AF_INET, socket.AF_INET6)
+
+
+def inherited_sockets(environment: Mapping[str, str], *, pid: int) -> list[socket.socket]:
+    """Return the listening sockets that the process ``pid`` was started with; empty if it was started without.
+
+    Read are ``LISTEN_FDS``, ``LISTEN_PID`` and, for messages, ``LISTEN_FDNAMES``. Descriptors of another process, as
+    those of a shell that was itself socket-activated, are left alone.
+
+    Raises:
+        InferenceCenterError: ``invalid_config`` where one of them is no listening TCP socket.
+    """
+    if environment.get("LISTEN_PID") != str(pid):
+        return []
+    given = environment.get("LISTEN_FDS", "")
+    if not given.isascii() or not given.isdecimal():
+        raise _unusable(f"LISTEN_FDS is {given!r}, which is no number")
+    names = environment.get("LISTEN_FDNAMES", "").split(":")
+    sockets: list[socket.socket] = []
+    try:
+        for index in range(int(given)):
+            name = names[index] if index < len(names) else ""
+            sockets.append(_listening(FIRST_FD + index, name))
+    except InferenceCenterError:
+        for listening in sockets:
+            listening.detach()
+        raise
+    return sockets
+
+
+def _listening(fd: int, name: str) -> socket.socket:
+    what = f"inherited descriptor {fd}{f' ({name})' if name else ''}"
+    try:
+        mode = os.fstat(fd).st_mode
+    except OSError:
+        raise _unusable(f"{what} is not open") from None
+    if not stat.S_ISSOCK(mode):
+        raise _unusable(f"{what} is no socket")
+    taken = socket.socket(fileno=fd)
+    if taken.family not in _FAMILIES or taken.type != socket.SOCK_STREAM:
+        taken.detach()
+        raise _unusable(f"{what} is no TCP socket")
+    if not taken.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+        taken.detach()
+        raise _unusable(f"{what} does not listen", hint="The socket unit must have Accept=no.")
+    taken.set_inheritable(False)
+    taken.setblocking(False)
+    return taken
+
+
+def _unusable(message: str, *, hint: str | None = None) -> InferenceCenterError:
+    return InferenceCenterError(
+        ErrorCode.INVALID_CONFIG,
+        message,
+        hint=hint or "The socket unit needs ListenStream= with a port or an address and a port.",
+    )

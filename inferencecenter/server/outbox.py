@@ -7,7 +7,7 @@ What a client asked for in bulk, as the events that it has missed or a transcrip
 although the client reads. It is *replayed*: it keeps its place in the order, is encoded only when the peer has read
 what is before it, and does not count towards the limit. What is long is encoded piece by piece, each a fragment of one
 message, as fast as the peer reads and no more than one in a turn of the event loop. A connection does the next such
-request when the last one has gone out (``replayed``), so that no more than one waits.
+request when the last one has gone out (``wait_replayed``), so that no more than one waits.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ class Outbox:
         """Bytes that wait for the peer."""
         return self._bytes
 
-    def speak_v1(self) -> None:
+    def enable_v1(self) -> None:
         """From now on send all ops and fields, not only those of the first protocol."""
         self._dagger_only = False
         self._frames.clear()
@@ -172,11 +172,11 @@ class Outbox:
         self.flush()
 
     @property
-    def replays(self) -> bool:
+    def replay_pending(self) -> bool:
         """Whether anything waits that ``replay`` was given."""
         return self._n_replayed > 0
 
-    async def replayed(self) -> None:
+    async def wait_replayed(self) -> None:
         """Wait until nothing does, or the outbox is closed; for one task at a time."""
         while self._n_replayed and not self._closed:
             self._replayed = asyncio.get_running_loop().create_future()

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final, Protocol
 
+from inferencecenter.config.limits import NO_LIMITS
 from inferencecenter.errors import ErrorCode, InferenceCenterError
-from inferencecenter.limits import NO_LIMITS
 from inferencecenter.protocol.params import Params, merge
 
 if TYPE_CHECKING:
     from collections.abc import Collection
 
-    from inferencecenter.limits import Limits
+    from inferencecenter.config.limits import AccessLimits
 
 
 class Allowance(Protocol):
     """What one token may use, or a client that shows a key instead; on the event loop."""
 
     @property
-    def limits(self) -> Limits:
+    def limits(self) -> AccessLimits:
         """The limits as they are now."""
 
     def check_turn(self) -> None:
@@ -72,7 +72,7 @@ def unlimited(_client_id: str, _token_id: str) -> Allowance:
     return UNLIMITED
 
 
-def check_model(name: str, limits: Limits) -> None:
+def check_model(name: str, limits: AccessLimits) -> None:
     """Refuse a model that is not among those allowed.
 
     Raises:
@@ -87,7 +87,7 @@ def check_model(name: str, limits: Limits) -> None:
         )
 
 
-def limited(asked: Params, limits: Limits, *, session: Params, chosen: Collection[str]) -> Params:
+def limited(asked: Params, limits: AccessLimits, *, session: Params, chosen: Collection[str]) -> Params:
     """Return a turn's own parameters with the most tokens that its answer may have.
 
     Args:

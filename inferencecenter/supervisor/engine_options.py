@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
     from pathlib import Path
 
+    from inferencecenter.config.settings import EngineSettings, KvSettings
     from inferencecenter.models.registry import ModelSpec
-    from inferencecenter.settings import EngineSettings, KvSettings
 
 _MIB: Final = 2**20
 _NAME_CHARS: Final = 12

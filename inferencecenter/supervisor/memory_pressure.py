@@ -22,9 +22,9 @@ from inferencecenter.tasks import TaskGroup
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable, Sequence
 
+    from inferencecenter.config.settings import GpuSettings, MemorySettings
     from inferencecenter.hardware.nvml import GpuReading
     from inferencecenter.ipc.port import EngineStatus
-    from inferencecenter.settings import GpuSettings, MemorySettings
     from inferencecenter.telemetry.metrics import Metrics
 
 BUSY_EVERY_S: Final = 2.0

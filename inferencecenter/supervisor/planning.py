@@ -28,12 +28,12 @@ from inferencecenter.protocol.values import EnginePlan, PlannedDevice, PlannedHo
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
+    from inferencecenter.config.settings import EngineSettings, GpuSettings
     from inferencecenter.hardware.model_shape import ModelShape
     from inferencecenter.hardware.plan import Device, Host, Plan
     from inferencecenter.hardware.vram_calibration import VramCalibration
     from inferencecenter.ipc.messages import BufferUse, EngineOptions, ModelInfo
     from inferencecenter.ipc.port import EngineStatus
-    from inferencecenter.settings import EngineSettings, GpuSettings
 
 _log = structlog.get_logger(__name__)
 

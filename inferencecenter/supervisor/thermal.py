@@ -19,9 +19,9 @@ from inferencecenter.tasks import TaskGroup
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping, Sequence
 
+    from inferencecenter.config.settings import GpuSettings
     from inferencecenter.hardware.nvml import GpuReading, Gpus
     from inferencecenter.ipc.port import EngineStatus
-    from inferencecenter.settings import GpuSettings
     from inferencecenter.telemetry.metrics import Metrics
 
 BUSY_EVERY_S: Final = 2.0

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from structlog.typing import EventDict, Processor, WrappedLogger
 
-    from inferencecenter.telemetry_settings import LogSettings
+    from inferencecenter.config.sections import LogSettings
 
 LogFormat = Literal["auto", "pretty", "json"]
 LogLevel = Literal["debug", "info", "warning", "error"]

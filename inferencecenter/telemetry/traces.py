@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Final
 from inferencecenter.errors import ErrorCode, InferenceCenterError
 
 if TYPE_CHECKING:
+    from inferencecenter.config.sections import TelemetrySettings
     from inferencecenter.telemetry.otlp import Traces
-    from inferencecenter.telemetry_settings import TelemetrySettings
 
 _PACKAGES: Final = ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http")
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from inferencecenter import configuration
 from inferencecenter.cli import main
+from inferencecenter.config import loader
 from tests.client.peer import scripted_daemon
 
 if TYPE_CHECKING:
@@ -70,5 +70,5 @@ def cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "xdg"))
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "xdg-data"))
     monkeypatch.setenv("COLUMNS", "200")
-    monkeypatch.setattr(configuration, "SYSTEM_CONFIG", tmp_path / "etc" / "inferencecenter.toml")
+    monkeypatch.setattr(loader, "SYSTEM_CONFIG", tmp_path / "etc" / "inferencecenter.toml")
     return Cli(monkeypatch, capsys)

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from rich.console import Console
 
+from inferencecenter.auth.accounts import DATABASE_NAME, Accounts
+from inferencecenter.auth.audit import AuditEvent, AuditLine, audit_entry
 from inferencecenter.cli.audit import as_table
-from inferencecenter.server.accounts import DATABASE_NAME, Accounts
-from inferencecenter.server.audit import AuditEvent, AuditLine, entry
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -31,9 +31,9 @@ def running(state_dir: Path) -> Iterator[Accounts]:
     with contextlib.closing(Accounts.open(state_dir / DATABASE_NAME, clock=lambda: NOW)) as accounts:
         accounts.audit(AuditEvent.DAEMON_STARTED, detail="1.0")
         accounts.ensure_client("ada", max_sessions=1, priority="normal")
-        accounts.note(entry(AuditEvent.LOGIN, client_id="ada", token_id="aabb", address="192.0.2.1"))
-        accounts.note(entry(AuditEvent.LOGIN, client_id="ada", token_id="aabb", address="192.0.2.1"))
-        accounts.write_noted()
+        accounts.buffer_audit(audit_entry(AuditEvent.LOGIN, client_id="ada", token_id="aabb", address="192.0.2.1"))
+        accounts.buffer_audit(audit_entry(AuditEvent.LOGIN, client_id="ada", token_id="aabb", address="192.0.2.1"))
+        accounts.flush_audit()
         yield accounts
 
 

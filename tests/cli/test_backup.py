@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from inferencecenter.auth.accounts import DATABASE_NAME as ACCOUNTS_NAME
+from inferencecenter.auth.accounts import Accounts
 from inferencecenter.server import control
-from inferencecenter.server.accounts import DATABASE_NAME as ACCOUNTS_NAME
-from inferencecenter.server.accounts import Accounts
 from inferencecenter.sessions.store.schema import DATABASE_NAME
 from inferencecenter.sessions.store.store import Store
 from tests.sessions.store.stores import kept_in, settled, was_clean
@@ -96,7 +96,7 @@ async def test_a_file_that_a_daemon_writes_elsewhere_is_no_backup(
     cli: Cli, running: Store, state_dir: Path, tmp_path: Path, hurt: Callable[[Path], None]
 ) -> None:
     """Deleted or replaced while it is open: a copy would lack what clients were shown since."""
-    with control.held_alone(state_dir) as alone:
+    with control.try_lock_state_dir(state_dir) as alone:
         assert alone
         control.record_open_files(state_dir, [running.identity])
         hurt(state_dir / DATABASE_NAME)
@@ -110,7 +110,7 @@ async def test_what_a_killed_daemon_had_open_does_not_matter(
     cli: Cli, running: Store, state_dir: Path, tmp_path: Path
 ) -> None:
     """Its note of what it had open is left behind, the lock is not."""
-    with control.held_alone(state_dir):
+    with control.try_lock_state_dir(state_dir):
         control.record_open_files(state_dir, [running.identity])
     await running.close()
     replace(state_dir / DATABASE_NAME)

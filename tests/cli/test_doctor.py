@@ -267,7 +267,7 @@ def test_a_file_of_a_newer_version(cli: Cli, sessions_file: Path) -> None:
 def test_a_file_that_a_daemon_writes_elsewhere(cli: Cli, sessions_file: Path, state_dir: Path) -> None:
     """Deleted while it is open."""
     identity = FileIdentity.of(sessions_file)
-    with control.held_alone(state_dir):
+    with control.try_lock_state_dir(state_dir):
         control.record_open_files(state_dir, [identity])
         sessions_file.unlink()
         code, found = _found(cli)

@@ -13,11 +13,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from inferencecenter.auth.accounts import DATABASE_NAME, Accounts
+from inferencecenter.auth.accounts_db import format_limits
 from inferencecenter.cli.limits import changed
+from inferencecenter.config.limits import NO_LIMITS, AccessLimits
 from inferencecenter.errors import ErrorCode, InferenceCenterError
-from inferencecenter.limits import NO_LIMITS, Limits
-from inferencecenter.server.account_rows import words
-from inferencecenter.server.accounts import DATABASE_NAME, Accounts
 from inferencecenter.server.control import ControlSocket
 from inferencecenter.sessions.store.opening import open_writing
 from inferencecenter.sessions.store.schema import DATABASE_NAME as SESSIONS_NAME
@@ -36,7 +36,7 @@ def _json(cli: Cli, *arguments: str) -> Any:
     return json.loads(result.out)
 
 
-def _limits_of(state_dir: Path, token: str) -> Limits:
+def _limits_of(state_dir: Path, token: str) -> AccessLimits:
     with contextlib.closing(Accounts.open(state_dir / DATABASE_NAME, clock=time.time)) as accounts:
         account = accounts.verify_token(token)
     assert account is not None
@@ -49,7 +49,7 @@ def test_a_token_may_be_made_with_limits(cli: Cli, state_dir: Path) -> None:
     made = _json(cli, "token", "create", "ada", *limits)
     expected = {"tokens_per_day": 5000, "models": ["demo", "qwen"], "addresses": ["10.0.0.0/8", "::1"]}
     assert made["limits"] == expected
-    assert _limits_of(state_dir, made["token"]) == Limits.model_validate(expected)
+    assert _limits_of(state_dir, made["token"]) == AccessLimits.model_validate(expected)
     assert _limits_of(state_dir, _json(cli, "token", "create", "ada")["token"]) == NO_LIMITS
     shown = cli.run("token", "limits", made["token_id"]).out.strip()
     assert shown == "tokens_per_day=5000 models=demo,qwen addresses=10.0.0.0/8,::1"
@@ -65,7 +65,9 @@ def test_limits_of_a_token_can_be_changed(cli: Cli, state_dir: Path) -> None:
     changed_ = _json(cli, *limits, "tokens_per_day=default", "concurrent_turns=none", "requests_per_minute=6")
     own = {"max_tokens": 9, "concurrent_turns": None, "requests_per_minute": 6}
     assert (changed_["limits"], changed_["daemon_notified"]) == (own, False)
-    assert _limits_of(state_dir, made["token"]) == Limits(max_tokens=9, concurrent_turns=None, requests_per_minute=6)
+    assert _limits_of(state_dir, made["token"]) == AccessLimits(
+        max_tokens=9, concurrent_turns=None, requests_per_minute=6
+    )
     assert cli.run(*limits).out.strip() == "requests_per_minute=6 concurrent_turns=none max_tokens=9"
     assert cli.run("token", "limits", _json(cli, "token", "create", "ada")["token_id"]).out.strip() == (
         "no limits of its own"
@@ -212,7 +214,7 @@ def test_a_file_without_tokens_is_brought_up_to_date(tmp_path: Path) -> None:
 
 
 LIMITS = st.builds(
-    Limits.model_validate,
+    AccessLimits.model_validate,
     st.dictionaries(
         st.sampled_from(["requests_per_minute", "tokens_per_day", "max_tokens"]), st.none() | st.integers(1, 10**9)
     )
@@ -221,10 +223,10 @@ LIMITS = st.builds(
 
 
 @given(LIMITS, LIMITS)
-def test_limits_can_be_written_as_they_are_shown(limits: Limits, before: Limits) -> None:
+def test_limits_can_be_written_as_they_are_shown(limits: AccessLimits, before: AccessLimits) -> None:
     """What `token limits` shows, given to it again, says the same, whatever stood there."""
-    assert changed(words(limits).split()) == limits
-    assert changed(words(limits).split(), before) == limits.over(before)
+    assert changed(format_limits(limits).split()) == limits
+    assert changed(format_limits(limits).split(), before) == limits.over(before)
 
 
 def test_what_is_wrong_is_an_error_of_the_request() -> None:

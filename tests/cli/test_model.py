@@ -12,7 +12,7 @@ from rich.console import Console
 
 from inferencecenter.cli import model as model_module
 from inferencecenter.cli.model import configured_files, count, size
-from inferencecenter.settings import ModelEntry, ModelSettings, Settings
+from inferencecenter.config.settings import ModelEntry, ModelSettings, Settings
 from tests.models.conftest import hub, offline
 from tests.models.hub_stub import StubFile
 

@@ -14,8 +14,8 @@ import trustme
 from inferencecenter.cli import checks
 from inferencecenter.cli.checks import Check, Verdict
 from inferencecenter.cli.reach import own_tls, own_url, reach_daemon
+from inferencecenter.config.settings import Settings
 from inferencecenter.errors import ErrorCode, InferenceCenterError
-from inferencecenter.settings import Settings
 from tests.e2e.harness import free_port
 from tests.service.harness import Manager, Started, started
 

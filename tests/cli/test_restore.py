@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from inferencecenter.auth.accounts import DATABASE_NAME as ACCOUNTS_NAME
+from inferencecenter.auth.accounts import Accounts
 from inferencecenter.server import control
-from inferencecenter.server.accounts import DATABASE_NAME as ACCOUNTS_NAME
-from inferencecenter.server.accounts import Accounts
 from inferencecenter.sessions.store.opening import open_reading, open_writing
 from inferencecenter.sessions.store.reading import read_all
 from inferencecenter.sessions.store.recorder import Recorder
@@ -121,7 +121,7 @@ def test_a_log_without_its_file_is_not_read_as_that_of_another(cli: Cli, state_d
 def test_beside_a_daemon_nothing_is_restored(cli: Cli, state_dir: Path, backup: Path) -> None:
     """It would go on to write to the files that it has open."""
     before = contents(state_dir)
-    with control.held_alone(state_dir) as alone:
+    with control.try_lock_state_dir(state_dir) as alone:
         assert alone
         result = cli.run("restore", str(backup), "--replace")
     assert result.code == 73

@@ -17,11 +17,11 @@ import pytest
 import structlog
 
 from inferencecenter.cli.run import read_prompt
-from inferencecenter.configuration import load_settings
+from inferencecenter.config.loader import load_settings
+from inferencecenter.config.settings import bundled_model
 from inferencecenter.errors import ErrorCode, InferenceCenterError
 from inferencecenter.one_shot import Question, ask, chosen_model
 from inferencecenter.protocol.events import End, Token
-from inferencecenter.settings import bundled_model
 from tests.engine.llama.lora_files import write_adapter
 
 if TYPE_CHECKING:

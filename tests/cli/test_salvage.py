@@ -101,7 +101,7 @@ def test_beside_a_daemon_nothing_is_salvaged(cli: Cli, path: Path) -> None:
     """It has the damaged file open."""
     damage(path, b"s_2 " * 500)
     before = path.read_bytes()
-    with control.held_alone(path.parent):
+    with control.try_lock_state_dir(path.parent):
         result = cli.run("session", "salvage")
     assert result.code == 73
     assert path.read_bytes() == before

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from inferencecenter.settings import Settings
+    from inferencecenter.config.settings import Settings
     from tests.cli.conftest import Cli
 
 TOKEN = "ic_0123_4567"

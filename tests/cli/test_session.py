@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from rich.console import Console
 
+from inferencecenter.auth.accounts import DATABASE_NAME as ACCOUNTS_NAME
+from inferencecenter.auth.accounts import Accounts
 from inferencecenter.cli import session as session_command
 from inferencecenter.cli import usage as usage_command
-from inferencecenter.server.accounts import DATABASE_NAME as ACCOUNTS_NAME
-from inferencecenter.server.accounts import Accounts
-from inferencecenter.server.control import DAEMON_LOCK_NAME, ControlSocket, held_alone
+from inferencecenter.server.control import DAEMON_LOCK_NAME, ControlSocket, try_lock_state_dir
 from inferencecenter.sessions.store.schema import DATABASE_NAME
 from inferencecenter.sessions.store.store import Store
 from tests.sessions.store.stores import kept_in, settled
@@ -65,7 +65,7 @@ async def running(state_dir: Path) -> AsyncIterator[Store]:
     store = await _filled(state_dir)
     control = ControlSocket(state_dir, tokens_changed=lambda: None, purge=store.purge)
     control.open()
-    with held_alone(state_dir) as alone:
+    with try_lock_state_dir(state_dir) as alone:
         assert alone
         yield store
     control.close()
@@ -220,7 +220,7 @@ def test_purge_asks_first(cli: Cli, kept: Path, answers: io.StringIO) -> None:
 
 def test_a_daemon_that_does_not_listen_is_not_worked_around(cli: Cli, kept: Path) -> None:
     """While it holds the directory, nothing is deleted under it."""
-    with held_alone(kept) as alone:
+    with try_lock_state_dir(kept) as alone:
         assert alone
         result = cli.run("session", "purge", "s_1", "--yes")
     assert result.code == 69

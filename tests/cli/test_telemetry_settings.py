@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from inferencecenter.configuration import InvalidSettingsError, read_layers
-from inferencecenter.settings import Settings
+from inferencecenter.config.loader import InvalidSettingsError, read_layers
+from inferencecenter.config.sections import TelemetrySettings
+from inferencecenter.config.settings import Settings
 from inferencecenter.telemetry import traces
-from inferencecenter.telemetry_settings import TelemetrySettings
 
 if TYPE_CHECKING:
     from pathlib import Path

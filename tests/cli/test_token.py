@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from inferencecenter.auth.account import Account
+from inferencecenter.auth.accounts import DATABASE_NAME, Accounts
 from inferencecenter.cli.token import duration_s
 from inferencecenter.errors import InferenceCenterError
 from inferencecenter.server import control
-from inferencecenter.server.account import Account
-from inferencecenter.server.accounts import DATABASE_NAME, Accounts
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -10,8 +10,8 @@ import openai
 import pytest
 from openai import AsyncOpenAI, OpenAI
 
-from inferencecenter.limits import Limits
-from inferencecenter.server.accounts import Accounts
+from inferencecenter.auth.accounts import Accounts
+from inferencecenter.config.limits import AccessLimits
 from tests.e2e.harness import REPLY_TIMEOUT_S
 
 if TYPE_CHECKING:
@@ -204,7 +204,7 @@ def test_limits_say_when_to_come_again(daemon: Daemon) -> None:
     """A token with a limit gets a 429 that names the time."""
     accounts = Accounts.open(daemon.state_dir / "accounts.sqlite3", clock=time.time)
     accounts.ensure_client("bob", max_sessions=4, priority="normal")
-    token = accounts.create_token("bob", limits=Limits(requests_per_minute=1)).token
+    token = accounts.create_token("bob", limits=AccessLimits(requests_per_minute=1)).token
     accounts.close()
     with OpenAI(base_url=url(daemon), api_key=token, max_retries=0) as bob:
         answered(bob, [user("Hi")])

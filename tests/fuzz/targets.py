@@ -20,8 +20,11 @@ import structlog
 from huggingface_hub import hf_api
 from starlette.datastructures import Headers
 
-from inferencecenter.auth_settings import ExternalAuthSettings
-from inferencecenter.configuration import load_settings
+from inferencecenter.auth.authentication import AuthUnavailableError
+from inferencecenter.auth.clients_file import load_clients
+from inferencecenter.auth.external import ExternalAuth
+from inferencecenter.config.loader import load_settings
+from inferencecenter.config.sections import ExternalAuthSettings
 from inferencecenter.errors import ErrorCode, InferenceCenterError
 from inferencecenter.hardware import gguf, memory
 from inferencecenter.hardware.model_shape import describe
@@ -32,10 +35,7 @@ from inferencecenter.models import hub
 from inferencecenter.models.files import find_model, read_facts
 from inferencecenter.models.pull import pull
 from inferencecenter.protocol.codec import read_frame
-from inferencecenter.server.authentication import CannotTellError
-from inferencecenter.server.clients_file import load_clients
-from inferencecenter.server.external_auth import ExternalAuth
-from inferencecenter.server.origins import Proxies, origin_allowed
+from inferencecenter.server.handshake import TrustedProxies, origin_allowed
 from inferencecenter.supervisor.planning import plan_report
 
 if TYPE_CHECKING:
@@ -142,7 +142,7 @@ def kernel_files(data: bytes) -> None:
 def external_answer(data: bytes) -> None:
     """Take such an answer of a program that knows who may log in."""
     account = None
-    with suppress(CannotTellError):
+    with suppress(AuthUnavailableError):
         account = _external_auth()._read((200, data), "ada")
     assert account is None or account.client_id == "ada"
 
@@ -155,9 +155,9 @@ def caller_headers(data: bytes) -> None:
     headers = Headers(
         raw=[(name.encode(), value.encode("latin-1")) for name, value in [("host", lines[1]), *forwarded]]
     )
-    proxies = Proxies(["10.0.0.0/8", "::1"])
+    proxies = TrustedProxies(["10.0.0.0/8", "::1"])
     for peer in ("10.0.0.1", "::1", "192.0.2.1", "127.0.0.1", "", lines[1]):
-        caller = proxies.caller(peer, headers)
+        caller = proxies.peer_info(peer, headers)
         assert caller.address == peer or ipaddress.ip_address(caller.address)
         assert len(caller.address) <= max(_MAX_ADDRESS_CHARS, len(peer))
         assert isinstance(caller.on_this_machine, bool)

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inferencecenter.dialects import OPERATIONS
-from inferencecenter.dialects.endpoint import BODY_ERRORS, COMMON_ERRORS, Operation
+from inferencecenter.api.app import OPERATIONS
+from inferencecenter.api.endpoint import BODY_ERRORS, COMMON_ERRORS, Operation
 from inferencecenter.errors import ERRORS, ErrorCode
 from tests.fuzz.budget import examples
 from tests.fuzz.json_document import changed

@@ -9,10 +9,10 @@ import msgspec
 import pytest
 
 from inferencecenter.bench.model import SHAPES, write_model
+from inferencecenter.config.settings import EngineSettings, GpuSettings
 from inferencecenter.hardware.nvml import read_gpus
 from inferencecenter.hardware.vram_calibration import VramCalibration
 from inferencecenter.ipc.messages import EngineOptions
-from inferencecenter.settings import EngineSettings, GpuSettings
 from inferencecenter.supervisor.planning import Planner
 from tests.engine.process import Child
 

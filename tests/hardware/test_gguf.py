@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from inferencecenter.config.settings import bundled_model
 from inferencecenter.errors import ErrorCode, InferenceCenterError
 from inferencecenter.hardware import gguf as own
 from inferencecenter.hardware.ggml_types import BLOCKS
 from inferencecenter.hardware.gguf import Array, glance, read_gguf
-from inferencecenter.settings import bundled_model
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -11,12 +11,12 @@ import gguf
 import pytest
 
 from inferencecenter.bench.header import HEADERS, tensor_heads
+from inferencecenter.config.settings import bundled_model
 from inferencecenter.errors import ErrorCode, InferenceCenterError
 from inferencecenter.hardware.architectures import DENSE_FIRST, KNOWN, KV_FROM_START, WINDOW_EVERY
 from inferencecenter.hardware.footprint import SetUp, kv_bytes, kv_bytes_per_token
 from inferencecenter.hardware.gguf import Array, GgufFile, Tensor, read_gguf
 from inferencecenter.hardware.model_shape import ModelShape, describe
-from inferencecenter.settings import bundled_model
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -14,25 +14,23 @@ from websockets.asyncio import client
 from websockets.asyncio.client import ClientConnection
 from websockets.exceptions import ConnectionClosed
 
-from inferencecenter import dialects
+from inferencecenter.api.app import api_routes, create_app
+from inferencecenter.auth.account import Account, StaticClient
+from inferencecenter.auth.accounts import Accounts
+from inferencecenter.auth.clients_file import load_clients
+from inferencecenter.auth.quotas import Allowances
+from inferencecenter.config.limits import NO_LIMITS, AccessLimits
+from inferencecenter.config.settings import ServerSettings
 from inferencecenter.errors import ErrorCode, InferenceCenterError
 from inferencecenter.hardware.nvml import NO_GPU, Gpu
 from inferencecenter.ipc.messages import ContextFull, Finished, ModelInfo, Started, TokenDelta, pack_tokens
 from inferencecenter.ipc.port import EngineState, EngineStatus
-from inferencecenter.limits import NO_LIMITS, Limits
 from inferencecenter.protocol.params import Params
 from inferencecenter.protocol.scopes import Scope
 from inferencecenter.protocol.values import ModelSummary
-from inferencecenter.server.account import Account, StaticClient
-from inferencecenter.server.accounts import Accounts
-from inferencecenter.server.administration import UsageReader, no_usage
-from inferencecenter.server.allowances import Allowances
-from inferencecenter.server.app import create_app
-from inferencecenter.server.clients_file import load_clients
-from inferencecenter.server.context import Context
+from inferencecenter.server.context import ServerContext, UsageReader, no_usage
 from inferencecenter.server.listener import Listener, bind
 from inferencecenter.sessions.registry import Sessions
-from inferencecenter.settings import ServerSettings
 from inferencecenter.tasks import TaskGroup
 from inferencecenter.telemetry.metrics import Metrics
 from tests.ipc.lookups import CharacterTokens
@@ -43,12 +41,12 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Mapping
     from pathlib import Path
 
+    from inferencecenter.auth.audit import AuditEntry
+    from inferencecenter.auth.authentication import ExternalAuthProvider
     from inferencecenter.hardware.nvml import GpuReading
     from inferencecenter.ipc.port import EngineTurn
     from inferencecenter.protocol.events import Swap
     from inferencecenter.protocol.values import EnginePlan
-    from inferencecenter.server.audit import Entry
-    from inferencecenter.server.authentication import OtherAccounts
     from inferencecenter.sessions.journal import Journal, StorageFault
     from inferencecenter.sessions.records import Record
 
@@ -267,7 +265,7 @@ class StubJournal:
 class Running:
     """A server that is up."""
 
-    context: Context
+    context: ServerContext
     engine: StubEngine
     gpu: StubGpu
     accounts: Accounts
@@ -331,8 +329,8 @@ async def running_server(
     *,
     tls: ssl.SSLContext | None = None,
     journal: Journal | None = None,
-    limits: Limits = NO_LIMITS,
-    others: OtherAccounts | None = None,
+    limits: AccessLimits = NO_LIMITS,
+    others: ExternalAuthProvider | None = None,
     read_usage: UsageReader = no_usage,
     **settings: Any,
 ) -> AsyncIterator[Running]:
@@ -350,7 +348,7 @@ async def running_server(
         listener.stop()
 
     chosen = ServerSettings(**{"port": 0, "shutdown_timeout_s": 0, "metrics_access": "either", **settings})
-    context = Context.create(
+    context = ServerContext.create(
         chosen,
         models=engine,
         sessions=Sessions(
@@ -371,7 +369,7 @@ async def running_server(
         read_usage=read_usage,
         others=others,
     )
-    app = create_app(context, *dialects.routes(context))
+    app = create_app(context, *api_routes(context))
     listener = Listener(app, chosen, drain=context.drain, tls=tls, refusal=context.door.refusal)
     sockets = bind("127.0.0.1", 0)
     port = sockets[0].getsockname()[1]
@@ -447,17 +445,17 @@ class StubAccounts:
         """Return the one client for its key."""
         return KITCHEN if (client_id, api_key) == ("kitchen", "key") else None
 
-    def note(self, line: Entry) -> None:
+    def buffer_audit(self, line: AuditEntry) -> None:
         """There is no audit log."""
 
     def write_noted(self) -> None:
         """There is nothing to write."""
 
 
-def stub_context() -> Context:
+def stub_context() -> ServerContext:
     """Return a context with real sessions, and nothing outside this process."""
     engine, accounts = StubEngine(), cast("Accounts", StubAccounts())
-    return Context.create(
+    return ServerContext.create(
         ServerSettings(outbox_bytes=2**14),
         models=engine,
         sessions=Sessions(

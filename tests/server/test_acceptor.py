@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING
 import pytest
 from structlog.testing import capture_logs
 
-from inferencecenter.server import acceptor
-from inferencecenter.server.acceptor import Acceptor
-from inferencecenter.server.listener import bind
+from inferencecenter.server import listener
+from inferencecenter.server.listener import Acceptor, bind
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
@@ -54,7 +53,7 @@ class Failing:
         return accepted
 
 
-class Door:
+class UpgradeLimiter:
     """An acceptor, and how many came in and how often room was wanted."""
 
     def __init__(self) -> None:
@@ -91,16 +90,16 @@ class Door:
 
 
 @pytest.fixture
-async def door() -> AsyncIterator[Door]:
+async def door() -> AsyncIterator[UpgradeLimiter]:
     """Return what accepts."""
-    door = Door()
+    door = UpgradeLimiter()
     yield door
     door.acceptor.close()
     await door.acceptor.wait_closed()
     door.listening.close()
 
 
-async def test_running_out_of_descriptors_is_logged_once_and_passes(door: Door, clock: LoopClock) -> None:
+async def test_running_out_of_descriptors_is_logged_once_and_passes(door: UpgradeLimiter, clock: LoopClock) -> None:
     """Idle connections make room, and what waits is accepted a moment later."""
     with capture_logs() as logs:
         for _ in range(3):
@@ -110,7 +109,7 @@ async def test_running_out_of_descriptors_is_logged_once_and_passes(door: Door, 
                 while door.failing.errors:
                     await tick()
             assert door.came.locked()
-            await clock.go_on(acceptor.RETRY_S)
+            await clock.go_on(listener.RETRY_S)
             await door.admitted()
     assert door.wanted_room == 3
     assert [(line["event"], line["error"], line["more"]) for line in logs] == [
@@ -118,7 +117,7 @@ async def test_running_out_of_descriptors_is_logged_once_and_passes(door: Door, 
     ]
 
 
-async def test_a_connection_that_has_gone_is_passed_over(door: Door) -> None:
+async def test_a_connection_that_has_gone_is_passed_over(door: UpgradeLimiter) -> None:
     """Its error is its own: the next one is accepted at once."""
     door.failing.errors = [ConnectionAbortedError(errno.ECONNABORTED, "gone"), ConnectionAbortedError()]
     with capture_logs() as logs:
@@ -127,7 +126,7 @@ async def test_a_connection_that_has_gone_is_passed_over(door: Door) -> None:
     assert (door.wanted_room, logs) == (0, [])
 
 
-async def test_the_event_loop_goes_on_after_each_connection(door: Door) -> None:
+async def test_the_event_loop_goes_on_after_each_connection(door: UpgradeLimiter) -> None:
     """Of ten that wait, one is accepted in each turn of the loop, so that streams are served in between."""
     waiting = [socket.create_connection(door.listening.getsockname()) for _ in range(10)]
     most_at_once = 0
@@ -140,7 +139,7 @@ async def test_the_event_loop_goes_on_after_each_connection(door: Door) -> None:
         connection.close()
 
 
-async def test_an_acceptor_that_waits_can_be_closed(door: Door, clock: LoopClock) -> None:
+async def test_an_acceptor_that_waits_can_be_closed(door: UpgradeLimiter, clock: LoopClock) -> None:
     """It does not begin again."""
     door.failing.errors = [OSError(errno.ENOMEM, "no memory")]
     await door.knock()
@@ -148,7 +147,7 @@ async def test_an_acceptor_that_waits_can_be_closed(door: Door, clock: LoopClock
         while not door.wanted_room:
             await tick()
     door.acceptor.close()
-    await clock.go_on(10 * acceptor.RETRY_S)
+    await clock.go_on(10 * listener.RETRY_S)
     assert door.came.locked()
     door.acceptor.open()  # for the fixture to close
 
@@ -177,7 +176,7 @@ async def test_a_server_without_descriptors_answers_again_when_there_are(serve: 
             finally:
                 resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         assert [line["event"] for line in logs] == ["accept_failed"]
-        await clock.go_on(acceptor.RETRY_S)
+        await clock.go_on(listener.RETRY_S)
         async with asyncio.timeout(PATIENCE_S):
             assert (await loop.sock_recv(waiting, 100)).startswith(b"HTTP/1.1 200 ")
         waiting.close()

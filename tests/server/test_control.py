@@ -14,10 +14,10 @@ from inferencecenter.server.control import (
     ControlSocket,
     ReloadProblem,
     ReloadReport,
-    ask_purge,
-    ask_reload,
-    held_alone,
-    notify,
+    notify_tokens_changed,
+    request_purge,
+    request_reload,
+    try_lock_state_dir,
 )
 
 
@@ -27,7 +27,7 @@ async def test_a_notice_reaches_the_daemon(tmp_path: Path) -> None:
     control = ControlSocket(tmp_path, tokens_changed=told.set)
     control.open()
     assert stat.S_IMODE((tmp_path / "control.sock").stat().st_mode) == 0o600
-    assert notify(tmp_path)
+    assert notify_tokens_changed(tmp_path)
     async with asyncio.timeout(60):
         await told.wait()
     control.close()
@@ -41,7 +41,7 @@ async def test_the_directory_may_lie_deep(tmp_path: Path) -> None:
     told = asyncio.Event()
     control = ControlSocket(deep, tokens_changed=told.set)
     control.open()
-    assert notify(deep)
+    assert notify_tokens_changed(deep)
     async with asyncio.timeout(60):
         await told.wait()
     control.close()
@@ -51,10 +51,10 @@ async def test_a_stale_socket_is_replaced(tmp_path: Path) -> None:
     """What a killed daemon left behind does not keep the next one from listening."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as stale:
         stale.bind(str(tmp_path / "control.sock"))
-    assert not notify(tmp_path)
+    assert not notify_tokens_changed(tmp_path)
     control = ControlSocket(tmp_path, tokens_changed=lambda: None)
     control.open()
-    assert notify(tmp_path)
+    assert notify_tokens_changed(tmp_path)
     control.close()
 
 
@@ -71,7 +71,7 @@ async def test_unknown_words_do_nothing(tmp_path: Path) -> None:
     control.open()
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as other:
         other.sendto(b"x" * 1000, str(tmp_path / "control.sock"))
-    assert notify(tmp_path)
+    assert notify_tokens_changed(tmp_path)
     async with asyncio.timeout(60):
         await told.wait()
     assert calls == ["tokens"]
@@ -91,8 +91,8 @@ async def test_a_purge_reaches_the_daemon(tmp_path: Path, name: str) -> None:
 
     control = ControlSocket(tmp_path, tokens_changed=lambda: None, purge=purge)
     control.open()
-    assert ask_purge(tmp_path, "session", name)
-    assert ask_purge(tmp_path, "client", name)
+    assert request_purge(tmp_path, "session", name)
+    assert request_purge(tmp_path, "client", name)
     async with asyncio.timeout(60):
         await told.wait()
     control.close()
@@ -106,11 +106,11 @@ async def test_a_name_that_is_cut_or_no_text_purges_nothing(tmp_path: Path) -> N
     control = ControlSocket(tmp_path, tokens_changed=told.set, purge=lambda _, name: asked.append(name))
     control.open()
     with pytest.raises(InferenceCenterError, match="too long"):
-        ask_purge(tmp_path, "client", "x" * 5000)
+        request_purge(tmp_path, "client", "x" * 5000)
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as other:
         for word in (b"purge client " + b"x" * 5000, b"purge client \xff", b"purge everything x"):
             other.sendto(word, str(tmp_path / "control.sock"))
-    assert notify(tmp_path)
+    assert notify_tokens_changed(tmp_path)
     async with asyncio.timeout(60):
         await told.wait()
     control.close()
@@ -119,17 +119,17 @@ async def test_a_name_that_is_cut_or_no_text_purges_nothing(tmp_path: Path) -> N
 
 def test_one_holds_the_directory_at_a_time(tmp_path: Path) -> None:
     """Whoever comes second is told, and may again when the first has gone."""
-    with held_alone(tmp_path) as first, held_alone(tmp_path) as second:
+    with try_lock_state_dir(tmp_path) as first, try_lock_state_dir(tmp_path) as second:
         assert (first, second) == (True, False)
-    with held_alone(tmp_path) as third:
+    with try_lock_state_dir(tmp_path) as third:
         assert third
 
 
 def test_nobody_listens(tmp_path: Path) -> None:
     """Without a daemon, or without its directory, the caller is told so."""
-    assert not notify(tmp_path)
-    assert not notify(tmp_path / "missing")
-    assert not ask_purge(tmp_path, "session", "s_1")
+    assert not notify_tokens_changed(tmp_path)
+    assert not notify_tokens_changed(tmp_path / "missing")
+    assert not request_purge(tmp_path, "session", "s_1")
 
 
 async def test_a_directory_that_cannot_be_used_is_named(tmp_path: Path) -> None:
@@ -151,7 +151,7 @@ async def test_a_reload_is_answered(tmp_path: Path) -> None:
     control = ControlSocket(tmp_path, tokens_changed=lambda: None, reload=lambda: report)
     control.open()
     before = _open_descriptors()
-    answer = await asyncio.to_thread(ask_reload, tmp_path, timeout_s=60)
+    answer = await asyncio.to_thread(request_reload, tmp_path, timeout_s=60)
     assert answer == ReloadReport((problem,) * 20, ("server.port",))
     assert _open_descriptors() == before
     control.close()
@@ -162,7 +162,7 @@ async def test_a_daemon_that_does_not_know_the_command_is_noticed_at_once(tmp_pa
     control = ControlSocket(tmp_path, tokens_changed=lambda: None)
     control.open()
     with pytest.raises(InferenceCenterError, match="of a version without this command") as caught:
-        await asyncio.to_thread(ask_reload, tmp_path, timeout_s=3600)
+        await asyncio.to_thread(request_reload, tmp_path, timeout_s=3600)
     assert caught.value.code is ErrorCode.DAEMON_UNREACHABLE
     control.close()
 
@@ -179,9 +179,9 @@ async def test_a_daemon_that_fails_is_noticed_at_once(tmp_path: Path) -> None:
     control = ControlSocket(tmp_path, tokens_changed=told.set, reload=reload)
     control.open()
     with pytest.raises(InferenceCenterError, match="the daemon ended"):
-        await asyncio.to_thread(ask_reload, tmp_path, timeout_s=3600)
+        await asyncio.to_thread(request_reload, tmp_path, timeout_s=3600)
     assert [str(error) for error in failed] == ["unforeseen"]
-    assert notify(tmp_path)
+    assert notify_tokens_changed(tmp_path)
     async with asyncio.timeout(60):
         await told.wait()
     control.close()
@@ -197,7 +197,7 @@ async def test_an_answer_to_a_command_line_that_has_gone_is_dropped(tmp_path: Pa
         ours.close()
         sender.connect(str(tmp_path / "control.sock"))
         socket.send_fds(sender, [b"reload"], [theirs.fileno()])
-    assert notify(tmp_path)
+    assert notify_tokens_changed(tmp_path)
     async with asyncio.timeout(60):
         await told.wait()
     control.close()
@@ -206,5 +206,5 @@ async def test_an_answer_to_a_command_line_that_has_gone_is_dropped(tmp_path: Pa
 def test_a_reload_without_a_daemon_is_told(tmp_path: Path) -> None:
     """The message names the state directory."""
     with pytest.raises(InferenceCenterError, match="no daemon listens in") as caught:
-        ask_reload(tmp_path, timeout_s=60)
+        request_reload(tmp_path, timeout_s=60)
     assert caught.value.code is ErrorCode.DAEMON_UNREACHABLE

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from inferencecenter.server.deadline import Deadline
+from inferencecenter.server.hub import Deadline
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from inferencecenter.hardware.nvml import GpuReading, Gpus
-from inferencecenter.server.gpu_cache import MAX_AGE_S, GpuCache
+from inferencecenter.server.metrics_stream import MAX_AGE_S, GpuCache
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from inferencecenter.server import http
-from inferencecenter.server.crowd import Crowd
-from inferencecenter.server.upgrade import MAX_QUERY_BYTES
+from inferencecenter.server.connection_limits import ConnectionLimiter
+from inferencecenter.server.handshake import MAX_QUERY_BYTES
 from tests.server.harness import ask, hear
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ async def tick() -> None:
 async def head_began(server: Running) -> None:
     """Wait until the server has read something of a request."""
     wires = server.listener.server_state.connections
-    while not any(wire._in_head for wire in wires if isinstance(wire, http.Http)):
+    while not any(wire._in_head for wire in wires if isinstance(wire, http.HttpConnection)):
         await tick()
 
 
@@ -189,11 +189,11 @@ async def test_a_body_that_nobody_waits_for_does_not_hold_its_connection(
         writer.write(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n" + headers + b"\r\nx")
         assert (await answer(reader))[0] == 413
         with contextlib.suppress(ConnectionError):
-            while len(server.listener.crowd):
+            while len(server.listener.limiter):
                 writer.write(b"x")
                 await writer.drain()
                 await clock.go_on(1)
-    assert len(server.listener.crowd) == 0
+    assert len(server.listener.limiter) == 0
 
 
 def endless(server: Running) -> Callable[[Scope, Receive, Send], object]:
@@ -201,7 +201,7 @@ def endless(server: Running) -> Callable[[Scope, Receive, Send], object]:
 
     async def app(_scope: Scope, _receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": []})
-        while len(server.listener.crowd):
+        while len(server.listener.limiter):
             await send({"type": "http.response.body", "body": b"x" * 65_536, "more_body": True})
 
     return app
@@ -218,7 +218,7 @@ async def test_a_response_that_nobody_reads_is_given_up(server: Running, monkeyp
             await tick()
         (task,) = server.listener.server_state.tasks
         await asyncio.wait([task])
-        assert len(server.listener.crowd) == 0
+        assert len(server.listener.limiter) == 0
         assert not reader.at_eof()
 
 
@@ -241,7 +241,7 @@ async def test_a_slow_reader_gets_more_time(clock: LoopClock, server: Running) -
                 assert await loop.sock_recv(plain, 1024)
                 await tick()
             await clock.go_on(http.STALL_S / 4)
-        assert len(server.listener.crowd) == 1
+        assert len(server.listener.limiter) == 1
 
 
 async def test_whoever_waits_makes_way_for_one_more(serve: Serve) -> None:
@@ -252,7 +252,7 @@ async def test_whoever_waits_makes_way_for_one_more(serve: Serve) -> None:
             assert await first.read() == b""
             writer.write(GET)
             assert (await answer(reader))[0] == 200
-            assert (len(server.listener.crowd), server.listener.crowd.n_waiting) == (2, 2)
+            assert (len(server.listener.limiter), server.listener.limiter.n_waiting) == (2, 2)
 
 
 async def test_when_all_are_busy_one_more_is_turned_away(serve: Serve) -> None:
@@ -280,7 +280,7 @@ async def test_sockets_are_not_counted_among_http_connections(serve: Serve, cloc
     """A connection that became a WebSocket has left the crowd, and neither timer nor newcomer touches it."""
     async with serve(max_connections=1, head_timeout_s=10) as server, server.v1() as client:
         await hear(client)
-        assert len(server.listener.crowd) == 0
+        assert len(server.listener.limiter) == 0
         assert (await server.http("/healthz"))[0] == 200
         await clock.go_on(15)
         assert (await ask(client, op="ping"))["op"] == "pong"
@@ -402,15 +402,15 @@ def test_a_crowd_forgets_who_has_left() -> None:
     class Nobody:
         """A connection that must not be closed."""
 
-        def make_way(self) -> None:
+        def evict(self) -> None:
             raise AssertionError
 
-    crowd: Crowd[Nobody] = Crowd(1)
+    limiter: ConnectionLimiter[Nobody] = ConnectionLimiter(1)
     first, second = Nobody(), Nobody()
-    assert crowd.admit(first)
-    assert not crowd.admit(second)
-    crowd.wait(second)
-    assert (len(crowd), crowd.n_waiting) == (1, 0)
-    crowd.leave(first)
-    crowd.leave(second)
-    assert (len(crowd), crowd.admit(second)) == (0, True)
+    assert limiter.admit(first)
+    assert not limiter.admit(second)
+    limiter.mark_idle(second)
+    assert (len(limiter), limiter.n_waiting) == (1, 0)
+    limiter.leave(first)
+    limiter.leave(second)
+    assert (len(limiter), limiter.admit(second)) == (0, True)

@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from inferencecenter.api.websocket.connection import Connection
 from inferencecenter.protocol import events
-from inferencecenter.server.connection import Connection
 from tests.server.harness import KITCHEN, StubWire, stub_context
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from inferencecenter.server.hub import Hub
+    from inferencecenter.server.hub import ConnectionHub
 
 
 def fail(*_: object, **__: object) -> None:
@@ -25,13 +25,13 @@ def fail(*_: object, **__: object) -> None:
     ("what", "act"),
     [
         ("send", lambda hub: hub.broadcast(events.Pong())),
-        ("send", lambda hub: hub.tell("kitchen", events.Pong(), ())),
+        ("send", lambda hub: hub.notify_client("kitchen", events.Pong(), ())),
         ("close", lambda hub: hub.close_clients({"kitchen"})),
     ],
     ids=["broadcast", "tell", "close"],
 )
 async def test_a_defect_of_one_connection_leaves_the_others(
-    monkeypatch: pytest.MonkeyPatch, what: str, act: Callable[[Hub], None]
+    monkeypatch: pytest.MonkeyPatch, what: str, act: Callable[[ConnectionHub], None]
 ) -> None:
     """Whatever the order is, the other hears what concerns all."""
     context, wires = stub_context(), [StubWire(), StubWire(), StubWire()]

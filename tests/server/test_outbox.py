@@ -58,7 +58,7 @@ def overflows() -> Overflows:
 def outbox(wire: StubWire, metrics: Metrics, overflows: Overflows) -> Outbox:
     """An outbox of a v1 socket, for 1,000 bytes."""
     outbox = Outbox(wire, limit_bytes=1000, overflowed=overflows, metrics=metrics)
-    outbox.speak_v1()
+    outbox.enable_v1()
     return outbox
 
 
@@ -77,7 +77,7 @@ def test_token_frames_equal_the_codecs(content: str, session: str, turn: str, se
     wire = StubWire()
     outbox = Outbox(wire, limit_bytes=1000, overflowed=Overflows(), metrics=Metrics())
     if v1:
-        outbox.speak_v1()
+        outbox.enable_v1()
     event = token(content, seq, session=session, turn=turn)
     outbox.send(event)
     assert [frame.decode() for frame in wire.written] == [encode(event, dagger_only=not v1)]
@@ -103,7 +103,7 @@ def test_frames_of_thoughts_and_calls_equal_the_codecs(text: str, seq: int, inde
             wire = StubWire()
             outbox = Outbox(wire, limit_bytes=1000, overflowed=Overflows(), metrics=Metrics())
             if v1:
-                outbox.speak_v1()
+                outbox.enable_v1()
             outbox.send(event)
             assert [frame.decode() for frame in wire.written] == ([encode(event)] if v1 else [])
 
@@ -271,7 +271,7 @@ def test_old_sockets_are_sent_only_what_they_know(wire: StubWire, metrics: Metri
     outbox = Outbox(wire, limit_bytes=1000, overflowed=Overflows(), metrics=metrics)
     outbox.send(PONG)
     outbox.send(token("a", 1))
-    outbox.speak_v1()
+    outbox.enable_v1()
     outbox.send(PONG)
     outbox.send(token("b", 2))
     assert wire.frames == [
@@ -295,13 +295,13 @@ def test_a_replay_is_encoded_as_the_peer_reads(
     wire.takes_frames = False
     outbox.replay([token("x" * 5000, seq) for seq in (1, 2, 3)])
     outbox.send(token("live", 4))
-    assert (encoded, overflows.count, outbox.replays) == ([], 0, True)
+    assert (encoded, overflows.count, outbox.replay_pending) == ([], 0, True)
     monkeypatch.setattr(wire, "write_text", _shut_after_each(wire))
     for n_read in (1, 2, 3):
         wire.takes_frames = True
         outbox.flush()
         assert encoded == list(range(1, n_read + 1))
-    assert not outbox.replays
+    assert not outbox.replay_pending
     wire.takes_frames = True
     outbox.flush()
     assert [frame["seq"] for frame in wire.frames] == [1, 2, 3, 4]
@@ -342,7 +342,7 @@ async def test_a_long_answer_goes_out_a_piece_in_a_turn_of_the_loop(outbox: Outb
     outbox.replay([session(*["x" * 1000] * 300)])
     outbox.send(PONG)
     seen = []
-    while outbox.replays:
+    while outbox.replay_pending:
         seen.append(len(wire.pieces))
         await asyncio.sleep(0)
     assert seen == [1, 2, 3, 4]
@@ -355,7 +355,7 @@ async def test_many_short_events_go_out_in_turns(outbox: Outbox, wire: StubWire)
     """A replay of thousands leaves the event loop to others between them."""
     outbox.replay([token("x", seq) for seq in range(1, 1001)])
     seen = []
-    while outbox.replays:
+    while outbox.replay_pending:
         seen.append(len(wire.written))
         await asyncio.sleep(0)
     assert seen[0] == 64
@@ -369,7 +369,7 @@ async def test_the_rest_of_a_long_answer_is_written_before_the_end(outbox: Outbo
         wire.written.clear()
         wire.pieces.clear()
         made = Outbox(wire, limit_bytes=1000, overflowed=Overflows(), metrics=Metrics())
-        made.speak_v1()
+        made.enable_v1()
         made.replay([session(*["x" * 1000] * 300)])
         made.close(write_rest=write_rest)
         await asyncio.sleep(0)
@@ -382,7 +382,7 @@ async def test_who_waits_for_a_replay_is_told_when_it_has_gone_or_never_will(out
     for ends in (outbox.flush, lambda: outbox.close(write_rest=False)):
         wire.takes_frames = False
         outbox.replay([token("x", 1)])
-        waiting = tasks.spawn(outbox.replayed(), name="replayed")
+        waiting = tasks.spawn(outbox.wait_replayed(), name="replayed")
         await asyncio.sleep(0)
         assert not waiting.done()
         wire.takes_frames = True

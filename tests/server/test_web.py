@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from inferencecenter.server.web import FILE_HEADERS, HEADERS
-from inferencecenter.server.web_files import ROOT, read_web_files
+from inferencecenter.server.web import FILE_HEADERS, HEADERS, ROOT, read_web_files
 from tests.server.harness import Running, hear
 
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIO
 from websockets.exceptions import InvalidStatus
 from websockets.frames import Close, Frame, Opcode
 
-from inferencecenter.server.connection import Connection
-from inferencecenter.server.pace import Pace
+from inferencecenter.api.websocket.connection import Connection
+from inferencecenter.auth.rate_limits import RefusalBackoff
 from inferencecenter.server.websocket import NOT_SENT_LOW_WATER_BYTES, WebSocket
 from tests.server.harness import Running, ask, close_code, hear
 
@@ -271,7 +271,7 @@ async def test_many_small_frames_are_read_in_turns(
         read(self, data)
 
     monkeypatch.setattr(WebSocketsSansIOProtocol, "data_received", noting)
-    monkeypatch.setattr(Pace, "refused", lambda _pace: 0.0)
+    monkeypatch.setattr(RefusalBackoff, "refused", lambda _pace: 0.0)
     reader, writer = await opened(server)
     sizes.clear()
     count = 5000

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import yaml
 
-from inferencecenter.configuration import OTHER_ENVIRONMENT
+from inferencecenter.config.loader import OTHER_ENVIRONMENT
+from inferencecenter.config.settings import ServerSettings, environment_name, setting_fields
 from inferencecenter.daemon import STOP_S
 from inferencecenter.server.listener import CLOSING_S
-from inferencecenter.settings import ServerSettings, environment_name, setting_fields
 
 DOCKER_STOP_S = 10
 ROOT = Path(__file__).parents[2]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from inferencecenter.configuration import load_settings
+from inferencecenter.config.loader import load_settings
 
 ROOT = Path(__file__).parents[2]
 MAX_EXPOSURE = 3.0

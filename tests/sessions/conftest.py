@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from inferencecenter.config.limits import NO_LIMITS, AccessLimits
 from inferencecenter.errors import InferenceCenterError
 from inferencecenter.ipc.messages import (
     Cancelled,
@@ -24,7 +25,6 @@ from inferencecenter.ipc.messages import (
     pack_tokens,
 )
 from inferencecenter.ipc.port import EngineState, EngineStatus
-from inferencecenter.limits import NO_LIMITS, Limits
 from inferencecenter.models.registry import not_registered
 from inferencecenter.protocol import events, requests
 from inferencecenter.protocol.params import Params
@@ -381,7 +381,7 @@ class FakeTimer:
 class FakeAllowance(Unlimited):
     """Counts nothing, and lets through what is within limits."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: AccessLimits) -> None:
         self.limits = limits
 
 
@@ -407,7 +407,7 @@ class World:
     max_messages: int = 1_000
     max_client_mib: int = 256
     shared_prompts: tuple[str, ...] = ()
-    limits: Limits = NO_LIMITS
+    limits: AccessLimits = NO_LIMITS
     allowance_of: Callable[[str, str], Allowance] | None = None
     drawn: int = 0
     wall: Callable[[], float] | None = None

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from inferencecenter.config.limits import NO_LIMITS, AccessLimits
 from inferencecenter.errors import ErrorCode, InferenceCenterError
 from inferencecenter.ipc.messages import Cancelled
-from inferencecenter.limits import NO_LIMITS, Limits
 from inferencecenter.protocol.events import End
 from inferencecenter.protocol.params import Params
 from inferencecenter.sessions.allowance import check_model, limited
@@ -29,7 +29,7 @@ PHONE = Client("ada", 4, "normal", frozenset({"user"}), token_id="aabb")
 class Counter:
     """An allowance that counts, and has what a test gives it."""
 
-    limits: Limits = NO_LIMITS
+    limits: AccessLimits = NO_LIMITS
     left: int = 10**9
     used: int = 0
     begun: int = 0
@@ -329,20 +329,20 @@ def counted_tokens(world: World) -> int:
 
 def test_models_that_may_not_be_used() -> None:
     """Neither by opening a session, nor in one that another token has opened."""
-    world, _ = counted(limits=Limits(models=("other",)))
+    world, _ = counted(limits=AccessLimits(models=("other",)))
     with pytest.raises(InferenceCenterError) as caught:
         world.create()
     assert (caught.value.code, caught.value.field) == (ErrorCode.FORBIDDEN, "model")
     session_id = world.create(client=replace(PHONE, token_id=""))
     with pytest.raises(InferenceCenterError, match="model is toy, which this token may not use"):
         world.infer(session_id)
-    check_model("other", Limits(models=("other",)))
+    check_model("other", AccessLimits(models=("other",)))
     check_model("any", NO_LIMITS)
 
 
 def test_answers_are_as_long_as_they_may_be() -> None:
     """A turn that asks for nothing gets the limit, one that asks for less gets that; the session stays as it was."""
-    world, _ = counted(limits=Limits(max_tokens=50))
+    world, _ = counted(limits=AccessLimits(max_tokens=50))
     session_id = world.create()
     assert world.get(session_id).params["max_tokens"] is None
     for params, expected in (({}, 50), ({"max_tokens": 7}, 7), ({"max_tokens": 50}, 50), ({"max_tokens": -1}, 50)):
@@ -352,7 +352,7 @@ def test_answers_are_as_long_as_they_may_be() -> None:
 
 def test_who_asks_for_longer_answers_is_told() -> None:
     """The field and the limit, whether the session asks, the turn, or a session that another token has opened."""
-    world, _ = counted(limits=Limits(max_tokens=50))
+    world, _ = counted(limits=AccessLimits(max_tokens=50))
     more = {"max_tokens": 51}
     mine, others = world.create(), world.create(client=replace(PHONE, token_id=""), params=more)
     for ask in (
@@ -369,7 +369,7 @@ def test_who_asks_for_longer_answers_is_told() -> None:
 
 def test_what_the_daemon_sets_for_everybody_is_no_wish() -> None:
     """More tokens by configuration are cut to the limit, fewer stay."""
-    limits = Limits(max_tokens=50)
+    limits = AccessLimits(max_tokens=50)
     assert limited(Params(), limits, session=Params(max_tokens=60), chosen=()).max_tokens == 50
     assert "max_tokens" not in limited(Params(), limits, session=Params(max_tokens=40), chosen=()).model_fields_set
     assert limited(Params(), NO_LIMITS, session=Params(), chosen=()) == Params()

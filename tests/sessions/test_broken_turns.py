@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from structlog.testing import capture_logs
 
-from inferencecenter.limits import NO_LIMITS
+from inferencecenter.config.limits import NO_LIMITS
 from inferencecenter.protocol import events
 from inferencecenter.sessions import answering
 from inferencecenter.sessions.allowance import Unlimited

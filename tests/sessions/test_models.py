@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from inferencecenter.config.limits import AccessLimits
 from inferencecenter.errors import ErrorCode, InferenceCenterError
 from inferencecenter.ipc.port import EngineState, EngineStatus
-from inferencecenter.limits import Limits
 from inferencecenter.protocol import requests
 from inferencecenter.protocol.params import Params, decode
 from inferencecenter.sessions.models import Engines
@@ -216,7 +216,7 @@ def test_who_may_not_use_a_model_has_nobody_load_it(world: World) -> None:
     large = world.add_model("large")
     session_id = world.create(model="large")
     large.status = EngineStatus(EngineState.ASLEEP)
-    world.limits = Limits(models=("toy",))
+    world.limits = AccessLimits(models=("toy",))
     refused(ErrorCode.FORBIDDEN, world.create, model="large")
     refused(ErrorCode.FORBIDDEN, world.fork, session_id)
     refused(ErrorCode.FORBIDDEN, world.infer, session_id)

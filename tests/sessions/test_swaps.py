@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from inferencecenter.config.limits import AccessLimits
 from inferencecenter.errors import ErrorCode, InferenceCenterError
 from inferencecenter.ipc.messages import unpack_tokens
 from inferencecenter.ipc.port import EngineState, EngineStatus
-from inferencecenter.limits import Limits
 from inferencecenter.protocol import events, requests
 from inferencecenter.protocol.params import Params, decode
 from inferencecenter.protocol.requests import START
@@ -362,7 +362,7 @@ def test_a_recalled_turn_that_is_refused_fails(world: World, large: FakeEngine) 
 
 def test_a_turn_is_not_recalled_to_a_model_that_it_may_not_have(world: World, large: FakeEngine) -> None:
     """Another default does not widen what a token may use: the turn fails, and nothing is loaded for it."""
-    world.limits = Limits(models=("toy",))
+    world.limits = AccessLimits(models=("toy",))
     session_id = waiting(world)
     large.status = EngineStatus(EngineState.ASLEEP)
     swap(world)

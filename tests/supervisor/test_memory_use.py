@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from pydantic import ValidationError
 
+from inferencecenter.config.settings import GpuSettings, MemorySettings
 from inferencecenter.hardware.memory import Resident, Share
 from inferencecenter.hardware.nvml import NO_GPU, GpuReading, Gpus
 from inferencecenter.hardware.pressure import Usage
 from inferencecenter.ipc.port import EngineState, EngineStatus
-from inferencecenter.settings import GpuSettings, MemorySettings
 from inferencecenter.supervisor import memory_pressure
 from inferencecenter.supervisor.memory_pressure import gpu_memory, main_memory, reader
 

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, cast
 
 import pytest
 
+from inferencecenter.config.settings import EngineSettings
 from inferencecenter.errors import ErrorCode, InferenceCenterError
 from inferencecenter.ipc.messages import EngineLimits, EngineOptions, Failed, pack_tokens
 from inferencecenter.ipc.port import EngineState, EngineStatus
 from inferencecenter.models.registry import ModelSpec, Registry
-from inferencecenter.settings import EngineSettings
 from inferencecenter.supervisor import process
 from inferencecenter.supervisor.model_manager import ManagedModel, ModelManager
 from inferencecenter.supervisor.restart_policy import RestartPolicy

@@ -13,12 +13,12 @@ import pytest
 from structlog.testing import capture_logs
 
 from inferencecenter.bench.header import HEADERS, write_header
+from inferencecenter.config.settings import EngineSettings, GpuSettings
 from inferencecenter.errors import ErrorCode, InferenceCenterError
 from inferencecenter.hardware.plan import MIB, Device, Host
 from inferencecenter.hardware.vram_calibration import VramCalibration
 from inferencecenter.ipc.messages import Adapter, BufferUse, EngineOptions
 from inferencecenter.ipc.port import EngineState, EngineStatus
-from inferencecenter.settings import EngineSettings, GpuSettings
 from inferencecenter.supervisor.engine_status import with_fewer_layers
 from inferencecenter.supervisor.planning import Planner
 from inferencecenter.supervisor.restart_policy import RestartPolicy

@@ -11,12 +11,12 @@ from msgspec import structs
 from pydantic import ValidationError
 from structlog.testing import capture_logs
 
+from inferencecenter.config.settings import GpuSettings
 from inferencecenter.hardware.nvml import GpuReading, Gpus
 from inferencecenter.hardware.thermal import ThermalState
 from inferencecenter.ipc.messages import EngineLimits
 from inferencecenter.ipc.port import EngineState, EngineStatus
 from inferencecenter.protocol.events import Thermal
-from inferencecenter.settings import GpuSettings
 from inferencecenter.supervisor.thermal import BUSY_EVERY_S, IDLE_EVERY_S, ThermalThrottler, describe, limit_for
 from inferencecenter.tasks import RESTART_MIN_S
 from inferencecenter.telemetry.metrics import Metrics

@@ -15,7 +15,7 @@ from inferencecenter.hardware.thermal import ThermalState
 from inferencecenter.ipc.messages import StepOutput, StepStats, TokenDelta, pack_tokens
 from inferencecenter.ipc.port import EngineState, EngineStatus
 from inferencecenter.protocol.values import FinishReason
-from inferencecenter.server.scrape import show_engines, show_gpus, show_processes
+from inferencecenter.server.status_pages import show_engines, show_gpus, show_processes
 from inferencecenter.sessions.totals import TurnRecord
 from inferencecenter.supervisor.step_metrics import StepMeter
 from inferencecenter.telemetry.metrics import Metrics

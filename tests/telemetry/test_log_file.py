@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import structlog
 
+from inferencecenter.config.sections import LogSettings
 from inferencecenter.errors import ErrorCode, InferenceCenterError
 from inferencecenter.telemetry import logs
 from inferencecenter.telemetry.log_file import LogFile
-from inferencecenter.telemetry_settings import LogSettings
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

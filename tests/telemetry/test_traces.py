@@ -16,10 +16,10 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor, SpanExporter, Sp
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from pydantic import SecretStr
 
+from inferencecenter.config.sections import TelemetrySettings
 from inferencecenter.errors import ErrorCode, InferenceCenterError
 from inferencecenter.telemetry import otlp, traces
 from inferencecenter.telemetry.otlp import ENGINE, FRONT, Sending, Traces
-from inferencecenter.telemetry_settings import TelemetrySettings
 from tests.telemetry.collector import Collector
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from inferencecenter.cli.reference import markdown
 from inferencecenter.cli.reference.types import words
-from inferencecenter.configuration import OTHER_ENVIRONMENT, SYSTEM_CONFIG
-from inferencecenter.settings import ModelEntry, Settings, environment_name, setting_fields
+from inferencecenter.config.loader import OTHER_ENVIRONMENT, SYSTEM_CONFIG
+from inferencecenter.config.settings import ModelEntry, Settings, environment_name, setting_fields
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

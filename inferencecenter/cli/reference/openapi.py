@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 
-from inferencecenter.dialects import OPERATIONS, openapi
+from inferencecenter.api import openapi
+from inferencecenter.api.app import OPERATIONS
 
 
 def document() -> str:

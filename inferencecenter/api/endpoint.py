@@ -1,0 +1,455 @@
+"""HTTP endpoints: one table of operations, from which routes and the OpenAPI document derive; their answers; CORS."""
+
+from __future__ import annotations
+
+import re
+from asyncio import sleep
+from collections import defaultdict
+from contextlib import aclosing, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from http import HTTPStatus
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
+
+import orjson
+import structlog
+from pydantic import BaseModel
+from starlette.datastructures import Headers, QueryParams
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Match, NoMatchFound, Route
+
+from inferencecenter.api import sse
+from inferencecenter.api.body import BODIES_BYTES, LARGE_BYTES, BodyRoom, checked, parse, read_body
+from inferencecenter.api.errors import error_body, error_headers
+from inferencecenter.api.request_context import Caller, ClientDisconnectedError, RequestContext, admit
+from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.fair_share import FairShare
+from inferencecenter.protocol.scopes import Scope
+from inferencecenter.server.handshake import check_query_length, origin_allowed
+from inferencecenter.tasks import TaskGroup
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Mapping
+
+    from starlette.datastructures import URLPath
+    from starlette.types import ASGIApp, Message, Receive, Send
+    from starlette.types import Scope as AsgiScope
+
+    from inferencecenter.server.context import ServerContext
+
+
+_NO_HEADERS: Final[Mapping[str, str]] = MappingProxyType({})
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """A JSON document, written out, with headers of its own; status 304 stands for one that the client has."""
+
+    body: bytes
+    status: int = 200
+    headers: Mapping[str, str] = field(default_factory=lambda: _NO_HEADERS)
+
+
+@dataclass(frozen=True, slots=True)
+class Stream:
+    """Server-sent events, as ``sse`` writes them.
+
+    Nothing is sent before there is a first chunk: until then a failure has its own HTTP status. Afterwards it is the
+    last event. The generator is closed when nobody listens any more.
+    """
+
+    chunks: AsyncGenerator[bytes, None]
+
+
+Reply: TypeAlias = Document | Stream
+
+
+def document(value: Any, *, status: int = 200) -> Document:
+    """Return what ``orjson`` can write as a document."""
+    return Document(orjson.dumps(value), status)
+
+
+COMMON_ERRORS: Final = (
+    ErrorCode.INVALID_REQUEST,
+    ErrorCode.NOT_AUTHENTICATED,
+    ErrorCode.FORBIDDEN,
+    ErrorCode.RATE_LIMITED,
+    ErrorCode.QUEUE_FULL,
+    ErrorCode.ENGINE_UNAVAILABLE,
+    ErrorCode.STORAGE_UNAVAILABLE,
+    ErrorCode.INTERNAL,
+)
+"""What every operation may fail with that needs a token."""
+
+BODY_ERRORS: Final = (ErrorCode.INVALID_JSON, ErrorCode.MESSAGE_TOO_LARGE, ErrorCode.REQUEST_TIMEOUT)
+"""What every operation with a body may fail with; a body that an operation does not take is not read."""
+
+TURN_ERRORS: Final = (
+    ErrorCode.SESSION_LIMIT,
+    ErrorCode.SESSION_BUSY,
+    ErrorCode.QUEUE_TIMEOUT,
+    ErrorCode.OVERLOADED,
+    ErrorCode.QUOTA_EXCEEDED,
+    ErrorCode.PROMPT_TOO_LONG,
+    ErrorCode.CONTEXT_FULL,
+    ErrorCode.INVALID_GRAMMAR,
+    ErrorCode.MODEL_NOT_FOUND,
+    ErrorCode.MODEL_LOADING,
+    ErrorCode.ENGINE_CRASHED,
+)
+"""What every operation may fail with that has something answered."""
+
+_NOTHING: Final[Mapping[str, str]] = MappingProxyType({})
+
+_log = structlog.get_logger(__name__)
+
+
+class NoQuery(BaseModel, extra="forbid"):
+    """An address without parameters."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operation:
+    """What one method of one address does.
+
+    Attributes:
+        method: The HTTP method.
+        path: The address, as ``/v1/responses/{response_id}``.
+        summary: What it does, in a sentence.
+        handler: Does it.
+        body: What the body must be; without it there is none.
+        query: What the address's parameters must be.
+        answer: What the JSON answer is; without it the answer is free, or empty.
+        event: What the data of a server-sent event is, where the answer can be a stream.
+        errors: What it may fail with beside ``COMMON_ERRORS`` and ``BODY_ERRORS``.
+        scope: What the client must hold; without it nobody is asked for a token.
+    """
+
+    method: Literal["GET", "POST", "DELETE"]
+    path: str
+    summary: str
+    handler: Callable[[Call], Awaitable[Reply]]
+    body: type[BaseModel] | None = None
+    query: type[BaseModel] = NoQuery
+    answer: type[BaseModel] | None = None
+    event: type[BaseModel] | None = None
+    errors: tuple[ErrorCode, ...] = ()
+    scope: Scope | None = Scope.USER
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """A request as its handler sees it: let in, and its body and query checked.
+
+    ``path`` are the parameters in the address.
+    """
+
+    context: ServerContext
+    admitted: RequestContext | None = None
+    body: Any = None
+    query: Any = None
+    path: Mapping[str, str] = field(default_factory=lambda: _NOTHING)
+    headers: Headers = field(default_factory=Headers)
+
+    @property
+    def request_context(self) -> RequestContext:
+        """Says when nobody waits for the answer any more; only where a scope is needed."""
+        assert self.admitted is not None, "the operation is open to everybody"
+        return self.admitted
+
+    @property
+    def caller(self) -> Caller:
+        """Whom it is from; only where a scope is needed."""
+        return self.request_context.caller
+
+
+def routes(context: ServerContext, operations: Iterable[Operation]) -> list[BaseRoute]:
+    """Return the routes of all operations, under the base path of the settings, and of what there is not in ``/v1``."""
+    by_path: defaultdict[str, dict[str, Operation]] = defaultdict(dict)
+    for operation in operations:
+        by_path[operation.path][operation.method] = operation
+    base = context.settings.base_path
+    bodies = FairShare(BODIES_BYTES)
+    found: list[BaseRoute] = [
+        Route(base + path, CrossOrigin(Endpoint(context, methods, path=path, bodies=bodies), context, methods=methods))
+        for path, methods in by_path.items()
+    ]
+    return [*found, NotFoundRoute(base + "/v1/")]
+
+
+class Endpoint:
+    """An ASGI application for one address.
+
+    Args:
+        context: The rest of the daemon.
+        operations: What is done, by method.
+        path: The address's pattern.
+        bodies: The room for bodies, which all addresses share.
+    """
+
+    def __init__(
+        self, context: ServerContext, operations: Mapping[str, Operation], *, path: str, bodies: FairShare
+    ) -> None:
+        self._context = context
+        self._operations = operations
+        self._path = path
+        self._bodies = bodies
+        self._tasks = TaskGroup(path)
+
+    async def __call__(self, asgi: AsgiScope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        answering = _Answering(send, counted=self._count)
+        try:
+            operation = self._operation(asgi["method"])
+            await self._answer(operation, asgi, receive, answering)
+        except (ClientDisconnectedError, ConnectionError):
+            pass
+        except InferenceCenterError as error:
+            await answering.fail(error)
+        except Exception:  # noqa: BLE001 - the border: a defect here must not be the connection's end without a word
+            _log.exception("request_failed", method=asgi["method"], path=self._path)
+            await answering.fail(InferenceCenterError(ErrorCode.INTERNAL))
+
+    def _operation(self, method: str) -> Operation:
+        operation = self._operations.get(method)
+        if operation is None:
+            allowed = ", ".join(sorted(self._operations))
+            raise MethodNotAllowedError(method, allowed=allowed)
+        return operation
+
+    async def _answer(self, operation: Operation, asgi: AsgiScope, receive: Receive, answering: _Answering) -> None:
+        if operation.scope is None:
+            with BodyRoom(self._bodies, "") as room:
+                call = await self._call(operation, asgi, receive, None, room)
+                await answering.answer(await operation.handler(call))
+            return
+        request_context = RequestContext(await admit(self._context, asgi, Headers(scope=asgi), scope=operation.scope))
+        room = BodyRoom(self._bodies, request_context.account.client_id)
+        with self._counted(request_context), request_context.until_expiry(self._context.clock()), room:
+            try:
+                call = await self._call(operation, asgi, receive, request_context, room)
+                leaving = self._tasks.spawn(_notice_leaving(receive, request_context), name="notice_leaving")
+                try:
+                    await answering.answer(await operation.handler(call))
+                finally:
+                    leaving.cancel()
+            except InferenceCenterError:
+                # The request still counts among its client's, who so has no more refusals at once than requests.
+                if delay_s := self._context.paces.refused(request_context.account.client_id):
+                    await sleep(delay_s)
+                raise
+            self._context.paces.accepted(request_context.account.client_id)
+
+    async def _call(
+        self,
+        operation: Operation,
+        asgi: AsgiScope,
+        receive: Receive,
+        request_context: RequestContext | None,
+        room: BodyRoom,
+    ) -> Call:
+        check_query_length(asgi["query_string"])
+        query = checked(operation.query, dict(QueryParams(asgi["query_string"])))
+        return Call(
+            context=self._context,
+            admitted=request_context,
+            body=None if operation.body is None else await self._body(operation.body, asgi, receive, room),
+            query=query,
+            path=asgi.get("path_params", _NOTHING),
+            headers=Headers(scope=asgi),
+        )
+
+    async def _body(self, kind: type[BaseModel], asgi: AsgiScope, receive: Receive, room: BodyRoom) -> BaseModel:
+        """Read the body as ``kind``; a large one is read in a thread, in which clients take turns."""
+        body = await read_body(receive, Headers(scope=asgi), self._context.settings, hold=room.hold)
+        if len(body) < LARGE_BYTES:
+            return parse(kind, body)
+        return await self._context.worker.run(room.client_id, partial(parse, kind, body))
+
+    @contextmanager
+    def _counted(self, request_context: RequestContext) -> Iterator[None]:
+        hub, gauge = self._context.hub, self._context.metrics.http_requests
+        hub.enter(request_context)
+        gauge.inc()
+        try:
+            yield
+        finally:
+            gauge.dec()
+            hub.exit(request_context)
+
+    def _count(self, status: int, error: InferenceCenterError | None) -> None:
+        metrics = self._context.metrics
+        metrics.http_responses.labels(self._path, str(status)).inc()
+        if error is not None:
+            metrics.errors.labels(error.code.value).inc()
+
+
+class MethodNotAllowedError(InferenceCenterError):
+    """A method that an address does not take; ``allowed`` are those that it takes."""
+
+    def __init__(self, method: str, *, allowed: str) -> None:
+        super().__init__(ErrorCode.METHOD_NOT_ALLOWED, f"this address takes {allowed}, not {method[:16]}")
+        self.allowed = allowed
+
+
+class _Answering:
+    """The answer to one request, as far as it is sent; ``counted`` hears its status, and the error if it is one."""
+
+    def __init__(self, send: Send, *, counted: Callable[[int, InferenceCenterError | None], None]) -> None:
+        self._send = send
+        self._counted = counted
+        self._streaming = False
+
+    async def answer(self, reply: Reply) -> None:
+        """Send all of an answer."""
+        if isinstance(reply, Document):
+            await self._whole(reply.body, reply.status, reply.headers)
+            self._counted(reply.status, None)
+        else:
+            await self._stream(reply)
+
+    async def fail(self, error: InferenceCenterError) -> None:
+        """Send an error in place of an answer, or as the last event of a stream that has begun."""
+        body = error_body(error)
+        self._counted(error.spec.http_status, error)
+        if self._streaming:
+            await self._send({"type": "http.response.body", "body": sse.event(body), "more_body": False})
+            return
+        headers = error_headers(error)
+        if isinstance(error, MethodNotAllowedError):
+            headers["allow"] = error.allowed
+        await self._whole(body, error.spec.http_status, headers)
+
+    async def _stream(self, reply: Stream) -> None:
+        send = self._send
+        async with aclosing(reply.chunks) as chunks:
+            async for chunk in chunks:
+                if not self._streaming:
+                    self._streaming = True
+                    await self._start(200, {"content-type": sse.MEDIA_TYPE, "cache-control": "no-store"})
+                await send({"type": "http.response.body", "body": chunk, "more_body": True})
+        self._counted(200, None)
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _whole(self, body: bytes, status: int, headers: Mapping[str, str]) -> None:
+        length = {"content-type": "application/json", "content-length": str(len(body))}
+        await self._start(status, headers if status == HTTPStatus.NOT_MODIFIED else {**length, **headers})
+        await self._send({"type": "http.response.body", "body": body, "more_body": False})
+
+    async def _start(self, status: int, headers: Mapping[str, str]) -> None:
+        encoded = [(name.encode(), value.encode()) for name, value in headers.items()]
+        await self._send({"type": "http.response.start", "status": status, "headers": encoded})
+
+
+async def _notice_leaving(receive: Receive, request_context: RequestContext) -> None:
+    """Wait until the peer has gone; what it still sends is not asked for."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    request_context.end(ClientDisconnectedError())
+
+
+_SHOWN_CHARS: Final = 100
+
+
+class NotFoundRoute(BaseRoute):
+    """A route for all of ``prefix`` that none before it takes; a pattern would leave out addresses with line breaks."""
+
+    def __init__(self, prefix: str) -> None:
+        self._prefix = prefix
+
+    def matches(self, scope: AsgiScope) -> tuple[Match, AsgiScope]:
+        """Take any HTTP request below the prefix."""
+        below = scope["type"] == "http" and scope["path"].startswith(self._prefix)
+        return (Match.FULL if below else Match.NONE), {}
+
+    def url_path_for(self, name: str, /, **_: Any) -> URLPath:
+        """There is nowhere to go."""
+        raise NoMatchFound(name, {})
+
+    async def handle(self, scope: AsgiScope, receive: Receive, send: Send) -> None:
+        """Say in OpenAI's words that there is nothing here."""
+        error = InferenceCenterError(
+            ErrorCode.UNKNOWN_OP,
+            f"there is nothing at {scope['path'][:_SHOWN_CHARS]}",
+            hint="/openapi.json lists what there is.",
+        )
+        answer = Response(
+            error_body(error),
+            status_code=error.spec.http_status,
+            headers=error_headers(error),
+            media_type="application/json",
+        )
+        await answer(scope, receive, send)
+
+
+# Cross-origin requests: pages of origins that may connect may also read the answers.
+#
+# Credentials are tokens in ``Authorization``, which a page has to know and to send itself; cookies there are none. So
+# an answer names the origin that asked, never all of them, and never allows credentials.
+
+_PREFLIGHT_S: Final = 600
+_READABLE: Final = "retry-after, retry-after-ms, x-should-retry"
+_HEADER_NAME: Final = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]{1,64}")
+_MOST_HEADERS: Final = 64
+
+
+class CrossOrigin:
+    """An ASGI application around that of one address.
+
+    Args:
+        app: What answers.
+        context: The rest of the daemon.
+        methods: What the address takes.
+    """
+
+    def __init__(self, app: ASGIApp, context: ServerContext, *, methods: Iterable[str]) -> None:
+        self._app = app
+        self._context = context
+        self._methods = ", ".join(sorted(methods))
+
+    async def __call__(self, asgi: AsgiScope, receive: Receive, send: Send) -> None:
+        """Answer a preflight, or have a request answered for the page that it is from."""
+        headers = Headers(scope=asgi)
+        origin = headers.get("origin")
+        if origin is None or not self._allows(origin, asgi, headers):
+            await self._app(asgi, receive, send)
+        elif asgi["method"] == "OPTIONS" and "access-control-request-method" in headers:
+            await self._preflight(send, origin, headers.get("access-control-request-headers", ""))
+        else:
+            await self._app(asgi, receive, _readable_for(origin, send))
+
+    def _allows(self, origin: str, asgi: AsgiScope, headers: Headers) -> bool:
+        caller = self._context.proxies.peer_info(asgi["client"][0] if asgi["client"] else "", headers)
+        return origin_allowed(origin, caller.host, self._context.settings.allowed_origins)
+
+    async def _preflight(self, send: Send, origin: str, asked: str) -> None:
+        names = [name.strip() for name in asked.split(",")[:_MOST_HEADERS]]
+        headers = {
+            **_origin_headers(origin),
+            "access-control-allow-methods": self._methods,
+            "access-control-allow-headers": ", ".join(name for name in names if _HEADER_NAME.fullmatch(name)),
+            "access-control-max-age": str(_PREFLIGHT_S),
+        }
+        await send({"type": "http.response.start", "status": 204, "headers": _encoded(headers)})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+def _readable_for(origin: str, send: Send) -> Send:
+    """Return a ``send`` that lets pages of an origin read the answer."""
+    added = _encoded({**_origin_headers(origin), "access-control-expose-headers": _READABLE})
+
+    async def sending(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            message = {**message, "headers": [*message["headers"], *added]}
+        await send(message)
+
+    return sending
+
+
+def _origin_headers(origin: str) -> dict[str, str]:
+    return {"access-control-allow-origin": origin, "vary": "Origin"}
+
+
+def _encoded(headers: dict[str, str]) -> list[tuple[bytes, bytes]]:
+    return [(name.encode(), value.encode("latin-1")) for name, value in headers.items()]

@@ -1,0 +1,157 @@
+"""Who asks: a request of another dialect is let in as the daemon's own sockets are."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Final
+
+from inferencecenter.auth.account import client_of
+from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.protocol.close import CloseCode
+from inferencecenter.protocol.trace_context import read_traceparent
+from inferencecenter.server.handshake import check_query, origin_allowed, read_credential
+from inferencecenter.server.hub import EXPIRED, Deadline
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from starlette.datastructures import Headers
+    from starlette.types import Scope as AsgiScope
+
+    from inferencecenter.auth.account import Account
+    from inferencecenter.protocol.scopes import Scope
+    from inferencecenter.server.context import ServerContext
+    from inferencecenter.sessions.client import Client
+
+_DISMISSALS: Final[Mapping[CloseCode, ErrorCode]] = MappingProxyType(
+    {
+        CloseCode.NOT_AUTHENTICATED: ErrorCode.NOT_AUTHENTICATED,
+        CloseCode.POLICY: ErrorCode.FORBIDDEN,
+        CloseCode.RESTART: ErrorCode.ENGINE_UNAVAILABLE,
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Whom a request is from.
+
+    ``client`` is for ``Sessions``, ``account`` what the credential showed. ``address`` is where it comes from, and
+    ``traceparent`` the span of the client's trace that its turns belong to.
+    """
+
+    client: Client
+    account: Account
+    address: str
+    traceparent: str | None
+
+    def allowed(self, max_sessions: int) -> Caller:
+        """Return the same with another number of sessions that its client may have."""
+        return replace(self, client=replace(self.client, max_sessions=max_sessions))
+
+
+class ClientDisconnectedError(Exception):
+    """Nobody hears the answer any more: there is nobody to tell of it."""
+
+
+class RequestContext:
+    """A request that is being answered, as the hub counts it: tells its turns when nobody waits for them any more.
+
+    Implements ``server.hub.Guest``.
+    """
+
+    def __init__(self, caller: Caller) -> None:
+        self.caller = caller
+        self._listeners: list[Callable[[Exception], None]] = []
+        self._ended: Exception | None = None
+
+    @property
+    def account(self) -> Account:
+        """What its credential showed."""
+        return self.caller.account
+
+    @property
+    def address(self) -> str:
+        """Where it comes from."""
+        return self.caller.address
+
+    def set_max_sessions(self, max_sessions: int) -> None:
+        """Let its client have so many sessions from now on."""
+        self.caller = self.caller.allowed(max_sessions)
+
+    def drain(self, deadline_s: float) -> None:
+        """Go on: an answer ends by itself."""
+
+    def dismiss(self, code: CloseCode, reason: str) -> None:
+        """End it with an error."""
+        self.end(InferenceCenterError(_DISMISSALS.get(code, ErrorCode.ENGINE_UNAVAILABLE), reason))
+
+    @contextmanager
+    def until_expiry(self, now_s: float) -> Iterator[None]:
+        """While the block runs, dismiss it when the time of its token is over; ``now_s`` is in Unix seconds."""
+        if self.account.expires_at is None:
+            yield
+            return
+        expired = CloseCode.NOT_AUTHENTICATED, EXPIRED
+        deadline = Deadline(self.account.expires_at - now_s, lambda: self.dismiss(*expired))
+        try:
+            yield
+        finally:
+            deadline.cancel()
+
+    def end(self, reason: Exception) -> None:
+        """Tell whoever listens that the answer must end; only the first reason counts."""
+        if self._ended is None:
+            self._ended = reason
+            for listener in tuple(self._listeners):
+                listener(reason)
+
+    def listen(self, listener: Callable[[Exception], None]) -> None:
+        """Call ``listener`` with the reason when the answer must end, at once if it must already."""
+        self._listeners.append(listener)
+        if self._ended is not None:
+            listener(self._ended)
+
+    def forget(self, listener: Callable[[Exception], None]) -> None:
+        """Call a listener no more."""
+        self._listeners.remove(listener)
+
+
+async def admit(
+    context: ServerContext, asgi: AsgiScope, headers: Headers, *, scope: Scope, subprotocols: Sequence[str] = ()
+) -> Caller:
+    """Return whom a request is from: HTTP, or the upgrade of a WebSocket that offers ``subprotocols``.
+
+    Raises:
+        InferenceCenterError: ``not_authenticated``, ``rate_limited`` after too many failures, ``forbidden`` for pages
+            of other origins and clients without ``scope``, ``invalid_request`` for a secret in the address,
+            ``storage_unavailable``.
+    """
+    check_query(asgi["query_string"])
+    found = context.proxies.peer_info(asgi["client"][0] if asgi["client"] else "", headers)
+    if not origin_allowed(headers.get("origin"), found.host, context.settings.allowed_origins):
+        raise InferenceCenterError(
+            ErrorCode.FORBIDDEN,
+            "pages of this origin may not connect",
+            field="Origin",
+            hint="An operator may add it to server.allowed_origins.",
+        )
+    credential = read_credential(headers, subprotocols)
+    if credential is None:
+        raise InferenceCenterError(ErrorCode.NOT_AUTHENTICATED, hint="Send a token: Authorization: Bearer ic_…")
+    account = await context.authenticator.authenticate_anywhere(credential, address=found.address)
+    if scope not in account.scopes:
+        raise InferenceCenterError(
+            ErrorCode.FORBIDDEN, f"this needs the scope {scope}", hint="Use a token of a client that has it."
+        )
+    context.allowances.admit(account)
+    if asgi.get("method") != "POST":  # what is posted is a turn, which has limits of its own
+        context.operations.charge(account.client_id)
+    return Caller(
+        client=client_of(account),
+        account=account,
+        address=found.address,
+        traceparent=read_traceparent(headers.get("traceparent")),
+    )

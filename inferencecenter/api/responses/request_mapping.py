@@ -1,0 +1,234 @@
+"""From a request for a response to a turn of a session: which session goes on, and what it is asked."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+from inferencecenter.api.body import checked
+from inferencecenter.api.responses.response_schemas import Echo
+from inferencecenter.api.responses.serializers import echo_of, note_of, read_note, read_response_id
+from inferencecenter.api.session_match import (
+    ConversationRequest,
+    SessionMatch,
+    close_session,
+    fork_session,
+    open_session,
+)
+from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.protocol.requests import GetSession, Infer
+from inferencecenter.protocol.values import ChatMessage
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from inferencecenter.api.responses.request_schemas import CreateResponse
+    from inferencecenter.protocol import events
+    from inferencecenter.protocol.values import OnFull, Priority
+    from inferencecenter.server.context import ServerContext
+    from inferencecenter.sessions.client import Client
+
+_NOT_FOUND: Final = (ErrorCode.SESSION_NOT_FOUND, ErrorCode.TURN_NOT_FOUND)
+_MAX_METADATA: Final = 16
+EMPTY_QUESTION: Final = (ChatMessage(role="user", content=""),)
+"""Stands for a question where there is none, so that what comes before it can be read."""
+_PRIORITIES: Final[dict[str, Priority]] = {"flex": "batch", "priority": "interactive", "fast": "interactive"}
+_ON_FULL: Final[dict[str, OnFull]] = {"auto": "shift", "disabled": "stop"}
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedTurn:
+    """What is to be answered: a turn, and what its response repeats of the request.
+
+    The session was ``opened`` for it, so that nothing is left of it if the turn cannot begin.
+    """
+
+    infer: Infer
+    echo: Echo
+    note: str
+    opened: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Previous:
+    """The turn that a request goes on to: where it is, what was said up to its end, and what the model was told first.
+
+    Its session ``may_grow`` if it says nothing else.
+    """
+
+    session_id: str
+    turn_id: str
+    said: tuple[ChatMessage, ...]
+    instructions: str | None
+    stored: bool
+    may_grow: bool
+
+
+def prepare_turn(
+    context: ServerContext, client: Client, request: CreateResponse, *, generate: bool = True
+) -> PreparedTurn:
+    """Find or open the session that a request is for, and return what it is asked.
+
+    Without ``generate`` it is asked for as little as can be, to have all of it read.
+
+    Raises:
+        InferenceCenterError: ``previous_response_not_found``, ``session_busy`` while the previous one goes on,
+            ``invalid_request``, and see ``Sessions.create``, ``fork`` and ``append``.
+    """
+    question = request.messages
+    if not question and not generate:
+        question = EMPTY_QUESTION
+    if not question or question[-1].role not in ("user", "tool"):
+        raise InferenceCenterError(
+            ErrorCode.INVALID_REQUEST,
+            "input must end with a message of role user, or with what a function answered",
+            field="input",
+        )
+    echo = echo_of(request, model=request.model or context.models.default, created_at=context.clock())
+    note = note_of(echo, generate=generate)
+    infer = _turn(request, question, generate=generate)
+    place, is_new = _place(context, client, request, question)
+    infer = infer.model_copy(update={"session_id": place.session_id, "messages": list(place.remaining)})
+    return PreparedTurn(infer, echo, note=note, opened=is_new)
+
+
+def start_turn(
+    context: ServerContext, client: Client, asked: PreparedTurn, start: Callable[[Infer, str], object]
+) -> None:
+    """Have a turn started by ``start``, which gets its note, too; nothing is left of one that cannot begin.
+
+    Raises:
+        InferenceCenterError: See ``Sessions.infer``.
+    """
+    try:
+        start(asked.infer, asked.note)
+    except InferenceCenterError:
+        if asked.opened:
+            close_session(context.sessions, client, asked.infer.session_id)
+        raise
+
+
+def _place(
+    context: ServerContext, client: Client, request: CreateResponse, question: tuple[ChatMessage, ...]
+) -> tuple[SessionMatch, bool]:
+    """Return where a request goes on, and whether that session was opened for it.
+
+    A session goes on from its end only: responses that came after the previous one stay as they are.
+    """
+    sessions = context.sessions
+    name = request.previous_response_id
+    previous = None if name is None else _previous(context, client, name)
+    session = None if previous is None else _growing(context, client, request, previous)
+    if previous is not None and session is not None:
+        if _ends_with(session, previous):
+            return SessionMatch(previous.session_id, question), False
+        return SessionMatch(fork_session(sessions, client, previous.session_id, turn=previous.turn_id), question), True
+    told = () if request.instructions is None else (ChatMessage(role="system", content=request.instructions),)
+    conversation = ConversationRequest(
+        messages=(*told, *(previous.said if previous else ()), *question),
+        model=request.model,
+        on_full=_ON_FULL[request.truncation],
+        stateless=not request.store,
+        metadata=_metadata(request),
+    )
+    return open_session(sessions, client, conversation), True
+
+
+def _previous(context: ServerContext, client: Client, name: str) -> _Previous:
+    try:
+        place = read_response_id(name)
+        facts = context.sessions.turn_of(client, *place)
+    except InferenceCenterError as error:
+        if error.code not in _NOT_FOUND:
+            raise
+        raise _lost() from None
+    if facts.running:
+        raise InferenceCenterError(
+            ErrorCode.SESSION_BUSY, "the previous response is not complete", field="previous_response_id"
+        )
+    if facts.answer is None:
+        raise _lost()
+    note = read_note(facts.note)
+    if note is None:
+        said = (*facts.before, *facts.asked, facts.answer)
+        return _Previous(*place, said, instructions=None, stored=True, may_grow=True)
+    said = (*facts.before, *_question(facts.asked), *((facts.answer,) if note.generate else ()))
+    told = said if note.instructions is None else said[1:]
+    return _Previous(*place, told, instructions=note.instructions, stored=note.store, may_grow=note.generate)
+
+
+def _question(asked: tuple[ChatMessage, ...]) -> tuple[ChatMessage, ...]:
+    return () if asked == EMPTY_QUESTION else asked
+
+
+def _lost() -> InferenceCenterError:
+    return InferenceCenterError(
+        ErrorCode.PREVIOUS_RESPONSE_NOT_FOUND,
+        field="previous_response_id",
+        hint="Send all of the conversation as input, without previous_response_id.",
+    )
+
+
+def _growing(
+    context: ServerContext, client: Client, request: CreateResponse, previous: _Previous
+) -> events.Session | None:
+    """Return the previous response's session if it is idle, and one that the request could have opened."""
+    if not previous.may_grow or request.instructions != previous.instructions or request.store != previous.stored:
+        return None
+    session = context.sessions.get(client, GetSession(op="get_session", session_id=previous.session_id))
+    wanted = "idle", request.model or context.models.default, _ON_FULL[request.truncation]
+    return session if (session.state, session.model, session.on_full) == wanted else None
+
+
+def _ends_with(session: events.Session, previous: _Previous) -> bool:
+    """Tell whether nothing came after the previous response."""
+    last = session.turns[-1] if session.turns else None
+    return last is not None and (last.turn_id, last.messages) == (previous.turn_id, len(session.transcript))
+
+
+def _metadata(request: CreateResponse) -> dict[str, str]:
+    """Return what is kept with a session of what whoever asks says about it, as far as there is room."""
+    names = ("user", "safety_identifier", "prompt_cache_key")
+    more = {name: value for name in names if (value := getattr(request, name)) is not None}
+    return dict(list((request.metadata | more).items())[:_MAX_METADATA])
+
+
+def _turn(request: CreateResponse, question: tuple[ChatMessage, ...], *, generate: bool) -> Infer:
+    """Return what a session is asked, whichever it will be.
+
+    Raises:
+        InferenceCenterError: ``invalid_request``.
+    """
+    fields: dict[str, Any] = {
+        "op": "infer",
+        "session_id": "-",
+        "messages": [question[-1]],
+        "params": _params(request) if generate else {**_params(request), "max_tokens": 1},
+        "tools": request.wire_tools,
+        "tool_choice": request.wire_tool_choice,
+        "parallel_tool_calls": request.parallel_tool_calls,
+        "json_schema": request.json_schema,
+        "thinking": None if request.reasoning.effort is None else request.reasoning.effort != "none",
+        "n_probs": request.n_probs,
+        "priority": _PRIORITIES.get(request.service_tier),
+    }
+    return checked(Infer, fields)
+
+
+def _params(request: CreateResponse) -> dict[str, Any]:
+    """Return the turn's parameters.
+
+    Raises:
+        InferenceCenterError: ``invalid_request`` for one that is given twice.
+    """
+    own = {
+        "temperature": request.temperature,
+        "top_p": request.top_p,
+        "max_tokens": request.max_output_tokens,
+    }
+    given = {name: value for name, value in own.items() if value is not None}
+    for name in given.keys() & request.params.keys():
+        raise InferenceCenterError(
+            ErrorCode.INVALID_REQUEST, f"{name} is given twice: also in params", field=f"params.{name}"
+        )
+    return {**request.params, **given}

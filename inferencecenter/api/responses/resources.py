@@ -1,0 +1,331 @@
+"""Responses over HTTP: asked for, told whole or while they come, found again, ended, forgotten."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from functools import partial
+from typing import TYPE_CHECKING, Final, Literal
+
+import orjson
+from pydantic import Field
+
+from inferencecenter.api import sse
+from inferencecenter.api.body import RequestModel
+from inferencecenter.api.endpoint import TURN_ERRORS, Document, Operation, Reply, Stream, document
+from inferencecenter.api.request_turns import NullSink, RequestTurns
+from inferencecenter.api.responses.request_mapping import EMPTY_QUESTION, prepare_turn, start_turn
+from inferencecenter.api.responses.request_schemas import CreateResponse
+from inferencecenter.api.responses.response_events import ResponseEventBuilder
+from inferencecenter.api.responses.response_schemas import Deleted, ItemList, Response, StreamEvent
+from inferencecenter.api.responses.serializers import (
+    ResponseRef,
+    error_of,
+    input_items,
+    output_of,
+    read_note,
+    read_response_id,
+    response_of,
+    status_of,
+)
+from inferencecenter.api.session_match import close_session
+from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.protocol import events
+from inferencecenter.protocol.requests import Abort, GetSession, RewindSession
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator
+
+    from inferencecenter.api.endpoint import Call
+    from inferencecenter.api.responses.request_mapping import PreparedTurn
+    from inferencecenter.api.responses.response_schemas import OutputItem
+    from inferencecenter.protocol.base import Event
+    from inferencecenter.sessions.description import TurnFacts
+
+PATH: Final = "/v1/responses"
+_ONE: Final = PATH + "/{response_id}"
+
+
+class ListItems(RequestModel):
+    """Which items are wanted."""
+
+    after: str | None = Field(default=None, max_length=128, description="`last_id` of the page before.")
+    limit: int = Field(default=20, ge=1, le=100, strict=False, description="Page size.")
+    order: Literal["asc", "desc"] = Field(default="desc", description="Which come first; `desc` is the latest.")
+
+
+class Retrieve(RequestModel):
+    """How a response is wanted."""
+
+    stream: Literal["false"] = Field(default="false", description="It comes whole.")
+
+
+async def create(call: Call) -> Reply:
+    """Have a response made."""
+    request: CreateResponse = call.body
+    if request.stream:
+        return Stream(_streamed(call, request))
+    if request.background:
+        return await _begun(call, request)
+    return _document(await _whole(call, request))
+
+
+async def retrieve(call: Call) -> Reply:
+    """Tell a response as it stands."""
+    place, facts = _find(call)
+    return _document(_standing(place, facts))
+
+
+async def cancel(call: Call) -> Reply:
+    """End a response that is not complete; one that is stays as it is."""
+    place, facts = _find(call)
+    if facts.running:
+        abort = Abort(op="abort", session_id=place.session_id, turn_id=place.turn_id)
+        with suppress(InferenceCenterError):  # it has just ended
+            call.context.sessions.abort(call.caller.client, abort)
+        facts = call.context.sessions.turn_of(call.caller.client, *place)
+    return _document(_standing(place, facts))
+
+
+async def delete(call: Call) -> Reply:
+    """Forget a response, which others must not have gone on from."""
+    place, facts = _find(call)
+    _forget(call, place, facts)
+    return document(Deleted(id=call.path["response_id"]).model_dump())
+
+
+async def list_input_items(call: Call) -> Reply:
+    """Tell what a response was asked; the whole history is gone through, which is too much for the event loop."""
+    place, facts = _find(call)
+    return await call.context.worker.run(call.caller.client.client_id, partial(_page, place, facts, call.query))
+
+
+def _page(place: ResponseRef, facts: TurnFacts, query: ListItems) -> Document:
+    note = read_note(facts.note)
+    said = facts.before if note is None or note.instructions is None else facts.before[1:]
+    items = input_items((*said, *(() if facts.asked == EMPTY_QUESTION else facts.asked)), place.turn_id)
+    if query.order == "desc":
+        items = items[::-1]
+    start = 0
+    if query.after is not None:
+        names = [item["id"] for item in items]
+        if query.after not in names:
+            raise InferenceCenterError(ErrorCode.INVALID_REQUEST, "after names none of the items", field="after")
+        start = names.index(query.after) + 1
+    page = items[start : start + query.limit]
+    return document(
+        ItemList(
+            data=page,
+            first_id=page[0]["id"] if page else None,
+            last_id=page[-1]["id"] if page else None,
+            has_more=len(items) > start + len(page),
+        ).model_dump()
+    )
+
+
+async def _whole(call: Call, request: CreateResponse) -> Response:
+    """Wait for all of a response.
+
+    Raises:
+        InferenceCenterError: Why there is none.
+    """
+    context = call.context
+    asked = prepare_turn(context, call.caller.client, request)
+    builder = _telling(call, request, asked)
+    with RequestTurns(context, call.request_context, discard=not request.store) as turns:
+        _begin(call, asked, turns)
+        async for batch in turns.batches():
+            for _, event in batch:
+                _check_failed(event)
+                builder.feed(event)
+    if builder.final is None:
+        raise InferenceCenterError(ErrorCode.SESSION_NOT_FOUND, "The session was closed before its end.")
+    return builder.final
+
+
+async def _streamed(call: Call, request: CreateResponse) -> AsyncGenerator[bytes, None]:
+    """Tell a response while it comes."""
+    context = call.context
+    asked = prepare_turn(context, call.caller.client, request)
+    builder = _telling(call, request, asked)
+    with RequestTurns(context, call.request_context, discard=not request.store, outlived=request.background) as turns:
+        _begin(call, asked, turns)
+        try:
+            async for batch in turns.batches():
+                frames = [frame for _, event in batch for frame in builder.feed(event)]
+                told = b"".join([sse.event(frame.data, name=frame.type) for frame in frames])
+                if told or not batch:
+                    yield told or _sign_of_life(call, request)
+        except InferenceCenterError as error:
+            if builder.place is None:
+                raise
+            context.metrics.errors.labels(error.code.value).inc()
+            frame = builder.broken(error)
+            yield sse.event(frame.data, name=frame.type)
+    yield sse.DONE
+
+
+def _sign_of_life(call: Call, request: CreateResponse) -> bytes:
+    """Return what is said where there is nothing to tell: why, if that is known."""
+    fault = call.context.sessions.fault if request.store else None
+    return sse.KEEPALIVE if fault is None else sse.comment(f"storage unavailable: {fault.message}")
+
+
+async def _begun(call: Call, request: CreateResponse) -> Document:
+    """Have a response begun, and tell only that."""
+    context = call.context
+    asked = prepare_turn(context, call.caller.client, request)
+    builder = _telling(call, request, asked)
+    with RequestTurns(context, call.request_context, outlived=True) as turns:
+        _begin(call, asked, turns)
+        async for batch in turns.batches():
+            for _, event in batch:
+                _check_failed(event)
+                builder.feed(event)
+            if builder.place is not None:
+                break
+    if builder.final is not None:
+        return _document(builder.final)
+    assert builder.place is not None, "the first event of a turn tells its place"
+    return _document(response_of(asked.echo, builder.place, status="queued"))
+
+
+def _telling(call: Call, request: CreateResponse, asked: PreparedTurn) -> ResponseEventBuilder:
+    return ResponseEventBuilder(asked.echo, top_logprobs=request.top_logprobs or 0, clock=call.context.clock)
+
+
+def _begin(call: Call, asked: PreparedTurn, turns: RequestTurns) -> None:
+    start_turn(call.context, call.caller.client, asked, lambda infer, note: turns.begin(infer, note=note))
+
+
+def _check_failed(event: Event) -> None:
+    """Raise what a turn failed with."""
+    if isinstance(event, events.Error):
+        raise InferenceCenterError(
+            ErrorCode(event.code),
+            event.message,
+            hint=event.hint,
+            field=event.field,
+            retry_after_ms=event.retry_after_ms,
+        )
+
+
+def _find(call: Call) -> tuple[ResponseRef, TurnFacts]:
+    """Return the turn of the response that the address names.
+
+    Raises:
+        InferenceCenterError: ``turn_not_found``, also for another client's.
+    """
+    try:
+        place = read_response_id(call.path["response_id"])
+        return place, call.context.sessions.turn_of(call.caller.client, *place)
+    except InferenceCenterError as error:
+        if error.code is not ErrorCode.SESSION_NOT_FOUND and error.code is not ErrorCode.TURN_NOT_FOUND:
+            raise
+        raise _not_found() from None
+
+
+def _not_found() -> InferenceCenterError:
+    return InferenceCenterError(ErrorCode.TURN_NOT_FOUND, "No such response.")
+
+
+def _standing(place: ResponseRef, facts: TurnFacts) -> Response:
+    """Return a response as it stands.
+
+    Raises:
+        InferenceCenterError: ``turn_not_found`` for a turn that was asked for in another way.
+    """
+    note = read_note(facts.note)
+    if note is None:
+        raise _not_found()
+    if facts.failure is not None:
+        return response_of(note, place, status="failed", error=error_of(facts.failure))
+    finish = facts.finish_reason
+    if finish is None or facts.running:
+        return response_of(note, place, status="in_progress" if finish is None else status_of(finish))
+    status = status_of(finish) if note.generate else "completed"
+    output: tuple[OutputItem, ...] = ()
+    if facts.answer is not None and note.generate:
+        output = output_of(facts.answer, place.turn_id, state="completed" if status == "completed" else "incomplete")
+    return response_of(note, place, status=status, output=output, finish_reason=finish, usage=facts.usage)
+
+
+def _forget(call: Call, place: ResponseRef, facts: TurnFacts) -> None:
+    """Have a session forget its last turn, and end one that has no other.
+
+    Raises:
+        InferenceCenterError: ``invalid_request`` when something came after it.
+    """
+    sessions, client = call.context.sessions, call.caller.client
+    session = sessions.get(client, GetSession(op="get_session", session_id=place.session_id))
+    turns = [turn.turn_id for turn in session.turns]
+    if facts.running and turns:
+        sessions.abort(client, Abort(op="abort", session_id=place.session_id, turn_id=place.turn_id, discard=True))
+        return
+    has_failed = facts.failure is not None
+    if not facts.running and (session.state == "busy" or not (has_failed or turns[-1] == place.turn_id)):
+        raise InferenceCenterError(
+            ErrorCode.INVALID_REQUEST,
+            "other responses go on from this one",
+            hint="Delete the latest of them first.",
+            field="response_id",
+        )
+    earlier = turns if has_failed else turns[:-1]
+    if earlier:
+        sessions.rewind(
+            client, RewindSession(op="rewind_session", session_id=place.session_id, turn=earlier[-1]), NullSink()
+        )
+    else:
+        close_session(sessions, client, place.session_id)
+
+
+def _document(response: Response) -> Document:
+    return Document(orjson.dumps(response.model_dump(mode="json", by_alias=True)))
+
+
+OPERATIONS: Final = (
+    Operation(
+        method="POST",
+        path=PATH,
+        summary="Have a response made.",
+        handler=create,
+        body=CreateResponse,
+        answer=Response,
+        event=StreamEvent,
+        errors=(*TURN_ERRORS, ErrorCode.PREVIOUS_RESPONSE_NOT_FOUND),
+    ),
+    Operation(
+        method="GET",
+        path=_ONE,
+        summary="Read a response as it stands.",
+        handler=retrieve,
+        query=Retrieve,
+        answer=Response,
+        errors=(ErrorCode.TURN_NOT_FOUND,),
+    ),
+    Operation(
+        method="DELETE",
+        path=_ONE,
+        summary="Forget a response that no other goes on from.",
+        handler=delete,
+        answer=Deleted,
+        errors=(ErrorCode.TURN_NOT_FOUND,),
+    ),
+    Operation(
+        method="POST",
+        path=_ONE + "/cancel",
+        summary="End a response that is not complete.",
+        handler=cancel,
+        answer=Response,
+        errors=(ErrorCode.TURN_NOT_FOUND,),
+    ),
+    Operation(
+        method="GET",
+        path=_ONE + "/input_items",
+        summary="Read what a response was asked, with all that was said before.",
+        handler=list_input_items,
+        query=ListItems,
+        answer=ItemList,
+        errors=(ErrorCode.TURN_NOT_FOUND,),
+    ),
+)
+"""What can be done with responses over HTTP."""

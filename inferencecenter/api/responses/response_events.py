@@ -1,0 +1,319 @@
+"""From the events of a turn to the events of a response, which clients put together to the same object. Pure.
+
+An answer is a row of items: thoughts, text, calls. At most one of them is open; what belongs to another closes it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import orjson
+from pydantic import BaseModel
+
+from inferencecenter.api.errors import error_object
+from inferencecenter.api.responses.response_schemas import (
+    Logprob,
+    OutputCall,
+    OutputMessage,
+    OutputReasoning,
+    OutputText,
+    ResponseError,
+    ThoughtText,
+)
+from inferencecenter.api.responses.serializers import (
+    ResponseRef,
+    error_of,
+    item_id,
+    logprobs_of,
+    response_of,
+    status_of,
+)
+from inferencecenter.protocol import events
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from inferencecenter.api.responses.response_schemas import Echo, ItemState, OutputItem, Response
+    from inferencecenter.errors import InferenceCenterError
+    from inferencecenter.protocol.base import Event
+
+_MESSAGE: Final = "msg"
+_THOUGHTS: Final = "rs"
+_CALL: Final = "fc"
+_DELTAS: Final = {
+    _MESSAGE: b"response.output_text.delta",
+    _THOUGHTS: b"response.reasoning_text.delta",
+    _CALL: b"response.function_call_arguments.delta",
+}
+
+
+class ResponseEvent(NamedTuple):
+    """An event of a response: its type, and all of it as JSON."""
+
+    type: str
+    data: bytes
+
+
+class _Item:
+    """The item that is being told."""
+
+    def __init__(self, kind: str, name: str, place: int, *, call_id: str = "", tool: str = "") -> None:
+        self.kind = kind
+        self.name = name
+        self.place = place
+        self.call_id = call_id
+        self.tool = tool
+        self.text: list[str] = []
+        self.logprobs: list[Logprob] = []
+        where = b'"item_id":%b,"output_index":%d' % (orjson.dumps(name), place)
+        content = b"" if kind == _CALL else b',"content_index":0'
+        self.head = where + content + b',"delta":'
+
+    def as_told(self, state: ItemState, *, empty: bool = False) -> OutputItem:
+        """Return the item with all of its text, or with none of its parts yet."""
+        text = "".join(self.text)
+        if self.kind == _CALL:
+            return OutputCall(id=self.name, call_id=self.call_id, name=self.tool, arguments=text, status=state)
+        if self.kind == _THOUGHTS:
+            thoughts = () if empty else (ThoughtText(text=text),)
+            return OutputReasoning(id=self.name, status=state, content=thoughts)
+        said = () if empty else (OutputText(text=text, logprobs=tuple(self.logprobs)),)
+        return OutputMessage(id=self.name, status=state, content=said)
+
+
+class ResponseEventBuilder:
+    """Tells one response; an event of its turn gives any number of frames.
+
+    Args:
+        echo: What the response repeats of its request.
+        top_logprobs: So many of the likeliest tokens are shown with each.
+        clock: Unix seconds.
+        stream_id: The lane that is named in each frame.
+        generate: Whether there is to be an answer; else what the model says is told to nobody.
+    """
+
+    def __init__(
+        self,
+        echo: Echo,
+        *,
+        top_logprobs: int,
+        clock: Callable[[], float],
+        stream_id: str | None = None,
+        generate: bool = True,
+    ) -> None:
+        self._echo = echo
+        self._top = top_logprobs
+        self._clock = clock
+        self._generate = generate
+        self.stream_id = stream_id
+        self._lane = {} if stream_id is None else {"stream_id": stream_id}
+        self._lane_tail = b"" if stream_id is None else b',"stream_id":' + orjson.dumps(stream_id)
+        self._number = 0
+        self._place: ResponseRef | None = None
+        self._running = False
+        self._item: _Item | None = None
+        self._output: list[OutputItem] = []
+        self._counts: dict[str, int] = {}
+        self._final: Response | None = None
+
+    @property
+    def place(self) -> ResponseRef | None:
+        """The turn that is told; ``None`` before its first event."""
+        return self._place
+
+    @property
+    def final(self) -> Response | None:
+        """The response as it ended; ``None`` while it goes on."""
+        return self._final
+
+    def feed(self, event: Event) -> list[ResponseEvent]:
+        """Take an event of the turn and return what is to be told of it."""
+        if self._final is not None:
+            return []
+        frames: list[ResponseEvent] = []
+        match event:
+            case events.Token():
+                frames = self._say(_MESSAGE, event.content, event)
+            case events.Reasoning():
+                frames = self._say(_THOUGHTS, event.content, event)
+            case events.ToolCall():
+                frames = self._call(event)
+            case events.Queued():
+                frames = self._queued(event)
+            case events.Progress():
+                frames = self._begin()
+            case events.End():
+                frames = self._end(event)
+            case _:
+                frames = self._fail(event)
+        return frames
+
+    def broken(self, error: InferenceCenterError) -> ResponseEvent:
+        """Return what is told last where the stream ends, rather than the turn."""
+        failure = error_object(error)
+        return self._frame("error", code=failure["code"], message=failure["message"], param=failure["param"])
+
+    def _queued(self, event: events.Queued) -> list[ResponseEvent]:
+        frames = []
+        waits = event.position > 0
+        if self._place is None:
+            self._place = ResponseRef(event.session_id, event.turn_id)
+            frames.append(self._frame("response.created", response=self._standing(waits=waits)))
+            if waits:
+                frames.append(self._frame("response.queued", response=self._standing(waits=True)))
+        return frames if waits else [*frames, *self._begin()]
+
+    def _begin(self) -> list[ResponseEvent]:
+        """Tell once that the turn runs."""
+        if self._running or self._place is None:
+            return []
+        self._running = True
+        return [self._frame("response.in_progress", response=self._standing(waits=False))]
+
+    def _say(self, kind: str, text: str, event: events.Token | events.Reasoning) -> list[ResponseEvent]:
+        frames = self._begin()
+        if not self._generate:
+            return frames
+        item = self._item
+        if item is None or item.kind != kind:
+            frames += self._close("completed")
+            item, opening = self._open(kind)
+            frames += opening
+        item.text.append(text)
+        if event.logprobs is None or kind != _MESSAGE:
+            logprobs = b"" if kind != _MESSAGE else b',"logprobs":[]'
+        else:
+            entries = logprobs_of(event.logprobs, top=self._top)
+            item.logprobs += entries
+            logprobs = b',"logprobs":' + orjson.dumps(_plain(entries))
+        frames.append(self._delta(item, text, logprobs))
+        return frames
+
+    def _call(self, event: events.ToolCall) -> list[ResponseEvent]:
+        frames = self._begin()
+        if not self._generate:
+            return frames
+        item = self._item
+        if item is None or item.call_id != event.call_id:
+            frames += self._close("completed")
+            item, opening = self._open(_CALL, call_id=event.call_id, tool=event.name or "")
+            frames += opening
+        if event.arguments:
+            item.text.append(event.arguments)
+            frames.append(self._delta(item, event.arguments, b""))
+        return frames
+
+    def _open(self, kind: str, *, call_id: str = "", tool: str = "") -> tuple[_Item, list[ResponseEvent]]:
+        assert self._place is not None
+        index = self._counts.get(kind, 0)
+        self._counts[kind] = index + 1
+        name = item_id(kind, self._place.turn_id, index)
+        item = self._item = _Item(kind, name, len(self._output), call_id=call_id, tool=tool)
+        told = item.as_told("in_progress", empty=True)
+        frames = [self._frame("response.output_item.added", output_index=item.place, item=told)]
+        if kind != _CALL:
+            part = ThoughtText(text="") if kind == _THOUGHTS else OutputText(text="")
+            frames.append(self._part("response.content_part.added", item, part=part))
+        return item, frames
+
+    def _close(self, state: ItemState) -> list[ResponseEvent]:
+        """Close the open item, if there is one."""
+        item = self._item
+        if item is None:
+            return []
+        self._item = None
+        text, told = "".join(item.text), item.as_told(state)
+        self._output.append(told)
+        where: dict[str, Any] = {"item_id": item.name, "output_index": item.place}
+        match told:
+            case OutputCall():
+                frames = [self._frame("response.function_call_arguments.done", **where, arguments=text)]
+            case OutputReasoning(content=(part,)):
+                frames = [
+                    self._part("response.reasoning_text.done", item, text=text),
+                    self._part("response.content_part.done", item, part=part),
+                ]
+            case OutputMessage(content=(part,)):
+                logprobs = _plain(tuple(item.logprobs))
+                frames = [
+                    self._part("response.output_text.done", item, text=text, logprobs=logprobs),
+                    self._part("response.content_part.done", item, part=part),
+                ]
+        return [*frames, self._frame("response.output_item.done", output_index=item.place, item=told)]
+
+    def _end(self, event: events.End) -> list[ResponseEvent]:
+        if self._place is None:
+            self._place = ResponseRef(event.session_id, event.turn_id)
+        status = status_of(event.finish_reason) if self._generate else "completed"
+        state: ItemState = "completed" if status == "completed" else "incomplete"
+        frames = self._begin()
+        if self._generate and self._item is None and not (self._counts.get(_MESSAGE) or self._counts.get(_CALL)):
+            frames += self._open(_MESSAGE)[1]
+        frames += self._close(state)
+        complete = status == "completed"
+        final = self._final = response_of(
+            self._echo,
+            self._place,
+            status=status,
+            output=tuple(self._output),
+            finish_reason=event.finish_reason,
+            usage=event.usage,
+            completed_at=self._clock() if complete else None,
+        )
+        # There is no event of its own for a response that was cancelled; this one ends it for every client.
+        return [*frames, self._frame("response.completed" if complete else "response.incomplete", response=final)]
+
+    def _fail(self, event: Event) -> list[ResponseEvent]:
+        """Tell that there will be no more of the turn, if the event says so."""
+        match event:
+            case events.Error(session_id=str(session_id), turn_id=str(turn_id)):
+                place, error = ResponseRef(session_id, turn_id), error_of(event)
+            case events.SessionClosed() | events.SessionExpired() | events.SessionDetached():
+                place = self._place or ResponseRef(event.session_id, "")
+                error = ResponseError(code="server_error", message="Its session was closed, or is told elsewhere.")
+            case _:
+                return []
+        self._place = place
+        frames = self._begin() + self._close("incomplete")
+        final = self._final = response_of(self._echo, place, status="failed", output=tuple(self._output), error=error)
+        return [*frames, self._frame("response.failed", response=final)]
+
+    def _standing(self, *, waits: bool) -> Response:
+        assert self._place is not None
+        return response_of(self._echo, self._place, status="queued" if waits else "in_progress")
+
+    def _part(self, kind: str, item: _Item, **fields: Any) -> ResponseEvent:
+        return self._frame(kind, item_id=item.name, output_index=item.place, content_index=0, **fields)
+
+    def _frame(self, kind: str, **fields: Any) -> ResponseEvent:
+        message = {"type": kind, "sequence_number": self._count(), **fields, **self._lane}
+        return ResponseEvent(kind, orjson.dumps(message, default=_dumped))
+
+    def _delta(self, item: _Item, text: str, logprobs: bytes) -> ResponseEvent:
+        """Return what most frames are, of which most bytes are always the same."""
+        kind = _DELTAS[item.kind]
+        data = b'{"type":"%b","sequence_number":%d,%b%b%b%b}' % (
+            kind,
+            self._count(),
+            item.head,
+            orjson.dumps(text),
+            logprobs,
+            self._lane_tail,
+        )
+        return ResponseEvent(kind.decode(), data)
+
+    def _count(self) -> int:
+        number = self._number
+        self._number += 1
+        return number
+
+
+def _plain(entries: tuple[Logprob, ...]) -> list[dict[str, Any]]:
+    """Return tokens as events show them, which is without their bytes."""
+    return [entry.model_dump(exclude={"bytes": True, "top_logprobs": {"__all__": {"bytes"}}}) for entry in entries]
+
+
+def _dumped(value: Any) -> Any:
+    if isinstance(value, BaseModel):
+        return value.model_dump(mode="json", by_alias=True)
+    raise TypeError(type(value).__name__)

@@ -1,0 +1,273 @@
+"""From turns to the objects that tell of them, and the ids of responses and items. Pure.
+
+A response's id holds the ids of its session and its turn, so that nothing has to be looked up. Its items are named
+after the turn.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
+
+from pydantic import ValidationError
+from pydantic_core import PydanticSerializationError
+
+from inferencecenter.api.responses.response_schemas import (
+    CachedTokens,
+    Echo,
+    Incomplete,
+    Logprob,
+    Note,
+    OutputCall,
+    OutputMessage,
+    OutputReasoning,
+    OutputText,
+    ReasoningTokens,
+    Response,
+    ResponseError,
+    ResponseUsage,
+    ThoughtText,
+    TopLogprob,
+)
+from inferencecenter.errors import ERRORS, ErrorCode, InferenceCenterError
+
+if TYPE_CHECKING:
+    from inferencecenter.api.responses.request_schemas import CreateResponse
+    from inferencecenter.api.responses.response_schemas import ItemState, OutputItem, Status
+    from inferencecenter.protocol.events import Error
+    from inferencecenter.protocol.values import ChatMessage, TokenLogprobs, Usage
+
+
+_PART: Final = r"[A-Za-z0-9_-]{22}"
+_NAME: Final = re.compile(rf"resp_({_PART})({_PART})")
+
+
+class ResponseRef(NamedTuple):
+    """Where a response is: a session, and a turn of it."""
+
+    session_id: str
+    turn_id: str
+
+
+def response_id(place: ResponseRef) -> str:
+    """Return the name of the response of a turn."""
+    return f"resp_{place.session_id.removeprefix('s_')}{place.turn_id.removeprefix('t_')}"
+
+
+def read_response_id(name: str) -> ResponseRef:
+    """Return where the response of a name is, if it is anywhere.
+
+    Raises:
+        InferenceCenterError: ``turn_not_found`` for what is no such name.
+    """
+    match = _NAME.fullmatch(name)
+    if match is None:
+        raise InferenceCenterError(ErrorCode.TURN_NOT_FOUND, "No such response.")
+    session, turn = match.groups()
+    return ResponseRef(f"s_{session}", f"t_{turn}")
+
+
+def item_id(kind: str, turn_id: str, index: int = 0) -> str:
+    """Return the name of an item: ``kind`` is ``msg``, ``rs`` or ``fc``, ``index`` counts those of a kind."""
+    return f"{kind}_{turn_id.removeprefix('t_')}_{index}"
+
+
+MAX_NOTE_BYTES: Final = 256 * 1024
+"""What a turn's note may hold, and so what is echoed of a request."""
+
+_CUT_BY_LENGTH: Final = ("length", "context_full")
+_COMPLETE: Final = ("stop", "tool_calls")
+_TOO_MANY: Final = 429
+_TIERS: Final[dict[str, Literal["default", "flex", "priority"]]] = {
+    "auto": "default",
+    "default": "default",
+    "flex": "flex",
+    "priority": "priority",
+    "fast": "priority",
+}
+
+
+def echo_of(request: CreateResponse, *, model: str, created_at: float) -> Echo:
+    """Return what the response to ``request`` repeats of it; ``created_at`` is Unix seconds."""
+    return Echo(
+        created_at=int(created_at),
+        model=model,
+        instructions=request.instructions,
+        previous_response_id=request.previous_response_id,
+        background=request.background,
+        store=request.store,
+        max_output_tokens=request.max_output_tokens,
+        max_tool_calls=request.max_tool_calls,
+        temperature=request.temperature,
+        top_p=request.top_p,
+        top_logprobs=request.top_logprobs or 0,
+        text=request.text,
+        tools=tuple(request.tools),
+        tool_choice=request.tool_choice,
+        parallel_tool_calls=request.parallel_tool_calls,
+        reasoning=request.reasoning,
+        truncation=request.truncation,
+        service_tier=_TIERS[request.service_tier],
+        metadata=request.metadata,
+        user=request.user,
+        safety_identifier=request.safety_identifier,
+        prompt_cache_key=request.prompt_cache_key,
+    )
+
+
+def note_of(echo: Echo, *, generate: bool = True) -> str:
+    """Return what is kept with the turn of a response.
+
+    Raises:
+        InferenceCenterError: ``invalid_request`` when that is more, or deeper, than may be.
+    """
+    field = "tools" if echo.tools else "instructions"
+    try:
+        text = Note(**dict(echo), generate=generate).model_dump_json()
+    except PydanticSerializationError as error:  # it writes 255 levels of lists and objects, and reads more
+        raise InferenceCenterError(
+            ErrorCode.INVALID_REQUEST, "tools, text and metadata are nested too deep to be kept", field=field
+        ) from error
+    n_bytes = len(text.encode())
+    if n_bytes > MAX_NOTE_BYTES:
+        raise InferenceCenterError(
+            ErrorCode.INVALID_REQUEST,
+            f"instructions, tools, text and metadata take {n_bytes} bytes together;"
+            f" at most {MAX_NOTE_BYTES} are kept with a response",
+            field=field,
+        )
+    return text
+
+
+def read_note(text: str) -> Note | None:
+    """Return what was kept with a turn; ``None`` for one that is no response."""
+    try:
+        return Note.model_validate_json(text)
+    except ValidationError:
+        return None
+
+
+def response_of(  # noqa: PLR0913 - keyword-only
+    echo: Echo,
+    place: ResponseRef,
+    *,
+    status: Status,
+    output: tuple[OutputItem, ...] = (),
+    finish_reason: str | None = None,
+    usage: Usage | None = None,
+    error: ResponseError | None = None,
+    completed_at: float | None = None,
+) -> Response:
+    """Return a response as it stands."""
+    return Response.model_construct(
+        **dict(echo),
+        id=response_id(place),
+        status=status,
+        completed_at=None if completed_at is None else int(completed_at),
+        error=error,
+        incomplete_details=Incomplete(reason=_reason(finish_reason))
+        if finish_reason and status == "incomplete"
+        else None,
+        output=output,
+        usage=None if usage is None else usage_of(usage),
+    )
+
+
+def status_of(finish_reason: str) -> Status:
+    """Return what a response is whose turn has ended for this reason."""
+    if finish_reason in _COMPLETE:
+        return "completed"
+    return "cancelled" if finish_reason == "aborted" else "incomplete"
+
+
+def usage_of(usage: Usage) -> ResponseUsage:
+    """Return a turn's tokens."""
+    return ResponseUsage(
+        input_tokens=usage.prompt_tokens,
+        input_tokens_details=CachedTokens(cached_tokens=usage.cached_tokens),
+        output_tokens=usage.completion_tokens,
+        output_tokens_details=ReasoningTokens(reasoning_tokens=usage.reasoning_tokens),
+        total_tokens=usage.prompt_tokens + usage.completion_tokens,
+    )
+
+
+def error_of(error: Error) -> ResponseError:
+    """Return why a turn failed, in the words that clients of this dialect know."""
+    status = ERRORS[ErrorCode(error.code)].http_status if error.code in ERRORS else 500
+    if status == _TOO_MANY:
+        return ResponseError(code="rate_limit_exceeded", message=error.message)
+    return ResponseError(code="invalid_prompt" if status < 500 else "server_error", message=error.message)
+
+
+def logprobs_of(entries: tuple[TokenLogprobs, ...], *, top: int) -> tuple[Logprob, ...]:
+    """Return tokens with the ``top`` likeliest ones in the place of each."""
+    return tuple(
+        Logprob(
+            token=entry.token,
+            bytes=tuple(entry.token.encode()),
+            logprob=entry.logprob,
+            top_logprobs=tuple(
+                TopLogprob(token=each.token, bytes=tuple(each.token.encode()), logprob=each.logprob)
+                for each in entry.top[:top]
+            ),
+        )
+        for entry in entries
+    )
+
+
+def output_of(answer: ChatMessage, turn_id: str, *, state: ItemState) -> tuple[OutputItem, ...]:
+    """Return the items of an answer as it is kept; ``state`` is that of the last of them."""
+    items: list[OutputItem] = []
+    if answer.reasoning:
+        thoughts = (ThoughtText(text=answer.reasoning),)
+        items.append(OutputReasoning(id=item_id("rs", turn_id), status="completed", content=thoughts))
+    if answer.content or not answer.tool_calls:
+        said = (OutputText(text=answer.content),)
+        items.append(OutputMessage(id=item_id("msg", turn_id), status="completed", content=said))
+    items += [
+        OutputCall(
+            id=item_id("fc", turn_id, index),
+            call_id=call.call_id,
+            name=call.name,
+            arguments=call.arguments,
+            status="completed",
+        )
+        for index, call in enumerate(answer.tool_calls or ())
+    ]
+    return (*items[:-1], items[-1].model_copy(update={"status": state}))
+
+
+def input_items(messages: tuple[ChatMessage, ...], turn_id: str) -> tuple[dict[str, Any], ...]:
+    """Return what was said as items with names."""
+    items: list[dict[str, Any]] = []
+    for at, message in enumerate(messages):
+        if message.role == "assistant":
+            items += [
+                item.model_dump(mode="json") | {"id": f"{item.id}_in{at}"}
+                for item in output_of(message, turn_id, state="completed")
+            ]
+        else:
+            items.append(_given_item(message, f"{turn_id.removeprefix('t_')}_in{at}"))
+    return tuple(items)
+
+
+def _given_item(message: ChatMessage, name: str) -> dict[str, Any]:
+    if message.role == "tool":
+        return {
+            "type": "function_call_output",
+            "id": f"fco_{name}",
+            "call_id": message.tool_call_id or "",
+            "output": message.content,
+            "status": "completed",
+        }
+    return {
+        "type": "message",
+        "id": f"msg_{name}",
+        "role": message.role,
+        "status": "completed",
+        "content": [{"type": "input_text", "text": message.content}],
+    }
+
+
+def _reason(finish_reason: str) -> str:
+    return "max_output_tokens" if finish_reason in _CUT_BY_LENGTH else finish_reason

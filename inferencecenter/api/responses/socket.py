@@ -1,0 +1,396 @@
+"""Responses over a WebSocket: one socket of one client, and the endpoint that lets it in."""
+
+from __future__ import annotations
+
+import asyncio
+from asyncio import sleep
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
+
+import orjson
+import structlog
+from starlette.datastructures import Headers
+
+from inferencecenter.api.body import checked
+from inferencecenter.api.errors import error_body, error_headers, error_object
+from inferencecenter.api.request_context import admit
+from inferencecenter.api.responses.outbox import ResponseOutbox
+from inferencecenter.api.responses.request_mapping import prepare_turn, start_turn
+from inferencecenter.api.responses.request_schemas import CancelOnSocket, CreateOnSocket
+from inferencecenter.api.responses.response_events import ResponseEventBuilder
+from inferencecenter.api.responses.serializers import read_response_id
+from inferencecenter.api.responses.streams import ResponseSink, ResponseStreams
+from inferencecenter.api.websocket.connection import LARGE_FRAME_CHARS
+from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.protocol.base import SUBPROTOCOL
+from inferencecenter.protocol.close import CloseCode
+from inferencecenter.protocol.json_bounds import MAX_STRUCTURE, check_json_bounds
+from inferencecenter.protocol.requests import Abort
+from inferencecenter.protocol.scopes import Scope
+from inferencecenter.server.handshake import chooses_v1
+from inferencecenter.server.hub import EXPIRED, Deadline
+from inferencecenter.server.states import CONNECTION, ConnectionEvent, ConnectionState
+from inferencecenter.server.websocket import LAST_WORD_S, LINGER_S, SCOPE_KEY
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from starlette.types import Receive, Send
+    from starlette.types import Scope as AsgiScope
+
+    from inferencecenter.api.request_context import Caller
+    from inferencecenter.api.responses.streams import ResponseStream
+    from inferencecenter.auth.account import Account
+    from inferencecenter.server.context import ServerContext
+    from inferencecenter.server.outbox import Wire
+
+_MAX_LANE_CHARS: Final = 64
+_Result = TypeVar("_Result")
+_GONE: Final = (ErrorCode.SESSION_NOT_FOUND, ErrorCode.TURN_NOT_FOUND)
+
+_log = structlog.get_logger(__name__)
+
+
+class ResponsesSocket:
+    """A socket that was let in; everything here runs on the event loop, and only ``receive`` waits.
+
+    Implements ``server.hub.Guest``. ``_move`` is the only writer of its state.
+
+    Args:
+        context: The rest of the daemon.
+        wire: The socket.
+        caller: Whom it is from.
+    """
+
+    def __init__(self, context: ServerContext, wire: Wire, caller: Caller) -> None:
+        self._context = context
+        self._wire = wire
+        self._caller = caller
+        self._state = CONNECTION.after(ConnectionState.CONNECTED, ConnectionEvent.AUTHENTICATE)
+        self._expiry: Deadline | None = None
+        self._streams = ResponseStreams(max_waiting_bytes=context.settings.max_body_bytes)
+        self._outbox = ResponseOutbox(
+            wire,
+            limit_bytes=context.settings.outbox_bytes,
+            overflowed=self._too_slow,
+            # Not at once: a session may be halfway through telling something.
+            broken=lambda builder: asyncio.get_running_loop().call_soon(self._break, builder),
+            metrics=context.metrics,
+        )
+        wire.on_writable = self._outbox.flush
+        if caller.account.expires_at is not None:
+            expired = CloseCode.NOT_AUTHENTICATED, EXPIRED
+            self._expiry = Deadline(caller.account.expires_at - context.clock(), lambda: self.dismiss(*expired))
+
+    def __repr__(self) -> str:
+        return f"<ResponsesSocket {self._state} {self.address} {self.account.client_id} {len(self._streams)} lanes>"
+
+    @property
+    def account(self) -> Account:
+        """What its credential showed."""
+        return self._caller.account
+
+    @property
+    def address(self) -> str:
+        """Where it comes from."""
+        return self._caller.address
+
+    async def receive(self, text: str | None) -> None:
+        """Take a frame and begin what it asks for; ``None`` stands for a binary one.
+
+        Whatever goes wrong with one frame or response is told to the client, and the socket goes on with the others.
+        """
+        if self._closed:
+            return
+        self._context.metrics.frames_in.inc()
+        stream_id = None
+        try:
+            frame = await self._aside(text, partial(_object, text))
+            stream_id = _lane_of(frame)
+            request = await self._aside(text, partial(_request, frame))
+            if self._closed:  # while the frame was read
+                return
+            if isinstance(request, CreateOnSocket):
+                self._queue(request, n_bytes=len(text or ""))
+            else:
+                self._cancel(request)
+            self._context.paces.accepted(self.account.client_id)
+        except InferenceCenterError as error:
+            self._fail(error, stream_id)
+            if delay_s := self._context.paces.refused(self.account.client_id):
+                await sleep(delay_s)
+        except Exception:  # noqa: BLE001 - the border: a defect here must not take the socket's other lanes down
+            _log.exception("frame_failed")
+            self._fail(InferenceCenterError(ErrorCode.INTERNAL), stream_id)
+
+    def set_max_sessions(self, max_sessions: int) -> None:
+        """Let its client have so many sessions from now on."""
+        self._caller = self._caller.allowed(max_sessions)
+
+    def drain(self, deadline_s: float) -> None:
+        """Begin nothing new, and close when all that runs has ended."""
+        if self._state is not ConnectionState.AUTHENTICATED:
+            return
+        self._move(ConnectionEvent.DRAIN)
+        for request in self._streams.drop_queued():
+            self._fail(_stopping(), request.stream_id)
+        self._leave_if_drained()
+
+    def dismiss(self, code: CloseCode, reason: str) -> None:
+        """Say good-bye after all that was sent; what may be asked for later goes on."""
+        self._end((code, reason, LINGER_S), write_rest=True)
+
+    def lost(self) -> None:
+        """Clean up: the socket is gone, whoever ended it."""
+        self._end(None, write_rest=False)
+
+    # What clients ask for.
+
+    def _queue(self, request: CreateOnSocket, *, n_bytes: int) -> None:
+        if self._state is ConnectionState.DRAINING:
+            raise _stopping()
+        self._advance(self._streams.queue(request, n_bytes=n_bytes))
+
+    def _cancel(self, request: CancelOnSocket) -> None:
+        """End what is named: a response, whichever socket has it, or what runs in a lane of this one.
+
+        Raises:
+            InferenceCenterError: ``turn_not_found`` or ``nothing_to_abort``.
+        """
+        sessions, client = self._context.sessions, self._caller.client
+        if request.response_id is None:
+            sink = self._streams.find(request.stream_id)
+            if sink is None:
+                raise InferenceCenterError(ErrorCode.NOTHING_TO_ABORT, "No response is running in this lane.")
+            sink.cancel(sessions, client)
+            return
+        try:
+            place = read_response_id(request.response_id)
+            sessions.abort(client, Abort(op="abort", session_id=place.session_id, turn_id=place.turn_id))
+        except InferenceCenterError as error:
+            if error.code not in _GONE:
+                raise
+            raise InferenceCenterError(
+                ErrorCode.TURN_NOT_FOUND, "No such response is running.", field="response_id"
+            ) from None
+
+    async def _aside(self, text: str | None, work: Callable[[], _Result]) -> _Result:
+        """Return what ``work`` makes of a frame; a large frame is worked on in a thread."""
+        if text is None or len(text) < LARGE_FRAME_CHARS:
+            return work()
+        return await self._context.worker.run(self.account.client_id, work)
+
+    # How responses go on.
+
+    def _advance(self, stream: ResponseStream) -> None:
+        """Begin the next response of a lane, if nothing runs in it."""
+        while (request := self._streams.take(stream)) is not None:
+            try:
+                stream.sink = self._begin(request, stream)
+            except InferenceCenterError as error:
+                self._fail(error, request.stream_id)
+            except Exception:  # noqa: BLE001 - the border: what waits in this lane and the others goes on
+                _log.exception("response_failed")
+                self._fail(InferenceCenterError(ErrorCode.INTERNAL), request.stream_id)
+
+    def _break(self, builder: ResponseEventBuilder) -> None:
+        """End a response that cannot be told any further, with an error; its lane goes on."""
+        if self._state is ConnectionState.CLOSED:
+            return
+        self._fail(InferenceCenterError(ErrorCode.INTERNAL), builder.stream_id)
+        for stream in self._streams.active:
+            if stream.sink is not None and stream.sink.builder is builder:
+                stream.sink.leave(self._context.sessions, self._caller.client)
+                stream.sink = None
+                self._advance(stream)
+        self._leave_if_drained()
+
+    def _begin(self, request: CreateOnSocket, stream: ResponseStream) -> ResponseSink:
+        context, client = self._context, self._caller.client
+        asked = prepare_turn(context, client, request, generate=request.generate)
+        builder = ResponseEventBuilder(
+            asked.echo,
+            top_logprobs=request.top_logprobs or 0,
+            clock=context.clock,
+            stream_id=request.stream_id,
+            generate=request.generate,
+        )
+        sink = ResponseSink(
+            asked.infer.session_id,
+            store=request.store,
+            builder=builder,
+            told=self._outbox.send_event,
+            ended=lambda sink: self._end_soon(stream, sink),
+        )
+        infer = asked.infer.model_copy(update={"traceparent": self._caller.traceparent})
+        start_turn(context, client, asked, lambda _, note: context.sessions.infer(client, infer, sink, note=note))
+        return sink
+
+    def _end_soon(self, stream: ResponseStream, sink: ResponseSink) -> None:
+        # Not at once: a session may be halfway through telling the end of a turn.
+        asyncio.get_running_loop().call_soon(self._ended, stream, sink)
+
+    def _ended(self, stream: ResponseStream, sink: ResponseSink) -> None:
+        self._context.sessions.detach(sink)
+        if self._state is ConnectionState.CLOSED or stream.sink is not sink:
+            return
+        stream.sink = None
+        self._advance(stream)
+        self._leave_if_drained()
+
+    def _fail(self, error: InferenceCenterError, stream_id: str | None) -> None:
+        """Tell the client what went wrong with one of its frames."""
+        self._context.metrics.errors.labels(error.code.value).inc()
+        stream = {} if stream_id is None else {"stream_id": stream_id}
+        message = {"type": "error", "status": error.spec.http_status, "error": error_object(error), **stream}
+        self._outbox.send_frame(orjson.dumps(message))
+
+    # How it ends.
+
+    @property
+    def _closed(self) -> bool:
+        return self._state is ConnectionState.CLOSED
+
+    def _move(self, event: ConnectionEvent) -> None:
+        self._state = CONNECTION.after(self._state, event)
+
+    def _leave_if_drained(self) -> None:
+        if self._state is ConnectionState.DRAINING and not self._streams:
+            self.dismiss(CloseCode.RESTART, "the daemon stops")
+
+    def _too_slow(self) -> None:
+        _log.warning("slow_reader", client=self.account.client_id, address=self.address)
+        # Not at once: a session may be halfway through telling something.
+        slow = CloseCode.TOO_SLOW, "too slow a reader", LAST_WORD_S
+        asyncio.get_running_loop().call_soon(lambda: self._end(slow, write_rest=False))
+
+    def _end(self, farewell: tuple[CloseCode, str, float] | None, *, write_rest: bool) -> None:
+        """Close, if that has not happened: with a code, a reason and the seconds a peer has to answer, or silently."""
+        if self._state is ConnectionState.CLOSED:
+            return
+        self._move(ConnectionEvent.CLOSE)
+        if self._expiry is not None:
+            self._expiry.cancel()
+        self._outbox.close(write_rest=write_rest)
+        self._wire.on_writable = None
+        if farewell is not None:
+            code, reason, linger_s = farewell
+            self._wire.finish(code, reason, linger_s=linger_s)
+        self._streams.drop_queued()
+        for sink in self._streams.sinks:
+            sink.leave(self._context.sessions, self._caller.client)
+
+
+class ResponsesEndpoint:
+    """An ASGI application for one path; uvicorn runs a call of it per socket."""
+
+    def __init__(self, context: ServerContext) -> None:
+        self._context = context
+
+    async def __call__(self, scope: AsgiScope, receive: Receive, send: Send) -> None:
+        """Serve one socket until it is closed."""
+        await receive()  # websocket.connect, which says nothing that the scope does not
+        try:
+            socket = await self._admit(scope)
+        except InferenceCenterError as error:
+            await self._refuse(send, error)
+            return
+        metrics = self._context.metrics
+        metrics.connections.inc()
+        try:
+            subprotocol = SUBPROTOCOL if chooses_v1(scope["subprotocols"]) else None
+            await send({"type": "websocket.accept", "subprotocol": subprotocol})
+            _log.info("client_connected", client=socket.account.client_id, address=socket.address, responses=True)
+            while (message := await receive())["type"] == "websocket.receive":
+                await socket.receive(message.get("text"))
+                # A client that sends many frames at once waits its turn after each.
+                await asyncio.sleep(0)
+        finally:
+            socket.lost()
+            self._context.hub.exit(socket)
+            metrics.connections.dec()
+            _log.info("client_disconnected", client=socket.account.client_id, address=socket.address)
+
+    async def _admit(self, scope: AsgiScope) -> ResponsesSocket:
+        """Return the socket for an upgrade.
+
+        Raises:
+            InferenceCenterError: The upgrade is refused.
+        """
+        hub = self._context.hub
+        hub.check_open()
+        subprotocols = scope["subprotocols"]
+        caller = await admit(self._context, scope, Headers(scope=scope), scope=Scope.USER, subprotocols=subprotocols)
+        wire: Wire = cast("dict[str, Any]", scope["state"])[SCOPE_KEY]
+        socket = ResponsesSocket(self._context, wire, caller)
+        try:
+            hub.enter(socket)
+        except InferenceCenterError as error:
+            socket.lost()
+            if error.code is not ErrorCode.RATE_LIMITED:
+                raise
+            raise InferenceCenterError(
+                ErrorCode.CONNECTION_LIMIT,
+                error.message,
+                hint="Close one; one socket carries any number of responses.",
+                retry_after_ms=error.retry_after_ms,
+            ) from None
+        return socket
+
+    async def _refuse(self, send: Send, error: InferenceCenterError) -> None:
+        status = error.spec.http_status
+        self._context.metrics.refused_connections.labels(str(status)).inc()
+        headers = {"content-type": "application/json", **error_headers(error)}
+        encoded = [(name.encode(), value.encode()) for name, value in headers.items()]
+        await send({"type": "websocket.http.response.start", "status": status, "headers": encoded})
+        await send({"type": "websocket.http.response.body", "body": error_body(error)})
+
+
+def _object(text: str | None) -> dict[str, Any]:
+    """Return a frame read as JSON.
+
+    Raises:
+        InferenceCenterError: ``invalid_request``, ``invalid_json`` or ``message_too_large``.
+    """
+    if text is None:
+        raise InferenceCenterError(ErrorCode.INVALID_REQUEST, "the frame is binary", hint="Send JSON in text frames.")
+    if len(text) > MAX_STRUCTURE:
+        check_json_bounds(text.encode())
+    try:
+        frame = orjson.loads(text)
+    except orjson.JSONDecodeError as error:
+        raise InferenceCenterError(
+            ErrorCode.INVALID_JSON, f"the frame is not JSON: {error.msg} at character {error.pos}"
+        ) from None
+    if not isinstance(frame, dict):
+        raise InferenceCenterError(ErrorCode.INVALID_JSON, "the frame is JSON, but not an object")
+    return frame
+
+
+def _request(frame: dict[str, Any]) -> CreateOnSocket | CancelOnSocket:
+    """Return what a frame asks for.
+
+    Raises:
+        InferenceCenterError: ``invalid_request``.
+    """
+    match frame.get("type"):
+        case "response.create":
+            return checked(CreateOnSocket, frame)
+        case "response.cancel":
+            return checked(CancelOnSocket, frame)
+        case other:
+            raise InferenceCenterError(
+                ErrorCode.INVALID_REQUEST,
+                f"type is {str(other)[:64]!r}, which is none of response.create and response.cancel",
+                field="type",
+            )
+
+
+def _lane_of(frame: dict[str, Any]) -> str | None:
+    """Return the lane that errors about a frame are told in, which need not be a valid one otherwise."""
+    found = frame.get("stream_id")
+    return found if isinstance(found, str) and 0 < len(found) <= _MAX_LANE_CHARS else None
+
+
+def _stopping() -> InferenceCenterError:
+    return InferenceCenterError(ErrorCode.ENGINE_UNAVAILABLE, "the daemon is about to stop")

@@ -1,0 +1,170 @@
+"""Sessions for clients that send whole conversations: what is said already is found again, the rest is left to say.
+
+Several answers to one question are turns in sessions of their own.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Final
+
+from inferencecenter.api.request_turns import NullSink, RequestTurns
+from inferencecenter.errors import InferenceCenterError
+from inferencecenter.protocol.requests import Append, CloseSession, CreateSession, ForkSession, RewindSession
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from inferencecenter.api.request_context import RequestContext
+    from inferencecenter.protocol.requests import Infer
+    from inferencecenter.protocol.values import ChatMessage, Mode, OnFull
+    from inferencecenter.server.context import ServerContext
+    from inferencecenter.sessions.client import Client
+    from inferencecenter.sessions.registry import Sessions
+
+
+_MOST_AT_ONCE: Final = 1000
+_NULL_SINK: Final = NullSink()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConversationRequest:
+    """What somebody wants answered: all messages, the last of them the question.
+
+    ``stateless`` says that its session is kept for what its engine remembers, and for nothing else. ``metadata`` is
+    for a session that has to be opened.
+    """
+
+    messages: tuple[ChatMessage, ...]
+    model: str | None = None
+    mode: Mode = "chat"
+    on_full: OnFull = "stop"
+    stateless: bool = True
+    metadata: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+
+
+@dataclass(frozen=True, slots=True)
+class SessionMatch:
+    """A session that has been told all but ``unsaid``, which ends with the question."""
+
+    session_id: str
+    remaining: tuple[ChatMessage, ...]
+
+
+def resolve_session(sessions: Sessions, client: Client, conversation: ConversationRequest) -> SessionMatch:
+    """Return where a conversation goes on: the client's session that says most of it, or a new one.
+
+    A stateless session that went on in another way is taken back; of another one a fork goes on.
+
+    Raises:
+        InferenceCenterError: See ``Sessions.create``, ``rewind``, ``fork`` and ``append``.
+    """
+    found = sessions.find(
+        client,
+        conversation.messages,
+        stateless=conversation.stateless,
+        model=conversation.model,
+        mode=conversation.mode,
+        on_full=conversation.on_full,
+    )
+    if found is None:
+        return open_session(sessions, client, conversation)
+    session_id = found.session_id
+    if found.turn is not None and conversation.stateless:
+        sessions.rewind(client, RewindSession(op="rewind_session", session_id=session_id, turn=found.turn), _NULL_SINK)
+    elif found.turn is not None:
+        session_id = fork_session(sessions, client, session_id, turn=found.turn)
+    return _told(sessions, client, session_id, conversation.messages[found.n_messages :])
+
+
+def fork_session(sessions: Sessions, client: Client, session_id: str, *, turn: str | None = None) -> str:
+    """Return a session that begins as another one does, up to a turn.
+
+    Raises:
+        InferenceCenterError: See ``Sessions.fork``.
+    """
+    request = ForkSession(op="fork_session", session_id=session_id, turn=turn)
+    created = sessions.fork(client, request, _NULL_SINK)
+    sessions.detach(_NULL_SINK)
+    return created.session_id
+
+
+def close_session(sessions: Sessions, client: Client, session_id: str) -> None:
+    """Close a session of which nothing is wanted any more."""
+    sessions.close(client, CloseSession(op="close_session", session_id=session_id))
+
+
+def open_session(sessions: Sessions, client: Client, conversation: ConversationRequest) -> SessionMatch:
+    """Return where a conversation goes on that gets a session of its own.
+
+    Raises:
+        InferenceCenterError: See ``Sessions.create`` and ``append``.
+    """
+    messages = conversation.messages
+    system = messages[0].content if messages[0].role == "system" and len(messages) > 1 else None
+    request = CreateSession(
+        op="create_session",
+        system=system,
+        mode=conversation.mode,
+        model=conversation.model,
+        on_full=conversation.on_full,
+        on_disconnect="detach",
+        metadata=dict(conversation.metadata) or None,
+    )
+    created = sessions.create(client, request, _NULL_SINK, stateless=conversation.stateless)
+    sessions.detach(_NULL_SINK)
+    return _told(sessions, client, created.session_id, messages if system is None else messages[1:])
+
+
+def _told(sessions: Sessions, client: Client, session_id: str, messages: tuple[ChatMessage, ...]) -> SessionMatch:
+    """Tell a session all up to the last answer among messages; what comes after it is the question."""
+    n_told = max((n for n, message in enumerate(messages, start=1) if message.role == "assistant"), default=0)
+    for start in range(0, n_told, _MOST_AT_ONCE):
+        some = list(messages[start : min(start + _MOST_AT_ONCE, n_told)])
+        sessions.append(client, Append(op="append", session_id=session_id, messages=some), _NULL_SINK)
+    return SessionMatch(session_id, messages[n_told:])
+
+
+@contextmanager
+def run_choices(
+    context: ServerContext,
+    request_context: RequestContext,
+    conversations: Sequence[ConversationRequest],
+    *,
+    n: int,
+    infer: Callable[[SessionMatch, int], Infer],
+) -> Iterator[RequestTurns]:
+    """Have each conversation answered ``n`` times; turn ``i * n + j`` is the ``j``-th answer to the ``i``-th.
+
+    The session of a conversation's first answer stays, for what its engine remembers: what comes next may begin alike.
+    Those of the others are closed at the end.
+
+    Args:
+        context: The rest of the daemon.
+        request_context: The request.
+        conversations: What is to be answered.
+        n: How often.
+        infer: Makes the request of an answer, of the place and the answer's number from 0.
+
+    Raises:
+        InferenceCenterError: See ``resolve_session`` and ``Turns.begin``.
+    """
+    sessions, client = context.sessions, request_context.caller.client
+    spare: list[str] = []
+    try:
+        with RequestTurns(context, request_context) as turns:
+            for conversation in conversations:
+                first = resolve_session(sessions, client, conversation)
+                places = [first]
+                for _ in range(n - 1):
+                    spare.append(fork_session(sessions, client, first.session_id))
+                    places.append(replace(first, session_id=spare[-1]))
+                for choice, place in enumerate(places):
+                    turns.begin(infer(place, choice))
+            yield turns
+    finally:
+        for session_id in spare:
+            with suppress(InferenceCenterError):  # it was purged meanwhile
+                close_session(sessions, client, session_id)

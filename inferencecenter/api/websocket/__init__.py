@@ -1,0 +1,1 @@
+"""The daemon's own protocol: JSON frames over a WebSocket."""

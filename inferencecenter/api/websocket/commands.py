@@ -1,0 +1,330 @@
+"""What each op does: one table from op to handler and the scope it needs.
+
+Handlers are plain calls that return the answer at once or arrange for it. The task that reads a socket waits only where
+a handler says so, by ``Connection.wait_for``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Final
+
+import structlog
+
+from inferencecenter.api.websocket import administration, status
+from inferencecenter.auth.audit import AuditEvent
+from inferencecenter.auth.authentication import KeyCredential, TokenCredential
+from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.protocol import events, requests
+from inferencecenter.protocol.close import CloseCode
+from inferencecenter.protocol.scopes import Scope
+from inferencecenter.server.states import ConnectionState
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from inferencecenter.api.websocket.connection import Connection
+    from inferencecenter.auth.authentication import Credential
+    from inferencecenter.protocol.base import Event, Request
+    from inferencecenter.protocol.codec import Frame
+
+
+def auth(connection: Connection, request: requests.Auth) -> Event | None:
+    """Let the socket speak for whom its credential shows, at once unless somebody else has to be asked."""
+    if connection.authenticated:
+        raise InferenceCenterError(
+            ErrorCode.INVALID_REQUEST, "this socket is authenticated already", hint="Open another one."
+        )
+    if request.protocol is not None:
+        connection.enable_v1()
+    credential = (
+        TokenCredential(request.token)
+        if request.token is not None
+        else KeyCredential(request.client_id or "", request.api_key or "")
+    )
+    authenticator = connection.context.authenticator
+    if authenticator.needs_external(credential):
+        connection.defer(partial(_authenticate, connection, request, credential))
+        return None
+    try:
+        connection.authenticate(authenticator.authenticate(credential, address=connection.address))
+    except InferenceCenterError as error:
+        if error.code not in (ErrorCode.NOT_AUTHENTICATED, ErrorCode.RATE_LIMITED):
+            raise
+        _refuse(connection, request, error)
+        return None
+    return connection.auth_success()
+
+
+async def _authenticate(connection: Connection, request: requests.Auth, credential: Credential) -> None:
+    try:
+        account = await connection.context.authenticator.authenticate_anywhere(credential, address=connection.address)
+        # The socket may have had its time meanwhile, or the daemon.
+        if connection.state is not ConnectionState.CONNECTED:
+            return
+        connection.authenticate(account)
+    except InferenceCenterError as error:
+        if error.code in (ErrorCode.NOT_AUTHENTICATED, ErrorCode.RATE_LIMITED):
+            _refuse(connection, request, error)
+        else:
+            connection.fail(error, request_id=request.id)
+    except Exception:  # noqa: BLE001 - the border: a defect here must not take the socket down
+        _log.exception("command_failed", op=request.op)
+        connection.fail(InferenceCenterError(ErrorCode.INTERNAL), request_id=request.id)
+    else:
+        connection.send(connection.auth_success().model_copy(update={"id": request.id}))
+
+
+def _refuse(connection: Connection, request: requests.Auth, error: InferenceCenterError) -> None:
+    connection.send(events.AuthFailed(id=request.id, reason=error.message, retry_after_ms=error.retry_after_ms))
+    if error.code is ErrorCode.RATE_LIMITED:
+        connection.close(CloseCode.TOO_MANY, error.message)
+
+
+_log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """What an op does. ``scope`` is what the client must hold; ``None`` is open to sockets not yet authenticated.
+
+    ``starts_work`` marks ops that a draining connection refuses. ``in_bulk`` marks those whose answer may be larger
+    than what may wait for a slow reader: a socket does one after the other, each when the peer has read the last one.
+    What ``is_free`` counts among its client's operations only where it is refused; what goes ``by_size`` counts for
+    more the longer its session is.
+    """
+
+    handler: Callable[[Connection, Any], Event | None]
+    scope: Scope | None = Scope.USER
+    starts_work: bool = False
+    in_bulk: bool = False
+    is_free: bool = False
+    by_size: bool = False
+
+
+async def run(connection: Connection, frame: Frame) -> None:
+    """Do what a frame asks, and send its answer or what went wrong.
+
+    It is charged by its op and its size first, so that what is too much is refused before it is validated. What tells
+    of a session goes out when it is safe, together with the session's events; all else at once.
+    """
+    request: Request | None = None
+    try:
+        command = COMMANDS.get(frame.op)
+        _charge(connection, command, frame)
+        request = await connection.aside(frame.n_chars, frame.parse)
+        command = COMMANDS[frame.op]
+        if command.in_bulk:
+            await connection.wait_replayed()
+        if connection.closed:  # while it was read, or waited
+            return
+        _admit(connection, command, request)
+        journal = connection.context.sessions.journal_of(request, connection.client_id)
+        answer = command.handler(connection, request)
+    except InferenceCenterError as error:
+        if command is not None and command.is_free and connection.authenticated:
+            connection.context.operations.count(connection.client_id, n_frame_chars=frame.n_chars)
+        _fail(connection, frame, error, understood=request is not None or error.code is ErrorCode.RATE_LIMITED)
+    except Exception:  # noqa: BLE001 - the border: a defect here must not take the other sessions' socket down
+        _log.exception("command_failed", op=frame.op)
+        _fail(connection, frame, InferenceCenterError(ErrorCode.INTERNAL), understood=request is not None)
+    else:
+        if answer is not None:
+            reply = answer if frame.id is None else answer.model_copy(update={"id": frame.id})
+            in_bulk = command.in_bulk
+            journal.release(lambda: connection.replay((reply,)) if in_bulk else connection.send(reply))
+
+
+def _fail(connection: Connection, frame: Frame, error: InferenceCenterError, *, understood: bool) -> None:
+    """Tell what went wrong; of what was not ``understood`` nothing is said but its id."""
+    if understood:
+        connection.fail(error, request_id=frame.id, op=frame.op, session_id=frame.session_id)
+    else:
+        connection.fail(error, request_id=frame.id)
+
+
+def _charge(connection: Connection, command: Command | None, frame: Frame) -> None:
+    """Count a frame among its client's operations.
+
+    Raises:
+        InferenceCenterError: ``rate_limited``, or ``not_authenticated`` for what needs that.
+    """
+    if not connection.authenticated:
+        if command is None or command.scope is not None:
+            raise InferenceCenterError(
+                ErrorCode.NOT_AUTHENTICATED, hint='Send {"op": "auth", "token": …} or client_id with api_key.'
+            )
+    elif command is None or not command.is_free:
+        context, client = connection.context, connection.client
+        by_size = command is not None and command.by_size
+        n_chars = context.sessions.size_of(client, frame.session_id or "") if by_size else 0
+        context.operations.charge(client.client_id, n_chars=n_chars, n_frame_chars=frame.n_chars)
+
+
+def _admit(connection: Connection, command: Command, request: Request) -> None:
+    if not connection.v1 and not request.dagger:
+        raise InferenceCenterError(
+            ErrorCode.UNKNOWN_OP,
+            "the first protocol has no such op",
+            field="op",
+            hint='Send {"op": "hello", "protocol": 1} before it, or choose the subprotocol inferencecenter.v1.',
+        )
+    if command.scope is not None and command.scope not in connection.client.scopes:
+        raise InferenceCenterError(
+            ErrorCode.FORBIDDEN, f"this needs the scope {command.scope}", hint="Use a token of a client that has it."
+        )
+    if command.starts_work and connection.state is ConnectionState.DRAINING:
+        raise InferenceCenterError(
+            ErrorCode.ENGINE_UNAVAILABLE, "the daemon is about to stop", hint="Reconnect when it is back."
+        )
+
+
+def _hello(connection: Connection, request: requests.Hello) -> Event:
+    if request.protocol is not None:
+        connection.enable_v1()
+    return connection.hello()
+
+
+def _create_session(connection: Connection, request: requests.CreateSession) -> Event:
+    if request.on_disconnect is None:
+        request = request.model_copy(update={"on_disconnect": "detach" if connection.v1 else "close"})
+    return connection.context.sessions.create(connection.client, request, connection)
+
+
+def _infer(connection: Connection, request: requests.Infer) -> None:
+    if request.traceparent is None and connection.traceparent is not None:
+        request = request.model_copy(update={"traceparent": connection.traceparent})
+    connection.context.sessions.infer(connection.client, request, connection)
+
+
+def _abort(connection: Connection, request: requests.Abort) -> Event | None:
+    connection.context.sessions.abort(connection.client, request)
+    return None if connection.v1 else events.AbortStatus(session_id=request.session_id, status="aborted")
+
+
+def _close_session(connection: Connection, request: requests.CloseSession) -> Event:
+    return connection.context.sessions.close(connection.client, request, connection)
+
+
+def _resume_session(connection: Connection, request: requests.ResumeSession) -> None:
+    connection.context.sessions.resume(connection.client, request, connection)
+
+
+def _append(connection: Connection, request: requests.Append) -> None:
+    connection.context.sessions.append(connection.client, request, connection)
+
+
+def _fork_session(connection: Connection, request: requests.ForkSession) -> Event:
+    return connection.context.sessions.fork(connection.client, request, connection)
+
+
+def _rewind_session(connection: Connection, request: requests.RewindSession) -> None:
+    connection.context.sessions.rewind(connection.client, request, connection)
+
+
+def _set_metadata(connection: Connection, request: requests.SetMetadata) -> Event:
+    return connection.context.sessions.set_metadata(connection.client, request, connection)
+
+
+def _get_session(connection: Connection, request: requests.GetSession) -> Event:
+    return connection.context.sessions.get(connection.client, request)
+
+
+def _list_sessions(connection: Connection, request: requests.ListSessions) -> Event:
+    return connection.context.sessions.list(connection.client, request)
+
+
+def _list_models(connection: Connection, _request: requests.ListModels) -> Event:
+    return events.Models(models=connection.context.models_for(connection.client))
+
+
+def _load_model(connection: Connection, request: requests.LoadModel) -> None:
+    def tell(swap: events.Swap) -> None:
+        connection.send(swap.model_copy(update={"id": request.id}))
+
+    models = connection.context.models
+    models.rescan()
+    models.swap(request.name, tell)
+    connection.audit(AuditEvent.MODEL_SWAPPED, detail=request.name)
+
+
+def _unload_model(connection: Connection, request: requests.UnloadModel) -> Event:
+    connection.context.models.unload(request.name)
+    connection.audit(AuditEvent.MODEL_UNLOADED, detail=request.name)
+    return events.ModelUnloaded(model=request.name)
+
+
+def _metrics(connection: Connection, request: requests.Metrics) -> None:
+    connection.context.feed.once(connection, request_id=request.id)
+
+
+def _subscribe_metrics(connection: Connection, request: requests.SubscribeMetrics) -> Event:
+    connection.context.feed.subscribe(connection, interval_ms=request.interval_ms)
+    return events.MetricsSubscribed(interval_ms=request.interval_ms)
+
+
+def _unsubscribe_metrics(connection: Connection, _request: requests.UnsubscribeMetrics) -> Event:
+    connection.context.feed.unsubscribe(connection)
+    return events.MetricsUnsubscribed()
+
+
+def _status(connection: Connection, request: requests.Status) -> Event:
+    context = connection.context
+    plan = None
+    if Scope.OPERATOR in connection.client.scopes:
+        plan = context.models.plan if request.type == "model" else None
+        values = status.daemon_status(
+            request.type,
+            engine=context.models.status,
+            totals=context.sessions.totals(),
+            connections=len(context.hub),
+            fault=context.sessions.fault,
+            pressure=context.pressure(),
+        )
+    else:
+        page = context.sessions.list(connection.client, requests.ListSessions(op="list_sessions", limit=1000))
+        values = status.client_status(
+            request.type,
+            client=connection.client,
+            sessions=page.sessions,
+            engine=context.models.status,
+            storable=context.sessions.fault is None,
+        )
+    return events.Status(type=request.type, values=values, plan=plan)
+
+
+def _ping(_connection: Connection, _request: requests.Ping) -> Event:
+    return events.Pong()
+
+
+COMMANDS: Final[Mapping[str, Command]] = MappingProxyType(
+    {
+        "hello": Command(_hello, scope=None),
+        "auth": Command(auth, scope=None),
+        "create_session": Command(_create_session, starts_work=True),
+        "infer": Command(_infer, starts_work=True, is_free=True),
+        "abort": Command(_abort, is_free=True),
+        "close_session": Command(_close_session),
+        "resume_session": Command(_resume_session, in_bulk=True, by_size=True),
+        "append": Command(_append),
+        "fork_session": Command(_fork_session, starts_work=True, by_size=True),
+        "rewind_session": Command(_rewind_session),
+        "set_metadata": Command(_set_metadata),
+        "get_session": Command(_get_session, in_bulk=True, by_size=True),
+        "list_sessions": Command(_list_sessions, in_bulk=True),
+        "list_models": Command(_list_models),
+        "load_model": Command(_load_model, scope=Scope.OPERATOR),
+        "unload_model": Command(_unload_model, scope=Scope.OPERATOR),
+        "metrics": Command(_metrics),
+        "subscribe_metrics": Command(_subscribe_metrics),
+        "unsubscribe_metrics": Command(_unsubscribe_metrics),
+        "status": Command(_status),
+        "usage": Command(administration.usage, in_bulk=True),
+        "list_clients": Command(administration.list_clients, scope=Scope.ADMIN),
+        "kick": Command(administration.kick, scope=Scope.ADMIN),
+        "drain": Command(administration.drain, scope=Scope.OPERATOR),
+        "ping": Command(_ping),
+    }
+)

@@ -1,0 +1,1 @@
+"""Accounts and tokens: who may come in, and how much each may use."""

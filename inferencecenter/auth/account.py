@@ -1,0 +1,138 @@
+"""What accounts and their tokens are, as plain values."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from inferencecenter.config.limits import NO_LIMITS, AccessLimits
+from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.sessions.client import Client
+
+if TYPE_CHECKING:
+    from inferencecenter.protocol.scopes import Scope
+    from inferencecenter.protocol.values import Priority
+
+MAX_SESSIONS: Final = 100_000
+MAX_RETENTION_DAYS: Final = 36_500
+CLIENT_ID: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@+-]{0,63}")
+
+
+@dataclass(frozen=True, slots=True)
+class Account:
+    """A client as one credential showed it.
+
+    ``retention_days`` are days after their last use at which its sessions are deleted; without it the daemon's setting
+    holds. ``token_id`` and ``expires_at`` (Unix seconds) belong to the token; an API key has neither. ``limits`` are
+    the token's, where it sets none the client's.
+    """
+
+    client_id: str
+    max_sessions: int
+    priority: Priority
+    scopes: frozenset[Scope]
+    token_id: str | None = None
+    expires_at: float | None = None
+    retention_days: float | None = None
+    limits: AccessLimits = NO_LIMITS
+
+
+@dataclass(frozen=True, slots=True)
+class StaticClient:
+    """A client of ``clients.toml``, with the SHA-256 of its key."""
+
+    account: Account
+    key_sha256: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class NewToken:
+    """A token just made; ``token`` is shown once and kept nowhere."""
+
+    token_id: str
+    token: str
+
+
+@dataclass(frozen=True, slots=True)
+class TokenInfo:
+    """What is known of a token; times are Unix seconds, ``limits`` those that it has of its own."""
+
+    token_id: str
+    client_id: str
+    name: str
+    created_at: float
+    expires_at: float | None
+    last_used_at: float | None
+    revoked: bool
+    limits: AccessLimits = NO_LIMITS
+
+
+@dataclass(frozen=True, slots=True)
+class ClientInfo:
+    """What is known of a client; ``created_at`` is Unix seconds, ``tokens`` counts those that are not revoked."""
+
+    client_id: str
+    max_sessions: int
+    priority: str
+    scopes: tuple[str, ...]
+    retention_days: float | None
+    created_at: float
+    tokens: int
+    limits: AccessLimits
+
+
+def client_of(account: Account) -> Client:
+    """Return an account as sessions see it."""
+    return Client(
+        client_id=account.client_id,
+        max_sessions=account.max_sessions,
+        priority=account.priority,
+        scopes=account.scopes,
+        retention_days=account.retention_days,
+        token_id=account.token_id or "",
+    )
+
+
+def check_client_id(client_id: str) -> None:
+    """Refuse what cannot be a new client's id: ids stand in logs, labels of metrics and on terminals.
+
+    Raises:
+        InferenceCenterError: ``invalid_request``.
+    """
+    if CLIENT_ID.fullmatch(client_id) is None:
+        raise InferenceCenterError(
+            ErrorCode.INVALID_REQUEST,
+            f"client_id is {client_id[:64]!r}, which is no name of a client",
+            field="client_id",
+            hint="Letters, digits and . _ @ + -, beginning with a letter or digit; at most 64.",
+        )
+
+
+def check_max_sessions(number: int) -> None:
+    """Refuse what no account can have of open sessions.
+
+    Raises:
+        InferenceCenterError: ``invalid_request``.
+    """
+    if not 1 <= number <= MAX_SESSIONS:
+        raise InferenceCenterError(
+            ErrorCode.INVALID_REQUEST,
+            f"max_sessions is {number}, and must be from 1 to {MAX_SESSIONS}",
+            field="max_sessions",
+        )
+
+
+def check_retention(days: float | None) -> None:
+    """Refuse days after which nothing could be deleted; ``None`` is as the daemon says.
+
+    Raises:
+        InferenceCenterError: ``invalid_request``.
+    """
+    if days is not None and not 0 < days <= MAX_RETENTION_DAYS:
+        raise InferenceCenterError(
+            ErrorCode.INVALID_REQUEST,
+            f"retention_days is {days:g}, and must be above 0 and at most {MAX_RETENTION_DAYS}",
+            field="retention_days",
+            hint="Without it sessions.retention_days holds.",
+        )

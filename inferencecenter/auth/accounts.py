@@ -1,0 +1,367 @@
+"""Clients and their tokens in SQLite. Calls are short and blocking; the file is private to its owner.
+
+A *client* is an account with limits; it has any number of tokens ``ic_<id>_<secret>``. Of a secret only its SHA-256 is
+kept: 256 random bits need no slow hash. Clients of ``clients.toml`` stand beside those of the database.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from contextlib import contextmanager
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Final
+
+import structlog
+
+from inferencecenter.auth import accounts_db, tokens
+from inferencecenter.auth.account import Account, NewToken, check_client_id, check_max_sessions, check_retention
+from inferencecenter.auth.accounts_db import AccountsFile
+from inferencecenter.auth.audit import AuditBuffer, AuditEvent, AuditLog, audit_entry
+from inferencecenter.config.limits import NO_LIMITS
+from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.protocol.scopes import Scope, parse_scopes
+from inferencecenter.sqlite_file import FileMovedError
+
+if TYPE_CHECKING:
+    import sqlite3
+    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from pathlib import Path
+
+    from inferencecenter.auth.account import ClientInfo, StaticClient, TokenInfo
+    from inferencecenter.auth.audit import AuditEntry, AuditLine
+    from inferencecenter.config.limits import AccessLimits
+    from inferencecenter.protocol.values import Priority
+    from inferencecenter.sqlite_file import FileIdentity
+
+DATABASE_NAME: Final = "accounts.sqlite3"
+_NO_HASH: Final = bytes(hashlib.sha256().digest_size)
+
+_log = structlog.get_logger(__name__)
+
+
+class Accounts:
+    """The accounts of one daemon; may be used from any thread."""
+
+    def __init__(
+        self,
+        file: AccountsFile,
+        *,
+        clock: Callable[[], float],
+        static: Mapping[str, StaticClient],
+        audit_days: float | None,
+    ) -> None:
+        self._file = file
+        self._clock = clock
+        self._static = static
+        self._audit_log = AuditLog(days=audit_days)
+        self._noted = AuditBuffer()
+
+    @classmethod
+    def open(
+        cls,
+        path: Path,
+        *,
+        clock: Callable[[], float],
+        static: Mapping[str, StaticClient] = MappingProxyType({}),
+        audit_days: float | None = None,
+    ) -> Accounts:
+        """Open the database at ``path``, made with mode 0600 when there is none.
+
+        Args:
+            path: The SQLite file.
+            clock: Unix seconds.
+            static: Clients of ``clients.toml`` by client id.
+            audit_days: Age from which lines of the audit log are removed when others are written; without it, none are.
+
+        Raises:
+            InferenceCenterError: ``storage_unavailable``; a file that cannot be used is left as it is.
+        """
+        return cls(AccountsFile.open(path), clock=clock, static=static, audit_days=audit_days)
+
+    @property
+    def identity(self) -> FileIdentity | None:
+        """Which file is open."""
+        return self._file.identity
+
+    @property
+    def is_in_place(self) -> bool:
+        """Whether the file that is open is the one at its path still: what others change is in that one."""
+        try:
+            self._file.check()
+        except FileMovedError:
+            return False
+        return True
+
+    def close(self) -> None:
+        """Write what was noted, if that can be done, and close the file."""
+        try:
+            self.flush_audit()
+        except InferenceCenterError as error:
+            _log.warning("logins_unwritten", error=error.message, hint=error.hint)
+        finally:
+            self._file.close()
+
+    def has_clients(self) -> bool:
+        """Tell whether any client was ever made."""
+        with self._rows("SELECT 1 FROM clients LIMIT 1") as rows:
+            return rows.fetchone() is not None
+
+    def ensure_client(
+        self,
+        client_id: str,
+        *,
+        max_sessions: int,
+        priority: Priority,
+        scopes: Iterable[str] = (Scope.USER,),
+        retention_days: float | None = None,
+    ) -> None:
+        """Make the client, or give these to the one there, whose ``Limits`` stay.
+
+        Raises:
+            InferenceCenterError: ``invalid_request`` naming what cannot be, or ``storage_unavailable``.
+        """
+        spelled = " ".join(sorted(parse_scopes(scopes)))
+        check_max_sessions(max_sessions)
+        check_retention(retention_days)
+        with self._file.transaction() as database:
+            there = database.execute("SELECT 1 FROM clients WHERE client_id = ?", (client_id,)).fetchone()
+            if not there:
+                check_client_id(client_id)
+            database.execute(
+                "INSERT INTO clients (client_id, max_sessions, priority, scopes, retention_days, created_at)"
+                " VALUES (?, ?, ?, ?, ?, ?)"
+                " ON CONFLICT (client_id) DO UPDATE SET max_sessions = excluded.max_sessions,"
+                " priority = excluded.priority, scopes = excluded.scopes, retention_days = excluded.retention_days",
+                (client_id, max_sessions, priority, spelled, retention_days, self._clock()),
+            )
+            event = AuditEvent.CLIENT_CHANGED if there else AuditEvent.CLIENT_CREATED
+            self._record(database, audit_entry(event, client_id=client_id, detail=f"scopes {spelled}"))
+
+    def has_client(self, client_id: str) -> bool:
+        """Tell whether the database has this client."""
+        with self._rows("SELECT 1 FROM clients WHERE client_id = ?", (client_id,)) as rows:
+            return rows.fetchone() is not None
+
+    def knows(self, client_id: str) -> bool:
+        """Tell whether this is a client of the database or of ``clients.toml``."""
+        return client_id in self._static or self.has_client(client_id)
+
+    def max_sessions(self) -> dict[str, int]:
+        """Return how many sessions each client of the database may have, by client id."""
+        with self._rows("SELECT client_id, max_sessions FROM clients") as rows:
+            return dict(rows.fetchall())
+
+    def retentions(self) -> dict[str, float]:
+        """Return the ``retention_days`` of every client that has its own, by client id."""
+        with self._rows("SELECT client_id, retention_days FROM clients WHERE retention_days IS NOT NULL") as rows:
+            own = dict(rows.fetchall())
+        accounts = (client.account for client in self._static.values())
+        return own | {each.client_id: each.retention_days for each in accounts if each.retention_days is not None}
+
+    def replace_static(self, static: Mapping[str, StaticClient]) -> frozenset[str]:
+        """Take other clients in place of those of ``clients.toml``; return the ids of those that went or differ."""
+        before, self._static = self._static, static
+        return frozenset(client_id for client_id, client in before.items() if static.get(client_id) != client)
+
+    def remove_client(self, client_id: str) -> None:
+        """Remove a client and its tokens."""
+        with self._file.transaction() as database:
+            if database.execute("DELETE FROM clients WHERE client_id = ?", (client_id,)).rowcount:
+                self._record(database, audit_entry(AuditEvent.CLIENT_REMOVED, client_id=client_id))
+
+    def clients(self) -> list[ClientInfo]:
+        """Return the clients of the database, oldest first."""
+        with self._rows(
+            "SELECT client_id, max_sessions, priority, scopes, retention_days, created_at, limits,"
+            " (SELECT count(*) FROM tokens t WHERE t.client_id = c.client_id AND t.revoked_at IS NULL)"
+            " FROM clients c ORDER BY created_at, client_id"
+        ) as rows:
+            return [accounts_db.client_from_row(row) for row in rows]
+
+    def limits(self) -> dict[tuple[str, str], AccessLimits]:
+        """Return what each token may use, by its client's id and its own; what a key may, by the empty one."""
+        with self._file.reading() as database:
+            found = accounts_db.read_limits(database)
+        return found | {(client_id, ""): client.account.limits for client_id, client in self._static.items()}
+
+    def limit_token(self, token_id: str, limits: AccessLimits) -> bool:
+        """Give a token these limits of its own in place of those it has; ``False`` when there is no such token."""
+        with self._file.transaction() as database:
+            client_id = accounts_db.set_token_limits(database, token_id, limits)
+            if client_id is not None:
+                detail = f"limits {accounts_db.format_limits(limits)}"
+                line = audit_entry(AuditEvent.TOKEN_CHANGED, client_id=client_id, token_id=token_id, detail=detail)
+                self._record(database, line)
+        return client_id is not None
+
+    def limit_client(self, client_id: str, limits: AccessLimits, *, max_sessions: int | None = None) -> bool:
+        """Give a client these limits, and another number of sessions if there is one; ``False`` when there is none.
+
+        Raises:
+            InferenceCenterError: ``invalid_request`` for a number of sessions that is none, or ``storage_unavailable``.
+        """
+        if max_sessions is not None:
+            check_max_sessions(max_sessions)
+        with self._file.transaction() as database:
+            changed = accounts_db.set_client_limits(database, client_id, limits, max_sessions=max_sessions)
+            if changed:
+                sessions = "" if max_sessions is None else f"max_sessions={max_sessions} "
+                detail = f"{sessions}limits {accounts_db.format_limits(limits)}"
+                self._record(database, audit_entry(AuditEvent.CLIENT_CHANGED, client_id=client_id, detail=detail))
+        return changed
+
+    def create_token(
+        self, client_id: str, *, name: str = "", expires_at: float | None = None, limits: AccessLimits = NO_LIMITS
+    ) -> NewToken:
+        """Make a token for a client.
+
+        Raises:
+            InferenceCenterError: ``invalid_request`` when the database has no such client.
+        """
+        if not self.has_client(client_id):
+            raise InferenceCenterError(
+                ErrorCode.INVALID_REQUEST,
+                f"client_id is {client_id!r}, which is no client",
+                field="client_id",
+                hint="Make the client first.",
+            )
+        token_id, secret = tokens.generate_token()
+        with self._file.transaction() as database:
+            database.execute(
+                "INSERT INTO tokens (token_id, client_id, name, secret_sha256, created_at, expires_at, limits)"
+                " VALUES (?, ?, ?, ?, ?, ?, ?)",
+                (
+                    *(token_id, client_id, name, tokens.hash_secret(secret)),
+                    *(self._clock(), expires_at, accounts_db.limits_to_json(limits)),
+                ),
+            )
+            self._record(
+                database, audit_entry(AuditEvent.TOKEN_CREATED, client_id=client_id, token_id=token_id, detail=name)
+            )
+        return NewToken(token_id=token_id, token=tokens.format_token(token_id, secret))
+
+    def list_tokens(self, client_id: str | None = None) -> list[TokenInfo]:
+        """Return the tokens of one client, or of all, oldest first; revoked ones included."""
+        self.flush_audit()
+        with self._rows(
+            "SELECT token_id, client_id, name, created_at, expires_at, last_used_at, revoked_at IS NOT NULL, limits"
+            " FROM tokens WHERE ?1 IS NULL OR client_id = ?1 ORDER BY created_at, token_id",
+            (client_id,),
+        ) as rows:
+            return [accounts_db.token_from_row(row) for row in rows]
+
+    def revoke(self, token_id: str) -> bool:
+        """Make a token useless; ``False`` when there is none, or it was revoked before."""
+        with self._file.transaction() as database:
+            revoked = database.execute(
+                "UPDATE tokens SET revoked_at = ? WHERE token_id = ? AND revoked_at IS NULL RETURNING client_id, name",
+                (self._clock(), token_id),
+            ).fetchall()
+            for client_id, name in revoked:
+                line = audit_entry(AuditEvent.TOKEN_REVOKED, client_id=client_id, token_id=token_id, detail=name)
+                self._record(database, line)
+        return bool(revoked)
+
+    def verify_token(self, token: str) -> Account | None:
+        """Return the account a token stands for, ``None`` when it is unknown, wrong, expired or revoked."""
+        token_id, secret = tokens.parse_token(token)
+        with self._rows(
+            "SELECT t.secret_sha256, t.expires_at, t.revoked_at, c.client_id, c.max_sessions, c.priority, c.scopes,"
+            " c.retention_days, c.limits, t.limits"
+            " FROM tokens t JOIN clients c USING (client_id) WHERE t.token_id = ?",
+            (token_id,),
+        ) as rows:
+            row = rows.fetchone()
+        # Compared also for an unknown id, so that the time taken does not tell which ids exist.
+        right = hmac.compare_digest(tokens.hash_secret(secret), row[0] if row else _NO_HASH)
+        if not right or row is None or not self._lives(expires_at=row[1], revoked_at=row[2]):
+            return None
+        self._noted.add_use(token_id, at=self._clock())
+        return Account(
+            client_id=row[3],
+            max_sessions=row[4],
+            priority=row[5],
+            scopes=frozenset(map(Scope, row[6].split())),
+            token_id=token_id,
+            expires_at=row[1],
+            retention_days=row[7],
+            limits=accounts_db.limits_from_json(row[9]).over(accounts_db.limits_from_json(row[8])),
+        )
+
+    def verify_key(self, client_id: str, api_key: str) -> Account | None:
+        """Return the account of a client id and its API key.
+
+        The key is the one of ``clients.toml``, or any token of that client: programs that know only this pair can use
+        tokens too.
+        """
+        client = self._static.get(client_id)
+        right = hmac.compare_digest(tokens.hash_secret(api_key), client.key_sha256 if client else _NO_HASH)
+        if right and client is not None:
+            return client.account
+        account = self.verify_token(api_key)
+        return account if account is not None and account.client_id == client_id else None
+
+    def valid_tokens(self) -> frozenset[str]:
+        """Return the ids of all tokens that are neither revoked nor expired."""
+        with self._rows(
+            "SELECT token_id FROM tokens WHERE revoked_at IS NULL AND (expires_at IS NULL OR expires_at > ?)",
+            (self._clock(),),
+        ) as rows:
+            return frozenset(row[0] for row in rows)
+
+    def buffer_audit(self, line: AuditEntry) -> None:
+        """Note an entry for the audit log; takes a microsecond, and ``write_noted`` writes it."""
+        self._noted.add(line, at=self._clock())
+
+    def flush_audit(self) -> None:
+        """Write what logins left: their lines of the audit log, and when tokens were last used.
+
+        Raises:
+            InferenceCenterError: ``storage_unavailable``; then it is still noted.
+        """
+        taken = self._noted.drain()
+        if not taken:
+            return
+        try:
+            with self._file.transaction(durable=False) as database:
+                database.executemany(
+                    "UPDATE tokens SET last_used_at = ? WHERE token_id = ?",
+                    [(at, token_id) for token_id, at in taken.last_uses.items()],
+                )
+                self._audit_log.write_tallies(database, taken.tallies, at=self._clock())
+        except BaseException:
+            self._noted.requeue(taken)
+            raise
+
+    def audit(
+        self, event: AuditEvent, *, client_id: str | None = None, token_id: str | None = None, detail: str = ""
+    ) -> None:
+        """Write a line of the audit log that survives a power cut. What cannot be written is logged as a warning.
+
+        Waits for the disk: not for the event loop, where ``note`` is.
+        """
+        try:
+            with self._file.transaction() as database:
+                self._record(database, audit_entry(event, client_id=client_id, token_id=token_id, detail=detail))
+        except InferenceCenterError as error:
+            _log.warning("audit_unwritten", audit_event=event.value, error=error.message, hint=error.hint)
+
+    def audit_lines(
+        self, *, last: int, client_id: str | None = None, event: AuditEvent | None = None
+    ) -> list[AuditLine]:
+        """Return the last lines of the audit log, those of one client or event or of all, oldest first."""
+        self.flush_audit()
+        with self._file.reading() as database:
+            return self._audit_log.read(database, last=last, at=self._clock(), client_id=client_id, event=event)
+
+    def _record(self, database: sqlite3.Connection, line: AuditEntry) -> None:
+        self._audit_log.write(database, line, at=self._clock())
+
+    def _lives(self, *, expires_at: float | None, revoked_at: float | None) -> bool:
+        return revoked_at is None and (expires_at is None or self._clock() < expires_at)
+
+    @contextmanager
+    def _rows(self, query: str, values: tuple[object, ...] = ()) -> Iterator[sqlite3.Cursor]:
+        with self._file.reading() as database:
+            yield database.execute(query, values)

@@ -1,0 +1,264 @@
+"""The SQLite file under the accounts: made private, migrated step by step, never overwritten; and its rows.
+
+Limits are JSON of those that are set.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+import threading
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Final
+
+from inferencecenter import sqlite_file
+from inferencecenter.auth.account import ClientInfo, TokenInfo
+from inferencecenter.config.limits import AccessLimits
+from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.sqlite_file import DamagedFileError, FileIdentity, FileMovedError, is_damage
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from inferencecenter.sqlite_file import Steps
+
+
+_HINT: Final = "Check that it and its directory are yours and writable, and that the disk has room."
+DAMAGED_HINT: Final = (
+    "`inferencecenter restore` a backup. Without one, move it away while no daemon runs, which forgets all clients and"
+    " tokens."
+)
+"""What an operator can do about a damaged file."""
+_MOVED_HINT: Final = (
+    "Put it back, or restore a backup, and start the daemon again: what is open here is not what others change."
+)
+
+MIGRATIONS: Final[Steps] = (
+    (
+        """
+        CREATE TABLE clients (
+            client_id TEXT PRIMARY KEY,
+            max_sessions INTEGER NOT NULL,
+            priority TEXT NOT NULL,
+            scopes TEXT NOT NULL,
+            created_at REAL NOT NULL
+        ) STRICT
+        """,
+        """
+        CREATE TABLE tokens (
+            token_id TEXT PRIMARY KEY,
+            client_id TEXT NOT NULL REFERENCES clients ON DELETE CASCADE,
+            name TEXT NOT NULL,
+            secret_sha256 BLOB NOT NULL,
+            created_at REAL NOT NULL,
+            expires_at REAL,
+            last_used_at REAL,
+            revoked_at REAL
+        ) STRICT
+        """,
+        "CREATE INDEX tokens_by_client ON tokens (client_id)",
+    ),
+    (
+        "ALTER TABLE clients ADD COLUMN retention_days REAL",
+        """
+        CREATE TABLE audit (
+            id INTEGER PRIMARY KEY,
+            at REAL NOT NULL,
+            last_at REAL NOT NULL,
+            count INTEGER NOT NULL,
+            event TEXT NOT NULL,
+            client_id TEXT,
+            token_id TEXT,
+            address TEXT,
+            detail TEXT NOT NULL
+        ) STRICT
+        """,
+        "CREATE INDEX audit_by_event ON audit (event)",
+        "CREATE INDEX audit_by_address ON audit (event, address, at)",
+    ),
+    (
+        # As JSON, only those that are set.
+        "ALTER TABLE clients ADD COLUMN limits TEXT NOT NULL DEFAULT '{}'",
+        "ALTER TABLE tokens ADD COLUMN limits TEXT NOT NULL DEFAULT '{}'",
+    ),
+)
+
+
+class AccountsFile:
+    """An open database; may be used from any thread. Who reads does not wait for who writes."""
+
+    def __init__(self, path: Path, *, reader: sqlite3.Connection, writer: sqlite3.Connection) -> None:
+        self._path = path
+        self.identity: FileIdentity | None = None
+        self._reader = reader
+        self._writer = writer
+        self._reading = threading.Lock()
+        self._writing = threading.Lock()
+
+    @classmethod
+    def open(cls, path: Path) -> AccountsFile:
+        """Open or make the file at ``path`` and bring it up to date.
+
+        Raises:
+            InferenceCenterError: ``storage_unavailable``.
+        """
+        try:
+            sqlite_file.make_private(path)
+        except OSError as error:
+            raise unusable(path, error.strerror or str(error)) from error
+        file = cls(path, reader=sqlite_file.connect(path), writer=sqlite_file.connect(path))
+        try:
+            file._prepare()
+        except InferenceCenterError:
+            file.close()
+            raise
+        return file
+
+    def close(self) -> None:
+        """Close the file."""
+        with self._reading:
+            self._reader.close()
+        with self._writing:
+            self._writer.close()
+
+    @contextmanager
+    def reading(self) -> Iterator[sqlite3.Connection]:
+        """Lend the database for queries; its errors become ``storage_unavailable``."""
+        with self._reading, self._mapped_errors():
+            self.check()
+            yield self._reader
+
+    @contextmanager
+    def transaction(self, *, durable: bool = True) -> Iterator[sqlite3.Connection]:
+        """Lend the database for statements that happen together or not at all; errors become ``storage_unavailable``.
+
+        Args:
+            durable: Whether they survive a power cut from then on; otherwise a crash of this process, and no wait for
+                the disk.
+        """
+        with self._writing, self._mapped_errors():
+            self.check()
+            database = self._writer
+            database.execute(f"PRAGMA synchronous = {'FULL' if durable else 'NORMAL'}")
+            with sqlite_file.transaction(database):
+                yield database
+            self.check()
+
+    @contextmanager
+    def _mapped_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except FileMovedError as error:
+            raise InferenceCenterError(ErrorCode.STORAGE_UNAVAILABLE, str(error), hint=_MOVED_HINT) from error
+        except sqlite3.Error as error:
+            raise unusable(self._path, str(error), damaged=is_damage(error)) from error
+
+    def check(self) -> None:
+        """Compare the file that is open with the one at its path; three system calls.
+
+        Raises:
+            FileMovedError: It was deleted, moved or replaced: accounts that others change are not those here.
+        """
+        if self.identity is not None:
+            self.identity.check()
+
+    def _prepare(self) -> None:
+        with self._mapped_errors():
+            sqlite_file.check_version(self._writer, MIGRATIONS, path=self._path)
+            if (found := sqlite_file.damage(self._writer)) is not None:
+                raise DamagedFileError(found)
+            self._writer.execute("PRAGMA journal_mode = WAL")
+            sqlite_file.bound_log(self._writer)
+            self._writer.execute("PRAGMA foreign_keys = ON")
+            self._reader.execute("PRAGMA query_only = ON")
+            self._writer.execute("PRAGMA synchronous = FULL")
+            sqlite_file.migrate(self._writer, MIGRATIONS, path=self._path)
+            self.identity = FileIdentity.of(self._path)
+
+
+def unusable(path: Path, reason: str, *, damaged: bool = False) -> InferenceCenterError:
+    """Return the error for a file of accounts that cannot be used because of ``reason``."""
+    return sqlite_file.unusable(path, reason, hint=DAMAGED_HINT if damaged else _HINT)
+
+
+def limits_to_json(limits: AccessLimits) -> str:
+    """Return the column ``limits``."""
+    return limits.model_dump_json(include=set(limits.given()))
+
+
+def limits_from_json(text: str) -> AccessLimits:
+    """Return the limits in a column."""
+    return AccessLimits.model_validate_json(text)
+
+
+def read_limits(database: sqlite3.Connection) -> dict[tuple[str, str], AccessLimits]:
+    """Return what each token may use, by its client's id and its own; clients by the empty id of a token."""
+    clients = {
+        client_id: limits_from_json(text)
+        for client_id, text in database.execute("SELECT client_id, limits FROM clients")
+    }
+    tokens = database.execute("SELECT client_id, token_id, limits FROM tokens").fetchall()
+    found = {
+        (client_id, token_id): limits_from_json(text).over(clients[client_id]) for client_id, token_id, text in tokens
+    }
+    return found | {(client_id, ""): limits for client_id, limits in clients.items()}
+
+
+def set_token_limits(database: sqlite3.Connection, token_id: str, limits: AccessLimits) -> str | None:
+    """Give a token these limits of its own; return its client's id, ``None`` when there is no such token."""
+    changed = database.execute(
+        "UPDATE tokens SET limits = ? WHERE token_id = ? RETURNING client_id", (limits_to_json(limits), token_id)
+    ).fetchall()
+    return changed[0][0] if changed else None
+
+
+def set_client_limits(
+    database: sqlite3.Connection, client_id: str, limits: AccessLimits, *, max_sessions: int | None = None
+) -> bool:
+    """Give a client these limits, and another number of sessions if there is one; ``False`` if none has this id."""
+    changed = database.execute(
+        "UPDATE clients SET limits = ?, max_sessions = coalesce(?, max_sessions) WHERE client_id = ?",
+        (limits_to_json(limits), max_sessions, client_id),
+    )
+    return changed.rowcount == 1
+
+
+def client_from_row(row: tuple[Any, ...]) -> ClientInfo:
+    """Return a client in the columns ``client_id`` to ``limits`` and the number of its tokens."""
+    client_id, max_sessions, priority, scopes, retention_days, created_at, limits, n_tokens = row
+    return ClientInfo(
+        client_id=client_id,
+        max_sessions=max_sessions,
+        priority=priority,
+        scopes=tuple(scopes.split()),
+        retention_days=retention_days,
+        created_at=created_at,
+        tokens=n_tokens,
+        limits=limits_from_json(limits),
+    )
+
+
+def token_from_row(row: tuple[Any, ...]) -> TokenInfo:
+    """Return a token in the columns ``token_id`` to ``last_used_at``, whether it is revoked, and ``limits``."""
+    token_id, client_id, name, created_at, expires_at, last_used_at, is_revoked, limits = row
+    return TokenInfo(
+        token_id=token_id,
+        client_id=client_id,
+        name=name,
+        created_at=created_at,
+        expires_at=expires_at,
+        last_used_at=last_used_at,
+        revoked=bool(is_revoked),
+        limits=limits_from_json(limits),
+    )
+
+
+def format_limits(limits: AccessLimits) -> str:
+    """Return what is set, as people read it: ``tokens_per_day=5000 models=a,b``; empty for nothing."""
+    return " ".join(f"{name}={_word(value)}" for name, value in limits.given().items())
+
+
+def _word(value: object) -> str:
+    if value is None:
+        return "none"
+    return ",".join(value) if isinstance(value, tuple) else str(value)

@@ -1,0 +1,279 @@
+"""The audit log: who came in, who did not, what was done to accounts. A table beside theirs, bounded by rows and age.
+
+Equal lines within a minute are one line with a count. Each kind of event has a number of rows of its own, so that a
+flood of one does not drive out another. What logins add is buffered, and written in one transaction.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+from enum import StrEnum
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+if TYPE_CHECKING:
+    import sqlite3
+    from collections.abc import Mapping
+
+
+TOGETHER_S: Final = 60.0
+"""Equal lines that are closer than this are counted on one."""
+PRUNE_ROWS: Final = 1000
+"""Rows that one process writes before it looks for what must go."""
+_PRUNE_S: Final = 3600.0
+_DAY_S: Final = 86_400
+_MAX_CHARS: Final = 256
+
+
+class AuditEvent(StrEnum):
+    """What the log tells of."""
+
+    LOGIN = "login"
+    LOGIN_REFUSED = "login_refused"
+    TOKEN_CREATED = "token_created"  # noqa: S105 - a name, not a secret
+    TOKEN_CHANGED = "token_changed"  # noqa: S105 - a name, not a secret
+    TOKEN_REVOKED = "token_revoked"  # noqa: S105 - a name, not a secret
+    CLIENT_CREATED = "client_created"
+    CLIENT_CHANGED = "client_changed"
+    CLIENT_REMOVED = "client_removed"
+    SESSION_PURGED = "session_purged"
+    CLIENTS_LISTED = "clients_listed"
+    CLIENT_KICKED = "client_kicked"
+    DRAIN_ASKED = "drain_asked"
+    MODEL_SWAPPED = "model_swapped"
+    MODEL_UNLOADED = "model_unloaded"
+    FIRST_ADMIN = "first_admin"
+    DAEMON_STARTED = "daemon_started"
+    DAEMON_STOPPED = "daemon_stopped"
+
+
+_LOGINS: Final = (AuditEvent.LOGIN, AuditEvent.LOGIN_REFUSED)
+_ROWS: Final = 100_000
+_OTHER_ROWS: Final = 4_000
+_LOGIN_ROWS: Final = (_ROWS - _OTHER_ROWS * (len(AuditEvent) - len(_LOGINS))) // len(_LOGINS)
+
+MAX_ROWS: Final[Mapping[AuditEvent, int]] = MappingProxyType(
+    dict.fromkeys(AuditEvent, _OTHER_ROWS) | dict.fromkeys(_LOGINS, _LOGIN_ROWS)
+)
+"""Most rows of each event: 100,000 in all."""
+
+
+class AuditEntry(NamedTuple):
+    """What a line says besides when; ``entry`` makes one of what came from outside. Each login makes and hashes one."""
+
+    event: AuditEvent
+    client_id: str | None = None
+    token_id: str | None = None
+    address: str | None = None
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class AuditLine:
+    """A line as it is read. It stands for ``count`` equal events from ``at`` to ``last_at`` (Unix seconds)."""
+
+    at: float
+    last_at: float
+    count: int
+    event: AuditEvent
+    client_id: str | None
+    token_id: str | None
+    address: str | None
+    detail: str
+
+
+def audit_entry(
+    event: AuditEvent,
+    *,
+    client_id: str | None = None,
+    token_id: str | None = None,
+    address: str | None = None,
+    detail: str = "",
+) -> AuditEntry:
+    """Return the entry of an event; long text is cut, and what a terminal might obey is replaced."""
+    return AuditEntry(
+        event,
+        client_id=None if client_id is None else _plain(client_id),
+        token_id=None if token_id is None else _plain(token_id),
+        address=None if address is None else _plain(address),
+        detail=_plain(detail),
+    )
+
+
+class AuditLog:
+    """Lines in the table ``audit``, written inside transactions of the caller's; one thread at a time.
+
+    Args:
+        days: How far back lines go; ``None`` leaves them until there are too many.
+    """
+
+    def __init__(self, *, days: float | None) -> None:
+        self._kept_s = None if days is None else days * _DAY_S
+        self._unpruned_rows = PRUNE_ROWS
+        self._pruned_at = 0.0
+
+    def write(self, database: sqlite3.Connection, line: AuditEntry, *, at: float) -> None:
+        """Write a line."""
+        self._insert(database, line, EventCount(at, at))
+        self._prune(database, at)
+
+    def write_tallies(
+        self, database: sqlite3.Connection, tallies: Mapping[AuditEntry, EventCount], *, at: float
+    ) -> None:
+        """Write what happened up to ``at``, each on the row of the same within the minute if there is one."""
+        for line, tally in tallies.items():
+            if not _count_up(database, line, tally):
+                self._insert(database, line, tally)
+        self._prune(database, at)
+
+    def read(
+        self,
+        database: sqlite3.Connection,
+        *,
+        last: int,
+        at: float,
+        client_id: str | None = None,
+        event: AuditEvent | None = None,
+    ) -> list[AuditLine]:
+        """Return the ``last`` lines that go for a client and an event, or for all, oldest first, as of ``at``."""
+        rows = database.execute(
+            "SELECT at, last_at, count, event, client_id, token_id, address, detail FROM audit"
+            " WHERE at >= ?1 AND (?2 IS NULL OR client_id = ?2) AND (?3 IS NULL OR event = ?3)"
+            " ORDER BY at DESC, id DESC LIMIT ?4",
+            (self._oldest(at), client_id, event, last),
+        ).fetchall()
+        return [_line(*row) for row in reversed(rows)]
+
+    def _insert(self, database: sqlite3.Connection, line: AuditEntry, tally: EventCount) -> int:
+        self._unpruned_rows += 1
+        row_id = database.execute(
+            "INSERT INTO audit (at, last_at, count, event, client_id, token_id, address, detail)"
+            " VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+            (
+                *(tally.first_at, tally.last_at, tally.times),
+                *(line.event, line.client_id, line.token_id, line.address, line.detail),
+            ),
+        ).lastrowid
+        assert row_id is not None
+        return row_id
+
+    def _prune(self, database: sqlite3.Connection, at: float) -> None:
+        """Remove what is too old or too much, once in a while; the first write of a process always does."""
+        if self._unpruned_rows < PRUNE_ROWS and abs(at - self._pruned_at) < _PRUNE_S:
+            return
+        database.execute("DELETE FROM audit WHERE at < ?", (self._oldest(at),))
+        for event, most in MAX_ROWS.items():
+            database.execute(
+                "DELETE FROM audit WHERE event = ?1 AND id <="
+                " (SELECT id FROM audit WHERE event = ?1 ORDER BY id DESC LIMIT 1 OFFSET ?2)",
+                # Until it is looked at again, there may be so many more.
+                (event, most - PRUNE_ROWS),
+            )
+        self._unpruned_rows = 0
+        self._pruned_at = at
+
+    def _oldest(self, at: float) -> float:
+        return float("-inf") if self._kept_s is None else at - self._kept_s
+
+
+def _count_up(database: sqlite3.Connection, line: AuditEntry, tally: EventCount) -> bool:
+    """Add to the row of the same within the minute; ``False`` when there is none."""
+    changed = database.execute(
+        "UPDATE audit SET count = count + ?1, last_at = MAX(last_at, ?2) WHERE id = ("
+        "SELECT id FROM audit WHERE event = ?4 AND address IS ?7 AND at BETWEEN ?3 AND ?2"
+        " AND client_id IS ?5 AND token_id IS ?6 AND detail = ?8 ORDER BY at DESC LIMIT 1)",
+        (
+            *(tally.times, tally.last_at, tally.last_at - TOGETHER_S),
+            *(line.event, line.client_id, line.token_id, line.address, line.detail),
+        ),
+    )
+    return changed.rowcount == 1
+
+
+def _line(at: float, last_at: float, count: int, event: str, *rest: Any) -> AuditLine:
+    client_id, token_id, address, detail = rest
+    return AuditLine(
+        at=at,
+        last_at=last_at,
+        count=count,
+        event=AuditEvent(event),
+        client_id=client_id,
+        token_id=token_id,
+        address=address,
+        detail=detail,
+    )
+
+
+def _plain(text: str) -> str:
+    if len(text) <= _MAX_CHARS and text.isprintable():
+        return text
+    return "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in text[:_MAX_CHARS])
+
+
+MAX_NOTED: Final = 10_000
+"""Different entries that may wait; of what comes beyond, only the kind and the number are kept."""
+
+
+class EventCount(NamedTuple):
+    """How often the same happened, and when first and last (Unix seconds)."""
+
+    first_at: float
+    last_at: float
+    times: int = 1
+
+    def plus(self, other: EventCount) -> EventCount:
+        """Return both together."""
+        return EventCount(
+            min(self.first_at, other.first_at), max(self.last_at, other.last_at), times=self.times + other.times
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class AuditBatch:
+    """All that was noted up to now; ``last_uses`` has Unix seconds by token id."""
+
+    tallies: Mapping[AuditEntry, EventCount] = field(default_factory=dict)
+    last_uses: Mapping[str, float] = field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        return bool(self.tallies or self.last_uses)
+
+
+class AuditBuffer:
+    """Notes of logins; may be used from any thread, and nobody waits for longer than a dictionary takes."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._tallies: dict[AuditEntry, EventCount] = {}
+        self._last_uses: dict[str, float] = {}
+
+    def add_use(self, token_id: str, *, at: float) -> None:
+        """Note that a token let somebody in."""
+        with self._lock:
+            self._last_uses[token_id] = at
+
+    def add(self, entry: AuditEntry, *, at: float) -> None:
+        """Note an entry for the audit log."""
+        with self._lock:
+            self._add(entry, EventCount(at, at))
+
+    def drain(self) -> AuditBatch:
+        """Return what was noted, and have it no longer."""
+        with self._lock:
+            taken = AuditBatch(self._tallies, self._last_uses)
+            self._tallies, self._last_uses = {}, {}
+        return taken
+
+    def requeue(self, taken: AuditBatch) -> None:
+        """Note again what could not be written."""
+        with self._lock:
+            self._last_uses = {**taken.last_uses, **self._last_uses}
+            for entry, tally in taken.tallies.items():
+                self._add(entry, tally)
+
+    def _add(self, entry: AuditEntry, tally: EventCount) -> None:
+        if entry not in self._tallies and len(self._tallies) >= MAX_NOTED:
+            entry = entry._replace(client_id=None, token_id=None, address=None, detail="")
+        known = self._tallies.get(entry)
+        self._tallies[entry] = tally if known is None else known.plus(tally)

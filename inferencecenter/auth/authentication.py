@@ -1,0 +1,302 @@
+"""From a credential to an account, with failures limited per address."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, Protocol
+
+import structlog
+
+from inferencecenter.auth.audit import AuditEvent, audit_entry
+from inferencecenter.auth.rate_limits import AddressRateLimiter, rate_limit_key
+from inferencecenter.auth.tokens import public_id
+from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.tasks import TaskGroup
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from inferencecenter.auth.account import Account
+    from inferencecenter.auth.accounts import Accounts
+    from inferencecenter.auth.audit import AuditEntry
+    from inferencecenter.config.limits import AccessLimits
+    from inferencecenter.telemetry.metrics import Metrics
+
+_WRITE_AFTER_S: Final = 1.0
+_RETRY_AFTER_S: Final = 30.0
+_CANNOT_TELL_RETRY_MS: Final = 1000
+_MAX_CLAIM_CHARS: Final = 64
+_LIKE_A_SECRET: Final = re.compile(r"[0-9A-Fa-f]{32}|[A-Za-z0-9+/_-]{40}")
+
+_log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenCredential:
+    """``ic_<id>_<secret>``."""
+
+    token: str
+
+
+@dataclass(frozen=True, slots=True)
+class KeyCredential:
+    """A client id with its API key."""
+
+    client_id: str
+    api_key: str
+
+
+Credential = TokenCredential | KeyCredential
+
+
+class ExternalAuthProvider(Protocol):
+    """Another program that knows clients, as ``ExternalAuth`` asks it."""
+
+    async def verify(self, client_id: str, api_key: str) -> Account | None:
+        """Return the account of a client id and its key, ``None`` for a no.
+
+        Raises:
+            AuthUnavailableError: It cannot tell.
+        """
+
+    def forget(self, client_id: str) -> None:
+        """Ask again when this client comes next."""
+
+    async def close(self) -> None:
+        """End what is under way."""
+
+
+class AuthUnavailableError(Exception):
+    """Nobody can tell whether a key is right; ``str()`` says why, and holds no secret."""
+
+
+class Authenticator:
+    """Checks credentials; used on the event loop.
+
+    Args:
+        accounts: Who may come in.
+        limits_of: What holds for an account, by which addresses it may come from.
+        others: Who is asked about keys of clients that have no account here.
+        attempts_per_minute: Failures one address may have.
+        clock: Monotonic seconds.
+        metrics: Where failures are counted.
+    """
+
+    def __init__(  # noqa: PLR0913 - keyword-only
+        self,
+        accounts: Accounts,
+        *,
+        limits_of: Callable[[AccessLimits], AccessLimits] = lambda own: own,
+        others: ExternalAuthProvider | None = None,
+        attempts_per_minute: int,
+        clock: Callable[[], float],
+        metrics: Metrics,
+    ) -> None:
+        self._accounts = accounts
+        self._limits_of = limits_of
+        self._others = others
+        self._attempts = AddressRateLimiter(at_once=attempts_per_minute, per_s=attempts_per_minute / 60, clock=clock)
+        self._metrics = metrics
+        self._tasks = TaskGroup("authenticator")
+        self._writing: asyncio.TimerHandle | None = None
+        self._to_write = False
+        self._warned = False
+        self._unreadable = False
+
+    def authenticate(self, credential: Credential, *, address: str) -> Account:
+        """Return the account of a credential; only accounts of this daemon count.
+
+        Raises:
+            InferenceCenterError: ``not_authenticated`` when it is wrong, ``rate_limited`` when ``address`` has failed
+                too often, right or not this time, ``storage_unavailable`` when nobody can tell.
+        """
+        self._check_attempts(address)
+        account = self._look_up(credential)
+        if account is None or not self._may_come(account, address):
+            self._attempts.count(address)
+            raise self._refused(credential, address=address)
+        return self._admitted(account, address=address)
+
+    def needs_external(self, credential: Credential) -> bool:
+        """Tell whether ``authenticate_anywhere`` has to ask somebody about a credential, which takes time.
+
+        Never about a client that has an account here, and never with what has the form of a token of this daemon.
+
+        Raises:
+            InferenceCenterError: ``storage_unavailable``.
+        """
+        if self._others is None or not isinstance(credential, KeyCredential):
+            return False
+        with self._readable():
+            return public_id(credential.api_key) is None and not self._accounts.knows(credential.client_id)
+
+    async def authenticate_anywhere(self, credential: Credential, *, address: str) -> Account:
+        """Do the same as ``authenticate``, and ask others about clients that have no account here.
+
+        Raises:
+            InferenceCenterError: See ``authenticate``; ``not_authenticated`` also while nobody can tell.
+        """
+        if self._others is None or not isinstance(credential, KeyCredential) or not self.needs_external(credential):
+            return self.authenticate(credential, address=address)
+        self._check_attempts(address)
+        # Counted before the answer is there: many guesses at once are not more than one after the other.
+        self._attempts.count(address)
+        try:
+            account = await self._others.verify(credential.client_id, credential.api_key)
+        except AuthUnavailableError as error:
+            self._attempts.refund(address)
+            self.audit(refusal(credential, address=address, detail=f"cannot be checked: {error}"))
+            raise InferenceCenterError(
+                ErrorCode.NOT_AUTHENTICATED,
+                "the credential cannot be checked at the moment",
+                hint="Try again later.",
+                retry_after_ms=_CANNOT_TELL_RETRY_MS,
+            ) from None
+        if account is None or not self._may_come(account, address):
+            raise self._refused(credential, address=address)
+        self._attempts.refund(address)
+        return self._admitted(account, address=address, detail="known elsewhere")
+
+    def forget(self, client_id: str) -> None:
+        """Have others asked again when this client comes next."""
+        if self._others is not None:
+            self._others.forget(client_id)
+
+    def valid_tokens(self) -> frozenset[str]:
+        """Return the ids of the tokens that would let somebody in now.
+
+        Raises:
+            InferenceCenterError: ``storage_unavailable``.
+        """
+        return self._accounts.valid_tokens()
+
+    def max_sessions(self) -> dict[str, int]:
+        """Return how many sessions each client may have now that comes with tokens, by client id.
+
+        Raises:
+            InferenceCenterError: ``storage_unavailable``.
+        """
+        return self._accounts.max_sessions()
+
+    @property
+    def is_available(self) -> bool:
+        """Whether the accounts that are open here are those in the state directory."""
+        return self._accounts.is_in_place
+
+    async def close(self) -> None:
+        """End the writing of what was noted; closing the accounts writes the rest."""
+        if self._writing is not None:
+            self._writing.cancel()
+        await self._tasks.cancel()
+        if self._others is not None:
+            await self._others.close()
+
+    def _check_attempts(self, address: str) -> None:
+        retry_after_ms = self._attempts.retry_after_ms(address)
+        if retry_after_ms is not None:
+            self.audit(
+                audit_entry(AuditEvent.LOGIN_REFUSED, address=rate_limit_key(address), detail="too many attempts")
+            )
+            raise InferenceCenterError(
+                ErrorCode.RATE_LIMITED, "too many failed logins from this address", retry_after_ms=retry_after_ms
+            )
+
+    def _look_up(self, credential: Credential) -> Account | None:
+        with self._readable():
+            match credential:
+                case TokenCredential(token):
+                    return self._accounts.verify_token(token)
+                case KeyCredential(client_id, api_key):
+                    return self._accounts.verify_key(client_id, api_key)
+
+    @contextmanager
+    def _readable(self) -> Iterator[None]:
+        """Log why accounts cannot be read, once, and tell the caller no more than that they cannot."""
+        try:
+            yield
+        except InferenceCenterError as error:
+            if not self._unreadable:
+                _log.error("accounts_unreadable", error=error.message, hint=error.hint)
+            self._unreadable = True
+            raise InferenceCenterError(
+                ErrorCode.STORAGE_UNAVAILABLE,
+                "accounts cannot be read at the moment",
+                hint="Try again when the operator has mended it.",
+                retry_after_ms=_CANNOT_TELL_RETRY_MS,
+            ) from None
+        self._unreadable = False
+
+    def _may_come(self, account: Account, address: str) -> bool:
+        return self._limits_of(account.limits).allows_address(address)
+
+    def _refused(self, credential: Credential, *, address: str) -> InferenceCenterError:
+        """Take note of a refusal that was counted, and return it; it does not tell what was wrong."""
+        self._metrics.login_failures.inc()
+        self.audit(refusal(credential, address=address))
+        _log.warning("login_failed", address=address)
+        return InferenceCenterError(
+            ErrorCode.NOT_AUTHENTICATED,
+            "the credential is not valid",
+            hint="It may be mistyped, expired or revoked; inferencecenter token create makes a new token.",
+        )
+
+    def _admitted(self, account: Account, *, address: str, detail: str = "") -> Account:
+        client_id, token_id = account.client_id, account.token_id
+        self.audit(
+            audit_entry(AuditEvent.LOGIN, client_id=client_id, token_id=token_id, address=address, detail=detail)
+        )
+        return account
+
+    def audit(self, line: AuditEntry) -> None:
+        """Have a line written within a second, with the last uses, by one timer for all until then."""
+        self._accounts.buffer_audit(line)
+        self._to_write = True
+        if self._writing is None:
+            self._write_after(_WRITE_AFTER_S)
+
+    def _write_after(self, delay_s: float) -> None:
+        self._writing = asyncio.get_running_loop().call_later(
+            delay_s, lambda: self._tasks.spawn(self._write(), name="write_noted")
+        )
+
+    async def _write(self) -> None:
+        """Write what was noted. Nobody's login depends on it: a failure is told once, and it is tried again."""
+        self._to_write = False
+        try:
+            await asyncio.to_thread(self._accounts.flush_audit)
+        except Exception as error:  # noqa: BLE001 - a defect must not end the writing for good
+            if not self._warned:
+                _log.warning("logins_unwritten", error=str(error), hint=getattr(error, "hint", None))
+            self._warned = True
+            self._write_after(_RETRY_AFTER_S)
+            return
+        self._warned = False
+        # Not before: a disk that takes long must not gather threads.
+        self._writing = None
+        if self._to_write:
+            self._write_after(_WRITE_AFTER_S)
+
+
+def refusal(credential: Credential, *, address: str, detail: str = "") -> AuditEntry:
+    """Return what the audit log says of a refused credential: whom it claimed, and nothing that may be secret."""
+    match credential:
+        case TokenCredential(token):
+            return audit_entry(AuditEvent.LOGIN_REFUSED, token_id=public_id(token), address=address, detail=detail)
+        case KeyCredential(client_id, api_key):
+            return audit_entry(
+                AuditEvent.LOGIN_REFUSED,
+                client_id=_claim(client_id, api_key),
+                token_id=public_id(api_key),
+                address=address,
+                detail=detail,
+            )
+
+
+def _claim(client_id: str, api_key: str) -> str | None:
+    """Return a claimed client id unless it may be a key that was put in the wrong field."""
+    if api_key in client_id or _LIKE_A_SECRET.search(client_id):
+        return None
+    return client_id[:_MAX_CLAIM_CHARS]

@@ -1,0 +1,307 @@
+"""Another program is asked by HTTP whether a client id and its API key are right. Whatever goes wrong is a no."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import re
+import secrets
+import ssl
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+import httpx2
+import structlog
+from pydantic import BaseModel, ConfigDict, Field
+
+from inferencecenter.auth.account import CLIENT_ID, Account
+from inferencecenter.auth.authentication import AuthUnavailableError
+from inferencecenter.config.limits import NO_LIMITS, AccessLimits
+from inferencecenter.errors import ErrorCode, InferenceCenterError, foreign_input
+from inferencecenter.protocol.scopes import Scope
+from inferencecenter.protocol.values import Priority
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from inferencecenter.config.sections import ExternalAuthSettings
+
+MAX_ANSWER_BYTES: Final = 64 * 1024
+MAX_CACHED: Final = 4096
+MAX_WAITING: Final = 256
+_KEY: Final = re.compile(r"[!-~]{1,256}")
+_SAYS_NO: Final = frozenset({401, 403, 404})
+
+_log = structlog.get_logger(__name__)
+
+
+class _Terms(BaseModel):
+    """What a client gets; unknown fields mean nothing."""
+
+    model_config = ConfigDict(strict=True)
+
+    max_sessions: Annotated[int, Field(ge=1, le=100_000)] | None = None
+    priority: Priority | None = None
+    limits: dict[str, Any] | None = None
+
+
+class _Answer(_Terms):
+    """What the other program says; in the form of the first InferenceCenter the terms may stand in ``config``."""
+
+    authorized: bool | None = None
+    valid: bool | None = None
+    client_id: str | None = None
+    error: Any = None
+    config: _Terms | None = None
+
+    @property
+    def is_yes(self) -> bool:
+        """Whether it says yes, and nothing else."""
+        said = [each for each in (self.authorized, self.valid) if each is not None]
+        return bool(said) and all(said) and not self.error
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """An answer that is remembered until a second of the clock; ``None`` is a no."""
+
+    account: Account | None
+    until_s: float
+
+
+class ExternalAuth:
+    """Asks, and remembers answers by the hash of what was asked. On the event loop.
+
+    Args:
+        settings: Whom to ask, and how; with an address.
+        default_max_sessions: Sessions of a client of which it does not say how many.
+        default_priority: Class of a client of which it does not say which.
+        clock: Seconds that only rise.
+
+    Raises:
+        InferenceCenterError: ``invalid_config`` for a file that cannot be used.
+    """
+
+    def __init__(
+        self,
+        settings: ExternalAuthSettings,
+        *,
+        default_max_sessions: int,
+        default_priority: Priority,
+        clock: Callable[[], float],
+    ) -> None:
+        self._settings = settings
+        self._default_max_sessions = default_max_sessions
+        self._default_priority: Priority = default_priority
+        self._clock = clock
+        self._known: OrderedDict[bytes, _Known] = OrderedDict()
+        # Hashes of short keys could be guessed from elsewhere, but not with a key of this process alone.
+        self._hash_key = secrets.token_bytes(32)
+        self._asking = asyncio.Semaphore(settings.max_requests)
+        self._n_waiting = 0
+        self._failing = False
+        self._own_token = _read_token(settings.token_file)
+        self._timeout = httpx2.Timeout(
+            settings.read_timeout_s, connect=settings.connect_timeout_s, pool=settings.connect_timeout_s
+        )
+        # Not a client: that would follow cookies, proxies of the environment and passwords of netrc files.
+        self._transport = httpx2.AsyncHTTPTransport(
+            verify=_tls(settings.ca_file),
+            trust_env=False,
+            limits=httpx2.Limits(max_connections=settings.max_requests, max_keepalive_connections=1),
+        )
+        # They write whole addresses, and in one of the forms a key is part of it.
+        for name in ("httpx2", "httpcore2"):
+            logging.getLogger(name).setLevel(logging.WARNING)
+
+    async def verify(self, client_id: str, api_key: str) -> Account | None:
+        """Return the account of a client id and its key, ``None`` for a no.
+
+        Raises:
+            CannotTellError: There was no answer in time, or none that means anything.
+        """
+        if CLIENT_ID.fullmatch(client_id) is None or _KEY.fullmatch(api_key) is None:
+            return None
+        name = self._hashed(client_id, api_key)
+        known = self._remembered(name)
+        if known is None:
+            known = await self._find_out(name, client_id, api_key)
+        return known.account
+
+    def forget(self, client_id: str) -> None:
+        """Ask again when this client comes next."""
+        self._known = OrderedDict(
+            (name, known)
+            for name, known in self._known.items()
+            if known.account is None or known.account.client_id != client_id
+        )
+
+    async def close(self) -> None:
+        """Let go of the connections."""
+        await self._transport.aclose()
+
+    async def _find_out(self, name: bytes, client_id: str, api_key: str) -> _Known:
+        if self._n_waiting >= MAX_WAITING:
+            raise AuthUnavailableError("too many wait for an answer")
+        settings = self._settings
+        self._n_waiting += 1
+        try:
+            async with asyncio.timeout(settings.connect_timeout_s + settings.read_timeout_s), self._asking:
+                # Somebody else may have asked the same meanwhile.
+                if (known := self._remembered(name)) is not None:
+                    return known
+                account = self._read(await self._ask(client_id, api_key), client_id)
+        except AuthUnavailableError as error:
+            self._note_failure(str(error))
+            raise
+        except TimeoutError:
+            self._note_failure("it took too long")
+            raise AuthUnavailableError("it took too long") from None
+        finally:
+            self._n_waiting -= 1
+        self._note_success()
+        return self._remember(name, account)
+
+    async def _ask(self, client_id: str, api_key: str) -> tuple[int, bytes]:
+        """Return status and body of the answer; a redirection is an answer like any other.
+
+        Raises:
+            CannotTellError: There is none, or too much of it.
+        """
+        with foreign_input(_cannot_tell, own=AuthUnavailableError):
+            return await self._answer(self._request(client_id, api_key))
+
+    async def _answer(self, request: httpx2.Request) -> tuple[int, bytes]:
+        try:
+            response = await self._transport.handle_async_request(request)
+        except (httpx2.TransportError, OSError) as error:
+            raise AuthUnavailableError(type(error).__name__) from None
+        try:
+            body = bytearray()
+            async for chunk in response.aiter_raw():
+                body += chunk
+                if len(body) > MAX_ANSWER_BYTES:
+                    raise AuthUnavailableError("its answer is too long")
+        except (httpx2.TransportError, OSError) as error:
+            raise AuthUnavailableError(type(error).__name__) from None
+        finally:
+            await response.aclose()
+        return response.status_code, bytes(body)
+
+    def _request(self, client_id: str, api_key: str) -> httpx2.Request:
+        headers = {"Accept": "application/json", "Accept-Encoding": "identity", "User-Agent": "inferencecenter"}
+        if self._own_token is not None:
+            headers["Authorization"] = f"Bearer {self._own_token}"
+        params = None
+        if self._settings.form == "headers":
+            headers |= {"X-Client-ID": client_id, "X-API-Key": api_key}
+        else:
+            params = {"client_id": client_id, "api_key": api_key}
+        return httpx2.Request(
+            "GET",
+            self._settings.url or "",
+            params=params,
+            headers=headers,
+            extensions={"timeout": self._timeout.as_dict()},
+        )
+
+    def _read(self, answer: tuple[int, bytes], client_id: str) -> Account | None:
+        """Return what an answer means for a client.
+
+        Raises:
+            CannotTellError: Nothing.
+        """
+        status, body = answer
+        if status in _SAYS_NO:
+            return None
+        if status != 200:
+            raise AuthUnavailableError(f"it answered with status {status}")
+        with foreign_input(lambda _: AuthUnavailableError("its answer is not of the form that was agreed on")):
+            said = _Answer.model_validate_json(body)
+            if not said.is_yes:
+                return None
+            terms = said.config or said
+            limits = _limits(terms.limits)
+        if said.client_id not in (None, client_id):
+            raise AuthUnavailableError("it answered about another client")
+        return Account(
+            client_id=client_id,
+            max_sessions=terms.max_sessions or self._default_max_sessions,
+            priority=terms.priority or self._default_priority,
+            scopes=frozenset({Scope.USER}),
+            limits=limits,
+        )
+
+    def _hashed(self, client_id: str, api_key: str) -> bytes:
+        # A client id has no character that could be taken for the one between.
+        return hashlib.blake2b(f"{client_id} {api_key}".encode(), key=self._hash_key, digest_size=32).digest()
+
+    def _remembered(self, name: bytes) -> _Known | None:
+        known = self._known.get(name)
+        if known is not None and self._clock() >= known.until_s:
+            del self._known[name]
+            return None
+        return known
+
+    def _remember(self, name: bytes, account: Account | None) -> _Known:
+        for_s = self._settings.refused_cache_s if account is None else self._settings.cache_s
+        known = _Known(account, self._clock() + for_s)
+        self._known[name] = known
+        self._known.move_to_end(name)
+        if len(self._known) > MAX_CACHED:
+            self._known.popitem(last=False)
+        return known
+
+    def _note_failure(self, reason: str) -> None:
+        """Log the first of any number of failures."""
+        if not self._failing:
+            _log.error("external_auth_failing", reason=reason)
+        self._failing = True
+
+    def _note_success(self) -> None:
+        if self._failing:
+            _log.info("external_auth_mended")
+        self._failing = False
+
+
+def _cannot_tell(reason: str) -> AuthUnavailableError:
+    return AuthUnavailableError(reason.partition(":")[0])
+
+
+def _limits(given: dict[str, Any] | None) -> AccessLimits:
+    """Return the limits among what is given; those that do not exist here mean nothing."""
+    if given is None:
+        return NO_LIMITS
+    return AccessLimits.model_validate(
+        {name: value for name, value in given.items() if name in AccessLimits.model_fields}
+    )
+
+
+def _read_token(path: Path | None) -> str | None:
+    if path is None:
+        return None
+    try:
+        token = path.read_text(encoding="ascii").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise _unusable("token_file", path, error) from error
+    if re.fullmatch(r"[!-~]+", token) is None:
+        raise _unusable("token_file", path, ValueError("it holds no token"))
+    return token
+
+
+def _tls(path: Path | None) -> ssl.SSLContext:
+    try:
+        return ssl.create_default_context(cafile=path)
+    except (OSError, ssl.SSLError) as error:
+        assert path is not None, "the system's authorities can be read"
+        raise _unusable("ca_file", path, error) from error
+
+
+def _unusable(name: str, path: Path, error: Exception) -> InferenceCenterError:
+    reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
+    return InferenceCenterError(
+        ErrorCode.INVALID_CONFIG, f"{path} cannot be used: {reason}", field=f"external_auth.{name}"
+    )

@@ -1,0 +1,277 @@
+"""The allowances of all tokens, and of clients with a key: what each has used, and what is refused for it."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import TYPE_CHECKING, Final
+
+from inferencecenter.auth.rate_limits import MINUTE_MS, DailyUsage, SlidingWindow, TokenBucket
+from inferencecenter.config.limits import NO_LIMITS, AccessLimits
+from inferencecenter.errors import ErrorCode, InferenceCenterError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterable, Mapping
+
+    from inferencecenter.auth.account import Account
+    from inferencecenter.auth.accounts import Accounts
+
+BUSY_RETRY_MS: Final = 1000
+"""When a client may ask again whose turns are too many: nobody knows when one of them ends."""
+SWEEP_FROM: Final = 1000
+"""Tokens below which none is forgotten."""
+
+
+class TokenAllowance:
+    """What one token has used and may use; implements ``sessions.allowance.Allowance``.
+
+    Args:
+        clock: Unix seconds.
+        monotonic: Seconds that only rise.
+    """
+
+    def __init__(self, *, clock: Callable[[], float], monotonic: Callable[[], float]) -> None:
+        self.limits: AccessLimits = NO_LIMITS
+        self._clock = clock
+        self._monotonic = monotonic
+        self._requests = SlidingWindow()
+        self._minute = TokenBucket()
+        self._day = DailyUsage()
+        self._running = 0
+        self._admitted_ms = _ms(monotonic())
+
+    def check_turn(self) -> None:
+        """Refuse another turn if there may be none now.
+
+        Raises:
+            InferenceCenterError: ``rate_limited`` or ``quota_exceeded``.
+        """
+        limits, now_ms = self.limits, _ms(self._monotonic())
+        self._check_day(limits)
+        if limits.concurrent_turns is not None and self._running >= limits.concurrent_turns:
+            raise InferenceCenterError(
+                ErrorCode.RATE_LIMITED,
+                f"{self._running} turns of this token run or wait, and {limits.concurrent_turns} may",
+                hint="Wait for the end of one of them.",
+                retry_after_ms=BUSY_RETRY_MS,
+            )
+        if limits.requests_per_minute is not None:
+            _refuse(
+                f"this token may ask for {limits.requests_per_minute} turns a minute",
+                self._requests.retry_after_ms(limits.requests_per_minute, now_ms=now_ms),
+            )
+        if limits.tokens_per_minute is not None:
+            _refuse(
+                f"this token may use {limits.tokens_per_minute} tokens a minute",
+                self._minute.retry_after_ms(limits.tokens_per_minute, now_ms=now_ms),
+            )
+
+    def begin_turn(self) -> None:
+        """Count a turn that was asked for, until ``end_turn``."""
+        self._requests.count(now_ms=_ms(self._monotonic()))
+        self._running += 1
+
+    def go_on(self, n_tokens: int) -> None:
+        """Count a turn of an earlier daemon; what it generated then is of today."""
+        self._running += 1
+        self._today().used += n_tokens
+
+    def use(self, n_tokens: int) -> bool:
+        """Count tokens that were read or generated; ``False`` once there are none left for today."""
+        limits, day = self.limits, self._day.at(self._clock() * 1000)
+        day.used += n_tokens
+        if limits.tokens_per_minute is not None:
+            self._minute.take(n_tokens, limits.tokens_per_minute, now_ms=_ms(self._monotonic()))
+        return limits.tokens_per_day is None or day.used < limits.tokens_per_day
+
+    def end_turn(self) -> None:
+        """Count a turn as running no more."""
+        self._running -= 1
+
+    def admitted(self) -> None:
+        """Take note that the token has just been shown."""
+        self._admitted_ms = _ms(self._monotonic())
+
+    @property
+    def is_unused(self) -> bool:
+        """Whether nothing is lost with it: nothing runs, and neither this minute nor this day has seen the token."""
+        now_ms = _ms(self._monotonic())
+        limit = self.limits.tokens_per_minute
+        return (
+            not self._running
+            and not self._today().used
+            and now_ms - self._admitted_ms > MINUTE_MS
+            and not self._requests.total(now_ms=now_ms)
+            and (limit is None or self._minute.is_full(limit, now_ms=now_ms))
+        )
+
+    def restore_usage(self, n_tokens: int) -> None:
+        """Count what was used today before this daemon began."""
+        self._today().used += n_tokens
+
+    @property
+    def running(self) -> int:
+        """Turns that run or wait."""
+        return self._running
+
+    @property
+    def used_today(self) -> int:
+        """Tokens used since midnight UTC."""
+        return self._today().used
+
+    @property
+    def day_ends_ms(self) -> int:
+        """Unix milliseconds of the next midnight UTC."""
+        return self._today().ends_ms
+
+    @property
+    def requests_left(self) -> int | None:
+        """Turns that may be asked for now; ``None`` for any number."""
+        limit = self.limits.requests_per_minute
+        return None if limit is None else max(0, limit - self._requests.total(now_ms=_ms(self._monotonic())))
+
+    @property
+    def minute_tokens_left(self) -> int | None:
+        """Tokens that are left of a minute's; below 0 are those owed. ``None`` for any number."""
+        limit = self.limits.tokens_per_minute
+        return None if limit is None else self._minute.left(limit, now_ms=_ms(self._monotonic()))
+
+    @property
+    def day_tokens_left(self) -> int | None:
+        """Tokens that are left of today's; ``None`` for any number."""
+        limit = self.limits.tokens_per_day
+        return None if limit is None else max(0, limit - self.used_today)
+
+    def _check_day(self, limits: AccessLimits) -> None:
+        day = self._today()
+        if limits.tokens_per_day is not None and day.used >= limits.tokens_per_day:
+            raise InferenceCenterError(
+                ErrorCode.QUOTA_EXCEEDED,
+                f"this token has used {day.used} tokens today, and may use {limits.tokens_per_day} a day",
+                hint=f"The next day begins at {day.end}.",
+                retry_after_ms=day.ends_ms - _ms(self._clock()),
+            )
+
+    def _today(self) -> DailyUsage:
+        return self._day.at(self._clock() * 1000)
+
+
+class Allowances:
+    """The allowances of one daemon, by client and token; a key's token is the empty one. On the event loop.
+
+    Args:
+        accounts: Where the limits of tokens and clients stand.
+        defaults: Limits that hold where those set none.
+        clock: Unix seconds.
+        monotonic: Seconds that only rise.
+    """
+
+    def __init__(
+        self,
+        accounts: Accounts,
+        *,
+        defaults: AccessLimits = NO_LIMITS,
+        clock: Callable[[], float],
+        monotonic: Callable[[], float],
+    ) -> None:
+        self._accounts = accounts
+        self._defaults = defaults
+        self._clock = clock
+        self._monotonic = monotonic
+        self._own: dict[tuple[str, str], AccessLimits] = {}
+        self._allowances: defaultdict[str, dict[str, TokenAllowance]] = defaultdict(dict)
+        self._in_use: Callable[[], Collection[tuple[str, str]]] = tuple
+        self._sweep_at = SWEEP_FROM
+
+    def watch(self, in_use: Callable[[], Collection[tuple[str, str]]]) -> None:
+        """Never forget what ``in_use`` returns: the clients and tokens of open sockets."""
+        self._in_use = in_use
+
+    def __len__(self) -> int:
+        return len(self._own)
+
+    def of(self, client_id: str, token_id: str) -> TokenAllowance:
+        """Return an allowance, made with what the accounts say if nobody asked for it yet."""
+        known = self._known(client_id, token_id)
+        return known or self._make(client_id, token_id, self._accounts.limits().get((client_id, token_id), NO_LIMITS))
+
+    def admit(self, account: Account) -> TokenAllowance:
+        """Return the allowance of an account that was just let in, with the limits that came with it."""
+        client_id, token_id = account.client_id, account.token_id or ""
+        allowance = self._known(client_id, token_id)
+        if allowance is None:
+            return self._make(client_id, token_id, account.limits)
+        allowance.admitted()
+        self._set(client_id, token_id, account.limits)
+        return allowance
+
+    def effective(self, own: AccessLimits) -> AccessLimits:
+        """Return what holds for a token whose own limits and its account's are ``own``."""
+        return own.over(self._defaults)
+
+    def restore_usage(self, used: Mapping[tuple[str, str], int]) -> None:
+        """Count tokens that were used today before this daemon began, by client and token."""
+        own = self._accounts.limits()
+        for key, n_tokens in used.items():
+            allowance = self._known(*key) or self._make(*key, own.get(key, NO_LIMITS))
+            allowance.restore_usage(n_tokens)
+
+    def reload(self, defaults: AccessLimits | None = None) -> None:
+        """Take the limits as the accounts say now, and other defaults if there are; what was used stays.
+
+        Clients that another program knows keep what it said of them last.
+
+        Raises:
+            InferenceCenterError: ``storage_unavailable``; then all stays as it was.
+        """
+        own = self._accounts.limits()
+        self._defaults = self._defaults if defaults is None else defaults
+        for client_id, allowances in self._allowances.items():
+            for token_id in allowances:
+                self._set(client_id, token_id, own.get((client_id, token_id), self._own[client_id, token_id]))
+
+    def used_today(self, client_id: str) -> int:
+        """Return the tokens that all tokens of a client have used since midnight UTC."""
+        return sum(each.used_today for each in self._of_client(client_id))
+
+    def _known(self, client_id: str, token_id: str) -> TokenAllowance | None:
+        return self._allowances.get(client_id, {}).get(token_id)
+
+    def _make(self, client_id: str, token_id: str, own: AccessLimits) -> TokenAllowance:
+        if len(self._own) >= self._sweep_at:
+            self._forget_unused()
+        made = TokenAllowance(clock=self._clock, monotonic=self._monotonic)
+        self._allowances[client_id][token_id] = made
+        self._set(client_id, token_id, own)
+        return made
+
+    def _forget_unused(self) -> None:
+        """Forget tokens that nothing is counted for; another program may know any number of clients and tokens.
+
+        Comes when there are twice as many as the last time left, so that each costs a look or two.
+        """
+        in_use = frozenset(self._in_use())
+        for client_id, token_id in [key for key in self._own if key not in in_use]:
+            allowances = self._allowances[client_id]
+            if allowances[token_id].is_unused:
+                del allowances[token_id], self._own[client_id, token_id]
+                if not allowances:
+                    del self._allowances[client_id]
+        self._sweep_at = max(SWEEP_FROM, 2 * len(self._own))
+
+    def _of_client(self, client_id: str) -> Iterable[TokenAllowance]:
+        return self._allowances.get(client_id, {}).values()
+
+    def _set(self, client_id: str, token_id: str, own: AccessLimits) -> None:
+        self._own[client_id, token_id] = own
+        self._allowances[client_id][token_id].limits = self.effective(own)
+
+
+def _refuse(reason: str, retry_after_ms: int | None) -> None:
+    if retry_after_ms is not None:
+        raise InferenceCenterError(
+            ErrorCode.RATE_LIMITED, reason, hint="Ask again after retry_after_ms.", retry_after_ms=retry_after_ms
+        )
+
+
+def _ms(seconds: float) -> int:
+    return round(seconds * 1000)

@@ -1,0 +1,314 @@
+"""Rate limits: requests in a window, tokens in a bucket, tokens of a day, operations, failed logins, refusals.
+
+Each answers when it would say yes: one millisecond earlier it still says no.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import math
+from collections import OrderedDict, deque
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Final
+
+from inferencecenter.errors import ErrorCode, InferenceCenterError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+MINUTE_MS: Final = 60_000
+DAY_MS: Final = 86_400_000
+TICK_MS: Final = 100
+"""What comes within a tick is one entry, so that a window never holds more than some hundreds."""
+_MAX_OTHER_DAYS: Final = 4
+
+
+class SlidingWindow:
+    """Counts what happened within the last minute, whole ticks: at most a tick longer than a minute ago."""
+
+    def __init__(self) -> None:
+        self._ticks: deque[tuple[int, int]] = deque()
+        self._total = 0
+
+    def total(self, *, now_ms: int) -> int:
+        """Return how often it happened within the minute."""
+        while self._ticks and _leaves_ms(self._ticks[0][0]) <= now_ms:
+            self._total -= self._ticks.popleft()[1]
+        return self._total
+
+    def retry_after_ms(self, limit: int, *, now_ms: int) -> int | None:
+        """Return how long it takes until fewer than ``limit`` are within the minute; ``None`` if that is so now."""
+        excess = self.total(now_ms=now_ms) - limit
+        if excess < 0:
+            return None
+        for tick, count in self._ticks:
+            excess -= count
+            if excess < 0:
+                return _leaves_ms(tick) - now_ms
+        raise AssertionError("a limit is at least 1")
+
+    def count(self, *, now_ms: int) -> None:
+        """Count one more."""
+        tick = now_ms // TICK_MS
+        self.total(now_ms=now_ms)
+        if self._ticks and self._ticks[-1][0] == tick:
+            self._ticks[-1] = (tick, self._ticks[-1][1] + 1)
+        else:
+            self._ticks.append((tick, 1))
+        self._total += 1
+
+
+def _leaves_ms(tick: int) -> int:
+    return (tick + 1) * TICK_MS + MINUTE_MS
+
+
+class TokenBucket:
+    """Tokens of a minute: full at the beginning, regained evenly, and owed when more are taken than are there."""
+
+    def __init__(self) -> None:
+        # How many are missing, in tokens times milliseconds of a minute: whole numbers, so that nothing is rounded.
+        self._missing = 0
+        self._looked_ms = 0
+
+    def left(self, limit: int, *, now_ms: int) -> int:
+        """Return the whole tokens that are there; below 0 are those owed."""
+        self._regain(limit, now_ms)
+        return (limit * MINUTE_MS - self._missing) // MINUTE_MS
+
+    def retry_after_ms(self, limit: int, *, now_ms: int) -> int | None:
+        """Return how long it takes until a token is there, ``None`` if one is."""
+        self._regain(limit, now_ms)
+        short = self._missing - (limit - 1) * MINUTE_MS
+        return None if short <= 0 else -(-short // limit)
+
+    def take(self, n_tokens: int, limit: int, *, now_ms: int) -> None:
+        """Take tokens, whether they are there or not."""
+        self._regain(limit, now_ms)
+        self._missing += n_tokens * MINUTE_MS
+
+    def is_full(self, limit: int, *, now_ms: int) -> bool:
+        """Tell whether nothing is missing."""
+        self._regain(limit, now_ms)
+        return self._missing == 0
+
+    def _regain(self, limit: int, now_ms: int) -> None:
+        self._missing = max(0, self._missing - limit * max(0, now_ms - self._looked_ms))
+        self._looked_ms = now_ms
+
+
+@dataclass(slots=True)
+class DailyUsage:
+    """Tokens used since midnight UTC; ``ends_ms`` is the next one, in Unix milliseconds.
+
+    Each day keeps its own count, so that a clock that is set back over midnight and comes there again forgets nothing.
+    """
+
+    used: int = 0
+    ends_ms: int = 0
+    _others: dict[int, int] = field(default_factory=dict)
+
+    def at(self, now_ms: float) -> DailyUsage:
+        """Return this day, or change to the one that it is by now; asked for every token, hence one comparison."""
+        if not 0 < self.ends_ms - now_ms <= DAY_MS:
+            if self.used:
+                self._others[self.ends_ms] = self.used
+                while len(self._others) > _MAX_OTHER_DAYS:
+                    del self._others[next(iter(self._others))]
+            self.ends_ms = (int(now_ms) // DAY_MS + 1) * DAY_MS
+            self.used = self._others.pop(self.ends_ms, 0)
+        return self
+
+    @property
+    def end(self) -> str:
+        """The end of the day in words."""
+        return datetime.fromtimestamp(self.ends_ms / 1000, UTC).strftime("%Y-%m-%d 00:00 UTC")
+
+
+UNIT_CHARS: Final = 64 * 1024
+"""An operation that reads or copies a session costs one unit more for each so many characters of it."""
+FRAME_UNIT_CHARS: Final = 16 * 1024
+"""One costs one unit more for each so many characters of its frame, which take up to a quarter of a millisecond."""
+_SWEEP_FROM: Final = 1000
+
+
+class OperationRateLimiter:
+    """Counts operations of clients against one limit, and refuses those that are too many.
+
+    Args:
+        per_minute: Units that a client regains in a minute, and may use at once.
+        monotonic: Seconds that only rise.
+    """
+
+    def __init__(self, per_minute: int, *, monotonic: Callable[[], float]) -> None:
+        self._per_minute = per_minute
+        self._monotonic = monotonic
+        self._buckets: dict[str, TokenBucket] = {}
+        self._sweep_at = _SWEEP_FROM
+
+    def __len__(self) -> int:
+        return len(self._buckets)
+
+    def charge(self, client_id: str, *, n_chars: int = 0, n_frame_chars: int = 0) -> None:
+        """Count an operation of a client, before anything is done for it.
+
+        Args:
+            client_id: Who asks.
+            n_chars: Characters of the session that is read or copied.
+            n_frame_chars: Characters of the frame that asks.
+
+        Raises:
+            InferenceCenterError: ``rate_limited`` when nothing is left; then it is not counted.
+        """
+        now_ms = round(self._monotonic() * 1000)
+        bucket = self._buckets.get(client_id) or self._make(client_id, now_ms)
+        retry_after_ms = bucket.retry_after_ms(self._per_minute, now_ms=now_ms)
+        if retry_after_ms is not None:
+            raise InferenceCenterError(
+                ErrorCode.RATE_LIMITED,
+                f"this client asks for more than {self._per_minute} operations a minute",
+                hint="Ask again after retry_after_ms; long frames and operations on long sessions count for more.",
+                retry_after_ms=retry_after_ms,
+            )
+        n_units = 1 + n_chars // UNIT_CHARS + n_frame_chars // FRAME_UNIT_CHARS
+        bucket.take(n_units, self._per_minute, now_ms=now_ms)
+
+    def count(self, client_id: str, *, n_frame_chars: int) -> None:
+        """Count a frame that was refused and would else have cost nothing; one without units owes no more for it."""
+        with suppress(InferenceCenterError):
+            self.charge(client_id, n_frame_chars=n_frame_chars)
+
+    def _make(self, client_id: str, now_ms: int) -> TokenBucket:
+        if len(self._buckets) >= self._sweep_at:
+            for each in [each for each, held in self._buckets.items() if held.is_full(self._per_minute, now_ms=now_ms)]:
+                del self._buckets[each]
+            self._sweep_at = max(_SWEEP_FROM, 2 * len(self._buckets))
+        self._buckets[client_id] = TokenBucket()
+        return self._buckets[client_id]
+
+
+_MAX_ADDRESSES: Final = 10_000
+_IPV6_SITE_BITS: Final = 64
+
+
+@dataclass(slots=True)
+class _Bucket:
+    left: float
+    filled_at_s: float
+
+
+class AddressRateLimiter:
+    """Counts attempts by address.
+
+    Args:
+        at_once: Attempts that an address has when it comes first.
+        per_s: Those that it regains in a second, up to that number.
+        clock: Monotonic seconds.
+    """
+
+    def __init__(self, *, at_once: int, per_s: float, clock: Callable[[], float]) -> None:
+        self._capacity = at_once
+        self._per_s = per_s
+        self._clock = clock
+        self._buckets: OrderedDict[str, _Bucket] = OrderedDict()
+
+    def retry_after_ms(self, address: str) -> int | None:
+        """Return how long ``address`` must wait before it may try again, ``None`` when it may try now."""
+        bucket = self._buckets.get(rate_limit_key(address))
+        if bucket is None:
+            return None
+        self._refill(bucket)
+        return None if bucket.left >= 1 else math.ceil((1 - bucket.left) / self._per_s * 1000)
+
+    def count(self, address: str) -> None:
+        """Count an attempt of ``address``."""
+        shared = rate_limit_key(address)
+        bucket = self._buckets.setdefault(shared, _Bucket(self._capacity, self._clock()))
+        self._refill(bucket)
+        bucket.left = max(0.0, bucket.left - 1)
+        self._buckets.move_to_end(shared)
+        # The address that tried longest ago is forgotten first; it has regained the most.
+        if len(self._buckets) > _MAX_ADDRESSES:
+            self._buckets.popitem(last=False)
+
+    def refund(self, address: str) -> None:
+        """Take back an attempt of ``address`` that is none after all."""
+        if (bucket := self._buckets.get(rate_limit_key(address))) is not None:
+            bucket.left = min(self._capacity, bucket.left + 1)
+
+    def _refill(self, bucket: _Bucket) -> None:
+        now_s = self._clock()
+        bucket.left = min(self._capacity, bucket.left + (now_s - bucket.filled_at_s) * self._per_s)
+        bucket.filled_at_s = now_s
+
+
+def rate_limit_key(address: str) -> str:
+    """Return what shares a bucket: an IPv4 address, or the /64 that one IPv6 subscriber is given."""
+    try:
+        parsed = ipaddress.ip_address(address)
+    except ValueError:
+        return address
+    if parsed.version == 4:
+        return address
+    if parsed.ipv4_mapped is not None:
+        return str(parsed.ipv4_mapped)
+    return str(ipaddress.ip_network((int(parsed) >> _IPV6_SITE_BITS << _IPV6_SITE_BITS, _IPV6_SITE_BITS)))
+
+
+# How long a client waits that goes on asking after refusals.
+#
+# A refusal is cheap for the one who asks and never free for the one who answers, and no bucket bounds it: what is
+# left of it when a bucket is empty is a refusal again. So the task that reads a socket, and the one that answers an
+# HTTP request, waits a little after a refusal, longer with each one that follows, up to a second. A frame that is
+# accepted is never delayed and halves what has been counted, so that a client which errs now and then, or whose
+# sessions have all gone, waits for nothing, while one that mixes a few accepted frames into its refusals is still
+# slowed down. A socket counts for itself, so that one program does not slow down another of the same account; HTTP
+# requests have no such place, and count by account.
+
+FREE_REFUSALS: Final = 16
+"""Refusals in a row that cost no time."""
+MAX_DELAY_S: Final = 1.0
+_STEP_S: Final = 0.01
+_MAX_REFUSALS: Final = FREE_REFUSALS + round(MAX_DELAY_S / _STEP_S)
+_MAX_CLIENTS: Final = 1000
+
+
+class RefusalBackoff:
+    """Counts the refusals of one that asks."""
+
+    def __init__(self) -> None:
+        self._n_refused = 0
+
+    def accepted(self) -> None:
+        """Take note that something was done."""
+        self._n_refused //= 2
+
+    def refused(self) -> float:
+        """Take note that something was refused, and return the seconds to wait before more is heard."""
+        self._n_refused = min(self._n_refused + 1, _MAX_REFUSALS)
+        return max(0, self._n_refused - FREE_REFUSALS) * _STEP_S
+
+
+class RefusalBackoffs:
+    """The pace of each client; of very many, those that were refused something last."""
+
+    def __init__(self) -> None:
+        self._paces: OrderedDict[str, RefusalBackoff] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._paces)
+
+    def accepted(self, client_id: str) -> None:
+        """Take note that something was done for a client."""
+        if (pace := self._paces.get(client_id)) is not None:
+            pace.accepted()
+
+    def refused(self, client_id: str) -> float:
+        """Take note that something was refused, and return the seconds to wait before the client is told."""
+        pace = self._paces.setdefault(client_id, RefusalBackoff())
+        self._paces.move_to_end(client_id)
+        if len(self._paces) > _MAX_CLIENTS:
+            self._paces.popitem(last=False)
+        return pace.refused()

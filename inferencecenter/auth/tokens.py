@@ -1,0 +1,40 @@
+"""What a token looks like, ``ic_<id>_<secret>``, and what is kept of a secret. Pure."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import secrets
+from typing import Final
+
+_MARK: Final = "ic"
+_ID_BYTES: Final = 6
+_SECRET_BYTES: Final = 32
+_TOKEN: Final = re.compile(rf"{_MARK}_([0-9a-f]{{{2 * _ID_BYTES}}})_[0-9a-f]{{{2 * _SECRET_BYTES}}}")
+
+
+def generate_token() -> tuple[str, str]:
+    """Return a new id and a new secret."""
+    return secrets.token_hex(_ID_BYTES), secrets.token_hex(_SECRET_BYTES)
+
+
+def format_token(token_id: str, secret: str) -> str:
+    """Return the token of an id and a secret."""
+    return f"{_MARK}_{token_id}_{secret}"
+
+
+def parse_token(token: str) -> tuple[str, str]:
+    """Return the id and the secret of a token; the id is empty when it does not begin as one."""
+    parts = token.split("_")
+    return (parts[1], parts[2]) if len(parts) == 3 and parts[0] == _MARK else ("", token)
+
+
+def public_id(token: str) -> str | None:
+    """Return the id in what has the form of a token to the letter, whether there is such a token or not."""
+    match = _TOKEN.fullmatch(token)
+    return match[1] if match else None
+
+
+def hash_secret(secret: str) -> bytes:
+    """Return what is kept of a secret."""
+    return hashlib.sha256(secret.encode("utf-8", "surrogatepass")).digest()

@@ -1,0 +1,268 @@
+"""Where settings come from: a TOML file, then ``INFERENCECENTER_*`` variables, then the command line; the later wins.
+
+A name that does not exist is an error wherever it stands. In a variable's name ``__`` stands between section and
+setting; lists and tables are written as JSON.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import json
+import os
+import tomllib
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, cast
+
+import platformdirs
+from pydantic import TypeAdapter, ValidationError
+from pydantic_settings import EnvSettingsSource
+
+from inferencecenter.config.sections import expand
+from inferencecenter.config.settings import APP_NAME, ENV_PREFIX, Settings, environment_name, setting_fields
+from inferencecenter.errors import ErrorCode, InferenceCenterError, foreign_input
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from pydantic.fields import FieldInfo
+
+ENV_CONFIG: Final = "INFERENCECENTER_CONFIG"
+OTHER_ENVIRONMENT: Final[Mapping[str, str]] = {
+    ENV_CONFIG: "The configuration file, when `--config` is not given.",
+    "INFERENCECENTER_URL": "The daemon that `inferencecenter chat` and `stats` talk to.",
+    "INFERENCECENTER_TOKEN": "The token that `inferencecenter chat` and `stats` show.",
+    "INFERENCECENTER_TEST_MODEL": "A model file for the tests, in place of the bundled one.",
+    "INFERENCECENTER_TEST_BROWSER": "Chromium for the tests of the web page; with it none is left out.",
+}
+_TYPE_ERRORS: Final = frozenset({"bool_type", "float_type", "int_type", "string_type"})
+_SHOWN_CHARS: Final = 200
+SYSTEM_CONFIG: Final = Path("/etc/inferencecenter/inferencecenter.toml")
+
+
+class InvalidSettingsError(InferenceCenterError):
+    """Settings that cannot be used; ``problems`` has one error for each wrong value, this being the first."""
+
+    def __init__(self, problems: tuple[InferenceCenterError, ...]) -> None:
+        first = problems[0]
+        super().__init__(first.code, first.message, hint=first.hint, field=first.field)
+        self.problems = problems
+
+
+@dataclass(frozen=True, slots=True)
+class Layers:
+    """What each source says, as nested tables, weakest first; ``path`` is the file, if there is one."""
+
+    path: Path | None
+    file: Mapping[str, Any]
+    environment: Mapping[str, Any]
+    command_line: Mapping[str, Any]
+
+    def settings(self) -> Settings:
+        """Merge and validate.
+
+        Raises:
+            InvalidSettingsError: With every wrong value, each naming its source.
+        """
+        with foreign_input(lambda reason: InvalidSettingsError((_invalid(f"settings cannot be used: {reason}"),))):
+            return self._validated()
+
+    def _validated(self) -> Settings:
+        problems = {problem.field: problem for problem in self._wrong_types()}
+        settings = None
+        try:
+            settings = Settings(**_merge(_merge(self.file, self.environment), self.command_line))
+        except ValidationError as error:
+            for number, detail in enumerate(error.errors(include_url=False)):
+                problem = self._problem(dict(detail))
+                problems.setdefault(problem.field or str(number), problem)
+        if settings is None or problems:
+            raise InvalidSettingsError(tuple(problems.values()))
+        return settings
+
+    def _wrong_types(self) -> Iterator[InferenceCenterError]:
+        """Find values of the file that have another type than their setting, as text where a number is due.
+
+        TOML has types, so the file is held to them; a variable and an option are text, which validation converts.
+        """
+        for name, field in Settings.model_fields.items():
+            if name not in self.file:
+                continue
+            adapter = TypeAdapter[Any](cast("Any", field.annotation))
+            try:
+                # As JSON, so that lists and text may stand for tuples and paths, which only Python has.
+                adapter.validate_json(json.dumps(self.file[name], default=str), strict=True)
+            except ValidationError as error:
+                for detail in error.errors(include_url=False):
+                    # Defaults that are validated are Python's, not the file's.
+                    if detail["type"] in _TYPE_ERRORS and not isinstance(detail["input"], Path):
+                        yield self._problem({**detail, "loc": (name, *detail["loc"])}, origin=str(self.path))
+
+    def origin(self, name: str) -> str:
+        """Return where the value of a dotted ``name`` comes from, in words."""
+        if _contains(self.command_line, name):
+            return "command line"
+        if _contains(self.environment, name):
+            return environment_name(name)
+        return str(self.path) if _contains(self.file, name) else "default"
+
+    def _problem(self, detail: Mapping[str, Any], origin: str | None = None) -> InferenceCenterError:
+        name = _setting_at(detail["loc"])
+        origin = origin or self.origin(name)
+        if detail["type"] == "extra_forbidden":
+            return _invalid(f"{origin}: unknown setting {name}", name=name, hint=_nearest(name))
+        reason = str(detail["ctx"]["error"]) if detail["type"] == "value_error" else detail["msg"]
+        value = "***" if _may_hold_secrets(name) else _cut(json.dumps(detail["input"], default=str))
+        return _invalid(f"{origin}: {name} is {value}: {reason[0].lower()}{reason[1:]}", name=name)
+
+
+def find_config(config: Path | None) -> Path | None:
+    """Return the configuration file: the one given, ``$INFERENCECENTER_CONFIG``, the user's, or the system's.
+
+    Returns:
+        ``None`` when none is named and neither default place has one.
+    """
+    if config is not None:
+        return config
+    if named := os.environ.get(ENV_CONFIG):
+        return Path(named)
+    places = (platformdirs.user_config_path(APP_NAME) / "inferencecenter.toml", SYSTEM_CONFIG)
+    # A directory that this user may not enter, as another's home, holds no configuration for this user.
+    return next((place for place in places if os.path.exists(place)), None)  # noqa: PTH110 - Path.exists raises
+
+
+def read_layers(config: Path | None = None, overrides: Mapping[str, Any] | None = None) -> Layers:
+    """Read the file and the environment; ``overrides`` maps dotted names to values of the command line.
+
+    Raises:
+        InferenceCenterError: ``invalid_config`` when the file cannot be read, is not TOML, or a variable is unknown.
+    """
+    path = find_config(config)
+    command_line: dict[str, Any] = {}
+    for name, value in (overrides or {}).items():
+        section, _, key = name.rpartition(".")
+        (command_line.setdefault(section, {}) if section else command_line)[key] = value
+    return Layers(
+        path=path,
+        file={} if path is None else _read_toml(expand(path)),
+        environment=_environment(),
+        command_line=command_line,
+    )
+
+
+def load_settings(config: Path | None = None, overrides: Mapping[str, Any] | None = None) -> Settings:
+    """Return the settings in force.
+
+    Raises:
+        InferenceCenterError: ``invalid_config``, naming source, setting, value and what is allowed.
+    """
+    return read_layers(config, overrides).settings()
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    with foreign_input(lambda reason: _invalid(f"{path}: cannot be understood: {reason}")):
+        return _parse_toml(path)
+
+
+def _parse_toml(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise _invalid(
+            f"{path}: cannot be read: {error.strerror}",
+            hint="Name a readable file with --config or INFERENCECENTER_CONFIG.",
+        ) from None
+    except UnicodeDecodeError as error:
+        raise _invalid(f"{path}: is not UTF-8 at byte {error.start}") from None
+    except tomllib.TOMLDecodeError as error:
+        raise _invalid(f"{path}: is not TOML: {error}") from None
+
+
+class _Environment(EnvSettingsSource):
+    """Variables as nested tables; text that is not JSON stays text, for validation to name it."""
+
+    def decode_complex_value(self, field_name: str, field: FieldInfo, value: Any) -> Any:
+        """Return a list or table from its JSON, or the text itself."""
+        with contextlib.suppress(ValueError):
+            return super().decode_complex_value(field_name, field, value)
+        return value
+
+
+def _environment() -> dict[str, Any]:
+    with foreign_input(lambda reason: _invalid(f"environment: cannot be understood: {reason}")):
+        return _read_environment()
+
+
+def _read_environment() -> dict[str, Any]:
+    known = {environment_name(name) for name, _ in setting_fields()} | set(OTHER_ENVIRONMENT)
+    params = environment_name("params.")
+    for name in sorted(name.upper() for name in os.environ):
+        if name.startswith(ENV_PREFIX) and name not in known and not name.startswith(params):
+            close = difflib.get_close_matches(name, sorted(known), n=1)
+            hint = f"Did you mean {close[0]}?" if close else "docs/configuration.md lists the names."
+            raise _invalid(f"environment: unknown variable {name}", hint=hint)
+    values = _Environment(Settings)()
+    if isinstance(given := values.get("params"), dict):
+        values["params"] = {name: _decoded(value) for name, value in given.items()}
+    return values
+
+
+def _decoded(value: Any) -> Any:
+    """A parameter's value: its type is not known here, so that JSON is read as JSON and the rest is text."""
+    with contextlib.suppress(ValueError, TypeError):
+        return json.loads(value)
+    return value
+
+
+def _invalid(message: str, *, name: str | None = None, hint: str | None = None) -> InferenceCenterError:
+    return InferenceCenterError(ErrorCode.INVALID_CONFIG, message, field=name, hint=hint)
+
+
+def _setting_at(location: tuple[str | int, ...]) -> str:
+    """The dotted setting that a validation error's location lies in, list positions included."""
+    return _cut("".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in location).lstrip("."))
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]}..."
+
+
+def _may_hold_secrets(name: str) -> bool:
+    """Tell whether a setting, something in it or the table around it is a secret."""
+    return any(f"{name}.".startswith(f"{secret}.") or secret.startswith(f"{name}.") for secret in _secret_settings())
+
+
+@cache
+def _secret_settings() -> frozenset[str]:
+    return frozenset(name for name, field in setting_fields() if "SecretStr" in repr(field.annotation))
+
+
+def _nearest(name: str) -> str:
+    """A hint with the setting meant: one spelled alike in the same section, else one whose last part is alike."""
+    names = [known for known, _ in setting_fields()]
+    section, _, key = name.rpartition(".")
+    siblings = [known for known in names if known.rpartition(".")[0] == section]
+    keys = {known.rpartition(".")[2]: known for known in reversed(names)}
+    close = difflib.get_close_matches(name, siblings, n=1, cutoff=0.7) or [
+        keys[near] for near in difflib.get_close_matches(key, keys, n=1, cutoff=0.7)
+    ]
+    return f"Did you mean {close[0]}?" if close else "docs/configuration.md lists the settings."
+
+
+def _merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(below)
+    for key, value in above.items():
+        inner = merged.get(key)
+        merged[key] = _merge(inner, value) if isinstance(inner, dict) and isinstance(value, dict) else value
+    return merged
+
+
+def _contains(table: Mapping[str, Any], name: str) -> bool:
+    here: Any = table
+    for part in name.split("[", maxsplit=1)[0].split("."):
+        if not isinstance(here, dict) or part not in here:
+            return False
+        here = here[part]
+    return True

@@ -1,0 +1,27 @@
+"""The configuration's levels of parameters: everybody's, and those of single models."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.protocol.params import Params, parse_params
+
+if TYPE_CHECKING:
+    from inferencecenter.config.settings import Settings
+
+
+def parse_config_params(settings: Settings) -> Params:
+    """Return the configuration's level of parameters that holds for all models; those of single ones are checked.
+
+    Raises:
+        InferenceCenterError: ``invalid_config``.
+    """
+    try:
+        for name, entry in settings.models.items():
+            parse_params(entry.params, path=f"models.{name}.params")
+        return parse_params(settings.params)
+    except InferenceCenterError as error:
+        raise InferenceCenterError(
+            ErrorCode.INVALID_CONFIG, error.message, hint=error.hint, field=error.field
+        ) from error

@@ -1,0 +1,154 @@
+"""Reload, by SIGHUP or `inferencecenter reload`: what the daemon reads again while it runs, each part by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from operator import attrgetter
+from typing import TYPE_CHECKING, Final
+
+import structlog
+
+from inferencecenter.auth.clients_file import load_clients
+from inferencecenter.config.params import parse_config_params
+from inferencecenter.config.sections import LogSettings
+from inferencecenter.config.settings import setting_fields
+from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.models.registry import DAEMON_SETTINGS, read_registry
+from inferencecenter.server.control import ReloadProblem, ReloadReport
+from inferencecenter.telemetry import logs
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection
+    from contextlib import AbstractContextManager
+
+    from inferencecenter.auth.account import StaticClient
+    from inferencecenter.auth.accounts import Accounts
+    from inferencecenter.config.limits import AccessLimits
+    from inferencecenter.config.sections import AuthSettings
+    from inferencecenter.config.settings import Settings
+    from inferencecenter.models.registry import Registry
+    from inferencecenter.server.tls import Certificate
+
+_APPLIED: Final = frozenset(
+    {
+        *(f"log.{name}" for name in LogSettings.model_fields),
+        *("auth.clients_file", "auth.default_max_sessions", "auth.default_priority"),
+    }
+)
+
+_APPLIED_TABLES: Final = ("limits.", "model.", "models", "engine.")
+"""Settings that tokens are limited by, and that each model is run by."""
+
+_AT_START: Final = frozenset(f"engine.{name}" for name in DAEMON_SETTINGS)
+
+_log = structlog.get_logger(__name__)
+
+
+@dataclass(slots=True, kw_only=True)
+class ConfigReloader:
+    """What can be read again, and those whom it concerns.
+
+    Args:
+        started_with: The settings that the daemon was started with.
+        read: Reads the settings of now.
+        accounts: Where the clients of ``clients.toml`` are.
+        certificate: The certificate, if the port speaks TLS.
+        close_clients: Closes the sockets of clients, by their ids, that showed an API key.
+        limits_changed: Lets other limits hold, those of the settings by default.
+        announced: Entered before anything is read, and left when all is done.
+        apply_models: Goes over to other models, in its own time.
+    """
+
+    started_with: Settings
+    read: Callable[[], Settings]
+    accounts: Accounts
+    certificate: Certificate | None
+    close_clients: Callable[[Collection[str]], None]
+    limits_changed: Callable[[AccessLimits], None]
+    announced: Callable[[], AbstractContextManager[None]]
+    apply_models: Callable[[Registry], None]
+    _last: Settings = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._last = self.started_with
+
+    def run(self) -> ReloadReport:
+        """Read everything again. What is wrong is logged and returned, and stays as it was; the rest is done."""
+        attempt = _Attempt()
+        with self.announced():
+            self._read(attempt)
+        if not attempt.problems:
+            _log.info("reloaded")
+        return ReloadReport(tuple(attempt.problems), attempt.needs_restart)
+
+    def _read(self, attempt: _Attempt) -> None:
+        with attempt.part("settings"):
+            self._last = self.read()
+        settings = self._last
+        with attempt.part("log"):
+            logs.apply(settings.log)
+        with attempt.part("clients"):
+            self.close_clients(self.accounts.replace_static(static_clients(settings.auth)))
+        with attempt.part("limits"):
+            self.limits_changed(settings.limits)
+        if self.certificate is not None:
+            with attempt.part("certificate"):
+                self.certificate.reload()
+        with attempt.part("models"):
+            self._reload_models(settings)
+        changed = changed_settings(self.started_with, settings) - _APPLIED
+        waiting = {name for name in changed if name in _AT_START or not name.startswith(_APPLIED_TABLES)}
+        attempt.needs_restart = tuple(sorted(waiting))
+        if waiting:
+            _log.warning("settings_need_restart", settings=attempt.needs_restart)
+
+    def _reload_models(self, settings: Settings) -> None:
+        parse_config_params(settings)
+        registry = read_registry(settings)
+        registry.log_remarks()
+        self.apply_models(registry)
+
+
+@dataclass(slots=True)
+class _Attempt:
+    """What comes of one reload."""
+
+    problems: list[ReloadProblem] = field(default_factory=list)
+    needs_restart: tuple[str, ...] = ()
+
+    @contextmanager
+    def part(self, what: str) -> Iterator[None]:
+        """Take down what is wrong with a part, so that the others are read all the same."""
+        try:
+            yield
+        except InferenceCenterError as error:
+            _log.error("not_reloaded", what=what, error=error.message, field=error.field, hint=error.hint)
+            self.problems.append(ReloadProblem(what, error.code, error.message, error.field, error.hint))
+        except Exception as error:  # noqa: BLE001 - files that are edited by hand must not keep the other parts back
+            _log.exception("not_reloaded", what=what, error=repr(error))
+            self.problems.append(
+                ReloadProblem(what, ErrorCode.INTERNAL, f"{what}: {error!r}", None, "The daemon's log has the stack.")
+            )
+
+
+def static_clients(settings: AuthSettings) -> dict[str, StaticClient]:
+    """Return the clients of ``clients.toml``, by client id; none without such a file.
+
+    Raises:
+        InferenceCenterError: ``invalid_config``.
+    """
+    if settings.clients_file is None:
+        return {}
+    return load_clients(
+        settings.clients_file,
+        default_max_sessions=settings.default_max_sessions,
+        default_priority=settings.default_priority,
+    )
+
+
+def changed_settings(before: Settings, after: Settings) -> frozenset[str]:
+    """Return the dotted names of the settings that differ."""
+    names = [name for name, _ in setting_fields()]
+    return frozenset(name for name in names if attrgetter(name)(before) != attrgetter(name)(after))

@@ -1,0 +1,254 @@
+"""Metrics over WebSockets, and readings of GPUs off the event loop: a driver takes its time, and may never answer."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from functools import partial
+from typing import TYPE_CHECKING, Final, Protocol
+
+import structlog
+
+from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.hardware.nvml import NO_GPU, Gpus, read_gpus
+from inferencecenter.protocol.events import Metrics
+from inferencecenter.protocol.values import EngineReadings, GpuReadings, InferenceReadings
+from inferencecenter.server import event_factory
+from inferencecenter.tasks import TaskGroup
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from inferencecenter.hardware.nvml import Gpu, GpuReading
+    from inferencecenter.ipc.port import EngineStatus
+    from inferencecenter.protocol.base import Event
+    from inferencecenter.sessions.client import EventSink
+    from inferencecenter.sessions.registry import Sessions
+    from inferencecenter.sessions.totals import Totals
+
+
+MAX_AGE_S: Final = 2.0
+GPU_PATIENCE_S: Final = 1.0
+_NO_ANSWER: Final = Gpus(problem="the driver does not answer")
+
+
+class GpuCache:
+    """Reads GPUs off the event loop, one reading at a time, at most every two seconds.
+
+    Args:
+        read: Readings of all GPUs; blocks for some milliseconds, or for ever.
+        patience_s: How long one who asks waits; then no GPU is there.
+        monotonic: Seconds that only rise.
+    """
+
+    def __init__(
+        self,
+        read: Callable[[], Gpus] = read_gpus,
+        *,
+        patience_s: float = GPU_PATIENCE_S,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._read = read
+        self._patience_s = patience_s
+        self._monotonic = monotonic
+        self._tasks = TaskGroup("gpus")
+        self._gpus = Gpus()
+        self._read_at_s = float("-inf")
+        self._reading: asyncio.Task[None] | None = None
+
+    async def get(self) -> Gpus:
+        """Return readings that are at most two seconds old; none if the driver does not answer in time."""
+        if self._monotonic() - self._read_at_s < MAX_AGE_S:
+            return self._gpus
+        if self._reading is None:
+            self._reading = self._tasks.spawn(self._look(), name="read")
+        done, _ = await asyncio.wait([self._reading], timeout=self._patience_s)
+        return self._gpus if done else _NO_ANSWER
+
+    async def close(self) -> None:
+        """Wait for no reading any more."""
+        await self._tasks.cancel()
+
+    async def _look(self) -> None:
+        self._gpus = _NO_ANSWER
+        try:
+            self._gpus = await asyncio.to_thread(self._read)
+            self._read_at_s = self._monotonic()
+        finally:
+            self._reading = None
+
+
+FRESH_S: Final = 0.05
+"""For how long a reading of the GPU is that of all who ask; half of the shortest interval."""
+PATIENCE_S: Final = 1.0
+_MB: Final = 2**20  # as nvidia-smi counts
+
+_log = structlog.get_logger(__name__)
+
+
+class EngineStatusSource(Protocol):
+    """What tells how an engine is."""
+
+    @property
+    def status(self) -> EngineStatus:
+        """The engine's state now."""
+
+
+class MetricsSampler:
+    """Where readings come from.
+
+    The GPU is asked off the event loop, by one thread at a time and for all who ask within ``FRESH_S``, so that
+    subscriptions, of which a client may have one on each socket, do not take threads from others. A driver that does
+    not answer within ``PATIENCE_S`` is as no GPU.
+
+    Args:
+        gpu: The GPU in use.
+        engine: The engine.
+        sessions: All sessions.
+        clock: Unix seconds.
+        monotonic: Seconds that only rise.
+    """
+
+    def __init__(
+        self,
+        *,
+        gpu: Gpu,
+        engine: EngineStatusSource,
+        sessions: Sessions,
+        clock: Callable[[], float],
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._gpu = gpu
+        self._engine = engine
+        self._sessions = sessions
+        self._clock = clock
+        self._monotonic = monotonic
+        self._reading: asyncio.Future[GpuReading] | None = None
+        self._begun_at_s = 0.0
+
+    async def sample(self) -> Metrics:
+        """Return the readings now."""
+        gpu = await self._read_gpu()
+        return readings(timestamp=self._clock(), gpu=gpu, engine=self._engine.status, totals=self._sessions.totals())
+
+    async def _read_gpu(self) -> GpuReading:
+        now_s = self._monotonic()
+        reading = self._reading
+        if reading is None or (reading.done() and now_s - self._begun_at_s >= FRESH_S):
+            reading = self._reading = asyncio.get_running_loop().run_in_executor(None, self._gpu.read)
+            self._begun_at_s = now_s
+        done, _ = await asyncio.wait([reading], timeout=PATIENCE_S)
+        return reading.result() if done else NO_GPU
+
+
+class MetricsFeed:
+    """Who gets metrics frames, and how often. With no subscriber nothing runs."""
+
+    def __init__(self, sources: MetricsSampler) -> None:
+        self._sources = sources
+        self._tasks = TaskGroup("metrics")
+        self._subscribers: dict[int, dict[EventSink, None]] = {}
+        self._tickers: dict[int, asyncio.Task[None]] = {}
+        self._intervals_ms: dict[EventSink, int] = {}
+        self._asking: list[tuple[EventSink, str | None]] = []
+
+    def once(self, sink: EventSink, *, request_id: str | None) -> None:
+        """Send one frame, soon; all who ask before it is taken share it."""
+        self._asking.append((sink, request_id))
+        if len(self._asking) == 1:
+            self._tasks.spawn(self._answer(), name="once")
+
+    def subscribe(self, sink: EventSink, *, interval_ms: int) -> None:
+        """Send a frame every ``interval_ms``, instead of what ``sink`` had subscribed to before."""
+        self.unsubscribe(sink)
+        self._intervals_ms[sink] = interval_ms
+        self._subscribers.setdefault(interval_ms, {})[sink] = None
+        if interval_ms not in self._tickers:
+            self._tickers[interval_ms] = self._tasks.keep_running(
+                partial(self._tick, interval_ms), name=f"every_{interval_ms}_ms"
+            )
+
+    def unsubscribe(self, sink: EventSink) -> None:
+        """Send no more frames to ``sink``."""
+        interval_ms = self._intervals_ms.pop(sink, None)
+        if interval_ms is None:
+            return
+        subscribers = self._subscribers[interval_ms]
+        del subscribers[sink]
+        if not subscribers:
+            del self._subscribers[interval_ms]
+            self._tickers.pop(interval_ms).cancel()
+
+    async def close(self) -> None:
+        """Send nothing more to anybody."""
+        await self._tasks.cancel()
+
+    async def _answer(self) -> None:
+        event: Event
+        try:
+            event = await self._sources.sample()
+        except Exception:  # noqa: BLE001 - the border: each who asked is told
+            _log.exception("metrics_failed")
+            event = event_factory.error_event(InferenceCenterError(ErrorCode.INTERNAL))
+        asking, self._asking = self._asking, []
+        for sink, request_id in asking:
+            _send(sink, event.model_copy(update={"id": request_id}))
+
+    async def _tick(self, interval_ms: int) -> None:
+        while True:
+            await asyncio.sleep(interval_ms / 1000)
+            event = await self._sources.sample()
+            for sink in list(self._subscribers.get(interval_ms, ())):
+                _send(sink, event)
+
+
+def _send(sink: EventSink, event: Event) -> None:
+    """Send an event; what one sink does with it is not the others' concern."""
+    try:
+        sink.send(event)
+    except Exception:  # noqa: BLE001 - the border: a defect of one socket must not end the others' frames
+        _log.exception("metrics_unsent")
+
+
+def readings(*, timestamp: float, gpu: GpuReading, engine: EngineStatus, totals: Totals) -> Metrics:
+    """Return the readings of all parts as a metrics frame."""
+    model = engine.model
+    return Metrics(
+        timestamp=timestamp,
+        gpu=GpuReadings(
+            temp=gpu.temperature_c,
+            vram_total_mb=_mb(gpu.vram_total_bytes),
+            vram_used_mb=_mb(gpu.vram_used_bytes),
+            vram_free_mb=_mb(gpu.vram_free_bytes),
+            power_watts=gpu.power_watts,
+            fan_percent=gpu.fan_percent,
+            throttling=None if gpu.slowdowns is None else bool(gpu.slowdowns),
+            name=gpu.name,
+            utilization=gpu.utilization_percent,
+            throttle_reasons=gpu.slowdowns,
+        ),
+        inference=InferenceReadings(
+            active_generations=totals.active_generations,
+            total_sessions=totals.total_sessions,
+            last_tps=totals.last_tps,
+            last_ttft_ms=totals.last_ttft_ms,
+            total_tokens_generated=totals.total_tokens_generated,
+            queue_depth=engine.waiting,
+            tokens_per_s=totals.tokens_per_s,
+            slots_used=engine.running,
+            slots=model.slots if model else 0,
+            parked_sessions=engine.parked_sessions,
+            parked_mb=round(engine.parked_bytes / _MB, 1),
+        ),
+        engine=EngineReadings(
+            state=engine.state.value,
+            model=model.name if model else None,
+            gpu_layers=model.n_gpu_layers if model else None,
+            restarts=engine.restarts,
+            rss_mb=_mb(engine.rss_bytes or None),
+        ),
+    )
+
+
+def _mb(n_bytes: int | None) -> float | None:
+    return None if n_bytes is None else round(n_bytes / _MB, 1)

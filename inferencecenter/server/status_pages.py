@@ -1,0 +1,225 @@
+"""What operators ask for by HTTP: what this is, whether it lives, whether it is ready, and its metrics."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Final
+
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, choose_encoder, generate_latest
+from starlette.responses import JSONResponse, Response
+
+import inferencecenter
+from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.hardware.nvml import SLOWDOWN_NAMES
+from inferencecenter.hardware.process_usage import read_usage
+from inferencecenter.ipc.port import EngineState
+from inferencecenter.protocol.base import PROTOCOL_VERSION, SUBPROTOCOL
+from inferencecenter.protocol.scopes import Scope
+from inferencecenter.server import event_factory
+from inferencecenter.server.handshake import check_query, read_credential, refusal_body, refusal_headers
+from inferencecenter.tasks import TaskGroup
+from inferencecenter.telemetry.labels import label_text
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from prometheus_client import Gauge
+    from prometheus_client.registry import Collector
+    from starlette.requests import Request
+
+    from inferencecenter.hardware.nvml import GpuReading, Gpus
+    from inferencecenter.ipc.port import EngineStatus
+    from inferencecenter.server.context import ServerContext
+    from inferencecenter.server.handshake import PeerInfo
+    from inferencecenter.telemetry.engine_metrics import EngineMetrics
+    from inferencecenter.telemetry.machine_metrics import MachineMetrics
+    from inferencecenter.telemetry.metrics import Metrics
+
+
+PROXY_NOT_TRUSTED: Final = "not_trusted"
+"""What ``/readyz`` says of a proxy on this machine that is not among ``server.trusted_proxies``."""
+
+
+class StatusPages:
+    """Answers to plain HTTP requests."""
+
+    def __init__(self, context: ServerContext) -> None:
+        self._context = context
+        self._scrape = MetricsPage(context)
+
+    async def about(self, _request: Request) -> Response:
+        """Say what listens here, to somebody who came without a WebSocket."""
+        return JSONResponse(
+            {
+                "server": "inferencecenter",
+                "version": inferencecenter.__version__,
+                "protocol": PROTOCOL_VERSION,
+                "subprotocol": SUBPROTOCOL,
+                "message": "Connect with a WebSocket to this address.",
+            }
+        )
+
+    async def healthz(self, _request: Request) -> Response:
+        """Say that the process lives."""
+        return JSONResponse({"status": "ok"})
+
+    async def readyz(self, request: Request) -> Response:
+        """Say whether a turn could run now, if need be with an engine that it wakes: 200, else 503.
+
+        Without the file of sessions no turn of a stored session begins, and what is told of such a session is held
+        back; without that of accounts no login is accepted. Callers on this machine are told of a proxy that is not
+        trusted.
+        """
+        engine = self._context.models.status
+        storable = self._context.sessions.fault is None and self._context.authenticator.is_available
+        ready = engine.serves and storable and not self._context.hub.draining
+        detail = event_factory.describe_engine(engine)
+        return JSONResponse(
+            {
+                "state": "draining" if self._context.hub.draining else engine.state.value,
+                "load_fraction": engine.load_fraction,
+                "detail": detail if storable else f"{detail}; the files in the state directory cannot be used",
+                "storage": "ok" if storable else "unavailable",
+                **({"proxy": PROXY_NOT_TRUSTED} if self._tells_of_proxy(request) else {}),
+            },
+            status_code=200 if ready else 503,
+        )
+
+    async def metrics(self, request: Request) -> Response:
+        """Show the metrics to those who may see them."""
+        try:
+            self._admit(request)
+        except InferenceCenterError as error:
+            return Response(refusal_body(error), status_code=error.spec.http_status, headers=refusal_headers(error))
+        body, media_type = await self._scrape.page(request.headers.get("accept", ""))
+        return Response(body, media_type=media_type)
+
+    def _caller(self, request: Request) -> PeerInfo:
+        return self._context.proxies.peer_info(request.client.host if request.client else "", request.headers)
+
+    def _tells_of_proxy(self, request: Request) -> bool:
+        return self._caller(request).on_this_machine and self._context.proxies.sees_untrusted
+
+    def _admit(self, request: Request) -> None:
+        context = self._context
+        access = context.settings.metrics_access
+        check_query(request.scope["query_string"])
+        caller = self._caller(request)
+        if access in ("loopback", "either") and caller.on_this_machine:
+            return
+        if access == "loopback":
+            raise InferenceCenterError(
+                ErrorCode.FORBIDDEN,
+                "metrics are for programs on this machine",
+                hint="server.metrics_access may allow tokens too.",
+            )
+        credential = read_credential(request.headers)
+        if credential is None:
+            raise InferenceCenterError(
+                ErrorCode.NOT_AUTHENTICATED, hint=f"Send a token with the scope {Scope.OPERATOR} as a bearer token."
+            )
+        account = context.authenticator.authenticate(credential, address=caller.address)
+        if Scope.OPERATOR not in account.scopes:
+            raise InferenceCenterError(ErrorCode.FORBIDDEN, f"metrics need the scope {Scope.OPERATOR}")
+
+
+class MetricsPage:
+    """Answers those who ask for the metrics."""
+
+    def __init__(self, context: ServerContext) -> None:
+        self._context = context
+
+    async def page(self, accept: str) -> tuple[bytes, str]:
+        """Return all metrics and their media type, in OpenMetrics' format for those who ``accept`` it."""
+        context, metrics = self._context, self._context.metrics
+        gpus = await context.gpus.get()
+        engines = context.models.statuses
+        metrics.sessions.set(context.sessions.totals().total_sessions)
+        metrics.storage_failing.set(context.sessions.fault is not None)
+        metrics.records_set_aside.value = context.sessions.n_set_aside
+        show_task_failures(metrics)
+        show_engines(metrics.engines, engines)
+        show_processes(metrics.machine, engines)
+        show_gpus(metrics.machine, gpus)
+        encode, media_type = _encoder(accept)
+        # On the event loop, where all of it is counted: a thread would only contend with it for the interpreter.
+        return encode(metrics.registry), media_type
+
+
+def show_task_failures(metrics: Metrics) -> None:
+    """Bring up to date how often background work of this process has failed."""
+    for owner, failures in TaskGroup.failures.items():
+        metrics.task_failures.labels(label_text(owner)).value = failures
+
+
+def show_engines(metrics: EngineMetrics, engines: Mapping[str, EngineStatus]) -> None:
+    """Bring up to date what is read of engines, by the names of their models."""
+    metrics.clear()
+    for name, status in engines.items():
+        label, model = label_text(name), status.model
+        metrics.ready.labels(label).set(status.serves)
+        for state in EngineState:
+            metrics.state.labels(label, state.value).set(status.state is state)
+        metrics.restarts.labels(label).value = status.restarts
+        metrics.running_turns.labels(label).set(status.running)
+        metrics.waiting_turns.labels(label).set(status.waiting)
+        metrics.parked_sessions.labels(label).set(status.parked_sessions)
+        metrics.parked_bytes.labels(label, "ram").set(status.parked_ram_bytes)
+        metrics.parked_bytes.labels(label, "disk").set(status.parked_bytes - status.parked_ram_bytes)
+        if model is not None:
+            metrics.slots.labels(label).set(model.slots)
+            metrics.gpu_layers.labels(label).set(model.n_gpu_layers)
+            kind = (model.architecture, model.backend, model.library)
+            metrics.info.labels(label, *map(label_text, kind)).set(1)
+
+
+def show_processes(metrics: MachineMetrics, engines: Mapping[str, EngineStatus]) -> None:
+    """Bring up to date what the front uses, and the engines that there are."""
+    metrics.clear_processes()
+    _show_process(metrics, os.getpid(), "front", "")
+    for name, status in engines.items():
+        if status.pid is not None:
+            _show_process(metrics, status.pid, "engine", label_text(name))
+
+
+def show_gpus(metrics: MachineMetrics, gpus: Gpus) -> None:
+    """Bring up to date what is read of GPUs."""
+    metrics.clear_gpus()
+    for position, reading in enumerate(gpus.readings):
+        gpu = str(position if reading.index is None else reading.index)
+        described = (reading.name or "", reading.uuid or "", gpus.driver_version or "")
+        metrics.gpu_info.labels(gpu, *map(label_text, described)).set(1)
+        for gauge, value in _figures(metrics, reading):
+            if value is not None:
+                gauge.labels(gpu).set(value)
+        for reason in SLOWDOWN_NAMES if reading.slowdowns is not None else ():
+            metrics.gpu_slowdown.labels(gpu, reason).set(reason in (reading.slowdowns or ()))
+
+
+def _figures(metrics: MachineMetrics, reading: GpuReading) -> tuple[tuple[Gauge, float | None], ...]:
+    return (
+        (metrics.gpu_temperature_c, reading.temperature_c),
+        (metrics.gpu_power_watts, reading.power_watts),
+        (metrics.gpu_power_limit_watts, reading.power_limit_watts),
+        (metrics.gpu_fan_percent, reading.fan_percent),
+        (metrics.gpu_utilization_percent, reading.utilization_percent),
+        (metrics.gpu_memory_used_bytes, reading.vram_used_bytes),
+        (metrics.gpu_memory_total_bytes, reading.vram_total_bytes),
+        (metrics.gpu_sm_clock_mhz, reading.sm_clock_mhz),
+    )
+
+
+def _show_process(metrics: MachineMetrics, pid: int, process: str, model: str) -> None:
+    try:
+        usage = read_usage(pid)
+    except OSError:  # it has just ended
+        return
+    metrics.process_cpu_s.labels(process, model).value = usage.cpu_s
+    metrics.process_rss_bytes.labels(process, model).set(usage.rss_bytes)
+
+
+def _encoder(accept: str) -> tuple[Callable[[Collector], bytes], str]:
+    try:
+        return choose_encoder(accept)
+    except (TypeError, ValueError):  # it asks for a version that is no number
+        return generate_latest, CONTENT_TYPE_PLAIN_0_0_4

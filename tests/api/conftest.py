@@ -1,0 +1,68 @@
+"""A server for each test, and OpenAI's own client of it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import uvloop
+from openai import AsyncOpenAI
+
+from tests.server.harness import Running, running_server
+
+if TYPE_CHECKING:
+    import asyncio
+    from collections.abc import AsyncIterator, Callable, Mapping
+    from contextlib import AbstractAsyncContextManager
+    from pathlib import Path
+
+
+def pytest_asyncio_loop_factories() -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
+    """Run the tests of this folder on uvloop."""
+    return {"uvloop": uvloop.new_event_loop}
+
+
+@pytest.fixture
+def serve(tmp_path: Path) -> Callable[..., AbstractAsyncContextManager[Running]]:
+    """Return what runs a server with settings of the test's own."""
+
+    def run(**settings: Any) -> AbstractAsyncContextManager[Running]:
+        return running_server(tmp_path, **settings)
+
+    return run
+
+
+@pytest.fixture
+async def server(tmp_path: Path) -> AsyncIterator[Running]:
+    """A server with the default limits."""
+    async with running_server(tmp_path) as running:
+        yield running
+
+
+@pytest.fixture
+async def ada(server: Running) -> AsyncIterator[AsyncOpenAI]:
+    """OpenAI's client with the token of ada, which tries everything once."""
+    async with AsyncOpenAI(
+        base_url=f"http://127.0.0.1:{server.port}/v1", api_key=server.token, max_retries=0
+    ) as client:
+        yield client
+
+
+@pytest.fixture
+def expiries(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], object]]:
+    """Return what happens when the tokens of those who come expire, for a test to call: none expires by itself."""
+    expiries: list[Callable[[], object]] = []
+
+    class OnCall:
+        def __init__(self, delay_s: float, passed: Callable[[], object]) -> None:
+            assert 0 < delay_s <= 3600
+            self._passed = passed
+            expiries.append(passed)
+
+        def cancel(self) -> None:
+            if self._passed in expiries:
+                expiries.remove(self._passed)
+
+    for module in ("request_context", "responses.socket"):
+        monkeypatch.setattr(f"inferencecenter.api.{module}.Deadline", OnCall)
+    return expiries

@@ -1,0 +1,183 @@
+"""What may be asked of Responses, what is refused by name, and what it means to a session."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from inferencecenter.api.body import checked
+from inferencecenter.api.responses.request_schemas import CancelOnSocket, CreateOnSocket, CreateResponse
+from inferencecenter.api.responses.serializers import ResponseRef, item_id, read_response_id, response_id
+from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.protocol.values import ChatMessage, NamedTool, ToolCall
+
+TOOL = {"type": "function", "name": "look", "parameters": {"type": "object"}}
+LOGPROBS = ["message.output_text.logprobs"]
+
+
+def read(**fields: Any) -> CreateResponse:
+    """Return a request."""
+    return checked(CreateResponse, {"input": "Hello", **fields})
+
+
+def test_text_is_what_a_user_says() -> None:
+    """The shortest input there is."""
+    assert read().messages == (ChatMessage(role="user", content="Hello"),)
+
+
+def test_items_become_messages() -> None:
+    """Easy and full messages, with or without a type; developers are the system."""
+    request = read(
+        input=[
+            {"role": "developer", "content": "Be brief."},
+            {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "a"}]},
+            {"role": "assistant", "content": [{"type": "output_text", "text": "b", "annotations": []}], "id": "msg_1"},
+            {"role": "user", "content": "c"},
+        ]
+    )
+    assert [(message.role, message.content) for message in request.messages] == [
+        ("system", "Be brief."),
+        ("user", "a"),
+        ("assistant", "b"),
+        ("user", "c"),
+    ]
+
+
+def test_what_an_assistant_thought_said_and_asked_for_is_one_message() -> None:
+    """As a session has it, so that a response sent back is what was kept."""
+    request = read(
+        input=[
+            {"role": "user", "content": "a"},
+            {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]},
+            {"role": "assistant", "content": "Let me see."},
+            {"type": "function_call", "call_id": "c1", "name": "look", "arguments": "{}", "status": "completed"},
+            {"type": "function_call", "call_id": "c2", "name": "look", "arguments": "{}"},
+            {"type": "function_call_output", "call_id": "c1", "output": "x"},
+            {"type": "function_call_output", "call_id": "c2", "output": [{"type": "input_text", "text": "y"}]},
+        ]
+    )
+    calls = tuple(ToolCall(call_id=name, name="look", arguments="{}") for name in ("c1", "c2"))
+    assert request.messages == (
+        ChatMessage(role="user", content="a"),
+        ChatMessage(role="assistant", content="Let me see.", reasoning="hm", tool_calls=calls),
+        ChatMessage(role="tool", content="x", tool_call_id="c1"),
+        ChatMessage(role="tool", content="y", tool_call_id="c2"),
+    )
+
+
+def test_two_answers_in_a_row_stay_two() -> None:
+    """And thoughts that led to nothing are left out."""
+    request = read(
+        input=[
+            {"role": "assistant", "content": "a"},
+            {"role": "assistant", "content": "b"},
+            {"type": "reasoning", "summary": [{"type": "summary_text", "text": "hm"}]},
+            {"role": "user", "content": "c"},
+        ]
+    )
+    assert [message.content for message in request.messages] == ["a", "b", "c"]
+    assert request.messages[1].reasoning is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"conversation": "conv_1"}, "conversation"),
+        ({"prompt": {"id": "p"}}, "prompt"),
+        ({"moderation": {"model": "m"}}, "moderation"),
+        ({"context_management": []}, "context_management"),
+        ({"tools": [{"type": "web_search"}]}, "tools.0"),
+        ({"tools": [{**TOOL, "defer_loading": True}]}, "tools.0.defer_loading"),
+        ({"include": ["reasoning.encrypted_content"]}, "include.0"),
+        ({"reasoning": {"summary": "detailed"}}, "reasoning.summary"),
+        ({"text": {"verbosity": "low"}}, "text.verbosity"),
+        ({"text": {"format": {"type": "grammar"}}}, "text.format"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input"),
+        ({"service_tier": "ultrafast"}, "service_tier"),
+        ({"stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation"),
+        ({"temperature": "1"}, "temperature"),
+        ({"temperature": 2.5}, "temperature"),
+        ({"max_output_tokens": 0}, "max_output_tokens"),
+        ({"top_logprobs": 21}, "top_logprobs"),
+        ({"metadata": {"a": 1}}, "metadata.a"),
+        ({"truncation": "always"}, "truncation"),
+        ({"tools": [{**TOOL, "name": "look\nat"}]}, "tools.0.function.name"),
+    ],
+)
+def test_what_cannot_be_obeyed_is_refused_by_name(fields: dict[str, Any], named: str) -> None:
+    """Nothing is parsed and ignored."""
+    with pytest.raises(InferenceCenterError) as refusal:
+        read(**fields)
+    assert refusal.value.code is ErrorCode.INVALID_REQUEST
+    assert refusal.value.field is not None
+    assert refusal.value.field.startswith(named.split(".", maxsplit=1)[0])
+    assert named.rsplit(".", maxsplit=1)[-1] in refusal.value.field or "." not in named or named.endswith("0")
+
+
+def test_null_is_as_absent() -> None:
+    """Also of fields that there are not, and inside others."""
+    request = read(conversation=None, temperature=None, text={"format": None}, tools=[{**TOOL, "description": None}])
+    assert (request.temperature, request.json_schema) == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, None),
+        ({"top_logprobs": 0}, None),
+        ({"top_logprobs": 3}, 3),
+        ({"include": LOGPROBS}, 1),
+        ({"include": LOGPROBS, "top_logprobs": 5}, 5),
+    ],
+)
+def test_probabilities_are_asked_for_in_two_ways(fields: dict[str, Any], expected: int | None) -> None:
+    """Those of the tokens alone take one of the likeliest, which is not shown."""
+    assert read(**fields).n_probs == expected
+
+
+def test_forms_of_text() -> None:
+    """Any JSON object, or what a schema accepts."""
+    assert read(text={"format": {"type": "json_object"}}).json_schema == {"type": "object"}
+    schema = {"type": "json_schema", "name": "x", "schema": {"type": "array"}, "strict": True}
+    assert read(text={"format": schema}).json_schema == {"type": "array"}
+
+
+def test_choices_of_tools() -> None:
+    """One by its name, or some of them."""
+    other = {**TOOL, "name": "wait"}
+    named = read(tools=[TOOL], tool_choice={"type": "function", "name": "look"})
+    assert named.wire_tool_choice == NamedTool(name="look")
+    allowed = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "wait"}]}
+    some = read(tools=[TOOL, other], tool_choice=allowed)
+    assert some.wire_tool_choice == "required"
+    assert [tool.name for tool in some.wire_tools or ()] == ["wait"]
+    with pytest.raises(InferenceCenterError, match="none of the tools"):
+        read(tools=[TOOL], tool_choice=allowed)
+
+
+def test_background_needs_store() -> None:
+    """Nobody could come back for it."""
+    with pytest.raises(InferenceCenterError, match="background needs store"):
+        read(background=True, store=False)
+
+
+def test_sockets_do_not_know_background() -> None:
+    """And stream as they do, whether that is said or not."""
+    assert checked(CreateOnSocket, {"type": "response.create", "stream": True, "background": False}).stream
+    for name, value in (("background", True), ("stream", False), ("stream_id", ""), ("stream_id", "x" * 65)):
+        with pytest.raises(InferenceCenterError, match=name):
+            checked(CreateOnSocket, {"type": "response.create", name: value})
+    assert checked(CancelOnSocket, {"type": "response.cancel"}).response_id is None
+
+
+def test_a_name_says_where_a_response_is() -> None:
+    """Back and forth, and nothing else is a name."""
+    place = ResponseRef("s_" + "a-_b" * 5 + "cd", "t_" + "e" * 22)
+    assert read_response_id(response_id(place)) == place
+    assert item_id("msg", place.turn_id, 1) == "msg_" + "e" * 22 + "_1"
+    for name in ("", "resp_", "resp_" + "a" * 43, "resp_" + "a" * 45, "resp_" + "ä" * 44, response_id(place) + "\n"):
+        with pytest.raises(InferenceCenterError) as refusal:
+            read_response_id(name)
+        assert refusal.value.code is ErrorCode.TURN_NOT_FOUND

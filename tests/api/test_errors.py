@@ -1,0 +1,38 @@
+"""Failures in OpenAI's shape."""
+
+from __future__ import annotations
+
+import orjson
+import pytest
+
+from inferencecenter.api.errors import error_body, error_headers
+from inferencecenter.errors import ERRORS, ErrorCode, ErrorSpec, InferenceCenterError
+
+
+@pytest.mark.parametrize("row", [row for row in ERRORS.values() if row.on_http], ids=lambda row: row.code.value)
+def test_every_failure_has_openai_s_four_fields(row: ErrorSpec) -> None:
+    """Message, type, param and code are there for every row that HTTP meets, and the type goes with the status."""
+    error = orjson.loads(error_body(InferenceCenterError(row.code)))["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["message"]
+    assert error["param"] is None
+    assert (error["type"] == "server_error") == (row.http_status >= 500)
+    retries = error_headers(InferenceCenterError(row.code))["x-should-retry"]
+    assert retries == ("true" if row.retryable else "false")
+
+
+def test_the_hint_ends_the_message() -> None:
+    """What to do is told, for which OpenAI has no field."""
+    error = InferenceCenterError(ErrorCode.INVALID_REQUEST, "n is 9.", hint="At most 8.", field="n")
+    assert orjson.loads(error_body(error))["error"] == {
+        "message": "n is 9. At most 8.",
+        "type": "invalid_request_error",
+        "param": "n",
+        "code": "invalid_request",
+    }
+
+
+def test_when_to_come_again_is_told_in_whole_seconds_and_in_milliseconds() -> None:
+    """``retry-after`` is rounded up; OpenAI's client reads the other."""
+    headers = error_headers(InferenceCenterError(ErrorCode.RATE_LIMITED, retry_after_ms=1200))
+    assert (headers["retry-after"], headers["retry-after-ms"]) == ("2", "1200")

@@ -1,0 +1,220 @@
+"""Turns of a request: what is joined for slow readers, what ends them, and what is told when nothing comes."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any, cast
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from inferencecenter.api.request_context import Caller, ClientDisconnectedError, RequestContext
+from inferencecenter.api.request_turns import MOST_SEPARATE, RequestTurns
+from inferencecenter.auth.account import client_of
+from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.protocol import events
+from inferencecenter.protocol.close import CloseCode
+from inferencecenter.protocol.requests import CreateSession, Infer
+from inferencecenter.protocol.values import TokenLogprobs
+from tests.server.harness import KITCHEN, StubEngine, stub_context
+
+if TYPE_CHECKING:
+    from inferencecenter.server.context import ServerContext
+
+SESSION = "s_1"
+
+
+def token(text: str, *, seq: int = 1, logprobs: bool = False) -> events.Token:
+    """Return text of an answer."""
+    probs = (TokenLogprobs(token=text, token_id=1, logprob=-0.5, top=()),) if logprobs else None
+    return events.Token(session_id=SESSION, seq=seq, turn_id="t_1", content=text, logprobs=probs)
+
+
+def argument(text: str, *, index: int = 0, name: str | None = None) -> events.ToolCall:
+    """Return more of a call."""
+    return events.ToolCall(
+        session_id=SESSION, seq=1, turn_id="t_1", index=index, call_id=f"c{index}", name=name, arguments=text
+    )
+
+
+def thought(text: str) -> events.Reasoning:
+    """Return what is thought."""
+    return events.Reasoning(session_id=SESSION, seq=1, turn_id="t_1", content=text)
+
+
+def visit_of_kitchen() -> RequestContext:
+    """Return a request of the one client."""
+    return RequestContext(Caller(client=client_of(KITCHEN), account=KITCHEN, address="127.0.0.1", traceparent=None))
+
+
+def begun(context: ServerContext, turns: RequestTurns) -> str:
+    """Start a turn in a new session, and return its name."""
+    sessions, client = context.sessions, client_of(KITCHEN)
+    created = sessions.create(client, CreateSession(op="create_session"), _Deaf(), stateless=True)
+    turns.begin(Infer(op="infer", session_id=created.session_id, prompt="Hi"))
+    return list(_engine(context).turns)[-1]
+
+
+def of_two() -> RequestTurns:
+    """Return what hears two turns, of which a test tells."""
+    turns = RequestTurns(stub_context(), visit_of_kitchen())
+    vars(turns)["_ears"] = [object(), object()]
+    return turns
+
+
+class _Deaf:
+    def send(self, event: Any) -> None:
+        """Pass over it."""
+
+
+def _engine(context: ServerContext) -> StubEngine:
+    return cast("StubEngine", context.models)
+
+
+async def heard(turns: RequestTurns) -> list[tuple[int, Any]]:
+    """Return what comes next."""
+    return await anext(aiter(turns.batches()))
+
+
+async def test_a_reader_that_keeps_up_gets_every_token() -> None:
+    """What comes one after the other is told so, and ends with the turn."""
+    context = stub_context()
+    with RequestTurns(context, visit_of_kitchen()) as turns:
+        turn = begun(context, turns)
+        _engine(context).begin(turn)
+        for text in "abc":
+            _engine(context).say(turn, text)
+        _engine(context).finish(turn)
+        batches = [batch async for batch in turns.batches()]
+    said = [event for _, event in batches[0]]
+    assert [type(event).__name__ for event in said] == ["Queued", "Token", "Token", "Token", "End"]
+    assert "".join(event.content for event in said if isinstance(event, events.Token)) == "abc"
+    assert len(batches) == 1
+
+
+_TEXTS = st.lists(
+    st.one_of(
+        st.builds(token, st.text(max_size=3), logprobs=st.booleans()),
+        st.builds(thought, st.text(max_size=3)),
+        st.builds(argument, st.text(max_size=3), index=st.integers(0, 1), name=st.sampled_from([None, None, "f"])),
+    ),
+    max_size=150,
+)
+
+
+@given(said=st.lists(st.tuples(st.integers(0, 1), _TEXTS), max_size=4))
+def test_joined_text_is_the_same_text(said: list[tuple[int, list[Any]]]) -> None:
+    """However much waits: each turn's text of each kind is whole and in order, and so is all with probabilities."""
+    turns = of_two()
+    given_events = [(index, event) for index, group in said for event in group]
+    for index, event in given_events:
+        turns.on_event(index, event)
+    taken = turns._taken()
+    assert _spelled(taken) == _spelled(given_events)
+    assert len(taken) <= len(given_events)
+
+
+def _spelled(pairs: list[tuple[int, Any]]) -> dict[int, list[Any]]:
+    """What turns said, neighbours of one kind put together."""
+    spelled: dict[int, list[Any]] = {}
+    for index, event in pairs:
+        parts = spelled.setdefault(index, [])
+        text = event.arguments if isinstance(event, events.ToolCall) else event.content
+        kind = (type(event).__name__, getattr(event, "index", None))
+        joins = parts and parts[-1][0] == kind and event.logprobs is None and getattr(event, "name", None) is None
+        if joins and parts[-1][2] is None:
+            parts[-1][1] += text
+        else:
+            parts.append([kind, text, event.logprobs, getattr(event, "name", None)])
+    return spelled
+
+
+def test_much_that_waits_takes_few_entries() -> None:
+    """Beyond a number of separate tokens they become one."""
+    turns = of_two()
+    for number in range(1000):
+        turns.on_event(0, token("x", seq=number + 1))
+    taken = turns._taken()
+    assert len(taken) <= MOST_SEPARATE + 1
+    assert taken[-1][1].seq == 1000  # type: ignore[attr-defined]
+
+
+async def test_a_reader_that_stops_ends_its_turn() -> None:
+    """Past the bytes that may wait the turn is aborted, nothing waits any more, and the reader is told why."""
+    context = stub_context()
+    with RequestTurns(context, visit_of_kitchen()) as turns:
+        turn = begun(context, turns)
+        _engine(context).begin(turn)
+        for _ in range(40):
+            _engine(context).say(turn, "x" * 1000)
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert turn not in _engine(context).turns
+        with pytest.raises(InferenceCenterError) as caught:
+            await heard(turns)
+    assert caught.value.code is ErrorCode.OVERLOADED
+
+
+async def test_leaving_discards_the_turn() -> None:
+    """A turn that runs when the block is left is aborted, and its session is as it was before."""
+    context = stub_context()
+    with RequestTurns(context, visit_of_kitchen()) as turns:
+        turn = begun(context, turns)
+        _engine(context).begin(turn)
+        _engine(context).say(turn, "Hel")
+    await asyncio.sleep(0)
+    assert turn not in _engine(context).turns
+    (session,) = context.sessions._roster
+    assert session.history.messages == ()
+    assert session.sink is None
+
+
+async def test_a_request_that_is_dismissed_raises_the_reason() -> None:
+    """What waits is not told any more."""
+    context, request_context = stub_context(), visit_of_kitchen()
+    with RequestTurns(context, request_context) as turns:
+        turn = begun(context, turns)
+        _engine(context).begin(turn)
+        _engine(context).say(turn, "Hel")
+        request_context.dismiss(CloseCode.POLICY, "enough")
+        with pytest.raises(InferenceCenterError, match="enough") as caught:
+            await heard(turns)
+    assert caught.value.code is ErrorCode.FORBIDDEN
+
+
+async def test_only_the_first_reason_counts() -> None:
+    """Somebody who has left is not told that the daemon stops."""
+    context, request_context = stub_context(), visit_of_kitchen()
+    with RequestTurns(context, request_context) as turns:
+        begun(context, turns)
+        request_context.end(ClientDisconnectedError())
+        request_context.dismiss(CloseCode.RESTART, "the daemon stops")
+        with pytest.raises(ClientDisconnectedError):
+            await heard(turns)
+
+
+async def test_a_request_that_has_ended_starts_nothing_that_goes_on() -> None:
+    """Turns that begin after their request has ended are not waited for."""
+    context, request_context = stub_context(), visit_of_kitchen()
+    request_context.end(ClientDisconnectedError())
+    with RequestTurns(context, request_context) as turns, pytest.raises(ClientDisconnectedError):
+        await heard(turns)
+
+
+async def test_a_turn_for_which_nothing_comes_is_alive() -> None:
+    """An empty batch says that nothing was said for a while, also where a prompt is being read."""
+    context = stub_context()
+    vars(context.settings)["sse_keepalive_s"] = 0.001
+    with RequestTurns(context, visit_of_kitchen()) as turns:
+        turn = begun(context, turns)
+        _engine(context).begin(turn)
+        batches = aiter(turns.batches())
+        assert [type(event).__name__ for _, event in await anext(batches)] == ["Queued"]
+        for done in range(2):
+            turns.on_event(0, events.Progress(session_id=SESSION, seq=1, turn_id=turn, done=done, total=9))
+            assert await anext(batches)
+            assert await anext(batches) == []
+        _engine(context).say(turn, "x")
+        assert [type(event).__name__ for _, event in await anext(batches)] == ["Token"]
+        await batches.aclose()  # type: ignore[attr-defined]  # it is a generator

@@ -1,0 +1,99 @@
+"""What HTTP answers is what its document says, whatever is asked."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import orjson
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from inferencecenter.api.app import OPERATIONS
+from inferencecenter.api.body import parse
+from inferencecenter.api.endpoint import Operation
+from inferencecenter.api.openapi import document
+from inferencecenter.errors import InferenceCenterError
+from tests.e2e.harness import Daemon, run_daemon
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from schemathesis import Case
+
+    AnyCase = Case[Any]
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats(allow_nan=False) | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=8,
+)
+WITH_BODIES = [row for row in OPERATIONS if row.body is not None]
+
+
+@pytest.mark.parametrize("row", WITH_BODIES, ids=lambda row: row.path)
+@given(data=st.data())
+@settings(max_examples=40, deadline=None)
+def test_a_body_is_taken_or_refused(row: Operation, data: st.DataObject) -> None:
+    """Whatever stands in the fields that there are, a body is valid or the caller hears what is wrong with it."""
+    assert row.body is not None
+    refused = None
+    names = st.sampled_from([*row.body.model_fields, "unknown"])
+    body = data.draw(st.dictionaries(names, JSON, max_size=6))
+    try:
+        parse(row.body, orjson.dumps(body))
+    except InferenceCenterError as error:
+        refused = error
+    assert refused is None or (refused.spec.http_status == 400 and len(refused.message) < 1000)
+
+
+@pytest.fixture(scope="module")
+def echo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
+    """A daemon that needs no model; that tokens are refused is tried more often than it would let one address."""
+    with run_daemon(
+        tmp_path_factory.mktemp("echo") / "state",
+        None,
+        INFERENCECENTER_ENGINE__BACKEND="echo",
+        INFERENCECENTER_SERVER__LOGIN_ATTEMPTS_PER_MINUTE="100000",
+    ) as daemon:
+        yield daemon
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row", OPERATIONS, ids=lambda row: f"{row.method} {row.path}")
+def test_what_is_answered_is_in_the_document(row: Operation, echo: Daemon) -> None:
+    """Nothing ends in a 5xx, and status, media type, headers and body of each answer are as described."""
+    import schemathesis  # noqa: PLC0415 - it takes a second to load, which only slow runs have
+    from schemathesis import GenerationMode  # noqa: PLC0415 - likewise
+
+    operation = schemathesis.openapi.from_dict(document(OPERATIONS))[row.path][row.method]
+    _try(operation.as_strategy(generation_mode=GenerationMode.POSITIVE).map(_answerable), echo)
+    if row.body is not None or "{" in row.path:  # nothing can be wrong with what takes nothing
+        _try(operation.as_strategy(generation_mode=GenerationMode.NEGATIVE), echo)
+
+
+def _try(cases: st.SearchStrategy[AnyCase], echo: Daemon) -> None:
+    from schemathesis.specs.openapi.checks import positive_data_acceptance  # noqa: PLC0415 - likewise
+
+    @given(case=cases)
+    @settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck), database=None, derandomize=True)
+    def ask(case: AnyCase) -> None:
+        case.call_and_validate(
+            base_url=f"http://127.0.0.1:{echo.port}",
+            headers={"Authorization": f"Bearer {echo.admin_token}"},
+            # Options may contradict each other, which the document does not say in schemas.
+            excluded_checks=[positive_data_acceptance],
+        )
+
+    ask()
+
+
+def _answerable(case: AnyCase) -> AnyCase:
+    """Return a case that is not refused for its question or its model, so that the rest of it is looked at."""
+    if isinstance(case.body, dict):
+        questions: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}], "input": "Hi"}
+        case.body |= {name: question for name, question in questions.items() if name in case.body}
+        case.body.pop("model", None)
+        if "messages" in case.body or "input" in case.body:
+            case.body["model"] = "echo"
+    return case

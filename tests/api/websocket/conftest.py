@@ -1,0 +1,7 @@
+"""The servers of `tests/server`, for the tests of this folder."""
+
+from __future__ import annotations
+
+from tests.server.conftest import clock, pytest_asyncio_loop_factories, serve, server
+
+__all__ = ["clock", "pytest_asyncio_loop_factories", "serve", "server"]

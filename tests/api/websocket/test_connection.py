@@ -1,0 +1,335 @@
+"""Tests of a connection's life: authentication, dialects, frames, and its end."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+import time
+from typing import TYPE_CHECKING, Any, get_args
+
+import pytest
+from websockets.asyncio.client import ClientConnection
+from websockets.exceptions import ConnectionClosed
+
+from inferencecenter.api.websocket.connection import LARGE_FRAME_CHARS, MAX_FRAMES_BEFORE_LOGIN
+from inferencecenter.ipc.port import EngineState
+from inferencecenter.protocol.codec import Frame, read_frame
+from inferencecenter.protocol.events import AnyEvent
+from tests.server.harness import Running, ask, close_code, hear, ready
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from contextlib import AbstractAsyncContextManager
+
+    from inferencecenter.protocol.base import Request
+    from tests.loop_clock import LoopClock
+
+    Serve = Callable[..., AbstractAsyncContextManager[Running]]
+
+OLD_OPS = {kind.model_fields["op"].default for kind in get_args(AnyEvent) if kind.dagger}
+
+
+async def old_socket(server: Running, socket: ClientConnection) -> None:
+    """Authenticate as the first protocol does."""
+    assert (await hear(socket))["op"] == "hello"
+    assert (await ask(socket, op="auth", client_id="kitchen", api_key="kitchen-key"))["op"] == "auth_success"
+
+
+async def test_a_socket_that_does_not_authenticate_is_closed(serve: Serve, clock: LoopClock) -> None:
+    """At the deadline, hello or not."""
+    async with serve(auth_timeout_s=30) as server, server.connect() as socket:
+        await ask(socket, op="hello")
+        await clock.go_on(30)
+        assert await close_code(socket) == 4401
+
+
+async def test_an_authenticated_socket_has_no_deadline(serve: Serve, clock: LoopClock) -> None:
+    """Authentication in time ends the deadline: another socket's, opened later, passes first."""
+    async with serve(auth_timeout_s=30) as server, server.v1() as socket, server.connect() as late:
+        await hear(socket)
+        await clock.go_on(30)
+        assert await close_code(late) == 4401
+        assert (await ask(socket, op="ping"))["op"] == "pong"
+
+
+@pytest.mark.parametrize("op", ["ping", "create_session", "metrics", "status", "list_sessions", "nonsense"])
+async def test_anything_else_before_authentication_is_refused(server: Running, op: str) -> None:
+    """The error does not even tell which ops exist; the socket may still authenticate."""
+    async with server.connect() as socket:
+        await hear(socket)
+        await ask(socket, op="hello", protocol=1)
+        error = await ask(socket, op=op, id="7")
+        assert (error["op"], error["code"], error["id"]) == ("error", "not_authenticated", "7")
+        assert (await ask(socket, op="auth", token=server.token))["op"] == "auth_success"
+
+
+async def test_a_wrong_credential_may_be_followed_by_a_right_one(server: Running) -> None:
+    """auth_failed says why; the socket stays open."""
+    async with server.connect() as socket:
+        await hear(socket)
+        failed = await ask(socket, op="auth", client_id="kitchen", api_key="wrong", id="1")
+        assert failed == {"op": "auth_failed", "id": "1", "reason": "the credential is not valid"}
+        assert (await ask(socket, op="auth", client_id="kitchen", api_key="kitchen-key"))["op"] == "auth_success"
+
+
+async def test_too_many_wrong_credentials_close_the_socket(serve: Serve) -> None:
+    """The last answer says when to try again."""
+    async with serve(login_attempts_per_minute=1) as server, server.connect() as socket:
+        await hear(socket)
+        assert (await ask(socket, op="auth", token="x", protocol=1))["op"] == "auth_failed"
+        failed = await ask(socket, op="auth", token=server.token)
+        assert failed["op"] == "auth_failed"
+        assert 0 < failed["retry_after_ms"] <= 60_000
+        assert await close_code(socket) == 4429
+
+
+async def test_authenticating_twice_is_an_error(server: Running) -> None:
+    """A socket does not change its client."""
+    async with server.v1() as socket:
+        await hear(socket)
+        error = await ask(socket, op="auth", client_id="kitchen", api_key="kitchen-key")
+        assert error["code"] == "invalid_request"
+        assert (await ask(socket, op="create_session"))["op"] == "session_created"
+
+
+async def test_unusable_accounts_are_said_to_be(server: Running) -> None:
+    """A database that fails is neither a wrong password nor a closed socket."""
+    server.accounts._file.close()
+    async with server.connect() as socket:
+        await hear(socket)
+        error = await ask(socket, op="auth", token=server.token, protocol=1)
+        assert (error["op"], error["code"], error["retryable"]) == ("error", "storage_unavailable", True)
+        assert error["message"] == "accounts cannot be read at the moment"
+
+
+async def test_revoking_a_token_closes_its_sockets_only(server: Running) -> None:
+    """4401 to the sockets of that token; another token of the same client goes on."""
+    other = server.accounts.create_token("ada").token
+    async with (
+        server.v1() as socket,
+        server.connect(additional_headers={"Authorization": f"Bearer {other}"}) as going_on,
+        server.connect() as keyed,
+    ):
+        await hear(socket)
+        await hear(going_on)
+        await old_socket(server, keyed)
+        server.accounts.revoke(server.token_id)
+        server.context.tokens_changed()
+        assert await close_code(socket) == 4401
+        assert (await ask(going_on, op="hello"))["op"] == "hello"
+        assert (await ask(keyed, op="hello"))["op"] == "hello"
+
+
+async def test_a_token_that_expires_closes_its_socket(clock: LoopClock, server: Running) -> None:
+    """4401 at the time, without anybody asking."""
+    token = server.accounts.create_token("ada", expires_at=time.time() + 3600).token
+    async with server.connect(additional_headers={"Authorization": f"Bearer {token}"}) as socket:
+        await hear(socket)
+        await clock.go_on(3600)
+        assert await close_code(socket) == 4401
+
+
+@pytest.mark.parametrize(
+    ("frame", "code"),
+    [("{", "invalid_json"), ("[]", "invalid_json"), ('"x"', "invalid_json"), ("{}", "invalid_request")],
+)
+async def test_a_bad_frame_is_answered_and_the_socket_goes_on(server: Running, frame: str, code: str) -> None:
+    """Nothing that is not a request ends a connection."""
+    async with server.v1() as socket:
+        await hear(socket)
+        await socket.send(frame)
+        error = await hear(socket)
+        assert (error["op"], error["code"]) == ("error", code)
+        assert error["error"] == error["message"]
+        assert (await ask(socket, op="ping"))["op"] == "pong"
+
+
+async def test_a_binary_frame_is_answered_and_the_socket_goes_on(server: Running) -> None:
+    """Frames are text."""
+    async with server.v1() as socket:
+        await hear(socket)
+        await socket.send(b'{"op": "ping"}')
+        error = await hear(socket)
+        assert (error["code"], error["hint"]) == ("invalid_request", "Send JSON in text frames.")
+        assert (await ask(socket, op="ping"))["op"] == "pong"
+
+
+async def test_a_frame_over_the_limit_closes_with_1009(serve: Serve) -> None:
+    """Of any size over the limit, also one that is still being sent; a frame at the limit is taken."""
+    async with serve(max_frame_bytes=2048) as server:
+        async with server.v1() as socket:
+            await hear(socket)
+            padding = 2048 - len(json.dumps({"op": "ping", "id": ""}))
+            assert (await ask(socket, op="ping", id="x" * padding))["op"] == "error"
+            await socket.send("x" * 2049)
+            assert await close_code(socket) == 1009
+        async with server.v1() as socket:
+            await hear(socket)
+            with contextlib.suppress(ConnectionClosed):
+                await socket.send("x" * 10_000_000)
+            assert await close_code(socket) == 1009
+
+
+async def test_an_old_socket_sees_only_what_it_knows(server: Running) -> None:
+    """Through a whole conversation, errors and newer ops included, every frame is of the first protocol."""
+    seen: list[dict[str, Any]] = []
+    async with server.connect() as socket:
+        seen.append(await hear(socket))
+        seen.append(await ask(socket, op="hello"))
+        seen.append(await ask(socket, op="auth", client_id="kitchen", api_key="kitchen-key"))
+        session = await ask(socket, op="create_session")
+        seen += [session, await ask(socket, op="create_session", params={"temp": 99})]
+        sid = session["session_id"]
+        for op in ("ping", "list_sessions"):
+            seen.append(await ask(socket, op=op))
+            assert "protocol" in seen[-1]["error"]
+        await socket.send(json.dumps({"op": "infer", "session_id": sid, "prompt": "hi", "params": {"temp": 0.5}}))
+        await server.engine.submitted.wait()
+        (turn,) = server.engine.turns
+        server.engine.begin(turn)
+        server.engine.say(turn, "a")
+        server.engine.become(ready(state=EngineState.STARTING))
+        server.engine.finish(turn)
+        seen += [await hear(socket), await hear(socket)]
+        seen += [await ask(socket, op="abort", session_id=sid), await hear(socket)]
+        seen += [await ask(socket, op="nonsense"), await ask(socket, op="metrics")]
+        seen += [await ask(socket, op="subscribe_metrics"), await ask(socket, op="unsubscribe_metrics")]
+        seen += [await ask(socket, op="close_session", session_id=sid)]
+    assert [frame["op"] for frame in seen] == [
+        "hello", "hello", "auth_success", "session_created", "session_error", "error", "error", "token", "end",
+        "abort", "error", "error", "metrics", "metrics_subscribed", "metrics_unsubscribed", "session_closed",
+    ]  # fmt: skip
+    assert {frame["op"] for frame in seen} <= OLD_OPS
+    newer = {"seq", "turn_id", "epoch", "code", "hint", "finish_reason", "usage", "protocol", "scopes", "engine"}
+    assert not [frame for frame in seen if newer & set(frame)]
+    assert seen[7] == {"op": "token", "session_id": sid, "content": "a"}
+    assert set(seen[8]["stats"]) == {"ttft_ms", "total_ms", "tokens", "tps"}
+
+
+async def test_an_old_socket_is_told_of_its_abort(server: Running) -> None:
+    """``aborted`` and the end of the turn; ``not_found`` for nothing to abort and for no such session."""
+    async with server.connect() as socket:
+        await old_socket(server, socket)
+        sid = (await ask(socket, op="create_session"))["session_id"]
+        await socket.send(json.dumps({"op": "infer", "session_id": sid, "prompt": "hi"}))
+        await server.engine.submitted.wait()
+        assert await ask(socket, op="abort", session_id=sid) == {"op": "abort", "session_id": sid, "status": "aborted"}
+        assert (await hear(socket))["op"] == "end"
+        for target in (sid, "nobody's"):
+            answer = await ask(socket, op="abort", session_id=target)
+            assert answer == {"op": "abort", "session_id": target, "status": "not_found"}
+            assert (await hear(socket))["op"] == "error"
+
+
+async def test_hello_makes_a_v1_socket_at_any_time(server: Running) -> None:
+    """From then on all ops and fields are sent."""
+    async with server.connect() as socket:
+        await old_socket(server, socket)
+        assert (await ask(socket, op="hello", protocol=1))["protocol"] == 1
+        assert (await ask(socket, op="ping", id="p")) == {"op": "pong", "id": "p"}
+
+
+async def test_engine_states_reach_v1_sockets(server: Running) -> None:
+    """Loading, restarting and waking are told apart, each once; what only the end of the daemon causes is not told."""
+    async with server.v1() as socket, server.connect(subprotocols=["inferencecenter.v1"]) as nobody:
+        await hear(socket)
+        await hear(nobody)
+        server.engine.become(ready(state=EngineState.BACKOFF, detail="it died"))
+        server.engine.become(ready(state=EngineState.DRAINING))
+        server.engine.become(ready(state=EngineState.STARTING, restarts=1, detail="it died"))
+        server.engine.become(ready(restarts=1))
+        server.engine.become(ready(state=EngineState.SUSPENDING, restarts=1))
+        server.engine.become(ready(state=EngineState.ASLEEP, restarts=1))
+        server.engine.become(ready(state=EngineState.STARTING, restarts=1))
+        states = [await hear(socket) for _ in range(4)]
+        assert [(event["state"], event["detail"]) for event in states] == [
+            ("restarting", "it died"),
+            ("ready", ""),
+            ("asleep", ""),
+            ("starting", ""),
+        ]
+        assert (await ask(nobody, op="hello"))["op"] == "hello", "a socket that is not authenticated hears nothing"
+
+
+async def test_a_lost_socket_closes_sessions_that_want_it(server: Running) -> None:
+    """They do not outlive it, running turns included."""
+    async with server.v1() as socket:
+        await hear(socket)
+        sid = (await ask(socket, op="create_session", on_disconnect="close"))["session_id"]
+        await ask(socket, op="infer", session_id=sid, prompt="hi")
+        assert server.context.sessions.totals().active_generations == 1
+    await socket.wait_closed()
+    async with server.v1() as again:
+        await hear(again)
+        assert (await ask(again, op="list_sessions"))["sessions"] == []
+    assert server.engine.turns == {}
+
+
+async def test_a_large_frame_is_read_off_the_event_loop(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So is it validated. Frames are answered in their order all the same."""
+    threads: list[int] = []
+    parsed: list[int] = []
+
+    def noting(text: str) -> Frame:
+        threads.append(threading.get_ident())
+        return read_frame(text)
+
+    parse = Frame.parse
+
+    def noting_parse(frame: Frame) -> Request:
+        parsed.append(threading.get_ident())
+        return parse(frame)
+
+    monkeypatch.setattr("inferencecenter.api.websocket.connection.read_frame", noting)
+    monkeypatch.setattr(Frame, "parse", noting_parse)
+    async with server.v1() as socket:
+        await hear(socket)
+        await socket.send(json.dumps({"op": "ping", "id": "1", "padding": "x" * LARGE_FRAME_CHARS}))
+        await socket.send(json.dumps({"op": "ping", "id": "2"}))
+        answers = [await hear(socket) for _ in range(2)]
+    assert [(answer["op"], answer["id"]) for answer in answers] == [("error", "1"), ("pong", "2")]
+    assert threads[0] != threading.get_ident() == threads[1]
+    assert parsed == threads
+
+
+async def test_a_socket_that_does_not_log_in_is_not_answered_for_long(server: Running) -> None:
+    """Each frame before the login is answered, up to a number that no login takes; a client may send any number."""
+    async with server.connect() as socket, server.v1() as client:
+        await hear(socket)
+        for _ in range(MAX_FRAMES_BEFORE_LOGIN):
+            assert (await ask(socket, op="hello"))["op"] == "hello"
+        await socket.send('{"op": "hello"}')
+        assert await close_code(socket) == 4429
+        await hear(client)
+        for _ in range(MAX_FRAMES_BEFORE_LOGIN + 1):
+            assert (await ask(client, op="ping"))["op"] == "pong"
+
+
+async def test_a_large_frame_before_authentication_is_not_read(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No login is that large; the socket may still authenticate."""
+    async with server.connect() as socket:
+        await hear(socket)
+        await ask(socket, op="hello", protocol=1)
+        with monkeypatch.context() as closed:
+            closed.setattr("inferencecenter.api.websocket.connection.read_frame", pytest.fail)
+            await socket.send(json.dumps({"op": "auth", "token": "x" * LARGE_FRAME_CHARS}))
+            assert (await hear(socket, "error"))["code"] == "message_too_large"
+        assert (await ask(socket, op="auth", token=server.token))["op"] == "auth_success"
+
+
+async def test_a_defect_in_one_frame_leaves_the_socket(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is told as an internal error."""
+    async with server.v1() as socket:
+        await hear(socket)
+        with monkeypatch.context() as broken:
+            broken.setattr("inferencecenter.api.websocket.connection.read_frame", fail_unexpectedly)
+            assert (await ask(socket, op="ping"))["code"] == "internal"
+        assert (await ask(socket, op="ping"))["op"] == "pong"
+
+
+def fail_unexpectedly(_text: str) -> Frame:
+    """Fail as a defect does."""
+    raise RuntimeError

@@ -1,0 +1,205 @@
+"""Tests of the ops that tell of models, load them and unload them, as sockets see them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from inferencecenter.auth.audit import AuditEvent
+from inferencecenter.config.limits import AccessLimits
+from inferencecenter.ipc.port import EngineState
+from inferencecenter.protocol.events import Swap
+from inferencecenter.protocol.values import ModelSummary
+from tests.server.harness import Running, ask, hear, ready
+
+if TYPE_CHECKING:
+    from websockets.asyncio.client import ClientConnection
+
+OPERATOR = {"X-Client-ID": "desk", "X-API-Key": "desk-key"}
+OTHER = ModelSummary(name="other", default=False, state="unloaded")
+
+
+@pytest.fixture
+def two_models(server: Running, monkeypatch: pytest.MonkeyPatch) -> Running:
+    """A server with another model beside the one that answers."""
+    one = server.engine.describe()
+    monkeypatch.setattr(server.engine, "describe", lambda: (OTHER, *one))
+    return server
+
+
+async def speak(socket: ClientConnection) -> None:
+    """Make it a v1 socket that has heard its welcome."""
+    await hear(socket)
+    await ask(socket, op="hello", protocol=1)
+
+
+def limited(server: Running, client_id: str, *scopes: str, models: tuple[str, ...]) -> dict[str, str]:
+    """Make a client that may use some models only, and return the header that lets it in."""
+    server.accounts.ensure_client(client_id, max_sessions=1, priority="normal", scopes=list(scopes) or ["user"])
+    token = server.accounts.create_token(client_id, limits=AccessLimits(models=models)).token
+    return {"Authorization": f"Bearer {token}"}
+
+
+async def names(server: Running, headers: dict[str, str]) -> list[str]:
+    """Return the models that a client sees."""
+    async with server.connect(additional_headers=headers) as socket:
+        await speak(socket)
+        answer = await ask(socket, op="list_models", id="1")
+    assert (answer["op"], answer["id"]) == ("models", "1")
+    return [model["name"] for model in answer["models"]]
+
+
+async def test_everybody_sees_the_models_that_they_may_use(two_models: Running) -> None:
+    """All without a limit; with one those that it names, be they there or not; none may be left."""
+    assert await names(two_models, {"Authorization": f"Bearer {two_models.token}"}) == ["other", "stub"]
+    assert await names(two_models, limited(two_models, "eve", models=("stub", "gone"))) == ["stub"]
+    assert await names(two_models, limited(two_models, "bob", models=())) == []
+
+
+async def test_operators_see_all_models(two_models: Running) -> None:
+    """They load and unload them, whatever their own turns may use."""
+    headers = limited(two_models, "ops", "user", "operator", models=("stub",))
+    assert await names(two_models, headers) == ["other", "stub"]
+
+
+async def test_a_model_in_the_list(two_models: Running) -> None:
+    """What is not known of it is absent."""
+    async with two_models.v1() as socket:
+        await hear(socket)
+        models = (await ask(socket, op="list_models"))["models"]
+    assert models[0] == {"name": "other", "default": False, "state": "unloaded", "detail": ""}
+
+
+@pytest.mark.parametrize("op", ["load_model", "unload_model"])
+async def test_only_operators_swap(server: Running, op: str) -> None:
+    """Anybody else is refused, also where there is no such model, and nothing is noted."""
+    async with server.v1() as socket:
+        await hear(socket)
+        for name in ("stub", "missing"):
+            error = await ask(socket, op=op, name=name, id="1")
+            assert (error["code"], error["message"], error["id"]) == ("forbidden", "this needs the scope operator", "1")
+    assert (server.engine.swaps, server.engine.unloaded) == ([], [])
+    assert done(server) == []
+
+
+def done(server: Running) -> list[tuple[str, str | None, str]]:
+    """Return what the audit log says was done to models."""
+    server.accounts.flush_audit()
+    kinds = (AuditEvent.MODEL_SWAPPED, AuditEvent.MODEL_UNLOADED)
+    lines = [line for line in server.accounts.audit_lines(last=100) if line.event in kinds]
+    return [(line.event.value, line.client_id, line.detail) for line in lines]
+
+
+@pytest.mark.parametrize("op", ["load_model", "unload_model"])
+@pytest.mark.parametrize(
+    ("fields", "code", "field"),
+    [
+        ({"name": "missing"}, "model_not_found", "model"),
+        ({"name": ""}, "invalid_request", "name"),
+        ({}, "invalid_request", "name"),
+        ({"name": ["stub"]}, "invalid_request", "name"),
+        ({"name": "stub", "force": True}, "invalid_request", "force"),
+    ],
+)
+async def test_what_is_no_model_is_refused(
+    server: Running, op: str, fields: dict[str, Any], code: str, field: str
+) -> None:
+    """The field is named, the id is echoed, and nothing was done that had to be noted."""
+    async with server.connect(additional_headers=OPERATOR) as socket:
+        await speak(socket)
+        error = await ask(socket, op=op, id="7", **fields)
+    assert (error["code"], error["field"], error["id"]) == (code, field, "7")
+    assert done(server) == []
+
+
+async def test_frames_of_a_swap_answer_its_request(server: Running) -> None:
+    """Whoever asked hears how far it is, nobody else does; the log says who it was, and what was wanted."""
+    async with server.connect(additional_headers=OPERATOR) as asker, server.v1() as other:
+        await speak(asker)
+        await hear(other)
+        await asker.send('{"op": "load_model", "id": "swap-1", "name": "phi"}')
+        await ask(asker, op="ping")
+        ((name, tell),) = server.engine.swaps
+        assert name == "phi"
+        for swap in (
+            Swap(model="phi", phase="draining"),
+            Swap(model="phi", phase="loading", done=0.25),
+            Swap(model="phi", phase="failed", detail="no such file"),
+        ):
+            tell(swap)
+            assert await hear(asker) == {
+                "op": "swap",
+                "id": "swap-1",
+                "model": "phi",
+                "phase": swap.phase,
+                "done": swap.done,
+                "detail": swap.detail,
+            }
+        assert (await ask(other, op="ping"))["op"] == "pong"
+    assert done(server) == [("model_swapped", "desk", "phi")]
+
+
+async def test_another_default_is_told_to_everybody(server: Running) -> None:
+    """Except to sockets of the first protocol, which know of no models, and to those that are not let in yet."""
+    async with (
+        server.v1() as user,
+        server.connect(additional_headers=OPERATOR) as operator,
+        server.connect(additional_headers={"Authorization": f"Bearer {server.token}"}) as old,
+        server.connect() as stranger,
+    ):
+        await hear(user)
+        await speak(operator)
+        await hear(old)
+        await hear(stranger)
+        server.engine.swapped("phi")
+        for socket in (user, operator):
+            assert await hear(socket) == {"op": "model_changed", "model": "phi", "n_ctx": 4096}
+        assert (await ask(old, op="metrics"))["op"] == "metrics"
+        assert (await ask(stranger, op="hello"))["op"] == "hello"
+
+
+async def test_an_old_socket_hears_nothing_of_a_swap(server: Running) -> None:
+    """None of the frames belongs to the first protocol, nor does what asks for it."""
+    async with server.connect(additional_headers=OPERATOR) as old:
+        await hear(old)
+        assert (await ask(old, op="load_model", name="phi"))["op"] == "error"
+        assert server.engine.swaps == []
+        server.engine.swapped("phi")
+        server.engine.become(ready(state=EngineState.ASLEEP))
+        assert (await ask(old, op="metrics"))["op"] == "metrics"
+
+
+async def test_who_asked_for_a_swap_may_leave(server: Running) -> None:
+    """It goes on without being told."""
+    async with server.connect(additional_headers=OPERATOR) as socket:
+        await speak(socket)
+        await socket.send('{"op": "load_model", "name": "phi"}')
+        await ask(socket, op="ping")
+    async with server.v1() as other:
+        await hear(other)
+        server.engine.swaps[0][1](Swap(model="phi", phase="done", done=1.0))
+        server.engine.swapped("phi")
+        assert (await hear(other, "model_changed"))["model"] == "phi"
+
+
+async def test_a_model_is_unloaded(server: Running) -> None:
+    """It is said at once, and noted."""
+    async with server.connect(additional_headers=OPERATOR) as socket:
+        await speak(socket)
+        answer = await ask(socket, op="unload_model", id="u", name="stub")
+        assert answer == {"op": "model_unloaded", "id": "u", "model": "stub"}
+    assert server.engine.unloaded == ["stub"]
+    assert done(server) == [("model_unloaded", "desk", "stub")]
+
+
+async def test_engines_of_other_models_are_named(server: Running) -> None:
+    """The default's are not; that a model which nobody has used sleeps is no news."""
+    async with server.v1() as socket:
+        await hear(socket)
+        for state, detail in ((EngineState.ASLEEP, ""), (EngineState.STARTING, "")):
+            server.context.engine_changed("phi", replace(ready(), state=state, detail=detail, model=None))
+        assert await hear(socket) == {"op": "engine", "state": "starting", "detail": "", "model": "phi"}
+        server.engine.become(ready(state=EngineState.ASLEEP))
+        assert "model" not in await hear(socket, "engine")

@@ -1,0 +1,256 @@
+"""Sessions that outlive their sockets, over real ones."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import TYPE_CHECKING, Any
+
+from inferencecenter.api.websocket.connection import Connection
+from inferencecenter.server.outbox import Outbox
+from inferencecenter.sessions.journal import StorageFault
+from tests.server.harness import StubJournal, ask, close_code, hear
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from contextlib import AbstractAsyncContextManager
+
+    import pytest
+    from websockets.asyncio.client import ClientConnection
+
+    from inferencecenter.protocol.base import Event
+    from tests.server.harness import Running
+
+    Serve = Callable[..., AbstractAsyncContextManager[Running]]
+
+
+async def begin(server: Running, socket: ClientConnection, *said: str) -> tuple[dict[str, Any], str]:
+    """A session with a turn that has said something: what was created, and the turn."""
+    created = await ask(socket, op="create_session")
+    turn = (await ask(socket, op="infer", session_id=created["session_id"], prompt="hi"))["turn_id"]
+    server.engine.begin(turn)
+    for text in said:
+        server.engine.say(turn, text)
+        assert (await hear(socket))["content"] == text
+    return created, turn
+
+
+async def test_an_answer_goes_on_over_a_lost_socket(server: Running) -> None:
+    """What was said meanwhile comes first, as one event; then it goes on live."""
+    async with server.v1() as socket:
+        await hear(socket)
+        created, turn = await begin(server, socket, "a", "b")
+        socket.transport.abort()
+    await socket.wait_closed()
+    server.engine.say(turn, "c")
+    server.engine.say(turn, "d")
+    async with server.v1() as again:
+        await hear(again)
+        position = {"session_id": created["session_id"], "epoch": created["epoch"], "last_seq": 3}
+        resumed = await ask(again, op="resume_session", id="r", **position)
+        assert (resumed["op"], resumed["id"], resumed["resumed"], resumed["seq"]) == ("session_resumed", "r", True, 5)
+        token = await hear(again)
+        assert (token["op"], token["seq"], token["content"]) == ("token", 5, "cd")
+        server.engine.finish(turn)
+        assert (await hear(again))["op"] == "end"
+
+
+async def test_a_session_goes_to_the_socket_that_resumes_it(server: Running) -> None:
+    """The first is told, and is of use for its other sessions."""
+    async with server.v1() as first, server.v1() as second:
+        await hear(first)
+        await hear(second)
+        created, turn = await begin(server, first, "a")
+        resumed = await ask(second, op="resume_session", session_id=created["session_id"])
+        assert (resumed["resumed"], resumed["reason"], resumed["content"]) == (False, "no_position", "a")
+        assert [message["content"] for message in resumed["transcript"]] == ["hi"]
+        detached = await hear(first)
+        assert (detached["op"], detached["session_id"]) == ("session_detached", created["session_id"])
+        server.engine.finish(turn)
+        assert (await hear(second))["op"] == "end"
+        assert (await ask(first, op="create_session"))["op"] == "session_created"
+
+
+async def test_a_foreign_session_and_none_are_answered_alike(server: Running) -> None:
+    """Byte for byte, whatever position is given."""
+    server.accounts.ensure_client("eve", max_sessions=1, priority="normal")
+    token = server.accounts.create_token("eve").token
+    headers = {"Authorization": f"Bearer {token}"}
+    async with (
+        server.v1() as socket,
+        server.connect(additional_headers=headers, subprotocols=["inferencecenter.v1"]) as eve,
+    ):
+        await hear(socket)
+        await hear(eve)
+        created, turn = await begin(server, socket, "a")
+        for position in ({}, {"epoch": created["epoch"], "last_seq": 2}):
+            answers = []
+            for session_id in (created["session_id"], "s_" + "A" * 22):
+                frame = {"op": "resume_session", "id": "r", "session_id": session_id, **position}
+                await eve.send(json.dumps(frame))
+                answers.append(await eve.recv())
+            assert answers[0] == answers[1]
+            assert "session_not_found" in str(answers[0])
+        server.engine.say(turn, "b")
+        assert (await hear(socket))["content"] == "b"
+
+
+async def test_sessions_of_old_sockets_end_with_them(server: Running) -> None:
+    """Unless they were opened to stay."""
+    async with server.connect() as old:
+        await hear(old)
+        await ask(old, op="auth", client_id="desk", api_key="desk-key")
+        closing = (await ask(old, op="create_session"))["session_id"]
+        staying = (await ask(old, op="create_session", on_disconnect="detach"))["session_id"]
+    await old.wait_closed()
+    assert set(server.context.sessions.live_sessions()) == {staying}
+    assert closing != staying
+
+
+async def test_what_tells_of_a_session_waits_for_the_store_and_nothing_else(serve: Serve) -> None:
+    """A ping is answered at once; the session's events and answers come together when they are safe."""
+    journal = StubJournal()
+    async with serve(journal=journal) as server, server.v1() as socket:
+        await hear(socket)
+        journal.holding = True
+        await socket.send(json.dumps({"op": "create_session", "id": "c"}))
+        assert (await ask(socket, op="ping"))["op"] == "pong"
+        not_stored = await ask(socket, op="create_session", store=False)
+        assert not_stored["op"] == "session_created"
+        (session_id,) = set(server.context.sessions.live_sessions()) - {not_stored["session_id"]}
+        await socket.send(json.dumps({"op": "infer", "session_id": session_id, "prompt": "hi"}))
+        await socket.send(json.dumps({"op": "get_session", "session_id": session_id}))
+        assert (await ask(socket, op="ping"))["op"] == "pong"
+        journal.let_go()
+        assert [(await hear(socket))["op"] for _ in range(3)] == ["session_created", "queued", "session"]
+
+
+async def test_a_store_that_cannot_write_is_told_without_its_secrets(serve: Serve) -> None:
+    """Everybody hears that it is so, operators and who is refused hear why; sessions that need no store work."""
+    journal = StubJournal()
+    async with serve(journal=journal) as server, server.v1() as socket, server.connect() as stranger:
+        await hear(socket)
+        assert (await hear(stranger))["status"] == "ready"
+        session_id = (await ask(socket, op="create_session"))["session_id"]
+        journal.fault = StorageFault("the secret disk is full")
+        hello = await ask(stranger, op="hello")
+        assert hello["status"] == "degraded"
+        assert "cannot be written" in hello["message"]
+        assert "secret" not in json.dumps(hello)
+        assert (await ask(socket, op="status", type="sessions"))["values"]["storage"] == "unavailable"
+        for frame in (
+            {"op": "create_session"},
+            {"op": "infer", "session_id": session_id, "prompt": "hi"},
+            {"op": "append", "session_id": session_id, "messages": [{"role": "user", "content": "x"}]},
+            {"op": "fork_session", "session_id": session_id},
+            {"op": "rewind_session", "session_id": session_id, "turn": "start"},
+        ):
+            error = await ask(socket, id="e", **frame)
+            assert (error["code"], error["message"], error["id"]) == ("storage_unavailable", journal.fault.message, "e")
+            assert error["hint"]
+            assert error["retryable"]
+        assert (await ask(socket, op="create_session", store=False))["op"] == "session_created"
+        async with server.connect() as desk:
+            await hear(desk)
+            await ask(desk, op="auth", client_id="desk", api_key="desk-key", protocol=1)
+            status = await ask(desk, op="status", type="sessions")
+            assert status["values"]["storage"] == journal.fault.message
+
+
+async def test_storage_that_fails_is_told_to_all_who_would_wait(serve: Serve) -> None:
+    """With the reason and when to try again; sockets of the first protocol are told nothing that they do not know."""
+    async with serve(journal=StubJournal()) as server, server.v1() as socket, server.connect() as old:
+        await hear(socket)
+        await hear(old)
+        await ask(old, op="auth", client_id="kitchen", api_key="kitchen-key")
+        server.context.storage_changed(StorageFault("the disk is full", 1000))
+        server.context.storage_changed(None)
+        told = [await hear(socket) for _ in range(2)]
+        assert told == [
+            {"op": "storage", "state": "unavailable", "detail": "the disk is full", "retry_after_ms": 1000},
+            {"op": "storage", "state": "ok", "detail": ""},
+        ]
+        assert (await ask(old, op="hello"))["op"] == "hello"
+
+
+async def test_clients_are_told_whether_they_can_come_back(serve: Serve) -> None:
+    """They can where sessions are kept."""
+    for journal, resumable in ((StubJournal(), True), (None, False)):
+        async with serve(journal=journal) as server, server.v1() as socket:
+            await hear(socket)
+            server.listener.stop()
+            assert (await hear(socket))["resume"] is resumable
+            assert await close_code(socket) == 1012
+
+
+async def test_a_stopping_daemon_waits_where_the_answer_goes(serve: Serve) -> None:
+    """The socket that resumed the turn hears its end; the one that lost it goes at once."""
+    async with serve(shutdown_timeout_s=60) as server, server.v1() as first, server.v1() as second:
+        await hear(first)
+        await hear(second)
+        created, turn = await begin(server, first, "a")
+        await ask(second, op="resume_session", session_id=created["session_id"])
+        server.listener.stop()
+        assert await close_code(first) == 1012
+        assert (await hear(second))["op"] == "going_away"
+        server.engine.finish(turn)
+        assert (await hear(second))["op"] == "end"
+        assert await close_code(second) == 1012
+
+
+async def test_a_socket_can_come_back_while_the_daemon_stops(serve: Serve) -> None:
+    """Resuming begins no work; a new question is refused."""
+    async with serve(shutdown_timeout_s=60) as server, server.v1() as socket:
+        await hear(socket)
+        created, turn = await begin(server, socket, "a")
+        server.listener.stop()
+        assert (await hear(socket))["op"] == "going_away"
+        position = {"session_id": created["session_id"], "epoch": created["epoch"], "last_seq": 2}
+        assert (await ask(socket, op="resume_session", **position))["resumed"]
+        refused = await ask(socket, op="infer", session_id=created["session_id"], prompt="hi")
+        assert refused["code"] == "engine_unavailable"
+        server.engine.finish(turn)
+        assert (await hear(socket))["op"] == "end"
+        assert await close_code(socket) == 1012
+
+
+async def test_large_sessions_are_resumed_one_after_the_other(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client that asks for far more at once than may wait for it gets everything, and keeps its socket."""
+    at_once: list[int] = []
+    replay = Outbox.replay
+
+    def counted(self: Outbox, missed: Sequence[Event]) -> None:
+        at_once.append(self._n_replayed)
+        replay(self, missed)
+
+    monkeypatch.setattr(Outbox, "replay", counted)
+    async with serve(outbox_bytes=2**14) as server, server.v1(max_size=None) as socket:
+        await hear(socket)
+        names = [(await ask(socket, op="create_session", system="x" * 400_000))["session_id"] for _ in range(8)]
+        for name in names:
+            await socket.send(json.dumps({"op": "resume_session", "session_id": name}))
+            await socket.send(json.dumps({"op": "get_session", "session_id": name}))
+        for name in names:
+            resumed, read = await hear(socket), await hear(socket)
+            assert (resumed["op"], resumed["session_id"], len(resumed["transcript"])) == ("session_resumed", name, 1)
+            assert (read["op"], read["session_id"]) == ("session", name)
+        assert (await ask(socket, op="ping"))["op"] == "pong"
+    assert at_once == [0] * 16
+
+
+async def test_a_socket_that_is_lost_while_it_reads_in_bulk_is_cleaned_up(serve: Serve) -> None:
+    """What waits for the peer to read on ends when the peer is gone."""
+    async with serve(outbox_bytes=2**14) as server:
+        socket = await server.v1(max_size=None, max_queue=1)
+        await hear(socket)
+        name = (await ask(socket, op="create_session", system="x" * 900_000))["session_id"]
+        for _ in range(30):
+            await socket.send(json.dumps({"op": "get_session", "session_id": name}))
+        (connection,) = server.context.hub._connections
+        assert isinstance(connection, Connection)
+        async with asyncio.timeout(60):
+            while not connection.replay_pending:  # noqa: ASYNC110 - what a peer does not read sets no event
+                await asyncio.sleep(0)
+            socket.transport.abort()
+            while len(server.context.hub):  # noqa: ASYNC110 - neither does a lost socket
+                await asyncio.sleep(0)

@@ -1,0 +1,28 @@
+"""Tests of ``server.standing``: what ``status`` says of a model."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from inferencecenter.api.websocket.status import client_status
+from inferencecenter.ipc.messages import Adapter
+from inferencecenter.ipc.port import EngineState, EngineStatus
+from inferencecenter.sessions.client import Client
+from tests.server.harness import MODEL
+
+
+@pytest.mark.parametrize(
+    ("adapters", "shown"),
+    [
+        ((), None),
+        ((Adapter("/srv/private/tone.gguf", 0.5),), "tone x 0.5"),
+        ((Adapter("a.gguf"), Adapter("b.gguf", -1.0)), "a x 1, b x -1"),
+    ],
+)
+def test_adapters_of_a_model(adapters: tuple[Adapter, ...], shown: str | None) -> None:
+    """Each with its scale, and not where its file lies."""
+    client = Client("ada", 4, "normal", frozenset({"user"}))
+    engine = EngineStatus(state=EngineState.READY, model=msgspec.structs.replace(MODEL, lora=adapters))
+    values = client_status("model", client=client, sessions=(), engine=engine, storable=True)
+    assert values["lora"] == shown

@@ -1,0 +1,332 @@
+"""Tests of clients and tokens in SQLite."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import re
+import stat
+from contextlib import closing
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import pytest
+
+from inferencecenter.auth.account import Account, StaticClient
+from inferencecenter.auth.accounts import Accounts
+from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.protocol.scopes import Scope
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+KITCHEN = Account(client_id="kitchen", max_sessions=2, priority="batch", scopes=frozenset({Scope.USER}))
+
+
+class Clock:
+    """Unix seconds that a test moves."""
+
+    now_s = 1000.0
+
+    def __call__(self) -> float:
+        """Return the time."""
+        return self.now_s
+
+
+@pytest.fixture
+def clock() -> Clock:
+    """A clock that stands still."""
+    return Clock()
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """Where the database will be."""
+    return tmp_path / "state" / "accounts.sqlite3"
+
+
+@pytest.fixture
+def accounts(path: Path, clock: Clock) -> Iterator[Accounts]:
+    """Accounts with a client in the database and one in clients.toml."""
+    static = {"kitchen": StaticClient(account=KITCHEN, key_sha256=hashlib.sha256(b"key").digest())}
+    opened = Accounts.open(path, clock=clock, static=static)
+    opened.ensure_client("ada", max_sessions=5, priority="interactive", scopes=["user", "operator"])
+    yield opened
+    opened.close()
+
+
+def test_a_token_stands_for_its_client(accounts: Accounts) -> None:
+    """The account carries the client's limits and the token's id."""
+    new = accounts.create_token("ada", name="phone")
+    assert accounts.verify_token(new.token) == Account(
+        client_id="ada",
+        max_sessions=5,
+        priority="interactive",
+        scopes=frozenset({Scope.USER, Scope.OPERATOR}),
+        token_id=new.token_id,
+    )
+
+
+def test_tokens_have_256_bits_and_differ(accounts: Accounts) -> None:
+    """A token reads ``ic_<id>_<secret>`` with 64 hexadecimal digits of secret."""
+    first, second = accounts.create_token("ada").token, accounts.create_token("ada").token
+    assert re.fullmatch(r"ic_[0-9a-f]{12}_[0-9a-f]{64}", first)
+    assert first.split("_")[2] != second.split("_")[2]
+
+
+@pytest.mark.parametrize("mangle", ["{}x", "x{}", "ic_0123456789ab_{}", "", "ic__", "ic_a_b_c", "\udc80"])
+def test_anything_but_the_token_is_nobody(accounts: Accounts, mangle: str) -> None:
+    """Near misses, an unknown id and text of any shape stand for no account."""
+    token = accounts.create_token("ada").token
+    assert accounts.verify_token(mangle.format(token)) is None
+
+
+def test_a_secret_does_not_open_another_token(accounts: Accounts) -> None:
+    """The secret must be that of the token's own id."""
+    first, second = accounts.create_token("ada").token, accounts.create_token("ada").token
+    assert accounts.verify_token("_".join([*first.split("_")[:2], second.split("_")[2]])) is None
+
+
+def test_secrets_are_compared_in_constant_time_also_for_unknown_ids(
+    accounts: Accounts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every check does one comparison of two digests through hmac, known id or not."""
+    compared: list[tuple[int, int]] = []
+    constant_time = hmac.compare_digest
+
+    def compare(a: bytes, b: bytes) -> bool:
+        compared.append((len(a), len(b)))
+        return constant_time(a, b)
+
+    token = accounts.create_token("ada").token
+    monkeypatch.setattr(hmac, "compare_digest", compare)
+    accounts.verify_token(token)
+    accounts.verify_token("ic_000000000000_00")
+    accounts.verify_token("nonsense")
+    assert compared == [(32, 32)] * 3
+
+
+def test_secrets_are_not_in_the_files(accounts: Accounts, path: Path) -> None:
+    """Neither the database nor what SQLite keeps beside it holds a secret."""
+    secret = accounts.create_token("ada").token.split("_")[2]
+    accounts.close()
+    contents = b"".join(file.read_bytes() for file in path.parent.iterdir())
+    assert hashlib.sha256(secret.encode()).digest() in contents
+    assert secret.encode() not in contents
+    assert bytes.fromhex(secret) not in contents
+
+
+def test_files_are_private(accounts: Accounts, path: Path) -> None:
+    """The database, its log and its directory are the owner's alone."""
+    accounts.create_token("ada")
+    assert {stat.S_IMODE(file.stat().st_mode) for file in path.parent.iterdir()} == {0o600}
+    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+
+
+def test_a_token_expires(accounts: Accounts, clock: Clock) -> None:
+    """From its last second on a token opens nothing."""
+    new = accounts.create_token("ada", expires_at=1060.0)
+    clock.now_s = 1059.9
+    account = accounts.verify_token(new.token)
+    assert account is not None
+    assert account.expires_at == 1060.0
+    assert accounts.valid_tokens() == {new.token_id}
+    clock.now_s = 1060.0
+    assert accounts.verify_token(new.token) is None
+    assert accounts.valid_tokens() == frozenset()
+
+
+def test_a_revoked_token_is_useless_and_stays_listed(accounts: Accounts) -> None:
+    """Revoking works once, and only on the token named."""
+    new, other = accounts.create_token("ada"), accounts.create_token("ada")
+    assert accounts.revoke(new.token_id)
+    assert not accounts.revoke(new.token_id)
+    assert not accounts.revoke("unknown")
+    assert accounts.verify_token(new.token) is None
+    assert accounts.verify_token(other.token) is not None
+    assert accounts.valid_tokens() == {other.token_id}
+    assert {info.token_id: info.revoked for info in accounts.list_tokens()} == {
+        new.token_id: True,
+        other.token_id: False,
+    }
+
+
+def test_the_last_use_is_remembered(accounts: Accounts, clock: Clock) -> None:
+    """A successful check is noted, a failed one is not."""
+    new = accounts.create_token("ada", name="phone")
+    accounts.verify_token(new.token + "0")
+    assert accounts.list_tokens("ada")[0].last_used_at is None
+    clock.now_s = 2000.0
+    accounts.verify_token(new.token)
+    (info,) = accounts.list_tokens("ada")
+    assert (info.name, info.created_at, info.last_used_at) == ("phone", 1000.0, 2000.0)
+
+
+def test_checking_a_token_writes_nothing(accounts: Accounts, path: Path) -> None:
+    """Uses are written together later, not at each login."""
+    new = accounts.create_token("ada")
+    log = path.with_name(path.name + "-wal")
+    before = log.read_bytes()
+    accounts.verify_token(new.token)
+    assert log.read_bytes() == before
+    accounts.flush_audit()
+    assert log.read_bytes() != before
+
+
+def test_tokens_are_listed_by_client(accounts: Accounts) -> None:
+    """A list is of one client, or of all."""
+    accounts.ensure_client("bob", max_sessions=1, priority="normal")
+    mine, theirs = accounts.create_token("ada").token_id, accounts.create_token("bob").token_id
+    assert [info.token_id for info in accounts.list_tokens("ada")] == [mine]
+    assert {info.token_id for info in accounts.list_tokens()} == {mine, theirs}
+
+
+def test_a_token_needs_a_client(accounts: Accounts) -> None:
+    """A token for nobody is refused by name."""
+    with pytest.raises(InferenceCenterError, match="'eve'") as caught:
+        accounts.create_token("eve")
+    assert caught.value.field == "client_id"
+
+
+def test_limits_can_be_changed(accounts: Accounts) -> None:
+    """A client made again keeps its tokens and has the new limits."""
+    token = accounts.create_token("ada").token
+    accounts.ensure_client("ada", max_sessions=9, priority="batch")
+    account = accounts.verify_token(token)
+    assert account is not None
+    assert (account.max_sessions, account.priority) == (9, "batch")
+    assert account.scopes == {Scope.USER}
+
+
+def test_a_client_may_have_a_retention_of_its_own(accounts: Accounts) -> None:
+    """It is on the account of each token, and gone when the client is made again without."""
+    token = accounts.create_token("ada").token
+    for days in (0.5, 36_500, None):
+        accounts.ensure_client("ada", max_sessions=1, priority="normal", retention_days=days)
+        account = accounts.verify_token(token)
+        assert account is not None
+        assert account.retention_days == days
+
+
+def test_retentions_of_all_clients(path: Path, clock: Clock) -> None:
+    """Those of the database and of clients.toml that have their own; the file's holds for a client that is in both."""
+    static = {
+        name: StaticClient(account=replace(KITCHEN, client_id=name, retention_days=days), key_sha256=bytes(32))
+        for name, days in (("kitchen", 1.5), ("both", 3.0), ("plain", None))
+    }
+    with closing(Accounts.open(path, clock=clock, static=static)) as opened:
+        for name, days in (("ada", 7.0), ("both", 9.0), ("bob", None)):
+            opened.ensure_client(name, max_sessions=1, priority="normal", retention_days=days)
+        assert opened.retentions() == {"ada": 7.0, "both": 3.0, "kitchen": 1.5}
+
+
+@pytest.mark.parametrize("days", [0.0, -1.0, 36_501.0, float("inf"), float("nan")])
+def test_a_retention_that_is_none_is_refused(accounts: Accounts, days: float) -> None:
+    """The error names the field and what it may be, and no client was made."""
+    with pytest.raises(InferenceCenterError, match="above 0 and at most 36500") as caught:
+        accounts.ensure_client("eve", max_sessions=1, priority="normal", retention_days=days)
+    assert (caught.value.code, caught.value.field) == (ErrorCode.INVALID_REQUEST, "retention_days")
+    assert not accounts.has_client("eve")
+
+
+def test_removing_a_client_removes_its_tokens(accounts: Accounts) -> None:
+    """A token does not outlive its client."""
+    token = accounts.create_token("ada").token
+    accounts.remove_client("ada")
+    assert accounts.verify_token(token) is None
+    assert accounts.list_tokens() == []
+
+
+def test_keys_of_clients_toml(accounts: Accounts) -> None:
+    """A key opens its own client and no other."""
+    assert accounts.verify_key("kitchen", "key") == KITCHEN
+    assert accounts.verify_key("kitchen", "other") is None
+    assert accounts.verify_key("ada", "key") is None
+
+
+def test_a_token_serves_as_the_key_of_its_client(accounts: Accounts) -> None:
+    """Programs that know only client id and API key can use a token, of that client alone."""
+    token = accounts.create_token("ada").token
+    account = accounts.verify_key("ada", token)
+    assert account is not None
+    assert account.client_id == "ada"
+    assert accounts.verify_key("kitchen", token) is None
+
+
+def test_accounts_survive_reopening(accounts: Accounts, path: Path, clock: Clock) -> None:
+    """What was made is there the next time."""
+    token = accounts.create_token("ada").token
+    accounts.close()
+    again = Accounts.open(path, clock=clock)
+    assert again.has_clients()
+    assert again.verify_token(token) is not None
+    again.close()
+
+
+@pytest.mark.parametrize(
+    "content", [b"not a database, but long enough to be looked at" * 30, b"SQLite format 3\0" * 300]
+)
+def test_a_damaged_file_is_refused_and_kept(path: Path, clock: Clock, content: bytes) -> None:
+    """The error names the file, and the file is as before."""
+    path.parent.mkdir()
+    path.write_bytes(content)
+    with pytest.raises(InferenceCenterError, match=re.escape(str(path))) as caught:
+        Accounts.open(path, clock=clock)
+    assert caught.value.code is ErrorCode.STORAGE_UNAVAILABLE
+    assert caught.value.hint
+    assert path.read_bytes() == content
+
+
+def test_a_file_of_a_newer_version_is_refused(accounts: Accounts, path: Path, clock: Clock) -> None:
+    """A downgrade does not touch what it does not understand."""
+    with accounts._file.transaction() as database:
+        database.execute("PRAGMA user_version = 99")
+    accounts.close()
+    with pytest.raises(InferenceCenterError, match="version 99") as caught:
+        Accounts.open(path, clock=clock)
+    assert caught.value.hint is not None
+    assert "restore" in caught.value.hint
+    assert "move" not in caught.value.hint
+
+
+@pytest.mark.parametrize("is_replaced", [False, True])
+def test_accounts_in_a_file_that_is_elsewhere_let_nobody_in(
+    accounts: Accounts, path: Path, clock: Clock, *, is_replaced: bool
+) -> None:
+    """What others change, as when they revoke a token, is not in the file that is open; back in place it is."""
+    accounts.ensure_client("ada", max_sessions=3, priority="normal")
+    token = accounts.create_token("ada").token
+    assert accounts.is_in_place
+    path.rename(path.with_name("elsewhere"))
+    if is_replaced:
+        path.touch()
+    assert not accounts.is_in_place
+    with pytest.raises(InferenceCenterError) as caught:
+        accounts.verify_token(token)
+    assert caught.value.code is ErrorCode.STORAGE_UNAVAILABLE
+    with pytest.raises(InferenceCenterError):
+        accounts.create_token("ada")
+    path.with_name("elsewhere").rename(path)
+    assert accounts.verify_token(token) is not None
+
+
+def test_a_directory_that_cannot_be_made_is_named(tmp_path: Path, clock: Clock) -> None:
+    """The state directory lies under a file: the error names the database's path."""
+    (tmp_path / "state").write_text("a file")
+    with pytest.raises(InferenceCenterError, match=re.escape(str(tmp_path / "state"))) as caught:
+        Accounts.open(tmp_path / "state" / "accounts.sqlite3", clock=clock)
+    assert caught.value.code is ErrorCode.STORAGE_UNAVAILABLE
+
+
+def test_a_failed_transaction_leaves_nothing(accounts: Accounts) -> None:
+    """Statements of a transaction happen together or not at all."""
+    with pytest.raises(InferenceCenterError):
+        _delete_and_fail(accounts)
+    assert accounts.has_client("ada")
+
+
+def _delete_and_fail(accounts: Accounts) -> None:
+    with accounts._file.transaction() as database:
+        database.execute("DELETE FROM clients")
+        database.execute("SELECT * FROM nothing")

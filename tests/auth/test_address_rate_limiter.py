@@ -1,0 +1,68 @@
+"""Tests of the limit on attempts of an address."""
+
+from __future__ import annotations
+
+from inferencecenter.auth.rate_limits import AddressRateLimiter
+
+
+class Clock:
+    """Seconds that a test moves."""
+
+    now_s = 0.0
+
+    def __call__(self) -> float:
+        """Return the time."""
+        return self.now_s
+
+
+def exhausted(clock: Clock, address: str) -> AddressRateLimiter:
+    """Return attempts of which ``address`` has used all six."""
+    attempts = AddressRateLimiter(at_once=6, per_s=0.1, clock=clock)
+    for _ in range(6):
+        assert attempts.retry_after_ms(address) is None
+        attempts.count(address)
+    return attempts
+
+
+def test_an_address_waits_after_its_failures_are_used_up() -> None:
+    """The wait is the time in which one attempt comes back."""
+    attempts = exhausted(Clock(), "192.0.2.1")
+    assert attempts.retry_after_ms("192.0.2.1") == 10_000
+
+
+def test_attempts_come_back_with_time_and_not_beyond_the_limit() -> None:
+    """After ten seconds there is one attempt, after an hour as many as at first."""
+    clock = Clock()
+    attempts = exhausted(clock, "192.0.2.1")
+    clock.now_s = 10.0
+    assert attempts.retry_after_ms("192.0.2.1") is None
+    attempts.count("192.0.2.1")
+    assert attempts.retry_after_ms("192.0.2.1") == 10_000
+    clock.now_s = 3600.0
+    for _ in range(6):
+        assert attempts.retry_after_ms("192.0.2.1") is None
+        attempts.count("192.0.2.1")
+    assert attempts.retry_after_ms("192.0.2.1") == 10_000
+
+
+def test_addresses_do_not_share() -> None:
+    """One address's failures do not lock another out."""
+    assert exhausted(Clock(), "192.0.2.1").retry_after_ms("192.0.2.2") is None
+
+
+def test_an_ipv6_subscriber_is_one_address() -> None:
+    """All addresses of a /64 share, those of another do not, and a mapped IPv4 address is that address."""
+    attempts = exhausted(Clock(), "2001:db8::1")
+    assert attempts.retry_after_ms("2001:db8::ffff:2") == 10_000
+    assert attempts.retry_after_ms("2001:db8:0:1::1") is None
+    assert exhausted(Clock(), "::ffff:192.0.2.1").retry_after_ms("192.0.2.1") == 10_000
+
+
+def test_memory_is_bounded() -> None:
+    """Failures from ever new addresses forget the oldest."""
+    attempts = AddressRateLimiter(at_once=1, per_s=1 / 60, clock=Clock())
+    attempts.count("oldest")
+    for number in range(10_000):
+        attempts.count(f"address {number}")
+    assert attempts.retry_after_ms("oldest") is None
+    assert attempts.retry_after_ms("address 9999") == 60_000

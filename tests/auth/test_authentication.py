@@ -1,0 +1,244 @@
+"""Tests of what authentication leaves in the audit log, and of logins while it cannot be written."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import threading
+from contextlib import closing
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from structlog.testing import capture_logs
+
+from inferencecenter.auth import authentication
+from inferencecenter.auth.account import Account, StaticClient
+from inferencecenter.auth.accounts import Accounts
+from inferencecenter.auth.audit import AuditEvent
+from inferencecenter.auth.authentication import (
+    Authenticator,
+    Credential,
+    KeyCredential,
+    TokenCredential,
+    refusal,
+)
+from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.protocol.scopes import Scope
+from inferencecenter.telemetry.metrics import Metrics
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Iterator
+    from pathlib import Path
+
+KITCHEN = Account(client_id="kitchen", max_sessions=2, priority="batch", scopes=frozenset({Scope.USER}))
+HERE = "192.0.2.1"
+SECRET = "5e" * 32
+
+
+@pytest.fixture
+def accounts(tmp_path: Path) -> Iterator[Accounts]:
+    """Accounts with a client of each kind."""
+    static = {"kitchen": StaticClient(account=KITCHEN, key_sha256=hashlib.sha256(b"key").digest())}
+    with closing(Accounts.open(tmp_path / "accounts.sqlite3", clock=lambda: 1000.0, static=static)) as opened:
+        opened.ensure_client("ada", max_sessions=1, priority="normal")
+        yield opened
+
+
+@pytest.fixture
+async def authenticator(accounts: Accounts) -> AsyncIterator[Authenticator]:
+    """Lets an address fail twice; its clock stands still."""
+    made = Authenticator(accounts, attempts_per_minute=2, clock=lambda: 0.0, metrics=Metrics())
+    yield made
+    await made.close()
+
+
+def lines(accounts: Accounts) -> list[tuple[Any, ...]]:
+    """Return what the log says of logins."""
+    return [
+        (line.event.value, line.client_id, line.token_id, line.address, line.count, line.detail)
+        for line in accounts.audit_lines(last=100)
+        if line.event in (AuditEvent.LOGIN, AuditEvent.LOGIN_REFUSED)
+    ]
+
+
+def refuse(authenticator: Authenticator, credential: Credential, *, address: str = HERE) -> ErrorCode:
+    """Return how a credential is refused."""
+    with pytest.raises(InferenceCenterError) as caught:
+        authenticator.authenticate(credential, address=address)
+    return caught.value.code
+
+
+async def test_logins_are_in_the_log(authenticator: Authenticator, accounts: Accounts) -> None:
+    """A token's line has its id, a key's has none; ten sockets of one program are one line."""
+    new = accounts.create_token("ada")
+    for _ in range(10):
+        authenticator.authenticate(TokenCredential(new.token), address=HERE)
+    authenticator.authenticate(KeyCredential("kitchen", "key"), address="2001:db8::1")
+    assert lines(accounts) == [
+        ("login", "ada", new.token_id, HERE, 10, ""),
+        ("login", "kitchen", None, "2001:db8::1", 1, ""),
+    ]
+
+
+async def test_refused_logins_are_in_the_log(authenticator: Authenticator, accounts: Accounts) -> None:
+    """With the address and what was claimed, known or not."""
+    new = accounts.create_token("ada")
+    accounts.revoke(new.token_id)
+    assert refuse(authenticator, TokenCredential(new.token)) is ErrorCode.NOT_AUTHENTICATED
+    assert refuse(authenticator, KeyCredential("kitchen", "guess")) is ErrorCode.NOT_AUTHENTICATED
+    assert lines(accounts) == [
+        ("login_refused", None, new.token_id, HERE, 1, ""),
+        ("login_refused", "kitchen", None, HERE, 1, ""),
+    ]
+
+
+async def test_a_flood_from_one_network_is_one_line(authenticator: Authenticator, accounts: Accounts) -> None:
+    """Once an address has failed too often, claims are not looked at, and its whole network counts up one line."""
+    for number in range(100):
+        refuse(authenticator, KeyCredential(f"claim {number}", "guess"), address=f"2001:db8::{number + 1:x}")
+    assert lines(accounts) == [
+        ("login_refused", "claim 0", None, "2001:db8::1", 1, ""),
+        ("login_refused", "claim 1", None, "2001:db8::2", 1, ""),
+        ("login_refused", None, None, "2001:db8::/64", 98, "too many attempts"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("credential", "client_id", "token_id"),
+    [
+        (TokenCredential(f"ic_00112233aabb_{SECRET}"), None, "00112233aabb"),
+        (TokenCredential(f"ic_{SECRET}_00112233aabb"), None, None),
+        (TokenCredential(SECRET), None, None),
+        (TokenCredential(""), None, None),
+        (KeyCredential("kitchen", SECRET), "kitchen", None),
+        (KeyCredential("ada", f"ic_00112233aabb_{SECRET}"), "ada", "00112233aabb"),
+        (KeyCredential(f"ic_00112233aabb_{SECRET}", "ada"), None, None),
+        (KeyCredential(SECRET, "ada"), None, None),
+        (KeyCredential("sk-" + "aZ9_" * 10, "ada"), None, None),
+        (KeyCredential("the key", "the key"), None, None),
+        (KeyCredential("x " * 200, "key"), "x " * 32, None),
+        (KeyCredential("\x1b[2J", "key"), "\ufffd[2J", None),
+    ],
+)
+def test_what_is_said_of_a_refused_credential(
+    credential: Credential, client_id: str | None, token_id: str | None
+) -> None:
+    """A token's id only in a token to the letter; a claimed client unless it may be a key in the wrong field."""
+    line = refusal(credential, address=HERE)
+    assert (line.event, line.client_id, line.token_id) == (AuditEvent.LOGIN_REFUSED, client_id, token_id)
+
+
+HEX = st.text("0123456789abcdef", min_size=64, max_size=64)
+
+
+NO_HEX = st.text(st.characters(exclude_characters="0123456789abcdef"), max_size=80)
+
+
+@given(HEX, NO_HEX, st.sampled_from(["{0}", "ic_00112233aabb_{0}", "ic_{0}", "{1}{0}", "{0}{1}"]))
+def test_no_line_has_a_secret_in_it(secret: str, other: str, form: str) -> None:
+    """Whichever field a secret was put in, and whatever stands around it, no long piece of it is recorded."""
+    text = form.format(secret, other)
+    for credential in (TokenCredential(text), KeyCredential(text, other), KeyCredential(other, text)):
+        shown = repr(refusal(credential, address=HERE))
+        assert not any(secret[at : at + 16] in shown for at in range(48))
+
+
+@given(st.text(), st.text())
+def test_any_claim_can_be_recorded(client_id: str, api_key: str) -> None:
+    """No text makes a refusal fail, and what is recorded of it is short."""
+    line = refusal(KeyCredential(client_id, api_key), address=HERE)
+    assert line.client_id is None or (len(line.client_id) <= 64 and api_key not in client_id)
+
+
+class Disk:
+    """The writing of accounts, as a test wants it."""
+
+    def __init__(self, accounts: Accounts, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.full = False
+        self.moves = threading.Event()
+        self.moves.set()
+        self.began = 0
+        self.fault: Exception = InferenceCenterError(ErrorCode.STORAGE_UNAVAILABLE, "the disk is full")
+        self._write = accounts.flush_audit
+        self._loop = asyncio.get_running_loop()
+        self._outcomes = asyncio.Queue[str]()
+        monkeypatch.setattr(accounts, "flush_audit", self.write)
+        monkeypatch.setattr(authentication, "_WRITE_AFTER_S", 0.0)
+        monkeypatch.setattr(authentication, "_RETRY_AFTER_S", 0.0)
+
+    def write(self) -> None:
+        """Write, or fail as a full disk does; on a thread."""
+        self.began += 1
+        self._tell("began")
+        assert self.moves.wait(timeout=60)
+        if self.full:
+            self._tell("failed")
+            raise self.fault
+        self._write()
+        self._tell("written")
+
+    async def until(self, wanted: str) -> None:
+        """Return after the next time that a write began, failed or was done."""
+        async with asyncio.timeout(60):
+            while await self._outcomes.get() != wanted:
+                pass
+
+    def _tell(self, outcome: str) -> None:
+        self._loop.call_soon_threadsafe(self._outcomes.put_nowait, outcome)
+
+
+@pytest.fixture
+async def disk(accounts: Accounts, monkeypatch: pytest.MonkeyPatch) -> Disk:
+    """A disk that works, and is written to at once."""
+    return Disk(accounts, monkeypatch)
+
+
+async def test_logins_are_written_soon_and_together(
+    authenticator: Authenticator, accounts: Accounts, disk: Disk
+) -> None:
+    """Any number of logins are one transaction; then there is nothing to do until the next."""
+    token = TokenCredential(accounts.create_token("ada").token)
+    for written in (1, 2):
+        for _ in range(50):
+            authenticator.authenticate(token, address=HERE)
+        await disk.until("written")
+        await asyncio.sleep(0)
+        assert disk.began == written
+
+
+@pytest.mark.parametrize(
+    "fault", [InferenceCenterError(ErrorCode.STORAGE_UNAVAILABLE, "the disk is full"), ValueError("a defect")]
+)
+async def test_nobody_is_kept_out_by_a_log_that_cannot_be_written(
+    authenticator: Authenticator, accounts: Accounts, disk: Disk, fault: Exception
+) -> None:
+    """Logins go on, one line says so, and the audit log has them once the fault has passed, whatever it was."""
+    disk.full, disk.fault = True, fault
+    new = accounts.create_token("ada")
+    with capture_logs() as logs:
+        for _ in range(3):
+            authenticator.authenticate(TokenCredential(new.token), address=HERE)
+            await disk.until("failed")
+        disk.full = False
+        await disk.until("written")
+    assert [(line["event"], line["log_level"]) for line in logs] == [("logins_unwritten", "warning")]
+    assert lines(accounts) == [("login", "ada", new.token_id, HERE, 3, "")]
+
+
+async def test_a_slow_disk_gathers_no_threads(authenticator: Authenticator, accounts: Accounts, disk: Disk) -> None:
+    """While one write is under way no other begins, logins do not wait for it, and what came since is written next."""
+    disk.moves.clear()
+    new = accounts.create_token("ada")
+    authenticator.authenticate(TokenCredential(new.token), address=HERE)
+    await disk.until("began")
+    for _ in range(20):
+        authenticator.authenticate(TokenCredential(new.token), address=HERE)
+        await asyncio.sleep(0)
+    assert disk.began == 1
+    disk.moves.set()
+    await disk.until("written")
+    await disk.until("written")
+    assert disk.began == 2
+    assert lines(accounts) == [("login", "ada", new.token_id, HERE, 21, "")]

@@ -1,0 +1,278 @@
+"""Tests of what tokens have used and may use, by virtual time."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from inferencecenter.auth.account import Account
+from inferencecenter.auth.accounts import Accounts
+from inferencecenter.auth.quotas import BUSY_RETRY_MS, SWEEP_FROM, Allowances, TokenAllowance
+from inferencecenter.config.limits import NO_LIMITS, AccessLimits
+from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.protocol.scopes import Scope
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+DAY_S = 86_400
+NOON = 20_000 * DAY_S + DAY_S // 2
+
+
+class Time:
+    """Both clocks, moved by a test."""
+
+    def __init__(self) -> None:
+        self.passed_s = 0.0
+
+    def unix(self) -> float:
+        """Unix seconds; it begins at noon."""
+        return NOON + self.passed_s
+
+    def monotonic(self) -> float:
+        """Seconds since some moment."""
+        return 100.0 + self.passed_s
+
+    def wait_ms(self, wait_ms: int) -> None:
+        """Let time pass."""
+        self.passed_s += wait_ms / 1000
+
+
+def allowance(time: Time, **limits: Any) -> TokenAllowance:
+    """An allowance with these limits."""
+    made = TokenAllowance(clock=time.unix, monotonic=time.monotonic)
+    made.limits = AccessLimits(**limits)
+    return made
+
+
+def refused(allowance: TokenAllowance) -> InferenceCenterError:
+    """Return why there may be no turn now."""
+    with pytest.raises(InferenceCenterError) as caught:
+        allowance.check_turn()
+    return caught.value
+
+
+def turn(allowance: TokenAllowance, n_tokens: int = 0) -> bool:
+    """Run a turn; return whether any of today's tokens are left."""
+    allowance.check_turn()
+    allowance.begin_turn()
+    left = allowance.use(n_tokens)
+    allowance.end_turn()
+    return left
+
+
+def test_without_limits_nothing_is_refused() -> None:
+    """What is used is counted all the same."""
+    free = allowance(Time())
+    for _ in range(1000):
+        assert turn(free, 1000)
+    assert free.used_today == 1_000_000
+    assert (free.requests_left, free.minute_tokens_left, free.day_tokens_left) == (None, None, None)
+
+
+def test_requests_a_minute() -> None:
+    """The third of two is refused until the first is a minute ago, to the millisecond that it was told."""
+    time = Time()
+    limited = allowance(time, requests_per_minute=2)
+    turn(limited)
+    time.wait_ms(20_000)
+    turn(limited)
+    error = refused(limited)
+    assert (error.code, error.retry_after_ms) == (ErrorCode.RATE_LIMITED, 40_100)
+    assert "2 turns a minute" in error.message
+    time.wait_ms(40_099)
+    assert refused(limited).retry_after_ms == 1
+    time.wait_ms(1)
+    limited.check_turn()
+
+
+def test_tokens_a_minute() -> None:
+    """A turn may take more than is left; the next one waits until that is regained."""
+    time = Time()
+    limited = allowance(time, tokens_per_minute=60)
+    assert turn(limited, 90)
+    assert limited.minute_tokens_left == -30
+    error = refused(limited)
+    assert (error.code, error.retry_after_ms) == (ErrorCode.RATE_LIMITED, 31_000)
+    time.wait_ms(30_999)
+    assert refused(limited).retry_after_ms == 1
+    time.wait_ms(1)
+    limited.check_turn()
+
+
+def test_tokens_a_day() -> None:
+    """The turn that uses the last is told so; the next is refused until midnight in UTC, which is said."""
+    time = Time()
+    limited = allowance(time, tokens_per_day=100)
+    assert turn(limited, 99)
+    assert not turn(limited, 1)
+    error = refused(limited)
+    assert (error.code, error.retry_after_ms) == (ErrorCode.QUOTA_EXCEEDED, DAY_S // 2 * 1000)
+    assert error.hint == "The next day begins at 2024-10-05 00:00 UTC."
+    time.wait_ms(DAY_S // 2 * 1000 - 1)
+    assert refused(limited).retry_after_ms == 1
+    time.wait_ms(1)
+    assert turn(limited, 50)
+    assert (limited.used_today, limited.day_tokens_left) == (50, 50)
+
+
+def test_a_turn_over_midnight_is_of_both_days() -> None:
+    """What it generates after midnight counts for the new day only."""
+    time = Time()
+    limited = allowance(time, tokens_per_day=100)
+    limited.begin_turn()
+    assert limited.use(99)
+    time.wait_ms(DAY_S // 2 * 1000)
+    assert limited.use(99)
+    assert limited.used_today == 99
+
+
+def test_turns_at_once() -> None:
+    """One more is refused until one ends; when that is nobody knows."""
+    limited = allowance(Time(), concurrent_turns=2)
+    limited.begin_turn()
+    limited.begin_turn()
+    error = refused(limited)
+    assert (error.code, error.retry_after_ms) == (ErrorCode.RATE_LIMITED, BUSY_RETRY_MS)
+    limited.end_turn()
+    limited.check_turn()
+
+
+def test_a_turn_of_an_earlier_daemon_takes_its_place() -> None:
+    """It is no new request, it counts among those that run, and what it had said counts for today."""
+    limited = allowance(Time(), concurrent_turns=1, requests_per_minute=1, tokens_per_day=100)
+    limited.go_on(40)
+    assert (limited.running, limited.requests_left, limited.day_tokens_left) == (1, 1, 60)
+    assert refused(limited).code is ErrorCode.RATE_LIMITED
+    limited.end_turn()
+    limited.check_turn()
+
+
+@given(st.integers(1, 50), st.lists(st.tuples(st.integers(0, 40_000_000), st.integers(1, 20)), max_size=40))
+def test_a_day_is_overdrawn_by_one_turn_at_most(limit: int, turns: list[tuple[int, int]]) -> None:
+    """Turns one after the other, whenever they come: they are refused from the one on that reached the limit."""
+    time, by_day = Time(), dict[int, list[int]]()
+    limited = allowance(time, tokens_per_day=limit)
+    for wait_ms, n_tokens in turns:
+        time.wait_ms(wait_ms)
+        used = by_day.setdefault(int(time.unix() // DAY_S), [])
+        if sum(used) >= limit:
+            assert refused(limited).code is ErrorCode.QUOTA_EXCEEDED
+        else:
+            turn(limited, n_tokens)
+            used.append(n_tokens)
+        assert limited.used_today == sum(used)
+
+
+# Whose they are.
+
+
+@pytest.fixture
+def accounts(tmp_path: Path) -> Iterator[Accounts]:
+    """Accounts with one client that may use 1000 tokens a day."""
+    with closing(Accounts.open(tmp_path / "accounts.sqlite3", clock=lambda: 1000.0)) as opened:
+        opened.ensure_client("ada", max_sessions=1, priority="normal")
+        opened.limit_client("ada", AccessLimits(tokens_per_day=1000, requests_per_minute=5))
+        yield opened
+
+
+@pytest.fixture
+def allowances(accounts: Accounts) -> Allowances:
+    """Allowances where 7 turns at once are the default."""
+    time = Time()
+    return Allowances(accounts, defaults=AccessLimits(concurrent_turns=7), clock=time.unix, monotonic=time.monotonic)
+
+
+def test_a_token_overrides_its_account_and_that_the_daemon(accounts: Accounts, allowances: Allowances) -> None:
+    """Field by field; a limit that a token has taken away is gone, whatever stands below."""
+    own = AccessLimits(tokens_per_day=10, requests_per_minute=None)
+    new = accounts.create_token("ada", limits=own)
+    account = accounts.verify_token(new.token)
+    assert account is not None
+    limits = allowances.admit(account).limits
+    assert (limits.tokens_per_day, limits.requests_per_minute, limits.concurrent_turns) == (10, None, 7)
+
+
+def test_tokens_of_a_client_are_counted_each(accounts: Accounts, allowances: Allowances) -> None:
+    """What one has used is not taken from another; the client's sum is known."""
+    ids = [accounts.create_token("ada").token_id for _ in range(2)]
+    allowances.of("ada", ids[0]).use(600)
+    allowances.of("ada", ids[1]).use(500)
+    assert allowances.of("ada", ids[0]).day_tokens_left == 400
+    assert allowances.used_today("ada") == 1100
+    assert allowances.used_today("nobody") == 0
+
+
+def test_changes_hold_at_once_and_what_was_used_stays(accounts: Accounts, allowances: Allowances) -> None:
+    """A token's own limits, the account's, and the daemon's."""
+    token_id = accounts.create_token("ada").token_id
+    allowance = allowances.of("ada", token_id)
+    allowance.use(300)
+    accounts.limit_token(token_id, AccessLimits(tokens_per_day=200))
+    accounts.limit_client("ada", AccessLimits(max_tokens=50))
+    allowances.reload(AccessLimits(concurrent_turns=1))
+    assert allowances.of("ada", token_id) is allowance
+    assert allowance.limits == AccessLimits(tokens_per_day=200, max_tokens=50, concurrent_turns=1)
+    with pytest.raises(InferenceCenterError, match="300 tokens today"):
+        allowance.check_turn()
+
+
+def test_clients_that_are_not_in_the_file_keep_their_limits(allowances: Allowances) -> None:
+    """What another program said of them holds until they come again."""
+    guest = Account("guest", 1, "normal", frozenset({Scope.USER}), limits=AccessLimits(max_tokens=5))
+    allowance = allowances.admit(guest)
+    allowances.reload()
+    assert allowance.limits.max_tokens == 5
+    assert allowances.admit(Account("guest", 1, "normal", frozenset({Scope.USER}))) is allowance
+    assert allowance.limits.max_tokens is None
+
+
+def test_what_was_used_before_counts(accounts: Accounts, allowances: Allowances) -> None:
+    """By client and token, also of a client that no account knows."""
+    token_id = accounts.create_token("ada").token_id
+    allowances.restore_usage({("ada", token_id): 990, ("guest", ""): 5})
+    assert allowances.of("ada", token_id).day_tokens_left == 10
+    assert allowances.used_today("guest") == 5
+
+
+def test_tokens_that_nobody_uses_are_forgotten(accounts: Accounts) -> None:
+    """Of any number that another program knows, those stay that a socket shows, that run, or that today has seen."""
+    time = Time()
+    allowances = Allowances(accounts, clock=time.unix, monotonic=time.monotonic)
+    kept = {name: guest(name) for name in ("connected", "running", "used")}
+    allowances.watch(lambda: [("connected", "t")])
+    for account in kept.values():
+        allowances.admit(account)
+    allowances.of("running", "t").begin_turn()
+    allowances.of("used", "t").use(5)
+    for n in range(5 * SWEEP_FROM):
+        time.wait_ms(1_000)
+        allowances.admit(guest(f"guest-{n}"))
+        assert len(allowances) <= 2 * SWEEP_FROM
+    assert {name: allowances.of(name, "t").limits.max_tokens for name in kept} == dict.fromkeys(kept, 5)
+    assert allowances.used_today("used") == 5
+    time.wait_ms(DAY_S * 1_000)
+    allowances.of("running", "t").end_turn()
+    for n in range(5 * SWEEP_FROM):
+        time.wait_ms(1_000)
+        allowances.admit(guest(f"other-{n}"))
+    assert allowances.of("used", "t").limits.max_tokens is None
+    assert allowances.of("connected", "t").limits.max_tokens == 5
+
+
+def guest(name: str) -> Account:
+    """An account that no file knows, as another program tells of it."""
+    return Account(name, 1, "normal", frozenset({Scope.USER}), token_id="t", limits=AccessLimits(max_tokens=5))
+
+
+@given(st.sampled_from(["192.0.2.7", "::ffff:192.0.2.7", "192.0.3.7", "2001:db8::1", "2001:db9::1", "", "a", "1.2.3"]))
+def test_addresses_are_of_networks(address: str) -> None:
+    """Both families, IPv4 also in the form of IPv6; what is no address is in no network."""
+    limits = AccessLimits(addresses=("192.0.2.0/24", "2001:db8::/32"))
+    assert limits.allows_address(address) == (address in ("192.0.2.7", "::ffff:192.0.2.7", "2001:db8::1"))
+    assert NO_LIMITS.allows_address(address)
