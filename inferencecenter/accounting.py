@@ -11,8 +11,8 @@ from inferencecenter.errors import ErrorCode, InferenceCenterError
 from inferencecenter.server.context import no_usage
 from inferencecenter.sessions.journal import RETRY_LATER_MS
 from inferencecenter.sessions.store.archive import Archive
+from inferencecenter.sessions.store.recorder import utc_day
 from inferencecenter.sessions.store.schema import DATABASE_NAME
-from inferencecenter.sessions.store.usage import day_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -27,7 +27,7 @@ _log = structlog.get_logger(__name__)
 
 def used_today(settings: Settings) -> dict[tuple[str, str], int]:
     """Return the tokens that limits count, used since midnight UTC, by client and token; none if nobody can tell."""
-    path, today = settings.state_dir / DATABASE_NAME, day_of(time.time())
+    path, today = settings.state_dir / DATABASE_NAME, utc_day(time.time())
     try:
         with Archive.open(path) as archive:
             lines = archive.usage_by_token(since=today)

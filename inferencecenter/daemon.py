@@ -42,10 +42,10 @@ from inferencecenter.server.context import ServerContext
 from inferencecenter.server.control import DAEMON_LOCK_NAME, ControlSocket, record_open_files
 from inferencecenter.server.listener import CLOSING_S, Listener, address, bind, inherited_sockets
 from inferencecenter.server.tls import Certificate
-from inferencecenter.sessions.registry import Sessions
+from inferencecenter.sessions.manager import SessionManager
+from inferencecenter.sessions.prompt.template_process import TemplateProcessPool
 from inferencecenter.sessions.store.schema import DATABASE_NAME
-from inferencecenter.sessions.store.store import Store
-from inferencecenter.sessions.template_process import TemplateProcesses
+from inferencecenter.sessions.store.store import SessionStore
 from inferencecenter.signals import heed_signals
 from inferencecenter.supervisor.engine_options import remove_ram_cache
 from inferencecenter.supervisor.memory_pressure import MemoryPressureMonitor, reader
@@ -66,9 +66,9 @@ if TYPE_CHECKING:
     from inferencecenter.ipc.port import EngineStatus, ModelsPort
     from inferencecenter.models.registry import Registry
     from inferencecenter.protocol.params import Params
-    from inferencecenter.sessions.allowance import Allowance
+    from inferencecenter.sessions.client import Allowance
+    from inferencecenter.sessions.observability import Totals, TurnObserver
     from inferencecenter.sessions.store.recorder import PurgeKind
-    from inferencecenter.sessions.totals import Totals, TurnObserver
     from inferencecenter.supervisor.model_manager import ModelManager
     from inferencecenter.telemetry.otlp import Traces
 
@@ -96,14 +96,14 @@ class _Prepared:
     """
 
     accounts: Accounts
-    store: Store | None
+    store: SessionStore | None
     config_params: Params
     registry: Registry
     sockets: list[socket.socket]
     certificate: Certificate | None
     traces: Traces | None
     read_again: Callable[[], Settings]
-    templates: TemplateProcesses = field(default_factory=TemplateProcesses)
+    templates: TemplateProcessPool = field(default_factory=TemplateProcessPool)
 
     @property
     def tls(self) -> ssl.SSLContext | None:
@@ -146,7 +146,7 @@ def serve(settings: Settings, *, announce: Callable[[Announcement], None], read_
         held.callback(accounts.close)
         accounts.audit(AuditEvent.DAEMON_STARTED, detail=__version__)
         held.callback(accounts.audit, AuditEvent.DAEMON_STOPPED)
-        store = Store.open(settings.state_dir / DATABASE_NAME) if settings.sessions.store else None
+        store = SessionStore.open(settings.state_dir / DATABASE_NAME) if settings.sessions.store else None
         record_open_files(settings.state_dir, (accounts.identity, store.identity if store is not None else None))
         prepared = _Prepared(
             accounts=accounts,
@@ -292,7 +292,7 @@ async def _listen(listener: Listener, sockets: list[socket.socket]) -> None:
 
 
 def _restore(
-    settings: Settings, store: Store, *, accounts: Accounts, allowances: Allowances, sessions: Sessions
+    settings: Settings, store: SessionStore, *, accounts: Accounts, allowances: Allowances, sessions: SessionManager
 ) -> None:
     """Go on with what earlier daemons stored."""
     allowances.restore_usage(used_today(settings))
@@ -312,8 +312,8 @@ def _sessions(  # noqa: PLR0913 - keyword-only
     observer: TurnObserver,
     admit: Callable[[], None],
     allowance_of: Callable[[str, str], Allowance],
-) -> Sessions:
-    return Sessions(
+) -> SessionManager:
+    return SessionManager(
         engines=engines,
         renderers=prepared.templates,
         config_params=prepared.config_params,

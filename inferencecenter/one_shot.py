@@ -19,9 +19,9 @@ from inferencecenter.ipc.port import EngineState
 from inferencecenter.models.registry import DEMO, ModelSpec, not_registered, read_registry
 from inferencecenter.protocol import requests
 from inferencecenter.protocol.events import ContextShifted, End, Error, Progress, Queued, Reasoning, Token
-from inferencecenter.sessions.client import Client
-from inferencecenter.sessions.registry import Sessions
-from inferencecenter.sessions.template_process import TemplateProcesses
+from inferencecenter.sessions.client import Principal
+from inferencecenter.sessions.manager import SessionManager
+from inferencecenter.sessions.prompt.template_process import TemplateProcessPool
 from inferencecenter.supervisor.engine_options import KvCachePaths, engine_options, restart_policy
 from inferencecenter.supervisor.planning import Planner
 from inferencecenter.supervisor.supervisor import Supervisor
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 _PLAN_FILE: Final = "plan.json"
 _NOWHERE: Final = KvCachePaths(ram_dir=Path(), ram_bytes=0, disk_dir=Path(), disk_bytes=0)
 _STOP_S: Final = 1.0
-_CLIENT: Final = Client("shell", max_sessions=1, priority="interactive", scopes=frozenset({"user"}))
+_CLIENT: Final = Principal("shell", max_sessions=1, priority="interactive", scopes=frozenset({"user"}))
 _SETTLED: Final = (EngineState.READY, EngineState.FAILED)
 
 Shown: TypeAlias = Queued | Progress | ContextShifted | Token | Reasoning | End
@@ -111,7 +111,7 @@ async def _ask(
 ) -> Answered:
     config_params = parse_config_params(settings)
     supervisor = _supervisor(spec, settings)
-    templates = TemplateProcesses()
+    templates = TemplateProcessPool()
     turn = _Turn(on_event)
 
     def moved(status: EngineStatus) -> None:
@@ -129,7 +129,7 @@ async def _ask(
             return Answered(end=None, interrupted=turn.interrupted)
         if supervisor.load_failure is not None:
             raise supervisor.load_failure
-        sessions = Sessions(
+        sessions = SessionManager(
             engines=_OneModel(spec, supervisor),
             renderers=templates,
             config_params=config_params,
@@ -153,7 +153,7 @@ class _Turn:
         self.ended: asyncio.Future[End] = asyncio.get_running_loop().create_future()
         self.interrupted = 0
 
-    def begin(self, sessions: Sessions, question: Question) -> None:
+    def begin(self, sessions: SessionManager, question: Question) -> None:
         """Open a session and ask.
 
         Raises:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from inferencecenter.hardware.nvml import GpuReading
     from inferencecenter.ipc.port import EngineStatus
-    from inferencecenter.sessions.totals import Totals
+    from inferencecenter.sessions.observability import Totals
     from inferencecenter.telemetry.notify import Notifier
 
 STATUS_EVERY_S: Final = 5.0

@@ -12,7 +12,7 @@ from structlog.testing import capture_logs
 from inferencecenter.accounting import other_accounts, usage_reader, used_today
 from inferencecenter.config.settings import Settings
 from inferencecenter.errors import ErrorCode, InferenceCenterError
-from inferencecenter.sessions.store.opening import open_writing
+from inferencecenter.sessions.store.database import open_writing
 from inferencecenter.sessions.store.schema import DATABASE_NAME
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from inferencecenter import reporting, tasks
 from inferencecenter.hardware.nvml import NO_GPU, GpuReading
 from inferencecenter.ipc.port import EngineState, EngineStatus
 from inferencecenter.reporting import KILLED_ENGINE_S, Reporter, describe, kill_is_pending
-from inferencecenter.sessions.totals import Totals
+from inferencecenter.sessions.observability import Totals
 
 if TYPE_CHECKING:
     from collections.abc import Callable

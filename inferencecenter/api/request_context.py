@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from inferencecenter.auth.account import Account
     from inferencecenter.protocol.scopes import Scope
     from inferencecenter.server.context import ServerContext
-    from inferencecenter.sessions.client import Client
+    from inferencecenter.sessions.client import Principal
 
 _DISMISSALS: Final[Mapping[CloseCode, ErrorCode]] = MappingProxyType(
     {
@@ -42,7 +42,7 @@ class Caller:
     ``traceparent`` the span of the client's trace that its turns belong to.
     """
 
-    client: Client
+    client: Principal
     account: Account
     address: str
     traceparent: str | None

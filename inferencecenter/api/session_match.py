@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from inferencecenter.protocol.requests import Infer
     from inferencecenter.protocol.values import ChatMessage, Mode, OnFull
     from inferencecenter.server.context import ServerContext
-    from inferencecenter.sessions.client import Client
-    from inferencecenter.sessions.registry import Sessions
+    from inferencecenter.sessions.client import Principal
+    from inferencecenter.sessions.manager import SessionManager
 
 
 _MOST_AT_ONCE: Final = 1000
@@ -53,7 +53,7 @@ class SessionMatch:
     remaining: tuple[ChatMessage, ...]
 
 
-def resolve_session(sessions: Sessions, client: Client, conversation: ConversationRequest) -> SessionMatch:
+def resolve_session(sessions: SessionManager, client: Principal, conversation: ConversationRequest) -> SessionMatch:
     """Return where a conversation goes on: the client's session that says most of it, or a new one.
 
     A stateless session that went on in another way is taken back; of another one a fork goes on.
@@ -79,7 +79,7 @@ def resolve_session(sessions: Sessions, client: Client, conversation: Conversati
     return _told(sessions, client, session_id, conversation.messages[found.n_messages :])
 
 
-def fork_session(sessions: Sessions, client: Client, session_id: str, *, turn: str | None = None) -> str:
+def fork_session(sessions: SessionManager, client: Principal, session_id: str, *, turn: str | None = None) -> str:
     """Return a session that begins as another one does, up to a turn.
 
     Raises:
@@ -91,12 +91,12 @@ def fork_session(sessions: Sessions, client: Client, session_id: str, *, turn: s
     return created.session_id
 
 
-def close_session(sessions: Sessions, client: Client, session_id: str) -> None:
+def close_session(sessions: SessionManager, client: Principal, session_id: str) -> None:
     """Close a session of which nothing is wanted any more."""
     sessions.close(client, CloseSession(op="close_session", session_id=session_id))
 
 
-def open_session(sessions: Sessions, client: Client, conversation: ConversationRequest) -> SessionMatch:
+def open_session(sessions: SessionManager, client: Principal, conversation: ConversationRequest) -> SessionMatch:
     """Return where a conversation goes on that gets a session of its own.
 
     Raises:
@@ -118,7 +118,9 @@ def open_session(sessions: Sessions, client: Client, conversation: ConversationR
     return _told(sessions, client, created.session_id, messages if system is None else messages[1:])
 
 
-def _told(sessions: Sessions, client: Client, session_id: str, messages: tuple[ChatMessage, ...]) -> SessionMatch:
+def _told(
+    sessions: SessionManager, client: Principal, session_id: str, messages: tuple[ChatMessage, ...]
+) -> SessionMatch:
     """Tell a session all up to the last answer among messages; what comes after it is the question."""
     n_told = max((n for n, message in enumerate(messages, start=1) if message.role == "assistant"), default=0)
     for start in range(0, n_told, _MOST_AT_ONCE):

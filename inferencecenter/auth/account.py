@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 from inferencecenter.config.limits import NO_LIMITS, AccessLimits
 from inferencecenter.errors import ErrorCode, InferenceCenterError
-from inferencecenter.sessions.client import Client
+from inferencecenter.sessions.client import Principal
 
 if TYPE_CHECKING:
     from inferencecenter.protocol.scopes import Scope
@@ -82,9 +82,9 @@ class ClientInfo:
     limits: AccessLimits
 
 
-def client_of(account: Account) -> Client:
+def client_of(account: Account) -> Principal:
     """Return an account as sessions see it."""
-    return Client(
+    return Principal(
         client_id=account.client_id,
         max_sessions=account.max_sessions,
         priority=account.priority,

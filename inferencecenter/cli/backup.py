@@ -16,7 +16,7 @@ from inferencecenter.cli.output import print_json, stdout
 from inferencecenter.config.loader import load_settings
 from inferencecenter.errors import ErrorCode, InferenceCenterError
 from inferencecenter.server.control import check_open_files
-from inferencecenter.sessions.store.faults import reason_of
+from inferencecenter.sessions.store.database import reason_of
 from inferencecenter.sessions.store.schema import DATABASE_NAME as SESSIONS_NAME
 from inferencecenter.sqlite_file import FileMovedError, connect, copy, damage
 

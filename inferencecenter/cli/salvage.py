@@ -11,8 +11,8 @@ from inferencecenter.cli.options import ConfigOption, JsonOption, StateDirOption
 from inferencecenter.cli.output import print_json, stdout
 from inferencecenter.cli.state_files import aside_name, unavailable, without_daemon
 from inferencecenter.config.loader import load_settings
-from inferencecenter.sessions.store.faults import reason_of
-from inferencecenter.sessions.store.reading import read_all
+from inferencecenter.sessions.store.database import reason_of
+from inferencecenter.sessions.store.loader import read_all
 from inferencecenter.sessions.store.salvage import salvage
 from inferencecenter.sessions.store.schema import DATABASE_NAME, MIGRATIONS
 from inferencecenter.sqlite_file import check_version, connect_reading, damage, put_in_place, version_of

@@ -30,7 +30,7 @@ from inferencecenter.sessions.store.schema import DATABASE_NAME
 if TYPE_CHECKING:
     from inferencecenter.config.settings import Settings
     from inferencecenter.protocol.values import TranscriptTurn
-    from inferencecenter.sessions.records import Kept
+    from inferencecenter.sessions.journal import StoredSession
     from inferencecenter.sessions.store.archive import SessionLine
     from inferencecenter.sessions.store.recorder import PurgeKind
 
@@ -137,9 +137,9 @@ def purge(  # noqa: PLR0913 - one argument an option
 app.command("salvage")(salvage_sessions)
 
 
-def as_json(kept: Kept) -> dict[str, Any]:
+def as_json(kept: StoredSession) -> dict[str, Any]:
     """Return a session as an export has it."""
-    facts, unfinished = kept.facts, kept.unfinished
+    facts, unfinished = kept.config, kept.pending_turn
     return {
         "session_id": facts.session_id,
         "client_id": facts.client_id,
@@ -159,8 +159,8 @@ def as_json(kept: Kept) -> dict[str, Any]:
         "unfinished": None
         if unfinished is None
         else {
-            "turn_id": unfinished.order.turn_id,
-            "request": unfinished.order.request.model_dump(mode="json", exclude_unset=True),
+            "turn_id": unfinished.spec.turn_id,
+            "request": unfinished.spec.request.model_dump(mode="json", exclude_unset=True),
             "content": unfinished.text,
         },
     }

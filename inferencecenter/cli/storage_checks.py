@@ -12,8 +12,8 @@ from inferencecenter.auth.accounts_db import MIGRATIONS as ACCOUNTS_STEPS
 from inferencecenter.cli.checks import Check, Verdict
 from inferencecenter.errors import ErrorCode, InferenceCenterError
 from inferencecenter.server.control import check_open_files
-from inferencecenter.sessions.store.faults import DAMAGED_HINT, HINT, MOVED_HINT, reason_of
-from inferencecenter.sessions.store.reading import read_all
+from inferencecenter.sessions.store.database import DAMAGED_HINT, HINT, MOVED_HINT, reason_of
+from inferencecenter.sessions.store.loader import read_all
 from inferencecenter.sessions.store.schema import DATABASE_NAME, MIGRATIONS
 from inferencecenter.sqlite_file import (
     DamagedFileError,

@@ -14,8 +14,8 @@ from inferencecenter.cli.options import ConfigOption, JsonOption, StateDirOption
 from inferencecenter.cli.output import print_json, stdout
 from inferencecenter.config.loader import load_settings
 from inferencecenter.sessions.store.archive import Archive
+from inferencecenter.sessions.store.recorder import utc_day
 from inferencecenter.sessions.store.schema import DATABASE_NAME
-from inferencecenter.sessions.store.usage import day_of
 
 if TYPE_CHECKING:
     from inferencecenter.sessions.store.archive import UsageLine
@@ -36,7 +36,7 @@ def usage(  # noqa: PLR0913 - one argument an option
 ) -> None:
     """Show turns and tokens by client and day, counted where sessions are kept; in a pipe as lines with tabs."""
     settings = load_settings(config, given(state_dir=state_dir))
-    since = day_of(max(0.0, time.time() - (days - 1) * _DAY_S))
+    since = utc_day(max(0.0, time.time() - (days - 1) * _DAY_S))
     with Archive.open(settings.state_dir / DATABASE_NAME) as archive:
         lines = archive.usage_by_token(client, since=since) if token else archive.usage(client, since=since)
     if json:

@@ -34,9 +34,9 @@ if TYPE_CHECKING:
     from inferencecenter.ipc.messages import ModelInfo
     from inferencecenter.ipc.port import EnginePort, EngineStatus
     from inferencecenter.protocol.values import EnginePlan, ModelSummary
-    from inferencecenter.sessions.client import Client
+    from inferencecenter.sessions.client import Principal
     from inferencecenter.sessions.journal import StorageFault
-    from inferencecenter.sessions.registry import Sessions
+    from inferencecenter.sessions.manager import SessionManager
     from inferencecenter.sessions.store.archive import UsageLine
     from inferencecenter.telemetry.metrics import Metrics
 
@@ -106,7 +106,7 @@ class ServerContext:
 
     settings: ServerSettings
     models: ServedModels
-    sessions: Sessions
+    sessions: SessionManager
     gpu: Gpu
     gpus: GpuCache
     metrics: Metrics
@@ -134,7 +134,7 @@ class ServerContext:
         settings: ServerSettings,
         *,
         models: ServedModels,
-        sessions: Sessions,
+        sessions: SessionManager,
         accounts: Accounts,
         allowances: Allowances,
         gpu: Gpu,
@@ -239,7 +239,7 @@ class ServerContext:
         self.allowances.reload(defaults)
         self.hub.close_disallowed(self.limits_of)
 
-    def models_for(self, client: Client) -> tuple[ModelSummary, ...]:
+    def models_for(self, client: Principal) -> tuple[ModelSummary, ...]:
         """Return the models that a client may use, all for an operator."""
         if Scope.OPERATOR in client.scopes:
             self.models.rescan()

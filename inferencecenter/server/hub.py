@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from inferencecenter.auth.account import Account
     from inferencecenter.config.limits import AccessLimits
     from inferencecenter.protocol.base import Event
-    from inferencecenter.sessions.client import Client
+    from inferencecenter.sessions.client import Principal
     from inferencecenter.telemetry.metrics import Metrics
 
 
@@ -78,7 +78,7 @@ class ClientSocket(Protocol):
         """Whether it speaks for a client."""
 
     @property
-    def client(self) -> Client:
+    def client(self) -> Principal:
         """The client, once it is authenticated."""
 
     @property

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from inferencecenter.ipc.port import EngineStatus
     from inferencecenter.protocol.base import Event
     from inferencecenter.sessions.client import EventSink
-    from inferencecenter.sessions.registry import Sessions
-    from inferencecenter.sessions.totals import Totals
+    from inferencecenter.sessions.manager import SessionManager
+    from inferencecenter.sessions.observability import Totals
 
 
 MAX_AGE_S: Final = 2.0
@@ -114,7 +114,7 @@ class MetricsSampler:
         *,
         gpu: Gpu,
         engine: EngineStatusSource,
-        sessions: Sessions,
+        sessions: SessionManager,
         clock: Callable[[], float],
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:

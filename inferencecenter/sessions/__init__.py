@@ -1,1 +1,1 @@
-"""Conversations: who owns them, what was said, and the turn that is being answered."""
+"""Conversations: their owners, histories, prompts and events, and the turn that is being answered."""

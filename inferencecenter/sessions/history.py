@@ -1,25 +1,30 @@
-"""What a session holds: what was said, the tokens that spell it, and where each turn ended. Pure."""
+"""What a session holds: its messages, the tokens that spell them, and the log of its turns. Pure."""
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from dataclasses import dataclass, field, replace
 from itertools import chain
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Final
 
 from inferencecenter.errors import ErrorCode, InferenceCenterError
 from inferencecenter.protocol.requests import START
+from inferencecenter.protocol.values import TranscriptTurn, Usage
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
+    from inferencecenter.protocol.events import End, Error
     from inferencecenter.protocol.values import ChatMessage
+
 
 TOKEN_BYTES: Final = 4
 """Bytes of one packed token id."""
 
 
 @dataclass(frozen=True, slots=True)
-class View:
+class HistoryView:
     """Which messages the model is given: the first ``kept``, and those from ``resumes_at`` on."""
 
     kept: int = 0
@@ -36,7 +41,7 @@ class View:
 
 
 @dataclass(frozen=True, slots=True)
-class TurnMark:
+class TurnCheckpoint:
     """Where a turn stands in its session's history.
 
     ``n_before`` messages came before it, ``n_messages`` were there at its end. Then the first ``n_tokens`` of the
@@ -49,18 +54,18 @@ class TurnMark:
     n_messages: int
     n_tokens: int
     n_chars: int
-    view: View
+    view: HistoryView
 
 
 @dataclass(frozen=True, slots=True)
-class Extent:
+class HistorySize:
     """How much was said: characters, and ``entries``, which are messages and calls of tools."""
 
     n_chars: int = 0
     n_entries: int = 0
 
     @classmethod
-    def of(cls, messages: Iterable[ChatMessage]) -> Extent:
+    def of(cls, messages: Iterable[ChatMessage]) -> HistorySize:
         """Measure messages."""
         n_chars = n_entries = 0
         for message in messages:
@@ -68,18 +73,18 @@ class Extent:
             n_entries += 1 + len(message.tool_calls or ())
         return cls(n_chars, n_entries)
 
-    def __add__(self, other: Extent) -> Extent:
-        return Extent(self.n_chars + other.n_chars, self.n_entries + other.n_entries)
+    def __add__(self, other: HistorySize) -> HistorySize:
+        return HistorySize(self.n_chars + other.n_chars, self.n_entries + other.n_entries)
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class HistoryLimits:
     """The most that a session's history may be."""
 
     max_chars: int
     max_entries: int
 
-    def check(self, extent: Extent) -> None:
+    def check(self, extent: HistorySize) -> None:
         """Refuse what is more.
 
         Raises:
@@ -95,17 +100,17 @@ class Room:
 class History:
     """Messages, the packed tokens that spell the text ``covered``, and the turns that have ended.
 
-    ``view`` is what of the messages was last rendered. ``made_by`` names the model whose tokens they are.
+    ``view`` is what of the messages was last rendered. ``model_fingerprint`` names the model whose tokens they are.
     """
 
     messages: tuple[ChatMessage, ...] = ()
     tokens: bytes = b""
     covered: str = ""
-    view: View = View()
-    turns: tuple[TurnMark, ...] = ()
-    made_by: str = ""
+    view: HistoryView = HistoryView()
+    turns: tuple[TurnCheckpoint, ...] = ()
+    model_fingerprint: str = ""
     # Measured when it is asked for, and carried along, so that what is appended costs what it is itself.
-    _extent: Extent | None = field(default=None, repr=False, compare=False)
+    _extent: HistorySize | None = field(default=None, repr=False, compare=False)
 
     @property
     def n_tokens(self) -> int:
@@ -113,28 +118,28 @@ class History:
         return len(self.tokens) // TOKEN_BYTES
 
     @property
-    def extent(self) -> Extent:
+    def extent(self) -> HistorySize:
         """How much was said in all messages."""
         if self._extent is None:
-            object.__setattr__(self, "_extent", Extent.of(self.messages))
+            object.__setattr__(self, "_extent", HistorySize.of(self.messages))
         assert self._extent is not None
         return self._extent
 
-    def made_for(self, model: str) -> History:
+    def for_model(self, model: str) -> History:
         """Return the history as ``model`` goes on with it: another model's tokens mean nothing to it."""
-        if self.made_by == model:
+        if self.model_fingerprint == model:
             return self
-        if not self.made_by:
-            return replace(self, made_by=model)
-        return replace(self, tokens=b"", covered="", turns=_unspelled(self.turns), made_by=model)
+        if not self.model_fingerprint:
+            return replace(self, model_fingerprint=model)
+        return replace(self, tokens=b"", covered="", turns=_unspelled(self.turns), model_fingerprint=model)
 
-    def appended(self, messages: tuple[ChatMessage, ...], *, room: Room) -> History:
+    def appended(self, messages: tuple[ChatMessage, ...], *, room: HistoryLimits) -> History:
         """Return the history with more messages; their tokens follow with the next turn.
 
         Raises:
-            InferenceCenterError: See ``Room.check``.
+            InferenceCenterError: See ``HistoryLimits.check``.
         """
-        extent = self.extent + Extent.of(messages)
+        extent = self.extent + HistorySize.of(messages)
         room.check(extent)
         return replace(self, messages=self.messages + messages, _extent=extent)
 
@@ -170,7 +175,7 @@ class History:
             goes_on: Whether the tokens held now begin with those held before.
         """
         earlier = self.turns if goes_on else _unspelled(self.turns)
-        mark = TurnMark(
+        mark = TurnCheckpoint(
             turn_id=turn_id,
             n_before=len(self.messages),
             n_messages=len(now.messages),
@@ -178,7 +183,7 @@ class History:
             n_chars=len(now.covered),
             view=now.view,
         )
-        extent = self.extent + Extent.of(now.messages[len(self.messages) :])
+        extent = self.extent + HistorySize.of(now.messages[len(self.messages) :])
         return replace(now, turns=(*earlier, mark), _extent=extent)
 
     def until(self, turn: str) -> History:
@@ -191,7 +196,7 @@ class History:
         """
         if turn == START:
             n_messages = self.turns[0].n_before if self.turns else len(self.messages)
-            return History(self.messages[:n_messages], made_by=self.made_by)
+            return History(self.messages[:n_messages], model_fingerprint=self.model_fingerprint)
         for index in range(len(self.turns) - 1, -1, -1):
             mark = self.turns[index]
             if mark.turn_id == turn:
@@ -201,7 +206,7 @@ class History:
                     self.covered[: mark.n_chars],
                     mark.view,
                     self.turns[: index + 1],
-                    self.made_by,
+                    self.model_fingerprint,
                 )
         raise InferenceCenterError(
             ErrorCode.TURN_NOT_FOUND,
@@ -223,6 +228,153 @@ def _too_long(what: str) -> InferenceCenterError:
     )
 
 
-def _unspelled(turns: tuple[TurnMark, ...]) -> tuple[TurnMark, ...]:
+def _unspelled(turns: tuple[TurnCheckpoint, ...]) -> tuple[TurnCheckpoint, ...]:
     """Return the marks of turns whose tokens are no longer held."""
     return tuple(replace(turn, n_tokens=0, n_chars=0) if turn.n_chars else turn for turn in turns)
+
+
+MAX_TURNS: Final = 1000
+"""Turns that are listed."""
+MAX_TURN_KEYS: Final = 64
+"""Turns that a repeated ``turn_key`` finds."""
+MAX_FAILURES: Final = 16
+"""Turns that failed, which are remembered with the reason."""
+_NO_ENDS: Final[Mapping[str, End]] = MappingProxyType({})
+_NO_NOTES: Final[Mapping[str, str]] = MappingProxyType({})
+_NO_FAILURES: Final[Mapping[str, TurnFailure]] = MappingProxyType({})
+
+
+@dataclass(frozen=True, slots=True)
+class TurnFailure:
+    """Why a turn failed, as was told, and what was noted of it."""
+
+    error: Error
+    note: str
+
+
+class TurnLog:
+    """A session's turns, the sum of them, and the ends that a repeated ``turn_key`` is answered with.
+
+    Args:
+        turns: Those that have ended, oldest first.
+        ends: How those with a key have ended, the latest last.
+        notes: What was noted of turns by their ids.
+        failures: Why turns failed, by their ids, the latest last.
+        usage: The sum of the turns, where it is known.
+    """
+
+    def __init__(
+        self,
+        turns: Iterable[TranscriptTurn] = (),
+        ends: Mapping[str, End] = _NO_ENDS,
+        notes: Mapping[str, str] = _NO_NOTES,
+        failures: Mapping[str, TurnFailure] = _NO_FAILURES,
+        *,
+        usage: Usage | None = None,
+    ) -> None:
+        self._turns = list(turns)
+        self._notes = dict(notes)
+        self._ends = OrderedDict(list(ends.items())[-MAX_TURN_KEYS:])
+        self._failures = OrderedDict(list(failures.items())[-MAX_FAILURES:])
+        self.usage = _sum(self._turns) if usage is None else usage
+
+    @property
+    def turns(self) -> tuple[TranscriptTurn, ...]:
+        """The last turns, oldest first, as clients are told of them."""
+        return tuple(self._turns[-MAX_TURNS:])
+
+    @property
+    def all_turns(self) -> tuple[TranscriptTurn, ...]:
+        """All turns, oldest first, as they are written down."""
+        return tuple(self._turns)
+
+    @property
+    def notes(self) -> Mapping[str, str]:
+        """What was noted of turns by their ids."""
+        return dict(self._notes)
+
+    @property
+    def n_note_chars(self) -> int:
+        """Characters of all notes."""
+        return sum(map(len, self._notes.values()))
+
+    def turn(self, turn_id: str) -> tuple[TranscriptTurn, str] | None:
+        """Return how a turn is listed and what was noted of it; ``None`` if it is not known."""
+        turn = next((turn for turn in reversed(self._turns) if turn.turn_id == turn_id), None)
+        return None if turn is None else (turn, self._notes.get(turn_id, ""))
+
+    def record_end(self, turn_key: str | None, end: End, *, n_messages: int, note: str = "") -> TranscriptTurn:
+        """Take note of a turn that did not fail, after which there are ``n_messages``, and return how it is listed."""
+        turn = TranscriptTurn(
+            turn_id=end.turn_id, finish_reason=end.finish_reason, messages=n_messages, usage=end.usage
+        )
+        self._turns.append(turn)
+        self.usage = _add(self.usage, end.usage)
+        if note:
+            self._notes[end.turn_id] = note
+        if turn_key is not None:
+            self._ends[turn_key] = end
+            if len(self._ends) > MAX_TURN_KEYS:
+                self._ends.popitem(last=False)
+        return turn
+
+    def record_failure(self, turn_id: str, failure: TurnFailure) -> None:
+        """Take note of a turn that failed."""
+        self._failures[turn_id] = failure
+        if len(self._failures) > MAX_FAILURES:
+            self._failures.popitem(last=False)
+
+    def failure(self, turn_id: str) -> TurnFailure | None:
+        """Return why a turn failed, if that is still known."""
+        return self._failures.get(turn_id)
+
+    def find_end(self, turn_key: str | None) -> End | None:
+        """Return how the turn with this key ended, if it is still known."""
+        return None if turn_key is None else self._ends.get(turn_key)
+
+    def until(self, turn: str | None) -> TurnLog:
+        """Return what is known of the turns up to ``turn``, which is there; of none for ``START``, of all without it.
+
+        The keys stay behind: what they are answered with belongs to this session's events.
+        """
+        if turn is None:
+            return TurnLog(self._turns, notes=self._notes, usage=self.usage)
+        turns = self._turns[: self._length(turn)]
+        kept = {known.turn_id for known in turns}
+        return TurnLog(turns, notes={turn_id: note for turn_id, note in self._notes.items() if turn_id in kept})
+
+    def rewind(self, turn: str) -> None:
+        """Forget all turns after ``turn``, which is there, or all of them for ``START``; and all that failed."""
+        length = self._length(turn)
+        gone = {later.turn_id for later in self._turns[length:]}
+        del self._turns[length:]
+        self.usage = _sum(self._turns)
+        for key in [key for key, end in self._ends.items() if end.turn_id in gone]:
+            del self._ends[key]
+        for turn_id in gone:
+            self._notes.pop(turn_id, None)
+        self._failures.clear()
+
+    def _length(self, turn: str) -> int:
+        if turn == START:
+            return 0
+        return next(index for index, known in enumerate(self._turns, start=1) if known.turn_id == turn)
+
+
+def _sum(turns: Iterable[TranscriptTurn]) -> Usage:
+    usages = [turn.usage for turn in turns]
+    return Usage(
+        prompt_tokens=sum(usage.prompt_tokens for usage in usages),
+        cached_tokens=sum(usage.cached_tokens for usage in usages),
+        completion_tokens=sum(usage.completion_tokens for usage in usages),
+        reasoning_tokens=sum(usage.reasoning_tokens for usage in usages),
+    )
+
+
+def _add(total: Usage, usage: Usage) -> Usage:
+    return Usage(
+        prompt_tokens=total.prompt_tokens + usage.prompt_tokens,
+        cached_tokens=total.cached_tokens + usage.cached_tokens,
+        completion_tokens=total.completion_tokens + usage.completion_tokens,
+        reasoning_tokens=total.reasoning_tokens + usage.reasoning_tokens,
+    )

@@ -1,54 +1,185 @@
-"""One conversation: what was said, who listens, and what clients ask of it."""
+"""One conversation: its state and history, its subscriber, and the operations of clients."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
 from inferencecenter.errors import ErrorCode, InferenceCenterError
 from inferencecenter.protocol import events
-from inferencecenter.sessions.answering import Answering
-from inferencecenter.sessions.audience import Audience
-from inferencecenter.sessions.description import Standing, TurnFacts
-from inferencecenter.sessions.history import Extent
-from inferencecenter.sessions.journal import Unwritten, check_writable
-from inferencecenter.sessions.ledger import Failure, Ledger
-from inferencecenter.sessions.prompt import messages_of
-from inferencecenter.sessions.records import Changed, Described, Dropped, Ended, Gone, Opened, Spent
-from inferencecenter.sessions.replay import Replay
+from inferencecenter.protocol.values import SessionSummary
+from inferencecenter.sessions.event_log import EventLog, ReplayBuffer, Subscription
+from inferencecenter.sessions.history import HistorySize, TurnFailure, TurnLog
+from inferencecenter.sessions.journal import (
+    HistoryChanged,
+    MetadataChanged,
+    NullJournal,
+    SessionDeleted,
+    SessionOpened,
+    TurnEnded,
+    TurnFailed,
+    UsageRecorded,
+    check_writable,
+)
+from inferencecenter.sessions.prompt.plan import messages_of
 from inferencecenter.sessions.states import SESSION, SessionChange, SessionState
-from inferencecenter.sessions.stream import EventStream
-from inferencecenter.sessions.submission import new_order
 from inferencecenter.sessions.turn import Turn
+from inferencecenter.sessions.turn_runner import TurnRunner
+from inferencecenter.sessions.turn_spec import new_turn_spec
 
 if TYPE_CHECKING:
     from inferencecenter.ipc.messages import Failed
     from inferencecenter.protocol.base import SessionEvent
+    from inferencecenter.protocol.params import Params
     from inferencecenter.protocol.requests import Abort, Append, Infer, ResumeSession, RewindSession
+    from inferencecenter.protocol.values import ChatMessage, Usage
     from inferencecenter.sessions.client import EventSink, ReplaySink
-    from inferencecenter.sessions.facts import SessionFacts, Surroundings
+    from inferencecenter.sessions.event_log import ReplayLoss
     from inferencecenter.sessions.history import History
-    from inferencecenter.sessions.journal import Journal
-    from inferencecenter.sessions.records import Kept
-    from inferencecenter.sessions.submission import Terms
-    from inferencecenter.sessions.turn import Outcome
+    from inferencecenter.sessions.journal import Journal, StoredSession
+    from inferencecenter.sessions.session_config import SessionConfig, SessionServices
+    from inferencecenter.sessions.turn import TurnOutcome
+    from inferencecenter.sessions.turn_spec import TurnOptions
+
+
+@dataclass(frozen=True, slots=True)
+class TurnSnapshot:
+    """What is known of a turn: the messages ``before`` it, those that it ``asked``, and its ``answer``.
+
+    ``note`` is text of whoever asked. A turn that is ``running`` has no answer or usage yet, and a ``finish_reason``
+    only if it is about to end for it. One that was discarded left no messages, and one that failed its ``failure``.
+    """
+
+    turn_id: str
+    note: str
+    before: tuple[ChatMessage, ...]
+    asked: tuple[ChatMessage, ...]
+    answer: ChatMessage | None = None
+    finish_reason: str | None = None
+    usage: Usage | None = None
+    running: bool = False
+    failure: events.Error | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SessionSnapshot:
+    """A session as it stands: ``seq`` is the number of its last event, ``last_used_at`` Unix seconds.
+
+    ``model`` is the name of the one that answers now, ``n_ctx`` is its, or the first one's while it is not known.
+    """
+
+    config: SessionConfig
+    model: str
+    n_ctx: int
+    state: SessionState
+    seq: int
+    last_used_at: float
+    history: History
+    turn_log: TurnLog
+
+    def describe(self, params: Params) -> events.Session:
+        """Return everything about the session, with its effective params; a running turn is not yet part of it."""
+        config, history = self.config, self.history
+        return events.Session(
+            session_id=config.session_id,
+            epoch=config.epoch,
+            seq=self.seq,
+            state=self.state.value,
+            model=self.model,
+            n_ctx=self.n_ctx,
+            n_tokens=history.n_tokens,
+            on_full=config.on_full,
+            dropped_messages=history.view.n_dropped,
+            params=params.model_dump(mode="json"),
+            metadata=config.metadata,
+            transcript=history.messages,
+            turns=self.turn_log.turns,
+            usage=self.turn_log.usage,
+        )
+
+    def summary(self) -> SessionSummary:
+        """Return what a list of sessions shows."""
+        config, history = self.config, self.history
+        return SessionSummary(
+            session_id=config.session_id,
+            state=self.state.value,
+            mode=config.mode,
+            model=self.model,
+            messages=len(history.messages),
+            tokens=history.n_tokens,
+            created_at=config.created_at,
+            last_used_at=self.last_used_at,
+            metadata=config.metadata,
+        )
+
+    def turn(self, turn_id: str) -> TurnSnapshot:
+        """Return what is known of a turn that has ended.
+
+        Raises:
+            InferenceCenterError: ``turn_not_found``.
+        """
+        if (failed := self.turn_log.failure(turn_id)) is not None:
+            return TurnSnapshot(turn_id, failed.note, before=self.history.messages, asked=(), failure=failed.error)
+        if (known := self.turn_log.turn(turn_id)) is None:
+            raise InferenceCenterError(ErrorCode.TURN_NOT_FOUND)
+        listed, note = known
+        messages = self.history.messages
+        mark = next((mark for mark in self.history.turns if mark.turn_id == turn_id), None)
+        begin, end = (listed.messages, listed.messages) if mark is None else (mark.n_before, mark.n_messages)
+        said = messages[begin:end]
+        return TurnSnapshot(
+            turn_id=turn_id,
+            note=note,
+            before=messages[:begin],
+            asked=said[:-1],
+            answer=said[-1] if said else None,
+            finish_reason=listed.finish_reason,
+            usage=listed.usage,
+        )
+
+    def resumed(self, lost: ReplayLoss | None, *, turn: Turn | None, request_id: str | None) -> events.SessionResumed:
+        """Return the answer to a client that comes back.
+
+        Args:
+            lost: Why it cannot be told what it has missed; then it is told all that was said.
+            turn: The one that is being answered.
+            request_id: The frame that asked.
+        """
+        asked = messages_of(turn.spec.request) if turn else ()
+        speaking = turn.assembler if turn else None
+        return events.SessionResumed(
+            id=request_id,
+            session_id=self.config.session_id,
+            resumed=lost is None,
+            reason=lost,
+            state=self.state.value,
+            epoch=self.config.epoch,
+            seq=self.seq,
+            turn_id=turn.turn_id if turn else None,
+            content=turn.content if turn and lost else None,
+            reasoning=(speaking.reasoning or None) if speaking and lost else None,
+            tool_calls=(speaking.calls or None) if speaking and lost else None,
+            transcript=self.history.messages + asked if lost else None,
+            turns=self.turn_log.turns if lost else None,
+        )
+
 
 COUNTED_TOKENS: Final = 256
 """Tokens of an answer after which those of a session that is not stored are written down as spent."""
 _INCOMPLETE: Final = "Something of this session could not be stored: after a restart it may lack that."
 
 
-class Session:
+class LiveSession:
     """A conversation of one client.
 
     Its history changes only when a turn ends: a turn that fails leaves it as it was. ``_change`` is the only writer of
     its state.
 
     Args:
-        facts: What holds for it.
-        around: The rest of the daemon.
+        config: What holds for it.
+        services: The rest of the daemon.
         history: What was said before.
-        ledger: The turns that it was said in.
+        turn_log: The turns that it was said in.
         sink: Who listens at first.
         seq: Number of the last event that an earlier daemon told.
         last_used_at: When it was used before this daemon began, in Unix seconds.
@@ -56,54 +187,56 @@ class Session:
 
     def __init__(  # noqa: PLR0913 - keyword-only
         self,
-        facts: SessionFacts,
+        config: SessionConfig,
         *,
-        around: Surroundings,
+        services: SessionServices,
         history: History,
-        ledger: Ledger,
+        turn_log: TurnLog,
         sink: EventSink | None = None,
         seq: int = 0,
         last_used_at: float | None = None,
     ) -> None:
-        self.facts = facts
-        own = around.journal.of_client(facts.client_id)
-        self.journal: Journal = own if facts.store else Unwritten()
+        self.config = config
+        own = services.journal.of_client(config.client_id)
+        self.journal: Journal = own if config.store else NullJournal()
         self._own_journal = own
-        self._around = around
-        replay = Replay(around.replay_bytes, seq=seq)
-        self._audience = Audience(facts.session_id, journal=self.journal, replay=replay, sink=sink, moved=around.moved)
-        self._stream = EventStream(facts.session_id, journal=self.journal, audience=self._audience, seq=seq)
+        self._services = services
+        replay = ReplayBuffer(services.replay_bytes, seq=seq)
+        self._subscription = Subscription(
+            config.session_id, journal=self.journal, replay=replay, sink=sink, moved=services.sink_changed
+        )
+        self._events = EventLog(config.session_id, journal=self.journal, subscription=self._subscription, seq=seq)
         self._state = SessionState.IDLE
         self._history = history
-        self._ledger = ledger
-        self._answering: Answering | None = None
+        self._turn_log = turn_log
+        self._runner: TurnRunner | None = None
         self._counted_chars = 0
-        self._last_used_at = facts.created_at if last_used_at is None else last_used_at
+        self._last_used_at = config.created_at if last_used_at is None else last_used_at
         # The wall clock is believed once: where it jumps while the daemon runs, nothing expires.
-        unused_s = 0.0 if last_used_at is None else max(0.0, around.clock() - last_used_at)
-        self._last_used = around.monotonic() - unused_s
+        unused_s = 0.0 if last_used_at is None else max(0.0, services.clock() - last_used_at)
+        self._last_used = services.monotonic() - unused_s
 
     @classmethod
-    def restored(cls, kept: Kept, facts: SessionFacts, *, around: Surroundings) -> Session:
+    def restored(cls, kept: StoredSession, config: SessionConfig, *, services: SessionServices) -> LiveSession:
         """Return a session as an earlier daemon left it; ``go_on`` has its unfinished turn run."""
         session = cls(
-            facts,
-            around=around,
+            config,
+            services=services,
             history=kept.history,
-            ledger=Ledger(kept.turns, kept.ends, kept.notes, kept.failures),
+            turn_log=TurnLog(kept.turns, kept.ends, kept.notes, kept.failures),
             seq=kept.seq,
             last_used_at=kept.last_used_at,
         )
-        session._measure()
-        if (unfinished := kept.unfinished) is not None:
-            now = around.monotonic()
-            since = now - max(0.0, around.clock() - unfinished.order.submitted_at)
-            session._answer(Turn(unfinished.order, since=since, now=now, said=unfinished))
+        session._update_counted_chars()
+        if (pending_turn := kept.pending_turn) is not None:
+            now = services.monotonic()
+            since = now - max(0.0, services.clock() - pending_turn.spec.submitted_at)
+            session._answer(Turn(pending_turn.spec, since=since, now=now, said=pending_turn))
             session._change(SessionChange.TURN_QUEUED)
         return session
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.facts.session_id}, {self._state.value}, turn={self._answering!r})"
+        return f"{type(self).__name__}({self.config.session_id}, {self._state.value}, turn={self._runner!r})"
 
     @property
     def state(self) -> SessionState:
@@ -113,44 +246,44 @@ class Session:
     @property
     def sink(self) -> EventSink | None:
         """Where its events go; none while the session is detached."""
-        return self._audience.sink
+        return self._subscription.sink
 
     @property
     def idle_s(self) -> float:
         """Seconds since the session was last used; 0 while it answers."""
-        return 0.0 if self._answering else self._around.monotonic() - self._last_used
+        return 0.0 if self._runner else self._services.monotonic() - self._last_used
 
     @property
-    def standing(self) -> Standing:
+    def snapshot(self) -> SessionSnapshot:
         """The session as it stands; a running turn is not yet part of it."""
-        engines = self._around.engines
-        return Standing(
-            facts=self.facts,
-            model=engines.name(self.facts.chosen_model),
-            n_ctx=engines.n_ctx(self.facts),
+        engines = self._services.models
+        return SessionSnapshot(
+            config=self.config,
+            model=engines.name(self.config.chosen_model),
+            n_ctx=engines.n_ctx(self.config),
             state=self._state,
-            seq=self._stream.seq,
+            seq=self._events.seq,
             last_used_at=self._last_used_at,
             history=self._history,
-            ledger=self._ledger,
+            turn_log=self._turn_log,
         )
 
-    def turn_facts(self, turn_id: str) -> TurnFacts:
+    def turn_snapshot(self, turn_id: str) -> TurnSnapshot:
         """Return what is known of a turn.
 
         Raises:
             InferenceCenterError: ``turn_not_found``.
         """
-        turn = self._answering.turn if self._answering else None
+        turn = self._runner.turn if self._runner else None
         if turn is None or turn.turn_id != turn_id:
-            return self.standing.turn(turn_id)
-        asked = messages_of(turn.order.request)
-        return TurnFacts(
+            return self.snapshot.turn(turn_id)
+        asked = messages_of(turn.spec.request)
+        return TurnSnapshot(
             turn_id,
-            turn.order.note,
+            turn.spec.note,
             before=self._history.messages,
             asked=asked,
-            finish_reason=turn.cut,
+            finish_reason=turn.forced_finish,
             running=True,
         )
 
@@ -162,24 +295,24 @@ class Session:
     @property
     def n_chars(self) -> int:
         """Characters that it holds: what was said, and notes of turns."""
-        return self._history.extent.n_chars + self._ledger.n_note_chars
+        return self._history.extent.n_chars + self._turn_log.n_note_chars
 
     # What clients ask for.
 
     def open(self, *, parent: str | None = None) -> None:
         """Write down that the session begins, as a fork of ``parent``."""
-        self._measure()
-        record = Opened(
-            facts=self.facts,
+        self._update_counted_chars()
+        record = SessionOpened(
+            config=self.config,
             history=self._history,
-            turns=self._ledger.all_turns,
+            turns=self._turn_log.all_turns,
             last_used_at=self._last_used_at,
-            notes=self._ledger.notes,
+            notes=self._turn_log.notes,
             parent=parent,
         )
-        self._stream.write(record)
+        self._events.write(record)
 
-    def infer(self, request: Infer, terms: Terms, sink: EventSink) -> None:
+    def infer(self, request: Infer, terms: TurnOptions, sink: EventSink) -> None:
         """Start a turn, or attach to the turn that has the request's ``turn_key`` already.
 
         A turn of that key which runs is acknowledged again; of one that has ended, ``end`` is sent again with its own
@@ -194,17 +327,17 @@ class Session:
             InferenceCenterError: ``session_busy``, ``context_full``, ``storage_unavailable``, ``overloaded``,
                 ``model_loading``, what the template says against the conversation, or what the engine says.
         """
-        answering = self._answering
-        if answering is not None:
-            if request.turn_key is None or request.turn_key != answering.turn.turn_key:
+        runner = self._runner
+        if runner is not None:
+            if request.turn_key is None or request.turn_key != runner.turn.turn_key:
                 raise InferenceCenterError(
                     ErrorCode.SESSION_BUSY, hint="Wait for the end of its turn, abort it, or use another session."
                 )
-            self._audience.attach(sink)
-            answering.acknowledge(request_id=request.id)
-        elif (ended := self._ledger.find(request.turn_key)) is not None:
-            self._audience.attach(sink)
-            self._stream.again(ended, request_id=request.id)
+            self._subscription.attach(sink)
+            runner.resend_queued(request_id=request.id)
+        elif (ended := self._turn_log.find_end(request.turn_key)) is not None:
+            self._subscription.attach(sink)
+            self._events.resend(ended, request_id=request.id)
         else:
             self._begin(request, terms, sink)
 
@@ -213,10 +346,10 @@ class Session:
 
         Where some of them are lost it is told how the session stands instead.
         """
-        missed = self._audience.missed(request, epoch=self.facts.epoch, seq=self._stream.seq)
-        turn = self._answering.turn if self._answering else None
-        answer = self.standing.resumed(missed.reason, turn=turn, request_id=request.id)
-        self._audience.resume(sink, answer, missed.events)
+        missed = self._subscription.missed(request, epoch=self.config.epoch, seq=self._events.seq)
+        turn = self._runner.turn if self._runner else None
+        answer = self.snapshot.resumed(missed.reason, turn=turn, request_id=request.id)
+        self._subscription.resume(sink, answer, missed.events)
 
     def abort(self, request: Abort) -> None:
         """Ask for the end of the running turn; its ``end`` answers the request.
@@ -224,9 +357,9 @@ class Session:
         Raises:
             InferenceCenterError: ``nothing_to_abort`` or ``turn_not_found``.
         """
-        if (answering := self._answering) is None:
+        if (runner := self._runner) is None:
             raise InferenceCenterError(ErrorCode.NOTHING_TO_ABORT)
-        answering.abort(request)
+        runner.abort(request)
 
     def append(self, request: Append, sink: EventSink) -> None:
         """Add messages to the history without answering; a template that minds them says so at the next turn.
@@ -236,17 +369,17 @@ class Session:
         """
         self._check_idle("Append")
         check_writable(self.journal)
-        history = self._history.appended(tuple(request.messages), room=self._around.room())
+        history = self._history.appended(tuple(request.messages), room=self._services.room())
         self._check_held(history.extent.n_chars - self._history.extent.n_chars)
         self._history = history
-        self._measure()
-        self._tell_changed(self._stream.appended(len(self._history.messages), request_id=request.id), sink)
+        self._update_counted_chars()
+        self._publish_change(self._events.appended(len(self._history.messages), request_id=request.id), sink)
 
-    def fork(self, facts: SessionFacts, *, turn: str | None, sink: EventSink) -> Session:
+    def fork(self, config: SessionConfig, *, turn: str | None, sink: EventSink) -> LiveSession:
         """Return another session that begins as this one does.
 
         Args:
-            facts: What holds for the new one.
+            config: What holds for the new one.
             turn: Its last turn, or ``START``; without it everything is taken over.
             sink: Where its events go.
 
@@ -256,7 +389,9 @@ class Session:
         self._check_idle("Fork it")
         check_writable(self.journal)
         history = self._history if turn is None else self._history.until(turn)
-        forked = Session(facts, around=self._around, history=history, ledger=self._ledger.until(turn), sink=sink)
+        forked = LiveSession(
+            config, services=self._services, history=history, turn_log=self._turn_log.until(turn), sink=sink
+        )
         self._touch()
         return forked
 
@@ -269,51 +404,51 @@ class Session:
         self._check_idle("Rewind it")
         check_writable(self.journal)
         self._history = self._history.until(request.turn)
-        self._ledger.rewind(request.turn)
-        self._measure()
+        self._turn_log.rewind(request.turn)
+        self._update_counted_chars()
         n_messages = len(self._history.messages)
-        self._tell_changed(self._stream.rewound(request.turn, n_messages, request_id=request.id), sink)
+        self._publish_change(self._events.rewound(request.turn, n_messages, request_id=request.id), sink)
 
-    def describe(self, metadata: dict[str, str]) -> events.MetadataSet:
+    def set_metadata(self, metadata: dict[str, str]) -> events.MetadataSet:
         """Have other metadata, also while a turn runs; that is no use of the session.
 
         Raises:
             InferenceCenterError: ``storage_unavailable``.
         """
         check_writable(self.journal)
-        self.facts = replace(self.facts, metadata=dict(metadata))
-        self._stream.write(Described(facts=self.facts))
-        return events.MetadataSet(session_id=self.facts.session_id, metadata=self.facts.metadata)
+        self.config = replace(self.config, metadata=dict(metadata))
+        self._events.write(MetadataChanged(config=self.config))
+        return events.MetadataSet(session_id=self.config.session_id, metadata=self.config.metadata)
 
     def close(self) -> events.SessionClosed:
         """End the session, its running turn as aborted, and let the engine forget it."""
-        if (answering := self._answering) is not None:
-            answering.abandon()
-        self._leave(SessionChange.CLOSE)
-        self._stream.write(self._gone())
-        return events.SessionClosed(session_id=self.facts.session_id)
+        if (runner := self._runner) is not None:
+            runner.cancel()
+        self._finish(SessionChange.CLOSE)
+        self._events.write(self._gone())
+        return events.SessionClosed(session_id=self.config.session_id)
 
     # What happens to it.
 
-    def go_on(self) -> None:
+    def recover(self) -> None:
         """Have the engine continue the turn that an earlier daemon left unfinished, if there is one."""
-        if (answering := self._answering) is not None:
-            self._go_unheard()
-            answering.take_over()
+        if (runner := self._runner) is not None:
+            self._limit_replay()
+            runner.recover()
 
     def detach(self) -> None:
         """Go on without a socket; a turn that runs for long then keeps only its text."""
-        self._audience.detach()
-        self._go_unheard()
+        self._subscription.detach()
+        self._limit_replay()
 
     def expire(self) -> None:
         """End the idle session because nobody used it."""
-        self._leave(SessionChange.EXPIRE)
-        self._stream.tell(self._stream.expired(), self._gone())
+        self._finish(SessionChange.EXPIRE)
+        self._events.publish(self._events.expired(), self._gone())
 
     def prompt_read(self, turn: Turn, *, prompt_tokens: int, cached_tokens: int) -> None:
         """Have a prompt counted at once: what a daemon that is killed has read counts, whatever becomes of the turn."""
-        self._count(replace(self._spent_by(turn), prompt_tokens=prompt_tokens, cached_tokens=cached_tokens))
+        self._count_usage(replace(self._usage_of(turn), prompt_tokens=prompt_tokens, cached_tokens=cached_tokens))
 
     def answer_grew(self, turn: Turn) -> None:
         """Have what an answer spent counted in coarse steps where nothing else is written of it.
@@ -321,161 +456,161 @@ class Session:
         So a daemon that is killed forgets no more than a step of each. The next one goes on with a stored answer.
         """
         n_tokens = turn.n_tokens - turn.counted_tokens
-        if n_tokens >= COUNTED_TOKENS and not self.facts.store and self._own_journal.fault is None:
-            self._count(replace(self._spent_by(turn), completion_tokens=n_tokens))
+        if n_tokens >= COUNTED_TOKENS and not self.config.store and self._own_journal.fault is None:
+            self._count_usage(replace(self._usage_of(turn), completion_tokens=n_tokens))
             turn.counted_tokens = turn.n_tokens
 
-    def turn_ended(self, turn: Turn, history: History, outcome: Outcome) -> None:
+    def turn_ended(self, turn: Turn, history: History, outcome: TurnOutcome) -> None:
         """Take the history as it is after the running turn, and tell of its end."""
-        if self.journal.lacks(self.facts.session_id):
+        if self.journal.lacks(self.config.session_id):
             outcome = replace(outcome, warnings=(*outcome.warnings, _INCOMPLETE))
-        end = self._stream.end(turn, outcome)
-        self._turn_is_over()
+        end = self._events.end(turn, outcome)
+        self._end_turn()
         self._history = history
-        note = turn.order.note
-        listed = self._ledger.record(turn.turn_key, end, n_messages=len(history.messages), note=note)
-        self._measure()
-        record = Ended(
-            session_id=self.facts.session_id,
-            client_id=self.facts.client_id,
+        note = turn.spec.note
+        listed = self._turn_log.record_end(turn.turn_key, end, n_messages=len(history.messages), note=note)
+        self._update_counted_chars()
+        record = TurnEnded(
+            session_id=self.config.session_id,
+            client_id=self.config.client_id,
             seq=end.seq,
             last_used_at=self._last_used_at,
             history=history,
             turn=listed,
             turn_key=turn.turn_key,
             end=end,
-            token_id=turn.order.token_id,
+            token_id=turn.spec.token_id,
             note=note,
             prompt_tokens=turn.prompt_usage[0],
             cached_tokens=turn.prompt_usage[1],
             completion_tokens=turn.counted_tokens,
         )
-        self._stream.tell(end, record)
-        if not self.facts.store:
-            self._count(record.spent())
-        self._around.turn_ended(outcome.record(self.facts, turn.turn_id, model=turn.order.model))
+        self._events.publish(end, record)
+        if not self.config.store:
+            self._count_usage(record.spent())
+        self._services.turn_ended(outcome.record(self.config, turn.turn_id, model=turn.spec.model))
 
-    def turn_broken(self, turn: Turn, failure: Failed, outcome: Outcome) -> None:
+    def turn_broken(self, turn: Turn, failure: Failed, outcome: TurnOutcome) -> None:
         """Be idle again after a turn that a defect has ended, and tell that it failed."""
-        if self._answering is not None and self._answering.turn is turn:
-            self._turn_is_over()
+        if self._runner is not None and self._runner.turn is turn:
+            self._end_turn()
         self.turn_failed(turn, failure, outcome)
 
-    def turn_failed(self, turn: Turn, failure: Failed, outcome: Outcome) -> None:
+    def turn_failed(self, turn: Turn, failure: Failed, outcome: TurnOutcome) -> None:
         """Tell that the running turn leaves nothing behind."""
-        if self._answering is not None:
-            self._turn_is_over()
-        error = self._stream.failed(turn, failure)
-        remembered = Failure(error, turn.order.note)
-        self._ledger.remember(turn.turn_id, remembered)
-        spent = replace(self._spent_by(turn), completion_tokens=turn.n_tokens - turn.counted_tokens)
-        record = Dropped(
-            session_id=self.facts.session_id,
-            seq=self._stream.seq,
+        if self._runner is not None:
+            self._end_turn()
+        error = self._events.failed(turn, failure)
+        remembered = TurnFailure(error, turn.spec.note)
+        self._turn_log.record_failure(turn.turn_id, remembered)
+        spent = replace(self._usage_of(turn), completion_tokens=turn.n_tokens - turn.counted_tokens)
+        record = TurnFailed(
+            session_id=self.config.session_id,
+            seq=self._events.seq,
             last_used_at=self._last_used_at,
             turn_id=turn.turn_id,
             failure=remembered,
             spent=spent,
         )
-        self._stream.tell(error, record)
-        if not self.facts.store:
-            self._count(spent)
-        self._around.turn_ended(outcome.record(self.facts, turn.turn_id, model=turn.order.model))
+        self._events.publish(error, record)
+        if not self.config.store:
+            self._count_usage(spent)
+        self._services.turn_ended(outcome.record(self.config, turn.turn_id, model=turn.spec.model))
 
-    def _spent_by(self, turn: Turn) -> Spent:
-        return Spent(client_id=self.facts.client_id, token_id=turn.order.token_id, at=self._around.clock())
+    def _usage_of(self, turn: Turn) -> UsageRecorded:
+        return UsageRecorded(client_id=self.config.client_id, token_id=turn.spec.token_id, at=self._services.clock())
 
-    def _count(self, spent: Spent) -> None:
+    def _count_usage(self, spent: UsageRecorded) -> None:
         """Write down what was spent; a session that is not stored waits for no store that cannot write."""
-        if self.facts.store or self._own_journal.fault is None:
+        if self.config.store or self._own_journal.fault is None:
             self._own_journal.write(spent, flush=False)
 
     # How it changes.
 
-    def _begin(self, request: Infer, terms: Terms, sink: EventSink) -> None:
-        around, facts = self._around, self.facts
+    def _begin(self, request: Infer, terms: TurnOptions, sink: EventSink) -> None:
+        services, config = self._services, self.config
         check_writable(self.journal)
-        around.admit()
-        noted = self._ledger.n_note_chars + len(terms.note)
+        services.admit()
+        noted = self._turn_log.n_note_chars + len(terms.note)
         asked = messages_of(request)
         self._history.check_results(asked)
-        extent = Extent.of(asked)
-        around.room(noted_chars=noted).check(self._history.extent + extent)
+        extent = HistorySize.of(asked)
+        services.room(noted_chars=noted).check(self._history.extent + extent)
         self._check_held(extent.n_chars)
-        order = new_order(request, terms, facts=facts, around=around)
-        now = around.monotonic()
-        answering = self._answer(Turn(order, since=now, now=now))
+        spec = new_turn_spec(request, terms, config=config, services=services)
+        now = services.monotonic()
+        runner = self._answer(Turn(spec, since=now, now=now))
         try:
-            answering.hand_over()
+            runner.submit()
         except BaseException:
             # Whatever it is, a session without a turn is not busy.
-            self._answering = None
+            self._runner = None
             raise
         self._change(SessionChange.TURN_QUEUED)
         self._touch()
-        self._audience.attach(sink)
-        answering.begun(request_id=request.id)
+        self._subscription.attach(sink)
+        runner.send_queued(request_id=request.id)
 
-    def _answer(self, turn: Turn) -> Answering:
-        self._answering = Answering(
-            turn, history=self._history, asker=self, stream=self._stream, facts=self.facts, around=self._around
+    def _answer(self, turn: Turn) -> TurnRunner:
+        self._runner = TurnRunner(
+            turn, history=self._history, listener=self, stream=self._events, config=self.config, services=self._services
         )
-        return self._answering
+        return self._runner
 
-    def _turn_is_over(self) -> None:
-        self._answering = None
-        self._audience.rest()
+    def _end_turn(self) -> None:
+        self._runner = None
+        self._subscription.keep_replay()
         self._change(SessionChange.TURN_ENDED)
         self._touch()
 
-    def _gone(self) -> Gone:
-        return Gone(session_id=self.facts.session_id, n_chars=self.n_chars)
+    def _gone(self) -> SessionDeleted:
+        return SessionDeleted(session_id=self.config.session_id, n_chars=self.n_chars)
 
-    def _leave(self, change: SessionChange) -> None:
+    def _finish(self, change: SessionChange) -> None:
         self._change(change)
-        self._hold(0)
-        self._around.engines.release(self.facts.session_id)
+        self._set_counted_chars(0)
+        self._services.models.release(self.config.session_id)
 
     def _change(self, change: SessionChange) -> None:
         before, self._state = self._state, SESSION.after(self._state, change)
         busier = (self._state is SessionState.BUSY) - (before is SessionState.BUSY)
         if busier:
-            self._around.busy.add(busier, client_id=self.facts.client_id, stateless=self.facts.stateless)
+            self._services.active_turns.add(busier, client_id=self.config.client_id, stateless=self.config.stateless)
 
     def _check_held(self, n_chars: int) -> None:
-        if not self.facts.stateless:
-            self._around.held.check(n_chars, client_id=self.facts.client_id)
+        if not self.config.stateless:
+            self._services.text_quota.check(n_chars, client_id=self.config.client_id)
 
-    def _measure(self) -> None:
+    def _update_counted_chars(self) -> None:
         """Count what the session holds now among its client's."""
-        if not self.facts.stateless:
-            self._hold(self.n_chars)
+        if not self.config.stateless:
+            self._set_counted_chars(self.n_chars)
 
-    def _hold(self, n_chars: int) -> None:
-        self._around.held.add(n_chars - self._counted_chars, client_id=self.facts.client_id)
+    def _set_counted_chars(self, n_chars: int) -> None:
+        self._services.text_quota.add(n_chars - self._counted_chars, client_id=self.config.client_id)
         self._counted_chars = n_chars
 
     def _touch(self) -> None:
-        self._last_used = self._around.monotonic()
-        self._last_used_at = self._around.clock()
+        self._last_used = self._services.monotonic()
+        self._last_used_at = self._services.clock()
 
-    def _tell_changed(self, event: SessionEvent, sink: EventSink) -> None:
+    def _publish_change(self, event: SessionEvent, sink: EventSink) -> None:
         self._touch()
-        record = Changed(
-            session_id=self.facts.session_id,
+        record = HistoryChanged(
+            session_id=self.config.session_id,
             seq=event.seq,
             last_used_at=self._last_used_at,
             history=self._history,
-            turns=self._ledger.all_turns,
+            turns=self._turn_log.all_turns,
             rewound=isinstance(event, events.SessionRewound),
         )
-        self._stream.answer(event, record, sink)
+        self._events.reply(event, record, sink)
 
     def _check_idle(self, doing: str) -> None:
-        if self._answering is not None:
+        if self._runner is not None:
             raise InferenceCenterError(ErrorCode.SESSION_BUSY, hint=f"{doing} when its turn has ended.")
 
-    def _go_unheard(self) -> None:
+    def _limit_replay(self) -> None:
         """Keep the running turn's events only for as long as somebody may come back for them."""
-        if self._answering is not None:
-            self._audience.fold_later(self._around.detached_turn_s, self._around.call_later)
+        if self._runner is not None:
+            self._subscription.disable_replay_later(self._services.detached_turn_s, self._services.call_later)

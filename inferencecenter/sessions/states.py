@@ -1,4 +1,4 @@
-"""Lives of sessions and turns. Everything that decides which state follows which stands in the two tables here.
+"""The transition tables of sessions and turns: the only place that decides which state follows which.
 
 Attached or detached is a property of a session, not a state.
 """

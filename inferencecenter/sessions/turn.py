@@ -1,4 +1,4 @@
-"""One question and its answer, from acceptance to its one terminal event."""
+"""The state of one turn, from acceptance to its terminal event."""
 
 from __future__ import annotations
 
@@ -7,27 +7,26 @@ from typing import TYPE_CHECKING
 
 from inferencecenter.errors import ErrorCode, InferenceCenterError
 from inferencecenter.protocol.values import TurnStats
-from inferencecenter.sessions.formats.speech import Speech, speech_of
 from inferencecenter.sessions.history import TOKEN_BYTES
-from inferencecenter.sessions.prompt import Answer
-from inferencecenter.sessions.speaking import Speaking, speaking_as
+from inferencecenter.sessions.observability import NullTracer, TurnRecord
+from inferencecenter.sessions.output_parsing.assembler import ResponseAssembler, assembler_for
+from inferencecenter.sessions.output_parsing.parser import OutputSpec, output_spec
+from inferencecenter.sessions.prompt.plan import GeneratedAnswer
 from inferencecenter.sessions.states import TURN, TurnChange, TurnState
-from inferencecenter.sessions.totals import TurnRecord
-from inferencecenter.sessions.tracing import Untraced
 
 if TYPE_CHECKING:
     from inferencecenter.ipc.messages import ContextFull, Failed, Finished, Started, TokenDelta
     from inferencecenter.protocol.params import Params
     from inferencecenter.protocol.requests import Abort
-    from inferencecenter.sessions.facts import SessionFacts
-    from inferencecenter.sessions.formats.written import Written
-    from inferencecenter.sessions.prompt import Prompt
-    from inferencecenter.sessions.records import TurnOrder, Unfinished
-    from inferencecenter.sessions.tracing import TurnTrace
+    from inferencecenter.sessions.journal import PendingTurn, TurnSpec
+    from inferencecenter.sessions.observability import TurnSpan
+    from inferencecenter.sessions.output_parsing.call_format import TemplateCapabilities
+    from inferencecenter.sessions.prompt.plan import Prompt
+    from inferencecenter.sessions.session_config import SessionConfig
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class TurnOutcome:
     """How a turn ended; ``finish`` is the wire's ``finish_reason``, or the error code of a turn that failed."""
 
     finish: str
@@ -35,12 +34,12 @@ class Outcome:
     stop: str | None = None
     warnings: tuple[str, ...] = ()
 
-    def record(self, facts: SessionFacts, turn_id: str, *, model: str) -> TurnRecord:
+    def record(self, config: SessionConfig, turn_id: str, *, model: str) -> TurnRecord:
         """Return what is told of the turn when it is over."""
         stats = self.stats
         return TurnRecord(
-            client_id=facts.client_id,
-            session_id=facts.session_id,
+            client_id=config.client_id,
+            session_id=config.session_id,
             turn_id=turn_id,
             model=model,
             finish=self.finish,
@@ -59,7 +58,7 @@ class Turn:
     """What is known of a turn so far. ``change`` is the only writer of its state.
 
     Args:
-        order: What it takes to run it.
+        spec: What it takes to run it.
         since: Second at which it was asked for, of the clock that all later times are of.
         now: Second at which it begins to wait.
         said: What an earlier daemon left of it.
@@ -68,19 +67,19 @@ class Turn:
         counted_tokens: Tokens of the answer that are written down as spent before its end.
     """
 
-    def __init__(self, order: TurnOrder, *, since: float, now: float, said: Unfinished | None = None) -> None:
+    def __init__(self, spec: TurnSpec, *, since: float, now: float, said: PendingTurn | None = None) -> None:
         tokens, text = (said.tokens, said.text) if said is not None else (b"", "")
-        self.order = order
+        self.spec = spec
         self.prompt: Prompt | None = None
-        self.speech = Speech()
-        self.speaking: Speaking | None = None
+        self.output_spec = OutputSpec()
+        self.assembler: ResponseAssembler | None = None
         if said is not None and said.parts is not None:
-            self.speaking = Speaking.restored(order.turn_id, said.parts)
+            self.assembler = ResponseAssembler.restored(spec.turn_id, said.parts)
         self.position = 0
         self.abort_request: Abort | None = None
         self.out_of_quota = False
         self.counted_tokens = 0
-        self.trace: TurnTrace = Untraced()
+        self.trace: TurnSpan = NullTracer()
         self._state = TurnState.QUEUED
         self._measured_here = said is not None
         self._texts = [text] if text else []
@@ -103,17 +102,17 @@ class Turn:
     @property
     def turn_id(self) -> str:
         """Its name on the wire and in the engine."""
-        return self.order.turn_id
+        return self.spec.turn_id
 
     @property
     def turn_key(self) -> str | None:
         """The client's name for it."""
-        return self.order.request.turn_key
+        return self.spec.request.turn_key
 
     @property
     def request_id(self) -> str | None:
         """The frame that caused it."""
-        return self.order.request.id
+        return self.spec.request.id
 
     @property
     def state(self) -> TurnState:
@@ -126,14 +125,14 @@ class Turn:
         return len(self._tokens) // TOKEN_BYTES
 
     @property
-    def answer(self) -> Answer:
+    def answer(self) -> GeneratedAnswer:
         """What was said so far."""
-        return Answer(
+        return GeneratedAnswer(
             turn_id=self.turn_id,
             text=self._text,
             tokens=bytes(self._tokens),
             prompt_tokens=self._prompt_tokens,
-            message=self.speaking.message() if self.speaking is not None else None,
+            message=self.assembler.message() if self.assembler is not None else None,
         )
 
     @property
@@ -144,24 +143,24 @@ class Turn:
     @property
     def content(self) -> str:
         """What was said so far, without what was thought and the tools that were asked for."""
-        return self._text if self.speaking is None else self.speaking.content
+        return self._text if self.assembler is None else self.assembler.content
 
     @property
     def reasoning_tokens(self) -> int:
         """Tokens of what was thought; by its share of the text where nobody has read how they spell it."""
-        if self.speaking is None or not self.speaking.reasoning:
+        if self.assembler is None or not self.assembler.reasoning:
             return 0
-        if self.speaking.is_read:
-            return self.speaking.reasoning_tokens
-        return min(self.n_tokens, round(self.n_tokens * len(self.speaking.reasoning) / len(self._text)))
+        if self.assembler.has_parser:
+            return self.assembler.reasoning_tokens
+        return min(self.n_tokens, round(self.n_tokens * len(self.assembler.reasoning) / len(self._text)))
 
     @property
-    def ending_id(self) -> str | None:
+    def abort_request_id(self) -> str | None:
         """The frame that the turn's terminal event answers, if one asked for its end."""
         return self.abort_request.id if self.abort_request else None
 
     @property
-    def cut(self) -> str | None:
+    def forced_finish(self) -> str | None:
         """The ``finish_reason`` of a turn that was made to end, by a client or because a quota is used up."""
         if self.abort_request is not None:
             return "aborted"
@@ -175,16 +174,16 @@ class Turn:
         """
         self._state = TURN.after(self._state, change)
 
-    def ask(self, prompt: Prompt, order: TurnOrder, *, written: Written) -> None:
+    def set_prompt(self, prompt: Prompt, spec: TurnSpec, *, written: TemplateCapabilities) -> None:
         """Take what is submitted, for a model that writes like this; it says how the answer is read.
 
         Raises:
-            InferenceCenterError: See ``speech_of``.
+            InferenceCenterError: See ``output_spec``.
         """
-        self.speech = speech_of(order.request, written=written, asked=prompt.text)
-        self.order, self.prompt = order, prompt
-        self.speaking = speaking_as(
-            self.speech, self.speaking, turn_id=self.turn_id, said=self._text, n_tokens=self.n_tokens
+        self.output_spec = output_spec(spec.request, written=written, asked=prompt.text)
+        self.spec, self.prompt = spec, prompt
+        self.assembler = assembler_for(
+            self.output_spec, self.assembler, turn_id=self.turn_id, said=self._text, n_tokens=self.n_tokens
         )
 
     def start(self, event: Started, *, now: float) -> int:
@@ -238,7 +237,7 @@ class Turn:
         held_back, self._held_back = self._held_back, ""
         return held_back
 
-    def take_abort(self, request: Abort) -> None:
+    def request_abort(self, request: Abort) -> None:
         """Take note that a client wants the turn to end.
 
         Raises:
@@ -252,21 +251,21 @@ class Turn:
 
     def params_left(self, *, now: float) -> Params:
         """Return the parameters with what is left of the turn's time; the engine counts it from each submission."""
-        limit_ms = self.order.params.max_time_ms
+        limit_ms = self.spec.params.max_time_ms
         if limit_ms is None:
-            return self.order.params
+            return self.spec.params
         left_ms = max(1, limit_ms - round((now - self._submitted_at) * 1000))
-        return self.order.params.model_copy(update={"max_time_ms": left_ms})
+        return self.spec.params.model_copy(update={"max_time_ms": left_ms})
 
-    def reported(self, end: Finished, *, now: float) -> Outcome:
+    def finished_outcome(self, end: Finished, *, now: float) -> TurnOutcome:
         """Return how the turn ended as the engine says, which knows of it since it was submitted last."""
-        warnings = (*self.order.warnings, *end.warnings)
-        finish = self.cut if self.cut is not None and end.reason == "aborted" else end.reason
-        if finish == "stop" and self.speaking is not None and self.speaking.complete_calls:
+        warnings = (*self.spec.warnings, *end.warnings)
+        finish = self.forced_finish if self.forced_finish is not None and end.reason == "aborted" else end.reason
+        if finish == "stop" and self.assembler is not None and self.assembler.complete_calls:
             finish = "tool_calls"
         if self._measured_here:
             stats = self._measured(now=now, preempted=self._preempted + end.preempted)
-            return Outcome(finish, stats, stop=end.stop, warnings=warnings)
+            return TurnOutcome(finish, stats, stop=end.stop, warnings=warnings)
         stats = TurnStats(
             ttft_ms=round(end.ttft_ms, 2),
             total_ms=round(end.total_ms, 2),
@@ -277,16 +276,16 @@ class Turn:
             queue_ms=round(end.queue_ms, 2),
             preempted=end.preempted,
         )
-        return Outcome(finish, stats, stop=end.stop, warnings=warnings)
+        return TurnOutcome(finish, stats, stop=end.stop, warnings=warnings)
 
-    def cut_short(self, finish: str, *, now: float, warnings: tuple[str, ...] = ()) -> Outcome:
+    def forced_outcome(self, finish: str, *, now: float, warnings: tuple[str, ...] = ()) -> TurnOutcome:
         """Return how the turn ended of which the engine tells no end: it is not waited for, or lacks the turn."""
         stats = self._measured(now=now, preempted=self._preempted)
-        return Outcome(finish, stats, warnings=(*self.order.warnings, *warnings))
+        return TurnOutcome(finish, stats, warnings=(*self.spec.warnings, *warnings))
 
-    def failed(self, failure: Failed, *, now: float) -> Outcome:
+    def failed_outcome(self, failure: Failed, *, now: float) -> TurnOutcome:
         """Return how the turn ended that could not go on."""
-        return Outcome(failure.code, self._measured(now=now, preempted=self._preempted))
+        return TurnOutcome(failure.code, self._measured(now=now, preempted=self._preempted))
 
     @property
     def _text(self) -> str:

@@ -377,7 +377,7 @@ async def test_the_trace_of_a_request_goes_on_in_its_turn(server: Running) -> No
     submit = server.engine.submit
 
     def spy(turn: Any) -> int:
-        seen.append(turn.turn.order.request.traceparent)
+        seen.append(turn.turn.spec.request.traceparent)
         return submit(turn)
 
     vars(server.engine)["submit"] = spy

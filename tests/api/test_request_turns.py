@@ -165,7 +165,7 @@ async def test_leaving_discards_the_turn() -> None:
         _engine(context).say(turn, "Hel")
     await asyncio.sleep(0)
     assert turn not in _engine(context).turns
-    (session,) = context.sessions._roster
+    (session,) = context.sessions._table
     assert session.history.messages == ()
     assert session.sink is None
 

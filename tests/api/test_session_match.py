@@ -30,7 +30,7 @@ async def asked(server: Running, *messages: dict[str, str], answer: str, token: 
 
 def held(server: Running) -> list[list[str]]:
     """Return what sessions hold, oldest first."""
-    return [[message.content for message in session.history.messages] for session in server.context.sessions._roster]
+    return [[message.content for message in session.history.messages] for session in server.context.sessions._table]
 
 
 async def test_what_was_said_is_not_said_again(server: Running) -> None:
@@ -72,7 +72,7 @@ async def test_nobody_goes_on_with_another_client_s_conversation(server: Running
     await asked(server, FIRST, answer="1")
     await asked(server, FIRST, assistant("1"), SECOND, answer="2", token=eve)
     assert held(server) == [["One?", "1"], ["One?", "1", "Two?", "2"]]
-    clients = {session.facts.client_id for session in server.context.sessions._roster}
+    clients = {session.config.client_id for session in server.context.sessions._table}
     assert clients == {"ada", "eve"}
 
 

@@ -15,7 +15,7 @@ from inferencecenter.auth.accounts import DATABASE_NAME as ACCOUNTS_NAME
 from inferencecenter.auth.accounts import Accounts
 from inferencecenter.server import control
 from inferencecenter.sessions.store.schema import DATABASE_NAME
-from inferencecenter.sessions.store.store import Store
+from inferencecenter.sessions.store.store import SessionStore
 from tests.sessions.store.stores import kept_in, settled, was_clean
 from tests.sessions.store.values import opened, ordered, said
 
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 
 
 @pytest.fixture
-async def running(state_dir: Path) -> AsyncIterator[Store]:
+async def running(state_dir: Path) -> AsyncIterator[SessionStore]:
     """The store of a daemon that runs, with an answer under way, and its accounts."""
     with contextlib.closing(Accounts.open(state_dir / ACCOUNTS_NAME, clock=time.time)) as accounts:
         accounts.ensure_client("ada", max_sessions=3, priority="normal")
-        store = Store.open(state_dir / DATABASE_NAME)
+        store = SessionStore.open(state_dir / DATABASE_NAME)
         for record in (opened(), ordered(), said("Well")):
             store.write(record, flush=False)
         await settled(store)
@@ -39,7 +39,7 @@ async def running(state_dir: Path) -> AsyncIterator[Store]:
         await store.close()
 
 
-async def test_a_backup_holds_both_files(cli: Cli, running: Store, tmp_path: Path) -> None:
+async def test_a_backup_holds_both_files(cli: Cli, running: SessionStore, tmp_path: Path) -> None:
     """Taken while sessions are written; private, whole, and to be used as a state directory."""
     target = tmp_path / "backup"
     copying = asyncio.get_running_loop().run_in_executor(None, cli.run, "backup", str(target), "--json")
@@ -53,7 +53,7 @@ async def test_a_backup_holds_both_files(cli: Cli, running: Store, tmp_path: Pat
     assert stat.S_IMODE(target.stat().st_mode) == 0o700
     assert {path.name for path in target.iterdir()} == {ACCOUNTS_NAME, DATABASE_NAME}
     assert {stat.S_IMODE(path.stat().st_mode) for path in target.iterdir()} == {0o600}
-    unfinished = (await kept_in(target / DATABASE_NAME))["s_1"].unfinished
+    unfinished = (await kept_in(target / DATABASE_NAME))["s_1"].pending_turn
     assert unfinished is not None
     assert "Well" + "." * n_written == unfinished.text.ljust(len("Well") + n_written, ".")
     with contextlib.closing(Accounts.open(target / ACCOUNTS_NAME, clock=time.time)) as accounts:
@@ -63,7 +63,7 @@ async def test_a_backup_holds_both_files(cli: Cli, running: Store, tmp_path: Pat
 
 async def test_a_daemon_on_a_backup_knows_that_something_is_missing(cli: Cli, state_dir: Path, tmp_path: Path) -> None:
     """Even one that was taken after a stop in order: since then clients may have been shown more."""
-    store = Store.open(state_dir / DATABASE_NAME)
+    store = SessionStore.open(state_dir / DATABASE_NAME)
     store.write(opened(), flush=True)
     await store.close()
     result = await asyncio.to_thread(cli.run, "backup", str(tmp_path / "backup"))
@@ -73,7 +73,7 @@ async def test_a_daemon_on_a_backup_knows_that_something_is_missing(cli: Cli, st
     assert await was_clean(state_dir / DATABASE_NAME)
 
 
-async def test_nothing_is_written_over(cli: Cli, running: Store, tmp_path: Path) -> None:
+async def test_nothing_is_written_over(cli: Cli, running: SessionStore, tmp_path: Path) -> None:
     """A directory that is there is refused, empty or not."""
     result = await asyncio.to_thread(cli.run, "backup", str(tmp_path))
     assert result.code == 73
@@ -93,7 +93,7 @@ def replace(path: Path) -> None:
 
 @pytest.mark.parametrize("hurt", [lose, replace])
 async def test_a_file_that_a_daemon_writes_elsewhere_is_no_backup(
-    cli: Cli, running: Store, state_dir: Path, tmp_path: Path, hurt: Callable[[Path], None]
+    cli: Cli, running: SessionStore, state_dir: Path, tmp_path: Path, hurt: Callable[[Path], None]
 ) -> None:
     """Deleted or replaced while it is open: a copy would lack what clients were shown since."""
     with control.try_lock_state_dir(state_dir) as alone:
@@ -107,7 +107,7 @@ async def test_a_file_that_a_daemon_writes_elsewhere_is_no_backup(
 
 
 async def test_what_a_killed_daemon_had_open_does_not_matter(
-    cli: Cli, running: Store, state_dir: Path, tmp_path: Path
+    cli: Cli, running: SessionStore, state_dir: Path, tmp_path: Path
 ) -> None:
     """Its note of what it had open is left behind, the lock is not."""
     with control.try_lock_state_dir(state_dir):

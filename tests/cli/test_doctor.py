@@ -17,7 +17,7 @@ from inferencecenter.cli import checks
 from inferencecenter.cli.checks import Check, Verdict
 from inferencecenter.errors import ErrorCode
 from inferencecenter.server import control
-from inferencecenter.sessions.store.opening import open_writing
+from inferencecenter.sessions.store.database import open_writing
 from inferencecenter.sessions.store.recorder import Recorder
 from inferencecenter.sessions.store.schema import DATABASE_NAME
 from inferencecenter.sqlite_file import FileIdentity

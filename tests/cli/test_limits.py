@@ -19,7 +19,7 @@ from inferencecenter.cli.limits import changed
 from inferencecenter.config.limits import NO_LIMITS, AccessLimits
 from inferencecenter.errors import ErrorCode, InferenceCenterError
 from inferencecenter.server.control import ControlSocket
-from inferencecenter.sessions.store.opening import open_writing
+from inferencecenter.sessions.store.database import open_writing
 from inferencecenter.sessions.store.schema import DATABASE_NAME as SESSIONS_NAME
 from inferencecenter.sessions.store.schema import MIGRATIONS
 from inferencecenter.sqlite_file import connect, make_private, migrate

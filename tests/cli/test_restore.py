@@ -15,8 +15,8 @@ import pytest
 from inferencecenter.auth.accounts import DATABASE_NAME as ACCOUNTS_NAME
 from inferencecenter.auth.accounts import Accounts
 from inferencecenter.server import control
-from inferencecenter.sessions.store.opening import open_reading, open_writing
-from inferencecenter.sessions.store.reading import read_all
+from inferencecenter.sessions.store.database import open_reading, open_writing
+from inferencecenter.sessions.store.loader import read_all
 from inferencecenter.sessions.store.recorder import Recorder
 from inferencecenter.sessions.store.schema import DATABASE_NAME
 from tests.sessions.store.values import opened, ordered, said
@@ -50,7 +50,7 @@ def fill(state_dir: Path, *names: str) -> None:
 def sessions_in(path: Path) -> set[str]:
     """Return the names of the sessions that a daemon would load."""
     with contextlib.closing(open_reading(path)) as database:
-        return {found.kept.facts.session_id for found in read_all(database).found}
+        return {found.kept.config.session_id for found in read_all(database).found}
 
 
 def contents(directory: Path) -> dict[str, bytes]:

@@ -22,7 +22,7 @@ from inferencecenter.cli import session as session_command
 from inferencecenter.cli import usage as usage_command
 from inferencecenter.server.control import DAEMON_LOCK_NAME, ControlSocket, try_lock_state_dir
 from inferencecenter.sessions.store.schema import DATABASE_NAME
-from inferencecenter.sessions.store.store import Store
+from inferencecenter.sessions.store.store import SessionStore
 from tests.sessions.store.stores import kept_in, settled
 from tests.sessions.store.values import ended, make_end, make_turn, opened, ordered, said
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
     from pathlib import Path
 
-    from inferencecenter.sessions.records import Record
+    from inferencecenter.sessions.journal import Record
     from inferencecenter.sessions.store.recorder import PurgeKind
     from tests.cli.conftest import Cli
 
@@ -44,8 +44,8 @@ def _records() -> list[Record]:
     return [opened("s_1"), ended(text=SECRET), opened("s_2"), *running, opened("s_3", client_id="bob"), bobs]
 
 
-async def _filled(state_dir: Path) -> Store:
-    store = Store.open(state_dir / DATABASE_NAME)
+async def _filled(state_dir: Path) -> SessionStore:
+    store = SessionStore.open(state_dir / DATABASE_NAME)
     for record in _records():
         store.write(record, flush=False)
     await settled(store)
@@ -60,7 +60,7 @@ async def kept(state_dir: Path) -> Path:
 
 
 @pytest.fixture
-async def running(state_dir: Path) -> AsyncIterator[Store]:
+async def running(state_dir: Path) -> AsyncIterator[SessionStore]:
     """The store of a daemon that runs and listens."""
     store = await _filled(state_dir)
     control = ControlSocket(state_dir, tokens_changed=lambda: None, purge=store.purge)
@@ -142,7 +142,7 @@ def test_export_has_everything_of_a_session(cli: Cli, kept: Path) -> None:
     assert exported["unfinished"] is None
 
 
-async def test_export_of_a_client_beside_a_daemon(cli: Cli, running: Store, tmp_path: Path) -> None:
+async def test_export_of_a_client_beside_a_daemon(cli: Cli, running: SessionStore, tmp_path: Path) -> None:
     """All its sessions, one with an answer that is not finished, and its usage; the file is the caller's alone."""
     target = tmp_path / "ada.json"
     result = await asyncio.to_thread(cli.run, "session", "export", "--client", "ada", "--output", str(target))
@@ -190,7 +190,7 @@ async def test_purge_of_a_client_takes_its_usage(cli: Cli, kept: Path) -> None:
         assert database.execute("SELECT client_id FROM usage").fetchall() == [("bob",)]
 
 
-async def test_purge_beside_a_daemon_is_the_daemons(cli: Cli, running: Store, state_dir: Path) -> None:
+async def test_purge_beside_a_daemon_is_the_daemons(cli: Cli, running: SessionStore, state_dir: Path) -> None:
     """The command waits until the rows are gone, also from the log beside the file."""
     for arguments in (("s_1",), ("--client", "bob")):
         result = await asyncio.to_thread(cli.run, "session", "purge", *arguments, "--yes")
@@ -229,7 +229,9 @@ def test_a_daemon_that_does_not_listen_is_not_worked_around(cli: Cli, kept: Path
     assert (kept / DAEMON_LOCK_NAME).exists()
 
 
-async def test_a_daemon_that_does_not_purge_is_told(cli: Cli, running: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_daemon_that_does_not_purge_is_told(
+    cli: Cli, running: SessionStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The command does not wait for ever, and says so."""
 
     def ignore(kind: PurgeKind, name: str) -> None:

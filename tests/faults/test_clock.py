@@ -11,8 +11,8 @@ import pytest
 
 from inferencecenter.protocol import events, requests
 from inferencecenter.protocol.params import Params
-from inferencecenter.sessions.client import Client
-from inferencecenter.sessions.registry import Sessions
+from inferencecenter.sessions.client import Principal
+from inferencecenter.sessions.manager import SessionManager
 from tests.e2e.harness import stopped, talk
 from tests.e2e.witness import Witness
 from tests.faults.harness import LINE, logged
@@ -37,11 +37,11 @@ class Clocks:
     engine: FakeEngine = field(default_factory=FakeEngine)
     sink: FakeSink = field(default_factory=FakeSink)
     journal: FakeJournal = field(default_factory=FakeJournal)
-    client: Client = field(default_factory=lambda: Client("ada", 4, "normal", frozenset({"user"})))
+    client: Principal = field(default_factory=lambda: Principal("ada", 4, "normal", frozenset({"user"})))
     timers: list[tuple[float, FakeTimer]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.sessions = Sessions(
+        self.sessions = SessionManager(
             engines=one_model(self.engine),
             renderers=InlineTemplates(),
             config_params=Params(),

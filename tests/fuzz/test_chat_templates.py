@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 
 from inferencecenter.errors import ErrorCode, InferenceCenterError
 from inferencecenter.protocol.values import ChatMessage
-from inferencecenter.sessions.rendering import RenderedPrompt, RenderInput
-from inferencecenter.sessions.sandbox import MAX_CHARS
-from inferencecenter.sessions.template_process import RenderLimits, TemplateProcesses
+from inferencecenter.sessions.prompt.renderer import RenderedPrompt, RenderInput
+from inferencecenter.sessions.prompt.sandbox import MAX_CHARS
+from inferencecenter.sessions.prompt.template_process import RenderLimits, TemplateProcessPool
 from tests.sessions.conftest import BRACKETS, make_model
 
 if TYPE_CHECKING:
-    from inferencecenter.sessions.rendering import RenderResult
+    from inferencecenter.sessions.prompt.renderer import RenderResult
 
 LIMITS: Final = RenderLimits(cpu_s=0.2, memory_bytes=192 * 2**20)
 TALK: Final = RenderInput(
@@ -88,7 +88,7 @@ DOUBLING: Final = (
 )
 
 
-async def rendered(processes: TemplateProcesses, source: str, number: int) -> RenderResult:
+async def rendered(processes: TemplateProcessPool, source: str, number: int) -> RenderResult:
     """What becomes of a conversation with this template."""
     done: asyncio.Future[RenderResult] = asyncio.get_running_loop().create_future()
     model = make_model(name=f"model{number}", chat_template=source)
@@ -113,7 +113,7 @@ def test_any_template_ends_within_its_limits(source: str) -> None:
     """It renders or fails by a code that is documented, and another template renders beside it as before."""
 
     async def run() -> None:
-        processes = TemplateProcesses(limits=LIMITS)
+        processes = TemplateProcessPool(limits=LIMITS)
         try:
             result, other = await asyncio.gather(rendered(processes, source, 1), rendered(processes, BRACKETS, 2))
         finally:

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from inferencecenter.errors import ErrorCode, InferenceCenterError
 from inferencecenter.protocol.values import ChatMessage, Tool
-from inferencecenter.sessions.formats.fallback import as_text
-from inferencecenter.sessions.formats.grammar import MAX_CALLS_CHARS, Start, calls_grammar
-from inferencecenter.sessions.formats.values import tool_values
-from tests.sessions.formats.speaking import ANSWERS, CONTROL
-from tests.sessions.formats.speaking import model as speaking_model
+from inferencecenter.sessions.output_parsing.detection import as_text
+from inferencecenter.sessions.output_parsing.grammar import MAX_CALLS_CHARS, AnswerStart, calls_grammar
+from inferencecenter.sessions.output_parsing.template_values import tool_values
+from tests.sessions.output_parsing.speaking import ANSWERS, CONTROL
+from tests.sessions.output_parsing.speaking import model as speaking_model
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -108,10 +108,10 @@ def test_any_schema_makes_a_grammar_of_bounded_size(
     """Whatever the schema refers to, the grammar is no longer than it may be, or the tools are refused by name."""
     tools = [Tool(name="f", parameters=given_parameters), Tool(name="g")]
     for name in ANSWERS:
-        style = speaking_model(name).written.style
-        assert style is not None
-        start = Start(control=frozenset(CONTROL))
-        made = outcome(partial(calls_grammar, style, tools, start=start, demands=demands, several=several))
+        call_format = speaking_model(name).written.call_format
+        assert call_format is not None
+        start = AnswerStart(control=frozenset(CONTROL))
+        made = outcome(partial(calls_grammar, call_format, tools, start=start, demands=demands, several=several))
         if isinstance(made, InferenceCenterError):
             assert (made.code in EXPECTED, made.field) == (True, "tools")
         else:

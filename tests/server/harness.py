@@ -30,7 +30,7 @@ from inferencecenter.protocol.scopes import Scope
 from inferencecenter.protocol.values import ModelSummary
 from inferencecenter.server.context import ServerContext, UsageReader, no_usage
 from inferencecenter.server.listener import Listener, bind
-from inferencecenter.sessions.registry import Sessions
+from inferencecenter.sessions.manager import SessionManager
 from inferencecenter.tasks import TaskGroup
 from inferencecenter.telemetry.metrics import Metrics
 from tests.ipc.lookups import CharacterTokens
@@ -47,8 +47,7 @@ if TYPE_CHECKING:
     from inferencecenter.ipc.port import EngineTurn
     from inferencecenter.protocol.events import Swap
     from inferencecenter.protocol.values import EnginePlan
-    from inferencecenter.sessions.journal import Journal, StorageFault
-    from inferencecenter.sessions.records import Record
+    from inferencecenter.sessions.journal import Journal, Record, StorageFault
 
 MODEL = ModelInfo(
     name="stub",
@@ -351,7 +350,7 @@ async def running_server(
     context = ServerContext.create(
         chosen,
         models=engine,
-        sessions=Sessions(
+        sessions=SessionManager(
             engines=one_model(engine, MODEL.name),
             renderers=InlineTemplates(),
             config_params=Params(),
@@ -458,7 +457,7 @@ def stub_context() -> ServerContext:
     return ServerContext.create(
         ServerSettings(outbox_bytes=2**14),
         models=engine,
-        sessions=Sessions(
+        sessions=SessionManager(
             engines=one_model(engine, MODEL.name),
             renderers=InlineTemplates(),
             config_params=Params(),

@@ -29,11 +29,10 @@ from inferencecenter.models.registry import not_registered
 from inferencecenter.protocol import events, requests
 from inferencecenter.protocol.params import Params
 from inferencecenter.protocol.values import ChatMessage
-from inferencecenter.sessions.allowance import Unlimited
-from inferencecenter.sessions.client import Client
-from inferencecenter.sessions.registry import Sessions
-from inferencecenter.sessions.rendering import InlineRenderer
-from inferencecenter.sessions.template import ChatTemplate
+from inferencecenter.sessions.client import Principal, UnlimitedAllowance
+from inferencecenter.sessions.manager import SessionManager
+from inferencecenter.sessions.prompt.renderer import InlineRenderer
+from inferencecenter.sessions.prompt.template import ChatTemplate
 from tests.ipc.lookups import CharacterTokens
 
 if TYPE_CHECKING:
@@ -41,12 +40,10 @@ if TYPE_CHECKING:
 
     from inferencecenter.ipc.port import EnginePort, EngineTurn
     from inferencecenter.protocol.base import Event
-    from inferencecenter.sessions.allowance import Allowance
-    from inferencecenter.sessions.journal import Journal, StorageFault
-    from inferencecenter.sessions.records import Record
-    from inferencecenter.sessions.rendering import PromptRenderers
-    from inferencecenter.sessions.totals import TurnRecord
-    from inferencecenter.sessions.tracing import Tracer
+    from inferencecenter.sessions.client import Allowance
+    from inferencecenter.sessions.journal import Journal, Record, StorageFault
+    from inferencecenter.sessions.observability import Tracer, TurnRecord
+    from inferencecenter.sessions.prompt.renderer import PromptRenderers
 
 DETACHED_TURN_S = 900.0
 CONTROL_TOKENS = ("<|im_start|>", "<|im_end|>")
@@ -56,7 +53,7 @@ BRACKETS = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[ass
 
 def make_model(**changes: Any) -> ModelInfo:
     """A model with two control tokens and no template of its own."""
-    facts: dict[str, Any] = {
+    config: dict[str, Any] = {
         "name": "toy",
         "path": "",
         "description": "",
@@ -79,7 +76,7 @@ def make_model(**changes: Any) -> ModelInfo:
         "sampling_defaults_json": b"{}",
         "library": "",
     }
-    return ModelInfo(**(facts | changes))
+    return ModelInfo(**(config | changes))
 
 
 TOY = make_model()
@@ -214,7 +211,7 @@ class FakeEngine(CharacterTokens):
 
     def finished(self, reason: str, *, kept: str, end_text: str = "", **changes: Any) -> Finished:
         """The end of the last turn, of which ``kept`` stays."""
-        facts: dict[str, Any] = {
+        config: dict[str, Any] = {
             "turn_id": self.last.turn_id,
             "reason": reason,
             "stop": None,
@@ -229,7 +226,7 @@ class FakeEngine(CharacterTokens):
             "total_ms": 3.0,
             "tokens_per_s": 4.0,
         }
-        return Finished(**(facts | changes))
+        return Finished(**(config | changes))
 
     def overflow(self, n_tokens: int, *, said: str | None = None, text: str = "", **changes: Any) -> None:
         """Let the last turn not fit its context; without anything ``said`` it never began."""
@@ -378,7 +375,7 @@ class FakeTimer:
         self.cancelled = True
 
 
-class FakeAllowance(Unlimited):
+class FakeAllowance(UnlimitedAllowance):
     """Counts nothing, and lets through what is within limits."""
 
     def __init__(self, limits: AccessLimits) -> None:
@@ -392,7 +389,7 @@ class World:
     engines: FakeEngines = field(default_factory=FakeEngines)
     renderers: PromptRenderers = field(default_factory=InlineTemplates)
     sink: FakeSink = field(default_factory=FakeSink)
-    client: Client = field(default_factory=lambda: Client("ada", 4, "normal", frozenset({"user"})))
+    client: Principal = field(default_factory=lambda: Principal("ada", 4, "normal", frozenset({"user"})))
     now: float = 1000.0
     timers: list[FakeTimer] = field(default_factory=list)
     records: list[TurnRecord] = field(default_factory=list)
@@ -417,9 +414,9 @@ class World:
     def __post_init__(self) -> None:
         self.sessions = self.reopen()
 
-    def reopen(self) -> Sessions:
+    def reopen(self) -> SessionManager:
         """Sessions with the settings as they are now."""
-        self.sessions = Sessions(
+        self.sessions = SessionManager(
             engines=self.engines,
             renderers=self.renderers,
             config_params=self.config_params,
@@ -476,7 +473,7 @@ class World:
         """Keep the record."""
         self.records.append(record)
 
-    def create(self, client: Client | None = None, **fields: Any) -> str:
+    def create(self, client: Principal | None = None, **fields: Any) -> str:
         """Open a session and return its id."""
         request = requests.CreateSession(op="create_session", **fields)
         return self.sessions.create(client or self.client, request, self.sink).session_id
@@ -504,7 +501,7 @@ class World:
         request = requests.Append(op="append", session_id=session_id, messages=said)
         self.sessions.append(self.client, request, self.sink)
 
-    def fork(self, session_id: str, turn: str | None = None, client: Client | None = None) -> str:
+    def fork(self, session_id: str, turn: str | None = None, client: Principal | None = None) -> str:
         """Fork a session and return the new one's id."""
         request = requests.ForkSession(op="fork_session", session_id=session_id, turn=turn)
         return self.sessions.fork(client or self.client, request, self.sink).session_id

@@ -19,19 +19,19 @@ from inferencecenter.ipc.messages import (
 )
 from inferencecenter.ipc.port import EngineState, EngineStatus
 from inferencecenter.protocol import events
-from inferencecenter.sessions.records import (
-    Changed,
-    Described,
-    Dropped,
-    Ended,
-    Gone,
-    Kept,
-    Opened,
-    Ordered,
-    Renamed,
-    Said,
-    Spent,
-    Unfinished,
+from inferencecenter.sessions.journal import (
+    EpochChanged,
+    HistoryChanged,
+    MetadataChanged,
+    PendingTurn,
+    SessionDeleted,
+    SessionOpened,
+    StoredSession,
+    TokensAppended,
+    TurnEnded,
+    TurnFailed,
+    TurnQueued,
+    UsageRecorded,
 )
 from tests.ipc.lookups import CharacterTokens
 from tests.sessions.conftest import make_model, packed
@@ -41,8 +41,8 @@ if TYPE_CHECKING:
 
     from inferencecenter.ipc.port import EngineTurn
     from inferencecenter.protocol.base import Event
-    from inferencecenter.sessions.formats.parts import Part
-    from inferencecenter.sessions.records import Record
+    from inferencecenter.sessions.journal import Record
+    from inferencecenter.sessions.output_parsing.parts import Part
 
 END = "\0"
 
@@ -183,51 +183,54 @@ class Oracle(CharacterTokens):
         )
 
 
-def kept(records: Iterable[Record]) -> list[Kept]:
+def kept(records: Iterable[Record]) -> list[StoredSession]:
     """What a store gives back that was written ``records``."""
-    sessions: dict[str, Kept] = {}
+    sessions: dict[str, StoredSession] = {}
     for record in records:
-        if isinstance(record, Opened):
-            sessions[record.facts.session_id] = Kept(
-                facts=record.facts,
+        if isinstance(record, SessionOpened):
+            sessions[record.config.session_id] = StoredSession(
+                config=record.config,
                 seq=0,
                 last_used_at=record.last_used_at,
                 history=record.history,
                 turns=record.turns,
                 ends={},
-                unfinished=None,
+                pending_turn=None,
                 notes=record.notes,
             )
-        elif isinstance(record, Gone):
+        elif isinstance(record, SessionDeleted):
             del sessions[record.session_id]
-        elif not isinstance(record, Spent):
+        elif not isinstance(record, UsageRecorded):
             sessions[record.session_id] = _after(sessions[record.session_id], record)
     return list(sessions.values())
 
 
-def _parts(before: Unfinished, said: Said) -> tuple[Part, ...] | None:
+def _parts(before: PendingTurn, said: TokensAppended) -> tuple[Part, ...] | None:
     if before.parts is None and said.parts is None:
         return None
     return (*(before.parts or ()), *(said.parts or ()))
 
 
-def _after(session: Kept, record: Ordered | Said | Ended | Dropped | Changed | Described | Renamed) -> Kept:
+def _after(
+    session: StoredSession,
+    record: TurnQueued | TokensAppended | TurnEnded | TurnFailed | HistoryChanged | MetadataChanged | EpochChanged,
+) -> StoredSession:
     match record:
-        case Ordered():
-            before = session.unfinished or Unfinished(order=record.order, tokens=b"", text="")
-            unfinished = replace(before, order=record.order)
-            return replace(session, seq=record.seq, last_used_at=record.last_used_at, unfinished=unfinished)
-        case Said():
-            assert session.unfinished is not None
-            assert session.unfinished.order.turn_id == record.turn_id
-            unfinished = replace(
-                session.unfinished,
-                tokens=session.unfinished.tokens + record.tokens,
-                text=session.unfinished.text + record.text,
-                parts=_parts(session.unfinished, record),
+        case TurnQueued():
+            before = session.pending_turn or PendingTurn(spec=record.spec, tokens=b"", text="")
+            pending_turn = replace(before, spec=record.spec)
+            return replace(session, seq=record.seq, last_used_at=record.last_used_at, pending_turn=pending_turn)
+        case TokensAppended():
+            assert session.pending_turn is not None
+            assert session.pending_turn.spec.turn_id == record.turn_id
+            pending_turn = replace(
+                session.pending_turn,
+                tokens=session.pending_turn.tokens + record.tokens,
+                text=session.pending_turn.text + record.text,
+                parts=_parts(session.pending_turn, record),
             )
-            return replace(session, seq=record.seq, unfinished=unfinished)
-        case Ended():
+            return replace(session, seq=record.seq, pending_turn=pending_turn)
+        case TurnEnded():
             ends = dict(session.ends)
             if record.turn_key is not None:
                 ends[record.turn_key] = record.end
@@ -238,17 +241,17 @@ def _after(session: Kept, record: Ordered | Said | Ended | Dropped | Changed | D
                 history=record.history,
                 turns=(*session.turns, record.turn),
                 ends=ends,
-                unfinished=None,
+                pending_turn=None,
                 notes={**session.notes, record.turn.turn_id: record.note} if record.note else session.notes,
             )
-        case Dropped():
+        case TurnFailed():
             failures = dict(session.failures)
             if record.failure is not None and record.failure.note:
                 failures[record.turn_id] = record.failure
             return replace(
-                session, seq=record.seq, last_used_at=record.last_used_at, unfinished=None, failures=failures
+                session, seq=record.seq, last_used_at=record.last_used_at, pending_turn=None, failures=failures
             )
-        case Changed():
+        case HistoryChanged():
             left = {turn.turn_id for turn in record.turns}
             return replace(
                 session,
@@ -259,9 +262,11 @@ def _after(session: Kept, record: Ordered | Said | Ended | Dropped | Changed | D
                 ends={key: end for key, end in session.ends.items() if end.turn_id in left},
                 failures={} if record.rewound else session.failures,
             )
-        case Described() | Renamed():
-            facts = record.facts if isinstance(record, Described) else replace(session.facts, epoch=record.epoch)
-            return replace(session, facts=facts)
+        case MetadataChanged() | EpochChanged():
+            config = (
+                record.config if isinstance(record, MetadataChanged) else replace(session.config, epoch=record.epoch)
+            )
+            return replace(session, config=config)
 
 
 @dataclass

@@ -14,15 +14,13 @@ from inferencecenter.errors import ErrorCode, InferenceCenterError
 from inferencecenter.ipc.messages import Cancelled
 from inferencecenter.protocol.events import End
 from inferencecenter.protocol.params import Params
-from inferencecenter.sessions.allowance import check_model, limited
-from inferencecenter.sessions.client import Client
-from inferencecenter.sessions.journal import StorageFault
-from inferencecenter.sessions.records import Dropped, Ended, Ordered, Spent
+from inferencecenter.sessions.client import Principal, check_model, limited
+from inferencecenter.sessions.journal import StorageFault, TurnEnded, TurnFailed, TurnQueued, UsageRecorded
 from inferencecenter.sessions.session import COUNTED_TOKENS
 from tests.sessions.conftest import World
 from tests.sessions.oracle import kept
 
-PHONE = Client("ada", 4, "normal", frozenset({"user"}), token_id="aabb")
+PHONE = Principal("ada", 4, "normal", frozenset({"user"}), token_id="aabb")
 
 
 @dataclass
@@ -60,9 +58,9 @@ class Counter:
         self.ended += 1
 
 
-def counted(**facts: Any) -> tuple[World, Counter]:
+def counted(**config: Any) -> tuple[World, Counter]:
     """Sessions of a client whose phone has an allowance; other tokens have one without limits."""
-    counter, other = Counter(**facts), Counter()
+    counter, other = Counter(**config), Counter()
     world = World(client=PHONE, allowance_of=lambda _client, token: counter if token == "aabb" else other)
     return world, counter
 
@@ -228,13 +226,13 @@ def test_a_turn_of_an_earlier_daemon_goes_on_for_its_token() -> None:
     world.engine.start()
     world.engine.generate("abc")
     assert world.journal is not None
-    assert [record.order.token_id for record in world.journal.of(Ordered)] == ["aabb"]
+    assert [record.spec.token_id for record in world.journal.of(TurnQueued)] == ["aabb"]
     found = kept(world.journal.records)
     world.reopen().restore(found, clean=True)
     assert (counter.taken_over, counter.begun) == ([3], 1)
     world.engine.start()
     world.engine.finish(kept="abc")
-    assert [record.token_id for record in world.journal.of(Ended)] == ["aabb"]
+    assert [record.token_id for record in world.journal.of(TurnEnded)] == ["aabb"]
     assert counter.ended == 1
 
 
@@ -244,7 +242,7 @@ def test_sessions_that_may_not_be_kept_are_counted() -> None:
     session_id = world.create(store=False)
     world.turn(session_id, "Hi", "Hello")
     assert world.journal is not None
-    spent = world.journal.of(Spent)
+    spent = world.journal.of(UsageRecorded)
     assert spent == world.journal.records
     assert {(each.client_id, each.token_id, each.at) for each in spent} == {("ada", "aabb", 1000.0)}
     assert [(each.completion_tokens, each.turns) for each in spent] == [(0, 0), (6, 1)]
@@ -304,17 +302,17 @@ def test_long_answers_that_are_not_stored_are_counted_while_they_come(fate: str)
             assert counted_tokens(world) == counter.used == prompt + 2 * COUNTED_TOKENS
 
 
-def spent_of(world: World) -> list[Spent]:
+def spent_of(world: World) -> list[UsageRecorded]:
     """All that is written down as spent."""
     assert world.journal is not None
-    found: list[Spent] = []
+    found: list[UsageRecorded] = []
     for record in world.journal.records:
         match record:
-            case Spent():
+            case UsageRecorded():
                 found.append(record)
-            case Ended():
+            case TurnEnded():
                 found.append(record.spent())
-            case Dropped(spent=Spent() as spent):
+            case TurnFailed(spent=UsageRecorded() as spent):
                 found.append(spent)
     return found
 

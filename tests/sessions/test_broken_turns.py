@@ -9,13 +9,12 @@ from structlog.testing import capture_logs
 
 from inferencecenter.config.limits import NO_LIMITS
 from inferencecenter.protocol import events
-from inferencecenter.sessions import answering
-from inferencecenter.sessions.allowance import Unlimited
-from inferencecenter.sessions.audience import Audience
-from inferencecenter.sessions.ledger import Ledger
-from inferencecenter.sessions.records import Ended, Kept
-from inferencecenter.sessions.session import Session
-from inferencecenter.sessions.stream import EventStream
+from inferencecenter.sessions import turn_runner
+from inferencecenter.sessions.client import UnlimitedAllowance
+from inferencecenter.sessions.event_log import EventLog, Subscription
+from inferencecenter.sessions.history import TurnLog
+from inferencecenter.sessions.journal import StoredSession, TurnEnded
+from inferencecenter.sessions.session import LiveSession
 from inferencecenter.sessions.turn import Turn
 from tests.sessions.conftest import FakeJournal, FakeSink, World
 
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
-class Running(Unlimited):
+class Running(UnlimitedAllowance):
     """Counts the turns that run."""
 
     limits = NO_LIMITS
@@ -61,17 +60,17 @@ def broken_once(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, *, after
 @pytest.mark.parametrize(
     ("owner", "name"),
     [
-        (EventStream, "queued"),
-        (EventStream, "say"),
-        (EventStream, "end"),
-        (Audience, "tell"),
+        (EventLog, "queued"),
+        (EventLog, "publish_text"),
+        (EventLog, "end"),
+        (Subscription, "publish"),
         (Turn, "start"),
         (Turn, "extend"),
-        (Turn, "reported"),
-        (Ledger, "record"),
-        (Unlimited, "use"),
-        (answering, "end_trace"),
-        (answering, "after_turn"),
+        (Turn, "finished_outcome"),
+        (TurnLog, "record_end"),
+        (UnlimitedAllowance, "use"),
+        (turn_runner, "end_trace"),
+        (turn_runner, "after_turn"),
     ],
 )
 def test_a_defect_ends_its_turn_only(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, *, after: bool) -> None:
@@ -113,7 +112,7 @@ def test_who_comes_back_after_a_defect_is_told_how_things_stand(world: World, mo
     """The number of the event that was never told is missing: what came before it cannot be told again."""
     session_id = world.create()
     epoch = world.get(session_id).epoch
-    broken_once(monkeypatch, Audience, "tell")
+    broken_once(monkeypatch, Subscription, "publish")
     world.infer(session_id)
     world.turn(session_id, "Hi", "Hello")
     sink = FakeSink()
@@ -149,14 +148,14 @@ def test_a_session_that_cannot_be_built_keeps_no_daemon_from_starting(
         world.turn(name, "Hi", "Hello")
     kept = [_kept(world, journal, name) for name in names]
     world.reopen()
-    restored: Callable[..., Session] = Session.restored
+    restored: Callable[..., LiveSession] = LiveSession.restored
 
-    def defective(each: Any, *args: Any, **kwargs: Any) -> Session:
-        if each.facts.session_id == names[0]:
+    def defective(each: Any, *args: Any, **kwargs: Any) -> LiveSession:
+        if each.config.session_id == names[0]:
             raise RuntimeError("a defect")
         return restored(each, *args, **kwargs)
 
-    monkeypatch.setattr(Session, "restored", defective)
+    monkeypatch.setattr(LiveSession, "restored", defective)
     with capture_logs() as logs:
         world.sessions.restore(kept, clean=True)
     assert [line["session"] for line in logs if line["event"] == "session_set_aside"] == [names[0]]
@@ -165,15 +164,15 @@ def test_a_session_that_cannot_be_built_keeps_no_daemon_from_starting(
 
 
 def _kept(world: World, journal: FakeJournal, session_id: str) -> Any:
-    session = world.sessions._roster.get(session_id)
+    session = world.sessions._table.get(session_id)
     assert session is not None
-    ended = next(record for record in journal.of(Ended) if record.session_id == session_id)
-    return Kept(
-        facts=session.facts,
+    ended = next(record for record in journal.of(TurnEnded) if record.session_id == session_id)
+    return StoredSession(
+        config=session.config,
         seq=ended.seq,
         last_used_at=ended.last_used_at,
         history=ended.history,
         turns=(ended.turn,),
         ends={},
-        unfinished=None,
+        pending_turn=None,
     )

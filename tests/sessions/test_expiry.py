@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inferencecenter.sessions.expiry import ExpiryQueue
+from inferencecenter.sessions.table import ExpiryQueue
 from tests.sessions.conftest import FakeTimer
 
 if TYPE_CHECKING:

@@ -12,13 +12,13 @@ from inferencecenter.errors import ErrorCode, InferenceCenterError
 from inferencecenter.protocol import requests
 from inferencecenter.protocol.params import decode
 from inferencecenter.protocol.requests import START
-from inferencecenter.sessions.client import Client
+from inferencecenter.sessions.client import Principal
 from tests.sessions.conftest import World, packed
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-EVE = Client("eve", 4, "normal", frozenset({"user"}))
+EVE = Principal("eve", 4, "normal", frozenset({"user"}))
 
 
 def refused(code: ErrorCode, call: Callable[..., object], *args: Any, **kwargs: Any) -> InferenceCenterError:
@@ -292,7 +292,7 @@ STEPS = st.lists(
 @given(steps=STEPS)
 def test_going_back_is_as_if_nothing_had_come_after(steps: list[Any]) -> None:
     """After any mixture of turns, forks and rewinds a session holds what a plain list of its turns says."""
-    world = World(max_sessions=1000, client=Client("ada", 1000, "normal", frozenset({"user"})))
+    world = World(max_sessions=1000, client=Principal("ada", 1000, "normal", frozenset({"user"})))
     session_id = world.create(system="s")
     model = [(START, ["s"])]
     now = ["s"]

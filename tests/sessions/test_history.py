@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from inferencecenter.errors import ErrorCode, InferenceCenterError
 from inferencecenter.protocol.requests import START
 from inferencecenter.protocol.values import ChatMessage, ToolCall
-from inferencecenter.sessions.history import Extent, History, Room, View
+from inferencecenter.sessions.history import History, HistoryLimits, HistorySize, HistoryView
 from tests.sessions.conftest import packed
 
 if TYPE_CHECKING:
@@ -20,19 +20,21 @@ if TYPE_CHECKING:
     from tests.sessions.conftest import World
 
 
-def grown(history: History, turn_id: str, text: str, *, goes_on: bool = True, view: View | None = None) -> History:
+def grown(
+    history: History, turn_id: str, text: str, *, goes_on: bool = True, view: HistoryView | None = None
+) -> History:
     """The history with a turn more, which adds ``text`` or has only ``text`` left."""
     messages = (*history.messages, ChatMessage(role="user", content=text))
     covered = history.covered + text if goes_on else text
-    return history.after(turn_id, History(messages, packed(covered), covered, view or View()), goes_on=goes_on)
+    return history.after(turn_id, History(messages, packed(covered), covered, view or HistoryView()), goes_on=goes_on)
 
 
 def test_a_view_leaves_out_the_middle() -> None:
     """The first messages and the last are given; a view that resumes among the first leaves out none."""
     messages = tuple(ChatMessage(role="user", content=str(number)) for number in range(6))
-    assert "".join(message.content for message in View(2, 4).of(messages)) == "0145"
-    assert View(2, 4).n_dropped == 2
-    for view in (View(), View(2), View(3, 2), View(9)):
+    assert "".join(message.content for message in HistoryView(2, 4).of(messages)) == "0145"
+    assert HistoryView(2, 4).n_dropped == 2
+    for view in (HistoryView(), HistoryView(2), HistoryView(3, 2), HistoryView(9)):
         assert view.of(messages) == messages
         assert view.n_dropped == 0
 
@@ -54,10 +56,10 @@ def test_every_turn_can_be_gone_back_to(texts: list[str], data: st.DataObject) -
 def test_a_new_rendering_leaves_older_turns_without_tokens() -> None:
     """Their messages and what was read of them are known, but no token is taken for one of theirs."""
     history = grown(grown(History(), "t0", "a"), "t1", "b")
-    history = grown(history, "t2", "new", goes_on=False, view=View(0, 2))
+    history = grown(history, "t2", "new", goes_on=False, view=HistoryView(0, 2))
     assert history.until("t2") == history
     back = history.until("t1")
-    assert (len(back.messages), back.tokens, back.covered, back.view) == (2, b"", "", View())
+    assert (len(back.messages), back.tokens, back.covered, back.view) == (2, b"", "", HistoryView())
     again = grown(grown(history, "t3", "c"), "t4", "d")
     assert again.until("t2").covered == "new"
     assert again.until("t3").n_tokens == 4
@@ -82,7 +84,7 @@ class Counted(tuple[ChatMessage, ...]):
         return super().__iter__()
 
 
-ROOM = Room(max_chars=1000, max_entries=100)
+ROOM = HistoryLimits(max_chars=1000, max_entries=100)
 
 
 def message(content: str = "", **fields: Any) -> ChatMessage:
@@ -115,20 +117,20 @@ def test_what_is_carried_along_is_what_would_be_measured(batches: list[list[Chat
             history = history.appended(tuple(batch), room=ROOM)
         else:
             history = history.after(f"t{number}", History((*history.messages, *batch)), goes_on=True)
-        assert history.extent == Extent.of(history.messages)
+        assert history.extent == HistorySize.of(history.messages)
     for turn in history.turns:
-        assert history.until(turn.turn_id).extent == Extent.of(history.until(turn.turn_id).messages)
+        assert history.until(turn.turn_id).extent == HistorySize.of(history.until(turn.turn_id).messages)
 
 
 def test_appending_looks_at_new_messages_only() -> None:
     """A history that was measured once is not gone through again for each message that follows."""
     history = History(Counted([message("a")] * 50))
-    assert history.extent == Extent(50, 50)
+    assert history.extent == HistorySize(50, 50)
     Counted.times = 0
     for _ in range(20):
         grown_history = history.appended((message("b"),), room=ROOM)
     assert Counted.times == 0
-    assert grown_history.extent == Extent(51, 51)
+    assert grown_history.extent == HistorySize(51, 51)
 
 
 @pytest.mark.parametrize(

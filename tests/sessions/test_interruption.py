@@ -13,16 +13,16 @@ from inferencecenter.ipc.messages import Cancelled, Failed, TokenDelta, unpack_t
 from inferencecenter.ipc.port import EngineState, EngineStatus
 from inferencecenter.protocol import events, requests
 from inferencecenter.protocol.params import Params, decode
-from inferencecenter.sessions.client import Client
-from inferencecenter.sessions.records import Ordered
-from inferencecenter.sessions.registry import Sessions
+from inferencecenter.sessions.client import Principal
+from inferencecenter.sessions.journal import TurnQueued
+from inferencecenter.sessions.manager import SessionManager
 from tests.sessions.conftest import FakeSink, InlineTemplates, World, make_model, one_model, packed
 from tests.sessions.oracle import Oracle, script
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-ADA = Client("ada", 4, "normal", frozenset({"user"}))
+ADA = Principal("ada", 4, "normal", frozenset({"user"}))
 N_CTX = 400
 
 
@@ -196,7 +196,7 @@ def test_a_turn_that_has_said_nothing_is_answered_by_whatever_model_serves(world
     world.engine.ready(make_model(name="other", chat_template=template))
     assert (world.engine.last.tokens, world.engine.last_text) == (b"", "[user]Hi[assistant]Hello[user]Go on[assistant]")
     assert world.journal is not None
-    written = [record.order.made_by for record in world.journal.of(Ordered)]
+    written = [record.spec.model_fingerprint for record in world.journal.of(TurnQueued)]
     assert written[-2] != written[-1]
     world.engine.start()
     world.engine.generate("Gone")
@@ -276,7 +276,7 @@ def test_what_a_shifted_turn_held_back_is_told_when_it_is_withdrawn(world: World
 def test_interruptions_change_no_word(lag: int, losses: list[int], prompt: str) -> None:
     """Wherever engines are lost, the text is the same, in each turn and in the next that builds on it."""
     oracle, sink = Oracle(lag=lag), FakeSink()
-    sessions = Sessions(
+    sessions = SessionManager(
         engines=one_model(oracle),
         renderers=InlineTemplates(),
         config_params=Params(),

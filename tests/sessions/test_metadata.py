@@ -9,8 +9,7 @@ import pytest
 from inferencecenter.errors import ErrorCode, InferenceCenterError
 from inferencecenter.protocol import requests
 from inferencecenter.protocol.codec import read_frame
-from inferencecenter.sessions.journal import StorageFault
-from inferencecenter.sessions.records import Described
+from inferencecenter.sessions.journal import MetadataChanged, StorageFault
 from tests.sessions.conftest import FakeJournal, World
 from tests.sessions.oracle import kept
 
@@ -67,7 +66,7 @@ def test_it_is_there_after_a_restart(world: World) -> None:
     session_id = world.create(metadata={"title": "old"})
     describe(world, session_id, title="new")
     assert isinstance(world.journal, FakeJournal)
-    assert [record.facts.metadata for record in world.journal.of(Described)] == [{"title": "new"}]
+    assert [record.config.metadata for record in world.journal.of(MetadataChanged)] == [{"title": "new"}]
     records = tuple(world.journal.records)
     world.reopen().restore(kept(records), clean=True)
     assert world.get(session_id).metadata == {"title": "new"}

@@ -14,8 +14,8 @@ from inferencecenter.ipc.messages import TokenDelta
 from inferencecenter.ipc.port import EngineState, EngineStatus
 from inferencecenter.protocol import events, requests
 from inferencecenter.protocol.params import decode
-from inferencecenter.sessions.client import Client
-from inferencecenter.sessions.records import Ended, Gone, Renamed
+from inferencecenter.sessions.client import Principal
+from inferencecenter.sessions.journal import EpochChanged, SessionDeleted, TurnEnded
 from tests.sessions.conftest import DETACHED_TURN_S, FakeEngine, FakeJournal, FakeSink, World, make_model, packed
 from tests.sessions.oracle import kept
 
@@ -126,7 +126,7 @@ def test_events_are_another_history_after_an_unclean_stop(world: World) -> None:
     restart(world, clean=False)
     assert world.get(session_id).epoch != epoch
     assert world.journal is not None
-    renamed = {record.session_id: record.epoch for record in world.journal.of(Renamed)}
+    renamed = {record.session_id: record.epoch for record in world.journal.of(EpochChanged)}
     assert renamed == {name: world.get(name).epoch for name in (session_id, idle)}
     world.resume(session_id, epoch=epoch, last_seq=seq)
     assert world.sink.last.reason == "other_epoch"
@@ -234,7 +234,7 @@ def test_what_the_engine_refuses_keeps_its_text(world: World) -> None:
     world.reopen().restore(kept(records), clean=True)
     assert world.transcript(begun)[-1] == ("assistant", "ab")
     assert world.transcript(waiting) == []
-    ended = world.journal.of(Ended)[-1]
+    ended = world.journal.of(TurnEnded)[-1]
     assert ended.end.finish_reason == "aborted"
     assert "too many" in ended.end.warnings[-1]
     assert world.sessions.totals().active_generations == 0
@@ -282,7 +282,7 @@ def test_sessions_that_end_with_their_socket_end_with_the_daemon(world: World) -
     restart(world, clean=False)
     assert world.sessions.live_sessions() == (staying,)
     assert world.journal is not None
-    assert [record.session_id for record in world.journal.of(Gone)] == [closing]
+    assert [record.session_id for record in world.journal.of(SessionDeleted)] == [closing]
 
 
 def test_unused_time_counts_over_a_restart(world: World) -> None:
@@ -293,7 +293,7 @@ def test_unused_time_counts_over_a_restart(world: World) -> None:
     assert world.sessions.live_sessions() == (left,)
     assert [timer.delay_s for timer in world.timers] == [100.0]
     assert world.journal is not None
-    assert [record.session_id for record in world.journal.of(Gone)] == [gone]
+    assert [record.session_id for record in world.journal.of(SessionDeleted)] == [gone]
 
 
 def test_a_turn_that_goes_on_keeps_its_session(world: World) -> None:
@@ -326,7 +326,7 @@ def test_a_clock_that_jumps_expires_nothing(world: World) -> None:
 
 def test_sessions_are_deleted_after_their_retention(world: World) -> None:
     """The daemon's days, or the client's own, or the session's ``ttl_s`` if that is shorter; looked at each day."""
-    eve = Client("eve", 4, "normal", frozenset({"user"}), retention_days=1)
+    eve = Principal("eve", 4, "normal", frozenset({"user"}), retention_days=1)
     world.retention_days = 3
     world.reopen()
     names = {"daemon": world.create(), "ttl": world.create(ttl_s=DAY_S / 2), "client": world.create(eve)}

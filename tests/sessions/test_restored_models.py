@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from inferencecenter.ipc.port import EngineState, EngineStatus
-from inferencecenter.sessions.records import Dropped, Ended, Ordered
+from inferencecenter.sessions.journal import TurnEnded, TurnFailed, TurnQueued
 from tests.sessions.conftest import (
     BRACKETS,
     LARGE,
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 def orders(world: World) -> list[str]:
     """The models of all orders that were written down."""
     assert world.journal is not None
-    return [record.order.model for record in world.journal.of(Ordered)]
+    return [record.spec.model for record in world.journal.of(TurnQueued)]
 
 
 def restart(world: World, *models: ModelInfo, default: str) -> None:
@@ -45,7 +45,7 @@ def restart(world: World, *models: ModelInfo, default: str) -> None:
         engines[model.name].ready(model)
 
 
-def unfinished(world: World, *, said: str, model: str | None = None) -> str:
+def pending_turn(world: World, *, said: str, model: str | None = None) -> str:
     """A session whose last turn, on ``toy``, has ``said`` something."""
     session_id = world.create(model=model)
     world.turn(session_id, "Hi", "Hello")
@@ -58,7 +58,7 @@ def unfinished(world: World, *, said: str, model: str | None = None) -> str:
 
 def test_a_begun_turn_goes_on_with_the_model_that_began_it(world: World) -> None:
     """Though the next daemon has another default."""
-    session_id = unfinished(world, said="ab")
+    session_id = pending_turn(world, said="ab")
     tokens = world.engine.last.tokens
     restart(world, TOY, LARGE, default="large")
     toy, large = world.engine_of("toy"), world.engine_of("large")
@@ -75,10 +75,10 @@ def test_a_begun_turn_goes_on_with_the_model_that_began_it(world: World) -> None
 )
 def test_a_begun_turn_whose_model_is_gone_keeps_what_it_said(world: World, models: tuple[ModelInfo, ...]) -> None:
     """It ends as aborted with the reason, and the session goes on with the default."""
-    session_id = unfinished(world, said="ab")
+    session_id = pending_turn(world, said="ab")
     restart(world, *models, default="large")
     assert world.journal is not None
-    end = world.journal.of(Ended)[-1].end
+    end = world.journal.of(TurnEnded)[-1].end
     assert (end.finish_reason, world.transcript(session_id)[-1]) == ("aborted", ("assistant", "ab"))
     assert "could not be continued" in end.warnings[-1]
     world.infer(session_id, "Next")
@@ -87,7 +87,7 @@ def test_a_begun_turn_whose_model_is_gone_keeps_what_it_said(world: World, model
 
 def test_a_turn_that_had_not_begun_goes_to_the_model_of_now(world: World) -> None:
     """The default, or the one that the session has named; it is written down as that one's."""
-    going, staying = unfinished(world, said=""), unfinished(world, said="", model="toy")
+    going, staying = pending_turn(world, said=""), pending_turn(world, said="", model="toy")
     restart(world, TOY, LARGE, default="large")
     toy, large = world.engine_of("toy"), world.engine_of("large")
     assert [turn.session_id for turn in large.submitted] == [going]
@@ -98,22 +98,22 @@ def test_a_turn_that_had_not_begun_goes_to_the_model_of_now(world: World) -> Non
 
 def test_a_turn_that_had_not_begun_fails_where_its_model_is_gone(world: World) -> None:
     """Its session stays and can be read."""
-    session_id = unfinished(world, said="", model="toy")
+    session_id = pending_turn(world, said="", model="toy")
     restart(world, LARGE, default="large")
     assert world.get(session_id).state == "idle"
     assert world.transcript(session_id)[-1] == ("assistant", "Hello")
     assert world.journal is not None
-    assert len(world.journal.of(Dropped)) == 1
+    assert len(world.journal.of(TurnFailed)) == 1
     assert [record.finish for record in world.records][-1] == "model_not_found"
 
 
 @pytest.mark.parametrize("said", ["", "ab"])
 def test_a_turn_of_an_older_daemon_is_the_defaults(world: World, said: str) -> None:
     """There was one model, and nobody wrote down its name."""
-    session_id = unfinished(world, said=said)
+    session_id = pending_turn(world, said=said)
     assert world.journal is not None
     world.journal.records = [
-        replace(record, order=replace(record.order, model="")) if isinstance(record, Ordered) else record
+        replace(record, spec=replace(record.spec, model="")) if isinstance(record, TurnQueued) else record
         for record in world.journal.records
     ]
     first = world.engine.last

@@ -8,8 +8,8 @@ from inferencecenter.errors import ErrorCode
 from inferencecenter.protocol import requests
 from inferencecenter.sessions.journal import StorageFault
 from tests.sessions.conftest import World
-from tests.sessions.test_agreement import stateless
-from tests.sessions.test_registry import EVE, refused
+from tests.sessions.test_manager import EVE, refused
+from tests.sessions.test_prefix_match import stateless
 
 
 @pytest.fixture
@@ -37,7 +37,7 @@ def test_it_is_none_of_the_clients_sessions(world: World) -> None:
     assert world.sessions.list(world.client, requests.ListSessions(op="list_sessions")).sessions == ()
     assert world.sessions.count_of("ada") == (0, 0)
     assert world.journal is not None
-    assert [type(record).__name__ for record in world.journal.records] == ["Spent"] * len(world.journal.records)
+    assert [type(record).__name__ for record in world.journal.records] == ["UsageRecorded"] * len(world.journal.records)
     assert not world.engine.last.durable
     after = requests.ListSessions(op="list_sessions", after=session_id)
     refused(ErrorCode.SESSION_NOT_FOUND, world.sessions.list, world.client, after)

@@ -13,8 +13,8 @@ from inferencecenter.errors import ErrorCode, InferenceCenterError
 from inferencecenter.ipc.port import EngineState
 from inferencecenter.protocol import requests
 from inferencecenter.protocol.params import Params
-from inferencecenter.sessions.client import Client
-from inferencecenter.sessions.registry import Sessions
+from inferencecenter.sessions.client import Principal
+from inferencecenter.sessions.manager import SessionManager
 from tests.sessions.conftest import FakeJournal, FakeTimer, InlineTemplates, one_model
 from tests.sessions.oracle import Oracle, Reader, kept, script
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from inferencecenter.protocol.base import Event
 
-ADA = Client("ada", 4, "normal", frozenset({"user"}))
+ADA = Principal("ada", 4, "normal", frozenset({"user"}))
 
 
 class Socket:
@@ -96,9 +96,9 @@ class Survival(RuleBasedStateMachine):
         self.sent = 0
         self.pending: str | None = None
 
-    def begin(self) -> Sessions:
+    def begin(self) -> SessionManager:
         """A daemon that knows nothing yet."""
-        return Sessions(
+        return SessionManager(
             engines=one_model(self.oracle),
             renderers=InlineTemplates(),
             config_params=Params(),
@@ -216,12 +216,12 @@ class Survival(RuleBasedStateMachine):
         self.socket.open = False
         records = self.journal.records[:n_records]
         (session,) = kept(records)
-        ended, unfinished = {turn.turn_id for turn in session.turns}, session.unfinished
+        ended, pending_turn = {turn.turn_id for turn in session.turns}, session.pending_turn
         assert self.reader.answers.keys() <= ended
         if self.reader.turn_id not in (None, *ended):
-            assert unfinished is not None
-            assert unfinished.order.turn_id == self.reader.turn_id
-            assert unfinished.text.startswith(self.reader.text)
+            assert pending_turn is not None
+            assert pending_turn.spec.turn_id == self.reader.turn_id
+            assert pending_turn.text.startswith(self.reader.text)
         self.journal = CommittingJournal()
         self.journal.records = records
         self.journal.safe = n_records

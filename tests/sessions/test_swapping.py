@@ -8,12 +8,12 @@ from hypothesis import strategies as st
 from inferencecenter.ipc.port import EngineState, EngineStatus
 from inferencecenter.protocol import events, requests
 from inferencecenter.protocol.params import Params
-from inferencecenter.sessions.client import Client
-from inferencecenter.sessions.registry import Sessions
+from inferencecenter.sessions.client import Principal
+from inferencecenter.sessions.manager import SessionManager
 from tests.sessions.conftest import LARGE, TOY, FakeEngines, FakeSink, InlineTemplates
 from tests.sessions.oracle import Oracle, script
 
-ADA = Client("ada", 4, "normal", frozenset({"user"}))
+ADA = Principal("ada", 4, "normal", frozenset({"user"}))
 
 
 class Recallable(Oracle):
@@ -37,7 +37,7 @@ class Conversation:
             model.name: Recallable(status=EngineStatus(EngineState.READY, model=model)) for model in (TOY, LARGE)
         }
         self.engines = FakeEngines(engines=dict(self.oracles), default="toy")
-        self.sessions = Sessions(
+        self.sessions = SessionManager(
             engines=self.engines,
             renderers=InlineTemplates(),
             config_params=Params(),

@@ -14,7 +14,7 @@ from inferencecenter.ipc.port import EngineState, EngineStatus
 from inferencecenter.protocol import events, requests
 from inferencecenter.protocol.params import Params, decode
 from inferencecenter.protocol.requests import START
-from inferencecenter.sessions.records import Dropped, Ordered
+from inferencecenter.sessions.journal import TurnFailed, TurnQueued
 from tests.sessions.conftest import BRACKETS, FakeEngine, FakeSink, World, make_model, packed
 
 
@@ -44,7 +44,7 @@ def spelled(tokens: bytes) -> str:
 def orders(world: World) -> list[tuple[str, int]]:
     """The models and numbers of all orders that were written down."""
     assert world.journal is not None
-    return [(record.order.model, record.seq) for record in world.journal.of(Ordered)]
+    return [(record.spec.model, record.seq) for record in world.journal.of(TurnQueued)]
 
 
 # Between turns.
@@ -357,7 +357,7 @@ def test_a_recalled_turn_that_is_refused_fails(world: World, large: FakeEngine) 
     assert world.get(session_id).state == "idle"
     assert world.transcript(session_id)[-1] == ("assistant", "Hello")
     assert world.journal is not None
-    assert len(world.journal.of(Dropped)) == 1
+    assert len(world.journal.of(TurnFailed)) == 1
 
 
 def test_a_turn_is_not_recalled_to_a_model_that_it_may_not_have(world: World, large: FakeEngine) -> None:

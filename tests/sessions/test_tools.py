@@ -12,11 +12,11 @@ from inferencecenter.errors import ErrorCode
 from inferencecenter.ipc.messages import SampledLogprobs, TokenDelta, TokenLogprob
 from inferencecenter.protocol import events
 from inferencecenter.protocol.values import ChatMessage
-from inferencecenter.sessions.records import Ended, Said
+from inferencecenter.sessions.journal import TokensAppended, TurnEnded
 from tests.sessions.conftest import FakeSink, World, packed
 from tests.sessions.oracle import kept
 from tests.sessions.talking import ANSWER, CALL, OTHER_CALL, THOUGHT, WEATHER, Heard, heard, talking_world
-from tests.sessions.test_registry import refused
+from tests.sessions.test_manager import refused
 
 
 @pytest.fixture
@@ -309,13 +309,13 @@ def test_what_was_shown_is_written_down_first(world: World) -> None:
     n_told = len(world.sink.events)
     say(world, CALL, pieces=len(CALL))
     assert len(world.sink.events) == n_told
-    said = world.journal.of(Said)[-1]
+    said = world.journal.of(TokensAppended)[-1]
     assert said.text == CALL
     world.journal.let_go()
     assert world.sink.last.seq == said.seq
     world.journal.holding = False
     world.engine.finish(kept=CALL)
-    (ended,) = world.journal.of(Ended)
+    (ended,) = world.journal.of(TurnEnded)
     assert ended.history.messages[-1].tool_calls is not None
 
 
@@ -326,7 +326,7 @@ def test_a_plain_turn_costs_no_more_than_before(world: World) -> None:
     world.turn(session_id, "Hi", "<tool_call>{}</tool_call>")
     assert world.sink.text == "<tool_call>{}</tool_call>"
     assert world.journal is not None
-    assert all(record.parts is None for record in world.journal.of(Said))
+    assert all(record.parts is None for record in world.journal.of(TokensAppended))
     assert (world.engine.last.grammar, world.engine.last.markers) == (None, ())
 
 

@@ -11,14 +11,14 @@ from msgspec import structs
 from inferencecenter.errors import ErrorCode, InferenceCenterError
 from inferencecenter.ipc.messages import Failed, Started, TokenDelta, TraceStage
 from inferencecenter.protocol import requests
-from inferencecenter.sessions.tracing import Untraced
+from inferencecenter.sessions.observability import NullTracer
 from tests.sessions.conftest import World, packed
 from tests.sessions.test_restore import restart
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from inferencecenter.sessions.tracing import Figures
+    from inferencecenter.sessions.observability import SpanAttributes
 
 PARENT = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
 QUEUE, PREFILL, DECODE = (
@@ -39,7 +39,7 @@ class HeardTrace:
     events: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
     ends: list[str | None] = field(default_factory=list)
 
-    def describe(self, figures: Figures) -> None:
+    def describe(self, figures: SpanAttributes) -> None:
         """Keep them."""
         self.figures |= figures
 
@@ -47,11 +47,11 @@ class HeardTrace:
         """Keep them."""
         self.stages += stages
 
-    def note(self, event: str, figures: Figures) -> None:
+    def note(self, event: str, figures: SpanAttributes) -> None:
         """Keep it."""
         self.events.append((event, dict(figures)))
 
-    def end(self, figures: Figures, *, error: str | None) -> None:
+    def end(self, figures: SpanAttributes, *, error: str | None) -> None:
         """Keep it; only once."""
         assert not self.ends
         self.figures |= figures
@@ -228,7 +228,7 @@ def test_without_a_tracer_nothing_is_traced(world: World) -> None:
     """As by default: one object for all turns, whose methods do nothing."""
     world.turn(world.create(), "Hi", "Hello", traceparent=PARENT)
     assert not world.engine.last.traced
-    untraced = Untraced()
+    untraced = NullTracer()
     assert untraced.begin(PARENT) is untraced
     untraced.describe({})
     untraced.spent((QUEUE,))

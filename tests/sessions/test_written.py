@@ -13,18 +13,21 @@ from inferencecenter.ipc.messages import PrefillProgress, QueuePosition, Sampled
 from inferencecenter.protocol import requests
 from inferencecenter.protocol.base import SessionEvent
 from inferencecenter.protocol.events import Error
-from inferencecenter.sessions.journal import MAX_PENDING, MAX_RESUMING, StorageFault, Unwritten
-from inferencecenter.sessions.records import (
-    Changed,
-    Described,
-    Dropped,
-    Ended,
-    Gone,
-    Opened,
-    Ordered,
-    Renamed,
-    Said,
-    Spent,
+from inferencecenter.sessions.journal import (
+    MAX_PENDING,
+    MAX_RESUMING,
+    EpochChanged,
+    HistoryChanged,
+    MetadataChanged,
+    NullJournal,
+    SessionDeleted,
+    SessionOpened,
+    StorageFault,
+    TokensAppended,
+    TurnEnded,
+    TurnFailed,
+    TurnQueued,
+    UsageRecorded,
 )
 from tests.sessions.conftest import FakeJournal, FakeSink, World, packed
 
@@ -54,17 +57,26 @@ def test_a_turn_is_written_step_by_step(world: World) -> None:
     world.engine.say(TokenDelta(world.engine.last.turn_id, packed("l"), ""))
     world.engine.generate("o")
     world.engine.finish(kept="Hello")
-    assert kinds(world) == ["Opened", "Ordered", "Spent", "Said", "Said", "Said", "Said", "Ended"]
+    assert kinds(world) == [
+        "SessionOpened",
+        "TurnQueued",
+        "UsageRecorded",
+        "TokensAppended",
+        "TokensAppended",
+        "TokensAppended",
+        "TokensAppended",
+        "TurnEnded",
+    ]
     assert journal(world).flushed == [True, True, False, False, False, False, False, True]
     opened, ordered, _read, *said, ended = journal(world).records
-    assert isinstance(opened, Opened)
-    assert (opened.facts.session_id, opened.facts.metadata) == (session_id, {"a": "b"})
+    assert isinstance(opened, SessionOpened)
+    assert (opened.config.session_id, opened.config.metadata) == (session_id, {"a": "b"})
     assert [message.content for message in opened.history.messages] == ["Be kind."]
-    assert isinstance(ordered, Ordered)
-    assert (ordered.order.turn_id, ordered.order.request.turn_key) == (world.engine.last.turn_id, "k")
-    assert b"".join(record.tokens for record in said if isinstance(record, Said)) == packed("Hello\0")
-    assert "".join(record.text for record in said if isinstance(record, Said)) == "Helo"
-    assert isinstance(ended, Ended)
+    assert isinstance(ordered, TurnQueued)
+    assert (ordered.spec.turn_id, ordered.spec.request.turn_key) == (world.engine.last.turn_id, "k")
+    assert b"".join(record.tokens for record in said if isinstance(record, TokensAppended)) == packed("Hello\0")
+    assert "".join(record.text for record in said if isinstance(record, TokensAppended)) == "Helo"
+    assert isinstance(ended, TurnEnded)
     assert (ended.turn_key, ended.end, ended.turn.messages) == ("k", world.sink.last, 3)
     assert [message.content for message in ended.history.messages] == ["Be kind.", "Hi", "Helo"]
 
@@ -85,11 +97,11 @@ def test_each_number_is_written_with_its_event(world: World) -> None:
     written = [
         record.seq
         for record in journal(world).records
-        if not isinstance(record, Opened | Described | Renamed | Gone | Spent)
+        if not isinstance(record, SessionOpened | MetadataChanged | EpochChanged | SessionDeleted | UsageRecorded)
     ]
     told = [event.seq for event in world.sink.events if isinstance(event, SessionEvent | Error)]
     assert written == told == [1, 2, 3, 4, 5, 6, 7, 8]
-    assert kinds(world)[-3:] == ["Dropped", "Changed", "Changed"]
+    assert kinds(world)[-3:] == ["TurnFailed", "HistoryChanged", "HistoryChanged"]
 
 
 def test_a_shift_is_another_order_for_the_same_turn(world: World) -> None:
@@ -100,12 +112,12 @@ def test_a_shift_is_another_order_for_the_same_turn(world: World) -> None:
     world.infer(session_id, "question 4")
     world.now += 60
     world.engine.overflow(1100)
-    first, second = journal(world).of(Ordered)[-2:]
-    assert first.order.turn_id == second.order.turn_id
-    assert first.order.view is None
-    assert second.order.view is not None
-    assert second.order.view.n_dropped > 0
-    assert second.order.rendered_at > first.order.rendered_at
+    first, second = journal(world).of(TurnQueued)[-2:]
+    assert first.spec.turn_id == second.spec.turn_id
+    assert first.spec.view is None
+    assert second.spec.view is not None
+    assert second.spec.view.n_dropped > 0
+    assert second.spec.rendered_at > first.spec.rendered_at
     assert second.seq == first.seq + 1 == world.sink.last.seq
 
 
@@ -116,7 +128,7 @@ def test_logprobs_without_text_are_an_event(world: World) -> None:
     world.engine.start()
     entry = SampledLogprobs(TokenLogprob("H", 72, -0.5), ())
     world.engine.say(TokenDelta(world.engine.last.turn_id, packed("H"), "", (entry,)))
-    (said,) = journal(world).of(Said)
+    (said,) = journal(world).of(TokensAppended)
     assert (said.seq, said.text, world.sink.last.seq) == (2, "", 2)
 
 
@@ -127,16 +139,16 @@ def test_sessions_that_end_are_gone(world: World) -> None:
     session_id = world.create()
     world.infer(session_id)
     world.close(session_id)
-    assert kinds(world)[-2:] == ["Ended", "Gone"]
+    assert kinds(world)[-2:] == ["TurnEnded", "SessionDeleted"]
     world.create(ttl_s=1)
     world.now += 1
     world.fire()
-    assert kinds(world)[-2:] == ["Opened", "Gone"]
+    assert kinds(world)[-2:] == ["SessionOpened", "SessionDeleted"]
     for _ in range(4):
         world.create()
     world.sessions.detach(world.sink)
     world.create()
-    assert kinds(world)[-2:] == ["Gone", "Opened"]
+    assert kinds(world)[-2:] == ["SessionDeleted", "SessionOpened"]
 
 
 def test_a_fork_begins_with_all_that_it_takes_over(world: World) -> None:
@@ -145,8 +157,8 @@ def test_a_fork_begins_with_all_that_it_takes_over(world: World) -> None:
     world.turn(session_id, "a", "one")
     world.turn(session_id, "b", "two")
     child = world.fork(session_id)
-    opened = journal(world).of(Opened)[-1]
-    assert (opened.facts.session_id, opened.parent) == (child, session_id)
+    opened = journal(world).of(SessionOpened)[-1]
+    assert (opened.config.session_id, opened.parent) == (child, session_id)
     assert [turn.turn_id for turn in opened.turns] == [turn.turn_id for turn in world.get(child).turns]
     assert len(opened.history.messages) == 4
 
@@ -247,18 +259,18 @@ def test_a_turn_that_fails_is_dropped(world: World) -> None:
     session_id = world.create()
     world.infer(session_id)
     world.engine.fail()
-    (dropped,) = journal(world).of(Dropped)
+    (dropped,) = journal(world).of(TurnFailed)
     assert (dropped.session_id, dropped.turn_id, dropped.seq) == (session_id, world.engine.last.turn_id, 2)
 
 
 def test_all_turns_are_written_though_only_the_last_are_listed(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """A change in a long session does not forget what clients are not told of."""
-    monkeypatch.setattr("inferencecenter.sessions.ledger.MAX_TURNS", 3)
+    monkeypatch.setattr("inferencecenter.sessions.history.MAX_TURNS", 3)
     session_id = world.create()
     for _ in range(5):
         world.turn(session_id, "a", "b")
     world.append(session_id, ("user", "x"))
-    assert len(journal(world).of(Changed)[-1].turns) == 5
+    assert len(journal(world).of(HistoryChanged)[-1].turns) == 5
     assert len(world.get(session_id).turns) == 3
 
 
@@ -283,8 +295,8 @@ def test_events_come_in_the_order_of_their_numbers(lengths: list[int]) -> None:
 def test_the_journal_of_a_daemon_that_keeps_nothing_waits_for_nothing() -> None:
     """Whatever it is given is told at once."""
     told: list[int] = []
-    unwritten = Unwritten()
-    unwritten.write(Gone(session_id="s"), flush=True)
+    unwritten = NullJournal()
+    unwritten.write(SessionDeleted(session_id="s"), flush=True)
     unwritten.release(lambda: told.append(1))
     assert (told, unwritten.fault) == ([1], None)
 

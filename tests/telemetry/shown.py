@@ -16,7 +16,7 @@ from inferencecenter.ipc.messages import StepOutput, StepStats, TokenDelta, pack
 from inferencecenter.ipc.port import EngineState, EngineStatus
 from inferencecenter.protocol.values import FinishReason
 from inferencecenter.server.status_pages import show_engines, show_gpus, show_processes
-from inferencecenter.sessions.totals import TurnRecord
+from inferencecenter.sessions.observability import TurnRecord
 from inferencecenter.supervisor.step_metrics import StepMeter
 from inferencecenter.telemetry.metrics import Metrics
 from tests.supervisor.stub_engine import MODEL

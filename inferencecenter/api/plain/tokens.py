@@ -11,7 +11,7 @@ from inferencecenter.api.endpoint import Call, Operation, document
 from inferencecenter.errors import ErrorCode, InferenceCenterError
 from inferencecenter.ipc.messages import Detokenized, PromptSegment, Tokenized, unpack_tokens
 from inferencecenter.protocol.requests import ModelName
-from inferencecenter.sessions.allowance import check_model
+from inferencecenter.sessions.client import check_model
 
 if TYPE_CHECKING:
     import asyncio

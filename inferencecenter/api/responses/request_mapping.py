@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from inferencecenter.protocol import events
     from inferencecenter.protocol.values import OnFull, Priority
     from inferencecenter.server.context import ServerContext
-    from inferencecenter.sessions.client import Client
+    from inferencecenter.sessions.client import Principal
 
 _NOT_FOUND: Final = (ErrorCode.SESSION_NOT_FOUND, ErrorCode.TURN_NOT_FOUND)
 _MAX_METADATA: Final = 16
@@ -65,7 +65,7 @@ class _Previous:
 
 
 def prepare_turn(
-    context: ServerContext, client: Client, request: CreateResponse, *, generate: bool = True
+    context: ServerContext, client: Principal, request: CreateResponse, *, generate: bool = True
 ) -> PreparedTurn:
     """Find or open the session that a request is for, and return what it is asked.
 
@@ -93,7 +93,7 @@ def prepare_turn(
 
 
 def start_turn(
-    context: ServerContext, client: Client, asked: PreparedTurn, start: Callable[[Infer, str], object]
+    context: ServerContext, client: Principal, asked: PreparedTurn, start: Callable[[Infer, str], object]
 ) -> None:
     """Have a turn started by ``start``, which gets its note, too; nothing is left of one that cannot begin.
 
@@ -109,7 +109,7 @@ def start_turn(
 
 
 def _place(
-    context: ServerContext, client: Client, request: CreateResponse, question: tuple[ChatMessage, ...]
+    context: ServerContext, client: Principal, request: CreateResponse, question: tuple[ChatMessage, ...]
 ) -> tuple[SessionMatch, bool]:
     """Return where a request goes on, and whether that session was opened for it.
 
@@ -134,7 +134,7 @@ def _place(
     return open_session(sessions, client, conversation), True
 
 
-def _previous(context: ServerContext, client: Client, name: str) -> _Previous:
+def _previous(context: ServerContext, client: Principal, name: str) -> _Previous:
     try:
         place = read_response_id(name)
         facts = context.sessions.turn_of(client, *place)
@@ -170,7 +170,7 @@ def _lost() -> InferenceCenterError:
 
 
 def _growing(
-    context: ServerContext, client: Client, request: CreateResponse, previous: _Previous
+    context: ServerContext, client: Principal, request: CreateResponse, previous: _Previous
 ) -> events.Session | None:
     """Return the previous response's session if it is idle, and one that the request could have opened."""
     if not previous.may_grow or request.instructions != previous.instructions or request.store != previous.stored:

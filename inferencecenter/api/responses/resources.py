@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from inferencecenter.api.responses.request_mapping import PreparedTurn
     from inferencecenter.api.responses.response_schemas import OutputItem
     from inferencecenter.protocol.base import Event
-    from inferencecenter.sessions.description import TurnFacts
+    from inferencecenter.sessions.session import TurnSnapshot
 
 PATH: Final = "/v1/responses"
 _ONE: Final = PATH + "/{response_id}"
@@ -99,7 +99,7 @@ async def list_input_items(call: Call) -> Reply:
     return await call.context.worker.run(call.caller.client.client_id, partial(_page, place, facts, call.query))
 
 
-def _page(place: ResponseRef, facts: TurnFacts, query: ListItems) -> Document:
+def _page(place: ResponseRef, facts: TurnSnapshot, query: ListItems) -> Document:
     note = read_note(facts.note)
     said = facts.before if note is None or note.instructions is None else facts.before[1:]
     items = input_items((*said, *(() if facts.asked == EMPTY_QUESTION else facts.asked)), place.turn_id)
@@ -209,7 +209,7 @@ def _check_failed(event: Event) -> None:
         )
 
 
-def _find(call: Call) -> tuple[ResponseRef, TurnFacts]:
+def _find(call: Call) -> tuple[ResponseRef, TurnSnapshot]:
     """Return the turn of the response that the address names.
 
     Raises:
@@ -228,7 +228,7 @@ def _not_found() -> InferenceCenterError:
     return InferenceCenterError(ErrorCode.TURN_NOT_FOUND, "No such response.")
 
 
-def _standing(place: ResponseRef, facts: TurnFacts) -> Response:
+def _standing(place: ResponseRef, facts: TurnSnapshot) -> Response:
     """Return a response as it stands.
 
     Raises:
@@ -249,7 +249,7 @@ def _standing(place: ResponseRef, facts: TurnFacts) -> Response:
     return response_of(note, place, status=status, output=output, finish_reason=finish, usage=facts.usage)
 
 
-def _forget(call: Call, place: ResponseRef, facts: TurnFacts) -> None:
+def _forget(call: Call, place: ResponseRef, facts: TurnSnapshot) -> None:
     """Have a session forget its last turn, and end one that has no other.
 
     Raises:

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from inferencecenter.api.responses.request_schemas import CreateOnSocket
     from inferencecenter.api.responses.response_events import ResponseEventBuilder
     from inferencecenter.protocol.base import Event
-    from inferencecenter.sessions.client import Client
-    from inferencecenter.sessions.registry import Sessions
+    from inferencecenter.sessions.client import Principal
+    from inferencecenter.sessions.manager import SessionManager
 
 
 _ENDS: Final = (events.End, events.SessionClosed, events.SessionExpired, events.SessionDetached)
@@ -61,7 +61,7 @@ class ResponseSink:
             self._over = True
             self._ended(self)
 
-    def cancel(self, sessions: Sessions, client: Client) -> None:
+    def cancel(self, sessions: SessionManager, client: Principal) -> None:
         """Have the turn end.
 
         Raises:
@@ -69,7 +69,7 @@ class ResponseSink:
         """
         sessions.abort(client, Abort(op="abort", session_id=self._session_id))
 
-    def leave(self, sessions: Sessions, client: Client) -> None:
+    def leave(self, sessions: SessionManager, client: Principal) -> None:
         """Hear no more; a turn that nobody can ask for later ends, and leaves nothing behind."""
         over, self._over = self._over, True
         if not over and not self._store:

@@ -12,7 +12,7 @@ from inferencecenter.protocol.close import CloseCode
 from inferencecenter.protocol.scopes import Scope
 from inferencecenter.protocol.values import ConnectedClient, UsageDay, UsageLeft
 from inferencecenter.server.context import UsageReader
-from inferencecenter.sessions.store.usage import day_of
+from inferencecenter.sessions.store.recorder import utc_day
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -43,7 +43,7 @@ def usage(connection: Connection, request: requests.Usage) -> None:
 
 async def _report(connection: Connection, request: requests.Usage, whose: str) -> None:
     context = connection.context
-    since = day_of(max(0.0, context.clock() - (request.days - 1) * _DAY_S))
+    since = utc_day(max(0.0, context.clock() - (request.days - 1) * _DAY_S))
     try:
         # Not in a thread of those that all share: one client on many sockets would take them from others.
         days = await context.disk_worker.run(

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from inferencecenter.protocol.codec import Frame
     from inferencecenter.server.context import ServerContext
     from inferencecenter.server.outbox import Wire
-    from inferencecenter.sessions.client import Client
+    from inferencecenter.sessions.client import Principal
 
 MAX_FRAMES_BEFORE_LOGIN: Final = 32
 """Frames of a socket that has not authenticated, each of which is answered; a login takes one or two."""
@@ -69,7 +69,7 @@ class Connection:
         self._wire = wire
         self._state = ConnectionState.CONNECTED
         self._account: Account | None = None
-        self._client: Client | None = None
+        self._client: Principal | None = None
         self._turns: dict[str, str] = {}
         self._timer: Deadline | None = None
         self._rest: Callable[[], Awaitable[None]] | None = None
@@ -107,7 +107,7 @@ class Connection:
         return self.state in (ConnectionState.AUTHENTICATED, ConnectionState.DRAINING)
 
     @property
-    def client(self) -> Client:
+    def client(self) -> Principal:
         """Whom the socket speaks for; only once it is authenticated."""
         assert self._client is not None
         return self._client

@@ -13,9 +13,9 @@ if TYPE_CHECKING:
     from inferencecenter.hardware.pressure import Pressure
     from inferencecenter.ipc.port import EngineStatus
     from inferencecenter.protocol.values import SessionSummary, StatusType
-    from inferencecenter.sessions.client import Client
+    from inferencecenter.sessions.client import Principal
     from inferencecenter.sessions.journal import StorageFault
-    from inferencecenter.sessions.totals import Totals
+    from inferencecenter.sessions.observability import Totals
 
 Values: TypeAlias = dict[str, float | int | str | None]
 """Readings by name, as the wire's ``status`` carries them."""
@@ -73,7 +73,7 @@ def daemon_status(  # noqa: PLR0913 - all by name
 
 
 def client_status(
-    kind: StatusType, *, client: Client, sessions: Sequence[SessionSummary], engine: EngineStatus, storable: bool
+    kind: StatusType, *, client: Principal, sessions: Sequence[SessionSummary], engine: EngineStatus, storable: bool
 ) -> Values:
     """Return the readings of one client's own sessions; ``storable`` says whether they can be written down."""
     busy = sum(session.state == "busy" for session in sessions)

@@ -1,4 +1,4 @@
-"""The file as the command line sees it: read, also while a daemon writes it, and purged while none does."""
+"""Read access to the session file for commands, also while a daemon writes it, and offline purges."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Final
 
 from inferencecenter.errors import ErrorCode, InferenceCenterError
 from inferencecenter.sessions.store import bases
-from inferencecenter.sessions.store.faults import hint_of, reason_of
-from inferencecenter.sessions.store.opening import open_reading, open_writing
-from inferencecenter.sessions.store.reading import Shared, read_one, read_said
+from inferencecenter.sessions.store.database import hint_of, open_reading, open_writing, reason_of
+from inferencecenter.sessions.store.loader import Shared, read_one, read_said
 from inferencecenter.sessions.store.recorder import Purge, let_go
 from inferencecenter.sessions.store.schema import MIGRATIONS
 from inferencecenter.sqlite_file import connect, transaction, unusable
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from inferencecenter.sessions.records import Kept
+    from inferencecenter.sessions.journal import StoredSession
     from inferencecenter.sessions.store.recorder import PurgeKind
     from inferencecenter.sessions.store.rows import Row
 
@@ -100,7 +99,7 @@ class Archive:
         """Return the sessions of a client, or all, oldest first."""
         return [_line(row) for row in self._database.execute(_LIST, (client_id,))]
 
-    def read(self, session_id: str) -> Kept:
+    def read(self, session_id: str) -> StoredSession:
         """Return everything about a session.
 
         Raises:

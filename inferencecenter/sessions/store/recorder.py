@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sqlite3
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from functools import cache
 from itertools import groupby
 from types import MappingProxyType
@@ -12,31 +13,32 @@ from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
 import structlog
 
-from inferencecenter.sessions.history import History
-from inferencecenter.sessions.records import (
-    Changed,
-    Described,
-    Dropped,
-    Ended,
-    Gone,
-    Opened,
-    Ordered,
+from inferencecenter.sessions.history import MAX_FAILURES, History, TurnFailure
+from inferencecenter.sessions.journal import (
+    EpochChanged,
+    HistoryChanged,
+    MetadataChanged,
     Record,
-    Renamed,
-    Said,
-    Spent,
+    SessionDeleted,
+    SessionOpened,
+    TokensAppended,
+    TurnEnded,
+    TurnFailed,
+    TurnQueued,
+    UsageRecorded,
 )
-from inferencecenter.sessions.speaking import encode_parts
-from inferencecenter.sessions.store import bases, failures, rows, usage
+from inferencecenter.sessions.output_parsing.assembler import encode_parts
+from inferencecenter.sessions.store import bases, rows
 from inferencecenter.sessions.store.bases import Base, Reach
-from inferencecenter.sessions.store.difference import Written, difference, turns_difference
-from inferencecenter.sessions.store.parts import PART_BYTES, OpenedPart
+from inferencecenter.sessions.store.chunking import PART_BYTES, OpenedPart
+from inferencecenter.sessions.store.diff import PersistedState, history_diff, turns_diff
 from inferencecenter.sqlite_file import transaction
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from inferencecenter.protocol.values import TranscriptTurn
+
 
 PurgeKind: TypeAlias = Literal["session", "client"]
 
@@ -63,11 +65,11 @@ Entry: TypeAlias = Record | Purge | OpenedPart
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
+class SessionRow:
     """A session in the file: its ``row``, what is written of its history, and the turn that has not ended."""
 
     row: int
-    written: Written
+    written: PersistedState
     turn_id: str | None = None
 
 
@@ -87,10 +89,10 @@ class Recorder:
         known: The sessions in it by their ids.
     """
 
-    def __init__(self, database: sqlite3.Connection, known: Mapping[str, Known]) -> None:
+    def __init__(self, database: sqlite3.Connection, known: Mapping[str, SessionRow]) -> None:
         self._database = database
         self._known = dict(known)
-        self._staged: dict[str, Known | None] = {}
+        self._staged: dict[str, SessionRow | None] = {}
         # Rows that were let go of, by client; what no other session begins with is deleted, a bounded part at a time.
         self._left: dict[str, list[int]] = {}
         self._staged_left: dict[str, list[int]] = {}
@@ -178,7 +180,7 @@ class Recorder:
         values: list[object] = []
         try:
             for entry in entries:
-                if type(entry) is not Said:
+                if type(entry) is not TokensAppended:
                     return False
                 parts = None if entry.parts is None else encode_parts(entry.parts)
                 values += (known[entry.session_id].row, entry.seq, entry.tokens, entry.text, parts)
@@ -190,14 +192,14 @@ class Recorder:
         return True
 
     def _write_all(self, entries: Iterable[Entry]) -> None:
-        for is_said, group in groupby(entries, key=lambda entry: type(entry) is Said):
+        for is_said, group in groupby(entries, key=lambda entry: type(entry) is TokensAppended):
             if is_said:
-                self._write_said([entry for entry in group if isinstance(entry, Said)])
+                self._write_said([entry for entry in group if isinstance(entry, TokensAppended)])
             else:
                 for entry in group:
                     self._write(entry)
 
-    def _write_said(self, said: Sequence[Said]) -> None:
+    def _write_said(self, said: Sequence[TokensAppended]) -> None:
         for start in range(0, len(said), _MAX_ROWS):
             part = said[start : start + _MAX_ROWS]
             try:
@@ -219,34 +221,34 @@ class Recorder:
 
     def _apply(self, entry: Entry) -> None:
         match entry:
-            case Said():
+            case TokensAppended():
                 self._insert_said([entry])
-            case Ordered():
+            case TurnQueued():
                 self._order(entry)
-            case Ended():
+            case TurnEnded():
                 self._end(entry)
-            case Dropped():
+            case TurnFailed():
                 self._drop(entry)
-            case Opened() | OpenedPart():
+            case SessionOpened() | OpenedPart():
                 self._open(entry)
-            case Changed():
+            case HistoryChanged():
                 self._change(entry)
-            case Described() | Renamed():
+            case MetadataChanged() | EpochChanged():
                 self._alter(entry)
-            case Spent():
-                usage.count(self._database, entry)
-            case Gone() | Purge():
+            case UsageRecorded():
+                add_usage(self._database, entry)
+            case SessionDeleted() | Purge():
                 self._forget(entry)
 
-    def _alter(self, entry: Described | Renamed) -> None:
+    def _alter(self, entry: MetadataChanged | EpochChanged) -> None:
         row = self._find(entry.session_id).row
-        if isinstance(entry, Renamed):
+        if isinstance(entry, EpochChanged):
             self._database.execute("UPDATE sessions SET epoch = ? WHERE id = ?", (entry.epoch, row))
         else:
-            facts = rows.facts_column(entry.facts)
-            self._database.execute("UPDATE sessions SET facts = ? WHERE id = ?", (facts, row))
+            config = rows.facts_column(entry.config)
+            self._database.execute("UPDATE sessions SET facts = ? WHERE id = ?", (config, row))
 
-    def _forget(self, entry: Gone | Purge) -> None:
+    def _forget(self, entry: SessionDeleted | Purge) -> None:
         purge = entry if isinstance(entry, Purge) else Purge("session", entry.session_id)
         for row, session_id in let_go(self._database, purge):
             self._staged[session_id] = None
@@ -277,26 +279,26 @@ class Recorder:
             if left:
                 self._staged_left[client_id] = left
 
-    def _find(self, session_id: str) -> Known:
+    def _find(self, session_id: str) -> SessionRow:
         known = self._look_up(session_id)
         if known is None:
             raise KeyError(session_id)
         return known
 
-    def _look_up(self, session_id: str) -> Known | None:
+    def _look_up(self, session_id: str) -> SessionRow | None:
         return self._staged[session_id] if session_id in self._staged else self._known.get(session_id)
 
-    def _insert_said(self, said: Sequence[Said]) -> None:
+    def _insert_said(self, said: Sequence[TokensAppended]) -> None:
         values: list[object] = []
         for each in said:
             parts = None if each.parts is None else encode_parts(each.parts)
             values += (self._find(each.session_id).row, each.seq, each.tokens, each.text, parts)
         self._database.execute(_insertion(len(said)), values)
 
-    def _open(self, entry: Opened | OpenedPart) -> None:
-        part = OpenedPart(entry, 0, 0, is_first=True, is_last=True) if isinstance(entry, Opened) else entry
-        record, facts = part.record, part.record.facts
-        known = self._begin(record) if part.is_first else self._find(facts.session_id)
+    def _open(self, entry: SessionOpened | OpenedPart) -> None:
+        part = OpenedPart(entry, 0, 0, is_first=True, is_last=True) if isinstance(entry, SessionOpened) else entry
+        record, config = part.record, part.record.config
+        known = self._begin(record) if part.is_first else self._find(config.session_id)
         history, turns = record.history, record.turns
         if not part.is_last:
             history, turns = History(history.messages[: part.n_messages]), turns[: part.n_turns]
@@ -304,16 +306,16 @@ class Recorder:
         self._insert_turns(row, written.next_turn, turns[len(written.turns) :], notes=record.notes)
         if part.is_last:
             self._database.execute("UPDATE sessions SET complete = 1 WHERE id = ?", (row,))
-        self._staged[facts.session_id] = Known(row, replace(written, turns=turns))
+        self._staged[config.session_id] = SessionRow(row, replace(written, turns=turns))
 
-    def _begin(self, record: Opened) -> Known:
+    def _begin(self, record: SessionOpened) -> SessionRow:
         """Insert a session's row, which begins with those of its parent that are the same."""
         row = self._insert_session(record)
         parent = self._look_up(record.parent) if record.parent is not None else None
         if parent is None:
-            return Known(row, Written())
+            return SessionRow(row, PersistedState())
         held = parent.written
-        change, turns = difference(held, record.history), turns_difference(held, record.turns)
+        change, turns = history_diff(held, record.history), turns_diff(held, record.turns)
         reach = Reach(change.n_messages, change.n_pieces, change.n_marks, turns.end)
         bases.refer(self._database, row, Base(parent.row, reach, keys=turns.end))
         pieces = held.pieces[: reach.pieces]
@@ -325,35 +327,35 @@ class Recorder:
             turns=held.history.turns[: reach.marks],
         )
         n_turns = len(record.turns) - len(turns.turns)
-        return Known(row, Written(history, pieces, record.turns[:n_turns], turns.first))
+        return SessionRow(row, PersistedState(history, pieces, record.turns[:n_turns], turns.first))
 
-    def _insert_session(self, record: Opened) -> int:
+    def _insert_session(self, record: SessionOpened) -> int:
         """Insert the row of a session that is not complete yet, and return its number."""
-        facts = record.facts
+        config = record.config
         row = self._database.execute(
             "INSERT INTO sessions (session_id, client_id, epoch, seq, created_at, last_used_at, made_by, view_kept,"
             " view_resumes_at, facts, complete) VALUES (?, ?, ?, 0, ?, ?, '', 0, 0, ?, 0)",
             (
-                *(facts.session_id, facts.client_id, facts.epoch, facts.created_at, record.last_used_at),
-                rows.facts_column(facts),
+                *(config.session_id, config.client_id, config.epoch, config.created_at, record.last_used_at),
+                rows.facts_column(config),
             ),
         ).lastrowid
         assert row is not None, "an insertion gives a row"
         return row
 
-    def _order(self, record: Ordered) -> None:
+    def _order(self, record: TurnQueued) -> None:
         known = self._find(record.session_id)
-        turn_id = record.order.turn_id
+        turn_id = record.spec.turn_id
         if known.turn_id not in (None, turn_id):
             self._forget_turn(known.row)
         self._touch(known.row, record)
         self._database.execute(
             "INSERT OR REPLACE INTO orders VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
-            (known.row, *rows.order_row(record.order)),
+            (known.row, *rows.order_row(record.spec)),
         )
         self._staged[record.session_id] = replace(known, turn_id=turn_id)
 
-    def _end(self, record: Ended) -> None:
+    def _end(self, record: TurnEnded) -> None:
         known = self._find(record.session_id)
         turn = record.turn
         self._forget_turn(known.row)
@@ -362,30 +364,32 @@ class Recorder:
         ending = rows.ending_column(record.end) if record.turn_key is not None else None
         values = (row, written.next_turn, *rows.turn_row(turn), record.turn_key, ending, record.note)
         self._database.execute(_INSERT_TURN, values)
-        usage.count(self._database, record.spent())
-        self._staged[record.session_id] = Known(row, replace(written, turns=(*written.turns, turn)))
+        add_usage(self._database, record.spent())
+        self._staged[record.session_id] = SessionRow(row, replace(written, turns=(*written.turns, turn)))
 
-    def _drop(self, record: Dropped) -> None:
+    def _drop(self, record: TurnFailed) -> None:
         known = self._find(record.session_id)
         self._forget_turn(known.row)
         self._touch(known.row, record)
-        failures.keep(self._database, known.row, record)
+        insert_failure(self._database, known.row, record)
         if record.spent is not None:
-            usage.count(self._database, record.spent)
+            add_usage(self._database, record.spent)
         self._staged[record.session_id] = replace(known, turn_id=None)
 
-    def _change(self, record: Changed) -> None:
+    def _change(self, record: HistoryChanged) -> None:
         known = self._find(record.session_id)
-        turns = turns_difference(known.written, record.turns)
+        turns = turns_diff(known.written, record.turns)
         row, written = self._write_history(known, record.history, n_turns=turns.end)
         self._touch(row, record)
         self._insert_turns(row, turns.end, turns.turns)
         if record.rewound:
-            failures.forget(self._database, row)
+            delete_failures(self._database, row)
         written = replace(written, turns=record.turns, first_turn=turns.first)
-        self._staged[record.session_id] = Known(row, written, known.turn_id)
+        self._staged[record.session_id] = SessionRow(row, written, known.turn_id)
 
-    def _write_history(self, known: Known, now: History, *, n_turns: int | None = None) -> tuple[int, Written]:
+    def _write_history(
+        self, known: SessionRow, now: History, *, n_turns: int | None = None
+    ) -> tuple[int, PersistedState]:
         """Write what is different about the history, and return the session's row and what is written then.
 
         Of its turns those stay whose numbers are below ``n_turns``.
@@ -393,15 +397,15 @@ class Recorder:
         execute = self._database.execute
         row, before = known.row, known.written
         held = before.history
-        change = difference(before, now)
+        change = history_diff(before, now)
         n_kept = before.next_turn if n_turns is None else n_turns
         kept = Reach(change.n_messages, change.n_pieces, change.n_marks, n_kept)
         if kept != (len(held.messages), len(before.pieces), len(held.turns), before.next_turn):
             row = self._cut(row, kept)
-        if (held.view, held.made_by) != (now.view, now.made_by):
+        if (held.view, held.model_fingerprint) != (now.view, now.model_fingerprint):
             execute(
                 "UPDATE sessions SET view_kept = ?, view_resumes_at = ?, made_by = ? WHERE id = ?",
-                (now.view.kept, now.view.resumes_at, now.made_by, row),
+                (now.view.kept, now.view.resumes_at, now.model_fingerprint, row),
             )
         messages = [(row, n, *rows.message_row(each)) for n, each in enumerate(change.messages, change.n_messages)]
         self._database.executemany("INSERT INTO messages VALUES (?, ?, ?, ?, ?)", messages)
@@ -436,7 +440,7 @@ class Recorder:
         ]
         self._database.executemany(_INSERT_TURN, values)
 
-    def _touch(self, row: int, record: Ordered | Ended | Dropped | Changed) -> None:
+    def _touch(self, row: int, record: TurnQueued | TurnEnded | TurnFailed | HistoryChanged) -> None:
         self._database.execute(
             "UPDATE sessions SET seq = ?, last_used_at = ? WHERE id = ?", (record.seq, record.last_used_at, row)
         )
@@ -455,9 +459,9 @@ _INSERT_TURN: Final = (
 def session_of(entry: Entry) -> str | None:
     """Return the session that an entry is about, if it is about one."""
     match entry:
-        case Opened(facts=facts) | OpenedPart(record=Opened(facts=facts)):
-            return facts.session_id
-        case Spent() | Purge():
+        case SessionOpened(config=config) | OpenedPart(record=SessionOpened(config=config)):
+            return config.session_id
+        case UsageRecorded() | Purge():
             return None
         case _:
             return entry.session_id
@@ -486,3 +490,50 @@ def let_go(database: sqlite3.Connection, purge: Purge) -> list[tuple[int, str]]:
 @cache
 def _insertion(n_rows: int) -> str:
     return "INSERT INTO said VALUES " + ", ".join(["(?, ?, ?, ?, ?)"] * n_rows)  # noqa: S608 - no values
+
+
+def insert_failure(database: sqlite3.Connection, session: int, record: TurnFailed) -> None:
+    """Write why a turn failed, if whoever asked for it has noted something."""
+    if record.failure is None or not record.failure.note:
+        return
+    values = (session, record.seq, record.turn_id, rows.error_column(record.failure.error), record.failure.note)
+    database.execute("INSERT OR REPLACE INTO failures VALUES (?, ?, ?, ?, ?)", values)
+    database.execute(
+        "DELETE FROM failures WHERE session = ?1 AND seq <="
+        " (SELECT seq FROM failures WHERE session = ?1 ORDER BY seq DESC LIMIT 1 OFFSET ?2)",
+        (session, MAX_FAILURES),
+    )
+
+
+def delete_failures(database: sqlite3.Connection, session: int) -> None:
+    """Delete all of a session's."""
+    database.execute("DELETE FROM failures WHERE session = ?", (session,))
+
+
+def read_failures(database: sqlite3.Connection, session: int) -> dict[str, TurnFailure]:
+    """Return a session's by the ids of turns, the latest last.
+
+    Raises:
+        ValueError: A row does not say what it should.
+    """
+    held = database.execute("SELECT turn_id, error, note FROM failures WHERE session = ? ORDER BY seq", (session,))
+    return {turn_id: TurnFailure(rows.error_of(error), note) for turn_id, error, note in held.fetchall()}
+
+
+def add_usage(database: sqlite3.Connection, record: UsageRecorded) -> None:
+    """Count what was spent."""
+    database.execute(
+        "INSERT INTO usage VALUES (?, ?, ?, ?, ?, ?, ?) ON CONFLICT DO UPDATE SET turns = turns + excluded.turns,"
+        " prompt_tokens = prompt_tokens + excluded.prompt_tokens,"
+        " cached_tokens = cached_tokens + excluded.cached_tokens,"
+        " completion_tokens = completion_tokens + excluded.completion_tokens",
+        (
+            *(record.client_id, record.token_id, utc_day(record.at), record.turns),
+            *(record.prompt_tokens, record.cached_tokens, record.completion_tokens),
+        ),
+    )
+
+
+def utc_day(at: float) -> str:
+    """Return the day of a time in Unix seconds, in UTC, as 2026-11-21."""
+    return datetime.fromtimestamp(at, UTC).date().isoformat()

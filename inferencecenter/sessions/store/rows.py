@@ -11,9 +11,9 @@ from inferencecenter.protocol.events import End, Error
 from inferencecenter.protocol.params import Params, decode, encode
 from inferencecenter.protocol.requests import Infer
 from inferencecenter.protocol.values import ChatMessage, Mode, OnDisconnect, OnFull, Priority, TranscriptTurn
-from inferencecenter.sessions.facts import SessionFacts
-from inferencecenter.sessions.history import TurnMark, View
-from inferencecenter.sessions.records import TurnOrder
+from inferencecenter.sessions.history import HistoryView, TurnCheckpoint
+from inferencecenter.sessions.journal import TurnSpec
+from inferencecenter.sessions.session_config import SessionConfig
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -25,7 +25,7 @@ _TURNS: Final = TypeAdapter(tuple[TranscriptTurn, ...])
 
 
 class _Facts(BaseModel):
-    """The column ``facts``: what is settled about a session when it begins, and has no column of its own."""
+    """The column ``config``: what is settled about a session when it begins, and has no column of its own."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
@@ -42,28 +42,28 @@ class _Facts(BaseModel):
     metadata: dict[str, str]
 
 
-def facts_column(facts: SessionFacts) -> str:
-    """Return the column ``facts``."""
+def facts_column(config: SessionConfig) -> str:
+    """Return the column ``config``."""
     held = _Facts(
-        mode=facts.mode,
-        chosen_model=facts.chosen_model,
-        model=facts.model,
-        n_ctx=facts.n_ctx,
-        params=facts.params,
-        chosen=tuple(sorted(facts.chosen)),
-        priority=facts.priority,
-        on_full=facts.on_full,
-        on_disconnect=facts.on_disconnect,
-        ttl_s=facts.ttl_s,
-        metadata=facts.metadata,
+        mode=config.mode,
+        chosen_model=config.chosen_model,
+        model=config.model,
+        n_ctx=config.n_ctx,
+        params=config.params,
+        chosen=tuple(sorted(config.chosen)),
+        priority=config.priority,
+        on_full=config.on_full,
+        on_disconnect=config.on_disconnect,
+        ttl_s=config.ttl_s,
+        metadata=config.metadata,
     )
     return held.model_dump_json(exclude_unset=True)
 
 
-def facts_of(column: str, *, session_id: str, client_id: str, epoch: str, created_at: float) -> SessionFacts:
+def facts_of(column: str, *, session_id: str, client_id: str, epoch: str, created_at: float) -> SessionConfig:
     """Return the facts in the column and those that have columns of their own."""
     held = _Facts.model_validate_json(column)
-    return SessionFacts(
+    return SessionConfig(
         session_id=session_id,
         epoch=epoch,
         client_id=client_id,
@@ -157,43 +157,43 @@ def error_of(column: str) -> Error:
     return Error.model_validate_json(column)
 
 
-def mark_row(mark: TurnMark) -> Row:
+def mark_row(mark: TurnCheckpoint) -> Row:
     """Return the columns from ``turn_id`` to ``view_resumes_at``."""
     places = (mark.n_before, mark.n_messages, mark.n_tokens, mark.n_chars)
     return (mark.turn_id, *places, mark.view.kept, mark.view.resumes_at)
 
 
-def mark_of(row: Row) -> TurnMark:
+def mark_of(row: Row) -> TurnCheckpoint:
     """Return the mark in the columns of ``mark_row``."""
     turn_id, n_before, n_messages, n_tokens, n_chars, kept, resumes_at = row
-    return TurnMark(turn_id, n_before, n_messages, n_tokens, n_chars, View(kept, resumes_at))
+    return TurnCheckpoint(turn_id, n_before, n_messages, n_tokens, n_chars, HistoryView(kept, resumes_at))
 
 
-def order_row(order: TurnOrder) -> Row:
+def order_row(spec: TurnSpec) -> Row:
     """Return the columns from ``turn_id`` to ``note``."""
-    view = order.view
+    view = spec.view
     return (
-        order.turn_id,
-        order.request.model_dump_json(exclude_unset=True),
-        encode(order.params).decode(),
-        order.rank,
-        orjson.dumps(order.warnings).decode(),
-        order.submitted_at,
-        order.rendered_at,
-        order.made_by,
+        spec.turn_id,
+        spec.request.model_dump_json(exclude_unset=True),
+        encode(spec.params).decode(),
+        spec.rank,
+        orjson.dumps(spec.warnings).decode(),
+        spec.submitted_at,
+        spec.rendered_at,
+        spec.model_fingerprint,
         None if view is None else view.kept,
         None if view is None else view.resumes_at,
-        order.model,
-        order.token_id,
-        order.note,
+        spec.model,
+        spec.token_id,
+        spec.note,
     )
 
 
-def order_of(row: Row) -> TurnOrder:
+def order_of(row: Row) -> TurnSpec:
     """Return the order in the columns of ``order_row``."""
-    *begin, made_by, kept, resumes_at, model, token_id, note = row
+    *begin, model_fingerprint, kept, resumes_at, model, token_id, note = row
     turn_id, request, params, rank, warnings, submitted_at, rendered_at = begin
-    return TurnOrder(
+    return TurnSpec(
         turn_id=turn_id,
         request=Infer.model_validate_json(request),
         params=decode(params.encode()),
@@ -202,8 +202,8 @@ def order_of(row: Row) -> TurnOrder:
         submitted_at=submitted_at,
         rendered_at=rendered_at,
         model=model,
-        made_by=made_by,
-        view=None if kept is None else View(kept, resumes_at),
+        model_fingerprint=model_fingerprint,
+        view=None if kept is None else HistoryView(kept, resumes_at),
         token_id=token_id,
         note=note,
     )

@@ -21,18 +21,18 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Final
 
 from inferencecenter.protocol.params import Params
-from inferencecenter.sessions.facts import SessionFacts
-from inferencecenter.sessions.store.opening import open_writing
-from inferencecenter.sessions.store.pages import PageFile
-from inferencecenter.sessions.store.reading import Shared, read_one
+from inferencecenter.sessions.session_config import SessionConfig
+from inferencecenter.sessions.store.database import open_writing
+from inferencecenter.sessions.store.loader import Shared, read_one
 from inferencecenter.sessions.store.rows import facts_column
+from inferencecenter.sessions.store.sqlite_pages import PageFile
 from inferencecenter.sqlite_file import transaction
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
-    from inferencecenter.sessions.store.pages import StoredRow, Value
+    from inferencecenter.sessions.store.sqlite_pages import StoredRow, Value
 
 # How many rows of a table a session begins with is in a column.
 _REACHES: Final[Mapping[str, str]] = MappingProxyType(
@@ -283,16 +283,16 @@ def _save(database: sqlite3.Connection, row: int, found: _Found, report: Salvage
     """Write one session, whole if it can be, else what fits together of it."""
     messages = _unbroken(found.rows("messages", row), first=0)
     settled = found.sessions.get(row)
-    facts = settled or _rebuilt(row, found)
-    if facts is None:
+    config = settled or _rebuilt(row, found)
+    if config is None:
         name = next((name for name in found.names.get(row, ()) if name.startswith("s_")), None)
         report.lost.append(LostSession(name, None, len(messages)))
         return
-    name, client_id = _text(facts["session_id"]), _text(facts["client_id"])
+    name, client_id = _text(config["session_id"]), _text(config["client_id"])
     n_lost = max(0, _n_messages(row, found) - len(messages))
     is_doubtful = not n_lost and _lacks_marks(row, found)
     for is_whole in (False,) if n_lost or is_doubtful or settled is None else (True, False):
-        if _fits(database, row, _session_rows(row, found, facts, messages, is_whole=is_whole)):
+        if _fits(database, row, _session_rows(row, found, config, messages, is_whole=is_whole)):
             break
     else:
         report.lost.append(LostSession(name, client_id, len(messages)))
@@ -384,7 +384,7 @@ def _rebuilt(row: int, found: _Found) -> dict[str, Value] | None:
     if len(names) != 2 or not names[1].startswith("s_"):
         return None
     now = time.time()
-    facts = SessionFacts(
+    config = SessionConfig(
         session_id=names[1],
         epoch=f"e_salvaged_{row}",
         client_id=names[0],
@@ -403,16 +403,16 @@ def _rebuilt(row: int, found: _Found) -> dict[str, Value] | None:
         created_at=now,
     )
     return {
-        "session_id": facts.session_id,
-        "client_id": facts.client_id,
-        "epoch": facts.epoch,
+        "session_id": config.session_id,
+        "client_id": config.client_id,
+        "epoch": config.epoch,
         "seq": 0,
         "created_at": now,
         "last_used_at": now,
         "made_by": "",
         "view_kept": 0,
         "view_resumes_at": 0,
-        "facts": facts_column(facts),
+        "facts": facts_column(config),
     }
 
 

@@ -13,7 +13,7 @@ DATABASE_NAME: Final = "sessions.sqlite3"
 # ``session`` is ``sessions.id`` everywhere, ``n`` counts the rows of a session up.
 MIGRATIONS: Final[Steps] = (
     (
-        # ``seq`` is the number of the last event, unless ``said`` has a later one. ``facts`` is what is settled when
+        # ``seq`` is the number of the last event, unless ``said`` has a later one. ``config`` is what is settled when
         # it begins.
         """
         CREATE TABLE sessions (

@@ -10,21 +10,19 @@ from typing import TYPE_CHECKING, Final
 import structlog
 
 from inferencecenter.sessions.journal import RETRY_LATER_MS, StorageFault
-from inferencecenter.sessions.store.lanes import Lanes
-from inferencecenter.sessions.store.opening import open_file
-from inferencecenter.sessions.store.reading import Contents, read_all
+from inferencecenter.sessions.store.database import open_file
+from inferencecenter.sessions.store.loader import StoreContents, read_all
 from inferencecenter.sessions.store.recorder import Purge, Recorder
-from inferencecenter.sessions.store.writer import PROBE_S, RETRY_S, Stop, Writer
+from inferencecenter.sessions.store.writer import PROBE_S, RETRY_S, Stop, StoreWriter, WriteQueue
 from inferencecenter.sqlite_file import BUSY_TIMEOUT_S, FileIdentity
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from inferencecenter.sessions.journal import Journal
-    from inferencecenter.sessions.records import Kept, Record
+    from inferencecenter.sessions.journal import Journal, Record, StoredSession
     from inferencecenter.sessions.store.recorder import Entry, PurgeKind
-    from inferencecenter.sessions.store.writer import Batch
+    from inferencecenter.sessions.store.writer import WriteBatch
 
 CLOSE_TIMEOUT_S: Final = 5.0
 """Seconds that closing waits for a file that cannot be written."""
@@ -32,7 +30,7 @@ CLOSE_TIMEOUT_S: Final = 5.0
 _log = structlog.get_logger(__name__)
 
 
-class Store:
+class SessionStore:
     """Sessions on disk; implements ``Journal``. All methods but ``open`` are called on the event loop; none blocks it.
 
     A file that cannot be written for good has a ``fault`` from the start: what can be read of it is loaded, nothing is
@@ -48,26 +46,26 @@ class Store:
         retry_s: float = RETRY_S,
         probe_s: float = PROBE_S,
     ) -> None:
-        contents = read_all(database) if database is not None else Contents([], {})
+        contents = read_all(database) if database is not None else StoreContents([], {})
         for name, reason in contents.unreadable.items():
             _log.error("session_unreadable", session=name, reason=reason)
         self._kept = [each.kept for each in contents.found]
         self._fault = fault
-        self._lanes = Lanes()
+        self._lanes = WriteQueue()
         self._is_scheduled = False
         self._is_writing = False
         self._lacking: set[str] = set()
         self.n_set_aside = 0
         self._loop: asyncio.AbstractEventLoop | None = None
         self._watching: tuple[asyncio.AbstractEventLoop, Callable[[StorageFault | None], None]] | None = None
-        self._writer: Writer | None = None
+        self._writer: StoreWriter | None = None
         self.identity: FileIdentity | None = None
         self.was_clean = database is None or _is_clean(database)
         if database is not None and fault is None:
-            recorder = Recorder(database, {each.kept.facts.session_id: each.known for each in contents.found})
+            recorder = Recorder(database, {each.kept.config.session_id: each.known for each in contents.found})
             _sweep(recorder)
             self.identity = FileIdentity.of(path)
-            self._writer = Writer(
+            self._writer = StoreWriter(
                 path,
                 database=database,
                 recorder=recorder,
@@ -81,7 +79,7 @@ class Store:
             database.close()
 
     @classmethod
-    def open(cls, path: Path, *, retry_s: float = RETRY_S, probe_s: float = PROBE_S) -> Store:
+    def open(cls, path: Path, *, retry_s: float = RETRY_S, probe_s: float = PROBE_S) -> SessionStore:
         """Open or make the file at ``path``, its owner's only, and read it. Before the event loop runs: it takes time.
 
         Args:
@@ -96,7 +94,7 @@ class Store:
         file = open_file(path)
         return cls(path, database=file.database, fault=file.fault, retry_s=retry_s, probe_s=probe_s)
 
-    def load(self) -> list[Kept]:
+    def load(self) -> list[StoredSession]:
         """Return all sessions as they were at opening, oldest first; once."""
         kept, self._kept = self._kept, []
         return kept
@@ -125,12 +123,12 @@ class Store:
         """
         self._add(name if kind == "client" else "", Purge(kind, name), durable=True)
 
-    def release(self, tell: Callable[[], None], *, client_id: str = "") -> None:
-        """Call ``tell`` once everything of the client written so far is safe; see ``Journal``."""
+    def release(self, callback: Callable[[], None], *, client_id: str = "") -> None:
+        """Call ``callback`` once everything of the client written so far is safe; see ``Journal``."""
         if not self._lanes.n_pending(client_id):
-            tell()
+            callback()
         else:
-            self._lanes.tell(client_id, tell)
+            self._lanes.call_after(client_id, callback)
             self._schedule()
 
     @property
@@ -196,12 +194,12 @@ class Store:
             self._is_writing = True
             self._writer.put(self._lanes.take())
 
-    def _committed(self, batch: Batch) -> None:
+    def _committed(self, batch: WriteBatch) -> None:
         """On the writer's thread: have those told who waited."""
         assert self._loop is not None, "what was handed over came from a loop"
         # A loop that is closed has nobody to tell.
         with contextlib.suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(self._tell, batch)
+            self._loop.call_soon_threadsafe(self._run_callbacks, batch)
 
     def _fault_changed(self) -> None:
         """On the writer's thread: have the listener told."""
@@ -210,14 +208,14 @@ class Store:
             with contextlib.suppress(RuntimeError):
                 loop.call_soon_threadsafe(lambda: listener(self.fault))
 
-    def _tell(self, batch: Batch) -> None:
+    def _run_callbacks(self, batch: WriteBatch) -> None:
         self.n_set_aside += len(batch.set_aside)
         self._lacking.update(name for name in batch.set_aside if name is not None)
         # Behind a store that closes nothing waits: what has to be deleted is so before the file is closed.
         self._lanes.hold(batch, batch.unswept if self._writer is not None else ())
-        for _, tell in batch.tells:
+        for _, callback in batch.callbacks:
             try:
-                tell()
+                callback()
             except Exception:  # noqa: BLE001 - one that cannot be told keeps nobody else waiting
                 _log.exception("release_failed")
         self._lanes.done(batch)
@@ -229,7 +227,7 @@ class Store:
 class _ClientJournal:
     """The store as one client's sessions see it; implements ``Journal``."""
 
-    def __init__(self, store: Store, client_id: str) -> None:
+    def __init__(self, store: SessionStore, client_id: str) -> None:
         self._store = store
         self._client_id = client_id
 
@@ -254,8 +252,8 @@ class _ClientJournal:
     def write(self, record: Record, *, flush: bool) -> None:
         self._store.write(record, flush=flush, client_id=self._client_id)
 
-    def release(self, tell: Callable[[], None]) -> None:
-        self._store.release(tell, client_id=self._client_id)
+    def release(self, callback: Callable[[], None]) -> None:
+        self._store.release(callback, client_id=self._client_id)
 
 
 def _sweep(recorder: Recorder) -> None:

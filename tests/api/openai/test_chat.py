@@ -95,7 +95,7 @@ async def test_whoever_leaves_has_the_turn_aborted(server: Running, stream: bool
         asking.cancel()
     await gone(server)
     assert turn not in server.engine.turns
-    (session,) = server.context.sessions._roster
+    (session,) = server.context.sessions._table
     assert session.history.messages == ()
 
 

@@ -14,7 +14,7 @@ from tests.server.harness import Running, ask, hear
 
 if TYPE_CHECKING:
     from inferencecenter.protocol.requests import ListSessions
-    from inferencecenter.sessions.client import Client
+    from inferencecenter.sessions.client import Principal
 
 
 def test_every_request_has_a_command() -> None:
@@ -86,7 +86,7 @@ async def test_errors_of_ones_own_session_name_it(server: Running) -> None:
 async def test_a_defect_is_internal_and_the_socket_goes_on(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     """The client learns nothing of the inside; the next request works."""
 
-    def broken(_client: Client, _request: ListSessions) -> None:
+    def broken(_client: Principal, _request: ListSessions) -> None:
         raise ZeroDivisionError("inside")
 
     async with server.v1() as socket:

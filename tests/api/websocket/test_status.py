@@ -8,7 +8,7 @@ import pytest
 from inferencecenter.api.websocket.status import client_status
 from inferencecenter.ipc.messages import Adapter
 from inferencecenter.ipc.port import EngineState, EngineStatus
-from inferencecenter.sessions.client import Client
+from inferencecenter.sessions.client import Principal
 from tests.server.harness import MODEL
 
 
@@ -22,7 +22,7 @@ from tests.server.harness import MODEL
 )
 def test_adapters_of_a_model(adapters: tuple[Adapter, ...], shown: str | None) -> None:
     """Each with its scale, and not where its file lies."""
-    client = Client("ada", 4, "normal", frozenset({"user"}))
+    client = Principal("ada", 4, "normal", frozenset({"user"}))
     engine = EngineStatus(state=EngineState.READY, model=msgspec.structs.replace(MODEL, lora=adapters))
     values = client_status("model", client=client, sessions=(), engine=engine, storable=True)
     assert values["lora"] == shown

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from websockets.typing import Subprotocol
 
-from inferencecenter.sessions.records import Ordered
+from inferencecenter.sessions.journal import TurnQueued
 from tests.server.harness import StubJournal, ask, hear, running_server
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
     from pathlib import Path
 
-    from inferencecenter.sessions.records import Record
+    from inferencecenter.sessions.journal import Record
     from tests.server.harness import Running
 
 OF_SOCKET = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
@@ -26,11 +26,11 @@ OF_TURN = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-00"
 class Kept(StubJournal):
     """A store that remembers what was ordered."""
 
-    orders: list[Ordered] = field(default_factory=list)
+    orders: list[TurnQueued] = field(default_factory=list)
 
     def write(self, record: Record, *, flush: bool) -> None:
         """Keep it."""
-        if isinstance(record, Ordered):
+        if isinstance(record, TurnQueued):
             self.orders.append(record)
 
 
@@ -73,7 +73,7 @@ async def test_a_turn_belongs_to_the_nearest_trace(
     """What the frame says counts before what the upgrade said; a wrong header is passed over."""
     assert (await order(server, header, **fields))["op"] == "queued"
     (ordered,) = journal.orders
-    assert ordered.order.request.traceparent == expected
+    assert ordered.spec.request.traceparent == expected
 
 
 @pytest.mark.parametrize("wrong", ["", "00-zz", OF_TURN.upper(), OF_TURN + "-x", 7, None])
@@ -81,7 +81,7 @@ async def test_a_wrong_field_is_refused(server: Running, journal: Kept, wrong: o
     """By its name, and no turn begins; null is as if it were left out."""
     answer = await order(server, OF_SOCKET, traceparent=wrong)
     if wrong is None:
-        assert journal.orders[0].order.request.traceparent == OF_SOCKET
+        assert journal.orders[0].spec.request.traceparent == OF_SOCKET
     else:
         assert (answer["op"], answer["code"], answer["field"]) == ("error", "invalid_request", "traceparent")
         assert journal.orders == []

@@ -7,8 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from inferencecenter.sessions.records import Ordered
-from inferencecenter.sessions.store.store import Store
+from inferencecenter.sessions.journal import TurnQueued
+from inferencecenter.sessions.store.store import SessionStore
 from tests.sessions.store.values import CLOCK, ended, make_history, make_order, make_turn, opened, said, said_by
 
 if TYPE_CHECKING:
@@ -44,13 +44,15 @@ def write_until_killed(path: str, shown: Connection) -> None:
 
 
 async def _write(path: Path, shown: Connection) -> None:
-    store = Store.open(path)
+    store = SessionStore.open(path)
     for session in range(SESSIONS):
         store.write(opened(f"s_{session}"), flush=True)
     turn = 0
     while True:
         for session in range(SESSIONS):
-            order = Ordered(session_id=f"s_{session}", seq=turn * 10, last_used_at=CLOCK, order=make_order(f"t_{turn}"))
+            order = TurnQueued(
+                session_id=f"s_{session}", seq=turn * 10, last_used_at=CLOCK, spec=make_order(f"t_{turn}")
+            )
             store.write(order, flush=True)
         for n in range(WORDS):
             for session in range(SESSIONS):
@@ -69,5 +71,5 @@ async def _write(path: Path, shown: Connection) -> None:
         await safe.wait()
 
 
-def _show(store: Store, shown: Connection, event: tuple[int, int, int]) -> None:
+def _show(store: SessionStore, shown: Connection, event: tuple[int, int, int]) -> None:
     store.release(lambda: shown.send(event))

@@ -7,22 +7,22 @@ import sqlite3
 from contextlib import asynccontextmanager, closing, contextmanager
 from typing import TYPE_CHECKING
 
-from inferencecenter.sessions.store.store import Store
+from inferencecenter.sessions.store.store import SessionStore
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator
     from pathlib import Path
 
-    from inferencecenter.sessions.records import Kept
+    from inferencecenter.sessions.journal import StoredSession
 
 RETRY_S = 0.001
 """Seconds between attempts."""
 
 
 @asynccontextmanager
-async def storing(path: Path, *, patience_s: float = 60.0) -> AsyncIterator[Store]:
+async def storing(path: Path, *, patience_s: float = 60.0) -> AsyncIterator[SessionStore]:
     """A store that tries again at once, and in whose file everything is at the end unless that takes too long."""
-    store = Store.open(path, retry_s=RETRY_S)
+    store = SessionStore.open(path, retry_s=RETRY_S)
     store.load()
     try:
         yield store
@@ -30,7 +30,7 @@ async def storing(path: Path, *, patience_s: float = 60.0) -> AsyncIterator[Stor
         await store.close(timeout_s=patience_s)
 
 
-async def settled(store: Store) -> None:
+async def settled(store: SessionStore) -> None:
     """Wait until everything written so far is in the file."""
     safe = asyncio.Event()
     store.release(safe.set)
@@ -38,10 +38,10 @@ async def settled(store: Store) -> None:
         await safe.wait()
 
 
-async def kept_in(path: Path) -> dict[str, Kept]:
+async def kept_in(path: Path) -> dict[str, StoredSession]:
     """What another daemon would find."""
-    store = Store.open(path)
-    kept = {each.facts.session_id: each for each in store.load()}
+    store = SessionStore.open(path)
+    kept = {each.config.session_id: each for each in store.load()}
     await store.close()
     return kept
 
@@ -82,6 +82,6 @@ async def until(holds: Callable[[], bool]) -> None:
 
 async def was_clean(path: Path) -> bool:
     """Whether another daemon would find that the last one stopped in order."""
-    store = Store.open(path)
+    store = SessionStore.open(path)
     await store.close()
     return store.was_clean

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from inferencecenter.sessions.history import History, TurnMark, View
-from inferencecenter.sessions.records import Changed, Ended, Gone, Opened
+from inferencecenter.sessions.history import History, HistoryView, TurnCheckpoint
+from inferencecenter.sessions.journal import HistoryChanged, SessionDeleted, SessionOpened, TurnEnded
 from inferencecenter.sessions.store.archive import Archive, purge_file
-from inferencecenter.sessions.store.opening import open_writing
-from inferencecenter.sessions.store.reading import read_all
+from inferencecenter.sessions.store.database import open_writing
+from inferencecenter.sessions.store.loader import read_all
 from inferencecenter.sessions.store.recorder import Purge, Recorder
 from inferencecenter.sessions.store.salvage import salvage
 from inferencecenter.sessions.store.schema import MIGRATIONS
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from inferencecenter.protocol.values import TranscriptTurn
-    from inferencecenter.sessions.records import Kept
+    from inferencecenter.sessions.journal import StoredSession
 
 MIB = 1024 * 1024
 
@@ -57,7 +57,7 @@ def recorder(database: sqlite3.Connection) -> Recorder:
 
 def history_of(n_turns: int) -> History:
     """What was said in so many turns: a message, a piece and a mark of each."""
-    history = History(made_by="toy")
+    history = History(model_fingerprint="toy")
     for n in range(n_turns):
         answer = f"said {n} "
         now = replace(
@@ -66,7 +66,7 @@ def history_of(n_turns: int) -> History:
             tokens=history.tokens + packed([ord(each) for each in answer]),
             covered=history.covered + answer,
         )
-        mark = TurnMark(f"t_{n}", n, n + 1, now.n_tokens, len(now.covered), View())
+        mark = TurnCheckpoint(f"t_{n}", n, n + 1, now.n_tokens, len(now.covered), HistoryView())
         history = replace(now, turns=(*history.turns, mark))
     return history
 
@@ -87,10 +87,10 @@ def talk(recorder: Recorder, session_id: str, n_turns: int, *, first: int | None
         recorder.commit([record], durable=False)
 
 
-def fork_of(parent: str, session_id: str, n_turns: int) -> Opened:
+def fork_of(parent: str, session_id: str, n_turns: int) -> SessionOpened:
     """A session begins with the first turns of another one."""
-    return Opened(
-        facts=make_facts(session_id),
+    return SessionOpened(
+        config=make_facts(session_id),
         history=history_of(n_turns),
         turns=turns_of(n_turns),
         last_used_at=CLOCK,
@@ -98,9 +98,9 @@ def fork_of(parent: str, session_id: str, n_turns: int) -> Opened:
     )
 
 
-def rewound(session_id: str, n_turns: int) -> Changed:
+def rewound(session_id: str, n_turns: int) -> HistoryChanged:
     """A session is taken back to the end of a turn."""
-    return Changed(
+    return HistoryChanged(
         session_id=session_id,
         seq=20,
         last_used_at=CLOCK,
@@ -110,11 +110,11 @@ def rewound(session_id: str, n_turns: int) -> Changed:
     )
 
 
-def kept_of(database: sqlite3.Connection) -> dict[str, Kept]:
+def kept_of(database: sqlite3.Connection) -> dict[str, StoredSession]:
     """What another daemon would find."""
     contents = read_all(database)
     assert not contents.unreadable
-    return {found.kept.facts.session_id: found.kept for found in contents.found}
+    return {found.kept.config.session_id: found.kept for found in contents.found}
 
 
 def count(database: sqlite3.Connection, table: str) -> int:
@@ -123,7 +123,7 @@ def count(database: sqlite3.Connection, table: str) -> int:
     return int(n_rows)
 
 
-def assert_is(kept: Kept, n_turns: int) -> None:
+def assert_is(kept: StoredSession, n_turns: int) -> None:
     """Assert that a session has so many turns, and all of them."""
     assert (kept.history, kept.turns) == (history_of(n_turns), turns_of(n_turns))
 
@@ -142,7 +142,7 @@ def test_a_fork_of_16_mib_writes_a_row(database: sqlite3.Connection, recorder: R
     assert {table: count(database, table) for table in REACHES} == tables
     assert kept_of(database)["s_fork_9"].history == history
     for n in range(10):
-        recorder.commit([Gone(session_id=f"s_fork_{n}", n_chars=16 * MIB)], durable=False)
+        recorder.commit([SessionDeleted(session_id=f"s_fork_{n}", n_chars=16 * MIB)], durable=False)
     assert recorder.unswept == frozenset()
     assert log.stat().st_size < MIB, "sixteen would have been written and overwritten for each"
     assert {table: count(database, table) for table in REACHES} == tables
@@ -170,7 +170,7 @@ def test_the_parents_end_leaves_the_fork_whole_and_nothing_else(
     """What only the parent held is overwritten: its later turns, what was settled about it, and its keys."""
     talk(recorder, "s_parent", 3)
     recorder.commit([fork_of("s_parent", "s_2", 2)], durable=False)
-    recorder.commit([Purge("session", "s_parent") if purges else Gone(session_id="s_parent")], durable=False)
+    recorder.commit([Purge("session", "s_parent") if purges else SessionDeleted(session_id="s_parent")], durable=False)
     kept = kept_of(database)
     assert set(kept) == {"s_2"}
     assert_is(kept["s_2"], 2)
@@ -187,7 +187,7 @@ def test_a_base_goes_with_the_last_that_begins_with_it(database: sqlite3.Connect
     talk(recorder, "s_1", 5)
     recorder.commit([fork_of("s_1", "s_2", 4), fork_of("s_1", "s_3", 2)], durable=False)
     for gone, n_left in (("s_1", 4), ("s_2", 2), ("s_3", 0)):
-        recorder.commit([Gone(session_id=gone)], durable=False)
+        recorder.commit([SessionDeleted(session_id=gone)], durable=False)
         assert count(database, "messages") == n_left
         assert_nothing_is_left(database)
     assert count(database, "sessions") == 0
@@ -202,10 +202,10 @@ def test_a_rewind_below_a_fork_leaves_the_fork_whole(database: sqlite3.Connectio
     assert_is(kept["s_1"], 3)
     assert_is(kept["s_2"], 4)
     assert list(kept["s_1"].ends) == ["key 0", "key 1", "key 2"]
-    assert kept["s_1"].facts == make_facts("s_1")
+    assert kept["s_1"].config == make_facts("s_1")
     assert count(database, "messages") == 4 + 1
     assert_nothing_is_left(database)
-    recorder.commit([Gone(session_id="s_2")], durable=False)
+    recorder.commit([SessionDeleted(session_id="s_2")], durable=False)
     assert_is(kept_of(database)["s_1"], 3)
     assert_nothing_is_left(database)
 
@@ -218,7 +218,9 @@ def test_what_a_fork_takes_back_of_a_closed_parent_is_gone(
     talk(recorder, "s_1", 2)
     recorder.commit([fork_of("s_1", "s_2", 2)], durable=False)
     talk(recorder, "s_2", 4, first=2)
-    recorder.commit([fork_of("s_2", "s_3", 4), Gone(session_id="s_1"), Gone(session_id="s_2")], durable=False)
+    recorder.commit(
+        [fork_of("s_2", "s_3", 4), SessionDeleted(session_id="s_1"), SessionDeleted(session_id="s_2")], durable=False
+    )
     recorder.commit([rewound("s_3", n_turns)], durable=False)
     assert_is(kept_of(database)["s_3"], n_turns)
     assert count(database, "messages") == n_turns
@@ -246,8 +248,8 @@ def test_a_conversation_that_is_rendered_anew_keeps_its_messages_in_common(
     """Its tokens are others from then on, those of the fork the same; of the parent's nothing else is left."""
     talk(recorder, "s_1", 3)
     recorder.commit([fork_of("s_1", "s_2", 3)], durable=False)
-    now = replace(history_of(4), tokens=packed([1, 2]), covered="anew", turns=(), made_by="other")
-    record: Ended = ended("s_1", history=now, turn=turns_of(4)[-1], end=make_end("t_3"))
+    now = replace(history_of(4), tokens=packed([1, 2]), covered="anew", turns=(), model_fingerprint="other")
+    record: TurnEnded = ended("s_1", history=now, turn=turns_of(4)[-1], end=make_end("t_3"))
     recorder.commit([record], durable=False)
     kept = kept_of(database)
     assert kept["s_1"].history == now
@@ -264,12 +266,12 @@ def test_forks_of_forks_of_any_depth_are_read_and_deleted(database: sqlite3.Conn
     for n in range(1, depth):
         fork = replace(opened(f"s_{n}", history=History(messages[:n])), parent=f"s_{n - 1}")
         more = replace(rewound(f"s_{n}", 0), history=History(messages[: n + 1]))
-        recorder.commit([fork, more, Gone(session_id=f"s_{n - 1}")], durable=False)
+        recorder.commit([fork, more, SessionDeleted(session_id=f"s_{n - 1}")], durable=False)
     (kept,) = kept_of(database).values()
     assert kept.history.messages == messages
     assert count(database, "messages") == depth
     assert count(database, "sessions") == depth
-    recorder.commit([Gone(session_id=kept.facts.session_id)], durable=False)
+    recorder.commit([SessionDeleted(session_id=kept.config.session_id)], durable=False)
     assert count(database, "sessions") > depth // 2
     while recorder.unswept:
         recorder.commit([], durable=False)
@@ -279,7 +281,9 @@ def test_forks_of_forks_of_any_depth_are_read_and_deleted(database: sqlite3.Conn
 def test_what_several_begin_with_is_in_memory_once(database: sqlite3.Connection, recorder: Recorder) -> None:
     """After a start as before it: the same messages, turns and marks, and where nothing follows the same tokens."""
     talk(recorder, "s_1", 3)
-    recorder.commit([fork_of("s_1", "s_2", 3), fork_of("s_1", "s_3", 2), Gone(session_id="s_1")], durable=False)
+    recorder.commit(
+        [fork_of("s_1", "s_2", 3), fork_of("s_1", "s_3", 2), SessionDeleted(session_id="s_1")], durable=False
+    )
     kept = kept_of(database)
     whole, part = kept["s_2"], kept["s_3"]
     assert all(a is b for a, b in zip(whole.history.messages, part.history.messages, strict=False))
@@ -323,11 +327,11 @@ def test_damage_to_what_several_begin_with_takes_only_those(
 ) -> None:
     """All others are read, and nothing is deleted."""
     talk(recorder, "s_1", 3)
-    recorder.commit([fork_of("s_1", "s_2", 3), Gone(session_id="s_1"), opened("s_3")], durable=False)
+    recorder.commit([fork_of("s_1", "s_2", 3), SessionDeleted(session_id="s_1"), opened("s_3")], durable=False)
     database.execute(damage)
     contents = read_all(database)
     assert set(contents.unreadable) == {"s_2"}
-    assert [found.kept.facts.session_id for found in contents.found] == ["s_3"]
+    assert [found.kept.config.session_id for found in contents.found] == ["s_3"]
 
 
 def test_a_list_counts_what_a_session_begins_with(path: Path, recorder: Recorder) -> None:
@@ -335,7 +339,7 @@ def test_a_list_counts_what_a_session_begins_with(path: Path, recorder: Recorder
     talk(recorder, "s_1", 3)
     recorder.commit([fork_of("s_1", "s_2", 2)], durable=False)
     talk(recorder, "s_2", 4, first=2)
-    recorder.commit([Gone(session_id="s_1")], durable=False)
+    recorder.commit([SessionDeleted(session_id="s_1")], durable=False)
     with Archive.open(path) as archive:
         (line,) = archive.sessions()
         assert archive.read("s_2").history == history_of(4)
@@ -362,7 +366,7 @@ def test_a_salvaged_fork_has_rows_of_its_own(path: Path, recorder: Recorder, tmp
     """Of a whole file everything is there, with the keys of whom they belong to."""
     talk(recorder, "s_1", 3)
     recorder.commit([fork_of("s_1", "s_2", 3), rewound("s_1", 2), fork_of("s_2", "s_3", 1)], durable=False)
-    recorder.commit([Gone(session_id="s_2")], durable=False)
+    recorder.commit([SessionDeleted(session_id="s_2")], durable=False)
     talk(recorder, "s_3", 3, first=1)
     report = salvage(path, tmp_path / "made")
     assert (report.whole, report.lost, report.cut, report.doubtful) == (2, [], [], [])
@@ -377,7 +381,9 @@ def test_a_salvaged_fork_says_what_it_lost_of_what_it_begins_with(
 ) -> None:
     """A fork that has no row of its own is not taken for an empty conversation."""
     talk(recorder, "s_1", 3)
-    recorder.commit([fork_of("s_1", "s_2", 3), fork_of("s_2", "s_3", 2), Gone(session_id="s_1")], durable=False)
+    recorder.commit(
+        [fork_of("s_1", "s_2", 3), fork_of("s_2", "s_3", 2), SessionDeleted(session_id="s_1")], durable=False
+    )
     database.execute("PRAGMA foreign_keys = OFF")
     database.execute(f"DELETE FROM {table} WHERE {'id' if table == 'sessions' else 'session'} = 1")
     report = salvage(path, tmp_path / "made")
@@ -398,8 +404,8 @@ async def test_a_file_from_before_there_were_bases_is_read_and_forked(path: Path
             )
             database.execute("INSERT INTO messages VALUES (?, 0, 'user', 'Hi', NULL)", (row,))
     with contextlib.closing(open_writing(path)) as database:
-        facts = database.execute("SELECT facts FROM sessions").fetchall()
-        assert facts == [("{}",), ("{}",)]
+        config = database.execute("SELECT facts FROM sessions").fetchall()
+        assert config == [("{}",), ("{}",)]
         recorder = Recorder(database, {})
         recorder.sweep()
         assert count(database, "messages") == 1
@@ -415,7 +421,7 @@ async def test_a_fork_is_ordered_behind_what_it_refers_to(path: Path) -> None:
             record = ended("s_1", history=history_of(n + 1), turn=turns_of(n + 1)[-1], end=make_end(f"t_{n}"))
             ada.write(record, flush=True)
         ada.write(fork_of("s_1", "s_2", 3), flush=True)
-        ada.write(Gone(session_id="s_1", n_chars=100), flush=True)
+        ada.write(SessionDeleted(session_id="s_1", n_chars=100), flush=True)
     kept = await kept_in(path)
     assert set(kept) == {"s_2"}
     assert_is(kept["s_2"], 3)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from inferencecenter.sessions.store.store import Store
+from inferencecenter.sessions.store.store import SessionStore
 from tests.sessions.store.crashing import (
     ENDED,
     SESSIONS,
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from multiprocessing.connection import Connection
     from pathlib import Path
 
-    from inferencecenter.sessions.records import Kept
+    from inferencecenter.sessions.journal import StoredSession
 
 RUNS = 20
 
@@ -59,17 +59,17 @@ def _receive(reading: Connection, last: dict[int, tuple[int, int]]) -> None:
     last[session] = (turn + 1, 0) if n_words == ENDED else (turn, n_words)
 
 
-def _standing(session: int, kept: Kept) -> tuple[int, int]:
+def _standing(session: int, kept: StoredSession) -> tuple[int, int]:
     """Return how many turns a session has ended and how many words said of the next, all of them right."""
     n_turns = len(kept.turns)
     assert kept.history == history(session, n_turns)
-    if kept.unfinished is None:
+    if kept.pending_turn is None:
         return n_turns, 0
-    said = kept.unfinished.text
+    said = kept.pending_turn.text
     (n_words,) = [n for n in range(WORDS + 1) if answer(session, n_turns, n) == said]
     assert kept.seq == n_turns * 10 + n_words
-    assert len(kept.unfinished.tokens) == 4 * len(said)
-    assert kept.unfinished.order.turn_id == f"t_{n_turns}"
+    assert len(kept.pending_turn.tokens) == 4 * len(said)
+    assert kept.pending_turn.spec.turn_id == f"t_{n_turns}"
     return n_turns, n_words
 
 
@@ -77,10 +77,10 @@ def _standing(session: int, kept: Kept) -> tuple[int, int]:
 async def test_what_was_shown_is_in_the_file(path: Path, run: int) -> None:
     """At whatever moment the process is killed, every session is as it was shown last, or further."""
     shown = _run(path, random.Random(run).randrange(SESSIONS, 400))
-    store = Store.open(path)
+    store = SessionStore.open(path)
     assert store.fault is None
     assert not store.was_clean
-    kept = {each.facts.session_id: each for each in store.load()}
+    kept = {each.config.session_id: each for each in store.load()}
     await store.close()
     assert set(shown) <= set(range(SESSIONS))
     for session, last in shown.items():

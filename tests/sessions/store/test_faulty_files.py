@@ -11,11 +11,11 @@ import orjson
 import pytest
 
 from inferencecenter.errors import ErrorCode, InferenceCenterError
-from inferencecenter.sessions.store.opening import open_writing
+from inferencecenter.sessions.store.database import open_writing
 from inferencecenter.sessions.store.recorder import Recorder
 from inferencecenter.sessions.store.rows import facts_column, order_row
 from inferencecenter.sessions.store.schema import DATABASE_NAME, MIGRATIONS
-from inferencecenter.sessions.store.store import Store
+from inferencecenter.sessions.store.store import SessionStore
 from inferencecenter.sqlite_file import migrate
 from tests.sessions.store.conftest import as_nobody
 from tests.sessions.store.stores import kept_in
@@ -47,7 +47,7 @@ def _overwrite(path: Path, content: bytes) -> None:
     path.write_bytes(content)
 
 
-async def _is_read_only(store: Store) -> None:
+async def _is_read_only(store: SessionStore) -> None:
     """Assert that the store says so, writes nothing and keeps nobody waiting."""
     assert store.fault is not None
     assert DATABASE_NAME in store.fault.message
@@ -64,7 +64,7 @@ async def _is_read_only(store: Store) -> None:
 async def test_what_is_no_database_is_kept(path: Path, content: bytes) -> None:
     """Nothing can be read of it, and it is as before."""
     _overwrite(path, content)
-    store = Store.open(path)
+    store = SessionStore.open(path)
     assert store.load() == []
     await _is_read_only(store)
     assert _read(path) == content
@@ -82,8 +82,8 @@ async def test_of_a_damaged_file_everything_else_is_read(path: Path) -> None:
         damaged = bytearray(whole)
         damaged[page * PAGE_BYTES : (page + 1) * PAGE_BYTES] = b"\xff" * PAGE_BYTES
         _overwrite(path, bytes(damaged))
-        store = Store.open(path)
-        found = {each.facts.session_id: each for each in store.load()}
+        store = SessionStore.open(path)
+        found = {each.config.session_id: each for each in store.load()}
         await _is_read_only(store)
         assert all(right[session_id] == kept for session_id, kept in found.items())
         assert _read(path) == bytes(damaged)
@@ -97,7 +97,7 @@ async def test_a_file_that_ends_too_early_is_kept(path: Path) -> None:
     _fill(path, 5)
     cut = _read(path)[: -PAGE_BYTES * 2]
     _overwrite(path, cut)
-    store = Store.open(path)
+    store = SessionStore.open(path)
     store.load()
     await _is_read_only(store)
     assert _read(path) == cut
@@ -109,7 +109,7 @@ async def test_a_file_that_cannot_be_written_is_read() -> None:
         path = directory / DATABASE_NAME
         _fill(path, 3)
         path.chmod(0o400)
-        store = Store.open(path)
+        store = SessionStore.open(path)
         assert len(store.load()) == 3
         await _is_read_only(store)
         assert path.stat().st_mode & 0o777 == 0o400
@@ -122,7 +122,7 @@ async def test_a_directory_that_cannot_be_written_is_read() -> None:
         _fill(path, 3)
         path.chmod(0o400)
         directory.chmod(0o500)
-        store = Store.open(path)
+        store = SessionStore.open(path)
         assert len(store.load()) == 3
         await _is_read_only(store)
 
@@ -135,7 +135,7 @@ async def test_what_would_be_read_without_its_last_changes_is_not_read() -> None
         (directory / f"{DATABASE_NAME}-wal").write_bytes(b"x" * 100)
         path.chmod(0o400)
         directory.chmod(0o500)
-        store = Store.open(path)
+        store = SessionStore.open(path)
         assert store.load() == []
         await _is_read_only(store)
 
@@ -144,7 +144,7 @@ async def test_where_no_file_can_be_made_there_are_no_sessions() -> None:
     """A directory that is not ours is a fault, not the end."""
     with as_nobody() as directory:
         directory.chmod(0o500)
-        store = Store.open(directory / "state" / DATABASE_NAME)
+        store = SessionStore.open(directory / "state" / DATABASE_NAME)
         assert store.load() == []
         await _is_read_only(store)
 
@@ -156,7 +156,7 @@ def test_a_file_of_a_newer_version_is_refused(path: Path) -> None:
         database.execute(f"PRAGMA user_version = {len(MIGRATIONS) + 1}")
     before = path.read_bytes()
     with pytest.raises(InferenceCenterError, match="which knows versions up to") as caught:
-        Store.open(path)
+        SessionStore.open(path)
     assert caught.value.code is ErrorCode.STORAGE_UNAVAILABLE
     assert path.read_bytes() == before
 
@@ -168,7 +168,7 @@ def test_a_file_that_somebody_holds_is_refused(path: Path) -> None:
         other.execute("PRAGMA locking_mode = EXCLUSIVE")
         other.execute("BEGIN EXCLUSIVE")
         with pytest.raises(InferenceCenterError, match="locked") as caught:
-            Store.open(path)
+            SessionStore.open(path)
     assert caught.value.code is ErrorCode.STORAGE_UNAVAILABLE
 
 
@@ -179,7 +179,7 @@ async def test_a_file_of_each_earlier_version_is_brought_up_to_date(path: Path, 
     with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as database:
         migrate(database, MIGRATIONS[:version], path=path)
         assert database.execute("PRAGMA user_version").fetchone() == (version,)
-    store = Store.open(path)
+    store = SessionStore.open(path)
     assert store.was_clean
     store.write(opened(), flush=True)
     await store.close()
@@ -188,35 +188,35 @@ async def test_a_file_of_each_earlier_version_is_brought_up_to_date(path: Path, 
 
 async def test_a_file_from_when_there_was_one_model_is_read(path: Path) -> None:
     """Its sessions chose none, and its unfinished turns do not say which model they are of."""
-    facts, order = make_facts(), make_order()
-    column = orjson.loads(facts_column(facts))
+    config, order = make_facts(), make_order()
+    column = orjson.loads(facts_column(config))
     del column["chosen_model"]
     path.parent.mkdir()
     with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as database:
         migrate(database, MIGRATIONS[:1], path=path)
         database.execute(
             "INSERT INTO sessions VALUES (1, ?, ?, ?, 5, ?, ?, 'fingerprint', 0, 0, ?)",
-            (facts.session_id, facts.client_id, facts.epoch, CLOCK, CLOCK, orjson.dumps(column).decode()),
+            (config.session_id, config.client_id, config.epoch, CLOCK, CLOCK, orjson.dumps(column).decode()),
         )
         database.execute("INSERT INTO orders VALUES (1, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", order_row(order)[:10])
         database.execute("INSERT INTO said VALUES (1, 5, ?, 'Hi')", (packed([72, 105]),))
-    kept = (await kept_in(path))[facts.session_id]
-    assert kept.facts == facts
-    assert kept.unfinished is not None
-    assert (kept.unfinished.order, kept.unfinished.text) == (replace(order, model=""), "Hi")
+    kept = (await kept_in(path))[config.session_id]
+    assert kept.config == config
+    assert kept.pending_turn is not None
+    assert (kept.pending_turn.spec, kept.pending_turn.text) == (replace(order, model=""), "Hi")
 
 
 @pytest.mark.parametrize("chosen", [None, "toy", "another: model/with any name"])
 async def test_the_choice_of_a_model_is_kept(path: Path, chosen: str | None) -> None:
     """And so is the model that an unfinished turn is of."""
-    store = Store.open(path)
+    store = SessionStore.open(path)
     store.write(opened(chosen_model=chosen), flush=True)
     store.write(ordered(order=make_order(model="large")), flush=True)
     await store.close()
     kept = (await kept_in(path))["s_1"]
-    assert kept.facts.chosen_model == chosen
-    assert kept.unfinished is not None
-    assert kept.unfinished.order.model == "large"
+    assert kept.config.chosen_model == chosen
+    assert kept.pending_turn is not None
+    assert kept.pending_turn.spec.model == "large"
 
 
 @pytest.mark.parametrize(
@@ -230,7 +230,7 @@ async def test_the_choice_of_a_model_is_kept(path: Path, chosen: str | None) -> 
 )
 async def test_calls_that_make_no_sense_take_only_their_session(path: Path, damage: str) -> None:
     """The others are read, and what cannot be read stays as it is."""
-    store = Store.open(path)
+    store = SessionStore.open(path)
     for session_id in ("s_1", "s_2"):
         store.write(opened(session_id, history=make_history("Hello")), flush=True)
     store.write(ordered("s_1"), flush=True)

@@ -24,26 +24,25 @@ from hypothesis.stateful import (
 )
 
 from inferencecenter.protocol.values import ChatMessage, ToolCall
-from inferencecenter.sessions.formats.parts import Said as SaidPart
-from inferencecenter.sessions.formats.parts import Thought
-from inferencecenter.sessions.history import TOKEN_BYTES, History, TurnMark, View
-from inferencecenter.sessions.ledger import MAX_FAILURES
-from inferencecenter.sessions.records import (
-    Changed,
-    Described,
-    Dropped,
-    Gone,
-    Kept,
-    Opened,
-    Ordered,
-    Renamed,
-    Said,
-    Spent,
-    Unfinished,
+from inferencecenter.sessions.history import MAX_FAILURES, TOKEN_BYTES, History, HistoryView, TurnCheckpoint
+from inferencecenter.sessions.journal import (
+    EpochChanged,
+    HistoryChanged,
+    MetadataChanged,
+    PendingTurn,
+    SessionDeleted,
+    SessionOpened,
+    StoredSession,
+    TokensAppended,
+    TurnFailed,
+    TurnQueued,
+    UsageRecorded,
 )
+from inferencecenter.sessions.output_parsing.parts import ReasoningDelta
+from inferencecenter.sessions.output_parsing.parts import TextDelta as SaidPart
 from inferencecenter.sessions.store import recorder as recorder_module
-from inferencecenter.sessions.store.opening import open_writing
-from inferencecenter.sessions.store.reading import read_all
+from inferencecenter.sessions.store.database import open_writing
+from inferencecenter.sessions.store.loader import read_all
 from inferencecenter.sessions.store.recorder import Purge, Recorder, UnwritableError
 from tests.sessions.store.leftovers import assert_nothing_is_left
 from tests.sessions.store.values import (
@@ -66,7 +65,7 @@ from tests.sessions.store.values import (
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from inferencecenter.sessions.formats.parts import Part
+    from inferencecenter.sessions.output_parsing.parts import Part
     from inferencecenter.sessions.store.recorder import Entry
 
 _texts = st.text(max_size=6)
@@ -89,8 +88,10 @@ _messages = st.lists(
     max_size=3,
 ).map(tuple)
 _notes = st.sampled_from(["", "", "a note"])
-_parts = st.none() | st.lists(st.one_of(st.builds(SaidPart, _texts), st.builds(Thought, _texts)), max_size=2).map(tuple)
-_views = st.builds(View, st.integers(0, 9), st.integers(0, 9))
+_parts = st.none() | st.lists(
+    st.one_of(st.builds(SaidPart, _texts), st.builds(ReasoningDelta, _texts)), max_size=2
+).map(tuple)
+_views = st.builds(HistoryView, st.integers(0, 9), st.integers(0, 9))
 _histories = st.builds(History, _messages, _tokens, _texts, _views, st.just(()), st.sampled_from(["", "toy", "other"]))
 _keys = st.none() | st.sampled_from(["k1", "k2"])
 
@@ -105,7 +106,7 @@ class Writing(RuleBasedStateMachine):
         """Make a file."""
         self.directory = tempfile.TemporaryDirectory()
         self.path = Path(self.directory.name) / "sessions.sqlite3"
-        self.kept: dict[str, Kept] = {}
+        self.kept: dict[str, StoredSession] = {}
         self.pending: list[Entry] = []
         self.count = 0
         self.usage: dict[str, int] = {}
@@ -119,18 +120,18 @@ class Writing(RuleBasedStateMachine):
     def open(self, history: History, n_turns: int, note: str) -> str:
         """A session begins, as a fork has turns."""
         session_id = self._name("s")
-        facts = make_facts(session_id)
+        config = make_facts(session_id)
         turns = tuple(make_turn(self._name("t")) for _ in range(n_turns))
         notes = {turn.turn_id: note for turn in turns[:1] if note}
-        self.pending.append(Opened(facts=facts, history=history, turns=turns, last_used_at=CLOCK, notes=notes))
-        self.kept[session_id] = Kept(
-            facts=facts,
+        self.pending.append(SessionOpened(config=config, history=history, turns=turns, last_used_at=CLOCK, notes=notes))
+        self.kept[session_id] = StoredSession(
+            config=config,
             seq=0,
             last_used_at=CLOCK,
             history=history,
             turns=turns,
             ends={},
-            unfinished=None,
+            pending_turn=None,
             notes=notes,
         )
         return session_id
@@ -139,37 +140,39 @@ class Writing(RuleBasedStateMachine):
     def fork(self, session_id: str, n_turns: int | None) -> str | MultipleResults[str]:
         """A session begins as another one did until the end of a turn, or as it is."""
         parent = self.kept[session_id]
-        if parent.unfinished is not None:
+        if parent.pending_turn is not None:
             return multiple()
         history, n_listed = (parent.history, len(parent.turns)) if n_turns is None else _rewound(parent, n_turns)
-        facts, turns = make_facts(self._name("s")), parent.turns[:n_listed]
+        config, turns = make_facts(self._name("s")), parent.turns[:n_listed]
         known = {turn.turn_id for turn in turns}
         notes = {turn_id: note for turn_id, note in parent.notes.items() if turn_id in known}
         self.pending.append(
-            Opened(facts=facts, history=history, turns=turns, last_used_at=CLOCK, notes=notes, parent=session_id)
+            SessionOpened(
+                config=config, history=history, turns=turns, last_used_at=CLOCK, notes=notes, parent=session_id
+            )
         )
-        self.kept[facts.session_id] = Kept(
-            facts=facts,
+        self.kept[config.session_id] = StoredSession(
+            config=config,
             seq=0,
             last_used_at=CLOCK,
             history=history,
             turns=turns,
             ends={},
-            unfinished=None,
+            pending_turn=None,
             notes=notes,
         )
-        return facts.session_id
+        return config.session_id
 
     @rule(session_id=sessions, view=st.none() | _views, note=_notes)
-    def order(self, session_id: str, view: View | None, note: str) -> None:
+    def order(self, session_id: str, view: HistoryView | None, note: str) -> None:
         """A turn begins, or goes on with a shorter prompt."""
         kept = self.kept[session_id]
-        running = kept.unfinished
-        order = make_order(running.order.turn_id if running else self._name("t"), view=view, note=note)
-        unfinished = replace(running, order=order) if running else Unfinished(order=order, tokens=b"", text="")
+        running = kept.pending_turn
+        order = make_order(running.spec.turn_id if running else self._name("t"), view=view, note=note)
+        pending_turn = replace(running, spec=order) if running else PendingTurn(spec=order, tokens=b"", text="")
         at = kept.last_used_at + 1
-        self.pending.append(Ordered(session_id=session_id, seq=kept.seq + 1, last_used_at=at, order=order))
-        self.kept[session_id] = replace(kept, seq=kept.seq + 1, last_used_at=at, unfinished=unfinished)
+        self.pending.append(TurnQueued(session_id=session_id, seq=kept.seq + 1, last_used_at=at, spec=order))
+        self.kept[session_id] = replace(kept, seq=kept.seq + 1, last_used_at=at, pending_turn=pending_turn)
 
     @rule(session_id=sessions, tokens=_tokens, text=_texts, parts=_parts, tells=st.booleans(), times=st.integers(1, 70))
     def say(  # noqa: PLR0917 - hypothesis names them
@@ -178,17 +181,17 @@ class Writing(RuleBasedStateMachine):
         """A turn generates; not every token is an event, and not every text is what was shown."""
         for _ in range(times):
             kept = self.kept[session_id]
-            if (running := kept.unfinished) is None:
+            if (running := kept.pending_turn) is None:
                 return
             seq = kept.seq + tells
-            turn_id = running.order.turn_id
+            turn_id = running.spec.turn_id
             self.pending.append(
-                Said(session_id=session_id, seq=seq, turn_id=turn_id, tokens=tokens, text=text, parts=parts)
+                TokensAppended(session_id=session_id, seq=seq, turn_id=turn_id, tokens=tokens, text=text, parts=parts)
             )
             running = replace(running, tokens=running.tokens + tokens, text=running.text + text)
             if parts is not None:
                 running = replace(running, parts=(*(running.parts or ()), *parts))
-            self.kept[session_id] = replace(kept, seq=seq, unfinished=running)
+            self.kept[session_id] = replace(kept, seq=seq, pending_turn=running)
 
     @rule(session_id=sessions, more=_messages, tokens=_tokens, text=_texts, anew=st.booleans(), key=_keys)
     def end(  # noqa: PLR0917 - hypothesis names them
@@ -196,18 +199,18 @@ class Writing(RuleBasedStateMachine):
     ) -> None:
         """A turn ends; its tokens go on from those there were, or replace them."""
         kept = self.kept[session_id]
-        if kept.unfinished is None:
+        if kept.pending_turn is None:
             return
-        turn_id = kept.unfinished.order.turn_id
+        turn_id = kept.pending_turn.spec.turn_id
         held = kept.history
         now = History(held.messages + more, tokens, text, held.view, held.turns, "toy")
         if not anew:
             now = replace(now, tokens=held.tokens + tokens, covered=held.covered + text)
         now = replace(now, turns=()) if anew else now
-        mark = TurnMark(turn_id, len(held.messages), len(now.messages), now.n_tokens, len(now.covered), now.view)
+        mark = TurnCheckpoint(turn_id, len(held.messages), len(now.messages), now.n_tokens, len(now.covered), now.view)
         now = replace(now, turns=(*now.turns, mark))
         turn, end, seq = make_turn(turn_id), make_end(turn_id, session_id=session_id), kept.seq + 1
-        note = kept.unfinished.order.note
+        note = kept.pending_turn.spec.note
         record = ended(session_id, history=now, turn=turn, end=end, turn_key=key, seq=seq, note=note)
         ends = dict(kept.ends)
         if key is not None:
@@ -222,7 +225,7 @@ class Writing(RuleBasedStateMachine):
             history=now,
             turns=(*kept.turns, turn),
             ends=ends,
-            unfinished=None,
+            pending_turn=None,
             notes={**kept.notes, turn_id: note} if note else kept.notes,
         )
 
@@ -230,16 +233,16 @@ class Writing(RuleBasedStateMachine):
     def drop(self, session_id: str) -> None:
         """A turn fails."""
         kept = self.kept[session_id]
-        if kept.unfinished is None:
+        if kept.pending_turn is None:
             return
-        turn_id, note, seq = kept.unfinished.order.turn_id, kept.unfinished.order.note, kept.seq + 1
+        turn_id, note, seq = kept.pending_turn.spec.turn_id, kept.pending_turn.spec.note, kept.seq + 1
         failure = make_failure(turn_id, session_id=session_id, seq=seq, note=note)
         self.pending.append(
-            Dropped(session_id=session_id, seq=seq, last_used_at=CLOCK, turn_id=turn_id, failure=failure)
+            TurnFailed(session_id=session_id, seq=seq, last_used_at=CLOCK, turn_id=turn_id, failure=failure)
         )
         failures = {**kept.failures, turn_id: failure} if note else kept.failures
         latest = dict(list(failures.items())[-MAX_FAILURES:])
-        self.kept[session_id] = replace(kept, seq=seq, last_used_at=CLOCK, unfinished=None, failures=latest)
+        self.kept[session_id] = replace(kept, seq=seq, last_used_at=CLOCK, pending_turn=None, failures=latest)
 
     @rule(session_id=sessions, more=_messages)
     def append(self, session_id: str, more: tuple[ChatMessage, ...]) -> None:
@@ -258,22 +261,22 @@ class Writing(RuleBasedStateMachine):
     def rename(self, session_id: str) -> None:
         """A session's events are lost."""
         epoch = self._name("e")
-        self.pending.append(Renamed(session_id=session_id, epoch=epoch))
+        self.pending.append(EpochChanged(session_id=session_id, epoch=epoch))
         kept = self.kept[session_id]
-        self.kept[session_id] = replace(kept, facts=replace(kept.facts, epoch=epoch))
+        self.kept[session_id] = replace(kept, config=replace(kept.config, epoch=epoch))
 
     @rule(session_id=sessions, title=st.text(max_size=8))
     def describe(self, session_id: str, title: str) -> None:
         """A client gives its session another title."""
         kept = self.kept[session_id]
-        facts = replace(kept.facts, metadata={"title": title})
-        self.pending.append(Described(facts=facts))
-        self.kept[session_id] = replace(kept, facts=facts)
+        config = replace(kept.config, metadata={"title": title})
+        self.pending.append(MetadataChanged(config=config))
+        self.kept[session_id] = replace(kept, config=config)
 
     @rule(session_id=consumes(sessions), purges=st.booleans())
     def go(self, session_id: str, purges: bool) -> None:
         """A session is closed."""
-        self.pending.append(Purge("session", session_id) if purges else Gone(session_id=session_id))
+        self.pending.append(Purge("session", session_id) if purges else SessionDeleted(session_id=session_id))
         del self.kept[session_id]
 
     @rule(durable=st.booleans(), is_full=st.booleans())
@@ -298,10 +301,10 @@ class Writing(RuleBasedStateMachine):
         self.database.close()
         self.database = open_writing(self.path)
         found = read_all(self.database).found
-        assert {each.kept.facts.session_id: each.kept for each in found} == self.kept
+        assert {each.kept.config.session_id: each.kept for each in found} == self.kept
         turns = self.database.execute("SELECT client_id, turns FROM usage").fetchall()
         assert dict(turns) == self.usage
-        self.recorder = Recorder(self.database, {each.kept.facts.session_id: each.known for each in found})
+        self.recorder = Recorder(self.database, {each.kept.config.session_id: each.known for each in found})
         self.recorder.sweep()
         assert_nothing_is_left(self.database)
 
@@ -324,14 +327,14 @@ class Writing(RuleBasedStateMachine):
         self.database.close()
         self.directory.cleanup()
 
-    def _change(self, kept: Kept, history: History, n_turns: int, *, rewound: bool = True) -> None:
-        if kept.unfinished is not None:
+    def _change(self, kept: StoredSession, history: History, n_turns: int, *, rewound: bool = True) -> None:
+        if kept.pending_turn is not None:
             return
         turns = kept.turns[:n_turns]
         gone = {turn.turn_id for turn in kept.turns[n_turns:]}
         self.pending.append(
-            Changed(
-                session_id=kept.facts.session_id,
+            HistoryChanged(
+                session_id=kept.config.session_id,
                 seq=kept.seq + 1,
                 last_used_at=CLOCK,
                 history=history,
@@ -339,7 +342,7 @@ class Writing(RuleBasedStateMachine):
                 rewound=rewound,
             )
         )
-        self.kept[kept.facts.session_id] = replace(
+        self.kept[kept.config.session_id] = replace(
             kept,
             seq=kept.seq + 1,
             last_used_at=CLOCK,
@@ -355,7 +358,7 @@ class Writing(RuleBasedStateMachine):
         return f"{kind}_{self.count}"
 
 
-def _rewound(kept: Kept, n_turns: int) -> tuple[History, int]:
+def _rewound(kept: StoredSession, n_turns: int) -> tuple[History, int]:
     """What a session held at the end of a turn, and how many turns it had then."""
     n_marks = min(n_turns, len(kept.history.turns))
     if not n_marks:
@@ -388,17 +391,17 @@ def recorder(database: sqlite3.Connection) -> Recorder:
     return Recorder(database, {})
 
 
-def _kept(database: sqlite3.Connection) -> dict[str, Kept]:
-    return {found.kept.facts.session_id: found.kept for found in read_all(database).found}
+def _kept(database: sqlite3.Connection) -> dict[str, StoredSession]:
+    return {found.kept.config.session_id: found.kept for found in read_all(database).found}
 
 
 def test_a_running_turn_comes_back_with_all_it_said(database: sqlite3.Connection, recorder: Recorder) -> None:
     """Its order, tokens and text, and the number of its last event."""
-    order = make_order(view=View(1, 4))
+    order = make_order(view=HistoryView(1, 4))
     entries: list[Entry] = [opened(), ordered(order=order), said("Hel", seq=2), said("lo\0 ", seq=3), said("", seq=3)]
     recorder.commit(entries, durable=True)
     kept = _kept(database)["s_1"]
-    assert kept.unfinished == Unfinished(order=order, tokens=packed([*b"Hello\0 "]), text="Hello\0 ")
+    assert kept.pending_turn == PendingTurn(spec=order, tokens=packed([*b"Hello\0 "]), text="Hello\0 ")
     assert kept.seq == 3
 
 
@@ -415,9 +418,9 @@ def test_usage_is_counted_by_client_and_day(database: sqlite3.Connection, record
 
 def test_a_turn_that_failed_counts_what_it_took(database: sqlite3.Connection, recorder: Recorder) -> None:
     """Its prompt when that was read and its tokens at its end, but no turn."""
-    read = Spent(client_id="ada", token_id="", at=CLOCK, prompt_tokens=7, cached_tokens=2)
+    read = UsageRecorded(client_id="ada", token_id="", at=CLOCK, prompt_tokens=7, cached_tokens=2)
     failed = replace(read, prompt_tokens=0, cached_tokens=0, completion_tokens=3)
-    dropped = Dropped(session_id="s_1", seq=3, last_used_at=CLOCK, turn_id="t_1", spent=failed)
+    dropped = TurnFailed(session_id="s_1", seq=3, last_used_at=CLOCK, turn_id="t_1", spent=failed)
     recorder.commit([opened(), ordered(), read, dropped], durable=True)
     assert database.execute("SELECT * FROM usage").fetchall() == [("ada", "", "2026-11-18", 0, 7, 2, 3)]
     whole = ended(prompt_tokens=7, cached_tokens=2)
@@ -439,9 +442,9 @@ def test_only_the_latest_keys_come_back(database: sqlite3.Connection, recorder: 
 def test_why_the_latest_turns_failed_comes_back(database: sqlite3.Connection, recorder: Recorder) -> None:
     """Of those with a note, as many as are known before a restart; the others leave nothing."""
 
-    def dropped(number: int, note: str) -> Dropped:
+    def dropped(number: int, note: str) -> TurnFailed:
         failure = make_failure(f"t_{number}", seq=number, note=note)
-        return Dropped(session_id="s_1", seq=number, last_used_at=CLOCK, turn_id=f"t_{number}", failure=failure)
+        return TurnFailed(session_id="s_1", seq=number, last_used_at=CLOCK, turn_id=f"t_{number}", failure=failure)
 
     recorder.commit([opened(), *(dropped(number, "a note") for number in range(20)), dropped(20, "")], durable=True)
     kept = _kept(database)["s_1"]
@@ -452,7 +455,7 @@ def test_why_the_latest_turns_failed_comes_back(database: sqlite3.Connection, re
 
 def test_a_purged_client_leaves_nothing(database: sqlite3.Connection, recorder: Recorder) -> None:
     """Its sessions and its usage go; those of others stay."""
-    failed = Dropped(session_id="s_1", seq=1, last_used_at=CLOCK, turn_id="t_0", failure=make_failure("t_0"))
+    failed = TurnFailed(session_id="s_1", seq=1, last_used_at=CLOCK, turn_id="t_0", failure=make_failure("t_0"))
     recorder.commit([opened(), failed, ordered(), said("x"), opened("s_2", client_id="bob")], durable=True)
     recorder.commit([ended("s_2", client_id="bob"), ended(), ordered(), said("y")], durable=True)
     recorder.commit([Purge("client", "ada")], durable=True)
@@ -473,7 +476,7 @@ def test_a_purged_client_leaves_nothing(database: sqlite3.Connection, recorder: 
         said("x", seq=2**70),
         ended("s_unknown"),
         opened(),
-        Renamed(session_id="s_unknown", epoch="e_2"),
+        EpochChanged(session_id="s_unknown", epoch="e_2"),
         ended(history=None),
     ],
     ids=[
@@ -492,9 +495,9 @@ def test_what_cannot_be_written_is_named(database: sqlite3.Connection, recorder:
     assert database.execute("SELECT count(*) FROM said").fetchone() == (0,)
     entries.remove(refused)
     recorder.commit(entries, durable=False)
-    unfinished = _kept(database)["s_1"].unfinished
-    assert unfinished is not None
-    assert unfinished.text == "ab"
+    pending_turn = _kept(database)["s_1"].pending_turn
+    assert pending_turn is not None
+    assert pending_turn.text == "ab"
 
 
 def test_a_history_that_was_not_written_is_made_up_for(database: sqlite3.Connection, recorder: Recorder) -> None:
@@ -525,7 +528,7 @@ def test_what_is_deleted_is_overwritten(database: sqlite3.Connection, recorder: 
     """A closed conversation is not in the file any more once its log was written back."""
     secret = "a very particular sentence"
     recorder.commit([opened(), ordered(), said(secret)], durable=True)
-    recorder.commit([ended(text=secret), Gone(session_id="s_1")], durable=True)
+    recorder.commit([ended(text=secret), SessionDeleted(session_id="s_1")], durable=True)
     recorder.finish()
     contents = b"".join(path.read_bytes() for path in tmp_path.iterdir())
     assert secret.encode() not in contents

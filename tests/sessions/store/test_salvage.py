@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from inferencecenter.sessions.store.opening import open_writing
-from inferencecenter.sessions.store.reading import read_all
+from inferencecenter.sessions.store.database import open_writing
+from inferencecenter.sessions.store.loader import read_all
 from inferencecenter.sessions.store.recorder import Recorder
 from inferencecenter.sessions.store.salvage import salvage
 from inferencecenter.sessions.store.schema import DATABASE_NAME
@@ -18,7 +18,7 @@ from tests.sessions.store.values import ended, make_order, opened, ordered, said
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from inferencecenter.sessions.records import Kept
+    from inferencecenter.sessions.journal import StoredSession
 
 PAGE_BYTES = 4096
 N_SESSIONS = 30
@@ -39,12 +39,12 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     return path.read_bytes()
 
 
-def loaded(path: Path) -> dict[str, Kept]:
+def loaded(path: Path) -> dict[str, StoredSession]:
     """What a daemon would load; the file is whole."""
     with contextlib.closing(open_writing(path)) as database:
         contents = read_all(database)
     assert not contents.unreadable
-    return {found.kept.facts.session_id: found.kept for found in contents.found}
+    return {found.kept.config.session_id: found.kept for found in contents.found}
 
 
 def damaged(tmp_path: Path, content: bytes) -> Path:
@@ -63,9 +63,9 @@ def test_of_a_whole_file_all_is_there(tmp_path: Path, whole: bytes) -> None:
     assert path.read_bytes() == whole
     made, before = loaded(tmp_path / "made"), loaded(path)
     last = before[f"s_{N_SESSIONS - 1}"]
-    assert last.unfinished is not None
+    assert last.pending_turn is not None
     before[f"s_{N_SESSIONS - 1}"] = replace(
-        last, seq=made[f"s_{N_SESSIONS - 1}"].seq, unfinished=replace(last.unfinished, text="", tokens=b"")
+        last, seq=made[f"s_{N_SESSIONS - 1}"].seq, pending_turn=replace(last.pending_turn, text="", tokens=b"")
     )
     assert made == before
     with contextlib.closing(open_writing(tmp_path / "made")) as database:
@@ -101,7 +101,7 @@ def test_whichever_pages_are_gone_what_is_saved_is_right_and_the_rest_is_named(
         assert len(made.keys() - named) == report.whole
         for name in made.keys() - named:
             assert made[name].history.messages == right[name].history.messages
-            assert made[name].facts == right[name].facts
+            assert made[name].config == right[name].config
         assert len(made) >= N_SESSIONS - 10, (first, report)
 
 

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from inferencecenter.errors import InferenceCenterError
 from inferencecenter.protocol import requests
-from inferencecenter.sessions.client import Client
-from inferencecenter.sessions.store.opening import open_writing
-from inferencecenter.sessions.store.reading import read_all
+from inferencecenter.sessions.client import Principal
+from inferencecenter.sessions.store.database import open_writing
+from inferencecenter.sessions.store.loader import read_all
 from inferencecenter.sessions.store.recorder import Recorder
 from inferencecenter.sessions.store.schema import DATABASE_NAME
 from tests.sessions.conftest import World
@@ -25,7 +25,7 @@ from tests.sessions.store.values import ended, make_order, opened, ordered, said
 if TYPE_CHECKING:
     from pathlib import Path
 
-CLIENT = Client("ada", 4, "normal", frozenset({"user"}))
+CLIENT = Principal("ada", 4, "normal", frozenset({"user"}))
 COLUMNS = {
     "sessions": (
         *("client_id", "epoch", "seq", "created_at", "last_used_at", "made_by", "view_kept", "view_resumes_at"),

@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING
 import pytest
 from structlog.testing import capture_logs
 
-from inferencecenter.sessions.journal import RETRY_LATER_MS, StorageFault
-from inferencecenter.sessions.records import Gone
+from inferencecenter.sessions.journal import RETRY_LATER_MS, SessionDeleted, StorageFault
 from inferencecenter.sessions.store.recorder import Recorder
-from inferencecenter.sessions.store.store import Store
+from inferencecenter.sessions.store.store import SessionStore
 from tests.sessions.store.stores import (
     RETRY_S,
     kept_in,
@@ -208,7 +207,7 @@ async def test_a_disk_that_the_log_has_filled_has_room_again(small_disk: Callabl
         with reading(path):
             while store.fault is None:
                 store.write(opened("s_2", history=make_history("x" * 3000)), flush=False)
-                store.write(Gone(session_id="s_2"), flush=False)
+                store.write(SessionDeleted(session_id="s_2"), flush=False)
                 store.release(lambda: told.append(1))
                 n_written += 1
                 await asyncio.sleep(0)
@@ -225,7 +224,7 @@ async def test_the_log_does_not_fill_a_small_disk(small_disk: Callable[[int], Pa
         for _ in range(60):
             store.write(opened("s_2", history=make_history("x" * 3000)), flush=False)
             await settled(store)
-            store.write(Gone(session_id="s_2"), flush=False)
+            store.write(SessionDeleted(session_id="s_2"), flush=False)
             await settled(store)
             assert store.fault is None
 
@@ -238,13 +237,13 @@ async def test_a_record_that_cannot_be_written_takes_no_other_with_it(path: Path
                 store.write(record, flush=False)
             await settled(store)
         assert [(line["event"], line["record"], line["session"]) for line in logs] == [
-            ("record_unwritable", "Said", "s_unknown")
+            ("record_unwritable", "TokensAppended", "s_unknown")
         ]
         assert (store.n_set_aside, store.lacks("s_unknown"), store.lacks("s_1")) == (1, True, False)
         assert store.fault is None
-    unfinished = (await kept_in(path))["s_1"].unfinished
-    assert unfinished is not None
-    assert unfinished.text == "ac"
+    pending_turn = (await kept_in(path))["s_1"].pending_turn
+    assert pending_turn is not None
+    assert pending_turn.text == "ac"
 
 
 async def test_a_defect_of_the_writer_is_a_fault(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -319,7 +318,7 @@ async def test_a_file_that_goes_during_a_commit_is_noticed_before_it_is_told(
 
 async def test_another_file_in_its_place_is_noticed_while_nothing_is_written(path: Path) -> None:
     """And told to all watchers, as soon as it is noticed and when it is over."""
-    store = Store.open(path, retry_s=RETRY_S, probe_s=RETRY_S)
+    store = SessionStore.open(path, retry_s=RETRY_S, probe_s=RETRY_S)
     faults: list[StorageFault | None] = []
     store.watch(faults.append)
     store.write(opened(), flush=True)
@@ -336,7 +335,7 @@ async def test_another_file_in_its_place_is_noticed_while_nothing_is_written(pat
 
 async def test_a_writer_that_dies_is_a_fault(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What no border holds ends its thread: nothing is told any more, it is logged, and closing does not wait."""
-    store = Store.open(path)
+    store = SessionStore.open(path)
     faults: list[StorageFault | None] = []
     store.watch(faults.append)
 
@@ -359,7 +358,7 @@ async def test_a_writer_that_dies_is_a_fault(path: Path, monkeypatch: pytest.Mon
 
 async def test_closing_writes_and_tells_what_is_left(path: Path) -> None:
     """Nobody has to wait before closing; afterwards nothing is written and the fault says why."""
-    store = Store.open(path)
+    store = SessionStore.open(path)
     store.load()
     told: list[int] = []
     store.write(opened(), flush=True)
@@ -367,7 +366,7 @@ async def test_closing_writes_and_tells_what_is_left(path: Path) -> None:
     await store.close()
     assert told == [1]
     assert store.fault == StorageFault("the store is closed", RETRY_LATER_MS)
-    store.write(Gone(session_id="s_1"), flush=True)
+    store.write(SessionDeleted(session_id="s_1"), flush=True)
     await store.close()
     assert set(await kept_in(path)) == {"s_1"}
     assert [each.name for each in path.parent.iterdir()] == [path.name]
@@ -376,10 +375,10 @@ async def test_closing_writes_and_tells_what_is_left(path: Path) -> None:
 async def test_a_stop_in_order_is_known_at_the_next_start(path: Path) -> None:
     """A new file, one that was closed so, and one that nothing was written to since are clean."""
     for _ in range(2):
-        store = Store.open(path)
+        store = SessionStore.open(path)
         assert store.was_clean
         await store.close()
-    store = Store.open(path)
+    store = SessionStore.open(path)
     store.write(opened(), flush=True)
     await store.close()
     assert await was_clean(path)
@@ -387,10 +386,10 @@ async def test_a_stop_in_order_is_known_at_the_next_start(path: Path) -> None:
 
 async def test_any_other_stop_is_known_too(path: Path) -> None:
     """One that the daemon does not call clean, and one without closing."""
-    store = Store.open(path)
+    store = SessionStore.open(path)
     store.write(opened(), flush=True)
     await store.close(clean=False)
-    store = Store.open(path)
+    store = SessionStore.open(path)
     assert not store.was_clean
     store.write(opened("s_2"), flush=True)
     await settled(store)
@@ -401,7 +400,7 @@ async def test_any_other_stop_is_known_too(path: Path) -> None:
 
 async def test_what_cannot_be_written_until_the_end_makes_it_unclean(path: Path) -> None:
     """Closing ends all the same, says in the log how much is lost, and tells nobody that it was written."""
-    store = Store.open(path, retry_s=RETRY_S)
+    store = SessionStore.open(path, retry_s=RETRY_S)
     store.load()
     store.write(opened(), flush=True)
     await settled(store)
@@ -451,8 +450,8 @@ async def test_a_purge_takes_what_nobody_has_open(path: Path) -> None:
 def test_a_loop_that_is_gone_is_no_error(path: Path) -> None:
     """What was written is in the file, though nobody is left to be told."""
 
-    async def write() -> Store:
-        store = Store.open(path)
+    async def write() -> SessionStore:
+        store = SessionStore.open(path)
         store.write(opened(), flush=True)
         await asyncio.sleep(0)
         store.write(opened("s_2"), flush=True)

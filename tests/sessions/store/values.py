@@ -10,10 +10,9 @@ from inferencecenter.protocol.events import End, Error
 from inferencecenter.protocol.params import Params
 from inferencecenter.protocol.requests import Infer
 from inferencecenter.protocol.values import ChatMessage, TranscriptTurn, TurnStats, Usage
-from inferencecenter.sessions.facts import SessionFacts
-from inferencecenter.sessions.history import History
-from inferencecenter.sessions.ledger import Failure
-from inferencecenter.sessions.records import Ended, Opened, Ordered, Said, TurnOrder
+from inferencecenter.sessions.history import History, TurnFailure
+from inferencecenter.sessions.journal import SessionOpened, TokensAppended, TurnEnded, TurnQueued, TurnSpec
+from inferencecenter.sessions.session_config import SessionConfig
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -22,9 +21,9 @@ CLOCK = 1_795_000_000.5
 """Unix seconds: 2026-11-18, in UTC."""
 
 
-def make_facts(session_id: str = "s_1", **changes: Any) -> SessionFacts:
+def make_facts(session_id: str = "s_1", **changes: Any) -> SessionConfig:
     """The facts of a session."""
-    facts = SessionFacts(
+    config = SessionConfig(
         session_id=session_id,
         epoch="e_1",
         client_id="ada",
@@ -42,7 +41,7 @@ def make_facts(session_id: str = "s_1", **changes: Any) -> SessionFacts:
         metadata={"title": "Überschrift"},
         created_at=CLOCK,
     )
-    return replace(facts, **changes)
+    return replace(config, **changes)
 
 
 def said_by(role: Any, content: str) -> ChatMessage:
@@ -60,7 +59,7 @@ def make_history(text: str = "") -> History:
     if not text:
         return History()
     messages = (said_by("user", "?"), said_by("assistant", text))
-    return History(messages, packed([ord(each) for each in text]), text, made_by="toy")
+    return History(messages, packed([ord(each) for each in text]), text, model_fingerprint="toy")
 
 
 def make_usage(tokens: int = 4) -> Usage:
@@ -95,7 +94,7 @@ def make_end(turn_id: str = "t_1", *, session_id: str = "s_1", seq: int = 9) -> 
     )
 
 
-def make_failure(turn_id: str = "t_1", *, session_id: str = "s_1", seq: int = 9, note: str = "a note") -> Failure:
+def make_failure(turn_id: str = "t_1", *, session_id: str = "s_1", seq: int = 9, note: str = "a note") -> TurnFailure:
     """Why a turn failed."""
     error = Error(
         code="engine_crashed",
@@ -106,13 +105,13 @@ def make_failure(turn_id: str = "t_1", *, session_id: str = "s_1", seq: int = 9,
         turn_id=turn_id,
         retryable=True,
     )
-    return Failure(error, note)
+    return TurnFailure(error, note)
 
 
-def make_order(turn_id: str = "t_1", **changes: Any) -> TurnOrder:
+def make_order(turn_id: str = "t_1", **changes: Any) -> TurnSpec:
     """A turn that has not ended."""
     request = Infer(op="infer", id="7", session_id="s_1", prompt="Who?", params={"top_k": 3}, turn_key="key")
-    order = TurnOrder(
+    order = TurnSpec(
         turn_id=turn_id,
         request=request,
         params=Params(top_k=3, seed=11, stop_regex=(r"\d+",)),
@@ -121,30 +120,32 @@ def make_order(turn_id: str = "t_1", **changes: Any) -> TurnOrder:
         submitted_at=CLOCK + 1,
         rendered_at="2026-11-18T10:26:40+01:00",
         model="toy",
-        made_by="fingerprint",
+        model_fingerprint="fingerprint",
     )
     return replace(order, **changes)
 
 
-def opened(session_id: str = "s_1", *, history: History | None = None, **changes: Any) -> Opened:
+def opened(session_id: str = "s_1", *, history: History | None = None, **changes: Any) -> SessionOpened:
     """A session begins."""
-    facts = make_facts(session_id, **changes)
-    return Opened(facts=facts, history=history or History(), turns=(), last_used_at=CLOCK)
+    config = make_facts(session_id, **changes)
+    return SessionOpened(config=config, history=history or History(), turns=(), last_used_at=CLOCK)
 
 
-def ordered(session_id: str = "s_1", *, seq: int = 1, order: TurnOrder | None = None) -> Ordered:
+def ordered(session_id: str = "s_1", *, seq: int = 1, order: TurnSpec | None = None) -> TurnQueued:
     """A turn begins to wait."""
-    return Ordered(session_id=session_id, seq=seq, last_used_at=CLOCK, order=order or make_order())
+    return TurnQueued(session_id=session_id, seq=seq, last_used_at=CLOCK, spec=order or make_order())
 
 
-def said(text: str, session_id: str = "s_1", *, seq: int = 2, turn_id: str = "t_1") -> Said:
+def said(text: str, session_id: str = "s_1", *, seq: int = 2, turn_id: str = "t_1") -> TokensAppended:
     """A turn says ``text``, one token a character."""
-    return Said(session_id=session_id, seq=seq, turn_id=turn_id, tokens=packed([ord(each) for each in text]), text=text)
+    return TokensAppended(
+        session_id=session_id, seq=seq, turn_id=turn_id, tokens=packed([ord(each) for each in text]), text=text
+    )
 
 
-def ended(session_id: str = "s_1", *, text: str = "Hello", turn_key: str | None = None, **changes: Any) -> Ended:
+def ended(session_id: str = "s_1", *, text: str = "Hello", turn_key: str | None = None, **changes: Any) -> TurnEnded:
     """A turn is over that answered ``text``."""
-    record = Ended(
+    record = TurnEnded(
         session_id=session_id,
         client_id="ada",
         seq=9,

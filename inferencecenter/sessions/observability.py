@@ -1,0 +1,314 @@
+"""Counters over all sessions, and what is reported and traced of each turn."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, Protocol, TypeAlias
+
+import structlog
+
+from inferencecenter.errors import ErrorCode, InferenceCenterError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from inferencecenter.ipc.messages import TraceStage
+    from inferencecenter.sessions.journal import TurnSpec
+    from inferencecenter.sessions.session_config import SessionConfig
+    from inferencecenter.sessions.turn import Turn, TurnOutcome
+
+
+WINDOW_S: Final = 10
+_NEWEST: Final = 0.2
+
+_log = structlog.get_logger("turn")
+
+
+@dataclass(frozen=True, slots=True)
+class TurnRecord:
+    """How one turn went. ``finish`` is the wire's ``finish_reason``, or the error code of a turn that failed."""
+
+    client_id: str
+    session_id: str
+    turn_id: str
+    model: str
+    finish: str
+    queue_ms: float
+    ttft_ms: float
+    total_ms: float
+    prompt_tokens: int
+    cached_tokens: int
+    tokens: int
+    tps: float
+    preempted: int = 0
+
+
+class TurnObserver(Protocol):
+    """Whoever wants to hear of each turn that ended, as metrics do."""
+
+    def turn_ended(self, record: TurnRecord) -> None:
+        """Take note; never blocks, never raises."""
+
+
+@dataclass(frozen=True, slots=True)
+class Totals:
+    """Readings over all sessions; ``tokens_per_s`` is the mean of the last ten seconds."""
+
+    active_generations: int
+    total_sessions: int
+    last_tps: float
+    last_ttft_ms: float
+    total_tokens_generated: int
+    tokens_per_s: float
+
+
+class ActiveTurnCount:
+    """Counts the sessions that answer, of all clients and of each; stateless ones are in the total only."""
+
+    def __init__(self) -> None:
+        self.total = 0
+        self._of_client: Counter[str] = Counter()
+
+    def of(self, client_id: str) -> int:
+        """Return how many sessions of a client answer."""
+        return self._of_client.get(client_id, 0)
+
+    def add(self, change: int, *, client_id: str, stateless: bool) -> None:
+        """Count ``change`` sessions more."""
+        self.total += change
+        if stateless:
+            return
+        self._of_client[client_id] += change
+        if not self._of_client[client_id]:
+            del self._of_client[client_id]
+
+
+class TextQuota:
+    """Counts the characters that each client's sessions hold, and refuses more than there may be.
+
+    A fork counts in full: what it shares with its parent may be all that is left of it tomorrow.
+
+    Args:
+        max_chars: Of all sessions of a client that are not stateless.
+    """
+
+    def __init__(self, max_chars: int) -> None:
+        self._max_chars = max_chars
+        self._of_client: Counter[str] = Counter()
+
+    def of(self, client_id: str) -> int:
+        """Return how many characters a client's sessions hold."""
+        return self._of_client.get(client_id, 0)
+
+    def add(self, n_chars: int, *, client_id: str) -> None:
+        """Count so many more, or less."""
+        self._of_client[client_id] += n_chars
+        if not self._of_client[client_id]:
+            del self._of_client[client_id]
+
+    def check(self, n_chars: int, *, client_id: str) -> None:
+        """Refuse so many more, if they are too many.
+
+        Raises:
+            InferenceCenterError: ``quota_exceeded``.
+        """
+        held = self.of(client_id) + n_chars
+        if n_chars and held > self._max_chars:
+            raise InferenceCenterError(
+                ErrorCode.QUOTA_EXCEEDED,
+                f"this client's sessions would hold {held} characters; {self._max_chars} are allowed",
+                hint="Close sessions that are no longer needed, or rewind them.",
+            )
+
+
+class TokenMeter:
+    """Counts generated tokens, in all and over the last ten seconds; times are seconds of any clock that only rises."""
+
+    def __init__(self) -> None:
+        self.total = 0
+        self._seconds: deque[tuple[int, int]] = deque(maxlen=WINDOW_S + 1)
+
+    def add(self, n_tokens: int, *, now: float) -> None:
+        """Count ``n_tokens`` generated at ``now``."""
+        self.total += n_tokens
+        second = int(now)
+        if self._seconds and self._seconds[-1][0] == second:
+            n_tokens += self._seconds.pop()[1]
+        self._seconds.append((second, n_tokens))
+
+    def per_s(self, *, now: float) -> float:
+        """Return tokens a second over the last ten seconds."""
+        return sum(n_tokens for second, n_tokens in self._seconds if second > now - WINDOW_S) / WINDOW_S
+
+
+class WaitEstimator:
+    """Guesses how long a turn will wait, from how long the latest ones of its model held their slots."""
+
+    def __init__(self) -> None:
+        self._held_ms: dict[str, float] = {}
+
+    def observe(self, record: TurnRecord) -> None:
+        """Learn from a turn that ended; one that never ran says nothing."""
+        if record.prompt_tokens:
+            held_ms = record.total_ms - record.queue_ms
+            old_ms = self._held_ms.get(record.model, held_ms)
+            self._held_ms[record.model] = old_ms + _NEWEST * (held_ms - old_ms)
+
+    def eta_ms(self, model: str, position: int, *, slots: int) -> float | None:
+        """Return the expected wait at a place in the queue; ``None`` for a turn that runs, or before any has ended."""
+        held_ms = self._held_ms.get(model)
+        if not position or held_ms is None:
+            return None
+        return round(position * held_ms / slots)
+
+
+class TurnMetrics:
+    """What becomes of all turns: counted, told to whoever wants to know, and written to the log.
+
+    Args:
+        observer: Hears of each turn that ended.
+    """
+
+    def __init__(self, observer: TurnObserver | None) -> None:
+        self.meter = TokenMeter()
+        self._observer = observer
+        self._waits = WaitEstimator()
+        self._last: TurnRecord | None = None
+
+    def turn_ended(self, record: TurnRecord) -> None:
+        """Take note of a turn that ended."""
+        self._last = record
+        self._waits.observe(record)
+        _log.info(
+            "turn",
+            client=record.client_id,
+            session=record.session_id,
+            turn=record.turn_id,
+            model=record.model,
+            queue_ms=record.queue_ms,
+            ttft_ms=record.ttft_ms,
+            tokens=record.tokens,
+            tps=record.tps,
+            cached=record.cached_tokens,
+            preempted=record.preempted,
+            finish=record.finish,
+        )
+        if self._observer is not None:
+            try:
+                self._observer.turn_ended(record)
+            except Exception:  # noqa: BLE001 - what is counted of a turn takes nothing from its end
+                _log.exception("turn_not_counted", turn=record.turn_id)
+
+    def eta_ms(self, model: str, position: int, *, slots: int) -> float | None:
+        """Return the expected wait at a place in the queue of a model, if it can be told."""
+        return self._waits.eta_ms(model, position, slots=slots)
+
+    def totals(self, *, sessions: int, active: int, now: float) -> Totals:
+        """Return readings over so many sessions, of which ``active`` answer."""
+        return Totals(
+            active_generations=active,
+            total_sessions=sessions,
+            last_tps=self._last.tps if self._last else 0.0,
+            last_ttft_ms=self._last.ttft_ms if self._last else 0.0,
+            total_tokens_generated=self.meter.total,
+            tokens_per_s=self.meter.per_s(now=now),
+        )
+
+
+SpanAttributes: TypeAlias = "Mapping[str, str | bool | int | float | tuple[str, ...]]"
+
+
+class TurnSpan(Protocol):
+    """The trace of one turn from now to its end. Nothing in it waits or raises."""
+
+    @property
+    def wanted(self) -> bool:
+        """Whether the turn is traced; if not, nothing need be told of it, and the engine takes no times."""
+
+    def describe(self, figures: SpanAttributes) -> None:
+        """Say what is asked for."""
+
+    def spent(self, stages: Iterable[TraceStage]) -> None:
+        """Take what the engine says of the turn's time."""
+
+    def note(self, event: str, figures: SpanAttributes) -> None:
+        """Take note of something that happens to the turn now."""
+
+    def end(self, figures: SpanAttributes, *, error: str | None) -> None:
+        """End the trace now, with the code of the error that the turn failed with, if it did."""
+
+
+class Tracer(Protocol):
+    """Whoever may want to trace turns."""
+
+    def begin(self, traceparent: str | None) -> TurnSpan:
+        """Begin the trace of a turn, inside the client's if it named a span of its own. Never blocks, never raises."""
+
+
+class NullTracer:
+    """Traces nothing: both a ``Tracer`` and the ``TurnSpan`` of all its turns."""
+
+    wanted = False
+
+    def begin(self, traceparent: str | None) -> TurnSpan:
+        """Return itself."""
+        return self
+
+    def describe(self, figures: SpanAttributes) -> None:
+        """Do nothing."""
+
+    def spent(self, stages: Iterable[TraceStage]) -> None:
+        """Do nothing."""
+
+    def note(self, event: str, figures: SpanAttributes) -> None:
+        """Do nothing."""
+
+    def end(self, figures: SpanAttributes, *, error: str | None) -> None:
+        """Do nothing."""
+
+
+def trace_turn(tracer: Tracer, config: SessionConfig, spec: TurnSpec, *, said_tokens: int) -> TurnSpan:
+    """Begin the trace of a turn; ``said_tokens`` is what an earlier daemon left of its answer.
+
+    Names are those of OpenTelemetry's conventions for generative AI, where these have one.
+    """
+    trace = tracer.begin(spec.request.traceparent)
+    if not trace.wanted:
+        return trace
+    params = spec.params
+    asked = {
+        "gen_ai.operation.name": "chat" if config.mode == "chat" else "text_completion",
+        "gen_ai.provider.name": "inferencecenter",
+        "gen_ai.request.model": spec.model or config.model,
+        "gen_ai.conversation.id": config.session_id,
+        "gen_ai.response.id": spec.turn_id,
+        "gen_ai.request.max_tokens": params.max_tokens,
+        "gen_ai.request.temperature": params.temperature,
+        "gen_ai.request.top_k": params.top_k,
+        "gen_ai.request.top_p": params.top_p,
+        "gen_ai.request.seed": params.seed,
+        "inferencecenter.client": config.client_id,
+        "inferencecenter.priority": spec.rank,
+    }
+    trace.describe({name: value for name, value in asked.items() if value is not None})
+    if said_tokens:
+        trace.note("continued", {"inferencecenter.tokens": said_tokens})
+    return trace
+
+
+def end_trace(turn: Turn, outcome: TurnOutcome, *, failed: bool = False) -> None:
+    """End the trace of a turn that is over."""
+    if not turn.trace.wanted:
+        return
+    stats = outcome.stats
+    answered: SpanAttributes = {
+        "gen_ai.response.model": turn.spec.model,
+        "gen_ai.response.finish_reasons": () if failed else (outcome.finish,),
+        "gen_ai.usage.input_tokens": stats.prompt_tokens,
+        "gen_ai.usage.cache_read.input_tokens": stats.cached_tokens,
+        "gen_ai.usage.output_tokens": stats.tokens,
+        "gen_ai.response.time_to_first_chunk": stats.ttft_ms / 1000,
+        "inferencecenter.preempted": stats.preempted,
+    }
+    turn.trace.end(answered, error=outcome.finish if failed else None)

@@ -1,0 +1,256 @@
+"""Detects the tool call format of a chat template, with plain text as the fallback.
+
+What a template writes of a call is what the model was trained to write itself. A template that says nothing of tools,
+calls or results, or writes them in no way that is known here, gets them as plain text.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from itertools import product
+from typing import TYPE_CHECKING, Final, Protocol
+
+from inferencecenter.protocol.values import ChatMessage, Tool, ToolCall
+from inferencecenter.sessions.output_parsing.call_format import ReasoningTags, TemplateCapabilities
+from inferencecenter.sessions.output_parsing.json_calls import JsonCalls
+from inferencecenter.sessions.output_parsing.named_calls import NamedCalls
+from inferencecenter.sessions.output_parsing.tagged_calls import TaggedCalls
+from inferencecenter.sessions.output_parsing.template_values import schema_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Mapping, Sequence
+
+    from inferencecenter.sessions.output_parsing.call_format import ToolCallFormat
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TemplateForm:
+    """How a template wants to be given a conversation.
+
+    A ``native`` one writes tools itself; arguments are ``text_arguments`` or objects, and ids ``short_ids`` or any.
+    Others get them as text, in a system prompt if it ``knows_system`` prompts.
+    """
+
+    native: bool = False
+    text_arguments: bool = False
+    short_ids: bool = False
+    knows_system: bool = True
+
+
+class TemplateProbe(Protocol):
+    """Has a template write a conversation in a form; returns nothing where it cannot."""
+
+    def __call__(self, messages: Sequence[ChatMessage], tools: Sequence[Tool], form: TemplateForm) -> str:
+        """Return the text."""
+
+
+_ASKS: Final = ChatMessage(role="user", content="probe_question")
+_SYSTEM: Final = ChatMessage(role="system", content="probe_system")
+_TOOL: Final = Tool(
+    name="probe_tool",
+    description="probe_description",
+    parameters={"type": "object", "properties": {"probe_key": {"type": "string", "description": "probe_text"}}},
+)
+_CALLS: Final = (
+    ToolCall(call_id="call_0123456789ab", name="probe_alpha", arguments='{"north": "left"}'),
+    ToolCall(call_id="call_ba9876543210", name="probe_beta", arguments='{"south": "right"}'),
+)
+
+_ARGUMENTS: Final = r'\{"north": "left"\}'
+_OBJECT: Final = r'\{"name": "probe_alpha", "(?P<key>arguments|parameters)": ' + _ARGUMENTS
+_IN_TAGS: Final = re.compile(
+    rf"(?P<opens><(?P<tag>\|?\w+\|?)>)(?P<lead>\s*){_OBJECT}\}}(?P<trail>\s*)(?P<closes></(?P=tag)>|<\|?/\w+\|?>)"
+    r"(?:(?P<between>\s*)(?P=opens))?"
+)
+_IN_ARRAY: Final = re.compile(
+    rf"(?P<opens>\[TOOL_CALLS\]|<\|?\w*tool\w*\|?>)(?P<lead>\s*)\[{_OBJECT}[^{{}}]*\}}"
+    r'(?:(?P<between>,\s*)\{"name": "probe_beta"[^\]]*)?\](?P<trail>\s*)(?P<closes><\|?/\w*tool\w*\|?>|)'
+)
+_IN_PARAMETER_TAGS: Final = re.compile(
+    r"<tool_call>\n<function=probe_alpha>\n<parameter=north>\nleft\n</parameter>\n</function>\n</tool_call>"
+    r"(?P<between>\n)?"
+)
+_BEHIND_FUNCTION: Final = re.compile(
+    rf"<function=probe_alpha>{_ARGUMENTS}</function>(?:(?P<between>\s*)<function=probe_beta>)?"
+)
+_BEHIND_RECIPIENT: Final = re.compile(rf">>>probe_alpha\n{_ARGUMENTS}(?:(?P<between>\s*)>>>probe_beta)?")
+_BEHIND_MARK: Final = re.compile(
+    rf"\[TOOL_CALLS\]probe_alpha(?P<id>\[CALL_ID\]\w+)?\[ARGS\]{_ARGUMENTS}(?:(?P<between>)\[TOOL_CALLS\]probe_beta)?"
+)
+_BARE: Final = re.compile(rf'{_OBJECT}\}}(?:(?P<between>[\s;,]*)\{{"name": "probe_beta")?')
+
+_THINKING: Final = (ReasoningTags("<think>", "</think>"), ReasoningTags("[THINK]", "[/THINK]"))
+
+
+def detect(write: TemplateProbe, *, source: str, control: Collection[str]) -> tuple[TemplateForm, TemplateCapabilities]:
+    """Return how a template is given conversations with tools, and how the model writes calls and thoughts.
+
+    Args:
+        write: The template.
+        source: Its text.
+        control: The texts of the model's control tokens.
+    """
+    knows_system = "probe_system" in write((_SYSTEM, _ASKS), (), TemplateForm())
+    found = _native(write, knows_system=knows_system)
+    form, call_format, several = found or (TemplateForm(knows_system=knows_system), FALLBACK, True)
+    thinking = next((pair for pair in _THINKING if pair.closes in source or pair.closes in control), None)
+    marks = {*call_format.markers, *((thinking.opens, thinking.closes) if thinking is not None else ())}
+    written = TemplateCapabilities(
+        call_format=call_format, several=several, thinking=thinking, control=frozenset(marks.intersection(control))
+    )
+    return form, written
+
+
+def style_in(text: str) -> tuple[ToolCallFormat, bool] | None:
+    """Return how a call is written in what a template made of the known conversation, and whether others followed."""
+    for pattern, call_format in _STYLES:
+        if found := pattern.search(text):
+            return call_format(found.groupdict("")), found["between"] is not None
+    return None
+
+
+def _native(write: TemplateProbe, *, knows_system: bool) -> tuple[TemplateForm, ToolCallFormat, bool] | None:
+    """Return the form that a template writes calls in, and how it does; ``None`` if it does not know tools."""
+    if _TOOL.name not in write((_ASKS,), (_TOOL,), TemplateForm(native=True)):
+        return None
+    for calls, short_ids, text_arguments in product((_CALLS, _CALLS[:1]), (False, True), (True, False)):
+        form = TemplateForm(native=True, text_arguments=text_arguments, short_ids=short_ids, knows_system=knows_system)
+        text = write(_conversation(calls), (_TOOL,), form)
+        found = style_in(text) if f"probe_result_{len(calls)}" in text else None
+        if found is not None and (found[1] or len(calls) == 1):
+            return form, *found
+    return None
+
+
+def _conversation(calls: tuple[ToolCall, ...]) -> tuple[ChatMessage, ...]:
+    results = (
+        ChatMessage(role="tool", content=f"probe_result_{number}", tool_call_id=call.call_id)
+        for number, call in enumerate(calls, 1)
+    )
+    return _ASKS, ChatMessage(role="assistant", content="", tool_calls=calls), *results
+
+
+def _in_tags(found: Mapping[str, str], *, array: bool = False) -> ToolCallFormat:
+    return JsonCalls(
+        opens=found["opens"],
+        closes=found["closes"],
+        lead=found["lead"],
+        trail=found["trail"],
+        between=found["between"] or (", " if array else "\n"),
+        key=found["key"],
+        array=array,
+    )
+
+
+def _in_array(found: Mapping[str, str]) -> ToolCallFormat:
+    return _in_tags(found, array=True)
+
+
+def _in_parameter_tags(found: Mapping[str, str]) -> ToolCallFormat:
+    return TaggedCalls()
+
+
+def _behind_function(found: Mapping[str, str]) -> ToolCallFormat:
+    return NamedCalls(opens="<function=", then=">", closes="</function>", between=found["between"])
+
+
+def _behind_recipient(found: Mapping[str, str]) -> ToolCallFormat:
+    return NamedCalls(opens=">>>", then="\n", between=found["between"], recipients=True)
+
+
+def _behind_mark(found: Mapping[str, str]) -> ToolCallFormat:
+    return NamedCalls(opens="[TOOL_CALLS]", then="[ARGS]", call_ids=bool(found["id"]))
+
+
+def _bare(found: Mapping[str, str]) -> ToolCallFormat:
+    return JsonCalls(key=found["key"], between=found["between"] or "; ")
+
+
+_STYLES: Final[tuple[tuple[re.Pattern[str], Callable[[Mapping[str, str]], ToolCallFormat]], ...]] = (
+    (_IN_TAGS, _in_tags),
+    (_IN_ARRAY, _in_array),
+    (_IN_PARAMETER_TAGS, _in_parameter_tags),
+    (_BEHIND_FUNCTION, _behind_function),
+    (_BEHIND_RECIPIENT, _behind_recipient),
+    (_BEHIND_MARK, _behind_mark),
+    (_BARE, _bare),
+)
+
+
+FALLBACK: Final = JsonCalls(opens="<tool_call>", closes="</tool_call>", lead="\n", trail="\n", between="\n")
+"""How such a model is asked to write its calls."""
+
+_BEFORE: Final = "You can have these functions called, each given as JSON with a schema of its arguments:\n"
+_AFTER: Final = (
+    "\nTo have one called, write nothing but a JSON object with its name and arguments between tags, as here:\n"
+    '<tool_call>\n{"name": "the function", "arguments": {"an argument": "its value"}}\n</tool_call>\n'
+    "What it returns comes between <tool_response> and </tool_response>. "
+    "When you need no function, answer as you always do."
+)
+
+
+def as_text(messages: Sequence[ChatMessage], tools: Sequence[Tool], *, knows_system: bool) -> list[ChatMessage]:
+    """Return the conversation with tools, calls and results as text.
+
+    Results that follow each other, and what the user says behind them, are one message, since many templates want user
+    and assistant to take turns. A template that ``knows_system`` prompts has the tools there, others before the first
+    message.
+    """
+    written: list[ChatMessage] = []
+    joined: list[str] = []  # what the message being put together consists of
+    for message in messages:
+        plain = _as_plain(message)
+        if joined and plain.role != "user":
+            written.append(_of_user(joined))
+        if message.role == "tool" or (joined and plain.role == "user"):
+            joined.append(plain.content)
+            if message.role != "tool":
+                written.append(_of_user(joined))
+        else:
+            written.append(plain)
+    if joined:
+        written.append(_of_user(joined))
+    return _with_tools(written, tools, knows_system=knows_system) if tools else written
+
+
+def _of_user(texts: list[str]) -> ChatMessage:
+    """Return the message of these texts, which are taken out of the list."""
+    message = ChatMessage(role="user", content="\n".join(texts))
+    texts.clear()
+    return message
+
+
+def _as_plain(message: ChatMessage) -> ChatMessage:
+    if message.role == "tool":
+        return ChatMessage(role="user", content=f"<tool_response>\n{message.content}\n</tool_response>")
+    if message.tool_calls is not None:
+        texts = [message.content] if message.content else []
+        texts += map(_call_text, message.tool_calls)
+        return ChatMessage(role="assistant", content="\n".join(texts), reasoning=message.reasoning)
+    return message
+
+
+def _call_text(call: ToolCall) -> str:
+    arguments = call.arguments if call.arguments.strip() else "{}"
+    return f'<tool_call>\n{{"name": {json.dumps(call.name)}, "arguments": {arguments}}}\n</tool_call>'
+
+
+def _with_tools(messages: list[ChatMessage], tools: Sequence[Tool], *, knows_system: bool) -> list[ChatMessage]:
+    offer = _BEFORE + "\n".join(map(_description, tools)) + _AFTER
+    if messages and messages[0].role == "system":
+        first = messages[0].content
+        return [ChatMessage(role="system", content=f"{first}\n\n{offer}" if first else offer), *messages[1:]]
+    if knows_system:
+        return [ChatMessage(role="system", content=offer), *messages]
+    place = next((index for index, message in enumerate(messages) if message.role == "user"), None)
+    if place is None:
+        return [ChatMessage(role="user", content=offer), *messages]
+    told = ChatMessage(role="user", content=f"{offer}\n\n{messages[place].content}")
+    return [*messages[:place], told, *messages[place + 1 :]]
+
+
+def _description(tool: Tool) -> str:
+    described = {"name": tool.name, "description": tool.description or "", "parameters": schema_of(tool)}
+    return json.dumps(described, ensure_ascii=False)

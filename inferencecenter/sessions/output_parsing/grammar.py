@@ -1,0 +1,182 @@
+"""Grammars that constrain an answer: tool calls by their schemas, and structured output."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.ipc.messages import Grammar
+from inferencecenter.protocol.requests import MAX_GRAMMAR_CHARS
+from inferencecenter.sessions.output_parsing.grammar_builder import (
+    GrammarBuilder,
+    either,
+    escaped,
+    joined,
+    optional,
+    repeated,
+)
+from inferencecenter.sessions.output_parsing.template_values import check_depth
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from inferencecenter.protocol.requests import Infer
+    from inferencecenter.protocol.values import Tool
+    from inferencecenter.sessions.output_parsing.call_format import ReasoningTags, ToolCallFormat
+
+MAX_CALLS_CHARS: Final = 1_048_576
+"""Characters of the grammar of all tools of a turn."""
+
+_ANYTHING: Final = r"/(.|\n)*/"
+_BLANK: Final = r"/\s{0,2}/"
+# In a regular expression, to stand between slashes.
+_MARKS: Final = {"/": r"\/", "\n": r"\n"}
+_IN_EXPRESSION: Final = re.compile(r"\\.|[/\n]", re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerStart:
+    """How an answer may begin, before what it is held to.
+
+    With ``thinking`` the model may think first; it does so already where the prompt has ``opened`` its thoughts. Where
+    the prompt ends with the trigger of calls, they have ``begun``, and text needs an ``address``. The ``control``
+    tokens stand for themselves, all other marks are spelled.
+    """
+
+    control: frozenset[str] = frozenset()
+    thinking: ReasoningTags | None = None
+    opened: bool = False
+    begun: bool = False
+    address: str = ""
+
+
+def form_grammar(request: Infer, start: AnswerStart) -> Grammar | None:
+    """Return the form that a request wants its answer to have, if it wants one.
+
+    Raises:
+        InferenceCenterError: ``invalid_grammar`` for a form that is too long.
+    """
+    form = _form(request)
+    if form is not None and len(form.text) > MAX_GRAMMAR_CHARS:
+        raise InferenceCenterError(
+            ErrorCode.INVALID_GRAMMAR,
+            f"the form of the answer has {len(form.text)} characters; {MAX_GRAMMAR_CHARS} are allowed",
+            field="json_schema" if request.json_schema is not None else None,
+        )
+    if form is None or (start.thinking is None and not start.address):
+        return form
+    lark = GrammarBuilder(start.control)
+    if request.json_schema is not None:
+        lark.schema("answer", request.json_schema)
+    elif form.kind != "gbnf":
+        lark.rule("answer", _expression(form))
+    answer = joined(lark.spelled(start.address), "answer")
+    _begin(lark, start, after=joined(_BLANK, answer), plain=answer)
+    # GBNF becomes Lark in the engine, which adds the rule.
+    return Grammar("gbnf", form.text, frame=lark.text) if form.kind == "gbnf" else Grammar("lark", lark.text)
+
+
+def calls_grammar(
+    call_format: ToolCallFormat, tools: Sequence[Tool], *, start: AnswerStart, demands: bool, several: bool
+) -> Grammar:
+    """Return the grammar of an answer that may ask for tools, or that ``demands`` it.
+
+    Calls end the answer: nothing follows them. Without ``several`` there is one at most.
+
+    Raises:
+        InferenceCenterError: ``invalid_grammar`` for tools that are too long, ``invalid_request`` for schemas that are
+            nested too deep, and see the style's ``rules``.
+    """
+    for tool in tools:
+        check_depth(tool.parameters, field="tools")
+    lark = GrammarBuilder(start.control, max_chars=MAX_CALLS_CHARS)
+    rules = call_format.rules(tools, lark)
+    calls = lark.rule("calls", joined(rules.first, repeated(rules.next) if several else "", rules.end))
+    if demands:
+        called = joined("" if start.begun else _opened(lark, call_format), calls)
+        _begin(lark, start, after=joined(_BLANK, called), plain=called)
+    else:
+        lark.rule("TEXT", _text(call_format))
+        spoken = _spoken(lark, call_format, calls, text="TEXT", start=start)
+        plain = spoken
+        if start.thinking is not None and start.thinking.opens not in start.control:
+            lark.rule("FIRST", rf"TEXT & ~/(?s:\s*{escaped(start.thinking.opens)}.*)/")
+            plain = _spoken(lark, call_format, calls, text="FIRST", start=start)
+        _begin(lark, start, after=spoken, plain=plain)
+    return Grammar("lark", lark.text)
+
+
+def no_calls_grammar(call_format: ToolCallFormat, *, start: AnswerStart) -> Grammar:
+    """Return the grammar of an answer that asks for no tool."""
+    lark = GrammarBuilder(start.control)
+    text = _text(call_format)
+    if call_format.trigger not in start.control and not call_format.opening:
+        text += f" & ~/(?s:.*{escaped(call_format.trigger)}.*)/"
+    said = joined(lark.spelled(start.address), lark.rule("TEXT", text))
+    _begin(lark, start, after=said, plain=said)
+    return Grammar("lark", lark.text)
+
+
+def _text(call_format: ToolCallFormat) -> str:
+    """Return what text is like that does not begin as a call does that is the whole answer."""
+    return rf"/\s*([^\s{escaped(call_format.opening)}](.|\n)*)?/" if call_format.opening else _ANYTHING
+
+
+def _opened(lark: GrammarBuilder, call_format: ToolCallFormat) -> str:
+    if call_format.opening:
+        return optional(lark.spelled(call_format.trigger)) if lark.knows(call_format.trigger) else ""
+    return lark.spelled(call_format.trigger)
+
+
+def _spoken(lark: GrammarBuilder, call_format: ToolCallFormat, calls: str, *, text: str, start: AnswerStart) -> str:
+    """Return text, and calls where their trigger comes; the rules of it are named after the kind of ``text``."""
+    said = lark.spelled(start.address)
+    options = [joined(said, text)]
+    if lark.knows(call_format.trigger):
+        options.append(joined(said, text, lark.spelled(call_format.trigger), calls))
+    elif not call_format.opening:
+        head = f"head_{text.lower()}"
+        lark.rule(f"{head}[lazy]", f"{text} {lark.spelled(call_format.trigger)}")
+        options.append(joined(said, head, calls))
+    if start.begun or call_format.opening:
+        options.append(calls)
+    return either(*options)
+
+
+def _begin(lark: GrammarBuilder, start: AnswerStart, *, after: str, plain: str) -> None:
+    """Add the first rule: the answer, ``plain`` or ``after`` what the model thinks."""
+    thinking = start.thinking
+    if thinking is None:
+        lark.rule("start", plain)
+        return
+    if thinking.closes in start.control:
+        lark.rule("thoughts", joined(_ANYTHING, lark.spelled(thinking.closes)))
+    else:
+        lark.rule("thoughts[lazy]", rf"/(.|\n)*{escaped(thinking.closes)}/")
+    thought = joined("thoughts", after)
+    lark.rule("start", thought if start.opened else either(joined(lark.spelled(thinking.opens), thought), plain))
+
+
+def _form(request: Infer) -> Grammar | None:
+    if request.json_schema is not None:
+        check_depth(request.json_schema, field="json_schema")
+        return Grammar("json_schema", json.dumps(request.json_schema, ensure_ascii=False))
+    if request.regex is not None:
+        return Grammar("regex", request.regex)
+    if request.grammar is not None:
+        return Grammar("gbnf" if "::=" in request.grammar else "lark", request.grammar)
+    return None
+
+
+def _expression(form: Grammar) -> str:
+    """Return a regular expression or a grammar as an expression within another."""
+    if form.kind == "regex":
+        return f"/{_IN_EXPRESSION.sub(_escaped_mark, form.text)}/"
+    return f"%lark {{\n{form.text}\n}}"
+
+
+def _escaped_mark(found: re.Match[str]) -> str:
+    return _MARKS.get(found[0], found[0])

@@ -1,0 +1,117 @@
+"""Calls that are a name and then arguments as JSON: Functionary, Llama's custom functions, newer Mistral."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.sessions.output_parsing.call_format import CallRules
+from inferencecenter.sessions.output_parsing.char_stream import read_arguments
+from inferencecenter.sessions.output_parsing.grammar_builder import either, joined, rule_name
+from inferencecenter.sessions.output_parsing.template_values import schema_of
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from inferencecenter.protocol.values import Tool
+    from inferencecenter.sessions.output_parsing.char_stream import CharStream, Reading
+    from inferencecenter.sessions.output_parsing.grammar_builder import GrammarBuilder
+    from inferencecenter.sessions.output_parsing.parts import PartBuilder
+
+_OF_NAME: Final = re.compile(r"[A-Za-z0-9_.-]")
+_MAX_NAME_CHARS: Final = 64
+_CALL_ID: Final = "[CALL_ID]"
+_EVERYBODY: Final = "all"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NamedCalls:
+    """Calls as ``<function=name>{…}</function>``: ``opens``, the name, ``then``, the arguments and ``closes``.
+
+    With ``call_ids`` an id stands behind the name, as newer models of Mistral write it. With ``recipients`` all that an
+    answer says is addressed, as Functionary does it: what is for ``all`` is text.
+    """
+
+    opens: str
+    then: str
+    closes: str = ""
+    between: str = ""
+    call_ids: bool = False
+    recipients: bool = False
+
+    @property
+    def trigger(self) -> str:
+        """The text before a name."""
+        return self.opens
+
+    @property
+    def opening(self) -> str:
+        """None but the trigger."""
+        return ""
+
+    @property
+    def address(self) -> str:
+        """Everybody, where what is said is addressed."""
+        return f"{_EVERYBODY}{self.then}" if self.recipients else ""
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """The texts before a name and behind it."""
+        texts = (self.opens, _CALL_ID if self.call_ids else "", self.then, self.closes)
+        return tuple(text for text in texts if text)
+
+    def read(self, tape: CharStream, outlet: PartBuilder, *, tools: Mapping[str, Tool], trigger: str) -> Reading[bool]:
+        """Read a call, or who the text is for."""
+        name = yield from _read_name(tape)
+        if self.call_ids and (yield from tape.accept(_CALL_ID)):
+            yield from _read_name(tape)
+        if not (yield from tape.accept(self.then)):
+            return False
+        if self.recipients and name == _EVERYBODY:
+            tape.commit()
+            return True
+        if name not in tools:
+            return False
+        tape.commit()
+        outlet.start_call(name)
+        yield from tape.read_blank()
+        yield from read_arguments(tape, outlet.add_arguments)
+        if self.closes:
+            yield from tape.read_blank()
+            yield from tape.accept(self.closes)
+        return True
+
+    def rules(self, tools: Sequence[Tool], lark: GrammarBuilder) -> CallRules:
+        """Add what calls of ``tools`` consist of.
+
+        Raises:
+            InferenceCenterError: ``invalid_request`` for a tool whose name is that of everybody.
+        """
+        call = lark.rule("call", either(*(self._call(index, tool, lark) for index, tool in enumerate(tools))))
+        return CallRules(call, joined(lark.spelled(self.between, self.opens), call))
+
+    def _call(self, index: int, tool: Tool, lark: GrammarBuilder) -> str:
+        if self.recipients and tool.name == _EVERYBODY:
+            raise InferenceCenterError(
+                ErrorCode.INVALID_REQUEST,
+                f'a tool for this model cannot be named "{_EVERYBODY}", by which it addresses the user',
+                field="tools",
+            )
+        arguments = lark.schema(rule_name(f"arguments_{index}", tool.name), schema_of(tool))
+        if self.call_ids:
+            head = joined(lark.spelled(tool.name, _CALL_ID), "/[A-Za-z0-9]{9}/", lark.spelled(self.then))
+        else:
+            head = lark.spelled(tool.name, self.then)
+        return joined(head, arguments, lark.spelled(self.closes))
+
+
+def _read_name(tape: CharStream) -> Reading[str]:
+    name = ""
+    while len(name) < _MAX_NAME_CHARS and (char := (yield from tape.next())):
+        if not _OF_NAME.match(char):
+            tape.push_back(char)
+            break
+        name += char
+    return name

@@ -1,0 +1,258 @@
+"""Parses one turn's answer into text, reasoning and tool calls while it is generated."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final, Literal
+
+from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.protocol.values import NamedTool
+from inferencecenter.sessions.output_parsing.char_stream import CharStream
+from inferencecenter.sessions.output_parsing.grammar import AnswerStart, calls_grammar, form_grammar, no_calls_grammar
+from inferencecenter.sessions.output_parsing.parts import Part, PartBuilder, TextDelta
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from inferencecenter.ipc.messages import Grammar
+    from inferencecenter.protocol.requests import Infer
+    from inferencecenter.protocol.values import Tool
+    from inferencecenter.sessions.output_parsing.call_format import ReasoningTags, TemplateCapabilities, ToolCallFormat
+    from inferencecenter.sessions.output_parsing.char_stream import Reading
+    from inferencecenter.sessions.output_parsing.parts import OutputParser
+
+
+class PlainTextParser:
+    """Whatever comes is said."""
+
+    chars_after_reasoning = 0
+
+    def feed(self, text: str) -> tuple[Part, ...]:
+        """Return ``text`` as what is said."""
+        return (TextDelta(text),) if text else ()
+
+    def finish(self) -> tuple[Part, ...]:
+        """Return nothing: nothing is held back."""
+        return ()
+
+
+_WHATEVER: Final = re.compile(r".+", re.DOTALL)
+
+
+class StructuredOutputParser:
+    """Reads one answer.
+
+    White space around calls and around thoughts is neither's, nor is it said. What begins like a call but names no tool
+    that was offered is said; once a call is told, whatever stands where its arguments should are its arguments.
+
+    Args:
+        begun: What the prompt has of the answer already, as the mark at which the model begins to think.
+        thinking: What is around thoughts, if the model has any.
+        call_format: How it writes calls; without it there are none.
+        tools: What was offered, by name.
+    """
+
+    def __init__(
+        self,
+        begun: str,
+        *,
+        thinking: ReasoningTags | None,
+        call_format: ToolCallFormat | None,
+        tools: Mapping[str, Tool],
+    ) -> None:
+        self._tape = CharStream()
+        self._outlet = PartBuilder()
+        self._reading = _read_answer(self._tape, self._outlet, thinking=thinking, call_format=call_format, tools=tools)
+        self.feed(begun)
+
+    @property
+    def chars_after_reasoning(self) -> int | None:
+        """Characters that stood behind the end of the thoughts in the piece that had it; ``None`` before that."""
+        return self._outlet.chars_after_reasoning
+
+    def feed(self, text: str) -> tuple[Part, ...]:
+        """Take more of the answer and return what is certain by now."""
+        self._tape.extend(text)
+        next(self._reading, None)
+        return self._outlet.take()
+
+    def finish(self) -> tuple[Part, ...]:
+        """Return what was held back, now that no more will come."""
+        self._tape.ended = True
+        return self.feed("")
+
+
+def _read_answer(
+    tape: CharStream,
+    outlet: PartBuilder,
+    *,
+    thinking: ReasoningTags | None,
+    call_format: ToolCallFormat | None,
+    tools: Mapping[str, Tool],
+) -> Reading[None]:
+    thought = thinking is not None and (yield from _read_thoughts(tape, outlet, thinking))
+    outlet.chars_after_reasoning = tape.n_unread
+    if call_format is None:
+        if thought:
+            yield from tape.read_blank()
+        yield from _read_rest(tape, outlet)
+    else:
+        yield from _read_speech(tape, outlet, call_format=call_format, tools=tools, fresh=thought)
+
+
+def _read_rest(tape: CharStream, outlet: PartBuilder) -> Reading[None]:
+    while char := (yield from tape.next()):
+        outlet.add_text(char)
+        outlet.add_text(tape.match(_WHATEVER))
+
+
+def _read_thoughts(tape: CharStream, outlet: PartBuilder, thinking: ReasoningTags) -> Reading[bool]:
+    """Read what the model thinks, if it begins with that."""
+    blank = yield from tape.read_blank()
+    if not (yield from tape.accept(thinking.opens)):
+        tape.push_back(blank)
+        return False
+    yield from tape.read_blank()
+    yield from _read_until(tape, outlet.add_reasoning, thinking.closes)
+    return True
+
+
+def _read_speech(
+    tape: CharStream, outlet: PartBuilder, *, call_format: ToolCallFormat, tools: Mapping[str, Tool], fresh: bool
+) -> Reading[None]:
+    """Read text and calls.
+
+    It is ``fresh`` where only thoughts and calls have been, behind which white space says nothing.
+    """
+    first = True
+    while True:
+        blank = yield from tape.read_blank()
+        opening = (fresh or first) and call_format.opening
+        trigger = (yield from tape.accept(call_format.trigger, opening)) if opening else ""
+        if not trigger:
+            tape.push_back("" if fresh else blank)
+            blank, trigger = yield from _read_until(tape, outlet.add_text, call_format.trigger)
+        if not trigger:
+            outlet.add_text(blank)
+            return
+        tape.mark()
+        fresh = yield from call_format.read(tape, outlet, tools=tools, trigger=trigger)
+        if not fresh:
+            tape.rollback()
+            outlet.add_text(blank + trigger)
+        first = False
+
+
+def _read_until(tape: CharStream, emit: Callable[[str], None], end: str) -> Reading[tuple[str, str]]:
+    """Tell text up to ``end``; return the white space before it, which is not told, and ``end`` itself if it came."""
+    # Words and the white space before them; possessive, so that nothing is looked at twice.
+    ordinary = re.compile(rf"(?:\s*+[^\s{re.escape(end[0])}]++)++")
+    while True:
+        emit(tape.match(ordinary))
+        blank = yield from tape.read_blank()
+        if (yield from tape.accept(end)):
+            return blank, end
+        char = yield from tape.next()
+        if not char:
+            return blank, ""
+        emit(blank + char)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutputSpec:
+    """What the engine holds an answer to, and how it is read.
+
+    The ``markers`` are control tokens whose text must be shown. ``begun`` is what the prompt has of the answer already;
+    without ``thinking`` and ``call_format`` the answer is text and nothing else.
+    """
+
+    grammar: Grammar | None = None
+    markers: tuple[str, ...] = ()
+    begun: str = ""
+    thinking: ReasoningTags | None = None
+    call_format: ToolCallFormat | None = None
+    tools: Mapping[str, Tool] = field(default_factory=dict)
+
+    @property
+    def plain(self) -> bool:
+        """Whether a reader would return every text as what is said."""
+        return self.thinking is None and self.call_format is None
+
+    def reader(self) -> OutputParser:
+        """Return a new reader of the answer."""
+        if self.plain:
+            return PlainTextParser()
+        return StructuredOutputParser(
+            self.begun, thinking=self.thinking, call_format=self.call_format, tools=self.tools
+        )
+
+
+def output_spec(request: Infer, *, written: TemplateCapabilities, asked: str) -> OutputSpec:
+    """Return how the answer to ``request`` is written and read.
+
+    Args:
+        request: What is asked for.
+        written: How the model writes.
+        asked: The text that the model was given; its end says whether the model thinks already.
+
+    Raises:
+        InferenceCenterError: ``invalid_request`` for tools that the model has no way to ask for, and see
+            ``form_grammar`` and ``calls_grammar``.
+    """
+    call_format = written.call_format
+    if request.tools and call_format is None:
+        raise InferenceCenterError(ErrorCode.INVALID_REQUEST, "this session's model knows no tools", field="tools")
+    begun = (
+        call_format.trigger
+        if call_format is not None and call_format.address and asked.endswith(call_format.trigger)
+        else ""
+    )
+    thinks = _thinks(request, written, asked=asked)
+    start = AnswerStart(
+        control=written.control,
+        thinking=None if thinks == "not" else written.thinking,
+        opened=thinks == "already",
+        begun=bool(begun),
+        address=call_format.address if call_format is not None and begun else "",
+    )
+    opened = written.thinking.opens if written.thinking is not None and start.opened else ""
+    calls = bool(request.tools) and request.tool_choice != "none"
+    read_style = call_format if calls or start.address else None
+    marks = (written.thinking.opens, written.thinking.closes) if written.thinking is not None else ()
+    return OutputSpec(
+        grammar=form_grammar(request, start) or _calls(request, written, start),
+        markers=tuple(
+            mark for mark in (*marks, *(read_style.markers if read_style else ())) if mark in written.control
+        ),
+        begun=begun or opened,
+        thinking=written.thinking,
+        call_format=read_style,
+        tools={tool.name: tool for tool in request.tools or ()} if calls else {},
+    )
+
+
+def _calls(request: Infer, written: TemplateCapabilities, start: AnswerStart) -> Grammar | None:
+    call_format, tools, choice = written.call_format, request.tools, request.tool_choice
+    if call_format is None or not tools:
+        return None
+    if choice == "none":
+        return no_calls_grammar(call_format, start=start)
+    named = isinstance(choice, NamedTool)
+    return calls_grammar(
+        call_format,
+        [tool for tool in tools if tool.name == choice.name] if isinstance(choice, NamedTool) else tools,
+        start=start,
+        demands=named or choice == "required",
+        several=request.parallel_tool_calls and written.several and not named,
+    )
+
+
+def _thinks(request: Infer, written: TemplateCapabilities, *, asked: str) -> Literal["already", "perhaps", "not"]:
+    """Tell whether the model thinks, by the end of the prompt."""
+    thinking = written.thinking
+    if thinking is None or request.thinking is False:
+        return "not"
+    if asked.rstrip().endswith(thinking.opens):
+        return "already"
+    return "not" if asked.rstrip().endswith(thinking.closes) else "perhaps"

@@ -1,0 +1,94 @@
+"""Finds the session whose history is the longest prefix of the messages that a client sends. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import orjson
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from inferencecenter.protocol.values import ChatMessage, ToolCall
+    from inferencecenter.sessions.history import History
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixMatch:
+    """A session that goes on to certain messages, of which it says the first ``n_messages`` already.
+
+    It does so from the end of ``turn`` on; what came after that is something else. Without it nothing did.
+    """
+
+    session_id: str
+    turn: str | None
+    n_messages: int
+
+
+def find_longest_prefix(
+    histories: Iterable[tuple[str, History]], messages: Sequence[ChatMessage]
+) -> PrefixMatch | None:
+    """Return the session that says most of ``messages``, by its id and history; the first of equals.
+
+    One message at least is left to be said. One that says them only up to before its first turn is none.
+    """
+    best: PrefixMatch | None = None
+    for session_id, history in histories:
+        if best is not None and not _may_be_better(history.messages, messages, best):
+            continue
+        found = _agreed(session_id, history, messages)
+        if found is not None and (best is None or _rank(found) > _rank(best)):
+            best = found
+    return best
+
+
+def same_message(held: ChatMessage, sent: ChatMessage) -> bool:
+    """Tell whether two messages say the same to everybody else.
+
+    What was thought is not sent back, and arguments of a tool may be written another way.
+    """
+    return (
+        held.role == sent.role
+        and held.content == sent.content
+        and held.tool_call_id == sent.tool_call_id
+        and (held.tool_calls is sent.tool_calls or _agree_on_calls(held.tool_calls or (), sent.tool_calls or ()))
+    )
+
+
+def _may_be_better(held: Sequence[ChatMessage], sent: Sequence[ChatMessage], best: PrefixMatch) -> bool:
+    """Tell by one message whether a session may say more: a client may have many long ones that are alike."""
+    n = best.n_messages
+    if len(held) > n:
+        return n < len(sent) - 1 and same_message(held[n], sent[n])
+    return len(held) == n and best.turn is not None
+
+
+def _rank(found: PrefixMatch) -> tuple[int, bool]:
+    return found.n_messages, found.turn is None
+
+
+def _agreed(session_id: str, history: History, messages: Sequence[ChatMessage]) -> PrefixMatch | None:
+    held = history.messages
+    most = min(len(held), len(messages) - 1)
+    n_messages = next((n for n in range(most) if not same_message(held[n], messages[n])), most)
+    if n_messages == len(held):
+        return PrefixMatch(session_id, None, n_messages) if held else None
+    turn = next((turn for turn in reversed(history.turns) if turn.n_messages <= n_messages), None)
+    return None if turn is None else PrefixMatch(session_id, turn.turn_id, turn.n_messages)
+
+
+def _agree_on_calls(held: Sequence[ToolCall], sent: Sequence[ToolCall]) -> bool:
+    return len(held) == len(sent) and all(
+        one.call_id == other.call_id and one.name == other.name and _same_json(one.arguments, other.arguments)
+        for one, other in zip(held, sent, strict=True)
+    )
+
+
+def _same_json(one: str, other: str) -> bool:
+    if one == other:
+        return True
+    try:
+        return bool(orjson.loads(one) == orjson.loads(other))
+    except orjson.JSONDecodeError:
+        return False

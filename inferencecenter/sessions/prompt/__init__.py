@@ -1,0 +1,1 @@
+"""Prompts: rendering of conversations with chat templates, and what a turn submits of them."""

@@ -1,0 +1,172 @@
+"""Keeps what people and models write from becoming special tokens.
+
+Before a template runs, every text that spells a special token is broken by a mark; after it ran, the rendering is cut
+where the marks are, so that no piece holds such a text whole. The marks are lone surrogates: they cannot occur in text
+that came as UTF-8, so they never stand for themselves.
+"""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_left, bisect_right
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING, Final, TypeAlias
+
+from inferencecenter.ipc.messages import PromptSegment
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+_CUT: Final = "\udfff"
+_LITERAL: Final = "\udffe"
+_MARK: Final = re.compile(f"[{_CUT}{_LITERAL}]")
+_END: Final = ""
+_GRAM_CHARS: Final = 3
+
+_Tree: TypeAlias = "dict[str, _Tree]"
+
+
+@dataclass(frozen=True, slots=True)
+class RenderedText:
+    """Text for the model, and where it must be cut.
+
+    ``cuts`` are ascending offsets between two characters that must not be read together; the characters at
+    ``literals`` are special tokens by themselves and must be read as text. With ``special`` unset all of it is text.
+    ``tokens`` are the texts of special tokens that ``begins_special`` knows.
+    """
+
+    text: str
+    cuts: tuple[int, ...] = ()
+    literals: frozenset[int] = frozenset()
+    special: bool = True
+    tokens: tuple[str, ...] = ()
+
+    @classmethod
+    def of_marked(cls, marked: str, *, tokens: tuple[str, ...] = ()) -> RenderedText:
+        """Read a rendering whose contents were marked by ``SpecialTokenEscaper.mark``."""
+        cuts: list[int] = []
+        literals: set[int] = set()
+        for n_marks, mark in enumerate(_MARK.finditer(marked)):
+            offset = mark.start() - n_marks
+            if mark[0] == _LITERAL:
+                literals.add(offset)
+                cuts += [offset, offset + 1]
+            else:
+                cuts.append(offset)
+        text = _MARK.sub("", marked) if cuts else marked
+        return cls(text, tuple(sorted(set(cuts))), frozenset(literals), tokens=tokens)
+
+    def pieces(self, start: int = 0, end: int | None = None) -> tuple[PromptSegment, ...]:
+        """Return the text from ``start`` to ``end``, cut into pieces; joined they are that text."""
+        end = len(self.text) if end is None else end
+        inside = self.cuts[bisect_right(self.cuts, start) : bisect_left(self.cuts, end)]
+        bounds = [start, *inside, end]
+        return tuple(
+            PromptSegment(self.text[begin:end], self.special and begin not in self.literals)
+            for begin, end in pairwise(bounds)
+            if begin < end
+        )
+
+    def begins_special(self, offset: int) -> bool:
+        """Tell whether a special token begins at ``offset``, so that a cut there changes no token."""
+        following = next(iter(self.cuts[bisect_right(self.cuts, offset) :]), len(self.text))
+        return any(self.text.startswith(token, offset, following) for token in self.tokens)
+
+
+class SpecialTokenEscaper:
+    """The texts of a model's special tokens, ready to be looked for.
+
+    Args:
+        texts: What the tokens spell, as ``<|im_start|>``.
+    """
+
+    def __init__(self, texts: Iterable[str]) -> None:
+        known = sorted({text for text in texts if text})
+        self.texts = tuple(known)
+        self._long = tuple(text for text in known if len(text) > 1)
+        self._max_chars = max(map(len, self._long), default=0)
+        self._heads = frozenset(text[:size] for text in self._long for size in range(1, len(text)))
+        self._tails = frozenset(text[-size:] for text in self._long for size in range(1, len(text)))
+        self._grams = frozenset(
+            text[start : start + size]
+            for text in self._long
+            for size in range(1, _GRAM_CHARS + 1)
+            for start in range(len(text) - size + 1)
+        )
+        self._occurrence = _first_characters(self._long)
+        single = "".join(re.escape(text) for text in known if len(text) == 1)
+        self._single = re.compile(f"[{single}]") if single else None
+
+    def mark(self, text: str) -> str:
+        """Return ``text`` with marks wherever it spells a special token, or could do so with what stands around it.
+
+        Templates strip and join contents, so the text is looked at with and without its outer white space. A template
+        that cuts contents elsewhere and completes the rest to a special token by its own text is not guarded against.
+        """
+        if not self._may_need_marks(text):
+            return text
+        cuts = {match.end() for match in self._occurrence.finditer(text)} if self._occurrence else set()
+        begin, end = len(text) - len(text.lstrip()), len(text.rstrip())
+        cuts.update(stop for stop in (len(text), end) if self._may_go_on(text[:stop]))
+        cuts.update(start for start in (0, begin) if self._may_have_begun(text[start : start + self._max_chars]))
+        if 0 < end - begin < self._max_chars and any(text[begin:end] in special for special in self._long):
+            cuts.update((begin, end))
+        literals = {match.start() for match in self._single.finditer(text)} if self._single else set()
+        if not cuts and not literals:
+            return text
+        bounds = [0, *sorted(cuts | literals), len(text)]
+        return "".join(
+            (_CUT if begin in cuts else "") + (_LITERAL if begin in literals else "") + text[begin:end]
+            for begin, end in pairwise(bounds)
+            if begin < end
+        ) + (_CUT if len(text) in cuts else "")
+
+    def _may_need_marks(self, text: str) -> bool:
+        """Tell at once, by the characters at its edges, that a text needs no marks, as most of the many in schemas."""
+        bare = text.strip()
+        return bool(
+            len(bare) < len(text)
+            or bare[:_GRAM_CHARS] in self._grams
+            or bare[-_GRAM_CHARS:] in self._grams
+            or bare[:1] in self._tails
+            or bare[:2] in self._tails
+            or bare[-1:] in self._heads
+            or bare[-2:] in self._heads
+            or (self._occurrence is not None and self._occurrence.search(bare))
+            or (self._single is not None and self._single.search(bare))
+        )
+
+    def _may_go_on(self, text: str) -> bool:
+        return any(text[-size:] in self._heads for size in range(1, min(len(text), self._max_chars - 1) + 1))
+
+    def _may_have_begun(self, text: str) -> bool:
+        return any(text[:size] in self._tails for size in range(1, min(len(text), self._max_chars - 1) + 1))
+
+
+def _first_characters(texts: tuple[str, ...]) -> re.Pattern[str] | None:
+    """A pattern for the first character of any of ``texts``, also where they overlap.
+
+    The texts make a tree of characters, so that at each place of a text only those are compared that its characters
+    lead to: hundreds of tokens that begin alike cost what one costs, also in a text full of such beginnings.
+    """
+    if not texts:
+        return None
+    tree: _Tree = {}
+    for text in texts:
+        node = tree
+        for character in text:
+            node = node.setdefault(character, {})
+        node[_END] = {}
+    return re.compile("|".join(re.escape(first) + f"(?={_rest(rest)})" for first, rest in sorted(tree.items())))
+
+
+def _rest(node: _Tree) -> str:
+    """Return an expression of what must follow; of texts that begin with each other the shortest is enough."""
+    chain: list[str] = []
+    while _END not in node and len(node) == 1:
+        ((character, node),) = node.items()
+        chain.append(re.escape(character))
+    if _END not in node:
+        chain.append(f"(?:{'|'.join(re.escape(first) + _rest(rest) for first, rest in sorted(node.items()))})")
+    return "".join(chain)

@@ -1,0 +1,218 @@
+"""What the front and a process that runs a chat template say to each other: a length, then MessagePack."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+
+from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.protocol.values import ChatMessage, Role, Tool, ToolCall
+from inferencecenter.sessions.output_parsing.call_format import ReasoningTags, TemplateCapabilities
+from inferencecenter.sessions.output_parsing.json_calls import JsonCalls
+from inferencecenter.sessions.output_parsing.named_calls import NamedCalls
+from inferencecenter.sessions.output_parsing.tagged_calls import TaggedCalls
+from inferencecenter.sessions.prompt.renderer import RenderedPrompt, RenderInput
+from inferencecenter.sessions.prompt.special_tokens import RenderedText
+
+if TYPE_CHECKING:
+    from inferencecenter.ipc.messages import ModelInfo
+    from inferencecenter.sessions.output_parsing.call_format import ToolCallFormat
+
+MAX_FRAME_BYTES: Final = 256 * 1024 * 1024
+"""What a reply may have; it is within what the process may take of memory."""
+LENGTH_BYTES: Final = 4
+
+_STYLES: Final[dict[str, type[ToolCallFormat]]] = {
+    call_format.__name__: call_format for call_format in (JsonCalls, NamedCalls, TaggedCalls)
+}
+
+
+class TemplateSource(msgspec.Struct, frozen=True):
+    """A model's template and what it needs to know of the model; the names are those of ``ModelInfo``."""
+
+    chat_template: str
+    special_tokens: tuple[str, ...]
+    bos_token: str
+    eos_token: str
+    add_bos: bool
+
+    @classmethod
+    def of(cls, model: ModelInfo) -> TemplateSource:
+        """Return the template of a model."""
+        return cls(model.chat_template, model.special_tokens, model.bos_token, model.eos_token, model.add_bos)
+
+
+class LoadTemplate(msgspec.Struct, frozen=True, tag=True):
+    """The first frame: the template, and how much each request may take of processor time, and all of memory."""
+
+    source: TemplateSource
+    cpu_s: float
+    memory_bytes: int
+
+
+class MessageRow(msgspec.Struct, frozen=True, array_like=True):
+    """A ``ChatMessage``; ``calls`` are id, name and arguments of each call."""
+
+    role: Role
+    content: str
+    reasoning: str | None
+    calls: list[tuple[str, str, str]] | None
+    tool_call_id: str | None
+
+
+class RenderRequest(msgspec.Struct, frozen=True, tag=True):
+    """A ``RenderInput``; ``tools`` are name, description and parameters of each tool."""
+
+    messages: list[MessageRow]
+    now: str
+    tools: list[tuple[str, str | None, dict[str, Any] | None]]
+    thinking: bool | None
+
+
+class TemplateLoaded(msgspec.Struct, frozen=True, tag=True):
+    """The template compiles; this is ``TemplateCapabilities`` as it was found."""
+
+    call_format: str | None
+    style_fields: dict[str, Any]
+    several: bool
+    thinking: tuple[str, str] | None
+    control: list[str]
+
+
+class RenderReply(msgspec.Struct, frozen=True, tag=True):
+    """A rendered conversation."""
+
+    text: str
+    cuts: list[int]
+    literals: list[int]
+    system_end: int
+
+
+class RenderRefusal(msgspec.Struct, frozen=True, tag=True):
+    """Why there is none."""
+
+    code: str
+    message: str
+    hint: str | None
+    field: str | None
+
+
+class WorkerReply(msgspec.Struct, frozen=True):
+    """What became of a request; one that is ``last`` was so large that the process ends after it."""
+
+    outcome: TemplateLoaded | RenderReply | RenderRefusal
+    last: bool = False
+
+
+request_decoder: Final = msgspec.msgpack.Decoder(LoadTemplate | RenderRequest)
+reply_decoder: Final = msgspec.msgpack.Decoder(WorkerReply)
+_encoder: Final = msgspec.msgpack.Encoder()
+
+
+def encode(message: LoadTemplate | RenderRequest | WorkerReply) -> bytes:
+    """Return a message as a frame.
+
+    Raises:
+        InferenceCenterError: ``invalid_request`` for what cannot be told in MessagePack.
+    """
+    try:
+        payload = _encoder.encode(message)
+    except UnicodeEncodeError:
+        raise InferenceCenterError(ErrorCode.INVALID_REQUEST, "a text is not Unicode", field="messages") from None
+    except (OverflowError, RecursionError):
+        raise InferenceCenterError(
+            ErrorCode.INVALID_REQUEST,
+            "a schema has a number beyond 64 bits or is nested too deep",
+            field="tools",
+        ) from None
+    return len(payload).to_bytes(LENGTH_BYTES, "little") + payload
+
+
+def request_of(conversation: RenderInput) -> RenderRequest:
+    """Return a conversation as it crosses."""
+    return RenderRequest(
+        messages=[
+            MessageRow(
+                message.role,
+                message.content,
+                message.reasoning,
+                None
+                if message.tool_calls is None
+                else [(call.call_id, call.name, call.arguments) for call in message.tool_calls],
+                message.tool_call_id,
+            )
+            for message in conversation.messages
+        ],
+        now=conversation.now.isoformat(),
+        tools=[(tool.name, tool.description, tool.parameters) for tool in conversation.tools],
+        thinking=conversation.thinking,
+    )
+
+
+def input_of(request: RenderRequest) -> RenderInput:
+    """Return the conversation that crossed; it was validated before."""
+    return RenderInput(
+        messages=tuple(map(_message, request.messages)),
+        now=datetime.fromisoformat(request.now),
+        tools=tuple(
+            Tool.model_construct(name=name, description=description, parameters=parameters)
+            for name, description, parameters in request.tools
+        ),
+        thinking=request.thinking,
+    )
+
+
+def _message(row: MessageRow) -> ChatMessage:
+    calls = None
+    if row.calls is not None:
+        calls = tuple(
+            ToolCall.model_construct(call_id=call_id, name=name, arguments=arguments)
+            for call_id, name, arguments in row.calls
+        )
+    return ChatMessage.model_construct(
+        role=row.role, content=row.content, reasoning=row.reasoning, tool_calls=calls, tool_call_id=row.tool_call_id
+    )
+
+
+def loaded(written: TemplateCapabilities) -> TemplateLoaded:
+    """Return how a model writes as it crosses."""
+    call_format, thinking = written.call_format, written.thinking
+    return TemplateLoaded(
+        call_format=None if call_format is None else type(call_format).__name__,
+        style_fields={} if call_format is None else msgspec.to_builtins(call_format),
+        several=written.several,
+        thinking=None if thinking is None else (thinking.opens, thinking.closes),
+        control=sorted(written.control),
+    )
+
+
+def written_of(reply: TemplateLoaded) -> TemplateCapabilities:
+    """Return how a model writes as the process found out.
+
+    Raises:
+        msgspec.ValidationError: It says something else.
+    """
+    if reply.call_format is not None and reply.call_format not in _STYLES:
+        raise msgspec.ValidationError(f"no style is called {reply.call_format}")
+    return TemplateCapabilities(
+        call_format=None
+        if reply.call_format is None
+        else msgspec.convert(reply.style_fields, _STYLES[reply.call_format]),
+        several=reply.several,
+        thinking=None if reply.thinking is None else ReasoningTags(*reply.thinking),
+        control=frozenset(reply.control),
+    )
+
+
+def rendered(prompt: RenderedPrompt) -> RenderReply:
+    """Return a rendered conversation as it crosses."""
+    rendering = prompt.rendering
+    return RenderReply(rendering.text, list(rendering.cuts), sorted(rendering.literals), prompt.system_end)
+
+
+def prompt_of(reply: RenderReply, written: TemplateCapabilities) -> RenderedPrompt:
+    """Return the rendered conversation that crossed."""
+    rendering = RenderedText(reply.text, tuple(reply.cuts), frozenset(reply.literals))
+    return RenderedPrompt(rendering, reply.system_end, written)

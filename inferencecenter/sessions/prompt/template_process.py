@@ -1,0 +1,417 @@
+"""Chat templates in processes of their own, which are killed when a template takes too much.
+
+A template can run for ever, or take all memory, in ways that no sandbox within an interpreter counts. So each model's
+template lives in a process (``template_worker``), started when it is first wanted. It renders one conversation at a
+time, of the clients in turn. The kernel ends it at a limit of processor time; memory is limited, too; and where nothing
+comes for long by the clock, it is killed from here. That request fails, and the next one has a new process.
+
+A rendering that nothing waits for any more would keep the others waiting up to those limits. It may go on until it has
+taken as long as another process takes to start, which is what killing it costs; then it is killed, and the next process
+is started at once.
+
+Processes are ended where there are more than a few, those first that were used least recently.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import sys
+import time
+from collections import OrderedDict
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Final
+from weakref import WeakValueDictionary
+
+import msgspec
+import structlog
+
+from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.fair_queue import FairQueue
+from inferencecenter.sessions.prompt.template_frames import (
+    LENGTH_BYTES,
+    MAX_FRAME_BYTES,
+    LoadTemplate,
+    RenderRefusal,
+    RenderReply,
+    TemplateLoaded,
+    TemplateSource,
+    WorkerReply,
+    encode,
+    prompt_of,
+    reply_decoder,
+    request_of,
+    written_of,
+)
+from inferencecenter.tasks import TaskGroup
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from inferencecenter.ipc.messages import ModelInfo
+    from inferencecenter.sessions.output_parsing.call_format import TemplateCapabilities
+    from inferencecenter.sessions.prompt.renderer import RenderInput, RenderResult
+
+MODULE: Final = "inferencecenter.sessions.prompt.template_worker"
+MAX_PROCESSES: Final = 4
+"""Templates that are kept in processes at a time."""
+COMPILE_AGAIN_S: Final = 60.0
+"""How long a template is refused that took too much when it was compiled; something else may have had the machine."""
+_READ_BYTES: Final = 1024 * 1024
+
+_log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class RenderLimits:
+    """What one rendering may take: processor seconds, rounded up to whole ones, memory, and seconds by the clock.
+
+    ``wall_s`` is for a process that is stopped or starved, so it is far longer; ``withdrawn_s`` is for a rendering that
+    nothing waits for.
+    """
+
+    cpu_s: float = 2.0
+    memory_bytes: int = 512 * 1024 * 1024
+    wall_s: float = 60.0
+    withdrawn_s: float = 0.3
+
+
+class WorkerLostError(Exception):
+    """The process that runs a template has ended, or says what is no reply."""
+
+
+class TemplateProcess:
+    """A process that has been started to run a template; one request at a time."""
+
+    def __init__(self, process: asyncio.subprocess.Process, *, wall_s: float) -> None:
+        self._process = process
+        self._wall_s = wall_s
+
+    @property
+    def pid(self) -> int:
+        """The process id."""
+        return self._process.pid
+
+    @property
+    def alive(self) -> bool:
+        """Whether it has not ended, as far as that is known."""
+        return self._process.returncode is None
+
+    @classmethod
+    async def spawn(cls, *, wall_s: float) -> TemplateProcess:
+        """Start a process.
+
+        Raises:
+            OSError: It cannot be started.
+        """
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            MODULE,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.DEVNULL,
+            limit=_READ_BYTES,
+        )
+        return cls(process, wall_s=wall_s)
+
+    async def request(self, frame: bytes) -> WorkerReply:
+        """Send a request and return the reply.
+
+        Raises:
+            WorkerLostError: There is none; the process has to be ended.
+        """
+        try:
+            async with asyncio.timeout(self._wall_s):
+                return await self._exchange(frame)
+        except (TimeoutError, OSError, asyncio.IncompleteReadError, msgspec.MsgspecError) as error:
+            raise WorkerLostError(type(error).__name__) from error
+
+    async def end(self) -> None:
+        """Kill the process and wait until it is gone."""
+        with suppress(ProcessLookupError):
+            self._process.kill()
+        await self._process.wait()
+
+    async def _exchange(self, frame: bytes) -> WorkerReply:
+        requests, replies = self._process.stdin, self._process.stdout
+        assert requests is not None
+        assert replies is not None
+        requests.write(frame)
+        await requests.drain()
+        size = int.from_bytes(await replies.readexactly(LENGTH_BYTES), "little")
+        if size > MAX_FRAME_BYTES:
+            raise WorkerLostError(f"a reply of {size} bytes")
+        return reply_decoder.decode(await replies.readexactly(size))
+
+
+@dataclass(slots=True, eq=False)
+class RenderJob:
+    """A conversation to be rendered; ``done`` is called with what became of it, unless it is ``None`` by then.
+
+    While it is rendered, ``patience`` ends that at a time that is set when it is withdrawn: ``may_take_until``.
+    """
+
+    client_id: str
+    conversation: RenderInput
+    done: Callable[[RenderResult], None] | None
+    patience: asyncio.Timeout | None = None
+    may_take_until: float = 0.0
+
+    def withdraw(self) -> None:
+        """Have the result told to nothing, and a rendering that goes on for long ended."""
+        self.done = None
+        if self.patience is not None:
+            self.patience.reschedule(self.may_take_until)
+
+
+class ProcessRenderer:
+    """Renders with one model's template. Implements ``sessions.rendering.PromptRenderer``.
+
+    Args:
+        model: Whose template it is.
+        limits: What it may take.
+        owner: Keeps count of processes, and owns the task that works here while something waits.
+    """
+
+    def __init__(self, model: ModelInfo, *, limits: RenderLimits, owner: TemplateProcessPool) -> None:
+        self.implied_bos = model.bos_token if model.add_bos else ""
+        self._name = model.name
+        self._load = LoadTemplate(TemplateSource.of(model), limits.cpu_s, limits.memory_bytes)
+        self._limits = limits
+        self._owner = owner
+        self._queue: FairQueue[RenderJob] = FairQueue()
+        self._warming = False
+        self._working = False
+        self._process: TemplateProcess | None = None
+        self._written: TemplateCapabilities | None = None
+        self._refusal: InferenceCenterError | None = None
+        self._refused_until = 0.0
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._name!r}, waiting={len(self._queue)}, pid={self.pid})"
+
+    @property
+    def pid(self) -> int | None:
+        """The id of its process, while there is one."""
+        return self._process.pid if self._process else None
+
+    @property
+    def busy(self) -> bool:
+        """Whether something waits or is being rendered."""
+        return self._working
+
+    @property
+    def refusal(self) -> InferenceCenterError | None:
+        """Why nothing is rendered now: the template does not compile, or took too much when it was compiled."""
+        return self._refusal if self._owner.monotonic() < self._refused_until else None
+
+    def warm(self) -> None:
+        """Have the process started and the template compiled, unless that has happened."""
+        if self._process is None and self.refusal is None:
+            self._warming = True
+            self._work()
+
+    def render(
+        self, conversation: RenderInput, *, client_id: str, done: Callable[[RenderResult], None]
+    ) -> Callable[[], None]:
+        """Have a conversation rendered; see ``PromptRenderer``."""
+        job = RenderJob(client_id, conversation, done)
+        self._queue.add(client_id, job)
+        self._work()
+        return partial(self._withdraw, job)
+
+    async def end(self) -> None:
+        """End the process; another request starts the next."""
+        process, self._process = self._process, None
+        if process is not None:
+            await process.end()
+
+    def _withdraw(self, job: RenderJob) -> None:
+        job.withdraw()
+        self._queue.withdraw(job.client_id, job)
+
+    def _work(self) -> None:
+        if not self._working:
+            self._working = True
+            self._owner.tasks.spawn(self._render_all(), name=f"render-{self._name}")
+
+    async def _render_all(self) -> None:
+        try:
+            while True:
+                job = self._queue.take()
+                if job is None and not self._warming:
+                    return
+                self._warming = False
+                result = await self._result(job)
+                if job is not None and job.done is not None and result is not None:
+                    _deliver(job.done, result)
+        finally:
+            self._working = False
+
+    async def _result(self, job: RenderJob | None) -> RenderResult | None:
+        """Return what becomes of a request; nothing where only a process was wanted."""
+        try:
+            process, written = await self._ready()
+            if job is None or job.done is None:
+                return None
+            return await self._rendered(process, written, job)
+        except InferenceCenterError as error:
+            return error
+        except WorkerLostError as error:
+            return await self._lost(str(error))
+        except OSError as error:
+            _log.error("template_process_not_started", model=self._name, reason=str(error))
+            return InferenceCenterError(ErrorCode.INTERNAL, "The process that runs chat templates does not start.")
+        # The border to a process that runs a stranger's program: whatever is wrong ends this request alone.
+        except Exception:  # noqa: BLE001
+            _log.exception("template_process_failed", model=self._name)
+            await self.end()
+            return InferenceCenterError(ErrorCode.INTERNAL)
+
+    async def _rendered(
+        self, process: TemplateProcess, written: TemplateCapabilities, job: RenderJob
+    ) -> RenderResult | None:
+        """Return what a process says to a conversation; nothing if that was withdrawn and took too long then.
+
+        Raises:
+            WorkerLostError: There is no reply; the process has to be ended.
+        """
+        frame = encode(request_of(job.conversation))
+        job.may_take_until = asyncio.get_running_loop().time() + self._limits.withdrawn_s
+        try:
+            async with asyncio.timeout(None) as job.patience:
+                reply = await process.request(frame)
+        except TimeoutError:
+            _log.debug("rendering_abandoned", model=self._name, pid=process.pid)
+            self._warming = True
+            await self.end()
+            return None
+        finally:
+            job.patience = None
+        if reply.last:
+            await self.end()
+        return _result_of(reply, written, model=self._name)
+
+    async def _ready(self) -> tuple[TemplateProcess, TemplateCapabilities]:
+        """Return the process, started if there is none, and how the model writes.
+
+        Raises:
+            InferenceCenterError: ``internal`` for a template that does not compile, or takes too much for that.
+            OSError: The process does not start.
+        """
+        if (refusal := self.refusal) is not None:
+            raise refusal
+        await self._owner.used(self)
+        if self._process is None or self._written is None or not self._process.alive:
+            await self.end()
+            self._process = await TemplateProcess.spawn(wall_s=self._limits.wall_s)
+            self._written = await self._compile(self._process)
+        return self._process, self._written
+
+    async def _compile(self, process: TemplateProcess) -> TemplateCapabilities:
+        try:
+            outcome = (await process.request(encode(self._load))).outcome
+        except WorkerLostError as error:
+            raise self._refuse(await self._lost(str(error)), for_s=COMPILE_AGAIN_S) from error
+        if isinstance(outcome, TemplateLoaded):
+            return written_of(outcome)
+        await self.end()
+        if isinstance(outcome, RenderRefusal):
+            raise self._refuse(_error_of(outcome, model=self._name), for_s=math.inf)
+        raise WorkerLostError(type(outcome).__name__)
+
+    def _refuse(self, refusal: InferenceCenterError, *, for_s: float) -> InferenceCenterError:
+        self._refusal, self._refused_until = refusal, self._owner.monotonic() + for_s
+        return refusal
+
+    async def _lost(self, reason: str) -> InferenceCenterError:
+        await self.end()
+        limits = self._limits
+        _log.warning("template_process_lost", model=self._name, reason=reason)
+        return InferenceCenterError(
+            ErrorCode.INTERNAL,
+            f"the chat template of {self._name} takes more than {limits.cpu_s:g} s of processor time, or "
+            f"{limits.memory_bytes // 2**20} MiB, to render this conversation",
+            hint='Sessions with mode "raw" use no template.',
+        )
+
+
+class TemplateProcessPool:
+    """The processes of all models' templates. Implements ``sessions.rendering.PromptRenderers``.
+
+    Args:
+        limits: What one rendering may take.
+        max_processes: How many there are at a time, but for those that are at work.
+        monotonic: Seconds that only rise.
+    """
+
+    def __init__(
+        self,
+        *,
+        limits: RenderLimits | None = None,
+        max_processes: int = MAX_PROCESSES,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.monotonic = monotonic
+        self.tasks = TaskGroup("templates")
+        self._limits = limits or RenderLimits()
+        self._max_processes = max_processes
+        self._renderers: WeakValueDictionary[TemplateSource, ProcessRenderer] = WeakValueDictionary()
+        self._started: OrderedDict[ProcessRenderer, None] = OrderedDict()
+
+    def of(self, model: ModelInfo) -> ProcessRenderer:
+        """Return the renderer of a model's template; see ``PromptRenderers``."""
+        source = TemplateSource.of(model)
+        renderer = self._renderers.get(source)
+        if renderer is None:
+            if not model.chat_template:
+                _log.warning("chat_template_missing", model=model.name, used="chatml")
+            renderer = self._renderers[source] = ProcessRenderer(model, limits=self._limits, owner=self)
+        if (refusal := renderer.refusal) is not None:
+            raise refusal
+        renderer.warm()
+        return renderer
+
+    async def used(self, renderer: ProcessRenderer) -> None:
+        """Take note that a renderer has, or is about to have, a process; end one too many."""
+        self._started[renderer] = None
+        self._started.move_to_end(renderer)
+        idle = [each for each in self._started if not each.busy]
+        for each in idle[: max(0, len(self._started) - self._max_processes)]:
+            del self._started[each]
+            await each.end()
+
+    async def aclose(self) -> None:
+        """End all processes; what waits is dropped."""
+        await self.tasks.cancel()
+        for renderer in self._started:
+            await renderer.end()
+        self._started.clear()
+
+
+def _result_of(reply: WorkerReply, written: TemplateCapabilities, *, model: str) -> RenderResult:
+    match reply.outcome:
+        case RenderReply() as outcome:
+            return prompt_of(outcome, written)
+        case RenderRefusal() as outcome:
+            return _error_of(outcome, model=model)
+        case _:
+            raise WorkerLostError(type(reply.outcome).__name__)
+
+
+def _error_of(refusal: RenderRefusal, *, model: str) -> InferenceCenterError:
+    code, message = ErrorCode(refusal.code), refusal.message
+    if code is ErrorCode.INTERNAL:
+        message = f"{message} (model {model})"
+    return InferenceCenterError(code, message, hint=refusal.hint, field=refusal.field)
+
+
+def _deliver(done: Callable[[RenderResult], None], result: RenderResult) -> None:
+    try:
+        done(result)
+    # The border between turns: a fault in what one of them does with its prompt must not keep the others from theirs.
+    except Exception:  # noqa: BLE001
+        _log.exception("rendered_prompt_not_taken")

@@ -1,0 +1,110 @@
+"""Splits large records into chunks of bounded size for short transactions. Pure.
+
+A session that begins with a long history takes many transactions. Until the last of them the row in ``sessions`` is not
+``complete``: what reads the file passes over it, and the next daemon deletes what a killed one left of it. Nothing is
+told of the session before the last part is in the file. A fork begins with rows that are there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import chain
+from typing import TYPE_CHECKING, Final
+
+from inferencecenter.sessions.history import chars_of
+from inferencecenter.sessions.journal import (
+    HistoryChanged,
+    SessionDeleted,
+    SessionOpened,
+    TokensAppended,
+    TurnEnded,
+    TurnQueued,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from inferencecenter.protocol.values import ChatMessage
+    from inferencecenter.sessions.history import History
+    from inferencecenter.sessions.store.recorder import Entry
+
+PART_BYTES: Final = 256 * 1024
+"""About what one part writes or deletes: some milliseconds."""
+_ROW_BYTES: Final = 128
+_MAX_NEW_MESSAGES: Final = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedPart:
+    """A session that begins is written up to so many of its messages and turns; the last part writes all the rest."""
+
+    record: SessionOpened
+    n_messages: int
+    n_turns: int
+    is_first: bool = False
+    is_last: bool = False
+
+
+def parts_of(entry: Entry) -> Iterator[Entry]:
+    """Yield what an entry is written as, one after the other."""
+    match entry:
+        case SessionOpened(parent=None) if _is_long(entry.history.messages, entry.notes.values()):
+            yield from _opened(entry)
+        case _:
+            yield entry
+
+
+def weight_of(entry: Entry) -> int:
+    """Return about how many bytes an entry writes; of a change to a history what is new in it."""
+    match entry:
+        case TokensAppended():
+            content = len(entry.tokens) + len(entry.text)
+        case OpenedPart():
+            content = PART_BYTES
+        case SessionOpened(parent=None):
+            content = sum(map(_weight, entry.history.messages))
+        case TurnEnded(history=history):
+            content = _weight_from(history, history.turns[-1].n_before if history.turns else 0)
+        case HistoryChanged(history=history):
+            content = _weight_from(history, history.turns[-1].n_messages if history.turns else 0)
+        case TurnQueued(spec=spec):
+            content = len(spec.request.prompt or "") + sum(map(_weight, spec.request.messages or ()))
+        case SessionDeleted(n_chars=n_chars):
+            content = min(n_chars, PART_BYTES)
+        case _:
+            content = 0
+    return _ROW_BYTES + content
+
+
+def _is_long(messages: Iterable[ChatMessage], notes: Iterable[str] = ()) -> bool:
+    total = 0
+    for weight in chain(map(_weight, messages), map(len, notes)):
+        total += weight
+        if total > PART_BYTES:
+            return True
+    return False
+
+
+def _opened(record: SessionOpened) -> Iterator[OpenedPart]:
+    total, is_first = 0, True
+    for n, message in enumerate(record.history.messages, 1):
+        total += _weight(message)
+        if total >= PART_BYTES:
+            yield OpenedPart(record, n, 0, is_first=is_first)
+            total, is_first = 0, False
+    n_messages = len(record.history.messages)
+    for n, turn in enumerate(record.turns, 1):
+        total += _ROW_BYTES + len(record.notes.get(turn.turn_id, ""))
+        if total >= PART_BYTES:
+            yield OpenedPart(record, n_messages, n, is_first=is_first)
+            total, is_first = 0, False
+    yield OpenedPart(record, n_messages, len(record.turns), is_first=is_first, is_last=True)
+
+
+def _weight(message: ChatMessage) -> int:
+    return _ROW_BYTES + chars_of(message)
+
+
+def _weight_from(history: History, start: int) -> int:
+    new = history.messages[max(start, len(history.messages) - _MAX_NEW_MESSAGES) :]
+    return sum(map(_weight, new))

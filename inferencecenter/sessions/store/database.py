@@ -1,0 +1,174 @@
+"""Opens the session file, for writing or read-only, and explains its faults."""
+
+from __future__ import annotations
+
+import sqlite3
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Final
+
+import structlog
+
+from inferencecenter.sessions.journal import RETRY_LATER_MS, RETRY_SOON_MS, StorageFault
+from inferencecenter.sessions.store.schema import MIGRATIONS
+from inferencecenter.sqlite_file import (
+    DAMAGE_CODES,
+    DamagedFileError,
+    FileMovedError,
+    bound_log,
+    check_version,
+    code_of,
+    connect,
+    connect_reading,
+    damage,
+    is_damage,
+    make_private,
+    migrate,
+    unusable,
+    version_of,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+
+_log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class OpenFile:
+    """An open file. With a ``fault`` it is for reading only, and without a ``database`` not even for that."""
+
+    database: sqlite3.Connection | None
+    fault: StorageFault | None = None
+
+
+def open_file(path: Path) -> OpenFile:
+    """Open or make the file of a daemon. One that is damaged or cannot be written is left as it is.
+
+    Raises:
+        InferenceCenterError: ``storage_unavailable`` for a file of a newer version, or one that somebody else holds.
+    """
+    try:
+        return OpenFile(open_writing(path))
+    except (OSError, sqlite3.Error) as error:
+        if is_busy(error):
+            raise unusable(path, str(error), hint="Another program has it open: end that.") from error
+        fault = fault_of(error, name=path.name)
+        reason = f"{path.name} cannot be written: {reason_of(error)}"
+        _log.error("store_read_only", path=str(path), reason=reason, hint=hint_of(error))
+    try:
+        return OpenFile(open_reading(path), fault)
+    except (OSError, sqlite3.Error) as error:
+        _log.error("store_unreadable", path=str(path), reason=reason_of(error))
+        return OpenFile(None, fault)
+
+
+def open_writing(path: Path) -> sqlite3.Connection:
+    """Open or make the file and bring it up to date.
+
+    Raises:
+        InferenceCenterError: ``storage_unavailable`` for a file of a newer version.
+        OSError: It cannot be made, or is not ours.
+        sqlite3.Error: It is damaged or cannot be written.
+    """
+    make_private(path)
+    database = connect(path)
+    try:
+        if (found := damage(database)) is not None:
+            raise DamagedFileError(found)
+        check_version(database, MIGRATIONS, path=path)
+        database.execute("PRAGMA journal_mode = WAL")
+        bound_log(database)
+        database.execute("PRAGMA foreign_keys = ON")
+        # What was deleted is overwritten: a conversation that is closed or purged is gone.
+        database.execute("PRAGMA secure_delete = ON")
+        migrate(database, MIGRATIONS, path=path)
+    except BaseException:
+        database.close()
+        raise
+    return database
+
+
+def open_reading(path: Path) -> sqlite3.Connection:
+    """Open a file that is there, of this version, for reading.
+
+    Raises:
+        InferenceCenterError: ``storage_unavailable`` for a file of a newer version.
+        sqlite3.Error: It cannot be read, or is of an older version.
+    """
+    database = connect_reading(path)
+    try:
+        check_version(database, MIGRATIONS, path=path)
+        version = version_of(database)
+    except BaseException:
+        database.close()
+        raise
+    if version == len(MIGRATIONS):
+        return database
+    database.close()
+    raise sqlite3.DatabaseError(f"it is of version {version}, which the daemon brings up to date when it can write it")
+
+
+HINT: Final = "Check that it and its directory are yours and writable, and that the disk has room."
+"""What an operator can do about a file that is whole."""
+
+DAMAGED_HINT: Final = (
+    "Stop the daemon and run `inferencecenter session salvage`: it copies what can be read into a new file and keeps"
+    " this one under another name. Or `inferencecenter restore` a backup."
+)
+"""What an operator can do about a damaged file."""
+
+MOVED_HINT: Final = (
+    "Move it back while the daemon runs, if it was moved: what was written to it is lost when the daemon ends."
+)
+"""What an operator can do about a file that is no longer where it was opened."""
+
+_BUSY: Final = frozenset({sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED})
+_SEALED: Final = frozenset({sqlite3.SQLITE_READONLY, sqlite3.SQLITE_PERM, sqlite3.SQLITE_CANTOPEN})
+_WORDS: Final[Mapping[int, tuple[str, int]]] = MappingProxyType(
+    dict.fromkeys(DAMAGE_CODES, ("it is damaged", RETRY_LATER_MS))
+    | dict.fromkeys(_BUSY, ("another program holds it", RETRY_SOON_MS))
+    | dict.fromkeys(_SEALED, ("it is not writable", RETRY_LATER_MS))
+    | {
+        sqlite3.SQLITE_FULL: ("the disk is full", RETRY_SOON_MS),
+        sqlite3.SQLITE_IOERR: ("its disk reports an error", RETRY_SOON_MS),
+    }
+)
+
+
+def fault_of(error: BaseException, *, name: str) -> StorageFault:
+    """Return what clients are told of ``error``, which kept the file called ``name`` from being written."""
+    words, retry_after_ms = "an internal error", RETRY_LATER_MS
+    if isinstance(error, FileMovedError):
+        words = "it was deleted or moved" if error.is_missing else "it was replaced by another file"
+    elif is_damage(error):
+        words = "it is damaged"
+    elif isinstance(error, OSError):
+        words = "it is not writable"
+    elif isinstance(error, sqlite3.Error):
+        words, retry_after_ms = _WORDS.get(code_of(error) or 0, ("an internal error", RETRY_SOON_MS))
+    return StorageFault(f"{name} cannot be written: {words}", retry_after_ms)
+
+
+def hint_of(error: BaseException) -> str:
+    """Return what an operator can do about ``error``."""
+    if isinstance(error, FileMovedError):
+        return MOVED_HINT
+    return DAMAGED_HINT if is_damage(error) else HINT
+
+
+def is_busy(error: BaseException) -> bool:
+    """Tell whether another program holds the file."""
+    return isinstance(error, sqlite3.Error) and code_of(error) in _BUSY
+
+
+def is_full(error: BaseException) -> bool:
+    """Tell whether the disk has no room."""
+    return isinstance(error, sqlite3.Error) and code_of(error) == sqlite3.SQLITE_FULL
+
+
+def reason_of(error: BaseException) -> str:
+    """Return what went wrong as SQLite or the system says it: for operators and the log."""
+    return (error.strerror if isinstance(error, OSError) else None) or str(error)

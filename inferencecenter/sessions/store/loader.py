@@ -1,0 +1,369 @@
+"""Loads sessions from the file, each on its own: an unreadable one does not affect the others.
+
+What several sessions begin with is read once, and they share it in memory too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import sqlite3
+from collections import defaultdict
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import TYPE_CHECKING, Final, TypeVar
+
+import structlog
+
+from inferencecenter.sessions.history import MAX_TURN_KEYS, TOKEN_BYTES, History, HistoryView
+from inferencecenter.sessions.journal import PendingTurn, StoredSession
+from inferencecenter.sessions.output_parsing.assembler import decode_parts
+from inferencecenter.sessions.store import recorder, rows
+from inferencecenter.sessions.store.bases import Reach, base_of
+from inferencecenter.sessions.store.diff import PersistedState
+from inferencecenter.sessions.store.recorder import SessionRow
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from inferencecenter.protocol.events import End
+    from inferencecenter.protocol.values import ChatMessage, TranscriptTurn
+    from inferencecenter.sessions.history import TurnCheckpoint
+    from inferencecenter.sessions.store.bases import Base
+
+_SESSION: Final = (
+    "SELECT session_id, client_id, epoch, seq, created_at, last_used_at, made_by, view_kept, view_resumes_at, facts"
+    " FROM sessions WHERE id = ?"
+)
+_MESSAGES: Final = "SELECT n, role, content, more FROM messages WHERE session = ? AND n >= ? ORDER BY n"
+_TOKENS: Final = "SELECT n, ids, covered FROM tokens WHERE session = ? AND n >= ? ORDER BY n"
+_MARKS: Final = (
+    "SELECT n, turn_id, n_before, n_messages, n_tokens, n_chars, view_kept, view_resumes_at"
+    " FROM marks WHERE session = ? AND n >= ? ORDER BY n"
+)
+_TURNS: Final = (
+    "SELECT n, turn_id, finish_reason, messages, prompt_tokens, cached_tokens, completion_tokens, reasoning_tokens,"
+    " turn_key, ending, note FROM turns WHERE session = ? AND n >= ? ORDER BY n"
+)
+_BASES: Final = "SELECT DISTINCT base FROM sessions WHERE base IS NOT NULL"
+_ORDER: Final = (
+    "SELECT turn_id, request, params, rank, warnings, submitted_at, rendered_at, made_by, view_kept, view_resumes_at,"
+    " model, token_id, note FROM orders WHERE session = ?"
+)
+
+_SCANS: Final = (
+    "SELECT id, session_id FROM sessions NOT INDEXED ORDER BY id",
+    "SELECT id, session_id FROM sessions NOT INDEXED ORDER BY id DESC",
+    "SELECT id, session_id FROM sessions INDEXED BY sqlite_autoindex_sessions_1 ORDER BY session_id",
+    "SELECT id, session_id FROM sessions INDEXED BY sqlite_autoindex_sessions_1 ORDER BY session_id DESC",
+)
+_SAID: Final = "SELECT session, seq, ids, text, parts FROM said ORDER BY rowid"
+
+_T = TypeVar("_T")
+_log = structlog.get_logger(__name__)
+
+
+@dataclass(slots=True)
+class PendingOutput:
+    """What a session's unfinished turn has said, and the number of the last event of it."""
+
+    seq: int = 0
+    tokens: list[bytes] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
+    parts: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedSession:
+    """A session in the file, and what of it is where."""
+
+    kept: StoredSession
+    known: SessionRow
+
+
+@dataclass(frozen=True, slots=True)
+class StoreContents:
+    """The sessions that can be read, oldest first, and why others cannot, by their names."""
+
+    found: list[LoadedSession]
+    unreadable: dict[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class _Own:
+    """The rows that are a row's own, whose numbers count on from ``start``, and what it begins with.
+
+    ``answers`` are the keys and ends of its turns, and notes of them; of turns the oldest may be missing.
+    """
+
+    base: Base | None
+    start: Reach
+    messages: tuple[ChatMessage, ...]
+    pieces: tuple[tuple[bytes, str], ...]
+    marks: tuple[TurnCheckpoint, ...]
+    turns: tuple[TranscriptTurn, ...]
+    answers: tuple[rows.Row, ...]
+    first_turn: int
+
+
+@dataclass(slots=True)
+class _Rows:
+    """All that a session has, with what it begins with; keys of turns from number ``first_key`` on are its own.
+
+    ``tokens`` and ``covered`` are what its pieces spell.
+    """
+
+    messages: tuple[ChatMessage, ...] = ()
+    pieces: list[tuple[bytes, str]] = field(default_factory=list)
+    marks: tuple[TurnCheckpoint, ...] = ()
+    turns: tuple[TranscriptTurn, ...] = ()
+    answers: tuple[rows.Row, ...] = ()
+    first_turn: int = 0
+    first_key: int = 0
+    tokens: bytes = b""
+    covered: str = ""
+
+    def add(self, own: _Own, limit: Reach | None) -> None:
+        """Add a row's own rows, those up to ``limit``.
+
+        Raises:
+            ValueError: Some of these are missing.
+        """
+        if not self.turns:
+            self.first_turn = own.first_turn
+        self.messages += _up_to(own.messages, own.start.messages, limit and limit.messages)
+        self.pieces += _up_to(own.pieces, own.start.pieces, limit and limit.pieces)
+        self.marks += _up_to(own.marks, own.start.marks, limit and limit.marks)
+        turns = _up_to(own.turns, own.first_turn, limit and limit.turns)
+        self.turns += turns
+        self.answers += own.answers[: len(turns)]
+
+
+class Shared:
+    """What is read of rows of ``sessions``: those that others begin with are read once."""
+
+    def __init__(self, database: sqlite3.Connection) -> None:
+        self._database = database
+        self._referred: set[int] = set()
+        self._own: dict[int, _Own] = {}
+        self._spelled: dict[tuple[int, int], tuple[bytes, str]] = {}
+        # In a damaged file, what several begin with may have to be read more than once.
+        with contextlib.suppress(sqlite3.Error):
+            self._referred.update(base for (base,) in database.execute(_BASES))
+
+    def read(self, row: int) -> _Rows:
+        """Return what a session has.
+
+        Raises:
+            sqlite3.Error: It cannot be read.
+            ValueError: It does not say what it should.
+        """
+        own = self._own_of(row)
+        found = _Rows(first_key=own.base.keys if own.base is not None else 0)
+        chain: dict[int, tuple[_Own, Reach | None]] = {row: (own, None)}
+        limit: Reach | None = None
+        while (base := own.base) is not None:
+            if base.row in chain:
+                raise ValueError("it begins with itself")
+            limit = base.reach if limit is None else limit.shared(base.reach)
+            own = self._own_of(base.row)
+            chain[base.row] = own, limit
+        speller = row
+        for each, (own, reach) in reversed(chain.items()):
+            n_before = len(found.pieces)
+            found.add(own, reach)
+            speller = each if len(found.pieces) > n_before else speller
+        # Sessions whose last piece is the same one share all that they spell.
+        spelled = speller, len(found.pieces)
+        if spelled not in self._spelled:
+            self._spelled[spelled] = _joined(found.pieces)
+        found.tokens, found.covered = self._spelled[spelled]
+        return found
+
+    def _own_of(self, row: int) -> _Own:
+        found = self._own.get(row)
+        if found is None:
+            found = _own_rows(self._database, row)
+            if row in self._referred:
+                self._own[row] = found
+        return found
+
+
+def read_all(database: sqlite3.Connection) -> StoreContents:
+    """Return every session that can be read; the others stay in the file as they are."""
+    said, shared = read_said(database), Shared(database)
+    found: list[LoadedSession] = []
+    unreadable: dict[str, str] = {}
+    with _no_collection():
+        for row, name in session_rows(database).items():
+            try:
+                found.append(read_one(database, row, said, shared))
+            except Exception as error:  # noqa: BLE001 - the border to what other programs and disks made of a row
+                unreadable[name] = _reason(error)
+    return StoreContents(found, unreadable)
+
+
+def session_rows(database: sqlite3.Connection) -> dict[int, str]:
+    """Return the names of all sessions by their rows, oldest first.
+
+    Where a page of the table is damaged its other pages are reached from both ends, and through its indexes.
+    """
+    names: dict[int, str] = {}
+    for scan in _SCANS:
+        try:
+            for row, name in database.execute(scan):
+                names[row] = name
+        except sqlite3.Error as error:
+            _log.warning("sessions_damaged", reason=_reason(error))
+        else:
+            break
+    incomplete = _incomplete_rows(database)
+    return {row: names[row] for row in sorted(names) if row not in incomplete}
+
+
+def _incomplete_rows(database: sqlite3.Connection) -> set[int]:
+    """Return the rows of sessions that are being written or deleted in parts, as far as that can be read."""
+    try:
+        return {row for (row,) in database.execute("SELECT id FROM sessions WHERE NOT complete")}
+    except sqlite3.Error:
+        return set()
+
+
+def read_said(database: sqlite3.Connection) -> dict[int, PendingOutput] | None:
+    """Return what unfinished turns have said by the rows of their sessions; ``None`` if it cannot be read."""
+    said: defaultdict[int, PendingOutput] = defaultdict(PendingOutput)
+    try:
+        for row, seq, tokens, text, parts in database.execute(_SAID):
+            here = said[row]
+            here.seq = seq
+            here.tokens.append(tokens)
+            here.texts.append(text)
+            if parts is not None:
+                here.parts.append(parts)
+    except sqlite3.Error as error:
+        _log.error("answers_unreadable", reason=_reason(error))
+        return None
+    return dict(said)
+
+
+def read_one(
+    database: sqlite3.Connection, row: int, said: dict[int, PendingOutput] | None, shared: Shared
+) -> LoadedSession:
+    """Return the session in a row of ``sessions``.
+
+    Raises:
+        sqlite3.Error: Its rows cannot be read.
+        ValueError: They do not say what they should.
+    """
+    held = database.execute(_SESSION, (row,)).fetchone()
+    if held is None:
+        raise ValueError("its row is missing")
+    session_id, client_id, epoch, seq, created_at, last_used_at, model_fingerprint, kept, resumes_at, config = held
+    read = shared.read(row)
+    ends, notes = _answers(read)
+    here = PendingOutput() if said is None else said.get(row, PendingOutput())
+    pending_turn = _unfinished(database, row, here)
+    if pending_turn is not None and said is None:
+        raise ValueError("what its turn has said cannot be read")
+    session = StoredSession(
+        config=rows.facts_of(config, session_id=session_id, client_id=client_id, epoch=epoch, created_at=created_at),
+        seq=max(seq, here.seq),
+        last_used_at=last_used_at,
+        history=History(
+            read.messages, read.tokens, read.covered, HistoryView(kept, resumes_at), read.marks, model_fingerprint
+        ),
+        turns=read.turns,
+        ends=ends,
+        pending_turn=pending_turn,
+        notes=notes,
+        failures=recorder.read_failures(database, row),
+    )
+    written = PersistedState(session.history, _ends_of(read.pieces), read.turns, read.first_turn)
+    return LoadedSession(session, SessionRow(row, written, pending_turn.spec.turn_id if pending_turn else None))
+
+
+def _own_rows(database: sqlite3.Connection, row: int) -> _Own:
+    base = base_of(database, row)
+    start = Reach() if base is None else base.reach
+
+    def own(query: str, first: int) -> list[rows.Row]:
+        return database.execute(query, (row, first)).fetchall()
+
+    turns = own(_TURNS, start.turns)
+    first_turn = turns[0][0] if turns and not start.turns else start.turns
+    turns = rows.numbered(turns, first_turn)
+    return _Own(
+        base=base,
+        start=start,
+        messages=rows.messages_of(rows.numbered(own(_MESSAGES, start.messages), start.messages)),
+        pieces=tuple((ids, text) for ids, text in rows.numbered(own(_TOKENS, start.pieces), start.pieces)),
+        marks=tuple(map(rows.mark_of, rows.numbered(own(_MARKS, start.marks), start.marks))),
+        turns=rows.turns_of([each[:-3] for each in turns]),
+        answers=tuple(each[-3:] for each in turns),
+        first_turn=first_turn,
+    )
+
+
+def _up_to(held: tuple[_T, ...], start: int, limit: int | None) -> tuple[_T, ...]:
+    """Return those of rows, whose numbers count up from ``start``, that are below the limit."""
+    if limit is None:
+        return held
+    if limit > start + len(held):
+        raise ValueError("rows that it begins with are missing")
+    return held[: max(0, limit - start)]
+
+
+def _joined(pieces: list[tuple[bytes, str]]) -> tuple[bytes, str]:
+    tokens, covered = b"".join(ids for ids, _ in pieces), "".join(text for _, text in pieces)
+    if len(tokens) % TOKEN_BYTES:
+        raise ValueError("a token is cut")
+    return tokens, covered
+
+
+def _ends_of(pieces: list[tuple[bytes, str]]) -> tuple[tuple[int, int], ...]:
+    lengths = (accumulate(len(ids) for ids, _ in pieces), accumulate(len(text) for _, text in pieces))
+    return tuple(zip(*lengths, strict=True))
+
+
+def _answers(read: _Rows) -> tuple[dict[str, End], dict[str, str]]:
+    """Return the ends of the latest turns that have keys of the session's own, and all notes."""
+    keyed = [
+        (turn_key, ending)
+        for n, (turn_key, ending, _) in enumerate(read.answers, read.first_turn)
+        if turn_key is not None and n >= read.first_key
+    ]
+    ends: dict[str, End] = {}
+    for turn_key, ending in keyed[-MAX_TURN_KEYS:]:
+        ends.pop(turn_key, None)
+        ends[turn_key] = rows.end_of(ending)
+    notes = {turn.turn_id: note for turn, (_, _, note) in zip(read.turns, read.answers, strict=True) if note}
+    return ends, notes
+
+
+def _unfinished(database: sqlite3.Connection, row: int, said: PendingOutput) -> PendingTurn | None:
+    held = database.execute(_ORDER, (row,)).fetchone()
+    if held is None:
+        return None
+    return PendingTurn(
+        spec=rows.order_of(held),
+        tokens=b"".join(said.tokens),
+        text="".join(said.texts),
+        parts=decode_parts(said.parts) if said.parts else None,
+    )
+
+
+def _reason(error: Exception) -> str:
+    """Return what is wrong without what was said: other messages than SQLite's own quote the values."""
+    return str(error) if hasattr(error, "sqlite_errorcode") else type(error).__name__
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """Keep Python from looking for garbage where everything stays: two thirds of the time that reading would take."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()

@@ -1,0 +1,354 @@
+"""The table of open sessions: lookup, limits, eviction and expiry.
+
+Sessions are indexed by name, client and socket, so that no operation walks over all of them: what one costs depends on
+the sessions of one client or one socket.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import defaultdict
+from itertools import chain, islice
+from typing import TYPE_CHECKING, Final, TypeVar
+
+from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.sessions.states import SessionState
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping
+
+    from inferencecenter.sessions.client import EventSink, Principal
+    from inferencecenter.sessions.session import LiveSession
+    from inferencecenter.sessions.session_config import ScheduledCall
+
+
+MAX_BATCH: Final = 100
+"""Keys that one turn of the event loop handles; the rest follows in the next one."""
+_MAX_TIMER_S: Final = 86_400.0
+_SPARE_ENTRIES: Final = 64
+
+
+class ExpiryQueue:
+    """Calls back for each key when its time has come.
+
+    A key that is put again or discarded leaves its old entry in the heap, which is skipped when it comes up. The heap
+    is rebuilt when most of it is such entries, so it stays within twice the number of keys.
+
+    Args:
+        monotonic: Seconds that only rise.
+        call_later: Arranges for a call after some seconds.
+        due: Called with a key, which is no longer in the queue; may put it again.
+    """
+
+    def __init__(
+        self,
+        *,
+        monotonic: Callable[[], float],
+        call_later: Callable[[float, Callable[[], None]], ScheduledCall],
+        due: Callable[[str], None],
+    ) -> None:
+        self._monotonic = monotonic
+        self._call_later = call_later
+        self._due = due
+        self._due_at: dict[str, float] = {}
+        self._heap: list[tuple[float, str]] = []
+        self._timer: ScheduledCall | None = None
+        self._timer_at = 0.0
+
+    def __len__(self) -> int:
+        return len(self._due_at)
+
+    def put(self, key: str, at: float) -> None:
+        """Call back for ``key`` at ``at`` in place of any earlier arrangement."""
+        self._due_at[key] = at
+        heapq.heappush(self._heap, (at, key))
+        if len(self._heap) > 2 * len(self._due_at) + _SPARE_ENTRIES:
+            self._heap = [(due_at, name) for name, due_at in self._due_at.items()]
+            heapq.heapify(self._heap)
+        self._arm()
+
+    def discard(self, key: str) -> None:
+        """Forget a key, if it is here."""
+        self._due_at.pop(key, None)
+        if not self._due_at:
+            self._heap.clear()
+            self._disarm()
+
+    def _arm(self) -> None:
+        """Have the timer come no later than the first entry is due."""
+        if not self._heap:
+            return
+        now = self._monotonic()
+        at = min(max(self._heap[0][0], now), now + _MAX_TIMER_S)
+        if self._timer is not None:
+            if self._timer_at <= at:
+                return
+            self._timer.cancel()
+        self._timer_at = at
+        self._timer = self._call_later(at - now, self._fire)
+
+    def _disarm(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _fire(self) -> None:
+        self._timer = None
+        now = self._monotonic()
+        for _ in range(MAX_BATCH):
+            if not self._heap or self._heap[0][0] > now:
+                break
+            at, key = heapq.heappop(self._heap)
+            if self._due_at.get(key) == at:
+                del self._due_at[key]
+                self._due(key)
+        self._arm()
+
+
+MIN_TTL_S: Final = 1.0
+"""Seconds that a session is kept at least: a shorter ``ttl_s`` counts as this, however many clients set it."""
+_CLOSE_ONE: Final = (
+    "Close one that is no longer needed (list_sessions shows them). A stored session is closed to make room only where"
+    " the operator has set sessions.when_full to evict."
+)
+_DAY_S: Final = 86_400.0
+_Key = TypeVar("_Key", str, int)
+
+
+class SessionTable:
+    """The open sessions, oldest first.
+
+    Args:
+        max_sessions: Of all clients together.
+        default_ttl_s: Idle seconds after which a session expires that sets no own; ``None`` for never.
+        retention_days: Days after its last use at which a session is deleted, whatever it sets; ``None`` for never.
+        evicts_stored: Whether a stored session may be closed to make room for another.
+        monotonic: Seconds that only rise.
+        call_later: Arranges for a call after some seconds.
+        expire: Called with a session whose time has come, and that is no longer here.
+    """
+
+    def __init__(  # noqa: PLR0913 - keyword-only
+        self,
+        *,
+        max_sessions: int,
+        default_ttl_s: float | None,
+        retention_days: float | None,
+        evicts_stored: bool,
+        monotonic: Callable[[], float],
+        call_later: Callable[[float, Callable[[], None]], ScheduledCall],
+        expire: Callable[[LiveSession], None],
+    ) -> None:
+        self._max_sessions = max_sessions
+        self._default_ttl_s = default_ttl_s
+        self._retention_days = retention_days
+        self._evicts_stored = evicts_stored
+        self._monotonic = monotonic
+        self._expire = expire
+        self._sessions: dict[str, LiveSession] = {}
+        self._stored_of: defaultdict[str, dict[str, LiveSession]] = defaultdict(dict)
+        # Both in the order of their last use.
+        self._stateless: dict[str, LiveSession] = {}
+        self._stateless_of: defaultdict[str, dict[str, LiveSession]] = defaultdict(dict)
+        # By ``id``: a socket lives for as long as a session refers to it.
+        self._of_sink: defaultdict[int, dict[str, LiveSession]] = defaultdict(dict)
+        self._expiries = ExpiryQueue(monotonic=monotonic, call_later=call_later, due=self._on_due)
+        self._own_retention_days: dict[str, float] = {}
+
+    def __len__(self) -> int:
+        return len(self._sessions)
+
+    def __iter__(self) -> Iterator[LiveSession]:
+        return iter(tuple(self._sessions.values()))
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of all sessions."""
+        return tuple(self._sessions)
+
+    def get(self, session_id: str) -> LiveSession | None:
+        """Return a session by its name, whoever has it."""
+        return self._sessions.get(session_id)
+
+    def of(self, client_id: str) -> list[LiveSession]:
+        """Return the sessions of a client, oldest first, without the stateless ones."""
+        return list(self._stored_of.get(client_id, {}).values())
+
+    def stateless_of(self, client_id: str) -> list[LiveSession]:
+        """Return the stateless sessions of a client, the one used longest ago first."""
+        return list(self._stateless_of.get(client_id, {}).values())
+
+    def all_of(self, client_id: str) -> list[LiveSession]:
+        """Return all sessions of a client."""
+        return self.of(client_id) + self.stateless_of(client_id)
+
+    def page(self, client_id: str, *, after: str | None, limit: int) -> tuple[list[LiveSession], bool]:
+        """Return up to ``limit`` of a client's sessions from behind ``after`` on, and whether there are more.
+
+        Raises:
+            InferenceCenterError: ``session_not_found`` when ``after`` names none of them.
+        """
+        own = self._stored_of.get(client_id, {})
+        if after is not None and after not in own:
+            raise InferenceCenterError(ErrorCode.SESSION_NOT_FOUND)
+        start = 0 if after is None else list(own).index(after) + 1
+        return list(islice(own.values(), start, start + limit)), len(own) > start + limit
+
+    def n_of(self, client_id: str) -> int:
+        """Return how many sessions a client has, without the stateless ones."""
+        return len(self._stored_of.get(client_id, {}))
+
+    def attached_to(self, sink: EventSink) -> list[LiveSession]:
+        """Return the sessions whose events go to ``sink``."""
+        return list(self._of_sink.get(id(sink), {}).values())
+
+    def get_owned(self, client: Principal, session_id: str) -> LiveSession:
+        """Return a client's own session.
+
+        Raises:
+            InferenceCenterError: ``session_not_found``, whether it is another's or there is none.
+        """
+        session = self._sessions.get(session_id)
+        if session is None or session.config.client_id != client.client_id:
+            raise InferenceCenterError(ErrorCode.SESSION_NOT_FOUND)
+        return session
+
+    def select_victim(self, client: Principal, *, stateless: bool, excluded: LiveSession | None) -> LiveSession | None:
+        """Make sure that a client may have another session; return the one that has to be closed for it, if any.
+
+        It is the client's own oldest without a socket or a running turn; one that is stored only where
+        that was set. Where the daemon has no room, a stateless one of any client goes first; one of them takes no
+        other's place. A client has as many of these as of others at most; of its own the one that was used longest ago
+        goes.
+
+        Args:
+            client: Who wants one.
+            stateless: Whether it is a stateless one.
+            excluded: A session that may not go.
+
+        Raises:
+            InferenceCenterError: ``session_limit``.
+        """
+        n_own = len(self._stateless_of.get(client.client_id, {})) if stateless else self.n_of(client.client_id)
+        within_own_limit = n_own < client.max_sessions
+        if within_own_limit and len(self._sessions) < self._max_sessions:
+            return None
+        victim = None
+        if stateless or within_own_limit:
+            victim = self._idle_stateless(client, within_own_limit=within_own_limit, excluded=excluded)
+        if victim is None and not stateless:
+            victim = next((each for each in self.of(client.client_id) if self._may_be_evicted(each, excluded)), None)
+        if victim is not None:
+            return victim
+        if within_own_limit:
+            message = f"all {self._max_sessions} sessions of this daemon are in use"
+            hint = (
+                "Try again later." if stateless else "Close one of yours that is no longer needed, or try again later."
+            )
+        else:
+            message = f"this client has {n_own} sessions of {client.max_sessions}"
+            hint = "Try again later." if stateless else _CLOSE_ONE
+        raise InferenceCenterError(ErrorCode.SESSION_LIMIT, message, hint=hint)
+
+    def set_retention(self, own_days: Mapping[str, float | None]) -> None:
+        """Take note of how long clients want their sessions kept, from now on; ``None`` is as the daemon says."""
+        for client_id, days in own_days.items():
+            if self._own_retention_days.get(client_id) != days:
+                # Most clients want what the daemon says: they take no room.
+                self._own_retention_days.pop(client_id, None)
+                if days is not None:
+                    self._own_retention_days[client_id] = days
+                for session in self.all_of(client_id):
+                    self._schedule_expiry(session)
+
+    def add(self, session: LiveSession) -> None:
+        """Take in a session, whatever the limits."""
+        name, config = session.config.session_id, session.config
+        self._sessions[name] = session
+        if config.stateless:
+            self._stateless[name] = self._stateless_of[config.client_id][name] = session
+        else:
+            self._stored_of[config.client_id][name] = session
+        if session.sink is not None:
+            self._of_sink[id(session.sink)][name] = session
+        self._schedule_expiry(session)
+
+    def remove(self, session: LiveSession) -> None:
+        """Let a session go."""
+        name, config = session.config.session_id, session.config
+        del self._sessions[name]
+        self._stateless.pop(name, None)
+        _drop(self._stateless_of if config.stateless else self._stored_of, config.client_id, name)
+        if session.sink is not None:
+            _drop(self._of_sink, id(session.sink), name)
+        self._expiries.discard(name)
+
+    def touch(self, session: LiveSession) -> None:
+        """Take note that a session is used now; the order in which stateless ones go depends on it."""
+        name, config = session.config.session_id, session.config
+        if config.stateless:
+            for held in (self._stateless, self._stateless_of[config.client_id]):
+                held[name] = held.pop(name)
+
+    def on_sink_changed(self, session_id: str, before: EventSink | None, after: EventSink | None) -> None:
+        """Take note that a session's events go to another socket, or to none; one that is not here does not matter."""
+        session = self._sessions.get(session_id)
+        if session is None or before is after:
+            return
+        if before is not None:
+            _drop(self._of_sink, id(before), session_id)
+        if after is not None:
+            self._of_sink[id(after)][session_id] = session
+
+    def _may_be_evicted(self, session: LiveSession, excluded: LiveSession | None) -> bool:
+        is_spare = session.sink is None and _may_go(session, excluded)
+        return is_spare and (self._evicts_stored or not session.config.store)
+
+    def _idle_stateless(
+        self, client: Principal, *, within_own_limit: bool, excluded: LiveSession | None
+    ) -> LiveSession | None:
+        """Return the stateless session that is missed least: of the client, or else of ``within_own_limit``."""
+        own: Iterable[LiveSession] = self._stateless_of.get(client.client_id, {}).values()
+        others: Iterator[LiveSession] = iter(self._stateless.values() if within_own_limit else ())
+        return next((session for session in chain(own, others) if _may_go(session, excluded)), None)
+
+    def _on_due(self, session_id: str) -> None:
+        self._schedule_expiry(self._sessions[session_id])
+
+    def _schedule_expiry(self, session: LiveSession) -> None:
+        """Expire the session, or look again when it may be time: use does not move the timer, this does."""
+        limit_s = self._idle_limit_s(session)
+        if limit_s is None:
+            self._expiries.discard(session.config.session_id)
+            return
+        left_s = limit_s - session.idle_s
+        if left_s > 0:
+            self._expiries.put(session.config.session_id, self._monotonic() + left_s)
+        else:
+            self.remove(session)
+            self._expire(session)
+
+    def _idle_limit_s(self, session: LiveSession) -> float | None:
+        config = session.config
+        own_days = self._own_retention_days.get(config.client_id)
+        days = self._retention_days if own_days is None else own_days
+        ttl_s = self._default_ttl_s if config.ttl_s is None else config.ttl_s
+        limits_s = [limit_s for limit_s in (ttl_s, None if days is None else days * _DAY_S) if limit_s is not None]
+        return max(MIN_TTL_S, min(limits_s)) if limits_s else None
+
+
+def ttl_warnings(ttl_s: float | None) -> tuple[str, ...]:
+    """Return a sentence for a ``ttl_s`` that counts as another."""
+    return () if ttl_s is None or ttl_s >= MIN_TTL_S else (f"ttl_s counts as {MIN_TTL_S:g}: it is shorter.",)
+
+
+def _may_go(session: LiveSession, excluded: LiveSession | None) -> bool:
+    return session.state is SessionState.IDLE and session is not excluded
+
+
+def _drop(held: defaultdict[_Key, dict[str, LiveSession]], key: _Key, name: str) -> None:
+    """Remove a session from one of the indices, and with the last one its entry."""
+    sessions = held.get(key, {})
+    sessions.pop(name, None)
+    if not sessions:
+        held.pop(key, None)

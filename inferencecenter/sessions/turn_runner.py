@@ -1,0 +1,565 @@
+"""Runs a turn: submits it to the engine and handles all engine events.
+
+An unexpected exception ends the turn it comes from and nothing else. Whatever the engine's side calls runs in
+``_contain``: the turn then fails with ``internal``, its session is idle again, and the engine is told to drop it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Final, Protocol
+
+import msgspec
+import structlog
+
+from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.ipc.messages import (
+    Cancelled,
+    ContextFull,
+    Failed,
+    Finished,
+    PrefillProgress,
+    QueuePosition,
+    Started,
+    TokenDelta,
+)
+from inferencecenter.sessions.client import check_model
+from inferencecenter.sessions.history import TOKEN_BYTES
+from inferencecenter.sessions.journal import TurnQueued
+from inferencecenter.sessions.observability import end_trace, trace_turn
+from inferencecenter.sessions.prompt.plan import after_turn, messages_of, plan_context_shift, prompt_of, unread_prompt
+from inferencecenter.sessions.states import TurnChange, TurnState
+from inferencecenter.sessions.turn_spec import (
+    check_fits,
+    failed,
+    prompt_too_long,
+    render_input,
+    spec_for_model,
+    submission,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from inferencecenter.ipc.messages import Submit, TurnEvent
+    from inferencecenter.protocol.requests import Abort
+    from inferencecenter.sessions.event_log import EventLog
+    from inferencecenter.sessions.history import History
+    from inferencecenter.sessions.journal import TurnSpec
+    from inferencecenter.sessions.model_router import ServedModel
+    from inferencecenter.sessions.prompt.plan import PromptPlan
+    from inferencecenter.sessions.prompt.renderer import RenderResult
+    from inferencecenter.sessions.session_config import SessionConfig, SessionServices
+    from inferencecenter.sessions.turn import Turn, TurnOutcome
+
+_MADE_TO_END: Final = ("aborted", "quota_exceeded")
+
+_log = structlog.get_logger(__name__)
+
+
+class TurnListener(Protocol):
+    """The session as its running turn sees it."""
+
+    def prompt_read(self, turn: Turn, *, prompt_tokens: int, cached_tokens: int) -> None:
+        """Count a prompt that begins to be read, of which so much is cached."""
+
+    def answer_grew(self, turn: Turn) -> None:
+        """Take note that the answer has more tokens."""
+
+    def turn_ended(self, turn: Turn, history: History, outcome: TurnOutcome) -> None:
+        """Take the history as it is after the turn, and tell of its end."""
+
+    def turn_failed(self, turn: Turn, failure: Failed, outcome: TurnOutcome) -> None:
+        """Tell that the turn leaves nothing behind."""
+
+    def turn_broken(self, turn: Turn, failure: Failed, outcome: TurnOutcome) -> None:
+        """Tell the same of a turn that a defect ends, wherever that was: its end may be half told."""
+
+
+class TurnRunner:
+    """Implements ``ipc.port.EngineTurn`` for a turn of a session.
+
+    Args:
+        turn: What is to be answered.
+        history: As it is before the turn, and stays until its end.
+        listener: Whom the turn's end concerns.
+        stream: Where its events go.
+        config: What holds for the session.
+        services: The rest of the daemon.
+    """
+
+    def __init__(  # noqa: PLR0913 - keyword-only
+        self,
+        turn: Turn,
+        *,
+        history: History,
+        listener: TurnListener,
+        stream: EventLog,
+        config: SessionConfig,
+        services: SessionServices,
+    ) -> None:
+        self.turn = turn
+        self._history = history
+        self._listener = listener
+        self._events = stream
+        self._facts = config
+        self._services = services
+        self._cannot_continue = False
+        # Whether the prompt was made shorter, and is not read yet.
+        self._shifted = False
+        self._rendering: _Rendering | None = None
+        self._counts = False
+        self._has_ended = False
+        self._allowance = services.allowance_of(config.client_id, turn.spec.token_id)
+        # Whose engine has the turn, from its submission on.
+        self._serving: ServedModel | None = None
+        turn.trace = trace_turn(services.tracer, config, turn.spec, said_tokens=turn.n_tokens)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.turn!r})"
+
+    @property
+    def turn_id(self) -> str:
+        """The turn's name."""
+        return self.turn.turn_id
+
+    @property
+    def client_id(self) -> str:
+        """The client that asked for it."""
+        return self._facts.client_id
+
+    @property
+    def n_tokens(self) -> int:
+        """Tokens it has generated so far."""
+        return self.turn.n_tokens
+
+    # What the engine asks and says.
+
+    def prepare(self, then: Callable[[], None]) -> bool:
+        """Tell whether the turn's prompt is there, rendered for the model that serves; if not, have it rendered.
+
+        Raises:
+            InferenceCenterError: ``model_not_found`` when another model has begun to answer, ``nothing_to_abort`` for a
+                turn that is over, and what the template says against the conversation.
+        """
+        try:
+            return self._has_prompt(then)
+        except InferenceCenterError:
+            self._cannot_continue = self.turn.n_tokens > 0
+            raise
+
+    def submission(self) -> Submit:
+        """Return the turn, or what is left of it, as it is to run now.
+
+        Raises:
+            InferenceCenterError: See ``prepare``.
+        """
+        prepared = self.prepare(_noop)
+        assert prepared, "it is asked for when the turn is prepared"
+        assert self.turn.prompt is not None
+        return submission(self.turn, self.turn.prompt, config=self._facts, services=self._services)
+
+    def on_engine_event(self, event: TurnEvent) -> None:
+        """Take an event; whatever comes after the turn's end is late and means nothing."""
+        if not self.turn.state.is_terminal:
+            self._contain(lambda: self._take(event))
+
+    def _take(self, event: TurnEvent) -> None:
+        turn, state = self.turn, self.turn.state
+        match event:
+            case TokenDelta():
+                self._append(event)
+            case PrefillProgress() if state is TurnState.RUNNING:
+                self._events.publish_transient(self._events.progress(event))
+            case QueuePosition() if state is TurnState.QUEUED:
+                self._set_position(event.position)
+            case Started() if state is TurnState.QUEUED:
+                self._start(event)
+            case ContextFull():
+                self._on_context_full(event)
+            case Finished():
+                self._finish(event)
+            case Cancelled():
+                self._cut_short(turn.forced_finish or "aborted")
+            case Failed():
+                self._fail(event)
+            case _:
+                _log.warning("engine_event_misplaced", engine_event=type(event).__name__, turn=turn.turn_id)
+
+    def delayed(self, seconds: float) -> None:
+        """Tell how long the turn waits at least until its model can be loaded."""
+        if self.turn.state is TurnState.QUEUED:
+            self._contain(lambda: self._events.publish_transient(self._events.queued(self.turn, eta_ms=1000 * seconds)))
+
+    def interrupted(self) -> None:
+        """Take note that the turn's engine is gone."""
+        if not self.turn.state.is_terminal:
+            self._contain(lambda: self.turn.interrupt(now=self._services.monotonic()))
+
+    def recalled(self) -> None:
+        """Submit the turn again, to the engine that it should have now, and tell where it stands there."""
+        self._contain(self._recall)
+
+    def _recall(self) -> None:
+        if not self.turn.state.is_terminal:
+            self.turn.recall(now=self._services.monotonic())
+            self.resubmit()
+        if not self.turn.state.is_terminal:
+            self._publish_queued(request_id=None)
+
+    # What its session asks.
+
+    def submit(self) -> None:
+        """Submit the turn, of which nobody has been told.
+
+        Raises:
+            InferenceCenterError: See ``prepare`` and ``Allowance.check_turn``, and what the engine says.
+        """
+        self._allowance.check_turn()
+        self._serving = self._choose_model()
+        try:
+            self.prepare(_noop)  # also while there is no engine that asks for it
+            self.turn.position = self._serving.engine.submit(self)
+        except InferenceCenterError:
+            self._cancel_rendering()
+            raise
+        self._allowance.begin_turn()
+        self._counts = True
+
+    def send_queued(self, *, request_id: str | None) -> None:
+        """Acknowledge the turn, and write it down."""
+        self._contain(lambda: self._publish_queued(request_id=request_id))
+
+    def _publish_queued(self, *, request_id: str | None) -> None:
+        queued = self._events.queued(self.turn, eta_ms=self._eta_ms(), request_id=request_id)
+        self._events.publish(queued, self._queued_record(queued.seq))
+
+    def recover(self) -> None:
+        """Hand over a turn that an earlier daemon left unfinished."""
+        self._allowance.go_on(self.turn.n_tokens)
+        self._counts = True
+        self._contain(self.resubmit)
+
+    def resubmit(self) -> None:
+        """Hand over a turn that was submitted before; if the engine refuses it, what it said is kept."""
+        try:
+            self._serving = self._choose_model()
+            self.turn.position = self._serving.engine.submit(self)
+        except InferenceCenterError as error:
+            self._cannot_continue = self.turn.n_tokens > 0
+            self._fail(failed(self.turn_id, error))
+
+    def resend_queued(self, *, request_id: str | None) -> None:
+        """Say again where the turn stands."""
+        self._events.publish_transient(self._events.queued(self.turn, eta_ms=self._eta_ms(), request_id=request_id))
+
+    def abort(self, request: Abort) -> None:
+        """Have the engine end the turn; its ``end`` answers the request.
+
+        Raises:
+            InferenceCenterError: See ``Turn.take_abort``.
+        """
+        self.turn.request_abort(request)
+        self._model.engine.abort(self.turn_id)
+
+    def cancel(self) -> None:
+        """End the turn without waiting for the engine; the history is as it was before."""
+        self._contain(
+            lambda: self._complete(self._history, self.turn.forced_outcome("aborted", now=self._services.monotonic()))
+        )
+        self._model.engine.abort(self.turn_id)
+
+    # Its prompt.
+
+    def _has_prompt(self, then: Callable[[], None]) -> bool:
+        turn, serving = self.turn, self._model
+        if turn.state.is_terminal:
+            raise InferenceCenterError(ErrorCode.NOTHING_TO_ABORT, f"turn {turn.turn_id} is over")
+        model_fingerprint = serving.fingerprint()
+        if turn.prompt is not None and turn.spec.model_fingerprint == model_fingerprint:
+            return True
+        if turn.n_tokens and turn.spec.model_fingerprint != model_fingerprint:
+            raise InferenceCenterError(ErrorCode.MODEL_NOT_FOUND, "The model that began this answer is not loaded.")
+        rendering = self._rendering
+        if rendering is None or not rendering.is_of(turn.spec, model_fingerprint):
+            self._cancel_rendering()
+            rendering = self._rendering = self._render(serving, model_fingerprint)
+        rendering.then = then
+        if rendering.result is None:
+            return False
+        self._take_prompt(rendering, rendering.result)
+        return True
+
+    def _render(self, serving: ServedModel, model_fingerprint: str) -> _Rendering:
+        asked = self.turn.spec
+        spec = spec_for_model(self.turn, serving, config=self._facts, services=self._services)
+        history = self._history.for_model(model_fingerprint)
+        plan, conversation = render_input(spec, history)
+        check_fits(plan, serving.model(), may_shift=self._facts.on_full == "shift")
+        renderer = serving.renderer(self._facts.mode)
+        rendering = _Rendering(asked, model_fingerprint, spec, history, plan, renderer.implied_bos)
+        rendering.withdraw = renderer.render(conversation, client_id=self._facts.client_id, done=rendering.finish)
+        return rendering
+
+    def _take_prompt(self, rendering: _Rendering, result: RenderResult) -> None:
+        """Have the turn submit what was rendered.
+
+        Raises:
+            InferenceCenterError: Why nothing was, or see ``Turn.ask``.
+        """
+        if isinstance(result, InferenceCenterError):
+            raise result
+        prompt = prompt_of(rendering.history, rendering.plan, result, implied_bos=rendering.implied_bos)
+        self.turn.set_prompt(prompt, rendering.spec, written=result.written)
+        self._history = rendering.history
+        self._rendering = None
+        if rendering.spec != rendering.asked:
+            self._events.write(self._queued_record(self._events.seq))
+
+    def _cancel_rendering(self) -> None:
+        """Have nothing rendered any more."""
+        rendering, self._rendering = self._rendering, None
+        if rendering is not None:
+            rendering.withdraw()
+
+    # Which model answers.
+
+    @property
+    def _model(self) -> ServedModel:
+        assert self._serving is not None, "it was handed over"
+        return self._serving
+
+    def _choose_model(self) -> ServedModel:
+        """Return the model of the name that has begun to answer, else the one that the session has now.
+
+        Raises:
+            InferenceCenterError: ``model_not_found``, or ``forbidden`` where the turn may not have the one of now.
+        """
+        name = self.turn.spec.model
+        if self.turn.n_tokens:
+            return self._services.models.resolve(name or None)
+        serving = self._services.models.resolve(self._facts.chosen_model)
+        if serving.name != name:
+            check_model(serving.name, self._allowance.limits)
+        return serving
+
+    # How it goes on.
+
+    def _start(self, event: Started) -> None:
+        turn, self._shifted = self.turn, False
+        before = turn.prompt_usage
+        n_tokens = turn.start(event, now=self._services.monotonic())
+        read, cached = (now - then for now, then in zip(turn.prompt_usage, before, strict=True))
+        if read:
+            self._listener.prompt_read(turn, prompt_tokens=read, cached_tokens=cached)
+        self._count_tokens(n_tokens)
+
+    def _append(self, event: TokenDelta) -> None:
+        now, n_tokens = self._services.monotonic(), len(event.tokens) // TOKEN_BYTES
+        turn = self.turn
+        turn.extend(event, now=now)
+        self._services.meter.add(n_tokens, now=now)
+        if turn.assembler is None:
+            self._events.publish_text(event)
+        else:
+            self._events.publish_parts(event, turn.assembler.feed(event))
+        self._listener.answer_grew(turn)
+        self._count_tokens(n_tokens)
+
+    def _count_tokens(self, n_tokens: int) -> None:
+        """Count tokens that were read or generated; the last of a day's quota ends the turn."""
+        if n_tokens and not self._allowance.use(n_tokens) and self.turn.forced_finish is None:
+            self.turn.out_of_quota = True
+            self._model.engine.abort(self.turn_id)
+
+    def _set_position(self, position: int) -> None:
+        if position != self.turn.position:
+            self.turn.position = position
+            self.resend_queued(request_id=None)
+
+    def _on_context_full(self, event: ContextFull) -> None:
+        """Let the turn go on with a shorter prompt, or end it if it cannot."""
+        refusal = None
+        if self.turn.forced_finish is None:
+            try:
+                if self._shift(event):
+                    return
+            except InferenceCenterError as error:
+                refusal = error
+        self._end_context_full(event, refusal)
+
+    def _shift(self, event: ContextFull) -> bool:
+        """Submit the turn again without the oldest ones; ``False`` if there are none to give up."""
+        turn, services, prompt = self.turn, self._services, self.turn.prompt
+        assert prompt is not None, "the engine had it"
+        engine, n_ctx = self._model.engine, self._model.model().n_ctx
+        shift = plan_context_shift(self._history, prompt, total=event.n_tokens, answered=turn.n_tokens, n_ctx=n_ctx)
+        if shift is None:
+            return False
+        before = turn.spec
+        turn.spec = replace(before, rendered_at=services.local_time().isoformat(), view=shift.view)
+        turn.prompt = None
+        try:
+            position = engine.submit(self)
+        except InferenceCenterError:
+            turn.spec, turn.prompt = before, prompt
+            raise
+        self._shifted = True
+        turn.shift(event, now=services.monotonic())
+        shifted = self._events.context_shifted(turn, shift)
+        self._events.publish(shifted, self._queued_record(shifted.seq))
+        self._set_position(position)
+        return True
+
+    def _end_context_full(self, event: ContextFull, refusal: InferenceCenterError | None) -> None:
+        """End a turn whose context is full: what was said of it stays; one that said nothing fails."""
+        turn, cut = self.turn, self.turn.forced_finish
+        if event.end is None and not turn.n_tokens and cut is None:
+            self._fail(prompt_too_long(event, refusal, n_ctx=self._model.model().n_ctx))
+            return
+        if event.end is None:
+            self._cut_short(cut or "context_full")
+            return
+        if event.text:
+            self._append(TokenDelta(turn.turn_id, b"", event.text))
+        reason, warnings = cut or event.end.reason, event.end.warnings
+        if refusal is not None:
+            warnings = (*warnings, f"The context could not be shifted: {refusal.message}")
+        self._finish(msgspec.structs.replace(event.end, reason=reason, warnings=warnings))
+
+    def _finish(self, end: Finished) -> None:
+        self._flush()
+        self.turn.trace.spent(end.stages)
+        self._complete(self._final_history(end), self.turn.finished_outcome(end, now=self._services.monotonic()))
+
+    def _cut_short(self, finish: str, *warnings: str) -> None:
+        """End the turn, of which the engine says no more, with what was said."""
+        self._flush()
+        self._complete(
+            self._final_history(None),
+            self.turn.forced_outcome(finish, now=self._services.monotonic(), warnings=warnings),
+        )
+
+    def _fail(self, failure: Failed) -> None:
+        """End a turn that cannot go on; it leaves something behind only if it was to end, or nobody could continue."""
+        turn = self.turn
+        if self._cannot_continue and self._shifted:
+            self._cut_short("context_full", f"The context could not be shifted: {failure.message}")
+        elif self._cannot_continue:
+            self._cut_short("aborted", f"The answer could not be continued: {failure.message}")
+        elif turn.forced_finish is not None:
+            self._cut_short(turn.forced_finish)
+        else:
+            turn.change(TurnChange.FAIL)
+            outcome = turn.failed_outcome(failure, now=self._services.monotonic())
+            turn.trace.spent(failure.stages)
+            end_trace(turn, outcome, failed=True)
+            self._count_end()
+            self._listener.turn_failed(turn, failure, outcome)
+            self._has_ended = True
+
+    def _complete(self, history: History, outcome: TurnOutcome) -> None:
+        self.turn.change(TurnChange.ABORT if outcome.finish in _MADE_TO_END else TurnChange.FINISH)
+        end_trace(self.turn, outcome)
+        self._count_end()
+        self._listener.turn_ended(self.turn, history, outcome)
+        self._has_ended = True
+
+    def _count_end(self) -> None:
+        self._cancel_rendering()
+        if self._counts:
+            self._counts = False
+            self._allowance.end_turn()
+
+    # How a defect ends.
+
+    def _contain(self, work: Callable[[], None]) -> None:
+        """Do a part of the turn's work; what that raises ends this turn and reaches no other."""
+        try:
+            work()
+        except Exception:  # noqa: BLE001 - the border between the turns
+            _log.exception("turn_broken", turn=self.turn_id, session=self._facts.session_id)
+            try:
+                self._end_broken()
+            except Exception:  # noqa: BLE001 - the session is idle all the same
+                _log.exception("turn_end_untold", turn=self.turn_id, session=self._facts.session_id)
+
+    def _end_broken(self) -> None:
+        """Fail the turn with ``internal``, unless its end was told, and have the engine drop it."""
+        if self._has_ended:
+            return
+        self._has_ended = True
+        self._cancel_rendering()
+        turn = self.turn
+        if not turn.state.is_terminal:
+            turn.change(TurnChange.FAIL)
+        self._count_end()
+        failure = failed(self.turn_id, InferenceCenterError(ErrorCode.INTERNAL))
+        try:
+            self._listener.turn_broken(turn, failure, turn.failed_outcome(failure, now=self._services.monotonic()))
+        finally:
+            if self._serving is not None:
+                self._serving.engine.abort(self.turn_id)
+
+    def _flush(self) -> None:
+        """Tell the rest of a turn that ends.
+
+        While it waits to go on, the engine has not said again what it held back; and what may have been the beginning
+        of something else is text after all.
+        """
+        if text := self.turn.take_held_back():
+            self._append(TokenDelta(self.turn_id, b"", text))
+        if self.turn.assembler is not None and (rest := self.turn.assembler.finish()).parts:
+            self._events.publish_parts(TokenDelta(self.turn_id, b"", ""), rest)
+
+    def _final_history(self, end: Finished | None) -> History:
+        """Return the history with the turn, unless it is to be discarded."""
+        turn = self.turn
+        if turn.abort_request is not None and turn.abort_request.discard:
+            return self._history
+        prompt = turn.prompt
+        if prompt is None:
+            prompt = unread_prompt(self._history, messages_of(turn.spec.request), turn.spec.view)
+        keeps_end = self._facts.mode != "raw"
+        return after_turn(self._history, prompt, answer=turn.answer, end=end, keeps_end=keeps_end)
+
+    def _queued_record(self, seq: int) -> TurnQueued:
+        return TurnQueued(
+            session_id=self._facts.session_id, seq=seq, last_used_at=self._services.clock(), spec=self.turn.spec
+        )
+
+    def _eta_ms(self) -> float | None:
+        return self._services.eta_ms(self._model, self.turn.position)
+
+
+@dataclass(slots=True)
+class _Rendering:
+    """A prompt that is being rendered: for the order that was ``asked`` for, by the model ``model_fingerprint``.
+
+    It becomes the prompt of ``spec`` on top of ``history``. ``then`` is called when there is a ``result``, but for one
+    that is there at once.
+    """
+
+    asked: TurnSpec
+    model_fingerprint: str
+    spec: TurnSpec
+    history: History
+    plan: PromptPlan
+    implied_bos: str
+    then: Callable[[], None] | None = None
+    result: RenderResult | None = None
+    withdraw: Callable[[], None] = lambda: None
+
+    def is_of(self, spec: TurnSpec, model_fingerprint: str) -> bool:
+        """Tell whether this is what the order takes now."""
+        return self.asked is spec and self.model_fingerprint == model_fingerprint
+
+    def finish(self, result: RenderResult) -> None:
+        """Take what became of it."""
+        self.result = result
+        if self.then is not None:
+            self.then()
+
+
+def _noop() -> None:
+    pass

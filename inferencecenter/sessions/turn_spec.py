@@ -1,0 +1,209 @@
+"""Builds what it takes to run a turn: its parameters, its render input, and its submission. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from datetime import datetime
+from typing import TYPE_CHECKING, Final
+
+from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.ipc.messages import Failed, Submit
+from inferencecenter.protocol.params import Params, encode, merge, parse_params
+from inferencecenter.sessions.client import PRIORITY_RANK, check_model, limited
+from inferencecenter.sessions.journal import TurnSpec
+from inferencecenter.sessions.prompt.plan import PromptPlan, least_tokens, messages_of, next_view
+from inferencecenter.sessions.prompt.renderer import RenderInput
+
+if TYPE_CHECKING:
+    from inferencecenter.ipc.messages import ContextFull, ModelInfo
+    from inferencecenter.protocol.requests import Infer
+    from inferencecenter.protocol.values import Priority
+    from inferencecenter.sessions.client import Principal
+    from inferencecenter.sessions.history import History
+    from inferencecenter.sessions.model_router import ServedModel
+    from inferencecenter.sessions.prompt.plan import Prompt
+    from inferencecenter.sessions.session_config import SessionConfig, SessionServices
+    from inferencecenter.sessions.turn import Turn
+
+
+_SHORTEN: Final = "Shorten the prompt, start a new session, or serve the model with a larger n_ctx."
+MAX_NOTE_CHARS: Final = 256 * 1024
+"""Characters that whoever asks for a turn may have kept with it."""
+
+
+@dataclass(frozen=True, slots=True)
+class TurnOptions:
+    """What holds for a turn besides what it says: its own parameters, its class, and whose tokens it takes.
+
+    ``note`` is text of whoever asked, for itself.
+    """
+
+    params: Params
+    priority: Priority
+    token_id: str = ""
+    note: str = ""
+
+
+def turn_params(request: Infer) -> Params:
+    """Return the turn's own parameters.
+
+    Raises:
+        InferenceCenterError: ``invalid_request``.
+    """
+    params = parse_params(request.params or {})
+    if request.n_probs is None:
+        return params
+    if "n_probs" in params.model_fields_set:
+        raise InferenceCenterError(ErrorCode.INVALID_REQUEST, "n_probs is given twice: also in params", field="n_probs")
+    return merge(params, Params(n_probs=request.n_probs))
+
+
+def turn_options(request: Infer, client: Principal, config: SessionConfig, *, note: str) -> TurnOptions:
+    """Return what holds for a turn that a client asks for in its session.
+
+    Raises:
+        InferenceCenterError: ``invalid_request`` or ``forbidden``.
+    """
+    if len(note) > MAX_NOTE_CHARS:
+        raise InferenceCenterError(
+            ErrorCode.INVALID_REQUEST,
+            f"what is to be kept with the turn has {len(note)} characters, not {MAX_NOTE_CHARS}",
+        )
+    params = turn_params(request)
+    priority = client.allow_priority(request.priority, otherwise=config.priority)
+    return TurnOptions(params, priority=priority, token_id=client.token_id, note=note)
+
+
+def new_turn_spec(request: Infer, terms: TurnOptions, *, config: SessionConfig, services: SessionServices) -> TurnSpec:
+    """Return what it takes to run a turn that is asked for now, within the limits of the token.
+
+    Raises:
+        InferenceCenterError: ``invalid_request`` for parameters that exclude each other or ask for too much,
+            ``model_loading``, ``engine_unavailable``, ``model_not_found`` or ``forbidden``.
+    """
+    serving = services.models.resolve(config.chosen_model)
+    limits = services.allowance_of(config.client_id, terms.token_id).limits
+    check_model(serving.name, limits)
+    serving.model(config.client_id)
+    model_fingerprint = serving.fingerprint()
+    below = services.models.params(config, serving.name)
+    overlay = limited(terms.params, limits, session=below, chosen=config.chosen)
+    params = merge(below, overlay)
+    warnings = config.warnings(params, chosen=config.chosen | overlay.model_fields_set)
+    if params.seed is None:
+        params = params.model_copy(update={"seed": services.new_seed()})
+    return TurnSpec(
+        turn_id=services.new_id("t_"),
+        request=request,
+        params=params,
+        rank=PRIORITY_RANK[terms.priority],
+        warnings=warnings,
+        submitted_at=services.clock(),
+        rendered_at=services.local_time().isoformat(),
+        model=serving.name,
+        model_fingerprint=model_fingerprint,
+        token_id=terms.token_id,
+        note=terms.note,
+    )
+
+
+def spec_for_model(turn: Turn, serving: ServedModel, *, config: SessionConfig, services: SessionServices) -> TurnSpec:
+    """Return a turn's order as this model is to run it, which is the one that has begun if one has.
+
+    For another one than it was made for, parameters of the session are those that it has with that model; the turn's
+    own stay.
+
+    Raises:
+        InferenceCenterError: ``invalid_request`` for parameters that exclude each other.
+    """
+    spec = turn.spec
+    if turn.n_tokens or spec.model_fingerprint == serving.fingerprint():
+        return replace(spec, model=serving.name)
+    before = services.models.params(config, spec.model or config.model)
+    now = services.models.params(config, serving.name)
+    spec = replace(spec, model=serving.name, model_fingerprint=serving.fingerprint())
+    if now == before:
+        return spec
+    asked = turn_params(spec.request).model_fields_set
+    own = {name: getattr(spec.params, name) for name in Params.model_fields}
+    own = {name: value for name, value in own.items() if name in asked or value != getattr(before, name)}
+    params = now.model_copy(update=own)
+    return replace(spec, params=params, warnings=config.warnings(params, chosen=config.chosen | asked))
+
+
+def render_input(spec: TurnSpec, history: History) -> tuple[PromptPlan, RenderInput]:
+    """Return what a turn submits on top of a history, and what has to be rendered for it."""
+    request = spec.request
+    messages = history.messages + messages_of(request)
+    view = next_view(history, messages, n_keep=spec.params.n_keep) if spec.view is None else spec.view
+    conversation = RenderInput(
+        view.of(messages),
+        datetime.fromisoformat(spec.rendered_at),
+        tools=tuple(request.tools or ()),
+        thinking=request.thinking,
+    )
+    return PromptPlan(messages, view, anew=spec.view is not None), conversation
+
+
+def check_fits(plan: PromptPlan, model: ModelInfo, *, may_shift: bool) -> None:
+    """Refuse a prompt that is so long that it need not be rendered to know that it does not fit.
+
+    Raises:
+        InferenceCenterError: ``prompt_too_long``.
+    """
+    if not model.max_token_bytes:
+        return
+    n_tokens = least_tokens(plan, max_token_bytes=model.max_token_bytes, may_shift=may_shift)
+    if n_tokens >= model.n_ctx:
+        raise InferenceCenterError(
+            ErrorCode.PROMPT_TOO_LONG,
+            f"The prompt has at least {n_tokens} tokens; the context holds {model.n_ctx}, answer included.",
+            hint=_SHORTEN,
+        )
+
+
+def submission(turn: Turn, prompt: Prompt, *, config: SessionConfig, services: SessionServices) -> Submit:
+    """Return the turn, or what is left of it, as it is submitted now."""
+    # What tools there are stands beside the system prompt, and may be told to nobody else.
+    system = prompt.messages[0].content if prompt.shared_pieces and not turn.spec.request.tools else None
+    answer = turn.answer
+    return Submit(
+        turn_id=turn.turn_id,
+        session_id=config.session_id,
+        client_id=config.client_id,
+        priority=turn.spec.rank,
+        tokens=prompt.tokens,
+        pieces=prompt.pieces,
+        params_json=encode(turn.params_left(now=services.monotonic())),
+        shared_pieces=prompt.shared_pieces,
+        public=system in services.shared_prompts,
+        answer=answer.tokens,
+        shown_chars=len(answer.text),
+        may_shift=config.on_full == "shift",
+        durable=config.store,
+        traced=turn.trace.wanted,
+        grammar=turn.output_spec.grammar,
+        markers=turn.output_spec.markers,
+    )
+
+
+def failed(turn_id: str, error: InferenceCenterError) -> Failed:
+    """Return the end of a turn that could not be submitted again."""
+    return Failed(turn_id=turn_id, code=error.code.value, message=error.message, hint=error.hint, field=error.field)
+
+
+def prompt_too_long(event: ContextFull, refusal: InferenceCenterError | None, *, n_ctx: int) -> Failed:
+    """Return the end of a turn whose prompt does not fit and cannot be made shorter.
+
+    Args:
+        event: What the engine says of it.
+        refusal: Why its shorter prompt was not taken, if there was one.
+        n_ctx: Tokens that prompt and answer may have.
+    """
+    error = refusal or InferenceCenterError(
+        ErrorCode.PROMPT_TOO_LONG,
+        f"The prompt has {event.n_tokens} tokens and cannot be made shorter; "
+        f"the context holds {n_ctx}, answer included.",
+        hint=_SHORTEN,
+    )
+    return Failed(turn_id=event.turn_id, code=error.code.value, message=error.message, hint=error.hint)

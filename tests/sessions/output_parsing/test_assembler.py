@@ -1,0 +1,196 @@
+"""Answers that consist of more than text: read while they come, and told once whatever happens in between."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from inferencecenter.ipc.messages import SampledLogprobs, TokenDelta, TokenLogprob
+from inferencecenter.protocol.requests import Infer
+from inferencecenter.sessions.output_parsing.assembler import (
+    ResponseAssembler,
+    assembler_for,
+    decode_parts,
+    encode_parts,
+    joined,
+    remaining_parts,
+)
+from inferencecenter.sessions.output_parsing.parser import OutputSpec, output_spec
+from inferencecenter.sessions.output_parsing.parts import ArgumentsDelta, Part, ReasoningDelta, TextDelta, ToolCallStart
+from inferencecenter.sessions.prompt.template import ChatTemplate
+from tests.sessions.conftest import make_model
+from tests.sessions.talking import ANSWER, CALL, HERMES, WEATHER
+
+WRITTEN = ChatTemplate(make_model(chat_template=HERMES)).written
+REQUEST = Infer.model_validate({"op": "infer", "session_id": "s", "prompt": "?", "tools": [WEATHER]})
+
+texts = st.text("ab", max_size=3)
+part = st.one_of(
+    st.builds(TextDelta, texts),
+    st.builds(ReasoningDelta, texts),
+    st.builds(ArgumentsDelta, st.just(0), texts),
+)
+
+
+def speech() -> OutputSpec:
+    """How the answers here are read."""
+    return output_spec(REQUEST, written=WRITTEN, asked="")
+
+
+def delta(text: str, *, logprobs: int = 0) -> TokenDelta:
+    """New text, with the logprobs of so many tokens."""
+    entry = SampledLogprobs(TokenLogprob("x", 1, -1.0), ())
+    return TokenDelta("t_1", b"", text, (entry,) * logprobs)
+
+
+def whole(told: list[Part]) -> list[Part]:
+    """Parts without where they were cut."""
+    return joined(told)
+
+
+@given(
+    cuts=st.lists(st.integers(0, len(ANSWER)), max_size=6), lost_at=st.integers(0, len(ANSWER)), ends_at=st.integers(0)
+)
+def test_wherever_it_is_cut_or_lost_each_part_is_told_once(cuts: list[int], lost_at: int, ends_at: int) -> None:
+    """What was told before a restart and what is told after it are the answer, for every text and every cut."""
+    text = ANSWER[: ends_at % (len(ANSWER) + 1)]
+    at_once = ResponseAssembler("t_1")
+    at_once.set_parser(speech(), "")
+    expected = [*at_once.feed(delta(text)).parts, *at_once.finish().parts]
+
+    lost_at = min(lost_at, len(text))
+    places = sorted({0, lost_at, len(text), *(min(cut, len(text)) for cut in cuts)})
+    pieces = [text[begin:end] for begin, end in pairwise(places)]
+    told: list[Part] = []
+    before = ResponseAssembler("t_1")
+    before.set_parser(speech(), "")
+    while pieces and sum(map(len, pieces)) > len(text) - lost_at:
+        told += before.feed(delta(pieces.pop(0))).parts
+    after = ResponseAssembler.restored("t_1", told)
+    after.set_parser(speech(), text[:lost_at])
+    for piece in pieces:
+        told += after.feed(delta(piece)).parts
+    told += after.finish().parts
+
+    assert whole(told) == whole(expected)
+    assert after.message() == at_once.message()
+
+
+def test_a_call_that_was_cut_off_is_not_kept() -> None:
+    """The conversation has the whole ones only, and nothing of the other becomes text."""
+    speaking = ResponseAssembler("t_1")
+    speaking.set_parser(speech(), "")
+    speaking.feed(delta(ANSWER[:-20]))
+    speaking.finish()
+    assert len(speaking.calls) == 2
+    (call,) = speaking.message().tool_calls or ()
+    assert (call.name, call.arguments, call.call_id) == ("weather", '{"city": "Oslo"}', "call_1_0")
+    assert speaking.content == "Let me see."
+    assert speaking.reasoning == "North or south?"
+
+
+def tokens(text: str, n_tokens: int) -> TokenDelta:
+    """New text that so many tokens spell."""
+    return TokenDelta("t_1", b"\0\0\0\0" * n_tokens, text)
+
+
+@pytest.mark.parametrize(
+    ("pieces", "n_tokens"),
+    [
+        ((("<think>", 1), ("Hm", 1), ("</think>", 1), ("\n\n", 1), ("Yes", 5)), 3),
+        ((("<think>Hm", 2), ("</", 1), ("think", 1), (">\n\n", 1), ("Yes", 5)), 5),
+        ((("<think>", 1), ("Hm", 1), ("m</think>Yes yes ", 4), ("yes", 1)), 5),
+        ((("<think>", 1), ("Hm", 3)), 4),
+        ((("\n", 1), ("Yes", 5)), 0),
+        ((("<think>", 1), ("\n\n", 1), ("</think>", 1), ("Yes", 1)), 0),
+    ],
+)
+def test_tokens_of_thoughts_are_those_up_to_their_end(pieces: tuple[tuple[str, int], ...], n_tokens: int) -> None:
+    """The token that ends the mark is the last; where it came with others, about as many as their share of the text."""
+    speaking = ResponseAssembler("t_1")
+    speaking.set_parser(speech(), "")
+    for text, count in pieces:
+        speaking.feed(tokens(text, count))
+    speaking.finish()
+    assert speaking.reasoning_tokens == n_tokens
+
+
+def test_tokens_of_thoughts_go_on_after_a_restart() -> None:
+    """Those that an earlier daemon heard count all while the model still thinks, by their share if it has ended."""
+    for said, n_tokens, more in (("<think>Hm", 3, 2), ("<think>Hm</think>Yes, yes, yes.", 6, 0)):
+        speaking = ResponseAssembler.restored("t_1", [ReasoningDelta("Hm")])
+        speaking.set_parser(speech(), said, n_tokens=n_tokens)
+        speaking.feed(tokens("m</think>", 2))
+        assert speaking.reasoning_tokens == (n_tokens + more if more else 4)
+
+
+def test_logprobs_wait_for_a_part() -> None:
+    """Those of text that shows nothing yet go with what is shown next, or with an empty text at the end."""
+    speaking = ResponseAssembler("t_1")
+    speaking.set_parser(speech(), "")
+    assert speaking.feed(delta("<tool", logprobs=2)).parts == ()
+    utterance = speaking.feed(delta("box> is", logprobs=1))
+    assert len(utterance.logprobs) == 3
+    assert whole(list(utterance.parts)) == [TextDelta("<toolbox> is")]
+    silent = ResponseAssembler("t_1")
+    silent.set_parser(speech(), "")
+    silent.feed(delta(f"{CALL}"))
+    assert silent.feed(delta("\n", logprobs=1)).parts == ()
+    rest = silent.finish()
+    assert (list(rest.parts), len(rest.logprobs)) == ([TextDelta("")], 1)
+
+
+def test_an_answer_goes_on_as_it_began() -> None:
+    """One that began as plain text stays that; one that said nothing is read as its model of now writes."""
+    plain, rich = OutputSpec(), speech()
+    assert assembler_for(plain, None, turn_id="t", said="", n_tokens=0) is None
+    fresh = assembler_for(rich, None, turn_id="t", said="", n_tokens=0)
+    assert fresh is not None
+    assert fresh.has_parser
+    assert assembler_for(rich, None, turn_id="t", said="old", n_tokens=1) is None
+    assert assembler_for(plain, fresh, turn_id="t", said="", n_tokens=0) is None
+    assert assembler_for(rich, fresh, turn_id="t", said="x", n_tokens=1) is fresh
+    restored = ResponseAssembler.restored("t", [TextDelta("x")])
+    assert restored.finish().parts == ()
+    assert assembler_for(rich, restored, turn_id="t", said="xy", n_tokens=1) is restored
+    assert whole(list(restored.finish().parts)) == [TextDelta("y")]
+
+
+@given(read=st.lists(part, max_size=6), n=st.integers(0, 6), tail=st.integers(0, 3))
+def test_what_is_untold_is_what_follows(read: list[Part], n: int, tail: int) -> None:
+    """Told and untold together are what was read, also where a part was told in part."""
+    told = read[:n]
+    if told and not isinstance(told[-1], ToolCallStart):
+        last = told[-1]
+        short = last.text[:tail]
+        told = [
+            *told[:-1],
+            ArgumentsDelta(last.index, short) if isinstance(last, ArgumentsDelta) else type(last)(short),
+        ]
+    assert whole([*told, *remaining_parts(told, read)]) == whole(read)
+
+
+def test_what_was_told_stands_if_it_reads_otherwise() -> None:
+    """Nothing is told twice, or in place of something else."""
+    assert remaining_parts([TextDelta("ab")], [TextDelta("a")]) == ()
+    assert remaining_parts([TextDelta("a"), ReasoningDelta("b")], [TextDelta("ac")]) == ()
+    assert remaining_parts([ToolCallStart(0, "x")], [ToolCallStart(0, "y"), ArgumentsDelta(0, "{}")]) == ()
+
+
+@given(st.lists(st.lists(st.one_of(part, st.builds(TextDelta, st.text(max_size=4))), max_size=3), max_size=3))
+def test_parts_come_back_from_their_columns(said: list[list[Part]]) -> None:
+    """Whatever they hold."""
+    named: list[list[Part]] = [[ToolCallStart(0, "tool")], *said]
+    assert decode_parts(map(encode_parts, named)) == tuple(each for column in named for each in column)
+
+
+@pytest.mark.parametrize(
+    "column", ["{}", "[1]", '[["said"]]', '[["said", 3]]', '[["argued", 0, "x"]]', '[["called", 1, "x"]]', "["]
+)
+def test_columns_that_make_no_sense_are_refused(column: str) -> None:
+    """As whatever else in a damaged file."""
+    with pytest.raises(ValueError):  # noqa: PT011 - of several kinds
+        decode_parts([column])

@@ -1,0 +1,293 @@
+"""Grammars hold answers to calls and forms; llguidance itself is the judge."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import TYPE_CHECKING, Any, Final
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from llguidance import LLTokenizer
+
+from inferencecenter.engine.sampling.constraint import compiled
+from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.protocol.values import Tool
+from tests.sessions.output_parsing.speaking import ANSWERS, CONTROL, SECOND, WEATHER, called, read, speech
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
+    from inferencecenter.sessions.output_parsing.parser import OutputSpec
+
+_BYTES: Final = LLTokenizer("byte")
+_STAND_INS: Final = {
+    "[TOOL_CALLS]": 256,
+    "[ARGS]": 257,
+    "[CALL_ID]": 258,
+    "<|python_tag|>": 256,
+    "<think>": 256,
+    "</think>": 257,
+}
+"""Control tokens that the tokenizer of bytes has, for those of models."""
+
+
+def matcher(spoken: OutputSpec) -> LLMatcher:
+    """What the engine holds an answer to."""
+    assert spoken.grammar is not None
+    return compiled(_BYTES, spoken.grammar, {mark: _STAND_INS[mark] for mark in spoken.markers})
+
+
+def fits(spoken: OutputSpec, text: str, *, control: tuple[str, ...] = ()) -> bool:
+    """Tell whether an answer may be this, and end there; its markers and ``control`` are tokens."""
+    marks = "|".join(map(re.escape, {*spoken.markers, *control})) or "(?!)"
+    tokens: list[int] = []
+    for piece in re.split(f"({marks})", text):
+        tokens += [_STAND_INS[piece]] if re.fullmatch(marks, piece) else piece.encode()
+    held = matcher(spoken)
+    return held.try_consume_tokens(tokens) == len(tokens) and held.is_accepting()
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+def test_a_call_fits_and_so_does_text(name: str) -> None:
+    """What the model was trained to write may be written, and a plain answer too."""
+    spoken = speech(name)
+    assert fits(spoken, ANSWERS[name])
+    assert fits(spoken, "all\nHello {x} [y]." if name == "FUNCTIONARY32" else "Hello {x} [y].")
+    assert not fits(spoken, ANSWERS[name][:-1]) or name == "LLAMA31"
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+def test_arguments_are_held_to_the_schema(name: str) -> None:
+    """A call of a tool that is not offered, or with what its schema does not know, cannot be written."""
+    for right, wrong in (("get_weather", "get_whether"), ("days", "dais"), ("2", '"2"')):
+        assert not fits(speech(name), ANSWERS[name].replace(right, wrong))
+
+
+@pytest.mark.parametrize("name", SECOND)
+def test_several_calls_fit_unless_one_is_wanted(name: str) -> None:
+    """Without parallel calls one call is the end."""
+    both = ANSWERS[name] + SECOND[name]
+    assert fits(speech(name), both)
+    alone = speech(name, parallel_tool_calls=False)
+    assert fits(alone, ANSWERS[name])
+    assert not fits(alone, both)
+
+
+@pytest.mark.parametrize("name", SECOND)
+def test_a_call_may_be_demanded(name: str) -> None:
+    """With `required` an answer begins with a call; a named tool is called once, and no other."""
+    for choice in ("required", {"name": "get_weather"}):
+        demanding = speech(name, tool_choice=choice)
+        assert fits(demanding, ANSWERS[name])
+        assert not fits(demanding, "Hello." if name != "FUNCTIONARY32" else "all\nHello.")
+        assert fits(demanding, ANSWERS[name] + SECOND[name]) is (choice == "required")
+    assert not fits(speech(name, tool_choice={"name": "get_weather_clock"}), ANSWERS[name])
+
+
+def test_a_model_of_one_call_is_held_to_it() -> None:
+    """Llama's template knows one call an answer, so no second one may follow."""
+    assert not fits(speech("LLAMA31"), ANSWERS["LLAMA31"] + "; " + ANSWERS["LLAMA31"])
+    assert fits(speech("LLAMA31"), "<|python_tag|>" + ANSWERS["LLAMA31"])
+    assert not fits(speech("LLAMA31"), ' {"any": "object"}')
+
+
+def test_calls_in_an_array_are_counted_by_the_grammar() -> None:
+    """Mistral's earlier form takes several calls in one pair of brackets, or one."""
+    both = ANSWERS["MISTRAL3"][:-1] + ', {"name": "get_weather_clock", "arguments": {}}]'
+    assert fits(speech("MISTRAL3"), "Let me see." + both)
+    assert not fits(speech("MISTRAL3", parallel_tool_calls=False), both)
+
+
+@pytest.mark.parametrize("name", ["HERMES", "LLAMA31", "MISTRAL3", "FUNCTIONARY31", "FUNCTIONARY32"])
+def test_calls_may_be_forbidden(name: str) -> None:
+    """With `none` text is all there is."""
+    spoken = speech(name, tool_choice="none")
+    assert fits(spoken, "all\nHello" if name == "FUNCTIONARY32" else "Hello")
+    assert not fits(spoken, ANSWERS[name], control=("[TOOL_CALLS]",))
+
+
+def test_text_before_calls_is_free() -> None:
+    """The grammar sets in where the trigger is complete, and not before."""
+    spoken = speech("HERMES")
+    assert fits(spoken, "I <tool> <tool_cal l\n" + ANSWERS["HERMES"])
+    assert fits(spoken, "<tool_call")
+    assert not fits(spoken, "<tool_call> is how")
+    assert not fits(spoken, ANSWERS["HERMES"] + "\nSo.")
+
+
+@pytest.mark.parametrize("control", [CONTROL, (*CONTROL, "<think>", "</think>")])
+def test_thoughts_are_free(control: tuple[str, ...]) -> None:
+    """What stands between the marks of thinking is held to nothing, be they tokens or spelled."""
+    thought = "<think>\nShall I <tool_call>? {\n</think>\n\n"
+    auto = speech("QWEN3", control=control)
+    assert fits(auto, thought + "Yes.")
+    assert fits(auto, thought + ANSWERS["QWEN3"])
+    assert fits(auto, "Yes <b>.")
+    assert not fits(auto, thought + "<tool_call>\nno")
+    required = speech("QWEN3", control=control, tool_choice="required")
+    assert fits(required, thought + ANSWERS["QWEN3"])
+    assert fits(required, ANSWERS["QWEN3"])
+    assert not fits(required, thought + "No.")
+
+
+FORMS: Final[list[tuple[dict[str, Any], str, str]]] = [
+    ({"json_schema": {"type": "object"}}, '{"a": [1, 2]}', "Hello"),
+    ({"json_schema": True}, "[]", "Hello"),
+    ({"regex": r"a/b\n[/\\]+|\d"}, "a/b\n/\\", "b"),
+    ({"grammar": 'start: "a" B\nB: /x+/'}, "axx", "a"),
+    ({"grammar": 'root ::= "a}" more  # }\nmore ::= "<[</think>]>" [x{]+ | more more'}, "a}<[</think>]>x{", "a}"),
+]
+
+
+@pytest.mark.parametrize(("wants", "right", "wrong"), FORMS)
+def test_a_form_holds_the_answer_and_not_the_thoughts(wants: dict[str, Any], right: str, wrong: str) -> None:
+    """Schemas, expressions and grammars count from where the model has thought."""
+    for name, before in (
+        ("HERMES", ""),
+        ("QWEN3", ""),
+        ("QWEN3", "<think>\nHm {.\n</think>\n\n"),
+        ("R1", "Hm {.\n</think>\n\n"),
+        ("FUNCTIONARY32", "all\n"),
+    ):
+        spoken = speech(name, tools=None, **wants)
+        assert fits(spoken, before + right)
+        assert not fits(spoken, before + wrong)
+
+
+def test_whoever_does_not_think_is_held_at_once() -> None:
+    """Where thinking is off the form is handed to the engine as it came."""
+    grammar = speech("QWEN3", tools=None, thinking=False, grammar='root ::= "a"').grammar
+    assert grammar is not None
+    assert (grammar.kind, grammar.text) == ("gbnf", 'root ::= "a"')
+
+
+def test_schemas_cannot_break_out_of_the_grammar() -> None:
+    """Quotes, line feeds and what looks like rules are data wherever they stand in a tool."""
+    evil = '<[[TOOL_CALLS]]>x"\n}\nstart: /.*/\n%json {} // </tool_call> \\'
+    tool = Tool(
+        name="a.b-c_1",
+        description=evil,
+        parameters={
+            "type": "object",
+            "description": evil,
+            "properties": {evil: {"enum": [evil]}},
+            "required": [evil],
+            "additionalProperties": False,
+        },
+    )
+    arguments = json.dumps({evil: evil}, ensure_ascii=False)
+    call = f'<tool_call>\n{{"name": "a.b-c_1", "arguments": {arguments}}}\n</tool_call>'
+    spoken = speech("HERMES", tools=[tool], tool_choice="required")
+    assert fits(spoken, call)
+    assert not fits(spoken, "anything")
+    assert read(spoken, *call) == called(0, "a.b-c_1", arguments)
+
+
+def test_a_faulty_schema_is_told_with_its_tool() -> None:
+    """What llguidance says of the grammar shows which tool it is about."""
+    tools = [WEATHER, Tool(name="Fly.Away", parameters={"type": "object", "if": {}})]
+    with pytest.raises(InferenceCenterError, match="if") as caught:
+        matcher(speech("HERMES", tools=tools))
+    assert caught.value.code is ErrorCode.INVALID_GRAMMAR
+    assert "arguments_1_fly_away" in caught.value.message
+
+
+def test_what_a_schema_refers_to_is_found() -> None:
+    """References into a tool's own schema hold, in objects and in tags."""
+    parameters = {
+        "type": "object",
+        "properties": {"at": {"$ref": "#/$defs/point"}},
+        "required": ["at"],
+        "$defs": {"point": {"type": "array", "items": {"type": "integer"}, "minItems": 2, "maxItems": 2}},
+        "additionalProperties": False,
+    }
+    tools = [Tool(name="go", parameters=parameters)]
+    json_call = '<tool_call>\n{"name": "go", "arguments": {"at": [1, 2]}}\n</tool_call>'
+    tag_call = "<tool_call>\n<function=go>\n<parameter=at>\n[1, 2]\n</parameter>\n</function>\n</tool_call>"
+    for name, call in (("HERMES", json_call), ("QWEN_CODER", tag_call)):
+        spoken = speech(name, tools=tools)
+        assert fits(spoken, call)
+        assert not fits(spoken, call.replace("2", '"2"'))
+
+
+def test_texts_in_tags_may_be_chosen_from_a_list() -> None:
+    """A parameter with an `enum` takes none but its values; one without properties takes any."""
+    choice = Tool(
+        name="paint",
+        parameters={"type": "object", "properties": {"with": {"type": "string", "enum": ["red", "blue"]}}},
+    )
+    free = Tool(name="free", parameters={"type": "object"})
+    spoken = speech("QWEN_CODER", tools=[choice, free])
+    call = "<tool_call>\n<function=paint>\n<parameter=with>\nred\n</parameter>\n</function>\n</tool_call>"
+    assert fits(spoken, call)
+    assert fits(spoken, call.replace("paint", "free").replace("with", "x").replace("red", "any\nthing"))
+    assert fits(spoken, "<tool_call>\n<function=paint>\n</function>\n</tool_call>")
+    assert not fits(spoken, call.replace("red", "green"))
+
+
+@settings(max_examples=25)
+@given(st.lists(st.from_regex(r"[A-Za-z0-9_.-]{1,64}", fullmatch=True), min_size=1, max_size=4, unique=True))
+def test_every_name_that_tools_may_have_makes_a_grammar(names: list[str]) -> None:
+    """Names that begin with each other, or differ in case alone, are told apart in every form."""
+    tools = [Tool(name=name) for name in names]
+    for form, text in (
+        ("HERMES", '<tool_call>\n{{"name": "{}", "arguments": {{}}}}\n</tool_call>'),
+        ("FUNCTIONARY32", "{}\n{{}}"),
+        ("MISTRAL11", "[TOOL_CALLS]{}[CALL_ID]abcdefghi[ARGS]{{}}"),
+        ("QWEN_CODER", "<tool_call>\n<function={}>\n</function>\n</tool_call>"),
+    ):
+        spoken = speech(form, tools=tools)
+        for name in names:
+            if name != "all":
+                assert fits(spoken, text.format(name))
+                assert read(spoken, text.format(name)) == called(0, name, "{}")
+
+
+def nested(depth: int) -> dict[str, Any]:
+    """A schema so many levels deep."""
+    schema: dict[str, Any] = {"type": "integer"}
+    for _ in range(depth // 2):
+        schema = {"properties": {"a": schema}}
+    return schema
+
+
+@pytest.mark.parametrize(
+    ("name", "wants", "code", "field"),
+    [
+        ("HERMES", {"tools": [Tool(name="deep", parameters=nested(400))]}, ErrorCode.INVALID_REQUEST, "tools"),
+        ("GEMMA", {"tools": [Tool(name="deep", parameters=nested(400))]}, ErrorCode.INVALID_REQUEST, "tools"),
+        ("HERMES", {"tools": None, "json_schema": nested(400)}, ErrorCode.INVALID_REQUEST, "json_schema"),
+        ("HERMES", {"tools": None, "json_schema": {"enum": ["x" * 300_000]}}, ErrorCode.INVALID_GRAMMAR, "json_schema"),
+        (
+            "HERMES",
+            {"tools": [Tool(name="long", parameters={"enum": ["x" * 1_100_000]})]},
+            ErrorCode.INVALID_GRAMMAR,
+            "tools",
+        ),
+        ("FUNCTIONARY32", {"tools": [Tool(name="all")]}, ErrorCode.INVALID_REQUEST, "tools"),
+    ],
+)
+def test_what_is_too_much_is_refused_by_name(name: str, wants: dict[str, Any], code: ErrorCode, field: str) -> None:
+    """Schemas that are too deep or too long, and a name that means everybody, never reach the engine."""
+    with pytest.raises(InferenceCenterError) as caught:
+        speech(name, **wants)
+    assert (caught.value.code, caught.value.field) == (code, field)
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters", "code"),
+    [
+        ("HERMES", {"properties": {"a": 5}, "required": 7}, ErrorCode.INVALID_GRAMMAR),
+        ("HERMES", {"properties": []}, ErrorCode.INVALID_GRAMMAR),
+        ("HERMES", {"type": "string", "enum": {}}, ErrorCode.INVALID_GRAMMAR),
+        ("QWEN_CODER", {"properties": {"a": 5}, "required": 7}, ErrorCode.INVALID_GRAMMAR),
+        ("QWEN_CODER", {"properties": []}, ErrorCode.INVALID_REQUEST),  # its template wants to go through them
+    ],
+)
+def test_schemas_that_are_none_are_refused(name: str, parameters: dict[str, Any], code: ErrorCode) -> None:
+    """Whatever stands where keywords should, the client hears that it is its schema."""
+    with pytest.raises(InferenceCenterError) as caught:
+        matcher(speech(name, tools=[Tool(name="odd", parameters=parameters)]))
+    assert caught.value.code is code

@@ -1,0 +1,242 @@
+"""Answers are read while they come."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from inferencecenter.sessions.output_parsing.parts import ArgumentsDelta, Part, ReasoningDelta, TextDelta, ToolCallStart
+from tests.sessions.output_parsing.speaking import ANSWERS, CONTROL, SECOND, called, read, speech
+
+FIRST = called(0, "get_weather", '{"city": "Oslo", "days": 2}')
+NEXT = called(1, "get_weather_clock", "{}")
+HERMES_CALL = ANSWERS["HERMES"]
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+def test_a_call_is_read_as_each_model_writes_it(name: str) -> None:
+    """Whatever the form, the parts are the same."""
+    assert read(speech(name), ANSWERS[name]) == FIRST
+
+
+@pytest.mark.parametrize("name", SECOND)
+def test_several_calls_are_counted(name: str) -> None:
+    """What stands between two calls is nothing that is said."""
+    assert read(speech(name), ANSWERS[name] + SECOND[name]) == FIRST + NEXT
+
+
+def test_calls_in_an_array_are_counted() -> None:
+    """Mistral's earlier form has all calls in one pair of brackets."""
+    text = ANSWERS["MISTRAL3"][:-1] + ', {"name": "get_weather_clock", "arguments": {}}]'
+    assert read(speech("MISTRAL3"), text) == FIRST + NEXT
+
+
+EXAMPLES = [
+    *((name, text) for name, text in ANSWERS.items() if name not in ("QWEN25", "HERMES", "GEMMA")),
+    *((name, ANSWERS[name] + text) for name, text in SECOND.items() if name not in ("QWEN25", "HERMES", "GEMMA")),
+    ("HERMES", f"Wait < I [do] <tool_calm> \n\n{HERMES_CALL} \n  Done.\n{HERMES_CALL}\n"),
+    ("HERMES", '<tool_call>\n{"name": "unknown", "arguments": {}}\n</tool_call> and so on'),
+    ("HERMES", '<tool_call> {"name": "get_weather", "arguments": "{\\"a\\": \\"\\u00e9\\ud83d\\ude00"}</tool_call>'),
+    ("HERMES", '<tool_call>{"id": "x", "name": "get_weather", "arguments": {"a": [{"b": "}]\\"{"}]}, "z": [1]}'),
+    ("QWEN3", f"<think>\nShall I <tool_call>?\n</think>\n\nYes.\n{HERMES_CALL}"),
+    ("QWEN3", " <thinking is hard"),
+    ("LLAMA31", '<|python_tag|>{"type": "function", "name": "get_weather", "parameters": {"city": "a"}}'),
+    ("LLAMA31", ' {"city": "Oslo"} is JSON'),
+    ("FUNCTIONARY32", 'all\nLet me see. >>get_weather>>>get_weather\n{"city": "Oslo"}'),
+    ("QWEN_CODER", ANSWERS["QWEN_CODER"].replace("Oslo", "a\n</b>\n\"'\n").replace("\n2\n", "\n[1, \n2]\n")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "text"), EXAMPLES)
+def test_cuts_make_no_difference(name: str, text: str) -> None:
+    """Cut in two at every place, and into single characters, an answer has the same parts."""
+    spoken = speech(name)
+    whole = read(spoken, text)
+    assert read(spoken, *text) == whole
+    for place in range(1, len(text)):
+        assert read(spoken, text[:place], text[place:]) == whole
+
+
+FRAGMENTS = st.lists(
+    st.sampled_from(
+        ["<tool_call>", "</tool_call>", "\n", " ", '{"name": "get_weather"', ', "arguments": ', "{", "}", '"', "\\",
+         "[", "]", "<", "a", "\\u12", "<think>", "</think>", ":", ",", "null", HERMES_CALL]
+    ),
+    max_size=12,
+)  # fmt: skip
+
+
+@given(fragments=FRAGMENTS, data=st.data())
+def test_cuts_make_no_difference_to_nonsense(fragments: list[str], data: st.DataObject) -> None:
+    """Answers that are broken in any way are read the same however they are cut, and reading them never fails."""
+    text = "".join(fragments)
+    spoken = speech("QWEN3")
+    cuts = sorted(data.draw(st.sets(st.integers(0, len(text)), max_size=6)))
+    pieces = [text[begin:end] for begin, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+    assert read(spoken, *pieces) == read(spoken, text)
+
+
+MARKS = [
+    "<tool_call>",
+    "</tool_call>",
+    "<function=",
+    "</function>",
+    "<parameter=",
+    "[TOOL_CALLS]",
+    "[ARGS]",
+    "[CALL_ID]",
+    "<|python_tag|>",
+    ">>>",
+    '{"name": "',
+    '", "arguments": {',
+    "{",
+    "}",
+    "[",
+    '"',
+    "<",
+    ">",
+    "\n",
+    " ",
+    "x",
+    "é",
+]
+
+
+@pytest.mark.parametrize("name", ["HERMES", "LLAMA31", "MISTRAL3", "MISTRAL11", "FUNCTIONARY31", "QWEN_CODER"])
+@given(fragments=st.lists(st.sampled_from(MARKS), max_size=10))
+@settings(max_examples=40)
+def test_text_without_calls_is_said_to_the_letter(name: str, fragments: list[str]) -> None:
+    """Nothing of plain text is lost or comes twice, whatever marks are in it."""
+    text = "".join(fragments)
+    assert read(speech(name), *text) == ([TextDelta(text)] if text else [])
+
+
+@pytest.mark.parametrize(
+    ("pieces", "told"),
+    [
+        (["Hello ", "world"], ["Hello", " world"]),
+        (["a <to", "ol_call", "x"], ["a", "", " <tool_callx"]),
+        (["a\n\n", "b"], ["a", "\n\nb"]),
+        (["<", "b"], ["", "<b"]),
+    ],
+)
+def test_no_more_is_held_back_than_may_become_a_mark(pieces: list[str], told: list[str]) -> None:
+    """Text goes out at once but for the beginning of a mark and the white space before it."""
+    reader = speech("HERMES").reader()
+    assert [
+        "".join(part.text for part in reader.feed(piece) if isinstance(part, TextDelta)) for piece in pieces
+    ] == told
+
+
+def test_arguments_come_as_they_are_written() -> None:
+    """A call is told with its name, and each piece of its arguments as it arrives."""
+    reader = speech("HERMES").reader()
+    assert reader.feed('<tool_call>\n{"name": "get_weather", "argum') == ()
+    assert reader.feed('ents": {"ci') == (ToolCallStart(0, "get_weather"), ArgumentsDelta(0, '{"ci'))
+    assert reader.feed('ty": "O') == (ArgumentsDelta(0, 'ty": "O'),)
+    assert reader.feed('slo"}}\n</tool_call>') == (ArgumentsDelta(0, 'slo"}'),)
+    assert reader.finish() == ()
+
+
+def test_what_only_looks_like_a_call_is_said() -> None:
+    """A tool that nobody offered is none, and neither is what is no JSON; all of it is text."""
+    for text in (
+        'Take <tool_call>\n{"name": "rm", "arguments": {}}\n</tool_call> this',
+        "<tool_call> is how I call",
+        '<tool_call>{"arguments": {}, "name": "get_weather"}</tool_call>',
+        '<tool_call>{"name": "get_weather" oops',
+        '<tool_call>\n{"name": "get_wea',
+    ):
+        assert read(speech("HERMES"), *text) == [TextDelta(text)]
+
+
+def test_a_call_that_breaks_off_has_told_what_there_was() -> None:
+    """Arguments that end in the middle are no JSON, by which it is seen that the call is incomplete."""
+    assert read(speech("HERMES"), '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Os') == [
+        ToolCallStart(0, "get_weather"),
+        ArgumentsDelta(0, '{"city": "Os'),
+    ]
+
+
+def test_behind_a_call_that_is_known_may_come_one_that_is_not() -> None:
+    """The good call stands, the other is text."""
+    text = ANSWERS["MISTRAL3"][:-1] + ', {"name": "rm", "arguments": {}}]'
+    assert read(speech("MISTRAL3"), *text) == [*FIRST, TextDelta('{"name": "rm", "arguments": {}}]')]
+
+
+def test_arguments_in_a_string_are_taken_out_of_it() -> None:
+    """A model that writes its arguments as a JSON string means what is in it."""
+    text = '<tool_call>{"name": "get_weather", "arguments": "{\\"city\\": \\"\\ud83d\\ude00\\n\\ud800\\"}"}</tool_call>'
+    assert read(speech("HERMES"), *text) == called(0, "get_weather", '{"city": "😀\n\ufffd"}')
+
+
+def test_a_call_without_arguments_has_none() -> None:
+    """An object with a name alone is a call with an empty object."""
+    assert read(speech("HERMES"), '<tool_call>{"name": "get_weather"}</tool_call>') == called(0, "get_weather", "{}")
+
+
+def test_parameters_in_tags_become_an_object() -> None:
+    """Text is quoted as JSON wants it, other values stay what they are, and text where they are no JSON."""
+    text = (
+        '<tool_call>\n<function=get_weather>\n<parameter=city>\n"A"\n\\\n</parameter>\n<parameter=days>\n[1, {}]'
+        "\n</parameter>\n<parameter=x>\nnot JSON\n</parameter>\n</function>\n</tool_call>"
+    )
+    parts = read(speech("QWEN_CODER"), *text)
+    assert parts[0] == ToolCallStart(0, "get_weather")
+    assert isinstance(parts[1], ArgumentsDelta)
+    assert json.loads(parts[1].text) == {"city": '"A"\n\\', "days": [1, {}], "x": "not JSON"}
+
+
+def test_thoughts_are_no_part_of_the_answer() -> None:
+    """What stands between the marks of thinking is thought, without the white space around it."""
+    text = "<think>\nHm, 3 < 4.\n</think>\n\nFour."
+    expected: list[Part] = [ReasoningDelta("Hm, 3 < 4."), TextDelta("Four.")]
+    assert read(speech("QWEN3"), *text) == expected
+    assert read(speech("QWEN3", tools=None), *text) == expected
+
+
+def test_a_prompt_may_have_begun_to_think() -> None:
+    """Where the template opens the thoughts the answer is thought from its first letter."""
+    spoken = speech("R1", tools=None)
+    assert read(spoken, *"Hm.\n</think>\n\nYes </think>") == [ReasoningDelta("Hm."), TextDelta("Yes </think>")]
+    assert read(spoken, "Never done ") == [ReasoningDelta("Never done")]
+
+
+def test_marks_of_thinking_in_the_middle_are_text() -> None:
+    """A model thinks before it answers, or not at all."""
+    text = "Use <think> tags</think>"
+    assert read(speech("QWEN3", tools=None), *text) == [TextDelta(text)]
+
+
+def test_text_for_all_is_said_without_its_address() -> None:
+    """Functionary says who it speaks to, also where there are no tools."""
+    assert read(speech("FUNCTIONARY32", tools=None), *"all\nHello >> there.") == [TextDelta("Hello >> there.")]
+    text = 'all\nLet me see.\n>>>get_weather\n{"city": "Oslo", "days": 2}'
+    assert read(speech("FUNCTIONARY32"), *text) == [TextDelta("Let me see."), *FIRST]
+
+
+def test_calls_are_not_read_where_they_are_forbidden() -> None:
+    """Without tools, or with a choice of none, what looks like a call is text."""
+    for wants in ({"tools": None}, {"tool_choice": "none"}):
+        spoken = speech("HERMES", **wants)
+        assert spoken.plain
+        assert read(spoken, *HERMES_CALL) == [TextDelta(HERMES_CALL)]
+
+
+def test_control_tokens_that_set_calls_off_are_shown() -> None:
+    """A turn with tools asks for their text, others do not."""
+    assert speech("MISTRAL3").markers == ("[TOOL_CALLS]",)
+    assert speech("MISTRAL11").markers == ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]")
+    assert speech("LLAMA31").markers == ("<|python_tag|>",)
+    assert speech("MISTRAL3", tools=None).markers == ()
+    thinks = (*CONTROL, "<think>", "</think>")
+    assert speech("QWEN3", control=thinks, tools=None).markers == ("<think>", "</think>")
+
+
+def test_long_answers_are_read_in_time_that_grows_with_them() -> None:
+    """White space, near marks and endless heads of calls are each read a bounded number of times."""
+    for text in (" " * 60_000, "<" * 60_000, "<tool_call>" * 5_000, "<tool_call>{" + " " * 60_000):
+        assert read(speech("HERMES"), text) == [TextDelta(text)]

@@ -1,0 +1,143 @@
+"""Which turns a conversation gives up when its context is full."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from inferencecenter.ipc.messages import pack_tokens
+from inferencecenter.protocol.values import ChatMessage
+from inferencecenter.sessions.history import History, HistoryView
+from inferencecenter.sessions.prompt.plan import ContextShift, Prompt, n_kept, plan_context_shift
+
+
+def said(*messages: tuple[Any, int]) -> tuple[ChatMessage, ...]:
+    """Messages, each a role and how many characters it has."""
+    return tuple(ChatMessage(role=role, content="x" * n_chars) for role, n_chars in messages)
+
+
+def turns(n_turns: int, n_chars: int = 84) -> tuple[ChatMessage, ...]:
+    """Questions and answers of equal length; with what is around it each takes 100 characters."""
+    return said(*[("user", n_chars), ("assistant", n_chars)] * n_turns)
+
+
+def plan(
+    messages: tuple[ChatMessage, ...],
+    *,
+    total: int,
+    answered: int = 0,
+    n_ctx: int,
+    view: HistoryView | None = None,
+    history: History | None = None,
+) -> ContextShift | None:
+    """The shift of a prompt of ``messages``; with a history it goes on from that history's tokens."""
+    history = history or History()
+    prompt = Prompt(messages, view or HistoryView(n_kept(messages, 0)), "", history.tokens, ())
+    return plan_context_shift(history, prompt, total=total, answered=answered, n_ctx=n_ctx)
+
+
+def test_the_oldest_turns_go_until_half_is_left() -> None:
+    """Ten equal messages and a question fill the context: three turns of five go, and their tokens are told."""
+    messages = turns(5) + said(("user", 84))
+    shift = plan(messages, total=110, n_ctx=110)
+    assert shift == ContextShift(HistoryView(0, 6), dropped_turns=3, dropped_tokens=60)
+
+
+def test_the_system_prompt_stays() -> None:
+    """All leading system messages do; their tokens are not won."""
+    messages = said(("system", 184), ("system", 184)) + turns(5) + said(("user", 84))
+    shift = plan(messages, total=150, n_ctx=150)
+    assert shift == ContextShift(HistoryView(2, 10), dropped_turns=4, dropped_tokens=80)
+
+
+def test_first_messages_can_be_kept() -> None:
+    """``n_keep`` messages after the system prompt stay too, and no more than there are."""
+    messages = said(("system", 84)) + turns(5) + said(("user", 84))
+    shift = plan(messages, total=120, n_ctx=120, view=HistoryView(n_kept(messages, 2)))
+    assert shift == ContextShift(HistoryView(3, 9), dropped_turns=3, dropped_tokens=60)
+    assert plan(messages, total=120, n_ctx=120, view=HistoryView(n_kept(messages, 1000))) is None
+
+
+def test_a_turn_goes_with_all_that_followed_its_question() -> None:
+    """Tool answers and several answers in a row never stay without their question."""
+    messages = said(("user", 84), ("assistant", 84), ("tool", 84), ("assistant", 84), ("user", 84), ("assistant", 84))
+    messages += said(("user", 84))
+    shift = plan(messages, total=70, n_ctx=70)
+    assert shift == ContextShift(HistoryView(0, 4), dropped_turns=1, dropped_tokens=40)
+
+
+def test_what_stands_before_the_first_question_goes_first() -> None:
+    """A greeting of the model is no turn."""
+    messages = said(("assistant", 984), ("user", 84), ("assistant", 84), ("user", 84))
+    shift = plan(messages, total=130, n_ctx=130)
+    assert shift == ContextShift(HistoryView(0, 1), dropped_turns=0, dropped_tokens=100)
+
+
+def test_the_question_being_answered_stays() -> None:
+    """With nothing before it there is nothing to give up, however long it is."""
+    assert plan(said(("user", 1000)), total=100, n_ctx=100) is None
+    assert plan(said(("system", 10), ("user", 1000)), total=500, n_ctx=100) is None
+    assert plan(said(("user", 10), ("assistant", 10), ("tool", 1000)), total=500, n_ctx=100) is None
+
+
+def test_too_little_won_is_nothing_won() -> None:
+    """If less than an eighth of the context were free, the turn ends instead of being shifted every few tokens."""
+    messages = turns(1) + said(("user", 784))
+    assert plan(messages, total=100, n_ctx=100) == ContextShift(HistoryView(0, 2), dropped_turns=1, dropped_tokens=20)
+    assert plan(messages, total=100, answered=50, n_ctx=100) is None
+
+
+def test_the_answer_so_far_counts_as_left() -> None:
+    """A long answer makes more turns go than its prompt alone would."""
+    messages = turns(5) + said(("user", 84))
+    shift = plan(messages, total=150, answered=40, n_ctx=150)
+    assert shift is not None
+    assert shift.dropped_turns == 4
+
+
+def test_a_second_shift_goes_on_where_the_first_ended() -> None:
+    """Messages that are not read any more cost nothing and are not given up twice."""
+    messages = said(("system", 84)) + turns(8) + said(("user", 84))
+    shift = plan(messages, total=100, n_ctx=100, view=HistoryView(1, 9))
+    assert shift == ContextShift(HistoryView(1, 15), dropped_turns=3, dropped_tokens=60)
+
+
+def test_known_token_counts_win_over_characters() -> None:
+    """The first turn is known to take nearly all tokens, though it has as many characters as the second."""
+    history = History()
+    for number, n_tokens in ((1, 90), (2, 95)):
+        messages = turns(number)
+        now = History(messages, pack_tokens([0] * n_tokens), "")
+        history = history.after(f"t{number}", now, goes_on=True)
+    shift = plan(turns(2) + said(("user", 84)), total=100, n_ctx=100, history=history)
+    assert shift == ContextShift(HistoryView(0, 2), dropped_turns=1, dropped_tokens=90)
+
+
+LINES = st.lists(
+    st.tuples(st.sampled_from(["system", "user", "assistant", "tool"]), st.integers(0, 300)), min_size=1, max_size=20
+)
+
+
+@given(lines=LINES, n_keep=st.integers(0, 3), gap=st.integers(0, 10), data=st.data())
+def test_every_shift_drops_a_run_of_old_messages_and_wins_room(
+    lines: list[tuple[str, int]], n_keep: int, gap: int, data: st.DataObject
+) -> None:
+    """Whatever the conversation: it resumes later than before, at a question, and an eighth of the context is free."""
+    messages = (*said(*lines), *said(("user", 5)))
+    view = HistoryView(n_kept(messages, n_keep), min(gap, len(messages) - 1))
+    answered = data.draw(st.integers(0, 100))
+    total = answered + data.draw(st.integers(1, 2000))
+    n_ctx = data.draw(st.integers(1, total))
+    shift = plan(messages, total=total, answered=answered, n_ctx=n_ctx, view=view)
+    if shift is None:
+        return
+    assert shift.view.kept == view.kept
+    assert shift.view.resumes_at > max(view.kept, view.resumes_at)
+    assert messages[shift.view.resumes_at].role == "user"
+    assert 0 < shift.dropped_tokens <= total - answered
+    assert total - shift.dropped_tokens <= n_ctx * 7 / 8
+    dropped = messages[max(view.kept, view.resumes_at) : shift.view.resumes_at]
+    assert shift.dropped_turns == sum(message.role == "user" for message in dropped)
+    assert shift.view.of(messages)[-1] == messages[-1]

@@ -1,0 +1,286 @@
+"""Turns whose prompts are rendered elsewhere: they wait for it, end with it, and hold up nothing else."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import pytest
+
+from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.ipc.port import EngineState, EngineStatus
+from inferencecenter.protocol.events import Queued
+from inferencecenter.sessions.journal import TurnFailed, TurnQueued
+from inferencecenter.sessions.prompt.renderer import render_prompt
+from inferencecenter.sessions.prompt.template import ChatTemplate
+from tests.sessions.conftest import BRACKETS, FakeEngine, World, make_model
+from tests.sessions.oracle import kept
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from inferencecenter.ipc.messages import ModelInfo
+    from inferencecenter.sessions.prompt.renderer import RenderInput, RenderResult
+
+
+@dataclass
+class HeldRequest:
+    """A conversation that a test has rendered, or not."""
+
+    template: ChatTemplate
+    conversation: RenderInput
+    client_id: str
+    done: Callable[[RenderResult], None] | None
+
+    def render(self) -> None:
+        """Have it rendered."""
+        assert self.done is not None
+        self.done(render_prompt(self.template, self.conversation))
+
+    def fail(self, message: str = "takes too much") -> None:
+        """Have the template fail."""
+        assert self.done is not None
+        self.done(InferenceCenterError(ErrorCode.INTERNAL, message))
+
+    def withdraw(self) -> None:
+        """Take note that nothing waits for it."""
+        self.done = None
+
+
+@dataclass
+class HeldTemplates:
+    """Templates that render when a test says so. Implements ``sessions.rendering.PromptRenderers``."""
+
+    requests: list[HeldRequest] = field(default_factory=list)
+
+    def of(self, model: ModelInfo) -> HeldRenderer:
+        """Return the renderer of a model's template."""
+        return HeldRenderer(ChatTemplate(model), self.requests)
+
+    @staticmethod
+    def turn_of(world: World) -> str:
+        """The turn that was acknowledged first."""
+        return next(event.turn_id for event in world.sink.events if isinstance(event, Queued))
+
+    @property
+    def last(self) -> HeldRequest:
+        """The conversation that came last."""
+        return self.requests[-1]
+
+
+@dataclass
+class HeldRenderer:
+    """Implements ``sessions.rendering.PromptRenderer``."""
+
+    template: ChatTemplate
+    requests: list[HeldRequest]
+    implied_bos: str = ""
+
+    def render(
+        self, conversation: RenderInput, *, client_id: str, done: Callable[[RenderResult], None]
+    ) -> Callable[[], None]:
+        """Keep the conversation."""
+        self.requests.append(HeldRequest(self.template, conversation, client_id, done))
+        return self.requests[-1].withdraw
+
+
+@pytest.fixture
+def held() -> HeldTemplates:
+    """What templates are asked for."""
+    return HeldTemplates()
+
+
+@pytest.fixture
+def world(held: HeldTemplates) -> World:
+    """Sessions whose prompts are rendered when a test says so."""
+    return World(renderers=held)
+
+
+def test_a_turn_is_acknowledged_and_written_before_it_is_rendered(world: World, held: HeldTemplates) -> None:
+    """It waits for its prompt as for a slot, and the engine gets it once that is there."""
+    session_id = world.create()
+    world.infer(session_id)
+    assert world.journal is not None
+    assert (world.sink.ops, len(world.journal.of(TurnQueued)), world.engine.submitted) == (["queued"], 1, [])
+    assert (world.sink.last.position, held.last.client_id) == (0, "ada")
+    held.last.render()
+    world.engine.answer("Hello")
+    assert world.sink.ops == ["queued", "token", "end"]
+    assert len(held.requests) == 1
+
+
+def test_turns_that_are_rendered_first_are_submitted_first(world: World, held: HeldTemplates) -> None:
+    """A prompt that takes long holds up no other session."""
+    first, second = world.create(), world.create()
+    world.infer(first)
+    world.infer(second)
+    held.requests[1].render()
+    assert [submit.session_id for submit in world.engine.submitted] == [second]
+    held.requests[0].render()
+    assert [submit.session_id for submit in world.engine.submitted] == [second, first]
+
+
+def test_a_template_that_fails_ends_the_turn_with_an_error(world: World, held: HeldTemplates) -> None:
+    """The error answers the turn, which leaves nothing behind, and the session goes on."""
+    session_id = world.create()
+    world.infer(session_id, id="r1")
+    held.last.fail()
+    error = world.sink.last
+    assert (error.op, error.code, error.id, error.turn_id) == ("error", "internal", "r1", held.turn_of(world))
+    assert world.transcript(session_id) == []
+    world.infer(session_id)
+    held.last.render()
+    world.engine.answer("Hello")
+    assert world.sink.last.op == "end"
+
+
+def test_an_aborted_turn_is_not_rendered(world: World, held: HeldTemplates) -> None:
+    """It ends as one that waited for a slot, and its request is withdrawn."""
+    session_id = world.create()
+    world.infer(session_id)
+    world.abort(session_id)
+    world.engine.withdraw(held.turn_of(world))
+    assert held.last.done is None
+    assert (world.sink.last.op, world.sink.last.finish_reason) == ("end", "aborted")
+
+
+def test_a_closed_session_is_not_rendered(world: World, held: HeldTemplates) -> None:
+    """Its request is withdrawn."""
+    session_id = world.create()
+    world.infer(session_id)
+    world.close(session_id)
+    assert held.last.done is None
+
+
+def test_a_turn_that_is_refused_is_not_rendered(world: World, held: HeldTemplates) -> None:
+    """Where the engine takes no more turns, the request that was made ahead of it is withdrawn."""
+    session_id = world.create()
+    world.engine.refusal = InferenceCenterError(ErrorCode.QUEUE_FULL)
+    with pytest.raises(InferenceCenterError):
+        world.infer(session_id)
+    assert held.last.done is None
+
+
+def test_a_turn_is_rendered_while_there_is_no_engine(world: World, held: HeldTemplates) -> None:
+    """So that its prompt is there when the engine is; it is not rendered again for the same model."""
+    session_id = world.create()
+    world.engine.lose()
+    world.infer(session_id)
+    held.last.render()
+    world.engine.ready()
+    assert (len(world.engine.submitted), len(held.requests)) == (1, 1)
+
+
+def test_another_model_has_the_turn_rendered_again(world: World, held: HeldTemplates) -> None:
+    """What was asked of the template before is withdrawn."""
+    session_id = world.create()
+    world.engine.lose()
+    world.infer(session_id)
+    world.engine.ready(make_model(chat_template=BRACKETS))
+    assert [request.done is None for request in held.requests] == [True, False]
+    held.last.render()
+    assert world.engine.last_text == "[user]Hi[assistant]"
+
+
+def test_a_stored_turn_whose_template_fails_is_set_aside(world: World, held: HeldTemplates) -> None:
+    """The next daemon ends it with an error, once, and continues the others."""
+    bad, good = world.create(), world.create()
+    world.infer(bad)
+    world.infer(good)
+    assert world.journal is not None
+    stored = kept(world.journal.records)
+    held.requests.clear()
+    world.engine = type(world.engine)()
+    world.reopen().restore(stored, clean=True)
+    first, second = held.requests
+    first.fail()
+    second.render()
+    assert [submit.session_id for submit in world.engine.submitted] == [good]
+    assert [record.session_id for record in world.journal.of(TurnFailed)] == [bad]
+    assert all(each.pending_turn is None for each in kept(world.journal.records) if each.config.session_id == bad)
+
+
+@pytest.mark.parametrize("said", [None, "So far"])
+def test_a_shorter_prompt_is_rendered_too(world: World, held: HeldTemplates, said: str | None) -> None:
+    """A turn whose context is full waits for its new prompt and goes on; if that fails, what was said stays."""
+    session_id = world.create(system="s")
+    world.append(session_id, *(("user", "long ago"), ("assistant", "yes")) * 5)
+    world.infer(session_id)
+    held.last.render()
+    if said is not None:
+        world.engine.start()
+        world.engine.generate(said)
+    world.engine.overflow(2000, said=said)
+    assert (len(held.requests), world.sink.last.op) == (2, "context_shifted")
+    assert len(world.engine.submitted) == 1
+    held.last.fail("no such luck")
+    end = world.sink.last
+    if said is None:
+        assert (end.op, end.code, end.message) == ("error", "internal", "no such luck")
+    else:
+        assert (end.op, end.finish_reason) == ("end", "context_full")
+        assert "no such luck" in end.warnings[-1]
+        assert world.transcript(session_id)[-1] == ("assistant", said)
+
+
+def test_a_turn_that_was_interrupted_needs_no_new_prompt(world: World, held: HeldTemplates) -> None:
+    """The next engine of the same model gets the prompt that is there."""
+    session_id = world.create()
+    world.infer(session_id)
+    held.last.render()
+    world.engine.start()
+    world.engine.generate("So ")
+    world.engine.lose()
+    world.engine.ready()
+    assert (len(world.engine.submitted), len(held.requests)) == (2, 1)
+
+
+def test_what_cannot_be_rendered_at_all_is_refused_at_once(world: World) -> None:
+    """A raw session knows no tools, which needs no template to tell."""
+    session_id = world.create(mode="raw")
+    with pytest.raises(InferenceCenterError, match="know no tools"):
+        world.infer(session_id, tools=[{"name": "f"}])
+
+
+def test_a_prompt_that_cannot_fit_is_not_rendered(world: World, held: HeldTemplates) -> None:
+    """Its characters tell; white space around it, and what the model said, do not count."""
+    world.engine = FakeEngine(status=EngineStatus(EngineState.READY, model=make_model(n_ctx=100, max_token_bytes=8)))
+    world.reopen()
+    session_id = world.create(on_full="stop")
+    for prompt, fits in ((" " * 900 + "x" * 792, True), ("x" * 793, False)):
+        if fits:
+            world.infer(session_id, prompt)
+            held.last.render()
+            world.engine.answer("y" * 900)
+            world.rewind(session_id, "start")
+        else:
+            with pytest.raises(InferenceCenterError, match="at least 100 tokens") as caught:
+                world.infer(session_id, prompt)
+            assert caught.value.code is ErrorCode.PROMPT_TOO_LONG
+    assert len(held.requests) == 1
+
+
+def test_what_a_shift_can_give_up_is_not_counted(world: World, held: HeldTemplates) -> None:
+    """Old turns do not keep a turn from being rendered, since its context is shifted if need be; its own text does."""
+    world.engine = FakeEngine(status=EngineStatus(EngineState.READY, model=make_model(n_ctx=100, max_token_bytes=8)))
+    world.reopen()
+    session_id = world.create(system="s" * 400)
+    world.append(session_id, ("user", "x" * 2000), ("assistant", "y"))
+    world.infer(session_id, "z" * 300)
+    assert len(held.requests) == 1
+    world.abort(session_id)
+    world.engine.withdraw(held.turn_of(world))
+    with pytest.raises(InferenceCenterError, match="at least"):
+        world.infer(session_id, "z" * 401)
+
+
+def test_a_stored_turn_that_cannot_fit_any_more_ends(world: World, held: HeldTemplates) -> None:
+    """A model with a smaller context, after a restart, ends it with an error and renders nothing."""
+    session_id = world.create()
+    world.infer(session_id, "x" * 1000)
+    assert world.journal is not None
+    stored = kept(world.journal.records)
+    held.requests.clear()
+    world.engine = FakeEngine(status=EngineStatus(EngineState.READY, model=make_model(n_ctx=100, max_token_bytes=8)))
+    world.reopen().restore(stored, clean=True)
+    assert (held.requests, [record.session_id for record in world.journal.of(TurnFailed)]) == ([], [session_id])

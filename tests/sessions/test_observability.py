@@ -1,0 +1,71 @@
+"""Counting tokens, and guessing waits."""
+
+from __future__ import annotations
+
+from inferencecenter.sessions.observability import TokenMeter, TurnRecord, WaitEstimator
+
+
+def test_the_rate_is_of_the_last_ten_seconds() -> None:
+    """What was generated earlier counts in the sum only."""
+    meter = TokenMeter()
+    meter.add(50, now=100.2)
+    meter.add(50, now=100.7)
+    meter.add(20, now=108.0)
+    assert meter.per_s(now=109.0) == 12
+    assert meter.per_s(now=115.0) == 2
+    assert meter.per_s(now=130.0) == 0
+    assert meter.total == 120
+
+
+def test_the_window_holds_no_more_than_its_seconds() -> None:
+    """A long run leaves only the last seconds behind."""
+    meter = TokenMeter()
+    for second in range(1000):
+        meter.add(1, now=float(second))
+    assert meter.per_s(now=999.0) == 1
+    assert meter.total == 1000
+
+
+def record(*, queue_ms: float, total_ms: float, prompt_tokens: int = 9, model: str = "toy") -> TurnRecord:
+    """A turn of which only the times matter."""
+    return TurnRecord(
+        client_id="c",
+        session_id="s",
+        turn_id="t",
+        model=model,
+        finish="stop",
+        queue_ms=queue_ms,
+        ttft_ms=0.0,
+        total_ms=total_ms,
+        prompt_tokens=prompt_tokens,
+        cached_tokens=0,
+        tokens=1,
+        tps=0.0,
+    )
+
+
+def test_a_wait_is_guessed_from_how_long_slots_are_held() -> None:
+    """With two slots held for 400 ms each, one comes free every 200 ms."""
+    waits = WaitEstimator()
+    assert waits.eta_ms("toy", 1, slots=2) is None
+    waits.observe(record(queue_ms=600, total_ms=1000))
+    assert waits.eta_ms("toy", 0, slots=2) is None
+    assert waits.eta_ms("toy", 1, slots=2) == 200
+    assert waits.eta_ms("toy", 3, slots=2) == 600
+
+
+def test_models_are_guessed_apart() -> None:
+    """A small model's turns say nothing of a large one's."""
+    waits = WaitEstimator()
+    waits.observe(record(queue_ms=0, total_ms=100))
+    assert waits.eta_ms("large", 1, slots=1) is None
+    waits.observe(record(queue_ms=0, total_ms=5000, model="large"))
+    assert (waits.eta_ms("toy", 1, slots=1), waits.eta_ms("large", 1, slots=1)) == (100, 5000)
+
+
+def test_a_turn_that_never_ran_does_not_change_the_guess() -> None:
+    """Aborted while it waited, it held no slot."""
+    waits = WaitEstimator()
+    waits.observe(record(queue_ms=0, total_ms=100))
+    waits.observe(record(queue_ms=5000, total_ms=9000, prompt_tokens=0))
+    assert waits.eta_ms("toy", 1, slots=1) == 100

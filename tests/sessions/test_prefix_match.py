@@ -1,0 +1,243 @@
+"""Finding the conversation that goes on to what a client sends, and what is known of one turn."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from inferencecenter.errors import ErrorCode
+from inferencecenter.protocol import requests
+from inferencecenter.protocol.values import ChatMessage, ToolCall
+from inferencecenter.sessions import prefix_match
+from inferencecenter.sessions.client import Principal
+from inferencecenter.sessions.history import History, HistoryView, TurnCheckpoint
+from inferencecenter.sessions.prefix_match import PrefixMatch, find_longest_prefix, same_message
+from tests.sessions.conftest import World
+from tests.sessions.oracle import kept
+from tests.sessions.test_manager import EVE, refused
+
+
+def said(*contents: str) -> tuple[ChatMessage, ...]:
+    """Messages of a user and an assistant, in turn."""
+    return tuple(
+        ChatMessage(role="assistant" if n % 2 else "user", content=content) for n, content in enumerate(contents)
+    )
+
+
+def stateless(world: World, client: Principal | None = None, **fields: Any) -> str:
+    """Open a stateless session and return its id."""
+    request = requests.CreateSession(op="create_session", on_full="stop", **fields)
+    return world.sessions.create(client or world.client, request, world.sink, stateless=True).session_id
+
+
+def find(world: World, *messages: ChatMessage, client: Principal | None = None, **fields: Any) -> PrefixMatch | None:
+    """Look for the client's session that says most of ``messages``."""
+    kind: dict[str, Any] = {"stateless": True, "model": None, "mode": "chat", "on_full": "stop"}
+    return world.sessions.find(client or world.client, messages, **(kind | fields))
+
+
+def test_a_conversation_goes_on_where_it_was(world: World) -> None:
+    """What its session says already need not be said; the question is."""
+    session_id = stateless(world)
+    world.turn(session_id, "a", "b")
+    assert find(world, *said("a", "b", "c")) == PrefixMatch(session_id, None, 2)
+    world.turn(session_id, "c", "d")
+    assert find(world, *said("a", "b", "c", "d", "e")) == PrefixMatch(session_id, None, 4)
+
+
+def test_one_that_went_on_in_another_way_is_kept_up_to_the_turn(world: World) -> None:
+    """Also where all is said already, since the question is never among it."""
+    session_id = stateless(world)
+    turn = world.turn(session_id, "a", "b")
+    world.turn(session_id, "c", "d")
+    assert find(world, *said("a", "b", "other")) == PrefixMatch(session_id, turn, 2)
+    assert find(world, *said("a", "b", "c")) == PrefixMatch(session_id, turn, 2)
+    assert find(world, *said("a")) is None
+    assert find(world, *said("z")) is None
+
+
+def test_the_longest_is_found_and_of_equals_the_latest(world: World) -> None:
+    """One that ends there is better than one that would have to be taken back."""
+    short, long, other = (stateless(world) for _ in range(3))
+    for session_id in (short, long, other):
+        world.turn(session_id, "a", "b")
+    world.turn(long, "c", "d")
+    world.turn(other, "x", "y")
+    assert find(world, *said("a", "b", "c", "d", "e")) == PrefixMatch(long, None, 4)
+    assert find(world, *said("a", "b", "new")) == PrefixMatch(short, None, 2)
+    world.now += 1
+    again = stateless(world)
+    world.turn(again, "a", "b")
+    assert find(world, *said("a", "b", "new")) == PrefixMatch(again, None, 2)
+
+
+def held(text: str, turns: int) -> History:
+    """A history of one message a character, with turns of that many messages."""
+    ends = range(turns, len(text) + 1, turns)
+    marks = tuple(TurnCheckpoint(f"t_{end}", end - turns, end, 0, 0, HistoryView()) for end in ends)
+    return History(said(*text), turns=marks)
+
+
+_TEXTS = st.text("ab", max_size=6)
+
+
+@given(histories=st.lists(st.tuples(_TEXTS, st.integers(1, 3)), max_size=5), sent=st.text("ab", min_size=1, max_size=7))
+def test_looking_at_few_finds_what_looking_at_all_would(histories: list[tuple[str, int]], sent: str) -> None:
+    """The session that is found is the first of those that say most, each looked at alone."""
+    named = [(f"s_{n}", held(text, turns)) for n, (text, turns) in enumerate(histories)]
+    alone = [found for each in named if (found := find_longest_prefix([each], said(*sent))) is not None]
+    best = max(alone, key=lambda found: (found.n_messages, found.turn is None), default=None)
+    assert find_longest_prefix(named, said(*sent)) == best
+
+
+def test_sessions_that_are_alike_are_compared_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of fifty long conversations that say the same, one is read, and of the others a message."""
+    compared: list[int] = []
+
+    def counted(one: ChatMessage, other: ChatMessage) -> bool:
+        compared.append(1)
+        return same_message(one, other)
+
+    monkeypatch.setattr(prefix_match, "same_message", counted)
+    histories = [(f"s_{n}", held("ab" * 500, 2)) for n in range(50)]
+    assert find_longest_prefix(histories, said(*"ab" * 500, "c")) == PrefixMatch("s_0", None, 1000)
+    assert len(compared) <= 1000 + 50
+
+
+def test_only_what_fits_is_found(world: World) -> None:
+    """Idle, the client's own, of the same kind, model and mode, with the same end of its context."""
+    session_id = stateless(world)
+    world.turn(session_id, "a", "b")
+    question = said("a", "b", "c")
+    assert find(world, *question, client=EVE) is None
+    for fields in ({"stateless": False}, {"model": "toy"}, {"mode": "raw"}, {"on_full": "shift"}):
+        assert find(world, *question, **fields) is None
+    world.infer(session_id, "c")
+    assert find(world, *question) is None
+
+
+def test_a_session_of_the_clients_own_can_be_found_too(world: World) -> None:
+    """If that is what is looked for."""
+    session_id = world.create()
+    world.turn(session_id, "a", "b")
+    assert find(world, *said("a", "b", "c"), stateless=False, on_full="shift") == PrefixMatch(session_id, None, 2)
+    assert find(world, *said("a", "b", "c")) is None
+
+
+def test_what_was_appended_agrees_as_well(world: World) -> None:
+    """A conversation that was told before its first turn goes on, if all of it is the same."""
+    session_id = stateless(world, system="Be brief.")
+    world.append(session_id, ("user", "a"), ("assistant", "b"))
+    system = ChatMessage(role="system", content="Be brief.")
+    assert find(world, system, *said("a", "b", "c")) == PrefixMatch(session_id, None, 3)
+    assert find(world, system, *said("a", "z", "c")) is None
+
+
+CALLS = (ToolCall(call_id="1", name="f", arguments='{"a": 1, "b": 2}'),)
+
+
+@pytest.mark.parametrize(
+    ("changes", "same"),
+    [
+        ({}, True),
+        ({"reasoning": None}, True),
+        ({"content": "other"}, False),
+        ({"tool_calls": None}, False),
+        ({"tool_calls": (CALLS[0].model_copy(update={"arguments": '{"b":2,"a":1}'}),)}, True),
+        ({"tool_calls": (CALLS[0].model_copy(update={"arguments": '{"a":1}'}),)}, False),
+        ({"tool_calls": (CALLS[0].model_copy(update={"arguments": '{"a":'}),)}, False),
+        ({"tool_calls": (CALLS[0].model_copy(update={"call_id": "2"}),)}, False),
+        ({"tool_calls": CALLS * 2}, False),
+        ({"role": "user"}, False),
+        ({"tool_call_id": "1"}, False),
+    ],
+)
+def test_messages_agree_in_what_others_get_of_them(changes: dict[str, Any], same: bool) -> None:
+    """Thoughts are not sent back, and arguments may be written another way."""
+    held = ChatMessage(role="assistant", content="x", reasoning="hm", tool_calls=CALLS)
+    assert same_message(held, held.model_copy(update=changes)) is same
+
+
+# What is known of a turn.
+
+
+def noted(world: World, session_id: str, prompt: str, note: str) -> None:
+    """Start a turn with a note."""
+    request = requests.Infer(op="infer", session_id=session_id, prompt=prompt)
+    world.sessions.infer(world.client, request, world.sink, note=note)
+
+
+def test_a_turn_is_known_while_it_runs_and_after(world: World) -> None:
+    """What was before it, what it asked, what was answered, and what was noted of it."""
+    session_id = world.create(system="s")
+    noted(world, session_id, "a", "first")
+    turn_id = world.engine.last.turn_id
+    running = world.sessions.turn_of(world.client, session_id, turn_id)
+    assert (running.running, running.answer, running.note) == (True, None, "first")
+    assert [message.content for message in (*running.before, *running.asked)] == ["s", "a"]
+    world.engine.answer("b")
+    world.append(session_id, ("user", "c"), ("assistant", "d"))
+    later = world.turn(session_id, "e", "f")
+    ended = world.sessions.turn_of(world.client, session_id, turn_id)
+    assert (ended.running, ended.note, ended.finish_reason) == (False, "first", "stop")
+    assert ended.answer == ChatMessage(role="assistant", content="b")
+    assert ended.usage is not None
+    assert [message.content for message in ended.asked] == ["a"]
+    after = world.sessions.turn_of(world.client, session_id, later)
+    assert [message.content for message in after.before] == ["s", "a", "b", "c", "d"]
+    assert after.note == ""
+
+
+def test_a_turn_of_others_is_not_known(world: World) -> None:
+    """Nor one that there is not, nor one that was taken back; one that was discarded has no messages."""
+    session_id = world.create()
+    turn_id = world.turn(session_id, "a", "b")
+    refused(ErrorCode.SESSION_NOT_FOUND, world.sessions.turn_of, EVE, session_id, turn_id)
+    refused(ErrorCode.TURN_NOT_FOUND, world.sessions.turn_of, world.client, session_id, "t_other")
+    world.rewind(session_id, requests.START)
+    refused(ErrorCode.TURN_NOT_FOUND, world.sessions.turn_of, world.client, session_id, turn_id)
+    noted(world, session_id, "c", "note")
+    world.engine.start()
+    world.abort(session_id, discard=True)
+    world.engine.finish("aborted", end_text="")
+    discarded = world.sessions.turn_of(world.client, session_id, world.engine.last.turn_id)
+    assert (discarded.finish_reason, discarded.asked, discarded.answer) == ("aborted", (), None)
+
+
+def test_notes_outlive_forks_and_restarts(world: World) -> None:
+    """Of a turn that has ended, and of one that has not."""
+    session_id = world.create()
+    noted(world, session_id, "a", "first")
+    first = world.engine.last.turn_id
+    world.engine.answer("b")
+    forked = world.fork(session_id)
+    noted(world, session_id, "c", "second")
+    second = world.engine.last.turn_id
+    assert world.journal is not None
+    world.reopen().restore(kept(world.journal.records), clean=True)
+    for session, turn, note in ((session_id, first, "first"), (forked, first, "first"), (session_id, second, "second")):
+        assert world.sessions.turn_of(world.client, session, turn).note == note
+    world.rewind(forked, requests.START)
+    refused(ErrorCode.TURN_NOT_FOUND, world.sessions.turn_of, world.client, forked, first)
+
+
+def test_notes_take_room(world: World) -> None:
+    """One has a limit of its own, and all of a session count with its history."""
+    session_id = world.create()
+    refused(ErrorCode.INVALID_REQUEST, noted, world, session_id, "a", "n" * (256 * 1024 + 1))
+    noted(world, session_id, "a", "n" * (world.max_transcript_chars - 20))
+    world.engine.answer("b")
+    refused(ErrorCode.CONTEXT_FULL, noted, world, session_id, "c", "n" * 20)
+
+
+def test_clients_are_told_nothing_of_notes(world: World) -> None:
+    """They are for whoever asked."""
+    session_id = world.create()
+    noted(world, session_id, "a", "secret")
+    world.engine.answer("b")
+    world.resume(session_id)
+    told = [event.model_dump_json() for event in (*world.sink.events, world.get(session_id))]
+    assert not any("secret" in each for each in told)
