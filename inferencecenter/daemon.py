@@ -7,12 +7,14 @@ engine starts, and ends the daemon.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import faulthandler
 import fcntl
 import gc
 import os
 import resource
+import signal
 import time
 from contextlib import AsyncExitStack, ExitStack, aclosing
 from dataclasses import dataclass, field
@@ -23,7 +25,6 @@ import structlog
 import uvloop
 
 from inferencecenter import __version__
-from inferencecenter.accounting import other_accounts, usage_reader, used_today
 from inferencecenter.api.app import api_routes, create_app
 from inferencecenter.auth.accounts import Accounts
 from inferencecenter.auth.audit import AuditEvent
@@ -31,46 +32,137 @@ from inferencecenter.auth.bootstrap import ensure_admin
 from inferencecenter.auth.quotas import Allowances
 from inferencecenter.config.params import parse_config_params
 from inferencecenter.config.reload import ConfigReloader, static_clients
+from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.engines import make_models
-from inferencecenter.errors import ErrorCode, InferenceCenterError
 from inferencecenter.hardware.nvml import Gpu
 from inferencecenter.models.registry import read_registry
 from inferencecenter.protocol.base import Event, Request, build_messages
 from inferencecenter.protocol.values import Value
-from inferencecenter.reporting import Reporter
-from inferencecenter.server.context import ServerContext
+from inferencecenter.server.context import ServerContext, no_usage
 from inferencecenter.server.control import DAEMON_LOCK_NAME, ControlSocket, record_open_files
 from inferencecenter.server.listener import CLOSING_S, Listener, address, bind, inherited_sockets
 from inferencecenter.server.tls import Certificate
+from inferencecenter.sessions.journal import RETRY_LATER_MS
 from inferencecenter.sessions.manager import SessionManager
 from inferencecenter.sessions.prompt.template_process import TemplateProcessPool
+from inferencecenter.sessions.store.archive import Archive
+from inferencecenter.sessions.store.recorder import utc_day
 from inferencecenter.sessions.store.schema import DATABASE_NAME
 from inferencecenter.sessions.store.store import SessionStore
-from inferencecenter.signals import heed_signals
 from inferencecenter.supervisor.engine_options import remove_ram_cache
 from inferencecenter.supervisor.memory_pressure import MemoryPressureMonitor, reader
 from inferencecenter.supervisor.process import EXIT_GRACE_S, STOP_DEADLINE_S, SUSPEND_DEADLINE_S
 from inferencecenter.supervisor.thermal import ThermalThrottler
+from inferencecenter.systemd_notifier import SystemdNotifier
 from inferencecenter.telemetry.loop_monitor import LoopMonitor
-from inferencecenter.telemetry.metrics import Metrics
+from inferencecenter.telemetry.metrics import DaemonMetrics
 from inferencecenter.telemetry.notify import Notifier
 from inferencecenter.telemetry.traces import open_traces
 
 if TYPE_CHECKING:
     import socket
     import ssl
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
+    from inferencecenter.auth.authentication import ExternalAuthProvider
     from inferencecenter.config.settings import Settings
     from inferencecenter.ipc.port import EngineStatus, ModelsPort
     from inferencecenter.models.registry import Registry
     from inferencecenter.protocol.params import Params
+    from inferencecenter.server.context import UsageReader
     from inferencecenter.sessions.client import Allowance
     from inferencecenter.sessions.observability import Totals, TurnObserver
+    from inferencecenter.sessions.store.archive import UsageLine
     from inferencecenter.sessions.store.recorder import PurgeKind
     from inferencecenter.supervisor.model_manager import ModelManager
     from inferencecenter.telemetry.otlp import Traces
+
+
+def install_signal_handlers(*, stop: Callable[[], None], read_again: Callable[[], object]) -> None:
+    """Stop at the first SIGINT or SIGTERM, and give the second one back its usual effect; read again at SIGHUP.
+
+    With a terminal SIGHUP says that it has gone, and stops the daemon; where it is ignored, as under nohup, it stays
+    ignored. To be called on the event loop.
+    """
+    loop = asyncio.get_running_loop()
+    ends = [signal.SIGINT, signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        if _has_terminal():
+            ends.append(signal.SIGHUP)
+        else:
+            loop.add_signal_handler(signal.SIGHUP, read_again)
+
+    def end(received: signal.Signals) -> None:
+        _log.info("stopping", signal=received.name)
+        for each in ends:
+            loop.remove_signal_handler(each)
+        stop()
+
+    for each in ends:
+        loop.add_signal_handler(each, end, each)
+
+
+def _has_terminal() -> bool:
+    try:
+        os.close(os.open(os.ctermid(), os.O_RDONLY | os.O_NOCTTY))
+    except OSError:
+        return False
+    return True
+
+
+def used_today(settings: Settings) -> dict[tuple[str, str], int]:
+    """Return the tokens that limits count, used since midnight UTC, by client and token; none if nobody can tell."""
+    path, today = settings.state_dir / DATABASE_NAME, utc_day(time.time())
+    try:
+        with Archive.open(path) as archive:
+            lines = archive.usage_by_token(since=today)
+    except InferenceCenterError as error:
+        _log.warning("usage_unreadable", error=error.message, hint=error.hint)
+        return {}
+    return {(line.client_id, line.token_id or ""): line.counted_tokens for line in lines if line.day == today}
+
+
+def usage_reader(settings: Settings) -> UsageReader:
+    """Return what reads a client's usage from a day on; nothing is kept where sessions are not."""
+    if not settings.sessions.store:
+        return no_usage
+
+    def read(client_id: str, since: str) -> Sequence[UsageLine]:
+        try:
+            with Archive.open(settings.state_dir / DATABASE_NAME) as archive:
+                return archive.usage(client_id, since=since)
+        except InferenceCenterError as error:
+            # Clients are told neither the path nor what SQLite says.
+            _log.warning("usage_unreadable", error=error.message, hint=error.hint)
+            raise InferenceCenterError(
+                ErrorCode.STORAGE_UNAVAILABLE,
+                "usage cannot be read at the moment",
+                hint="Try again when the operator has mended it.",
+                retry_after_ms=RETRY_LATER_MS,
+            ) from None
+
+    return read
+
+
+def other_accounts(settings: Settings) -> ExternalAuthProvider | None:
+    """Return another program that knows clients, if there is one; call it on the event loop.
+
+    Raises:
+        InferenceCenterError: ``invalid_config`` for a file that cannot be used.
+    """
+    if settings.external_auth.url is None:
+        return None
+    # What speaks HTTP takes a tenth of a second to import, which most daemons need not.
+    from inferencecenter.auth.external import ExternalAuth  # noqa: PLC0415
+
+    return ExternalAuth(
+        settings.external_auth,
+        default_max_sessions=settings.auth.default_max_sessions,
+        default_priority=settings.auth.default_priority,
+        clock=time.monotonic,
+    )
+
 
 ACCOUNTS_FILE: Final = "accounts.sqlite3"
 STOP_S: Final = CLOSING_S + SUSPEND_DEADLINE_S + STOP_DEADLINE_S + EXIT_GRACE_S + 5.0
@@ -176,7 +268,7 @@ async def _run(settings: Settings, prepared: _Prepared, *, on_listening: Callabl
     Raises:
         InferenceCenterError: The model cannot be loaded, or something cannot be made in the state directory.
     """
-    accounts, store, metrics = prepared.accounts, prepared.store, Metrics()
+    accounts, store, metrics = prepared.accounts, prepared.store, DaemonMetrics()
 
     def live_sessions() -> tuple[str, ...]:
         return sessions.live_sessions()
@@ -260,7 +352,7 @@ async def _run(settings: Settings, prepared: _Prepared, *, on_listening: Callabl
         control.open()
         running.callback(control.close)
         running.push_async_callback(context.close)
-        heed_signals(stop=listener.stop, read_again=reload.run)
+        install_signal_handlers(stop=listener.stop, read_again=reload.run)
         running.callback(remove_ram_cache, settings.kv, settings.state_dir)
         reporter.begin()
         running.push_async_callback(reporter.close)
@@ -335,8 +427,8 @@ def _sessions(  # noqa: PLR0913 - keyword-only
     )
 
 
-def _reporter(settings: Settings, models: ModelManager, gpu: Gpu, *, totals: Callable[[], Totals]) -> Reporter:
-    return Reporter(
+def _reporter(settings: Settings, models: ModelManager, gpu: Gpu, *, totals: Callable[[], Totals]) -> SystemdNotifier:
+    return SystemdNotifier(
         Notifier.from_environment(os.environ, pid=os.getpid()),
         engine=models,
         totals=totals,

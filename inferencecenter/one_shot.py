@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from inferencecenter.config.params import parse_config_params
 from inferencecenter.config.settings import bundled_model
-from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.hardware.vram_calibration import VramCalibration
 from inferencecenter.ipc.port import EngineState
 from inferencecenter.models.registry import DEMO, ModelSpec, not_registered, read_registry
@@ -44,7 +44,7 @@ Shown: TypeAlias = Queued | Progress | ContextShifted | Token | Reasoning | End
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Question:
+class OneShotRequest:
     """What is asked; with ``raw`` a text to go on with, as it is, after that of ``system``."""
 
     prompt: str
@@ -54,7 +54,7 @@ class Question:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answered:
+class OneShotResult:
     """How it ended; ``end`` is ``None`` if it never began. ``interrupted`` is the signal that ended it, 0 for none."""
 
     end: End | None
@@ -78,12 +78,12 @@ def chosen_model(settings: Settings, wanted: str) -> ModelSpec:
 
 def ask(
     spec: ModelSpec,
-    question: Question,
+    question: OneShotRequest,
     settings: Settings,
     *,
     on_status: Callable[[EngineStatus], None],
     on_event: Callable[[Shown], None],
-) -> Answered:
+) -> OneShotResult:
     """Load a model, ask it, and let it go; to be called from the main thread.
 
     SIGINT and SIGTERM end the answer, which keeps what was said.
@@ -103,12 +103,12 @@ def ask(
 
 async def _ask(
     spec: ModelSpec,
-    question: Question,
+    question: OneShotRequest,
     settings: Settings,
     *,
     on_status: Callable[[EngineStatus], None],
     on_event: Callable[[Shown], None],
-) -> Answered:
+) -> OneShotResult:
     config_params = parse_config_params(settings)
     supervisor = _supervisor(spec, settings)
     templates = TemplateProcessPool()
@@ -126,7 +126,7 @@ async def _ask(
     try:
         await turn.engine_settled.wait()
         if turn.interrupted:
-            return Answered(end=None, interrupted=turn.interrupted)
+            return OneShotResult(end=None, interrupted=turn.interrupted)
         if supervisor.load_failure is not None:
             raise supervisor.load_failure
         sessions = SessionManager(
@@ -137,7 +137,7 @@ async def _ask(
             default_ttl_s=None,
         )
         turn.begin(sessions, question)
-        return Answered(end=await turn.ended, interrupted=turn.interrupted)
+        return OneShotResult(end=await turn.ended, interrupted=turn.interrupted)
     finally:
         await supervisor.stop(suspend_deadline_s=_STOP_S)
         await templates.aclose()
@@ -153,7 +153,7 @@ class _Turn:
         self.ended: asyncio.Future[End] = asyncio.get_running_loop().create_future()
         self.interrupted = 0
 
-    def begin(self, sessions: SessionManager, question: Question) -> None:
+    def begin(self, sessions: SessionManager, question: OneShotRequest) -> None:
         """Open a session and ask.
 
         Raises:

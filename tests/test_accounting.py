@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 import pytest
 from structlog.testing import capture_logs
 
-from inferencecenter.accounting import other_accounts, usage_reader, used_today
 from inferencecenter.config.settings import Settings
-from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.core.errors import ErrorCode, InferenceCenterError
+from inferencecenter.daemon import other_accounts, usage_reader, used_today
 from inferencecenter.sessions.store.database import open_writing
 from inferencecenter.sessions.store.schema import DATABASE_NAME
 

@@ -14,7 +14,7 @@ from inferencecenter.cli.reference.pages import documents
 from inferencecenter.config.loader import load_settings
 from inferencecenter.config.params import parse_config_params
 from inferencecenter.config.settings import Settings, setting_fields
-from inferencecenter.errors import ErrorCode
+from inferencecenter.core.errors import ErrorCode
 from inferencecenter.models.registry import read_registry
 from inferencecenter.protocol.events import AnyEvent
 from inferencecenter.protocol.params import PARAM_DOCS

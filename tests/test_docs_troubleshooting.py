@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from inferencecenter.cli.doctor import examine
-from inferencecenter.errors import ERRORS, ErrorCode
+from inferencecenter.core.errors import ERRORS, ErrorCode
 from tests.documentation import ROOT, read_page
 
 if TYPE_CHECKING:

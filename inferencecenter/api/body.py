@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final, Self, TypeVar
 import orjson
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
-from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.protocol.codec import invalid_request
 from inferencecenter.protocol.json_bounds import check_json_bounds
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from starlette.types import Receive
 
     from inferencecenter.config.settings import ServerSettings
-    from inferencecenter.fair_share import FairShare
+    from inferencecenter.core.fair_queue import FairShare
 
 _MANY: Final = 200
 """More fields than anything has: where there are so many, some of the first are unknown."""

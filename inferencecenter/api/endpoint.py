@@ -23,11 +23,11 @@ from inferencecenter.api import sse
 from inferencecenter.api.body import BODIES_BYTES, LARGE_BYTES, BodyRoom, checked, parse, read_body
 from inferencecenter.api.errors import error_body, error_headers
 from inferencecenter.api.request_context import Caller, ClientDisconnectedError, RequestContext, admit
-from inferencecenter.errors import ErrorCode, InferenceCenterError
-from inferencecenter.fair_share import FairShare
+from inferencecenter.core.errors import ErrorCode, InferenceCenterError
+from inferencecenter.core.fair_queue import FairShare
+from inferencecenter.core.tasks import TaskGroup
 from inferencecenter.protocol.scopes import Scope
 from inferencecenter.server.handshake import check_query_length, origin_allowed
-from inferencecenter.tasks import TaskGroup
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Mapping

@@ -17,7 +17,7 @@ from pydantic.json_schema import JsonSchemaMode, models_json_schema
 import inferencecenter
 from inferencecenter.api.endpoint import BODY_ERRORS, COMMON_ERRORS, Document, Operation
 from inferencecenter.api.errors import CODES, TYPES
-from inferencecenter.errors import ERRORS, ErrorCode
+from inferencecenter.core.errors import ERRORS, ErrorCode
 from inferencecenter.server.web import has_etag
 
 if TYPE_CHECKING:

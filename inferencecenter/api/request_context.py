@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Final
 
 from inferencecenter.auth.account import client_of
-from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.protocol.close import CloseCode
 from inferencecenter.protocol.trace_context import read_traceparent
 from inferencecenter.server.handshake import check_query, origin_allowed, read_credential

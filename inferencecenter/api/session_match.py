@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Final
 
 from inferencecenter.api.request_turns import NullSink, RequestTurns
-from inferencecenter.errors import InferenceCenterError
+from inferencecenter.core.errors import InferenceCenterError
 from inferencecenter.protocol.requests import Append, CloseSession, CreateSession, ForkSession, RewindSession
 
 if TYPE_CHECKING:

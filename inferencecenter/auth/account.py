@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from inferencecenter.config.limits import NO_LIMITS, AccessLimits
-from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.sessions.client import Principal
 
 if TYPE_CHECKING:

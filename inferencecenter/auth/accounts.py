@@ -19,9 +19,9 @@ from inferencecenter.auth.account import Account, NewToken, check_client_id, che
 from inferencecenter.auth.accounts_db import AccountsFile
 from inferencecenter.auth.audit import AuditBuffer, AuditEvent, AuditLog, audit_entry
 from inferencecenter.config.limits import NO_LIMITS
-from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.core.errors import ErrorCode, InferenceCenterError
+from inferencecenter.core.sqlite_file import FileMovedError
 from inferencecenter.protocol.scopes import Scope, parse_scopes
-from inferencecenter.sqlite_file import FileMovedError
 
 if TYPE_CHECKING:
     import sqlite3
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from inferencecenter.auth.account import ClientInfo, StaticClient, TokenInfo
     from inferencecenter.auth.audit import AuditEntry, AuditLine
     from inferencecenter.config.limits import AccessLimits
+    from inferencecenter.core.sqlite_file import FileIdentity
     from inferencecenter.protocol.values import Priority
-    from inferencecenter.sqlite_file import FileIdentity
 
 DATABASE_NAME: Final = "accounts.sqlite3"
 _NO_HASH: Final = bytes(hashlib.sha256().digest_size)

@@ -10,17 +10,17 @@ import threading
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
-from inferencecenter import sqlite_file
 from inferencecenter.auth.account import ClientInfo, TokenInfo
 from inferencecenter.config.limits import AccessLimits
-from inferencecenter.errors import ErrorCode, InferenceCenterError
-from inferencecenter.sqlite_file import DamagedFileError, FileIdentity, FileMovedError, is_damage
+from inferencecenter.core import sqlite_file
+from inferencecenter.core.errors import ErrorCode, InferenceCenterError
+from inferencecenter.core.sqlite_file import DamagedFileError, FileIdentity, FileMovedError, is_damage
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from inferencecenter.sqlite_file import Steps
+    from inferencecenter.core.sqlite_file import Steps
 
 
 _HINT: Final = "Check that it and its directory are yours and writable, and that the disk has room."

@@ -13,8 +13,8 @@ import structlog
 from inferencecenter.auth.audit import AuditEvent, audit_entry
 from inferencecenter.auth.rate_limits import AddressRateLimiter, rate_limit_key
 from inferencecenter.auth.tokens import public_id
-from inferencecenter.errors import ErrorCode, InferenceCenterError
-from inferencecenter.tasks import TaskGroup
+from inferencecenter.core.errors import ErrorCode, InferenceCenterError
+from inferencecenter.core.tasks import TaskGroup
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from inferencecenter.auth.accounts import Accounts
     from inferencecenter.auth.audit import AuditEntry
     from inferencecenter.config.limits import AccessLimits
-    from inferencecenter.telemetry.metrics import Metrics
+    from inferencecenter.telemetry.metrics import DaemonMetrics
 
 _WRITE_AFTER_S: Final = 1.0
 _RETRY_AFTER_S: Final = 30.0
@@ -93,7 +93,7 @@ class Authenticator:
         others: ExternalAuthProvider | None = None,
         attempts_per_minute: int,
         clock: Callable[[], float],
-        metrics: Metrics,
+        metrics: DaemonMetrics,
     ) -> None:
         self._accounts = accounts
         self._limits_of = limits_of

@@ -21,7 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints, Validation
 
 from inferencecenter.auth.account import MAX_RETENTION_DAYS, MAX_SESSIONS, Account, StaticClient, check_client_id
 from inferencecenter.config.limits import NO_LIMITS, AccessLimits
-from inferencecenter.errors import ErrorCode, InferenceCenterError, foreign_input
+from inferencecenter.core.errors import ErrorCode, InferenceCenterError, foreign_input
 from inferencecenter.protocol.codec import invalid_request
 from inferencecenter.protocol.requests import Credential
 from inferencecenter.protocol.scopes import Scope, parse_scopes

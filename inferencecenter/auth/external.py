@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from inferencecenter.auth.account import CLIENT_ID, Account
 from inferencecenter.auth.authentication import AuthUnavailableError
 from inferencecenter.config.limits import NO_LIMITS, AccessLimits
-from inferencecenter.errors import ErrorCode, InferenceCenterError, foreign_input
+from inferencecenter.core.errors import ErrorCode, InferenceCenterError, foreign_input
 from inferencecenter.protocol.scopes import Scope
 from inferencecenter.protocol.values import Priority
 

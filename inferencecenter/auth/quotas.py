@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 from inferencecenter.auth.rate_limits import MINUTE_MS, DailyUsage, SlidingWindow, TokenBucket
 from inferencecenter.config.limits import NO_LIMITS, AccessLimits
-from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping

@@ -10,7 +10,7 @@ from typer.core import TyperGroup
 
 from inferencecenter import __version__
 from inferencecenter.cli.output import report
-from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 
 _COMMANDS: Final = {
     "serve": "serve",

@@ -14,11 +14,11 @@ from inferencecenter.auth.accounts import DATABASE_NAME as ACCOUNTS_NAME
 from inferencecenter.cli.options import ConfigOption, JsonOption, StateDirOption, given
 from inferencecenter.cli.output import print_json, stdout
 from inferencecenter.config.loader import load_settings
-from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.core.errors import ErrorCode, InferenceCenterError
+from inferencecenter.core.sqlite_file import FileMovedError, connect, copy, damage
 from inferencecenter.server.control import check_open_files
 from inferencecenter.sessions.store.database import reason_of
 from inferencecenter.sessions.store.schema import DATABASE_NAME as SESSIONS_NAME
-from inferencecenter.sqlite_file import FileMovedError, connect, copy, damage
 
 
 def backup(

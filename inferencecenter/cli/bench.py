@@ -11,8 +11,8 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from inferencecenter.bench import plot, record, table
-from inferencecenter.bench.options import (
+from benchmarks import plot, record, table
+from benchmarks.options import (
     Options,
     parse_backend,
     parse_numbers,
@@ -21,15 +21,15 @@ from inferencecenter.bench.options import (
     refused,
     resolve,
 )
-from inferencecenter.bench.runner import run_scenario
-from inferencecenter.bench.scenarios import SCENARIOS, find
+from benchmarks.runner import run_scenario
+from benchmarks.scenarios import SCENARIOS, find
 from inferencecenter.cli.output import print_json, stderr, stdout
-from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.hardware.nvml import Gpu
 
 if TYPE_CHECKING:
-    from inferencecenter.bench.results import Report
-    from inferencecenter.bench.scenario import Scenario
+    from benchmarks.results import Report
+    from benchmarks.scenario import Scenario
 
 _LIST = "list"
 

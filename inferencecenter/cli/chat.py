@@ -9,16 +9,14 @@ from typing import Annotated
 import typer
 from anyio.from_thread import start_blocking_portal
 
-from inferencecenter.cli.conversation import Conversation
-from inferencecenter.cli.options import ConfigOption, StateDirOption, given
+from inferencecenter.cli.chat_loop import ChatLoop, until_ready
+from inferencecenter.cli.options import ConfigOption, StateDirOption, given, read_params
 from inferencecenter.cli.output import stderr, stdout
-from inferencecenter.cli.parameters import read_params
 from inferencecenter.cli.reach import TokenFileOption, TokenOption, UrlOption, reach_daemon
 from inferencecenter.cli.view import PlainView, TerminalView
-from inferencecenter.cli.waiting import until_ready
 from inferencecenter.client import Client
 from inferencecenter.config.loader import load_settings
-from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 
 
 def chat(  # noqa: PLR0913 - one argument an option
@@ -52,7 +50,7 @@ def chat(  # noqa: PLR0913 - one argument an option
     connection = Client(daemon.url, token=daemon.token, on_notice=view.notice, **daemon.tls_option)
     with start_blocking_portal() as portal, portal.wrap_async_context_manager(connection) as client:
         portal.call(_wait_until_ready, client)
-        conversation = Conversation(
+        conversation = ChatLoop(
             portal, client, view=view, system=system, model=model, params=turn_params, interactive=interactive
         )
         if interactive:

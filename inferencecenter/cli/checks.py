@@ -7,16 +7,32 @@ import json
 import os
 import platform
 import socket
+import sqlite3
 import ssl
 import subprocess
 import sys
+from contextlib import closing
 from dataclasses import dataclass
 from enum import StrEnum
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Final
 
+import orjson
+
+from inferencecenter.auth.accounts import DATABASE_NAME as ACCOUNTS_NAME
+from inferencecenter.auth.accounts_db import DAMAGED_HINT as ACCOUNTS_HINT
+from inferencecenter.auth.accounts_db import MIGRATIONS as ACCOUNTS_STEPS
 from inferencecenter.cli.reach import fetch, own_url
-from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.core.errors import ErrorCode, InferenceCenterError
+from inferencecenter.core.sqlite_file import (
+    DamagedFileError,
+    FileMovedError,
+    check_version,
+    connect_reading,
+    damage,
+    is_damage,
+    version_of,
+)
 from inferencecenter.hardware.devices import find_devices
 from inferencecenter.hardware.gguf import read_gguf
 from inferencecenter.hardware.host import read_host
@@ -24,14 +40,21 @@ from inferencecenter.hardware.model_shape import describe, with_adapters
 from inferencecenter.hardware.nvml import read_gpus
 from inferencecenter.hardware.split import plan
 from inferencecenter.models.registry import default_model, read_registry
+from inferencecenter.server.control import check_open_files
+from inferencecenter.server.status_pages import PROXY_NOT_TRUSTED
+from inferencecenter.sessions.store.database import DAMAGED_HINT, HINT, MOVED_HINT, reason_of
+from inferencecenter.sessions.store.loader import read_all
+from inferencecenter.sessions.store.schema import DATABASE_NAME, MIGRATIONS
 from inferencecenter.supervisor.planning import lora_bytes, placement_constraints
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from inferencecenter.config.settings import Settings
+    from inferencecenter.core.sqlite_file import Steps
     from inferencecenter.hardware.nvml import GpuReading
     from inferencecenter.models.registry import ModelSpec
+
 
 _PROBE_TIMEOUT_S: Final = 60
 _HTTP_TIMEOUT_S: Final = 3
@@ -43,7 +66,7 @@ print(json.dumps({"version": llama_cpp.__version__, "gpu": llama_cpp.llama_suppo
 """
 
 
-class Verdict(StrEnum):
+class CheckResult(StrEnum):
     """How a check went."""
 
     OK = "ok"
@@ -56,7 +79,7 @@ class Check:
     """One finding; a failed one has the code that the daemon would report."""
 
     name: str
-    verdict: Verdict
+    verdict: CheckResult
     detail: str
     hint: str = ""
     code: ErrorCode | None = None
@@ -64,12 +87,12 @@ class Check:
 
 def python() -> Check:
     """Tell which Python runs."""
-    return Check("python", Verdict.OK, f"{platform.python_version()} at {sys.executable}")
+    return Check("python", CheckResult.OK, f"{platform.python_version()} at {sys.executable}")
 
 
 def llama_cpp(*, needed: bool, gpu: bool) -> Check:
     """Load llama.cpp in a process of its own and ask for its version and GPU support."""
-    failed = Verdict.FAILED if needed else Verdict.WARNING
+    failed = CheckResult.FAILED if needed else CheckResult.WARNING
     hint = "Install again with `make run`; CUDA=1 builds it for NVIDIA GPUs."
     try:
         done = subprocess.run(  # noqa: S603 - this Python and a constant
@@ -81,8 +104,8 @@ def llama_cpp(*, needed: bool, gpu: bool) -> Check:
         return Check("llama.cpp", failed, stderr[-1] if stderr else str(error), hint, ErrorCode.ENGINE_UNAVAILABLE)
     detail = f"llama-cpp-python {answer['version']}, {'with' if answer['gpu'] else 'without'} GPU support"
     if gpu and not answer["gpu"]:
-        return Check("llama.cpp", Verdict.WARNING, detail, "There is a GPU; `make run CUDA=1` builds for it.")
-    return Check("llama.cpp", Verdict.OK, detail)
+        return Check("llama.cpp", CheckResult.WARNING, detail, "There is a GPU; `make run CUDA=1` builds for it.")
+    return Check("llama.cpp", CheckResult.OK, detail)
 
 
 def gpu() -> Check:
@@ -91,9 +114,9 @@ def gpu() -> Check:
     if not found.readings:
         problem = f": {found.problem}" if found.problem else ""
         return Check(
-            "gpu", Verdict.WARNING, f"no NVIDIA GPU found by NVML{problem}", "The model runs on the processor."
+            "gpu", CheckResult.WARNING, f"no NVIDIA GPU found by NVML{problem}", "The model runs on the processor."
         )
-    return Check("gpu", Verdict.OK, "; ".join(map(_shown, found.readings)) + f"; driver {found.driver_version}")
+    return Check("gpu", CheckResult.OK, "; ".join(map(_shown, found.readings)) + f"; driver {found.driver_version}")
 
 
 def _shown(reading: GpuReading) -> str:
@@ -119,43 +142,45 @@ def placement(settings: Settings) -> list[Check]:
         shape = with_adapters(describe(read_gguf(spec.path)), lora_bytes(each.path for each in spec.lora))
         made = plan(shape, devices, read_host(), placement_constraints(spec.engine, settings.gpu))
     except InferenceCenterError as error:
-        return [Check("plan", Verdict.FAILED, error.message, error.hint or "", error.code)]
+        return [Check("plan", CheckResult.FAILED, error.message, error.hint or "", error.code)]
     detail = "; ".join(f"{reason.name}: {reason.value}" for reason in made.reasons)
     hint = " ".join(made.advice) if not made.fits else "`inferencecenter doctor --plan MODEL` says why."
-    return [Check("plan", Verdict.OK if made.fits else Verdict.WARNING, detail, hint)]
+    return [Check("plan", CheckResult.OK if made.fits else CheckResult.WARNING, detail, hint)]
 
 
 def cores() -> Check:
     """Count the cores this process may use."""
-    return Check("cores", Verdict.OK, f"{len(os.sched_getaffinity(0))} usable of {os.cpu_count()}")
+    return Check("cores", CheckResult.OK, f"{len(os.sched_getaffinity(0))} usable of {os.cpu_count()}")
 
 
 def model_files(settings: Settings) -> list[Check]:
     """Open every model's files and adapters and look at their first bytes; only the default keeps a daemon from it."""
     if settings.engine.backend != "llama":
-        return [Check("model file", Verdict.OK, f"the {settings.engine.backend} backend reads none")]
+        return [Check("model file", CheckResult.OK, f"the {settings.engine.backend} backend reads none")]
     try:
         registry = read_registry(settings)
     except InferenceCenterError as error:
-        return [Check("model file", Verdict.FAILED, error.message, error.hint or "", error.code)]
+        return [Check("model file", CheckResult.FAILED, error.message, error.hint or "", error.code)]
     default = registry.get(registry.default)
-    found = [_broken(default, "model file", Verdict.FAILED) or Check("model file", Verdict.OK, _sized(default.path))]
+    found = [
+        _broken(default, "model file", CheckResult.FAILED) or Check("model file", CheckResult.OK, _sized(default.path))
+    ]
     whole = []
     for name in sorted(registry.models.keys() - {registry.default}):
-        if (broken := _broken(registry.get(name), f"model {name}", Verdict.WARNING)) is not None:
+        if (broken := _broken(registry.get(name), f"model {name}", CheckResult.WARNING)) is not None:
             found.append(broken)
         else:
             whole.append(name)
     if whole:
-        found.append(Check("other models", Verdict.OK, ", ".join(whole)))
-    return [*found, *(Check("models_dir", Verdict.WARNING, remark) for remark in registry.remarks)]
+        found.append(Check("other models", CheckResult.OK, ", ".join(whole)))
+    return [*found, *(Check("models_dir", CheckResult.WARNING, remark) for remark in registry.remarks)]
 
 
 def _sized(path: Path) -> str:
     return f"{path}, {path.stat().st_size / _MB:.1f} MB"
 
 
-def _broken(spec: ModelSpec, name: str, verdict: Verdict) -> Check | None:
+def _broken(spec: ModelSpec, name: str, verdict: CheckResult) -> Check | None:
     """Return what is wrong with the first of a model's files that is wrong."""
     for path in (spec.path, *(adapter.path for adapter in spec.lora)):
         try:
@@ -180,8 +205,8 @@ def memory(settings: Settings) -> Check:
     detail = f"{available // _MB} MB free, the model file takes {needed / _MB:.1f} MB"
     if needed > available:
         hint = "Memory that caches files counts as used here; if loading fails, take a smaller model or fewer slots."
-        return Check("memory", Verdict.WARNING, detail, hint)
-    return Check("memory", Verdict.OK, detail)
+        return Check("memory", CheckResult.WARNING, detail, hint)
+    return Check("memory", CheckResult.OK, detail)
 
 
 def state_dir(path: Path) -> Check:
@@ -190,8 +215,8 @@ def state_dir(path: Path) -> Check:
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         hint = "Choose another with --state-dir, or change the permissions."
         detail = f"{path}: {existing} cannot be written"
-        return Check("state directory", Verdict.FAILED, detail, hint, ErrorCode.STORAGE_UNAVAILABLE)
-    return Check("state directory", Verdict.OK, str(path) if existing == path else f"{path}, will be made")
+        return Check("state directory", CheckResult.FAILED, detail, hint, ErrorCode.STORAGE_UNAVAILABLE)
+    return Check("state directory", CheckResult.OK, str(path) if existing == path else f"{path}, will be made")
 
 
 def port(settings: Settings) -> Check:
@@ -206,8 +231,8 @@ def port(settings: Settings) -> Check:
         if error.errno == errno.EADDRINUSE:
             return _taken_port(settings)
         hint = "Choose another with --port or --host."
-        return Check("port", Verdict.FAILED, f"{host}:{number}: {error.strerror}", hint, ErrorCode.ADDRESS_IN_USE)
-    return Check("port", Verdict.OK, f"{host}:{number} is free")
+        return Check("port", CheckResult.FAILED, f"{host}:{number}: {error.strerror}", hint, ErrorCode.ADDRESS_IN_USE)
+    return Check("port", CheckResult.OK, f"{host}:{number} is free")
 
 
 def _taken_port(settings: Settings) -> Check:
@@ -216,16 +241,90 @@ def _taken_port(settings: Settings) -> Check:
     try:
         status, _ = fetch(settings, "/healthz", timeout_s=_HTTP_TIMEOUT_S)
     except InferenceCenterError as error:
-        return Check("port", Verdict.FAILED, error.message, error.hint or "", error.code)
+        return Check("port", CheckResult.FAILED, error.message, error.hint or "", error.code)
     except ssl.SSLCertVerificationError as error:
         found = f"the certificate at {url} is not the one in server.certfile: {error.verify_message}"
         hint = "After a renewal `inferencecenter reload` has the daemon use the new one; or another program listens."
-        return Check("port", Verdict.FAILED, found, hint, ErrorCode.ADDRESS_IN_USE)
+        return Check("port", CheckResult.FAILED, found, hint, ErrorCode.ADDRESS_IN_USE)
     except OSError as error:
         found = f"in use, and no daemon answers at {url}: {error.strerror or error}"
     else:
         if status == HTTPStatus.OK:
-            return Check("port", Verdict.OK, f"a daemon answers at {url}")
+            return Check("port", CheckResult.OK, f"a daemon answers at {url}")
         found = f"in use, and {url} answers {status}"
     hint = "End what listens there, or choose another with --port; a daemon that runs may have other settings."
-    return Check("port", Verdict.FAILED, found, hint, ErrorCode.ADDRESS_IN_USE)
+    return Check("port", CheckResult.FAILED, found, hint, ErrorCode.ADDRESS_IN_USE)
+
+
+_TIMEOUT_S: Final = 3
+
+
+def proxy(settings: Settings) -> Check:
+    """Tell which proxies are trusted, and warn where requests come through another one on this machine."""
+    trusted = ", ".join(map(str, settings.server.trusted_proxies)) or "none"
+    if _sees_untrusted(settings):
+        return Check(
+            "proxy",
+            CheckResult.WARNING,
+            f"requests come through a proxy on this machine; trusted: {trusted}",
+            'Set server.trusted_proxies to its address, as ["127.0.0.1"], and have it send X-Forwarded-For and Host;'
+            " until then all behind it share the limits of one address.",
+        )
+    return Check("proxy", CheckResult.OK, f"trusted: {trusted}")
+
+
+def _sees_untrusted(settings: Settings) -> bool:
+    """Ask the daemon, if there is one."""
+    try:
+        _, body = fetch(settings, "/readyz", timeout_s=_TIMEOUT_S)
+        told = orjson.loads(body)
+    except (OSError, InferenceCenterError, orjson.JSONDecodeError):  # which the check of the port tells
+        return False
+    return isinstance(told, dict) and told.get("proxy") == PROXY_NOT_TRUSTED
+
+
+_MAX_NAMED: Final = 3
+
+
+def storage(settings: Settings) -> list[Check]:
+    """Read the files of accounts and sessions, and see whether a running daemon writes to them."""
+    directory = settings.state_dir
+    found = [
+        _file("accounts", directory / ACCOUNTS_NAME, ACCOUNTS_STEPS, damaged_hint=ACCOUNTS_HINT),
+        _file("sessions", directory / DATABASE_NAME, MIGRATIONS, damaged_hint=DAMAGED_HINT),
+    ]
+    try:
+        check_open_files(directory)
+    except FileMovedError as error:
+        detail = f"{error} while a daemon writes to it"
+        found.append(Check("open files", CheckResult.FAILED, detail, MOVED_HINT, ErrorCode.STORAGE_UNAVAILABLE))
+    except OSError:
+        # The state directory has a check of its own.
+        return found
+    return found
+
+
+def _file(name: str, path: Path, steps: Steps, *, damaged_hint: str) -> Check:
+    try:
+        if not path.exists():
+            return Check(name, CheckResult.OK, f"{path}: none yet")
+        with closing(connect_reading(path)) as database:
+            check_version(database, steps, path=path)
+            if (wrong := damage(database)) is not None:
+                raise DamagedFileError(wrong)
+            unreadable = list(read_all(database).unreadable) if steps is MIGRATIONS and _is_current(database) else []
+    except InferenceCenterError as error:
+        return Check(name, CheckResult.FAILED, error.message, error.hint or "", error.code)
+    except (sqlite3.Error, OSError) as error:
+        detail, hint = f"{path}: {reason_of(error)}", damaged_hint if is_damage(error) else HINT
+        return Check(name, CheckResult.FAILED, detail, hint, ErrorCode.STORAGE_UNAVAILABLE)
+    if unreadable:
+        named = ", ".join(unreadable[:_MAX_NAMED]) + (", …" if len(unreadable) > _MAX_NAMED else "")
+        hint = "They stay in the file and are not loaded: restore a backup, or purge them."
+        return Check(name, CheckResult.WARNING, f"{path}: sessions that cannot be read: {named}", hint)
+    return Check(name, CheckResult.OK, str(path))
+
+
+def _is_current(database: sqlite3.Connection) -> bool:
+    """Tell whether a file of sessions has the tables of this version; an older one gets them at the next start."""
+    return version_of(database) == len(MIGRATIONS)

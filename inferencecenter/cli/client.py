@@ -10,12 +10,11 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from inferencecenter.auth.accounts_db import format_limits
-from inferencecenter.cli.limits import LIMITS_HELP, changed
-from inferencecenter.cli.options import ConfigOption, JsonOption, StateDirOption, given
+from inferencecenter.cli.options import LIMITS_HELP, ConfigOption, JsonOption, StateDirOption, changed, given
 from inferencecenter.cli.output import print_json, stdout
 from inferencecenter.cli.token import open_accounts, plain, show_limits
 from inferencecenter.config.loader import load_settings
-from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.server import control
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from inferencecenter.cli.reference import configuration as reference
 from inferencecenter.config.loader import read_layers
 from inferencecenter.config.params import parse_config_params
 from inferencecenter.config.settings import setting_fields
-from inferencecenter.errors import ERRORS, ErrorCode, InferenceCenterError
+from inferencecenter.core.errors import ERRORS, ErrorCode, InferenceCenterError
 from inferencecenter.models.registry import default_model, read_registry
 from inferencecenter.protocol.params import cross_check, parse_params
 from inferencecenter.telemetry.traces import check_installed

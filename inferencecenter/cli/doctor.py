@@ -2,25 +2,129 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+import re
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 from rich.table import Table
 from rich.text import Text
 
 from inferencecenter.cli import checks
-from inferencecenter.cli.checks import Check, Verdict
+from inferencecenter.cli.checks import Check, CheckResult, proxy, storage
 from inferencecenter.cli.options import ConfigOption, JsonOption, StateDirOption, given
 from inferencecenter.cli.output import print_json, stdout
-from inferencecenter.cli.plan import parse_size, show_plan
-from inferencecenter.cli.proxy_check import proxy
-from inferencecenter.cli.storage_checks import storage
 from inferencecenter.config.loader import load_settings, read_layers
-from inferencecenter.errors import ERRORS, ErrorCode, InferenceCenterError
+from inferencecenter.core.errors import ERRORS, ErrorCode, InferenceCenterError
+from inferencecenter.hardware.devices import find_devices
+from inferencecenter.hardware.explain import mib
+from inferencecenter.hardware.gguf import read_gguf
+from inferencecenter.hardware.host import read_host
+from inferencecenter.hardware.model_shape import describe
+from inferencecenter.hardware.placement import Device, margin_bytes
+from inferencecenter.hardware.split import plan
+from inferencecenter.supervisor.planning import placement_constraints, plan_report
 
-_STYLES: Final = {Verdict.OK: "green", Verdict.WARNING: "yellow", Verdict.FAILED: "bold red"}
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from inferencecenter.config.settings import Settings
+    from inferencecenter.hardware.model_shape import ModelShape
+    from inferencecenter.hardware.placement import Host, PlacementConstraints, PlacementPlan
+
+
+_SIZE: Final = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*(?:([KMGT])(i?)B?|B)?\s*$", re.IGNORECASE)
+_POWERS: Final = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
+
+
+def parse_size(text: str) -> int:
+    """Return the bytes that a text as ``3GiB``, ``3G`` or ``2900 MiB`` means; ``3GB`` are 3,000,000,000.
+
+    Raises:
+        typer.BadParameter: It is no size.
+    """
+    found = _SIZE.match(text)
+    if found is None:
+        raise typer.BadParameter(f"{text!r} is no size; write it as 3GiB or 2900MiB.")
+    number, letter, binary = found.groups()
+    decimal = not binary and text.strip().upper().endswith("B") and letter
+    return int(float(number) * (1000 if decimal else 1024) ** _POWERS[(letter or "").upper()])
+
+
+def show_plan(
+    settings: Settings, model: Path, *, vram_bytes: Sequence[int], ram_bytes: int | None, as_json: bool
+) -> None:
+    """Print the plan for a model: on this machine, or with GPUs of so many free bytes each, and so much memory.
+
+    Raises:
+        InferenceCenterError: ``invalid_model_file``, or ``invalid_config`` for a GPU that is set and not there.
+    """
+    shape = describe(read_gguf(model))
+    wished = placement_constraints(settings.engine, settings.gpu)
+    devices = gpus_of(vram_bytes) if vram_bytes else find_devices(settings.gpu.devices)
+    host = read_host()
+    if ram_bytes is not None:
+        host = replace(host, available_bytes=ram_bytes)
+    made = plan(shape, devices, host, wished)
+    if as_json:
+        print_json(as_data(shape, made, wished, host))
+        return
+    for table in (_numbers(shape, made), _memory(made, wished, host.available_bytes)):
+        stdout.print(table)
+    for line in made.advice:
+        stdout.print(Text(line, style="" if made.fits else "bold red"), soft_wrap=True)
+
+
+def gpus_of(vram_bytes: Sequence[int]) -> tuple[Device, ...]:
+    """Return GPUs of which nothing is known but what they have free."""
+    return tuple(
+        Device(id=str(number), name=f"GPU {number} ({mib(size)})", free_bytes=size, total_bytes=size)
+        for number, size in enumerate(vram_bytes)
+    )
+
+
+def as_data(shape: ModelShape, made: PlacementPlan, wished: PlacementConstraints, host: Host) -> dict[str, Any]:
+    """Return a plan as scripts read it: as ``status`` tells it of a model that runs, and what llama.cpp is given."""
+    return {
+        "model": {
+            "name": shape.name,
+            "architecture": shape.architecture,
+            "known": shape.known,
+            "layers": shape.n_layers,
+            "bytes": shape.bytes,
+        },
+        **plan_report(made, model=shape, host=host, wishes=wished).model_dump(),
+        "main_gpu": made.main_gpu,
+        "tensor_split": made.tensor_split,
+        "cpu_tensors": made.cpu_tensors,
+        "host_bytes": made.demand.host_bytes,
+    }
+
+
+def _numbers(shape: ModelShape, made: PlacementPlan) -> Table:
+    title = f"{shape.name}: {shape.architecture}, {shape.n_layers} layers, {mib(shape.bytes)} of weights"
+    table = Table("", "plan", "why", title=title, title_justify="left")
+    for reason in made.reasons:
+        table.add_row(reason.name, Text(reason.value, style="bold" if reason.explicit else ""), reason.why)
+    return table
+
+
+def _memory(made: PlacementPlan, wished: PlacementConstraints, available_bytes: int | None) -> Table:
+    columns = ("memory", "weights", "KV", "buffers", "driver", "together", "margin", "free now")
+    table = Table(*columns, title="What it takes", title_justify="left")
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for device, demand in zip(made.devices, made.demand.devices, strict=True):
+        parts = (demand.weight_bytes, demand.kv_bytes, demand.compute_bytes, demand.context_bytes, demand.bytes)
+        table.add_row(device.name, *map(mib, parts), mib(margin_bytes(device, wished)), mib(device.free_bytes))
+    host = made.demand
+    own = map(mib, (host.host_weight_bytes, host.host_kv_bytes, host.host_compute_bytes))
+    table.add_row("host", *own, "", mib(host.host_bytes), "", "" if available_bytes is None else mib(available_bytes))
+    return table
+
+
+_STYLES: Final = {CheckResult.OK: "green", CheckResult.WARNING: "yellow", CheckResult.FAILED: "bold red"}
 
 
 def doctor(  # noqa: PLR0913 - one argument an option
@@ -60,7 +164,7 @@ def doctor(  # noqa: PLR0913 - one argument an option
             detail = Text.assemble(check.detail, ("\n" + check.hint, "dim") if check.hint else "")
             table.add_row(check.name, Text(check.verdict.value, style=_STYLES[check.verdict]), detail)
         stdout.print(table)
-    failed = next((check for check in found if check.verdict is Verdict.FAILED), None)
+    failed = next((check for check in found if check.verdict is CheckResult.FAILED), None)
     if failed is not None:
         raise typer.Exit(ERRORS[failed.code or ErrorCode.INTERNAL].exit_code)
 
@@ -72,12 +176,12 @@ def examine(config: ConfigOption, state_dir: StateDirOption) -> list[Check]:
         layers = read_layers(config, given(state_dir=state_dir))
         settings = layers.settings()
     except InferenceCenterError as error:
-        return [*found, Check("settings", Verdict.FAILED, error.message, error.hint or "", error.code)]
+        return [*found, Check("settings", CheckResult.FAILED, error.message, error.hint or "", error.code)]
     gpu = checks.gpu()
     return [
         *found,
-        Check("settings", Verdict.OK, str(layers.path or "no file; defaults and environment")),
-        checks.llama_cpp(needed=settings.engine.backend == "llama", gpu=gpu.verdict is Verdict.OK),
+        Check("settings", CheckResult.OK, str(layers.path or "no file; defaults and environment")),
+        checks.llama_cpp(needed=settings.engine.backend == "llama", gpu=gpu.verdict is CheckResult.OK),
         gpu,
         checks.cores(),
         *checks.model_files(settings),

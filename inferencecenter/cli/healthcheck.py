@@ -12,7 +12,7 @@ import typer
 from inferencecenter.cli.options import ConfigOption, given
 from inferencecenter.cli.reach import fetch, own_url
 from inferencecenter.config.loader import load_settings
-from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 
 
 def healthcheck(

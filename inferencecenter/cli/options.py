@@ -2,10 +2,82 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
-from typing import Annotated, Any, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, Final, TypeAlias
 
 import typer
+from pydantic import ValidationError
+
+from inferencecenter.config.limits import NO_LIMITS, AccessLimits
+from inferencecenter.core.errors import ErrorCode, InferenceCenterError
+from inferencecenter.protocol.codec import invalid_request
+from inferencecenter.protocol.params import parse_params
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+
+LIMITS_HELP: Final = (
+    f"A limit, as tokens_per_day=50000: {', '.join(AccessLimits.model_fields)}. Lists with commas; `none` for no limit,"
+    " `default` for what holds one level up."
+)
+_LISTS: Final = frozenset({"models", "addresses"})
+
+
+def changed(assignments: Iterable[str], before: AccessLimits = NO_LIMITS) -> AccessLimits:
+    """Return limits with those that are assigned; the others stay.
+
+    Raises:
+        InferenceCenterError: ``invalid_request`` naming the limit and what is wrong.
+    """
+    given = before.given()
+    for assignment in assignments:
+        name, separator, text = assignment.partition("=")
+        if name not in AccessLimits.model_fields or not separator or not text:
+            raise InferenceCenterError(
+                ErrorCode.INVALID_REQUEST,
+                f"{assignment!r} is no limit",
+                field=name if separator else None,
+                hint=f"NAME=VALUE, with one of {', '.join(AccessLimits.model_fields)}.",
+            )
+        if text == "default":
+            given.pop(name, None)
+        elif text == "none":
+            given[name] = None
+        else:
+            given[name] = tuple(text.split(",")) if name in _LISTS else text
+    try:
+        return AccessLimits.model_validate(given)
+    except ValidationError as error:
+        raise invalid_request(error, known=AccessLimits.model_fields) from None
+
+
+def read_params(pairs: Iterable[str]) -> dict[str, Any]:
+    """Return the parameters in ``name=value`` pairs.
+
+    Raises:
+        InferenceCenterError: ``invalid_request`` for what is no pair, no parameter, or out of range.
+    """
+    params: dict[str, Any] = {}
+    for pair in pairs:
+        name, equals, value = pair.partition("=")
+        if not equals:
+            raise InferenceCenterError(
+                ErrorCode.INVALID_REQUEST, f"--params is {pair!r}", hint="Write name=value, as temperature=0.2."
+            )
+        params[name] = read_value(value)
+    parse_params(params)
+    return params
+
+
+def read_value(text: str) -> Any:
+    """Return a parameter's value: JSON where it is JSON, else the text itself."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
 
 ConfigOption: TypeAlias = Annotated[
     Path | None, typer.Option("--config", help="Configuration file.", metavar="FILE", show_default=False)

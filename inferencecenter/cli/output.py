@@ -14,7 +14,7 @@ from inferencecenter.config.loader import InvalidSettingsError
 from inferencecenter.telemetry.logs import goes_to_journal, with_priority
 
 if TYPE_CHECKING:
-    from inferencecenter.errors import InferenceCenterError
+    from inferencecenter.core.errors import InferenceCenterError
 
 stdout: Final = Console(highlight=False)
 stderr: Final = Console(highlight=False, stderr=True)

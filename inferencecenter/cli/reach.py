@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 import typer
 
-from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 
 if TYPE_CHECKING:
     from inferencecenter.config.settings import Settings

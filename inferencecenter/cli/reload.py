@@ -10,7 +10,7 @@ import typer
 from inferencecenter.cli.options import ConfigOption, JsonOption, StateDirOption, given
 from inferencecenter.cli.output import print_json, report, stdout
 from inferencecenter.config.loader import load_settings
-from inferencecenter.errors import ERRORS, InferenceCenterError
+from inferencecenter.core.errors import ERRORS, InferenceCenterError
 from inferencecenter.server import control
 
 

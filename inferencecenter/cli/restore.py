@@ -15,11 +15,8 @@ from inferencecenter.cli.options import ConfigOption, JsonOption, StateDirOption
 from inferencecenter.cli.output import print_json, stdout
 from inferencecenter.cli.state_files import aside_name, unavailable, without_daemon
 from inferencecenter.config.loader import load_settings
-from inferencecenter.errors import ErrorCode, InferenceCenterError
-from inferencecenter.sessions.store.database import reason_of
-from inferencecenter.sessions.store.schema import DATABASE_NAME as SESSIONS_NAME
-from inferencecenter.sessions.store.schema import MIGRATIONS as SESSIONS_STEPS
-from inferencecenter.sqlite_file import (
+from inferencecenter.core.errors import ErrorCode, InferenceCenterError
+from inferencecenter.core.sqlite_file import (
     DamagedFileError,
     check_version,
     connect,
@@ -30,11 +27,14 @@ from inferencecenter.sqlite_file import (
     put_in_place,
     version_of,
 )
+from inferencecenter.sessions.store.database import reason_of
+from inferencecenter.sessions.store.schema import DATABASE_NAME as SESSIONS_NAME
+from inferencecenter.sessions.store.schema import MIGRATIONS as SESSIONS_STEPS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from inferencecenter.sqlite_file import Steps
+    from inferencecenter.core.sqlite_file import Steps
 
 _STEPS: Final[Mapping[str, Steps]] = {ACCOUNTS_NAME: ACCOUNTS_STEPS, SESSIONS_NAME: SESSIONS_STEPS}
 

@@ -12,14 +12,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from inferencecenter.cli.options import ConfigOption, JsonOption, given
+from inferencecenter.cli.options import ConfigOption, JsonOption, given, read_params
 from inferencecenter.cli.output import print_json, stderr, stdout
-from inferencecenter.cli.parameters import read_params
 from inferencecenter.cli.view import PlainView, TerminalView
 from inferencecenter.config.loader import load_settings
-from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.ipc.port import EngineState
-from inferencecenter.one_shot import Question, ask, chosen_model
+from inferencecenter.one_shot import OneShotRequest, ask, chosen_model
 from inferencecenter.protocol.events import End, Token
 from inferencecenter.telemetry import logs
 
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
     from inferencecenter.config.settings import Settings
     from inferencecenter.ipc.port import EngineStatus
     from inferencecenter.models.registry import ModelSpec
-    from inferencecenter.one_shot import Answered, Shown
+    from inferencecenter.one_shot import OneShotResult, Shown
 
 _SIGNALLED: Final = 128
 """What shells add to the number of a signal that ended a program."""
@@ -80,7 +79,7 @@ def run(  # noqa: PLR0913 - one argument an option
     )
     spec = _as_asked(chosen_model(settings, model), settings, n_ctx=n_ctx, n_gpu_layers=n_gpu_layers)
     try:
-        question = Question(prompt=read_prompt(prompt), params=turn_params, system=system, raw=raw)
+        question = OneShotRequest(prompt=read_prompt(prompt), params=turn_params, system=system, raw=raw)
         answered = _run(spec, question, settings, as_json=json)
     except BrokenPipeError:
         # Nobody reads any more; what Python would flush at its end has nowhere to go either.
@@ -129,7 +128,7 @@ def _as_asked(spec: ModelSpec, settings: Settings, **asked: int | None) -> Model
     return replace(spec, engine=spec.engine.model_copy(update=own))
 
 
-def _run(spec: ModelSpec, question: Question, settings: Settings, *, as_json: bool) -> Answered:
+def _run(spec: ModelSpec, question: OneShotRequest, settings: Settings, *, as_json: bool) -> OneShotResult:
     screen = _Screen(None if as_json else TerminalView(stdout) if stdout.is_terminal else PlainView(), spec.name)
     try:
         answered = ask(spec, question, settings, on_status=screen.moved, on_event=screen.show)

@@ -11,11 +11,11 @@ from inferencecenter.cli.options import ConfigOption, JsonOption, StateDirOption
 from inferencecenter.cli.output import print_json, stdout
 from inferencecenter.cli.state_files import aside_name, unavailable, without_daemon
 from inferencecenter.config.loader import load_settings
+from inferencecenter.core.sqlite_file import check_version, connect_reading, damage, put_in_place, version_of
 from inferencecenter.sessions.store.database import reason_of
 from inferencecenter.sessions.store.loader import read_all
 from inferencecenter.sessions.store.salvage import salvage
 from inferencecenter.sessions.store.schema import DATABASE_NAME, MIGRATIONS
-from inferencecenter.sqlite_file import check_version, connect_reading, damage, put_in_place, version_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

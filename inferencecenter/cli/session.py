@@ -22,7 +22,7 @@ from inferencecenter.cli.options import ConfigOption, JsonOption, StateDirOption
 from inferencecenter.cli.output import print_json, stdout
 from inferencecenter.cli.salvage import salvage_sessions
 from inferencecenter.config.loader import load_settings
-from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.server import control
 from inferencecenter.sessions.store.archive import Archive, empty_log, purge_file
 from inferencecenter.sessions.store.schema import DATABASE_NAME

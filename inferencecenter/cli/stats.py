@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
 import signal
 import sys
@@ -11,34 +12,299 @@ import termios
 import time
 import tty
 from collections import deque
-from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Final, TypeVar
+from dataclasses import dataclass, field, replace
+from datetime import datetime
+from typing import TYPE_CHECKING, Annotated, Any, Final, TypeVar
 
 import orjson
 import typer
 from rich.console import Group
 from rich.live import Live
+from rich.table import Column, Table
 from rich.text import Text
 
 from inferencecenter.cli.options import ConfigOption, StateDirOption, given
 from inferencecenter.cli.output import stderr, stdout
 from inferencecenter.cli.reach import TokenFileOption, TokenOption, UrlOption, reach_daemon
-from inferencecenter.cli.stats_view import Glance, as_data, line, screen
 from inferencecenter.cli.view import describe_notice
 from inferencecenter.client import Client, Connected, Reconnecting
 from inferencecenter.config.loader import load_settings
-from inferencecenter.errors import InferenceCenterError
+from inferencecenter.core.errors import InferenceCenterError
 from inferencecenter.protocol import events, requests
 from inferencecenter.protocol.scopes import Scope
 from inferencecenter.protocol.values import StatusType
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterator
+    from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+
+    from rich.console import RenderableType
 
     from inferencecenter.cli.reach import DaemonAccess
     from inferencecenter.client import Notice
     from inferencecenter.protocol.base import Event, Request
-    from inferencecenter.protocol.values import ConnectedClient
+    from inferencecenter.protocol.events import Metrics, Thermal
+    from inferencecenter.protocol.values import ConnectedClient, EnginePlan, EngineReadings, GpuReadings, ModelSummary
+
+
+_LEVELS: Final = " ▁▂▃▄▅▆▇█"
+_LABEL_WIDTH: Final = 10
+_MIN_BAR, _MAX_BAR = 10, 80
+_FIGURES_WIDTH: Final = 30
+_TABLE_FIGURES_WIDTH: Final = 40
+_BUSY, _FULL = 0.75, 0.9
+_MIB: Final = 2**20
+# Names come from files and clients; escape sequences would move the cursor or rename the window.
+_CONTROLS: Final = dict.fromkeys([*range(32), *range(127, 160)])
+_STATE_STYLES: Final = {
+    "ready": "green",
+    "loaded": "green",
+    "asleep": "dim",
+    "unloaded": "dim",
+    "stopped": "dim",
+    "failed": "bold red",
+}
+_HEAT_STYLES: Final = {"warm": "yellow", "hot": "bold red"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Glance:
+    """What is known of a daemon at a moment.
+
+    Attributes:
+        address: Where it is.
+        version: Its version.
+        metrics: Its readings; ``None`` before the first.
+        status: Readings by side, as many as this account may see.
+        plan: How the model was divided between GPUs and host; ``None`` for an account that may not see it.
+        models: The models there are.
+        clients: Who is connected; none for an account that may not see it.
+        rates: Tokens a second at each look, the oldest first.
+        heat: What was told of the GPUs' heat last.
+        notice: What is the matter with the connection; empty when all is well.
+    """
+
+    address: str
+    version: str = ""
+    metrics: Metrics | None = None
+    status: Mapping[StatusType, Mapping[str, float | int | str | None]] = field(default_factory=dict)
+    plan: EnginePlan | None = None
+    models: tuple[ModelSummary, ...] = ()
+    clients: tuple[ConnectedClient, ...] = ()
+    rates: tuple[float, ...] = ()
+    heat: Thermal | None = None
+    notice: str = ""
+
+
+def screen(glance: Glance, *, width: int) -> RenderableType:
+    """Return everything, for a screen of so many columns."""
+    title = Text.assemble(("InferenceCenter", "bold"), f" {glance.version}", (f"  {glance.address}", "dim"))
+    # Below the title even when there is none: lines that jump cannot be read.
+    notice = Text(_plain(glance.notice), style="bold yellow", no_wrap=True, overflow="ellipsis")
+    parts: list[RenderableType] = [title, notice]
+    if glance.metrics is None:
+        return Group(*parts, Text("no readings yet", style="dim"))
+    grid = Table.grid(Column(width=_LABEL_WIDTH, style="dim"), Column(overflow="fold"), padding=(0, 1))
+    bar_width = min(_MAX_BAR, max(_MIN_BAR, width - _LABEL_WIDTH - _FIGURES_WIDTH))
+    for label, content in _rows(glance, glance.metrics, bar_width):
+        grid.add_row(label, content)
+    parts.append(grid)
+    if len(glance.models) > 1:
+        parts += [Text(), models_table(glance.models, width=width)]
+    if glance.clients:
+        parts += [Text(), clients_table(glance.clients, width=width)]
+    return Group(*parts)
+
+
+def line(glance: Glance) -> str:
+    """Return what matters most, in a line for a pipe or a log."""
+    metrics = glance.metrics
+    if metrics is None:
+        return "no readings yet"
+    work, gpu = metrics.inference, metrics.gpu
+    parts = [
+        datetime.fromtimestamp(metrics.timestamp).astimezone().strftime("%H:%M:%S"),
+        metrics.engine.state,
+        f"{work.tokens_per_s:.1f} tokens/s",
+        f"{work.slots_used} of {work.slots} slots",
+        f"{work.queue_depth} waiting",
+        f"{work.total_sessions} sessions",
+        f"{work.parked_sessions} parked",
+    ]
+    if gpu.vram_used_mb is not None and gpu.vram_total_mb is not None:
+        parts.append(f"VRAM {_mib(gpu.vram_used_mb)} of {_mib(gpu.vram_total_mb)}")
+    if gpu.temp is not None:
+        parts.append(f"{gpu.temp:.0f} °C")
+    return "  ".join(parts)
+
+
+def as_data(glance: Glance) -> dict[str, Any]:
+    """Return everything as scripts read it."""
+    metrics = glance.metrics
+    return {
+        "address": glance.address,
+        "version": glance.version,
+        "metrics": None if metrics is None else metrics.model_dump(exclude={"op", "id"}),
+        "status": {side: dict(values) for side, values in glance.status.items()},
+        "plan": None if glance.plan is None else glance.plan.model_dump(),
+        "models": [model.model_dump() for model in glance.models],
+        "clients": [client.model_dump() for client in glance.clients],
+        "thermal": None if glance.heat is None else glance.heat.model_dump(exclude={"op", "id"}),
+    }
+
+
+def sparkline(values: Sequence[float], *, width: int) -> str:
+    """Return the latest ``width`` values as bars of eighths of the highest of them; nothing is blank."""
+    shown = [value if math.isfinite(value) and value > 0 else 0.0 for value in values[-width:]]
+    top = max(shown, default=0.0)
+    bars = "".join(_LEVELS[min(8, math.ceil(value / top * 8))] if value else " " for value in shown)
+    return bars.rjust(width)
+
+
+def bar(used: float, total: float, *, width: int, style: str | None = None) -> Text:
+    """Return a bar of ``width`` columns that is full as far as ``used`` goes; by itself it turns yellow, then red."""
+    part = min(1.0, max(0.0, used / total)) if total > 0 else 0.0
+    # What is used is seen, however little, and full is only what is full.
+    filled = min(max(round(part * width), int(used > 0)), width - 1)
+    if total <= 0:
+        filled = 0
+    elif used >= total:
+        filled = width
+    colour = style or ("red" if part >= _FULL else "yellow" if part >= _BUSY else "green")
+    return Text.assemble(("█" * filled, colour), ("░" * (width - filled), "dim"))
+
+
+def models_table(models: Sequence[ModelSummary], *, width: int) -> Table:
+    """Return the models there are, the default one with a mark."""
+    right = [Column(name, justify="right") for name in ("slots", "context", "size")]
+    table = Table(_name_column("model", width), "state", *right, box=None, pad_edge=False, header_style="dim")
+    for model in models:
+        table.add_row(
+            Text(_plain(model.name) + (" *" if model.default else "")),
+            Text(model.state, style=_STATE_STYLES.get(model.state, "yellow")),
+            *("" if number is None else str(number) for number in (model.slots, model.n_ctx)),
+            "" if model.size_mb is None else _mib(model.size_mb),
+        )
+    return table
+
+
+def clients_table(clients: Sequence[ConnectedClient], *, width: int) -> Table:
+    """Return who is connected; who answers most comes first, so that they stand where a screen is too short."""
+    right = [Column(name, justify="right") for name in ("sockets", "sessions", "busy", "tokens today")]
+    table = Table(_name_column("client", width), *right, box=None, pad_edge=False, header_style="dim")
+    for client in sorted(clients, key=lambda client: (-client.busy, -client.tokens_today, client.client_id)):
+        figures = (client.connections, client.sessions, client.busy, client.tokens_today)
+        table.add_row(Text(_plain(client.client_id)), *map(str, figures))
+    return table
+
+
+def _name_column(heading: str, width: int) -> Column:
+    """A column of names that leaves room for the figures beside it."""
+    return Column(heading, max_width=max(_MIN_BAR, width - _TABLE_FIGURES_WIDTH), overflow="ellipsis", no_wrap=True)
+
+
+def _rows(glance: Glance, metrics: Metrics, bar_width: int) -> Iterator[tuple[str, Text]]:
+    work = metrics.inference
+    yield "model", _model(metrics.engine, glance.status.get("model", {}))
+    yield "engine", _engine(metrics.engine)
+    rates = Text(sparkline(glance.rates, width=bar_width), style="cyan")
+    yield "tokens/s", rates.append(f" {work.tokens_per_s:.1f}", style="bold")
+    yield "last turn", Text(f"{work.last_tps:.1f} tokens/s, the first after {work.last_ttft_ms:.0f} ms")
+    slots = bar(work.slots_used, work.slots, width=bar_width, style="green")
+    yield "slots", slots.append(f" {work.slots_used} of {work.slots}", style="default")
+    yield "queue", Text(f"{work.queue_depth} waiting", style="yellow" if work.queue_depth else "")
+    yield "sessions", _sessions(glance, metrics)
+    yield from _memory(glance, bar_width)
+    yield from _gpu(metrics.gpu, glance.heat, bar_width)
+    if glance.plan is not None:
+        yield from _plan(glance.plan)
+
+
+def _model(engine: EngineReadings, status: Mapping[str, float | int | str | None]) -> Text:
+    text = Text(_plain(engine.model or "—"), style="bold")
+    facts = []
+    if (n_ctx := status.get("n_ctx")) is not None:
+        facts.append(f"{n_ctx} tokens of context")
+    if engine.gpu_layers is not None:
+        layers = status.get("layers")
+        of_all = "" if layers is None else f" of {layers}"
+        facts.append(f"{engine.gpu_layers}{of_all} layers on the GPU" if engine.gpu_layers else "on the processor")
+    if lora := status.get("lora"):
+        facts.append(_plain(str(lora)))
+    return text.append("".join(f" · {fact}" for fact in facts), style="not bold")
+
+
+def _engine(engine: EngineReadings) -> Text:
+    text = Text(engine.state, style=_STATE_STYLES.get(engine.state, "yellow"))
+    facts = [] if engine.rss_mb is None else [f"{_mib(engine.rss_mb)} resident"]
+    if engine.restarts:
+        facts.append(f"{engine.restarts} restarts")
+    return text.append("".join(f" · {fact}" for fact in facts), style="default")
+
+
+def _sessions(glance: Glance, metrics: Metrics) -> Text:
+    work, status = metrics.inference, glance.status.get("sessions", {})
+    facts = [f"{work.total_sessions} open", f"{work.active_generations} answering"]
+    facts.append(f"{work.parked_sessions} parked ({_mib(work.parked_mb)})")
+    if (connections := status.get("connections")) is not None:
+        facts.append(f"{connections} connections")
+    text = Text(" · ".join(facts))
+    storage = status.get("storage")
+    if storage not in (None, "ok"):
+        text.append(f" · nothing can be stored: {_plain(str(storage))}", style="bold red")
+    return text
+
+
+def _memory(glance: Glance, bar_width: int) -> Iterator[tuple[str, Text]]:
+    """The host's memory against its ceiling, which operators are told."""
+    status = glance.status.get("memory", {})
+    used, limit, pressure = (status.get(name) for name in ("memory_used_bytes", "memory_limit_bytes", "pressure"))
+    if not isinstance(used, int | float) or not isinstance(limit, int | float):
+        return
+    text = bar(used, limit, width=bar_width).append(f" {_mib(used / _MIB)} of {_mib(limit / _MIB)}", style="default")
+    if pressure not in (None, "easy"):
+        text.append(f" · {pressure}", style="bold red")
+    yield "memory", text
+
+
+def _gpu(gpu: GpuReadings, heat: Thermal | None, bar_width: int) -> Iterator[tuple[str, Text]]:
+    if gpu.name is None and gpu.vram_total_mb is None:
+        yield "GPU", Text("—", style="dim")
+        return
+    if gpu.vram_used_mb is not None and gpu.vram_total_mb is not None:
+        figures = f" {_mib(gpu.vram_used_mb)} of {_mib(gpu.vram_total_mb)}"
+        yield "VRAM", bar(gpu.vram_used_mb, gpu.vram_total_mb, width=bar_width).append(figures, style="default")
+    readings = (
+        (gpu.temp, "°C", "{:.0f} °C"),
+        (gpu.utilization, "busy", "{:.0f} % busy"),
+        (gpu.power_watts, "W", "{:.0f} W"),
+        (gpu.fan_percent, "fan", "fan {:.0f} %"),
+    )
+    facts = [wording.format(value) if value is not None else f"— {unit}" for value, unit, wording in readings]
+    text = Text(" · ".join([_plain(gpu.name or "GPU"), *facts]))
+    if gpu.throttling:
+        text.append(f" · slowed down: {', '.join(gpu.throttle_reasons or ('unknown',))}", style="yellow")
+    yield "GPU", text
+    if heat is not None and heat.state != "cool":
+        yield "", Text(f"{heat.state}: {_plain(heat.action)}", style=_HEAT_STYLES[heat.state])
+
+
+def _plan(plan: EnginePlan) -> Iterator[tuple[str, Text]]:
+    """What the model was to take of each GPU, and what it took."""
+    for number, device in enumerate(plan.devices):
+        planned = device.weight_bytes + device.kv_bytes + device.compute_bytes + device.context_bytes
+        facts = [_plain(device.name), f"{device.layers} of {plan.layers} layers", f"{_mib(planned / _MIB)} planned"]
+        if device.used_bytes is not None:
+            facts.append(f"{_mib(device.used_bytes / _MIB)} taken")
+        yield "" if number else "plan", Text(" · ".join(facts))
+
+
+def _mib(n_mib: float) -> str:
+    return f"{n_mib:.0f} MiB" if n_mib < 1024 else f"{n_mib / 1024:.1f} GiB"
+
+
+def _plain(text: str) -> str:
+    return text.translate(_CONTROLS)
+
 
 E = TypeVar("E", bound="Event")
 

@@ -17,12 +17,11 @@ from inferencecenter.auth.account import MAX_SESSIONS
 from inferencecenter.auth.accounts import DATABASE_NAME, Accounts
 from inferencecenter.auth.accounts_db import format_limits
 from inferencecenter.auth.bootstrap import ensure_admin
-from inferencecenter.cli.limits import LIMITS_HELP, changed
-from inferencecenter.cli.options import ConfigOption, JsonOption, StateDirOption, given
+from inferencecenter.cli.options import LIMITS_HELP, ConfigOption, JsonOption, StateDirOption, changed, given
 from inferencecenter.cli.output import print_json, stdout
 from inferencecenter.config.loader import load_settings
 from inferencecenter.config.sections import Priority
-from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.protocol.scopes import Scope
 from inferencecenter.server import control
 

@@ -4,9 +4,8 @@ It connects again by itself and goes on where it was.
 """
 
 from inferencecenter.client.answer import Answer, result
-from inferencecenter.client.connection import Client
-from inferencecenter.client.exchange import Notice
-from inferencecenter.client.failures import (
+from inferencecenter.client.client import Client
+from inferencecenter.client.errors import (
     DaemonError,
     NotAllowedError,
     NotFoundError,
@@ -16,29 +15,31 @@ from inferencecenter.client.failures import (
     TryLaterError,
     UnreachableError,
 )
-from inferencecenter.client.lifeline import Timing
-from inferencecenter.client.options import Asked, ClientOptions, SessionOptions
-from inferencecenter.client.reconnecting import Connected, ConnectionState, Ended, Reconnecting
+from inferencecenter.client.multiplexer import Notice
+from inferencecenter.client.options import ClientOptions, InferOptions, SessionOptions
+from inferencecenter.client.reconnect import Connected, ConnectionState, Ended, Reconnecting
 from inferencecenter.client.session import ClientSession
 from inferencecenter.client.stream import TurnStreamEvent
-from inferencecenter.client.turn import Turn
-from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.client.transport import Timing
+from inferencecenter.client.turn import ClientTurn
+from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.protocol.requests import START
 from inferencecenter.protocol.values import ChatMessage, Tool, ToolCall
 
 __all__ = [
     "START",
     "Answer",
-    "Asked",
     "ChatMessage",
     "Client",
     "ClientOptions",
     "ClientSession",
+    "ClientTurn",
     "Connected",
     "ConnectionState",
     "DaemonError",
     "Ended",
     "ErrorCode",
+    "InferOptions",
     "InferenceCenterError",
     "NotAllowedError",
     "NotFoundError",
@@ -52,7 +53,6 @@ __all__ = [
     "Tool",
     "ToolCall",
     "TryLaterError",
-    "Turn",
     "TurnStreamEvent",
     "UnreachableError",
     "result",

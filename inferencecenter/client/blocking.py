@@ -5,25 +5,26 @@ Any number of threads may use one client at once. What it calls back, as ``on_no
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import threading
 from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
 from inferencecenter.client.answer import Answered
-from inferencecenter.client.connection import Client as AsyncClient
-from inferencecenter.client.failures import failure
-from inferencecenter.client.loop_thread import LoopThread
-from inferencecenter.errors import ErrorCode
+from inferencecenter.client.client import Client as AsyncClient
+from inferencecenter.client.errors import failure
+from inferencecenter.core.errors import ErrorCode
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Iterator, Mapping
     from types import TracebackType
 
     from inferencecenter.client.answer import Answer
-    from inferencecenter.client.options import Asked, ClientOptions, Messages, SessionOptions
+    from inferencecenter.client.options import ClientOptions, InferOptions, Messages, SessionOptions
     from inferencecenter.client.session import ClientSession
     from inferencecenter.client.stream import TurnStreamEvent
-    from inferencecenter.client.turn import Turn as AsyncTurn
-    from inferencecenter.errors import InferenceCenterError
+    from inferencecenter.client.turn import ClientTurn as AsyncTurn
+    from inferencecenter.core.errors import InferenceCenterError
     from inferencecenter.protocol.base import Event, Request
     from inferencecenter.protocol.events import (
         Appended,
@@ -40,10 +41,63 @@ if TYPE_CHECKING:
     )
     from inferencecenter.protocol.values import ModelSummary, SessionSummary
 
+
+class LoopThread:
+    """Runs coroutines for other threads until it is closed. It ends with its program, also when it was not closed."""
+
+    def __init__(self) -> None:
+        self._is_up = threading.Event()
+        self._loop: asyncio.AbstractEventLoop
+        self._closing: asyncio.Event
+        self._thread = threading.Thread(target=self._run, name="inferencecenter-client", daemon=True)
+        self._thread.start()
+        self._is_up.wait()
+
+    def call(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Return what a coroutine returns; when the wait is interrupted, as by Ctrl-C, it is cancelled.
+
+        Raises:
+            UnreachableError: The thread was closed.
+            RuntimeError: The thread would wait for itself.
+        """
+        if threading.current_thread() is self._thread:
+            coroutine.close()
+            raise RuntimeError("what is called back cannot wait for the client that calls it")
+        try:
+            future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        except RuntimeError:
+            coroutine.close()
+            raise failure(ErrorCode.DAEMON_UNREACHABLE, "the client was closed") from None
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    def soon(self, callback: Callable[[], object]) -> None:
+        """Have a function called there, after all that it was given before; without the thread it is not."""
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(callback)
+
+    def close(self) -> None:
+        """Cancel what still runs, and end."""
+        self.soon(self._closing.set)
+        self._thread.join()
+
+    def _run(self) -> None:
+        asyncio.run(self._serve())
+
+    async def _serve(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._closing = asyncio.Event()
+        self._is_up.set()
+        await self._closing.wait()
+
+
 T = TypeVar("T")
 
 
-class Client:
+class BlockingClient:
     """A client of one daemon, open inside ``with``, or from ``open`` to ``close``.
 
     Arguments, methods and errors are those of ``inferencecenter.client.Client``.
@@ -56,7 +110,7 @@ class Client:
     def __repr__(self) -> str:
         return f"<blocking {self._client!r}>"
 
-    def __enter__(self) -> Client:
+    def __enter__(self) -> BlockingClient:
         self.open()
         return self
 
@@ -197,12 +251,14 @@ class BlockingSession:
         return self._session.created
 
     def infer(
-        self, prompt: str | None = None, *, messages: Messages | None = None, **asked: Unpack[Asked]
+        self, prompt: str | None = None, *, messages: Messages | None = None, **asked: Unpack[InferOptions]
     ) -> BlockingTurn:
         """Say something and return the turn that answers it; iterate over it for the text."""
         return BlockingTurn(self._thread, self._session.infer(prompt, messages=messages, **asked))
 
-    def ask(self, prompt: str | None = None, *, messages: Messages | None = None, **asked: Unpack[Asked]) -> Answer:
+    def ask(
+        self, prompt: str | None = None, *, messages: Messages | None = None, **asked: Unpack[InferOptions]
+    ) -> Answer:
         """Say something and return the whole answer."""
         return self._thread.call(self._session.ask(prompt, messages=messages, **asked))
 
@@ -287,3 +343,7 @@ class BlockingTurn(Answered):
                 yield item
         finally:
             self._thread.soon(self._turn.leave)
+
+
+Client = BlockingClient
+"""The name under which programs import it, beside the asyncio client of the same name."""

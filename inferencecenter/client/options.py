@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict, cast
+
+from inferencecenter.client.errors import made
+from inferencecenter.protocol import requests
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from ssl import SSLContext
 
-    from inferencecenter.client.exchange import Notice
-    from inferencecenter.client.lifeline import Timing
+    from inferencecenter.client.multiplexer import Notice
+    from inferencecenter.client.transport import Timing
     from inferencecenter.protocol.values import (
         ChatMessage,
         Metadata,
@@ -19,6 +23,41 @@ if TYPE_CHECKING:
         Priority,
         Tool,
         ToolChoice,
+    )
+
+
+def current_traceparent() -> str | None:
+    """Return the current span as W3C Trace Context has it; ``None`` where there is none.
+
+    OpenTelemetry is not imported: in a program that has a span, it is there.
+    """
+    trace = sys.modules.get("opentelemetry.trace")
+    if trace is None:
+        return None
+    span = trace.get_current_span().get_span_context()
+    if not span.is_valid:
+        return None
+    return f"00-{span.trace_id:032x}-{span.span_id:016x}-{span.trace_flags & 0xFF:02x}"
+
+
+def infer_request(
+    session_id: str, prompt: str | None, *, messages: Messages | None, asked: InferOptions
+) -> requests.Infer:
+    """Return the request, which belongs to the caller's current span.
+
+    Raises:
+        RequestError: What is asked makes no sense.
+    """
+    fields: dict[str, Any] = {name: value for name, value in asked.items() if name not in RetryOptions.__annotations__}
+    if "tools" in fields:
+        fields["tools"] = list(fields["tools"])
+    return made(
+        requests.Infer,
+        session_id=session_id,
+        prompt=prompt,
+        messages=None if messages is None else list(messages),
+        traceparent=current_traceparent(),
+        **fields,
     )
 
 
@@ -56,7 +95,7 @@ class ClientOptions(TypedDict, total=False):
     timing: Timing
 
 
-class Waits(TypedDict, total=False):
+class RetryOptions(TypedDict, total=False):
     """What a caller may say of waiting.
 
     Attributes:
@@ -71,7 +110,7 @@ class Waits(TypedDict, total=False):
     on_loading: Callable[[str], None]
 
 
-class SessionOptions(Waits, total=False):
+class SessionOptions(RetryOptions, total=False):
     """How a session is.
 
     Attributes:
@@ -99,7 +138,7 @@ class SessionOptions(Waits, total=False):
     metadata: Metadata | None
 
 
-class Asked(Waits, total=False):
+class InferOptions(RetryOptions, total=False):
     """What a turn may be asked with, beside what is said.
 
     Attributes:
@@ -127,6 +166,8 @@ class Asked(Waits, total=False):
     priority: Priority
 
 
-def waits(options: Mapping[str, Any]) -> Waits:
+def waits(options: Mapping[str, Any]) -> RetryOptions:
     """Return what was said of waiting."""
-    return cast("Waits", {name: value for name, value in options.items() if name in Waits.__annotations__})
+    return cast(
+        "RetryOptions", {name: value for name, value in options.items() if name in RetryOptions.__annotations__}
+    )

@@ -5,25 +5,24 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import uuid
+from enum import Enum, auto
 from typing import TYPE_CHECKING, Any, Unpack
 
-from inferencecenter.client.asking import asking
-from inferencecenter.client.exchange import expect
-from inferencecenter.client.failures import NotFoundError, SessionTakenOverError, UnreachableError, failure, made
-from inferencecenter.client.link import Unknown
-from inferencecenter.client.options import waits
-from inferencecenter.client.patience import LOAD_TIMEOUT_S
-from inferencecenter.client.position import Arrival, Position
-from inferencecenter.client.reader import TurnReader
+from inferencecenter.client.errors import NotFoundError, SessionTakenOverError, UnreachableError, failure, made
+from inferencecenter.client.multiplexer import expect
+from inferencecenter.client.options import infer_request, waits
+from inferencecenter.client.retry import LOAD_TIMEOUT_S
 from inferencecenter.client.stream import TurnStream
-from inferencecenter.client.turn import Turn
-from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.client.transport import UnknownEvent
+from inferencecenter.client.turn import ClientTurn, TurnReader
+from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.protocol import requests
 from inferencecenter.protocol.base import SessionEvent
 from inferencecenter.protocol.events import (
     Appended,
     Error,
     MetadataSet,
+    Reasoning,
     Session,
     SessionClosed,
     SessionCreated,
@@ -31,15 +30,75 @@ from inferencecenter.protocol.events import (
     SessionExpired,
     SessionResumed,
     SessionRewound,
+    Token,
+    ToolCall,
 )
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Mapping
 
     from inferencecenter.client.answer import Answer
-    from inferencecenter.client.exchange import Exchange
-    from inferencecenter.client.options import Asked, Messages
+    from inferencecenter.client.multiplexer import RequestMultiplexer
+    from inferencecenter.client.options import InferOptions, Messages
     from inferencecenter.protocol.base import Event
+
+
+class SequenceStatus(Enum):
+    """What the number of an event says about it."""
+
+    NEXT = auto()
+    REPEATED = auto()
+    AFTER_A_GAP = auto()
+
+
+class SequenceTracker:
+    """The last event that arrived.
+
+    Attributes:
+        epoch: Incarnation of the history; ``None`` when it is not known.
+        seq: Number of the last event, 0 before the first.
+    """
+
+    def __init__(self, epoch: str | None, seq: int = 0) -> None:
+        self.epoch = epoch
+        self.seq = seq
+        self._resumed_after: int | None = None
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.epoch}, {self.seq})"
+
+    def admit(self, event: SessionEvent | Error) -> SequenceStatus:
+        """Count an event, unless it was here before or events before it are missing.
+
+        A text may stand for several, of which it has the last number, so nothing is missing before one. Nor is there
+        a gap to fill where the history was resumed already: what is not sent again was not for this client.
+        """
+        assert event.seq is not None, "only numbered events have a position"
+        if event.seq <= self.seq:
+            return SequenceStatus.REPEATED
+        is_text = isinstance(event, Token | Reasoning | ToolCall)
+        adjoins = is_text or event.seq == self.seq + 1 or self.seq == self._resumed_after
+        if not adjoins:
+            return SequenceStatus.AFTER_A_GAP
+        self.seq = event.seq
+        return SequenceStatus.NEXT
+
+    def note(self, seq: int) -> None:
+        """Count an event that is taken whatever its number, as the answer to a request."""
+        self.seq = max(self.seq, seq)
+
+    def resume(self, resumed: SessionResumed) -> None:
+        """Go on where the daemon goes on: at the same place, or after all that is lost."""
+        if not resumed.resumed:
+            self.seq = resumed.seq
+        self.epoch = resumed.epoch
+        self._resumed_after = self.seq
+
+    def forget(self) -> None:
+        """Stop counting: the events go elsewhere; whatever comes next is new."""
+        self.epoch = None
+        self.seq = 0
+        self._resumed_after = 0
 
 
 class ClientSession:
@@ -55,11 +114,11 @@ class ClientSession:
         created: What the daemon said when this connection opened it; ``None`` for one that was taken up.
     """
 
-    def __init__(self, exchange: Exchange, session_id: str, *, epoch: str | None) -> None:
+    def __init__(self, exchange: RequestMultiplexer, session_id: str, *, epoch: str | None) -> None:
         self._exchange = exchange
         self.session_id = session_id
         self.created: SessionCreated | None = None
-        self._position = Position(epoch)
+        self._position = SequenceTracker(epoch)
         self._missing = False
         self._readers: list[TurnReader] = []
         self._taking_up = False
@@ -67,7 +126,7 @@ class ClientSession:
         self._winding_up: set[asyncio.Task[None]] = set()
 
     @classmethod
-    def opened(cls, exchange: Exchange, created: SessionCreated) -> ClientSession:
+    def opened(cls, exchange: RequestMultiplexer, created: SessionCreated) -> ClientSession:
         """Return the session that the daemon has just opened for this connection."""
         session = cls(exchange, created.session_id, epoch=created.epoch)
         session.created = created
@@ -77,7 +136,9 @@ class ClientSession:
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.session_id} {self._position} readers={len(self._readers)}>"
 
-    def infer(self, prompt: str | None = None, *, messages: Messages | None = None, **asked: Unpack[Asked]) -> Turn:
+    def infer(
+        self, prompt: str | None = None, *, messages: Messages | None = None, **asked: Unpack[InferOptions]
+    ) -> ClientTurn:
         """Say something and return the turn that answers it; iterate over it for the text.
 
         It goes on unbroken when the connection is lost and comes back: nothing is missing, nothing comes twice, though
@@ -91,16 +152,16 @@ class ClientSession:
         Raises:
             RequestError: What is asked makes no sense.
         """
-        infer = asking(self.session_id, prompt, messages=messages, asked=asked)
+        infer = infer_request(self.session_id, prompt, messages=messages, asked=asked)
 
         def begin() -> TurnReader:
             keyed = infer.model_copy(update={"turn_key": uuid.uuid4().hex})
             return TurnReader(self._exchange, self, stream=TurnStream(self.session_id), infer=keyed)
 
-        return Turn(self, begin, self._exchange.patience(**waits(asked)))
+        return ClientTurn(self, begin, self._exchange.patience(**waits(asked)))
 
     async def ask(
-        self, prompt: str | None = None, *, messages: Messages | None = None, **asked: Unpack[Asked]
+        self, prompt: str | None = None, *, messages: Messages | None = None, **asked: Unpack[InferOptions]
     ) -> Answer:
         """Say something and return the whole answer.
 
@@ -114,14 +175,14 @@ class ClientSession:
         """
         return await self.infer(prompt, messages=messages, **asked).rest()
 
-    def follow(self) -> Turn:
+    def follow(self) -> ClientTurn:
         """Return the turn that was running when the session was resumed, from its beginning to its end.
 
         What it had said by then comes as one piece, as does what it thought and what it asked of each tool. Leaving it
         does not end it. Without such a turn nothing comes.
         """
         reader, self._following = self._following, None
-        return Turn(self, lambda: reader, None)
+        return ClientTurn(self, lambda: reader, None)
 
     async def abort(self) -> None:
         """Ask for the end of the running turn; its iterator yields ``End``. With nothing running, nothing happens.
@@ -171,7 +232,7 @@ class ClientSession:
         request = made(requests.ForkSession, session_id=self.session_id, turn=turn)
         await self.settled()
         patience = self._exchange.patience(load_timeout_s=load_timeout_s)
-        created = await patience.persist(lambda: self._exchange.request(request))
+        created = await patience.run(lambda: self._exchange.request(request))
         return ClientSession.opened(self._exchange, expect(created, SessionCreated))
 
     async def rewind(self, turn: str) -> SessionRewound:
@@ -230,12 +291,12 @@ class ClientSession:
 
     # What its turns call.
 
-    def wind_up(self, turn: Coroutine[Any, Any, None]) -> asyncio.Task[None] | None:
+    def drain(self, turn: Coroutine[Any, Any, None]) -> asyncio.Task[None] | None:
         """Bring a turn to its end that nobody reads any more; ``None`` where the connection is over."""
         if self._exchange.line.ended is not None:
             turn.close()
             return None
-        task = self._exchange.wind_up(turn)
+        task = self._exchange.drain(turn)
         self._winding_up.add(task)
         task.add_done_callback(self._winding_up.discard)
         return task
@@ -247,7 +308,7 @@ class ClientSession:
 
     # What the client calls.
 
-    def take_up(self) -> None:
+    def attach(self) -> None:
         """Follow the turn that is running when the session is resumed next."""
         self._taking_up = True
 
@@ -262,7 +323,7 @@ class ClientSession:
         """Take note that the socket is lost: only what comes after ``session_resumed`` counts."""
         self._missing = True
 
-    def take(self, event: Event | Unknown, *, direct: bool) -> None:
+    def take(self, event: Event | UnknownEvent, *, direct: bool) -> None:
         """Take an event of this session.
 
         Args:
@@ -276,7 +337,7 @@ class ClientSession:
                 self._position.forget()
                 self._exchange.detach(self)
                 self.fail(SessionTakenOverError(self.session_id))
-            case Unknown():
+            case UnknownEvent():
                 if not self._missing:
                     self._position.note(event.seq)
             case SessionEvent() | Error(seq=int()):
@@ -341,10 +402,10 @@ class ClientSession:
         if self._missing:
             return False
         arrival = self._position.admit(event)
-        if arrival is Arrival.AFTER_A_GAP:
+        if arrival is SequenceStatus.AFTER_A_GAP:
             self._missing = True
             self._exchange.fill_gap(self)
-        return arrival is Arrival.NEXT
+        return arrival is SequenceStatus.NEXT
 
     def _hand_out(self, item: Event | InferenceCenterError) -> None:
         for reader in self._readers:

@@ -10,8 +10,8 @@ from enum import Enum, auto
 from typing import TYPE_CHECKING, Final, TypeAlias
 
 from inferencecenter.client.answer import Answer
-from inferencecenter.client.failures import as_exception, failure
-from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.client.errors import as_exception, failure
+from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.protocol.events import (
     ContextShifted,
     End,

@@ -4,25 +4,171 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections import deque
+from enum import Enum, auto
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from inferencecenter.client.answer import Answer, Answered
-from inferencecenter.errors import InferenceCenterError
+from inferencecenter.client.stream import StreamState
+from inferencecenter.core.errors import ErrorCode, InferenceCenterError
+from inferencecenter.protocol import requests
 from inferencecenter.protocol.events import Token
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
     from types import TracebackType
 
-    from inferencecenter.client.patience import Patience
-    from inferencecenter.client.reader import TurnReader
+    from inferencecenter.client.multiplexer import RequestMultiplexer
+    from inferencecenter.client.reconnect import ReconnectBackoff
+    from inferencecenter.client.retry import RetryPolicy
     from inferencecenter.client.session import ClientSession
-    from inferencecenter.client.stream import TurnStreamEvent
+    from inferencecenter.client.stream import TurnStream, TurnStreamEvent
+    from inferencecenter.protocol.base import Event
+
+
+class _Abort(Enum):
+    """Whether the turn is to end early, and whether the daemon was told on this socket."""
+
+    UNWANTED = auto()
+    WANTED = auto()
+    SENT = auto()
+
+
+class TurnReader:
+    """Reads one turn once.
+
+    Args:
+        exchange: The connection.
+        session: The session, which hands in its events.
+        stream: What makes one stream of them.
+        infer: What asks for the turn; ``None`` when somebody else did.
+
+    Attributes:
+        closed: Whether nothing more comes.
+    """
+
+    def __init__(
+        self, exchange: RequestMultiplexer, session: ClientSession, *, stream: TurnStream, infer: requests.Infer | None
+    ) -> None:
+        self._exchange = exchange
+        self._session = session
+        self._stream = stream
+        self._infer = infer
+        self._inbox: asyncio.Queue[Event | InferenceCenterError] = asyncio.Queue()
+        self._ready: deque[TurnStreamEvent] = deque()
+        self._request_id: str | None = None
+        self._backoff: ReconnectBackoff | None = None
+        self._abort = _Abort.UNWANTED
+        self.closed = False
+        if infer is not None:
+            exchange.attach(session)
+        session.begin_reading(self)
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self._stream} waiting={self._inbox.qsize()} abort={self._abort.name}>"
+
+    def put(self, item: Event | InferenceCenterError) -> None:
+        """Take an event of the session, or why there will be no more."""
+        self._inbox.put_nowait(item)
+
+    def resumed(self) -> None:
+        """Take note that what was sent on the socket before may not have arrived."""
+        if self._abort is _Abort.SENT:
+            self._abort = _Abort.WANTED
+
+    @property
+    def turn_id(self) -> str | None:
+        """The turn, once the daemon has named it."""
+        return self._stream.turn_id
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether the daemon may know of the turn."""
+        return self._infer is None or self._request_id is not None
+
+    async def next(self) -> TurnStreamEvent | None:
+        """Return the turn's next event, the last being ``End``, and then ``None``. If it is cancelled, nothing is lost.
+
+        Raises:
+            InferenceCenterError: What the daemon refused, what ended the turn, or why its rest is lost.
+        """
+        try:
+            while not self._ready and not self.closed:
+                await self._read()
+        except InferenceCenterError as error:
+            self.close()
+            if error.code is ErrorCode.SESSION_NOT_FOUND:
+                self._exchange.detach(self._session)
+            raise
+        return self._ready.popleft() if self._ready else None
+
+    def close(self) -> None:
+        """Read no more; the turn is left as it is."""
+        self.closed = True
+        self._session.end_reading(self)
+        self._ignore_answers()
+
+    async def abort(self) -> None:
+        """Have the turn end, now or as soon as the daemon can be told."""
+        self._abort = _Abort.WANTED
+        # Without its name, whatever runs would be aborted: if this is refused, somebody else's.
+        if self._stream.turn_id is not None and self._exchange.line.connected:
+            await self._send_abort()
+
+    async def repeat_abort(self, running: str | None) -> None:
+        """On a new socket, say again that the turn is to end if it still runs."""
+        if self._abort is _Abort.WANTED and running is not None and running == self._stream.turn_id:
+            await self._send_abort()
+
+    async def _read(self) -> None:
+        stream = self._stream
+        # What has come already may change what is to be asked.
+        if stream.due and self._inbox.empty():
+            await self._ask()
+            return
+        item = await self._inbox.get()
+        if isinstance(item, InferenceCenterError):
+            raise item
+        self._ready.extend(stream.take(item))
+        if stream.over:
+            self.close()
+        elif self._abort is _Abort.WANTED and stream.state is StreamState.RUNNING:
+            await self.abort()
+
+    async def _ask(self) -> None:
+        """Send ``infer`` again, after a while if the daemon could not take it yet."""
+        assert self._infer is not None, "a turn of somebody else is never due"
+        if self._stream.refusal is not None:
+            self._backoff = self._backoff or self._exchange.new_backoff()
+            await self._exchange.pause(self._backoff, self._stream.refusal)
+        await self._exchange.line.until_connected()
+        if not self._inbox.empty():
+            return
+        self._ignore_answers()
+        request = self._exchange.numbered(self._infer)
+        self._request_id = str(request.id)
+        self._stream.asked(self._request_id)
+        self._exchange.register_listener(self._request_id, self._session)
+        try:
+            await self._exchange.line.send(request)
+        except BaseException:
+            self._stream.due = True  # cancelled: it is not known to have gone out
+            raise
+
+    async def _send_abort(self) -> None:
+        self._abort = _Abort.SENT
+        abort = requests.Abort(op="abort", session_id=self._session.session_id, turn_id=self._stream.turn_id)
+        await self._exchange.line.send(self._exchange.numbered(abort))
+
+    def _ignore_answers(self) -> None:
+        if self._request_id is not None:
+            self._exchange.unregister_listener(self._request_id)
+
 
 T_co = TypeVar("T_co", covariant=True)
 
 
-class Turn(Answered):
+class ClientTurn(Answered):
     """One turn, to be read once; ``ClientSession.infer`` and ``ClientSession.follow`` make one.
 
     Iterating yields the answer's text as it comes. The daemon hears of the turn when its first piece is asked for.
@@ -36,7 +182,7 @@ class Turn(Answered):
     """
 
     def __init__(
-        self, session: ClientSession, begin: Callable[[], TurnReader | None], patience: Patience | None
+        self, session: ClientSession, begin: Callable[[], TurnReader | None], patience: RetryPolicy | None
     ) -> None:
         self.answer = Answer()
         self._session = session
@@ -58,17 +204,17 @@ class Turn(Answered):
         """Its id, once the daemon has named it."""
         return None if self._reader is None else self._reader.turn_id
 
-    def __aiter__(self) -> Reading[str]:
-        return Reading(self, self.next_text)
+    def __aiter__(self) -> TurnEventIterator[str]:
+        return TurnEventIterator(self, self.next_text)
 
-    def events(self) -> Reading[TurnStreamEvent]:
+    def events(self) -> TurnEventIterator[TurnStreamEvent]:
         """Return an iterator over all that the turn tells, not only its text; the last is ``End``.
 
         Leaving it early is leaving the turn.
         """
-        return Reading(self, self.next_event)
+        return TurnEventIterator(self, self.next_event)
 
-    async def __aenter__(self) -> Turn:
+    async def __aenter__(self) -> ClientTurn:
         return self
 
     async def __aexit__(
@@ -124,7 +270,7 @@ class Turn(Answered):
             return
         reader = self._reader
         if self._ends_when_left and reader is not None and reader.is_asked and not reader.closed:
-            self._winding_up = self._session.wind_up(self._wind_up(reader))
+            self._winding_up = self._session.drain(self._wind_up(reader))
         if self._winding_up is None:
             self._over = True
             if reader is not None:
@@ -171,7 +317,7 @@ class Turn(Answered):
                     pass
 
 
-class Reading(Generic[T_co]):
+class TurnEventIterator(Generic[T_co]):
     """An iterator over a turn. When nobody has it any more, the turn is left.
 
     Args:
@@ -179,12 +325,12 @@ class Reading(Generic[T_co]):
         advance: Returns what comes next, and ``None`` after the last.
     """
 
-    def __init__(self, turn: Turn, advance: Callable[[], Awaitable[T_co | None]]) -> None:
+    def __init__(self, turn: ClientTurn, advance: Callable[[], Awaitable[T_co | None]]) -> None:
         self._turn = turn
         self._advance = advance
         self._loop: asyncio.AbstractEventLoop | None = None
 
-    def __aiter__(self) -> Reading[T_co]:
+    def __aiter__(self) -> TurnEventIterator[T_co]:
         return self
 
     async def __anext__(self) -> T_co:

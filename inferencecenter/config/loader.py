@@ -22,7 +22,7 @@ from pydantic_settings import EnvSettingsSource
 
 from inferencecenter.config.sections import expand
 from inferencecenter.config.settings import APP_NAME, ENV_PREFIX, Settings, environment_name, setting_fields
-from inferencecenter.errors import ErrorCode, InferenceCenterError, foreign_input
+from inferencecenter.core.errors import ErrorCode, InferenceCenterError, foreign_input
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

@@ -14,7 +14,7 @@ from inferencecenter.auth.clients_file import load_clients
 from inferencecenter.config.params import parse_config_params
 from inferencecenter.config.sections import LogSettings
 from inferencecenter.config.settings import setting_fields
-from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.models.registry import DAEMON_SETTINGS, read_registry
 from inferencecenter.server.control import ReloadProblem, ReloadReport
 from inferencecenter.telemetry import logs

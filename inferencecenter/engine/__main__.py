@@ -17,12 +17,12 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from inferencecenter.core.errors import ERRORS, ErrorCode, InferenceCenterError
 from inferencecenter.engine.echo import EchoBackend
 from inferencecenter.engine.inbox import FrontDisconnected, Inbox, KvFetched, ReceivedCommand
 from inferencecenter.engine.kv_cache.recovery import RecoveryMode
 from inferencecenter.engine.kv_cache.store import KvStore, TierOptions
 from inferencecenter.engine.loop import EngineLoop
-from inferencecenter.errors import ERRORS, ErrorCode, InferenceCenterError
 from inferencecenter.ipc.framing import BlockingChannel, FramingError
 from inferencecenter.ipc.heartbeat import Heartbeat
 from inferencecenter.ipc.messages import Configure, LoadFailed, Loading, LogLine, Ready

@@ -11,8 +11,8 @@ import time
 import zlib
 from typing import TYPE_CHECKING
 
+from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.engine.backend import DecodeError, Sampled
-from inferencecenter.errors import ErrorCode, InferenceCenterError
 from inferencecenter.ipc.messages import ModelInfo, SampledLogprobs, TokenLogprob
 
 if TYPE_CHECKING:

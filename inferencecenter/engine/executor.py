@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
+from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.engine.backend import DecodeError
 from inferencecenter.engine.kv_mover import KvMover
 from inferencecenter.engine.scheduler.plan import StepOutcome
-from inferencecenter.errors import ErrorCode, InferenceCenterError
 from inferencecenter.ipc.messages import TokenDelta
 
 if TYPE_CHECKING:

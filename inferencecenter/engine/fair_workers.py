@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, TypeVar, overload
 
-from inferencecenter.fair_queue import FairQueue
+from inferencecenter.core.fair_queue import FairQueue
 
 if TYPE_CHECKING:
     from collections.abc import Callable

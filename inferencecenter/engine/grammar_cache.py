@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, TypeAlias
 from weakref import WeakValueDictionary
 
+from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.engine.grammar_sandbox import GrammarSandbox
 from inferencecenter.engine.sampling.constraint import (
     Constraint,
@@ -19,7 +20,6 @@ from inferencecenter.engine.sampling.constraint import (
     names_of,
     tokenizer_of,
 )
-from inferencecenter.errors import ErrorCode, InferenceCenterError
 from inferencecenter.ipc.messages import PromptSegment
 
 if TYPE_CHECKING:

@@ -21,11 +21,11 @@ import weakref
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
 
+from inferencecenter.core.errors import ErrorCode, InferenceCenterError
+from inferencecenter.core.process_limits import limit_cpu, limit_memory, resident_bytes
 from inferencecenter.engine.fair_workers import JobCancelledError
 from inferencecenter.engine.sampling.constraint import VocabularyNames, compiled, tokenizer_of
-from inferencecenter.errors import ErrorCode, InferenceCenterError
 from inferencecenter.ipc.messages import Grammar
-from inferencecenter.process_limits import limit_cpu, limit_memory, resident_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

@@ -25,9 +25,9 @@ from inferencecenter.ipc.messages import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
+    from inferencecenter.core.errors import InferenceCenterError
     from inferencecenter.engine.grammar_cache import CompiledGrammar
     from inferencecenter.engine.output_processor import OutputProcessor
-    from inferencecenter.errors import InferenceCenterError
 
 ROOM_BYTES: Final = 256 * 1024 * 1024
 """Bytes of commands that the reader takes in while the loop is busy; then the socket is left unread."""

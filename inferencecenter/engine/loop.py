@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.engine.executor import Executor
 from inferencecenter.engine.fair_workers import FairWorkers
 from inferencecenter.engine.grammar_cache import GrammarCache
@@ -28,7 +29,6 @@ from inferencecenter.engine.scheduler.prefix_sharing import is_prefix_key
 from inferencecenter.engine.scheduler.scheduler import Scheduler
 from inferencecenter.engine.speculation import draft_tokens
 from inferencecenter.engine.tokenization import TokenizationStage, TokenizerService
-from inferencecenter.errors import ErrorCode, InferenceCenterError
 from inferencecenter.ipc.messages import (
     AbortTurn,
     CancelLookup,

@@ -17,10 +17,10 @@ from inferencecenter.ipc.messages import ContextFull, Failed, Finished, Started,
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from inferencecenter.core.errors import InferenceCenterError
     from inferencecenter.engine.backend import Sampled
     from inferencecenter.engine.sampling.constraint import Constraint
     from inferencecenter.engine.sampling.stop import Scan
-    from inferencecenter.errors import InferenceCenterError
     from inferencecenter.ipc.messages import TurnEvent
     from inferencecenter.protocol.params import Params
 

@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
+from inferencecenter.core.errors import ErrorCode, InferenceCenterError
+from inferencecenter.core.fair_queue import FairShare
 from inferencecenter.engine.fair_workers import FairWorkers, Job, JobCancelledError
 from inferencecenter.engine.inbox import GrammarReady, TokenizationFailed, TokenizedTurn
 from inferencecenter.engine.output_processor import GenerationRequest, OutputProcessor
 from inferencecenter.engine.scheduler.request import EngineRequest
-from inferencecenter.errors import ErrorCode, InferenceCenterError
-from inferencecenter.fair_share import FairShare
 from inferencecenter.ipc.framing import FramingError
 from inferencecenter.ipc.messages import (
     Detokenized,

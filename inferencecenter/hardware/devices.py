@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.hardware import ggml, nvml
-from inferencecenter.hardware.plan import Device
+from inferencecenter.hardware.placement import Device
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -26,8 +26,8 @@ def find_devices(wanted: Sequence[str] = ()) -> tuple[Device, ...]:
     kinds = ggml.gpu_backends()
     readings = nvml.read_gpus().readings if "cuda" in kinds else ()
     if readings and not any(reading.mig for reading in readings):
-        return chosen([from_reading(reading) for reading in readings], wanted)
-    return chosen(ggml.probe() if kinds else (), wanted)
+        return select_devices([from_reading(reading) for reading in readings], wanted)
+    return select_devices(ggml.probe() if kinds else (), wanted)
 
 
 def from_reading(reading: GpuReading) -> Device:
@@ -43,7 +43,7 @@ def from_reading(reading: GpuReading) -> Device:
     )
 
 
-def chosen(devices: Sequence[Device], wanted: Sequence[str]) -> tuple[Device, ...]:
+def select_devices(devices: Sequence[Device], wanted: Sequence[str]) -> tuple[Device, ...]:
     """Return the devices that are wanted, in that order; all where none is named.
 
     Raises:

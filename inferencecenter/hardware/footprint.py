@@ -34,7 +34,7 @@ _PIPELINE_COPIES: Final = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SetUp:
+class RuntimeConfig:
     """What the memory of a context depends on; ``n_ctx`` is tokens per slot."""
 
     slots: int
@@ -51,7 +51,7 @@ class SetUp:
         return _full(self.n_ctx, _CELLS)
 
 
-def kv_bytes(layer: LayerShape, setup: SetUp) -> int:
+def kv_bytes(layer: LayerShape, setup: RuntimeConfig) -> int:
     """Return what a layer keeps of all slots; a sliding window keeps itself and a batch."""
     cells = setup.cells
     if layer.window:
@@ -66,7 +66,7 @@ def kv_bytes_per_token(model: ModelShape, *, type_k: str, type_v: str) -> int:
     return sum(numbers) // _NUMBERS
 
 
-def compute_bytes(model: ModelShape, setup: SetUp, *, transfers: int = 0) -> int:
+def compute_bytes(model: ModelShape, setup: RuntimeConfig, *, transfers: int = 0) -> int:
     """Return the buffer for one batch on a device that has all it needs.
 
     With ``e`` and ``f`` a batch of embeddings and of feed-forward values, and ``m`` the attention mask, it is
@@ -88,7 +88,7 @@ def compute_bytes(model: ModelShape, setup: SetUp, *, transfers: int = 0) -> int
     return max(needed, logits) + mask + (transfers * e + (_PIPELINE_COPIES - 1) * mask if transfers else 0)
 
 
-def lending_bytes(model: ModelShape, setup: SetUp, *, largest_bytes: int, kv_layer_bytes: int) -> int:
+def lending_bytes(model: ModelShape, setup: RuntimeConfig, *, largest_bytes: int, kv_layer_bytes: int) -> int:
     """Return the buffer on a GPU that computes prompts also for layers which are in the host's memory.
 
     For that their weights are copied to it, one tensor at a time, and the KV of one layer: ``largest_bytes`` is the
@@ -99,7 +99,7 @@ def lending_bytes(model: ModelShape, setup: SetUp, *, largest_bytes: int, kv_lay
     return max(usual + largest_bytes + _SLACK_BYTES, kv_layer_bytes + 5 * e + usual * (not setup.flash_attention))
 
 
-def host_compute_bytes(model: ModelShape, setup: SetUp, *, n_devices: int, overlaps: bool = False) -> int:
+def host_compute_bytes(model: ModelShape, setup: RuntimeConfig, *, n_devices: int, overlaps: bool = False) -> int:
     """Return the host's buffer for one batch: all of it, or only what goes to and comes from the GPUs."""
     if not n_devices:
         return compute_bytes(model, setup)

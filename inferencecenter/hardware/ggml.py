@@ -14,7 +14,7 @@ from typing import Annotated, Final, TypeAlias
 
 import msgspec
 
-from inferencecenter.hardware.plan import Device
+from inferencecenter.hardware.placement import Device
 
 _GPU_LIBRARIES: Final = ("cuda", "hip", "musa", "vulkan", "metal", "sycl", "opencl", "cann")
 _PROBE: Final = "inferencecenter.engine.llama.devices"

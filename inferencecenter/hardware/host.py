@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Final
 
 from inferencecenter.hardware.memory import available_memory_bytes
-from inferencecenter.hardware.plan import Host
+from inferencecenter.hardware.placement import Host
 
 _CPUS: Final = Path("/sys/devices/system/cpu")
 

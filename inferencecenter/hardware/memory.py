@@ -53,7 +53,7 @@ _VERSION_2: Final = _Controller(
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class MemoryLimit:
     """What is used of so much."""
 
     used_bytes: int
@@ -66,21 +66,21 @@ class Share:
 
 
 @dataclass(frozen=True, slots=True)
-class Resident:
+class ResidentMemory:
     """What a process has in memory besides files: its own, and what it shares, files of a tmpfs among it."""
 
     own_bytes: int = 0
     shared_bytes: int = 0
 
 
-def machine_memory(proc: Path = PROC) -> Share | None:
+def machine_memory(proc: Path = PROC) -> MemoryLimit | None:
     """Return how much of the machine's memory is in use."""
     fields = _fields(proc / "meminfo")
     total, available = fields.get("MemTotal:", 0) * _KIB, fields.get("MemAvailable:")
-    return Share(total - available * _KIB, total) if total and available is not None else None
+    return MemoryLimit(total - available * _KIB, total) if total and available is not None else None
 
 
-def cgroup_memory(proc: Path = PROC, cgroups: Path = CGROUPS) -> Share | None:
+def cgroup_memory(proc: Path = PROC, cgroups: Path = CGROUPS) -> MemoryLimit | None:
     """Return how much this process's control group uses of what it may; of several that are limited, the fullest.
 
     The limit is ``memory.max``, or ``memory.high`` if that is less: above it the kernel slows the group down. In
@@ -100,13 +100,13 @@ def available_memory_bytes(proc: Path = PROC, cgroups: Path = CGROUPS) -> int | 
     return min((share.left_bytes for share in shares), default=None)
 
 
-def resident(pid: int, proc: Path = PROC) -> Resident:
+def resident_memory(pid: int, proc: Path = PROC) -> ResidentMemory:
     """Return what a process has in memory; nothing for one that is gone."""
     fields = _fields(proc / str(pid) / "status")
-    return Resident(fields.get("RssAnon:", 0) * _KIB, fields.get("RssShmem:", 0) * _KIB)
+    return ResidentMemory(fields.get("RssAnon:", 0) * _KIB, fields.get("RssShmem:", 0) * _KIB)
 
 
-def _shares(proc: Path, cgroups: Path) -> Iterator[Share]:
+def _shares(proc: Path, cgroups: Path) -> Iterator[MemoryLimit]:
     """Yield what is used of each limit that holds for this process."""
     groups = _groups(proc, cgroups)
     yield from (share for group, controller in groups if (share := _share(group, controller)) is not None)
@@ -133,14 +133,14 @@ def _groups(proc: Path, cgroups: Path) -> Iterator[tuple[Path, _Controller]]:
         yield from ((root / each, controller) for each in (group, *group.parents) if ".." not in each.parts)
 
 
-def _share(group: Path, controller: _Controller) -> Share | None:
+def _share(group: Path, controller: _Controller) -> MemoryLimit | None:
     found = (_number(group / name) for name in controller.limits)
     limits = [limit for limit in found if limit and limit < _UNLIMITED_BYTES]
     used = _number(group / controller.usage)
     if not limits or used is None:
         return None
     stat = _fields(group / "memory.stat")
-    return Share(max(0, used - sum(stat.get(name, 0) for name in controller.reclaimable)), min(limits))
+    return MemoryLimit(max(0, used - sum(stat.get(name, 0) for name in controller.reclaimable)), min(limits))
 
 
 def _number(path: Path) -> int | None:

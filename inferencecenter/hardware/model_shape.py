@@ -9,19 +9,55 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Final, TypeGuard
 
-from inferencecenter.errors import ErrorCode, InferenceCenterError, foreign_input
-from inferencecenter.hardware.architectures import DENSE_FIRST, KNOWN, KV_FROM_START, WINDOW_EVERY
+from inferencecenter.core.errors import ErrorCode, InferenceCenterError, foreign_input
 from inferencecenter.hardware.gguf import Array, shown
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
     from pathlib import Path
 
     from inferencecenter.hardware.gguf import GgufFile, Tensor, Value
+
+
+_NAMES: Final = """
+    apertus arcee arctic arwkv7 baichuan bailingmoe bailingmoe2 bitnet bloom chameleon chatglm codeshell cohere2
+    command-r dbrx deci deepseek deepseek2 dots1 ernie4_5 ernie4_5-moe exaone exaone4 falcon falcon-h1 gemma gemma2
+    gemma3 gemma3n gemma4 glm4 glm4moe gpt-oss gpt2 gptj gptneox granite granitehybrid granitemoe grok grovemoe
+    hunyuan-dense hunyuan-moe internlm2 jais jamba lfm2 lfm2moe llama llama4 maincoder mamba mamba2 minicpm minicpm3
+    minimax-m2 mistral3 mpt nemotron nemotron_h nemotron_h_moe olmo olmo2 olmoe openelm orion phi2 phi3 phimoe plamo plm
+    qwen qwen2 qwen2moe qwen2vl qwen3 qwen3moe qwen3next qwen3vl qwen3vlmoe refact rwkv6 rwkv6qwen2 rwkv7 seed_oss
+    smallthinker smollm3 stablelm starcoder starcoder2 xverse
+"""
+
+KNOWN: Final = frozenset(_NAMES.split())
+"""Architectures whose memory was looked up in llama.cpp's source; of others it is taken that all layers look at all."""
+
+WINDOW_EVERY: Final[Mapping[str, int]] = {
+    "afmoe": 4,
+    "cohere2": 4,
+    "exaone4": 4,
+    "gemma2": 2,
+    "gemma3": 6,
+    "gemma3n": 5,
+    "gemma4": 6,
+    "gpt-oss": 2,
+    "llama4": 4,
+    "olmo2": 4,
+    "smallthinker": 4,
+}
+"""Every how manyth layer sees everything, where the others have a sliding window (``load_swa_pattern``)."""
+
+DENSE_FIRST: Final = frozenset({"smallthinker"})
+"""Of these, those in which it is the first of each group and not the last."""
+
+KV_FROM_START: Final[Mapping[str, int]] = {"gemma3n": 20}
+"""Layers that have KV of their own, where that is not stated."""
+
 
 _MAX_LAYERS: Final = 512  # LLAMA_MAX_LAYERS: llama.cpp loads no more, and planning tries every number of them
 _MAX_WIDTH: Final = 2**24

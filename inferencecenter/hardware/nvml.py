@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import pynvml
 
-from inferencecenter.errors import reason_of
+from inferencecenter.core.errors import reason_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Final
 
-from inferencecenter.lifecycle import Lifecycle
+from inferencecenter.core.state_machine import StateMachine
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -34,7 +34,7 @@ class PressureChange(StrEnum):
     RELIEVED = "relieved"
 
 
-PRESSURE: Final = Lifecycle(
+PRESSURE: Final = StateMachine(
     "memory pressure",
     {
         (PressureState.EASY, PressureChange.TIGHTENED): PressureState.SHEDDING,
@@ -47,7 +47,7 @@ PRESSURE: Final = Lifecycle(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Usage:
+class MemoryUsage:
     """A kind of memory: what is used of it, and how much may be.
 
     At ``calm_bytes``, below the limit, it counts as relieved at once. ``parked_bytes`` of what is used can be given up.
@@ -77,14 +77,14 @@ class Pressure:
     state: PressureState = PressureState.EASY
     is_over: bool = False
     over_at_s: float = -math.inf
-    usages: tuple[Usage, ...] = ()
+    usages: tuple[MemoryUsage, ...] = ()
 
-    def usage(self, name: str) -> Usage | None:
+    def usage(self, name: str) -> MemoryUsage | None:
         """Return what was seen of one kind of memory."""
         return next((each for each in self.usages if each.name == name), None)
 
 
-def felt(pressure: Pressure, usages: Sequence[Usage], *, now: float) -> Pressure:
+def next_pressure(pressure: Pressure, usages: Sequence[MemoryUsage], *, now: float) -> Pressure:
     """Return how short memory is after this look.
 
     What is over its limit is first given a chance: parked KV goes, and only a second look in a row that still finds
@@ -106,7 +106,7 @@ def felt(pressure: Pressure, usages: Sequence[Usage], *, now: float) -> Pressure
         if settled or (calm and state is PressureState.FULL):
             change = PressureChange.RELIEVED
     return Pressure(
-        state=PRESSURE.after(state, change) if change else state,
+        state=PRESSURE.next(state, change) if change else state,
         is_over=bool(over),
         over_at_s=now if over else pressure.over_at_s,
         usages=tuple(usages),

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from inferencecenter.errors import foreign_input
+from inferencecenter.core.errors import foreign_input
 
 _PROC: Final = Path("/proc")
 _TICKS_PER_S: Final = os.sysconf("SC_CLK_TCK")
@@ -18,14 +18,14 @@ _STIME: Final = 12
 
 
 @dataclass(frozen=True, slots=True)
-class Usage:
+class ProcessUsage:
     """CPU seconds since the process began, all its threads together, and the memory it holds now."""
 
     cpu_s: float
     rss_bytes: int
 
 
-def read_usage(pid: int) -> Usage:
+def read_usage(pid: int) -> ProcessUsage:
     """Return the usage of a process.
 
     Raises:
@@ -35,10 +35,10 @@ def read_usage(pid: int) -> Usage:
         return _read(_PROC / str(pid))
 
 
-def _read(process: Path) -> Usage:
+def _read(process: Path) -> ProcessUsage:
     # The name may hold spaces and parentheses; what follows its last parenthesis does not.
     fields = (process / "stat").read_text().rpartition(")")[2].split()
     resident_pages = int((process / "statm").read_text().split()[1])
-    return Usage(
+    return ProcessUsage(
         cpu_s=(int(fields[_UTIME]) + int(fields[_STIME])) / _TICKS_PER_S, rss_bytes=resident_pages * _PAGE_BYTES
     )

@@ -8,19 +8,176 @@ go to the GPU as can by giving up all before; of what was given up, everything t
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import replace
-from typing import TYPE_CHECKING, Final
+from itertools import accumulate
+from typing import TYPE_CHECKING, Final, TypeVar
 
-from inferencecenter.hardware.footprint import SetUp
-from inferencecenter.hardware.placing import place
-from inferencecenter.hardware.plan import Plan
-from inferencecenter.hardware.wording import advice, reasons
+from inferencecenter.hardware.explain import advice, reasons
+from inferencecenter.hardware.footprint import RuntimeConfig, compute_bytes, host_compute_bytes, kv_bytes, lending_bytes
+from inferencecenter.hardware.placement import MIB, Demand, DeviceDemand, Placement, PlacementPlan, usable_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from inferencecenter.hardware.model_shape import ModelShape
-    from inferencecenter.hardware.plan import Device, Host, Place, Wishes
+    from inferencecenter.hardware.placement import Device, Host, PlacementConstraints
+
+
+_Unit = TypeVar("_Unit")
+
+CONTEXT_BYTES: Final = 300 * MIB
+"""What a driver takes for a process that computes: its context, kernels and the workspace of its matrix library."""
+
+# Further embeddings on a GPU whose batches overlap with those of others: its own inputs, and what it is sent.
+_FIRST_TRANSFERS, _OTHER_TRANSFERS = 4, 8
+_FILLED_PERCENT: Final = range(10, 101, 5)
+
+
+def place(
+    model: ModelShape,
+    setup: RuntimeConfig,
+    devices: tuple[Device, ...],
+    division: tuple[int, int],
+    wishes: PlacementConstraints,
+) -> Placement:
+    """Put as many layers on the devices as ``division`` says; those with more room get more.
+
+    The division is ``n_gpu_layers`` as llama.cpp counts them, and of how many layers on GPUs the experts are not there.
+    """
+    n_gpu_layers, experts_in_host = division
+    start = first_on_gpu(model, n_gpu_layers)
+    units = list(_units(model, setup, start, experts_in_host)) if n_gpu_layers else []
+    buffers = [_buffer_bytes(model, setup, number, len(devices), division) for number in range(len(devices))]
+    rooms = [
+        usable_bytes(device, wishes) - buffer - CONTEXT_BYTES for device, buffer in zip(devices, buffers, strict=True)
+    ]
+    sizes = [weights + kv for weights, kv in units]
+    counts = None
+    if wishes.tensor_split and len(devices) == len(wishes.tensor_split):
+        counts = by_proportion(wishes.tensor_split, len(sizes))
+    elif devices:
+        counts = _evenly_filled(sizes, rooms)
+    fits = counts is not None and _holds(sizes, counts, rooms)
+    if counts is None:
+        counts = by_proportion([max(1, room) for room in rooms], len(sizes)) if devices else ()
+    return Placement(
+        setup=setup,
+        devices=devices,
+        counts=counts,
+        n_gpu_layers=n_gpu_layers,
+        experts_in_host=experts_in_host,
+        cpu_tensors=_cpu_tensors(model, start, experts_in_host),
+        demand=Demand(
+            devices=tuple(
+                DeviceDemand(
+                    weight_bytes=sum(weights for weights, _ in own),
+                    kv_bytes=sum(kv for _, kv in own),
+                    compute_bytes=buffer,
+                    context_bytes=CONTEXT_BYTES,
+                )
+                for own, buffer in zip(_cut(units, counts), buffers, strict=True)
+            ),
+            host_weight_bytes=_host_weight_bytes(model, start, experts_in_host, output=n_gpu_layers == 0),
+            host_kv_bytes=sum(kv_bytes(layer, setup) for layer in model.layers[:start]),
+            host_compute_bytes=host_compute_bytes(
+                model, setup, n_devices=len(devices), overlaps=len(devices) > 1 and not (start or experts_in_host)
+            ),
+        ),
+        fits=fits or not devices,
+    )
+
+
+def first_on_gpu(model: ModelShape, n_gpu_layers: int) -> int:
+    """Return the number of the first layer on a GPU: the last ones are there, and the output counts as one."""
+    return min(model.n_layers, max(0, model.n_layers + 1 - n_gpu_layers))
+
+
+def by_proportion(shares: Sequence[float], n_units: int) -> tuple[int, ...]:
+    """Divide units as llama.cpp does: unit ``i`` goes to the first device whose part of the shares ends after it."""
+    total = sum(shares)
+    ends = [end / total for end in accumulate(shares)]
+    owners = [min(bisect_right(ends, unit / n_units), len(shares) - 1) for unit in range(n_units)]
+    return tuple(owners.count(device) for device in range(len(shares)))
+
+
+def _units(model: ModelShape, setup: RuntimeConfig, start: int, experts_in_host: int) -> Iterator[tuple[int, int]]:
+    """Yield weights and KV of each layer on a GPU, and at last of the output."""
+    for number, layer in enumerate(model.layers[start:]):
+        yield layer.dense_bytes if number < experts_in_host else layer.bytes, kv_bytes(layer, setup)
+    yield model.output_bytes, 0
+
+
+def _buffer_bytes(
+    model: ModelShape, setup: RuntimeConfig, number: int, n_devices: int, division: tuple[int, int]
+) -> int:
+    """Return the compute buffer of one of several devices."""
+    n_gpu_layers, experts_in_host = division
+    start = first_on_gpu(model, n_gpu_layers)
+    if start or experts_in_host:
+        if number:
+            return compute_bytes(model, setup)
+        in_host = [*model.layers[:start], *model.layers[start : start + experts_in_host]]
+        return lending_bytes(
+            model,
+            setup,
+            largest_bytes=max(layer.largest_bytes for layer in in_host),
+            kv_layer_bytes=max((kv_bytes(layer, setup) for layer in model.layers[:start]), default=0),
+        )
+    if n_devices == 1:
+        return compute_bytes(model, setup)
+    return compute_bytes(model, setup, transfers=_OTHER_TRANSFERS if number else _FIRST_TRANSFERS)
+
+
+def _host_weight_bytes(model: ModelShape, start: int, experts_in_host: int, *, output: bool) -> int:
+    layers = sum(layer.bytes for layer in model.layers[:start])
+    experts = sum(layer.expert_bytes for layer in model.layers[start : start + experts_in_host])
+    # A tied output that is on no GPU is the embeddings themselves.
+    own_output = model.output_bytes - (model.embedding_bytes if model.tied else 0)
+    return model.embedding_bytes + layers + experts + (own_output if output else 0)
+
+
+def _evenly_filled(sizes: Sequence[int], rooms: Sequence[int]) -> tuple[int, ...] | None:
+    """Return how many consecutive units each device gets when all are filled to about the same part."""
+    if len(rooms) == 1:
+        return (len(sizes),) if sum(sizes) <= rooms[0] else None
+    for percent in _FILLED_PERCENT:
+        counts = _filled(sizes, [room * percent // 100 for room in rooms])
+        if counts is not None:
+            return counts
+    return None
+
+
+def _filled(sizes: Sequence[int], rooms: Sequence[int]) -> tuple[int, ...] | None:
+    """Return how many consecutive units each device gets when one after the other is filled."""
+    counts, next_unit = [], 0
+    for room in rooms:
+        left, count = room, 0
+        while next_unit < len(sizes) and sizes[next_unit] <= left:
+            left -= sizes[next_unit]
+            next_unit += 1
+            count += 1
+        counts.append(count)
+    return tuple(counts) if next_unit == len(sizes) else None
+
+
+def _holds(sizes: Sequence[int], counts: Sequence[int], rooms: Sequence[int]) -> bool:
+    return all(sum(own) <= room for own, room in zip(_cut(sizes, counts), rooms, strict=True))
+
+
+def _cut(units: Sequence[_Unit], counts: Sequence[int]) -> Iterator[Sequence[_Unit]]:
+    start = 0
+    for count in counts:
+        yield units[start : start + count]
+        start += count
+
+
+def _cpu_tensors(model: ModelShape, start: int, experts_in_host: int) -> tuple[str, ...]:
+    if not experts_in_host:
+        return ()
+    layers = "|".join(str(layer) for layer in range(start, min(model.n_layers, start + experts_in_host)))
+    return (rf"^blk\.({layers})\.ffn_(up|down|gate|gate_up)_(ch|)exps",)
+
 
 USUAL_SLOTS: Final = 8
 USUAL_N_CTX: Final = 4096
@@ -35,14 +192,14 @@ _FLOATS: Final = frozenset({"f32", "f16", "bf16"})
 _FEW_THREADS: Final = 4
 
 
-def plan(model: ModelShape, devices: Sequence[Device], host: Host, wishes: Wishes) -> Plan:
+def plan(model: ModelShape, devices: Sequence[Device], host: Host, wishes: PlacementConstraints) -> PlacementPlan:
     """Return the plan; where even the least does not fit, one that says so."""
     usable = tuple(devices) if wishes.main_gpu < 0 else tuple(devices[wishes.main_gpu : wishes.main_gpu + 1])
     search = _Search(model, usable, host, wishes)
     found = search.best()
     chosen = found or search.last_resort()
     n_threads = threads(model, chosen, host, wishes)
-    return Plan(
+    return PlacementPlan(
         setup=chosen.setup,
         n_gpu_layers=chosen.n_gpu_layers,
         devices=chosen.devices,
@@ -60,7 +217,7 @@ def plan(model: ModelShape, devices: Sequence[Device], host: Host, wishes: Wishe
     )
 
 
-def threads(model: ModelShape, chosen: Place, host: Host, wishes: Wishes) -> int:
+def threads(model: ModelShape, chosen: Placement, host: Host, wishes: PlacementConstraints) -> int:
     """Return the threads that compute: few where the processor only looks up embeddings."""
     if wishes.n_threads:
         return wishes.n_threads
@@ -68,7 +225,7 @@ def threads(model: ModelShape, chosen: Place, host: Host, wishes: Wishes) -> int
     return min(_FEW_THREADS, host.cores) if everything else host.cores
 
 
-def attends_in_flashes(wishes: Wishes, *, n_gpu_layers: int, kv_types: tuple[str, str]) -> bool:
+def uses_flash_attention(wishes: PlacementConstraints, *, n_gpu_layers: int, kv_types: tuple[str, str]) -> bool:
     """Tell whether flash attention is used: as it is set, else where a GPU computes or KV is quantized.
 
     On a processor llama.cpp has it go row by row through what is read after a long history, and through every token
@@ -82,7 +239,9 @@ def attends_in_flashes(wishes: Wishes, *, n_gpu_layers: int, kv_types: tuple[str
 class _Search:
     """Goes through what could be given up, in order, and stops at the first that fits."""
 
-    def __init__(self, model: ModelShape, devices: tuple[Device, ...], host: Host, wishes: Wishes) -> None:
+    def __init__(
+        self, model: ModelShape, devices: tuple[Device, ...], host: Host, wishes: PlacementConstraints
+    ) -> None:
         self._model = model
         self._host = host
         self._wishes = wishes
@@ -96,7 +255,7 @@ class _Search:
         elif wishes.split_mode == "none":
             self._teams = self._teams[:1]
 
-    def best(self) -> Place | None:
+    def best(self) -> Placement | None:
         """Return what fits with the most layers on GPUs and then the least given up; ``None`` if nothing does."""
         usual = self._wishes.n_ctx or min(USUAL_N_CTX, self._model.n_ctx_train)
         n_ctx = usual
@@ -110,7 +269,7 @@ class _Search:
                 return None
             n_ctx = max(_LEAST_N_CTX, n_ctx // 2)
 
-    def last_resort(self) -> Place:
+    def last_resort(self) -> Placement:
         """Return what takes least, to say what is missing."""
         usual = self._wishes.n_ctx or min(USUAL_N_CTX, self._model.n_ctx_train)
         least = self._wishes.n_ctx or min(_LEAST_N_CTX, usual)
@@ -120,7 +279,7 @@ class _Search:
         team = self._teams[-1] if n_gpu_layers and self._teams else ()
         return place(self._model, setup, team, (n_gpu_layers, in_host), self._wishes)
 
-    def _first_fit(self, division: tuple[int, int], n_ctx: int, *, usual: int) -> Place | None:
+    def _first_fit(self, division: tuple[int, int], n_ctx: int, *, usual: int) -> Placement | None:
         # What takes least, of everything and on each GPU. Where it does not fit, none does.
         if self._fit(self._least(n_ctx, n_gpu_layers=division[0]), division) is None:
             return None
@@ -130,7 +289,7 @@ class _Search:
                 return self._grown(found) if setup.n_ctx == usual else found
         return None
 
-    def _fit(self, setup: SetUp, division: tuple[int, int]) -> Place | None:
+    def _fit(self, setup: RuntimeConfig, division: tuple[int, int]) -> Placement | None:
         """Return the place on the first team that holds it."""
         for team in self._teams if division[0] else [()]:
             found = place(self._model, setup, team, division, self._wishes)
@@ -138,7 +297,7 @@ class _Search:
                 return found
         return None
 
-    def _grown(self, found: Place) -> Place:
+    def _grown(self, found: Placement) -> Placement:
         """Return the place with longer contexts, where GPUs hold everything and have memory left.
 
         The host's memory is not taken for that, nor another GPU.
@@ -154,7 +313,7 @@ class _Search:
                 return more
         return found
 
-    def _host_holds(self, found: Place) -> bool:
+    def _host_holds(self, found: Placement) -> bool:
         available = self._host.available_bytes
         return available is None or found.demand.host_bytes <= available
 
@@ -176,28 +335,28 @@ class _Search:
             return [on_gpu]
         return range(on_gpu + 1) if n_gpu_layers > self._model.n_layers else [on_gpu]
 
-    def _setups(self, n_ctx: int, *, n_gpu_layers: int) -> Iterator[SetUp]:
+    def _setups(self, n_ctx: int, *, n_gpu_layers: int) -> Iterator[RuntimeConfig]:
         """Yield set-ups, those that give up least first; ``_least`` is the last of them."""
         for batch in self._batches():
             for kv_types in self._kv_types():
                 for slots in self._slots(n_ctx):
                     yield self._setup(batch, kv_types, slots, n_gpu_layers=n_gpu_layers)
 
-    def _least(self, n_ctx: int, *, n_gpu_layers: int) -> SetUp:
+    def _least(self, n_ctx: int, *, n_gpu_layers: int) -> RuntimeConfig:
         slots = (self._wishes.slots or 1, n_ctx)
         return self._setup(self._batches()[-1], self._kv_types()[-1], slots, n_gpu_layers=n_gpu_layers)
 
     def _setup(
         self, batch: tuple[int, int], kv_types: tuple[str, str], slots: tuple[int, int], *, n_gpu_layers: int
-    ) -> SetUp:
-        return SetUp(
+    ) -> RuntimeConfig:
+        return RuntimeConfig(
             slots=slots[0],
             n_ctx=slots[1],
             n_batch=max(batch[0], slots[0]),
             n_ubatch=batch[1],
             kv_type_k=kv_types[0],
             kv_type_v=kv_types[1],
-            flash_attention=attends_in_flashes(self._wishes, n_gpu_layers=n_gpu_layers, kv_types=kv_types),
+            flash_attention=uses_flash_attention(self._wishes, n_gpu_layers=n_gpu_layers, kv_types=kv_types),
         )
 
     def _slots(self, n_ctx: int) -> Iterator[tuple[int, int]]:

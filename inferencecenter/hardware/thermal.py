@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Final
 
-from inferencecenter.lifecycle import Lifecycle
+from inferencecenter.core.state_machine import StateMachine
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -32,7 +32,7 @@ class ThermalChange(StrEnum):
 
 
 # Up at once, down in order.
-THERMAL: Final = Lifecycle(
+THERMAL: Final = StateMachine(
     "thermal",
     {
         (ThermalState.COOL, ThermalChange.WARMED): ThermalState.WARM,
@@ -87,7 +87,7 @@ def watched(readings: Iterable[GpuReading], wanted: Sequence[str]) -> tuple[GpuR
     )
 
 
-def felt(heat: Heat, readings: Sequence[GpuReading], thresholds: Thresholds, *, now: float) -> Heat:
+def next_heat(heat: Heat, readings: Sequence[GpuReading], thresholds: Thresholds, *, now: float) -> Heat:
     """Return how hot it is after these readings.
 
     The hottest GPU counts. What cannot be read heats nothing. Each step down takes ``dwell_s`` in which no reading
@@ -99,11 +99,11 @@ def felt(heat: Heat, readings: Sequence[GpuReading], thresholds: Thresholds, *, 
     if _ORDER.index(state) >= _ORDER.index(heat.state):
         if state is not heat.state:
             hot = state is ThermalState.HOT
-            state = THERMAL.after(heat.state, ThermalChange.OVERHEATED if hot else ThermalChange.WARMED)
+            state = THERMAL.next(heat.state, ThermalChange.OVERHEATED if hot else ThermalChange.WARMED)
         return Heat(state=state, called_for_s=now, temperature_c=temperature_c, reason=reason)
     if now - heat.called_for_s < thresholds.dwell_s:
         return Heat(state=heat.state, called_for_s=heat.called_for_s, temperature_c=temperature_c, reason=heat.reason)
-    cooler = THERMAL.after(heat.state, ThermalChange.COOLED)
+    cooler = THERMAL.next(heat.state, ThermalChange.COOLED)
     why = "no reading any more" if temperature_c is None else f"{temperature_c:g} °C"
     return Heat(state=cooler, called_for_s=now, temperature_c=temperature_c, reason=reason or why)
 

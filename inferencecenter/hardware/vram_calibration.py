@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Final, TypeAlias
 import msgspec
 import structlog
 
-from inferencecenter.errors import reason_of
+from inferencecenter.core.errors import reason_of
 
 if TYPE_CHECKING:
     from pathlib import Path

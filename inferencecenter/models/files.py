@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import msgspec
 
-from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.hardware.gguf import SHARD, read_gguf
 from inferencecenter.hardware.model_shape import describe
 
@@ -36,7 +36,7 @@ _FILE_TYPES: Final[Mapping[int, str]] = {
 }  # fmt: skip
 
 
-class Receipt(msgspec.Struct, frozen=True, kw_only=True):
+class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """What ``model pull`` notes beside a model, in ``NAME.json``.
 
     Attributes:
@@ -64,7 +64,7 @@ class ModelFiles:
     name: str
     paths: tuple[Path, ...]
     missing: tuple[str, ...]
-    receipt: Receipt | None
+    receipt: Manifest | None
 
     @property
     def size_bytes(self) -> int:
@@ -74,7 +74,7 @@ class ModelFiles:
     @property
     def receipt_path(self) -> Path:
         """Where its receipt lies, or would."""
-        return receipt_path(self.paths[0].parent, self.name)
+        return manifest_path(self.paths[0].parent, self.name)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,7 +101,7 @@ class ModelFacts:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class IntegrityReport:
     """Whether a model's files are what they should be; ``problems`` says what is not."""
 
     name: str
@@ -109,7 +109,7 @@ class Verdict:
     problems: tuple[str, ...]
 
 
-def receipt_path(directory: Path, name: str) -> Path:
+def manifest_path(directory: Path, name: str) -> Path:
     """Return where the receipt of a model lies."""
     return directory / f"{name}.json"
 
@@ -177,7 +177,7 @@ def read_facts(path: Path) -> ModelFacts:
     )
 
 
-def verify(model: ModelFiles, *, report: Callable[[int, int], None] = lambda _done, _total: None) -> Verdict:
+def verify(model: ModelFiles, *, report: Callable[[int, int], None] = lambda _done, _total: None) -> IntegrityReport:
     """Read a model's files from end to end and compare them with their receipt; without one, only their headers.
 
     ``report`` is called with the bytes that were read, and those that there are.
@@ -195,7 +195,7 @@ def verify(model: ModelFiles, *, report: Callable[[int, int], None] = lambda _do
             describe(read_gguf(model.paths[0]))
         except InferenceCenterError as error:
             problems.append(error.message)
-    return Verdict(model.name, bool(digests), tuple(problems))
+    return IntegrityReport(model.name, bool(digests), tuple(problems))
 
 
 def remove(directory: Path, name: str, *, configured: Mapping[Path, str]) -> ModelFiles:
@@ -240,11 +240,11 @@ def _missing(parts: list[Path]) -> tuple[str, ...]:
     return tuple(name for name in wanted if name not in names)
 
 
-def _receipt(directory: Path, name: str) -> Receipt | None:
+def _receipt(directory: Path, name: str) -> Manifest | None:
     """Return a model's receipt; one that cannot be read says nothing."""
     # Whatever a foreign file of that name has the decoder raise, the model is one that was not pulled.
-    with suppress(Exception), receipt_path(directory, name).open("rb") as file:
-        return msgspec.json.decode(file.read(_MAX_RECEIPT_BYTES), type=Receipt)
+    with suppress(Exception), manifest_path(directory, name).open("rb") as file:
+        return msgspec.json.decode(file.read(_MAX_RECEIPT_BYTES), type=Manifest)
     return None
 
 

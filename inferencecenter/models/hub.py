@@ -27,7 +27,7 @@ from huggingface_hub.errors import (
 
 from inferencecenter import __version__
 from inferencecenter.config.settings import APP_NAME
-from inferencecenter.errors import ErrorCode, InferenceCenterError, foreign_input
+from inferencecenter.core.errors import ErrorCode, InferenceCenterError, foreign_input
 from inferencecenter.models.reference import RemoteFile
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class Listing:
 
 
 @dataclass(frozen=True, slots=True)
-class Body:
+class RangeBody:
     """What comes of a file: pieces of it, the first of which begins at ``start``."""
 
     start: int
@@ -62,7 +62,7 @@ class Body:
 
 
 @dataclass(frozen=True, slots=True)
-class Hub:
+class ModelHub:
     """A hub that speaks as huggingface.co does; the token is sent to nobody else, nor shown.
 
     What fails raises ``hub_unreachable`` where another attempt may help, else ``model_not_found`` or ``forbidden``.
@@ -85,7 +85,7 @@ class Hub:
             return _listing(repo, api.model_info(repo, files_metadata=True, timeout=_TIMEOUT_S))
 
     @contextlib.contextmanager
-    def read(self, listing: Listing, file: RemoteFile, *, start: int) -> Iterator[Body]:
+    def read(self, listing: Listing, file: RemoteFile, *, start: int) -> Iterator[RangeBody]:
         """Yield a file from ``start`` on, up to ``RANGE_BYTES`` of it; a server may begin at 0 all the same.
 
         Raises:
@@ -110,7 +110,7 @@ class Hub:
                     told = _RANGE.match(response.headers.get("Content-Range", ""))
                     if told is None or int(told[1]) != start:
                         raise self._odd_answer("another range than was asked for")
-            yield Body(start if is_range else 0, self._chunks(listing.repo, response.iter_raw))
+            yield RangeBody(start if is_range else 0, self._chunks(listing.repo, response.iter_raw))
 
     def _chunks(self, repo: str, read: Callable[[], Iterator[bytes]]) -> Iterator[bytes]:
         """Yield what arrives. What is raised by who writes it down does not come through here."""
@@ -202,7 +202,7 @@ def _listing(repo: str, found: ModelInfo) -> Listing:
     return msgspec.convert({"repo": repo, "commit": found.sha, "files": files}, Listing)
 
 
-def hub_of(environment: Mapping[str, str]) -> Hub:
+def hub_of(environment: Mapping[str, str]) -> ModelHub:
     """Return the hub that ``HF_ENDPOINT`` names, with the token of ``HF_TOKEN`` or of ``hf auth login``."""
     endpoint = environment.get("HF_ENDPOINT", "").rstrip("/") or DEFAULT_ENDPOINT
-    return Hub(endpoint, get_token())
+    return ModelHub(endpoint, get_token())

@@ -16,16 +16,16 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from inferencecenter.errors import ErrorCode, InferenceCenterError
-from inferencecenter.models.files import ModelFiles, Receipt, find_model, list_models, receipt_path
+from inferencecenter.core.errors import ErrorCode, InferenceCenterError
+from inferencecenter.models.files import Manifest, ModelFiles, find_model, list_models, manifest_path
 from inferencecenter.models.reference import check_name, choose, file_names, parse_reference
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from inferencecenter.models.hub import Hub, Listing
-    from inferencecenter.models.reference import Offer, RemoteFile
+    from inferencecenter.models.hub import Listing, ModelHub
+    from inferencecenter.models.reference import ModelVariant, RemoteFile
 
 INCOMING: Final = ".incoming"
 """Directory, among the models, of files that are not whole yet; each is named by its checksum."""
@@ -36,7 +36,7 @@ _DIGEST: Final = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class PullProgress:
     """How far a pull is: the file that is being fetched, and the bytes of all that are there and needed."""
 
     file: str
@@ -53,12 +53,12 @@ class Pulled:
 
 
 def pull(  # noqa: PLR0913 - keyword-only; the last three have defaults
-    hub: Hub,
+    hub: ModelHub,
     reference: str,
     *,
     directory: Path,
     name: str | None = None,
-    report: Callable[[Progress], None] = lambda _progress: None,
+    report: Callable[[PullProgress], None] = lambda _progress: None,
     sleep: Callable[[float], None] = time.sleep,
     clock: Callable[[], float] = time.time,
 ) -> Pulled:
@@ -96,7 +96,7 @@ def pull(  # noqa: PLR0913 - keyword-only; the last three have defaults
             digests[own_name] = fetch.run(partial(_report_on, report, file.path, before, offer.size_bytes))
             before += file.size_bytes
         source = f"{listing.repo}/{offer.files[0].path}"
-        receipt = Receipt(source=source, commit=listing.commit, pulled_at=clock(), sha256=digests)
+        receipt = Manifest(source=source, commit=listing.commit, pulled_at=clock(), sha256=digests)
         _install(directory, name, dict(zip(names, parts, strict=True)), receipt)
     return Pulled(find_model(directory, name), fetched=True)
 
@@ -105,7 +105,7 @@ class _Fetch:
     """One file on its way."""
 
     def __init__(
-        self, hub: Hub, listing: Listing, file: RemoteFile, part: Path, *, sleep: Callable[[float], None]
+        self, hub: ModelHub, listing: Listing, file: RemoteFile, part: Path, *, sleep: Callable[[float], None]
     ) -> None:
         self._hub = hub
         self._listing = listing
@@ -186,8 +186,8 @@ class _Fetch:
         )
 
 
-def _report_on(report: Callable[[Progress], None], file: str, before: int, total: int, done: int) -> None:
-    report(Progress(file, before + done, total))
+def _report_on(report: Callable[[PullProgress], None], file: str, before: int, total: int, done: int) -> None:
+    report(PullProgress(file, before + done, total))
 
 
 def _sums(file: RemoteFile) -> dict[str, hashlib._Hash]:
@@ -198,7 +198,7 @@ def _sums(file: RemoteFile) -> dict[str, hashlib._Hash]:
     return sums
 
 
-def _digest_of(file: RemoteFile, hub: Hub) -> str:
+def _digest_of(file: RemoteFile, hub: ModelHub) -> str:
     if file.digest is None or _DIGEST.fullmatch(file.digest) is None:
         raise InferenceCenterError(
             ErrorCode.HUB_UNREACHABLE,
@@ -208,7 +208,7 @@ def _digest_of(file: RemoteFile, hub: Hub) -> str:
     return file.digest
 
 
-def _already_there(directory: Path, name: str, offer: Offer) -> ModelFiles | None:
+def _already_there(directory: Path, name: str, offer: ModelVariant) -> ModelFiles | None:
     """Return the model when it was pulled before.
 
     Raises:
@@ -230,7 +230,7 @@ def _already_there(directory: Path, name: str, offer: Offer) -> ModelFiles | Non
     )
 
 
-def _check_room(offer: Offer, parts: list[Path], directory: Path) -> None:
+def _check_room(offer: ModelVariant, parts: list[Path], directory: Path) -> None:
     there = sum(part.stat().st_size for part in parts if part.exists())
     needed, free = offer.size_bytes - there, shutil.disk_usage(directory).free
     if needed > free:
@@ -241,11 +241,11 @@ def _check_room(offer: Offer, parts: list[Path], directory: Path) -> None:
         )
 
 
-def _install(directory: Path, name: str, parts: dict[str, Path], receipt: Receipt) -> None:
+def _install(directory: Path, name: str, parts: dict[str, Path], receipt: Manifest) -> None:
     """Give the files their names, the first one last: without it nobody takes the others for a model."""
     part_of_receipt = directory / INCOMING / f"{name}.json"
     part_of_receipt.write_bytes(msgspec.json.format(msgspec.json.encode(receipt), indent=2) + b"\n")
-    part_of_receipt.replace(receipt_path(directory, name))
+    part_of_receipt.replace(manifest_path(directory, name))
     for own_name, part in reversed(parts.items()):
         part.chmod(0o644)
         part.replace(directory / own_name)

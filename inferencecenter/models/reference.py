@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 from msgspec import Meta
 
-from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.hardware.gguf import SHARD
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ _MAX_SHOWN: Final = 40
 
 
 @dataclass(frozen=True, slots=True)
-class Reference:
+class ModelReference:
     """``owner/repo``, ``owner/repo:Q4_K_M`` or ``owner/repo/file.gguf``."""
 
     repo: str
@@ -62,7 +62,7 @@ class RemoteFile:
 
 
 @dataclass(frozen=True, slots=True)
-class Offer:
+class ModelVariant:
     """A model that a repository has: one GGUF file, or all parts of a split one in their order."""
 
     name: str
@@ -80,7 +80,7 @@ class Offer:
         return wanted.upper() in (have, have.removeprefix("UD-"))
 
 
-def parse_reference(text: str) -> Reference:
+def parse_reference(text: str) -> ModelReference:
     """Return what a reference names.
 
     Raises:
@@ -94,7 +94,7 @@ def parse_reference(text: str) -> Reference:
             field="reference",
             hint="Write owner/repo:Q4_K_M, owner/repo/file.gguf, or owner/repo.",
         )
-    return Reference(**found.groupdict())
+    return ModelReference(**found.groupdict())
 
 
 def check_name(name: str) -> str:
@@ -120,7 +120,7 @@ def file_names(name: str, count: int) -> tuple[str, ...]:
     return tuple(f"{name}-{number:05}-of-{count:05}.gguf" for number in range(1, count + 1))
 
 
-def offers(files: Sequence[RemoteFile]) -> tuple[Offer, ...]:
+def offers(files: Sequence[RemoteFile]) -> tuple[ModelVariant, ...]:
     """Return the models among the files of a repository; one that lacks parts is none."""
     models: defaultdict[tuple[str, int], dict[int, RemoteFile]] = defaultdict(dict)
     for file in sorted(files, key=lambda file: file.path):
@@ -131,13 +131,13 @@ def offers(files: Sequence[RemoteFile]) -> tuple[Offer, ...]:
         place = str(path.parent / (part["stem"] if part else path.stem))
         models[place, int(part["count"]) if part else 1][int(part["number"]) if part else 1] = file
     return tuple(
-        Offer(PurePosixPath(place).name, _quant_of(PurePosixPath(place)), tuple(parts.values()))
+        ModelVariant(PurePosixPath(place).name, _quant_of(PurePosixPath(place)), tuple(parts.values()))
         for (place, count), parts in models.items()
         if list(parts) == list(range(1, count + 1))
     )
 
 
-def choose(reference: Reference, files: Sequence[RemoteFile]) -> Offer:
+def choose(reference: ModelReference, files: Sequence[RemoteFile]) -> ModelVariant:
     """Return the model that is meant; without a word about which, the only one, or the only Q4_K_M.
 
     Raises:
@@ -176,7 +176,7 @@ def _quant_of(place: PurePosixPath) -> str | None:
     return None
 
 
-def _unknown(message: str, there: Sequence[Offer], *, by_file: bool = False) -> InferenceCenterError:
+def _unknown(message: str, there: Sequence[ModelVariant], *, by_file: bool = False) -> InferenceCenterError:
     shown = {offer.files[0].path if by_file or offer.quant is None else offer.quant: None for offer in there}
     names = ", ".join(list(shown)[:_MAX_SHOWN]) + (", …" if len(shown) > _MAX_SHOWN else "")
     how = "owner/repo/file.gguf" if by_file else "owner/repo:Q4_K_M or owner/repo/file.gguf"

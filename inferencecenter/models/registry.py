@@ -10,8 +10,8 @@ import structlog
 from pydantic import ValidationError
 
 from inferencecenter.config.settings import MODEL_NAME, EngineSettings, bundled_model
-from inferencecenter.errors import ErrorCode, InferenceCenterError, foreign_input
-from inferencecenter.hardware.gguf import SHARD, glance, read_gguf
+from inferencecenter.core.errors import ErrorCode, InferenceCenterError, foreign_input
+from inferencecenter.hardware.gguf import SHARD, read_gguf, read_summary
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
@@ -205,7 +205,7 @@ def _look_into(directory: Path) -> _Directory:
 
 def _is_model(path: Path) -> bool:
     """Tell adapters and projectors from models; what cannot be read counts as one, and says so when it is loaded."""
-    metadata = glance(path)
+    metadata = read_summary(path)
     return metadata.get("general.type", "model") == "model" and metadata.get("general.architecture") != "clip"
 
 

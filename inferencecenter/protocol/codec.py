@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeGuard, get_args
 import orjson
 from pydantic import BaseModel, ValidationError
 
-from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.protocol.base import Dagger, Event, Request
 from inferencecenter.protocol.events import AnyEvent
 from inferencecenter.protocol.json_bounds import MAX_STRUCTURE, check_json_bounds

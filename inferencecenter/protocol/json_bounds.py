@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 
 MAX_STRUCTURE: Final = 200_000
 """Lists, objects and fields; about 50 ms to read."""

@@ -2,11 +2,285 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import TYPE_CHECKING, Any
 
-from inferencecenter.protocol.params_check import cross_check, is_greedy
+from pydantic import ValidationError
+
+from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.protocol.params_model import PARAM_DOCS, SAMPLER_ORDER, ParamDoc, Params, SamplerName
-from inferencecenter.protocol.params_reading import parse_params
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+
+_GROUPS = ("sampling", "stopping", "memory")
+
+# Nested form: key inside the object -> flat name.
+_NESTED: Mapping[str, Mapping[str, str]] = {
+    "dynatemp": {"range": "dynatemp_range", "exponent": "dynatemp_exponent"},
+    "dry": {
+        "multiplier": "dry_multiplier",
+        "base": "dry_base",
+        "allowed_length": "dry_allowed_length",
+        "penalty_last_n": "dry_penalty_last_n",
+        "sequence_breakers": "dry_sequence_breakers",
+    },
+    "mirostat": {"mode": "mirostat", "tau": "mirostat_tau", "eta": "mirostat_eta"},
+    "xtc": {"probability": "xtc_probability", "threshold": "xtc_threshold"},
+    "adaptive": {"target": "adaptive_target", "decay": "adaptive_decay"},
+}
+
+_NO_BEAMS = "Beam search is gone from llama.cpp; sample with temperature and top_p."
+_GONE: Mapping[str, str] = {
+    "tfs_z": "Tail-free sampling is gone from llama.cpp; use min_p, top_p or typical_p.",
+    "tfs": "Tail-free sampling is gone from llama.cpp; use min_p, top_p or typical_p.",
+    "top_a": "llama.cpp has no top-a; use min_p.",
+    "epsilon_cutoff": "llama.cpp has no epsilon cutoff; use min_p.",
+    "eta_cutoff": "llama.cpp has no eta cutoff; use min_p or typical_p.",
+    "smoothing_factor": "llama.cpp has no quadratic smoothing; use temperature, or dynatemp_range.",
+    "penalize_nl": "llama.cpp now treats line breaks like other tokens; use logit_bias on the line break's token.",
+    "num_beams": _NO_BEAMS,
+    "best_of": _NO_BEAMS,
+    "length_penalty": _NO_BEAMS,
+    "cfg_scale": "Guidance is gone from llama.cpp; say what you want in the system prompt.",
+    "guidance_scale": "Guidance is gone from llama.cpp; say what you want in the system prompt.",
+    "repetition_penalty": "Its name here is repeat_penalty.",
+    "max_new_tokens": "Its name here is max_tokens.",
+    "max_completion_tokens": "Its name here is max_tokens.",
+    "mirostat_mode": "Its name here is mirostat.",
+    "mirostat_lr": "Its name here is mirostat_eta.",
+    "mirostat_ent": "Its name here is mirostat_tau.",
+}
+_BESIDE_PARAMS = ("json_schema", "regex", "grammar", "tools", "tool_choice")
+
+_DOCS: Mapping[str, ParamDoc] = {doc.name: doc for doc in PARAM_DOCS}
+_NAMES: Mapping[str, str] = {spelling: doc.name for doc in PARAM_DOCS for spelling in (doc.name, *doc.aliases)}
+
+_HINTS: Mapping[tuple[str, object], str] = {
+    ("max_tokens", 0): "To add to the history without generating, use append.",
+    ("mirostat", 3): "llama.cpp has mirostat 1 and 2 only.",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _Given:
+    """One value as written: where it stood and which parameter it means."""
+
+    name: str
+    path: str
+    value: object
+
+
+def parse_params(raw: Mapping[str, object], *, path: str = "params") -> Params:
+    """Read parameters written flat, by alias, in groups or in nested forms.
+
+    A ``null`` counts as not given. ``path`` is where ``raw`` stands in the request.
+
+    Raises:
+        InferenceCenterError: ``invalid_request`` with the path as written, the value and what is allowed.
+    """
+    given: dict[str, _Given] = {}
+    for entry in _walk(raw, path):
+        if (earlier := given.get(entry.name)) is not None:
+            raise _invalid(entry.path, f"{entry.path} and {earlier.path} are the same parameter.", hint="Give it once.")
+        given[entry.name] = entry
+    values = {entry.name: entry.value for entry in given.values() if entry.value is not None}
+    try:
+        return Params.model_validate(values)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False)[0]
+        reason = first["msg"] if first["type"] == "refused" else None
+        raise _out_of_range(given[str(first["loc"][0])], reason) from None
+
+
+def _walk(raw: Mapping[str, object], path: str) -> Iterator[_Given]:
+    for key, value in raw.items():
+        if key in _GROUPS:
+            yield from _walk_group(_object(value, f"{path}.{key}"), f"{path}.{key}", group=key)
+        else:
+            yield from _read(key, value, path)
+
+
+def _walk_group(raw: Mapping[str, object], path: str, *, group: str) -> Iterator[_Given]:
+    for key, value in raw.items():
+        for entry in _read(key, value, path):
+            if (right := _DOCS[entry.name].group) != group:
+                raise _invalid(entry.path, f"{entry.path}: {entry.name} belongs to the group {right}, not to {group}.")
+            yield entry
+
+
+def _read(key: str, value: object, path: str) -> Iterator[_Given]:
+    here = f"{path}.{_short(key)}"
+    if key in _NESTED and (key not in _NAMES or isinstance(value, Mapping)):
+        parts = _NESTED[key]
+        for part, inner in _object(value, here).items():
+            if part not in parts:
+                raise _unknown(part, here, known=parts)
+            yield _Given(parts[part], f"{here}.{part}", inner)
+    elif key in _NAMES:
+        yield _Given(_NAMES[key], here, value)
+    elif key in _GONE:
+        # 1 turned tail-free sampling off, so that old requests that say so lose nothing.
+        if not (key in {"tfs_z", "tfs"} and (value is None or (type(value) in {int, float} and value == 1))):
+            raise _invalid(here, f"{here} is not supported.", hint=_GONE[key])
+    elif key in _BESIDE_PARAMS:
+        raise _invalid(here, f"{here} is not a parameter.", hint=f"Put {key} beside params, not into it.")
+    else:
+        raise _unknown(key, path, known=[*_NAMES, *_NESTED, *_GROUPS])
+
+
+def _object(value: object, path: str) -> Mapping[str, object]:
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise _invalid(path, f"{path} must be an object, not {_shown(value)}.")
+    return value
+
+
+def _invalid(field: str, message: str, *, hint: str | None = None) -> InferenceCenterError:
+    return InferenceCenterError(ErrorCode.INVALID_REQUEST, message, field=field, hint=hint)
+
+
+def _unknown(key: str, path: str, *, known: Iterable[str]) -> InferenceCenterError:
+    names = list(known)
+    nearest = get_close_matches(key[:64], names, n=1)
+    hint = f"Did you mean {nearest[0]}?" if nearest else f"Known are {', '.join(names)}."
+    field = f"{path}.{_short(key)}"
+    return _invalid(field, f"{field} is not a known parameter.", hint=hint)
+
+
+def _out_of_range(entry: _Given, reason: str | None) -> InferenceCenterError:
+    doc = _DOCS[entry.name]
+    detail = f": {reason}" if reason else ""
+    message = f"{entry.path} must be {doc.allowed}, not {_shown(entry.value)}{detail}."
+    special = isinstance(entry.value, int | float) and _HINTS.get((entry.name, entry.value))
+    return _invalid(entry.path, message, hint=special or doc.description)
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 64 else f"{text[:64]}…"
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        return repr(_short(value))
+    if isinstance(value, int | float):
+        return _number(value)
+    if isinstance(value, Mapping):
+        return f"an object of {len(value)} entries"
+    if isinstance(value, list | tuple):
+        return f"a list of {len(value)} items"
+    return "null" if value is None else type(value).__name__
+
+
+def _number(value: float) -> str:
+    # Python refuses to print integers of several thousand digits.
+    if isinstance(value, int) and value.bit_length() > 128:
+        return f"an integer of {value.bit_length()} bits"
+    return repr(value)
+
+
+_TRUNCATION = ("top_k", "top_p", "min_p", "typical_p", "top_n_sigma", "xtc_probability", "xtc_threshold", "min_keep")
+_DYNATEMP = ("dynatemp_range", "dynatemp_exponent")
+_PENALTIES = ("repeat_penalty", "presence_penalty", "frequency_penalty")
+_DRY = ("dry_base", "dry_allowed_length", "dry_penalty_last_n", "dry_sequence_breakers")
+_MIROSTAT = ("mirostat_tau", "mirostat_eta")
+
+# Which parameters a sampler's absence from ``samplers`` silences.
+_OWNED = {
+    "penalties": (*_PENALTIES, "repeat_last_n"),
+    "dry": ("dry_multiplier", *_DRY),
+    "top_n_sigma": ("top_n_sigma",),
+    "top_k": ("top_k",),
+    "typ_p": ("typical_p",),
+    "top_p": ("top_p",),
+    "min_p": ("min_p",),
+    "xtc": ("xtc_probability", "xtc_threshold"),
+    "temperature": ("temperature", *_DYNATEMP),
+}
+
+
+def is_greedy(params: Params) -> bool:
+    """Tell whether every token is the likeliest one, so that nothing is drawn at random."""
+    return params.temperature == 0 and "temperature" in params.samplers
+
+
+def cross_check(params: Params, *, given: Collection[str] | None = None) -> tuple[str, ...]:
+    """Return a sentence for each given parameter that has no effect beside the others.
+
+    Args:
+        params: Effective parameters of a turn.
+        given: Names somebody chose; those set explicitly in ``params`` when omitted.
+
+    Raises:
+        InferenceCenterError: ``invalid_request`` for two parameters that exclude each other.
+    """
+    if params.mirostat and params.adaptive_target >= 0:
+        message = f"mirostat {params.mirostat} and adaptive_target {params.adaptive_target:g} both choose the token."
+        hint = "Set mirostat to 0, or adaptive_target to -1."
+        raise InferenceCenterError(ErrorCode.INVALID_REQUEST, message, field="params.adaptive_target", hint=hint)
+    chosen = params.model_fields_set if given is None else given
+    warned: dict[str, str] = {}
+    for names, reason in _silenced(params):
+        for name in names:
+            if name in chosen:
+                warned.setdefault(name, f"{name} has no effect: {reason}.")
+    return tuple(warned.values())
+
+
+def _silenced(params: Params) -> Iterator[tuple[tuple[str, ...], str]]:
+    for sampler, names in _OWNED.items():
+        if sampler not in params.samplers:
+            yield names, f"{sampler} is not in samplers"
+    yield from _silenced_by_selection(params)
+    yield from _silenced_by_partner(params)
+
+
+def _silenced_by_selection(params: Params) -> Iterator[tuple[tuple[str, ...], str]]:
+    if is_greedy(params):
+        random = (*_TRUNCATION, *_DYNATEMP, "mirostat", *_MIROSTAT, "adaptive_target", "adaptive_decay", "seed")
+        yield random, "temperature 0 always takes the likeliest token"
+    elif params.mirostat:
+        yield _TRUNCATION, f"mirostat {params.mirostat} replaces it"
+    if not params.mirostat:
+        yield _MIROSTAT, "mirostat is 0"
+    if params.adaptive_target < 0:
+        yield ("adaptive_decay",), "adaptive_target is off"
+
+
+def _silenced_by_partner(params: Params) -> Iterator[tuple[tuple[str, ...], str]]:
+    if params.repeat_last_n == 0:
+        yield _PENALTIES, "repeat_last_n is 0"
+    elif params.repeat_penalty == 1 and params.presence_penalty == 0 and params.frequency_penalty == 0:
+        yield ("repeat_last_n",), "no penalty is set"
+    if params.dry_multiplier == 0:
+        yield _DRY, "dry_multiplier is 0"
+    elif params.dry_penalty_last_n == 0:
+        yield ("dry_multiplier", *_DRY), "dry_penalty_last_n is 0"
+    if params.xtc_threshold > 0.5:
+        yield ("xtc_probability", "xtc_threshold"), "only one token can be more probable than 0.5"
+    elif params.xtc_probability == 0:
+        yield ("xtc_threshold",), "xtc_probability is 0"
+    if params.dynatemp_range == 0:
+        yield ("dynatemp_exponent",), "dynatemp_range is 0"
+    if not _truncates(params):
+        yield ("min_keep",), "none of top_p, min_p, typical_p and xtc is on"
+
+
+def _truncates(params: Params) -> bool:
+    on = {
+        "top_p": params.top_p < 1,
+        "min_p": params.min_p > 0,
+        "typ_p": params.typical_p < 1,
+        "xtc": params.xtc_probability > 0 and params.xtc_threshold <= 0.5,
+    }
+    return any(on[name] for name in on if name in params.samplers)
+
 
 __all__ = [
     "PARAM_DOCS",

@@ -10,7 +10,7 @@ import structlog
 
 from inferencecenter.auth.authentication import Authenticator
 from inferencecenter.auth.rate_limits import OperationRateLimiter, RefusalBackoffs
-from inferencecenter.errors import InferenceCenterError
+from inferencecenter.core.errors import InferenceCenterError
 from inferencecenter.hardware.nvml import read_gpus
 from inferencecenter.hardware.pressure import Pressure
 from inferencecenter.protocol import events
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from inferencecenter.sessions.journal import StorageFault
     from inferencecenter.sessions.manager import SessionManager
     from inferencecenter.sessions.store.archive import UsageLine
-    from inferencecenter.telemetry.metrics import Metrics
+    from inferencecenter.telemetry.metrics import DaemonMetrics
 
 UsageReader: TypeAlias = "Callable[[str, str], Sequence[UsageLine]]"
 """Reads what a client used from a day on, as 2026-11-22; takes the time of a disk."""
@@ -109,7 +109,7 @@ class ServerContext:
     sessions: SessionManager
     gpu: Gpu
     gpus: GpuCache
-    metrics: Metrics
+    metrics: DaemonMetrics
     pressure: Callable[[], Pressure]
     allowances: Allowances
     operations: OperationRateLimiter
@@ -138,7 +138,7 @@ class ServerContext:
         accounts: Accounts,
         allowances: Allowances,
         gpu: Gpu,
-        metrics: Metrics,
+        metrics: DaemonMetrics,
         stop: Callable[[], None],
         read_usage: UsageReader = no_usage,
         others: ExternalAuthProvider | None = None,

@@ -20,8 +20,8 @@ import orjson
 import structlog
 from pydantic import TypeAdapter, ValidationError
 
-from inferencecenter.errors import ErrorCode, InferenceCenterError
-from inferencecenter.sqlite_file import FileIdentity, FileMovedError
+from inferencecenter.core.errors import ErrorCode, InferenceCenterError
+from inferencecenter.core.sqlite_file import FileIdentity, FileMovedError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence

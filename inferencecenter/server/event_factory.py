@@ -6,7 +6,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Final, Literal
 
 import inferencecenter
-from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.ipc.port import EngineState, EngineStatus
 from inferencecenter.protocol import events
 from inferencecenter.protocol.base import PROTOCOL_VERSION

@@ -6,7 +6,7 @@ import asyncio
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, TypeVar
 
-from inferencecenter.fair_queue import FairQueue
+from inferencecenter.core.fair_queue import FairQueue
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -19,7 +19,7 @@ import structlog
 from starlette.datastructures import Headers, QueryParams
 
 from inferencecenter.auth.authentication import Credential, KeyCredential, TokenCredential
-from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.protocol.base import SUBPROTOCOL, TOKEN_SUBPROTOCOL_PREFIX
 from inferencecenter.telemetry.log_limit import LogLimit
 

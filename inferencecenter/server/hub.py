@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final, Protocol, TypeVar
 
 import structlog
 
-from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.protocol.close import CloseCode
 from inferencecenter.server.connection_limits import UnauthenticatedSockets
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from inferencecenter.config.limits import AccessLimits
     from inferencecenter.protocol.base import Event
     from inferencecenter.sessions.client import Principal
-    from inferencecenter.telemetry.metrics import Metrics
+    from inferencecenter.telemetry.metrics import DaemonMetrics
 
 
 _MAX_TIMER_S: Final = 7 * 86_400.0
@@ -152,7 +152,7 @@ class ConnectionHub:
         max_unauthenticated: int,
         max_unauthenticated_per_address: int,
         let_in: Callable[[str], object],
-        metrics: Metrics,
+        metrics: DaemonMetrics,
     ) -> None:
         self._max_connections = max_connections
         self._unauthenticated: UnauthenticatedSockets[ClientSocket] = UnauthenticatedSockets(

@@ -24,11 +24,11 @@ import structlog
 import uvicorn
 from uvicorn.server import ServerState
 
-from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.core.errors import ErrorCode, InferenceCenterError
+from inferencecenter.core.tasks import TaskGroup
 from inferencecenter.server.connection_limits import ConnectionLimiter
 from inferencecenter.server.http import HttpConnection
 from inferencecenter.server.websocket import WebSocket
-from inferencecenter.tasks import TaskGroup
 from inferencecenter.telemetry.log_limit import LogLimit
 
 if TYPE_CHECKING:

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Final, Protocol
 
 import structlog
 
-from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.core.errors import ErrorCode, InferenceCenterError
+from inferencecenter.core.tasks import TaskGroup
 from inferencecenter.hardware.nvml import NO_GPU, Gpus, read_gpus
 from inferencecenter.protocol.events import Metrics
 from inferencecenter.protocol.values import EngineReadings, GpuReadings, InferenceReadings
 from inferencecenter.server import event_factory
-from inferencecenter.tasks import TaskGroup
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -19,15 +19,14 @@ from typing import TYPE_CHECKING, Final, Protocol, TypeGuard
 import orjson
 
 from inferencecenter.protocol.codec import PIECE_BYTES, encode, encode_in_pieces
-from inferencecenter.protocol.events import Reasoning, Token, ToolCall
-from inferencecenter.protocol.text_events import goes_on, text_of
+from inferencecenter.protocol.events import Reasoning, Token, ToolCall, goes_on, text_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from inferencecenter.protocol.base import Event
-    from inferencecenter.protocol.text_events import Text
-    from inferencecenter.telemetry.metrics import Metrics
+    from inferencecenter.protocol.events import Text
+    from inferencecenter.telemetry.metrics import DaemonMetrics
 
 # Below what WebSocket clients accept by default (1 MiB), with room for JSON around it.
 MAX_JOINED_BYTES: Final = 64 * 1024
@@ -121,7 +120,7 @@ class Outbox:
         metrics: Where frames and bytes are counted.
     """
 
-    def __init__(self, wire: Wire, *, limit_bytes: int, overflowed: Callable[[], None], metrics: Metrics) -> None:
+    def __init__(self, wire: Wire, *, limit_bytes: int, overflowed: Callable[[], None], metrics: DaemonMetrics) -> None:
         self._wire = wire
         self._limit_bytes = limit_bytes
         self._overflowed = overflowed

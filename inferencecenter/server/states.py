@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Final
 
-from inferencecenter.lifecycle import Lifecycle
+from inferencecenter.core.state_machine import StateMachine
 
 
 class ConnectionState(StrEnum):
@@ -26,7 +26,7 @@ class ConnectionEvent(StrEnum):
 
 
 # A socket that never authenticated has nothing to drain.
-CONNECTION: Final = Lifecycle(
+CONNECTION: Final = StateMachine(
     "connection",
     {
         (ConnectionState.CONNECTED, ConnectionEvent.AUTHENTICATE): ConnectionState.AUTHENTICATED,

@@ -9,7 +9,8 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, choose_encode
 from starlette.responses import JSONResponse, Response
 
 import inferencecenter
-from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.core.errors import ErrorCode, InferenceCenterError
+from inferencecenter.core.tasks import TaskGroup
 from inferencecenter.hardware.nvml import SLOWDOWN_NAMES
 from inferencecenter.hardware.process_usage import read_usage
 from inferencecenter.ipc.port import EngineState
@@ -17,8 +18,7 @@ from inferencecenter.protocol.base import PROTOCOL_VERSION, SUBPROTOCOL
 from inferencecenter.protocol.scopes import Scope
 from inferencecenter.server import event_factory
 from inferencecenter.server.handshake import check_query, read_credential, refusal_body, refusal_headers
-from inferencecenter.tasks import TaskGroup
-from inferencecenter.telemetry.labels import label_text
+from inferencecenter.telemetry.instruments import label_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from inferencecenter.server.handshake import PeerInfo
     from inferencecenter.telemetry.engine_metrics import EngineMetrics
     from inferencecenter.telemetry.machine_metrics import MachineMetrics
-    from inferencecenter.telemetry.metrics import Metrics
+    from inferencecenter.telemetry.metrics import DaemonMetrics
 
 
 PROXY_NOT_TRUSTED: Final = "not_trusted"
@@ -146,7 +146,7 @@ class MetricsPage:
         return encode(metrics.registry), media_type
 
 
-def show_task_failures(metrics: Metrics) -> None:
+def show_task_failures(metrics: DaemonMetrics) -> None:
     """Bring up to date how often background work of this process has failed."""
     for owner, failures in TaskGroup.failures.items():
         metrics.task_failures.labels(label_text(owner)).value = failures

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from inferencecenter.auth.rate_limits import AddressRateLimiter
-from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.server.handshake import read_credential, refusal_body, refusal_headers
 
 if TYPE_CHECKING:
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from starlette.datastructures import Headers
 
     from inferencecenter.server.handshake import TrustedProxies
-    from inferencecenter.telemetry.metrics import Metrics
+    from inferencecenter.telemetry.metrics import DaemonMetrics
 
 BURST_S: Final = 15
 """An address may make the upgrades of so many seconds at once."""
@@ -48,7 +48,9 @@ class UpgradeLimiter:
         metrics: Where refusals are counted.
     """
 
-    def __init__(self, proxies: TrustedProxies, *, per_s: int, clock: Callable[[], float], metrics: Metrics) -> None:
+    def __init__(
+        self, proxies: TrustedProxies, *, per_s: int, clock: Callable[[], float], metrics: DaemonMetrics
+    ) -> None:
         self._proxies = proxies
         self._attempts = AddressRateLimiter(at_once=per_s * BURST_S, per_s=per_s, clock=clock)
         self._metrics = metrics

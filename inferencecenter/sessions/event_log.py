@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
 import structlog
 
-from inferencecenter.errors import ERRORS, ErrorCode
+from inferencecenter.core.errors import ERRORS, ErrorCode
 from inferencecenter.protocol import events
 from inferencecenter.protocol.codec import encode
-from inferencecenter.protocol.events import Reasoning, Token, ToolCall
-from inferencecenter.protocol.text_events import goes_on, text_of, with_text
+from inferencecenter.protocol.events import Reasoning, Token, ToolCall, goes_on, text_of, with_text
 from inferencecenter.protocol.values import TokenLogprobs, TokenProbability, Usage
 from inferencecenter.sessions.journal import TokensAppended
 from inferencecenter.sessions.output_parsing import parts
@@ -24,9 +23,8 @@ if TYPE_CHECKING:
 
     from inferencecenter.ipc import messages as ipc
     from inferencecenter.protocol.base import Event, SessionEvent, TurnEvent
-    from inferencecenter.protocol.events import Error
+    from inferencecenter.protocol.events import Error, Text
     from inferencecenter.protocol.requests import ResumeSession
-    from inferencecenter.protocol.text_events import Text
     from inferencecenter.sessions.client import EventSink, ReplaySink
     from inferencecenter.sessions.journal import Journal, Record
     from inferencecenter.sessions.output_parsing.assembler import OutputDelta

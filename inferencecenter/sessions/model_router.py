@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 import orjson
 import structlog
 
-from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.ipc.port import EngineState
 from inferencecenter.protocol.params import Params, merge, parse_params
 from inferencecenter.sessions.prompt.renderer import InlineRenderer

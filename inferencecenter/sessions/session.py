@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
-from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.protocol import events
 from inferencecenter.protocol.values import SessionSummary
 from inferencecenter.sessions.event_log import EventLog, ReplayBuffer, Subscription
@@ -572,7 +572,7 @@ class LiveSession:
         self._services.models.release(self.config.session_id)
 
     def _change(self, change: SessionChange) -> None:
-        before, self._state = self._state, SESSION.after(self._state, change)
+        before, self._state = self._state, SESSION.next(self._state, change)
         busier = (self._state is SessionState.BUSY) - (before is SessionState.BUSY)
         if busier:
             self._services.active_turns.add(busier, client_id=self.config.client_id, stateless=self.config.stateless)

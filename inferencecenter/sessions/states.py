@@ -8,7 +8,7 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Final
 
-from inferencecenter.lifecycle import Lifecycle
+from inferencecenter.core.state_machine import StateMachine
 
 
 class SessionState(StrEnum):
@@ -55,7 +55,7 @@ class TurnChange(StrEnum):
     FAIL = "fail"
 
 
-SESSION: Final = Lifecycle(
+SESSION: Final = StateMachine(
     "session",
     {
         (SessionState.IDLE, SessionChange.TURN_QUEUED): SessionState.BUSY,
@@ -67,7 +67,7 @@ SESSION: Final = Lifecycle(
 
 # A queued turn may end without having run: aborted while it waited, or refused by the engine. One whose context is full
 # is queued again, with a shorter prompt, and so is one whose engine is lost, as it is.
-TURN: Final = Lifecycle(
+TURN: Final = StateMachine(
     "turn",
     {
         (TurnState.QUEUED, TurnChange.START): TurnState.RUNNING,

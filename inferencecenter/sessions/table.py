@@ -11,7 +11,7 @@ from collections import defaultdict
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Final, TypeVar
 
-from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.sessions.states import SessionState
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.protocol.values import TurnStats
 from inferencecenter.sessions.history import TOKEN_BYTES
 from inferencecenter.sessions.observability import NullTracer, TurnRecord
@@ -172,7 +172,7 @@ class Turn:
         Raises:
             IllegalTransitionError: The table of turns has no such row.
         """
-        self._state = TURN.after(self._state, change)
+        self._state = TURN.next(self._state, change)
 
     def set_prompt(self, prompt: Prompt, spec: TurnSpec, *, written: TemplateCapabilities) -> None:
         """Take what is submitted, for a model that writes like this; it says how the answer is read.

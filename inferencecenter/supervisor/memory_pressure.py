@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Final, Protocol
 
 import structlog
 
-from inferencecenter.errors import ErrorCode, InferenceCenterError
-from inferencecenter.hardware.memory import cgroup_memory, machine_memory, resident
+from inferencecenter.core.errors import ErrorCode, InferenceCenterError
+from inferencecenter.core.tasks import TaskGroup
+from inferencecenter.hardware.memory import cgroup_memory, machine_memory, resident_memory
 from inferencecenter.hardware.nvml import read_gpus
-from inferencecenter.hardware.pressure import MAIN_MEMORY, Pressure, PressureState, Usage, felt
+from inferencecenter.hardware.pressure import MAIN_MEMORY, MemoryUsage, Pressure, PressureState, next_pressure
 from inferencecenter.hardware.thermal import watched
 from inferencecenter.ipc.messages import KvRamLimit
 from inferencecenter.ipc.port import EngineState
-from inferencecenter.tasks import TaskGroup
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable, Sequence
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from inferencecenter.config.settings import GpuSettings, MemorySettings
     from inferencecenter.hardware.nvml import GpuReading
     from inferencecenter.ipc.port import EngineStatus
-    from inferencecenter.telemetry.metrics import Metrics
+    from inferencecenter.telemetry.metrics import DaemonMetrics
 
 BUSY_EVERY_S: Final = 2.0
 IDLE_EVERY_S: Final = 30.0
@@ -66,8 +66,8 @@ class MemoryPressureMonitor:
         self,
         *,
         engines: Callable[[], Iterable[MonitoredEngine]],
-        measure: Callable[[Sequence[EngineStatus]], Sequence[Usage]],
-        metrics: Metrics,
+        measure: Callable[[Sequence[EngineStatus]], Sequence[MemoryUsage]],
+        metrics: DaemonMetrics,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -122,7 +122,7 @@ class MemoryPressureMonitor:
         self._become(Pressure(), action=self._act(Pressure()))
         while self._any_ready:
             usages = await asyncio.to_thread(self._measure, [engine.status for engine in self._engines()])
-            pressure = felt(self._pressure, usages, now=self._monotonic())
+            pressure = next_pressure(self._pressure, usages, now=self._monotonic())
             self._become(pressure, action=self._act(pressure))
             states = [engine.status for engine in self._engines()]
             busy = any(state.running or state.waiting for state in states)
@@ -163,12 +163,12 @@ class MemoryPressureMonitor:
         return words
 
 
-def kept_by(engine: EngineStatus, main: Usage) -> int:
+def kept_by(engine: EngineStatus, main: MemoryUsage) -> int:
     """Return what an engine's parked KV may take, as large a part of its own as all engines keep of theirs."""
     return engine.parked_ram_bytes * main.kept_bytes // main.parked_bytes if main.parked_bytes else 0
 
 
-def describe(usages: Iterable[Usage]) -> str:
+def describe(usages: Iterable[MemoryUsage]) -> str:
     """Return figures in words, for people."""
     return ", ".join(
         f"{each.name}: {each.used_bytes // _MIB} of {each.limit_bytes // _MIB} MiB"
@@ -177,12 +177,12 @@ def describe(usages: Iterable[Usage]) -> str:
     )
 
 
-def reader(memory: MemorySettings, gpu: GpuSettings) -> Callable[[Sequence[EngineStatus]], list[Usage]]:
+def reader(memory: MemorySettings, gpu: GpuSettings) -> Callable[[Sequence[EngineStatus]], list[MemoryUsage]]:
     """Return what measures the memory around engines in these states; it blocks for some milliseconds."""
     return partial(_read, memory, gpu)
 
 
-def _read(memory: MemorySettings, gpu: GpuSettings, engines: Sequence[EngineStatus]) -> list[Usage]:
+def _read(memory: MemorySettings, gpu: GpuSettings, engines: Sequence[EngineStatus]) -> list[MemoryUsage]:
     main = main_memory(memory, engines)
     usages = [] if main is None else [main]
     if memory.vram_floor_mib is not None:
@@ -192,7 +192,7 @@ def _read(memory: MemorySettings, gpu: GpuSettings, engines: Sequence[EngineStat
     return usages
 
 
-def main_memory(memory: MemorySettings, engines: Sequence[EngineStatus]) -> Usage | None:
+def main_memory(memory: MemorySettings, engines: Sequence[EngineStatus]) -> MemoryUsage | None:
     """Return what is used of main memory: by this daemon if a ceiling is set, else of its group's or the machine's.
 
     The daemon's own is, of its processes, ``RssAnon + RssShmem``. What is parked counts once: as shared memory of an
@@ -207,7 +207,7 @@ def main_memory(memory: MemorySettings, engines: Sequence[EngineStatus]) -> Usag
         used_bytes, limit_bytes = machine.used_bytes, int(machine.total_bytes * _OF_MACHINE)
     else:
         return None
-    return Usage(
+    return MemoryUsage(
         name=MAIN_MEMORY,
         used_bytes=used_bytes,
         limit_bytes=limit_bytes,
@@ -216,10 +216,10 @@ def main_memory(memory: MemorySettings, engines: Sequence[EngineStatus]) -> Usag
     )
 
 
-def gpu_memory(readings: Iterable[GpuReading], *, floor_bytes: int, hysteresis: float) -> list[Usage]:
+def gpu_memory(readings: Iterable[GpuReading], *, floor_bytes: int, hysteresis: float) -> list[MemoryUsage]:
     """Return what is used of each GPU, where ``floor_bytes`` are to be free, and are amply by ``hysteresis`` more."""
     return [
-        Usage(
+        MemoryUsage(
             name=f"GPU {reading.index}",
             used_bytes=reading.vram_total_bytes - reading.vram_free_bytes,
             limit_bytes=reading.vram_total_bytes - floor_bytes,
@@ -231,10 +231,10 @@ def gpu_memory(readings: Iterable[GpuReading], *, floor_bytes: int, hysteresis: 
 
 
 def _own_bytes(engines: Iterable[EngineStatus]) -> int:
-    front = resident(os.getpid())
+    front = resident_memory(os.getpid())
     total = front.own_bytes + front.shared_bytes
     for each in engines:
-        engine = resident(each.pid) if each.pid is not None else None
+        engine = resident_memory(each.pid) if each.pid is not None else None
         own, shared = (engine.own_bytes, engine.shared_bytes) if engine else (0, 0)
         total += own + max(shared, each.parked_ram_bytes)
     return total

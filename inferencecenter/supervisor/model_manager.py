@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 import structlog
 
-from inferencecenter.errors import ErrorCode, InferenceCenterError, foreign_input, reason_of
+from inferencecenter.core.errors import ErrorCode, InferenceCenterError, foreign_input, reason_of
+from inferencecenter.core.tasks import TaskGroup
 from inferencecenter.ipc.port import EngineState
 from inferencecenter.protocol.events import Swap
 from inferencecenter.protocol.values import ModelSummary
@@ -17,7 +18,6 @@ from inferencecenter.supervisor.engine_options import cache_key
 from inferencecenter.supervisor.engine_status import StatusListeners
 from inferencecenter.supervisor.model_cache import ModelCache
 from inferencecenter.supervisor.request_queue import unavailable
-from inferencecenter.tasks import TaskGroup
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping, Sequence

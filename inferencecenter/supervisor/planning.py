@@ -13,15 +13,14 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 import structlog
 
-from inferencecenter.errors import ErrorCode, InferenceCenterError, foreign_input, reason_of
+from inferencecenter.core.errors import ErrorCode, InferenceCenterError, foreign_input, reason_of
 from inferencecenter.hardware import nvml
 from inferencecenter.hardware.devices import find_devices
 from inferencecenter.hardware.gguf import read_gguf
 from inferencecenter.hardware.host import read_host
 from inferencecenter.hardware.model_shape import describe, with_adapters
-from inferencecenter.hardware.placing import CONTEXT_BYTES
-from inferencecenter.hardware.plan import MIB, Wishes, margin_bytes
-from inferencecenter.hardware.split import plan
+from inferencecenter.hardware.placement import MIB, PlacementConstraints, margin_bytes
+from inferencecenter.hardware.split import CONTEXT_BYTES, plan
 from inferencecenter.ipc.port import EngineState
 from inferencecenter.protocol.values import EnginePlan, PlannedDevice, PlannedHost, PlanReason
 
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
 
     from inferencecenter.config.settings import EngineSettings, GpuSettings
     from inferencecenter.hardware.model_shape import ModelShape
-    from inferencecenter.hardware.plan import Device, Host, Plan
+    from inferencecenter.hardware.placement import Device, Host, PlacementPlan
     from inferencecenter.hardware.vram_calibration import VramCalibration
     from inferencecenter.ipc.messages import BufferUse, EngineOptions, ModelInfo
     from inferencecenter.ipc.port import EngineStatus
@@ -45,9 +44,9 @@ _MOST_REASONS: Final = 32
 _MOST_ADVICE: Final = 128
 
 
-def placement_constraints(engine: EngineSettings, gpu: GpuSettings) -> Wishes:
+def placement_constraints(engine: EngineSettings, gpu: GpuSettings) -> PlacementConstraints:
     """Return what the settings say about a plan."""
-    return Wishes(
+    return PlacementConstraints(
         slots=engine.slots,
         n_ctx=engine.n_ctx,
         n_gpu_layers=engine.n_gpu_layers,
@@ -109,7 +108,7 @@ class Planner:
         self._used_bytes = used_bytes
         self._model: ModelShape | None = None
         self._unknown = False
-        self._plan: Plan | None = None
+        self._plan: PlacementPlan | None = None
         self._report: EnginePlan | None = None
         self._given_layers: int | None = None
         self._compared_pid = 0
@@ -296,7 +295,7 @@ def _unplannable(options: EngineOptions, reason: str) -> InferenceCenterError:
     )
 
 
-def _without(taken: Sequence[Plan], devices: Sequence[Device]) -> tuple[Device, ...]:
+def _without(taken: Sequence[PlacementPlan], devices: Sequence[Device]) -> tuple[Device, ...]:
     """Return the GPUs as they were if nothing that was planned were there."""
     freed = Counter[str]()
     for made in taken:
@@ -308,18 +307,18 @@ def _without(taken: Sequence[Plan], devices: Sequence[Device]) -> tuple[Device, 
     )
 
 
-def _freed(host: Host, taken: Sequence[Plan]) -> Host:
+def _freed(host: Host, taken: Sequence[PlacementPlan]) -> Host:
     if host.available_bytes is None:
         return host
     return replace(host, available_bytes=host.available_bytes + sum(made.demand.host_bytes for made in taken))
 
 
-def _worth(made: Plan) -> tuple[int, int, int]:
+def _worth(made: PlacementPlan) -> tuple[int, int, int]:
     """What must not become less because other models are loaded too; longer contexts are welcome, and no more."""
     return made.n_gpu_layers, -len(made.cpu_tensors), made.setup.slots
 
 
-def _with_setup(options: EngineOptions, made: Plan) -> EngineOptions:
+def _with_setup(options: EngineOptions, made: PlacementPlan) -> EngineOptions:
     setup = made.setup
     return msgspec.structs.replace(
         options,
@@ -333,7 +332,7 @@ def _with_setup(options: EngineOptions, made: Plan) -> EngineOptions:
     )
 
 
-def _report(made: Plan) -> None:
+def _report(made: PlacementPlan) -> None:
     _log.info(
         "planned",
         gpu_layers=made.n_gpu_layers,
@@ -349,7 +348,7 @@ def _report(made: Plan) -> None:
         _log.warning("plan_does_not_fit", reason=" ".join(made.advice))
 
 
-def plan_report(made: Plan, *, model: ModelShape, host: Host, wishes: Wishes) -> EnginePlan:
+def plan_report(made: PlacementPlan, *, model: ModelShape, host: Host, wishes: PlacementConstraints) -> EnginePlan:
     """Return a plan with what it was made from. Texts, of which some come from files and drivers, have an end."""
     setup, demand = made.setup, made.demand
     parts = zip(made.devices, demand.devices, made.layer_counts, strict=True)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 import structlog
 
-from inferencecenter.errors import reason_of
+from inferencecenter.core.errors import reason_of
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 import structlog
 
+from inferencecenter.core.tasks import TaskGroup
 from inferencecenter.ipc.channel import Channel
 from inferencecenter.ipc.heartbeat import Heartbeat
 from inferencecenter.ipc.messages import Configure, Suspend
-from inferencecenter.tasks import TaskGroup
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence

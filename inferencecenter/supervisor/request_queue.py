@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 import structlog
 from msgspec import structs
 
-from inferencecenter.errors import ERRORS, ErrorCode, InferenceCenterError
+from inferencecenter.core.errors import ERRORS, ErrorCode, InferenceCenterError
 from inferencecenter.ipc.framing import FramingError
 from inferencecenter.ipc.messages import AbortTurn, Cancelled, ContextFull, Failed, Finished, TokenDelta
 from inferencecenter.supervisor.poison_turn_store import SuspectedTurns

@@ -5,8 +5,8 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Final
 
+from inferencecenter.core.state_machine import StateMachine
 from inferencecenter.ipc.port import EngineState
-from inferencecenter.lifecycle import Lifecycle
 
 
 class EngineChange(StrEnum):
@@ -25,7 +25,7 @@ class EngineChange(StrEnum):
 # lost, and may not be started now. Only the last is started again, when what keeps it from that is gone; others are
 # replaced.
 # However an engine ends that is SUSPENDING, it is ASLEEP then and not lost: no turn was with it.
-ENGINE: Final = Lifecycle(
+ENGINE: Final = StateMachine(
     "engine",
     {
         (EngineState.STOPPED, EngineChange.START): EngineState.STARTING,

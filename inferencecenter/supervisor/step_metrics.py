@@ -6,7 +6,7 @@ import time
 from typing import TYPE_CHECKING, Final
 
 from inferencecenter.ipc.messages import ContextFull, Failed, Finished, TokenDelta
-from inferencecenter.telemetry.labels import label_text
+from inferencecenter.telemetry.instruments import label_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable

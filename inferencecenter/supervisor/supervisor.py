@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 import structlog
 
-from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.core.errors import ErrorCode, InferenceCenterError
+from inferencecenter.core.tasks import TaskGroup
 from inferencecenter.ipc.messages import (
     Detokenized,
     LoadFailed,
@@ -43,7 +44,6 @@ from inferencecenter.supervisor.restart_policy import RestartBackoff, RestartBud
 from inferencecenter.supervisor.states import ENGINE, EngineChange
 from inferencecenter.supervisor.tokenizer_client import TokenizerClient
 from inferencecenter.supervisor.watchdog import Watchdog, call_later, call_soon
-from inferencecenter.tasks import TaskGroup
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Collection, Sequence
@@ -664,7 +664,7 @@ class Supervisor:
             self._process.kill(because=f"the engine made no progress for {self._hang_timeout_s:g} s")
 
     def _change(self, change: EngineChange) -> None:
-        self._state = ENGINE.after(self._state, change)
+        self._state = ENGINE.next(self._state, change)
         _log.debug("engine_state", state=self._state.value, change=change.value)
         self._watch()
         self._listeners.notify(self.status)

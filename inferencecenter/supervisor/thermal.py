@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Final, Protocol
 
 import structlog
 
+from inferencecenter.core.tasks import TaskGroup
 from inferencecenter.hardware.nvml import read_gpus
-from inferencecenter.hardware.thermal import Heat, ThermalState, Thresholds, felt, watched
+from inferencecenter.hardware.thermal import Heat, ThermalState, Thresholds, next_heat, watched
 from inferencecenter.ipc.messages import EngineLimits
 from inferencecenter.ipc.port import EngineState
 from inferencecenter.protocol.events import Thermal
-from inferencecenter.tasks import TaskGroup
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from inferencecenter.config.settings import GpuSettings
     from inferencecenter.hardware.nvml import GpuReading, Gpus
     from inferencecenter.ipc.port import EngineStatus
-    from inferencecenter.telemetry.metrics import Metrics
+    from inferencecenter.telemetry.metrics import DaemonMetrics
 
 BUSY_EVERY_S: Final = 2.0
 IDLE_EVERY_S: Final = 30.0
@@ -67,7 +67,7 @@ class ThermalThrottler:
         engines: ThrottledEngines,
         limit: Callable[[Callable[[int], EngineLimits]], None],
         notify: Callable[[Thermal], None],
-        metrics: Metrics,
+        metrics: DaemonMetrics,
         read: Callable[[], Gpus] = read_gpus,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
         monotonic: Callable[[], float] = time.monotonic,
@@ -120,7 +120,7 @@ class ThermalThrottler:
             await self._sleep(BUSY_EVERY_S if busy else IDLE_EVERY_S)
 
     def _look(self, readings: Sequence[GpuReading]) -> None:
-        before, self._heat = self._heat, felt(self._heat, readings, self._thresholds, now=self._monotonic())
+        before, self._heat = self._heat, next_heat(self._heat, readings, self._thresholds, now=self._monotonic())
         heat = self._heat
         self._metrics.set_thermal(heat.state, states=ThermalState)
         if heat.state is before.state:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from itertools import count
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from inferencecenter.errors import ERRORS, ErrorCode, InferenceCenterError
-from inferencecenter.fair_share import FairShare
+from inferencecenter.core.errors import ERRORS, ErrorCode, InferenceCenterError
+from inferencecenter.core.fair_queue import FairShare
 from inferencecenter.ipc.framing import FramingError
 from inferencecenter.ipc.messages import (
     CancelLookup,

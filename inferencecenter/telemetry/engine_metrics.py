@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 from prometheus_client import Gauge
 
-from inferencecenter.telemetry.instruments import Counts, Histograms
-from inferencecenter.telemetry.labels import label_text
+from inferencecenter.telemetry.instruments import Counts, Histograms, label_text
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING, Final, Protocol
 from prometheus_client import CollectorRegistry, Gauge
 
 from inferencecenter import __version__
-from inferencecenter.errors import ErrorCode
+from inferencecenter.core.errors import ErrorCode
 from inferencecenter.telemetry.engine_metrics import EngineMetrics
-from inferencecenter.telemetry.instruments import Counts, Histograms
-from inferencecenter.telemetry.labels import BoundedLabel, label_text
+from inferencecenter.telemetry.instruments import BoundedLabel, Counts, Histograms, label_text
 from inferencecenter.telemetry.loop_monitor import BOUNDS_S
 from inferencecenter.telemetry.machine_metrics import MachineMetrics
 
@@ -51,7 +50,7 @@ class TurnFigures(Protocol):
     def preempted(self) -> int: ...  # noqa: D102
 
 
-class Metrics:
+class DaemonMetrics:
     """The daemon's metrics in a registry of their own; two instances share nothing.
 
     All is counted on the event loop, and exposed there.

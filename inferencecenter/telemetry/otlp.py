@@ -45,7 +45,7 @@ Figures: TypeAlias = "Mapping[str, str | bool | int | float | tuple[str, ...]]"
 _log = structlog.get_logger(__name__)
 
 
-class Stage(Protocol):
+class SpanStage(Protocol):
     """Where a turn spent its time in the engine, in seconds of the machine's monotonic clock."""
 
     @property
@@ -82,23 +82,23 @@ class Traces:
         self._wall_ns = wall_ns
         self._monotonic = monotonic
         self._propagator = TraceContextTextMapPropagator()
-        self._open: WeakSet[TurnTrace] = WeakSet()
+        self._open: WeakSet[OtlpTurnTrace] = WeakSet()
 
     @classmethod
     def to_collector(cls, address: str, *, headers: Mapping[str, str], ratio: float) -> Traces:
         """Return traces that go to the collector at ``address``, with ``headers`` on each request."""
-        complaints = Complaints()
+        complaints = ExporterLogHandler()
         base = address.rstrip("/").removesuffix(_PATH)
         sender = OTLPSpanExporter(endpoint=base + _PATH, headers=headers, timeout=_SEND_TIMEOUT_S)
-        return cls(BatchSpanProcessor(Sending(sender, complaints=complaints)), ratio=ratio)
+        return cls(BatchSpanProcessor(BackgroundExporter(sender, complaints=complaints)), ratio=ratio)
 
-    def begin(self, traceparent: str | None) -> TurnTrace:
+    def begin(self, traceparent: str | None) -> OtlpTurnTrace:
         """Begin the trace of a turn, inside the client's if it named a span of its own."""
         empty = Context()
         context = empty if traceparent is None else self._propagator.extract({"traceparent": traceparent}, empty)
         now_s, now_ns = self._monotonic(), self._wall_ns()
         span = self._front.start_span("turn", context, kind=SpanKind.SERVER, start_time=now_ns)
-        trace = TurnTrace(span, self._engine, epoch_ns=now_ns - round(now_s * _NS_PER_S), monotonic=self._monotonic)
+        trace = OtlpTurnTrace(span, self._engine, epoch_ns=now_ns - round(now_s * _NS_PER_S), monotonic=self._monotonic)
         if trace.wanted:
             self._open.add(trace)
         return trace
@@ -113,7 +113,7 @@ class Traces:
         sending.join(FLUSH_S)
 
 
-class TurnTrace:
+class OtlpTurnTrace:
     """The spans of one turn.
 
     Args:
@@ -135,7 +135,7 @@ class TurnTrace:
         """Say what is asked for."""
         self._span.set_attributes(figures)
 
-    def spent(self, stages: Iterable[Stage]) -> None:
+    def spent(self, stages: Iterable[SpanStage]) -> None:
         """Add a span for each stage of the engine."""
         for stage in stages:
             span = self._engine.start_span(
@@ -167,7 +167,7 @@ class TurnTrace:
         return self._epoch_ns + round(second * _NS_PER_S)
 
 
-class Sending(SpanExporter):
+class BackgroundExporter(SpanExporter):
     """Hands spans on to what sends them, and says once when that fails, and when it works again.
 
     Args:
@@ -177,7 +177,7 @@ class Sending(SpanExporter):
     """
 
     def __init__(
-        self, sender: SpanExporter, *, complaints: Complaints, monotonic: Callable[[], float] = time.monotonic
+        self, sender: SpanExporter, *, complaints: ExporterLogHandler, monotonic: Callable[[], float] = time.monotonic
     ) -> None:
         self._sender = sender
         self._complaints = complaints
@@ -206,7 +206,7 @@ class Sending(SpanExporter):
         self._sender.shutdown()
 
 
-class Complaints(logging.Handler):
+class ExporterLogHandler(logging.Handler):
     """Keeps what OpenTelemetry logs out of the log: a line or more for each batch, and under load for each span."""
 
     def __init__(self) -> None:

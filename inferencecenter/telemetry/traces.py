@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Final
 
-from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 
 if TYPE_CHECKING:
     from inferencecenter.config.sections import TelemetrySettings

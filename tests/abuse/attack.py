@@ -12,9 +12,9 @@ import sys
 import time
 from typing import Final
 
-from inferencecenter.bench.abuse.acts import ACTS
-from inferencecenter.bench.abuse.attacker import Attacker
-from inferencecenter.bench.target import TargetSpec
+from benchmarks.abuse.acts import ACTS
+from benchmarks.abuse.attacker import Attacker
+from benchmarks.target import TargetSpec
 
 LONGEST_S: Final = 20.0
 

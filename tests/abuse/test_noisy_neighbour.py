@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from inferencecenter.bench.abuse.acts import ACTS
+from benchmarks.abuse.acts import ACTS
 from inferencecenter.hardware.process_usage import read_usage
 from tests.abuse.conftest import attack
 from tests.abuse.neighbour import Heard, listen
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from inferencecenter.bench.abuse.acts import Act
+    from benchmarks.abuse.acts import Act
 
 pytestmark = pytest.mark.slow
 

@@ -10,7 +10,7 @@ import pytest
 from websockets.asyncio.client import connect
 
 from inferencecenter.client import Client
-from inferencecenter.client.failures import TryLaterError
+from inferencecenter.client.errors import TryLaterError
 from tests.abuse.conftest import attack
 from tests.e2e.harness import REPLY_TIMEOUT_S, run_daemon, talk
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from inferencecenter.bench.abuse.acts import ACTS
+from benchmarks.abuse.acts import ACTS
 from tests.abuse.conftest import attack
 from tests.e2e.harness import Daemon, command_line, run_daemon, talk
 

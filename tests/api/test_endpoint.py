@@ -17,8 +17,8 @@ from inferencecenter.api.openai import chat
 from inferencecenter.api.openai.chat import check
 from inferencecenter.auth.rate_limits import FREE_REFUSALS
 from inferencecenter.config.limits import AccessLimits
-from inferencecenter.errors import ErrorCode
-from inferencecenter.fair_share import FairShare
+from inferencecenter.core.errors import ErrorCode
+from inferencecenter.core.fair_queue import FairShare
 from inferencecenter.protocol.json_bounds import MAX_STRUCTURE
 from tests.api.asking import PATIENCE_S, exchange, post, read_answer, request
 from tests.api.streaming import CHAT, HI, chunk_of, gone, next_turn, say, streamed

@@ -6,7 +6,7 @@ import orjson
 import pytest
 
 from inferencecenter.api.errors import error_body, error_headers
-from inferencecenter.errors import ERRORS, ErrorCode, ErrorSpec, InferenceCenterError
+from inferencecenter.core.errors import ERRORS, ErrorCode, ErrorSpec, InferenceCenterError
 
 
 @pytest.mark.parametrize("row", [row for row in ERRORS.values() if row.on_http], ids=lambda row: row.code.value)

@@ -16,7 +16,7 @@ from inferencecenter.api.body import RequestModel
 from inferencecenter.api.endpoint import Call, Operation
 from inferencecenter.api.errors import CODES
 from inferencecenter.api.openapi import document
-from inferencecenter.errors import ERRORS, ErrorCode
+from inferencecenter.core.errors import ERRORS, ErrorCode
 from tests.api.asking import request
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from inferencecenter.api.request_context import Caller, ClientDisconnectedError, RequestContext
 from inferencecenter.api.request_turns import MOST_SEPARATE, RequestTurns
 from inferencecenter.auth.account import client_of
-from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.protocol import events
 from inferencecenter.protocol.close import CloseCode
 from inferencecenter.protocol.requests import CreateSession, Infer

@@ -13,7 +13,7 @@ from inferencecenter.api.app import OPERATIONS
 from inferencecenter.api.body import parse
 from inferencecenter.api.endpoint import Operation
 from inferencecenter.api.openapi import document
-from inferencecenter.errors import InferenceCenterError
+from inferencecenter.core.errors import InferenceCenterError
 from tests.e2e.harness import Daemon, run_daemon
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ import pytest
 
 from inferencecenter.auth.account import Account, StaticClient
 from inferencecenter.auth.accounts import Accounts
-from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.protocol.scopes import Scope
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ import pytest
 
 from inferencecenter.auth.accounts import Accounts
 from inferencecenter.auth.accounts_db import AccountsFile
-from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -16,7 +16,7 @@ from inferencecenter.auth import audit
 from inferencecenter.auth.accounts import Accounts
 from inferencecenter.auth.audit import MAX_ROWS, PRUNE_ROWS, TOGETHER_S, AuditEvent, AuditLine, audit_entry
 from inferencecenter.auth.bootstrap import ensure_admin
-from inferencecenter.errors import InferenceCenterError
+from inferencecenter.core.errors import InferenceCenterError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

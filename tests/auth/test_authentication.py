@@ -24,9 +24,9 @@ from inferencecenter.auth.authentication import (
     TokenCredential,
     refusal,
 )
-from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.protocol.scopes import Scope
-from inferencecenter.telemetry.metrics import Metrics
+from inferencecenter.telemetry.metrics import DaemonMetrics
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
@@ -49,7 +49,7 @@ def accounts(tmp_path: Path) -> Iterator[Accounts]:
 @pytest.fixture
 async def authenticator(accounts: Accounts) -> AsyncIterator[Authenticator]:
     """Lets an address fail twice; its clock stands still."""
-    made = Authenticator(accounts, attempts_per_minute=2, clock=lambda: 0.0, metrics=Metrics())
+    made = Authenticator(accounts, attempts_per_minute=2, clock=lambda: 0.0, metrics=DaemonMetrics())
     yield made
     await made.close()
 

@@ -10,7 +10,7 @@ import pytest
 
 from inferencecenter.auth.accounts import Accounts
 from inferencecenter.auth.bootstrap import ensure_admin
-from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.protocol.scopes import Scope
 
 if TYPE_CHECKING:

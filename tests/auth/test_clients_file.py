@@ -9,7 +9,7 @@ import pytest
 
 from inferencecenter.auth.clients_file import load_clients
 from inferencecenter.config.limits import AccessLimits
-from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.protocol.scopes import Scope
 
 if TYPE_CHECKING:

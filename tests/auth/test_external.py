@@ -23,7 +23,7 @@ from inferencecenter.auth.authentication import AuthUnavailableError
 from inferencecenter.auth.external import MAX_ANSWER_BYTES, ExternalAuth
 from inferencecenter.config.limits import AccessLimits
 from inferencecenter.config.sections import ExternalAuthSettings
-from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.protocol.scopes import Scope
 from tests.auth.other_program import OtherProgram, other_program
 from tests.server.harness import Running, ask, close_code, hear

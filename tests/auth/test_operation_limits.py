@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from inferencecenter.auth.rate_limits import FRAME_UNIT_CHARS, UNIT_CHARS, OperationRateLimiter
-from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.protocol.codec import Frame
 from tests.server.harness import ask, hear
 

@@ -13,7 +13,7 @@ from inferencecenter.auth.account import Account
 from inferencecenter.auth.accounts import Accounts
 from inferencecenter.auth.quotas import BUSY_RETRY_MS, SWEEP_FROM, Allowances, TokenAllowance
 from inferencecenter.config.limits import NO_LIMITS, AccessLimits
-from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.protocol.scopes import Scope
 
 if TYPE_CHECKING:

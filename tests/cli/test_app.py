@@ -11,8 +11,8 @@ import pytest
 
 from inferencecenter import __version__
 from inferencecenter.cli import checks
-from inferencecenter.cli.checks import Check, Verdict
-from inferencecenter.errors import ERRORS, ErrorCode
+from inferencecenter.cli.checks import Check, CheckResult
+from inferencecenter.core.errors import ERRORS, ErrorCode
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -95,7 +95,7 @@ def test_a_home_of_another_user_is_a_message(  # noqa: PLR0917 - cases and fixtu
         ("INFERENCECENTER_STATE_DIR", "state"),
     ):
         monkeypatch.setenv(name, f"{home}/{place}")
-    monkeypatch.setattr(checks, "llama_cpp", lambda **_options: Check("llama.cpp", Verdict.OK, "not looked at"))
+    monkeypatch.setattr(checks, "llama_cpp", lambda **_options: Check("llama.cpp", CheckResult.OK, "not looked at"))
     for name in ("stat", "open", "scandir", "listdir", "mkdir"):
         monkeypatch.setattr(os, name, _sealed(getattr(os, name), home))
     monkeypatch.setattr(os, "access", lambda _path, _mode: False)

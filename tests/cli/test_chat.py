@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from inferencecenter.cli.parameters import read_params
+from inferencecenter.cli.options import read_params
 from inferencecenter.cli.reach import read_token
 from inferencecenter.cli.view import column_after, describe_notice
 from inferencecenter.client import Connected, Reconnecting
-from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.protocol.events import EngineChanged, GoingAway, StorageChanged
 from tests.cli.chatting import TIMEOUT_S, Screen, answer, converse, on_terminal
 from tests.client.peer import AUTH_SUCCESS, HELLO, USAGE
@@ -168,7 +168,7 @@ async def test_a_refused_turn_ends_a_script(cli: Cli, monkeypatch: pytest.Monkey
 
 async def test_waiting_for_the_model(cli: Cli, monkeypatch: pytest.MonkeyPatch, scripted: Start) -> None:
     """While the daemon loads its model, the chat asks again until it is ready, and then begins."""
-    monkeypatch.setattr("inferencecenter.cli.waiting._LOADING_POLL_S", 0)
+    monkeypatch.setattr("inferencecenter.cli.chat_loop._LOADING_POLL_S", 0)
 
     async def daemon(peer: Peer) -> None:
         await peer.say(**{**HELLO, "status": "loading", "message": "loading 10 %"})

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from inferencecenter.cli import checks
-from inferencecenter.cli.checks import Check, Verdict
-from inferencecenter.errors import ErrorCode
+from inferencecenter.cli.checks import Check, CheckResult
+from inferencecenter.core.errors import ErrorCode
+from inferencecenter.core.sqlite_file import FileIdentity
 from inferencecenter.server import control
 from inferencecenter.sessions.store.database import open_writing
 from inferencecenter.sessions.store.recorder import Recorder
 from inferencecenter.sessions.store.schema import DATABASE_NAME
-from inferencecenter.sqlite_file import FileIdentity
 from tests.sessions.store.values import opened
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 @pytest.fixture
 def quick(cli: Cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """No probe of llama.cpp, a free port, and a model file that begins as one should; returns the file."""
-    monkeypatch.setattr(checks, "llama_cpp", lambda **_options: Check("llama.cpp", Verdict.OK, "not looked at"))
+    monkeypatch.setattr(checks, "llama_cpp", lambda **_options: Check("llama.cpp", CheckResult.OK, "not looked at"))
     model = tmp_path / "model.gguf"
     model.write_bytes(b"GGUF and more")
     monkeypatch.setenv("INFERENCECENTER_MODEL__PATH", str(model))
@@ -114,7 +114,7 @@ def test_an_adapter_of_the_default_that_is_missing(cli: Cli, monkeypatch: pytest
 
 def test_a_default_that_nothing_is_called(cli: Cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """What is wrong with the models is found before any file is looked for."""
-    monkeypatch.setattr(checks, "llama_cpp", lambda **_options: Check("llama.cpp", Verdict.OK, "not looked at"))
+    monkeypatch.setattr(checks, "llama_cpp", lambda **_options: Check("llama.cpp", CheckResult.OK, "not looked at"))
     monkeypatch.setenv("INFERENCECENTER_SERVER__PORT", "0")
     _configure(monkeypatch, tmp_path, '[model]\nname = "nobody"')
     code, found = _found(cli)
@@ -286,12 +286,12 @@ def test_wrong_settings_end_the_examination(cli: Cli, monkeypatch: pytest.Monkey
 def test_llama_cpp_is_asked_in_another_process() -> None:
     """Its version is found without loading it here."""
     check = checks.llama_cpp(needed=True, gpu=False)
-    assert check.verdict is Verdict.OK
+    assert check.verdict is CheckResult.OK
     assert "llama-cpp-python 0.3" in check.detail
 
 
-@pytest.mark.parametrize(("needed", "verdict"), [(True, Verdict.FAILED), (False, Verdict.WARNING)])
-def test_llama_cpp_that_does_not_load(monkeypatch: pytest.MonkeyPatch, *, needed: bool, verdict: Verdict) -> None:
+@pytest.mark.parametrize(("needed", "verdict"), [(True, CheckResult.FAILED), (False, CheckResult.WARNING)])
+def test_llama_cpp_that_does_not_load(monkeypatch: pytest.MonkeyPatch, *, needed: bool, verdict: CheckResult) -> None:
     """What the other process said last is the finding; it matters only where llama.cpp is needed."""
     monkeypatch.setattr(checks, "_PROBE", "raise ImportError('libcudart.so is missing')")
     check = checks.llama_cpp(needed=needed, gpu=False)
@@ -303,5 +303,5 @@ def test_a_gpu_that_llama_cpp_cannot_use(monkeypatch: pytest.MonkeyPatch) -> Non
     """A GPU beside a build without GPU support is a warning that says how to build with it."""
     monkeypatch.setattr(checks, "_PROBE", 'print(\'{"version": "1", "gpu": false}\')')
     check = checks.llama_cpp(needed=True, gpu=True)
-    assert check.verdict is Verdict.WARNING
+    assert check.verdict is CheckResult.WARNING
     assert "CUDA=1" in check.hint

@@ -15,14 +15,14 @@ from hypothesis import strategies as st
 
 from inferencecenter.auth.accounts import DATABASE_NAME, Accounts
 from inferencecenter.auth.accounts_db import format_limits
-from inferencecenter.cli.limits import changed
+from inferencecenter.cli.options import changed
 from inferencecenter.config.limits import NO_LIMITS, AccessLimits
-from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.core.errors import ErrorCode, InferenceCenterError
+from inferencecenter.core.sqlite_file import connect, make_private, migrate
 from inferencecenter.server.control import ControlSocket
 from inferencecenter.sessions.store.database import open_writing
 from inferencecenter.sessions.store.schema import DATABASE_NAME as SESSIONS_NAME
 from inferencecenter.sessions.store.schema import MIGRATIONS
-from inferencecenter.sqlite_file import connect, make_private, migrate
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from rich.console import Console
 
-from inferencecenter.cli import model_swap
+from inferencecenter.cli import model
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -74,7 +74,7 @@ async def test_a_model_is_loaded(cli: Cli, scripted: Start) -> None:
 async def test_a_terminal_shows_how_far_it_is(cli: Cli, scripted: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     """As a bar that is gone afterwards."""
     shown = StringIO()
-    monkeypatch.setattr(model_swap, "stderr", Console(file=shown, force_terminal=True, width=120, highlight=False))
+    monkeypatch.setattr(model, "stderr", Console(file=shown, force_terminal=True, width=120, highlight=False))
     result = await run(cli, "load", "phi", url=await scripted(swaps(*WHOLE)))
     assert (result.code, result.out) == (0, "phi answers from now on.\n")
     assert "phi: loading" in shown.getvalue()
@@ -130,7 +130,7 @@ def test_ctrl_c_leaves_the_daemon_to_it(cli: Cli, monkeypatch: pytest.MonkeyPatc
     async def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(model_swap, "_load", interrupted)
+    monkeypatch.setattr(model, "_load", interrupted)
     result = cli.run("model", "load", "phi", "--token", "t")
     assert result.code != 0
     assert "goes on" in result.err

@@ -8,18 +8,18 @@ from typing import TYPE_CHECKING
 import pytest
 import typer
 
-from inferencecenter.bench.header import HEADERS, write_header
+from benchmarks.header import HEADERS, write_header
 from inferencecenter.cli import checks
-from inferencecenter.cli.checks import Check, Verdict
-from inferencecenter.cli.plan import gpus_of, parse_size
-from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.cli.checks import Check, CheckResult
+from inferencecenter.cli.doctor import gpus_of, parse_size
+from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.hardware.nvml import GpuReading, Gpus
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from inferencecenter.hardware.plan import Device
+    from inferencecenter.hardware.placement import Device
     from tests.cli.conftest import Cli
 
 GIB = 2**30
@@ -120,7 +120,7 @@ def _found(cli: Cli) -> dict[str, dict[str, str]]:
 @pytest.fixture
 def examined(cli: Cli, monkeypatch: pytest.MonkeyPatch, model: Path) -> Cli:
     """The usual examination, with that model."""
-    monkeypatch.setattr(checks, "llama_cpp", lambda **_options: Check("llama.cpp", Verdict.OK, "not looked at"))
+    monkeypatch.setattr(checks, "llama_cpp", lambda **_options: Check("llama.cpp", CheckResult.OK, "not looked at"))
     monkeypatch.setenv("INFERENCECENTER_MODEL__PATH", str(model))
     monkeypatch.setenv("INFERENCECENTER_SERVER__PORT", "0")
     return cli
@@ -155,7 +155,7 @@ def test_gpus_are_shown_with_their_driver(monkeypatch: pytest.MonkeyPatch) -> No
     )
     monkeypatch.setattr(checks, "read_gpus", lambda: Gpus((reading, GpuReading(name="Other")), driver_version="580.1"))
     check = checks.gpu()
-    assert check.verdict is Verdict.OK
+    assert check.verdict is CheckResult.OK
     assert check.detail == (
         "GTX 1060, 100 of 3000 MB of memory in use, compute capability 6.1, divided by MIG; "
         "Other, 0 of 0 MB of memory in use; driver 580.1"

@@ -12,10 +12,10 @@ import pytest
 import trustme
 
 from inferencecenter.cli import checks
-from inferencecenter.cli.checks import Check, Verdict
+from inferencecenter.cli.checks import Check, CheckResult
 from inferencecenter.cli.reach import own_tls, own_url, reach_daemon
 from inferencecenter.config.settings import Settings
-from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from tests.e2e.harness import free_port
 from tests.service.harness import Manager, Started, started
 
@@ -129,7 +129,7 @@ def box(tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch, state_dir: Pa
     ) as daemon:
         manager.hear_until(lambda words: words.get("READY") == "1")
         monkeypatch.setenv("INFERENCECENTER_CONFIG", str(config))
-        monkeypatch.setattr(checks, "llama_cpp", lambda **_options: Check("llama.cpp", Verdict.OK, "not looked at"))
+        monkeypatch.setattr(checks, "llama_cpp", lambda **_options: Check("llama.cpp", CheckResult.OK, "not looked at"))
         yield Box(tmp_path, port, daemon)
     manager.close()
 

@@ -19,8 +19,8 @@ import structlog
 from inferencecenter.cli.run import read_prompt
 from inferencecenter.config.loader import load_settings
 from inferencecenter.config.settings import bundled_model
-from inferencecenter.errors import ErrorCode, InferenceCenterError
-from inferencecenter.one_shot import Question, ask, chosen_model
+from inferencecenter.core.errors import ErrorCode, InferenceCenterError
+from inferencecenter.one_shot import OneShotRequest, ask, chosen_model
 from inferencecenter.protocol.events import End, Token
 from tests.engine.llama.lora_files import write_adapter
 
@@ -113,7 +113,7 @@ def answer(*, on_event: Any = None, **params: Any) -> tuple[str, End]:
             on_event(event)
 
     settings = load_settings(None, {"engine.n_ctx": 4096})
-    question = Question(prompt=QUESTION, params=params)
+    question = OneShotRequest(prompt=QUESTION, params=params)
     answered = ask(chosen_model(settings, "demo"), question, settings, on_status=lambda _status: None, on_event=show)
     assert answered.end is not None
     return "".join(texts), answered.end

@@ -13,8 +13,8 @@ from rich.text import Text
 from inferencecenter import daemon
 from inferencecenter.cli.output import stdout
 from inferencecenter.cli.serve import web_link
+from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.daemon import Announcement
-from inferencecenter.errors import ErrorCode, InferenceCenterError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

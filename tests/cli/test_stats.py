@@ -18,7 +18,7 @@ from websockets import ConnectionClosed
 
 from inferencecenter.cli.stats import Watch
 from inferencecenter.client import Client, Timing
-from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from tests.cli.chatting import CONTROL, Screen
 from tests.cli.test_stats_view import GPU, glance
 from tests.client.peer import AUTH_SUCCESS, HELLO
@@ -26,7 +26,7 @@ from tests.client.peer import AUTH_SUCCESS, HELLO
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from inferencecenter.cli.stats_view import Glance
+    from inferencecenter.cli.stats import Glance
     from tests.cli.conftest import Cli
     from tests.client.peer import Peer, Start
 

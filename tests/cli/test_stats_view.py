@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from rich.cells import cell_len
 from rich.console import Console
 
-from inferencecenter.cli.stats_view import Glance, as_data, bar, line, screen, sparkline
+from inferencecenter.cli.stats import Glance, as_data, bar, line, screen, sparkline
 from inferencecenter.protocol.events import Metrics, Thermal
 from inferencecenter.protocol.values import (
     ConnectedClient,

@@ -12,7 +12,7 @@ import pytest
 from inferencecenter.auth.account import Account
 from inferencecenter.auth.accounts import DATABASE_NAME, Accounts
 from inferencecenter.cli.token import duration_s
-from inferencecenter.errors import InferenceCenterError
+from inferencecenter.core.errors import InferenceCenterError
 from inferencecenter.server import control
 
 if TYPE_CHECKING:

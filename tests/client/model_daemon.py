@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from inferencecenter.client.position import Arrival, Position
+from inferencecenter.client.session import SequenceStatus, SequenceTracker
 from inferencecenter.client.stream import TurnStream
 from inferencecenter.protocol.events import End, Error, Queued, SessionResumed, Token
 from inferencecenter.protocol.values import ChatMessage, TranscriptTurn, Usage
@@ -137,7 +137,7 @@ class ModelClient:
 
     daemon: ModelDaemon
     stream: TurnStream = field(default_factory=lambda: TurnStream("s"))
-    position: Position = field(default_factory=lambda: Position("e1"))
+    position: SequenceTracker = field(default_factory=lambda: SequenceTracker("e1"))
     events: list[TurnStreamEvent] = field(default_factory=list)
     inbound: list[Event] = field(default_factory=list)
     n_asked: int = 0
@@ -184,8 +184,8 @@ class ModelClient:
         if self.missing:
             return False
         arrival = self.position.admit(event)
-        assert arrival is not Arrival.AFTER_A_GAP
-        return arrival is Arrival.NEXT
+        assert arrival is not SequenceStatus.AFTER_A_GAP
+        return arrival is SequenceStatus.NEXT
 
 
 def _joined(events: list[NumberedEvent]) -> list[NumberedEvent]:

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from inferencecenter.client.answer import Answer, result
-from inferencecenter.client.position import Arrival, Position
-from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.client.session import SequenceStatus, SequenceTracker
+from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.protocol.events import Reasoning, Token, ToolCall
 from inferencecenter.protocol.values import ChatMessage
 from inferencecenter.protocol.values import ToolCall as Call
@@ -106,4 +106,4 @@ def test_another_answer_is_not_shown(fields: dict[str, object]) -> None:
 @pytest.mark.parametrize("event", [EVENTS[0], EVENTS[-1]])
 def test_text_of_any_kind_may_stand_for_several(event: Reasoning | ToolCall) -> None:
     """So that a number further on is no gap."""
-    assert Position("e", 1).admit(event.model_copy(update={"seq": 7})) is Arrival.NEXT
+    assert SequenceTracker("e", 1).admit(event.model_copy(update={"seq": 7})) is SequenceStatus.NEXT

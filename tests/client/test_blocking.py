@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from inferencecenter.client import START, TryLaterError, UnreachableError
-from inferencecenter.client.blocking import Client
-from inferencecenter.client.loop_thread import LoopThread
+from inferencecenter.client.blocking import BlockingClient, LoopThread
 from inferencecenter.protocol.events import End, Queued, Token
 from inferencecenter.protocol.requests import Ping
 from inferencecenter.protocol.values import GpuReadings, InferenceReadings
@@ -84,7 +83,7 @@ async def echo(peer: Peer) -> None:
 
 def test_a_conversation_in_plain_code(start: Starts) -> None:
     """Text in a loop, whole answers, all events, and what else a session can do."""
-    with Client(start(echo), "ic_a_b") as client:
+    with BlockingClient(start(echo), "ic_a_b") as client:
         assert client.connected
         assert (client.hello.model, client.account.client_id) == ("demo", "admin")
         with client.session(system="Be brief.") as session:
@@ -102,7 +101,7 @@ def test_a_conversation_in_plain_code(start: Starts) -> None:
 
 def test_leaving_a_loop_ends_the_turn(start: Starts) -> None:
     """The next question comes after the end of the one that was left."""
-    with Client(start(echo), "ic_a_b") as client, client.session() as session:
+    with BlockingClient(start(echo), "ic_a_b") as client, client.session() as session:
         turn = session.infer("on and on …")
         for text in turn:
             assert text == "on "
@@ -113,7 +112,7 @@ def test_leaving_a_loop_ends_the_turn(start: Starts) -> None:
 
 def test_threads_share_a_client(start: Starts) -> None:
     """Each has sessions of its own, all at once, and hears its own answers."""
-    with Client(start(echo), "ic_a_b") as client, ThreadPoolExecutor(8) as threads:
+    with BlockingClient(start(echo), "ic_a_b") as client, ThreadPoolExecutor(8) as threads:
 
         def talk(number: int) -> list[str]:
             with client.session() as session:
@@ -125,13 +124,13 @@ def test_threads_share_a_client(start: Starts) -> None:
 
 async def test_a_running_event_loop_does_not_matter(start: Starts) -> None:
     """As in a cell of a notebook, which its own loop runs."""
-    with Client(start(echo), "ic_a_b") as client, client.session() as session:
+    with BlockingClient(start(echo), "ic_a_b") as client, client.session() as session:
         assert list(session.infer("one two")) == ["one ", "two "]
 
 
 def test_another_thread_may_abort(start: Starts) -> None:
     """Whoever reads the turn goes on to its end."""
-    with Client(start(echo), "ic_a_b") as client, client.session() as session:
+    with BlockingClient(start(echo), "ic_a_b") as client, client.session() as session:
         turn = session.infer("on and on …")
         heard = []
         for text in turn:
@@ -146,7 +145,7 @@ def test_another_thread_may_abort(start: Starts) -> None:
 
 def test_ctrl_c_ends_the_wait_and_the_turn(start: Starts) -> None:
     """The exception is raised where the text is waited for, and the session can be used again."""
-    with Client(start(echo), "ic_a_b") as client, client.session() as session:
+    with BlockingClient(start(echo), "ic_a_b") as client, client.session() as session:
 
         def interrupt_when_all_is_read() -> None:
             for text in session.infer("on and on …"):
@@ -161,7 +160,7 @@ def test_ctrl_c_ends_the_wait_and_the_turn(start: Starts) -> None:
 
 def test_nobody_is_left_waiting_for_a_client_that_is_closed(start: Starts) -> None:
     """Whatever thread closes it, those that wait are told."""
-    client = Client(start(echo), "ic_a_b")
+    client = BlockingClient(start(echo), "ic_a_b")
     client.open()
     session = client.create_session()
     turn = iter(session.infer("on …"))
@@ -188,13 +187,13 @@ def test_a_client_that_is_refused_leaves_no_thread(start: Starts) -> None:
     url = start(refuse)
     before = threading.active_count()
     with pytest.raises(TryLaterError, match="no such token"):
-        Client(url, "ic_a_b").open()
+        BlockingClient(url, "ic_a_b").open()
     assert threading.active_count() == before
 
 
 def test_a_client_may_be_opened_again(start: Starts) -> None:
     """A notebook that closed it opens it."""
-    client = Client(start(echo), "ic_a_b")
+    client = BlockingClient(start(echo), "ic_a_b")
     for _ in range(2):
         with client:
             assert client.models() == ()
@@ -215,7 +214,7 @@ def test_a_callback_that_would_wait_for_itself_is_told(start: Starts) -> None:
             client.models()
         told.append(caught.value)
 
-    with Client(start(daemon), "ic_a_b", on_notice=ask) as client:
+    with BlockingClient(start(daemon), "ic_a_b", on_notice=ask) as client:
         client.request(Ping(op="ping"))
     assert "cannot wait" in str(told[0])
 
@@ -229,7 +228,7 @@ def test_readings_are_iterated_over(start: Starts) -> None:
             frame = await peer.hear()
             await peer.say(op="metrics", id=frame["id"], timestamp=float(len(peer.heard)), **READINGS)
 
-    with Client(start(daemon), "ic_a_b") as client:
+    with BlockingClient(start(daemon), "ic_a_b") as client:
         seen = []
         for reading in client.metrics(interval_s=0.001):
             seen.append(reading.timestamp)

@@ -9,7 +9,7 @@ import pytest
 from opentelemetry import trace
 
 from inferencecenter.client import Client
-from inferencecenter.client.tracing import current_traceparent
+from inferencecenter.client.options import current_traceparent
 
 if TYPE_CHECKING:
     from tests.client.peer import Peer, Start

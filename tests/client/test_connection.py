@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from inferencecenter.client import Client, RequestError
-from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.protocol.events import End, Queued, Token
 from inferencecenter.protocol.requests import START, Ping
 from inferencecenter.protocol.values import ChatMessage

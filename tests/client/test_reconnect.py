@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from inferencecenter.client import Client, Connected, Ended, Reconnecting, SessionTakenOverError, Timing
-from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.protocol.events import End, EngineChanged, Pong, Queued, Token
 from inferencecenter.protocol.requests import START, Ping
 from inferencecenter.protocol.values import ChatMessage
@@ -671,7 +671,7 @@ async def test_a_session_that_is_closed_elsewhere(scripted: Start) -> None:
 
 async def test_a_daemon_that_says_nothing_more_is_noticed(scripted: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     """A peer that answers no ping is lost, though its socket is open."""
-    monkeypatch.setattr("inferencecenter.client.link._CLOSE_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("inferencecenter.client.transport._CLOSE_TIMEOUT_S", 0.05)
     clock = LoopClock(monkeypatch, timeouts=True)
     silenced: list[Peer] = []
 

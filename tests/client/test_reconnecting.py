@@ -6,16 +6,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inferencecenter.client.reconnecting import HEALTHY_AFTER_S, Backoff, BackoffPolicy, closing_error, is_final
-from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.client.reconnect import HEALTHY_AFTER_S, BackoffPolicy, ReconnectBackoff, closing_error, is_final
+from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.protocol.close import CloseCode
 
 FOR_EVER = BackoffPolicy(give_up_after_s=None)
 
 
-def backoff(policy: BackoffPolicy = FOR_EVER, *, random: float = 1.0) -> Backoff:
+def backoff(policy: BackoffPolicy = FOR_EVER, *, random: float = 1.0) -> ReconnectBackoff:
     """A count that begins at 0 s, with the same draw each time."""
-    return Backoff(policy, random=lambda: random, now=0.0)
+    return ReconnectBackoff(policy, random=lambda: random, now=0.0)
 
 
 def test_the_bound_doubles_to_its_limit() -> None:

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from inferencecenter.client.position import Arrival, Position
+from inferencecenter.client.session import SequenceStatus, SequenceTracker
 from inferencecenter.client.stream import StreamState, TurnStream
-from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.protocol.events import End, Error, Progress, Queued, SessionResumed, Token
 from inferencecenter.protocol.values import ChatMessage, TranscriptTurn, Usage
 from tests.client.model_daemon import ModelClient, ModelDaemon
@@ -298,11 +298,11 @@ def test_following_a_turn() -> None:
 
 def test_numbers_say_what_is_new() -> None:
     """Known numbers are repetitions; a token may stand for several; anything else that skips one leaves a gap."""
-    position = Position("e")
-    assert position.admit(queued(seq=1)) is Arrival.NEXT
-    assert position.admit(queued(seq=1)) is Arrival.REPEATED
-    assert position.admit(token("joined", seq=5)) is Arrival.NEXT
-    assert position.admit(end(seq=7)) is Arrival.AFTER_A_GAP
+    position = SequenceTracker("e")
+    assert position.admit(queued(seq=1)) is SequenceStatus.NEXT
+    assert position.admit(queued(seq=1)) is SequenceStatus.REPEATED
+    assert position.admit(token("joined", seq=5)) is SequenceStatus.NEXT
+    assert position.admit(end(seq=7)) is SequenceStatus.AFTER_A_GAP
     assert repr(position) == "Position(e, 5)"
     position.note(3)
     assert position.seq == 5
@@ -310,20 +310,20 @@ def test_numbers_say_what_is_new() -> None:
 
 def test_a_gap_that_stays_is_accepted() -> None:
     """What is missing after the history was resumed right before it was not meant for this client."""
-    position = Position("e")
+    position = SequenceTracker("e")
     position.note(5)
     position.resume(KEPT)
     assert position.seq == 5
-    assert position.admit(end(seq=7)) is Arrival.NEXT
-    assert position.admit(end(seq=9)) is Arrival.AFTER_A_GAP
+    assert position.admit(end(seq=7)) is SequenceStatus.NEXT
+    assert position.admit(end(seq=9)) is SequenceStatus.AFTER_A_GAP
 
 
 def test_positions_are_reset_explicitly() -> None:
     """After lost events the daemon's numbers hold; after a take-over any number is new."""
-    position = Position("e")
+    position = SequenceTracker("e")
     position.note(50)
     position.resume(lost())
     assert (position.epoch, position.seq) == ("e2", 20)
     position.forget()
     assert position.epoch is None
-    assert position.admit(end(seq=3)) is Arrival.NEXT
+    assert position.admit(end(seq=3)) is SequenceStatus.NEXT

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from inferencecenter.client import Client, NotFoundError, RequestError, Timing, TryLaterError
-from inferencecenter.client.failures import DaemonError
+from inferencecenter.client.errors import DaemonError
 from inferencecenter.protocol.events import End, Queued, Token
 from tests.client.peer import STATS, USAGE
 

@@ -10,7 +10,7 @@ import pytest
 from inferencecenter.config import loader
 from inferencecenter.config.loader import InvalidSettingsError, find_config, load_settings, read_layers
 from inferencecenter.config.settings import Settings
-from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 
 
 @pytest.fixture(autouse=True)

@@ -14,7 +14,7 @@ from structlog.testing import capture_logs
 
 from inferencecenter.config.reload import ConfigReloader, changed_settings
 from inferencecenter.config.settings import Settings, setting_fields
-from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.server.control import ReloadReport
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from typing import Any
 import jinja2.sandbox
 import pytest
 
-from inferencecenter.demo.chatml import CHAT_TEMPLATE, Message, render, tool_call, tools_prompt
+from tools.demo_model.chatml import CHAT_TEMPLATE, Message, render, tool_call, tools_prompt
 
 TOOLS = [{"type": "function", "function": {"name": "get_time", "parameters": {}}}]
 CALL = {"type": "function", "function": {"name": "get_time", "arguments": {"city": "Oslo"}}}

@@ -7,10 +7,10 @@ from random import Random
 
 import pytest
 
-from inferencecenter.demo import corpus, facts, skills, tools, world
-from inferencecenter.demo.cases import called
-from inferencecenter.demo.chatml import Message, render
-from inferencecenter.demo.world import Draw
+from tools.demo_model import corpus, facts, skills, tools, world
+from tools.demo_model.cases import called
+from tools.demo_model.chatml import Message, render
+from tools.demo_model.world import Draw
 
 
 def characters(message: Message) -> int:

@@ -8,9 +8,9 @@ import gguf
 import pytest
 
 from inferencecenter.demo import demo_model_path
-from inferencecenter.demo.cases import called
-from inferencecenter.demo.chatml import CHAT_TEMPLATE, Message, tools_prompt
-from inferencecenter.demo.evaluate import GreedyModel, evaluate, meets_criteria
+from tools.demo_model.cases import called
+from tools.demo_model.chatml import CHAT_TEMPLATE, Message, tools_prompt
+from tools.demo_model.evaluate import GreedyModel, evaluate, meets_criteria
 
 MEBIBYTE = 1 << 20
 WEATHER = {

@@ -2,8 +2,8 @@
 
 from random import Random
 
-from inferencecenter.demo import world
-from inferencecenter.demo.world import Draw
+from tools.demo_model import world
+from tools.demo_model.world import Draw
 
 
 def test_held_out_is_a_fixed_property_of_the_value() -> None:

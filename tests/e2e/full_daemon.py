@@ -10,17 +10,17 @@ from pathlib import Path
 from typing import Final
 
 from inferencecenter.cli import main
-from inferencecenter.hardware.memory import Share
+from inferencecenter.hardware.memory import MemoryLimit
 from inferencecenter.supervisor import memory_pressure
 
 USED_VARIABLE: Final = "TEST_MEMORY_FILE"
 _TOTAL_BYTES: Final = 2**30
 
 
-def machine_memory() -> Share:
+def machine_memory() -> MemoryLimit:
     """Read the file that plays the kernel."""
     percent = int(Path(os.environ[USED_VARIABLE]).read_text())
-    return Share(_TOTAL_BYTES * percent // 100, _TOTAL_BYTES)
+    return MemoryLimit(_TOTAL_BYTES * percent // 100, _TOTAL_BYTES)
 
 
 def play_kernel() -> None:

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.engine.backend import Backend, Chunk, DecodeError
 from inferencecenter.engine.echo import MESSAGE_END, MESSAGE_START, EchoBackend
-from inferencecenter.errors import ErrorCode, InferenceCenterError
 from inferencecenter.ipc.messages import EngineOptions, PromptSegment
 from inferencecenter.protocol.params import Params
 

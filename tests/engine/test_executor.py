@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.engine.backend import Chunk, DecodeError, Sampled
 from inferencecenter.engine.echo import EchoBackend, EchoSampler
 from inferencecenter.engine.executor import Executor
@@ -24,7 +25,6 @@ from inferencecenter.engine.scheduler.plan import (
     SwapSlots,
     TruncateSlot,
 )
-from inferencecenter.errors import ErrorCode, InferenceCenterError
 from inferencecenter.ipc.messages import (
     EngineOptions,
     Failed,

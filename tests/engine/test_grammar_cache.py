@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
+from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.engine import grammar_cache as module
 from inferencecenter.engine.echo import MESSAGE_END, MESSAGE_START, EchoBackend
 from inferencecenter.engine.grammar_cache import GrammarCache
 from inferencecenter.engine.grammar_sandbox import GrammarSandbox
-from inferencecenter.errors import ErrorCode, InferenceCenterError
 from inferencecenter.ipc.messages import EngineOptions, Grammar
 from tests.engine.forms import constraint_of
 

@@ -15,10 +15,10 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.engine.echo import MESSAGE_END, EchoBackend
 from inferencecenter.engine.grammar_cache import GrammarCache
 from inferencecenter.engine.grammar_sandbox import GrammarSandbox
-from inferencecenter.errors import ErrorCode, InferenceCenterError
 from inferencecenter.ipc.messages import EngineOptions, Grammar
 
 if TYPE_CHECKING:

@@ -25,10 +25,10 @@ from inferencecenter.auth.clients_file import load_clients
 from inferencecenter.auth.external import ExternalAuth
 from inferencecenter.config.loader import load_settings
 from inferencecenter.config.sections import ExternalAuthSettings
-from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.hardware import gguf, memory
 from inferencecenter.hardware.model_shape import describe
-from inferencecenter.hardware.plan import MIB, Device, Host, Wishes
+from inferencecenter.hardware.placement import MIB, Device, Host, PlacementConstraints
 from inferencecenter.hardware.split import plan
 from inferencecenter.hardware.vram_calibration import VramCalibration
 from inferencecenter.models import hub
@@ -64,7 +64,7 @@ _OF_A_PULL: Final = (
 def model_file(data: bytes) -> None:
     """Read and describe a GGUF file, and plan for it as the front does."""
     with _file(data) as path:
-        gguf.glance(path)
+        gguf.read_summary(path)
         with _refused_as(ErrorCode.INVALID_MODEL_FILE) as refused:
             read_facts(path)
             shape = describe(gguf.read_gguf(path))
@@ -72,7 +72,7 @@ def model_file(data: bytes) -> None:
         return
     for sizes in _MACHINES:
         devices = tuple(_device(number, gib) for number, gib in enumerate(sizes))
-        for wishes in (Wishes(), Wishes(prefer="long", quantized_kv=True)):
+        for wishes in (PlacementConstraints(), PlacementConstraints(prefer="long", quantized_kv=True)):
             made = plan(shape, devices, _HOST, wishes)
             report = plan_report(made, model=shape, host=_HOST, wishes=wishes).model_dump(mode="json")
             assert all(abs(number) < _MAX_INTEGER for number in _integers(report))
@@ -89,7 +89,7 @@ def hub_listing(data: bytes) -> None:
         models = Path(folder) / "models"
         with _refused_as(*_OF_A_PULL):
             pulled = pull(
-                hub.Hub("http://hub.test"), "ada/tiny", directory=models, sleep=lambda _s: None, clock=lambda: 0.0
+                hub.ModelHub("http://hub.test"), "ada/tiny", directory=models, sleep=lambda _s: None, clock=lambda: 0.0
             )
             assert all(path.parent == models for path in pulled.model.paths)
         assert {path.name for path in Path(folder).iterdir()} <= {"models"}
@@ -135,7 +135,7 @@ def kernel_files(data: bytes) -> None:
             (folder / name).write_bytes(data)
         for share in (memory.machine_memory(folder), memory.cgroup_memory(folder, folder)):
             assert share is None or share.total_bytes > 0
-        assert memory.resident(7, folder).own_bytes >= 0
+        assert memory.resident_memory(7, folder).own_bytes >= 0
         assert (memory.available_memory_bytes(folder, folder) or 0) >= 0
 
 

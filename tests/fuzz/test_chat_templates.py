@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.protocol.values import ChatMessage
 from inferencecenter.sessions.prompt.renderer import RenderedPrompt, RenderInput
 from inferencecenter.sessions.prompt.sandbox import MAX_CHARS

@@ -8,7 +8,7 @@ from contextlib import suppress
 import pytest
 from hypothesis import example, given
 
-from inferencecenter.errors import InferenceCenterError
+from inferencecenter.core.errors import InferenceCenterError
 from inferencecenter.hardware import gguf
 from tests.fuzz import gguf_header
 from tests.fuzz.budget import examples
@@ -61,7 +61,7 @@ def test_no_header_takes_more_than_the_limit_is_worth(tmp_path_factory: pytest.T
     try:
         with pytest.MonkeyPatch.context() as patched, suppress(InferenceCenterError):
             patched.setattr(gguf, "_MAX_HEADER_BYTES", 2**22)
-            gguf.glance(path)
+            gguf.read_summary(path)
             gguf.read_gguf(path)
         assert tracemalloc.get_traced_memory()[1] < 8 * 2**22
     finally:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.protocol.values import ChatMessage, Tool
 from inferencecenter.sessions.output_parsing.detection import as_text
 from inferencecenter.sessions.output_parsing.grammar import MAX_CALLS_CHARS, AnswerStart, calls_grammar

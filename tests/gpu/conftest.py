@@ -10,7 +10,7 @@ from inferencecenter.hardware import ggml
 from inferencecenter.hardware.devices import find_devices
 
 if TYPE_CHECKING:
-    from inferencecenter.hardware.plan import Device
+    from inferencecenter.hardware.placement import Device
 
 
 @pytest.fixture(scope="session")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 import pytest
 
-from inferencecenter.bench.model import SHAPES, write_model
+from benchmarks.model import SHAPES, write_model
 from inferencecenter.config.settings import EngineSettings, GpuSettings
 from inferencecenter.hardware.nvml import read_gpus
 from inferencecenter.hardware.vram_calibration import VramCalibration
@@ -19,7 +19,7 @@ from tests.engine.process import Child
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from inferencecenter.hardware.plan import Device
+    from inferencecenter.hardware.placement import Device
 
 SHAPE: Final = "qwen2.5-0.5b"
 

@@ -7,16 +7,16 @@ from typing import TYPE_CHECKING, Final
 
 import pytest
 
-from inferencecenter.bench.header import HEADERS, write_header
+from benchmarks.header import HEADERS, write_header
 from inferencecenter.hardware.gguf import read_gguf
 from inferencecenter.hardware.model_shape import describe
-from inferencecenter.hardware.plan import MIB, Device, Host
+from inferencecenter.hardware.placement import MIB, Device, Host
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from inferencecenter.bench.header import HeaderName
+    from benchmarks.header import HeaderName
     from inferencecenter.hardware.model_shape import ModelShape
 
 GIB: Final = 1024 * MIB

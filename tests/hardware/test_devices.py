@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.hardware import ggml, nvml
-from inferencecenter.hardware.devices import chosen, find_devices, from_reading
+from inferencecenter.hardware.devices import find_devices, from_reading, select_devices
 from inferencecenter.hardware.nvml import GpuReading, Gpus
-from inferencecenter.hardware.plan import Device
+from inferencecenter.hardware.placement import Device
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -76,7 +76,7 @@ def test_a_gpu_that_is_wanted_and_not_there(machine: Callable[..., None]) -> Non
     assert caught.value.code is ErrorCode.INVALID_CONFIG
     assert "GTX 1060: 0, GPU-aa, 0000:01:00.0" in (caught.value.hint or "")
     with pytest.raises(InferenceCenterError, match="no GPU 7"):
-        chosen([], ["7"])
+        select_devices([], ["7"])
 
 
 @pytest.mark.parametrize("readings", [(), (replace(READING, mig=True),)])

@@ -13,16 +13,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from inferencecenter.config.settings import bundled_model
-from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.hardware import gguf as own
-from inferencecenter.hardware.ggml_types import BLOCKS
-from inferencecenter.hardware.gguf import Array, glance, read_gguf
+from inferencecenter.hardware.gguf import BLOCKS, Array, read_gguf, read_summary
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from inferencecenter.bench.header import HeaderName
+    from benchmarks.header import HeaderName
 
 U32, U64 = struct.Struct("<I"), struct.Struct("<Q")
 
@@ -108,7 +107,7 @@ def test_a_large_vocabulary_is_jumped_over(header_of: Callable[[HeaderName], Pat
 def test_a_glance_ends_before_the_vocabulary(header_of: Callable[[HeaderName], Path], reads: Reads) -> None:
     """What a file is and what it is called costs a piece of 32 KiB, whatever comes after it."""
     path = header_of("qwen2.5-7b")
-    found = glance(path)
+    found = read_summary(path)
     assert reads.n_bytes == 2**15
     whole = read_gguf(path).metadata
     assert found["general.architecture"] == "qwen2"
@@ -172,7 +171,7 @@ def test_whatever_the_reading_raises_is_refused(
     assert f"cannot be understood: {type(raised).__name__}" in message
     assert len(message) < 500
     assert message.isprintable()
-    assert glance(tmp_path / "strange.gguf") == {}
+    assert read_summary(tmp_path / "strange.gguf") == {}
 
 
 def test_a_long_name_is_cut_in_the_error(tmp_path: Path) -> None:
@@ -186,8 +185,8 @@ def test_a_glance_at_what_is_no_model(tmp_path: Path, content: bytes) -> None:
     """Nothing is said of it, and nothing is raised: who loads it is told."""
     path = tmp_path / "file.gguf"
     path.write_bytes(content)
-    assert glance(path) == {}
-    assert glance(tmp_path / "missing.gguf") == {}
+    assert read_summary(path) == {}
+    assert read_summary(tmp_path / "missing.gguf") == {}
 
 
 def test_a_glance_at_a_file_that_is_cut_off(tmp_path: Path) -> None:
@@ -195,11 +194,11 @@ def test_a_glance_at_a_file_that_is_cut_off(tmp_path: Path) -> None:
     path = tmp_path / "file.gguf"
     one = text("general.type") + U32.pack(8) + text("adapter")
     path.write_bytes(header(entries=2) + one + text("general.name") + U32.pack(8) + U64.pack(50) + b"A")
-    assert glance(path) == {"general.type": "adapter"}
+    assert read_summary(path) == {"general.type": "adapter"}
     with path.open("wb") as file:
         file.write(header(entries=2) + one + text("a.weights") + U32.pack(9) + U32.pack(0) + U64.pack(2**33))
         file.truncate(2**34)
-    assert glance(path) == {"general.type": "adapter"}
+    assert read_summary(path) == {"general.type": "adapter"}
 
 
 def test_every_kind_of_value(tmp_path: Path) -> None:

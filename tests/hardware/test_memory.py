@@ -11,12 +11,12 @@ import pytest
 from inferencecenter.hardware import process_usage
 from inferencecenter.hardware.host import physical_cores
 from inferencecenter.hardware.memory import (
-    Resident,
-    Share,
+    MemoryLimit,
+    ResidentMemory,
     available_memory_bytes,
     cgroup_memory,
     machine_memory,
-    resident,
+    resident_memory,
 )
 from inferencecenter.hardware.process_usage import read_usage
 
@@ -64,7 +64,7 @@ def group(path: Path, *, limit: str = "max", high: str = "max", current: int = 7
 
 def test_of_the_machine(proc: Path) -> None:
     """All that is not available is used."""
-    assert machine_memory(proc) == Share(5000 * KIB, 8000 * KIB)
+    assert machine_memory(proc) == MemoryLimit(5000 * KIB, 8000 * KIB)
 
 
 @pytest.mark.parametrize("text", ["", "MemTotal: 1 kB\n", "MemTotal: lots kB\nMemAvailable: 5 kB\n", "\n\n:\n"])
@@ -79,11 +79,11 @@ def test_this_machine_tells() -> None:
     share = machine_memory()
     assert share is not None
     assert 0 < share.used_bytes < share.total_bytes
-    before = resident(os.getpid())
+    before = resident_memory(os.getpid())
     with mmap.mmap(-1, 32 * MIB) as shared, mmap.mmap(-1, 16 * MIB, flags=mmap.MAP_PRIVATE) as own:
         for mapping in (shared, own):
             mapping.write(b"x" * len(mapping))
-        after = resident(os.getpid())
+        after = resident_memory(os.getpid())
     assert after.shared_bytes - before.shared_bytes >= 32 * MIB
     assert after.own_bytes - before.own_bytes >= 16 * MIB
 
@@ -91,15 +91,15 @@ def test_this_machine_tells() -> None:
 def test_of_a_group_what_can_be_taken_back_does_not_count(proc: Path, tmp_path: Path) -> None:
     """Files of a tmpfs do, being no file that can be read again."""
     group(tmp_path / "user" / "app", limit="1000")
-    assert cgroup_memory(proc, tmp_path) == Share(420, 1000)
+    assert cgroup_memory(proc, tmp_path) == MemoryLimit(420, 1000)
 
 
 def test_the_lower_limit_counts(proc: Path, tmp_path: Path) -> None:
     """Above ``memory.high`` a group is slowed down until nothing goes any more."""
     group(tmp_path / "user" / "app", limit="1000", high="800")
-    assert cgroup_memory(proc, tmp_path) == Share(420, 800)
+    assert cgroup_memory(proc, tmp_path) == MemoryLimit(420, 800)
     group(tmp_path / "user" / "app", high="900")
-    assert cgroup_memory(proc, tmp_path) == Share(420, 900)
+    assert cgroup_memory(proc, tmp_path) == MemoryLimit(420, 900)
 
 
 def test_of_several_groups_the_fullest_counts(proc: Path, tmp_path: Path) -> None:
@@ -107,14 +107,14 @@ def test_of_several_groups_the_fullest_counts(proc: Path, tmp_path: Path) -> Non
     group(tmp_path / "user" / "app", limit="10000")
     group(tmp_path / "user", limit="1000", current=1000)
     group(tmp_path)
-    assert cgroup_memory(proc, tmp_path) == Share(720, 1000)
+    assert cgroup_memory(proc, tmp_path) == MemoryLimit(720, 1000)
 
 
 def test_a_container_sees_its_group_as_the_root(proc: Path, tmp_path: Path) -> None:
     """Its limit is there."""
     (proc / "self" / "cgroup").write_text("0::/\n")
     group(tmp_path, limit="1000")
-    assert cgroup_memory(proc, tmp_path) == Share(420, 1000)
+    assert cgroup_memory(proc, tmp_path) == MemoryLimit(420, 1000)
 
 
 def old_group(path: Path, *, limit: int, usage: int = 700) -> None:
@@ -130,9 +130,9 @@ def test_of_a_group_of_version_1(proc: Path, tmp_path: Path, controllers: str) -
     """Its limit is read below the controller's own directory, with the groups inside it."""
     (proc / "self" / "cgroup").write_text(f"9:name=systemd:/\n4:{controllers}:/user/app\n0::/\n")
     old_group(tmp_path / controllers / "user" / "app", limit=1000)
-    assert cgroup_memory(proc, tmp_path) == Share(450, 1000)
+    assert cgroup_memory(proc, tmp_path) == MemoryLimit(450, 1000)
     old_group(tmp_path / controllers / "user", limit=460, usage=710)
-    assert cgroup_memory(proc, tmp_path) == Share(460, 460)
+    assert cgroup_memory(proc, tmp_path) == MemoryLimit(460, 460)
 
 
 def test_a_group_of_version_1_without_a_limit(proc: Path, tmp_path: Path) -> None:
@@ -146,7 +146,7 @@ def test_a_container_of_version_1_sees_its_group_as_the_root(proc: Path, tmp_pat
     """The path is the machine's, of which nothing else is mounted."""
     (proc / "self" / "cgroup").write_text("4:memory:/docker/0123456789ab\n0::/system.slice/docker\n")
     old_group(tmp_path / "memory", limit=1000)
-    assert cgroup_memory(proc, tmp_path) == Share(450, 1000)
+    assert cgroup_memory(proc, tmp_path) == MemoryLimit(450, 1000)
 
 
 def test_of_both_versions_the_one_with_the_controller_counts(proc: Path, tmp_path: Path) -> None:
@@ -154,7 +154,7 @@ def test_of_both_versions_the_one_with_the_controller_counts(proc: Path, tmp_pat
     (proc / "self" / "cgroup").write_text("4:memory:/app\n0::/app\n")
     old_group(tmp_path / "memory" / "app", limit=1000)
     (tmp_path / "unified" / "app").mkdir(parents=True)
-    assert cgroup_memory(proc, tmp_path) == Share(450, 1000)
+    assert cgroup_memory(proc, tmp_path) == MemoryLimit(450, 1000)
 
 
 @pytest.mark.parametrize("line", ["", "0::/../other\n", "4:memory:/old\n", "0::/gone\n", "nonsense"])
@@ -171,7 +171,7 @@ def test_a_group_that_tells_in_part(proc: Path, tmp_path: Path, broken: str) -> 
     """Without its limit or its use it says nothing; without details all of its use counts."""
     group(tmp_path / "user" / "app", limit="1000")
     (tmp_path / "user" / "app" / broken).unlink()
-    assert cgroup_memory(proc, tmp_path) == (Share(700, 1000) if broken == "memory.stat" else None)
+    assert cgroup_memory(proc, tmp_path) == (MemoryLimit(700, 1000) if broken == "memory.stat" else None)
 
 
 def test_a_limit_of_nothing_is_none(proc: Path, tmp_path: Path) -> None:
@@ -195,10 +195,10 @@ def test_available_memory_of_a_group(proc: Path, tmp_path: Path) -> None:
     group(tmp_path / "user" / "app", limit="1000")
     assert available_memory_bytes(proc, tmp_path) == 580
     group(tmp_path / "user", limit="9000", high="8000", current=7900)
-    assert cgroup_memory(proc, tmp_path) == Share(7620, 8000)
+    assert cgroup_memory(proc, tmp_path) == MemoryLimit(7620, 8000)
     assert available_memory_bytes(proc, tmp_path) == 380
     group(tmp_path / "user", limit="90000", current=89000)
-    assert cgroup_memory(proc, tmp_path) == Share(88720, 90000)
+    assert cgroup_memory(proc, tmp_path) == MemoryLimit(88720, 90000)
     assert available_memory_bytes(proc, tmp_path) == 580
     group(tmp_path / "user", limit="1000", current=1500)
     assert available_memory_bytes(proc, tmp_path) == 0
@@ -221,8 +221,8 @@ def test_of_a_process(proc: Path) -> None:
     """What it has read of files does not count."""
     (proc / "7").mkdir()
     (proc / "7" / "status").write_text("Name:\tengine 1\nRssAnon:\t 10 kB\nRssFile:\t 90 kB\nRssShmem:\t 3 kB\n")
-    assert resident(7, proc) == Resident(10 * KIB, 3 * KIB)
-    assert resident(8, proc) == Resident()
+    assert resident_memory(7, proc) == ResidentMemory(10 * KIB, 3 * KIB)
+    assert resident_memory(8, proc) == ResidentMemory()
 
 
 ODD = [b"\xff\xfe", b"9" * 5000, b"-5", "\u0663".encode(), b"", b"\0", b"nan"]
@@ -234,7 +234,7 @@ def test_a_group_that_tells_what_is_no_number(proc: Path, tmp_path: Path, name: 
     """Is as if it did not tell it."""
     group(tmp_path / "user" / "app", limit="1000")
     (tmp_path / "user" / "app" / name).write_bytes(content)
-    assert cgroup_memory(proc, tmp_path) in (None, Share(420, 1000), Share(700, 1000))
+    assert cgroup_memory(proc, tmp_path) in (None, MemoryLimit(420, 1000), MemoryLimit(700, 1000))
 
 
 @pytest.mark.parametrize("content", ODD)
@@ -247,7 +247,7 @@ def test_a_kernel_that_tells_what_is_no_number(proc: Path, tmp_path: Path, conte
     (proc / "7" / "stat").write_bytes(content)
     assert machine_memory(proc) is None
     assert cgroup_memory(proc, tmp_path) is None
-    assert resident(7, proc) == Resident()
+    assert resident_memory(7, proc) == ResidentMemory()
     assert available_memory_bytes(proc, tmp_path) is None
     (proc / "meminfo").write_bytes(b"MemTotal: 0 kB\nMemAvailable: " + content + b" kB\n")
     assert available_memory_bytes(proc, tmp_path) is None

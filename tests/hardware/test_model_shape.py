@@ -10,20 +10,19 @@ from typing import TYPE_CHECKING, Any
 import gguf
 import pytest
 
-from inferencecenter.bench.header import HEADERS, tensor_heads
+from benchmarks.header import HEADERS, tensor_heads
 from inferencecenter.config.settings import bundled_model
-from inferencecenter.errors import ErrorCode, InferenceCenterError
-from inferencecenter.hardware.architectures import DENSE_FIRST, KNOWN, KV_FROM_START, WINDOW_EVERY
-from inferencecenter.hardware.footprint import SetUp, kv_bytes, kv_bytes_per_token
+from inferencecenter.core.errors import ErrorCode, InferenceCenterError
+from inferencecenter.hardware.footprint import RuntimeConfig, kv_bytes, kv_bytes_per_token
 from inferencecenter.hardware.gguf import Array, GgufFile, Tensor, read_gguf
-from inferencecenter.hardware.model_shape import ModelShape, describe
+from inferencecenter.hardware.model_shape import DENSE_FIRST, KNOWN, KV_FROM_START, WINDOW_EVERY, ModelShape, describe
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from inferencecenter.bench.header import HeaderName
+    from benchmarks.header import HeaderName
 
-USUAL = SetUp(slots=8, n_ctx=4096, n_batch=2048, n_ubatch=512, kv_type_k="f16", kv_type_v="f16")
+USUAL = RuntimeConfig(slots=8, n_ctx=4096, n_batch=2048, n_ubatch=512, kv_type_k="f16", kv_type_v="f16")
 PLAIN: dict[str, Any] = {
     "block_count": 4,
     "embedding_length": 64,

@@ -8,16 +8,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from inferencecenter.core.state_machine import IllegalTransitionError
 from inferencecenter.hardware.pressure import (
     PRESSURE,
     SETTLED_S,
+    MemoryUsage,
     Pressure,
     PressureChange,
     PressureState,
-    Usage,
-    felt,
+    next_pressure,
 )
-from inferencecenter.lifecycle import IllegalTransitionError
 
 EASY, SHEDDING, FULL = PressureState
 LEGAL = {
@@ -29,16 +29,16 @@ LEGAL = {
 }
 
 
-def used(used_bytes: int, *, parked_bytes: int = 0) -> Usage:
+def used(used_bytes: int, *, parked_bytes: int = 0) -> MemoryUsage:
     """Return a usage that is over from 101 on and calm up to 90."""
-    return Usage(name="memory", used_bytes=used_bytes, limit_bytes=100, calm_bytes=90, parked_bytes=parked_bytes)
+    return MemoryUsage(name="memory", used_bytes=used_bytes, limit_bytes=100, calm_bytes=90, parked_bytes=parked_bytes)
 
 
 def states(*moments: tuple[float, int, int]) -> list[PressureState]:
     """Return the states after looks at these seconds, at what is used and what of it is parked."""
     pressure, seen = Pressure(), []
     for now, used_bytes, parked_bytes in moments:
-        pressure = felt(pressure, [used(used_bytes, parked_bytes=parked_bytes)], now=now)
+        pressure = next_pressure(pressure, [used(used_bytes, parked_bytes=parked_bytes)], now=now)
         seen.append(pressure.state)
     return seen
 
@@ -48,10 +48,10 @@ def states(*moments: tuple[float, int, int]) -> list[PressureState]:
 def test_only_what_the_table_lists_can_happen(state: PressureState, change: PressureChange) -> None:
     """Everything else raises."""
     if (state, change) in LEGAL:
-        assert PRESSURE.after(state, change) is LEGAL[state, change]
+        assert PRESSURE.next(state, change) is LEGAL[state, change]
     else:
         with pytest.raises(IllegalTransitionError):
-            PRESSURE.after(state, change)
+            PRESSURE.next(state, change)
 
 
 def test_up_to_the_limit_nothing_is_done() -> None:
@@ -97,28 +97,33 @@ def test_what_is_over_again_begins_to_settle_anew() -> None:
 
 def test_each_kind_of_memory_counts() -> None:
     """One that is over and has nothing parked makes it full, and calm are all or none."""
-    gpu = Usage(name="GPU 0", used_bytes=11, limit_bytes=10, calm_bytes=9)
-    assert felt(Pressure(), [used(0), gpu], now=0.0).state is FULL
-    assert felt(Pressure(), [used(101, parked_bytes=5), gpu], now=0.0).state is FULL
+    gpu = MemoryUsage(name="GPU 0", used_bytes=11, limit_bytes=10, calm_bytes=9)
+    assert next_pressure(Pressure(), [used(0), gpu], now=0.0).state is FULL
+    assert next_pressure(Pressure(), [used(101, parked_bytes=5), gpu], now=0.0).state is FULL
     full = Pressure(state=FULL, over_at_s=0.0)
     assert (
-        felt(full, [used(0), Usage(name="GPU 0", used_bytes=10, limit_bytes=10, calm_bytes=9)], now=1.0).state is FULL
+        next_pressure(
+            full, [used(0), MemoryUsage(name="GPU 0", used_bytes=10, limit_bytes=10, calm_bytes=9)], now=1.0
+        ).state
+        is FULL
     )
     assert (
-        felt(full, [used(0), Usage(name="GPU 0", used_bytes=9, limit_bytes=10, calm_bytes=9)], now=1.0).state
+        next_pressure(
+            full, [used(0), MemoryUsage(name="GPU 0", used_bytes=9, limit_bytes=10, calm_bytes=9)], now=1.0
+        ).state
         is SHEDDING
     )
 
 
 def test_what_cannot_be_read_is_not_short() -> None:
     """Where there are no figures it is relieved in order."""
-    assert felt(Pressure(), [], now=0.0).state is EASY
-    assert felt(Pressure(state=FULL, is_over=True, over_at_s=0.0), [], now=1.0).state is SHEDDING
+    assert next_pressure(Pressure(), [], now=0.0).state is EASY
+    assert next_pressure(Pressure(state=FULL, is_over=True, over_at_s=0.0), [], now=1.0).state is SHEDDING
 
 
 def test_a_look_is_remembered() -> None:
     """With its figures, by name."""
-    pressure = felt(Pressure(), [used(50)], now=0.0)
+    pressure = next_pressure(Pressure(), [used(50)], now=0.0)
     assert pressure.usage("memory") == used(50)
     assert pressure.usage("GPU 0") is None
 
@@ -139,7 +144,7 @@ def test_states_follow_each_other(moments: list[tuple[float, int, int]]) -> None
     history = [pressure]
     for wait_s, used_bytes, parked_bytes in moments:
         now += wait_s
-        pressure = felt(pressure, [used(used_bytes, parked_bytes=parked_bytes)], now=now)
+        pressure = next_pressure(pressure, [used(used_bytes, parked_bytes=parked_bytes)], now=now)
         history.append(pressure)
         assert pressure.is_over == (used_bytes > 100)
         assert not pressure.is_over or pressure.state is not EASY
@@ -148,5 +153,5 @@ def test_states_follow_each_other(moments: list[tuple[float, int, int]]) -> None
         if after.state is FULL and before.state is not FULL:
             assert before.is_over or after.usages[0].parked_bytes == 0
     for looks in (2, 3):
-        pressure = felt(pressure, [used(100)], now=now + SETTLED_S * looks)
+        pressure = next_pressure(pressure, [used(100)], now=now + SETTLED_S * looks)
     assert pressure.state is EASY

@@ -14,18 +14,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from inferencecenter.hardware import split
-from inferencecenter.hardware.footprint import SetUp
+from inferencecenter.hardware.footprint import RuntimeConfig
 from inferencecenter.hardware.model_shape import with_adapters
-from inferencecenter.hardware.plan import MIB, Device, Host, Wishes, margin_bytes, usable_bytes
+from inferencecenter.hardware.placement import MIB, Device, Host, PlacementConstraints, margin_bytes, usable_bytes
 from inferencecenter.hardware.split import plan
 from tests.hardware.conftest import GIB, HOST, gpus
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from inferencecenter.bench.header import HeaderName
+    from benchmarks.header import HeaderName
     from inferencecenter.hardware.model_shape import ModelShape
-    from inferencecenter.hardware.plan import Plan
+    from inferencecenter.hardware.placement import PlacementPlan
 
     ShapeOf = Callable[[HeaderName], ModelShape]
 
@@ -143,7 +143,7 @@ GOLDEN = [
 @pytest.mark.parametrize("case", GOLDEN, ids=lambda case: f"{case.model} on {case.gib}")
 def test_golden(shape_of: ShapeOf, case: Case) -> None:
     """Every number of the plan is the one that was worked out by hand."""
-    made = plan(shape_of(case.model), gpus(*case.gib), HOST, Wishes())
+    made = plan(shape_of(case.model), gpus(*case.gib), HOST, PlacementConstraints())
     setup = made.setup
     assert made.fits
     assert (made.n_gpu_layers, setup.slots, setup.n_ctx, setup.n_ubatch) == (
@@ -159,14 +159,14 @@ def test_golden(shape_of: ShapeOf, case: Case) -> None:
         tuple(round(part / MIB) for part in (gpu.weight_bytes, gpu.kv_bytes, gpu.compute_bytes))
         for gpu in made.demand.devices
     ] == list(case.parts)
-    _assert_it_fits(made, Wishes())
+    _assert_it_fits(made, PlacementConstraints())
 
 
-def _experts(made: Plan) -> int:
+def _experts(made: PlacementPlan) -> int:
     return made.cpu_tensors[0].split(")")[0].count("|") + 1 if made.cpu_tensors else 0
 
 
-def _assert_it_fits(made: Plan, wishes: Wishes) -> None:
+def _assert_it_fits(made: PlacementPlan, wishes: PlacementConstraints) -> None:
     for device, demand in zip(made.devices, made.demand.devices, strict=True):
         assert demand.bytes <= usable_bytes(device, wishes)
         assert demand.bytes + margin_bytes(device, wishes) + device.correction_bytes <= device.free_bytes
@@ -177,7 +177,7 @@ def _assert_it_fits(made: Plan, wishes: Wishes) -> None:
 SIZES = st.lists(st.integers(min_value=256, max_value=48 * 1024), min_size=1, max_size=3)
 MODELS = st.sampled_from(["llama3.2-1b", "llama3.2-3b", "qwen2.5-7b", "llama3.1-8b", "qwen3-30b-a3b"])
 WISHES = st.builds(
-    Wishes,
+    PlacementConstraints,
     slots=st.sampled_from([0, 0, 1, 4, 32]),
     n_ctx=st.sampled_from([0, 0, 2048, 16384]),
     n_ubatch=st.sampled_from([0, 0, 64]),
@@ -197,7 +197,7 @@ def _machine(sizes: list[int]) -> tuple[Device, ...]:
 @settings(deadline=None)
 @given(name=MODELS, sizes=SIZES, wishes=WISHES)
 def test_never_more_than_free_less_the_margin(
-    shape_of: ShapeOf, name: HeaderName, sizes: list[int], wishes: Wishes
+    shape_of: ShapeOf, name: HeaderName, sizes: list[int], wishes: PlacementConstraints
 ) -> None:
     """On any machine, with any wishes that leave the layers open; and what is set is kept."""
     made = plan(shape_of(name), _machine(sizes), HOST, wishes)
@@ -220,11 +220,11 @@ def test_more_memory_gives_no_less(
     larger = list(sizes)
     larger[which % len(sizes)] += more
 
-    def rank(made: Plan) -> tuple[int, int, int, int]:
+    def rank(made: PlacementPlan) -> tuple[int, int, int, int]:
         return made.n_gpu_layers, -_experts(made), made.setup.n_ubatch, made.setup.slots
 
-    before = plan(model, _machine(sizes), HOST, Wishes())
-    after = plan(model, _machine(larger), HOST, Wishes())
+    before = plan(model, _machine(sizes), HOST, PlacementConstraints())
+    after = plan(model, _machine(larger), HOST, PlacementConstraints())
     assert rank(after) >= rank(before)
 
 
@@ -233,7 +233,7 @@ def test_order_of_sacrifice(shape_of: ShapeOf) -> None:
     model = shape_of("llama3.1-8b")
     seen: list[str] = []
     for mib in range(12 * 1024, 0, -64):
-        made = plan(model, gpus(mib / 1024), HOST, Wishes(quantized_kv=True))
+        made = plan(model, gpus(mib / 1024), HOST, PlacementConstraints(quantized_kv=True))
         setup = made.setup
         given_up = (
             "gpu" if not made.n_gpu_layers else "layers" if made.n_gpu_layers < 33 else "",
@@ -263,7 +263,7 @@ def test_flash_attention_where_it_pays(
     shape_of: ShapeOf, gib: tuple[float, ...], wishes: dict[str, Any], flashes: bool
 ) -> None:
     """On for GPUs and for quantized KV, off where a processor does it all; and as it is set."""
-    made = plan(shape_of("llama3.2-1b"), gpus(*gib), HOST, Wishes(**wishes))
+    made = plan(shape_of("llama3.2-1b"), gpus(*gib), HOST, PlacementConstraints(**wishes))
     reason = next(each for each in made.reasons if each.name == "flash_attention")
     assert made.setup.flash_attention is flashes
     assert (reason.value, reason.explicit) == ("on" if flashes else "off", "flash_attention" in wishes)
@@ -281,14 +281,14 @@ def test_flash_attention_where_it_pays(
 )
 def test_what_is_set_wins(shape_of: ShapeOf, wishes: dict[str, Any], expected: dict[str, Any], reason: str) -> None:
     """Whatever the rest is planned around it; the report says that it was set."""
-    made = plan(shape_of("llama3.1-8b"), gpus(6), HOST, Wishes(**wishes))
+    made = plan(shape_of("llama3.1-8b"), gpus(6), HOST, PlacementConstraints(**wishes))
     assert {name: getattr(made.setup, name) for name in expected} == expected
     assert [each.name for each in made.reasons if each.explicit] == [reason]
 
 
 def test_what_is_set_and_does_not_fit_is_kept_and_said(shape_of: ShapeOf) -> None:
     """With what there is and what it would take."""
-    made = plan(shape_of("llama3.1-8b"), gpus(3), HOST, Wishes(n_gpu_layers=33, slots=8, n_ctx=4096))
+    made = plan(shape_of("llama3.1-8b"), gpus(3), HOST, PlacementConstraints(n_gpu_layers=33, slots=8, n_ctx=4096))
     assert not made.fits
     assert (made.n_gpu_layers, made.setup.slots, made.setup.n_ctx) == (33, 8, 4096)
     assert made.advice[0].startswith("Does not fit on GPU 0: has 2,772 MiB after a margin of 300 MiB, needs 8,8")
@@ -297,28 +297,28 @@ def test_what_is_set_and_does_not_fit_is_kept_and_said(shape_of: ShapeOf) -> Non
 def test_host_memory_that_is_too_small(shape_of: ShapeOf) -> None:
     """Slots and then context are given up; what cannot be made to fit says have and need."""
     model = shape_of("llama3.1-8b")
-    tight = plan(model, (), Host(available_bytes=6 * GIB, cores=2), Wishes())
+    tight = plan(model, (), Host(available_bytes=6 * GIB, cores=2), PlacementConstraints())
     assert tight.fits
     assert (tight.setup.slots, tight.setup.n_ctx) == (2, 4096)
-    tighter = plan(model, (), Host(available_bytes=5 * GIB, cores=2), Wishes())
+    tighter = plan(model, (), Host(available_bytes=5 * GIB, cores=2), PlacementConstraints())
     assert tighter.fits
     assert tighter.setup.n_ctx < 4096
-    none = plan(model, (), Host(available_bytes=4 * GIB, cores=2), Wishes())
+    none = plan(model, (), Host(available_bytes=4 * GIB, cores=2), PlacementConstraints())
     assert not none.fits
     assert none.advice[0].startswith("Does not fit in memory: has 4,096 MiB, needs 4,7")
 
 
 def test_host_memory_that_is_not_known(shape_of: ShapeOf) -> None:
     """Is taken to be enough: the usual numbers."""
-    made = plan(shape_of("llama3.1-8b"), (), Host(available_bytes=None, cores=2), Wishes())
+    made = plan(shape_of("llama3.1-8b"), (), Host(available_bytes=None, cores=2), PlacementConstraints())
     assert (made.fits, made.setup.slots, made.setup.n_ctx, made.n_threads) == (True, 8, 4096, 2)
 
 
 def test_long_contexts_for_few(shape_of: ShapeOf) -> None:
     """The same memory as one context, as long as it fits; the plan for many says that this could be chosen."""
     model = shape_of("llama3.1-8b")
-    many = plan(model, gpus(12), HOST, Wishes())
-    long = plan(model, gpus(12), HOST, Wishes(prefer="long"))
+    many = plan(model, gpus(12), HOST, PlacementConstraints())
+    long = plan(model, gpus(12), HOST, PlacementConstraints(prefer="long"))
     assert (many.setup.slots, many.setup.n_ctx) == (8, 4096)
     assert (long.setup.slots, long.setup.n_ctx) == (1, 32768)
     assert any("1 slot of 32768 tokens" in line for line in many.advice)
@@ -327,7 +327,7 @@ def test_long_contexts_for_few(shape_of: ShapeOf) -> None:
 
 def test_a_limit_from_a_start_that_failed(shape_of: ShapeOf) -> None:
     """No more layers than that, however much is free."""
-    made = plan(shape_of("llama3.2-1b"), gpus(24), HOST, Wishes(most_gpu_layers=8))
+    made = plan(shape_of("llama3.2-1b"), gpus(24), HOST, PlacementConstraints(most_gpu_layers=8))
     assert made.n_gpu_layers == 8
     assert "did not load" in made.reasons[0].why
 
@@ -335,29 +335,31 @@ def test_a_limit_from_a_start_that_failed(shape_of: ShapeOf) -> None:
 def test_what_was_measured_corrects_the_estimate(shape_of: ShapeOf) -> None:
     """A GPU on which more was taken than estimated gets less the next time."""
     model, (device,) = shape_of("qwen2.5-7b"), gpus(3)
-    usual = plan(model, [device], HOST, Wishes())
-    corrected = plan(model, [replace(device, correction_bytes=160 * MIB)], HOST, Wishes())
+    usual = plan(model, [device], HOST, PlacementConstraints())
+    corrected = plan(model, [replace(device, correction_bytes=160 * MIB)], HOST, PlacementConstraints())
     assert corrected.n_gpu_layers == usual.n_gpu_layers - 1
 
 
 @pytest.mark.parametrize(("mode", "n_devices"), [("auto", 1), ("none", 1), ("layer", 2)])
 def test_split_modes(shape_of: ShapeOf, mode: str, n_devices: int) -> None:
     """What fits on one GPU is on one, unless it is to be spread."""
-    made = plan(shape_of("llama3.2-1b"), gpus(8, 8), HOST, Wishes(split_mode=mode))
+    made = plan(shape_of("llama3.2-1b"), gpus(8, 8), HOST, PlacementConstraints(split_mode=mode))
     assert len(made.devices) == n_devices
 
 
 def test_a_main_gpu_and_shares_that_are_set(shape_of: ShapeOf) -> None:
     """The one that is named is used though another is larger; shares are cut as llama.cpp cuts them."""
     model = shape_of("llama3.2-1b")
-    assert [device.name for device in plan(model, gpus(24, 6), HOST, Wishes(main_gpu=1)).devices] == ["GPU 1"]
-    assert plan(model, gpus(24, 6), HOST, Wishes(tensor_split=(3, 1))).tensor_split == (13, 4)
+    assert [device.name for device in plan(model, gpus(24, 6), HOST, PlacementConstraints(main_gpu=1)).devices] == [
+        "GPU 1"
+    ]
+    assert plan(model, gpus(24, 6), HOST, PlacementConstraints(tensor_split=(3, 1))).tensor_split == (13, 4)
 
 
 @pytest.mark.parametrize(("wish", "experts"), [("never", 0), ("all", 48), ("auto", 20)])
 def test_experts(shape_of: ShapeOf, wish: str, experts: int) -> None:
     """Those that stay with the host do so by patterns of their tensors' names, which match nothing else."""
-    made = plan(shape_of("qwen3-30b-a3b"), gpus(12), HOST, Wishes(expert_offload=wish))
+    made = plan(shape_of("qwen3-30b-a3b"), gpus(12), HOST, PlacementConstraints(expert_offload=wish))
     assert _experts(made) == experts
     assert made.n_gpu_layers == 49 or wish == "never"
 
@@ -365,7 +367,7 @@ def test_experts(shape_of: ShapeOf, wish: str, experts: int) -> None:
 def test_an_architecture_that_is_not_known(shape_of: ShapeOf) -> None:
     """Is planned all the same, and that is said."""
     model = replace(shape_of("llama3.2-1b"), known=False, architecture="novel")
-    made = plan(model, gpus(3), HOST, Wishes())
+    made = plan(model, gpus(3), HOST, PlacementConstraints())
     assert made.fits
     assert any("'novel' is not known" in line for line in made.advice)
 
@@ -377,38 +379,46 @@ def test_adapters_count_where_the_layers_are(shape_of: ShapeOf) -> None:
     assert adapted.bytes - plain.bytes == 320 * MIB
     assert with_adapters(plain, 0) is plain
 
-    whole = plan(adapted, gpus(24), HOST, Wishes())
-    extra = whole.demand.devices[0].weight_bytes - plan(plain, gpus(24), HOST, Wishes()).demand.devices[0].weight_bytes
+    whole = plan(adapted, gpus(24), HOST, PlacementConstraints())
+    extra = (
+        whole.demand.devices[0].weight_bytes
+        - plan(plain, gpus(24), HOST, PlacementConstraints()).demand.devices[0].weight_bytes
+    )
     assert extra == 320 * MIB
     (reason,) = (each for each in whole.reasons if each.name == "lora")
     assert (reason.value, reason.explicit) == ("320 MiB", True)
     assert "on GPUs" in reason.why
-    assert not any(each.name == "lora" for each in plan(plain, gpus(24), HOST, Wishes()).reasons)
+    assert not any(each.name == "lora" for each in plan(plain, gpus(24), HOST, PlacementConstraints()).reasons)
 
     # 16 of 32 layers on the GPU, and half of the adapter with them.
-    half = plan(adapted, gpus(24), HOST, Wishes(n_gpu_layers=17))
-    without = plan(plain, gpus(24), HOST, Wishes(n_gpu_layers=17))
+    half = plan(adapted, gpus(24), HOST, PlacementConstraints(n_gpu_layers=17))
+    without = plan(plain, gpus(24), HOST, PlacementConstraints(n_gpu_layers=17))
     assert half.demand.devices[0].weight_bytes - without.demand.devices[0].weight_bytes == 160 * MIB
     assert half.demand.host_weight_bytes - without.demand.host_weight_bytes == 160 * MIB
 
-    in_memory = plan(adapted, (), HOST, Wishes())
-    assert in_memory.demand.host_weight_bytes - plan(plain, (), HOST, Wishes()).demand.host_weight_bytes == 320 * MIB
+    in_memory = plan(adapted, (), HOST, PlacementConstraints())
+    assert (
+        in_memory.demand.host_weight_bytes - plan(plain, (), HOST, PlacementConstraints()).demand.host_weight_bytes
+        == 320 * MIB
+    )
     assert "in memory" in next(each.why for each in in_memory.reasons if each.name == "lora")
 
 
 def test_an_adapter_may_cost_a_layer(shape_of: ShapeOf) -> None:
     """What the adapter takes is not there for slots and layers."""
     model = shape_of("llama3.1-8b")
-    tight = plan(model, gpus(5), HOST, Wishes())
-    assert plan(with_adapters(model, 700 * MIB), gpus(5), HOST, Wishes()).n_gpu_layers < tight.n_gpu_layers
+    tight = plan(model, gpus(5), HOST, PlacementConstraints())
+    assert (
+        plan(with_adapters(model, 700 * MIB), gpus(5), HOST, PlacementConstraints()).n_gpu_layers < tight.n_gpu_layers
+    )
 
 
 def test_threads(shape_of: ShapeOf) -> None:
     """One a core where the processor computes, few where it only looks up embeddings, and what is set."""
     model = shape_of("llama3.2-1b")
-    assert plan(model, (), HOST, Wishes()).n_threads == 6
-    assert plan(model, gpus(3), HOST, Wishes()).n_threads == 4
-    assert plan(model, gpus(3), HOST, Wishes(n_threads=5)).n_threads == 5
+    assert plan(model, (), HOST, PlacementConstraints()).n_threads == 6
+    assert plan(model, gpus(3), HOST, PlacementConstraints()).n_threads == 4
+    assert plan(model, gpus(3), HOST, PlacementConstraints(n_threads=5)).n_threads == 5
 
 
 def test_a_model_that_never_fits_is_given_up_step_by_step(shape_of: ShapeOf, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -416,13 +426,15 @@ def test_a_model_that_never_fits_is_given_up_step_by_step(shape_of: ShapeOf, mon
     model = shape_of("qwen2.5-7b")
     layer = replace(model.layers[0], k_width=2**20, v_width=2**20)
     hostile = replace(model, n_layers=64, layers=(layer,) * 64, n_ctx_train=2**24, output_bytes=2**50)
-    made: list[SetUp] = []
+    made: list[RuntimeConfig] = []
 
-    def counted(**fields: Any) -> SetUp:
-        made.append(SetUp(**fields))
+    def counted(**fields: Any) -> RuntimeConfig:
+        made.append(RuntimeConfig(**fields))
         return made[-1]
 
     monkeypatch.setattr(split, "SetUp", counted)
-    assert not plan(hostile, gpus(8), Host(available_bytes=GIB, cores=4), Wishes(prefer="long", quantized_kv=True)).fits
+    assert not plan(
+        hostile, gpus(8), Host(available_bytes=GIB, cores=4), PlacementConstraints(prefer="long", quantized_kv=True)
+    ).fits
     n_lengths = 5  # 4096 tokens, halved down to 256
     assert len(made) <= n_lengths * (hostile.n_layers + 2) + 1

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from inferencecenter.core.state_machine import IllegalTransitionError
 from inferencecenter.hardware.nvml import NO_GPU, GpuReading
 from inferencecenter.hardware.thermal import (
     THERMAL,
@@ -15,10 +16,9 @@ from inferencecenter.hardware.thermal import (
     ThermalChange,
     ThermalState,
     Thresholds,
-    felt,
+    next_heat,
     watched,
 )
-from inferencecenter.lifecycle import IllegalTransitionError
 
 COOL, WARM, HOT = ThermalState
 THRESHOLDS = Thresholds(warm_c=80, hot_c=87, hysteresis_c=5, dwell_s=10)
@@ -40,7 +40,7 @@ def states(*moments: tuple[float, float | None], start: ThermalState = COOL) -> 
     """Return the states after these seconds and temperatures."""
     heat, seen = Heat(state=start, called_for_s=0.0), []
     for now, temperature_c in moments:
-        heat = felt(heat, [at(temperature_c)], THRESHOLDS, now=now)
+        heat = next_heat(heat, [at(temperature_c)], THRESHOLDS, now=now)
         seen.append(heat.state)
     return seen
 
@@ -50,10 +50,10 @@ def states(*moments: tuple[float, float | None], start: ThermalState = COOL) -> 
 def test_only_what_the_table_lists_can_happen(state: ThermalState, change: ThermalChange) -> None:
     """Everything else raises."""
     if (state, change) in LEGAL:
-        assert THERMAL.after(state, change) is LEGAL[state, change]
+        assert THERMAL.next(state, change) is LEGAL[state, change]
     else:
         with pytest.raises(IllegalTransitionError):
-            THERMAL.after(state, change)
+            THERMAL.next(state, change)
 
 
 @pytest.mark.parametrize(
@@ -100,31 +100,31 @@ def test_throttling_counts_whatever_the_temperature(
     slowdowns: tuple[str, ...], state: ThermalState, temperature_c: float | None
 ) -> None:
     """Also where it is not told; a power cap is how a busy GPU runs."""
-    heat = felt(Heat(), [at(temperature_c, *slowdowns)], THRESHOLDS, now=0.0)
+    heat = next_heat(Heat(), [at(temperature_c, *slowdowns)], THRESHOLDS, now=0.0)
     assert heat.state is state
     assert all(name in heat.reason for name in slowdowns[-1:] if state is not COOL)
 
 
 def test_the_reason_names_the_figures() -> None:
     """What is there and from when on it counts."""
-    heat = felt(Heat(), [at(88.0)], THRESHOLDS, now=0.0)
+    heat = next_heat(Heat(), [at(88.0)], THRESHOLDS, now=0.0)
     assert heat == Heat(state=HOT, called_for_s=0.0, temperature_c=88.0, reason="88 °C, hot from 87 °C on")
-    cooler = felt(heat, [at(60.0)], THRESHOLDS, now=10.0)
+    cooler = next_heat(heat, [at(60.0)], THRESHOLDS, now=10.0)
     assert (cooler.state, cooler.reason) == (WARM, "60 °C")
 
 
 def test_the_hottest_gpu_counts() -> None:
     """In state and temperature, whatever the others say or do not."""
-    heat = felt(Heat(), [at(40.0), at(88.0), NO_GPU], THRESHOLDS, now=0.0)
+    heat = next_heat(Heat(), [at(40.0), at(88.0), NO_GPU], THRESHOLDS, now=0.0)
     assert (heat.state, heat.temperature_c) == (HOT, 88.0)
 
 
 @pytest.mark.parametrize("gone", [[], [NO_GPU], [at(None)]])
 def test_a_gpu_that_is_gone_cools(gone: list[GpuReading]) -> None:
     """After the dwell times, as nothing calls for heat any more."""
-    heat = felt(Heat(state=HOT, called_for_s=0.0), gone, THRESHOLDS, now=10.0)
+    heat = next_heat(Heat(state=HOT, called_for_s=0.0), gone, THRESHOLDS, now=10.0)
     assert (heat.state, heat.temperature_c, heat.reason) == (WARM, None, "no reading any more")
-    assert felt(heat, gone, THRESHOLDS, now=20.0).state is COOL
+    assert next_heat(heat, gone, THRESHOLDS, now=20.0).state is COOL
 
 
 @given(st.lists(st.tuples(st.floats(0, 30), st.none() | st.floats(0, 120)), max_size=60))
@@ -134,7 +134,7 @@ def test_states_follow_each_other(moments: list[tuple[float, float | None]]) -> 
     history = [heat]
     for wait_s, temperature_c in moments:
         now += wait_s
-        heat = felt(heat, [at(temperature_c)], THRESHOLDS, now=now)
+        heat = next_heat(heat, [at(temperature_c)], THRESHOLDS, now=now)
         history.append(heat)
         if temperature_c is not None and temperature_c >= THRESHOLDS.hot_c:
             assert heat.state is HOT

@@ -10,9 +10,9 @@ import gguf
 import msgspec
 import pytest
 
-from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.models import files
-from inferencecenter.models.files import Receipt, find_model, list_models, read_facts, remove, verify
+from inferencecenter.models.files import Manifest, find_model, list_models, read_facts, remove, verify
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -38,7 +38,7 @@ def write_receipt(directory: Path, name: str) -> None:
     """Note the model's checksum beside it, as a pull does."""
     file = directory / f"{name}.gguf"
     digests = {file.name: hashlib.sha256(file.read_bytes()).hexdigest()}
-    receipt = Receipt(source="ada/tiny/a.gguf", commit="c0", pulled_at=1.0, sha256=digests)
+    receipt = Manifest(source="ada/tiny/a.gguf", commit="c0", pulled_at=1.0, sha256=digests)
     (directory / f"{name}.json").write_bytes(msgspec.json.encode(receipt))
 
 
@@ -96,7 +96,7 @@ def test_whole_models_have_no_problems(models: Path) -> None:
     size = (models / "pulled.gguf").stat().st_size
     assert (verdict.checksum_known, verdict.problems) == (True, ())
     assert told[-1] == (size, size)
-    assert verify(find_model(models, "own")) == files.Verdict("own", checksum_known=False, problems=())
+    assert verify(find_model(models, "own")) == files.IntegrityReport("own", checksum_known=False, problems=())
 
 
 def test_a_flipped_bit_is_found(models: Path) -> None:
@@ -122,7 +122,7 @@ def test_a_truncated_file_is_found(models: Path) -> None:
 def test_missing_and_strange_parts_are_found(models: Path) -> None:
     """What was pulled must be there, and nothing else belongs to the model."""
     assert verify(find_model(models, "split")).problems == ("split-00002-of-00003.gguf is not there",)
-    receipt = Receipt(source="s", commit="c", pulled_at=1.0, sha256={"own-00001-of-00002.gguf": "00"})
+    receipt = Manifest(source="s", commit="c", pulled_at=1.0, sha256={"own-00001-of-00002.gguf": "00"})
     (models / "own.json").write_bytes(msgspec.json.encode(receipt))
     assert verify(find_model(models, "own")).problems == (
         "own.gguf is not among the files that were pulled",

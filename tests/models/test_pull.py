@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.models import hub as hub_module
 from inferencecenter.models.files import find_model, list_models, verify
-from inferencecenter.models.hub import Hub, hub_of
-from inferencecenter.models.pull import INCOMING, Progress, Pulled, pull
+from inferencecenter.models.hub import ModelHub, hub_of
+from inferencecenter.models.pull import INCOMING, Pulled, PullProgress, pull
 from tests.models.hub_stub import COMMIT, StubFile, StubHub, serving
 
 if TYPE_CHECKING:
@@ -41,12 +41,12 @@ class Pulls:
         self.hub = hub
         self.directory = directory
         self.waited_s: list[float] = []
-        self.told: list[Progress] = []
+        self.told: list[PullProgress] = []
 
     def __call__(self, reference: str = f"{REPO}:Q8_0", *, name: str | None = None, token: str | None = None) -> Pulled:
         """Pull."""
         return pull(
-            Hub(self.hub.url, token),
+            ModelHub(self.hub.url, token),
             reference,
             directory=self.directory,
             name=name,
@@ -86,7 +86,7 @@ def test_a_model_is_there_whole_with_its_receipt(pulls: Pulls) -> None:
     assert receipt is not None
     assert (receipt.source, receipt.commit, receipt.pulled_at) == (f"{REPO}/tiny-Q8_0.gguf", COMMIT, 1_000.0)
     assert receipt.sha256 == {"tiny-Q8_0.gguf": hashlib.sha256(CONTENT).hexdigest()}
-    assert pulls.told[-1] == Progress("tiny-Q8_0.gguf", len(CONTENT), len(CONTENT))
+    assert pulls.told[-1] == PullProgress("tiny-Q8_0.gguf", len(CONTENT), len(CONTENT))
     done = [progress.done_bytes for progress in pulls.told]
     assert done == sorted(done)
 
@@ -133,7 +133,7 @@ def test_a_split_model(pulls: Pulls) -> None:
     pulls.hub.repos[REPO] = dict(parts)
     pulls(f"{REPO}/big/big-00001-of-00003.gguf", name="ours")
     assert pulls.names() == [*(f"ours-{n:05}-of-00003.gguf" for n in (1, 2, 3)), "ours.json"]
-    assert pulls.told[-1] == Progress("big/big-00003-of-00003.gguf", 6000, 6000)
+    assert pulls.told[-1] == PullProgress("big/big-00003-of-00003.gguf", 6000, 6000)
     model = find_model(pulls.directory, "ours")
     assert (model.size_bytes, model.missing, len(model.receipt.sha256 if model.receipt else {})) == (6000, (), 3)
 
@@ -270,7 +270,7 @@ def test_a_private_repository(pulls: Pulls) -> None:
         assert "has no repository ada/" in error.message
         assert "HF_TOKEN" in str(error.hint)
         assert "hf_" not in f"{error!r} {error.hint}".replace("HF_TOKEN", "")
-    assert "hf_secret" not in repr(Hub(token="hf_secret"))
+    assert "hf_secret" not in repr(ModelHub(token="hf_secret"))
 
 
 def test_a_gated_repository(pulls: Pulls) -> None:
@@ -410,9 +410,9 @@ def test_an_address_that_is_none_is_an_error_of_the_hub(offline: None, models: P
 
 def test_the_environment_names_hub_and_token(offline: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """``HF_ENDPOINT`` and ``HF_TOKEN`` are honoured; without them it is huggingface.co without a credential."""
-    assert hub_of({}) == Hub("https://huggingface.co", None)
+    assert hub_of({}) == ModelHub("https://huggingface.co", None)
     monkeypatch.setenv("HF_TOKEN", "hf_a")
-    assert hub_of({"HF_ENDPOINT": "http://mirror/"}) == Hub("http://mirror", "hf_a")
+    assert hub_of({"HF_ENDPOINT": "http://mirror/"}) == ModelHub("http://mirror", "hf_a")
 
 
 def test_a_model_that_was_pulled_is_verified(pulls: Pulls) -> None:

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.models.reference import (
-    Reference,
+    ModelReference,
     RemoteFile,
     check_name,
     choose,
@@ -36,14 +36,14 @@ def refused(reference: str, *paths: str) -> InferenceCenterError:
 @pytest.mark.parametrize(
     ("text", "meant"),
     [
-        ("ada/tiny", Reference("ada/tiny")),
-        ("ada/tiny:Q4_K_M", Reference("ada/tiny", quant="Q4_K_M")),
-        ("ada/tiny.v2-GGUF:q8_0", Reference("ada/tiny.v2-GGUF", quant="q8_0")),
-        ("ada/tiny/a.gguf", Reference("ada/tiny", file="a.gguf")),
-        ("ada/tiny/BF16/a-00001-of-00002.gguf", Reference("ada/tiny", file="BF16/a-00001-of-00002.gguf")),
+        ("ada/tiny", ModelReference("ada/tiny")),
+        ("ada/tiny:Q4_K_M", ModelReference("ada/tiny", quant="Q4_K_M")),
+        ("ada/tiny.v2-GGUF:q8_0", ModelReference("ada/tiny.v2-GGUF", quant="q8_0")),
+        ("ada/tiny/a.gguf", ModelReference("ada/tiny", file="a.gguf")),
+        ("ada/tiny/BF16/a-00001-of-00002.gguf", ModelReference("ada/tiny", file="BF16/a-00001-of-00002.gguf")),
     ],
 )
-def test_forms(text: str, meant: Reference) -> None:
+def test_forms(text: str, meant: ModelReference) -> None:
     """A repository, with a quantization, with a file, also in a folder."""
     assert parse_reference(text) == meant
 

@@ -9,7 +9,7 @@ from typing import Any, Final, get_args, get_origin
 import pytest
 from pydantic import BaseModel
 
-from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.protocol import events, requests
 from inferencecenter.protocol.base import Dagger, Event
 from inferencecenter.protocol.codec import REQUESTS, FrameError, encode, read_frame

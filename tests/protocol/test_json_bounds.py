@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.protocol import json_bounds
 from inferencecenter.protocol.codec import read_frame
 from inferencecenter.protocol.json_bounds import MAX_COMMAS, MAX_STRUCTURE, check_json_bounds

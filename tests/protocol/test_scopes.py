@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from inferencecenter.errors import InferenceCenterError
+from inferencecenter.core.errors import InferenceCenterError
 from inferencecenter.protocol.scopes import SCOPES, Scope, parse_scopes
 
 

@@ -21,7 +21,8 @@ from inferencecenter.auth.clients_file import load_clients
 from inferencecenter.auth.quotas import Allowances
 from inferencecenter.config.limits import NO_LIMITS, AccessLimits
 from inferencecenter.config.settings import ServerSettings
-from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.core.errors import ErrorCode, InferenceCenterError
+from inferencecenter.core.tasks import TaskGroup
 from inferencecenter.hardware.nvml import NO_GPU, Gpu
 from inferencecenter.ipc.messages import ContextFull, Finished, ModelInfo, Started, TokenDelta, pack_tokens
 from inferencecenter.ipc.port import EngineState, EngineStatus
@@ -31,8 +32,7 @@ from inferencecenter.protocol.values import ModelSummary
 from inferencecenter.server.context import ServerContext, UsageReader, no_usage
 from inferencecenter.server.listener import Listener, bind
 from inferencecenter.sessions.manager import SessionManager
-from inferencecenter.tasks import TaskGroup
-from inferencecenter.telemetry.metrics import Metrics
+from inferencecenter.telemetry.metrics import DaemonMetrics
 from tests.ipc.lookups import CharacterTokens
 from tests.sessions.conftest import InlineTemplates, one_model
 
@@ -340,7 +340,7 @@ async def running_server(
     accounts = Accounts.open(tmp_path / "accounts.sqlite3", clock=time.time, static=static)
     accounts.ensure_client("ada", max_sessions=8, priority="normal")
     new = accounts.create_token("ada", name="test")
-    engine, gpu, metrics = StubEngine(), StubGpu(), Metrics()
+    engine, gpu, metrics = StubEngine(), StubGpu(), DaemonMetrics()
     allowances = Allowances(accounts, defaults=limits, clock=time.time, monotonic=time.monotonic)
 
     def stop() -> None:
@@ -467,6 +467,6 @@ def stub_context() -> ServerContext:
         accounts=accounts,
         allowances=Allowances(accounts, clock=time.time, monotonic=time.monotonic),
         gpu=StubGpu(),
-        metrics=Metrics(),
+        metrics=DaemonMetrics(),
         stop=lambda: None,
     )

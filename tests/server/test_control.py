@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.server.control import (
     ControlSocket,
     ReloadProblem,

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from inferencecenter.core.tasks import TaskGroup
 from inferencecenter.server.fair_worker import FairWorker
-from inferencecenter.tasks import TaskGroup
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

@@ -6,9 +6,9 @@ import asyncio
 import threading
 from typing import TYPE_CHECKING
 
+from inferencecenter.core.tasks import RESTART_MIN_S, TaskGroup
 from inferencecenter.hardware.nvml import GpuReading
 from inferencecenter.server.metrics_stream import FRESH_S, PATIENCE_S, MetricsSampler
-from inferencecenter.tasks import RESTART_MIN_S, TaskGroup
 from tests.server.harness import Running, StubGpu, ask, hear, ready, stub_context
 
 if TYPE_CHECKING:

@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from inferencecenter.core.tasks import TaskGroup
 from inferencecenter.protocol import events
 from inferencecenter.protocol.codec import PIECE_BYTES, encode, encode_in_pieces
 from inferencecenter.protocol.values import ChatMessage, TokenLogprobs, TranscriptTurn, TurnStats, Usage
 from inferencecenter.server import outbox as outbox_module
 from inferencecenter.server.outbox import MAX_JOINED_BYTES, Outbox
-from inferencecenter.tasks import TaskGroup
-from inferencecenter.telemetry.metrics import Metrics
+from inferencecenter.telemetry.metrics import DaemonMetrics
 from tests.server.harness import StubWire
 
 if TYPE_CHECKING:
@@ -43,9 +43,9 @@ def wire() -> StubWire:
 
 
 @pytest.fixture
-def metrics() -> Metrics:
+def metrics() -> DaemonMetrics:
     """Metrics of nobody else."""
-    return Metrics()
+    return DaemonMetrics()
 
 
 @pytest.fixture
@@ -55,7 +55,7 @@ def overflows() -> Overflows:
 
 
 @pytest.fixture
-def outbox(wire: StubWire, metrics: Metrics, overflows: Overflows) -> Outbox:
+def outbox(wire: StubWire, metrics: DaemonMetrics, overflows: Overflows) -> Outbox:
     """An outbox of a v1 socket, for 1,000 bytes."""
     outbox = Outbox(wire, limit_bytes=1000, overflowed=overflows, metrics=metrics)
     outbox.enable_v1()
@@ -75,7 +75,7 @@ PONG = events.Pong()
 def test_token_frames_equal_the_codecs(content: str, session: str, turn: str, seq: int, v1: bool) -> None:
     """Byte for byte, for any text and both dialects."""
     wire = StubWire()
-    outbox = Outbox(wire, limit_bytes=1000, overflowed=Overflows(), metrics=Metrics())
+    outbox = Outbox(wire, limit_bytes=1000, overflowed=Overflows(), metrics=DaemonMetrics())
     if v1:
         outbox.enable_v1()
     event = token(content, seq, session=session, turn=turn)
@@ -101,7 +101,7 @@ def test_frames_of_thoughts_and_calls_equal_the_codecs(text: str, seq: int, inde
     for event in (reasoning(text, seq), call(text, seq, index=index), call(text, seq, index=index, name="f")):
         for v1 in (True, False):
             wire = StubWire()
-            outbox = Outbox(wire, limit_bytes=1000, overflowed=Overflows(), metrics=Metrics())
+            outbox = Outbox(wire, limit_bytes=1000, overflowed=Overflows(), metrics=DaemonMetrics())
             if v1:
                 outbox.enable_v1()
             outbox.send(event)
@@ -128,7 +128,7 @@ def test_what_waits_is_joined_by_what_it_is(outbox: Outbox, wire: StubWire) -> N
     ]
 
 
-def test_a_reading_socket_is_written_to_at_once(outbox: Outbox, wire: StubWire, metrics: Metrics) -> None:
+def test_a_reading_socket_is_written_to_at_once(outbox: Outbox, wire: StubWire, metrics: DaemonMetrics) -> None:
     """Every event is a frame of its own, and none waits."""
     for event in (token("a", 1), token("b", 2), PONG):
         outbox.send(event)
@@ -221,7 +221,7 @@ def test_flushing_stops_when_the_socket_is_behind_again(outbox: Outbox, wire: St
     assert [frame["op"] for frame in wire.frames] == ["pong", "pong", "pong", "token"]
 
 
-def test_joined_frames_stay_small(wire: StubWire, metrics: Metrics) -> None:
+def test_joined_frames_stay_small(wire: StubWire, metrics: DaemonMetrics) -> None:
     """However much waits, a client with an ordinary frame limit can read each frame."""
     outbox = Outbox(wire, limit_bytes=2**20, overflowed=Overflows(), metrics=metrics)
     wire.takes_frames = False
@@ -235,7 +235,7 @@ def test_joined_frames_stay_small(wire: StubWire, metrics: Metrics) -> None:
 
 
 def test_past_the_limit_the_outbox_gives_up_once(
-    outbox: Outbox, wire: StubWire, metrics: Metrics, overflows: Overflows
+    outbox: Outbox, wire: StubWire, metrics: DaemonMetrics, overflows: Overflows
 ) -> None:
     """What waited is forgotten, what comes later is not taken, and the bytes are given back to the gauge."""
     wire.takes_frames = False
@@ -256,7 +256,7 @@ def test_past_the_limit_the_outbox_gives_up_once(
 
 @pytest.mark.parametrize(("write_rest", "n_written"), [(True, 1), (False, 0)])
 def test_closing_writes_the_rest_or_forgets_it(
-    outbox: Outbox, wire: StubWire, metrics: Metrics, write_rest: bool, n_written: int
+    outbox: Outbox, wire: StubWire, metrics: DaemonMetrics, write_rest: bool, n_written: int
 ) -> None:
     """Before a good-bye what waits goes out, ready or not; after a loss it does not."""
     wire.takes_frames = False
@@ -266,7 +266,7 @@ def test_closing_writes_the_rest_or_forgets_it(
     assert metrics.registry.get_sample_value("inferencecenter_outbox_bytes") == 0
 
 
-def test_old_sockets_are_sent_only_what_they_know(wire: StubWire, metrics: Metrics) -> None:
+def test_old_sockets_are_sent_only_what_they_know(wire: StubWire, metrics: DaemonMetrics) -> None:
     """Until the socket speaks v1, other ops are left out; afterwards tokens carry their numbers."""
     outbox = Outbox(wire, limit_bytes=1000, overflowed=Overflows(), metrics=metrics)
     outbox.send(PONG)
@@ -368,7 +368,7 @@ async def test_the_rest_of_a_long_answer_is_written_before_the_end(outbox: Outbo
     for write_rest in (True, False):
         wire.written.clear()
         wire.pieces.clear()
-        made = Outbox(wire, limit_bytes=1000, overflowed=Overflows(), metrics=Metrics())
+        made = Outbox(wire, limit_bytes=1000, overflowed=Overflows(), metrics=DaemonMetrics())
         made.enable_v1()
         made.replay([session(*["x" * 1000] * 300)])
         made.close(write_rest=write_rest)

@@ -18,7 +18,7 @@ from inferencecenter.hardware.nvml import GpuReading, Gpus
 from inferencecenter.ipc.port import EngineState, EngineStatus
 from inferencecenter.server.status_pages import show_gpus
 from inferencecenter.sessions.journal import StorageFault
-from inferencecenter.telemetry.metrics import Metrics
+from inferencecenter.telemetry.metrics import DaemonMetrics
 from tests.server.harness import Running, StubJournal, ready
 
 if TYPE_CHECKING:
@@ -143,7 +143,7 @@ async def test_processes_are_shown_while_they_are_there(server: Running) -> None
 
 def test_gpus_are_shown_as_far_as_they_tell() -> None:
     """Each by its index; what is not read is absent, and one that is gone leaves nothing behind."""
-    metrics = Metrics()
+    metrics = DaemonMetrics()
     readings = (
         GpuReading(index=0, name="One", uuid="GPU-1", temperature_c=60, slowdowns=("power_cap",)),
         GpuReading(index=1, power_watts=45.5),

@@ -20,7 +20,7 @@ from trustme import KeyType
 from websockets.asyncio.client import connect
 from websockets.typing import Subprotocol
 
-from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.protocol.base import SUBPROTOCOL
 from inferencecenter.server.tls import Certificate
 from tests.server.harness import Running, ask, hear

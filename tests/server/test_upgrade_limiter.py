@@ -9,7 +9,7 @@ from starlette.datastructures import Headers
 
 from inferencecenter.server.handshake import TrustedProxies
 from inferencecenter.server.upgrade_limiter import BURST_S, REFUSAL, UpgradeLimiter
-from inferencecenter.telemetry.metrics import Metrics
+from inferencecenter.telemetry.metrics import DaemonMetrics
 
 STRANGER = Headers({"host": "box"})
 HERE, ELSEWHERE = "192.0.2.1", "192.0.2.2"
@@ -28,7 +28,7 @@ class Clock:
 
 def make(clock: Clock, *, proxies: tuple[str, ...] = ()) -> UpgradeLimiter:
     """Return a door at which nothing has happened."""
-    return UpgradeLimiter(TrustedProxies(proxies), per_s=PER_S, clock=clock, metrics=Metrics())
+    return UpgradeLimiter(TrustedProxies(proxies), per_s=PER_S, clock=clock, metrics=DaemonMetrics())
 
 
 def crowded(clock: Clock, *, proxies: tuple[str, ...] = ()) -> UpgradeLimiter:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from inferencecenter.config.limits import NO_LIMITS, AccessLimits
-from inferencecenter.errors import InferenceCenterError
+from inferencecenter.core.errors import InferenceCenterError
 from inferencecenter.ipc.messages import (
     Cancelled,
     ContextFull,

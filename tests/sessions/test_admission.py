@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.ipc.port import EngineState, EngineStatus
 from tests.sessions.conftest import World, make_model
 from tests.sessions.oracle import kept

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from inferencecenter.config.limits import NO_LIMITS, AccessLimits
-from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.ipc.messages import Cancelled
 from inferencecenter.protocol.events import End
 from inferencecenter.protocol.params import Params

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inferencecenter.errors import ErrorCode
+from inferencecenter.core.errors import ErrorCode
 from inferencecenter.protocol import requests
 from inferencecenter.protocol.values import ChatMessage, ToolCall
 from inferencecenter.sessions import prefix_match

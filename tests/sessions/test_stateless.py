@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from inferencecenter.errors import ErrorCode
+from inferencecenter.core.errors import ErrorCode
 from inferencecenter.protocol import requests
 from inferencecenter.sessions.journal import StorageFault
 from tests.sessions.conftest import World

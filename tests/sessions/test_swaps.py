@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from inferencecenter.config.limits import AccessLimits
-from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.ipc.messages import unpack_tokens
 from inferencecenter.ipc.port import EngineState, EngineStatus
 from inferencecenter.protocol import events, requests

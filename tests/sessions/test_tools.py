@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from inferencecenter.errors import ErrorCode
+from inferencecenter.core.errors import ErrorCode
 from inferencecenter.ipc.messages import SampledLogprobs, TokenDelta, TokenLogprob
 from inferencecenter.protocol import events
 from inferencecenter.protocol.values import ChatMessage

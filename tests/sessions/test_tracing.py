@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from msgspec import structs
 
-from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.ipc.messages import Failed, Started, TokenDelta, TraceStage
 from inferencecenter.protocol import requests
 from inferencecenter.sessions.observability import NullTracer

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.ipc.messages import PrefillProgress, QueuePosition, SampledLogprobs, TokenDelta, TokenLogprob
 from inferencecenter.protocol import requests
 from inferencecenter.protocol.base import SessionEvent

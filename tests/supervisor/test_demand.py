@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, field
 
+from inferencecenter.core.tasks import TaskGroup
 from inferencecenter.supervisor.demand import EngineDemand
-from inferencecenter.tasks import TaskGroup
 
 
 @dataclass

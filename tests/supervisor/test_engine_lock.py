@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from inferencecenter.core.tasks import TaskGroup
 from inferencecenter.supervisor.process import EngineLockError, engine_lock, record_holder
-from inferencecenter.tasks import TaskGroup
 
 if TYPE_CHECKING:
     from pathlib import Path

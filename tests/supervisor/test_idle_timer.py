@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
-from inferencecenter import tasks
-from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.core import tasks
+from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.ipc.messages import Cancelled, EngineOptions, Failed
 from inferencecenter.ipc.port import EngineState, EngineStatus
 from inferencecenter.supervisor import process

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 import pytest
 from structlog.testing import capture_logs
 
-from inferencecenter.errors import ErrorCode, InferenceCenterError
-from inferencecenter.hardware.pressure import SETTLED_S, PressureState, Usage
+from inferencecenter.core.errors import ErrorCode, InferenceCenterError
+from inferencecenter.core.tasks import RESTART_MIN_S
+from inferencecenter.hardware.pressure import SETTLED_S, MemoryUsage, PressureState
 from inferencecenter.ipc.messages import KvRamLimit
 from inferencecenter.ipc.port import EngineState, EngineStatus
 from inferencecenter.supervisor.memory_pressure import (
@@ -20,8 +21,7 @@ from inferencecenter.supervisor.memory_pressure import (
     describe,
     kept_by,
 )
-from inferencecenter.tasks import RESTART_MIN_S
-from inferencecenter.telemetry.metrics import Metrics
+from inferencecenter.telemetry.metrics import DaemonMetrics
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
@@ -57,7 +57,7 @@ class Bench:
     looks: int = 0
     now: float = 0.0
     fault: Exception | None = None
-    metrics: Metrics = field(default_factory=Metrics)
+    metrics: DaemonMetrics = field(default_factory=DaemonMetrics)
 
     def __post_init__(self) -> None:
         self.wake = asyncio.Event()
@@ -75,16 +75,16 @@ class Bench:
         """The first of them."""
         return self.engines[0]
 
-    def measure(self, engines: Sequence[EngineStatus]) -> list[Usage]:
+    def measure(self, engines: Sequence[EngineStatus]) -> list[MemoryUsage]:
         """Count a look, and say what the test has set."""
         self.looks += 1
         if self.fault is not None:
             raise self.fault
-        gpu = Usage(name="GPU 0", used_bytes=self.gpu_used_mib * MIB, limit_bytes=LIMIT, calm_bytes=CALM)
+        gpu = MemoryUsage(name="GPU 0", used_bytes=self.gpu_used_mib * MIB, limit_bytes=LIMIT, calm_bytes=CALM)
         if self.used_mib is None:
             return [gpu]
         parked_bytes = sum(each.parked_ram_bytes for each in engines)
-        main = Usage(
+        main = MemoryUsage(
             name="memory",
             used_bytes=self.used_mib * MIB,
             limit_bytes=LIMIT,
@@ -308,7 +308,7 @@ async def test_where_memory_cannot_be_read_nothing_is_refused(bench: Bench) -> N
 def test_what_an_engine_keeps_is_never_more_than_it_has() -> None:
     """Nor is there anything to divide where nothing is parked."""
     engine = EngineStatus(EngineState.READY, parked_ram_bytes=7)
-    main = Usage(name="memory", used_bytes=100, limit_bytes=10, calm_bytes=95, parked_bytes=21)
+    main = MemoryUsage(name="memory", used_bytes=100, limit_bytes=10, calm_bytes=95, parked_bytes=21)
     assert kept_by(engine, main) == 7 * 16 // 21
     assert kept_by(engine, replace(main, parked_bytes=0)) == 0
 
@@ -316,5 +316,5 @@ def test_what_an_engine_keeps_is_never_more_than_it_has() -> None:
 def test_figures_are_for_people() -> None:
     """In MiB, what is parked only where something is."""
     assert describe([]) == ""
-    usage = Usage(name="GPU 0", used_bytes=3 * MIB + 5, limit_bytes=4 * MIB, calm_bytes=0)
+    usage = MemoryUsage(name="GPU 0", used_bytes=3 * MIB + 5, limit_bytes=4 * MIB, calm_bytes=0)
     assert describe([usage]) == "GPU 0: 3 of 4 MiB"

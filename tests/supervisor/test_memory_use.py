@@ -9,9 +9,9 @@ import pytest
 from pydantic import ValidationError
 
 from inferencecenter.config.settings import GpuSettings, MemorySettings
-from inferencecenter.hardware.memory import Resident, Share
+from inferencecenter.hardware.memory import MemoryLimit, ResidentMemory
 from inferencecenter.hardware.nvml import NO_GPU, GpuReading, Gpus
-from inferencecenter.hardware.pressure import Usage
+from inferencecenter.hardware.pressure import MemoryUsage
 from inferencecenter.ipc.port import EngineState, EngineStatus
 from inferencecenter.supervisor import memory_pressure
 from inferencecenter.supervisor.memory_pressure import gpu_memory, main_memory, reader
@@ -27,11 +27,13 @@ PARKED = EngineStatus(EngineState.READY, pid=7, parked_bytes=90, parked_ram_byte
 def kernel(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Set what the kernel says; nothing is limited or known before."""
 
-    def say(*, group: Share | None = None, machine: Share | None = None, **processes: Resident) -> None:
+    def say(
+        *, group: MemoryLimit | None = None, machine: MemoryLimit | None = None, **processes: ResidentMemory
+    ) -> None:
         known = {os.getpid() if name == "front" else int(name[1:]): each for name, each in processes.items()}
         monkeypatch.setattr(memory_pressure, "cgroup_memory", lambda: group)
         monkeypatch.setattr(memory_pressure, "machine_memory", lambda: machine)
-        monkeypatch.setattr(memory_pressure, "resident", lambda pid: known.get(pid, Resident()))
+        monkeypatch.setattr(memory_pressure, "resident", lambda pid: known.get(pid, ResidentMemory()))
 
     say()
     return say
@@ -39,15 +41,20 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
 def test_a_ceiling_counts_what_is_the_daemons_own(kernel: Callable[..., None]) -> None:
     """Front and engines, whatever the machine's memory is used for."""
-    kernel(front=Resident(100, 1), _7=Resident(1000, 10), machine=Share(999, 1000), group=Share(999, 1000))
+    kernel(
+        front=ResidentMemory(100, 1),
+        _7=ResidentMemory(1000, 10),
+        machine=MemoryLimit(999, 1000),
+        group=MemoryLimit(999, 1000),
+    )
     usage = main_memory(MemorySettings(ram_ceiling_mib=2), [EngineStatus(EngineState.READY, pid=7)])
-    assert usage == Usage(name="memory", used_bytes=1111, limit_bytes=2 * MIB, calm_bytes=int(1.9 * MIB))
+    assert usage == MemoryUsage(name="memory", used_bytes=1111, limit_bytes=2 * MIB, calm_bytes=int(1.9 * MIB))
 
 
 @pytest.mark.parametrize(("shared", "counted"), [(0, 40), (10, 40), (40, 40), (45, 45)])
 def test_what_is_parked_counts_once(kernel: Callable[..., None], shared: int, counted: int) -> None:
     """Whether the engine has touched it, so that it is in its shared memory, or not; also of one that sleeps."""
-    kernel(_7=Resident(1000, shared))
+    kernel(_7=ResidentMemory(1000, shared))
     asleep = EngineStatus(EngineState.ASLEEP, parked_ram_bytes=5)
     usage = main_memory(MemorySettings(ram_ceiling_mib=1), [PARKED, asleep])
     assert usage is not None
@@ -57,16 +64,16 @@ def test_what_is_parked_counts_once(kernel: Callable[..., None], shared: int, co
 
 def test_a_limited_group_counts_whole(kernel: Callable[..., None]) -> None:
     """Up to 90 %, also where others share it."""
-    kernel(front=Resident(100), group=Share(500, 1000), machine=Share(1, 2))
+    kernel(front=ResidentMemory(100), group=MemoryLimit(500, 1000), machine=MemoryLimit(1, 2))
     usage = main_memory(MemorySettings(hysteresis_percent=10), [PARKED])
-    assert usage == Usage(name="memory", used_bytes=500, limit_bytes=900, calm_bytes=810, parked_bytes=40)
+    assert usage == MemoryUsage(name="memory", used_bytes=500, limit_bytes=900, calm_bytes=810, parked_bytes=40)
 
 
 def test_else_the_machine_counts(kernel: Callable[..., None]) -> None:
     """Up to 95 %."""
-    kernel(machine=Share(500, 1000))
+    kernel(machine=MemoryLimit(500, 1000))
     usage = main_memory(MemorySettings(hysteresis_percent=0), [])
-    assert usage == Usage(name="memory", used_bytes=500, limit_bytes=950, calm_bytes=950)
+    assert usage == MemoryUsage(name="memory", used_bytes=500, limit_bytes=950, calm_bytes=950)
 
 
 @pytest.mark.usefixtures("kernel")
@@ -80,7 +87,7 @@ def test_a_gpu_is_to_have_so_much_free() -> None:
     """Hysteresis is of that, as a model may take most of the rest. One that does not tell is left out."""
     gpus = [GpuReading(index=1, vram_total_bytes=1000, vram_free_bytes=90), NO_GPU]
     (usage,) = gpu_memory(gpus, floor_bytes=100, hysteresis=0.05)
-    assert usage == Usage(name="GPU 1", used_bytes=910, limit_bytes=900, calm_bytes=895)
+    assert usage == MemoryUsage(name="GPU 1", used_bytes=910, limit_bytes=900, calm_bytes=895)
     assert usage.is_over
 
 
@@ -88,7 +95,7 @@ def test_only_gpus_in_use_are_looked_at_and_only_when_wanted(
     kernel: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without a floor NVML is not even asked."""
-    kernel(machine=Share(500, 1000))
+    kernel(machine=MemoryLimit(500, 1000))
     assert [each.name for each in reader(MemorySettings(), GpuSettings())([])] == ["memory"]
     readings = tuple(GpuReading(index=index, vram_total_bytes=9 * MIB, vram_free_bytes=MIB) for index in (0, 1))
     monkeypatch.setattr(memory_pressure, "read_gpus", lambda: Gpus(readings))

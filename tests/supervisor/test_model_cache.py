@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.core.errors import ErrorCode, InferenceCenterError
+from inferencecenter.core.tasks import TaskGroup
 from inferencecenter.supervisor.model_cache import ModelCache
-from inferencecenter.tasks import TaskGroup
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

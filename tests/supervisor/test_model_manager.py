@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, cast
 import pytest
 
 from inferencecenter.config.settings import EngineSettings
-from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.ipc.messages import EngineLimits, EngineOptions, Failed, pack_tokens
 from inferencecenter.ipc.port import EngineState, EngineStatus
 from inferencecenter.models.registry import ModelSpec, Registry

@@ -12,10 +12,10 @@ import msgspec
 import pytest
 from structlog.testing import capture_logs
 
-from inferencecenter.bench.header import HEADERS, write_header
+from benchmarks.header import HEADERS, write_header
 from inferencecenter.config.settings import EngineSettings, GpuSettings
-from inferencecenter.errors import ErrorCode, InferenceCenterError
-from inferencecenter.hardware.plan import MIB, Device, Host
+from inferencecenter.core.errors import ErrorCode, InferenceCenterError
+from inferencecenter.hardware.placement import MIB, Device, Host
 from inferencecenter.hardware.vram_calibration import VramCalibration
 from inferencecenter.ipc.messages import Adapter, BufferUse, EngineOptions
 from inferencecenter.ipc.port import EngineState, EngineStatus

@@ -20,7 +20,7 @@ from inferencecenter.ipc.messages import (
 )
 from inferencecenter.ipc.port import EngineState, EngineStatus
 from inferencecenter.supervisor.step_metrics import StepMeter
-from inferencecenter.telemetry.metrics import Metrics
+from inferencecenter.telemetry.metrics import DaemonMetrics
 
 if TYPE_CHECKING:
     from inferencecenter.ipc.messages import TurnEvent
@@ -46,7 +46,7 @@ class Bench:
     """A meter with a clock that the test moves."""
 
     def __init__(self, model: str = "demo") -> None:
-        self.metrics = Metrics()
+        self.metrics = DaemonMetrics()
         self.now = 100.0
         self.meter = StepMeter(self.metrics.engines, model=model, monotonic=lambda: self.now)
 

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 from structlog.testing import capture_logs
 
-from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.ipc.messages import Cancelled, EngineOptions, Failed, Finished, TurnEvent
 from inferencecenter.ipc.port import EngineState, EngineStatus
 from inferencecenter.supervisor import process

@@ -12,14 +12,14 @@ from pydantic import ValidationError
 from structlog.testing import capture_logs
 
 from inferencecenter.config.settings import GpuSettings
+from inferencecenter.core.tasks import RESTART_MIN_S
 from inferencecenter.hardware.nvml import GpuReading, Gpus
 from inferencecenter.hardware.thermal import ThermalState
 from inferencecenter.ipc.messages import EngineLimits
 from inferencecenter.ipc.port import EngineState, EngineStatus
 from inferencecenter.protocol.events import Thermal
 from inferencecenter.supervisor.thermal import BUSY_EVERY_S, IDLE_EVERY_S, ThermalThrottler, describe, limit_for
-from inferencecenter.tasks import RESTART_MIN_S
-from inferencecenter.telemetry.metrics import Metrics
+from inferencecenter.telemetry.metrics import DaemonMetrics
 from tests.supervisor.stub_engine import MODEL
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ class Bench:
     looks: int = 0
     now: float = 0.0
     fault: Exception | None = None
-    metrics: Metrics = field(default_factory=Metrics)
+    metrics: DaemonMetrics = field(default_factory=DaemonMetrics)
     listeners: list[Callable[[str, EngineStatus], None]] = field(default_factory=list)
 
     def __post_init__(self) -> None:

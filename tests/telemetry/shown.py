@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, get_args
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from inferencecenter.errors import ErrorCode
+from inferencecenter.core.errors import ErrorCode
 from inferencecenter.hardware.nvml import SLOWDOWN_NAMES, GpuReading, Gpus
 from inferencecenter.hardware.pressure import PressureState
 from inferencecenter.hardware.thermal import ThermalState
@@ -18,7 +18,7 @@ from inferencecenter.protocol.values import FinishReason
 from inferencecenter.server.status_pages import show_engines, show_gpus, show_processes
 from inferencecenter.sessions.observability import TurnRecord
 from inferencecenter.supervisor.step_metrics import StepMeter
-from inferencecenter.telemetry.metrics import Metrics
+from inferencecenter.telemetry.metrics import DaemonMetrics
 from tests.supervisor.stub_engine import MODEL
 
 if TYPE_CHECKING:
@@ -43,9 +43,9 @@ GPU = GpuReading(
 Shown = dict[str, dict[str, set[str]]]
 
 
-def busy_metrics() -> Metrics:
+def busy_metrics() -> DaemonMetrics:
     """Return metrics of a daemon to which everything has happened."""
-    metrics = Metrics()
+    metrics = DaemonMetrics()
     engines = {MODEL.name: EngineStatus(EngineState.READY, model=MODEL, pid=os.getpid())}
     show_engines(metrics.engines, engines)
     show_processes(metrics.machine, engines)
@@ -64,7 +64,7 @@ def busy_metrics() -> Metrics:
     return metrics
 
 
-def shown(metrics: Metrics) -> Shown:
+def shown(metrics: DaemonMetrics) -> Shown:
     """Return what the page has."""
     found: Shown = {}
     for sample in _samples(metrics):
@@ -74,7 +74,7 @@ def shown(metrics: Metrics) -> Shown:
     return found
 
 
-def _samples(metrics: Metrics) -> Iterator[Any]:
+def _samples(metrics: DaemonMetrics) -> Iterator[Any]:
     for family in text_string_to_metric_families(generate_latest(metrics.registry).decode()):
         yield from family.samples
 

@@ -14,7 +14,7 @@ import promql_parser
 import pytest
 import yaml
 
-from inferencecenter.errors import ERRORS, ErrorCode
+from inferencecenter.core.errors import ERRORS, ErrorCode
 from tests.telemetry.shown import busy_metrics, shown
 
 if TYPE_CHECKING:

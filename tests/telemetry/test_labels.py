@@ -9,8 +9,7 @@ from prometheus_client.openmetrics import exposition as openmetrics
 from prometheus_client.openmetrics import parser as openmetrics_parser
 from prometheus_client.parser import text_string_to_metric_families
 
-from inferencecenter.telemetry.instruments import Counts
-from inferencecenter.telemetry.labels import OTHER, BoundedLabel, label_text
+from inferencecenter.telemetry.instruments import OTHER, BoundedLabel, Counts, label_text
 
 HOSTILE = 'ada"} 1\n# HELP x y\n\\'
 

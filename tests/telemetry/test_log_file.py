@@ -16,9 +16,9 @@ import pytest
 import structlog
 
 from inferencecenter.config.sections import LogSettings
-from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.telemetry import logs
-from inferencecenter.telemetry.log_file import LogFile
+from inferencecenter.telemetry.logs import LogFile
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from structlog.testing import capture_logs
 
-from inferencecenter.tasks import TaskGroup
+from inferencecenter.core.tasks import TaskGroup
 from inferencecenter.telemetry.instruments import Distribution
 from inferencecenter.telemetry.loop_monitor import BOUNDS_S, LoopActivity, LoopMonitor
 

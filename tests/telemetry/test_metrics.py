@@ -9,7 +9,7 @@ import pytest
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from inferencecenter.telemetry.metrics import MAX_CLIENTS, Metrics
+from inferencecenter.telemetry.metrics import MAX_CLIENTS, DaemonMetrics
 
 
 @dataclass(frozen=True)
@@ -27,14 +27,14 @@ class Figures:
     preempted: int = 2
 
 
-def value(metrics: Metrics, name: str, **labels: str) -> float | None:
+def value(metrics: DaemonMetrics, name: str, **labels: str) -> float | None:
     """Return a sample."""
     return metrics.registry.get_sample_value(f"inferencecenter_{name}", labels)
 
 
 def test_instances_share_nothing() -> None:
     """Two daemons in one process, or two tests, do not see each other's counts."""
-    first, second = Metrics(), Metrics()
+    first, second = DaemonMetrics(), DaemonMetrics()
     first.frames_in.inc()
     assert value(first, "frames_in_total") == 1
     assert value(second, "frames_in_total") == 0
@@ -42,7 +42,7 @@ def test_instances_share_nothing() -> None:
 
 def test_every_metric_has_a_prefix_and_a_sentence() -> None:
     """Names and help are what the documentation is made of."""
-    families = list(text_string_to_metric_families(generate_latest(Metrics().registry).decode()))
+    families = list(text_string_to_metric_families(generate_latest(DaemonMetrics().registry).decode()))
     assert len(families) > 40
     for family in families:
         assert family.name.startswith("inferencecenter_")
@@ -53,7 +53,7 @@ def test_every_metric_has_a_prefix_and_a_sentence() -> None:
 
 def test_a_turn_is_counted() -> None:
     """How it ended, its waiting and its first token by its model, and its tokens by its client."""
-    metrics = Metrics()
+    metrics = DaemonMetrics()
     metrics.turn_ended(Figures())
     assert value(metrics, "turns_total", model="demo", finish="stop") == 1
     assert value(metrics, "preemptions_total", model="demo") == 2
@@ -66,7 +66,7 @@ def test_a_turn_is_counted() -> None:
 
 def test_a_turn_without_tokens_has_no_first_token() -> None:
     """A failed turn does not pull the histogram to zero."""
-    metrics = Metrics()
+    metrics = DaemonMetrics()
     metrics.turn_ended(replace(Figures(), finish="engine_crashed", tokens=0))
     assert value(metrics, "turns_total", model="demo", finish="engine_crashed") == 1
     assert value(metrics, "time_to_first_token_seconds_count", model="demo") == 0
@@ -77,7 +77,7 @@ def test_a_turn_without_tokens_has_no_first_token() -> None:
 @pytest.mark.parametrize("name", ["client-{}", 'x"}} {}\n# EOF\n', "{}\udcff"])
 def test_clients_cannot_make_the_page_grow(name: str) -> None:
     """Of ten thousand clients fifty have series of their own; what the others did is not lost, and not theirs."""
-    metrics = Metrics()
+    metrics = DaemonMetrics()
     for number in range(10_000):
         metrics.turn_ended(replace(Figures(), client_id=name.format(number), tokens=1))
     families = text_string_to_metric_families(generate_latest(metrics.registry).decode())
@@ -95,7 +95,7 @@ def test_clients_cannot_make_the_page_grow(name: str) -> None:
 
 def test_one_state_of_heat_and_memory_is_marked() -> None:
     """The one of before is put back to 0; memory that cannot be read is no number."""
-    metrics = Metrics()
+    metrics = DaemonMetrics()
     states = ["cool", "hot"]
     metrics.set_thermal("hot", states=states)
     metrics.set_thermal("cool", states=states)

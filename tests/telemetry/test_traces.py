@@ -17,9 +17,9 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from pydantic import SecretStr
 
 from inferencecenter.config.sections import TelemetrySettings
-from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.telemetry import otlp, traces
-from inferencecenter.telemetry.otlp import ENGINE, FRONT, Sending, Traces
+from inferencecenter.telemetry.otlp import ENGINE, FRONT, BackgroundExporter, Traces
 from tests.telemetry.collector import Collector
 
 if TYPE_CHECKING:
@@ -239,7 +239,7 @@ class Moody(SpanExporter):
 def test_an_outage_is_one_line_and_its_end_another() -> None:
     """However many batches are lost; the next one is not complained of within a minute."""
     clock, sender = Clock(), Moody()
-    sending = Sending(sender, complaints=otlp.Complaints(), monotonic=clock.monotonic)
+    sending = BackgroundExporter(sender, complaints=otlp.ExporterLogHandler(), monotonic=clock.monotonic)
     logging.getLogger("opentelemetry.anything").warning("refused %s", "by 127.0.0.1")
     span = _span()
     with structlog.testing.capture_logs() as lines:

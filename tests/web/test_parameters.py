@@ -7,7 +7,7 @@ from typing import Any, Final
 
 import pytest
 
-from inferencecenter.errors import InferenceCenterError
+from inferencecenter.core.errors import InferenceCenterError
 from inferencecenter.protocol.params import PARAM_DOCS, parse_params
 from tests.web import node
 

@@ -21,7 +21,7 @@ from inferencecenter.api.openai.chat_schemas import ChatCompletion, ChatCompleti
 from inferencecenter.api.openai.finish_reason import finish_of, finite, raise_failure, usage_of, warnings_of
 from inferencecenter.api.openai.sampling import TIERS, check_stream_options, raw_params, rephrased
 from inferencecenter.api.session_match import ConversationRequest, run_choices
-from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.protocol import events
 from inferencecenter.protocol.requests import Infer
 from inferencecenter.protocol.values import ChatMessage, NamedTool, Tool, ToolCall

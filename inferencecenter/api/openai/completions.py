@@ -19,7 +19,7 @@ from inferencecenter.api.openai.chat_schemas import AnswerModel, TokenUsage
 from inferencecenter.api.openai.finish_reason import finish_of, finite, raise_failure, usage_of, warnings_of
 from inferencecenter.api.openai.sampling import MOST_PROBS, Sampling, check_stream_options, raw_params, rephrased
 from inferencecenter.api.session_match import ConversationRequest, run_choices
-from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.protocol import events
 from inferencecenter.protocol.params_model import MAX_TOKENS
 from inferencecenter.protocol.requests import Infer, RawParams

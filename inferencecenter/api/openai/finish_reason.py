@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
-from inferencecenter.errors import ERRORS, ErrorCode, InferenceCenterError
+from inferencecenter.core.errors import ERRORS, ErrorCode, InferenceCenterError
 from inferencecenter.protocol import events
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, TypeAlias
 from pydantic import BeforeValidator, Field, StringConstraints
 
 from inferencecenter.api.body import RequestModel
-from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.protocol.params import parse_params
 from inferencecenter.protocol.params_model import MAX_BIASES, MAX_SEED, MAX_STOP_CHARS, MAX_STOPS, MAX_TOKENS
 from inferencecenter.protocol.requests import RawParams

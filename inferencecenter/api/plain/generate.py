@@ -12,7 +12,7 @@ from inferencecenter.api.body import RequestModel, checked
 from inferencecenter.api.endpoint import TURN_ERRORS, Call, Document, Operation, Reply, Stream
 from inferencecenter.api.request_turns import RequestTurns
 from inferencecenter.api.session_match import ConversationRequest, resolve_session
-from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.protocol import events
 from inferencecenter.protocol.params_model import MAX_SEED, MAX_STOP_CHARS, MAX_STOPS, MAX_TOKENS
 from inferencecenter.protocol.requests import MAX_GRAMMAR_CHARS, Infer, ModelName, RawParams

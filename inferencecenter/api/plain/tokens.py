@@ -8,7 +8,7 @@ from pydantic import BaseModel, FailFast, Field
 
 from inferencecenter.api.body import RequestModel
 from inferencecenter.api.endpoint import Call, Operation, document
-from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.ipc.messages import Detokenized, PromptSegment, Tokenized, unpack_tokens
 from inferencecenter.protocol.requests import ModelName
 from inferencecenter.sessions.client import check_model

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from inferencecenter.api.responses.response_events import ResponseEventBuilder
     from inferencecenter.protocol.base import Event
     from inferencecenter.server.outbox import Wire
-    from inferencecenter.telemetry.metrics import Metrics
+    from inferencecenter.telemetry.metrics import DaemonMetrics
 
 _EVENT_BYTES: Final = 256
 
@@ -55,7 +55,7 @@ class ResponseOutbox:
         limit_bytes: int,
         overflowed: Callable[[], None],
         broken: Callable[[ResponseEventBuilder], object],
-        metrics: Metrics,
+        metrics: DaemonMetrics,
     ) -> None:
         self._wire = wire
         self._limit_bytes = limit_bytes

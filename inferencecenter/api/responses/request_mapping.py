@@ -15,7 +15,7 @@ from inferencecenter.api.session_match import (
     fork_session,
     open_session,
 )
-from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.protocol.requests import GetSession, Infer
 from inferencecenter.protocol.values import ChatMessage
 

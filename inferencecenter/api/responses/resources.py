@@ -28,7 +28,7 @@ from inferencecenter.api.responses.serializers import (
     status_of,
 )
 from inferencecenter.api.session_match import close_session
-from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.protocol import events
 from inferencecenter.protocol.requests import Abort, GetSession, RewindSession
 

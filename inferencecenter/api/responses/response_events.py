@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from inferencecenter.api.responses.response_schemas import Echo, ItemState, OutputItem, Response
-    from inferencecenter.errors import InferenceCenterError
+    from inferencecenter.core.errors import InferenceCenterError
     from inferencecenter.protocol.base import Event
 
 _MESSAGE: Final = "msg"

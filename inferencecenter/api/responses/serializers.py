@@ -29,7 +29,7 @@ from inferencecenter.api.responses.response_schemas import (
     ThoughtText,
     TopLogprob,
 )
-from inferencecenter.errors import ERRORS, ErrorCode, InferenceCenterError
+from inferencecenter.core.errors import ERRORS, ErrorCode, InferenceCenterError
 
 if TYPE_CHECKING:
     from inferencecenter.api.responses.request_schemas import CreateResponse

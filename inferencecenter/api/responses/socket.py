@@ -21,7 +21,7 @@ from inferencecenter.api.responses.response_events import ResponseEventBuilder
 from inferencecenter.api.responses.serializers import read_response_id
 from inferencecenter.api.responses.streams import ResponseSink, ResponseStreams
 from inferencecenter.api.websocket.connection import LARGE_FRAME_CHARS
-from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.protocol.base import SUBPROTOCOL
 from inferencecenter.protocol.close import CloseCode
 from inferencecenter.protocol.json_bounds import MAX_STRUCTURE, check_json_bounds
@@ -66,7 +66,7 @@ class ResponsesSocket:
         self._context = context
         self._wire = wire
         self._caller = caller
-        self._state = CONNECTION.after(ConnectionState.CONNECTED, ConnectionEvent.AUTHENTICATE)
+        self._state = CONNECTION.next(ConnectionState.CONNECTED, ConnectionEvent.AUTHENTICATE)
         self._expiry: Deadline | None = None
         self._streams = ResponseStreams(max_waiting_bytes=context.settings.max_body_bytes)
         self._outbox = ResponseOutbox(
@@ -252,7 +252,7 @@ class ResponsesSocket:
         return self._state is ConnectionState.CLOSED
 
     def _move(self, event: ConnectionEvent) -> None:
-        self._state = CONNECTION.after(self._state, event)
+        self._state = CONNECTION.next(self._state, event)
 
     def _leave_if_drained(self) -> None:
         if self._state is ConnectionState.DRAINING and not self._streams:

@@ -16,7 +16,7 @@ import structlog
 from inferencecenter.api.websocket import administration, status
 from inferencecenter.auth.audit import AuditEvent
 from inferencecenter.auth.authentication import KeyCredential, TokenCredential
-from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.protocol import events, requests
 from inferencecenter.protocol.close import CloseCode
 from inferencecenter.protocol.scopes import Scope

@@ -13,7 +13,7 @@ from inferencecenter.api.websocket import commands
 from inferencecenter.auth.account import client_of
 from inferencecenter.auth.audit import audit_entry
 from inferencecenter.auth.rate_limits import RefusalBackoff
-from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.protocol import events
 from inferencecenter.protocol.close import CloseCode
 from inferencecenter.protocol.codec import FrameError, read_frame
@@ -336,7 +336,7 @@ class Connection:
         self._end(None)
 
     def _move(self, event: ConnectionEvent) -> None:
-        self._state = CONNECTION.after(self._state, event)
+        self._state = CONNECTION.next(self._state, event)
 
     def _too_slow(self) -> None:
         _log.warning("slow_reader", client=self._account and self._account.client_id, address=self.address)

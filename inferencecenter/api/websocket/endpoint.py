@@ -9,7 +9,7 @@ from starlette.datastructures import Headers
 from starlette.routing import BaseRoute, Match, NoMatchFound
 
 from inferencecenter.api.websocket.connection import Connection
-from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.protocol.base import SUBPROTOCOL
 from inferencecenter.protocol.trace_context import read_traceparent
 from inferencecenter.server.handshake import (

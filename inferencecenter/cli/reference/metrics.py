@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from inferencecenter.cli.reference import markdown
-from inferencecenter.telemetry.metrics import Metrics
+from inferencecenter.telemetry.metrics import DaemonMetrics
 
 _INTRODUCTION: Final = """\
 `GET /metrics` answers in Prometheus' text format; `server.metrics_access` says who may read it. A counter's samples
@@ -14,5 +14,7 @@ end in `_total`; a histogram has `_bucket`, `_sum` and `_count`."""
 
 def page() -> str:
     """Return ``docs/metrics.md``."""
-    rows = [(markdown.code(family.name), family.type, family.documentation) for family in Metrics().registry.collect()]
+    rows = [
+        (markdown.code(family.name), family.type, family.documentation) for family in DaemonMetrics().registry.collect()
+    ]
     return markdown.page("Metrics", _INTRODUCTION, markdown.table(("name", "type", "meaning"), rows))

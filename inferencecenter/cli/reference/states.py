@@ -13,7 +13,7 @@ from inferencecenter.sessions.states import SESSION, TURN
 from inferencecenter.supervisor.states import ENGINE
 
 if TYPE_CHECKING:
-    from inferencecenter.lifecycle import Lifecycle
+    from inferencecenter.core.state_machine import StateMachine
 
 _INTRODUCTION: Final = """\
 Each lifecycle is a table with one writer; a step that is not in the table raises. The diagrams are drawn from the
@@ -43,7 +43,7 @@ def page() -> str:
     )
 
 
-def _diagram(lifecycle: Lifecycle[Any, Any]) -> str:
+def _diagram(lifecycle: StateMachine[Any, Any]) -> str:
     """A Mermaid state diagram; the first row's state is where it begins, states that nothing leaves are its ends."""
     left = {state for state, _ in lifecycle.rows}
     ends = dict.fromkeys(after for after in lifecycle.rows.values() if after not in left)

@@ -7,7 +7,7 @@ import json
 from typing import TYPE_CHECKING, Any, Final, get_args
 
 from inferencecenter.cli.reference.protocol import values_of
-from inferencecenter.errors import ERRORS
+from inferencecenter.core.errors import ERRORS
 from inferencecenter.protocol.events import AnyEvent
 from inferencecenter.protocol.params import Params
 from inferencecenter.protocol.requests import AnyRequest

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Final
 
 from llama_cpp import llama_cpp as lib
 
+from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.engine.llama.model_file import check_model_file
-from inferencecenter.errors import ErrorCode, InferenceCenterError
 from inferencecenter.hardware.gguf import read_gguf
 
 if TYPE_CHECKING:

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, NoReturn
 import numpy as np
 from llama_cpp import llama_cpp as lib
 
+from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.engine.backend import Chunk, DecodeError
 from inferencecenter.engine.llama import saved_state
 from inferencecenter.engine.speculation import most_drafts
-from inferencecenter.errors import ErrorCode, InferenceCenterError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 from llama_cpp import llama_cpp as lib
 
-from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.hardware.ggml import GgmlDevice
 
 if TYPE_CHECKING:

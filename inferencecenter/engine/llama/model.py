@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING
 import msgspec
 from llama_cpp import llama_cpp as lib
 
+from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.engine.llama.adapters import LoraAdapters
 from inferencecenter.engine.llama.devices import host_buffer_type, pointers
 from inferencecenter.engine.llama.model_file import check_model_file, load_refusal, unusable
 from inferencecenter.engine.llama.vocab import Vocabulary
-from inferencecenter.errors import ErrorCode, InferenceCenterError
 from inferencecenter.hardware.memory import available_memory_bytes
 from inferencecenter.ipc.messages import ModelInfo
 

@@ -7,7 +7,7 @@ import stat
 import struct
 from pathlib import Path
 
-from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 
 _MAGIC = b"GGUF"
 _HEADER = struct.Struct("<4sIQQ")

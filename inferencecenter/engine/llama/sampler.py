@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 from llama_cpp import llama_cpp as lib
 
+from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.engine.backend import Sampled
 from inferencecenter.engine.sampling import chain as plan
-from inferencecenter.errors import ErrorCode, InferenceCenterError
 from inferencecenter.ipc.messages import SampledLogprobs, TokenLogprob
 
 if TYPE_CHECKING:

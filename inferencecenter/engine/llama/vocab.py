@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 
 from llama_cpp import llama_cpp as lib
 
-from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

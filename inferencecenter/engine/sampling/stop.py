@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import regex
 
-from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Final
 
-from inferencecenter.lifecycle import Lifecycle
+from inferencecenter.core.state_machine import StateMachine
 
 if TYPE_CHECKING:
     from inferencecenter.engine.speculation import Drafter
@@ -38,7 +38,7 @@ class RequestChange(StrEnum):
     END = "end"
 
 
-REQUEST: Final = Lifecycle(
+REQUEST: Final = StateMachine(
     "request",
     {
         (RequestState.WAITING, RequestChange.ADMIT): RequestState.PREFILL,
@@ -156,7 +156,7 @@ class EngineRequest:
         Raises:
             IllegalTransitionError: The table has no such row.
         """
-        self._state = REQUEST.after(self._state, change)
+        self._state = REQUEST.next(self._state, change)
 
     def chunk_end(self, start: int, grid_tokens: int) -> int:
         """Return where the chunk that begins at ``start`` ends: at the grid's next line, at the cut, or at the end.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.engine.scheduler.fairness import (
     DECODE_UNITS,
     PreemptionPolicy,
@@ -19,7 +20,6 @@ from inferencecenter.engine.scheduler.queue import KvLoads, TurnQueue
 from inferencecenter.engine.scheduler.request import EngineRequest, RequestChange, RequestState
 from inferencecenter.engine.scheduler.slots import SlotTable
 from inferencecenter.engine.speculation import DraftPlanner
-from inferencecenter.errors import ErrorCode, InferenceCenterError
 
 if TYPE_CHECKING:
     from inferencecenter.engine.scheduler.plan import DecodePass, StepOutcome, StepPlan

@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.ipc.messages import Grammar
 from inferencecenter.protocol.requests import MAX_GRAMMAR_CHARS
 from inferencecenter.sessions.output_parsing.grammar_builder import (

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.sessions.output_parsing.call_format import CallRules
 from inferencecenter.sessions.output_parsing.char_stream import read_arguments
 from inferencecenter.sessions.output_parsing.grammar_builder import either, joined, rule_name

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Literal
 
-from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.protocol.values import NamedTool
 from inferencecenter.sessions.output_parsing.char_stream import CharStream
 from inferencecenter.sessions.output_parsing.grammar import AnswerStart, calls_grammar, form_grammar, no_calls_grammar

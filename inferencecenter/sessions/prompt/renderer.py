@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
-from inferencecenter.errors import InferenceCenterError
+from inferencecenter.core.errors import InferenceCenterError
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 from jinja2 import TemplateError
 from jinja2.meta import find_undeclared_variables
 
-from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.sessions.output_parsing.call_format import PLAIN
 from inferencecenter.sessions.output_parsing.detection import as_text, detect
 from inferencecenter.sessions.output_parsing.template_values import message_values, tool_values

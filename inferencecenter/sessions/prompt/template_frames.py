@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.protocol.values import ChatMessage, Role, Tool, ToolCall
 from inferencecenter.sessions.output_parsing.call_format import ReasoningTags, TemplateCapabilities
 from inferencecenter.sessions.output_parsing.json_calls import JsonCalls

@@ -28,8 +28,9 @@ from weakref import WeakValueDictionary
 import msgspec
 import structlog
 
-from inferencecenter.errors import ErrorCode, InferenceCenterError
-from inferencecenter.fair_queue import FairQueue
+from inferencecenter.core.errors import ErrorCode, InferenceCenterError
+from inferencecenter.core.fair_queue import FairQueue
+from inferencecenter.core.tasks import TaskGroup
 from inferencecenter.sessions.prompt.template_frames import (
     LENGTH_BYTES,
     MAX_FRAME_BYTES,
@@ -45,7 +46,6 @@ from inferencecenter.sessions.prompt.template_frames import (
     request_of,
     written_of,
 )
-from inferencecenter.tasks import TaskGroup
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -12,8 +12,8 @@ import sys
 from functools import partial
 from typing import TYPE_CHECKING, Final, cast
 
-from inferencecenter.errors import ErrorCode, InferenceCenterError
-from inferencecenter.process_limits import limit_cpu, limit_memory, resident_bytes
+from inferencecenter.core.errors import ErrorCode, InferenceCenterError
+from inferencecenter.core.process_limits import limit_cpu, limit_memory, resident_bytes
 from inferencecenter.sessions.prompt.renderer import render_prompt
 from inferencecenter.sessions.prompt.template import ChatTemplate
 from inferencecenter.sessions.prompt.template_frames import (

@@ -7,13 +7,13 @@ import sqlite3
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.core.errors import ErrorCode, InferenceCenterError
+from inferencecenter.core.sqlite_file import connect, transaction, unusable
 from inferencecenter.sessions.store import bases
 from inferencecenter.sessions.store.database import hint_of, open_reading, open_writing, reason_of
 from inferencecenter.sessions.store.loader import Shared, read_one, read_said
 from inferencecenter.sessions.store.recorder import Purge, let_go
 from inferencecenter.sessions.store.schema import MIGRATIONS
-from inferencecenter.sqlite_file import connect, transaction, unusable
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -9,9 +9,7 @@ from typing import TYPE_CHECKING, Final
 
 import structlog
 
-from inferencecenter.sessions.journal import RETRY_LATER_MS, RETRY_SOON_MS, StorageFault
-from inferencecenter.sessions.store.schema import MIGRATIONS
-from inferencecenter.sqlite_file import (
+from inferencecenter.core.sqlite_file import (
     DAMAGE_CODES,
     DamagedFileError,
     FileMovedError,
@@ -27,6 +25,8 @@ from inferencecenter.sqlite_file import (
     unusable,
     version_of,
 )
+from inferencecenter.sessions.journal import RETRY_LATER_MS, RETRY_SOON_MS, StorageFault
+from inferencecenter.sessions.store.schema import MIGRATIONS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
 import structlog
 
+from inferencecenter.core.sqlite_file import transaction
 from inferencecenter.sessions.history import MAX_FAILURES, History, TurnFailure
 from inferencecenter.sessions.journal import (
     EpochChanged,
@@ -32,7 +33,6 @@ from inferencecenter.sessions.store import bases, rows
 from inferencecenter.sessions.store.bases import Base, Reach
 from inferencecenter.sessions.store.chunking import PART_BYTES, OpenedPart
 from inferencecenter.sessions.store.diff import PersistedState, history_diff, turns_diff
-from inferencecenter.sqlite_file import transaction
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence

@@ -20,13 +20,13 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Final
 
+from inferencecenter.core.sqlite_file import transaction
 from inferencecenter.protocol.params import Params
 from inferencecenter.sessions.session_config import SessionConfig
 from inferencecenter.sessions.store.database import open_writing
 from inferencecenter.sessions.store.loader import Shared, read_one
 from inferencecenter.sessions.store.rows import facts_column
 from inferencecenter.sessions.store.sqlite_pages import PageFile
-from inferencecenter.sqlite_file import transaction
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    from inferencecenter.sqlite_file import Steps
+    from inferencecenter.core.sqlite_file import Steps
 
 DATABASE_NAME: Final = "sessions.sqlite3"
 """Name of the file in the state directory."""

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Final
 
 import structlog
 
+from inferencecenter.core.sqlite_file import BUSY_TIMEOUT_S, FileIdentity
 from inferencecenter.sessions.journal import RETRY_LATER_MS, StorageFault
 from inferencecenter.sessions.store.database import open_file
 from inferencecenter.sessions.store.loader import StoreContents, read_all
 from inferencecenter.sessions.store.recorder import Purge, Recorder
 from inferencecenter.sessions.store.writer import PROBE_S, RETRY_S, Stop, StoreWriter, WriteQueue
-from inferencecenter.sqlite_file import BUSY_TIMEOUT_S, FileIdentity
 
 if TYPE_CHECKING:
     from collections.abc import Callable

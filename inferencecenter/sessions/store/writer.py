@@ -19,18 +19,18 @@ from typing import TYPE_CHECKING, Final, TypeAlias
 
 import structlog
 
+from inferencecenter.core.sqlite_file import MAX_LOG_BYTES, FileMovedError
 from inferencecenter.sessions.journal import RETRY_LATER_MS, StorageFault
 from inferencecenter.sessions.store.chunking import parts_of, weight_of
 from inferencecenter.sessions.store.database import fault_of, hint_of, is_full, reason_of
 from inferencecenter.sessions.store.recorder import UnwritableError, session_of
-from inferencecenter.sqlite_file import MAX_LOG_BYTES, FileMovedError
 
 if TYPE_CHECKING:
     from collections.abc import Collection
     from pathlib import Path
 
+    from inferencecenter.core.sqlite_file import FileIdentity
     from inferencecenter.sessions.store.recorder import Entry, Recorder
-    from inferencecenter.sqlite_file import FileIdentity
 
 
 # Room on the disk for the one thing that makes room: writing the log back into the file.

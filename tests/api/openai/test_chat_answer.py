@@ -13,7 +13,7 @@ from openai.types.chat import ChatCompletionChunk as TheirChunk
 from inferencecenter.api.openai.chat import ChatChunkWriter, ChatCollector, ChatHead
 from inferencecenter.api.openai.chat_schemas import ChatCompletion, ChatCompletionChunk
 from inferencecenter.api.openai.finish_reason import FINISHES
-from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.protocol import events
 from inferencecenter.protocol.values import TokenLogprobs, TokenProbability
 from tests.api.openai.told import argument, data_of, end, failure, thought, token

@@ -10,7 +10,7 @@ from inferencecenter.api.body import checked
 from inferencecenter.api.openai.chat import check, conversation_of, infer_of
 from inferencecenter.api.openai.chat_schemas import ChatRequest
 from inferencecenter.api.session_match import SessionMatch
-from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.protocol.params_model import MAX_SEED
 from inferencecenter.protocol.requests import Infer
 from inferencecenter.protocol.values import ChatMessage, NamedTool, Tool, ToolCall

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from inferencecenter.errors import ErrorCode
+from inferencecenter.core.errors import ErrorCode
 from inferencecenter.ipc.messages import Failed
 from tests.api.asking import Heard, post, request, tick
 

@@ -8,7 +8,7 @@ import pytest
 
 from inferencecenter.api.responses.outbox import ResponseOutbox
 from inferencecenter.api.responses.response_events import ResponseEvent, ResponseEventBuilder
-from inferencecenter.telemetry.metrics import Metrics
+from inferencecenter.telemetry.metrics import DaemonMetrics
 from tests.api.responses.test_response_events import echo, end, queued, thought, token
 from tests.server.harness import StubWire
 
@@ -22,7 +22,7 @@ class Slow:
     """An outbox to a peer that a test has read."""
 
     def __init__(self, *, limit_bytes: int = 10_000) -> None:
-        self.wire, self.metrics, self.overflows = StubWire(), Metrics(), 0
+        self.wire, self.metrics, self.overflows = StubWire(), DaemonMetrics(), 0
         self.broken: list[ResponseEventBuilder] = []
         self.outbox = ResponseOutbox(
             self.wire,

@@ -9,7 +9,7 @@ import pytest
 from inferencecenter.api.body import checked
 from inferencecenter.api.responses.request_schemas import CancelOnSocket, CreateOnSocket, CreateResponse
 from inferencecenter.api.responses.serializers import ResponseRef, item_id, read_response_id, response_id
-from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.protocol.values import ChatMessage, NamedTool, ToolCall
 
 TOOL = {"type": "function", "name": "look", "parameters": {"type": "object"}}

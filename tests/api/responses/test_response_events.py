@@ -13,7 +13,7 @@ from inferencecenter.api.responses.request_schemas import CreateResponse
 from inferencecenter.api.responses.response_events import ResponseEvent, ResponseEventBuilder
 from inferencecenter.api.responses.response_schemas import Echo
 from inferencecenter.api.responses.serializers import echo_of, note_of, output_of, read_note
-from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.protocol import events
 from inferencecenter.protocol.values import ChatMessage, TokenLogprobs, TokenProbability, TurnStats, Usage
 from inferencecenter.protocol.values import ToolCall as Call

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from inferencecenter.config.limits import AccessLimits
-from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.sessions.store.archive import UsageLine
 from tests.server.harness import Running, ask, close_code, hear
 

@@ -10,9 +10,9 @@ import pytest
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.typing import Subprotocol
 
-from inferencecenter.client.failures import TryLaterError
-from inferencecenter.client.link import Address, open_link
-from inferencecenter.client.reconnecting import is_final
+from inferencecenter.client.errors import TryLaterError
+from inferencecenter.client.reconnect import is_final
+from inferencecenter.client.transport import Address, open_transport
 from inferencecenter.protocol import requests
 from inferencecenter.server.upgrade_limiter import BURST_S
 from tests.server.harness import Running, ask, close_code, hear
@@ -250,7 +250,7 @@ async def test_strangers_who_come_too_often_are_refused_before_anything_is_made(
 
         async def a_client_comes_among_strangers() -> None:
             while True:  # a slow machine may have let in more by then
-                await (await open_link(address)).close()
+                await (await open_transport(address)).close()
                 with suppress(InvalidStatus):
                     await open_sockets.enter_async_context(server.connect())
 

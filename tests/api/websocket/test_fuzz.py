@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from inferencecenter.api.websocket.commands import COMMANDS
 from inferencecenter.api.websocket.connection import Connection
-from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.protocol.codec import REQUESTS, read_frame
 from inferencecenter.server.states import ConnectionState
 from tests.server.harness import StubWire, stub_context

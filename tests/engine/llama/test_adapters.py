@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.engine.backend import Chunk
 from inferencecenter.engine.kv_cache.recovery import RecoveryMode
 from inferencecenter.engine.llama.backend import LlamaBackend
@@ -17,7 +18,6 @@ from inferencecenter.engine.llama.context import LlamaContext
 from inferencecenter.engine.llama.log import LlamaLog
 from inferencecenter.engine.llama.model import LlamaModel
 from inferencecenter.engine.llama.saved_state import fingerprint
-from inferencecenter.errors import ErrorCode, InferenceCenterError
 from inferencecenter.ipc.messages import Adapter, PromptSegment
 from tests.engine.llama.conftest import Loaded
 from tests.engine.llama.lora_files import random_tensors, write_adapter

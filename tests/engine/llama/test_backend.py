@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 import msgspec
 import pytest
 
+from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.engine.backend import Backend, Chunk
 from inferencecenter.engine.llama.backend import LlamaBackend
-from inferencecenter.errors import ErrorCode, InferenceCenterError
 from inferencecenter.hardware.host import physical_cores
 from inferencecenter.ipc.messages import EngineOptions, PromptSegment
 from inferencecenter.protocol.params import Params

@@ -12,6 +12,7 @@ import pytest
 from jsonschema import Draft202012Validator
 from llama_cpp import llama_cpp as lib
 
+from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.engine.backend import Chunk
 from inferencecenter.engine.grammar_cache import GrammarCache
 from inferencecenter.engine.llama.backend import LlamaBackend
@@ -19,7 +20,6 @@ from inferencecenter.engine.llama.sampler import Candidates, NativeSampler, chos
 from inferencecenter.engine.sampling.chain import plan_chain
 from inferencecenter.engine.scheduler.request import EngineRequest
 from inferencecenter.engine.speculation import DraftPlanner
-from inferencecenter.errors import ErrorCode, InferenceCenterError
 from inferencecenter.ipc.messages import Grammar, PromptSegment
 from inferencecenter.protocol.params import Params, parse_params
 from tests.engine.forms import constraint_of

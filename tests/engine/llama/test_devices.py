@@ -8,8 +8,8 @@ import msgspec
 import pytest
 from llama_cpp import llama_cpp as lib
 
+from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.engine.llama import devices
-from inferencecenter.errors import ErrorCode, InferenceCenterError
 from inferencecenter.hardware.ggml import GgmlDevice
 from inferencecenter.ipc.messages import EngineOptions
 

@@ -9,9 +9,9 @@ import msgspec
 import pytest
 from llama_cpp import llama_cpp as lib
 
+from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.engine.llama.model import LlamaModel
 from inferencecenter.engine.llama.saved_state import fingerprint
-from inferencecenter.errors import ErrorCode, InferenceCenterError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

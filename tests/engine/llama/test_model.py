@@ -10,6 +10,7 @@ import msgspec
 import pytest
 from llama_cpp import llama_cpp as lib
 
+from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.engine.llama.model import (
     N_CTX_DEFAULT_MAX,
     LlamaModel,
@@ -18,7 +19,6 @@ from inferencecenter.engine.llama.model import (
     resolve_gpu_layers,
 )
 from inferencecenter.engine.llama.model_file import check_model_file
-from inferencecenter.errors import ErrorCode, InferenceCenterError
 from inferencecenter.ipc.messages import EngineOptions
 
 if TYPE_CHECKING:

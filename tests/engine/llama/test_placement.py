@@ -14,20 +14,19 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import pytest
 
-from inferencecenter.bench.header import HEADERS, write_header
+from benchmarks.header import HEADERS, write_header
 from inferencecenter.engine.llama.log import BufferSizes
 from inferencecenter.hardware.gguf import read_gguf
 from inferencecenter.hardware.model_shape import describe
-from inferencecenter.hardware.placing import CONTEXT_BYTES
-from inferencecenter.hardware.plan import MIB, Device, Host, Wishes
-from inferencecenter.hardware.split import plan
+from inferencecenter.hardware.placement import MIB, Device, Host, PlacementConstraints
+from inferencecenter.hardware.split import CONTEXT_BYTES, plan
 from inferencecenter.ipc.messages import BufferUse, EngineOptions
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from inferencecenter.bench.header import HeaderShape
-    from inferencecenter.hardware.plan import Plan
+    from benchmarks.header import HeaderShape
+    from inferencecenter.hardware.placement import PlacementPlan
 
 DENSE = replace(HEADERS["llama3.1-8b"], layers=6, vocabulary=16_384)
 MIXTURE = replace(HEADERS["qwen3-30b-a3b"], layers=6, experts=16, vocabulary=16_384)
@@ -80,7 +79,7 @@ def test_the_estimate_is_what_llama_cpp_takes(tmp_path: Path, case: Case) -> Non
     assert sum(use.kv_bytes for use in in_host) == pytest.approx(made.demand.host_kv_bytes, abs=0.1 * MIB)
 
 
-def _planned_and_taken(folder: Path, path: Path, case: Case) -> tuple[Plan, dict[str, BufferUse]]:
+def _planned_and_taken(folder: Path, path: Path, case: Case) -> tuple[PlacementPlan, dict[str, BufferUse]]:
     devices = [
         Device(
             id=f"0000:0{number}:00.0",
@@ -90,7 +89,7 @@ def _planned_and_taken(folder: Path, path: Path, case: Case) -> tuple[Plan, dict
         )
         for number, room in enumerate(case.mib)
     ]
-    wishes = Wishes(**{"margin_bytes": 0, "n_ctx": 1024, "n_ubatch": 256, **case.wishes})
+    wishes = PlacementConstraints(**{"margin_bytes": 0, "n_ctx": 1024, "n_ubatch": 256, **case.wishes})
     made = plan(describe(read_gguf(path)), devices, Host(available_bytes=None, cores=1), wishes)
     setup = made.setup
     options = EngineOptions(

@@ -10,8 +10,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from llama_cpp import llama_cpp as lib
 
+from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.engine.llama.vocab import Vocabulary
-from inferencecenter.errors import ErrorCode, InferenceCenterError
 from inferencecenter.ipc.messages import PromptSegment
 
 if TYPE_CHECKING:

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.engine.sampling.chain import (
     RANDOM_SEED,
     AdaptiveP,
@@ -28,7 +29,6 @@ from inferencecenter.engine.sampling.chain import (
     plan_chain,
     seeded_at,
 )
-from inferencecenter.errors import ErrorCode, InferenceCenterError
 from inferencecenter.protocol.params import SAMPLER_ORDER, parse_params
 
 EVERYTHING: dict[str, Any] = {

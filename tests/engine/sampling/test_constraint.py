@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 
+from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.engine.echo import MESSAGE_END, MESSAGE_START, EchoBackend
 from inferencecenter.engine.sampling.constraint import Constraint, compiled, names_of, tokenizer_of
-from inferencecenter.errors import ErrorCode, InferenceCenterError
 from inferencecenter.ipc.messages import EngineOptions, Grammar
 from tests.engine.schemas import CASES, UNSUPPORTED, Case
 

@@ -7,9 +7,9 @@ import regex
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.engine.sampling import stop
 from inferencecenter.engine.sampling.stop import Scan, StopScanner
-from inferencecenter.errors import ErrorCode, InferenceCenterError
 
 texts = st.text("ab\n", max_size=40)
 stop_strings = st.lists(st.text("ab\n", min_size=1, max_size=4), max_size=3)

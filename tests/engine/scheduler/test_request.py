@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from inferencecenter.core.state_machine import IllegalTransitionError
 from inferencecenter.engine.scheduler.request import REQUEST, EngineRequest, RequestChange, RequestState
-from inferencecenter.lifecycle import IllegalTransitionError
 
 
 def make_request(n_tokens: int) -> EngineRequest:

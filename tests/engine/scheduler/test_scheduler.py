@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.engine.scheduler.plan import Admission, StepOutcome, StepPlan, SwapSlots, TruncateSlot
 from inferencecenter.engine.scheduler.request import EngineRequest
 from inferencecenter.engine.scheduler.scheduler import Scheduler
-from inferencecenter.errors import ErrorCode, InferenceCenterError
 from tests.engine.scheduler.world import FakeStore
 
 

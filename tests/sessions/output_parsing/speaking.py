@@ -6,7 +6,6 @@ from datetime import UTC, datetime
 from functools import cache
 from typing import TYPE_CHECKING, Any, Final
 
-from inferencecenter.demo.chatml import CHAT_TEMPLATE
 from inferencecenter.protocol.requests import Infer
 from inferencecenter.protocol.values import ChatMessage, Tool, ToolCall
 from inferencecenter.sessions.output_parsing.parser import OutputSpec, output_spec
@@ -14,6 +13,7 @@ from inferencecenter.sessions.output_parsing.parts import ArgumentsDelta, Reason
 from inferencecenter.sessions.prompt.template import ChatTemplate
 from tests.sessions.conftest import make_model
 from tests.sessions.output_parsing import templates
+from tools.demo_model.chatml import CHAT_TEMPLATE
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.protocol.values import ChatMessage, Tool
 from inferencecenter.sessions.output_parsing import grammar_builder
 from inferencecenter.sessions.output_parsing.detection import as_text

@@ -7,9 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from inferencecenter.demo.chatml import Message, render, tool_call, tools_prompt
-from inferencecenter.demo.evaluate import GreedyModel
-from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.protocol.values import ChatMessage, Tool, ToolCall
 from inferencecenter.sessions.output_parsing.call_format import ReasoningTags
 from inferencecenter.sessions.output_parsing.detection import FALLBACK
@@ -31,6 +29,8 @@ from tests.sessions.output_parsing.speaking import (
     read,
     speech,
 )
+from tools.demo_model.chatml import Message, render, tool_call, tools_prompt
+from tools.demo_model.evaluate import GreedyModel
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from llguidance import LLTokenizer
 
+from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.engine.sampling.constraint import compiled
-from inferencecenter.errors import ErrorCode, InferenceCenterError
 from inferencecenter.protocol.values import Tool
 from tests.sessions.output_parsing.speaking import ANSWERS, CONTROL, SECOND, WEATHER, called, read, speech
 

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
-from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.protocol.values import ChatMessage, Tool, ToolCall
 from inferencecenter.sessions.prompt.renderer import RenderedPrompt, RenderInput, render_prompt
 from inferencecenter.sessions.prompt.template import ChatTemplate

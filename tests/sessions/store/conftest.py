@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from inferencecenter import sqlite_file
+from inferencecenter.core import sqlite_file
 from inferencecenter.sessions.store.schema import DATABASE_NAME
 
 if TYPE_CHECKING:

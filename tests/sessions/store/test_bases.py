@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from inferencecenter.core.sqlite_file import migrate
 from inferencecenter.sessions.history import History, HistoryView, TurnCheckpoint
 from inferencecenter.sessions.journal import HistoryChanged, SessionDeleted, SessionOpened, TurnEnded
 from inferencecenter.sessions.store.archive import Archive, purge_file
@@ -17,7 +18,6 @@ from inferencecenter.sessions.store.loader import read_all
 from inferencecenter.sessions.store.recorder import Purge, Recorder
 from inferencecenter.sessions.store.salvage import salvage
 from inferencecenter.sessions.store.schema import MIGRATIONS
-from inferencecenter.sqlite_file import migrate
 from tests.sessions.store.leftovers import REACHES, assert_nothing_is_left
 from tests.sessions.store.stores import kept_in, storing
 from tests.sessions.store.values import (

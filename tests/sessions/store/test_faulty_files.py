@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 import orjson
 import pytest
 
-from inferencecenter.errors import ErrorCode, InferenceCenterError
+from inferencecenter.core.errors import ErrorCode, InferenceCenterError
+from inferencecenter.core.sqlite_file import migrate
 from inferencecenter.sessions.store.database import open_writing
 from inferencecenter.sessions.store.recorder import Recorder
 from inferencecenter.sessions.store.rows import facts_column, order_row
 from inferencecenter.sessions.store.schema import DATABASE_NAME, MIGRATIONS
 from inferencecenter.sessions.store.store import SessionStore
-from inferencecenter.sqlite_file import migrate
 from tests.sessions.store.conftest import as_nobody
 from tests.sessions.store.stores import kept_in
 from tests.sessions.store.values import CLOCK, ended, make_facts, make_history, make_order, opened, ordered, packed

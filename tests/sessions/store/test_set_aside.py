@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from inferencecenter.errors import InferenceCenterError
+from inferencecenter.core.errors import InferenceCenterError
 from inferencecenter.protocol import requests
 from inferencecenter.sessions.client import Principal
 from inferencecenter.sessions.store.database import open_writing

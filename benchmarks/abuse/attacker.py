@@ -1,0 +1,177 @@
+"""The abusive client: what it sends, and what it is answered."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections import Counter, deque
+from contextlib import AsyncExitStack, suppress
+from typing import TYPE_CHECKING, Any, Final, Self
+from urllib.parse import urlsplit
+
+import msgspec
+import websockets
+from websockets.asyncio.client import connect
+from websockets.typing import Subprotocol
+
+from benchmarks.peers.line import Frame
+from inferencecenter.core.errors import ErrorCode, InferenceCenterError
+from inferencecenter.protocol.base import PROTOCOL_VERSION, SUBPROTOCOL
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from websockets.asyncio.client import ClientConnection
+
+    from benchmarks.target import TargetSpec
+
+_MAX_FRAME_BYTES: Final = 2**26
+_HTTP_TIMEOUT_S: Final = 60.0
+_read_frame: Final = msgspec.json.Decoder(Frame).decode
+
+
+class Attacker:
+    """A client that goes on whatever it is answered: refusals are counted, and a closed socket is opened again.
+
+    ``outcomes`` counts the answers: an op, an error's code, ``closed`` with a close code, or an HTTP status.
+    """
+
+    def __init__(self, spec: TargetSpec) -> None:
+        self._spec = spec
+        self._open = AsyncExitStack()
+        self._socket: ClientConnection | None = None
+        self._ids = itertools.count(1)
+        self._unauthenticated: deque[ClientConnection] = deque()
+        self.outcomes: Counter[str] = Counter()
+        self.numbers = itertools.count(1)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._open.aclose()
+        for socket in self._unauthenticated:
+            socket.transport.abort()
+
+    async def send(self, **request: Any) -> str:
+        """Send a frame without waiting for its answer, and return its id.
+
+        Raises:
+            InferenceCenterError: The daemon cannot be reached.
+        """
+        socket = await self._connected()
+        request["id"] = f"a{next(self._ids)}"
+        try:
+            await socket.send(msgspec.json.encode(request), text=True)
+        except websockets.ConnectionClosed as closed:
+            self._lost(closed)
+        return str(request["id"])
+
+    async def ask(self, **request: Any) -> Frame | None:
+        """Send a frame and return its answer; ``None`` when the socket is closed instead.
+
+        Raises:
+            InferenceCenterError: The daemon cannot be reached.
+        """
+        answers = await self.answers([await self.send(**request)])
+        return answers[0] if answers else None
+
+    async def answers(self, request_ids: Iterable[str]) -> list[Frame]:
+        """Return the answers to frames that were sent, in the order in which they came.
+
+        Those that had none are missing when the socket was closed since.
+        """
+        missing, found = set(request_ids), list[Frame]()
+        while missing and self._socket is not None:
+            try:
+                frame = _read_frame(await self._socket.recv(decode=False))
+            except websockets.ConnectionClosed as closed:
+                self._lost(closed)
+                break
+            if frame.id in missing:
+                missing.remove(frame.id)
+                found.append(frame)
+                self.outcomes[frame.code or frame.op] += 1
+            elif frame.op == "error":
+                self.outcomes[frame.code] += 1
+        return found
+
+    async def send_raw(self, data: str | bytes) -> None:
+        """Send a frame that may be no JSON, and wait until the daemon has answered something later.
+
+        Raises:
+            InferenceCenterError: The daemon cannot be reached.
+        """
+        socket = await self._connected()
+        with suppress(websockets.ConnectionClosed):
+            await socket.send(data)
+        await self.ask(op="ping")
+
+    async def open_session(self, **options: Any) -> str | None:
+        """Open a session and return its id; ``None`` when that is refused."""
+        created = await self.ask(op="create_session", **{"mode": "raw", **options})
+        return None if created is None else created.session_id
+
+    async def connect_without_token(self, *, keep: int) -> None:
+        """Open a socket that never authenticates; of those that are open, the latest ``keep`` stay."""
+        try:
+            self._unauthenticated.append(
+                await connect(self._spec.url, open_timeout=_HTTP_TIMEOUT_S, ping_interval=None)
+            )
+            self.outcomes["upgraded"] += 1
+        except (OSError, websockets.WebSocketException) as refusal:
+            self.outcomes[type(refusal).__name__] += 1
+        while len(self._unauthenticated) > keep:
+            self._unauthenticated.popleft().transport.abort()
+
+    async def get(self, path: str) -> None:
+        """Fetch a page without a token, on a connection of its own."""
+        await self._http(f"GET {path} HTTP/1.1\r\nHost: {self._netloc}\r\nConnection: close\r\n\r\n".encode())
+
+    async def post(self, path: str, body: bytes, *, hang_up: bool = False) -> None:
+        """Post JSON with the token; with ``hang_up`` the connection is closed as soon as the body is sent."""
+        head = (
+            f"POST {path} HTTP/1.1\r\nHost: {self._netloc}\r\nAuthorization: Bearer {self._spec.token}\r\n"
+            f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+        )
+        await self._http(head.encode() + body, hang_up=hang_up)
+
+    @property
+    def _netloc(self) -> str:
+        return urlsplit(self._spec.url).netloc
+
+    async def _http(self, request: bytes, *, hang_up: bool = False) -> None:
+        host, _, port = self._netloc.rpartition(":")
+        try:
+            async with asyncio.timeout(_HTTP_TIMEOUT_S):
+                reader, writer = await asyncio.open_connection(host.strip("[]"), int(port))
+                writer.write(request)
+                await writer.drain()
+                answer = b"" if hang_up else await reader.read()
+                writer.transport.abort()
+        except OSError as error:  # a timeout too
+            self.outcomes[type(error).__name__] += 1
+            return
+        self.outcomes["hung up" if hang_up else answer[9:12].decode(errors="replace") or "closed"] += 1
+
+    async def _connected(self) -> ClientConnection:
+        if self._socket is None:
+            try:
+                socket = await connect(
+                    self._spec.url,
+                    subprotocols=[Subprotocol(SUBPROTOCOL)],
+                    max_size=_MAX_FRAME_BYTES,
+                    ping_interval=None,
+                )
+            except (OSError, websockets.WebSocketException) as error:
+                raise InferenceCenterError(ErrorCode.DAEMON_UNREACHABLE, f"{self._spec.url}: {error}") from error
+            self._open.push_async_callback(socket.close)
+            self._socket = socket
+            await self.ask(op="auth", token=self._spec.token, protocol=PROTOCOL_VERSION)
+            if self._socket is None:
+                raise InferenceCenterError(ErrorCode.DAEMON_UNREACHABLE, "the daemon closed the socket at its login")
+        return self._socket
+
+    def _lost(self, closed: websockets.ConnectionClosed) -> None:
+        self._socket = None
+        self.outcomes[f"closed {closed.rcvd.code if closed.rcvd else 'without a code'}"] += 1

@@ -1,0 +1,151 @@
+"""What the measuring process asks of the load generator, and what it answers: one JSON object a line."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, TypeAlias
+
+import msgspec
+
+from benchmarks.target import USUAL_TEMPERATURE, AbortTrace, TargetSpec, TurnTrace
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+class ClosedLoop(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Clients that each start their next turn when the last one ends.
+
+    Each begins with a warm-up turn, of a length of its own so that they do not stay in step; when the last warm-up is
+    over, turns are started for ``duration_s`` more. Each conversation has ``turns_each`` turns. The ``temperature`` is
+    that of ``Work``.
+    """
+
+    target: TargetSpec
+    clients: int
+    prompt_tokens: int
+    max_tokens: int
+    duration_s: float
+    first_seed: int
+    turns_each: int = 1
+    temperature: float = USUAL_TEMPERATURE
+
+
+class TurnSize(msgspec.Struct, frozen=True):
+    """What a turn reads, and what it generates."""
+
+    prompt_tokens: int
+    max_tokens: int
+
+
+class Round(TurnSize, frozen=True):
+    """One turn of each client, started at the same moment.
+
+    ``clients`` are those that take part, by their numbers from 0, all when unset. With ``at_once`` only so many begin,
+    the lowest numbers, and when all of them have ended so many more. All prompts begin with the same
+    ``opening_tokens``, which are part of their tokens.
+    """
+
+    clients: tuple[int, ...] | None = None
+    at_once: int | None = None
+    opening_tokens: int = 0
+
+    def speakers(self, n_clients: int) -> tuple[int, ...]:
+        """Return the numbers of those that take part, of so many clients."""
+        return tuple(range(n_clients)) if self.clients is None else self.clients
+
+
+class Rounds(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Turns that clients start together, round after round; with ``continues`` each stays in its conversation.
+
+    With ``pinned`` client i asks for slot i at servers where one can. ``warm_up`` is a turn of every client before the
+    first round, in a conversation of its own.
+    """
+
+    target: TargetSpec
+    clients: int
+    rounds: tuple[Round, ...]
+    continues: bool
+    first_seed: int
+    pinned: bool = False
+    warm_up: TurnSize | None = None
+
+
+class Arrival(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """``streams`` clients start a turn each; when all have had ``after_tokens`` pieces of text, one more client comes.
+
+    The newcomer is the last client of the answer. ``warm_up`` is as in ``Rounds``.
+    """
+
+    target: TargetSpec
+    streams: int
+    stream: TurnSize
+    newcomer: TurnSize
+    after_tokens: int
+    warm_up: TurnSize
+    first_seed: int
+
+
+class Aborts(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Clients that each abort ``count`` turns: after so many pieces of text, or while the prompt is read."""
+
+    target: TargetSpec
+    clients: int
+    count: int
+    prompt_tokens: int
+    max_tokens: int
+    after_tokens: int | None
+    first_seed: int
+
+
+class Hold(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Open more connections to a daemon, each with so many sessions, and keep them until ``Release``."""
+
+    target: TargetSpec
+    connections: int
+    sessions_each: int
+
+
+class Release(msgspec.Struct, frozen=True, tag=True):
+    """Close what is held."""
+
+
+Job: TypeAlias = ClosedLoop | Rounds | Arrival | Aborts | Hold | Release
+
+
+class Turns(msgspec.Struct, frozen=True, tag=True):
+    """The turns of each client, in order; ``cpu_s`` is what the generator used for them and for their warm-up.
+
+    The warm-up of a closed loop is among the turns, that of other jobs is not.
+    """
+
+    clients: tuple[tuple[TurnTrace, ...], ...]
+    cpu_s: float
+
+    def by_round(self, rounds: Sequence[Round]) -> tuple[tuple[TurnTrace, ...], ...]:
+        """Return the turns of each round, in the order of their clients, of a job that had these rounds."""
+        coming = [iter(turns) for turns in self.clients]
+        return tuple(tuple(next(coming[index]) for index in each.speakers(len(self.clients))) for each in rounds)
+
+
+class Aborted(msgspec.Struct, frozen=True, tag=True):
+    """The aborted turns of all clients."""
+
+    traces: tuple[AbortTrace, ...]
+    cpu_s: float
+
+
+class Holding(msgspec.Struct, frozen=True, tag=True):
+    """So many connections are open now."""
+
+    connections: int
+
+
+class Failed(msgspec.Struct, frozen=True, tag=True):
+    """The job could not be done; ``code`` is an ``errors.ErrorCode`` value."""
+
+    code: str
+    message: str
+    hint: str | None
+
+
+Answer: TypeAlias = Turns | Aborted | Holding | Failed

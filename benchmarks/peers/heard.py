@@ -1,0 +1,67 @@
+"""What a client hears of one turn, whatever the server speaks."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from benchmarks.target import TurnTrace
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+@dataclass(frozen=True, slots=True)
+class Counted:
+    """A turn's tokens as its server counts them; ``cached_tokens`` is ``None`` where it does not."""
+
+    prompt_tokens: int
+    tokens: int
+    cached_tokens: int | None
+
+
+@dataclass(slots=True)
+class Heard:
+    """One turn as it comes in.
+
+    Attributes:
+        on_text: Called when a piece of text arrives, after its time was noted.
+        text: The answer so far.
+        counted: What the server counted; a turn of which it never does has failed.
+        error: Why the turn failed.
+    """
+
+    on_text: Callable[[], None] | None = None
+    started_s: float = field(default_factory=time.monotonic)
+    times_s: list[float] = field(default_factory=list)
+    text: str = ""
+    counted: Counted | None = None
+    error: str | None = None
+
+    def begin(self) -> None:
+        """Start the clock: everything is prepared, and the turn is asked for next."""
+        self.started_s = time.monotonic()
+
+    def piece(self, text: str, *, now_s: float) -> None:
+        """Take a piece of text, which may be none at all."""
+        if text:
+            self.times_s.append(now_s)
+            self.text += text
+            if self.on_text is not None:
+                self.on_text()
+
+    def trace(self) -> TurnTrace:
+        """Return the turn, which is over now."""
+        if self.counted is None and self.error is None:
+            self.error = "the server does not say how many tokens it made"
+        counted = self.counted or Counted(0, 0, None)
+        return TurnTrace(
+            started_s=self.started_s,
+            token_times_s=tuple(self.times_s),
+            ended_s=time.monotonic(),
+            prompt_tokens=counted.prompt_tokens,
+            tokens=counted.tokens,
+            cached_tokens=counted.cached_tokens,
+            error=self.error,
+        )

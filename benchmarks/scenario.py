@@ -1,0 +1,74 @@
+"""What a scenario is."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, TypeVar
+
+from benchmarks.jobs import TurnSize
+from benchmarks.options import refused
+
+if TYPE_CHECKING:
+    from benchmarks.options import Options
+    from benchmarks.results import Report
+    from benchmarks.stage import Bench
+
+T = TypeVar("T")
+
+OWN: Final = frozenset({"model", "backend", "slots", "n_ctx", "threads", "repeat"})
+"""Options of every scenario that starts our daemon with a model."""
+COMPARABLE: Final = OWN | {"peers", "assume_same", "url", "token"}
+"""Options of every scenario that runs the same work on other servers too."""
+WARM_UP: Final = TurnSize(prompt_tokens=16, max_tokens=8)
+"""A turn of each client before what is measured."""
+_CONTEXT_STEP: Final = 256
+_SPARE_TOKENS: Final = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """One thing that is measured.
+
+    Attributes:
+        name: As it is called on the command line.
+        summary: What it measures, in a line.
+        run: Measures it.
+        defaults: Values of the options that were not given.
+        takes: Names of the options that it obeys; others are refused.
+        plots: Whether it varies the number of clients, so that a plot can be drawn.
+    """
+
+    name: str
+    summary: str
+    run: Callable[[Bench], Awaitable[Report]]
+    defaults: Options
+    takes: frozenset[str]
+    plots: bool = False
+
+
+def required(value: T | None) -> T:
+    """Return an option that the scenario has a default for."""
+    assert value is not None, "the scenario's defaults have a value for each option that it reads"
+    return value
+
+
+def one_prompt_length(options: Options) -> int:
+    """Return the prompt's length in a scenario that does not vary it.
+
+    Raises:
+        InferenceCenterError: ``invalid_request`` for more than one.
+    """
+    lengths = required(options.prompt_tokens)
+    if len(lengths) != 1:
+        raise refused(
+            "prompt_tokens",
+            "this scenario takes one length",
+            hint="`context`, `restart`, `shared-prefix` and `sparse` take several.",
+        )
+    return lengths[0]
+
+
+def context_tokens(tokens: int) -> int:
+    """Return a context that holds a turn of so many tokens, and the texts by which a target learns its words."""
+    return -(-(tokens + _SPARE_TOKENS) // _CONTEXT_STEP) * _CONTEXT_STEP

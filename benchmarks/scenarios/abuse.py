@@ -1,0 +1,158 @@
+"""A noisy neighbour repeats operations that are cheap to ask for and dear to answer, while others stream.
+
+The question is what the others notice. Each act has two stretches of the wanted time, one right after the other: in
+both the neighbours run turns all the time, in the second one the act is repeated at its rate by a client of another
+account. So each act is compared with the quiet just before it. The load generator runs the neighbours, this process
+the act, so that neither waits for the other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Final
+
+from benchmarks import timeline
+from benchmarks.abuse.acts import ACTS, Act
+from benchmarks.abuse.attacker import Attacker
+from benchmarks.jobs import ClosedLoop, Turns
+from benchmarks.options import Options
+from benchmarks.results import Metric, Parameter, Point, Report
+from benchmarks.scenario import OWN, Scenario, context_tokens, one_prompt_length, required
+from benchmarks.stats import percentile
+
+if TYPE_CHECKING:
+    from collections import Counter
+    from collections.abc import Sequence
+
+    from benchmarks.daemon_process import RunningDaemon
+    from benchmarks.stage import Bench
+    from benchmarks.target import TurnTrace
+
+_SPARE_SLOTS: Final = 1
+"""Slots beside one for each neighbour, for the turns of the noisy one."""
+_MIB: Final = 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Delays:
+    """What the neighbours noticed in one stretch."""
+
+    itl_p99_ms: float
+    itl_worst_ms: float
+    ttft_p50_ms: float
+    ttft_p99_ms: float
+
+
+@dataclass(frozen=True, slots=True)
+class Abuse:
+    """One act: the neighbours' delays without and with it, what it was answered, and how much the memory grew."""
+
+    act: str
+    quiet: Delays
+    noisy: Delays
+    outcomes: Counter[str]
+    growth_bytes: int
+
+    def metrics(self) -> tuple[Metric, ...]:
+        """Return the numbers of one repetition."""
+        quiet, noisy = self.quiet, self.noisy
+        return (
+            Metric(f"{self.act}: ITL p99, with / without", "", noisy.itl_p99_ms / quiet.itl_p99_ms, "lower"),
+            Metric(f"{self.act}: TTFT p50, with / without", "", noisy.ttft_p50_ms / quiet.ttft_p50_ms, "lower"),
+            Metric(f"{self.act}: TTFT p99, with / without", "", noisy.ttft_p99_ms / quiet.ttft_p99_ms, "lower"),
+            Metric(f"{self.act}: ITL p99, without", "ms", quiet.itl_p99_ms, "lower"),
+            Metric(f"{self.act}: ITL worst, without", "ms", quiet.itl_worst_ms, "lower"),
+            Metric(f"{self.act}: ITL worst, with", "ms", noisy.itl_worst_ms, "lower"),
+            Metric(f"{self.act}: RSS growth, both processes", "MiB", self.growth_bytes / _MIB, "lower"),
+            *(Metric(f"{self.act}: answered {name}", "", count) for name, count in sorted(self.outcomes.items())),
+        )
+
+
+def read(clients: Sequence[Sequence[TurnTrace]]) -> Delays:
+    """Return the delays of the turns that followed each client's warm-up."""
+    turns = [turn for turns in clients for turn in turns[1:]]
+    itl_ms, ttft_ms = timeline.itl_ms(turns), timeline.ttft_ms(turns)
+    return Delays(
+        itl_p99_ms=percentile(itl_ms, 99),
+        itl_worst_ms=max(itl_ms),
+        ttft_p50_ms=percentile(ttft_ms, 50),
+        ttft_p99_ms=percentile(ttft_ms, 99),
+    )
+
+
+async def run(bench: Bench) -> Report:
+    """Measure each number of neighbours with every act."""
+    clients = required(bench.options.clients)
+    turn_tokens = one_prompt_length(bench.options) + required(bench.options.max_tokens)
+    settings = bench.settings(slots=max(clients) + _SPARE_SLOTS, n_ctx=context_tokens(turn_tokens))
+    points = []
+    async with bench.stage(settings, points=len(clients) * len(ACTS)) as stage:
+        attacker_token = await stage.daemon.new_token("noisy")
+        for n_clients in clients:
+            repetitions = []
+            for _ in range(bench.repeat):
+                metrics: list[Metric] = []
+                for act in ACTS:
+                    with bench.run(f"{n_clients} neighbours: {act.name}"):
+                        found = await _one(bench, stage.daemon, act, n_clients=n_clients, token=attacker_token)
+                    metrics += found.metrics()
+                repetitions.append(tuple(metrics))
+            points.append(Point((Parameter("neighbours", n_clients),), (tuple(repetitions),)))
+        return Report(SCENARIO.name, stage.sides, tuple(points))
+
+
+async def _one(bench: Bench, daemon: RunningDaemon, act: Act, *, n_clients: int, token: str) -> Abuse:
+    quiet = await _stream(bench, daemon, n_clients)
+    before_bytes = _rss_bytes(daemon)
+    async with Attacker(replace(daemon.spec, token=token)) as attacker:
+        given = await act.prepare(attacker)
+        attacker.outcomes.clear()
+        over = asyncio.Event()
+        async with asyncio.TaskGroup() as group:
+            group.create_task(repeat(act, attacker, given, until=over))
+            try:
+                noisy = await _stream(bench, daemon, n_clients)
+            finally:
+                over.set()
+        return Abuse(act.name, quiet, noisy, attacker.outcomes, _rss_bytes(daemon) - before_bytes)
+
+
+async def repeat(act: Act, attacker: Attacker, given: str, *, until: asyncio.Event) -> None:
+    """Do an act at its rate, one after the other; one that takes longer is followed by the next at once.
+
+    Raises:
+        InferenceCenterError: The daemon cannot be reached.
+    """
+    while not until.is_set():
+        began_s = time.monotonic()
+        await act.once(attacker, given)
+        await asyncio.sleep(max(0.0, 1 / act.rate_per_s - (time.monotonic() - began_s)))
+
+
+async def _stream(bench: Bench, daemon: RunningDaemon, n_clients: int) -> Delays:
+    options = bench.options
+    job = ClosedLoop(
+        target=daemon.spec,
+        clients=n_clients,
+        prompt_tokens=one_prompt_length(options),
+        max_tokens=required(options.max_tokens),
+        duration_s=required(options.duration_s),
+        first_seed=bench.next_seed(),
+    )
+    return read((await bench.generator.do(job, Turns)).clients)
+
+
+def _rss_bytes(daemon: RunningDaemon) -> int:
+    usage = daemon.usage()
+    return usage.front.rss_bytes + usage.engine.rss_bytes
+
+
+SCENARIO = Scenario(
+    name="abuse",
+    summary="a noisy neighbour repeats cheap operations that are dear to answer: what the others notice",
+    run=run,
+    defaults=Options(clients=(4,), prompt_tokens=(64,), max_tokens=128, duration_s=10.0, repeat=1),
+    takes=OWN | {"clients", "prompt_tokens", "max_tokens", "duration_s"},
+)

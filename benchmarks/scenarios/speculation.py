@@ -1,0 +1,60 @@
+"""What guessing tokens from what the text said before brings, and what it costs.
+
+Two daemons, alike but that one guesses and the other does not, take the same closed loops in turn, as in `throughput`.
+At temperature 0 small models say the same over and over once their answer should have ended, which is the best case;
+at 1 their text repeats itself less. That of a model with random weights (`--model`) never does, which is the worst.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Final
+
+from benchmarks.jobs import ClosedLoop, Turns
+from benchmarks.options import Options
+from benchmarks.results import Parameter, Report
+from benchmarks.scenario import OWN, Scenario, one_prompt_length, required
+from benchmarks.scenarios import throughput
+
+if TYPE_CHECKING:
+    from benchmarks.stage import Bench
+
+_WITHOUT: Final = "without lookup"
+_TEMPERATURES: Final = (0, 1)
+
+
+async def run(bench: Bench) -> Report:
+    """Measure each number of clients, at each temperature."""
+    options = bench.options
+    clients = required(options.clients)
+    usual = throughput.settings(bench)
+    settings = replace(usual, lookup=True)
+    points = len(clients) * len(_TEMPERATURES)
+    async with bench.stage(settings, points=points, beside={_WITHOUT: usual}) as stage:
+        for temperature in _TEMPERATURES:
+            for n_clients in clients:
+                await stage.measure(
+                    Parameter("temperature", temperature),
+                    Parameter("clients", n_clients),
+                    job=partial(
+                        ClosedLoop,
+                        clients=n_clients,
+                        prompt_tokens=one_prompt_length(options),
+                        max_tokens=required(options.max_tokens),
+                        duration_s=required(options.duration_s),
+                        temperature=temperature,
+                    ),
+                    answer=Turns,
+                    read=throughput.read,
+                )
+        return Report(SCENARIO.name, stage.sides, tuple(stage.points))
+
+
+SCENARIO = Scenario(
+    name="speculation",
+    summary="what guessing tokens from what the text said before brings",
+    run=run,
+    defaults=Options(clients=(1, 4), prompt_tokens=(64,), max_tokens=256, duration_s=10.0, repeat=5),
+    takes=OWN | {"clients", "prompt_tokens", "max_tokens", "duration_s"},
+)

@@ -1,0 +1,98 @@
+"""What it costs that an answer has to be JSON that a schema accepts.
+
+The same closed loops as in `throughput`, on one daemon, with a JSON schema and without. Random weights (`--model`) say
+nothing that a schema would expect, so all that keeps the answer in shape is the mask, and with a vocabulary of real
+size it is as large as it gets. The schema wants more records than an answer has tokens: it ends by its length on both
+sides, after as many tokens. Its strings are bounded, else random weights would hardly ever leave the first one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
+
+import orjson
+
+from benchmarks import ways
+from benchmarks.jobs import ClosedLoop, Turns
+from benchmarks.options import Options
+from benchmarks.results import Metric, Parameter, Report
+from benchmarks.scenario import OWN, Scenario, one_prompt_length, required
+from benchmarks.scenarios import throughput
+
+if TYPE_CHECKING:
+    from benchmarks.stage import Bench, Measured
+    from benchmarks.target import TargetSpec
+
+_RECORD: Final[dict[str, Any]] = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 40},
+        "kind": {"enum": ["person", "place", "thing"]},
+        "age": {"type": "integer", "minimum": 0, "maximum": 150},
+        "is_known": {"type": "boolean"},
+        "tags": {"type": "array", "items": {"type": "string", "maxLength": 16}, "maxItems": 4},
+    },
+    "required": ["name", "kind", "age", "is_known", "tags"],
+    "additionalProperties": False,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Constrained:
+    """What a closed loop gave, and how long its answers were, which must be the same on both sides."""
+
+    loop: throughput.Throughput
+    tokens_per_turn: float
+
+    def metrics(self) -> tuple[Metric, ...]:
+        """Return the numbers of one repetition."""
+        return (*self.loop.metrics(), Metric("tokens a turn", "", self.tokens_per_turn))
+
+
+def read(measured: Measured[Turns]) -> Constrained:
+    """Return what a closed loop gave; the warm-up turns, which are shorter, do not count towards the length."""
+    turns = [turn for turns in measured.answer.clients for turn in turns[throughput.WARM_UP_TURNS :]]
+    return Constrained(throughput.read(measured), sum(turn.tokens for turn in turns) / len(turns))
+
+
+def schema(max_tokens: int) -> str:
+    """Return a JSON schema whose answers have more tokens than that: each record takes at least one."""
+    return orjson.dumps({"type": "array", "items": _RECORD, "minItems": max_tokens}).decode()
+
+
+async def run(bench: Bench) -> Report:
+    """Measure each number of clients."""
+    options = bench.options
+    wanted = schema(required(options.max_tokens))
+
+    def constrained(spec: TargetSpec) -> TargetSpec:
+        return replace(spec, json_schema=wanted)
+
+    sides = {"with a schema": constrained, "without": ways.as_usual}
+    points = len(required(options.clients))
+    async with bench.stage(throughput.settings(bench), points=points, ways=sides) as stage:
+        for n_clients in required(options.clients):
+            await stage.measure(
+                Parameter("clients", n_clients),
+                job=partial(
+                    ClosedLoop,
+                    clients=n_clients,
+                    prompt_tokens=one_prompt_length(options),
+                    max_tokens=required(options.max_tokens),
+                    duration_s=required(options.duration_s),
+                ),
+                answer=Turns,
+                read=read,
+            )
+        return Report(SCENARIO.name, stage.sides, tuple(stage.points))
+
+
+SCENARIO = Scenario(
+    name="structured",
+    summary="answers held to a JSON schema, against free ones: tokens a second",
+    run=run,
+    defaults=Options(clients=(8,), prompt_tokens=(32,), max_tokens=128, duration_s=10.0, repeat=5),
+    takes=OWN | {"clients", "prompt_tokens", "max_tokens", "duration_s"},
+)

@@ -1,0 +1,91 @@
+"""What a client was shown of a turn, held against what the daemon says was said: nothing lost, nothing twice."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from difflib import SequenceMatcher
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from benchmarks.peers.line import Frame, TurnUsage
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """What is between two texts: characters that the later one lacks, that it has besides, and where they part."""
+
+    lost_chars: int = 0
+    extra_chars: int = 0
+    first: int | None = None
+
+
+def difference(said: str, shown: str) -> Difference:
+    """Return what ``shown`` lacks of ``said`` and has besides it, by the longest pieces that they share."""
+    if said == shown:
+        return Difference()
+    lost = extra = 0
+    for change, said_from, said_to, shown_from, shown_to in SequenceMatcher(
+        None, said, shown, autojunk=False
+    ).get_opcodes():
+        if change != "equal":
+            lost += said_to - said_from
+            extra += shown_to - shown_from
+    first = next(
+        (place for place, (one, other) in enumerate(zip(said, shown, strict=False)) if one != other),
+        min(len(said), len(shown)),
+    )
+    return Difference(lost, extra, first)
+
+
+@dataclass(slots=True)
+class Shown:
+    """One turn as it grew before a client's eyes, on one connection after the other.
+
+    Attributes:
+        started_s: When it was asked for; times are seconds of ``time.monotonic``.
+        times_s: When each piece of text arrived.
+        text: All of it so far.
+        finishes: Each terminal event, by its finish reason or its error code.
+        usage: What the daemon counted.
+        ended_s: When the first terminal event arrived.
+        misnumbered: Events whose number did not rise.
+        unsaid: Times at which text had been shown that was not, or no longer, the beginning of the answer.
+    """
+
+    started_s: float
+    times_s: list[float] = field(default_factory=list)
+    text: str = ""
+    finishes: list[str] = field(default_factory=list)
+    usage: TurnUsage | None = None
+    ended_s: float | None = None
+    misnumbered: int = 0
+    unsaid: int = 0
+    _seq: int = 0
+
+    @property
+    def seq(self) -> int:
+        """The number of the last event."""
+        return self._seq
+
+    def take(self, frame: Frame, *, now_s: float) -> None:
+        """Take an event of the turn."""
+        if frame.seq is not None:
+            self.misnumbered += frame.seq <= self._seq
+            self._seq = frame.seq
+        if frame.op == "token":
+            self.times_s.append(now_s)
+            self.text += frame.content or ""
+        elif frame.op == "end" or (frame.op == "error" and frame.turn_id is not None):
+            self.finishes.append(frame.finish_reason or frame.code)
+            self.usage = frame.usage or self.usage
+            self.ended_s = self.ended_s or now_s
+
+    def begin_at(self, seq: int) -> None:
+        """Take it that the events of the session up to this number are known."""
+        self._seq = seq
+
+    def start_over(self, content: str, *, seq: int) -> None:
+        """Take what the daemon says was shown up to an event, when it cannot send the events that are missing."""
+        self.unsaid += not content.startswith(self.text)
+        self.text = content
+        self._seq = seq

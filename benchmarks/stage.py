@@ -1,0 +1,272 @@
+"""What scenarios use: servers that are up, the load generator, and repetitions in which the sides alternate."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Generic, Protocol, TypeAlias, TypeVar
+
+from benchmarks.compare import Comparison, compare
+from benchmarks.daemon_process import OURS, DaemonSettings, start_daemon
+from benchmarks.jobs import Aborted, Turns
+from benchmarks.peers import detect, make_target
+from benchmarks.results import Metric, Parameter, Point, Side
+from inferencecenter.config.settings import bundled_model
+from inferencecenter.hardware.nvml import Gpu
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+
+    from benchmarks.daemon_process import DaemonUsage, RunningDaemon
+    from benchmarks.generator import LoadGenerator
+    from benchmarks.jobs import Job
+    from benchmarks.options import Options
+    from benchmarks.results import Result
+    from benchmarks.target import TargetFacts, TargetSpec
+
+A = TypeVar("A", Turns, Aborted)
+
+Way: TypeAlias = "Callable[[TargetSpec], TargetSpec]"
+"""Turns where our daemon is and what it usually speaks into what is spoken instead; the name is set afterwards."""
+
+_SEEDS_OF_A_JOB = 1_000_000
+
+
+class Progress(Protocol):
+    """Whoever is told how far a run is."""
+
+    def expect(self, runs: int) -> None:
+        """So many more runs are to come."""
+
+    def begin(self, what: str) -> None:
+        """A run begins."""
+
+    def done(self) -> None:
+        """A run has ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class Measured(Generic[A]):
+    """One run of a job on one side.
+
+    ``before`` and ``after`` are the usage of our daemon's processes, ``vram_bytes`` what is in use on the GPU after the
+    run by anybody; ``None`` where that is unknown.
+    """
+
+    answer: A
+    before: DaemonUsage | None = None
+    after: DaemonUsage | None = None
+    vram_bytes: int | None = None
+
+    def cpu_metrics(self) -> tuple[Metric, ...]:
+        """Return the CPU seconds of the generator and of the daemon's processes."""
+        found = [Metric("CPU generator", "s", self.answer.cpu_s)]
+        if self.before is not None and self.after is not None:
+            found += [
+                Metric("CPU front", "s", self.after.front.cpu_s - self.before.front.cpu_s),
+                Metric("CPU engine", "s", self.after.engine.cpu_s - self.before.engine.cpu_s),
+            ]
+        return tuple(found)
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """A server that is up; ``daemon`` is set for one that the benchmark started."""
+
+    spec: TargetSpec
+    side: Side
+    daemon: RunningDaemon | None = None
+
+
+class Stage:
+    """Servers that are up, ours first, and what was measured on them so far.
+
+    Args:
+        bench: The run.
+        servers: The sides.
+        is_one_server: Whether they are ways to speak to one server.
+    """
+
+    def __init__(self, bench: Bench, servers: tuple[Server, ...], *, is_one_server: bool = False) -> None:
+        self._bench = bench
+        self._is_one_server = is_one_server
+        self.servers = servers
+        self.points: list[Point] = []
+
+    @property
+    def sides(self) -> tuple[Side, ...]:
+        """What each server runs."""
+        return tuple(server.side for server in self.servers)
+
+    @property
+    def daemon(self) -> RunningDaemon:
+        """Our own daemon, for scenarios that take no other."""
+        daemon = self.servers[0].daemon
+        assert daemon is not None, "the scenario takes no --url"
+        return daemon
+
+    async def measure(
+        self,
+        *parameters: Parameter,
+        job: Callable[..., Job],
+        answer: type[A],
+        read: Callable[[Measured[A]], Result],
+    ) -> None:
+        """Run a job on each side in turn, as often as is wanted, and keep the results as one point.
+
+        Only one server is under load at any moment. All are sent the same, except where sides are ways to speak to one
+        server, which would find for the one what it has read for the other.
+
+        Args:
+            parameters: What distinguishes this point.
+            job: Makes the job, given its ``target`` and its ``first_seed``, from which a million seeds are its own.
+            answer: What the generator answers.
+            read: Turns what was measured into the scenario's result.
+        """
+        results: list[list[tuple[Metric, ...]]] = [[] for _ in self.servers]
+        label = ", ".join(f"{parameter.value} {parameter.name}" for parameter in parameters)
+        repeat = self._bench.repeat
+        for repetition in range(repeat):
+            common_seed = self._bench.next_seed()
+            for server, kept in zip(self.servers, results, strict=True):
+                seed = self._bench.next_seed() if self._is_one_server else common_seed
+                with self._bench.run(f"{server.spec.name}: {label} ({repetition + 1} of {repeat})"):
+                    kept.append(
+                        read(await self._one(server, job(target=server.spec, first_seed=seed), answer)).metrics()
+                    )
+        self.points.append(Point(parameters, tuple(tuple(kept) for kept in results)))
+
+    async def _one(self, server: Server, job: Job, answer: type[A]) -> Measured[A]:
+        daemon = server.daemon
+        before = daemon.usage() if daemon else None
+        answered = await self._bench.generator.do(job, answer)
+        if daemon is None or before is None:
+            return Measured(answered)
+        vram_bytes = (await asyncio.to_thread(self._bench.gpu.read)).vram_used_bytes
+        return Measured(answered, before, daemon.usage(), vram_bytes)
+
+
+class Bench:
+    """One run of one scenario."""
+
+    def __init__(self, options: Options, generator: LoadGenerator, progress: Progress) -> None:
+        self.options = options
+        self.generator = generator
+        self.progress = progress
+        self.gpu = Gpu()
+        self._seeds = itertools.count(1, _SEEDS_OF_A_JOB)
+
+    @property
+    def repeat(self) -> int:
+        """Repetitions of each point."""
+        assert self.options.repeat is not None, "every scenario has a default"
+        return self.options.repeat
+
+    @property
+    def n_sides(self) -> int:
+        """Servers that are measured."""
+        return 1 + len(self.options.peers or ())
+
+    def next_seed(self) -> int:
+        """Return the first of a million seeds that nobody else has."""
+        return next(self._seeds)
+
+    @contextmanager
+    def run(self, what: str) -> Iterator[None]:
+        """Show one run on the progress bar while it lasts."""
+        self.progress.begin(what)
+        yield
+        self.progress.done()
+
+    def settings(self, *, slots: int, n_ctx: int) -> DaemonSettings:
+        """Return the settings of our daemon: what the options say, else what the scenario needs."""
+        options = self.options
+        backend = options.backend or "llama"
+        return DaemonSettings(
+            backend=backend,
+            model=None if backend == "echo" else options.model or bundled_model(),
+            slots=options.slots or slots,
+            n_ctx=options.n_ctx or n_ctx,
+            threads=options.threads or 0,
+        )
+
+    @asynccontextmanager
+    async def stage(
+        self,
+        settings: DaemonSettings,
+        *,
+        points: int,
+        beside: Mapping[str, DaemonSettings] | None = None,
+        ways: Mapping[str, Way] | None = None,
+    ) -> AsyncIterator[Stage]:
+        """Start our daemon, unless one is named, find the peers, and compare what they run.
+
+        Args:
+            settings: Of our daemon.
+            points: How often ``measure`` will be called.
+            beside: Further daemons of ours to be measured as peers are, by name.
+            ways: Ways to speak to our daemon, by name: each is a side of its own, in place of the usual one.
+
+        Raises:
+            InferenceCenterError: A server does not answer, or our daemon does not become ready.
+        """
+        others = beside or {}
+        n_sides = self.n_sides - 1 + len(ways or (OURS,)) + len(others)
+        self.progress.expect(points * self.repeat * n_sides)
+        async with AsyncExitStack() as stack:
+            if self.options.url is not None:
+                ours = await found(OURS, self.options.url, token=self.options.token)
+            else:
+                ours = await started(await stack.enter_async_context(start_daemon(settings)))
+            servers = [ours] if ways is None else spoken_to(ours, ways)
+            for name, other in others.items():
+                another = await started(await stack.enter_async_context(start_daemon(other, name=name)))
+                servers.append(replace(another, side=compared(ours.side.facts, another.side.facts, self.options)))
+            for peer in self.options.peers or ():
+                theirs = await found(peer.name, peer.url, token=peer.token)
+                servers.append(replace(theirs, side=compared(ours.side.facts, theirs.side.facts, self.options)))
+            yield Stage(self, tuple(servers), is_one_server=ways is not None)
+
+
+def spoken_to(server: Server, ways: Mapping[str, Way]) -> list[Server]:
+    """Return one server as several sides, each spoken to in a way of its own; what they run is the same."""
+    specs = [replace(way(server.spec), name=name) for name, way in ways.items()]
+    sides = [
+        Side(replace(server.side.facts, name=spec.name, kind=spec.kind), Comparison((), ()) if index else None)
+        for index, spec in enumerate(specs)
+    ]
+    return [replace(server, spec=spec, side=side) for spec, side in zip(specs, sides, strict=True)]
+
+
+async def found(name: str, url: str, *, token: str | None = None) -> Server:
+    """Ask a running server what it is and what it runs.
+
+    Raises:
+        InferenceCenterError: ``daemon_unreachable`` or ``not_authenticated``.
+    """
+    spec = await detect(name, url, token=token)
+    return Server(spec, Side(await make_target(spec).facts(), None))
+
+
+async def started(daemon: RunningDaemon) -> Server:
+    """Return our own daemon as a server."""
+    said = await make_target(daemon.spec).facts()
+    return Server(daemon.spec, Side(complete(said, daemon), None), daemon)
+
+
+def compared(ours: TargetFacts, theirs: TargetFacts, options: Options) -> Side:
+    """Return a peer's side, compared with ours."""
+    return Side(theirs, compare(ours, theirs, assume_same=options.assume_same or ()))
+
+
+def complete(said: TargetFacts, daemon: RunningDaemon) -> TargetFacts:
+    """Return what a daemon said of itself, with what is known of one that was started here for what it left out."""
+    return replace(
+        said,
+        library=said.library or daemon.library,
+        threads=daemon.readiness.threads if said.threads is None else said.threads,
+        slots=daemon.readiness.slots if said.slots is None else said.slots,
+        n_ctx=daemon.readiness.n_ctx if said.n_ctx is None else said.n_ctx,
+    )

@@ -1,0 +1,107 @@
+"""Turns that the measuring process runs itself, because it also decides what happens meanwhile."""
+
+from __future__ import annotations
+
+import time
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import TYPE_CHECKING, Any, Final
+
+from benchmarks.peers.line import named, open_line, succeeded
+from benchmarks.peers.prompts import calibrate
+from benchmarks.shown import Shown
+from benchmarks.together import together
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Sequence
+
+    from benchmarks.peers.line import Frame, Line
+    from benchmarks.peers.prompts import Prompts
+    from benchmarks.target import TargetSpec
+
+GREEDY: Final = {"temperature": 0.0, "repeat_penalty": 1.2, "ignore_eos": True}
+"""The same text each time, in which a repetition stands out; the penalty has to be rebuilt with the sampler."""
+
+
+@asynccontextmanager
+async def open_lines(spec: TargetSpec, count: int) -> AsyncIterator[list[Line]]:
+    """Open so many connections.
+
+    Raises:
+        InferenceCenterError: ``daemon_unreachable`` or ``not_authenticated``.
+    """
+    async with AsyncExitStack() as open_now:
+        yield [await open_now.enter_async_context(open_line(spec)) for _ in range(count)]
+
+
+async def learn_words(spec: TargetSpec) -> Prompts:
+    """Find out which words are one token.
+
+    Raises:
+        InferenceCenterError: ``invalid_request`` when the vocabulary has too few; what keeps turns from running.
+    """
+    async with open_line(spec) as line:
+        return await calibrate(line.count)
+
+
+async def open_session(line: Line) -> str:
+    """Open a session that is written down and outlives its connection.
+
+    Raises:
+        InferenceCenterError: With the daemon's code when it refuses.
+    """
+    return named(await line.create_session(stored=True))
+
+
+async def run_turn(
+    line: Line, session_id: str, text: str, *, max_tokens: int, on_frame: Callable[[Shown], None] = lambda _: None
+) -> Shown:
+    """Run a greedy turn to its first terminal event; ``on_frame`` is called with what was shown after each.
+
+    Raises:
+        InferenceCenterError: ``daemon_unreachable``.
+    """
+    shown = Shown(time.monotonic())
+    params: dict[str, Any] = {**GREEDY, "max_tokens": max_tokens}
+    async for frame in line.turn(session_id, text, params):
+        shown.take(frame, now_s=time.monotonic())
+        on_frame(shown)
+    return shown
+
+
+async def run_turns(
+    lines: Sequence[Line], sessions: Sequence[str], texts: Sequence[str], *, max_tokens: int
+) -> list[Shown]:
+    """Run a greedy turn on each connection, all at once.
+
+    Raises:
+        InferenceCenterError: ``daemon_unreachable``.
+    """
+    return await together(
+        run_turn(line, session, text, max_tokens=max_tokens)
+        for line, session, text in zip(lines, sessions, texts, strict=True)
+    )
+
+
+async def last_answer(line: Line, session_id: str, *, on_other: Callable[[Frame], None]) -> str:
+    """Return the answer with which a session's transcript ends; ``on_other`` is told what comes before it.
+
+    Raises:
+        InferenceCenterError: With the daemon's code when it refuses.
+    """
+    answered = await line.ask(op="get_session", session_id=session_id, on_other=on_other)
+    transcript = succeeded(answered, "session").transcript
+    return transcript[-1].content if transcript and transcript[-1].role == "assistant" else ""
+
+
+async def finished(line: Line, session_id: str, shown: Shown) -> str:
+    """Return the answer that the session holds of its last turn; what still comes of that turn, it was shown.
+
+    Raises:
+        InferenceCenterError: With the daemon's code when it refuses.
+    """
+
+    def late(frame: Frame) -> None:
+        if frame.session_id == session_id:
+            shown.take(frame, now_s=time.monotonic())
+
+    return await last_answer(line, session_id, on_other=late)

@@ -1,0 +1,34 @@
+"""The ways in which our daemon can be spoken to, for scenarios whose sides are these and not servers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from benchmarks.target import TargetSpec
+
+
+def as_usual(spec: TargetSpec) -> TargetSpec:
+    """Return our own protocol, with plain text."""
+    return spec
+
+
+def websocket(spec: TargetSpec) -> TargetSpec:
+    """Return our own protocol, with conversations that go through the model's template as those of the others do."""
+    return replace(spec, chat=True)
+
+
+def chat_completions(spec: TargetSpec) -> TargetSpec:
+    """Return OpenAI's chat completions over HTTP, streamed as server-sent events."""
+    return replace(spec, kind="chat-completions", url=_http(spec))
+
+
+def responses(spec: TargetSpec) -> TargetSpec:
+    """Return OpenAI's Responses over WebSocket."""
+    return replace(spec, kind="responses", url=_http(spec))
+
+
+def _http(spec: TargetSpec) -> str:
+    """Return the HTTP address of a daemon whose WebSocket address is known."""
+    return "http" + spec.url.removeprefix("ws").rstrip("/")

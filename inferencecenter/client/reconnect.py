@@ -1,0 +1,139 @@
+"""When to connect again after a socket was lost, and when to give up. No I/O, no clock."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Final, TypeAlias
+
+from inferencecenter.client.errors import failure
+from inferencecenter.core.errors import ErrorCode, InferenceCenterError
+from inferencecenter.protocol.close import CLOSE_CODES, CloseCode
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+HEALTHY_AFTER_S: Final = 10.0
+"""A connection that held for so long starts the count of attempts anew."""
+_MAX_DOUBLINGS: Final = 30
+
+# Every other code, and a socket that ends without one, is worth another attempt.
+_FINAL_CLOSES: Final[Mapping[int, ErrorCode]] = MappingProxyType(
+    {
+        CloseCode.NORMAL: ErrorCode.DAEMON_UNREACHABLE,
+        CloseCode.SHUTDOWN: ErrorCode.DAEMON_UNREACHABLE,
+        CloseCode.POLICY: ErrorCode.FORBIDDEN,
+        CloseCode.TOO_LARGE: ErrorCode.MESSAGE_TOO_LARGE,
+        CloseCode.NOT_AUTHENTICATED: ErrorCode.NOT_AUTHENTICATED,
+    }
+)
+_FINAL_REFUSALS: Final = frozenset({ErrorCode.NOT_AUTHENTICATED, ErrorCode.FORBIDDEN})
+
+
+@dataclass(frozen=True, slots=True)
+class Connected:
+    """The daemon hears the client; every session that was open is open again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reconnecting:
+    """The socket is lost.
+
+    Attributes:
+        attempt: The attempt that comes next, from 1.
+        in_s: Seconds until then.
+        error: Why the socket, or the attempt before, was lost.
+    """
+
+    attempt: int
+    in_s: float
+    error: InferenceCenterError
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """The connection is over for good."""
+
+    error: InferenceCenterError
+
+
+ConnectionState: TypeAlias = Connected | Reconnecting | Ended
+
+
+@dataclass(frozen=True, slots=True)
+class BackoffPolicy:
+    """How long to wait between attempts, in seconds.
+
+    Attributes:
+        min_s: Bound of the first wait; doubles with each attempt.
+        max_s: Bound of any wait.
+        give_up_after_s: Seconds without a connection after which no more attempts are made; ``None`` for never.
+    """
+
+    min_s: float = 0.2
+    max_s: float = 10.0
+    give_up_after_s: float | None = 300.0
+
+
+class ReconnectBackoff:
+    """Counts attempts; each wait is drawn evenly from nothing to a bound that doubles.
+
+    Args:
+        policy: Bounds.
+        random: Numbers from 0 to 1.
+        now: Seconds of the clock that all later times are of.
+    """
+
+    def __init__(self, policy: BackoffPolicy, *, random: Callable[[], float], now: float) -> None:
+        self._policy = policy
+        self._random = random
+        self._since = now
+        self.attempt = 0
+
+    def lost(self, *, now: float, up_s: float) -> None:
+        """Take note that a connection is lost which had held for ``up_s``; a short one counts as a failed attempt."""
+        self._since = now
+        if up_s >= HEALTHY_AFTER_S:
+            self.attempt = 0
+
+    def next_wait_s(self, *, now: float, retry_after_s: float = 0.0) -> float | None:
+        """Return how long to wait before the next attempt, ``None`` when it is time to give up.
+
+        Args:
+            now: Seconds of the clock.
+            retry_after_s: What the daemon asked for at least; the jitter comes on top.
+        """
+        policy = self._policy
+        bound_s = min(policy.max_s, math.ldexp(policy.min_s, min(self.attempt, _MAX_DOUBLINGS)))
+        wait_s = retry_after_s + self._random() * bound_s
+        if policy.give_up_after_s is not None:
+            left_s = self._since + policy.give_up_after_s - now
+            if left_s <= 0 or retry_after_s > left_s:
+                return None
+            wait_s = min(wait_s, left_s)
+        self.attempt += 1
+        return wait_s
+
+
+def is_final(error: InferenceCenterError) -> bool:
+    """Return whether an attempt that failed so need not be repeated."""
+    return error.code in _FINAL_REFUSALS
+
+
+def closing_error(code: int | None, reason: str | None) -> tuple[InferenceCenterError, bool]:
+    """Return what the end of a socket means, and whether it is final.
+
+    Args:
+        code: Close code; ``None`` when there was none.
+        reason: What came with it.
+    """
+    row = next((row for row in CLOSE_CODES if row.code == code), None)
+    words = reason or (row.meaning if row else "without a reason")
+    final = _FINAL_CLOSES.get(code) if code is not None else None
+    error = failure(
+        final or ErrorCode.DAEMON_UNREACHABLE,
+        f"the connection closed with {code}: {words}",
+        hint=f"{row.client_should.capitalize()}." if row else None,
+    )
+    return error, final is not None

@@ -1,0 +1,250 @@
+"""Says in words why a plan is as it is, and what else could be chosen. Pure."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from inferencecenter.hardware.footprint import kv_bytes, kv_bytes_per_token
+from inferencecenter.hardware.placement import Reason, margin_bytes, usable_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from inferencecenter.hardware.model_shape import ModelShape
+    from inferencecenter.hardware.placement import Device, Host, Placement, PlacementConstraints
+
+_SET: Final = "set"
+
+
+def reasons(
+    model: ModelShape, chosen: Placement, *, n_threads: int, devices: Sequence[Device], wishes: PlacementConstraints
+) -> tuple[Reason, ...]:
+    """Return each number of a plan with its reason."""
+    setup = chosen.setup
+    experts = (Reason("expert_offload", _experts(chosen), _why_experts(model, chosen)),) if model.has_experts else ()
+    adapters = (Reason("lora", mib(model.adapter_bytes), _why_lora(chosen), explicit=True),) * bool(model.adapter_bytes)
+    return (
+        Reason(
+            "n_gpu_layers",
+            f"{chosen.n_gpu_layers} of {model.n_layers + 1}",
+            _why_layers(model, chosen, devices, wishes),
+            explicit=wishes.n_gpu_layers >= 0,
+        ),
+        Reason("devices", _devices(chosen), _why_devices(chosen, devices), explicit=_devices_are_set(wishes)),
+        *experts,
+        *adapters,
+        Reason("slots", str(setup.slots), _why_slots(model, chosen, wishes), explicit=bool(wishes.slots)),
+        Reason("n_ctx", str(setup.n_ctx), _why_n_ctx(model, chosen, wishes), explicit=bool(wishes.n_ctx)),
+        Reason(
+            "kv_type_k, kv_type_v",
+            f"{setup.kv_type_k}, {setup.kv_type_v}",
+            _why_kv(model, chosen, wishes),
+            explicit=_kv_is_set(wishes),
+        ),
+        Reason(
+            "flash_attention",
+            "on" if setup.flash_attention else "off",
+            _why_flash_attention(chosen, wishes),
+            explicit=wishes.flash_attention != "auto",
+        ),
+        Reason(
+            "n_batch, n_ubatch",
+            f"{setup.n_batch}, {setup.n_ubatch}",
+            _SET if wishes.n_ubatch or wishes.n_batch else _why_batch(chosen),
+            explicit=bool(wishes.n_ubatch or wishes.n_batch),
+        ),
+        Reason(
+            "n_threads",
+            str(n_threads),
+            _why_threads(n_threads, model, chosen, wishes),
+            explicit=bool(wishes.n_threads),
+        ),
+    )
+
+
+def advice(
+    model: ModelShape, chosen: Placement, *, fits: bool, host: Host, wishes: PlacementConstraints
+) -> tuple[str, ...]:
+    """Return what else could be chosen, and what should be known."""
+    return tuple(
+        [
+            *_shortages(chosen, fits=fits, host=host, wishes=wishes),
+            *_about_model(model),
+            *_about_slots(model, chosen, wishes),
+            *_about_precision(model, chosen, wishes),
+        ]
+    )
+
+
+def _shortages(chosen: Placement, *, fits: bool, host: Host, wishes: PlacementConstraints) -> Iterator[str]:
+    if fits:
+        return
+    for device, demand in zip(chosen.devices, chosen.demand.devices, strict=True):
+        have = usable_bytes(device, wishes)
+        if demand.bytes > have:
+            yield (
+                f"Does not fit on {device.name}: has {mib(have)} after a margin of "
+                f"{mib(margin_bytes(device, wishes))}, needs {mib(demand.bytes)}."
+            )
+    need, available = chosen.demand.host_bytes, host.available_bytes
+    if available is not None and need > available:
+        yield f"Does not fit in memory: has {mib(available)}, needs {mib(need)}."
+
+
+def _about_model(model: ModelShape) -> Iterator[str]:
+    if not model.known:
+        yield (
+            f"The architecture {model.architecture!r} is not known here: "
+            "all its layers are taken to look at the whole context, which may be too much."
+        )
+
+
+def _about_slots(model: ModelShape, chosen: Placement, wishes: PlacementConstraints) -> Iterator[str]:
+    """Say what the memory of the slots would be if there were fewer, or more."""
+    setup, total = chosen.setup, chosen.setup.slots * chosen.setup.n_ctx
+    if wishes.slots or wishes.n_ctx or setup.slots == 1 or setup.n_ctx >= model.n_ctx_train:
+        return
+    longest = min(model.n_ctx_train, total)
+    if wishes.prefer == "many":
+        yield (
+            f"For one user who wants a long context: 1 slot of {longest} tokens takes the same memory "
+            'as these; gpu.prefer = "long" chooses so.'
+        )
+
+
+def _about_precision(model: ModelShape, chosen: Placement, wishes: PlacementConstraints) -> Iterator[str]:
+    gave_up = chosen.n_gpu_layers <= model.n_layers or (not wishes.slots and chosen.setup.slots < 8)
+    if chosen.devices and gave_up and not wishes.quantized_kv and not _kv_is_set(wishes):
+        yield "gpu.quantized_kv = true would keep KV in about half the memory (q8_0), at a small loss of precision."
+
+
+def _why_layers(model: ModelShape, chosen: Placement, devices: Sequence[Device], wishes: PlacementConstraints) -> str:
+    if wishes.n_gpu_layers >= 0:
+        return _SET
+    if not devices:
+        return "there is no GPU that llama.cpp can use"
+    if not chosen.n_gpu_layers:
+        return "not even the output matrix fits beside the buffers on a GPU: the processor does it all"
+    if wishes.most_gpu_layers is not None and chosen.n_gpu_layers == wishes.most_gpu_layers:
+        return "more did not load the last time"
+    if chosen.n_gpu_layers > model.n_layers:
+        return "all layers and the output matrix fit"
+    start = model.n_layers + 1 - chosen.n_gpu_layers
+    next_layer = model.layers[start - 1]
+    room = sum(
+        usable_bytes(device, wishes) - demand.bytes
+        for device, demand in zip(chosen.devices, chosen.demand.devices, strict=True)
+    )
+    return (
+        f"the output matrix and layers {start} to {model.n_layers - 1}; the next layer takes "
+        f"{mib(next_layer.bytes + kv_bytes(next_layer, chosen.setup))}, and {mib(room)} are left"
+    )
+
+
+def _devices_are_set(wishes: PlacementConstraints) -> bool:
+    return bool(wishes.tensor_split) or wishes.main_gpu >= 0 or wishes.split_mode != "auto"
+
+
+def _kv_is_set(wishes: PlacementConstraints) -> bool:
+    return wishes.kv_type_k != "auto" or wishes.kv_type_v != "auto"
+
+
+def _devices(chosen: Placement) -> str:
+    if not chosen.devices:
+        return "none"
+    if len(chosen.devices) == 1:
+        return chosen.devices[0].name
+    return ", ".join(f"{device.name}: {count}" for device, count in zip(chosen.devices, chosen.counts, strict=True))
+
+
+def _why_devices(chosen: Placement, devices: Sequence[Device]) -> str:
+    if not chosen.devices:
+        return "nothing is put on a GPU, and no memory of one is taken"
+    if len(devices) == 1:
+        return "the only GPU"
+    if len(chosen.devices) == 1:
+        return "all of it is on one GPU, which needs no transfers between them"
+    return "layers on each, the output counted as one; all filled to about the same part"
+
+
+def _experts(chosen: Placement) -> str:
+    return f"{chosen.experts_in_host} layers" if chosen.experts_in_host else "none"
+
+
+def _why_experts(model: ModelShape, chosen: Placement) -> str:
+    if not chosen.n_gpu_layers:
+        return "no layer is on a GPU"
+    if not chosen.experts_in_host:
+        return "the experts of all layers on GPUs fit there"
+    return (
+        f"experts stay in the host's memory, where a token uses {model.n_experts_used} of {model.n_experts}; "
+        "attention and KV of these layers are on the GPU"
+    )
+
+
+def _why_lora(chosen: Placement) -> str:
+    where = "on GPUs with those that are there" if chosen.n_gpu_layers else "in memory"
+    return f"{_SET}; adapters are counted among the layers' weights, {where}"
+
+
+def _why_slots(model: ModelShape, chosen: Placement, wishes: PlacementConstraints) -> str:
+    setup = chosen.setup
+    each = sum(kv_bytes(layer, setup) for layer in model.layers) // setup.slots
+    cost = f"the KV of one takes {mib(each)}"
+    if wishes.slots:
+        return f"{_SET}; {cost}"
+    if setup.slots == 8:
+        return f"the usual number; {cost}"
+    return f"what is left beside the layers; {cost}. More sessions take turns, their KV is parked meanwhile"
+
+
+def _why_n_ctx(model: ModelShape, chosen: Placement, wishes: PlacementConstraints) -> str:
+    n_ctx = chosen.setup.n_ctx
+    if wishes.n_ctx:
+        return _SET
+    if n_ctx == model.n_ctx_train:
+        return "all that the model was trained for"
+    trained = f"the model was trained for {model.n_ctx_train}"
+    if wishes.prefer == "long":
+        return f"the longest that fits; {trained}"
+    if n_ctx > 4096:
+        return f"what the GPU has room for in all slots; {trained}"
+    return f"usual; {trained}" if n_ctx == 4096 else f"more does not fit in memory; {trained}"
+
+
+def _why_kv(model: ModelShape, chosen: Placement, wishes: PlacementConstraints) -> str:
+    setup = chosen.setup
+    per_token = kv_bytes_per_token(model, type_k=setup.kv_type_k, type_v=setup.kv_type_v)
+    cost = f"{per_token / 1024:.0f} KiB a token"
+    if _kv_is_set(wishes):
+        return f"{_SET}; {cost}"
+    return f"full precision; {cost}" if setup.kv_type_k == "f16" else f"full precision leaves room for less; {cost}"
+
+
+def _why_flash_attention(chosen: Placement, wishes: PlacementConstraints) -> str:
+    if wishes.flash_attention != "auto":
+        return _SET
+    if chosen.n_gpu_layers:
+        return "where a GPU has kernels for the model"
+    if chosen.setup.flash_attention:
+        return "quantized KV needs it"
+    return "on a processor short questions and generated tokens are faster without it"
+
+
+def _why_batch(chosen: Placement) -> str:
+    buffers = [demand.compute_bytes for demand in chosen.demand.devices] or [chosen.demand.host_compute_bytes]
+    cost = f"buffers of {' and '.join(map(mib, buffers))}"
+    return f"llama.cpp's own; {cost}" if chosen.setup.n_ubatch == 512 else f"smaller leaves room for layers; {cost}"
+
+
+def _why_threads(n_threads: int, model: ModelShape, chosen: Placement, wishes: PlacementConstraints) -> str:
+    if wishes.n_threads:
+        return _SET
+    if chosen.n_gpu_layers > model.n_layers and not chosen.experts_in_host:
+        return "the processor only looks up embeddings"
+    return f"one for each of {n_threads} cores"
+
+
+def mib(n_bytes: int) -> str:
+    """Return bytes as people read them: ``2,310 MiB``."""
+    return f"{n_bytes / 2**20:,.0f} MiB"

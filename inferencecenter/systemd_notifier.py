@@ -1,0 +1,227 @@
+"""What the service manager hears of the daemon: that it is ready, how it is, that it lives, and that it stops."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, Protocol
+
+import structlog
+
+from inferencecenter.core.tasks import TaskGroup
+from inferencecenter.ipc.port import EngineState
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Iterator
+
+    from inferencecenter.hardware.nvml import GpuReading
+    from inferencecenter.ipc.port import EngineStatus
+    from inferencecenter.sessions.observability import Totals
+    from inferencecenter.telemetry.notify import Notifier
+
+STATUS_EVERY_S: Final = 5.0
+EXTENSION_S: Final = 60.0
+"""How much longer the start may take each time that it is said to go on."""
+KILLED_ENGINE_S: Final = 60.0
+"""How long an engine that was killed may still be there before the watchdog is not fed any more."""
+_EXTEND_EVERY_S: Final = 20.0
+_US_PER_S: Final = 1_000_000
+_MIB: Final = 2**20
+_SIGKILL_BIT: Final = 1 << 8
+
+_log = structlog.get_logger(__name__)
+
+
+class ReportedEngine(Protocol):
+    """What tells how the daemon's engine is."""
+
+    @property
+    def status(self) -> EngineStatus:
+        """The engine's state now."""
+
+    def subscribe(self, listener: Callable[[EngineStatus], None]) -> None:
+        """Call ``listener`` when the state changes."""
+
+
+class SystemdNotifier:
+    """Tells the service manager, if there is one, and does nothing and keeps no timer without.
+
+    ``READY`` is said when the engine is ready for the first time, or is not going to be; until then the start is
+    extended for as long as the event loop runs, since the supervisor limits how long and how often a model is loaded.
+
+    The watchdog is fed from the event loop, so a front that is stuck is ended. A hung engine is the supervisor's to
+    kill; only one that the kernel does not let go of for a minute ends the feeding. With the watchdog's beat it is also
+    seen whether the status has changed; without a watchdog it is told when the engine's state changes.
+
+    Args:
+        notifier: The service manager.
+        engine: The engine, whose state is told.
+        totals: Readings over all sessions.
+        read_gpu: Readings of the GPU; called off the event loop.
+        settled: Whether the daemon serves on without an engine.
+        stop_s: Seconds that stopping takes at most.
+        kill_pending: Whether a process was killed and is still there.
+        monotonic: Seconds that only rise.
+    """
+
+    def __init__(  # noqa: PLR0913 - keyword-only; the last two have defaults
+        self,
+        notifier: Notifier | None,
+        *,
+        engine: ReportedEngine,
+        totals: Callable[[], Totals],
+        read_gpu: Callable[[], GpuReading],
+        settled: Callable[[], bool],
+        stop_s: float,
+        kill_pending: Callable[[int], bool] | None = None,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._notifier = notifier
+        self._engine = engine
+        self._totals = totals
+        self._read_gpu = read_gpu
+        self._settled = settled
+        self._stop_s = stop_s
+        self._kill_pending = kill_pending or kill_is_pending
+        self._monotonic = monotonic
+        self._tasks = TaskGroup("reporter")
+        self._timer: asyncio.TimerHandle | None = None
+        self._is_ready = False
+        self._stopping = False
+        self._changed = False
+        self._telling = False
+        self._told = ""
+        self._glanced: tuple[object, ...] = ()
+        self._killed: tuple[int, float] | None = None
+
+    def begin(self) -> None:
+        """Begin to tell; to be called on the event loop before the engine is started."""
+        if self._notifier is not None:
+            self._engine.subscribe(self._engine_changed)
+            self._extend_start()
+
+    async def close(self) -> None:
+        """Tell nothing more."""
+        if self._timer is not None:
+            self._timer.cancel()
+        await self._tasks.cancel()
+
+    async def told_to_stop(self, drain: Callable[[], Awaitable[None]]) -> None:
+        """Say that the daemon stops and how long that may take, and let it drain."""
+        self._stopping = True
+        if self._notifier is not None:
+            extension_us = int(self._stop_s * _US_PER_S)
+            self._notifier.send(STOPPING=1, STATUS="stopping", EXTEND_TIMEOUT_USEC=extension_us)
+        await drain()
+
+    @contextlib.contextmanager
+    def reloading(self) -> Iterator[None]:
+        """Say that settings are read again, and at the end that the daemon is as ready as before."""
+        notifier = self._notifier if self._is_ready else None
+        if notifier is not None:
+            notifier.send(RELOADING=1, MONOTONIC_USEC=int(self._monotonic() * _US_PER_S))
+        try:
+            yield
+        finally:
+            if notifier is not None:
+                notifier.send(READY=1)
+
+    # Ready, or not yet.
+
+    def _extend_start(self) -> None:
+        if self._notifier is not None:
+            self._notifier.send(EXTEND_TIMEOUT_USEC=int(EXTENSION_S * _US_PER_S))
+        self._timer = asyncio.get_running_loop().call_later(_EXTEND_EVERY_S, self._extend_start)
+
+    def _engine_changed(self, status: EngineStatus) -> None:
+        if not self._is_ready and (status.state is EngineState.READY or self._settled()):
+            self._become_ready()
+        self._look()
+
+    def _become_ready(self) -> None:
+        assert self._notifier is not None, "nobody else subscribes"
+        self._is_ready = True
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        self._notifier.send(READY=1)
+        if self._notifier.watchdog_s is not None:
+            self._beat(self._notifier, self._notifier.watchdog_s / 2)
+
+    # A sign of life.
+
+    def _beat(self, notifier: Notifier, every_s: float) -> None:
+        # Before anything that may fail: a beat that does not come has the service manager kill the daemon.
+        self._timer = asyncio.get_running_loop().call_later(every_s, self._beat, notifier, every_s)
+        if not self._engine_outlives_its_kill():
+            notifier.send(WATCHDOG=1)
+        if self._glance() != self._glanced:
+            self._look()
+
+    def _engine_outlives_its_kill(self) -> bool:
+        pid = self._engine.status.pid
+        if pid is None or not self._kill_pending(pid):
+            self._killed = None
+            return False
+        if self._killed is None or self._killed[0] != pid:
+            self._killed = (pid, self._monotonic())
+        if self._monotonic() - self._killed[1] < KILLED_ENGINE_S:
+            return False
+        _log.error("watchdog_not_fed", reason="the engine was killed and does not go", pid=pid)
+        return True
+
+    # How it is.
+
+    def _glance(self) -> tuple[object, ...]:
+        """What a change of is worth a status, and costs nothing to know."""
+        engine = self._engine.status
+        return engine.state, engine.running, engine.waiting, self._totals().total_sessions
+
+    def _look(self) -> None:
+        self._changed = True
+        if self._notifier is not None and not self._telling:
+            self._telling = True
+            self._tasks.keep_running(partial(self._keep_telling, self._notifier), name="status")
+
+    async def _keep_telling(self, notifier: Notifier) -> None:
+        """Tell how the daemon is, every few seconds for as long as that changes or turns run."""
+        while self._changed:
+            self._changed = False
+            self._glanced = self._glance()
+            gpu = await asyncio.to_thread(self._read_gpu)
+            text = describe(self._engine.status, self._totals(), gpu, stopping=self._stopping)
+            if text != self._told:
+                self._told = text
+                notifier.send(STATUS=text)
+            await asyncio.sleep(STATUS_EVERY_S)
+            engine = self._engine.status
+            self._changed |= bool(engine.running or engine.waiting) or self._glance() != self._glanced
+        self._telling = False
+
+
+def describe(engine: EngineStatus, totals: Totals, gpu: GpuReading, *, stopping: bool) -> str:
+    """Return the daemon's state in a line for ``systemctl status``."""
+    state = "stopping" if stopping else f"engine {engine.state.value}"
+    if engine.state is EngineState.STARTING and not stopping:
+        state = f"loading the model, {engine.load_fraction:.0%}"
+    if engine.detail and not stopping:
+        state += f" ({engine.detail})"
+    parts = [f"{totals.total_sessions} sessions", f"{engine.running} turns running", f"{engine.waiting} waiting"]
+    if gpu.vram_used_bytes is not None and gpu.vram_total_bytes is not None:
+        parts.append(f"VRAM {gpu.vram_used_bytes // _MIB} of {gpu.vram_total_bytes // _MIB} MiB")
+    return f"{state}: {', '.join(parts)}"
+
+
+def kill_is_pending(pid: int, *, proc: Path = Path("/proc")) -> bool:
+    """Tell whether a process was killed and the kernel has not ended it, as when a driver does not return."""
+    try:
+        lines = (proc / str(pid) / "status").read_text().splitlines()
+    except OSError:
+        return False
+    facts = dict(line.split(":", maxsplit=1) for line in lines if ":" in line)
+    if facts.get("State", "").split()[:1] == ["Z"]:
+        return True
+    return any(int(facts.get(name, "0"), 16) & _SIGKILL_BIT for name in ("SigPnd", "ShdPnd"))

@@ -1,0 +1,53 @@
+"""Tests of ``bench.soak.acts``."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from itertools import islice
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from benchmarks.soak.acts import Bounds, Kind, acts
+
+BOUNDS = Bounds(least_prompt_tokens=2, prompt_tokens=256, max_tokens=128, pause_s=3.0)
+
+
+def test_the_same_seed_draws_the_same_acts() -> None:
+    """And another one others."""
+    first, again, other = (list(islice(acts(random.Random(seed), BOUNDS), 50)) for seed in (1, 1, 2))
+
+    assert first == again != other
+
+
+@given(
+    st.integers(0, 2**32),
+    st.builds(
+        lambda least, more, answer, pause_s: Bounds(
+            least_prompt_tokens=least, prompt_tokens=least + more, max_tokens=answer, pause_s=pause_s
+        ),
+        st.integers(1, 10),
+        st.integers(0, 500),
+        st.integers(1, 500),
+        st.floats(0.001, 10),
+    ),
+)
+def test_acts_stay_within_their_bounds(seed: int, bounds: Bounds) -> None:
+    """Lengths and pauses; what happens in a turn could happen before its end."""
+    for act in islice(acts(random.Random(seed), bounds), 30):
+        assert bounds.least_prompt_tokens <= act.prompt_tokens <= bounds.prompt_tokens
+        assert 1 <= act.after_pieces <= act.max_tokens <= bounds.max_tokens
+        assert 0 < act.pause_s <= bounds.pause_s
+        assert 0 <= act.choice < 1
+
+
+def test_everything_happens_and_short_turns_are_as_likely_as_long_ones() -> None:
+    """Every kind is drawn, talk most often; half of the answers are shorter than the middle order of magnitude."""
+    drawn = list(islice(acts(random.Random(3), BOUNDS), 4000))
+    kinds = Counter(act.kind for act in drawn)
+
+    assert set(kinds) == set(Kind)
+    assert kinds.most_common(1)[0][0] is Kind.TALK
+    short = sum(act.max_tokens < 11 for act in drawn)
+    assert 0.4 < short / len(drawn) < 0.6

@@ -1,0 +1,329 @@
+"""Tests of ``inferencecenter bench`` from end to end, on daemons that echo."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+import pytest
+
+from benchmarks.options import Options, Peer, resolve
+from benchmarks.runner import run_scenario
+from benchmarks.scenarios import SCENARIOS, find
+from inferencecenter.cli import main
+from inferencecenter.core.errors import InferenceCenterError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from benchmarks.daemon_process import RunningDaemon
+
+
+def call(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    """Call the command and return its exit code."""
+    monkeypatch.setattr(sys, "argv", ["inferencecenter", "bench", *arguments])
+    monkeypatch.setenv("COLUMNS", "160")
+    with pytest.raises(SystemExit) as ended:
+        main()
+    return int(ended.value.code or 0)
+
+
+@dataclass
+class Heard:
+    """Notes what a run says of its progress."""
+
+    expected: int = 0
+    begun: list[str] = field(default_factory=list)
+    finished: int = 0
+
+    def expect(self, runs: int) -> None:
+        """Note it."""
+        self.expected += runs
+
+    def begin(self, what: str) -> None:
+        """Note it."""
+        self.begun.append(what)
+
+    def done(self) -> None:
+        """Note it."""
+        self.finished += 1
+
+
+def test_the_scenarios_are_listed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each with what it measures."""
+    assert call(monkeypatch, "list") == 0
+
+    written = capsys.readouterr().out
+    assert all(name in written for name in SCENARIOS)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("speed",), "there is no scenario 'speed'"),
+        (("idle", "--clients", "4"), "--clients"),
+        (("burst", "--clients", "many"), "--clients"),
+        (("context", "--plot", "x.svg"), "--plot"),
+        (("burst", "--json", "/nowhere/x.json"), "--json"),
+        (("burst", "--peer", "nobody"), "--peer"),
+        (("restart", "--restart-by", "luck"), "--restart-by"),
+        (("start", "--restart-by", "kill"), "--restart-by"),
+    ],
+)
+def test_what_cannot_be_obeyed_is_said_before_anything_starts(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], said: str
+) -> None:
+    """As a usage error that names the option."""
+    assert call(monkeypatch, *arguments) == 64
+    assert said in capsys.readouterr().err
+
+
+def test_a_run_is_shown_recorded_and_drawn(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """The record goes to standard output where that is asked for, and the table then to standard error."""
+    plotted = tmp_path / "speed.svg"
+    options = ("--backend", "echo", "--clients", "1,2", "--max-tokens", "8", "--repeat", "2")
+    assert call(monkeypatch, "burst", *options, "--json", "-", "--plot", str(plotted)) == 0
+
+    written = capsys.readouterr()
+    found = json.loads(written.out)
+    assert [point["parameters"][0]["value"] for point in found["points"]] == [1, 2]
+    assert [len(point["repetitions"][0]) for point in found["points"]] == [2, 2]
+    assert found["sides"][0]["facts"]["slots"] == 2
+    assert "from first to last" in written.err
+    assert plotted.read_text().startswith("<svg")
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_sides_take_turns_and_equals_get_ratios(daemon: RunningDaemon) -> None:
+    """Repetitions alternate; what the peer does not say of itself has been assumed."""
+    heard = Heard()
+    facts = daemon.settings
+    given = Options(
+        backend="echo",
+        slots=facts.slots,
+        n_ctx=facts.n_ctx,
+        clients=(2,),
+        repeat=2,
+        peers=(Peer(name="peer", url=daemon.spec.url, token=daemon.spec.token),),
+        assume_same=("library", "threads"),
+    )
+    burst = find("burst")
+    report = await run_scenario(burst, resolve("burst", given, defaults=burst.defaults, takes=burst.takes), heard)
+
+    assert heard.begun == [
+        "inferencecenter: 2 clients (1 of 2)",
+        "peer: 2 clients (1 of 2)",
+        "inferencecenter: 2 clients (2 of 2)",
+        "peer: 2 clients (2 of 2)",
+    ]
+    assert heard.finished == heard.expected == 4
+    comparison = report.sides[1].comparison
+    assert comparison is not None
+    assert comparison.fair
+    (point,) = report.points
+    assert [len(repetitions) for repetitions in point.repetitions] == [2, 2]
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_peer_with_other_slots_gets_no_ratio(daemon: RunningDaemon) -> None:
+    """It is measured all the same."""
+    given = Options(
+        backend="echo",
+        slots=daemon.settings.slots + 1,
+        n_ctx=daemon.settings.n_ctx,
+        clients=(1,),
+        repeat=1,
+        peers=(Peer(name="peer", url=daemon.spec.url, token=daemon.spec.token),),
+        assume_same=("library", "threads"),
+    )
+    burst = find("burst")
+    report = await run_scenario(burst, resolve("burst", given, defaults=burst.defaults, takes=burst.takes), Heard())
+
+    comparison = report.sides[1].comparison
+    assert comparison is not None
+    assert len(comparison.refusals) == 1
+    assert "slots" in comparison.refusals[0]
+    assert len(report.points[0].repetitions[1]) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "given", "metric"),
+    [
+        ("context", Options(backend="echo", clients=(1, 2), prompt_tokens=(300,), max_tokens=8), "prefill"),
+        (
+            "overload",
+            Options(backend="echo", clients=(2, 5), slots=2, max_tokens=32, repeat=2),
+            "users apart",
+        ),
+        (
+            "interference",
+            Options(backend="echo", clients=(2,), prompt_tokens=(100,), max_tokens=1500, repeat=1),
+            "ITL meanwhile worst",
+        ),
+        (
+            "shared-prefix",
+            Options(backend="echo", clients=(2, 3), prompt_tokens=(50, 80), max_tokens=2, repeat=1),
+            "until all have text",
+        ),
+        (
+            "returning",
+            Options(backend="echo", sessions=5, slots=2, prompt_tokens=(50,), max_tokens=2, repeat=1),
+            "TTFT later turns p50",
+        ),
+        (
+            "sparse",
+            Options(backend="echo", sessions=4, clients=(2,), count=2, prompt_tokens=(30, 60), max_tokens=8, repeat=1),
+            "tokens read a turn",
+        ),
+        (
+            "parking",
+            Options(backend="echo", clients=(4,), slots=2, prompt_tokens=(100,), max_tokens=40, repeat=1),
+            "all at once / in groups",
+        ),
+        ("gateway", Options(clients=(2,), duration_s=0.1, connections=20, repeat=1), "front CPU a frame"),
+        ("idle", Options(backend="echo", sessions=3, duration_s=0.1), "CPU"),
+        ("start", Options(backend="echo", repeat=1), "time to ready"),
+        (
+            "crash",
+            Options(backend="echo", clients=(2,), count=1, prompt_tokens=(20,), max_tokens=60),
+            "streams that had text",
+        ),
+        (
+            "restart",
+            Options(backend="echo", prompt_tokens=(300,), max_tokens=4, restart_by="kill", repeat=1),
+            "TTFT resumed / cold",
+        ),
+        pytest.param(
+            "store",
+            Options(backend="echo", clients=(2,), max_tokens=8, duration_s=0.2, repeat=1),
+            "turns",
+        ),
+        (
+            "speculation",
+            Options(backend="echo", clients=(2,), max_tokens=8, duration_s=0.2, repeat=1),
+            "generation",
+        ),
+        pytest.param(
+            "dialects",
+            Options(backend="echo", clients=(2,), max_tokens=8, duration_s=0.2, repeat=1),
+            "front CPU a token",
+        ),
+        pytest.param(
+            "resend",
+            Options(backend="echo", clients=(1,), prompt_tokens=(800,), max_tokens=8, count=2, repeat=1),
+            "tokens read a turn",
+        ),
+        pytest.param(
+            "soak",
+            Options(backend="echo", clients=(3,), duration_s=1.0, repeat=2),
+            "unexplained errors",
+        ),
+        pytest.param(
+            "abuse",
+            Options(backend="echo", clients=(2,), max_tokens=8, duration_s=0.2, repeat=1),
+            "openapi document: ITL p99, with / without",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+async def test_every_scenario_runs(name: str, given: Options, metric: str) -> None:
+    """From start to report."""
+    scenario, heard = find(name), Heard()
+    options = resolve(name, given, defaults=scenario.defaults, takes=scenario.takes)
+    report = await run_scenario(scenario, options, heard)
+
+    assert report.scenario == name
+    names = {each.name for point in report.points for run in point.repetitions[0] for each in run}
+    assert metric in names
+    assert heard.finished == heard.expected > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "said"),
+    [
+        ("returning", Options(sessions=4, slots=4), "--sessions: 4 sessions do not lose their slots"),
+        ("returning", Options(count=1), "--count: nobody comes back"),
+        ("sparse", Options(sessions=6, clients=(2,), slots=4), "--sessions: 6 sessions have no slot each"),
+        ("sparse", Options(sessions=4, clients=(5,)), "--clients: 5 of 4 sessions cannot speak"),
+        ("parking", Options(clients=(4,), slots=4), "--clients: 4 turns are no whole number of groups of 4"),
+        ("parking", Options(clients=(6,), slots=4), "--clients: 6 turns are no whole number of groups of 4"),
+        ("interference", Options(clients=(2,), max_tokens=8), "a stream of 8 tokens ended"),
+    ],
+)
+async def test_a_question_that_a_run_could_not_answer_is_refused(name: str, given: Options, said: str) -> None:
+    """What would be measured is not what the scenario is about."""
+    scenario = find(name)
+    options = resolve(name, replace(given, backend="echo"), defaults=scenario.defaults, takes=scenario.takes)
+    with pytest.raises(InferenceCenterError, match=said):
+        await run_scenario(scenario, options, Heard())
+
+
+@pytest.mark.slow
+async def test_answers_with_a_schema_are_as_long_as_those_without(demo_model_path: Path) -> None:
+    """Both end by their length, else their rates could not be compared."""
+    scenario = find("structured")
+    given = Options(model=demo_model_path, threads=1, clients=(2,), max_tokens=32, duration_s=0.2, repeat=1)
+    report = await run_scenario(
+        scenario, resolve("structured", given, defaults=scenario.defaults, takes=scenario.takes), Heard()
+    )
+
+    assert [side.facts.name for side in report.sides] == ["with a schema", "without"]
+    assert report.sides[1].comparison is not None
+    assert report.sides[1].comparison.fair
+    for (repetition,) in report.points[0].repetitions:
+        assert {metric.name: metric.value for metric in repetition}["tokens a turn"] == 32
+
+
+async def test_aborts_are_measured_in_both_phases(demo_model_path: Path) -> None:
+    """While decoding there is a step to hold the delay against, while reading a chunk."""
+    scenario = find("abort")
+    given = Options(
+        model=demo_model_path, threads=1, clients=(1,), prompt_tokens=(4000,), max_tokens=400, count=1, repeat=1
+    )
+    options = resolve("abort", given, defaults=scenario.defaults, takes=scenario.takes)
+    report = await run_scenario(scenario, options, Heard())
+
+    decoding, reading = ({metric.name for metric in point.repetitions[0][0]} for point in report.points)
+    assert decoding == {"abort p50", "abort p95", "abort p99", "abort worst", "step"}
+    assert reading == decoding - {"step"} | {"first chunk"}
+
+
+@pytest.mark.slow
+async def test_a_crash_of_the_demo_models_engine_loses_nothing(demo_model_path: Path) -> None:
+    """All that was shown is in the transcript, once, and every turn ends once."""
+    scenario = find("crash")
+    given = Options(model=demo_model_path, threads=1, clients=(3,), count=2, prompt_tokens=(40,), max_tokens=80)
+    options = resolve("crash", given, defaults=scenario.defaults, takes=scenario.takes)
+    (point,) = (await run_scenario(scenario, options, Heard())).points
+
+    found = {metric.name: metric.value for metric in point.repetitions[0][0]}
+    for name in (
+        "characters lost",
+        "characters repeated",
+        "texts unlike the transcript",
+        "tokens missing",
+        "tokens too many",
+        "turns failed",
+        "turns not ended once",
+        "events misnumbered",
+    ):
+        assert found[name] == 0, name
+
+
+@pytest.mark.slow
+async def test_the_resumed_session_of_the_demo_model_is_not_read_again(demo_model_path: Path) -> None:
+    """After a clean stop its KV comes from disk; the cold history of the same length is read whole."""
+    scenario = find("restart")
+    given = Options(model=demo_model_path, threads=1, prompt_tokens=(300,), max_tokens=8, repeat=1)
+    options = resolve("restart", given, defaults=scenario.defaults, takes=scenario.takes)
+    (point,) = (await run_scenario(scenario, options, Heard())).points
+
+    found = {metric.name: metric.value for metric in point.repetitions[0][0]}
+    assert found["tokens read, resumed"] < 32
+    assert found["tokens read, cold"] > 300
+    assert (found["resumed in place"], found["characters lost"]) == (1, 0)

@@ -1,0 +1,108 @@
+"""Tests of ``bench.peers.chat`` and ``bench.peers.responses``, against a daemon in a process of its own."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import pytest
+
+from benchmarks import ways
+from benchmarks.model import SHAPES, write_model
+from benchmarks.peers import make_target
+from benchmarks.target import TargetSpec, Work
+from inferencecenter.core.errors import ErrorCode, InferenceCenterError
+from tests.e2e.harness import Daemon, free_port, run_daemon
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from benchmarks.stage import Way
+
+DIALECTS = [pytest.param(ways.chat_completions, id="chat"), pytest.param(ways.responses, id="responses")]
+WAYS = [*DIALECTS, pytest.param(ways.websocket, id="websocket")]
+
+
+@pytest.fixture(scope="module")
+def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
+    """A daemon on a random-weight model."""
+    folder = tmp_path_factory.mktemp("random")
+    write_model(folder / "tiny.gguf", SHAPES["tiny"], name="tiny")
+    with run_daemon(folder / "state", folder / "tiny.gguf", INFERENCECENTER_ENGINE__N_CTX="1024") as running:
+        yield running
+
+
+def spec(daemon: Daemon) -> TargetSpec:
+    """Where it is."""
+    return TargetSpec("ours", "inferencecenter", daemon.url, daemon.admin_token)
+
+
+@pytest.mark.parametrize("way", WAYS)
+async def test_a_turn_has_exactly_the_tokens_asked_for(daemon: Daemon, way: Way) -> None:
+    """Those of the prompt, the template's among them, and those of the answer; each piece of text is noted."""
+    heard: list[None] = []
+    async with make_target(way(spec(daemon))).session() as session:
+        trace = await session.turn(Work(prompt_tokens=60, max_tokens=24, seed=1), on_text=lambda: heard.append(None))
+
+    assert trace.error is None
+    assert (trace.prompt_tokens, trace.tokens) == (60, 24)
+    assert 0 < len(trace.token_times_s) == len(heard) <= 24
+    times = [trace.started_s, *trace.token_times_s, trace.ended_s]
+    assert times == sorted(times)
+
+
+@pytest.mark.parametrize("way", WAYS)
+async def test_turns_of_one_history_continue_it(daemon: Daemon, way: Way) -> None:
+    """The later prompt holds the turns before, which are not read again; other conversations know nothing of it."""
+    async with make_target(way(spec(daemon))).session() as session:
+        first = await session.turn(Work(prompt_tokens=100, max_tokens=8, seed=1, history_id="h"))
+        later = await session.turn(Work(prompt_tokens=20, max_tokens=8, seed=2, history_id="h"))
+        other = await session.turn(Work(prompt_tokens=60, max_tokens=8, seed=3))
+
+    assert (first.error, later.error, other.error) == (None, None, None)
+    assert later.prompt_tokens > first.prompt_tokens + first.tokens
+    assert later.cached_tokens is not None
+    assert later.cached_tokens >= first.prompt_tokens + first.tokens - 1
+    assert other.prompt_tokens == 60
+
+
+@pytest.mark.parametrize("way", WAYS)
+async def test_answers_follow_a_schema(daemon: Daemon, way: Way) -> None:
+    """However random the weights: one of two words, then the end."""
+    wanted = replace(way(spec(daemon)), json_schema='{"enum": ["a", "b"]}')
+    async with make_target(wanted).session() as session:
+        trace = await session.turn(Work(prompt_tokens=60, max_tokens=100, seed=1))
+
+    assert trace.error is None
+    assert 3 <= trace.tokens < 10
+
+
+@pytest.mark.parametrize("way", DIALECTS)
+async def test_a_refused_turn_is_reported(daemon: Daemon, way: Way) -> None:
+    """What the daemon says against a turn is its error."""
+    async with make_target(way(spec(daemon))).session() as session:
+        trace = await session.turn(Work(prompt_tokens=2000, max_tokens=2, seed=1))
+        aborted = await session.turn_then_abort(Work(prompt_tokens=60, max_tokens=2, seed=1), after_tokens=1)
+
+    assert trace.error is not None
+    assert "2000" in trace.error.replace(",", "")
+    assert aborted.error is not None
+
+
+@pytest.mark.parametrize("way", DIALECTS)
+async def test_facts(daemon: Daemon, way: Way) -> None:
+    """The API tells nothing but that it is there."""
+    facts = await make_target(way(spec(daemon))).facts()
+
+    assert (facts.kind, facts.slots) == (way(spec(daemon)).kind, None)
+
+
+@pytest.mark.parametrize("way", DIALECTS)
+async def test_an_address_without_a_daemon_is_unreachable(way: Way) -> None:
+    """Nobody listens there."""
+    nobody = TargetSpec("ours", "inferencecenter", f"ws://127.0.0.1:{free_port()}/", "t")
+    with pytest.raises(InferenceCenterError) as refused:
+        async with make_target(way(nobody)).session():
+            pass
+
+    assert refused.value.code is ErrorCode.DAEMON_UNREACHABLE

@@ -1,0 +1,70 @@
+"""Tests of ``bench.stats``, against numbers worked out by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.stats import Percentiles, Ratio, Spread, paired_ratio, percentile, percentiles, spread
+
+
+@pytest.mark.parametrize(
+    ("values", "percent", "expected"),
+    [
+        ([7.0], 50, 7.0),
+        ([1.0, 2.0], 50, 1.0),
+        ([3.0, 1.0, 2.0], 50, 2.0),
+        ([float(n) for n in range(1, 101)], 95, 95.0),
+        ([float(n) for n in range(1, 101)], 99, 99.0),
+        ([float(n) for n in range(1, 101)], 99.5, 100.0),
+        ([float(n) for n in range(1, 11)], 95, 10.0),
+        ([float(n) for n in range(1, 11)], 100, 10.0),
+    ],
+)
+def test_a_percentile_is_a_value_of_the_sample(values: list[float], percent: float, expected: float) -> None:
+    """The least value that at least so many percent do not exceed."""
+    assert percentile(values, percent) == expected
+
+
+@pytest.mark.parametrize(("values", "percent"), [([], 50), ([1.0], 0), ([1.0], 101)])
+def test_what_has_no_percentile_is_refused(values: list[float], percent: float) -> None:
+    """An empty sample, or a percentage that is none."""
+    with pytest.raises(ValueError, match="no percentile"):
+        percentile(values, percent)
+
+
+def test_the_usual_percentiles() -> None:
+    """The order in which values came does not matter."""
+    assert percentiles([float(n) for n in range(200, 0, -1)]) == Percentiles(p50=100, p95=190, p99=198, worst=200)
+
+
+def test_the_spread_of_repetitions() -> None:
+    """Median with least and greatest; of an even number the median lies between the middle ones."""
+    assert spread([3.0, 1.0, 2.0, 10.0]) == Spread(median=2.5, least=1.0, greatest=10.0)
+    with pytest.raises(ValueError, match="no values"):
+        spread([])
+
+
+def test_ratios_are_taken_of_neighbours() -> None:
+    """A machine that becomes slower by half between repetitions does not change the ratio."""
+    assert paired_ratio([10.0, 5.0, 8.0], [5.0, 2.5, 4.0]) == Ratio(median=2.0, low=2.0, high=2.0, coverage=0.75)
+
+
+def test_five_pairs_give_their_whole_range() -> None:
+    """The true median is outside five pairs' range when all fall on one side: 2/32."""
+    found = paired_ratio([5.0, 1.0, 4.0, 2.0, 3.0], [1.0] * 5)
+
+    assert found == Ratio(median=3.0, low=1.0, high=5.0, coverage=1 - 2 / 32)
+
+
+def test_more_pairs_leave_the_extremes_out() -> None:
+    """Of eight, second least to second greatest: 1 - 2·(1 + 8)/256 is above 90 %, the third's 1 - 2·37/256 is not."""
+    found = paired_ratio([float(n) for n in range(1, 9)], [1.0] * 8)
+
+    assert found == Ratio(median=4.5, low=2.0, high=7.0, coverage=1 - 18 / 256)
+
+
+@pytest.mark.parametrize(("ours", "theirs"), [([], []), ([1.0], [1.0, 2.0]), ([1.0], [0.0])])
+def test_what_has_no_ratio_is_refused(ours: list[float], theirs: list[float]) -> None:
+    """No pairs, pairs without a neighbour, division by zero."""
+    with pytest.raises(ValueError, match="paired ratios"):
+        paired_ratio(ours, theirs)

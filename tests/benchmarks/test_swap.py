@@ -1,0 +1,91 @@
+"""Tests of ``bench.scenarios.swap``: from what streams were shown to results, by hand, and once with a daemon."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from benchmarks.daemon_process import MODEL_NAMES, DaemonSettings
+from benchmarks.options import Options, resolve
+from benchmarks.runner import run_scenario
+from benchmarks.scenarios import swap
+from benchmarks.shown import Difference
+from inferencecenter.core.errors import InferenceCenterError
+from tests.benchmarks.test_cli import Heard
+from tests.benchmarks.test_scenarios import shown, values
+
+if TYPE_CHECKING:
+    from benchmarks.shown import Shown
+
+SAME = Difference()
+
+
+def change(*streams: Shown, different: Difference = SAME) -> swap.Change:
+    """A swap asked for at 10 and done at 13, of which the engine took 2."""
+    differences = (different, *[SAME] * (len(streams) - 1))
+    return swap.Change(asked_s=10, done_s=13, load_s=2, streams=streams, against_transcripts=differences)
+
+
+def test_pauses_belong_to_the_swap_if_some_part_lies_in_it() -> None:
+    """What was over when it was asked for is before; what began when it was done is neither."""
+    found = change(shown(0, 8, 9, 10, 11.5, 12, 16, 17), shown(0, 7, 9.5, 13.5))
+
+    assert found.before_ms() == [1000, 1000, 2500]
+    assert found.meanwhile_ms() == [1500, 500, 4000, 4000]
+
+
+def test_a_swap_that_nobody_notices() -> None:
+    """All turns are whole; the times are those of the swap and of its engine."""
+    found = values(swap.Swaps((change(shown(0, 8, 9, 11, 14)), change(shown(0, 8, 9, 11, 14))), max_tokens=4))
+
+    assert (found["turns"], found["asked to done p50"], found["engine load p50"]) == (2, 3000, 2000)
+    assert (found["ITL before worst"], found["ITL meanwhile worst"]) == (1000, 3000)
+    for name in ("turns failed", "tokens missing", "texts unlike the transcript"):
+        assert found[name] == 0
+
+
+def test_a_swap_that_cuts_turns_off_says_how() -> None:
+    """Each kind of damage has its own count; a turn that ends twice has failed, too."""
+    failed = replace(shown(0, 8, 9, 11), finishes=["engine_crashed"], usage=None)
+    twice = replace(shown(0, 8, 9, 11, 12), finishes=["length", "length"])
+    found = values(swap.Swaps((change(failed, twice, different=Difference(1, 0, 3)),), max_tokens=4))
+
+    assert (found["turns failed"], found["tokens missing"], found["texts unlike the transcript"]) == (2, 4, 1)
+
+
+def test_a_daemon_of_two_models_has_the_file_twice() -> None:
+    """Under two names, of which the first is the default."""
+    settings = DaemonSettings(backend="llama", model=Path("a.gguf"), slots=1, n_ctx=256, threads=1, two_models=True)
+    environment = settings.environment(Path("state"))
+
+    assert environment["INFERENCECENTER_MODEL__NAME"] == MODEL_NAMES[0]
+    assert environment["INFERENCECENTER_MODEL__PATH"] == "a.gguf"
+    assert json.loads(environment["INFERENCECENTER_MODELS"]) == {MODEL_NAMES[1]: {"path": "a.gguf"}}
+    assert "INFERENCECENTER_MODELS" not in replace(settings, two_models=False).environment(Path("state"))
+
+
+@pytest.mark.slow
+async def test_it_runs() -> None:
+    """To the other model and back, each loaded anew."""
+    given = Options(backend="echo", clients=(2,), count=2, prompt_tokens=(20,), max_tokens=400)
+    options = resolve("swap", given, defaults=swap.SCENARIO.defaults, takes=swap.SCENARIO.takes)
+    heard = Heard()
+    report = await run_scenario(swap.SCENARIO, options, heard)
+
+    found = {each.name: each.value for each in report.points[0].repetitions[0][0]}
+    assert (found["turns"], found["turns failed"], found["tokens missing"]) == (4, 0, 0)
+    assert found["engine load p50"] <= found["asked to done, worst"]
+    assert heard.finished == heard.expected == 2
+
+
+@pytest.mark.slow
+async def test_streams_that_are_too_short() -> None:
+    """Are no streams to swap under, and the run says so."""
+    given = Options(backend="echo", clients=(1,), count=1, prompt_tokens=(20,), max_tokens=4)
+    options = resolve("swap", given, defaults=swap.SCENARIO.defaults, takes=swap.SCENARIO.takes)
+    with pytest.raises(InferenceCenterError, match="all streams ended before the other model was loaded"):
+        await run_scenario(swap.SCENARIO, options, Heard())

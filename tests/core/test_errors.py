@@ -1,0 +1,90 @@
+"""Tests of the one error table."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from inferencecenter.core.errors import ERRORS, ErrorCode, ErrorSpec, InferenceCenterError, foreign_input
+from inferencecenter.protocol.close import CloseCode
+
+_SYSEXITS = range(64, 79)
+
+
+def test_every_code_has_one_row() -> None:
+    """No code without a row, no row under another's code."""
+    assert set(ERRORS) == set(ErrorCode)
+    assert all(code is row.code for code, row in ERRORS.items())
+
+
+@pytest.mark.parametrize("row", ERRORS.values(), ids=lambda row: row.code.value)
+def test_rows_are_complete(row: ErrorSpec) -> None:
+    """Each row has a sentence, an HTTP error status, a sysexits code, and a close code the protocol knows."""
+    assert row.message.endswith(".")
+    assert 400 <= row.http_status < 600
+    assert row.exit_code in _SYSEXITS
+    assert row.close_code is None or row.close_code in set(CloseCode)
+
+
+@pytest.mark.parametrize("row", ERRORS.values(), ids=lambda row: row.code.value)
+def test_what_is_retryable_says_so_in_http_too(row: ErrorSpec) -> None:
+    """Retryable failures have a status that clients retry, and no client mistake is retryable."""
+    assert not row.retryable or row.http_status in (408, 409, 429, 503)
+
+
+def test_the_table_cannot_be_changed() -> None:
+    """Neither the mapping nor a row can be written to."""
+    with pytest.raises(TypeError):
+        ERRORS[ErrorCode.INTERNAL] = ERRORS[ErrorCode.FORBIDDEN]  # type: ignore[index]
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        ERRORS[ErrorCode.INTERNAL].retryable = True  # type: ignore[misc]
+
+
+def test_an_error_without_words_says_its_rows_sentence() -> None:
+    """The message falls back to the table's."""
+    error = InferenceCenterError(ErrorCode.SESSION_BUSY)
+    assert error.message == ERRORS[ErrorCode.SESSION_BUSY].message
+    assert error.spec.exit_code == 75
+
+
+def test_an_error_carries_what_helps() -> None:
+    """Message, hint, field and retry time are kept; ``repr`` shows code and field."""
+    error = InferenceCenterError(
+        ErrorCode.INVALID_REQUEST, "too hot", hint="At most 5.", field="params.temperature", retry_after_ms=10
+    )
+    assert (str(error), error.hint, error.field, error.retry_after_ms) == (
+        "too hot",
+        "At most 5.",
+        "params.temperature",
+        10,
+    )
+    assert repr(error) == "InferenceCenterError(invalid_request, 'too hot', field='params.temperature')"
+
+
+def _refuse(reason: str) -> InferenceCenterError:
+    return InferenceCenterError(ErrorCode.INVALID_CONFIG, reason)
+
+
+@pytest.mark.parametrize(
+    ("raised", "reason"),
+    [
+        (RecursionError(), "RecursionError"),
+        (ValueError("a\nb\ud800"), r"ValueError: a\nb\ud800"),
+        (KeyError("x" * 1000), f"KeyError: '{'x' * 189}..."),
+    ],
+)
+def test_what_is_foreign_leaves_its_border_as_one_of_our_errors(raised: Exception, reason: str) -> None:
+    """Named, in one line with an end, and with the cause beside it for who debugs."""
+    with pytest.raises(InferenceCenterError) as caught, foreign_input(_refuse):
+        raise raised
+    assert caught.value.message == reason
+    assert caught.value.__cause__ is raised
+
+
+def test_errors_of_ours_and_interrupts_pass_a_border() -> None:
+    """They mean what they meant before."""
+    for raised in (InferenceCenterError(ErrorCode.FORBIDDEN, "no"), KeyboardInterrupt()):
+        with pytest.raises(type(raised)) as caught, foreign_input(_refuse):
+            raise raised
+        assert caught.value is raised

@@ -1,0 +1,1 @@
+"""Training of the bundled demo model; nothing of it is in the wheel."""

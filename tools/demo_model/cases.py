@@ -1,0 +1,219 @@
+"""Evaluation cases: prompts on the held-out side of the corpus, with the answers they want."""
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from random import Random
+
+from tools.demo_model import corpus, facts, skills, tools, world
+from tools.demo_model.chatml import Message, tools_prompt
+from tools.demo_model.corpus import Measure
+from tools.demo_model.skills import Exchange
+from tools.demo_model.world import Draw
+
+Judge = Callable[[str], bool]
+
+CONTEXT_TOKENS = 1024
+DISTANCES_TOKENS = (256, 512, 1024)
+_ANSWER_ROOM_TOKENS = 28
+
+
+@dataclass(frozen=True)
+class Question:
+    """A prompt and the judge of its answer."""
+
+    messages: tuple[Message, ...]
+    judge: Judge
+
+
+@dataclass(frozen=True)
+class Case:
+    """Questions of one skill that count as one: the case passes when all answers do."""
+
+    skill: str
+    questions: tuple[Question, ...]
+
+
+def _exactly(expected: str) -> Judge:
+    return lambda answer: answer.strip() == expected
+
+
+def _same_json(expected: object) -> Judge:
+    def judge(answer: str) -> bool:
+        try:
+            return bool(json.loads(answer) == expected)
+        except ValueError:
+            return False
+
+    return judge
+
+
+def called(answer: str) -> object:
+    """Returns the JSON inside the tool call that `answer` is, or None if it is none."""
+    text = answer.strip()
+    if not (text.startswith("<tool_call>") and text.endswith("</tool_call>")):
+        return None
+    try:
+        parsed: object = json.loads(text.removeprefix("<tool_call>").removesuffix("</tool_call>"))
+    except ValueError:
+        return None
+    return parsed
+
+
+def _is_story(answer: str) -> bool:
+    return answer.startswith("Once upon a time") and answer.endswith("went home happy.")
+
+
+def _single(made: Exchange, skill: str, judge: Judge | None = None) -> Case:
+    asked, answered = made.messages[:2]
+    return Case(skill, (Question((asked,), judge or _exactly(answered.content)),))
+
+
+def _plain(skill: str, maker: Callable[[Draw], Exchange], draw: Draw) -> Case:
+    return _single(maker(draw), skill)
+
+
+def _story(draw: Draw) -> Case:
+    return _single(skills.story(draw), "stories", _is_story)
+
+
+def _unseen_capital(draw: Draw) -> Case:
+    # Made-up countries are asked too in training; the criterion is about the real ones.
+    while True:
+        made = skills.capitals(draw)
+        if not made.messages[1].content.startswith("I do not"):
+            return _single(made, "capitals")
+
+
+def _tool_call(draw: Draw) -> Case:
+    offered = tools.offer(draw, draw.number(1, 3))
+    system = Message("system", tools_prompt([tool.schema(draw) for tool in offered]))
+    asked, calling, result, reply = tools.call(draw, draw.pick(offered), answered=True).messages
+    wanted = called(calling.content)
+    return Case(
+        "tool call, then its result told",
+        (
+            Question((system, asked), lambda answer: called(answer) == wanted),
+            Question((system, asked, calling, result), _exactly(reply.content)),
+        ),
+    )
+
+
+def _tool_call_form(draw: Draw) -> Case:
+    exact = _tool_call(draw).questions[0]
+    return Case("tool call parses", (Question(exact.messages, lambda answer: isinstance(called(answer), dict)),))
+
+
+def _named_assistant(draw: Draw) -> Case:
+    setting = corpus.named_assistant(draw)
+    asked, answered = corpus.own_name(draw, setting.assistant).messages
+    system = Message("system", setting.system)
+    return Case("name from the system prompt", (Question((system, asked), _exactly(answered.content)),))
+
+
+def _json(draw: Draw) -> Case:
+    made = skills.json_object(draw)
+    return _single(made, "JSON object", _same_json(json.loads(made.messages[1].content)))
+
+
+def _untold(draw: Draw) -> Case:
+    return _single(facts.ask_untold(draw, facts.NAME), "fact never told")
+
+
+def _padding(draw: Draw, room: int, measure: Measure) -> list[Message]:
+    """Returns chat without facts that fills `room` tokens as far as short exchanges can."""
+    chosen: list[Message] = []
+    for _ in range(400):
+        made = corpus.filler(draw)
+        size = sum(measure(message) for message in made.messages)
+        if size <= room:
+            chosen += made.messages
+            room -= size
+    return chosen
+
+
+def _recall(draw: Draw, window: int, measure: Measure, kind: facts.FactKind | None = None) -> Case:
+    """Returns a fact told in the first message and asked for when `window` tokens are full."""
+    (fact,), told = facts.tell(draw, (kind or facts.any_kind(draw),))
+    asked = facts.ask(draw, fact).messages[0]
+    fixed = sum(measure(m) for m in (*told.messages, asked)) + _ANSWER_ROOM_TOKENS
+    chat = _padding(draw, window - fixed, measure)
+    question = Question((*told.messages, *chat, asked), _exactly(fact.answer))
+    return Case(f"recall at {window} tokens", (question,))
+
+
+def _name_recall(draw: Draw, window: int, measure: Measure) -> Case:
+    case = _recall(draw, window, measure, facts.NAME)
+    return Case(f"name recalled at {window} tokens", case.questions)
+
+
+def _several_facts(draw: Draw, window: int, measure: Measure) -> Case:
+    """Returns four facts told in a row and all asked for later, each answer wanted."""
+    kinds = {facts.NAME.key: facts.NAME}
+    while len(kinds) < 4:
+        kind = facts.any_kind(draw)
+        kinds[kind.key] = kind
+    told = [facts.tell(draw, (kind,)) for kind in kinds.values()]
+    history = [message for _, made in told for message in made.messages]
+    history += _padding(draw, window // 2, measure)
+    questions = []
+    for (fact,), _ in told:
+        asked, answered = facts.ask(draw, fact).messages
+        questions.append(Question((*history, asked), _exactly(fact.answer)))
+        history += [asked, answered]
+    return Case("four facts told, all asked", tuple(questions))
+
+
+def _two_conversations(draw: Draw, measure: Measure) -> Case:
+    """Returns the same conversation twice but for the name told in it."""
+    chat = _padding(draw, 150, measure)
+    asked = Message("user", draw.pick(facts.NAME.asks))
+    wording = draw.pick(facts.NAME.tells)
+    questions = []
+    for _ in range(2):
+        fact = facts.Fact(facts.NAME, world.name(draw))
+        told = Message("user", wording.format(v=fact.value))
+        ack = Message("assistant", facts.NAME.ack.format(v=fact.value))
+        questions.append(Question((told, ack, *chat, asked), _exactly(fact.answer)))
+    return Case("two conversations told apart", tuple(questions))
+
+
+def makers(measure: Measure) -> tuple[Callable[[Draw], Case], ...]:
+    """Returns what makes the cases of each skill.
+
+    Args:
+        measure: Returns the tokens a message takes, its ChatML frame included.
+    """
+    plain = {
+        "small talk": skills.small_talk,
+        "counting": skills.counting,
+        "counting up to 200": skills.long_counting,
+        "lists": skills.lists,
+        "sums": skills.sums,
+        "sums without spaces": skills.terse_sums,
+        "repeat": skills.repeat,
+        "unknown requests": skills.unknown,
+    }
+    return (
+        *(partial(_plain, skill, maker) for skill, maker in plain.items()),
+        _unseen_capital,
+        _story,
+        _json,
+        _tool_call,
+        _named_assistant,
+        _untold,
+        partial(_several_facts, window=512, measure=measure),
+        partial(_two_conversations, measure=measure),
+        *(partial(_recall, window=window, measure=measure) for window in DISTANCES_TOKENS),
+        *(partial(_name_recall, window=window, measure=measure) for window in DISTANCES_TOKENS),
+        _tool_call_form,
+    )
+
+
+def cases(seed: int, amount: int, measure: Measure) -> Iterator[Case]:
+    """Yields `amount` cases of each skill; the same seed gives the same ones."""
+    for number, make in enumerate(makers(measure)):
+        draw = Draw(Random(f"evaluate:{seed}:{number}"), unseen=True)  # noqa: S311 (no secrets here)
+        for _ in range(amount):
+            yield make(draw)
