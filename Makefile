@@ -43,7 +43,7 @@ lint: $(VENV)/.installed-dev site ## Check style, types (of the web page too), i
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/inferencecenter docs --check
+	$(BIN)/python -m tools.reference --check
 	tools/check-web $(VENV)
 	tools/check-forge $(VENV)
 	tools/check-prose $(VENV)
@@ -64,7 +64,7 @@ uninstall: ## Remove the service, as root; configuration, sessions and the user 
 	@$(INSTALLED_BY) uninstall
 
 docs: $(VENV)/.installed-dev ## Write the generated documentation and the annotated default configuration
-	$(BIN)/inferencecenter docs
+	$(BIN)/python -m tools.reference
 
 site: $(VENV)/.installed-dev ## Build the documentation as a site, into build/site
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build

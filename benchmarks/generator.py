@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Final, TypeVar
 
 import msgspec
@@ -77,6 +79,7 @@ async def start_generator() -> AsyncIterator[LoadGenerator]:
         sys.executable,
         "-m",
         MODULE,
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])},
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         limit=_MAX_LINE_BYTES,

@@ -10,7 +10,6 @@ from typing import get_args
 
 import pytest
 
-from inferencecenter.cli.reference.pages import documents
 from inferencecenter.config.loader import load_settings
 from inferencecenter.config.params import parse_config_params
 from inferencecenter.config.settings import Settings, setting_fields
@@ -19,6 +18,7 @@ from inferencecenter.models.registry import read_registry
 from inferencecenter.protocol.events import AnyEvent
 from inferencecenter.protocol.params import PARAM_DOCS
 from inferencecenter.protocol.requests import AnyRequest
+from tools.reference.pages import documents
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = documents()

@@ -69,7 +69,7 @@ def make_target(spec: TargetSpec) -> Target:
     """Return what speaks to the server.
 
     Raises:
-        InferenceCenterError: ``invalid_config`` when the packages of the extra ``benchmarks`` are missing.
+        InferenceCenterError: ``invalid_config`` when the packages of the extra ``bench`` are missing.
     """
     if spec.kind == "inferencecenter":
         return Daemon(spec)

@@ -30,7 +30,6 @@ _COMMANDS: Final = {
     "bench": "bench",
     "doctor": "doctor",
     "healthcheck": "healthcheck",
-    "docs": "docs",
 }
 """Each command's module here, and what in it is the command: a function, or an app of more commands."""
 
@@ -49,12 +48,13 @@ class Commands(TyperGroup):
         """Return the command of a name, ``None`` for an unknown one."""
         if cmd_name not in _COMMANDS:
             return None
-        command = getattr(import_module(f"inferencecenter.cli.{cmd_name}"), _COMMANDS[cmd_name])
+        module = import_module(f"inferencecenter.cli.{cmd_name}")
+        command = getattr(module, _COMMANDS[cmd_name])
         holder = typer.Typer(**_SETTINGS)
         if isinstance(command, typer.Typer):
             holder.add_typer(command, name=cmd_name)
         else:
-            holder.command(cmd_name, hidden=cmd_name == "docs")(command)
+            holder.command(cmd_name, context_settings=getattr(module, "CONTEXT_SETTINGS", None))(command)
         return typer.main.get_group(holder).commands[cmd_name]
 
 

@@ -10,9 +10,9 @@ import typer
 from rich.table import Column, Table
 
 from inferencecenter.auth.clients_file import load_clients
+from inferencecenter.cli import config_reference as reference
 from inferencecenter.cli.options import ConfigOption, JsonOption
 from inferencecenter.cli.output import as_json, print_json, problems_of, report, stdout
-from inferencecenter.cli.reference import configuration as reference
 from inferencecenter.config.loader import read_layers
 from inferencecenter.config.params import parse_config_params
 from inferencecenter.config.settings import setting_fields

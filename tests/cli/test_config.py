@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from inferencecenter.cli.reference.configuration import toml_value
-from inferencecenter.cli.reference.pages import documents
+from inferencecenter.cli.config_reference import toml_value
+from tools.reference.pages import documents
 
 if TYPE_CHECKING:
     from pathlib import Path

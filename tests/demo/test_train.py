@@ -5,7 +5,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("tokenizers")
 
-from tools.demo_model import train
+from tools.demo_model import train  # noqa: E402 (needs torch)
 from tools.demo_model.model import LONGEST_WINDOW, DemoModel, Shape  # noqa: E402 (needs torch)
 
 SMALL = Shape(vocabulary=50, layers=1, width=32, heads=4, kv_heads=2, feed_forward=32, context=16)

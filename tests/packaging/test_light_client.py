@@ -120,10 +120,17 @@ def test_what_needs_the_server_says_so(bare: Path, command: tuple[str, ...]) -> 
     assert "Traceback" not in done.stderr
 
 
+def test_the_benchmark_says_where_it_is(bare: Path) -> None:
+    """It is not in the wheel; whatever it is asked, the message says so."""
+    done = run(bare, "inferencecenter", "bench", "throughput", "--clients", "4")
+    assert done.returncode == 78
+    assert "Clone the repository" in done.stderr
+
+
 def test_importing_the_client_loads_no_other_part(bare: Path) -> None:
     """Neither the daemon's modules nor its log come with the client."""
     code = "import sys, json, inferencecenter.client; print(json.dumps(sorted(sys.modules)))"
     modules = json.loads(run(bare, "python", "-c", code).stdout)
     packages = {name.split(".")[1] for name in modules if name.startswith("inferencecenter.")}
-    assert packages == {"client", "protocol", "errors", "tasks"}
+    assert packages == {"client", "protocol", "core"}
     assert not {"structlog", "rich", "typer", "msgspec"} & set(modules)

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from inferencecenter.cli.reference import (
+from inferencecenter.cli import config_reference
+from tools.reference import (
     configuration,
     errors,
     metrics,
@@ -32,7 +33,7 @@ def documents() -> Mapping[str, str]:
         "docs/configuration.md": configuration.page(),
         "docs/states.md": states.page(),
         "docs/metrics.md": metrics.page(),
-        "config/inferencecenter.toml": configuration.default_toml(),
+        "config/inferencecenter.toml": config_reference.default_toml(),
         "inferencecenter/web/js/wire/types.d.ts": wire_types.module(),
         "inferencecenter/web/js/wire/params.js": wire_params.module(),
     }

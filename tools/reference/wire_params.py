@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any, Final
 
-from inferencecenter.cli.reference.wire_types import GENERATED
 from inferencecenter.protocol.params import PARAM_DOCS, json_schema
+from tools.reference.wire_types import GENERATED
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

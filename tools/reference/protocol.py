@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, get_args
 
 from pydantic import BaseModel, Field, TypeAdapter
 
-from inferencecenter.cli.reference import markdown, protocol_text
-from inferencecenter.cli.reference.types import words
+from inferencecenter.cli.config_reference import schema_in_words
 from inferencecenter.protocol.base import Dagger
 from inferencecenter.protocol.close import CLOSE_CODES
 from inferencecenter.protocol.events import AnyEvent
 from inferencecenter.protocol.params import PARAM_DOCS, json_schema
 from inferencecenter.protocol.requests import AnyRequest
 from inferencecenter.protocol.scopes import SCOPES
+from tools.reference import markdown, protocol_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -88,7 +88,9 @@ def _fields(kind: type[BaseModel], *, skip: tuple[str, ...] = ()) -> str:
         default = "" if field.is_required() or field.default is None else f" Default `{json.dumps(field.default)}`."
         need = "yes" if field.is_required() else ""
         description = properties[name].get("description", field.description or "")
-        rows.append((f"`{name}`{_dagger(marked=marked)}", words(properties[name]), need, description + default))
+        rows.append(
+            (f"`{name}`{_dagger(marked=marked)}", schema_in_words(properties[name]), need, description + default)
+        )
     return markdown.table(("field", "type", "always", "meaning"), rows) if rows else ""
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Final
 
-from inferencecenter.cli.reference import markdown
 from inferencecenter.telemetry.metrics import DaemonMetrics
+from tools.reference import markdown
 
 _INTRODUCTION: Final = """\
 `GET /metrics` answers in Prometheus' text format; `server.metrics_access` says who may read it. A counter's samples

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-from inferencecenter.cli.reference import markdown
 from inferencecenter.engine.scheduler.request import REQUEST
 from inferencecenter.hardware.pressure import PRESSURE
 from inferencecenter.hardware.thermal import THERMAL
 from inferencecenter.server.states import CONNECTION
 from inferencecenter.sessions.states import SESSION, TURN
 from inferencecenter.supervisor.states import ENGINE
+from tools.reference import markdown
 
 if TYPE_CHECKING:
     from inferencecenter.core.state_machine import StateMachine

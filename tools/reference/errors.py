@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Final
 
-from inferencecenter.cli.reference import markdown
 from inferencecenter.core.errors import ERRORS
+from tools.reference import markdown
 
 _INTRODUCTION: Final = """\
 Every failure has a code. Over a socket it comes as an `error` event, over HTTP as a status, from the command line

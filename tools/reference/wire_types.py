@@ -6,11 +6,11 @@ import inspect
 import json
 from typing import TYPE_CHECKING, Any, Final, get_args
 
-from inferencecenter.cli.reference.protocol import values_of
 from inferencecenter.core.errors import ERRORS
 from inferencecenter.protocol.events import AnyEvent
 from inferencecenter.protocol.params import Params
 from inferencecenter.protocol.requests import AnyRequest
+from tools.reference.protocol import values_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
