@@ -303,7 +303,7 @@ def test_numbers_say_what_is_new() -> None:
     assert position.admit(queued(seq=1)) is SequenceStatus.REPEATED
     assert position.admit(token("joined", seq=5)) is SequenceStatus.NEXT
     assert position.admit(end(seq=7)) is SequenceStatus.AFTER_A_GAP
-    assert repr(position) == "Position(e, 5)"
+    assert repr(position) == "SequenceTracker(e, 5)"
     position.note(3)
     assert position.seq == 5
 

@@ -1,6 +1,7 @@
 """A daemon that runs into traps, and whose engines do: ``python -m tests.faults.daemon serve``.
 
-Its places are ``before-<Record>`` and ``after-<Record>`` a commit of sessions with such a record, as ``before-Ended``.
+Its places are ``before-<Record>`` and ``after-<Record>`` a commit of sessions with such a record, as
+``before-TurnEnded``.
 What a client is told follows what is committed, so that these are all the moments that make a difference to it.
 """
 

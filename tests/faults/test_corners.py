@@ -39,7 +39,7 @@ async def test_half_a_character_and_half_a_stop_string(echo: Site, passes: int) 
         assert await witness.turn("STOPP!", stop=["STOP it"]) == "STOPP!"
 
 
-@pytest.mark.parametrize("place", ["before-Said", "after-Said"])
+@pytest.mark.parametrize("place", ["before-TokensAppended", "after-TokensAppended"])
 @pytest.mark.parametrize("passes", [pytest.param(passes, marks=SLOW) for passes in (3, 9, 14, 21, 27)])
 async def test_half_a_character_and_another_daemon(echo: Site, place: str, passes: int) -> None:
     """The same when it is the daemon that dies."""

@@ -48,14 +48,14 @@ async def goes_on(echo: Site, witness: Witness, *, key: str) -> None:
 
 SLOW = pytest.mark.slow
 COMMITS = [
-    pytest.param("before-Ordered", 0, "nothing", id="before it is written down", marks=SLOW),
-    pytest.param("after-Ordered", 0, "nothing", id="before the first word"),
-    pytest.param("before-Said", 0, "nothing queued", id="before any text", marks=SLOW),
-    pytest.param("after-Said", 0, "nothing queued", id="with text that nobody has seen", marks=SLOW),
-    pytest.param("before-Said", 100, "some", id="in the middle", marks=SLOW),
-    pytest.param("after-Said", 100, "some", id="in the middle, with text that nobody has seen"),
-    pytest.param("before-Ended", 0, "queued some all", id="before the end is written down", marks=SLOW),
-    pytest.param("after-Ended", 0, "queued some all", id="before the end is told"),
+    pytest.param("before-TurnQueued", 0, "nothing", id="before it is written down", marks=SLOW),
+    pytest.param("after-TurnQueued", 0, "nothing", id="before the first word"),
+    pytest.param("before-TokensAppended", 0, "nothing queued", id="before any text", marks=SLOW),
+    pytest.param("after-TokensAppended", 0, "nothing queued", id="with text that nobody has seen", marks=SLOW),
+    pytest.param("before-TokensAppended", 100, "some", id="in the middle", marks=SLOW),
+    pytest.param("after-TokensAppended", 100, "some", id="in the middle, with text that nobody has seen"),
+    pytest.param("before-TurnEnded", 0, "queued some all", id="before the end is written down", marks=SLOW),
+    pytest.param("after-TurnEnded", 0, "queued some all", id="before the end is told"),
 ]
 """Where, how often that is passed before, and what may have been shown then: a commit takes what is there with it.
 

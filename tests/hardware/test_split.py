@@ -432,7 +432,7 @@ def test_a_model_that_never_fits_is_given_up_step_by_step(shape_of: ShapeOf, mon
         made.append(RuntimeConfig(**fields))
         return made[-1]
 
-    monkeypatch.setattr(split, "SetUp", counted)
+    monkeypatch.setattr(split, "RuntimeConfig", counted)
     assert not plan(
         hostile, gpus(8), Host(available_bytes=GIB, cores=4), PlacementConstraints(prefer="long", quantized_kv=True)
     ).fits

@@ -33,7 +33,7 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         known = {os.getpid() if name == "front" else int(name[1:]): each for name, each in processes.items()}
         monkeypatch.setattr(memory_pressure, "cgroup_memory", lambda: group)
         monkeypatch.setattr(memory_pressure, "machine_memory", lambda: machine)
-        monkeypatch.setattr(memory_pressure, "resident", lambda pid: known.get(pid, ResidentMemory()))
+        monkeypatch.setattr(memory_pressure, "resident_memory", lambda pid: known.get(pid, ResidentMemory()))
 
     say()
     return say
