@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 import tomllib
@@ -16,7 +17,7 @@ from inferencecenter.config.loader import OTHER_ENVIRONMENT, load_settings
 from inferencecenter.config.params import parse_config_params
 from inferencecenter.config.settings import environment_name, setting_fields
 from inferencecenter.protocol.codec import read_frame
-from tests.documentation import GENERATED, ROOT, Block, Page, all_pages, commands_in
+from tests.documentation import GENERATED, ROOT, Block, Page, all_pages, commands_in, read_page
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -197,3 +198,24 @@ def test_addresses_exist(page: Page) -> None:
             path = re.sub(r"\{\w+\}", "{}", found[2])
             methods = {re.sub(r"\{\w+\}", "{}", each): kinds for each, kinds in described.items()}
             assert (found[1] == "GET" and path in plain) or found[1].lower() in methods.get(path, {}), span
+
+
+def methods_of_the_package() -> dict[str, set[str]]:
+    """Return the names that each class of the package defines, by its name."""
+    found: dict[str, set[str]] = {}
+    for path in sorted((ROOT / "inferencecenter").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef):
+                names = {each.name for each in node.body if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef)}
+                found.setdefault(node.name, set()).update(names)
+    return found
+
+
+def test_methods_exist() -> None:
+    """A method that the page of the architecture names is one of that class."""
+    methods = methods_of_the_package()
+    named = [
+        found for span in read_page("docs/architecture.md").spans if (found := re.fullmatch(r"([A-Z]\w+)\.(\w+)", span))
+    ]
+    assert len(named) > 10
+    assert [found[0] for found in named if found[2] not in methods.get(found[1], ())] == []
