@@ -1,4 +1,9 @@
-"""Assembles an answer from the parts that its parser returns. Pure."""
+"""Assembles an answer from the parts that its parser returns. Pure.
+
+The assembler decides which parts may be sent. After a restart the answer is parsed again from its beginning once the
+model is known; the parts that were already sent are then skipped. Invariant: the sent parts are a prefix of the parsed
+answer, whatever the sizes of the chunks.
+"""
 
 from __future__ import annotations
 
@@ -27,23 +32,22 @@ _ID_PREFIX: Final = "call_"
 
 @dataclass(frozen=True, slots=True)
 class OutputDelta:
-    """Parts of an answer that are to be told now; ``logprobs`` go with the first."""
+    """Parts of an answer to send now; ``logprobs`` belong to the first of them."""
 
     parts: Parts
     logprobs: tuple[SampledLogprobs, ...] = ()
 
 
 def call_id(turn_id: str, index: int) -> str:
-    """Return the name of a turn's call, which is the same each time it is asked for."""
+    """Return the id of a tool call, derived from the turn and thus stable across restarts."""
     return f"{_ID_PREFIX}{turn_id.removeprefix('t_')}_{index}"
 
 
 @dataclass(slots=True)
 class ResponseAssembler:
-    """An answer as it is told.
+    """The answer of a turn and how much of it was sent.
 
-    A turn that an earlier daemon began has told parts of it already; until its model is known again it cannot be read
-    any further.
+    A restored turn has sent parts before; it has no parser until its model is known again.
     """
 
     turn_id: str
@@ -58,7 +62,7 @@ class ResponseAssembler:
 
     @classmethod
     def restored(cls, turn_id: str, emitted: Iterable[Part]) -> ResponseAssembler:
-        """Return an answer of which parts were told before."""
+        """Return the assembler of a turn that had ``emitted`` parts before a restart."""
         speaking = cls(turn_id)
         speaking._emitted = list(emitted)
         for part in speaking._emitted:
@@ -67,31 +71,31 @@ class ResponseAssembler:
 
     @property
     def has_parser(self) -> bool:
-        """Whether it is known how the answer is read."""
+        """Whether the output format is known."""
         return self._parser is not None
 
     @property
     def content(self) -> str:
-        """What was said so far."""
+        """The text so far."""
         return "".join(self._texts)
 
     @property
     def reasoning(self) -> str:
-        """What was thought so far."""
+        """The reasoning so far."""
         return "".join(self._reasoning)
 
     @property
     def reasoning_tokens(self) -> int:
-        """Tokens up to the end of what was thought, with the marks around it.
+        """Tokens up to the end of the reasoning, including its tags.
 
-        Of several that came at once, one of which has that end in it, as many as are its share of their text. So it is
-        with all that an earlier daemon heard.
+        If several tokens arrive at once and the reasoning ends among them, they are attributed in proportion to their
+        characters; the same applies to all output before a restart.
         """
         return self._n_reasoning_tokens if self._reasoning else 0
 
     @property
     def calls(self) -> tuple[ToolCall, ...]:
-        """The tools that were asked for so far; arguments of the last may lack their end."""
+        """The tool calls so far; the arguments of the last one may be incomplete."""
         return tuple(
             ToolCall(call_id=call_id(self.turn_id, index), name=name, arguments="".join(arguments))
             for index, (name, arguments) in enumerate(self._calls[:_MAX_CALLS])
@@ -99,11 +103,11 @@ class ResponseAssembler:
 
     @property
     def complete_calls(self) -> tuple[ToolCall, ...]:
-        """Those of the calls whose arguments are a whole JSON object."""
+        """The calls whose arguments are a complete JSON object."""
         return tuple(call for call in self.calls if _is_object(call.arguments))
 
     def message(self) -> ChatMessage:
-        """Return the answer as the conversation keeps it; a call that was cut off is not part of it."""
+        """Return the answer as stored in the conversation, without truncated calls."""
         return ChatMessage(
             role="assistant",
             content=self.content,
@@ -112,37 +116,37 @@ class ResponseAssembler:
         )
 
     def set_parser(self, speech: OutputSpec, said: str, *, n_tokens: int = 0) -> None:
-        """Read the answer from now on as ``speech`` says.
+        """Parse the answer from now on according to ``speech``.
 
         Args:
-            speech: How the model writes.
-            said: All of its text so far, whose parts may have been told.
-            n_tokens: Tokens that spell it.
+            speech: The output format.
+            said: The whole text so far; parts of it may have been sent.
+            n_tokens: Tokens of that text.
         """
         self._parser = speech.reader()
         self._due = remaining_parts(self._emitted, self._feed(self._parser, said, n_tokens))
         self._emitted = []
 
     def feed(self, delta: TokenDelta) -> OutputDelta:
-        """Take more of the answer and return what is to be told of it now."""
+        """Add generated output and return what to send."""
         n_tokens = len(delta.tokens) // TOKEN_BYTES
         parts = () if self._parser is None else self._feed(self._parser, delta.text, n_tokens)
         return self._emit(parts, delta.logprobs)
 
     def finish(self) -> OutputDelta:
-        """Return what is left to be told when no more comes."""
+        """Return what is left to send at the end of the answer."""
         parts = self._parser.finish() if self._parser is not None else ()
         if not parts and not self._due and self._logprobs:
             parts = (TextDelta(""),)
         return self._emit(parts, ())
 
     def _feed(self, reader: OutputParser, text: str, n_tokens: int) -> Parts:
-        """Read more text, and count those of its tokens with which the model thinks."""
+        """Parse text and count the reasoning tokens in it."""
         is_reasoning = reader.chars_after_reasoning is None
         parts = reader.feed(text)
         if is_reasoning:
             behind = reader.chars_after_reasoning or 0
-            # Rounded up: the token with the end of the mark is one of them.
+            # Rounded up: the token that contains the end of the closing tag counts.
             self._n_reasoning_tokens += n_tokens - (n_tokens * behind // len(text) if behind else 0)
         return parts
 
@@ -173,14 +177,14 @@ class ResponseAssembler:
 def assembler_for(
     speech: OutputSpec, before: ResponseAssembler | None, *, turn_id: str, said: str, n_tokens: int
 ) -> ResponseAssembler | None:
-    """Return how an answer goes on that is read as ``speech`` says; ``None`` for one that is plain text.
+    """Return the assembler of an answer whose format is ``speech``; ``None`` for plain text.
 
     Args:
-        speech: How the model writes.
-        before: How it was read up to now.
+        speech: The output format.
+        before: The current assembler, if any.
         turn_id: The turn.
-        said: All of its text so far.
-        n_tokens: Tokens that it has made. With any it goes on as it began.
+        said: The whole text so far.
+        n_tokens: Tokens generated so far; a started answer keeps its format.
     """
     begun = n_tokens > 0
     if begun and (before is None or before.has_parser):
@@ -194,9 +198,9 @@ def assembler_for(
 
 
 def remaining_parts(emitted: Parts, read: Parts) -> tuple[Part, ...]:
-    """Return what comes after ``emitted`` in ``read``, which begins with it however both are cut.
+    """Return what follows ``emitted`` in ``read``, which has it as a prefix, however both are chunked.
 
-    If it does not, what was told stands, and nothing more is certain.
+    Otherwise nothing is returned: what was sent cannot be revised.
     """
     left, rest = joined(emitted), joined(read)
     while left and rest:
@@ -211,7 +215,7 @@ def remaining_parts(emitted: Parts, read: Parts) -> tuple[Part, ...]:
 
 
 def joined(parts: Parts) -> list[Part]:
-    """Return the same parts with texts that follow each other as one."""
+    """Return the parts with adjacent texts of one kind merged."""
     together: list[Part] = []
     for part in parts:
         if not isinstance(part, ToolCallStart) and not part.text:
@@ -230,22 +234,22 @@ def joined(parts: Parts) -> list[Part]:
 
 
 def encode_parts(parts: Parts) -> str:
-    """Return parts as they are written down."""
+    """Return parts in their stored form, a JSON array."""
     return orjson.dumps([_encoded(part) for part in parts]).decode()
 
 
 def decode_parts(columns: Iterable[str]) -> tuple[Part, ...]:
-    """Return the parts of one answer that ``encode_parts`` wrote, one time after the other.
+    """Return the parts of one answer from the columns that ``encode_parts`` wrote, in order.
 
     Raises:
-        ValueError: It did not write this.
+        ValueError: A column is malformed, or a call is missing.
     """
     parts: list[Part] = []
     n_calls = 0
     for column in columns:
         found = orjson.loads(column)
         if not isinstance(found, list):
-            raise ValueError("no list of parts")
+            raise ValueError("not a list of parts")
         for part in map(_decoded, found):
             if isinstance(part, ToolCallStart):
                 n_calls += 1
@@ -256,7 +260,7 @@ def decode_parts(columns: Iterable[str]) -> tuple[Part, ...]:
 
 
 def _tail(first: Part, other: Part) -> Part | None:
-    """Return the rest of ``other``, which begins with ``first``; ``None`` if it does not."""
+    """Return the rest of ``other`` after its prefix ``first``; ``None`` if that is not a prefix."""
     match first, other:
         case (TextDelta(head), TextDelta(whole)) if whole.startswith(head):
             return TextDelta(whole[len(head) :])
@@ -289,7 +293,7 @@ def _decoded(encoded: object) -> Part:
             return ToolCallStart(index, name)
         case ["argued", int(index), str(text)]:
             return ArgumentsDelta(index, text)
-    raise ValueError("no part of an answer")
+    raise ValueError("not a part of an answer")
 
 
 def _is_object(arguments: str) -> bool:

@@ -1,4 +1,4 @@
-"""What a format of tool calls implements, and what is known of a model's template."""
+"""The interface of tool call formats, and the detected capabilities of a model's template."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class CallRules:
-    """Expressions of a grammar: the first call behind its trigger, and each one that follows.
+    """Grammar expressions: the ``first`` call after its trigger, each ``next`` one, and the ``end``.
 
-    The ``next`` ones come with all that stands between and around them; ``end`` is behind the last.
+    ``next`` includes the separator and the opening and closing texts; ``end`` follows the last call.
     """
 
     first: str
@@ -27,34 +27,34 @@ class CallRules:
 
 
 class ToolCallFormat(Protocol):
-    """One way in which models write calls of tools."""
+    """A syntax in which models write tool calls."""
 
     @property
     def trigger(self) -> str:
-        """The text that a call begins with, wherever it stands."""
+        """The text that begins a call anywhere in the answer."""
 
     @property
     def opening(self) -> str:
-        """The text that a call begins with where nothing has been said, empty if it is the same."""
+        """The text that begins a call at the start of the answer, empty if it is the trigger."""
 
     @property
     def address(self) -> str:
-        """What is before text where a trigger is before all that is said; empty where text needs nothing."""
+        """The text that precedes plain text in formats where a trigger precedes everything, else empty."""
 
     @property
     def markers(self) -> tuple[str, ...]:
-        """Texts that set calls off; they may be control tokens."""
+        """Texts that delimit calls; they may be control tokens."""
 
     def read(self, tape: CharStream, outlet: PartBuilder, *, tools: Mapping[str, Tool], trigger: str) -> Reading[bool]:
-        """Read what follows a trigger, and settle the tape; if that is no call, tell nothing and return ``False``."""
+        """Parse what follows a trigger and commit the stream; return ``False``, without parts, if it is no call."""
 
     def rules(self, tools: Sequence[Tool], lark: GrammarBuilder) -> CallRules:
-        """Add to a grammar what calls of ``tools`` consist of."""
+        """Add the rules for calls of ``tools`` to a grammar."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReasoningTags:
-    """The texts around what a model thinks before it answers."""
+    """The tags around the reasoning of a model."""
 
     opens: str
     closes: str
@@ -62,10 +62,10 @@ class ReasoningTags:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TemplateCapabilities:
-    """How a model writes calls of tools and what it thinks; without a style it cannot ask for any tool.
+    """How a model writes tool calls and reasoning; without a ``call_format`` it has no tools.
 
-    It may write ``several`` calls in an answer. Of the texts that set these off, ``control`` are control tokens, which
-    an answer shows only where that is asked for.
+    It may write ``several`` calls per answer. ``control`` are the delimiters that are control tokens, which the engine
+    emits as text only on request.
     """
 
     call_format: ToolCallFormat | None = None
@@ -75,4 +75,4 @@ class TemplateCapabilities:
 
 
 PLAIN: Final = TemplateCapabilities()
-"""Text and nothing else."""
+"""Plain text only."""

@@ -1,7 +1,7 @@
-"""A character stream that is fed in pieces, and incremental readers of JSON values on it.
+"""A character stream that is fed in chunks, with backtracking, and incremental JSON readers on it.
 
-What reads is a generator: it yields where it needs more, so that it is written as if all of the text were there, and
-where the pieces were cut makes no difference to it.
+Readers are generators that yield when they need more input. They are written as if the whole text were available, and
+their result does not depend on how the text is chunked.
 """
 
 from __future__ import annotations
@@ -17,30 +17,30 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 Reading: TypeAlias = Generator[None, None, T]
-"""Reads from a tape and yields where the tape has to go on; it returns ``T``."""
+"""A reader that yields when the stream is exhausted, and returns ``T``."""
 
 
 class CharStream:
-    """A growing text with a place up to which it has been read."""
+    """Text that grows at its end, with a read position."""
 
     def __init__(self) -> None:
         self._text = ""
         self._at = 0
-        self._again: list[str] = []  # characters that were put back, the next one last
-        self._tried: list[str] | None = None  # characters that were read since something was tried
+        self._again: list[str] = []  # pushed back characters, the next one last
+        self._tried: list[str] | None = None  # characters read since ``mark``
         self.ended = False
 
     @property
     def n_unread(self) -> int:
-        """Characters that are there and have not been read."""
+        """Characters that are available and unread."""
         return len(self._again) + len(self._text) - self._at
 
     def extend(self, text: str) -> None:
-        """Add what comes next; all that came before must have been read."""
+        """Append a chunk; all earlier text must have been read."""
         self._text, self._at = text, 0
 
     def next(self) -> Reading[str]:
-        """Read a character; none at the end of the text."""
+        """Read a character; empty at the end of the text."""
         if self._again:
             char = self._again.pop()
         else:
@@ -55,9 +55,9 @@ class CharStream:
         return char
 
     def match(self, pattern: re.Pattern[str]) -> str:
-        """Read what ``pattern`` matches of the text that is there already, possibly nothing.
+        """Read what ``pattern`` matches in the available text, possibly nothing.
 
-        Whatever comes next, what the pattern matches must be right to read.
+        The match must be valid to read whatever text follows.
         """
         if self._again or self._tried is not None:
             return ""
@@ -68,26 +68,26 @@ class CharStream:
         return found[0]
 
     def push_back(self, text: str) -> None:
-        """Have ``text``, which was read last, read again."""
+        """Unread ``text``, which was read last."""
         self._again.extend(reversed(text))
         if self._tried and text:
             del self._tried[-len(text) :]
 
     def mark(self) -> None:
-        """From here on remember what is read, so that it can be read another way."""
+        """Start recording, so that ``rollback`` can return to this position."""
         self._tried = []
 
     def commit(self) -> None:
-        """Whatever was read is read for good."""
+        """Discard the mark."""
         self._tried = None
 
     def rollback(self) -> None:
-        """Have all read again since something was tried."""
+        """Return to the mark."""
         tried, self._tried = self._tried or [], None
         self._again.extend(reversed(tried))
 
     def read_blank(self) -> Reading[str]:
-        """Read white space as far as it goes."""
+        """Read white space."""
         read = ""
         while (char := (yield from self.next())) and char.isspace():
             read += char
@@ -95,7 +95,7 @@ class CharStream:
         return read
 
     def accept(self, *wanted: str) -> Reading[str]:
-        """Read the one of ``wanted`` that comes next and return it; if there is none, read nothing."""
+        """Read whichever of ``wanted`` comes next and return it; otherwise read nothing."""
         read = ""
         while (char := (yield from self.next())) and any(text.startswith(read + char) for text in wanted):
             read += char
@@ -114,7 +114,7 @@ _MAX_KEY_CHARS: Final = 256
 
 
 def read_value(tape: CharStream, emit: Callable[[str], None]) -> Reading[None]:
-    """Read one value and tell its text as it comes."""
+    """Read one JSON value and emit its text incrementally."""
     first = yield from tape.next()
     if first and first in "{[":
         emit(first)
@@ -130,7 +130,7 @@ def read_value(tape: CharStream, emit: Callable[[str], None]) -> Reading[None]:
 
 
 def read_arguments(tape: CharStream, emit: Callable[[str], None]) -> Reading[None]:
-    """Read arguments and tell them as JSON, also where they are a JSON string with the JSON in it."""
+    """Read arguments and emit them as JSON, unwrapping a JSON string that contains the JSON."""
     if (yield from tape.accept('"')):
         yield from read_string(tape, emit)
     else:
@@ -138,9 +138,9 @@ def read_arguments(tape: CharStream, emit: Callable[[str], None]) -> Reading[Non
 
 
 def read_string(tape: CharStream, emit: Callable[[str], None]) -> Reading[bool]:
-    """Read a string behind its first quote and tell what it means; return whether it has come to its end.
+    """Read a string after its opening quote and emit its decoded text; return whether it is terminated.
 
-    Halves of characters become U+FFFD, and escapes that JSON does not know the characters they escape.
+    Lone surrogates become U+FFFD; an unknown escape becomes the escaped character.
     """
     while True:
         emit(tape.match(_IN_STRING))
@@ -154,7 +154,7 @@ def read_string(tape: CharStream, emit: Callable[[str], None]) -> Reading[bool]:
 
 
 def read_key(tape: CharStream) -> Reading[str | None]:
-    """Read a short string and return what it means; ``None``, with some of it read, where there is none."""
+    """Read a short string and return it decoded; ``None``, with some of it read, if there is none."""
     if not (yield from tape.accept('"')):
         return None
     texts: list[str] = []
@@ -178,7 +178,7 @@ def read_key(tape: CharStream) -> Reading[str | None]:
 
 
 def json_string(text: str) -> str:
-    """Return ``text`` as it stands between the quotes of a JSON string."""
+    """Return ``text`` escaped for a JSON string, without the quotes."""
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 

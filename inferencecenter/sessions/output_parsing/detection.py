@@ -1,7 +1,7 @@
 """Detects the tool call format of a chat template, with plain text as the fallback.
 
-What a template writes of a call is what the model was trained to write itself. A template that says nothing of tools,
-calls or results, or writes them in no way that is known here, gets them as plain text.
+A template is probed with a known conversation: what it writes for a call is what the model was trained to write. A
+template that renders no tools, calls or results, or renders calls in an unknown format, gets them as plain text.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TemplateForm:
-    """How a template wants to be given a conversation.
+    """The form in which a template expects a conversation.
 
-    A ``native`` one writes tools itself; arguments are ``text_arguments`` or objects, and ids ``short_ids`` or any.
-    Others get them as text, in a system prompt if it ``knows_system`` prompts.
+    A ``native`` template renders tools itself; it takes arguments as ``text_arguments`` or objects, and ``short_ids``
+    or any ids. Others get tools as text, in a system prompt if the template ``knows_system`` prompts.
     """
 
     native: bool = False
@@ -40,7 +40,7 @@ class TemplateForm:
 
 
 class TemplateProbe(Protocol):
-    """Has a template write a conversation in a form; returns nothing where it cannot."""
+    """Renders a conversation in a form; returns an empty text on failure."""
 
     def __call__(self, messages: Sequence[ChatMessage], tools: Sequence[Tool], form: TemplateForm) -> str:
         """Return the text."""
@@ -85,11 +85,11 @@ _THINKING: Final = (ReasoningTags("<think>", "</think>"), ReasoningTags("[THINK]
 
 
 def detect(write: TemplateProbe, *, source: str, control: Collection[str]) -> tuple[TemplateForm, TemplateCapabilities]:
-    """Return how a template is given conversations with tools, and how the model writes calls and thoughts.
+    """Return the form that a template expects and the capabilities that it shows.
 
     Args:
-        write: The template.
-        source: Its text.
+        write: Renders with the template.
+        source: The source of the template.
         control: The texts of the model's control tokens.
     """
     knows_system = "probe_system" in write((_SYSTEM, _ASKS), (), TemplateForm())
@@ -104,7 +104,7 @@ def detect(write: TemplateProbe, *, source: str, control: Collection[str]) -> tu
 
 
 def style_in(text: str) -> tuple[ToolCallFormat, bool] | None:
-    """Return how a call is written in what a template made of the known conversation, and whether others followed."""
+    """Return the call format found in the rendered probe conversation, and whether more calls followed."""
     for pattern, call_format in _STYLES:
         if found := pattern.search(text):
             return call_format(found.groupdict("")), found["between"] is not None
@@ -112,7 +112,7 @@ def style_in(text: str) -> tuple[ToolCallFormat, bool] | None:
 
 
 def _native(write: TemplateProbe, *, knows_system: bool) -> tuple[TemplateForm, ToolCallFormat, bool] | None:
-    """Return the form that a template writes calls in, and how it does; ``None`` if it does not know tools."""
+    """Return the form, the call format, and whether it allows several calls; ``None`` without native tools."""
     if _TOOL.name not in write((_ASKS,), (_TOOL,), TemplateForm(native=True)):
         return None
     for calls, short_ids, text_arguments in product((_CALLS, _CALLS[:1]), (False, True), (True, False)):
@@ -180,7 +180,7 @@ _STYLES: Final[tuple[tuple[re.Pattern[str], Callable[[Mapping[str, str]], ToolCa
 
 
 FALLBACK: Final = JsonCalls(opens="<tool_call>", closes="</tool_call>", lead="\n", trail="\n", between="\n")
-"""How such a model is asked to write its calls."""
+"""The call format for templates without native tools."""
 
 _BEFORE: Final = "You can have these functions called, each given as JSON with a schema of its arguments:\n"
 _AFTER: Final = (
@@ -194,12 +194,11 @@ _AFTER: Final = (
 def as_text(messages: Sequence[ChatMessage], tools: Sequence[Tool], *, knows_system: bool) -> list[ChatMessage]:
     """Return the conversation with tools, calls and results as text.
 
-    Results that follow each other, and what the user says behind them, are one message, since many templates want user
-    and assistant to take turns. A template that ``knows_system`` prompts has the tools there, others before the first
-    message.
+    Consecutive results and the following user message are merged, since many templates require alternating roles. The
+    tools go into the system prompt if the template ``knows_system`` prompts, else into the first user message.
     """
     written: list[ChatMessage] = []
-    joined: list[str] = []  # what the message being put together consists of
+    joined: list[str] = []  # texts of the message being merged
     for message in messages:
         plain = _as_plain(message)
         if joined and plain.role != "user":
@@ -216,7 +215,7 @@ def as_text(messages: Sequence[ChatMessage], tools: Sequence[Tool], *, knows_sys
 
 
 def _of_user(texts: list[str]) -> ChatMessage:
-    """Return the message of these texts, which are taken out of the list."""
+    """Return the texts as one user message and clear the list."""
     message = ChatMessage(role="user", content="\n".join(texts))
     texts.clear()
     return message

@@ -28,22 +28,22 @@ if TYPE_CHECKING:
     from inferencecenter.sessions.output_parsing.call_format import ReasoningTags, ToolCallFormat
 
 MAX_CALLS_CHARS: Final = 1_048_576
-"""Characters of the grammar of all tools of a turn."""
+"""Largest grammar for the tools of a turn, in characters."""
 
 _ANYTHING: Final = r"/(.|\n)*/"
 _BLANK: Final = r"/\s{0,2}/"
-# In a regular expression, to stand between slashes.
+# Escapes of a regular expression between slashes.
 _MARKS: Final = {"/": r"\/", "\n": r"\n"}
 _IN_EXPRESSION: Final = re.compile(r"\\.|[/\n]", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerStart:
-    """How an answer may begin, before what it is held to.
+    """What may precede the constrained part of an answer.
 
-    With ``thinking`` the model may think first; it does so already where the prompt has ``opened`` its thoughts. Where
-    the prompt ends with the trigger of calls, they have ``begun``, and text needs an ``address``. The ``control``
-    tokens stand for themselves, all other marks are spelled.
+    With ``thinking`` the model may reason first; ``opened`` if the prompt already ends with the opening tag. If the
+    prompt ends with the call trigger, calls have ``begun`` and plain text needs an ``address``. ``control`` tokens are
+    matched as tokens, other delimiters as text.
     """
 
     control: frozenset[str] = frozenset()
@@ -54,16 +54,16 @@ class AnswerStart:
 
 
 def form_grammar(request: Infer, start: AnswerStart) -> Grammar | None:
-    """Return the form that a request wants its answer to have, if it wants one.
+    """Return the grammar of the structured output that a request asks for, if any.
 
     Raises:
-        InferenceCenterError: ``invalid_grammar`` for a form that is too long.
+        InferenceCenterError: ``invalid_grammar`` for a grammar that is too long.
     """
     form = _form(request)
     if form is not None and len(form.text) > MAX_GRAMMAR_CHARS:
         raise InferenceCenterError(
             ErrorCode.INVALID_GRAMMAR,
-            f"the form of the answer has {len(form.text)} characters; {MAX_GRAMMAR_CHARS} are allowed",
+            f"the schema, expression or grammar has {len(form.text)} characters; {MAX_GRAMMAR_CHARS} are allowed",
             field="json_schema" if request.json_schema is not None else None,
         )
     if form is None or (start.thinking is None and not start.address):
@@ -75,20 +75,21 @@ def form_grammar(request: Infer, start: AnswerStart) -> Grammar | None:
         lark.rule("answer", _expression(form))
     answer = joined(lark.spelled(start.address), "answer")
     _begin(lark, start, after=joined(_BLANK, answer), plain=answer)
-    # GBNF becomes Lark in the engine, which adds the rule.
+    # The engine converts GBNF to Lark and adds the rule.
     return Grammar("gbnf", form.text, frame=lark.text) if form.kind == "gbnf" else Grammar("lark", lark.text)
 
 
 def calls_grammar(
     call_format: ToolCallFormat, tools: Sequence[Tool], *, start: AnswerStart, demands: bool, several: bool
 ) -> Grammar:
-    """Return the grammar of an answer that may ask for tools, or that ``demands`` it.
+    """Return the grammar of an answer that may call tools, or must if it ``demands`` it.
 
-    Calls end the answer: nothing follows them. Without ``several`` there is one at most.
+    Nothing follows the calls. Without ``several`` there is at most one.
+
 
     Raises:
         InferenceCenterError: ``invalid_grammar`` for tools that are too long, ``invalid_request`` for schemas that are
-            nested too deep, and see the style's ``rules``.
+            nested too deep, and see ``ToolCallFormat.rules``.
     """
     for tool in tools:
         check_depth(tool.parameters, field="tools")
@@ -110,7 +111,7 @@ def calls_grammar(
 
 
 def no_calls_grammar(call_format: ToolCallFormat, *, start: AnswerStart) -> Grammar:
-    """Return the grammar of an answer that asks for no tool."""
+    """Return the grammar of an answer without tool calls."""
     lark = GrammarBuilder(start.control)
     text = _text(call_format)
     if call_format.trigger not in start.control and not call_format.opening:
@@ -121,7 +122,7 @@ def no_calls_grammar(call_format: ToolCallFormat, *, start: AnswerStart) -> Gram
 
 
 def _text(call_format: ToolCallFormat) -> str:
-    """Return what text is like that does not begin as a call does that is the whole answer."""
+    """Return the expression of text that does not start like a call at the start of the answer."""
     return rf"/\s*([^\s{escaped(call_format.opening)}](.|\n)*)?/" if call_format.opening else _ANYTHING
 
 
@@ -132,7 +133,7 @@ def _opened(lark: GrammarBuilder, call_format: ToolCallFormat) -> str:
 
 
 def _spoken(lark: GrammarBuilder, call_format: ToolCallFormat, calls: str, *, text: str, start: AnswerStart) -> str:
-    """Return text, and calls where their trigger comes; the rules of it are named after the kind of ``text``."""
+    """Return the expression of text optionally followed by calls; rule names derive from the terminal ``text``."""
     said = lark.spelled(start.address)
     options = [joined(said, text)]
     if lark.knows(call_format.trigger):
@@ -147,7 +148,7 @@ def _spoken(lark: GrammarBuilder, call_format: ToolCallFormat, calls: str, *, te
 
 
 def _begin(lark: GrammarBuilder, start: AnswerStart, *, after: str, plain: str) -> None:
-    """Add the first rule: the answer, ``plain`` or ``after`` what the model thinks."""
+    """Add the start rule: ``plain``, or reasoning and ``after``."""
     thinking = start.thinking
     if thinking is None:
         lark.rule("start", plain)
@@ -172,7 +173,7 @@ def _form(request: Infer) -> Grammar | None:
 
 
 def _expression(form: Grammar) -> str:
-    """Return a regular expression or a grammar as an expression within another."""
+    """Return a regular expression or a grammar as a nested expression."""
     if form.kind == "regex":
         return f"/{_IN_EXPRESSION.sub(_escaped_mark, form.text)}/"
     return f"%lark {{\n{form.text}\n}}"

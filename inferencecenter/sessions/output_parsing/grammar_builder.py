@@ -11,17 +11,17 @@ from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 if TYPE_CHECKING:
     from collections.abc import Collection
 
-# Small models lose themselves in white space where they may write any, and templates write arguments this way too, so
-# that the next prompt begins with the very tokens of this answer.
+# Small models get stuck in optional white space. Templates render arguments with this spacing too, so that the next
+# prompt repeats the tokens of this answer.
 _SPACING: Final = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
 class GrammarBuilder:
-    """A grammar in the making.
+    """Collects the rules of a grammar.
 
     Args:
-        control: Texts that are control tokens of the model; all others are spelled.
-        max_chars: Length that it may have; no rule is added after the one that exceeds it.
+        control: Texts that are control tokens of the model; all others are matched as text.
+        max_chars: Largest grammar in characters; the rule that exceeds it raises.
     """
 
     def __init__(self, control: Collection[str], *, max_chars: int | None = None) -> None:
@@ -32,21 +32,21 @@ class GrammarBuilder:
 
     @property
     def text(self) -> str:
-        """The grammar as it is now."""
+        """The grammar so far."""
         return "\n".join(self._rules) + "\n"
 
     def rule(self, name: str, body: str) -> str:
         """Add a rule and return its name.
 
         Raises:
-            InferenceCenterError: ``invalid_grammar`` for a grammar that is too long.
+            InferenceCenterError: ``invalid_grammar`` if the grammar becomes too long.
         """
         rule = f"{name}: {body}"
         self._n_chars += len(rule) + 1
         if self._max_chars is not None and self._n_chars > self._max_chars:
             raise InferenceCenterError(
                 ErrorCode.INVALID_GRAMMAR,
-                f"the grammar of the tools has more than the {self._max_chars} characters that are allowed",
+                f"the grammar of the tools exceeds {self._max_chars} characters",
                 field="tools",
                 hint="Offer fewer tools, or schemas that refer to fewer definitions.",
             )
@@ -54,11 +54,11 @@ class GrammarBuilder:
         return name
 
     def knows(self, text: str) -> bool:
-        """Tell whether a text is a control token."""
+        """Return whether a text is a control token."""
         return text in self._control
 
     def spelled(self, *texts: str) -> str:
-        """Return the expression of texts one after the other, each of which is a control token or is spelled."""
+        """Return the expression of a sequence of texts, each a control token or literal text."""
         expressions: list[str] = []
         plain = ""
         for text in texts:
@@ -70,7 +70,7 @@ class GrammarBuilder:
         return joined(*expressions, quoted(plain) if plain else "")
 
     def schema(self, name: str, schema: Any) -> str:
-        """Add a rule for JSON that a JSON Schema accepts and return its name; what is no schema is no grammar."""
+        """Add a rule for JSON that a JSON Schema accepts and return its name."""
         accepts = {**schema, "x-guidance": _SPACING} if isinstance(schema, dict) else schema
         return self.rule(name, f"%json {_literal(accepts)}")
 
@@ -81,40 +81,40 @@ def special(text: str) -> str:
 
 
 def joined(*expressions: str) -> str:
-    """Return what matches one expression after the other."""
+    """Return the sequence of expressions; empty ones are skipped."""
     return " ".join(expression for expression in expressions if expression)
 
 
 def either(*expressions: str) -> str:
-    """Return what matches any of some expressions."""
+    """Return the alternative of expressions."""
     return f"({' | '.join(expressions)})"
 
 
 def repeated(expression: str) -> str:
-    """Return what matches an expression any number of times."""
+    """Return zero or more repetitions of an expression."""
     return f"({expression})*"
 
 
 def optional(expression: str) -> str:
-    """Return what matches an expression or nothing."""
+    """Return an optional expression."""
     return f"({expression})?"
 
 
 def quoted(text: str) -> str:
-    """Return the expression of a text."""
+    """Return the expression of literal text."""
     return _literal(text)
 
 
 def escaped(text: str) -> str:
-    """Return a regular expression, to stand between slashes, that matches a text."""
+    """Return a regular expression, for use between slashes, that matches a text."""
     return re.escape(text).replace("/", r"\/").replace("\n", r"\n")
 
 
 def rule_name(prefix: str, name: str) -> str:
-    """Return a name of a rule by which people recognise a tool in what is said of a faulty grammar."""
+    """Return a rule name that identifies a tool in errors about the grammar."""
     return f"{prefix}_{re.sub(r'[^a-z0-9_-]', '_', name.lower())}"
 
 
 def _literal(value: Any) -> str:
-    """Return a value as JSON in which nothing looks like a control token's name, which the engine replaces."""
+    """Return a value as JSON without ``<[``, which the engine would parse as a control token's name."""
     return json.dumps(value, ensure_ascii=False).replace("<[", r"\u003c[")

@@ -1,4 +1,4 @@
-"""Calls that are JSON objects with a name and arguments: Hermes and Qwen, Llama 3, Mistral."""
+"""Calls as JSON objects with a name and arguments: Hermes, Qwen, Llama 3, Mistral."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ _PYTHON_TAG: Final = "<|python_tag|>"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JsonCalls:
-    """Calls between two texts, as ``<tool_call>`` and ``</tool_call>``.
+    """Calls between two delimiters, such as ``<tool_call>`` and ``</tool_call>``.
 
-    What begins with nothing is the whole answer, as Llama 3 has it, or what follows its ``<|python_tag|>``. In an
-    ``array`` all calls of an answer stand between the two texts, in brackets.
+    Without an opening delimiter a call is the whole answer or follows ``<|python_tag|>``, as in Llama 3. With ``array``
+    all calls of an answer are one JSON array between the delimiters.
 
-    ``lead`` stands before an object or the array, ``trail`` behind it, and ``between`` between two calls. ``key`` is
-    that of the arguments.
+    ``lead`` precedes an object or the array, ``trail`` follows it, and ``between`` separates calls. ``key`` is the
+    member that holds the arguments.
     """
 
     opens: str = ""
@@ -44,7 +44,7 @@ class JsonCalls:
 
     @property
     def trigger(self) -> str:
-        """The text that calls begin with."""
+        """The text before calls."""
         return self.opens or _PYTHON_TAG
 
     @property
@@ -54,16 +54,16 @@ class JsonCalls:
 
     @property
     def address(self) -> str:
-        """Nothing."""
+        """Empty: text needs no prefix."""
         return ""
 
     @property
     def markers(self) -> tuple[str, ...]:
-        """The texts around calls."""
+        """The delimiters of calls."""
         return (self.trigger, self.closes) if self.closes else (self.trigger,)
 
     def read(self, tape: CharStream, outlet: PartBuilder, *, tools: Mapping[str, Tool], trigger: str) -> Reading[bool]:
-        """Read the calls behind a trigger."""
+        """Parse the calls after a trigger."""
         if trigger == self.opening:
             called = yield from _read_members(tape, outlet, tools=tools)
         else:
@@ -88,7 +88,7 @@ class JsonCalls:
             yield from tape.accept(separator)
 
     def rules(self, tools: Sequence[Tool], lark: GrammarBuilder) -> CallRules:
-        """Add what calls of ``tools`` consist of."""
+        """Add the rules for calls of ``tools``."""
         call = lark.rule("call", either(*(self._object(index, tool, lark) for index, tool in enumerate(tools))))
         if self.array:
             return CallRules(
@@ -109,7 +109,7 @@ class JsonCalls:
 
 
 def _read_array(tape: CharStream, outlet: PartBuilder, *, tools: Mapping[str, Tool]) -> Reading[bool]:
-    """Read calls up to the bracket that closes them, or as long as they are calls."""
+    """Parse calls up to the closing bracket, or up to the first element that is no call."""
     called = False
     while True:
         yield from tape.read_blank()
@@ -132,7 +132,7 @@ def _read_call(tape: CharStream, outlet: PartBuilder, *, tools: Mapping[str, Too
 
 
 def _read_members(tape: CharStream, outlet: PartBuilder, *, tools: Mapping[str, Tool]) -> Reading[bool]:
-    """Read an object that is a call: its name comes first, or behind other short texts."""
+    """Parse the members of a call: the name comes first, or after other short texts."""
     name = None
     while True:
         key = yield from _read_member(tape)
@@ -166,7 +166,7 @@ def _begin(tape: CharStream, outlet: PartBuilder, name: str | None) -> None:
 
 
 def _read_member(tape: CharStream) -> Reading[str | None]:
-    """Read a key up to where its value begins."""
+    """Read a key and its colon, up to the value."""
     yield from tape.read_blank()
     key = yield from read_key(tape)
     yield from tape.read_blank()
@@ -177,7 +177,7 @@ def _read_member(tape: CharStream) -> Reading[str | None]:
 
 
 def _read_remainder(tape: CharStream) -> Reading[None]:
-    """Read what else an object has behind its arguments."""
+    """Skip the members after the arguments."""
     while True:
         yield from tape.read_blank()
         follows = yield from tape.accept("}", ",")

@@ -1,4 +1,4 @@
-"""Calls that are a name and then arguments as JSON: Functionary, Llama's custom functions, newer Mistral."""
+"""Calls as a name followed by JSON arguments: Functionary, Llama's custom functions, newer Mistral."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ if TYPE_CHECKING:
 _OF_NAME: Final = re.compile(r"[A-Za-z0-9_.-]")
 _MAX_NAME_CHARS: Final = 64
 _CALL_ID: Final = "[CALL_ID]"
-_EVERYBODY: Final = "all"
+_ALL_RECIPIENTS: Final = "all"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NamedCalls:
-    """Calls as ``<function=name>{…}</function>``: ``opens``, the name, ``then``, the arguments and ``closes``.
+    """Calls such as ``<function=name>{…}</function>``: ``opens``, name, ``then``, arguments, ``closes``.
 
-    With ``call_ids`` an id stands behind the name, as newer models of Mistral write it. With ``recipients`` all that an
-    answer says is addressed, as Functionary does it: what is for ``all`` is text.
+    With ``call_ids`` an id follows the name, as in newer Mistral models. With ``recipients`` every part of an answer is
+    addressed, as in Functionary: text is addressed to ``all``.
     """
 
     opens: str
@@ -48,28 +48,28 @@ class NamedCalls:
 
     @property
     def opening(self) -> str:
-        """None but the trigger."""
+        """Empty: only the trigger begins a call."""
         return ""
 
     @property
     def address(self) -> str:
-        """Everybody, where what is said is addressed."""
-        return f"{_EVERYBODY}{self.then}" if self.recipients else ""
+        """The recipient ``all``, in formats with recipients."""
+        return f"{_ALL_RECIPIENTS}{self.then}" if self.recipients else ""
 
     @property
     def markers(self) -> tuple[str, ...]:
-        """The texts before a name and behind it."""
+        """The delimiters of calls."""
         texts = (self.opens, _CALL_ID if self.call_ids else "", self.then, self.closes)
         return tuple(text for text in texts if text)
 
     def read(self, tape: CharStream, outlet: PartBuilder, *, tools: Mapping[str, Tool], trigger: str) -> Reading[bool]:
-        """Read a call, or who the text is for."""
+        """Parse a call, or the recipient of text."""
         name = yield from _read_name(tape)
         if self.call_ids and (yield from tape.accept(_CALL_ID)):
             yield from _read_name(tape)
         if not (yield from tape.accept(self.then)):
             return False
-        if self.recipients and name == _EVERYBODY:
+        if self.recipients and name == _ALL_RECIPIENTS:
             tape.commit()
             return True
         if name not in tools:
@@ -84,19 +84,19 @@ class NamedCalls:
         return True
 
     def rules(self, tools: Sequence[Tool], lark: GrammarBuilder) -> CallRules:
-        """Add what calls of ``tools`` consist of.
+        """Add the rules for calls of ``tools``.
 
         Raises:
-            InferenceCenterError: ``invalid_request`` for a tool whose name is that of everybody.
+            InferenceCenterError: ``invalid_request`` for a tool named ``all`` in a format with recipients.
         """
         call = lark.rule("call", either(*(self._call(index, tool, lark) for index, tool in enumerate(tools))))
         return CallRules(call, joined(lark.spelled(self.between, self.opens), call))
 
     def _call(self, index: int, tool: Tool, lark: GrammarBuilder) -> str:
-        if self.recipients and tool.name == _EVERYBODY:
+        if self.recipients and tool.name == _ALL_RECIPIENTS:
             raise InferenceCenterError(
                 ErrorCode.INVALID_REQUEST,
-                f'a tool for this model cannot be named "{_EVERYBODY}", by which it addresses the user',
+                f'a tool for this model cannot be named "{_ALL_RECIPIENTS}", by which it addresses the user',
                 field="tools",
             )
         arguments = lark.schema(rule_name(f"arguments_{index}", tool.name), schema_of(tool))

@@ -1,4 +1,10 @@
-"""Parses one turn's answer into text, reasoning and tool calls while it is generated."""
+"""Parses an answer into text, reasoning and tool calls while it is generated.
+
+The parser is a coroutine over a ``CharStream``: it suspends when the stream is exhausted and emits a part as soon as no
+later text can change it. Text that may still become a delimiter is held back; after a trigger the stream is marked, and
+if the text is not a call of an offered tool it is rolled back and emitted as text. Invariant: the concatenated parts
+depend only on the whole text, never on how it was chunked.
+"""
 
 from __future__ import annotations
 
@@ -24,33 +30,34 @@ if TYPE_CHECKING:
 
 
 class PlainTextParser:
-    """Whatever comes is said."""
+    """Returns all output as text."""
 
     chars_after_reasoning = 0
 
     def feed(self, text: str) -> tuple[Part, ...]:
-        """Return ``text`` as what is said."""
+        """Return ``text`` as a part."""
         return (TextDelta(text),) if text else ()
 
     def finish(self) -> tuple[Part, ...]:
-        """Return nothing: nothing is held back."""
+        """Return nothing: no text is held back."""
         return ()
 
 
-_WHATEVER: Final = re.compile(r".+", re.DOTALL)
+_REST_OF_CHUNK: Final = re.compile(r".+", re.DOTALL)
 
 
 class StructuredOutputParser:
-    """Reads one answer.
+    """Parses one answer.
 
-    White space around calls and around thoughts is neither's, nor is it said. What begins like a call but names no tool
-    that was offered is said; once a call is told, whatever stands where its arguments should are its arguments.
+    White space around calls and reasoning is dropped. Text that starts like a call but names no offered tool is text;
+    once a call is started, whatever stands in the place of its arguments is its arguments.
+
 
     Args:
-        begun: What the prompt has of the answer already, as the mark at which the model begins to think.
-        thinking: What is around thoughts, if the model has any.
-        call_format: How it writes calls; without it there are none.
-        tools: What was offered, by name.
+        begun: The start of the answer that the prompt already contains, such as the opening reasoning tag.
+        thinking: The reasoning tags, if the model reasons.
+        call_format: The call format; ``None`` disables calls.
+        tools: The offered tools by name.
     """
 
     def __init__(
@@ -68,17 +75,17 @@ class StructuredOutputParser:
 
     @property
     def chars_after_reasoning(self) -> int | None:
-        """Characters that stood behind the end of the thoughts in the piece that had it; ``None`` before that."""
+        """Characters after the end of the reasoning in the chunk that contained it; ``None`` before."""
         return self._outlet.chars_after_reasoning
 
     def feed(self, text: str) -> tuple[Part, ...]:
-        """Take more of the answer and return what is certain by now."""
+        """Add text and return the parts that are final."""
         self._tape.extend(text)
         next(self._reading, None)
         return self._outlet.take()
 
     def finish(self) -> tuple[Part, ...]:
-        """Return what was held back, now that no more will come."""
+        """Return the text that was held back, at the end of the answer."""
         self._tape.ended = True
         return self.feed("")
 
@@ -104,11 +111,11 @@ def _read_answer(
 def _read_rest(tape: CharStream, outlet: PartBuilder) -> Reading[None]:
     while char := (yield from tape.next()):
         outlet.add_text(char)
-        outlet.add_text(tape.match(_WHATEVER))
+        outlet.add_text(tape.match(_REST_OF_CHUNK))
 
 
 def _read_thoughts(tape: CharStream, outlet: PartBuilder, thinking: ReasoningTags) -> Reading[bool]:
-    """Read what the model thinks, if it begins with that."""
+    """Read the reasoning if the answer begins with it."""
     blank = yield from tape.read_blank()
     if not (yield from tape.accept(thinking.opens)):
         tape.push_back(blank)
@@ -123,7 +130,7 @@ def _read_speech(
 ) -> Reading[None]:
     """Read text and calls.
 
-    It is ``fresh`` where only thoughts and calls have been, behind which white space says nothing.
+    ``fresh`` if only reasoning and calls precede, after which white space is dropped.
     """
     first = True
     while True:
@@ -145,8 +152,8 @@ def _read_speech(
 
 
 def _read_until(tape: CharStream, emit: Callable[[str], None], end: str) -> Reading[tuple[str, str]]:
-    """Tell text up to ``end``; return the white space before it, which is not told, and ``end`` itself if it came."""
-    # Words and the white space before them; possessive, so that nothing is looked at twice.
+    """Emit text up to ``end``; return the white space before it, which is not emitted, and ``end`` if found."""
+    # Words and the white space before them; possessive, so that matching is linear.
     ordinary = re.compile(rf"(?:\s*+[^\s{re.escape(end[0])}]++)++")
     while True:
         emit(tape.match(ordinary))
@@ -161,10 +168,10 @@ def _read_until(tape: CharStream, emit: Callable[[str], None], end: str) -> Read
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutputSpec:
-    """What the engine holds an answer to, and how it is read.
+    """How the engine constrains an answer, and how the answer is parsed.
 
-    The ``markers`` are control tokens whose text must be shown. ``begun`` is what the prompt has of the answer already;
-    without ``thinking`` and ``call_format`` the answer is text and nothing else.
+    ``markers`` are control tokens that the engine must emit as text. ``begun`` is the start of the answer that the
+    prompt already contains; without ``thinking`` and ``call_format`` the answer is plain text.
     """
 
     grammar: Grammar | None = None
@@ -176,11 +183,11 @@ class OutputSpec:
 
     @property
     def plain(self) -> bool:
-        """Whether a reader would return every text as what is said."""
+        """Whether the whole answer is text."""
         return self.thinking is None and self.call_format is None
 
     def reader(self) -> OutputParser:
-        """Return a new reader of the answer."""
+        """Return a new parser."""
         if self.plain:
             return PlainTextParser()
         return StructuredOutputParser(
@@ -189,20 +196,22 @@ class OutputSpec:
 
 
 def output_spec(request: Infer, *, written: TemplateCapabilities, asked: str) -> OutputSpec:
-    """Return how the answer to ``request`` is written and read.
+    """Return how the answer to ``request`` is constrained and parsed.
 
     Args:
-        request: What is asked for.
-        written: How the model writes.
-        asked: The text that the model was given; its end says whether the model thinks already.
+        request: The request.
+        written: The model's capabilities.
+        asked: The rendered prompt; its end shows whether the reasoning is already open.
 
     Raises:
-        InferenceCenterError: ``invalid_request`` for tools that the model has no way to ask for, and see
+        InferenceCenterError: ``invalid_request`` for tools if the model does not support them, and see
             ``form_grammar`` and ``calls_grammar``.
     """
     call_format = written.call_format
     if request.tools and call_format is None:
-        raise InferenceCenterError(ErrorCode.INVALID_REQUEST, "this session's model knows no tools", field="tools")
+        raise InferenceCenterError(
+            ErrorCode.INVALID_REQUEST, "this session's model does not support tools", field="tools"
+        )
     begun = (
         call_format.trigger
         if call_format is not None and call_format.address and asked.endswith(call_format.trigger)
@@ -249,7 +258,7 @@ def _calls(request: Infer, written: TemplateCapabilities, start: AnswerStart) ->
 
 
 def _thinks(request: Infer, written: TemplateCapabilities, *, asked: str) -> Literal["already", "perhaps", "not"]:
-    """Tell whether the model thinks, by the end of the prompt."""
+    """Return whether the model reasons, by the end of the prompt."""
     thinking = written.thinking
     if thinking is None or request.thinking is False:
         return "not"

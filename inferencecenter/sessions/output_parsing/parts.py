@@ -15,14 +15,14 @@ class TextDelta:
 
 @dataclass(frozen=True, slots=True)
 class ReasoningDelta:
-    """Text of what the model thinks before it answers."""
+    """Text of the model's reasoning."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCallStart:
-    """A tool is asked for; ``index`` counts the calls of the answer from 0."""
+    """A tool call begins; ``index`` counts the calls of the answer from 0."""
 
     index: int
     name: str
@@ -30,7 +30,7 @@ class ToolCallStart:
 
 @dataclass(frozen=True, slots=True)
 class ArgumentsDelta:
-    """Text of a call's arguments; all of it is JSON when the call is complete."""
+    """Text of the arguments of a call; JSON when the call is complete."""
 
     index: int
     text: str
@@ -40,33 +40,32 @@ Part: TypeAlias = TextDelta | ReasoningDelta | ToolCallStart | ArgumentsDelta
 
 
 class OutputParser(Protocol):
-    """Reads one answer, in pieces of any size: however it is cut, its parts put together are the same."""
+    """Parses one answer fed in chunks of any size; the joined parts do not depend on the chunks."""
 
     @property
     def chars_after_reasoning(self) -> int | None:
-        """Characters that stood behind the end of the thoughts in the piece that had it; ``None`` before that."""
+        """Characters after the end of the reasoning in the chunk that contained it; ``None`` before."""
 
     def feed(self, text: str) -> tuple[Part, ...]:
-        """Take more of the answer and return what is certain by now."""
+        """Add text and return the parts that are final."""
 
     def finish(self) -> tuple[Part, ...]:
-        """Return what was held back, now that no more will come."""
+        """Return the text that was held back, at the end of the answer."""
 
 
 _Kind: TypeAlias = type[TextDelta] | type[ReasoningDelta] | type[ArgumentsDelta]
 
 
 class PartBuilder:
-    """Collects parts; neighbours of one kind become one.
+    """Collects parts; adjacent texts of one kind are merged.
 
-    ``chars_after_reasoning`` is how much text was there already when the thoughts had ended, or it was clear that there
-    are none.
+    ``chars_after_reasoning`` is the number of unread characters when the reasoning ended or turned out to be absent.
     """
 
     def __init__(self) -> None:
         self._parts: list[Part] = []
         self._kind: _Kind = TextDelta
-        self._texts: list[str] = []  # of this kind, behind the parts
+        self._texts: list[str] = []  # of this kind, not yet in the parts
         self._n_calls = 0
         self.chars_after_reasoning: int | None = None
 
@@ -75,7 +74,7 @@ class PartBuilder:
         self._add(TextDelta, text)
 
     def add_reasoning(self, text: str) -> None:
-        """Add text of what the model thinks."""
+        """Add text of the reasoning."""
         self._add(ReasoningDelta, text)
 
     def start_call(self, name: str) -> None:
@@ -85,11 +84,11 @@ class PartBuilder:
         self._n_calls += 1
 
     def add_arguments(self, text: str) -> None:
-        """Add text of the arguments of the call that began last."""
+        """Add text of the arguments of the current call."""
         self._add(ArgumentsDelta, text)
 
     def take(self) -> tuple[Part, ...]:
-        """Return what was added since the last time."""
+        """Return and remove the parts collected so far."""
         self._close()
         parts, self._parts = tuple(self._parts), []
         return parts

@@ -1,4 +1,4 @@
-"""Calls whose arguments stand in tags of their own, one for each, as Qwen3-Coder writes them."""
+"""Calls with one tag per argument, as Qwen3-Coder writes them."""
 
 from __future__ import annotations
 
@@ -36,12 +36,13 @@ _DefinitionKey = tuple[str, str]
 
 
 class SchemaDefinitions:
-    """The definitions beside a tool's parameters.
+    """The definitions of a tool's schema.
 
-    Each is searched for references once, however many parameters refer to it.
+    Each definition is searched for references once, however many parameters refer to it.
+
 
     Args:
-        schema: The whole schema of the tool's arguments, no deeper than ``check_depth`` allows.
+        schema: The schema of the tool's arguments, within the limit of ``check_depth``.
     """
 
     def __init__(self, schema: Mapping[str, Any]) -> None:
@@ -49,9 +50,9 @@ class SchemaDefinitions:
         self._refers: dict[_DefinitionKey, frozenset[_DefinitionKey] | None] = {}
 
     def beside(self, part: Mapping[str, Any]) -> dict[str, Any]:
-        """Return ``part`` with the definitions that it refers to, directly or not; its own take precedence.
+        """Return ``part`` with the definitions that it refers to, transitively; its own take precedence.
 
-        The time is proportional to the size of the result.
+        The run time is linear in the size of the result.
         """
         used: set[_DefinitionKey] = set()
         waiting = [self._references(part)]
@@ -74,7 +75,7 @@ class SchemaDefinitions:
         return self._refers[place]
 
     def _references(self, value: Any) -> frozenset[_DefinitionKey] | None:
-        """Return the definitions that ``value`` refers to; ``None`` where a reference may mean any of them."""
+        """Return the definitions that ``value`` refers to; ``None`` if a reference may mean any of them."""
         if not self._groups:
             return frozenset()
         found: set[_DefinitionKey] = set()
@@ -113,8 +114,9 @@ _MAX_KEY_CHARS: Final = 256
 class TaggedCalls:
     """Calls as ``<tool_call> <function=name> <parameter=key> value </parameter> </function> </tool_call>``.
 
-    A parameter whose schema is of type string is text as it stands; others are JSON, or text where they are none.
-    Of schemas of strings only ``enum`` and ``const`` hold an answer: the text stands open up to its end.
+    A parameter whose schema has the type string is verbatim text; others are JSON, or text if they are not valid JSON.
+    Of the schemas of strings only ``enum`` and ``const`` constrain the answer; other strings are free text up to the
+    closing tag.
     """
 
     @property
@@ -124,12 +126,12 @@ class TaggedCalls:
 
     @property
     def opening(self) -> str:
-        """None but the outer tag."""
+        """Empty: only the outer tag begins a call."""
         return ""
 
     @property
     def address(self) -> str:
-        """Nothing."""
+        """Empty: text needs no prefix."""
         return ""
 
     @property
@@ -138,7 +140,7 @@ class TaggedCalls:
         return _OPENS, _CLOSES
 
     def read(self, tape: CharStream, outlet: PartBuilder, *, tools: Mapping[str, Tool], trigger: str) -> Reading[bool]:
-        """Read a call and tell its arguments as a JSON object."""
+        """Parse a call and emit its arguments as a JSON object."""
         yield from tape.read_blank()
         if not (yield from tape.accept(_FUNCTION)):
             return False
@@ -153,7 +155,7 @@ class TaggedCalls:
         return True
 
     def rules(self, tools: Sequence[Tool], lark: GrammarBuilder) -> CallRules:
-        """Add what calls of ``tools`` consist of."""
+        """Add the rules for calls of ``tools``."""
         lark.rule("open_text[lazy]", rf"/(.|\n)*\n{escaped(_VALUE_ENDS)}\n/")
         call = lark.rule("call", either(*(_call(index, tool, lark) for index, tool in enumerate(tools))))
         return CallRules(call, joined(lark.spelled("\n", _OPENS), call))
@@ -206,7 +208,7 @@ def _is_text(subschema: Any) -> bool:
 
 
 def _texts(subschema: Any) -> list[str]:
-    """Return the texts that a schema of strings lets one choose from."""
+    """Return the values that a schema of strings enumerates."""
     if not _is_text(subschema):
         return []
     choices = subschema.get("enum", [subschema["const"]] if "const" in subschema else [])
@@ -214,7 +216,7 @@ def _texts(subschema: Any) -> list[str]:
 
 
 def _read_parameters(tape: CharStream, emit: Callable[[str], None], *, properties: Mapping[str, Any]) -> Reading[None]:
-    """Read parameters up to the end of the function and tell them as an object; an end that never comes is not told."""
+    """Parse parameters up to the end of the function and emit an object; a missing end leaves it open."""
     before = "{"
     while True:
         yield from tape.read_blank()
@@ -240,7 +242,7 @@ def _read_parameters(tape: CharStream, emit: Callable[[str], None], *, propertie
 
 
 def _read_value(tape: CharStream, emit: Callable[[str], None]) -> Reading[bool]:
-    """Read a value and the line feed behind it; return whether it has come to its end."""
+    """Read a value and the line feed after it; return whether it is terminated."""
     while True:
         emit(tape.match(_IN_VALUE))
         if (yield from tape.accept(f"\n{_VALUE_ENDS}", _VALUE_ENDS)):

@@ -1,7 +1,7 @@
-"""Messages and tools as chat templates want them.
+"""Messages and tools in the form that chat templates expect.
 
-Every text that comes from people or models goes through ``mark``, so that none of it becomes a special token; that
-includes names, keys and values inside arguments and schemas, which templates write as JSON.
+Every text of users and models goes through ``mark``, so that none of it becomes a special token. That includes names,
+keys and values inside arguments and schemas, which templates write as JSON.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ _MAX_DEPTH: Final = 100
 _SHORT_ID_CHARS: Final = 9
 
 Values = dict[str, Any]
-"""What a template gets: there is no telling what another's program wants to find in it."""
+"""Variables of a template; untyped, since templates differ in what they read."""
 
 
 def tool_values(tools: Sequence[Tool], *, mark: Callable[[str], str]) -> list[Values]:
-    """Return tools as most templates want them: as OpenAI's functions.
+    """Return tools in the form of OpenAI's functions, which most templates expect.
 
     Raises:
-        InferenceCenterError: ``invalid_request`` when a schema is nested too deep.
+        InferenceCenterError: ``invalid_request`` if a schema is nested too deep.
     """
     return [
         {
@@ -44,7 +44,7 @@ def tool_values(tools: Sequence[Tool], *, mark: Callable[[str], str]) -> list[Va
 
 
 def schema_of(tool: Tool) -> Values:
-    """Return the JSON Schema of a tool's arguments; without one there are none."""
+    """Return the JSON Schema of a tool's arguments; a tool without one takes none."""
     if tool.parameters is None:
         return {"type": "object", "properties": {}, "additionalProperties": False}
     return tool.parameters
@@ -53,17 +53,17 @@ def schema_of(tool: Tool) -> Values:
 def message_values(
     messages: Sequence[ChatMessage], *, mark: Callable[[str], str], text_arguments: bool, short_ids: bool
 ) -> list[Values]:
-    """Return messages with their calls and results, natively.
+    """Return messages with their calls and results for native templates.
 
     Args:
         messages: The conversation.
-        mark: Keeps a text from becoming special tokens.
-        text_arguments: Whether the template takes arguments as JSON text, so that they stay as the model wrote them;
-            others want an object.
-        short_ids: Whether the template wants ids of nine letters and digits, as Mistral's do.
+        mark: Breaks special tokens in a text.
+        text_arguments: Whether the template takes arguments as JSON text, exactly as the model wrote them; others
+            take an object.
+        short_ids: Whether the template requires ids of nine letters and digits, as Mistral's do.
 
     Raises:
-        InferenceCenterError: ``invalid_request`` when arguments are not such an object.
+        InferenceCenterError: ``invalid_request`` if the template takes objects and arguments are not one.
     """
     names: dict[str, str] = {}
     written = []
@@ -114,7 +114,7 @@ def _parsed(call: ToolCall, text: str, *, mark: Callable[[str], str]) -> Values:
 def _no_object(call: ToolCall) -> InferenceCenterError:
     return InferenceCenterError(
         ErrorCode.INVALID_REQUEST,
-        f"the arguments of the call {call.call_id} of {call.name} are no JSON object",
+        f"the arguments of the call {call.call_id} of {call.name} are not a JSON object",
         field="messages",
         hint="The model's chat template needs an object.",
     )
@@ -131,10 +131,10 @@ def marked(value: Any, *, mark: Callable[[str], str], field: str) -> Any:
 
 
 def check_depth(value: Any, *, field: str) -> None:
-    """Refuse a JSON value that is nested too deep to be worked on.
+    """Refuse a JSON value that is nested too deep.
 
     Raises:
-        InferenceCenterError: ``invalid_request`` that names ``field``.
+        InferenceCenterError: ``invalid_request`` for ``field``.
     """
     level = [value]
     for _ in range(_MAX_DEPTH):

@@ -1,1 +1,1 @@
-"""Prompts: rendering of conversations with chat templates, and what a turn submits of them."""
+"""Prompt construction: chat template rendering and planning of the tokens that a turn submits."""

@@ -1,9 +1,10 @@
-"""Plans the prompt of a turn and the history after it, and what a full context drops. Pure.
+"""Plans a turn's prompt, the history after the turn, and context shifts. Pure.
 
-A session's tokens stay exactly as they were given and generated. A turn renders the whole conversation and submits,
-after the tokens it already has, only the text that they do not spell yet. Where a template rewrites what was there
-before, everything is rendered again; the engine then reuses the KV of what is still the same. So it is where the
-context was full: what is left of the conversation is rendered again, and positions stay true.
+A session keeps the exact tokens that were submitted and generated. A turn renders the whole conversation and submits,
+after the cached tokens, only the text that they do not cover yet. If the rendering no longer starts with the covered
+text (the template rewrites earlier messages, or a context shift dropped some), everything is submitted again and the
+engine reuses the KV cache of the common prefix. Invariant: ``tokens`` always spell ``covered``, and the next rendering
+either extends ``covered`` or replaces both.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """What a turn submits: kept ``tokens`` and the ``pieces`` after them; together they spell ``text``.
+    """What a turn submits: cached ``tokens`` followed by ``pieces``; together they spell ``text``.
 
-    ``messages`` are all there are, ``view`` is what was rendered of them. The first ``shared_pieces`` pieces spell the
-    system prompt and nothing else.
+    ``messages`` is the full conversation and ``view`` the part that was rendered. The first ``shared_pieces`` pieces
+    spell exactly the system prompt.
     """
 
     messages: tuple[ChatMessage, ...]
@@ -41,9 +42,9 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class GeneratedAnswer:
-    """What the engine said in a turn: its text, its packed tokens, and the packed tokens of the prompt if it began.
+    """Output of the engine for one turn: text, packed tokens, and the packed prompt tokens if prefill started.
 
-    ``message`` is how the conversation keeps it, where that is not just the text.
+    ``message`` is the form stored in the conversation, where that is not just the text.
     """
 
     turn_id: str
@@ -54,7 +55,7 @@ class GeneratedAnswer:
 
 
 def messages_of(request: Infer) -> tuple[ChatMessage, ...]:
-    """Return what a turn says."""
+    """Return the new messages of a request."""
     if request.messages is not None:
         return tuple(request.messages)
     assert request.prompt is not None, "the request model demands one of the two"
@@ -62,14 +63,14 @@ def messages_of(request: Infer) -> tuple[ChatMessage, ...]:
 
 
 def n_kept(messages: tuple[ChatMessage, ...], n_keep: int) -> int:
-    """Return how many of the first messages are always read: the system prompt and ``n_keep`` more."""
+    """Return how many leading messages are never dropped: the system prompt and ``n_keep`` more."""
     n_system = next((index for index, message in enumerate(messages) if message.role != "system"), len(messages))
     return min(n_system + n_keep, len(messages))
 
 
 @dataclass(frozen=True, slots=True)
 class PromptPlan:
-    """What a turn is about to submit: the ``view`` of ``messages``, with the history's tokens unless it is ``anew``."""
+    """Input of a rendering: the ``view`` of ``messages``; ``anew`` discards the history's tokens."""
 
     messages: tuple[ChatMessage, ...]
     view: HistoryView
@@ -77,10 +78,10 @@ class PromptPlan:
 
 
 def least_tokens(plan: PromptPlan, *, max_token_bytes: int, may_shift: bool) -> int:
-    """Return how many tokens a prompt has at least, by its characters, before it is rendered.
+    """Return a lower bound of the prompt's tokens, computed from its characters before it is rendered.
 
-    What users, tools and system prompts say is rendered as it is, but for white space around it; a template may leave
-    out what the model has said and thought. Where the context ``may_shift``, older turns may be given up.
+    Contents of users, tools and system prompts are rendered verbatim except for surrounding white space; a template may
+    omit the model's own answers and reasoning. If the context ``may_shift``, older turns may be dropped.
     """
     messages = plan.view.of(plan.messages)
     if may_shift:
@@ -92,20 +93,20 @@ def least_tokens(plan: PromptPlan, *, max_token_bytes: int, may_shift: bool) -> 
 
 
 def next_view(history: History, messages: tuple[ChatMessage, ...], *, n_keep: int = 0) -> HistoryView:
-    """Return what is read of ``messages``, which go on from those of the history."""
+    """Return the view of ``messages``, which extend the history's."""
     return HistoryView(n_kept(messages, n_keep), history.view.resumes_at)
 
 
 def prompt_of(history: History, plan: PromptPlan, rendered: RenderedPrompt, *, implied_bos: str) -> Prompt:
-    """Return what to submit to have the last of the plan's messages answered, which go on from those of the history.
+    """Return the prompt that answers the last of the plan's messages, which extend the history's.
 
-    ``implied_bos`` is the text of the token that the engine puts first by itself, empty when it does not.
+    ``implied_bos`` is the text of the BOS token that the engine prepends, empty if it does not.
     """
     messages, view = plan.messages, plan.view
     rendering = rendered.rendering
     if not plan.anew and history.tokens and rendering.text.startswith(history.covered):
         return Prompt(messages, view, rendering.text, history.tokens, rendering.pieces(len(history.covered)))
-    # The engine puts the BOS token before what comes first; the template's own would be a second one.
+    # The engine prepends BOS; the template's own would duplicate it.
     start = len(implied_bos) if rendering.text.startswith(implied_bos) else 0
     shared: tuple[PromptSegment, ...] = ()
     if rendered.system_end > start:
@@ -115,21 +116,21 @@ def prompt_of(history: History, plan: PromptPlan, rendered: RenderedPrompt, *, i
 
 
 def unread_prompt(history: History, new: tuple[ChatMessage, ...], view: HistoryView | None) -> Prompt:
-    """Return the prompt of a turn that ends without having been rendered: its messages and nothing for the engine."""
+    """Return the prompt of a turn that ends before it is rendered: its messages and nothing to submit."""
     return Prompt(history.messages + new, view or history.view, "", b"", ())
 
 
 def after_turn(
     history: History, prompt: Prompt, *, answer: GeneratedAnswer, end: Finished | None, keeps_end: bool
 ) -> History:
-    """Return the history once a turn has ended, with whatever of the answer was shown.
+    """Return the history after a turn, including the part of the answer that was sent to the client.
 
     Args:
-        history: As it was before the turn, made for the model that answered.
-        prompt: What the turn submitted last.
-        answer: What came back.
-        end: How it ended; not needed for a prompt that did not begin.
-        keeps_end: Whether the token that ended the answer is part of the text.
+        history: The history before the turn, of the model that answered.
+        prompt: The prompt that was submitted last.
+        answer: The engine's output.
+        end: How generation ended; ``None`` only if prefill did not start.
+        keeps_end: Whether the end-of-turn token is part of the text.
     """
     messages = (*prompt.messages, answer.message or ChatMessage(role="assistant", content=answer.text))
     if answer.prompt_tokens is None or end is None:
@@ -155,13 +156,13 @@ def after_turn(
 
 _LEFT: Final = 1 / 2
 _MOST_LEFT: Final = 7 / 8
-# What a template writes around a message weighs about as much as so many characters of it.
+# Estimated characters that a template adds around a message.
 _AROUND_CHARS: Final = 16
 
 
 @dataclass(frozen=True, slots=True)
 class ContextShift:
-    """A shorter ``view`` of the messages, and what it gives up; ``dropped_tokens`` is an estimate."""
+    """A shorter ``view`` of the messages and how much it drops; ``dropped_tokens`` is an estimate."""
 
     view: HistoryView
     dropped_turns: int
@@ -171,17 +172,18 @@ class ContextShift:
 def plan_context_shift(
     history: History, prompt: Prompt, *, total: int, answered: int, n_ctx: int
 ) -> ContextShift | None:
-    """Return how a turn goes on whose prompt and answer fill the context, ``None`` if it cannot.
+    """Return the context shift for a turn whose prompt and answer fill the context, ``None`` if there is none.
 
-    A turn is given up with all that followed a message of the user. The first messages of the view stay, and so do the
-    question being answered and its answer. If too little room were won, nothing is given up.
+    A turn is dropped as a whole: a user message and everything up to the next one. The leading messages of the view,
+    the current question and its answer are kept. If too little room would be freed, nothing is dropped.
+
 
     Args:
-        history: As it was before the turn.
-        prompt: What does not fit.
-        total: Tokens of it and of what was generated for it so far.
-        answered: The latter alone.
-        n_ctx: Tokens that both may take.
+        history: The history before the turn.
+        prompt: The prompt that does not fit.
+        total: Tokens of the prompt and of the answer so far.
+        answered: Tokens of the answer so far.
+        n_ctx: Context size in tokens.
     """
     kept = min(prompt.view.kept, len(prompt.messages))
     n_hidden = prompt.view.n_dropped
@@ -203,7 +205,7 @@ def plan_context_shift(
 
 
 def _known_tokens(history: History, prompt: Prompt, *, n_hidden: int, total: int) -> list[tuple[int, int]]:
-    """Return how many tokens the first so many messages of the view take, as far as that is known, ascending."""
+    """Return the known prefix lengths of the view as pairs (messages, tokens), ascending."""
     known = [(0, 0)]
     if prompt.tokens:
         for mark in history.turns:
@@ -214,7 +216,7 @@ def _known_tokens(history: History, prompt: Prompt, *, n_hidden: int, total: int
 
 
 def _message_tokens(messages: Sequence[ChatMessage], known: list[tuple[int, int]]) -> list[float]:
-    """Return about how many tokens each message takes; between two known places they follow the characters."""
+    """Return the estimated tokens of each message, interpolated by characters between known prefix lengths."""
     costs: list[float] = []
     for (start, before), (end, after) in pairwise(known):
         chars = [chars_of(message) + _AROUND_CHARS for message in messages[start:end]]

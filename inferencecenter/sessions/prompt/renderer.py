@@ -1,7 +1,7 @@
-"""Rendering a conversation as its model reads it: the port that sessions use, and what crosses it.
+"""Port for rendering conversations with the model's chat template.
 
-A chat template is a program from a model file, so a conversation is rendered in another process (``template_process``)
-and the result arrives later. What needs no template is rendered at once, behind the same port.
+A chat template is untrusted code from a model file, so it runs in a separate process (``template_process``) and the
+result arrives asynchronously. Renderings that need no template are done inline behind the same port.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class RenderInput:
-    """What is rendered: messages, as of the time ``now``; ``thinking`` is left to the template where it is ``None``."""
+    """A conversation to render at local time ``now``; ``thinking`` ``None`` leaves the choice to the template."""
 
     messages: tuple[ChatMessage, ...]
     now: datetime
@@ -34,9 +34,9 @@ class RenderInput:
 
 @dataclass(frozen=True, slots=True)
 class RenderedPrompt:
-    """A rendered conversation. Its first ``system_end`` characters come from the system prompt alone.
+    """A rendered conversation whose first ``system_end`` characters come from the system prompt alone.
 
-    ``written`` is how the model writes calls of tools and what it thinks.
+    ``written`` describes how the model writes tool calls and reasoning.
     """
 
     rendering: RenderedText
@@ -45,23 +45,23 @@ class RenderedPrompt:
 
 
 RenderResult: TypeAlias = RenderedPrompt | InferenceCenterError
-"""What became of a rendering."""
+"""Outcome of a rendering."""
 
 
 class PromptRenderer(Protocol):
-    """Renders the conversations of one model. Called on the event loop; nothing here blocks."""
+    """Renders the conversations of one model. Called on the event loop; never blocks."""
 
     @property
     def implied_bos(self) -> str:
-        """Text of the token that the engine puts first by itself, empty when it does not."""
+        """Text of the BOS token that the engine prepends, empty if it does not."""
 
     def render(
         self, conversation: RenderInput, *, client_id: str, done: Callable[[RenderResult], None]
     ) -> Callable[[], None]:
-        """Have a conversation rendered, and ``done`` called once with the result, perhaps before this returns.
+        """Render a conversation and call ``done`` once with the result, possibly before this returns.
 
-        Clients that wait at the same time take turns. What is returned withdraws the request: ``done`` is not called
-        any more.
+        Waiting clients are served round-robin. Calling the returned function cancels the request: ``done`` is not
+        called any more.
         """
 
 
@@ -69,18 +69,18 @@ class PromptRenderers(Protocol):
     """The renderers of all models."""
 
     def of(self, model: ModelInfo) -> PromptRenderer:
-        """Return the renderer of a model's chat template, and have it made ready.
+        """Return the renderer of a model's chat template and start preparing it.
 
         Raises:
-            InferenceCenterError: ``internal`` when it is known that the template does not compile.
+            InferenceCenterError: ``internal`` if the template is known not to compile.
         """
 
 
 class InlineRenderer:
-    """Renders at once. Implements ``PromptRenderer``.
+    """Renders synchronously. Implements ``PromptRenderer``.
 
     Args:
-        renderer: What does it, in a time that is proportional to the conversation's length.
+        renderer: A renderer whose run time is linear in the conversation's length.
     """
 
     def __init__(self, renderer: ConversationRenderer) -> None:
@@ -90,7 +90,7 @@ class InlineRenderer:
     def render(
         self, conversation: RenderInput, *, client_id: str, done: Callable[[RenderResult], None]
     ) -> Callable[[], None]:
-        """Render a conversation."""
+        """Render a conversation and call ``done`` before returning."""
         try:
             result: RenderResult = render_prompt(self._renderer, conversation)
         except InferenceCenterError as error:
@@ -100,7 +100,7 @@ class InlineRenderer:
 
 
 def render_prompt(renderer: ConversationRenderer, conversation: RenderInput) -> RenderedPrompt:
-    """Return a conversation as ``renderer`` writes it, and how much of it the system prompt alone accounts for.
+    """Return a rendered conversation and the length of its system prompt.
 
     Raises:
         InferenceCenterError: See ``ConversationRenderer.render``.
@@ -118,10 +118,10 @@ def _render(
 
 
 def _system_end(renderer: ConversationRenderer, conversation: RenderInput, rendering: RenderedText) -> int:
-    """Return how many characters at the beginning come from the system prompt alone, 0 when that cannot be told.
+    """Return how many leading characters come from the system prompt alone, 0 if that is not certain.
 
-    A template may need more than a system prompt, or write it elsewhere. And what is cut where no special token begins
-    might be other tokens than it is uncut.
+    A template may refuse a lone system prompt or write it elsewhere, and a cut that is not at a special token could
+    change the tokenization.
     """
     messages = conversation.messages
     if not messages or messages[0].role != "system" or len(messages) == 1:

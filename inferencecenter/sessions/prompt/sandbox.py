@@ -1,8 +1,8 @@
-"""Where chat templates run: a template comes with a model file and is somebody else's program.
+"""Sandbox for chat templates, which are untrusted code from model files.
 
-Nothing outside the conversation can be reached from it, what it writes is bounded, and so is what it may do: operations
-are counted instead of seconds, so that the same template always does or does not fit. Loops over long texts that call
-and read nothing are not counted.
+A template cannot reach anything but the conversation. Its output and its work are bounded; work is counted in
+operations instead of seconds, so the limits are deterministic. Loops over long texts without calls or lookups are not
+counted; the process limits of ``template_process`` cover them.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ MAX_CHARS: Final = 32 * 1024 * 1024
 _MAX_NUMBER: Final = 10_000_000
 _MAX_EXPONENT: Final = 64
 _NOT_ASCII: Final = re.compile(r"[^\x00-\x7f\ud800-\udfff]")
-_WIDE_FORMAT: Final = re.compile(r"\d{5}|\*")  # a width makes texts of any length out of nothing
+_WIDE_FORMAT: Final = re.compile(r"\d{5}|\*")  # a format width produces arbitrarily long text
 
 
 class TemplateRefusalError(TemplateError):
-    """The template itself says that the conversation does not suit it."""
+    """The template itself rejects the conversation (``raise_exception``)."""
 
 
 class TemplateLimitError(TemplateError):
-    """The template does or writes more than it may."""
+    """The template exceeds a limit on work or output."""
 
 
 class GenerationBlock(Extension):
-    """``{% generation %}``, by which some templates mark the model's own words for training; it changes nothing."""
+    """``{% generation %}``, which marks the model's own output for training; it has no effect here."""
 
     tags = {"generation"}  # noqa: RUF012 - jinja2 declares it as an attribute of instances
 
@@ -51,7 +51,7 @@ class GenerationBlock(Extension):
 
 
 class TemplateSandbox(ImmutableSandboxedEnvironment):
-    """A jinja2 environment as model files expect it, with bounds. Not for use by several threads at once."""
+    """A bounded jinja2 environment with the extensions that model files expect. Not thread-safe."""
 
     intercepted_binops = frozenset({"*", "**", "%", "+"})
 
@@ -64,7 +64,7 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
         )
         self._operations_left = MAX_OPERATIONS
         self.filters["tojson"] = _tojson
-        for name in ("center", "format"):  # they make texts of any length, unseen by the bounds
+        for name in ("center", "format"):  # they produce text of any length, unseen by the limits
             del self.filters[name]
         self.globals["raise_exception"] = _refuse
 
@@ -76,10 +76,10 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
         now: datetime,
         max_operations: int = MAX_OPERATIONS,
     ) -> str:
-        """Return what ``template`` writes, doing no more than ``max_operations``.
+        """Return the output of ``template``, limited to ``max_operations``.
 
         Raises:
-            TemplateError: The template refuses, goes over a bound, or is in error.
+            TemplateError: The template rejects the conversation, exceeds a limit, or fails.
         """
         self._operations_left = max_operations
         parts: list[str] = []
@@ -93,7 +93,7 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
         return "".join(parts)
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805 - as jinja2 has it
-        """Call ``__obj`` for the template, counting it."""
+        """Call ``__obj`` for the template and count it."""
         __self._spend(1)
         if any(isinstance(value, int) and abs(value) > _MAX_NUMBER for value in (*args, *kwargs.values())):
             raise TemplateLimitError(f"the chat template calls something with a number above {_MAX_NUMBER}")
@@ -103,17 +103,17 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
         return result
 
     def getattr(self, obj: Any, attribute: str) -> Any:
-        """Read an attribute for the template, counting it."""
+        """Read an attribute for the template and count it."""
         self._spend(1)
         return super().getattr(obj, attribute)
 
     def getitem(self, obj: Any, argument: Any) -> Any:
-        """Read an item for the template, counting it."""
+        """Read an item for the template and count it."""
         self._spend(1)
         return super().getitem(obj, argument)
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        """Calculate for the template, refusing what would be huge."""
+        """Apply an operator for the template; refuse results that would be huge."""
         self._spend(1)
         if _is_huge(operator, left, right):
             raise TemplateLimitError(f"the chat template calculates something huge with {operator}")
@@ -152,9 +152,9 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """JSON as model files expect it: not escaped for HTML, as jinja2's own filter does.
+    """JSON as model files expect it: without the HTML escaping of jinja2's own filter.
 
-    Lone surrogates stay as they are: they are the marks of ``quoting``.
+    Lone surrogates are kept: they are the marks of ``special_tokens``.
     """
     text = json.dumps(value, ensure_ascii=False, indent=indent, separators=separators, sort_keys=sort_keys)
     return _NOT_ASCII.sub(_escaped, text) if ensure_ascii else text

@@ -1,8 +1,8 @@
-"""Keeps what people and models write from becoming special tokens.
+"""Prevents text of users and models from being tokenized as special tokens.
 
-Before a template runs, every text that spells a special token is broken by a mark; after it ran, the rendering is cut
-where the marks are, so that no piece holds such a text whole. The marks are lone surrogates: they cannot occur in text
-that came as UTF-8, so they never stand for themselves.
+Before rendering, every text that spells a special token is broken by a mark; after rendering, the result is cut at the
+marks. Invariant: no piece contains the whole text of a special token that the template did not write. The marks are
+lone surrogates, which cannot occur in decoded UTF-8, so they never collide with content.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ _Tree: TypeAlias = "dict[str, _Tree]"
 
 @dataclass(frozen=True, slots=True)
 class RenderedText:
-    """Text for the model, and where it must be cut.
+    """Rendered text and the places where it must be cut.
 
-    ``cuts`` are ascending offsets between two characters that must not be read together; the characters at
-    ``literals`` are special tokens by themselves and must be read as text. With ``special`` unset all of it is text.
-    ``tokens`` are the texts of special tokens that ``begins_special`` knows.
+    ``cuts`` are ascending offsets between characters that must not be tokenized together. A character at one of
+    ``literals`` is a special token by itself and must be tokenized as text. If ``special`` is unset, the whole text is
+    plain. ``tokens`` are the special tokens that ``begins_special`` recognizes.
     """
 
     text: str
@@ -44,7 +44,7 @@ class RenderedText:
 
     @classmethod
     def of_marked(cls, marked: str, *, tokens: tuple[str, ...] = ()) -> RenderedText:
-        """Read a rendering whose contents were marked by ``SpecialTokenEscaper.mark``."""
+        """Parse a rendering whose contents were marked by ``SpecialTokenEscaper.mark``."""
         cuts: list[int] = []
         literals: set[int] = set()
         for n_marks, mark in enumerate(_MARK.finditer(marked)):
@@ -58,7 +58,7 @@ class RenderedText:
         return cls(text, tuple(sorted(set(cuts))), frozenset(literals), tokens=tokens)
 
     def pieces(self, start: int = 0, end: int | None = None) -> tuple[PromptSegment, ...]:
-        """Return the text from ``start`` to ``end``, cut into pieces; joined they are that text."""
+        """Return the text from ``start`` to ``end`` as pieces; joined they are that text."""
         end = len(self.text) if end is None else end
         inside = self.cuts[bisect_right(self.cuts, start) : bisect_left(self.cuts, end)]
         bounds = [start, *inside, end]
@@ -69,16 +69,16 @@ class RenderedText:
         )
 
     def begins_special(self, offset: int) -> bool:
-        """Tell whether a special token begins at ``offset``, so that a cut there changes no token."""
+        """Return whether a special token begins at ``offset``, so that a cut there changes no token."""
         following = next(iter(self.cuts[bisect_right(self.cuts, offset) :]), len(self.text))
         return any(self.text.startswith(token, offset, following) for token in self.tokens)
 
 
 class SpecialTokenEscaper:
-    """The texts of a model's special tokens, ready to be looked for.
+    """Finds and breaks the texts of a model's special tokens.
 
     Args:
-        texts: What the tokens spell, as ``<|im_start|>``.
+        texts: The texts of the tokens, such as ``<|im_start|>``.
     """
 
     def __init__(self, texts: Iterable[str]) -> None:
@@ -99,10 +99,10 @@ class SpecialTokenEscaper:
         self._single = re.compile(f"[{single}]") if single else None
 
     def mark(self, text: str) -> str:
-        """Return ``text`` with marks wherever it spells a special token, or could do so with what stands around it.
+        """Return ``text`` with marks where it spells a special token, or could do so with adjacent text.
 
-        Templates strip and join contents, so the text is looked at with and without its outer white space. A template
-        that cuts contents elsewhere and completes the rest to a special token by its own text is not guarded against.
+        Templates strip and join contents, so the text is checked with and without its outer white space. A template
+        that slices contents elsewhere and completes a special token with its own text is not covered.
         """
         if not self._may_need_marks(text):
             return text
@@ -123,7 +123,7 @@ class SpecialTokenEscaper:
         ) + (_CUT if len(text) in cuts else "")
 
     def _may_need_marks(self, text: str) -> bool:
-        """Tell at once, by the characters at its edges, that a text needs no marks, as most of the many in schemas."""
+        """Fast rejection by the edges of a text; most texts, such as keys of schemas, need no marks."""
         bare = text.strip()
         return bool(
             len(bare) < len(text)
@@ -145,10 +145,10 @@ class SpecialTokenEscaper:
 
 
 def _first_characters(texts: tuple[str, ...]) -> re.Pattern[str] | None:
-    """A pattern for the first character of any of ``texts``, also where they overlap.
+    """Return a pattern that matches the first character of each occurrence of ``texts``, overlapping ones included.
 
-    The texts make a tree of characters, so that at each place of a text only those are compared that its characters
-    lead to: hundreds of tokens that begin alike cost what one costs, also in a text full of such beginnings.
+    The texts form a trie, so each position costs the length of its match and not the number of tokens: hundreds of
+    tokens with a common prefix cost as much as one.
     """
     if not texts:
         return None
@@ -162,7 +162,7 @@ def _first_characters(texts: tuple[str, ...]) -> re.Pattern[str] | None:
 
 
 def _rest(node: _Tree) -> str:
-    """Return an expression of what must follow; of texts that begin with each other the shortest is enough."""
+    """Return the expression of a trie node; where one text is a prefix of another, the shorter one suffices."""
     chain: list[str] = []
     while _END not in node and len(node) == 1:
         ((character, node),) = node.items()

@@ -1,4 +1,4 @@
-"""From messages to the text a model was trained on: the model's own chat template, or plain concatenation."""
+"""Renders messages as model input: with the model's chat template, or by plain concatenation in raw mode."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CHATML: Final = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-"""What is used for a model that has no template of its own."""
+"""Template of a model that has none."""
 
 _SOME_DAY: Final = datetime(2026, 1, 1, tzinfo=UTC)
 _TRIAL_OPERATIONS: Final = 20_000
@@ -36,15 +36,15 @@ _SWITCHES: Final = frozenset(("enable_thinking", "thinking"))
 
 
 class ConversationRenderer(Protocol):
-    """Turns a conversation into text that asks for the next answer."""
+    """Renders a conversation as text."""
 
     implied_bos: str
-    """Text of the token that the engine puts first by itself, empty when it does not."""
+    """Text of the BOS token that the engine prepends, empty if it does not."""
     keeps_end: bool
-    """Whether the token that ended an answer is part of the rendered history."""
+    """Whether the end-of-turn token is part of the rendered history."""
 
     written: TemplateCapabilities
-    """How the model writes calls of tools and what it thinks."""
+    """How the model writes tool calls and reasoning."""
 
     def render(
         self,
@@ -55,19 +55,19 @@ class ConversationRenderer(Protocol):
         tools: Sequence[Tool] = (),
         thinking: bool | None = None,
     ) -> RenderedText:
-        """Return the whole conversation as text, which ``asks`` for an answer or just ends.
+        """Return the whole conversation as text; ``asks`` appends the generation prompt.
 
-        The model may ask for ``tools``; ``thinking`` says whether it thinks before it answers, ``None`` leaves it to
-        the template.
+        The model may call ``tools``; ``thinking`` turns reasoning on or off, ``None`` leaves it to the template.
+
 
         Raises:
-            InferenceCenterError: ``invalid_request`` when the conversation does not suit the template, ``internal``
-                when the template is in error.
+            InferenceCenterError: ``invalid_request`` if the template rejects the conversation, ``internal`` if it
+                fails.
         """
 
 
 class RawText:
-    """Conversations in raw mode: one text that grows, in which nothing is special."""
+    """Raw mode: concatenates all contents; no text is special."""
 
     implied_bos = ""
     keeps_end = False
@@ -82,18 +82,20 @@ class RawText:
         tools: Sequence[Tool] = (),
         thinking: bool | None = None,
     ) -> RenderedText:
-        """Return all contents one after the other.
+        """Return the concatenated contents.
 
         Raises:
-            InferenceCenterError: ``invalid_request`` for tools and for a choice of thinking: it knows neither.
+            InferenceCenterError: ``invalid_request`` for tools and for ``thinking``: neither is supported.
         """
         if tools:
             raise InferenceCenterError(
-                ErrorCode.INVALID_REQUEST, 'sessions with mode "raw" know no tools', field="tools"
+                ErrorCode.INVALID_REQUEST, 'sessions with mode "raw" do not support tools', field="tools"
             )
         if thinking is not None:
             raise InferenceCenterError(
-                ErrorCode.INVALID_REQUEST, 'sessions with mode "raw" let nobody choose thinking', field="thinking"
+                ErrorCode.INVALID_REQUEST,
+                'sessions with mode "raw" do not support the choice of thinking',
+                field="thinking",
             )
         return RenderedText("".join(message.content for message in messages), special=False)
 
@@ -102,7 +104,7 @@ class ChatTemplate:
     """A model's chat template, compiled once.
 
     Raises:
-        InferenceCenterError: ``internal`` when the template does not compile.
+        InferenceCenterError: ``internal`` if the template does not compile.
     """
 
     keeps_end = True
@@ -129,7 +131,7 @@ class ChatTemplate:
         tools: Sequence[Tool] = (),
         thinking: bool | None = None,
     ) -> RenderedText:
-        """Return the conversation as the template writes it, up to where the model answers if it ``asks``.
+        """Return the rendered conversation, with the generation prompt if it ``asks``.
 
         Raises:
             InferenceCenterError: See ``ConversationRenderer``.
@@ -148,14 +150,13 @@ class ChatTemplate:
                 ErrorCode.INVALID_REQUEST,
                 f"the model's chat template refuses the conversation: {error.message}",
                 field="messages",
-                hint="The order of roles must suit the model; some know no system prompt.",
+                hint="The order of roles must suit the model; some support no system prompt.",
             ) from error
-        # The border to a program from a model file, which can fail in any way a program can.
+        # Boundary to untrusted code from a model file, which can raise any exception.
         except Exception as error:
             raise _unsuitable(error, messages, tools) or _broken(error) from error
 
     def _given(self, messages: Sequence[ChatMessage], tools: Sequence[Tool], form: TemplateForm) -> dict[str, object]:
-        """Return what the template gets of a conversation in the form that it wants."""
         mark = self._special.mark
         offered = tool_values(tools, mark=mark)
         if not form.native:
@@ -169,21 +170,21 @@ class ChatTemplate:
         }
 
     def _try(self, messages: Sequence[ChatMessage], tools: Sequence[Tool], form: TemplateForm) -> str:
-        """Return what the template writes, nothing if it fails or does much."""
+        """Return the output for a probe, empty if the template fails or exceeds the limit."""
         values = {**self._given(messages, tools, form), "add_generation_prompt": False}
         try:
             return self._sandbox.run(self._template, values, now=_SOME_DAY, max_operations=_TRIAL_OPERATIONS)
-        except Exception:  # noqa: BLE001 - the same border as above; what fails is not how the model writes
+        except Exception:  # noqa: BLE001 - the same boundary as above; a failed probe counts as unsupported
             return ""
 
     def _switched(self, thinking: bool | None) -> dict[str, bool]:
-        """Return the template's variables that say whether the model thinks."""
+        """Return the template's variables that turn reasoning on or off."""
         if thinking is None:
             return {}
         if not self._switches:
             raise InferenceCenterError(
                 ErrorCode.INVALID_REQUEST,
-                "the model's chat template does not let one choose whether it thinks",
+                "the model's chat template does not support the choice of thinking",
                 field="thinking",
             )
         return dict.fromkeys(self._switches, thinking)
@@ -192,7 +193,7 @@ class ChatTemplate:
 def _unsuitable(
     error: Exception, messages: Sequence[ChatMessage], tools: Sequence[Tool]
 ) -> InferenceCenterError | None:
-    """Return why tools or their results were too much for a template, if there are any: it knows some forms of them."""
+    """Return an error that blames tools or their results, ``None`` if the conversation has none."""
     if tools:
         field = "tools"
     elif any(message.role == "tool" or message.tool_calls is not None for message in messages):
@@ -203,14 +204,14 @@ def _unsuitable(
         ErrorCode.INVALID_REQUEST,
         f"the model's chat template cannot write these {field}: {type(error).__name__}: {str(error)[:200]}",
         field=field,
-        hint="Give tools an object's schema as parameters, and results the tool_call_id of their call.",
+        hint="A tool's parameters must be the schema of an object; a result needs the tool_call_id of its call.",
     )
 
 
 def _broken(error: Exception) -> InferenceCenterError:
-    what = "it takes more memory than it may" if isinstance(error, MemoryError) else type(error).__name__
+    what = "it exceeds its memory limit" if isinstance(error, MemoryError) else type(error).__name__
     return InferenceCenterError(
         ErrorCode.INTERNAL,
-        f"the model's chat template is in error: {what}: {str(error)[:200]}",
+        f"the model's chat template fails: {what}: {str(error)[:200]}",
         hint='Sessions with mode "raw" use no template.',
     )

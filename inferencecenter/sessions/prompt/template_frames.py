@@ -1,4 +1,4 @@
-"""What the front and a process that runs a chat template say to each other: a length, then MessagePack."""
+"""Frames between the daemon and a template process: a 4-byte little-endian length, then MessagePack."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from inferencecenter.sessions.output_parsing.call_format import ToolCallFormat
 
 MAX_FRAME_BYTES: Final = 256 * 1024 * 1024
-"""What a reply may have; it is within what the process may take of memory."""
+"""Largest reply in bytes; below the memory limit of the process."""
 LENGTH_BYTES: Final = 4
 
 _STYLES: Final[dict[str, type[ToolCallFormat]]] = {
@@ -30,7 +30,7 @@ _STYLES: Final[dict[str, type[ToolCallFormat]]] = {
 
 
 class TemplateSource(msgspec.Struct, frozen=True):
-    """A model's template and what it needs to know of the model; the names are those of ``ModelInfo``."""
+    """A model's template and the model's fields that it needs, named as in ``ModelInfo``."""
 
     chat_template: str
     special_tokens: tuple[str, ...]
@@ -45,7 +45,7 @@ class TemplateSource(msgspec.Struct, frozen=True):
 
 
 class LoadTemplate(msgspec.Struct, frozen=True, tag=True):
-    """The first frame: the template, and how much each request may take of processor time, and all of memory."""
+    """The first frame: the template, the CPU limit of each request, and the memory limit of the process."""
 
     source: TemplateSource
     cpu_s: float
@@ -53,7 +53,7 @@ class LoadTemplate(msgspec.Struct, frozen=True, tag=True):
 
 
 class MessageRow(msgspec.Struct, frozen=True, array_like=True):
-    """A ``ChatMessage``; ``calls`` are id, name and arguments of each call."""
+    """A ``ChatMessage``; ``calls`` are the id, name and arguments of each call."""
 
     role: Role
     content: str
@@ -63,7 +63,7 @@ class MessageRow(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RenderRequest(msgspec.Struct, frozen=True, tag=True):
-    """A ``RenderInput``; ``tools`` are name, description and parameters of each tool."""
+    """A ``RenderInput``; ``tools`` are the name, description and parameters of each tool."""
 
     messages: list[MessageRow]
     now: str
@@ -72,7 +72,7 @@ class RenderRequest(msgspec.Struct, frozen=True, tag=True):
 
 
 class TemplateLoaded(msgspec.Struct, frozen=True, tag=True):
-    """The template compiles; this is ``TemplateCapabilities`` as it was found."""
+    """The template compiles; carries the detected ``TemplateCapabilities``."""
 
     call_format: str | None
     style_fields: dict[str, Any]
@@ -91,7 +91,7 @@ class RenderReply(msgspec.Struct, frozen=True, tag=True):
 
 
 class RenderRefusal(msgspec.Struct, frozen=True, tag=True):
-    """Why there is none."""
+    """Why a request failed; the fields of an ``InferenceCenterError``."""
 
     code: str
     message: str
@@ -100,7 +100,7 @@ class RenderRefusal(msgspec.Struct, frozen=True, tag=True):
 
 
 class WorkerReply(msgspec.Struct, frozen=True):
-    """What became of a request; one that is ``last`` was so large that the process ends after it."""
+    """Outcome of a request; after the ``last`` one the process exits because it has grown too large."""
 
     outcome: TemplateLoaded | RenderReply | RenderRefusal
     last: bool = False
@@ -115,7 +115,7 @@ def encode(message: LoadTemplate | RenderRequest | WorkerReply) -> bytes:
     """Return a message as a frame.
 
     Raises:
-        InferenceCenterError: ``invalid_request`` for what cannot be told in MessagePack.
+        InferenceCenterError: ``invalid_request`` for a value that MessagePack cannot represent.
     """
     try:
         payload = _encoder.encode(message)
@@ -131,7 +131,7 @@ def encode(message: LoadTemplate | RenderRequest | WorkerReply) -> bytes:
 
 
 def request_of(conversation: RenderInput) -> RenderRequest:
-    """Return a conversation as it crosses."""
+    """Return a conversation as a frame."""
     return RenderRequest(
         messages=[
             MessageRow(
@@ -152,7 +152,7 @@ def request_of(conversation: RenderInput) -> RenderRequest:
 
 
 def input_of(request: RenderRequest) -> RenderInput:
-    """Return the conversation that crossed; it was validated before."""
+    """Return the conversation of a frame; it was validated before."""
     return RenderInput(
         messages=tuple(map(_message, request.messages)),
         now=datetime.fromisoformat(request.now),
@@ -177,7 +177,7 @@ def _message(row: MessageRow) -> ChatMessage:
 
 
 def loaded(written: TemplateCapabilities) -> TemplateLoaded:
-    """Return how a model writes as it crosses."""
+    """Return a model's capabilities as a frame."""
     call_format, thinking = written.call_format, written.thinking
     return TemplateLoaded(
         call_format=None if call_format is None else type(call_format).__name__,
@@ -189,13 +189,13 @@ def loaded(written: TemplateCapabilities) -> TemplateLoaded:
 
 
 def written_of(reply: TemplateLoaded) -> TemplateCapabilities:
-    """Return how a model writes as the process found out.
+    """Return the model's capabilities that a process detected.
 
     Raises:
-        msgspec.ValidationError: It says something else.
+        msgspec.ValidationError: The frame is malformed.
     """
     if reply.call_format is not None and reply.call_format not in _STYLES:
-        raise msgspec.ValidationError(f"no style is called {reply.call_format}")
+        raise msgspec.ValidationError(f"unknown tool call format {reply.call_format}")
     return TemplateCapabilities(
         call_format=None
         if reply.call_format is None
@@ -207,12 +207,12 @@ def written_of(reply: TemplateLoaded) -> TemplateCapabilities:
 
 
 def rendered(prompt: RenderedPrompt) -> RenderReply:
-    """Return a rendered conversation as it crosses."""
+    """Return a rendered conversation as a frame."""
     rendering = prompt.rendering
     return RenderReply(rendering.text, list(rendering.cuts), sorted(rendering.literals), prompt.system_end)
 
 
 def prompt_of(reply: RenderReply, written: TemplateCapabilities) -> RenderedPrompt:
-    """Return the rendered conversation that crossed."""
+    """Return the rendered conversation of a frame."""
     rendering = RenderedText(reply.text, tuple(reply.cuts), frozenset(reply.literals))
     return RenderedPrompt(rendering, reply.system_end, written)

@@ -1,15 +1,13 @@
-"""Chat templates in processes of their own, which are killed when a template takes too much.
+"""Runs chat templates in separate processes with CPU, memory and wall-clock limits.
 
-A template can run for ever, or take all memory, in ways that no sandbox within an interpreter counts. So each model's
-template lives in a process (``template_worker``), started when it is first wanted. It renders one conversation at a
-time, of the clients in turn. The kernel ends it at a limit of processor time; memory is limited, too; and where nothing
-comes for long by the clock, it is killed from here. That request fails, and the next one has a new process.
+A template can loop forever or exhaust memory in ways that no in-process sandbox detects. Each model's template
+therefore runs in its own process (``template_worker``), started on first use, which renders one conversation at a time
+and serves clients round-robin. The kernel enforces the CPU and memory limits; the daemon kills a process that exceeds
+the wall-clock limit. Invariant: such a failure fails exactly one request, and the next request gets a new process.
 
-A rendering that nothing waits for any more would keep the others waiting up to those limits. It may go on until it has
-taken as long as another process takes to start, which is what killing it costs; then it is killed, and the next process
-is started at once.
-
-Processes are ended where there are more than a few, those first that were used least recently.
+A cancelled rendering would block the queue up to those limits. It may continue for about as long as a process takes to
+start, which is the cost of killing it; then it is killed and a replacement is started at once. At most a few processes
+are kept; the least recently used idle ones are ended first.
 """
 
 from __future__ import annotations
@@ -56,9 +54,9 @@ if TYPE_CHECKING:
 
 MODULE: Final = "inferencecenter.sessions.prompt.template_worker"
 MAX_PROCESSES: Final = 4
-"""Templates that are kept in processes at a time."""
+"""Most template processes that are kept."""
 COMPILE_AGAIN_S: Final = 60.0
-"""How long a template is refused that took too much when it was compiled; something else may have had the machine."""
+"""Seconds until a template that exceeded a limit during compilation is tried again; the host may have been busy."""
 _READ_BYTES: Final = 1024 * 1024
 
 _log = structlog.get_logger(__name__)
@@ -66,10 +64,10 @@ _log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class RenderLimits:
-    """What one rendering may take: processor seconds, rounded up to whole ones, memory, and seconds by the clock.
+    """Limits of one rendering: CPU seconds, rounded up to whole ones, memory, and wall-clock seconds.
 
-    ``wall_s`` is for a process that is stopped or starved, so it is far longer; ``withdrawn_s`` is for a rendering that
-    nothing waits for.
+    ``wall_s`` covers a stopped or starved process, so it is far longer; ``withdrawn_s`` applies to a cancelled
+    rendering.
     """
 
     cpu_s: float = 2.0
@@ -79,11 +77,11 @@ class RenderLimits:
 
 
 class WorkerLostError(Exception):
-    """The process that runs a template has ended, or says what is no reply."""
+    """The template process has ended or sent an invalid reply."""
 
 
 class TemplateProcess:
-    """A process that has been started to run a template; one request at a time."""
+    """A running template process; one request at a time."""
 
     def __init__(self, process: asyncio.subprocess.Process, *, wall_s: float) -> None:
         self._process = process
@@ -96,7 +94,7 @@ class TemplateProcess:
 
     @property
     def alive(self) -> bool:
-        """Whether it has not ended, as far as that is known."""
+        """Whether the process is not known to have ended."""
         return self._process.returncode is None
 
     @classmethod
@@ -121,7 +119,7 @@ class TemplateProcess:
         """Send a request and return the reply.
 
         Raises:
-            WorkerLostError: There is none; the process has to be ended.
+            WorkerLostError: There is no valid reply; the process must be ended.
         """
         try:
             async with asyncio.timeout(self._wall_s):
@@ -130,7 +128,7 @@ class TemplateProcess:
             raise WorkerLostError(type(error).__name__) from error
 
     async def end(self) -> None:
-        """Kill the process and wait until it is gone."""
+        """Kill the process and wait for its exit."""
         with suppress(ProcessLookupError):
             self._process.kill()
         await self._process.wait()
@@ -149,9 +147,9 @@ class TemplateProcess:
 
 @dataclass(slots=True, eq=False)
 class RenderJob:
-    """A conversation to be rendered; ``done`` is called with what became of it, unless it is ``None`` by then.
+    """A queued rendering; ``done`` receives the outcome and is ``None`` once the job is cancelled.
 
-    While it is rendered, ``patience`` ends that at a time that is set when it is withdrawn: ``may_take_until``.
+    While the job runs, ``patience`` is its timeout; cancellation reschedules that to ``may_take_until``.
     """
 
     client_id: str
@@ -161,19 +159,19 @@ class RenderJob:
     may_take_until: float = 0.0
 
     def withdraw(self) -> None:
-        """Have the result told to nothing, and a rendering that goes on for long ended."""
+        """Cancel the job: discard its result and limit its remaining time."""
         self.done = None
         if self.patience is not None:
             self.patience.reschedule(self.may_take_until)
 
 
 class ProcessRenderer:
-    """Renders with one model's template. Implements ``sessions.rendering.PromptRenderer``.
+    """Renders with one model's template in a process. Implements ``renderer.PromptRenderer``.
 
     Args:
-        model: Whose template it is.
-        limits: What it may take.
-        owner: Keeps count of processes, and owns the task that works here while something waits.
+        model: The model.
+        limits: Limits of each rendering.
+        owner: The pool, which bounds the number of processes and owns the worker task.
     """
 
     def __init__(self, model: ModelInfo, *, limits: RenderLimits, owner: TemplateProcessPool) -> None:
@@ -195,21 +193,21 @@ class ProcessRenderer:
 
     @property
     def pid(self) -> int | None:
-        """The id of its process, while there is one."""
+        """The process id, ``None`` without a process."""
         return self._process.pid if self._process else None
 
     @property
     def busy(self) -> bool:
-        """Whether something waits or is being rendered."""
+        """Whether a rendering is waiting or running."""
         return self._working
 
     @property
     def refusal(self) -> InferenceCenterError | None:
-        """Why nothing is rendered now: the template does not compile, or took too much when it was compiled."""
+        """Why rendering is refused now: the template does not compile, or exceeded a limit while compiling."""
         return self._refusal if self._owner.monotonic() < self._refused_until else None
 
     def warm(self) -> None:
-        """Have the process started and the template compiled, unless that has happened."""
+        """Start the process and compile the template, unless that has happened."""
         if self._process is None and self.refusal is None:
             self._warming = True
             self._work()
@@ -217,14 +215,14 @@ class ProcessRenderer:
     def render(
         self, conversation: RenderInput, *, client_id: str, done: Callable[[RenderResult], None]
     ) -> Callable[[], None]:
-        """Have a conversation rendered; see ``PromptRenderer``."""
+        """Queue a conversation; see ``PromptRenderer``."""
         job = RenderJob(client_id, conversation, done)
         self._queue.add(client_id, job)
         self._work()
         return partial(self._withdraw, job)
 
     async def end(self) -> None:
-        """End the process; another request starts the next."""
+        """End the process; the next request starts another."""
         process, self._process = self._process, None
         if process is not None:
             await process.end()
@@ -252,7 +250,7 @@ class ProcessRenderer:
             self._working = False
 
     async def _result(self, job: RenderJob | None) -> RenderResult | None:
-        """Return what becomes of a request; nothing where only a process was wanted."""
+        """Return the outcome of a job; ``None`` if only a warm process was wanted."""
         try:
             process, written = await self._ready()
             if job is None or job.done is None:
@@ -264,8 +262,8 @@ class ProcessRenderer:
             return await self._lost(str(error))
         except OSError as error:
             _log.error("template_process_not_started", model=self._name, reason=str(error))
-            return InferenceCenterError(ErrorCode.INTERNAL, "The process that runs chat templates does not start.")
-        # The border to a process that runs a stranger's program: whatever is wrong ends this request alone.
+            return InferenceCenterError(ErrorCode.INTERNAL, "The process that runs chat templates cannot be started.")
+        # Boundary to a process that runs untrusted code: any fault fails this request only.
         except Exception:  # noqa: BLE001
             _log.exception("template_process_failed", model=self._name)
             await self.end()
@@ -274,10 +272,10 @@ class ProcessRenderer:
     async def _rendered(
         self, process: TemplateProcess, written: TemplateCapabilities, job: RenderJob
     ) -> RenderResult | None:
-        """Return what a process says to a conversation; nothing if that was withdrawn and took too long then.
+        """Return the outcome of a conversation; ``None`` if it was cancelled and timed out.
 
         Raises:
-            WorkerLostError: There is no reply; the process has to be ended.
+            WorkerLostError: There is no valid reply; the process must be ended.
         """
         frame = encode(request_of(job.conversation))
         job.may_take_until = asyncio.get_running_loop().time() + self._limits.withdrawn_s
@@ -296,11 +294,11 @@ class ProcessRenderer:
         return _result_of(reply, written, model=self._name)
 
     async def _ready(self) -> tuple[TemplateProcess, TemplateCapabilities]:
-        """Return the process, started if there is none, and how the model writes.
+        """Return the process, started if there is none, and the model's capabilities.
 
         Raises:
-            InferenceCenterError: ``internal`` for a template that does not compile, or takes too much for that.
-            OSError: The process does not start.
+            InferenceCenterError: ``internal`` for a template that does not compile within the limits.
+            OSError: The process cannot be started.
         """
         if (refusal := self.refusal) is not None:
             raise refusal
@@ -340,12 +338,12 @@ class ProcessRenderer:
 
 
 class TemplateProcessPool:
-    """The processes of all models' templates. Implements ``sessions.rendering.PromptRenderers``.
+    """The template processes of all models. Implements ``renderer.PromptRenderers``.
 
     Args:
-        limits: What one rendering may take.
-        max_processes: How many there are at a time, but for those that are at work.
-        monotonic: Seconds that only rise.
+        limits: Limits of each rendering.
+        max_processes: Most processes that are kept, not counting busy ones beyond it.
+        monotonic: Monotonic clock in seconds.
     """
 
     def __init__(
@@ -376,7 +374,7 @@ class TemplateProcessPool:
         return renderer
 
     async def used(self, renderer: ProcessRenderer) -> None:
-        """Take note that a renderer has, or is about to have, a process; end one too many."""
+        """Mark a renderer as most recently used and end surplus idle processes."""
         self._started[renderer] = None
         self._started.move_to_end(renderer)
         idle = [each for each in self._started if not each.busy]
@@ -385,7 +383,7 @@ class TemplateProcessPool:
             await each.end()
 
     async def aclose(self) -> None:
-        """End all processes; what waits is dropped."""
+        """End all processes and drop waiting jobs."""
         await self.tasks.cancel()
         for renderer in self._started:
             await renderer.end()
@@ -412,6 +410,6 @@ def _error_of(refusal: RenderRefusal, *, model: str) -> InferenceCenterError:
 def _deliver(done: Callable[[RenderResult], None], result: RenderResult) -> None:
     try:
         done(result)
-    # The border between turns: a fault in what one of them does with its prompt must not keep the others from theirs.
+    # Boundary between turns: a fault in one callback must not affect other turns.
     except Exception:  # noqa: BLE001
         _log.exception("rendered_prompt_not_taken")

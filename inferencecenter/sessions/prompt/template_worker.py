@@ -1,7 +1,7 @@
-"""The process that runs one chat template: ``python -m inferencecenter.sessions.prompt.template_worker``.
+"""Process that runs one chat template: ``python -m inferencecenter.sessions.prompt.template_worker``.
 
-It reads the template first, then a conversation at a time, and writes what came of each. What takes too much processor
-time is ended by the kernel; what takes too much memory fails, or ends the process. So does the end of its input.
+It reads the template, then one conversation at a time, and writes each outcome. The kernel kills it at the CPU limit;
+at the memory limit an allocation fails or the process ends. It exits at the end of its input.
 """
 
 from __future__ import annotations
@@ -39,16 +39,18 @@ if TYPE_CHECKING:
         TemplateSource,
     )
 
-# A process that has grown by so much gives its memory back by ending.
+# A process that has grown by this much exits to return its memory.
 _GROWN_BYTES: Final = 64 * 1024 * 1024
 _MAX_MESSAGE_CHARS: Final = 1000
 MAX_CUTS: Final = 65_536
-"""Places at which a rendering may be cut, since what people wrote spells special tokens there."""
+"""Most cuts of a rendering, at contents that spell special tokens."""
 
 
 def main() -> int:
-    """Answer requests until none will come any more."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's goes to all processes; the front ends this one
+    """Serve requests until the end of input."""
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # a terminal sends it to the whole process group; the daemon ends this process
     requests, replies = sys.stdin.buffer, sys.stdout.buffer
     load = cast("LoadTemplate | None", _read(requests))
     if load is None:
@@ -86,7 +88,7 @@ def _reply(
         outcome = work()
         last = at_first_bytes is not None and resident_bytes() - at_first_bytes > _GROWN_BYTES
         frame = encode(WorkerReply(outcome, last))
-    except Exception as error:  # noqa: BLE001 - the border to a stranger's program
+    except Exception as error:  # noqa: BLE001 - boundary to untrusted code
         frame = encode(WorkerReply(_refusal(error)))
     replies.write(frame)
     replies.flush()
@@ -94,7 +96,7 @@ def _reply(
 
 def _refusal(error: Exception) -> RenderRefusal:
     if isinstance(error, InferenceCenterError):
-        # A template may put whole messages, with their marks, into what it says against them.
+        # A template may quote whole messages, with their marks, in its error message.
         message = error.message.encode("utf-8", "ignore").decode()[:_MAX_MESSAGE_CHARS]
         return RenderRefusal(error.code.value, message, error.hint, error.field)
     message = f"the model's chat template cannot be run: {type(error).__name__}"

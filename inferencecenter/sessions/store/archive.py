@@ -1,4 +1,4 @@
-"""Read access to the session file for commands, also while a daemon writes it, and offline purges."""
+"""Read access to the session file for CLI commands, also while a daemon writes it, and offline purges."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from inferencecenter.sessions.store.recorder import PurgeKind
     from inferencecenter.sessions.store.rows import Row
 
-# What each session has: its own rows, and the first so many of those that it begins with.
+# The rows of each session: its own, and the prefix of its bases that it shares.
 _LIST: Final = """
     WITH RECURSIVE held (session, row, messages, turns, pieces) AS (
         SELECT id, id, 1e99, 1e99, 1e99 FROM sessions WHERE complete AND (?1 IS NULL OR client_id = ?1)
@@ -46,7 +46,7 @@ _ROWS_HINT: Final = "`inferencecenter restore` a backup that has it, or `inferen
 
 @dataclass(frozen=True, slots=True)
 class SessionLine:
-    """A session in a list; times are Unix seconds, ``answering`` if a turn of it has not ended."""
+    """A session in a listing; times are Unix seconds, ``answering`` if a turn is unfinished."""
 
     session_id: str
     client_id: str
@@ -61,7 +61,7 @@ class SessionLine:
 
 @dataclass(frozen=True, slots=True)
 class UsageLine:
-    """What a client had on a day in UTC, as 2026-11-21; one of its tokens, where ``token_id`` is set."""
+    """Usage of a client on a UTC day, such as 2026-11-21, or of one of its tokens if ``token_id`` is set."""
 
     client_id: str
     day: str
@@ -73,12 +73,12 @@ class UsageLine:
 
     @property
     def counted_tokens(self) -> int:
-        """Tokens that limits count: those of prompts that had to be read, and those generated."""
+        """Tokens that count against limits: uncached prompt tokens and generated tokens."""
         return self.prompt_tokens - self.cached_tokens + self.completion_tokens
 
 
 class Archive:
-    """What the file holds at one moment."""
+    """A consistent snapshot of the file."""
 
     def __init__(self, path: Path, database: sqlite3.Connection) -> None:
         self._path = path
@@ -87,10 +87,10 @@ class Archive:
     @classmethod
     @contextlib.contextmanager
     def open(cls, path: Path) -> Iterator[Archive]:
-        """Lend the file at ``path`` for a while; where there is none, no session was ever kept.
+        """Open the file at ``path``; a missing file reads as an empty one.
 
         Raises:
-            InferenceCenterError: ``storage_unavailable``, also for what is found out while it is lent.
+            InferenceCenterError: ``storage_unavailable``, also for errors inside the context.
         """
         with _mapped_errors(path), contextlib.closing(_open(path)) as database:
             yield cls(path, database)
@@ -100,27 +100,27 @@ class Archive:
         return [_line(row) for row in self._database.execute(_LIST, (client_id,))]
 
     def read(self, session_id: str) -> StoredSession:
-        """Return everything about a session.
+        """Return a session.
 
         Raises:
-            InferenceCenterError: ``session_not_found``, or ``storage_unavailable`` if its rows make no sense.
+            InferenceCenterError: ``session_not_found``, or ``storage_unavailable`` if its rows are inconsistent.
         """
         query = "SELECT id FROM sessions WHERE complete AND session_id = ?"
         row = self._database.execute(query, (session_id,)).fetchone()
         if row is None:
             raise InferenceCenterError(
                 ErrorCode.SESSION_NOT_FOUND,
-                f"no session {session_id!r} is kept",
-                hint="`inferencecenter session list` shows which are.",
+                f"no session {session_id!r} is stored",
+                hint="`inferencecenter session list` lists the stored sessions.",
             )
         try:
             return read_one(self._database, row[0], read_said(self._database), Shared(self._database)).kept
         except ValueError as error:
-            reason = f"the rows of session {session_id} do not fit together"
+            reason = f"the rows of session {session_id} are inconsistent"
             raise unusable(self._path, reason, hint=_ROWS_HINT) from error
 
     def usage(self, client_id: str | None = None, *, since: str = "") -> list[UsageLine]:
-        """Return what a client, or each, had from a day on, the latest day last."""
+        """Return the daily usage of a client, or of each, from a day on, oldest day first."""
         rows = self._database.execute(
             "SELECT client_id, day, sum(turns), sum(prompt_tokens), sum(cached_tokens), sum(completion_tokens)"
             " FROM usage WHERE (?1 IS NULL OR client_id = ?1) AND day >= ?2"
@@ -130,7 +130,7 @@ class Archive:
         return [UsageLine(*row) for row in rows]
 
     def usage_by_token(self, client_id: str | None = None, *, since: str = "") -> list[UsageLine]:
-        """Return the same for each token; API keys, and what is older than this count, have the empty one."""
+        """Return the daily usage by token; API keys, and usage older than this column, have the empty token."""
         rows = self._database.execute(
             "SELECT client_id, day, turns, prompt_tokens, cached_tokens, completion_tokens, token_id FROM usage"
             " WHERE (?1 IS NULL OR client_id = ?1) AND day >= ?2 ORDER BY day, client_id, token_id",
@@ -139,18 +139,18 @@ class Archive:
         return [UsageLine(*row) for row in rows]
 
     def matches(self, kind: PurgeKind, name: str) -> list[str]:
-        """Return the ids of the sessions that a purge would take."""
+        """Return the ids of the sessions that a purge would delete."""
         column = "session_id" if kind == "session" else "client_id"
         rows = self._database.execute(f"SELECT session_id FROM sessions WHERE complete AND {column} = ?", (name,))  # noqa: S608
         return [session_id for (session_id,) in rows]
 
     def holds(self, kind: PurgeKind, name: str) -> bool:
-        """Tell whether there is anything that a purge would take."""
+        """Return whether a purge would delete anything."""
         return bool(self.matches(kind, name) or (kind == "client" and self.usage(name)))
 
 
 def purge_file(path: Path, kind: PurgeKind, name: str) -> None:
-    """Delete everything of a session, or of a client, from a file that no daemon uses, and overwrite it.
+    """Delete a session or all data of a client from a file that no daemon uses, and overwrite it.
 
     Raises:
         InferenceCenterError: ``storage_unavailable``.
@@ -163,7 +163,7 @@ def purge_file(path: Path, kind: PurgeKind, name: str) -> None:
 
 
 def empty_log(path: Path) -> None:
-    """Have what was deleted disappear from the log beside the file too, unless somebody reads it just now.
+    """Checkpoint and truncate the WAL, so that it holds no deleted data, unless another process is reading.
 
     Raises:
         InferenceCenterError: ``storage_unavailable``.
@@ -186,7 +186,7 @@ def _open(path: Path) -> sqlite3.Connection:
             nothing.execute(statement)
         return nothing
     database = open_reading(path)
-    # Until the end, what is read is of the moment of the first statement.
+    # A read transaction: all statements see the same snapshot.
     database.execute("BEGIN")
     return database
 

@@ -1,11 +1,12 @@
-"""Rows that several sessions begin with, written once.
+"""Copy-on-write sharing of row prefixes between sessions.
 
-A session may begin with rows of another one, its *base*: the first so many of each kind (``Reach``), whose numbers its
-own rows continue. Rows are only ever appended where others refer to them. A session that cuts what others begin with
-moves on: its row stays as a base that belongs to no session, and it gets a new one that refers to what is left. One
-that ends leaves its row as such a base. A row that is not ``complete`` is no session, and what of it no other row
-refers to is deleted by ``sweep``, a bounded part at a time. Which rows refer to one is in an index and nowhere else, so
-that a start sweeps what a killed daemon left.
+A fork does not copy its parent's rows. Its row in ``sessions`` refers to a *base* row and to how many of the base's
+first messages, token pieces, marks and turns it shares (``Reach``); its own rows continue that numbering, and a base
+may itself have a base. Invariant: rows within the reach of another session are never modified or deleted, only appended
+to. A session that would truncate shared rows moves to a new row and leaves its old one as a base without a session; a
+deleted session does the same. Such rows have ``complete`` unset, are invisible to readers, and ``sweep`` deletes what
+nothing refers to any more, in bounded steps. References are stored only in the ``base`` column and its index, so a
+start finds and sweeps what a killed daemon left.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ if TYPE_CHECKING:
 
 _ROW_BYTES: Final = 128
 _BASE_BYTES: Final = 4096
-"""What the end of a row in ``sessions`` counts for: a dozen statements."""
-# What a row of each kind weighs beside its other columns.
+"""Budget charged for deleting a row of ``sessions``: a dozen statements."""
+# SQL for the variable size in bytes of a row of each kind.
 _WEIGHTS: Final = {
     "messages": "length(content) + coalesce(length(more), 0)",
     "tokens": "length(ids) + length(covered)",
@@ -29,11 +30,11 @@ _WEIGHTS: Final = {
     "turns": "length(note) + coalesce(length(ending), 0)",
 }
 KINDS: Final = tuple(_WEIGHTS)
-"""The tables of what a base has, in the order of ``Reach``."""
+"""The tables with shared rows, in the order of ``Reach``."""
 
 
 class Reach(NamedTuple):
-    """The first so many rows of each kind, as their numbers count up."""
+    """Length of a prefix: the number of leading rows of each kind."""
 
     messages: int = 0
     pieces: int = 0
@@ -41,11 +42,11 @@ class Reach(NamedTuple):
     turns: int = 0
 
     def is_within(self, other: Reach) -> bool:
-        """Tell whether ``other`` has all of these rows."""
+        """Return whether ``other`` covers this prefix."""
         return all(map(operator.le, self, other))
 
     def shared(self, other: Reach) -> Reach:
-        """Return the rows that both have."""
+        """Return the common prefix."""
         return Reach(*map(min, self, other))
 
 
@@ -54,9 +55,10 @@ _NOTHING: Final = Reach()
 
 @dataclass(frozen=True, slots=True)
 class Base:
-    """The ``row`` of ``sessions`` that a session begins with, and what of it.
+    """The base ``row`` of a session and the prefix that the session shares.
 
-    Turns from number ``keys`` on are its own, with the keys that its client gave them; those before another session's.
+    Turns from number ``keys`` on were its own, with idempotency keys of its client; earlier ones belong to another
+    session.
     """
 
     row: int
@@ -65,7 +67,7 @@ class Base:
 
 
 def base_of(database: sqlite3.Connection, row: int) -> Base | None:
-    """Return what a row begins with."""
+    """Return the base of a row."""
     held = database.execute(
         "SELECT base, base_messages, base_pieces, base_marks, base_turns, base_keys FROM sessions WHERE id = ?", (row,)
     ).fetchone()
@@ -76,7 +78,7 @@ def base_of(database: sqlite3.Connection, row: int) -> Base | None:
 
 
 def needed_of(database: sqlite3.Connection, row: int) -> Reach:
-    """Return what other rows begin with."""
+    """Return the prefix of a row that other rows refer to."""
     held = database.execute(
         "SELECT max(base_messages), max(base_pieces), max(base_marks), max(base_turns) FROM sessions WHERE base = ?",
         (row,),
@@ -85,7 +87,7 @@ def needed_of(database: sqlite3.Connection, row: int) -> Reach:
 
 
 def refer(database: sqlite3.Connection, row: int, base: Base | None) -> None:
-    """Have a row begin with what ``base`` says, which may lie in the base of that."""
+    """Set the base of a row, or the base of that if it covers the same prefix."""
     found = None if base is None or base.reach == _NOTHING else base
     while found is not None and (below := base_of(database, found.row)) is not None:
         if not found.reach.is_within(below.reach):
@@ -100,7 +102,7 @@ def refer(database: sqlite3.Connection, row: int, base: Base | None) -> None:
 
 
 def forget_keys(database: sqlite3.Connection, row: int, first: int) -> None:
-    """Delete the keys of a session's turns from number ``first`` on, and what they are answered with."""
+    """Delete the idempotency keys, and the stored results, of a session's turns from number ``first`` on."""
     end = math.inf
     base = base_of(database, row)
     if base is not None:
@@ -114,9 +116,9 @@ def forget_keys(database: sqlite3.Connection, row: int, first: int) -> None:
 
 
 def move_on(database: sqlite3.Connection, row: int, kept: Reach) -> int:
-    """Give a session a new row that begins with what is ``kept`` of its present one, and return it.
+    """Move a session to a new row that shares ``kept`` of its present one, and return the new row.
 
-    The present row is no session's any more.
+    The present row becomes a base without a session.
     """
     base = base_of(database, row)
     keys = 0 if base is None else min(base.keys, kept.turns)
@@ -133,7 +135,7 @@ def move_on(database: sqlite3.Connection, row: int, kept: Reach) -> int:
 
 
 def end(database: sqlite3.Connection, row: int) -> None:
-    """Have a row be no session's any more; what no other session begins with is left to ``sweep``."""
+    """Detach a row from its session; ``sweep`` deletes the rows that no other session shares."""
     forget_keys(database, row, 0)
     for table in ("orders", "failures", "said"):
         database.execute(f"DELETE FROM {table} WHERE session = ?", (row,))  # noqa: S608 - three names
@@ -141,9 +143,9 @@ def end(database: sqlite3.Connection, row: int) -> None:
 
 
 def sweep(database: sqlite3.Connection, rows: list[int], budget: float = math.inf) -> float:
-    """Delete what no session needs of ``rows`` and of what they begin with, about ``budget`` bytes of it.
+    """Delete what nothing refers to of ``rows`` and of their bases, about ``budget`` bytes of it.
 
-    Those that are done are taken out of ``rows``. Returns what is left of the budget.
+    Finished rows are removed from ``rows``. Returns the rest of the budget.
     """
     while rows and budget > 0:
         row = rows[0]
@@ -167,7 +169,7 @@ def sweep(database: sqlite3.Connection, rows: list[int], budget: float = math.in
 
 
 def unowned(database: sqlite3.Connection) -> list[int]:
-    """Return the rows that are no session's."""
+    """Return the rows that belong to no session."""
     return [row for (row,) in database.execute("SELECT id FROM sessions WHERE NOT complete")]
 
 
@@ -192,7 +194,7 @@ def _let_go(database: sqlite3.Connection, row: int) -> None:
 
 
 def _shorten(database: sqlite3.Connection, kind: str, row: int, n_kept: int, budget: float) -> float:
-    """Delete the last of a row's own rows of a kind, as many as the budget allows, and return what is left of it."""
+    """Delete the last own rows of a kind, within the budget, and return the rest of the budget."""
     if budget <= 0:
         return budget
     first = None

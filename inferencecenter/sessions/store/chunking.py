@@ -1,8 +1,8 @@
-"""Splits large records into chunks of bounded size for short transactions. Pure.
+"""Splits large records into chunks of bounded size, for short transactions. Pure.
 
-A session that begins with a long history takes many transactions. Until the last of them the row in ``sessions`` is not
-``complete``: what reads the file passes over it, and the next daemon deletes what a killed one left of it. Nothing is
-told of the session before the last part is in the file. A fork begins with rows that are there.
+A session that is created with a long history takes several transactions. Invariant: its row in ``sessions`` is not
+``complete`` until the last of them, so readers skip it and the next start deletes it if the daemon was killed; no
+client is notified before the last chunk is committed. A fork shares rows that exist already and is never split.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ if TYPE_CHECKING:
     from inferencecenter.sessions.store.recorder import Entry
 
 PART_BYTES: Final = 256 * 1024
-"""About what one part writes or deletes: some milliseconds."""
+"""Approximate bytes that one chunk writes or deletes, which takes milliseconds."""
 _ROW_BYTES: Final = 128
 _MAX_NEW_MESSAGES: Final = 1000
 
 
 @dataclass(frozen=True, slots=True)
 class OpenedPart:
-    """A session that begins is written up to so many of its messages and turns; the last part writes all the rest."""
+    """A chunk of a new session: its messages and turns up to these numbers; the last chunk writes the rest."""
 
     record: SessionOpened
     n_messages: int
@@ -46,7 +46,7 @@ class OpenedPart:
 
 
 def parts_of(entry: Entry) -> Iterator[Entry]:
-    """Yield what an entry is written as, one after the other."""
+    """Yield the chunks of an entry."""
     match entry:
         case SessionOpened(parent=None) if _is_long(entry.history.messages, entry.notes.values()):
             yield from _opened(entry)
@@ -55,7 +55,7 @@ def parts_of(entry: Entry) -> Iterator[Entry]:
 
 
 def weight_of(entry: Entry) -> int:
-    """Return about how many bytes an entry writes; of a change to a history what is new in it."""
+    """Return the approximate bytes that an entry writes; of a history only the new part counts."""
     match entry:
         case TokensAppended():
             content = len(entry.tokens) + len(entry.text)

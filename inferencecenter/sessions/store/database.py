@@ -1,4 +1,4 @@
-"""Opens the session file, for writing or read-only, and explains its faults."""
+"""Opens the session file, for writing or read-only, and describes its faults."""
 
 from __future__ import annotations
 
@@ -38,23 +38,23 @@ _log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class OpenFile:
-    """An open file. With a ``fault`` it is for reading only, and without a ``database`` not even for that."""
+    """An open file. With a ``fault`` it is read-only; without a ``database`` it cannot be read either."""
 
     database: sqlite3.Connection | None
     fault: StorageFault | None = None
 
 
 def open_file(path: Path) -> OpenFile:
-    """Open or make the file of a daemon. One that is damaged or cannot be written is left as it is.
+    """Open or create the daemon's file. A file that is damaged or not writable is left untouched.
 
     Raises:
-        InferenceCenterError: ``storage_unavailable`` for a file of a newer version, or one that somebody else holds.
+        InferenceCenterError: ``storage_unavailable`` for a file of a newer version, or one that another process locks.
     """
     try:
         return OpenFile(open_writing(path))
     except (OSError, sqlite3.Error) as error:
         if is_busy(error):
-            raise unusable(path, str(error), hint="Another program has it open: end that.") from error
+            raise unusable(path, str(error), hint="Another program has it open: stop that program.") from error
         fault = fault_of(error, name=path.name)
         reason = f"{path.name} cannot be written: {reason_of(error)}"
         _log.error("store_read_only", path=str(path), reason=reason, hint=hint_of(error))
@@ -66,11 +66,11 @@ def open_file(path: Path) -> OpenFile:
 
 
 def open_writing(path: Path) -> sqlite3.Connection:
-    """Open or make the file and bring it up to date.
+    """Open or create the file and migrate it.
 
     Raises:
         InferenceCenterError: ``storage_unavailable`` for a file of a newer version.
-        OSError: It cannot be made, or is not ours.
+        OSError: It cannot be created, or has another owner.
         sqlite3.Error: It is damaged or cannot be written.
     """
     make_private(path)
@@ -82,7 +82,7 @@ def open_writing(path: Path) -> sqlite3.Connection:
         database.execute("PRAGMA journal_mode = WAL")
         bound_log(database)
         database.execute("PRAGMA foreign_keys = ON")
-        # What was deleted is overwritten: a conversation that is closed or purged is gone.
+        # Overwrites deleted data: a closed or purged conversation leaves nothing in the file.
         database.execute("PRAGMA secure_delete = ON")
         migrate(database, MIGRATIONS, path=path)
     except BaseException:
@@ -92,7 +92,7 @@ def open_writing(path: Path) -> sqlite3.Connection:
 
 
 def open_reading(path: Path) -> sqlite3.Connection:
-    """Open a file that is there, of this version, for reading.
+    """Open an existing file of the current version read-only.
 
     Raises:
         InferenceCenterError: ``storage_unavailable`` for a file of a newer version.
@@ -108,22 +108,22 @@ def open_reading(path: Path) -> sqlite3.Connection:
     if version == len(MIGRATIONS):
         return database
     database.close()
-    raise sqlite3.DatabaseError(f"it is of version {version}, which the daemon brings up to date when it can write it")
+    raise sqlite3.DatabaseError(f"it has version {version}, which the daemon migrates when it can write the file")
 
 
-HINT: Final = "Check that it and its directory are yours and writable, and that the disk has room."
-"""What an operator can do about a file that is whole."""
+HINT: Final = "Check that you own the file and its directory, that both are writable, and that the disk has room."
+"""Hint for a file that is intact."""
 
 DAMAGED_HINT: Final = (
-    "Stop the daemon and run `inferencecenter session salvage`: it copies what can be read into a new file and keeps"
-    " this one under another name. Or `inferencecenter restore` a backup."
+    "Stop the daemon and run `inferencecenter session salvage`: it copies the readable rows into a new file and keeps"
+    " the damaged one under another name. Or `inferencecenter restore` a backup."
 )
-"""What an operator can do about a damaged file."""
+"""Hint for a damaged file."""
 
 MOVED_HINT: Final = (
-    "Move it back while the daemon runs, if it was moved: what was written to it is lost when the daemon ends."
+    "If it was moved, move it back while the daemon runs: later writes to it are lost when the daemon ends."
 )
-"""What an operator can do about a file that is no longer where it was opened."""
+"""Hint for a file that was moved or deleted after it was opened."""
 
 _BUSY: Final = frozenset({sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED})
 _SEALED: Final = frozenset({sqlite3.SQLITE_READONLY, sqlite3.SQLITE_PERM, sqlite3.SQLITE_CANTOPEN})
@@ -139,7 +139,7 @@ _WORDS: Final[Mapping[int, tuple[str, int]]] = MappingProxyType(
 
 
 def fault_of(error: BaseException, *, name: str) -> StorageFault:
-    """Return what clients are told of ``error``, which kept the file called ``name`` from being written."""
+    """Return the fault that clients see when ``error`` prevents writes to the file called ``name``."""
     words, retry_after_ms = "an internal error", RETRY_LATER_MS
     if isinstance(error, FileMovedError):
         words = "it was deleted or moved" if error.is_missing else "it was replaced by another file"
@@ -153,22 +153,22 @@ def fault_of(error: BaseException, *, name: str) -> StorageFault:
 
 
 def hint_of(error: BaseException) -> str:
-    """Return what an operator can do about ``error``."""
+    """Return the hint for operators about ``error``."""
     if isinstance(error, FileMovedError):
         return MOVED_HINT
     return DAMAGED_HINT if is_damage(error) else HINT
 
 
 def is_busy(error: BaseException) -> bool:
-    """Tell whether another program holds the file."""
+    """Return whether another process locks the file."""
     return isinstance(error, sqlite3.Error) and code_of(error) in _BUSY
 
 
 def is_full(error: BaseException) -> bool:
-    """Tell whether the disk has no room."""
+    """Return whether the disk is full."""
     return isinstance(error, sqlite3.Error) and code_of(error) == sqlite3.SQLITE_FULL
 
 
 def reason_of(error: BaseException) -> str:
-    """Return what went wrong as SQLite or the system says it: for operators and the log."""
+    """Return the message of SQLite or of the system, for operators and the log."""
     return (error.strerror if isinstance(error, OSError) else None) or str(error)

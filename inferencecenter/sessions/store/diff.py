@@ -1,6 +1,6 @@
-"""The difference between a history and what the file holds of it. Pure.
+"""Computes the difference between a history and its stored rows. Pure.
 
-Mostly something is appended. A rewind cuts, and where a conversation was rendered anew its tokens are replaced.
+A turn usually appends. A rewind truncates, and a conversation that was rendered again replaces its tokens.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _NOTHING: Final = History()
 
 @dataclass(frozen=True, slots=True)
 class PersistedState:
-    """What the file holds of a session.
+    """The stored rows of a session.
 
-    ``pieces`` are the ends, in bytes of tokens and in characters of covered text, of the pieces that both are kept in.
-    ``first_turn`` is the number of the row of the first of ``turns``.
+    ``pieces`` are the cumulative ends, in bytes of tokens and in characters of covered text, of the stored pieces.
+    ``first_turn`` is the row number of the first of ``turns``.
     """
 
     history: History = _NOTHING
@@ -35,13 +35,13 @@ class PersistedState:
 
     @property
     def next_turn(self) -> int:
-        """Number of the row of the turn that ends next."""
+        """Row number of the next turn."""
         return self.first_turn + len(self.turns)
 
 
 @dataclass(frozen=True, slots=True)
 class HistoryDiff:
-    """Of each kind, how many of the first rows stay, and what follows them."""
+    """For each kind, how many of the first rows are kept and what follows them."""
 
     n_messages: int
     messages: tuple[ChatMessage, ...]
@@ -50,12 +50,12 @@ class HistoryDiff:
     n_marks: int
     marks: tuple[TurnCheckpoint, ...]
     pieces: tuple[tuple[int, int], ...]
-    """The ends of all pieces afterwards."""
+    """The ends of all pieces after the change."""
 
 
 @dataclass(frozen=True, slots=True)
 class TurnsDiff:
-    """The rows from ``first`` up to before ``end`` stay, those behind go, and ``turns`` follow."""
+    """The rows from ``first`` up to before ``end`` are kept, later ones are deleted, and ``turns`` are appended."""
 
     first: int
     end: int
@@ -63,7 +63,7 @@ class TurnsDiff:
 
 
 def history_diff(before: PersistedState, now: History) -> HistoryDiff:
-    """Return how the file's rows become those of the history ``now``."""
+    """Return how to change the stored rows to those of ``now``."""
     held = before.history
     n_messages = _n_common(held.messages, now.messages)
     n_marks = _n_common(held.turns, now.turns)
@@ -86,14 +86,14 @@ def history_diff(before: PersistedState, now: History) -> HistoryDiff:
 
 
 def turns_diff(before: PersistedState, now: tuple[TranscriptTurn, ...]) -> TurnsDiff:
-    """Return how the file's turns become ``now``."""
+    """Return how to change the stored turns to ``now``."""
     n_common = _n_common(before.turns, now)
     first = before.first_turn if n_common else 0
     return TurnsDiff(first, first + n_common, now[n_common:])
 
 
 def _n_common_pieces(before: PersistedState, now: History) -> int:
-    """Return how many of the first pieces are the beginning of ``now`` as well."""
+    """Return how many of the first pieces ``now`` starts with."""
     held, pieces = before.history, before.pieces
 
     def differs(count: int) -> bool:
@@ -102,7 +102,7 @@ def _n_common_pieces(before: PersistedState, now: History) -> int:
 
     if not pieces or (held.tokens is now.tokens and held.covered is now.covered):
         return len(pieces)
-    # What goes on from there, or was taken back, is told apart without looking at each piece.
+    # Appending and truncation, the common cases, need no search.
     if held.tokens.startswith(now.tokens) and held.covered.startswith(now.covered):
         n_bytes, n_chars = len(now.tokens), len(now.covered)
         return min(bisect_right(pieces, n_bytes, key=itemgetter(0)), bisect_right(pieces, n_chars, key=itemgetter(1)))
@@ -115,7 +115,7 @@ def _n_common(held: tuple[_T, ...], now: tuple[_T, ...]) -> int:
     if held is now:
         return len(held)
     shorter = min(len(held), len(now))
-    # Mostly they are the very same objects, which this finds out without looking into them.
+    # Usually the elements are identical objects, which makes this comparison cheap.
     if held[:shorter] == now[:shorter]:
         return shorter
     return next(index for index in range(shorter) if held[index] != now[index])

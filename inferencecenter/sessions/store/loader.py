@@ -1,6 +1,6 @@
-"""Loads sessions from the file, each on its own: an unreadable one does not affect the others.
+"""Loads sessions from the file one by one; an unreadable session does not affect the others.
 
-What several sessions begin with is read once, and they share it in memory too.
+Rows that several sessions share are read once, and the sessions share them in memory too.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ _log = structlog.get_logger(__name__)
 
 @dataclass(slots=True)
 class PendingOutput:
-    """What a session's unfinished turn has said, and the number of the last event of it."""
+    """Output of an unfinished turn and the number of its last event."""
 
     seq: int = 0
     tokens: list[bytes] = field(default_factory=list)
@@ -75,7 +75,7 @@ class PendingOutput:
 
 @dataclass(frozen=True, slots=True)
 class LoadedSession:
-    """A session in the file, and what of it is where."""
+    """A session and the location of its rows."""
 
     kept: StoredSession
     known: SessionRow
@@ -83,7 +83,7 @@ class LoadedSession:
 
 @dataclass(frozen=True, slots=True)
 class StoreContents:
-    """The sessions that can be read, oldest first, and why others cannot, by their names."""
+    """The readable sessions, oldest first, and the reasons why others are unreadable, by name."""
 
     found: list[LoadedSession]
     unreadable: dict[str, str]
@@ -91,9 +91,9 @@ class StoreContents:
 
 @dataclass(frozen=True, slots=True)
 class _Own:
-    """The rows that are a row's own, whose numbers count on from ``start``, and what it begins with.
+    """A row's own rows, numbered from ``start``, and its base.
 
-    ``answers`` are the keys and ends of its turns, and notes of them; of turns the oldest may be missing.
+    ``answers`` are the idempotency keys, results and notes of its turns; the oldest turns may be missing.
     """
 
     base: Base | None
@@ -108,9 +108,9 @@ class _Own:
 
 @dataclass(slots=True)
 class _Rows:
-    """All that a session has, with what it begins with; keys of turns from number ``first_key`` on are its own.
+    """All rows of a session including its bases; keys of turns from number ``first_key`` on are its own.
 
-    ``tokens`` and ``covered`` are what its pieces spell.
+    ``tokens`` and ``covered`` are the concatenated pieces.
     """
 
     messages: tuple[ChatMessage, ...] = ()
@@ -124,10 +124,10 @@ class _Rows:
     covered: str = ""
 
     def add(self, own: _Own, limit: Reach | None) -> None:
-        """Add a row's own rows, those up to ``limit``.
+        """Add a base's own rows up to ``limit``.
 
         Raises:
-            ValueError: Some of these are missing.
+            ValueError: Some rows are missing.
         """
         if not self.turns:
             self.first_turn = own.first_turn
@@ -140,23 +140,23 @@ class _Rows:
 
 
 class Shared:
-    """What is read of rows of ``sessions``: those that others begin with are read once."""
+    """Reads rows of ``sessions`` and caches those that others share."""
 
     def __init__(self, database: sqlite3.Connection) -> None:
         self._database = database
         self._referred: set[int] = set()
         self._own: dict[int, _Own] = {}
         self._spelled: dict[tuple[int, int], tuple[bytes, str]] = {}
-        # In a damaged file, what several begin with may have to be read more than once.
+        # In a damaged file, shared rows may be read more than once.
         with contextlib.suppress(sqlite3.Error):
             self._referred.update(base for (base,) in database.execute(_BASES))
 
     def read(self, row: int) -> _Rows:
-        """Return what a session has.
+        """Return all rows of a session.
 
         Raises:
-            sqlite3.Error: It cannot be read.
-            ValueError: It does not say what it should.
+            sqlite3.Error: The rows cannot be read.
+            ValueError: The rows are invalid.
         """
         own = self._own_of(row)
         found = _Rows(first_key=own.base.keys if own.base is not None else 0)
@@ -164,7 +164,7 @@ class Shared:
         limit: Reach | None = None
         while (base := own.base) is not None:
             if base.row in chain:
-                raise ValueError("it begins with itself")
+                raise ValueError("its bases form a cycle")
             limit = base.reach if limit is None else limit.shared(base.reach)
             own = self._own_of(base.row)
             chain[base.row] = own, limit
@@ -173,7 +173,7 @@ class Shared:
             n_before = len(found.pieces)
             found.add(own, reach)
             speller = each if len(found.pieces) > n_before else speller
-        # Sessions whose last piece is the same one share all that they spell.
+        # Sessions whose last piece is the same row share the concatenated text.
         spelled = speller, len(found.pieces)
         if spelled not in self._spelled:
             self._spelled[spelled] = _joined(found.pieces)
@@ -190,7 +190,7 @@ class Shared:
 
 
 def read_all(database: sqlite3.Connection) -> StoreContents:
-    """Return every session that can be read; the others stay in the file as they are."""
+    """Return every readable session; the others are left in the file."""
     said, shared = read_said(database), Shared(database)
     found: list[LoadedSession] = []
     unreadable: dict[str, str] = {}
@@ -198,15 +198,15 @@ def read_all(database: sqlite3.Connection) -> StoreContents:
         for row, name in session_rows(database).items():
             try:
                 found.append(read_one(database, row, said, shared))
-            except Exception as error:  # noqa: BLE001 - the border to what other programs and disks made of a row
+            except Exception as error:  # noqa: BLE001 - a corrupt row can raise anything
                 unreadable[name] = _reason(error)
     return StoreContents(found, unreadable)
 
 
 def session_rows(database: sqlite3.Connection) -> dict[int, str]:
-    """Return the names of all sessions by their rows, oldest first.
+    """Return the names of all sessions by row, oldest first.
 
-    Where a page of the table is damaged its other pages are reached from both ends, and through its indexes.
+    If a page of the table is damaged, the others are reached from both ends and through the index.
     """
     names: dict[int, str] = {}
     for scan in _SCANS:
@@ -222,7 +222,7 @@ def session_rows(database: sqlite3.Connection) -> dict[int, str]:
 
 
 def _incomplete_rows(database: sqlite3.Connection) -> set[int]:
-    """Return the rows of sessions that are being written or deleted in parts, as far as that can be read."""
+    """Return the rows that are not ``complete``, as far as they can be read."""
     try:
         return {row for (row,) in database.execute("SELECT id FROM sessions WHERE NOT complete")}
     except sqlite3.Error:
@@ -230,7 +230,7 @@ def _incomplete_rows(database: sqlite3.Connection) -> set[int]:
 
 
 def read_said(database: sqlite3.Connection) -> dict[int, PendingOutput] | None:
-    """Return what unfinished turns have said by the rows of their sessions; ``None`` if it cannot be read."""
+    """Return the output of unfinished turns by session row; ``None`` if it cannot be read."""
     said: defaultdict[int, PendingOutput] = defaultdict(PendingOutput)
     try:
         for row, seq, tokens, text, parts in database.execute(_SAID):
@@ -253,7 +253,7 @@ def read_one(
 
     Raises:
         sqlite3.Error: Its rows cannot be read.
-        ValueError: They do not say what they should.
+        ValueError: Its rows are invalid.
     """
     held = database.execute(_SESSION, (row,)).fetchone()
     if held is None:
@@ -264,7 +264,7 @@ def read_one(
     here = PendingOutput() if said is None else said.get(row, PendingOutput())
     pending_turn = _unfinished(database, row, here)
     if pending_turn is not None and said is None:
-        raise ValueError("what its turn has said cannot be read")
+        raise ValueError("the output of its turn cannot be read")
     session = StoredSession(
         config=rows.facts_of(config, session_id=session_id, client_id=client_id, epoch=epoch, created_at=created_at),
         seq=max(seq, here.seq),
@@ -305,18 +305,18 @@ def _own_rows(database: sqlite3.Connection, row: int) -> _Own:
 
 
 def _up_to(held: tuple[_T, ...], start: int, limit: int | None) -> tuple[_T, ...]:
-    """Return those of rows, whose numbers count up from ``start``, that are below the limit."""
+    """Return the rows, numbered from ``start``, that are below the limit."""
     if limit is None:
         return held
     if limit > start + len(held):
-        raise ValueError("rows that it begins with are missing")
+        raise ValueError("rows of its base are missing")
     return held[: max(0, limit - start)]
 
 
 def _joined(pieces: list[tuple[bytes, str]]) -> tuple[bytes, str]:
     tokens, covered = b"".join(ids for ids, _ in pieces), "".join(text for _, text in pieces)
     if len(tokens) % TOKEN_BYTES:
-        raise ValueError("a token is cut")
+        raise ValueError("a token is truncated")
     return tokens, covered
 
 
@@ -326,7 +326,7 @@ def _ends_of(pieces: list[tuple[bytes, str]]) -> tuple[tuple[int, int], ...]:
 
 
 def _answers(read: _Rows) -> tuple[dict[str, End], dict[str, str]]:
-    """Return the ends of the latest turns that have keys of the session's own, and all notes."""
+    """Return the results of the latest turns with own idempotency keys, and all notes."""
     keyed = [
         (turn_key, ending)
         for n, (turn_key, ending, _) in enumerate(read.answers, read.first_turn)
@@ -353,13 +353,13 @@ def _unfinished(database: sqlite3.Connection, row: int, said: PendingOutput) -> 
 
 
 def _reason(error: Exception) -> str:
-    """Return what is wrong without what was said: other messages than SQLite's own quote the values."""
+    """Return an error message without conversation text: messages other than SQLite's quote values."""
     return str(error) if hasattr(error, "sqlite_errorcode") else type(error).__name__
 
 
 @contextlib.contextmanager
 def _no_collection() -> Iterator[None]:
-    """Keep Python from looking for garbage where everything stays: two thirds of the time that reading would take."""
+    """Disable the garbage collector, which would take two thirds of the load time and free nothing."""
     was_on = gc.isenabled()
     gc.disable()
     try:

@@ -1,4 +1,9 @@
-"""Records become rows: one transaction for any number of them."""
+"""Writes records as rows: any number of them in one transaction.
+
+Changes to what the file holds of each session are staged during a transaction and take effect with its commit, so a
+failed transaction changes nothing in memory either. A record that SQLite or this code rejects by itself is reported
+(``UnwritableError``), so that the others can be written without it.
+"""
 
 from __future__ import annotations
 
@@ -42,12 +47,12 @@ if TYPE_CHECKING:
 
 PurgeKind: TypeAlias = Literal["session", "client"]
 
-# A statement holds at most 32,766 values; more rows than there are slots at once do not make it faster.
+# A statement takes at most 32,766 values; more rows than concurrent slots bring nothing.
 _MAX_ROWS: Final = 64
 _NO_NOTES: Final[Mapping[str, str]] = MappingProxyType({})
-# Of SQLite's errors those that are about a record, not about the file: they come back every time.
+# SQLite errors about a record rather than the file: a retry fails again.
 _REFUSED: Final = (sqlite3.IntegrityError, sqlite3.DataError, sqlite3.InterfaceError, sqlite3.ProgrammingError)
-# What another attempt may mend.
+# Errors that a retry may resolve.
 _PASSING: Final = (sqlite3.Error, OSError, MemoryError)
 
 _log = structlog.get_logger(__name__)
@@ -55,7 +60,7 @@ _log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Purge:
-    """Everything of a session, or of a client and of all its sessions, goes; ``name`` is its id."""
+    """Deletes a session, or a client with all its sessions and usage; ``name`` is the id."""
 
     kind: PurgeKind
     name: str
@@ -66,7 +71,7 @@ Entry: TypeAlias = Record | Purge | OpenedPart
 
 @dataclass(frozen=True, slots=True)
 class SessionRow:
-    """A session in the file: its ``row``, what is written of its history, and the turn that has not ended."""
+    """The location of a session: its ``row``, the written history, and the unfinished turn."""
 
     row: int
     written: PersistedState
@@ -74,7 +79,7 @@ class SessionRow:
 
 
 class UnwritableError(Exception):
-    """SQLite or our own code refuses an entry as such, whatever the state of the file; ``__cause__`` says why."""
+    """SQLite or our own code rejects an entry regardless of the state of the file; see ``__cause__``."""
 
     def __init__(self, entry: Entry) -> None:
         super().__init__(type(entry).__name__)
@@ -82,18 +87,18 @@ class UnwritableError(Exception):
 
 
 class Recorder:
-    """Writes entries through an open file; one thread at a time.
+    """Writes entries to an open file; used by one thread at a time.
 
     Args:
-        database: In autocommit mode, with foreign keys on.
-        known: The sessions in it by their ids.
+        database: Connection in autocommit mode, with foreign keys on.
+        known: The sessions in the file by id.
     """
 
     def __init__(self, database: sqlite3.Connection, known: Mapping[str, SessionRow]) -> None:
         self._database = database
         self._known = dict(known)
         self._staged: dict[str, SessionRow | None] = {}
-        # Rows that were let go of, by client; what no other session begins with is deleted, a bounded part at a time.
+        # Detached rows to sweep, by client, a bounded part in each transaction.
         self._left: dict[str, list[int]] = {}
         self._staged_left: dict[str, list[int]] = {}
         self._durable: bool | None = None
@@ -101,23 +106,23 @@ class Recorder:
 
     @property
     def unswept(self) -> frozenset[str]:
-        """The clients of which something is still in the file that no session holds: further commits delete it."""
+        """The clients with detached rows in the file, which further commits delete."""
         return frozenset(self._left)
 
     def commit(self, entries: Sequence[Entry], *, durable: bool) -> None:
-        """Write all entries or none, and delete a part of what was let go of.
+        """Write all entries or none, and delete a part of the detached rows.
 
         Args:
-            entries: In their order.
-            durable: Whether they survive a power cut from then on, otherwise the end of the process.
+            entries: The entries in order.
+            durable: Whether they survive a power failure, or only a crash of the process.
 
         Raises:
-            UnwritableError: Without one of the entries the others could be written.
+            UnwritableError: One entry was rejected; the others can be written without it.
             sqlite3.Error: The file cannot be written now.
         """
         self._staged = {}
         self._staged_left = {client_id: list(left) for client_id, left in self._left.items()}
-        # A power cut that took the mark below would leave a file that looks as if nothing had been shown.
+        # A power failure that lost the mark below would leave a file that looks cleanly closed.
         self._synchronize(durable or not self._begun)
         if self._begun and not self._left and self._commit_said(entries):
             return
@@ -127,7 +132,7 @@ class Recorder:
             self._sweep(PART_BYTES)
             self._write_all(entries)
             if any(isinstance(entry, Purge) for entry in entries):
-                # What was purged is told of when nothing is left of it.
+                # A purge is acknowledged only when all its rows are deleted.
                 self._sweep(math.inf)
         self._begun = True
         self._left = self._staged_left
@@ -138,7 +143,7 @@ class Recorder:
                 self._known[session_id] = known
 
     def sweep(self) -> None:
-        """Delete what a killed daemon left of sessions that it was writing or deleting; none was ever told of.
+        """Delete what a killed daemon left of sessions that it was creating or deleting.
 
         Raises:
             sqlite3.Error: The file cannot be written.
@@ -148,7 +153,7 @@ class Recorder:
                 bases.sweep(self._database, left)
 
     def finish(self) -> None:
-        """Take note that all that clients were shown is in the file, and that the file is alone.
+        """Mark the file as cleanly closed, and write the WAL back.
 
         Raises:
             sqlite3.Error: It cannot be written.
@@ -170,9 +175,9 @@ class Recorder:
             self._durable = durable
 
     def _commit_said(self, entries: Sequence[Entry]) -> bool:
-        """Write what was said in one step as one statement, which is a transaction of its own; ``False`` if it is not.
+        """Write the output of one engine step as one statement, its own transaction; ``False`` if not possible.
 
-        Each statement lets go of the interpreter's lock and waits for it again, so that their number is what counts.
+        Each statement releases and reacquires the GIL, so the number of statements determines the cost.
         """
         if not 0 < len(entries) <= _MAX_ROWS:
             return False
@@ -214,7 +219,7 @@ class Recorder:
         try:
             self._apply(entry)
         except Exception as error:
-            # Any other exception than of the file is a defect that this record meets: it must not block all others.
+            # An exception that does not concern the file is a defect met by this record; it must not block others.
             if not _is_about_record(error):
                 raise
             raise UnwritableError(entry) from error
@@ -255,7 +260,7 @@ class Recorder:
             self._leave(row)
 
     def _leave(self, row: int) -> None:
-        """Have deleted what no session holds of a row."""
+        """Schedule the deletion of what no session refers to of a row."""
         (client_id,) = self._database.execute("SELECT client_id FROM sessions WHERE id = ?", (row,)).fetchone()
         left = [row]
         bases.sweep(self._database, left, PART_BYTES)
@@ -263,7 +268,7 @@ class Recorder:
             self._staged_left.setdefault(client_id, []).extend(left)
 
     def _sweep(self, budget: float) -> None:
-        """Delete about so many bytes of what was let go of, of the clients in turn."""
+        """Delete about ``budget`` bytes of detached rows, taking the clients in turn."""
         for client_id, left in tuple(self._staged_left.items()):
             if budget <= 0:
                 break
@@ -309,7 +314,7 @@ class Recorder:
         self._staged[config.session_id] = SessionRow(row, replace(written, turns=turns))
 
     def _begin(self, record: SessionOpened) -> SessionRow:
-        """Insert a session's row, which begins with those of its parent that are the same."""
+        """Insert a session's row, which shares the common prefix of its parent's rows."""
         row = self._insert_session(record)
         parent = self._look_up(record.parent) if record.parent is not None else None
         if parent is None:
@@ -330,7 +335,7 @@ class Recorder:
         return SessionRow(row, PersistedState(history, pieces, record.turns[:n_turns], turns.first))
 
     def _insert_session(self, record: SessionOpened) -> int:
-        """Insert the row of a session that is not complete yet, and return its number."""
+        """Insert the row of an incomplete session and return its number."""
         config = record.config
         row = self._database.execute(
             "INSERT INTO sessions (session_id, client_id, epoch, seq, created_at, last_used_at, made_by, view_kept,"
@@ -390,9 +395,9 @@ class Recorder:
     def _write_history(
         self, known: SessionRow, now: History, *, n_turns: int | None = None
     ) -> tuple[int, PersistedState]:
-        """Write what is different about the history, and return the session's row and what is written then.
+        """Write the difference of a history, and return the row and the written state.
 
-        Of its turns those stay whose numbers are below ``n_turns``.
+        Turns whose numbers are below ``n_turns`` are kept.
         """
         execute = self._database.execute
         row, before = known.row, known.written
@@ -416,7 +421,7 @@ class Recorder:
         return row, replace(before, history=now, pieces=change.pieces)
 
     def _cut(self, row: int, kept: Reach) -> int:
-        """Take back a session to what is ``kept``, and return its row, which is another one where others need more."""
+        """Truncate a session to ``kept``, and return its row, a new one if others share more of the old one."""
         database = self._database
         bases.forget_keys(database, row, kept.turns)
         if not bases.needed_of(database, row).is_within(kept):
@@ -457,7 +462,7 @@ _INSERT_TURN: Final = (
 
 
 def session_of(entry: Entry) -> str | None:
-    """Return the session that an entry is about, if it is about one."""
+    """Return the id of the session that an entry concerns, if any."""
     match entry:
         case SessionOpened(config=config) | OpenedPart(record=SessionOpened(config=config)):
             return config.session_id
@@ -468,14 +473,14 @@ def session_of(entry: Entry) -> str | None:
 
 
 def _is_about_record(error: Exception) -> bool:
-    """Tell whether the record that was being written is at fault, rather than the file or the machine."""
+    """Return whether the record is at fault, rather than the file or the machine."""
     return isinstance(error, _REFUSED) or not isinstance(error, _PASSING)
 
 
 def let_go(database: sqlite3.Connection, purge: Purge) -> list[tuple[int, str]]:
-    """Have what is to go be no sessions any more, inside a transaction of the caller's; ``bases.sweep`` deletes it.
+    """Detach the sessions of a purge, inside a transaction of the caller; ``bases.sweep`` deletes their rows.
 
-    Returns the rows, and the ids of the sessions.
+    Returns the rows and ids of the sessions.
     """
     which = "session_id = ?" if purge.kind == "session" else "client_id = ?"
     query = f"SELECT id, session_id FROM sessions WHERE {which}"  # noqa: S608 - two columns
@@ -493,7 +498,7 @@ def _insertion(n_rows: int) -> str:
 
 
 def insert_failure(database: sqlite3.Connection, session: int, record: TurnFailed) -> None:
-    """Write why a turn failed, if whoever asked for it has noted something."""
+    """Write why a turn failed, if the turn has a note."""
     if record.failure is None or not record.failure.note:
         return
     values = (session, record.seq, record.turn_id, rows.error_column(record.failure.error), record.failure.note)
@@ -506,22 +511,22 @@ def insert_failure(database: sqlite3.Connection, session: int, record: TurnFaile
 
 
 def delete_failures(database: sqlite3.Connection, session: int) -> None:
-    """Delete all of a session's."""
+    """Delete all failures of a session."""
     database.execute("DELETE FROM failures WHERE session = ?", (session,))
 
 
 def read_failures(database: sqlite3.Connection, session: int) -> dict[str, TurnFailure]:
-    """Return a session's by the ids of turns, the latest last.
+    """Return a session's failures by turn id, the latest last.
 
     Raises:
-        ValueError: A row does not say what it should.
+        ValueError: A row is invalid.
     """
     held = database.execute("SELECT turn_id, error, note FROM failures WHERE session = ? ORDER BY seq", (session,))
     return {turn_id: TurnFailure(rows.error_of(error), note) for turn_id, error, note in held.fetchall()}
 
 
 def add_usage(database: sqlite3.Connection, record: UsageRecorded) -> None:
-    """Count what was spent."""
+    """Add usage to the totals of its day."""
     database.execute(
         "INSERT INTO usage VALUES (?, ?, ?, ?, ?, ?, ?) ON CONFLICT DO UPDATE SET turns = turns + excluded.turns,"
         " prompt_tokens = prompt_tokens + excluded.prompt_tokens,"
@@ -535,5 +540,5 @@ def add_usage(database: sqlite3.Connection, record: UsageRecorded) -> None:
 
 
 def utc_day(at: float) -> str:
-    """Return the day of a time in Unix seconds, in UTC, as 2026-11-21."""
+    """Return the UTC day of a time in Unix seconds, such as 2026-11-21."""
     return datetime.fromtimestamp(at, UTC).date().isoformat()

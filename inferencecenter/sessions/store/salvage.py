@@ -1,10 +1,10 @@
-"""What can be read of a damaged file of sessions, as a new file.
+"""Recovers sessions from a damaged file into a new one.
 
-Rows come from the pages themselves (``pages``), so that a page costs the rows on it and nothing else. Which table a row
-is of shows in its values. Of each session what fits together is kept: its first messages without a gap, the turns that
-ended among them, and its tokens only where nothing is missing, since they are computed again. An answer under way
-begins anew, if nothing before it is missing. What several sessions begin with is written for each of them. The damaged
-file is read and nothing else.
+Rows are read directly from the pages (``sqlite_pages``), so a damaged page costs only the rows on it. The table of a
+row is identified by the types of its values. Of each session the consistent part is kept: its first messages without a
+gap and the turns that ended among them; its tokens only if nothing is missing, since they can be computed again. An
+unfinished turn is restarted if nothing before it is missing. Shared rows are written for each session. The damaged file
+is only read.
 """
 
 from __future__ import annotations
@@ -34,23 +34,23 @@ if TYPE_CHECKING:
 
     from inferencecenter.sessions.store.sqlite_pages import StoredRow, Value
 
-# How many rows of a table a session begins with is in a column.
+# The column with the number of shared rows of each table.
 _REACHES: Final[Mapping[str, str]] = MappingProxyType(
     {"messages": "base_messages", "tokens": "base_pieces", "marks": "base_marks", "turns": "base_turns"}
 )
 _WHOLE: Final[Mapping[str, Value]] = MappingProxyType(
     {"base": None, "base_keys": 0, **dict.fromkeys(_REACHES.values(), 0)}
 )
-# What was answered to a key stays with the session that was asked.
+# Idempotency keys belong to the session that received them.
 _NO_ANSWER: Final[Mapping[str, Value]] = MappingProxyType({"turn_key": None, "ending": None})
 _ROLES: Final = frozenset({"system", "user", "assistant", "tool"})
 
 
 @dataclass(frozen=True, slots=True)
 class _Table:
-    """A table: its columns as they are stored, and the kinds of their values, one letter each.
+    """A table: its columns in stored order, and a pattern of the types of their values, one letter each.
 
-    Kinds are those of ``_kinds``; a column that an earlier version did not have may be missing at the end.
+    See ``_kinds``; columns that an earlier version lacks may be missing at the end.
     """
 
     name: str
@@ -107,7 +107,7 @@ _TABLES: Final = (
 
 @dataclass(frozen=True, slots=True)
 class CutSession:
-    """A session of which the last ``lost_messages`` could not be read, and ``messages`` could."""
+    """A session of which ``messages`` were recovered and the last ``lost_messages`` were not."""
 
     session_id: str
     client_id: str
@@ -117,7 +117,7 @@ class CutSession:
 
 @dataclass(frozen=True, slots=True)
 class LostSession:
-    """A session that is not in the new file, by what is known of it; ``messages`` of it could be read."""
+    """A session that was not recovered, as far as it is known; ``messages`` of it were readable."""
 
     session_id: str | None
     client_id: str | None
@@ -126,11 +126,11 @@ class LostSession:
 
 @dataclass(slots=True)
 class SalvageReport:
-    """What was saved and what was lost.
+    """What was recovered and what was lost.
 
-    ``begun_anew`` are the sessions whose answers under way begin again, ``dropped`` those whose questions are lost.
-    Of those in ``doubtful`` the last messages may be missing. Of those in ``reset`` only what was said is left: what
-    had been settled about them is what a new session has.
+    ``begun_anew`` are the sessions whose unfinished turn is restarted, ``dropped`` those whose unfinished turn is lost.
+    The last messages of ``doubtful`` ones may be missing. Of those in ``reset`` only the messages were recovered; their
+    settings are the defaults.
     """
 
     whole: int = 0
@@ -141,14 +141,14 @@ class SalvageReport:
     doubtful: list[str] = field(default_factory=list)
     reset: list[str] = field(default_factory=list)
     damaged: int = 0
-    """Pages and rows that could not be read, at least."""
+    """Lower bound of the pages and rows that could not be read."""
     n_saved: int = 0
-    """Sessions that are in the new file."""
+    """Sessions in the new file."""
 
 
 @dataclass(slots=True)
 class _Found:
-    """The rows of a file: of each table by session, usage, and names of sessions and clients out of indexes."""
+    """The rows of a file: of each table by session, usage, and the names of sessions and clients from indexes."""
 
     sessions: dict[int, dict[str, Value]] = field(default_factory=dict)
     of_session: dict[str, defaultdict[int, list[dict[str, Value]]]] = field(default_factory=dict)
@@ -157,7 +157,7 @@ class _Found:
     incomplete: dict[int, dict[str, Value]] = field(default_factory=dict)
 
     def rows(self, table: str, session: int) -> list[dict[str, Value]]:
-        """Return a session's rows of a table, by their numbers, those first that it begins with."""
+        """Return a session's rows of a table by number, including shared ones."""
         limit: float = math.inf
         first_key = _int(self._named(session).get("base_keys"))
         numbered: dict[int, dict[str, Value]] = {}
@@ -173,11 +173,11 @@ class _Found:
         return [numbered[number] for number in sorted(numbered)]
 
     def n_begun(self, table: str, session: int) -> int:
-        """Return how many rows of a table a session begins with that are those of another one."""
+        """Return how many rows of a table a session shares with its base."""
         return _int(self._named(session).get(_REACHES[table]))
 
     def is_base(self, row: int) -> bool:
-        """Tell whether a row is no session, but what others begin with, as far as anything of it is left."""
+        """Return whether a row is a base without a session, as far as anything of it is left."""
         if row in self.sessions:
             return False
         names = self.names.get(row, set())
@@ -185,7 +185,7 @@ class _Found:
         return row in self.incomplete or f"b_{row}" in names or (referred and not names)
 
     def _chain(self, session: int, reach: str | None) -> Iterator[tuple[int, float]]:
-        """Yield the rows of ``sessions`` that have a session's rows, and how many of theirs; ``reach`` is a column."""
+        """Yield a session's row and its bases, each with the limit from the column ``reach``."""
         yield session, math.inf
         seen = {session}
         named = self._named(session)
@@ -199,10 +199,10 @@ class _Found:
 
 
 def salvage(path: Path, made: Path) -> SalvageReport:
-    """Write what can be read of the file at ``path`` and its log into a new file ``made``.
+    """Recover the file at ``path`` and its WAL into a new file ``made``.
 
     Raises:
-        OSError: The file cannot be read, or the new one not be made.
+        OSError: The file cannot be read, or the new one cannot be created.
         sqlite3.Error: The new one cannot be written.
     """
     log = path.with_name(f"{path.name}-wal")
@@ -217,7 +217,7 @@ def salvage(path: Path, made: Path) -> SalvageReport:
                 if not found.is_base(row):
                     _save(database, row, found, report)
             database.executemany("INSERT OR IGNORE INTO usage VALUES (?, ?, ?, ?, ?, ?, ?)", found.usage)
-            # Clients were shown more: a daemon on this file must not go on as if nothing had been.
+            # Clients may have received more events: the file must not look cleanly closed.
             database.execute("UPDATE meta SET clean = 0")
         database.execute("PRAGMA wal_checkpoint(TRUNCATE)")
     return report
@@ -225,7 +225,7 @@ def salvage(path: Path, made: Path) -> SalvageReport:
 
 @contextlib.contextmanager
 def _mapped(path: Path) -> Iterator[bytes | mmap.mmap]:
-    """Lend the content of a file without reading all of it into memory."""
+    """Map the content of a file into memory."""
     with path.open("rb") as file:
         if not path.stat().st_size:
             yield b""
@@ -274,13 +274,13 @@ def _is_of(table: _Table, row: StoredRow, kinds: str) -> bool:
 
 
 def _kinds(values: Sequence[Value]) -> str:
-    """Return a letter for each value: its kind is null, integer, float, text or blob."""
+    """Return one letter per value: null, integer, float, text or blob."""
     letters = {type(None): "n", int: "i", float: "f", str: "t", bytes: "b"}
     return "".join(letters[type(value)] for value in values)
 
 
 def _save(database: sqlite3.Connection, row: int, found: _Found, report: SalvageReport) -> None:
-    """Write one session, whole if it can be, else what fits together of it."""
+    """Write a session, complete if possible, else its consistent part."""
     messages = _unbroken(found.rows("messages", row), first=0)
     settled = found.sessions.get(row)
     config = settled or _rebuilt(row, found)
@@ -310,7 +310,7 @@ def _save(database: sqlite3.Connection, row: int, found: _Found, report: Salvage
 
 
 def _lacks_marks(row: int, found: _Found) -> bool:
-    """Tell whether there are tokens of turns of which no row tells: their messages may be missing too."""
+    """Return whether there are tokens of turns without rows, whose messages may be missing too."""
     if any(len(found.rows(table, row)) < found.n_begun(table, row) for table in ("marks", "turns")):
         return True
     n_tokens, _ = _lengths(found.rows("tokens", row))
@@ -321,7 +321,7 @@ def _lacks_marks(row: int, found: _Found) -> bool:
 
 
 def _n_messages(row: int, found: _Found) -> int:
-    """Return how many messages a session had, as far as any row of it tells."""
+    """Return how many messages a session had, by any of its rows."""
     numbers = [found.n_begun("messages", row)]
     numbers += [_int(each["n"]) + 1 for each in found.rows("messages", row)]
     numbers += [_int(each["messages"]) for each in found.rows("turns", row)]
@@ -332,7 +332,7 @@ def _n_messages(row: int, found: _Found) -> int:
 def _session_rows(
     row: int, found: _Found, session: dict[str, Value], messages: list[dict[str, Value]], *, is_whole: bool
 ) -> dict[str, list[dict[str, Value]]]:
-    """Return the rows of a session that go into the new file, by table."""
+    """Return the rows of a session for the new file, by table."""
     turns = found.rows("turns", row)
     turns = _unbroken(turns, first=_int(turns[0]["n"])) if turns else []
     marks = _unbroken(found.rows("marks", row), first=0)
@@ -362,7 +362,7 @@ def _session_rows(
 
 
 def _fits(database: sqlite3.Connection, row: int, tables: Mapping[str, list[dict[str, Value]]]) -> bool:
-    """Write the rows of a session, unless they make no session that a daemon could read."""
+    """Write the rows of a session, and roll back if they are not a session that a daemon can load."""
     database.execute("SAVEPOINT session")
     try:
         for table, rows in tables.items():
@@ -370,7 +370,7 @@ def _fits(database: sqlite3.Connection, row: int, tables: Mapping[str, list[dict
                 marks = ", ".join("?" * len(each))
                 database.execute(f"INSERT INTO {table} ({', '.join(each)}) VALUES ({marks})", tuple(each.values()))  # noqa: S608
         read_one(database, row, {}, Shared(database))
-    except Exception:  # noqa: BLE001 - whatever is wrong with the rows of a damaged file
+    except Exception:  # noqa: BLE001 - rows of a damaged file can raise anything
         database.execute("ROLLBACK TO session")
         return False
     finally:
@@ -379,7 +379,7 @@ def _fits(database: sqlite3.Connection, row: int, tables: Mapping[str, list[dict
 
 
 def _rebuilt(row: int, found: _Found) -> dict[str, Value] | None:
-    """Return a session of which only its messages are left, and its names in the indexes, as if it began now."""
+    """Return a new session row for messages of which only names in the indexes are left."""
     names = sorted(found.names.get(row, ()), key=lambda name: name.startswith("s_"))
     if len(names) != 2 or not names[1].startswith("s_"):
         return None
@@ -427,7 +427,7 @@ def _unbroken(rows: list[dict[str, Value]], *, first: int) -> list[dict[str, Val
 
 
 def _lengths(tokens: list[dict[str, Value]]) -> tuple[int, int]:
-    """Return how many tokens there are, and how many characters they spell."""
+    """Return the number of tokens and of characters that they cover."""
     ids = sum(len(each["ids"]) for each in tokens if isinstance(each["ids"], bytes))
     return ids // 4, sum(len(_text(each["covered"])) for each in tokens)
 

@@ -1,4 +1,4 @@
-"""The tables of the file of sessions, for whoever reads it with the ``sqlite3`` program too."""
+"""The schema of the session file and its migrations, commented for readers with the ``sqlite3`` program."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ if TYPE_CHECKING:
 DATABASE_NAME: Final = "sessions.sqlite3"
 """Name of the file in the state directory."""
 
-# ``session`` is ``sessions.id`` everywhere, ``n`` counts the rows of a session up.
+# ``session`` is ``sessions.id`` in all tables; ``n`` numbers the rows of a session.
 MIGRATIONS: Final[Steps] = (
     (
-        # ``seq`` is the number of the last event, unless ``said`` has a later one. ``config`` is what is settled when
-        # it begins.
+        # ``seq`` is the number of the last event, unless ``said`` has a later one. ``facts`` are the settings that are
+        # fixed at the start.
         """
         CREATE TABLE sessions (
             id INTEGER PRIMARY KEY,
@@ -40,7 +40,7 @@ MIGRATIONS: Final[Steps] = (
             PRIMARY KEY (session, n)
         ) STRICT, WITHOUT ROWID
         """,
-        # The turns that have ended. ``ending`` is the event that told so, where a client may ask for it again.
+        # Finished turns. ``ending`` is the final event, stored if the turn has an idempotency key.
         """
         CREATE TABLE turns (
             session INTEGER NOT NULL REFERENCES sessions ON DELETE CASCADE,
@@ -56,7 +56,7 @@ MIGRATIONS: Final[Steps] = (
             PRIMARY KEY (session, n)
         ) STRICT, WITHOUT ROWID
         """,
-        # Where turns stand in the history: what a session can be taken back to.
+        # Positions of turns in the history, to which a session can be rewound.
         """
         CREATE TABLE marks (
             session INTEGER NOT NULL REFERENCES sessions ON DELETE CASCADE,
@@ -71,7 +71,7 @@ MIGRATIONS: Final[Steps] = (
             PRIMARY KEY (session, n)
         ) STRICT, WITHOUT ROWID
         """,
-        # Packed token ids, and the text that they and those before them spell, piece by piece.
+        # Packed token ids and the text that they cover, in pieces.
         """
         CREATE TABLE tokens (
             session INTEGER NOT NULL REFERENCES sessions ON DELETE CASCADE,
@@ -81,7 +81,7 @@ MIGRATIONS: Final[Steps] = (
             PRIMARY KEY (session, n)
         ) STRICT, WITHOUT ROWID
         """,
-        # The turn that has not ended.
+        # The unfinished turn.
         """
         CREATE TABLE orders (
             session INTEGER PRIMARY KEY REFERENCES sessions ON DELETE CASCADE,
@@ -97,8 +97,8 @@ MIGRATIONS: Final[Steps] = (
             view_resumes_at INTEGER
         ) STRICT
         """,
-        # What that turn has said, in the order of the rows of all sessions. Without index or reference: it is written
-        # for every generated token, and all rows of a step shall lie on one page.
+        # Output of the unfinished turns, in order. Without index or foreign key: it is written for every generated
+        # token, and all rows of an engine step should be on one page.
         """
         CREATE TABLE said (
             session INTEGER NOT NULL,
@@ -107,7 +107,7 @@ MIGRATIONS: Final[Steps] = (
             text TEXT NOT NULL
         ) STRICT
         """,
-        # By day in UTC, as 2026-11-21.
+        # ``day`` is in UTC, such as 2026-11-21.
         """
         CREATE TABLE usage (
             client_id TEXT NOT NULL,
@@ -119,16 +119,16 @@ MIGRATIONS: Final[Steps] = (
             PRIMARY KEY (client_id, day)
         ) STRICT, WITHOUT ROWID
         """,
-        # ``clean`` is 1 while nothing was written since the last orderly stop.
+        # ``clean`` is 1 if nothing was written since the last clean shutdown.
         "CREATE TABLE meta (clean INTEGER NOT NULL) STRICT",
         "INSERT INTO meta (clean) VALUES (1)",
     ),
     (
-        # The name of the model that answers, empty where it was not written down.
+        # Name of the model, empty in rows of earlier versions.
         "ALTER TABLE orders ADD COLUMN model TEXT NOT NULL DEFAULT ''",
     ),
     (
-        # The token that a turn counts for, empty for an API key.
+        # The token that is charged for a turn, empty for an API key.
         "ALTER TABLE orders ADD COLUMN token_id TEXT NOT NULL DEFAULT ''",
         "ALTER TABLE usage RENAME TO usage_before",
         """
@@ -148,21 +148,20 @@ MIGRATIONS: Final[Steps] = (
         "DROP TABLE usage_before",
     ),
     (
-        # What a message has besides its text, as JSON: what was thought, the tools that were asked for, or the call
-        # that it is the result of.
+        # Other fields of a message as JSON: reasoning, tool calls, or the id of the call that it is the result of.
         "ALTER TABLE messages ADD COLUMN more TEXT",
-        # Text of whoever asked for the turn.
+        # Text that the submitter attached to the turn.
         "ALTER TABLE turns ADD COLUMN note TEXT NOT NULL DEFAULT ''",
         "ALTER TABLE orders ADD COLUMN note TEXT NOT NULL DEFAULT ''",
-        # What was shown where that is not the text, as JSON: parts of an answer.
+        # Parts of the answer as JSON, where they differ from the text.
         "ALTER TABLE said ADD COLUMN parts TEXT",
     ),
     (
-        # Of the tokens that a turn made, those of what was thought.
+        # How many of the completion tokens are reasoning.
         "ALTER TABLE turns ADD COLUMN reasoning_tokens INTEGER NOT NULL DEFAULT 0",
     ),
     (
-        # Turns that failed and have a note. ``error`` is the event with the number ``seq`` that told so.
+        # Failed turns with a note. ``error`` is the error event, with the number ``seq``.
         """
         CREATE TABLE failures (
             session INTEGER NOT NULL REFERENCES sessions ON DELETE CASCADE,
@@ -175,13 +174,13 @@ MIGRATIONS: Final[Steps] = (
         """,
     ),
     (
-        # 0 where the rows are no session's: they are being written in parts, or what others begin with, or they are
-        # being deleted. It is not read, and a start deletes what no other refers to.
+        # 0 if the row is not a session: it is being written in chunks, is a base of others, or is being deleted.
+        # Readers skip it, and a start deletes what nothing refers to.
         "ALTER TABLE sessions ADD COLUMN complete INTEGER NOT NULL DEFAULT 1",
     ),
     (
-        # What a session begins with: the first so many messages, rows of tokens, marks and turns of its ``base``, which
-        # may begin with those of another. Its own rows count on from there. Turns from ``base_keys`` on were its own.
+        # The shared prefix: how many messages, pieces of tokens, marks and turns of ``base`` a session begins with;
+        # a base may have a base. Own rows continue the numbering. Turns from ``base_keys`` on were the session's own.
         "ALTER TABLE sessions ADD COLUMN base INTEGER REFERENCES sessions",
         "ALTER TABLE sessions ADD COLUMN base_messages INTEGER NOT NULL DEFAULT 0",
         "ALTER TABLE sessions ADD COLUMN base_pieces INTEGER NOT NULL DEFAULT 0",

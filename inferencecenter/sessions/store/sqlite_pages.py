@@ -1,9 +1,9 @@
-"""Rows out of the pages of a SQLite file, one page after the other, without the trees that lead to them. Pure.
+"""Reads rows directly from the pages of a SQLite file, without its b-trees. Pure.
 
-SQLite reaches a page through others: where one of those is damaged, all that lies below it is out of reach, though it
-is whole. Here every page is looked at by itself, as https://www.sqlite.org/fileformat2.html describes it: a leaf of a
-table holds rows, pages of an index and of a table without row ids do so too, and long rows go on in a chain of pages.
-What was deleted is not found again, since files here are written with ``secure_delete``.
+SQLite reaches a page through interior pages: if one of those is damaged, all intact pages below it are unreachable.
+Here each page is parsed by itself according to https://www.sqlite.org/fileformat2.html: leaves of tables hold rows, as
+do all pages of indexes and of tables without row ids; long rows continue in chains of overflow pages. Deleted rows are
+not found, since the files are written with ``secure_delete``.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ _MASK: Final = 0xFFFFFFFF
 
 @dataclass(frozen=True, slots=True)
 class StoredRow:
-    """A row as it is stored: ``row`` is its number in a table that has row ids, ``None`` in others and in indexes."""
+    """A stored row; ``row`` is its row id, ``None`` in indexes and tables without row ids."""
 
     row: int | None
     values: tuple[Value, ...]
 
 
 class PageFile:
-    """A database file with the transactions that are still in its log.
+    """A database file together with the committed transactions of its WAL.
 
     Args:
-        content: The file.
-        log: The log beside it; what of it was not committed, or is damaged, does not count.
+        content: The content of the file.
+        log: The content of its WAL; uncommitted and damaged frames are ignored.
     """
 
     def __init__(self, content: bytes | mmap, log: bytes = b"") -> None:
@@ -53,10 +53,10 @@ class PageFile:
         self._newer = _logged_pages(log)
         self.n_pages = max(len(content) // self._page_bytes, max(self._newer, default=0))
         self.n_damaged = 0
-        """Pages and rows that ``rows`` could make nothing of."""
+        """Pages and rows that ``rows`` could not parse."""
 
     def rows(self) -> Iterator[StoredRow]:
-        """Return every row that can be read, of all tables and indexes."""
+        """Yield every readable row of all tables and indexes."""
         for number in range(1, self.n_pages + 1):
             page = self._page(number)
             start = _FIRST_PAGE_HEADER if number == 1 else 0
@@ -88,7 +88,7 @@ class PageFile:
         return StoredRow(row, _record(self._payload(page, at, n_bytes, is_table=kind == _TABLE_LEAF)))
 
     def _payload(self, page: bytes, at: int, n_bytes: int, *, is_table: bool) -> bytes:
-        """Return a row's bytes, those in its page and those in the chain of pages behind it."""
+        """Return a row's bytes, including its overflow pages."""
         usable = self._page_bytes
         least = (usable - 12) * 32 // 255 - 23
         most = usable - 35 if is_table else (usable - 12) * 64 // 255 - 23
@@ -129,7 +129,7 @@ def _page_bytes(content: bytes | mmap) -> int:
 
 
 def _logged_pages(log: bytes) -> dict[int, bytes]:
-    """Return the last committed content of the pages in a log, by their numbers."""
+    """Return the last committed content of each page in a WAL, by page number."""
     if len(log) < _LOG_HEADER_BYTES:
         return {}
     magic, _version, page_bytes, _sequence, *salts = struct.unpack_from(">6I", log)
@@ -163,7 +163,7 @@ def _checksum(data: bytes, sums: tuple[int, int], order: str) -> tuple[int, int]
 
 
 def _varint(data: bytes, at: int) -> tuple[int, int]:
-    """Return the number of up to nine bytes at a place, and the place behind it."""
+    """Return the variable-length integer at an offset, and the offset after it."""
     value = 0
     for index in range(at, at + 8):
         byte = data[index]
@@ -176,7 +176,7 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
 def _piece(data: bytes, at: int, n_bytes: int) -> bytes:
     piece = data[at : at + n_bytes]
     if len(piece) != n_bytes:
-        raise ValueError("it is cut")
+        raise ValueError("it is truncated")
     return piece
 
 
@@ -187,13 +187,13 @@ def _record(payload: bytes) -> tuple[Value, ...]:
         kind, at = _varint(payload, at)
         kinds.append(kind)
     if at != n_header:
-        raise ValueError("the header is cut")
+        raise ValueError("the header is truncated")
     values: list[Value] = []
     for kind in kinds:
         value, at = _value(payload, at, kind)
         values.append(value)
     if at != len(payload):
-        raise ValueError("more than its values")
+        raise ValueError("trailing bytes after the values")
     return tuple(values)
 
 
@@ -208,7 +208,7 @@ def _value(payload: bytes, at: int, kind: int) -> tuple[Value, int]:
     if kind in (8, 9):
         return kind - 8, at
     if kind < 12:
-        raise ValueError("no kind of value")
+        raise ValueError("an invalid type of value")
     n_bytes = (kind - 12) // 2
     piece = _piece(payload, at, n_bytes)
     return (piece.decode() if kind % 2 else piece), at + n_bytes

@@ -1,4 +1,10 @@
-"""The journal that lasts: records into a SQLite file, one transaction for whatever a turn of the event loop brought."""
+"""The durable journal: records go to a SQLite file, in one transaction per turn of the event loop.
+
+The event loop queues records per client (``writer.WriteQueue``) and submits one batch at a time to the writer thread;
+records that arrive meanwhile form the next batch. Invariant: a callback passed to ``release`` runs only after
+everything its client has written before is committed and the file is still at its path, so no client ever sees an event
+that a restart could lose. While the file cannot be written, callbacks wait and the writer retries.
+"""
 
 from __future__ import annotations
 
@@ -25,15 +31,15 @@ if TYPE_CHECKING:
     from inferencecenter.sessions.store.writer import WriteBatch
 
 CLOSE_TIMEOUT_S: Final = 5.0
-"""Seconds that closing waits for a file that cannot be written."""
+"""Seconds that ``close`` waits for a file that cannot be written."""
 
 _log = structlog.get_logger(__name__)
 
 
 class SessionStore:
-    """Sessions on disk; implements ``Journal``. All methods but ``open`` are called on the event loop; none blocks it.
+    """Sessions on disk; implements ``Journal``. Except for ``open``, methods run on the event loop and never block.
 
-    A file that cannot be written for good has a ``fault`` from the start: what can be read of it is loaded, nothing is
+    A file that is permanently not writable has a ``fault`` from the start: its readable sessions are loaded, nothing is
     written, and nothing is held back.
     """
 
@@ -80,51 +86,51 @@ class SessionStore:
 
     @classmethod
     def open(cls, path: Path, *, retry_s: float = RETRY_S, probe_s: float = PROBE_S) -> SessionStore:
-        """Open or make the file at ``path``, its owner's only, and read it. Before the event loop runs: it takes time.
+        """Open or create the file at ``path``, private to its owner, and load it. Blocks; call before the loop runs.
 
         Args:
             path: The SQLite file.
-            retry_s: Seconds between attempts while it cannot be written.
-            probe_s: Seconds between looks at a file that nothing is written to.
+            retry_s: Seconds between retries while it cannot be written.
+            probe_s: Seconds between checks of an idle file.
 
         Raises:
             InferenceCenterError: ``storage_unavailable`` for a file of a newer version, or one that another program
-                holds. Any other fault is no reason to stop: see ``fault``.
+                locks. Any other fault does not raise: see ``fault``.
         """
         file = open_file(path)
         return cls(path, database=file.database, fault=file.fault, retry_s=retry_s, probe_s=probe_s)
 
     def load(self) -> list[StoredSession]:
-        """Return all sessions as they were at opening, oldest first; once."""
+        """Return all sessions as of ``open``, oldest first; once."""
         kept, self._kept = self._kept, []
         return kept
 
     @property
     def fault(self) -> StorageFault | None:
-        """Why nothing can be written at the moment; ``None`` when all is well."""
+        """Why nothing can be written at the moment; ``None`` if writing works."""
         return self._fault or (self._writer.fault if self._writer is not None else None)
 
     def watch(self, listener: Callable[[StorageFault | None], None]) -> None:
-        """Call ``listener`` on the event loop whenever ``fault`` has changed."""
+        """Call ``listener`` on the event loop whenever ``fault`` changes."""
         self._watching = (asyncio.get_running_loop(), listener)
 
     def of_client(self, client_id: str) -> Journal:
-        """Return the journal of a client, whose records and calls wait for no other client's."""
+        """Return the journal of a client, whose records and callbacks wait for no other client."""
         return _ClientJournal(self, client_id)
 
     def write(self, record: Record, *, flush: bool, client_id: str = "") -> None:
-        """Have a record written, after all earlier ones of the client; see ``Journal``."""
+        """Queue a record after all earlier ones of the client; see ``Journal``."""
         self._add(client_id, record, durable=flush)
 
     def purge(self, kind: PurgeKind, name: str) -> None:
-        """Have everything deleted that the file holds of a session, or of a client and its sessions.
+        """Delete everything that the file holds of a session, or of a client and its sessions.
 
-        Also what could not be loaded. Whoever has one of them open must let go of it first.
+        This includes sessions that could not be loaded. An open session must be released by its owner first.
         """
         self._add(name if kind == "client" else "", Purge(kind, name), durable=True)
 
     def release(self, callback: Callable[[], None], *, client_id: str = "") -> None:
-        """Call ``callback`` once everything of the client written so far is safe; see ``Journal``."""
+        """Call ``callback`` once all earlier records of the client are safe; see ``Journal``."""
         if not self._lanes.n_pending(client_id):
             callback()
         else:
@@ -133,23 +139,23 @@ class SessionStore:
 
     @property
     def n_pending(self) -> int:
-        """How much waits that is no client's."""
+        """Number of queued records and callbacks that belong to no client."""
         return self.n_pending_of("")
 
     def lacks(self, session_id: str) -> bool:
-        """Tell whether a record of this session was left out."""
+        """Return whether a record of this session was left out."""
         return session_id in self._lacking
 
     def n_pending_of(self, client_id: str) -> int:
-        """Return how many records and calls of a client wait."""
+        """Return the number of queued records and callbacks of a client."""
         return self._lanes.n_pending(client_id)
 
     async def close(self, *, clean: bool = True, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
-        """Write what is left, tell who waits for it, and close the file; what comes later is not written.
+        """Write what is queued, run the callbacks, and close the file; later records are not written.
 
         Args:
-            clean: Whether the sessions stop in order: nothing was shown that was not written.
-            timeout_s: Seconds after which what cannot be written is given up; then the stop is no clean one.
+            clean: Whether the sessions shut down cleanly: every event that was sent was written.
+            timeout_s: Seconds after which unwritten records are abandoned; the shutdown is then not clean.
         """
         writer, self._writer = self._writer, None
         if writer is None:
@@ -160,17 +166,17 @@ class SessionStore:
         loop = asyncio.get_running_loop()
         stopped = asyncio.Event()
 
-        def tell_stopped() -> None:
+        def notify_stopped() -> None:
             with contextlib.suppress(RuntimeError):
                 loop.call_soon_threadsafe(stopped.set)
 
-        writer.put(Stop(clean, tell_stopped))
+        writer.put(Stop(clean, notify_stopped))
         try:
             async with asyncio.timeout(timeout_s):
                 await stopped.wait()
         except TimeoutError:
             writer.give_up()
-            # What SQLite is doing now cannot be ended, only left alone.
+            # A running SQLite call cannot be interrupted, only waited for.
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(2 * BUSY_TIMEOUT_S):
                     await stopped.wait()
@@ -188,21 +194,21 @@ class SessionStore:
             self._loop.call_soon(self._hand_over)
 
     def _hand_over(self) -> None:
-        """Give the writer its next transaction, one after the other: what waits meanwhile is shared out anew."""
+        """Submit the next batch; only one is in flight, so that waiting clients share the next one."""
         self._is_scheduled = False
         if self._writer is not None and self._lanes and not self._is_writing:
             self._is_writing = True
             self._writer.put(self._lanes.take())
 
     def _committed(self, batch: WriteBatch) -> None:
-        """On the writer's thread: have those told who waited."""
-        assert self._loop is not None, "what was handed over came from a loop"
-        # A loop that is closed has nobody to tell.
+        """Schedule the callbacks of a batch. Called on the writer thread."""
+        assert self._loop is not None, "a batch was submitted on a loop"
+        # After the loop is closed there is nothing to notify.
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._run_callbacks, batch)
 
     def _fault_changed(self) -> None:
-        """On the writer's thread: have the listener told."""
+        """Schedule the fault listener. Called on the writer thread."""
         if self._watching is not None:
             loop, listener = self._watching
             with contextlib.suppress(RuntimeError):
@@ -211,12 +217,12 @@ class SessionStore:
     def _run_callbacks(self, batch: WriteBatch) -> None:
         self.n_set_aside += len(batch.set_aside)
         self._lacking.update(name for name in batch.set_aside if name is not None)
-        # Behind a store that closes nothing waits: what has to be deleted is so before the file is closed.
+        # While closing, nothing is held: pending deletions finish before the file is closed.
         self._lanes.hold(batch, batch.unswept if self._writer is not None else ())
         for _, callback in batch.callbacks:
             try:
                 callback()
-            except Exception:  # noqa: BLE001 - one that cannot be told keeps nobody else waiting
+            except Exception:  # noqa: BLE001 - a failing callback must not block the others
                 _log.exception("release_failed")
         self._lanes.done(batch)
         self._is_writing = False
@@ -225,7 +231,7 @@ class SessionStore:
 
 
 class _ClientJournal:
-    """The store as one client's sessions see it; implements ``Journal``."""
+    """One client's view of the store; implements ``Journal``."""
 
     def __init__(self, store: SessionStore, client_id: str) -> None:
         self._store = store
@@ -260,7 +266,7 @@ def _sweep(recorder: Recorder) -> None:
     try:
         recorder.sweep()
     except sqlite3.Error as error:
-        # These rows are not read; the next daemon tries again.
+        # Readers skip these rows; the next start tries again.
         _log.warning("incomplete_sessions_left", reason=str(error))
 
 

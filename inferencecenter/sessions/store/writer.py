@@ -1,7 +1,15 @@
-"""The writer thread and its queue: one transaction for all that has come in, retried until it is in the file.
+"""The writer thread and its per-client queue.
 
-A commit goes to the file that was opened, wherever that is by now. So nothing is acknowledged before the path was seen
-to lead to it still: a file that was deleted takes commits until it is closed, and then they are gone.
+The thread owns the database connection. It commits one batch per transaction and retries until the batch is in the
+file. A commit goes to the file that was opened, even if that was moved or deleted since. Invariant: a batch is
+acknowledged only after its commit and a check that the path still leads to that file.
+
+The queue (``WriteQueue``) keeps the order within a client; there is none between clients. Each transaction takes a
+bounded share from every waiting client in turn, up to a bounded total. Invariant: a client's output waits for at most
+one transaction of others, however much they have queued.
+
+A full disk can prevent the checkpoint that would free the WAL, since the file itself has no room to grow.
+``DiskReserve`` therefore allocates that room in advance and gives it up for the duration of the checkpoint.
 """
 
 from __future__ import annotations
@@ -33,21 +41,15 @@ if TYPE_CHECKING:
     from inferencecenter.sessions.store.recorder import Entry, Recorder
 
 
-# Room on the disk for the one thing that makes room: writing the log back into the file.
-#
-# On a full disk the log holds committed pages, and the file has no room to take them: the log cannot become shorter,
-# and nothing can be written, though both hold the same conversations. So some room is taken beforehand, and given up
-# for the time of a checkpoint.
-
 RESERVE_BYTES: Final = MAX_LOG_BYTES
-"""As much as the log grows to before it is written back."""
+"""The size at which the WAL is checkpointed."""
 _LEAST_BYTES: Final = 64 * 1024
 
 
 class DiskReserve:
-    """A file without a name that takes room in ``directory``, as much as there is up to ``RESERVE_BYTES``.
+    """An unnamed file that allocates up to ``RESERVE_BYTES`` in ``directory``.
 
-    It goes with the process. On a file system without room, or that gives none beforehand, it is empty.
+    The system frees it with the process. It is empty on a full file system or one without preallocation.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -57,32 +59,32 @@ class DiskReserve:
         self.fill()
 
     def fill(self) -> None:
-        """Take the room again."""
+        """Allocate the space again."""
         n_bytes = RESERVE_BYTES
         while self._file is not None and n_bytes >= _LEAST_BYTES:
             try:
                 os.posix_fallocate(self._file, 0, n_bytes)
             except OSError:
-                # What a failed attempt has taken is part of what there is.
+                # A failed attempt may have allocated a part.
                 self.release()
                 n_bytes //= 2
             else:
                 return
 
     def release(self) -> None:
-        """Give the room up."""
+        """Free the space."""
         if self._file is not None:
             os.ftruncate(self._file, 0)
 
     def close(self) -> None:
-        """Give the room up for good."""
+        """Free the space for good."""
         file, self._file = self._file, None
         if file is not None:
             os.close(file)
 
 
 def shorten_log(database: sqlite3.Connection, reserve: DiskReserve) -> bool:
-    """Write the log of a file back and empty it; ``False`` if there is no room for that, or another program reads."""
+    """Checkpoint and truncate the WAL; ``False`` if there is no room for that, or another process is reading."""
     reserve.release()
     try:
         return bool(database.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0] == 0)
@@ -93,9 +95,9 @@ def shorten_log(database: sqlite3.Connection, reserve: DiskReserve) -> bool:
 
 
 RETRY_S: Final = 1.0
-"""Seconds between attempts while the file cannot be written."""
+"""Seconds between retries while the file cannot be written."""
 PROBE_S: Final = 2.0
-"""Seconds without anything to write after which the file is looked for all the same."""
+"""Idle seconds after which the file is checked without a write."""
 
 _log = structlog.get_logger(__name__)
 
@@ -105,12 +107,12 @@ ReleaseCallback: TypeAlias = Callable[[], None]
 
 @dataclass(slots=True)
 class WriteBatch:
-    """What is written together, and who is told then, by client; ``n_handed_over`` times something was added to it.
+    """Entries that are written in one transaction, and the callbacks that follow, with their clients.
 
-    ``set_aside`` are the names of sessions of which a record was left out, ``None`` where it is no session's.
-    ``counts`` is how much of each client's is in it, entries that are complete with it and calls.
-    ``is_written`` once it is in the file that was opened, wherever that is. ``unswept`` are the clients of which then
-    something is in the file that no session holds any more.
+    ``n_handed_over`` counts the batches merged into this one. ``set_aside`` are the sessions of records that were left
+    out, ``None`` for a record without one. ``counts`` are the entries completed and the callbacks, by client.
+    ``is_written`` is set once the batch is committed to the opened file, wherever that is. ``unswept`` are the clients
+    with detached rows that are still to be deleted.
     """
 
     entries: list[Entry] = field(default_factory=list)
@@ -123,7 +125,7 @@ class WriteBatch:
     unswept: frozenset[str] = frozenset()
 
     def add(self, other: WriteBatch) -> None:
-        """Take in what came later."""
+        """Merge a later batch."""
         self.entries += other.entries
         self.callbacks += other.callbacks
         self.durable |= other.durable
@@ -133,24 +135,24 @@ class WriteBatch:
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """The last that is handed over: nothing comes after it; ``clean`` if nothing is missing either."""
+    """The last item of the queue; ``clean`` if nothing is missing."""
 
     clean: bool
     stopped: Callable[[], None]
 
 
 class StoreWriter:
-    """Owns the file from its start on.
+    """The thread that owns the database.
 
     Args:
-        path: For the log.
-        database: What ``recorder`` writes through.
-        recorder: Writes.
-        identity: Which file that is.
-        committed: Called on this thread with each batch that is in the file.
-        fault_changed: Called on this thread when ``fault`` has changed.
-        retry_s: Seconds between attempts.
-        probe_s: Seconds between looks at a file that nothing is written to.
+        path: Path of the file, for the log and the disk reserve.
+        database: The connection of ``recorder``.
+        recorder: Writes the entries.
+        identity: Identity of the opened file.
+        committed: Called on this thread with each committed batch.
+        fault_changed: Called on this thread when ``fault`` changes.
+        retry_s: Seconds between retries.
+        probe_s: Seconds between checks of an idle file.
     """
 
     def __init__(  # noqa: PLR0913 - keyword-only
@@ -178,29 +180,28 @@ class StoreWriter:
         self._given_up = threading.Event()
         self._stop: Stop | None = None
         self.fault: StorageFault | None = None
-        # A daemon thread: what is released when nobody stops it is the system's, and no exit waits for a full disk.
+        # A daemon thread: without a ``Stop`` the system frees its resources, and no exit waits for a full disk.
         self._thread = threading.Thread(target=self._run, name="session-store", daemon=True)
         self._thread.start()
 
     def put(self, batch: WriteBatch | Stop) -> None:
-        """Hand over what is written next."""
+        """Queue a batch or the stop."""
         self._queue.put(batch)
 
     def give_up(self) -> None:
-        """Stop trying."""
+        """Stop retrying."""
         self._given_up.set()
 
     def _run(self) -> None:
         try:
             self._work()
-        except BaseException as error:  # noqa: BLE001 - the border of the thread: it must not end without a word
+        except BaseException as error:  # noqa: BLE001 - boundary of the thread: its end must be logged
             _log.critical("store_writer_died", path=str(self._path), exc_info=error)
             self._set_fault(StorageFault(f"{self._path.name} cannot be written: an internal error", RETRY_LATER_MS))
         stop = self._stop or self._await_stop()
         stop.stopped()
 
     def _work(self) -> None:
-        """Write until the end, and close the file."""
         missing = 0
         while self._stop is None:
             batch = self._take()
@@ -221,7 +222,7 @@ class StoreWriter:
         return item
 
     def _take(self) -> WriteBatch:
-        """Wait for a batch and return it with all that waits behind it; take note of the end if it is among them."""
+        """Wait for a batch and merge all queued ones into it; remember a ``Stop`` among them."""
         item = self._next()
         taken = item if isinstance(item, WriteBatch) else WriteBatch(n_handed_over=0)
         while isinstance(item, WriteBatch):
@@ -234,7 +235,7 @@ class StoreWriter:
         return taken
 
     def _next(self) -> WriteBatch | Stop:
-        """Return what comes next; while nothing does, look for the file now and then."""
+        """Return the next item; check the file periodically while there is none."""
         while True:
             try:
                 return self._queue.get(timeout=self._probe_s)
@@ -242,7 +243,7 @@ class StoreWriter:
                 self._try(WriteBatch())
 
     def _write(self, batch: WriteBatch) -> bool:
-        """Write the batch, however often it takes; ``False`` when that was given up, and for all that comes later."""
+        """Write the batch with retries; ``False`` once writing was abandoned."""
         while not self._given_up.is_set():
             if self._try(batch):
                 return True
@@ -260,7 +261,7 @@ class StoreWriter:
         except (sqlite3.Error, FileMovedError) as error:
             self._fail(error)
             return False
-        except Exception as error:  # noqa: BLE001 - a defect must not end the thread that all sessions wait for
+        except Exception as error:  # noqa: BLE001 - a defect must not end the thread that all sessions depend on
             self._fail(error, defect=error)
             return False
         if self.fault is not None:
@@ -269,7 +270,7 @@ class StoreWriter:
         return True
 
     def _commit_somehow(self, batch: WriteBatch) -> None:
-        """Write the batch; on a full disk once more, with the room that the log has taken."""
+        """Write the batch; if the disk is full, checkpoint the WAL and try once more."""
         try:
             self._commit(batch)
         except sqlite3.OperationalError as error:
@@ -311,16 +312,10 @@ class StoreWriter:
         self._reserve.close()
 
 
-# What waits to be written, by client, and what of it the next transaction takes.
-#
-# A transaction takes from each client that has something waiting in turn, a bounded share at a time and bounded in all.
-# So the text that one client is about to be shown is behind one transaction at most, however much another client has
-# waiting. Usually all that waits fits into one. Within a client all keeps its order; between clients there is none.
-
 BATCH_BYTES: Final = 512 * 1024
-"""About what a transaction writes at most, some milliseconds; one entry that is larger is in one all the same."""
+"""Approximate limit of a transaction, which takes milliseconds; a single larger entry may exceed it."""
 SHARE_BYTES: Final = 128 * 1024
-"""About what a client gives to it before the others have given as much."""
+"""Approximate bytes that one client contributes before the next one's turn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -331,7 +326,7 @@ class _Waiting:
 
 @dataclass(slots=True)
 class _Lane:
-    """What one client has waiting; ``parts`` are what is left of an entry that has begun to be written."""
+    """The queue of one client; ``parts`` are the remaining chunks of the entry that is being written."""
 
     items: deque[_Waiting | ReleaseCallback] = field(default_factory=deque)
     parts: deque[Entry] = field(default_factory=deque)
@@ -339,7 +334,7 @@ class _Lane:
 
 
 class WriteQueue:
-    """The queues of all clients."""
+    """The queues of all clients, drained round-robin."""
 
     def __init__(self) -> None:
         self._lanes: dict[str, _Lane] = {}
@@ -350,19 +345,19 @@ class WriteQueue:
         return bool(self._lanes or self._unswept)
 
     def write(self, client_id: str, entry: Entry, *, durable: bool) -> None:
-        """Have an entry written after all others of the client."""
+        """Queue an entry."""
         self._add(client_id, _Waiting(entry, durable))
 
     def call_after(self, client_id: str, callback: ReleaseCallback) -> None:
-        """Have ``callback`` called after all that the client has waiting is written."""
+        """Queue ``callback`` after the client's entries."""
         self._add(client_id, callback)
 
     def n_pending(self, client_id: str) -> int:
-        """Return how much of a client waits or is being written or deleted: entries, and calls."""
+        """Return the number of a client's entries and callbacks that are queued or in flight, or being deleted."""
         return self._n_pending.get(client_id, 0) + (client_id in self._unswept)
 
     def take(self) -> WriteBatch:
-        """Return what the next transaction takes; nothing of clients of which something has yet to be deleted."""
+        """Return the next batch; clients with pending deletions are skipped."""
         batch = WriteBatch()
         left = BATCH_BYTES
         while left > 0 and (ready := [client_id for client_id in self._lanes if client_id not in self._unswept]):
@@ -373,7 +368,7 @@ class WriteQueue:
         return batch
 
     def take_all(self) -> WriteBatch:
-        """Return everything that waits."""
+        """Return everything that is queued."""
         batch = WriteBatch()
         for client_id in tuple(self._lanes):
             while client_id in self._lanes:
@@ -381,10 +376,7 @@ class WriteQueue:
         return batch
 
     def hold(self, batch: WriteBatch, unswept: Collection[str]) -> None:
-        """Have a batch that is written not tell those clients of which something has yet to be deleted.
-
-        What would be told comes first of what waits then.
-        """
+        """Put the callbacks of clients with pending deletions back to the front of their queues."""
         self._unswept = frozenset(unswept)
         for client_id, callback in reversed(batch.callbacks):
             if client_id in self._unswept:
@@ -393,7 +385,7 @@ class WriteQueue:
         batch.callbacks = [each for each in batch.callbacks if each[0] not in self._unswept]
 
     def done(self, batch: WriteBatch) -> None:
-        """Take note that a batch was written and told."""
+        """Mark a batch as completed."""
         for client_id, count in batch.counts.items():
             self._n_pending[client_id] -= count
             if not self._n_pending[client_id]:
@@ -404,9 +396,9 @@ class WriteQueue:
         self._n_pending[client_id] += 1
 
     def _give(self, client_id: str, batch: WriteBatch, share: int) -> int:
-        """Move from a client's queue to a batch until its share is used up, and return what that weighs.
+        """Move up to ``share`` bytes from a client's queue to a batch and return the bytes moved.
 
-        A client that has more waiting is the last of the line then.
+        A client with more queued goes to the end of the line.
         """
         lane = self._lanes.pop(client_id)
         weight = 0
@@ -419,7 +411,7 @@ class WriteQueue:
                     lane.parts.extend(parts_of(item.entry))
                     lane.durable = item.durable
                 else:
-                    # All that this call waits for is in this transaction, or in one before.
+                    # All entries before this callback are in this transaction or an earlier one.
                     batch.callbacks.append((client_id, item))
                     batch.counts[client_id] += 1
                 lane.items.popleft()

@@ -238,7 +238,7 @@ def test_a_turn_that_was_interrupted_needs_no_new_prompt(world: World, held: Hel
 def test_what_cannot_be_rendered_at_all_is_refused_at_once(world: World) -> None:
     """A raw session knows no tools, which needs no template to tell."""
     session_id = world.create(mode="raw")
-    with pytest.raises(InferenceCenterError, match="know no tools"):
+    with pytest.raises(InferenceCenterError, match="do not support tools"):
         world.infer(session_id, tools=[{"name": "f"}])
 
 
