@@ -151,5 +151,7 @@ async def test_turns_of_a_refused_client_that_wait_end(monkeypatch: pytest.Monke
     ends = [end for poison in poisons for end in poison.terminal if isinstance(end, Failed)]
     assert [end.code for end in ends] == ["rate_limited"] * 20
     assert (await end_of(fine)).reason == "stop"
+    for _ in range(3):  # the third engine comes also where the second has answered all others
+        await watched.until(EngineState.READY)
     assert watched.supervisor.status.restarts == 2
     await watched.supervisor.stop()
