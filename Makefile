@@ -43,6 +43,7 @@ lint: $(VENV)/.installed-dev site ## Check style, types (of the web page too), i
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python tools/check-house
 	$(BIN)/python -m tools.reference --check
 	tools/check-web $(VENV)
 	tools/check-forge $(VENV)

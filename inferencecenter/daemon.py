@@ -31,13 +31,13 @@ from inferencecenter.auth.audit import AuditEvent
 from inferencecenter.auth.bootstrap import ensure_admin
 from inferencecenter.auth.quotas import Allowances
 from inferencecenter.config.params import parse_config_params
-from inferencecenter.config.reload import ConfigReloader, static_clients
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.engines import make_models
 from inferencecenter.hardware.nvml import Gpu
 from inferencecenter.models.registry import read_registry
 from inferencecenter.protocol.base import Event, Request, build_messages
 from inferencecenter.protocol.values import Value
+from inferencecenter.reload import ConfigReloader, static_clients
 from inferencecenter.server.context import ServerContext, no_usage
 from inferencecenter.server.control import DAEMON_LOCK_NAME, ControlSocket, record_open_files
 from inferencecenter.server.listener import CLOSING_S, Listener, address, bind, inherited_sockets

@@ -23,6 +23,9 @@ _FENCE = "\n"
 _ANY_STACK_BYTES: Final = 8 * 1024
 """Bytes of text for which every thread's stack is large enough."""
 _STACK_PER_BYTE: Final = 512
+_MAX_WORD_BYTES: Final = 512 * 1024
+"""Longest run of characters without white space, or of white space: about 220 MB of stack while it is tokenized."""
+_RUNS: Final = bytes(ord(" ") if bytes((code,)).isspace() else ord("x") for code in range(256))
 _stack_size = threading.Lock()
 
 
@@ -79,7 +82,8 @@ class Vocabulary:
         Template text that spells BOS itself does not get a second one.
 
         Raises:
-            InferenceCenterError: ``invalid_request`` for text that is not Unicode (lone surrogates).
+            InferenceCenterError: ``invalid_request`` for text that is not Unicode (lone surrogates), and for a word of
+                more than 512 KiB.
         """
         tokens = [self.bos] if first and self._wants_bos else []
         for piece in pieces:
@@ -130,6 +134,7 @@ class Vocabulary:
 
     def _raw(self, text: str, *, special: bool) -> list[int]:
         data = _encode(text)
+        _check_words(data)
         # A text has at most as many tokens as bytes, but for a space put before it.
         capacity = len(data) + 2
         while True:
@@ -166,6 +171,20 @@ def _with_stack_for(data: bytes, work: Callable[[], int]) -> int:
             finally:
                 threading.stack_size(before)
         return done.result()
+
+
+def _check_words(data: bytes) -> None:
+    if len(data) <= _MAX_WORD_BYTES:
+        return
+    runs = data.translate(_RUNS)
+    for kind, sign in (("a word", b"x"), ("white space", b" ")):
+        if sign * (_MAX_WORD_BYTES + 1) in runs:
+            raise InferenceCenterError(
+                ErrorCode.INVALID_REQUEST,
+                f"the text holds {kind} of more than {_MAX_WORD_BYTES} bytes without a break",
+                hint="Break it into lines; data that is encoded as text does not belong into a prompt.",
+                field="prompt",
+            )
 
 
 def _encode(text: str) -> bytes:

@@ -63,7 +63,7 @@ class PlanBuilder:
         )
 
 
-class Placement:
+class SlotPlacement:
     """Books what a turn's way into a slot does to the slots, and drafts the moves.
 
     Args:
@@ -293,7 +293,7 @@ class Dispatcher:
         queue: TurnQueue,
         *,
         sources: KvSourceFinder,
-        placement: Placement,
+        placement: SlotPlacement,
     ) -> None:
         self.limits = SchedulerLimits(active_slots=len(slots))
         self._slots = slots

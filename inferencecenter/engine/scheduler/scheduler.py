@@ -12,7 +12,13 @@ from inferencecenter.engine.scheduler.fairness import (
     charge_decode,
     charge_prefill,
 )
-from inferencecenter.engine.scheduler.placement import CheckpointPlanner, Dispatcher, Placement, PlanBuilder, compact
+from inferencecenter.engine.scheduler.placement import (
+    CheckpointPlanner,
+    Dispatcher,
+    PlanBuilder,
+    SlotPlacement,
+    compact,
+)
 from inferencecenter.engine.scheduler.plan import CopySlot, ParkSlot, PromptProgress, RestoreSlot, TruncateSlot
 from inferencecenter.engine.scheduler.policy import PrefillBudget, Quantum, decode_pass, prefill_passes
 from inferencecenter.engine.scheduler.prefix_sharing import KvSourceFinder, PrefixWaiters
@@ -79,7 +85,9 @@ class Scheduler:
             ageing_s=ageing_s,
         )
         sources = KvSourceFinder(self._slots, parked, can_truncate=can_truncate, grid_tokens=grid_tokens)
-        self._placement = Placement(self._slots, sources, parked, can_truncate=can_truncate, grid_tokens=grid_tokens)
+        self._placement = SlotPlacement(
+            self._slots, sources, parked, can_truncate=can_truncate, grid_tokens=grid_tokens
+        )
         self.saving = CheckpointPlanner(self._slots, sources, parked, grid_tokens=grid_tokens)
         self._dispatcher = Dispatcher(
             self._slots, self._running, self._queue, sources=sources, placement=self._placement

@@ -12,7 +12,6 @@ import pytest
 import inferencecenter.demo
 
 DEMO: Final = Path(inferencecenter.demo.__file__).with_name("demo.gguf")
-N_CHARS: Final = 200_000
 TOKENIZE: Final = """
 import sys
 from llama_cpp import llama_cpp as lib
@@ -26,15 +25,34 @@ params = lib.llama_model_default_params()
 params.vocab_only, params.kv_overrides = True, cut
 model = lib.llama_model_load_from_file(sys.argv[1].encode(), params)
 vocabulary = Vocabulary(lib.llama_model_get_vocab(model))
-text = "abcdefghij" * (int(sys.argv[3]) // 10)
+text = sys.argv[4] * (int(sys.argv[3]) // len(sys.argv[4]))
 tokens = vocabulary.tokenize((PromptSegment(text),), first=False)
 print(b"".join(map(vocabulary.token_bytes, tokens)).decode() == text)
 """
 
 
+def tokenize(cut: str, text: str, n_chars: int) -> subprocess.CompletedProcess[str]:
+    """Tokenize a text, repeated to a length, in a child."""
+    arguments = [sys.executable, "-c", TOKENIZE, str(DEMO), cut, str(n_chars), text]
+    return subprocess.run(arguments, capture_output=True, text=True, check=False)
+
+
 @pytest.mark.parametrize("cut", ["tekken", "gpt-4o", "deepseek-llm"])
-def test_a_word_of_any_length_is_tokenized(cut: str) -> None:
+def test_a_long_word_is_tokenized(cut: str) -> None:
     """It takes more stack than a thread has by itself, and the engine goes on."""
-    arguments = [sys.executable, "-c", TOKENIZE, str(DEMO), cut, str(N_CHARS)]
-    done = subprocess.run(arguments, capture_output=True, text=True, check=False)
+    done = tokenize(cut, "abcdefghij", 200_000)
+    assert (done.returncode, done.stdout) == (0, "True\n")
+
+
+@pytest.mark.parametrize("text", ["a", " "], ids=["letters", "white space"])
+def test_a_word_without_end_is_refused(text: str) -> None:
+    """The memory that a word takes grows with its length."""
+    done = tokenize("tekken", text, 512 * 1024 + 1)
+    assert done.returncode == 1
+    assert "more than 524288 bytes" in done.stderr
+
+
+def test_many_words_are_tokenized() -> None:
+    """Only words are bounded, and not the text."""
+    done = tokenize("tekken", "a ", 600_000)
     assert (done.returncode, done.stdout) == (0, "True\n")

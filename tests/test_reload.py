@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
-from inferencecenter.config.reload import ConfigReloader, changed_settings
 from inferencecenter.config.settings import Settings, setting_fields
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
+from inferencecenter.reload import ConfigReloader, changed_settings
 from inferencecenter.server.control import ReloadReport
 
 if TYPE_CHECKING:
