@@ -1,4 +1,4 @@
-"""Reload, by SIGHUP or `inferencecenter reload`: what the daemon reads again while it runs, each part by itself."""
+"""Reload, by SIGHUP or `inferencecenter reload`: what the daemon rereads while it runs, each part independently."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _APPLIED: Final = frozenset(
 )
 
 _APPLIED_TABLES: Final = ("limits.", "model.", "models", "engine.")
-"""Settings that tokens are limited by, and that each model is run by."""
+"""Settings that affect the limits of tokens and the options of models."""
 
 _AT_START: Final = frozenset(f"engine.{name}" for name in DAEMON_SETTINGS)
 
@@ -48,17 +48,17 @@ _log = structlog.get_logger(__name__)
 
 @dataclass(slots=True, kw_only=True)
 class ConfigReloader:
-    """What can be read again, and those whom it concerns.
+    """Rereads the configuration and passes each changed part to its component.
 
     Args:
-        started_with: The settings that the daemon was started with.
-        read: Reads the settings of now.
-        accounts: Where the clients of ``clients.toml`` are.
-        certificate: The certificate, if the port speaks TLS.
-        close_clients: Closes the sockets of clients, by their ids, that showed an API key.
-        limits_changed: Lets other limits hold, those of the settings by default.
-        announced: Entered before anything is read, and left when all is done.
-        apply_models: Goes over to other models, in its own time.
+        started_with: Settings that the daemon was started with.
+        read: Reads the current settings.
+        accounts: Accounts, which include the clients of ``clients.toml``.
+        certificate: The certificate, if the port uses TLS.
+        close_clients: Closes the sockets of the given client ids that authenticated with an API key.
+        limits_changed: Applies other limits, by default those of the settings.
+        announced: Context manager that is entered before the reload and exited after it.
+        apply_models: Applies other models asynchronously.
     """
 
     started_with: Settings
@@ -75,7 +75,7 @@ class ConfigReloader:
         self._last = self.started_with
 
     def run(self) -> ReloadReport:
-        """Read everything again. What is wrong is logged and returned, and stays as it was; the rest is done."""
+        """Reread everything. Invalid parts are logged, reported and left unchanged; the others are applied."""
         attempt = _Attempt()
         with self.announced():
             self._read(attempt)
@@ -113,14 +113,14 @@ class ConfigReloader:
 
 @dataclass(slots=True)
 class _Attempt:
-    """What comes of one reload."""
+    """Result of one reload."""
 
     problems: list[ReloadProblem] = field(default_factory=list)
     needs_restart: tuple[str, ...] = ()
 
     @contextmanager
     def part(self, what: str) -> Iterator[None]:
-        """Take down what is wrong with a part, so that the others are read all the same."""
+        """Record errors of one part, so that the other parts are still read."""
         try:
             yield
         except InferenceCenterError as error:
@@ -134,7 +134,7 @@ class _Attempt:
 
 
 def static_clients(settings: AuthSettings) -> dict[str, StaticClient]:
-    """Return the clients of ``clients.toml``, by client id; none without such a file.
+    """Return the clients of ``clients.toml`` by client id; empty without such a file.
 
     Raises:
         InferenceCenterError: ``invalid_config``.

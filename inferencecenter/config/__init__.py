@@ -1,1 +1,1 @@
-"""Settings: what can be set, where it comes from, and how it is read again."""
+"""Settings: their definitions, sources and reload."""

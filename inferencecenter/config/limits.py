@@ -1,4 +1,4 @@
-"""What one token may use, on three levels: its own, its account's, the daemon's. Pure."""
+"""Limits of a token on three levels: its own, its account's, the daemon's. Pure."""
 
 from __future__ import annotations
 
@@ -20,50 +20,53 @@ _ModelName = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 
 
 class AccessLimits(BaseModel):
-    """What a token may use, unless its account or the token itself says otherwise; what is not set has no limit."""
+    """Limits of a token, unless its account or the token overrides them; without a value there is no limit."""
 
-    # Which fields are set counts: one that is set to None takes the limit of the level below away.
+    # Which fields are set matters: one set to None removes the limit of the level below.
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    requests_per_minute: int | None = Field(
-        None, ge=1, le=MAX_COUNT, description="Turns that a token may ask for in any minute."
-    )
+    requests_per_minute: int | None = Field(None, ge=1, le=MAX_COUNT, description="Maximum number of turns per minute.")
     tokens_per_minute: int | None = Field(
         None,
         ge=1,
         le=MAX_COUNT,
-        description="Tokens a minute, prompts that had to be read and answers; what a turn takes beyond it has to be "
-        "regained before the next one.",
+        description="Maximum number of prefilled and generated tokens per minute; a turn may exceed it, and the "
+        "next one waits until the excess is regained.",
     )
     tokens_per_day: int | None = Field(
         None,
         ge=1,
         le=MAX_COUNT,
-        description="Tokens a day, likewise; days begin at midnight UTC. A turn that uses up the last of them ends.",
+        description="Maximum number of prefilled and generated tokens per day; days begin at midnight UTC. A turn"
+        " that uses the last of them ends.",
     )
-    concurrent_turns: int | None = Field(None, ge=1, le=MAX_COUNT, description="Turns that run or wait at once.")
+    concurrent_turns: int | None = Field(
+        None, ge=1, le=MAX_COUNT, description="Maximum number of running and waiting turns."
+    )
     max_tokens: int | None = Field(
-        None, ge=1, le=10**9, description="Tokens that one answer may have, also where none are asked for."
+        None, ge=1, le=10**9, description="Maximum number of tokens per answer, also if the request sets none."
     )
-    models: tuple[_ModelName, ...] | None = Field(None, max_length=256, description="Models that may be used, by name.")
+    models: tuple[_ModelName, ...] | None = Field(
+        None, max_length=256, description="Names of the models that may be used."
+    )
     addresses: tuple[Network, ...] | None = Field(
-        None, max_length=256, description="Addresses or networks that the token is taken from."
+        None, max_length=256, description="Addresses or networks from which the token is accepted."
     )
 
     def over(self, below: AccessLimits) -> AccessLimits:
-        """Return what holds: what is set here, and for the rest what the level ``below`` says."""
+        """Return the effective limits: the values set here, and the others from the level ``below``."""
         return below.model_copy(update=self.given())
 
     def given(self) -> dict[str, Any]:
-        """Return what is set, by name."""
+        """Return the values that are set, by name."""
         return {name: getattr(self, name) for name in type(self).model_fields if name in self.model_fields_set}
 
     def allows_model(self, name: str) -> bool:
-        """Tell whether a model may be used."""
+        """Return whether the model may be used."""
         return self.models is None or name in self.models
 
     def allows_address(self, address: str) -> bool:
-        """Tell whether somebody may come from ``address``; what is no address is in no network."""
+        """Return whether ``address`` may connect; text that is not an address is in no network."""
         if self.addresses is None:
             return True
         try:

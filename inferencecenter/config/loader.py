@@ -1,7 +1,7 @@
-"""Where settings come from: a TOML file, then ``INFERENCECENTER_*`` variables, then the command line; the later wins.
+"""Sources of settings: a TOML file, then ``INFERENCECENTER_*`` variables, then the command line; later ones win.
 
-A name that does not exist is an error wherever it stands. In a variable's name ``__`` stands between section and
-setting; lists and tables are written as JSON.
+An unknown name is an error in any source. In a variable's name ``__`` separates section and setting; lists and tables
+are JSON.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ if TYPE_CHECKING:
 ENV_CONFIG: Final = "INFERENCECENTER_CONFIG"
 OTHER_ENVIRONMENT: Final[Mapping[str, str]] = {
     ENV_CONFIG: "The configuration file, when `--config` is not given.",
-    "INFERENCECENTER_URL": "The daemon that `inferencecenter chat` and `stats` talk to.",
-    "INFERENCECENTER_TOKEN": "The token that `inferencecenter chat` and `stats` show.",
-    "INFERENCECENTER_TEST_MODEL": "A model file for the tests, in place of the bundled one.",
-    "INFERENCECENTER_TEST_BROWSER": "Chromium for the tests of the web page; with it none is left out.",
+    "INFERENCECENTER_URL": "URL of the daemon that `inferencecenter chat` and `stats` connect to.",
+    "INFERENCECENTER_TOKEN": "Token that `inferencecenter chat` and `stats` authenticate with.",
+    "INFERENCECENTER_TEST_MODEL": "Model file for the tests, instead of the bundled one.",
+    "INFERENCECENTER_TEST_BROWSER": "Chromium for the tests of the web page; with it none is skipped.",
 }
 _TYPE_ERRORS: Final = frozenset({"bool_type", "float_type", "int_type", "string_type"})
 _SHOWN_CHARS: Final = 200
@@ -43,7 +43,7 @@ SYSTEM_CONFIG: Final = Path("/etc/inferencecenter/inferencecenter.toml")
 
 
 class InvalidSettingsError(InferenceCenterError):
-    """Settings that cannot be used; ``problems`` has one error for each wrong value, this being the first."""
+    """Invalid settings; ``problems`` has one error for each wrong value, this being the first."""
 
     def __init__(self, problems: tuple[InferenceCenterError, ...]) -> None:
         first = problems[0]
@@ -53,7 +53,7 @@ class InvalidSettingsError(InferenceCenterError):
 
 @dataclass(frozen=True, slots=True)
 class Layers:
-    """What each source says, as nested tables, weakest first; ``path`` is the file, if there is one."""
+    """Values of each source as nested tables, lowest precedence first; ``path`` is the file, if there is one."""
 
     path: Path | None
     file: Mapping[str, Any]
@@ -83,25 +83,25 @@ class Layers:
         return settings
 
     def _wrong_types(self) -> Iterator[InferenceCenterError]:
-        """Find values of the file that have another type than their setting, as text where a number is due.
+        """Find values in the file whose type differs from the setting's, such as text instead of a number.
 
-        TOML has types, so the file is held to them; a variable and an option are text, which validation converts.
+        TOML is typed, so the file is checked strictly; variables and options are text, which validation converts.
         """
         for name, field in Settings.model_fields.items():
             if name not in self.file:
                 continue
             adapter = TypeAdapter[Any](cast("Any", field.annotation))
             try:
-                # As JSON, so that lists and text may stand for tuples and paths, which only Python has.
+                # As JSON, because TOML has lists and text where Python has tuples and paths.
                 adapter.validate_json(json.dumps(self.file[name], default=str), strict=True)
             except ValidationError as error:
                 for detail in error.errors(include_url=False):
-                    # Defaults that are validated are Python's, not the file's.
+                    # Validated defaults are Python values and do not come from the file.
                     if detail["type"] in _TYPE_ERRORS and not isinstance(detail["input"], Path):
                         yield self._problem({**detail, "loc": (name, *detail["loc"])}, origin=str(self.path))
 
     def origin(self, name: str) -> str:
-        """Return where the value of a dotted ``name`` comes from, in words."""
+        """Return a description of the source of the value of a dotted ``name``."""
         if _contains(self.command_line, name):
             return "command line"
         if _contains(self.environment, name):
@@ -119,17 +119,16 @@ class Layers:
 
 
 def find_config(config: Path | None) -> Path | None:
-    """Return the configuration file: the one given, ``$INFERENCECENTER_CONFIG``, the user's, or the system's.
+    """Return the configuration file: the given one, ``$INFERENCECENTER_CONFIG``, the user's, or the system's.
 
-    Returns:
-        ``None`` when none is named and neither default place has one.
+    ``None`` if none is given and neither default file exists.
     """
     if config is not None:
         return config
     if named := os.environ.get(ENV_CONFIG):
         return Path(named)
     places = (platformdirs.user_config_path(APP_NAME) / "inferencecenter.toml", SYSTEM_CONFIG)
-    # A directory that this user may not enter, as another's home, holds no configuration for this user.
+    # A directory that this user may not enter, such as another user's home, holds no configuration for this user.
     return next((place for place in places if os.path.exists(place)), None)  # noqa: PTH110 - Path.exists raises
 
 
@@ -153,7 +152,7 @@ def read_layers(config: Path | None = None, overrides: Mapping[str, Any] | None 
 
 
 def load_settings(config: Path | None = None, overrides: Mapping[str, Any] | None = None) -> Settings:
-    """Return the settings in force.
+    """Return the effective settings.
 
     Raises:
         InferenceCenterError: ``invalid_config``, naming source, setting, value and what is allowed.
@@ -181,7 +180,7 @@ def _parse_toml(path: Path) -> dict[str, Any]:
 
 
 class _Environment(EnvSettingsSource):
-    """Variables as nested tables; text that is not JSON stays text, for validation to name it."""
+    """Variables as nested tables; text that is not JSON is left for validation to report."""
 
     def decode_complex_value(self, field_name: str, field: FieldInfo, value: Any) -> Any:
         """Return a list or table from its JSON, or the text itself."""
@@ -210,7 +209,7 @@ def _read_environment() -> dict[str, Any]:
 
 
 def _decoded(value: Any) -> Any:
-    """A parameter's value: its type is not known here, so that JSON is read as JSON and the rest is text."""
+    """Decode a parameter whose type is not known here: valid JSON as JSON, anything else as text."""
     with contextlib.suppress(ValueError, TypeError):
         return json.loads(value)
     return value
@@ -221,7 +220,7 @@ def _invalid(message: str, *, name: str | None = None, hint: str | None = None) 
 
 
 def _setting_at(location: tuple[str | int, ...]) -> str:
-    """The dotted setting that a validation error's location lies in, list positions included."""
+    """Return the dotted setting at a validation error's location, list positions included."""
     return _cut("".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in location).lstrip("."))
 
 
@@ -230,7 +229,7 @@ def _cut(text: str) -> str:
 
 
 def _may_hold_secrets(name: str) -> bool:
-    """Tell whether a setting, something in it or the table around it is a secret."""
+    """Return whether a setting, a part of it or the table around it is a secret."""
     return any(f"{name}.".startswith(f"{secret}.") or secret.startswith(f"{name}.") for secret in _secret_settings())
 
 
@@ -240,7 +239,7 @@ def _secret_settings() -> frozenset[str]:
 
 
 def _nearest(name: str) -> str:
-    """A hint with the setting meant: one spelled alike in the same section, else one whose last part is alike."""
+    """Return a hint with a similar setting: in the same section, else one whose last part is similar."""
     names = [known for known, _ in setting_fields()]
     section, _, key = name.rpartition(".")
     siblings = [known for known in names if known.rpartition(".")[0] == section]

@@ -1,4 +1,4 @@
-"""The configuration's levels of parameters: everybody's, and those of single models."""
+"""Parameters of the configuration: those of all models, and those of single models."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def parse_config_params(settings: Settings) -> Params:
-    """Return the configuration's level of parameters that holds for all models; those of single ones are checked.
+    """Validate all parameters of the configuration and return those that apply to all models.
 
     Raises:
         InferenceCenterError: ``invalid_config``.

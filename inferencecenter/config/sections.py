@@ -1,4 +1,4 @@
-"""Sections of the settings that other packages use by themselves, and what sections are made of."""
+"""Sections of the settings that other packages use on their own, and the base class of sections."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _clients_file() -> Path | None:
 
 
 class AuthSettings(Section):
-    """Accounts and what a new one gets."""
+    """Accounts and the defaults of new ones."""
 
     clients_file: ExpandedPath | None = Field(
         default_factory=_clients_file,
@@ -43,38 +43,42 @@ class AuthSettings(Section):
         "limits.",
         json_schema_extra={"default_text": "$CREDENTIALS_DIRECTORY/clients.toml if it is there"},
     )
-    default_max_sessions: int = Field(16, ge=1, le=100_000, description="Sessions of a client that sets no own limit.")
-    default_priority: Priority = Field("normal", description="Class of a client that sets none.")
-    audit_days: int = Field(90, ge=1, le=36_500, description="Days that the audit log goes back.")
+    default_max_sessions: int = Field(
+        16, ge=1, le=100_000, description="Maximum number of sessions of a client without its own limit."
+    )
+    default_priority: Priority = Field("normal", description="Priority class of a client without its own.")
+    audit_days: int = Field(90, ge=1, le=36_500, description="Days for which the audit log is kept.")
 
 
 class ExternalAuthSettings(Section):
-    """Another program that is asked, by HTTP, about client ids that no account here has."""
+    """An external HTTP service that authenticates client ids without a local account."""
 
     url: str | None = Field(
         None,
         max_length=2048,
-        description="Its address, https; without it such clients are refused.",
+        description="URL of the service, https; if not set, such clients are refused.",
     )
     form: Literal["headers", "query"] = Field(
         "headers",
-        description="How it is told who asks: as X-Client-ID and X-API-Key, or in the address as client_id and "
-        "api_key, where logs of whatever lies between keep them.",
+        description="How the credential is sent: in the headers X-Client-ID and X-API-Key, or in the query as "
+        "client_id and api_key, where logs of intermediaries may keep it.",
     )
     token_file: ExpandedPath | None = Field(
-        None, description="File with a token of the daemon's own, which it shows as `Authorization: Bearer`."
+        None, description="File with a token of the daemon, sent as `Authorization: Bearer`."
     )
     ca_file: ExpandedPath | None = Field(
-        None, description="PEM file with the authorities that its certificate may come from, instead of the system's."
+        None, description="PEM file with the certificate authorities trusted for it, instead of the system's."
     )
     allow_http: bool = Field(
-        False, description="Whether `url` may be http to another machine, which sends keys as plain text."
+        False, description="Whether `url` may be http to another machine, which sends keys in plain text."
     )
-    connect_timeout_s: float = Field(2.0, gt=0, le=60, description="Seconds that connecting may take.")
-    read_timeout_s: float = Field(3.0, gt=0, le=60, description="Seconds that the answer may take then.")
-    cache_s: float = Field(900.0, ge=0, le=86_400, description="Seconds that a yes is remembered.")
-    refused_cache_s: float = Field(10.0, ge=0, le=86_400, description="Seconds that a no is remembered.")
-    max_requests: int = Field(8, ge=1, le=256, description="Questions at once.")
+    connect_timeout_s: float = Field(2.0, gt=0, le=60, description="Timeout in seconds for the connection.")
+    read_timeout_s: float = Field(3.0, gt=0, le=60, description="Timeout in seconds for the response.")
+    cache_s: float = Field(900.0, ge=0, le=86_400, description="Seconds for which an accepted credential is cached.")
+    refused_cache_s: float = Field(
+        10.0, ge=0, le=86_400, description="Seconds for which a refused credential is cached."
+    )
+    max_requests: int = Field(8, ge=1, le=256, description="Maximum number of concurrent requests.")
 
     @model_validator(mode="after")
     def _safe_url(self) -> ExternalAuthSettings:
@@ -82,7 +86,7 @@ class ExternalAuthSettings(Section):
             return self
         parts = urlsplit(self.url)
         if parts.scheme not in ("https", "http") or not parts.hostname:
-            raise ValueError("url must begin with https:// or http:// and name a machine")
+            raise ValueError("url must begin with https:// or http:// and name a host")
         if parts.username is not None or parts.password is not None or parts.query or parts.fragment:
             raise ValueError("url must not hold a user, a query or a fragment; token_file is for the daemon's token")
         if parts.scheme == "http" and not (self.allow_http or _is_loopback(parts.hostname)):
@@ -102,7 +106,7 @@ def _is_loopback(host: str) -> bool:
 def _collector(value: str) -> str:
     parts = urlsplit(value)
     if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ValueError("must begin with http:// or https:// and name a machine")
+        raise ValueError("must begin with http:// or https:// and name a host")
     if parts.username is not None or parts.password is not None or parts.query or parts.fragment:
         raise ValueError("must not hold a user, a query or a fragment; otlp_headers are for credentials")
     return value
@@ -118,32 +122,31 @@ HeaderName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9!#$%&'*+.^_`|
 
 
 class LogSettings(Section):
-    """What is logged, and where to."""
+    """Log level, format and destination."""
 
-    level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least severe level written.")
+    level: Literal["debug", "info", "warning", "error"] = Field("info", description="Minimum level that is logged.")
     format: Literal["auto", "pretty", "json"] = Field("auto", description="`auto` is pretty on a terminal, else JSON.")
-    output: Literal["stderr", "stdout"] = Field("stderr", description="Where it is written when `file` is not set.")
-    file: ExpandedPath | None = Field(
-        None, description="File that it is written to, readable by its owner only; opened again at SIGHUP."
-    )
-    max_mib: int = Field(
-        100, ge=0, le=2**20, description="MiB at which the file is renamed and a new one begun; 0 lets it grow."
-    )
-    backups: int = Field(5, ge=1, le=1000, description="Renamed files that are kept, `.1` the newest.")
+    output: Literal["stderr", "stdout"] = Field("stderr", description="Destination when `file` is not set.")
+    file: ExpandedPath | None = Field(None, description="Log file, readable by its owner only; reopened at SIGHUP.")
+    max_mib: int = Field(100, ge=0, le=2**20, description="MiB at which the file is rotated; 0 never rotates it.")
+    backups: int = Field(5, ge=1, le=1000, description="Number of rotated files that are kept, `.1` the newest.")
 
 
 class TelemetrySettings(Section):
-    """Traces: where the time of each turn went, in both processes."""
+    """Traces of turns through both processes."""
 
     otlp_endpoint: Annotated[str, AfterValidator(_collector)] | None = Field(
         None,
-        description="Address of an OpenTelemetry collector (OTLP over HTTP), as http://127.0.0.1:4318; without it "
-        "nothing is traced. Needs the extra: `pip install 'inferencecenter[otel]'`.",
+        description="URL of an OpenTelemetry collector (OTLP over HTTP), such as http://127.0.0.1:4318; if not "
+        "set, nothing is traced. Needs the extra: `pip install 'inferencecenter[otel]'`.",
     )
     otlp_headers: dict[HeaderName, Annotated[SecretStr, AfterValidator(_header)]] = Field(
         default_factory=dict,
-        description='HTTP headers with credentials for it, as `{authorization = "Bearer …"}`; never shown.',
+        description='HTTP headers with credentials for it, such as `{authorization = "Bearer …"}`; never shown.',
     )
     trace_ratio: float = Field(
-        1.0, ge=0, le=1, description="Share of the turns that are traced; a turn in a client's trace is as that says."
+        1.0,
+        ge=0,
+        le=1,
+        description="Share of the turns that are traced; a turn within a client's trace follows its sampling decision.",
     )

@@ -1,6 +1,6 @@
 """Every setting, described once.
 
-``configuration.load_settings`` reads them; ``docs/configuration.md`` and ``config/inferencecenter.toml`` are generated
+``config.loader.load_settings`` reads them; ``docs/configuration.md`` and ``config/inferencecenter.toml`` are generated
 from the descriptions here.
 """
 
@@ -54,7 +54,7 @@ def _kv_ram_dir() -> Path:
     given = os.environ.get("RUNTIME_DIRECTORY", "").split(":")[0]
     if given:
         return Path(given) / "kv"
-    return Path(f"/dev/shm/{APP_NAME}-{os.getuid()}")  # noqa: S108 - what others may write to is refused
+    return Path(f"/dev/shm/{APP_NAME}-{os.getuid()}")  # noqa: S108 - a directory writable by other users is refused
 
 
 def bundled_model() -> Path:
@@ -68,106 +68,120 @@ KvType = Literal["f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0"]
 
 
 class ServerSettings(Section):
-    """The port, its limits and who may reach it."""
+    """The listening port, its limits and access to it."""
 
     host: str = Field("127.0.0.1", min_length=1, description="Address to listen on.")
-    port: int = Field(3000, ge=0, le=65535, description="Port to listen on; 0 takes a free one.")
+    port: int = Field(3000, ge=0, le=65535, description="Port to listen on; 0 picks a free one.")
     base_path: Annotated[str, AfterValidator(_base_path)] = Field(
-        "", description="Path that a reverse proxy puts before every address, as /inference."
+        "", description="Path prefix that a reverse proxy adds to every URL, such as /inference."
     )
     trusted_proxies: tuple[Network, ...] = Field(
-        (), description="Addresses or networks whose X-Forwarded-For and X-Forwarded-Proto are believed."
+        (), description="Addresses or networks whose X-Forwarded-For and X-Forwarded-Proto headers are trusted."
     )
     allowed_origins: tuple[Origin, ...] = Field(
-        (), description="Origins that browsers may connect from besides the daemon's own, as https://example.org."
+        (),
+        description="Origins from which browsers may connect in addition to the daemon's own, such as "
+        "https://example.org.",
     )
-    web: bool = Field(True, description="Whether browsers are shown the web page.")
-    max_frame_bytes: int = Field(2**20, ge=1024, le=2**28, description="Largest frame a client may send.")
+    web: bool = Field(True, description="Whether the web page is served.")
+    max_frame_bytes: int = Field(2**20, ge=1024, le=2**28, description="Maximum size of a frame from a client.")
     max_body_bytes: int = Field(
         8 * 2**20,
         ge=1024,
         le=2**30,
-        description="Largest body of an HTTP request; one that is being read is in memory.",
+        description="Maximum size of an HTTP request body; a body is held in memory while it is read.",
     )
     body_timeout_s: float = Field(
-        10.0, gt=0, le=3600, description="Seconds that the body of an HTTP request may take to arrive."
+        10.0, gt=0, le=3600, description="Seconds within which the body of an HTTP request must arrive."
     )
     sse_keepalive_s: float = Field(
         15.0,
         gt=0,
         le=3600,
-        description="Seconds without an event after which a stream over HTTP says that it is alive.",
+        description="Seconds without an event after which an HTTP stream sends a keepalive comment.",
     )
-    auth_timeout_s: float = Field(5.0, gt=0, le=300, description="Seconds a socket has to authenticate.")
+    auth_timeout_s: float = Field(5.0, gt=0, le=300, description="Seconds within which a socket must authenticate.")
     ping_interval_s: float = Field(20.0, gt=0, le=3600, description="Seconds between keepalive pings.")
-    ping_timeout_s: float = Field(20.0, gt=0, le=3600, description="Seconds a pong may take.")
+    ping_timeout_s: float = Field(20.0, gt=0, le=3600, description="Seconds within which a pong must arrive.")
     head_timeout_s: float = Field(
-        10.0, gt=0, le=300, description="Seconds that the line and the headers of an HTTP request may take to arrive."
+        10.0,
+        gt=0,
+        le=300,
+        description="Seconds within which the request line and the headers of an HTTP request must arrive.",
     )
     keep_alive_s: float = Field(
-        75.0, gt=0, le=3600, description="Seconds that an HTTP connection may wait for its next request."
+        75.0, gt=0, le=3600, description="Seconds for which an HTTP connection may be idle between requests."
     )
     max_connections: int = Field(
         10_000,
         ge=1,
         le=1_000_000,
-        description="Open sockets, all clients together, and beside them as many HTTP connections; one that waits for "
-        "a request makes way for one that comes.",
+        description="Maximum number of open sockets, all clients together, and separately of HTTP connections; at"
+        " the limit, a new HTTP connection replaces an idle one.",
     )
     max_unauthenticated: int = Field(
         512,
         ge=1,
         le=1_000_000,
-        description="Open sockets that have not authenticated yet, beside those of clients; the oldest makes way for "
-        "one that comes.",
+        description="Maximum number of open unauthenticated sockets, counted separately from those of clients; at"
+        " the limit, a new one replaces the oldest.",
     )
     max_unauthenticated_per_address: int = Field(
-        32, ge=1, le=1_000_000, description="Such sockets of one address, or of one /64 of IPv6."
+        32, ge=1, le=1_000_000, description="Maximum number of unauthenticated sockets per address, or per IPv6 /64."
     )
     unauthenticated_per_s: int = Field(
         20,
         ge=1,
         le=1_000_000,
-        description="Sockets that one address, or one /64 of IPv6, may open in a second without a credential, and "
-        "fifteen times as many at once; one that authenticates does not count. Others are refused with 429.",
+        description="Sockets per second that one address, or one IPv6 /64, may open without a credential, with a "
+        "burst of fifteen times as many; a socket that authenticates does not count. Others are "
+        "refused with 429.",
     )
-    max_connections_per_client: int = Field(32, ge=1, le=1_000_000, description="Open sockets of one client.")
+    max_connections_per_client: int = Field(
+        32, ge=1, le=1_000_000, description="Maximum number of open sockets per client."
+    )
     operations_per_minute: int = Field(
         6000,
         ge=1,
         le=10**9,
-        description="Requests of one client for anything but turns in a minute, and at once; one that reads or "
-        "copies a session counts once more for each 64 KiB of it, and one in a long frame for each 16 KiB. Turns that "
-        "are refused count, too.",
+        description="Requests other than turns per client and minute, which is also the burst; a request that "
+        "reads or copies a session counts once more for each 64 KiB of it, and one in a long frame "
+        "once more for each 16 KiB. Refused turns count as well.",
     )
     outbox_bytes: int = Field(
-        2**20, ge=2**14, le=2**30, description="Bytes that may wait for a slow reader before its socket is aborted."
+        2**20,
+        ge=2**14,
+        le=2**30,
+        description="Bytes that may be queued for a slow reader before its socket is aborted.",
     )
-    login_attempts_per_minute: int = Field(
-        10, ge=1, le=100_000, description="Failed logins allowed to one address per minute."
-    )
+    login_attempts_per_minute: int = Field(10, ge=1, le=100_000, description="Failed logins per address and minute.")
     metrics_access: Literal["loopback", "token", "either"] = Field(
         "token",
-        description="Who may read /metrics: callers on this machine, holders of a token with `operator`, or either. A "
-        "reverse proxy on this machine makes visitors local unless it sends X-Forwarded-For or their Host.",
+        description="Who may read /metrics: callers on this machine, tokens with the scope `operator`, or either."
+        " Behind a reverse proxy on this machine all callers appear local unless it sends "
+        "X-Forwarded-For or the original Host.",
     )
     shutdown_timeout_s: float = Field(
         10.0,
         ge=0,
         le=3600,
-        description="Seconds that running turns get to finish when the daemon stops; the rest goes on after its start.",
+        description="Seconds that running turns have to finish at shutdown; unfinished turns resume after the "
+        "next start.",
     )
     stateless_ttl_s: float = Field(
         900.0,
         gt=0,
         le=31_536_000,
-        description="Idle seconds for which a conversation is kept whose client sends all of it each time.",
+        description="Idle seconds after which the session of a conversation expires whose client resends all "
+        "messages with each request.",
     )
     certfile: ExpandedPath | None = Field(
         None,
-        description="PEM file with the certificate and those that lead to its authority; with it the port speaks TLS.",
+        description="PEM file with the certificate and its chain; enables TLS on the port.",
     )
-    keyfile: ExpandedPath | None = Field(None, description="PEM file with the certificate's key, not encrypted.")
+    keyfile: ExpandedPath | None = Field(
+        None, description="PEM file with the private key of the certificate, unencrypted."
+    )
 
     @model_validator(mode="after")
     def _certificate_with_key(self) -> ServerSettings:
@@ -177,58 +191,62 @@ class ServerSettings(Section):
 
 
 class SessionSettings(Section):
-    """Conversations."""
+    """Sessions: their limits, storage and expiry."""
 
-    max_sessions: int = Field(1000, ge=1, le=1_000_000, description="Open sessions, all clients together.")
+    max_sessions: int = Field(
+        1000, ge=1, le=1_000_000, description="Maximum number of open sessions, all clients together."
+    )
     max_client_mib: int = Field(
         256,
         ge=1,
         le=2**20,
-        description="Mi characters that all sessions of a client may hold together, forks counted in full; more is "
-        "refused with `quota_exceeded`.",
+        description="Mi characters that all sessions of one client may hold together, forks counted in full; "
+        "beyond it, requests are refused with `quota_exceeded`.",
     )
     max_messages: int = Field(
         10_000,
         ge=1,
         le=1_000_000,
-        description="Messages and tool calls that one session may hold; what would be more is refused.",
+        description="Maximum number of messages and tool calls in one session; more are refused.",
     )
     default_ttl_s: float | None = Field(
-        None, gt=0, le=31_536_000, description="Idle seconds after which a session expires that sets no own `ttl_s`."
+        None, gt=0, le=31_536_000, description="Idle seconds after which a session without its own `ttl_s` expires."
     )
     store: bool = Field(
-        True, description="Whether sessions are kept in the state directory; if not, they end with the daemon."
+        True, description="Whether sessions are stored in the state directory; otherwise they end with the daemon."
     )
     retention_days: float | None = Field(
         None,
         gt=0,
         le=36_500,
-        description="Days after its last use at which a session is deleted, whatever its `ttl_s`; without it none is.",
+        description="Days after its last use at which a session is deleted, regardless of its `ttl_s`; if not "
+        "set, sessions are kept.",
     )
     when_full: Literal["refuse", "evict"] = Field(
         "refuse",
-        description="What happens where a client opens a session and there may be no more of its own, or of all: "
-        "`refuse` says so, `evict` closes and deletes its oldest that no socket is attached to. Sessions that are not "
-        "stored are evicted in either case.",
+        description="Behavior when a client opens a session beyond its own limit or the limit of all: `refuse` "
+        "returns an error, `evict` closes and deletes the client's oldest session without an attached"
+        " socket. Sessions that are not stored are evicted in either case.",
     )
     replay_kib: int = Field(
-        256, ge=0, le=2**20, description="KiB of events that a session keeps for clients that come back."
+        256, ge=0, le=2**20, description="KiB of events buffered per session for reconnecting clients."
     )
     detached_turn_s: float = Field(
         900.0,
         ge=0,
         le=86_400,
-        description="Seconds that a running turn keeps its events while nobody listens; then only its text is kept.",
+        description="Seconds for which a running turn buffers its events without a subscriber; after that only "
+        "its text is kept.",
     )
     shared_prompts: tuple[Annotated[str, StringConstraints(min_length=1)], ...] = Field(
         (),
-        description="System prompts, word for word, whose computed state sessions of different clients share; how fast "
-        "an answer begins then tells whether somebody used the prompt before.",
+        description="System prompts, matched exactly, whose KV is shared between sessions of different clients; "
+        "the time to first token then reveals whether another client has used the prompt before.",
     )
 
 
 class EngineSettings(Section):
-    """The processes that decode, one for each model that is loaded; what is set holds for each of them."""
+    """Engine processes, one for each loaded model; these settings apply to each of them."""
 
     backend: Literal["llama", "echo"] = Field(
         "llama", description="`llama` decodes with llama.cpp; `echo` repeats the prompt and needs no model."
@@ -237,7 +255,7 @@ class EngineSettings(Section):
         0,
         ge=0,
         le=256,
-        description="Sequences decoded at once, each with its own context; 0 is 8, or as many as memory holds.",
+        description="Sequences decoded in parallel, each with its own context; 0 is 8, or as many as fit into memory.",
     )
     n_ctx: int = Field(
         0, ge=0, le=2**24, description="Tokens of context per slot; 0 is 4096, or what the model and memory allow."
@@ -246,108 +264,133 @@ class EngineSettings(Section):
         -1,
         ge=-1,
         le=10_000,
-        description="Layers on GPUs, counted from the last, the output matrix as one; -1 is as many as fit.",
+        description="Layers on GPUs, counted from the last, the output matrix counting as one; -1 is as many as fit.",
     )
     n_threads: int = Field(
-        0, ge=0, le=1024, description="Threads for generation; 0 is one per physical core, and few with all on a GPU."
+        0,
+        ge=0,
+        le=1024,
+        description="Threads for decode; 0 is one per physical core, and a few if the whole model is on a GPU.",
     )
-    n_threads_batch: int = Field(0, ge=0, le=1024, description="Threads for prompts; 0 is as for generation.")
-    n_batch: int = Field(0, ge=0, le=2**20, description="Most tokens in one decode call; 0 is 2048, or what fits.")
+    n_threads_batch: int = Field(0, ge=0, le=1024, description="Threads for prefill; 0 is the same as for decode.")
+    n_batch: int = Field(
+        0, ge=0, le=2**20, description="Maximum number of tokens per decode call; 0 is 2048, or what fits."
+    )
     n_ubatch: int = Field(
-        0, ge=0, le=2**20, description="Most tokens computed at once inside a decode call; 0 is 512, or what fits."
+        0,
+        ge=0,
+        le=2**20,
+        description="Maximum number of tokens computed at once within a decode call; 0 is 512, or what fits.",
     )
     kv_type_k: KvType | Literal["auto"] = Field(
-        "auto", description="Storage type of the K half of the KV; `auto` is f16, or less with `gpu.quantized_kv`."
+        "auto", description="Data type of the K cache; `auto` is f16, or a smaller type with `gpu.quantized_kv`."
     )
     kv_type_v: KvType | Literal["auto"] = Field(
-        "auto", description="Storage type of the V half, likewise; quantized needs flash attention."
+        "auto", description="Data type of the V cache, chosen likewise; a quantized type requires flash attention."
     )
     flash_attention: Literal["auto", "on", "off"] = Field(
-        "auto", description="Flash attention; `auto` is off where no layer is on a GPU and KV is not quantized."
+        "auto", description="Flash attention; `auto` is off if no layer is on a GPU and KV is not quantized."
     )
-    use_mmap: bool = Field(True, description="Whether the model file is mapped rather than read.")
-    use_mlock: bool = Field(False, description="Whether the model's memory is locked against swapping.")
+    use_mmap: bool = Field(True, description="Whether the model file is memory-mapped instead of read.")
+    use_mlock: bool = Field(False, description="Whether the model's memory is locked to prevent swapping.")
     prefill_grid_tokens: int = Field(
-        64, ge=1, le=8192, description="Prompts are cut at multiples of this many tokens, whatever the load."
+        64,
+        ge=1,
+        le=8192,
+        description="Prompts are split into chunks at multiples of this many tokens, regardless of the load.",
     )
     target_step_ms: int = Field(
-        150, ge=1, le=60_000, description="Milliseconds a step with prompt reading should take."
+        150, ge=1, le=60_000, description="Target duration in milliseconds of a step that includes prefill."
     )
     worker_threads: int = Field(
-        0, ge=0, le=256, description="Threads that tokenize and sample; 0 chooses by the cores."
+        0, ge=0, le=256, description="Threads for tokenization and sampling; 0 depends on the number of cores."
     )
     quantum_tokens: int = Field(
         0,
         ge=0,
         le=1_000_000,
-        description="Tokens a turn may generate before one that waits gets its slot; 0 chooses by what parking costs.",
+        description="Tokens that a turn may generate before a waiting turn gets its slot; 0 depends on the cost "
+        "of swapping.",
     )
     ageing_s: float = Field(
-        30.0, gt=0, le=86_400, description="Seconds of waiting after which a turn counts as one of the next class up."
+        30.0,
+        gt=0,
+        le=86_400,
+        description="Seconds of waiting after which a turn is treated as one of the next higher priority class.",
     )
     speculative: Literal["off", "lookup"] = Field(
         "off",
-        description="`lookup` guesses tokens from where the text said the like before: the same answer in fewer steps.",
+        description="`lookup` drafts tokens by prompt lookup, from earlier occurrences in the text: the same "
+        "output in fewer steps.",
     )
-    draft_tokens: int = Field(8, ge=1, le=64, description="Most tokens that a turn guesses in a step.")
-    max_queue: int = Field(1000, ge=1, le=1_000_000, description="Turns that may wait for a slot.")
+    draft_tokens: int = Field(8, ge=1, le=64, description="Maximum number of tokens drafted per turn and step.")
+    max_queue: int = Field(1000, ge=1, le=1_000_000, description="Maximum number of turns waiting for a slot.")
     queue_timeout_s: float | None = Field(
         None,
         gt=0,
         le=86_400,
-        description="Seconds after which a turn fails that has not had a slot yet; without it none does.",
+        description="Seconds of waiting for a slot after which a turn fails; if not set, turns wait without limit.",
     )
     queue_warning: int = Field(
-        100, ge=0, le=1_000_000, description="Turns that wait when a warning is logged; 0 logs none."
+        100, ge=0, le=1_000_000, description="Number of waiting turns at which a warning is logged; 0 logs none."
     )
-    load_timeout_s: float = Field(1800.0, gt=0, le=86_400, description="Seconds that loading a model may take.")
+    load_timeout_s: float = Field(1800.0, gt=0, le=86_400, description="Seconds within which a model must be loaded.")
     restart_backoff_min_s: float = Field(
-        0.5, gt=0, le=3600, description="Wait before the first restart of a dead engine."
+        0.5, gt=0, le=3600, description="Seconds before the first restart of a crashed engine."
     )
-    restart_backoff_max_s: float = Field(30.0, gt=0, le=3600, description="Longest wait between restarts.")
+    restart_backoff_max_s: float = Field(30.0, gt=0, le=3600, description="Maximum number of seconds between restarts.")
     hang_timeout_s: float = Field(
-        60.0, gt=0, le=3600, description="Seconds without progress after which a working engine counts as hung."
+        60.0, gt=0, le=3600, description="Seconds without progress after which a busy engine counts as hung."
     )
     sleep_after_s: float = Field(
         1800.0,
         ge=-1,
         le=2_592_000,
-        description="Seconds without a turn after which the engine ends, and its memory and the GPU are free, until a "
-        "turn comes; -1 is never.",
+        description="Idle seconds after which the engine process ends, which frees its memory and the GPU, until "
+        "the next turn; -1 is never.",
     )
     max_resident: int = Field(
-        0, ge=0, le=64, description="Models that may be loaded at once; 0 is as many as fit into memory."
+        0, ge=0, le=64, description="Maximum number of models loaded at the same time; 0 is as many as fit into memory."
     )
     min_residency_s: float = Field(
         30.0,
         ge=0,
         le=86_400,
-        description="Seconds for which a model that was loaded keeps its memory from clients that do not use it; a "
-        "load by an operator does not wait for that.",
+        description="Seconds for which a loaded model cannot be evicted for other clients' models; a load by an "
+        "operator does not wait.",
     )
     swap_patience_s: float = Field(
         30.0,
         ge=0,
         le=86_400,
-        description="Seconds that the turns of a model get to end when another needs its memory; those that have not "
-        "ended go on when it is loaded again.",
+        description="Seconds that the turns of a model have to finish when another model needs its memory; "
+        "unfinished turns resume when it is loaded again.",
     )
     max_restarts: int = Field(
-        5, ge=0, le=1000, description="Restarts within the window after which the engine is given up as failed."
+        5,
+        ge=0,
+        le=1000,
+        description="Restarts within `engine.restart_window_s` after which the engine is marked as failed.",
     )
-    restart_window_s: float = Field(600.0, gt=0, le=86_400, description="The window, in seconds.")
+    restart_window_s: float = Field(
+        600.0, gt=0, le=86_400, description="Window in seconds in which restarts are counted."
+    )
     max_client_crashes: int = Field(
         6,
         ge=0,
         le=1000,
-        description="Deaths of engines within `engine.client_crash_window_s` that a client's turns may cause before "
-        "its new turns are refused with `rate_limited`; 0 refuses none.",
+        description="Engine crashes that the turns of one client may cause within `engine.client_crash_window_s` "
+        "before its new turns are refused with `rate_limited`; 0 refuses none.",
     )
     client_crash_window_s: float = Field(
-        3600.0, gt=0, le=2_592_000, description="Seconds for which such a death counts."
+        3600.0, gt=0, le=2_592_000, description="Seconds for which such a crash counts."
     )
-    exit_when_failed: bool = Field(False, description="Whether the daemon ends, with status 1, when that happens.")
-    echo_delay_ms: int = Field(0, ge=0, le=60_000, description="Milliseconds the echo backend takes for each decode.")
+    exit_when_failed: bool = Field(
+        False, description="Whether the daemon exits with status 1 when the engine is marked as failed."
+    )
+    echo_delay_ms: int = Field(
+        0, ge=0, le=60_000, description="Milliseconds that each decode of the echo backend takes."
+    )
 
     @model_validator(mode="after")
     def _ordered(self) -> EngineSettings:
@@ -361,57 +404,62 @@ class EngineSettings(Section):
 
 
 class GpuSettings(Section):
-    """How a model is divided between GPUs and host; what is open, `inferencecenter doctor --plan MODEL` shows why."""
+    """Placement of a model on GPUs and host; `inferencecenter doctor --plan MODEL` explains it."""
 
     devices: tuple[Annotated[str, StringConstraints(min_length=1)], ...] = Field(
-        (), description="GPUs to use, by index, UUID or address on the PCI bus; none named is all."
+        (), description="GPUs to use, by index, UUID or PCI bus address; empty uses all."
     )
     split_mode: Literal["auto", "layer", "none"] = Field(
         "auto",
-        description="`layer` spreads layers over all GPUs, `none` uses one; `auto` uses as few as hold the model.",
+        description="`layer` distributes layers over all GPUs, `none` uses one; `auto` uses as few as hold the model.",
     )
     main_gpu: int | None = Field(
-        None, ge=0, le=63, description="The one GPU to use, counted within `devices`; without it the plan chooses."
+        None,
+        ge=0,
+        le=63,
+        description="Index within `devices` of the single GPU to use; if not set, it is chosen automatically.",
     )
     tensor_split: tuple[Annotated[float, Field(ge=0)], ...] = Field(
-        (), description="Share of the layers on each GPU; none given is what fits."
+        (), description="Proportion of the layers on each GPU; if empty, it depends on what fits."
     )
     margin_mib: int | None = Field(
         None,
         ge=0,
         le=2**20,
-        description="MiB to leave free on each GPU; without it 5 % of its memory, and at least 300.",
+        description="MiB to leave free on each GPU; if not set, 5 % of its memory, and at least 300.",
     )
     quantized_kv: bool = Field(
-        False, description="Whether KV may be kept in q8_0 or q4_0 instead of f16 to make a model fit."
+        False, description="Whether KV may be quantized to q8_0 or q4_0 instead of f16 to make a model fit."
     )
     prefer: Literal["many", "long"] = Field(
-        "many", description="`many` sessions at once, or `long` contexts, as long as fit, for few."
+        "many",
+        description="What memory is used for: `many` concurrent sessions, or few with contexts as `long` as fit.",
     )
     expert_offload: Literal["auto", "never", "all"] = Field(
-        "auto", description="Whether experts stay in the host's memory: what does not fit, none, or all of them."
+        "auto", description="Which experts stay in host memory: those that do not fit (`auto`), none, or all."
     )
-    thermal_guard: bool = Field(True, description="Whether less is done while the GPUs are warm or hot.")
+    thermal_guard: bool = Field(True, description="Whether the load is reduced while the GPUs are warm or hot.")
     warm_c: float = Field(
         80.0,
         gt=0,
         le=150,
-        description="°C from which half of the slots are used and less is read at once.",
+        description="Temperature in °C from which half of the slots are used and prefill chunks are smaller.",
     )
     hot_c: float = Field(
         87.0,
         gt=0,
         le=150,
-        description="°C from which only interactive turns run, in a quarter of the slots and with pauses.",
+        description="Temperature in °C from which only interactive turns run, in a quarter of the slots and with "
+        "pauses.",
     )
     hysteresis_c: float = Field(
-        5.0, ge=0, le=50, description="How many °C below these a GPU must be to count as cooler again."
+        5.0, ge=0, le=50, description="°C below a threshold that a GPU must reach to leave that state."
     )
     cooling_s: float = Field(
-        10.0, ge=0, le=3600, description="Seconds that it must have been so; each step down takes as long."
+        10.0, ge=0, le=3600, description="Seconds for which it must stay there; each further step down takes as long."
     )
     hot_pause_ms: int = Field(
-        200, ge=0, le=10_000, description="Milliseconds without work after each step of a hot engine."
+        200, ge=0, le=10_000, description="Milliseconds of pause after each step of a hot engine."
     )
 
     @model_validator(mode="after")
@@ -422,54 +470,56 @@ class GpuSettings(Section):
 
 
 class KvSettings(Section):
-    """Where the KV of sessions without a slot is kept."""
+    """Storage of the KV of sessions without a slot."""
 
-    parking: bool = Field(True, description="Whether it is kept at all; if not, a returning session is read again.")
+    parking: bool = Field(
+        True, description="Whether KV is offloaded; otherwise the prompt of a returning session is prefilled again."
+    )
     ram_dir: ExpandedPath = Field(
         default_factory=_kv_ram_dir,
         validate_default=True,
-        description="Directory in memory (tmpfs); each daemon uses one of its own in it.",
+        description="Directory in memory (tmpfs); each daemon uses its own subdirectory.",
         json_schema_extra={"default_text": "$RUNTIME_DIRECTORY/kv, else /dev/shm/inferencecenter-<uid>"},
     )
     ram_mib: int = Field(
         1024,
         ge=0,
         le=2**30,
-        description="MiB of it to use for each model, or what is free there if that is less; 0 uses none.",
+        description="MiB of it that each model may use, or the free space if that is less; 0 disables it.",
     )
     disk_dir: ExpandedPath | None = Field(
         None,
-        description="Directory on disk; each daemon uses one of its own in it.",
+        description="Directory on disk; each daemon uses its own subdirectory.",
         json_schema_extra={"default_text": "kv in the state directory"},
     )
-    disk_mib: int = Field(4096, ge=0, le=2**30, description="MiB of it to use for each model; 0 uses none.")
-    client_share: float = Field(0.5, gt=0, le=1, description="Most that one client may have of either.")
+    disk_mib: int = Field(4096, ge=0, le=2**30, description="MiB of it that each model may use; 0 disables it.")
+    client_share: float = Field(0.5, gt=0, le=1, description="Maximum share of each that one client may use.")
 
 
 class MemorySettings(Section):
-    """When memory counts as short; then parked KV is given up, and if that does not help no turn begins."""
+    """Memory pressure: when memory is short, offloaded KV is evicted; if that is not enough, no turn starts."""
 
-    guard: bool = Field(True, description="Whether memory is watched while an engine runs.")
+    guard: bool = Field(True, description="Whether memory is monitored while an engine runs.")
     ram_ceiling_mib: int | None = Field(
         None,
         ge=1,
         le=2**30,
-        description="MiB that the daemon, its engines and what they park may take, mapped model files not counted; "
-        "without it 90 % of what the control group may, or if that is not limited 95 % of the machine's memory, "
-        "whoever uses it.",
+        description="MiB that the daemon, its engines and offloaded KV may use, not counting mapped model files; "
+        "if not set, 90 % of the limit of the control group, or without one 95 % of the machine's "
+        "memory, including that used by other programs.",
     )
     vram_floor_mib: int | None = Field(
         None,
         ge=1,
         le=2**20,
-        description="MiB that must be free on each GPU in use for a turn to begin; without it VRAM is not watched.",
+        description="MiB that must be free on each GPU in use for a turn to start; if not set, VRAM is not monitored.",
     )
     hysteresis_percent: float = Field(
         5.0,
         ge=0,
         le=50,
-        description="Percent below the ceiling down to which KV is given up, and from which on turns begin again at "
-        "once; anywhere below the ceiling they do after half a minute.",
+        description="Percent below the ceiling down to which KV is evicted, and at which turns start again at "
+        "once; anywhere below the ceiling they start again after half a minute.",
     )
 
 
@@ -477,56 +527,57 @@ class LoraSettings(Section):
     """A LoRA adapter on top of a model."""
 
     path: ExpandedPath = Field(description="GGUF file of the adapter.")
-    scale: float = Field(1.0, ge=-100, le=100, description="How strongly it counts; 0 is not at all.")
+    scale: float = Field(1.0, ge=-100, le=100, description="Weight of the adapter; 0 disables it.")
 
 
 class ModelSettings(Section):
-    """The model of sessions that name none."""
+    """The default model, used by sessions that name none."""
 
     path: ExpandedPath | None = Field(
         None,
-        description="GGUF file; without it the model registered as `name`, and without that the bundled demo model.",
+        description="GGUF file; if not set, the model registered as `name`, and without that the bundled demo model.",
     )
     name: str | None = Field(
         None,
         min_length=1,
         max_length=256,
-        description="Name shown to clients; if not set, the file's stem if it lies in `models_dir`, else its own name.",
+        description="Name shown to clients; if not set, the stem of the file if it is in `models_dir`, otherwise "
+        "the name in the file.",
     )
     lora: tuple[LoraSettings, ...] = Field(
         (),
         max_length=16,
-        description="LoRA adapters on top of it.",
+        description="LoRA adapters applied to it.",
         json_schema_extra={"allowed_text": "list of `{path = FILE, scale = NUMBER}` (at most 16 entries)"},
     )
 
 
 class ModelEntry(Section):
-    """A model that sessions may name: `[models.NAME]`. What is not set is as for every engine."""
+    """A model that sessions may name: `[models.NAME]`. Unset settings are those of `[engine]`."""
 
-    path: ExpandedPath | None = Field(None, description="GGUF file; without it `NAME.gguf` in `models_dir`.")
-    slots: int | None = Field(None, ge=0, le=256, description="In place of `engine.slots`.")
-    n_ctx: int | None = Field(None, ge=0, le=2**24, description="In place of `engine.n_ctx`.")
-    n_gpu_layers: int | None = Field(None, ge=-1, le=10_000, description="In place of `engine.n_gpu_layers`.")
-    kv_type_k: KvType | Literal["auto"] | None = Field(None, description="In place of `engine.kv_type_k`.")
-    kv_type_v: KvType | Literal["auto"] | None = Field(None, description="In place of `engine.kv_type_v`.")
-    speculative: Literal["off", "lookup"] | None = Field(None, description="In place of `engine.speculative`.")
+    path: ExpandedPath | None = Field(None, description="GGUF file; if not set, `NAME.gguf` in `models_dir`.")
+    slots: int | None = Field(None, ge=0, le=256, description="Overrides `engine.slots`.")
+    n_ctx: int | None = Field(None, ge=0, le=2**24, description="Overrides `engine.n_ctx`.")
+    n_gpu_layers: int | None = Field(None, ge=-1, le=10_000, description="Overrides `engine.n_gpu_layers`.")
+    kv_type_k: KvType | Literal["auto"] | None = Field(None, description="Overrides `engine.kv_type_k`.")
+    kv_type_v: KvType | Literal["auto"] | None = Field(None, description="Overrides `engine.kv_type_v`.")
+    speculative: Literal["off", "lookup"] | None = Field(None, description="Overrides `engine.speculative`.")
     keep_alive_s: float | None = Field(
-        None, ge=-1, le=2_592_000, description="In place of `engine.sleep_after_s`; -1 is for ever."
+        None, ge=-1, le=2_592_000, description="Overrides `engine.sleep_after_s`; -1 is forever."
     )
     params: dict[str, Any] = Field(
-        default_factory=dict, description="Parameters between those that the file recommends and `[params]`."
+        default_factory=dict, description="Parameters that override those recommended by the file and `[params]`."
     )
     lora: tuple[LoraSettings, ...] = Field(
         (),
         max_length=16,
-        description="LoRA adapters on top of it.",
+        description="LoRA adapters applied to it.",
         json_schema_extra={"allowed_text": "list of `{path = FILE, scale = NUMBER}` (at most 16 entries)"},
     )
 
 
 class Settings(BaseSettings):
-    """All settings. ``load_settings`` reads them; constructing one directly reads nothing from outside."""
+    """All settings. ``load_settings`` reads them; the constructor reads no file and no environment variable."""
 
     model_config: ClassVar[SettingsConfigDict] = SettingsConfigDict(
         extra="forbid",
@@ -539,13 +590,14 @@ class Settings(BaseSettings):
     state_dir: ExpandedPath = Field(
         default_factory=_state_dir,
         validate_default=True,
-        description="Where accounts, sessions and the control socket are kept.",
+        description="Directory of accounts, sessions and the control socket.",
         json_schema_extra={"default_text": "$STATE_DIRECTORY, else the user's state directory"},
     )
     models_dir: ExpandedPath = Field(
         default_factory=_models_dir,
         validate_default=True,
-        description="Where `inferencecenter model pull` puts models; each GGUF file there may be named by its stem.",
+        description="Directory to which `inferencecenter model pull` downloads models; each GGUF file in it can "
+        "be named by its stem.",
         json_schema_extra={"default_text": "$STATE_DIRECTORY/models, else models in the user's data directory"},
     )
     models: dict[ModelName, ModelEntry] = Field(
@@ -565,7 +617,8 @@ class Settings(BaseSettings):
     model: ModelSettings = Field(default_factory=ModelSettings)
     params: dict[str, Any] = Field(
         default_factory=dict,
-        description="Sampling and stopping parameters under those of sessions and turns; names as in docs/protocol.md.",
+        description="Default sampling and stopping parameters, which those of sessions and turns override; names "
+        "as in docs/protocol.md.",
     )
     log: LogSettings = Field(default_factory=LogSettings)
     telemetry: TelemetrySettings = Field(default_factory=TelemetrySettings)
@@ -579,7 +632,7 @@ class Settings(BaseSettings):
         dotenv_settings: PydanticBaseSettingsSource,
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Take only what ``load_settings`` hands over: it merges the layers to know which one a value came from."""
+        """Use only the values of ``load_settings``, which merges the layers itself to know the origin of each value."""
         return (init_settings,)
 
 

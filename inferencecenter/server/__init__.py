@@ -1,1 +1,1 @@
-"""The sockets: who connects, how they authenticate, what they ask, and how answers reach them."""
+"""The port: listener, HTTP and WebSocket protocols, connections and their limits, control socket, web page."""

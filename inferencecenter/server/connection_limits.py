@@ -1,4 +1,4 @@
-"""How many connections there may be, and which of them is evicted when one more comes. Pure."""
+"""Limits on the number of connections, and the choice of the one that a new one evicts. Pure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from inferencecenter.auth.rate_limits import rate_limit_key
 
 
 class TrackedConnection(Protocol):
-    """A connection, as far as it may have to go."""
+    """A connection that can be evicted."""
 
     def evict(self) -> None:
         """Close at once."""
@@ -20,29 +20,29 @@ ConnectionT = TypeVar("ConnectionT", bound=TrackedConnection)
 
 
 class ConnectionLimiter(Generic[ConnectionT]):
-    """The connections that are open, those that wait for a request apart.
+    """The open connections, with the idle ones in the order in which they became idle.
 
-    Whoever opens many and asks nothing loses them to those who ask: the one that has waited longest makes way.
+    A new connection evicts the one that has been idle longest, so many idle connections do not displace active ones.
 
     Args:
-        most: How many there may be.
+        most: Maximum number of connections.
     """
 
     def __init__(self, most: int) -> None:
         self._most = most
         self._connections: set[ConnectionT] = set()
-        self._waiting: dict[ConnectionT, None] = {}  # the one that has waited longest first
+        self._waiting: dict[ConnectionT, None] = {}  # the longest idle first
 
     def __len__(self) -> int:
         return len(self._connections)
 
     @property
     def n_waiting(self) -> int:
-        """How many wait for a request."""
+        """Number of idle connections."""
         return len(self._waiting)
 
     def admit(self, connection: ConnectionT) -> bool:
-        """Take in one more, if there is room or another makes way."""
+        """Add a connection, if there is room or an idle one to evict."""
         if len(self._connections) >= self._most:
             if not self._waiting:
                 return False
@@ -51,42 +51,41 @@ class ConnectionLimiter(Generic[ConnectionT]):
         return True
 
     def evict_idle(self, n_connections: int) -> None:
-        """Close as many of those that have waited longest."""
+        """Close up to this many connections, the longest idle first."""
         for longest in list(islice(self._waiting, n_connections)):
             self.leave(longest)
             longest.evict()
 
     def mark_idle(self, connection: ConnectionT) -> None:
-        """Note that one waits for a request; how long it has waited already still counts."""
+        """Mark a connection as idle; one that is idle already keeps its position."""
         if connection in self._connections:
             self._waiting.setdefault(connection)
 
     def mark_busy(self, connection: ConnectionT) -> None:
-        """Note that one has a request."""
+        """Mark a connection as busy with a request."""
         self._waiting.pop(connection, None)
 
     def leave(self, connection: ConnectionT) -> None:
-        """Let one go."""
+        """Remove a connection."""
         self._waiting.pop(connection, None)
         self._connections.discard(connection)
 
 
-# Sockets that have not authenticated yet: how many there may be, and which of them makes way for a newcomer. Pure.
+# Limits on unauthenticated sockets.
 #
-# Opening a socket costs a stranger next to nothing, so strangers never take the place of clients: they are counted
-# apart, and one more is always let in. It takes the place of the oldest of its own address where that has as many as
-# it may have, and otherwise of the oldest of all. So a peer that opens thousands from one address evicts its own
-# alone.
+# Opening a socket is cheap, so unauthenticated sockets never displace those of clients: they are counted separately,
+# and a new one is always admitted. It evicts the oldest one of its own address if that has reached its limit, and
+# otherwise the oldest of all. So an address that opens thousands evicts only its own.
 
 SocketT = TypeVar("SocketT")
 
 
 class UnauthenticatedSockets(Generic[SocketT]):
-    """Keeps the order in which they came, for all and for each address; a /64 of IPv6 counts as one address.
+    """Unauthenticated sockets in order of arrival, overall and per address; an IPv6 /64 counts as one address.
 
     Args:
-        most: How many there may be.
-        most_per_address: How many of one address.
+        most: Maximum number in total.
+        most_per_address: Maximum number per address.
     """
 
     def __init__(self, *, most: int, most_per_address: int) -> None:
@@ -99,7 +98,7 @@ class UnauthenticatedSockets(Generic[SocketT]):
         return len(self._sites)
 
     def admit(self, socket: SocketT, *, address: str) -> SocketT | None:
-        """Take in one more; return the one that makes way, if one must, which is no longer counted."""
+        """Add a socket and return the evicted one, which is no longer counted, or ``None``."""
         from_where = rate_limit_key(address)
         evicted = None
         if len(self._of_site.get(from_where, ())) >= self._most_per_address:
@@ -113,7 +112,7 @@ class UnauthenticatedSockets(Generic[SocketT]):
         return evicted
 
     def discard(self, socket: SocketT) -> bool:
-        """Count one no longer: it has authenticated, or gone. Tell whether it was counted."""
+        """Remove a socket that has authenticated or closed; return whether it was counted."""
         from_where = self._sites.pop(socket, None)
         if from_where is None:
             return False

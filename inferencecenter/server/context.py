@@ -1,4 +1,4 @@
-"""What the parts of the server share, put together once."""
+"""Components shared by the parts of the server, created in one place."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ if TYPE_CHECKING:
     from inferencecenter.telemetry.metrics import DaemonMetrics
 
 UsageReader: TypeAlias = "Callable[[str, str], Sequence[UsageLine]]"
-"""Reads what a client used from a day on, as 2026-11-22; takes the time of a disk."""
+"""Reads a client's usage from a day on, such as 2026-11-22; blocks for disk I/O."""
 
 
 def no_usage(_client_id: str, _since: str) -> Sequence[UsageLine]:
-    """Return nothing: where sessions are not kept, what they used is not either."""
+    """Return no usage, which is not recorded if sessions are not stored."""
     return ()
 
 
@@ -53,55 +53,54 @@ _log = structlog.get_logger(__name__)
 
 
 class ServedModels(Protocol):
-    """The models as the server sees them."""
+    """The server's interface to the models."""
 
     @property
     def default(self) -> str:
-        """The model of all sessions that name none."""
+        """Model of sessions that name none."""
 
     @property
     def status(self) -> EngineStatus:
-        """Its engine now."""
+        """Status of its engine."""
 
     @property
     def plan(self) -> EnginePlan | None:
-        """How it was divided between GPUs and host when its engine was started last; ``None`` without a plan."""
+        """Placement of the model between GPUs and host at the last engine start; ``None`` without one."""
 
     @property
     def statuses(self) -> Mapping[str, EngineStatus]:
-        """The engines of all models that were asked for, by name."""
+        """Status of the engines of all models used so far, by model name."""
 
     def engine(self, name: str) -> EnginePort:
-        """Return the engine of a model, loaded or not; ``model_not_found`` where there is none."""
+        """Return the engine of a model, loaded or not; ``model_not_found`` for an unknown one."""
 
     def rescan(self) -> None:
-        """Take in models that have come into ``models_dir``."""
+        """Add models that were placed in ``models_dir``."""
 
     def describe(self) -> tuple[ModelSummary, ...]:
         """Return all models."""
 
     def swap(self, name: str, tell: Callable[[events.Swap], None]) -> None:
-        """Load a model and make it the default; ``tell`` hears how far that is."""
+        """Load a model and make it the default; ``tell`` receives the progress."""
 
     def unload(self, name: str) -> None:
-        """Free a model's memory when its turns have ended."""
+        """Free a model's memory once its turns have ended."""
 
     def subscribe_models(self, listener: Callable[[str, EngineStatus], None]) -> None:
-        """Call ``listener`` with the name and the status of any model whose engine's state changes."""
+        """Call ``listener`` with the model's name and status when the state of an engine changes."""
 
     def subscribe_swaps(self, listener: Callable[[ModelInfo], None]) -> None:
-        """Call ``listener`` with the model that has become the default."""
+        """Call ``listener`` with the new default model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerContext:
-    """The daemon as the server's parts see it; ``clock`` is Unix seconds, ``monotonic`` seconds that only rise.
+    """The daemon as seen by the server; ``clock`` is Unix seconds, ``monotonic`` monotonic seconds.
 
-    ``pressure`` tells how short memory was at the last look, ``last_engine_events`` what clients were told last of
-    each model's
-    engine. ``paces`` are those of HTTP requests. ``read_usage`` tells what a client used, ``worker`` does what
-    takes too long for the event loop, ``disk_worker`` what waits for a disk, and ``stop`` ends the daemon as
-    SIGTERM does.
+    ``pressure`` returns the memory pressure last measured; ``last_engine_events`` holds the last event sent to clients
+    for each model's engine. ``paces`` are the refusal back-offs of HTTP requests. ``read_usage`` reads a client's
+    usage, ``worker`` runs CPU-bound work, ``disk_worker`` blocking disk I/O, and ``stop`` ends the daemon as SIGTERM
+    does.
     """
 
     settings: ServerSettings
@@ -147,7 +146,7 @@ class ServerContext:
         clock: Callable[[], float] = time.time,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> ServerContext:
-        """Build the server's own parts around those that it is given; call it on the event loop."""
+        """Create the server's own components from the given ones; to be called on the event loop."""
         proxies = TrustedProxies(settings.trusted_proxies)
         door = UpgradeLimiter(proxies, per_s=settings.unauthenticated_per_s, clock=monotonic, metrics=metrics)
         context = cls(
@@ -196,29 +195,29 @@ class ServerContext:
         return context
 
     def uptime_s(self) -> float:
-        """Return how long the daemon has been up."""
+        """Seconds since the daemon was started."""
         return self.monotonic() - self.started_s
 
     def engine_changed(self, name: str, engine: EngineStatus) -> None:
-        """Tell every client of the new state of a model's engine."""
+        """Broadcast the new state of a model's engine to all clients."""
         event = event_factory.engine_changed(engine, model=None if name == self.models.default else name)
         if event is None or event == self.last_engine_events.get(name):
             return
         is_news = name in self.last_engine_events or event.model is None or event.state != "asleep"
         self.last_engine_events[name] = event
-        if is_news:  # that a model which nobody has used sleeps is none
+        if is_news:  # no news: a model that was never used is asleep
             self.hub.broadcast(event)
 
     def storage_changed(self, fault: StorageFault | None) -> None:
-        """Tell every client that sessions cannot be written down, and why, or that they can be again."""
+        """Broadcast that sessions cannot be stored, with the reason, or that they can be stored again."""
         self.hub.broadcast(event_factory.storage_changed(fault))
 
     def model_changed(self, model: ModelInfo) -> None:
-        """Tell every client which model sessions have that named none."""
+        """Broadcast the new default model to all clients."""
         self.hub.broadcast(events.ModelChanged(model=model.name, n_ctx=model.n_ctx))
 
     def tokens_changed(self) -> None:
-        """Close the sockets whose token was revoked, and let other limits hold."""
+        """Close the sockets of revoked tokens, and apply changed limits."""
         try:
             living = self.authenticator.valid_tokens()
             max_sessions = self.authenticator.max_sessions()
@@ -231,16 +230,18 @@ class ServerContext:
         self.hub.set_max_sessions(max_sessions)
 
     def limits_changed(self, defaults: AccessLimits) -> None:
-        """Let limits hold that the settings or ``clients.toml`` have changed.
+        """Apply limits changed in the settings or ``clients.toml``.
+
+        On an error the previous limits stay in force.
 
         Raises:
-            InferenceCenterError: ``storage_unavailable``; then those of before hold.
+            InferenceCenterError: ``storage_unavailable``.
         """
         self.allowances.reload(defaults)
         self.hub.close_disallowed(self.limits_of)
 
     def models_for(self, client: Principal) -> tuple[ModelSummary, ...]:
-        """Return the models that a client may use, all for an operator."""
+        """Return the models that a client may use; for an operator, all models."""
         if Scope.OPERATOR in client.scopes:
             self.models.rescan()
             return self.models.describe()
@@ -248,18 +249,18 @@ class ServerContext:
         return tuple(model for model in self.models.describe() if limits.allows_model(model.name))
 
     def limits_of(self, client_id: str, token_id: str) -> AccessLimits:
-        """Return what a client's token may use now; a key's has the empty id."""
+        """Return the current limits of a client's token; an API key has the empty token id."""
         return self.allowances.of(client_id, token_id).limits
 
     async def drain(self, *, at_once: bool = False) -> None:
-        """Tell clients that the daemon stops and let their turns finish, for as long as the settings allow.
+        """Announce the shutdown to clients and let their turns finish, within the time that the settings allow.
 
-        ``at_once`` their turns stay as they are: nobody would finish them.
+        With ``at_once`` turns are left unfinished, to be resumed after the next start.
         """
         await self.hub.drain(0.0 if at_once else self.settings.shutdown_timeout_s)
 
     async def close(self) -> None:
-        """End what runs beside the connections."""
+        """Stop the background work."""
         await self.feed.close()
         await self.gpus.close()
         await self.authenticator.close()

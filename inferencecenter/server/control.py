@@ -1,8 +1,8 @@
-"""The local socket between the command line and a running daemon: datagrams, each a command.
+"""The control socket between the command line and a running daemon: datagrams, one command each.
 
-A command that is answered brings the answer's socket with it, as a file descriptor. The command line reads from the
-other end until that closes, so a daemon that dies, or one that does not know the command and drops the descriptor, is
-noticed at once and not by a timeout.
+A command with a reply carries the reply's socket as a file descriptor. The command line reads from the other end until
+it closes, so a daemon that dies, or one that drops the descriptor because it does not know the command, is noticed at
+once and not by a timeout.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _RELOAD: Final = b"reload"
 _MAX_PROBLEMS: Final = 20
 _PURGE_WORDS: Final[dict[PurgeKind, bytes]] = {"session": b"purge session ", "client": b"purge client "}
 DAEMON_LOCK_NAME: Final = "daemon.lock"
-"""The file in the state directory that a running daemon holds."""
+"""Lock file in the state directory, held by a running daemon."""
 _NAME: Final = "control.sock"
 _MAX_DATAGRAM_BYTES: Final = 4096
 
@@ -54,7 +54,7 @@ class ReloadProblem:
 
 @dataclass(frozen=True, slots=True)
 class ReloadReport:
-    """What came of a reload: what is wrong, and the settings that have changed and wait for a restart."""
+    """Result of a reload: the problems, and the changed settings that take effect only after a restart."""
 
     problems: tuple[ReloadProblem, ...] = ()
     needs_restart: tuple[str, ...] = ()
@@ -65,10 +65,10 @@ _REPORT: Final = TypeAdapter(ReloadReport)
 
 @contextlib.contextmanager
 def try_lock_state_dir(state_dir: Path) -> Iterator[bool]:
-    """Keep daemons from starting on ``state_dir`` meanwhile; ``False`` if one runs, and is left alone.
+    """Lock ``state_dir`` so that no daemon starts on it; ``False`` if a daemon holds the lock.
 
     Raises:
-        OSError: There is no such directory, or it is not ours.
+        OSError: The directory does not exist or belongs to another user.
     """
     descriptor = os.open(state_dir / DAEMON_LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
@@ -83,7 +83,7 @@ def try_lock_state_dir(state_dir: Path) -> Iterator[bool]:
 
 
 def record_open_files(state_dir: Path, identities: Iterable[FileIdentity | None]) -> None:
-    """Note for other programs which files this daemon has open; it holds ``state_dir``.
+    """Record the files that this daemon, which holds the lock of ``state_dir``, has open.
 
     Raises:
         OSError: It cannot be written.
@@ -93,11 +93,11 @@ def record_open_files(state_dir: Path, identities: Iterable[FileIdentity | None]
 
 
 def check_open_files(state_dir: Path) -> None:
-    """Compare the files in ``state_dir`` with those that a running daemon has open, if one runs.
+    """Compare the files in ``state_dir`` with those that a running daemon has open, if one is running.
 
     Raises:
-        FileMovedError: The daemon writes to a file that is no longer there.
-        OSError: The state directory is not ours.
+        FileMovedError: The daemon writes to a file that was moved or deleted.
+        OSError: The state directory belongs to another user.
     """
     try:
         recorded = _recorded((state_dir / DAEMON_LOCK_NAME).read_bytes())
@@ -107,22 +107,22 @@ def check_open_files(state_dir: Path) -> None:
     try:
         identity.check()
     except FileMovedError:
-        # What a daemon that was killed has recorded says nothing.
+        # The record of a killed daemon is stale.
         with try_lock_state_dir(state_dir) as alone:
             if not alone:
                 raise
 
 
 def notify_tokens_changed(state_dir: Path) -> bool:
-    """Tell the daemon of ``state_dir`` that tokens have changed; ``False`` when none is listening."""
+    """Notify the daemon of ``state_dir`` that tokens have changed; ``False`` if none is listening."""
     return _send(state_dir, TOKENS_CHANGED)
 
 
 def request_purge(state_dir: Path, kind: PurgeKind, name: str) -> bool:
-    """Ask the daemon of ``state_dir`` to forget a session, or all of a client; ``False`` when none is listening.
+    """Request the daemon of ``state_dir`` to purge a session, or all data of a client; ``False`` if none is listening.
 
     Raises:
-        InferenceCenterError: ``invalid_request`` for a name that no client and no session has.
+        InferenceCenterError: ``invalid_request`` for a malformed name.
     """
     word = _PURGE_WORDS[kind] + name.encode()
     if len(word) > _MAX_DATAGRAM_BYTES:
@@ -131,10 +131,10 @@ def request_purge(state_dir: Path, kind: PurgeKind, name: str) -> bool:
 
 
 def request_reload(state_dir: Path, *, timeout_s: float) -> ReloadReport:
-    """Have the daemon of ``state_dir`` read its configuration again, and return what came of it.
+    """Request the daemon of ``state_dir`` to reload its configuration, and return the result.
 
     Raises:
-        InferenceCenterError: ``daemon_unreachable``; none listens, or it does not answer.
+        InferenceCenterError: ``daemon_unreachable``; no daemon listens, or it does not answer.
     """
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     with ours:
@@ -166,7 +166,7 @@ def _send(state_dir: Path, word: bytes, *descriptors: int) -> bool:
         sender.setblocking(False)
         try:
             with _short_path(state_dir) as path:
-                # Not `socket.send_fds`, which does not pass its address on.
+                # Not `socket.send_fds`, which ignores the address.
                 sender.sendmsg([word], ancillary, 0, path)
         except OSError:
             return False
@@ -174,13 +174,13 @@ def _send(state_dir: Path, word: bytes, *descriptors: int) -> bool:
 
 
 class ControlSocket:
-    """The daemon's end; open it on the event loop.
+    """The daemon's end of the control socket; to be opened on the event loop.
 
     Args:
-        state_dir: Directory the socket is made in. The caller holds it for itself, so a socket left there is stale.
+        state_dir: Directory of the socket. The caller holds its lock, so an existing socket there is stale.
         tokens_changed: Called on the event loop.
-        purge: Called on the event loop, with what is to be forgotten and its name; ``None`` where nothing is kept.
-        reload: Called on the event loop; what it returns is the answer.
+        purge: Called on the event loop with the kind and name of what is to be purged; ``None`` without a store.
+        reload: Called on the event loop; its result is the reply.
     """
 
     def __init__(
@@ -204,7 +204,7 @@ class ControlSocket:
             InferenceCenterError: ``storage_unavailable`` when the socket cannot be made.
         """
         self._socket.setblocking(False)
-        # Set before bind, this is the mode of the file: there is no moment at which others could write to it.
+        # Set before bind, this is the mode of the file, so that other users can never write to it.
         os.fchmod(self._socket.fileno(), 0o600)
         try:
             (self._state_dir / _NAME).unlink(missing_ok=True)
@@ -227,7 +227,7 @@ class ControlSocket:
 
     def _read(self) -> None:
         try:
-            # One byte more than there may be: what is longer is not taken for its beginning.
+            # One byte more than the limit, to detect datagrams that are too long.
             word, descriptors, _, _ = socket.recv_fds(self._socket, _MAX_DATAGRAM_BYTES + 1, 1, socket.MSG_CMSG_CLOEXEC)
         except BlockingIOError:
             return
@@ -248,7 +248,7 @@ class ControlSocket:
 
 
 def _answer(descriptors: Sequence[int], report: ReloadReport) -> None:
-    """Write the answer; a command line that has gone meanwhile is no trouble, and none is waited for."""
+    """Send the reply without blocking; a command line that has exited meanwhile is ignored."""
     shown = replace(report, problems=report.problems[:_MAX_PROBLEMS])
     for descriptor in descriptors:
         os.set_blocking(descriptor, False)
@@ -259,7 +259,7 @@ def _answer(descriptors: Sequence[int], report: ReloadReport) -> None:
 
 
 def _purge_in(word: bytes) -> tuple[PurgeKind, str] | None:
-    """Return what a datagram wants forgotten, ``None`` if that is not what it says."""
+    """Return the kind and name in a purge command, ``None`` for any other datagram."""
     if len(word) > _MAX_DATAGRAM_BYTES:
         return None
     for kind, beginning in _PURGE_WORDS.items():
@@ -272,7 +272,7 @@ def _purge_in(word: bytes) -> tuple[PurgeKind, str] | None:
 
 
 def _recorded(content: bytes) -> list[tuple[str, int, int]]:
-    """Return what a daemon has recorded; nothing of one that records nothing, or has just begun."""
+    """Return the daemon's record; empty without one, or while the daemon starts."""
     try:
         return [(str(name), int(device), int(inode)) for name, device, inode in orjson.loads(content)]
     except (ValueError, TypeError):
@@ -281,7 +281,7 @@ def _recorded(content: bytes) -> list[tuple[str, int, int]]:
 
 @contextlib.contextmanager
 def _short_path(state_dir: Path) -> Iterator[str]:
-    """A path of the socket that fits sockaddr_un's 108 bytes however deep the directory lies."""
+    """A path of the socket that fits the 108 bytes of sockaddr_un, however deep the directory."""
     directory = os.open(state_dir, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         yield f"/proc/self/fd/{directory}/{_NAME}"

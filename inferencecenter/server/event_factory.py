@@ -1,4 +1,4 @@
-"""Builds the events that tell of the daemon and of failures. Pure."""
+"""Builds events about the daemon, its engines and errors. Pure."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
     from inferencecenter.sessions.journal import StorageFault
 
 NOT_STORABLE: Final = "sessions cannot be written down at the moment"
-"""What those are told of a storage fault who may not hear why."""
+"""Reason of a storage failure for clients that may not see the real one."""
 
 _EngineWord = Literal["starting", "ready", "restarting", "asleep", "failed"]
 _HelloStatus = Literal["ready", "loading", "degraded"]
 
-# An engine that drains or has stopped belongs to a daemon that is ending, which ``going_away`` tells; one that is
-# suspending is asleep in a moment.
+# Not announced: draining and stopped, because the daemon is ending, which ``going_away`` announces; and suspending,
+# which lasts only until the engine sleeps.
 _ENGINE_WORDS: Final[Mapping[EngineState, _EngineWord]] = MappingProxyType(
     {
         EngineState.STARTING: "starting",
@@ -52,7 +52,7 @@ _HELLO_STATUS: Final[Mapping[EngineState, _HelloStatus]] = MappingProxyType(
 
 
 def hello(engine: EngineStatus, settings: ServerSettings, *, uptime_s: float, storable: bool) -> events.Hello:
-    """Return who answers, and whether it is ready; while sessions are not ``storable`` it says only that."""
+    """Return the ``hello`` event; while sessions are not ``storable``, the daemon reports that it is not ready."""
     status, message = _HELLO_STATUS[engine.state], describe_engine(engine)
     if not storable:
         status, message = "degraded", f"{message}; {NOT_STORABLE}"
@@ -70,7 +70,7 @@ def hello(engine: EngineStatus, settings: ServerSettings, *, uptime_s: float, st
 
 
 def describe_engine(engine: EngineStatus) -> str:
-    """Return the engine's state in words."""
+    """Return a description of the engine's state."""
     if engine.state is EngineState.READY and engine.model is not None:
         return f"{engine.model.name} is ready"
     if engine.serves and engine.model is not None:
@@ -81,17 +81,17 @@ def describe_engine(engine: EngineStatus) -> str:
 
 
 def engine_changed(engine: EngineStatus, *, model: str | None = None) -> events.EngineChanged | None:
-    """Return the event for an engine's new state, ``None`` when clients need not know; the default has no ``model``."""
+    """Return the event for an engine's new state, ``None`` if clients need not know; the default has no ``model``."""
     word = _ENGINE_WORDS.get(engine.state)
     if word is None:
         return None
-    if engine.state is EngineState.STARTING and engine.detail:  # what happened to the one before; sleep is nothing
+    if engine.state is EngineState.STARTING and engine.detail:  # about the previous model; sleep is not announced
         word = "restarting"
     return events.EngineChanged(state=word, detail=engine.detail, model=model)
 
 
 def storage_changed(fault: StorageFault | None) -> events.StorageChanged:
-    """Return the event for storage that has failed or works again."""
+    """Return the event for storage that has failed or recovered."""
     if fault is None:
         return events.StorageChanged(state="ok")
     return events.StorageChanged(state="unavailable", detail=fault.message, retry_after_ms=fault.retry_after_ms)
@@ -100,9 +100,9 @@ def storage_changed(fault: StorageFault | None) -> events.StorageChanged:
 def error_event(
     error: InferenceCenterError, *, request_id: str | None = None, session_id: str | None = None
 ) -> events.Error:
-    """Return the ``error`` event for a request that could not be done."""
+    """Return the ``error`` event for a failed request."""
     if error.code is ErrorCode.SESSION_NOT_FOUND:
-        session_id = None  # Nothing may tell a foreign session from one that does not exist.
+        session_id = None  # A foreign session must be indistinguishable from one that does not exist.
     return events.Error(
         id=request_id,
         code=error.code,
@@ -119,7 +119,7 @@ def error_event(
 def legacy_errors(
     error: InferenceCenterError, *, request_id: str | None, op: str, session_id: str | None
 ) -> list[Event]:
-    """Return what a socket of the first protocol is told of the same failure of an op."""
+    """Return the events that report the same failure to a socket of the first protocol."""
     plain = error_event(error, request_id=request_id, session_id=session_id)
     if op == "create_session":
         return [events.SessionError(id=request_id, error=error.message)]

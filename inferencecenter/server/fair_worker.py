@@ -1,4 +1,4 @@
-"""One thread for work that takes too long for the event loop, shared fairly by clients."""
+"""A thread for work that would block the event loop, shared fairly between clients."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _Result = TypeVar("_Result")
 
 
 class FairWorker:
-    """Does one thing at a time; clients with waiting work take turns, whatever each has waiting.
+    """Runs one job at a time, round-robin over clients with waiting work.
 
-    Work whose caller is cancelled before its turn is never begun. How much may wait is bounded by what limits the
-    callers: each waits for its own work.
+    A job whose caller is cancelled while it waits is never started. The queue is bounded by the limits on callers, each
+    of which waits for its own job.
 
     Args:
         name: Prefix of the thread's name.
@@ -30,7 +30,7 @@ class FairWorker:
         self._busy = False
 
     async def run(self, client_id: str, work: Callable[[], _Result]) -> _Result:
-        """Return what ``work`` returns in the thread, or raise what it raises."""
+        """Run ``work`` in the thread and return its result or raise its exception."""
         await self._turn(client_id)
         try:
             return await asyncio.get_running_loop().run_in_executor(self._executor, work)
@@ -38,7 +38,7 @@ class FairWorker:
             self._grant_next()
 
     def close(self) -> None:
-        """Begin nothing new."""
+        """Start no further job."""
         self._executor.shutdown(wait=False, cancel_futures=True)
 
     async def _turn(self, client_id: str) -> None:
@@ -51,7 +51,7 @@ class FairWorker:
             await turn
         except asyncio.CancelledError:
             self._waiting.withdraw(client_id, turn)
-            if turn.done() and not turn.cancelled():  # granted in the same moment
+            if turn.done() and not turn.cancelled():  # granted at the same moment
                 self._grant_next()
             raise
 

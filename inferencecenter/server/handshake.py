@@ -1,8 +1,8 @@
-"""What a request is judged by before it is let in: its peer behind proxies, its Origin, its query, its credential.
+"""Checks of a request before it is admitted: its peer behind proxies, its Origin, its query, its credential.
 
-A reverse proxy on this machine that is not in ``server.trusted_proxies`` makes all of its callers look as one local
-program. Most proxies mark what they pass on, by a header or by a ``Host`` that is no loopback name; one that does
-neither, as nginx with nothing but ``proxy_pass``, cannot be told from a local program by anything in the request.
+Behind a reverse proxy on this machine that is not in ``server.trusted_proxies`` all callers appear as one local
+program. Most proxies mark forwarded requests, by a header or by a ``Host`` that is not a loopback name; one that does
+neither, such as nginx with nothing but ``proxy_pass``, cannot be distinguished from a local program.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ _log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class PeerInfo:
-    """Who is at the other end.
+    """The peer of a request.
 
-    ``address`` is the last hop that no trusted proxy vouches for; ``host`` is what the caller asked for.
-    ``direct`` says that no proxy has marked the request.
+    ``address`` is the last hop that no trusted proxy vouches for; ``host`` is the ``Host`` of the request. ``direct``
+    means that the request has no mark of a proxy.
     """
 
     address: str
@@ -52,15 +52,15 @@ class PeerInfo:
 
     @property
     def on_this_machine(self) -> bool:
-        """Whether the caller is a program on this machine, rather than one behind a proxy on it that shows itself."""
+        """Whether the caller is a program on this machine, rather than one behind a proxy that marks its requests."""
         return self.direct and _is_loopback(self.address) and _names_loopback(self.host)
 
 
 class TrustedProxies:
-    """The proxies whose forwarding headers are believed.
+    """The proxies whose forwarding headers are trusted.
 
-    ``sees_untrusted`` tells whether requests come through a proxy on this machine that is not among them: then all
-    behind it share the limits of one address. It is logged, too.
+    ``sees_untrusted`` is set once a request has come through a proxy on this machine that is not among them, in which
+    case all callers behind it share the limits of one address; that is also logged.
 
     Args:
         networks: Addresses or CIDR networks.
@@ -72,19 +72,19 @@ class TrustedProxies:
         self.sees_untrusted = False
 
     def peer_info(self, peer: str, headers: Headers) -> PeerInfo:
-        """Return who is calling through the peer ``peer``."""
+        """Return the peer information of a request from ``peer``."""
         direct = not any(mark in headers for mark in _PROXY_MARKS)
         if not self._trusts(peer):
             caller = PeerInfo(address=peer, host=headers.get("host", ""), direct=direct)
             if _is_loopback(peer) and not caller.on_this_machine:
                 self._note_untrusted(caller)
             return caller
-        # Each proxy appends whom it heard, so the list is read from its end.
+        # Each proxy appends the address of its own peer, so the list is read from its end.
         address = peer
         forwarded = [hop for line in headers.getlist("x-forwarded-for") for hop in line.split(",")]
         for hop in reversed(forwarded):
             found = _hop_address(hop)
-            if found is None:  # a name, or nothing that means anything: the proxy that wrote it is all that is known
+            if found is None:  # a name or garbage: only the proxy that wrote it is known
                 break
             address = found
             if not self._trusts(address):
@@ -110,9 +110,9 @@ class TrustedProxies:
 
 
 def origin_allowed(origin: str | None, host: str, allowed: Sequence[str]) -> bool:
-    """Tell whether a page from ``origin`` may open a socket to ``host``.
+    """Return whether a page from ``origin`` may open a socket to ``host``.
 
-    Programs other than browsers send no Origin and are not held to it.
+    Clients other than browsers send no Origin and are not restricted.
     """
     if origin is None or origin in allowed:
         return True
@@ -142,7 +142,7 @@ def _is_loopback(address: str) -> bool:
 
 
 def _names_loopback(host: str) -> bool:
-    """Tell whether a ``Host`` is a name or an address of this machine alone, with a port or without."""
+    """Return whether a ``Host``, with or without a port, is a loopback name or address."""
     match = _BRACKETED.fullmatch(host) or _WITH_PORT.fullmatch(host)
     name = (match["address"] if match else host).lower().removesuffix(".")
     return name == "localhost" or name.endswith(".localhost") or _is_loopback(name)
@@ -162,15 +162,17 @@ _SECRET_PARAMETERS: Final = ("token", "access_token", "api_key")
 
 
 def chooses_v1(subprotocols: Sequence[str]) -> bool:
-    """Tell whether the client offers the daemon's own subprotocol."""
+    """Return whether the client offers the daemon's own subprotocol."""
     return SUBPROTOCOL in subprotocols
 
 
 def check_query(query: bytes) -> None:
-    """Refuse an address that holds a secret, or far more than any here takes.
+    """Refuse a URL that contains a secret, or a query that is far too long.
+
+    The error names the parameter, but not its value.
 
     Raises:
-        InferenceCenterError: ``invalid_request`` naming the parameter, but not its value.
+        InferenceCenterError: ``invalid_request``.
     """
     check_query_length(query)
     parameters = QueryParams(query)
@@ -186,7 +188,7 @@ def check_query(query: bytes) -> None:
 
 
 def check_query_length(query: bytes) -> None:
-    """Refuse a query that takes milliseconds to read, as it is read before there is a token.
+    """Refuse a query that takes milliseconds to parse, which happens before authentication.
 
     Raises:
         InferenceCenterError: ``invalid_request``.
@@ -199,10 +201,10 @@ def check_query_length(query: bytes) -> None:
 
 
 def read_credential(headers: Headers, subprotocols: Sequence[str] = ()) -> Credential | None:
-    """Return the credential of a request, ``None`` when it has none.
+    """Return the credential of a request, ``None`` without one.
 
     Raises:
-        InferenceCenterError: ``not_authenticated`` when half of one is there.
+        InferenceCenterError: ``not_authenticated`` for half of a client id and key.
     """
     if (authorization := headers.get("authorization")) is not None:
         scheme, _, token = authorization.partition(" ")
@@ -226,7 +228,7 @@ def read_credential(headers: Headers, subprotocols: Sequence[str] = ()) -> Crede
 
 
 def refusal_headers(error: InferenceCenterError) -> dict[str, str]:
-    """Return the HTTP headers that go with a failure."""
+    """Return the HTTP headers of an error response."""
     headers = {"content-type": "application/json"}
     if error.code is ErrorCode.NOT_AUTHENTICATED:
         headers["www-authenticate"] = "Bearer"
@@ -236,7 +238,7 @@ def refusal_headers(error: InferenceCenterError) -> dict[str, str]:
 
 
 def refusal_body(error: InferenceCenterError) -> bytes:
-    """Return the JSON body that goes with a failure."""
+    """Return the JSON body of an error response."""
     fields = {
         "code": error.code.value,
         "message": error.message,

@@ -1,7 +1,7 @@
-"""uvicorn's HTTP protocol, made to bear peers that dawdle: each state a connection can be in has its end.
+"""uvicorn's HTTP protocol with a timeout for every state of a connection, to survive slow peers.
 
-uvicorn bounds how long a connection idles between requests and how large a head may be. It bounds neither how long a
-head takes, nor what becomes of a body that nobody wants to read any more, nor of a response that nobody reads.
+uvicorn limits the idle time between requests and the size of a request head. It limits neither the time that a head
+takes, nor an unwanted request body, nor a response that the peer does not read.
 """
 
 from __future__ import annotations
@@ -26,29 +26,30 @@ if TYPE_CHECKING:
     from uvicorn.server import ServerState
 
 LINGER_S: Final = 5.0
-"""How long a peer that still sends gets to see the answer, before the connection is reset."""
+"""Seconds for a peer that still sends to read the answer, before the connection is reset."""
 MAX_HEAD_BYTES: Final = 64 * 1024
-"""Largest line and headers of a request."""
+"""Maximum size of the request line and headers."""
 MAX_HEADERS: Final = 256
 SMALL_CHUNKS: Final = 1024
-"""Chunks of a body after which they must have ``SMALL_CHUNK_BYTES`` on average."""
+"""Chunks of a body after which they must have an average size of ``SMALL_CHUNK_BYTES``."""
 SMALL_CHUNK_BYTES: Final = 128
 _HEAD_END: Final = re.compile(rb"\n\r?\n")
 STALL_S: Final = 30.0
-"""How long a response may wait without a single byte of it being taken."""
+"""Seconds that a response may wait without a single byte being read."""
 
 _faults = logging.getLogger("uvicorn.error.http")
-# What peers do wrong is counted: with a line for each they could fill the log.
+# Errors of peers are counted and not logged, as they could flood the log.
 _faults.setLevel(logging.ERROR)
 
 
 class _StrictHttp(h11.Connection):
-    """Refuses what h11 reads at a high price, or in another way than a proxy may.
+    """Rejects requests that are costly for h11 to parse, or that a proxy may parse differently.
 
-    Each header and each chunk costs microseconds, so a head of thousands of headers, or a body of chunks of a byte,
-    would hold up the event loop for a tenth of a second without any token. h11 bounds a head only until all of it has
-    come. It goes by the chunks where ``Content-Length`` stands beside ``Transfer-Encoding``; with a proxy that does it
-    the other way round a second request would pass inside the first one's body (RFC 9112, 6.3). HTTP/1.0 has no chunks.
+    Each header and each chunk costs microseconds, so a head of thousands of headers, or a body of one-byte chunks,
+    would block the event loop for a tenth of a second, without authentication. h11 checks the size of a head only once
+    it is complete. If both ``Content-Length`` and ``Transfer-Encoding`` are present, it uses the chunks; behind a proxy
+    that uses the length, a second request could be smuggled in the body of the first (RFC 9112, 6.3). HTTP/1.0 has no
+    chunks.
     """
 
     _n_chunks = 0
@@ -70,7 +71,7 @@ class _StrictHttp(h11.Connection):
 
 
 def _check_head(waiting: bytes) -> None:
-    """Refuse the head of a request, as far as it has come, if it is too large.
+    """Refuse a request head, possibly incomplete, that is too large.
 
     Raises:
         h11.RemoteProtocolError: It has too many lines or bytes.
@@ -82,10 +83,10 @@ def _check_head(waiting: bytes) -> None:
 
 
 def _check_length(request: h11.Request) -> None:
-    """Refuse a request of which it is not clear how long it is.
+    """Refuse a request of ambiguous length.
 
     Raises:
-        h11.RemoteProtocolError: It tells its length in two ways, or in one that its version does not have.
+        h11.RemoteProtocolError: Its length is given in two ways, or in one that its version does not have.
     """
     names = {name for name, _ in request.headers}
     if b"transfer-encoding" in names and (b"content-length" in names or request.http_version < b"1.1"):
@@ -93,18 +94,18 @@ def _check_length(request: h11.Request) -> None:
 
 
 class HttpConnection(H11Protocol):
-    """One connection, until it is closed or has become a WebSocket.
+    """A connection, until it is closed or upgraded to a WebSocket.
 
     Args:
-        config: uvicorn's.
-        server_state: What all connections share, uvicorn's.
-        app_state: uvicorn's.
-        _loop: uvicorn's.
-        crowd: All such connections.
-        head_timeout_s: How long the head of a request may take.
-        refused: Called with the HTTP status of each answer that is given here rather than by the application.
+        config: From uvicorn.
+        server_state: From uvicorn: state shared by all connections.
+        app_state: From uvicorn.
+        _loop: From uvicorn.
+        crowd: All HTTP connections.
+        head_timeout_s: Seconds within which the head of a request must arrive.
+        refused: Called with the HTTP status of each response that is sent here rather than by the application.
         connected: Called when the connection was made.
-        refusal: Given the peer and the headers of an upgrade, returns the answer to one that is refused.
+        refusal: Returns the response to a refused upgrade, given the peer and the headers.
     """
 
     def __init__(  # noqa: PLR0913 - uvicorn's own arguments, and after them ours by their names
@@ -138,7 +139,7 @@ class HttpConnection(H11Protocol):
         self._is_socket = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Take the connection in, if there is room."""
+        """Admit the connection, if there is room."""
         self._raw = cast("asyncio.Transport", transport)
         super().connection_made(self._raw)
         self._connected()
@@ -151,7 +152,7 @@ class HttpConnection(H11Protocol):
             self._close()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Forget the connection."""
+        """Remove the connection."""
         self._leave()
         for timer in (self._end_timer, self._stall_timer):
             if timer is not None:
@@ -160,7 +161,7 @@ class HttpConnection(H11Protocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Take what the peer sent; once the answer is given, what still comes of the request is thrown away."""
+        """Process received data; after the response, the rest of the request is discarded."""
         if self._lingers:
             return
         super().data_received(data)
@@ -173,9 +174,9 @@ class HttpConnection(H11Protocol):
             self._await_head()
 
     def handle_websocket_upgrade(self, event: Any) -> None:
-        """Let go of the connection: it is a WebSocket's from here on, unless the upgrade is refused."""
+        """Hand the connection over to a WebSocket, unless the upgrade is refused."""
         refusal = self._refusal(self.client[0] if self.client else "", Headers(raw=self.headers))
-        if refusal is not None:  # before anything is made that a socket needs
+        if refusal is not None:  # before anything is allocated for a socket
             self._refused(HTTPStatus.TOO_MANY_REQUESTS.value)
             self._raw.write(refusal)
             self._raw.close()
@@ -186,7 +187,7 @@ class HttpConnection(H11Protocol):
         super().handle_websocket_upgrade(event)
 
     def on_response_complete(self) -> None:
-        """Wait for the next request; a peer that still sends this one is heard out for a while, and then reset."""
+        """Wait for the next request; if the peer still sends this one, read and discard it for a while, then reset."""
         unfinished = self.cycle.more_body
         super().on_response_complete()
         if unfinished:
@@ -196,34 +197,34 @@ class HttpConnection(H11Protocol):
             self._crowd.mark_idle(self)
 
     def send_400_response(self, msg: str) -> None:
-        """Refuse what is no HTTP."""
+        """Refuse data that is not HTTP."""
         self._answer(HTTPStatus.BAD_REQUEST, "invalid_request", msg)
 
     def pause_writing(self) -> None:
-        """Hold the response back: the peer is behind, and may have stopped reading."""
+        """Pause the response while the peer does not read."""
         super().pause_writing()
         self._watch_reader()
 
     def resume_writing(self) -> None:
-        """Go on: the peer has caught up."""
+        """Resume the response."""
         super().resume_writing()
         if self._stall_timer is not None:
             self._stall_timer.cancel()
 
     def shutdown(self) -> None:
-        """Close because the daemon stops, after the response that is under way."""
+        """Close at shutdown, after the current response."""
         if self._lingers:
             self._raw.abort()
         else:
             super().shutdown()
 
     def evict(self) -> None:
-        """Close a connection that waits for a request, because others want in."""
+        """Close an idle connection to make room for another."""
         self._raw.abort()
 
     @property
     def _answering(self) -> bool:
-        """Whether a request has come whose response is not complete."""
+        """Whether a request has arrived whose response is not complete."""
         return self.cycle is not None and not self.cycle.response_complete
 
     def _await_head(self) -> None:
@@ -250,7 +251,7 @@ class HttpConnection(H11Protocol):
             self._raw.close()
 
     def _answer(self, status: HTTPStatus, code: str, message: str) -> None:
-        """Refuse what has come, and close when that has been read; an application that has it hears no more of it."""
+        """Send an error response, stop the application's handling of the request, and close once it is read."""
         self._malformed = True
         begun = False
         if self._answering:
@@ -275,9 +276,10 @@ class HttpConnection(H11Protocol):
         self._raw.write("\r\n".join((*lines, "", "")).encode() + body)
 
     def _close(self) -> None:
-        """Close when all that was written has been read.
+        """Close once all that was written has been read.
 
-        Closed with unread bytes in it a connection is reset, and a peer that still sends never sees the answer.
+        A connection closed with unread received data is reset, and a peer that still sends would never see the
+        response.
         """
         if self._lingers or self._raw.is_closing():
             return
@@ -299,7 +301,7 @@ class HttpConnection(H11Protocol):
         self._stall_timer = self.loop.call_later(STALL_S, self._look_at_reader)
 
     def _look_at_reader(self) -> None:
-        """Reset the connection if nothing was taken since the last look; one that reads slowly gets more time."""
+        """Reset the connection if nothing was read since the last check; a slow reader gets more time."""
         if self._raw.get_write_buffer_size() < self._unsent_bytes:
             self._watch_reader()
         else:
@@ -307,7 +309,7 @@ class HttpConnection(H11Protocol):
 
 
 class _Closing:
-    """A transport that leaves it to its connection how to close."""
+    """A transport that delegates closing to its connection."""
 
     def __init__(self, transport: asyncio.Transport, close: Callable[[], None]) -> None:
         self._transport = transport

@@ -1,4 +1,4 @@
-"""All live connections, and clients of the other APIs: how many there may be, and what concerns all of them at once."""
+"""All live connections and participants of the other APIs: their limits, broadcasts and the drain at shutdown."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ _MAX_TIMER_S: Final = 7 * 86_400.0
 
 
 class Deadline:
-    """Calls something once when its time has come, unless it is cancelled before; made and used on the event loop.
+    """Calls a function once at a given time, unless it is cancelled before; made and used on the event loop.
 
     Args:
-        delay_s: How long until then; what is past is called soon, never at once.
-        passed: What is called.
+        delay_s: Seconds until then; with a negative value it is called soon, but never immediately.
+        passed: The function.
     """
 
     __slots__ = ("_passed", "_timer")
@@ -40,12 +40,12 @@ class Deadline:
         self._timer = self._arm(delay_s)
 
     def cancel(self) -> None:
-        """Call nothing any more."""
+        """Cancel the call."""
         self._timer.cancel()
 
     def _arm(self, delay_s: float) -> asyncio.TimerHandle:
         loop = asyncio.get_running_loop()
-        # A deadline further away than a timer should be is looked at again when the timer ends.
+        # A deadline beyond the longest sensible timer is checked again when that timer ends.
         if delay_s > _MAX_TIMER_S:
             return loop.call_later(_MAX_TIMER_S, self._again, delay_s - _MAX_TIMER_S)
         return loop.call_later(max(0.0, delay_s), self._passed)
@@ -55,10 +55,10 @@ class Deadline:
 
 
 BUSY_RETRY_MS: Final = 1000
-"""When to ask again where there is no room: nobody knows when somebody goes."""
+"""Retry hint when the daemon is full; when a place becomes free is unknown."""
 
 EXPIRED: Final = "the token has expired"
-"""Why a socket or a guest is sent away when the time of its token is over."""
+"""Close reason when a token has expired."""
 
 _MISPLACED: Final = "the token is not valid for this address"
 
@@ -75,7 +75,7 @@ class ClientSocket(Protocol):
 
     @property
     def authenticated(self) -> bool:
-        """Whether it speaks for a client."""
+        """Whether it is authenticated."""
 
     @property
     def client(self) -> Principal:
@@ -97,50 +97,50 @@ class ClientSocket(Protocol):
         """Send an event."""
 
     def set_max_sessions(self, max_sessions: int) -> None:
-        """Change how many sessions its client may have."""
+        """Set the maximum number of sessions of its client."""
 
     def drain(self, deadline_s: float) -> None:
-        """Announce the shutdown, and close when no turn runs any more."""
+        """Announce the shutdown, and close once no turn is running."""
 
     def close(self, code: CloseCode, reason: str) -> None:
-        """Close after all that was sent."""
+        """Close after all queued frames were sent."""
 
     def evict(self) -> None:
         """Close at once."""
 
 
 class Participant(Protocol):
-    """A client of another API: an HTTP request that is being answered, or a socket of Responses."""
+    """A client of another API: an HTTP request in progress, or a socket of the Responses API."""
 
     @property
     def account(self) -> Account:
-        """What its credential showed."""
+        """The authenticated account."""
 
     @property
     def address(self) -> str:
-        """Where it comes from."""
+        """Remote address."""
 
     def set_max_sessions(self, max_sessions: int) -> None:
-        """Let its client have so many sessions from now on."""
+        """Set the maximum number of sessions of its client."""
 
     def drain(self, deadline_s: float) -> None:
-        """Begin nothing new and leave when what runs has ended, for which there are ``deadline_s``."""
+        """Start nothing new, and leave when the running work has ended, within ``deadline_s``."""
 
     def dismiss(self, code: CloseCode, reason: str) -> None:
-        """Leave soon, whatever runs."""
+        """Leave soon, even with running work."""
 
 
 class ConnectionHub:
-    """The live connections, and guests beside them, who count as connections do.
+    """The live connections, and the participants, which count towards the same limits.
 
-    Sockets that have not authenticated are counted apart and take no client's place.
+    Unauthenticated sockets are counted separately and never displace a client.
 
     Args:
-        max_connections: Sockets and guests of all clients together.
-        max_per_client: Sockets and guests of one client.
-        max_unauthenticated: Sockets that have not authenticated.
-        max_unauthenticated_per_address: Those of one address.
-        let_in: Called with the address of a socket that has authenticated after its upgrade.
+        max_connections: Maximum number of sockets and participants of all clients together.
+        max_per_client: Maximum number of sockets and participants of one client.
+        max_unauthenticated: Maximum number of unauthenticated sockets.
+        max_unauthenticated_per_address: Maximum number of those from one address.
+        let_in: Called with the address of a socket that authenticates after its upgrade.
         metrics: Where they are counted.
     """
 
@@ -175,11 +175,11 @@ class ConnectionHub:
 
     @property
     def full(self) -> bool:
-        """Whether clients have as many connections as all together may have."""
+        """Whether the limit of all clients together is reached."""
         return self._n_of_clients >= self._max_connections
 
     def add(self, connection: ClientSocket) -> None:
-        """Take in a socket; where too many have not authenticated, the oldest of them is closed."""
+        """Add a socket; beyond the limit of unauthenticated ones, the oldest of them is closed."""
         self._connections.add(connection)
         self._metrics.connections.inc()
         self._empty.clear()
@@ -192,7 +192,7 @@ class ConnectionHub:
             evicted.evict()
 
     def remove(self, connection: ClientSocket) -> None:
-        """Let a socket go."""
+        """Remove a socket."""
         self._connections.discard(connection)
         self._unauthenticated.discard(connection)
         self._count_unauthenticated()
@@ -200,10 +200,10 @@ class ConnectionHub:
         self._look_if_empty()
 
     def enter(self, participant: Participant) -> None:
-        """Take in a guest.
+        """Add a participant.
 
         Raises:
-            InferenceCenterError: ``engine_unavailable`` when the daemon stops, ``queue_full`` when there is no room,
+            InferenceCenterError: ``engine_unavailable`` while the daemon stops, ``queue_full`` when there is no room,
                 ``rate_limited`` when its client has too many.
         """
         self.check_open()
@@ -212,13 +212,13 @@ class ConnectionHub:
         self._empty.clear()
 
     def exit(self, participant: Participant) -> None:
-        """Let a guest go."""
+        """Remove a participant."""
         self._participants.discard(participant)
         self.leave(participant.account.client_id)
         self._look_if_empty()
 
     def check_open(self) -> None:
-        """Refuse whoever comes while the daemon stops or is full.
+        """Refuse new connections while the daemon stops or is full.
 
         Raises:
             InferenceCenterError: ``engine_unavailable`` or ``queue_full``.
@@ -236,7 +236,7 @@ class ConnectionHub:
             )
 
     def check_room(self, client_id: str) -> None:
-        """Refuse a client that has as many sockets as it may have.
+        """Refuse a client that has reached its limit of sockets.
 
         Raises:
             InferenceCenterError: ``rate_limited``.
@@ -250,7 +250,7 @@ class ConnectionHub:
             )
 
     def join(self, client_id: str, connection: ClientSocket | None = None) -> None:
-        """Count a socket of a client, or a guest, which is none.
+        """Count a socket of a client, or a participant, which is ``None``.
 
         Raises:
             InferenceCenterError: ``rate_limited`` when it has too many, ``queue_full`` when all clients together have.
@@ -266,7 +266,7 @@ class ConnectionHub:
             self._of_client[client_id].add(connection)
 
     def leave(self, client_id: str, connection: ClientSocket | None = None) -> None:
-        """Count a socket of a client no more, or a guest, which is none."""
+        """Stop counting a socket of a client, or a participant, which is ``None``."""
         self._per_client[client_id] -= 1
         self._n_of_clients -= 1
         if not self._per_client[client_id]:
@@ -281,12 +281,12 @@ class ConnectionHub:
         _each((each for each in self._connections if each.authenticated), lambda each: each.send(event))
 
     def notify_client(self, client_id: str, event: Event, knowing: tuple[object, ...]) -> None:
-        """Send an event to the sockets of a client, but not to those that know, or speak the first protocol."""
+        """Send an event to the sockets of a client, except those excluded and those of the first protocol."""
         hearing = [each for each in self.of_client(client_id) if each.v1 and not any(each is one for one in knowing)]
         _each(hearing, lambda each: each.send(event))
 
     def close_revoked(self, living_tokens: frozenset[str]) -> None:
-        """Close the sockets whose token is not among ``living_tokens`` any more."""
+        """Close the sockets whose token is not among ``living_tokens``."""
 
         def revoked(token_id: str | None) -> bool:
             return token_id is not None and token_id not in living_tokens
@@ -298,7 +298,7 @@ class ConnectionHub:
         )
 
     def set_max_sessions(self, max_sessions: Mapping[str, int]) -> None:
-        """Let clients that came with tokens have so many sessions from now on, by client id."""
+        """Set the maximum number of sessions of clients with tokens, by client id."""
         for connection in self._connections:
             if connection.token_id is not None and (number := max_sessions.get(connection.client.client_id)):
                 connection.set_max_sessions(number)
@@ -307,7 +307,7 @@ class ConnectionHub:
                 participant.set_max_sessions(number)
 
     def close_clients(self, client_ids: Collection[str]) -> None:
-        """Close the sockets of these clients that were let in by an API key, as it may be another now."""
+        """Close the sockets of these clients that authenticated with an API key, which may have changed."""
         by_key = [each for each in self._connections if each.authenticated and each.token_id is None]
         guests = [each for each in self._participants if each.account.token_id is None]
         self._close(
@@ -322,27 +322,27 @@ class ConnectionHub:
 
     @property
     def participants(self) -> frozenset[Participant]:
-        """The guests of all clients."""
+        """The participants of all clients."""
         return frozenset(self._participants)
 
     def participants_of(self, client_id: str) -> list[Participant]:
-        """Return the guests of a client."""
+        """Return the participants of a client."""
         return [each for each in self._participants if each.account.client_id == client_id]
 
     def tokens_in_use(self) -> set[tuple[str, str]]:
-        """Return the clients and tokens of all sockets and guests; a key's token is the empty one."""
+        """Return the client and token ids of all sockets and participants; an API key has the empty token id."""
         sockets = {(each.client_id, each.token_id or "") for each in self._connections if each.authenticated}
         return sockets | {(each.account.client_id, each.account.token_id or "") for each in self._participants}
 
     def clients(self) -> dict[str, list[ClientSocket]]:
-        """Return the sockets of each client that has any, by its name."""
+        """Return the sockets of each connected client, by client id."""
         return {client_id: list(sockets) for client_id, sockets in sorted(self._of_client.items())}
 
     def close_disallowed(self, limits_of: Callable[[str, str], AccessLimits]) -> None:
-        """Close the sockets from addresses that their tokens may not come from any more.
+        """Close the sockets from addresses that their tokens no longer allow.
 
         Args:
-            limits_of: What a token of a client may use, by both ids.
+            limits_of: Returns the limits of a token, given the ids of its client and of the token.
         """
 
         def misplaced(participant: Participant) -> bool:
@@ -357,9 +357,9 @@ class ConnectionHub:
         )
 
     async def drain(self, deadline_s: float) -> None:
-        """Tell every client to go, and wait until all have, at most ``deadline_s``.
+        """Announce the shutdown to all clients and wait until they have left, at most ``deadline_s``.
 
-        A socket closes when its running turns have ended; at the deadline it closes whatever runs. So do guests.
+        A socket or participant leaves when its running turns have ended; at the deadline it is closed regardless.
         """
         self.draining = True
         _each(self._connections, lambda each: each.drain(deadline_s))
@@ -386,7 +386,7 @@ class ConnectionHub:
 
 
 def _each(them: Iterable[_Each], do: Callable[[_Each], None]) -> None:
-    """Do something to each; a defect in one does not keep it from the others."""
+    """Apply a function to each; an exception for one does not affect the others."""
     for one in tuple(them):
         try:
             do(one)

@@ -1,7 +1,7 @@
-"""uvicorn's server with our own end: no signal handlers, no tick, and a shutdown that lets turns finish first.
+"""uvicorn's server with a different life cycle: no signal handlers, no tick, and a shutdown that lets turns finish.
 
 uvicorn's own signal handler closes sockets within 30 ms of a signal, and its main loop wakes ten times a second to
-look at a flag and the clock.
+check a flag and the clock.
 """
 
 from __future__ import annotations
@@ -40,28 +40,28 @@ if TYPE_CHECKING:
     from inferencecenter.config.settings import ServerSettings
 
 
-# Accepts connections, and survives running out of descriptors.
+# Acceptor: accepts connections, and survives the exhaustion of file descriptors.
 #
-# libuv, on which uvloop stands, answers that by accepting and closing whatever waits, without a word, and where it
-# cannot even do that uvloop closes the listening socket for good. Here the reason is logged, idle connections make
-# room, and what waits in the backlog is accepted as soon as there are descriptors.
+# On exhaustion libuv, on which uvloop is built, silently accepts and closes pending connections, and where it cannot
+# even do that, uvloop closes the listening socket for good. Here the reason is logged, idle connections are closed to
+# make room, and the backlog is accepted once descriptors are free.
 
 RETRY_S: Final = 0.5
-"""Wait before connections are accepted again, after an error that is not one connection's own."""
+"""Pause in accepting after an error that does not concern a single connection."""
 
 _log = structlog.get_logger(__name__)
 
 
 class Acceptor:
-    """The listening side of one socket.
+    """Accepts the connections of one listening socket.
 
     Args:
-        listening: The socket, bound and listening; the caller closes it.
-        protocol: Makes the protocol of a connection.
-        tls: The side of TLS that listens; without it connections speak plainly.
-        handshake_timeout_s: How long a TLS handshake may take.
-        max_handshakes: How many may be under way; one more ends the oldest.
-        make_room: Called when no more can be accepted; closes connections that nothing is lost with.
+        listening: The bound and listening socket; the caller closes it.
+        protocol: Creates the protocol of a connection.
+        tls: Server-side TLS context; without it connections are in plain text.
+        handshake_timeout_s: Timeout of a TLS handshake.
+        max_handshakes: Maximum number of concurrent handshakes; one more aborts the oldest.
+        make_room: Called when no more connections can be accepted; closes idle ones.
     """
 
     def __init__(  # noqa: PLR0913 - keyword-only
@@ -86,26 +86,26 @@ class Acceptor:
         self._retry: asyncio.TimerHandle | None = None
 
     def open(self) -> None:
-        """Accept from now on."""
+        """Start accepting."""
         self._retry = None
         self._loop.add_reader(self._listening.fileno(), self._accept)
 
     def close(self) -> None:
-        """Accept nothing more; call it before the socket is closed."""
+        """Stop accepting; to be called before the socket is closed."""
         if self._retry is not None:
             self._retry.cancel()
         else:
             self._loop.remove_reader(self._listening.fileno())
 
     async def wait_closed(self) -> None:
-        """End the handshakes that are under way."""
+        """Abort the handshakes in progress."""
         await self._tasks.cancel()
 
     def _accept(self) -> None:
-        """Accept one; the event loop calls again while others wait, and serves those who stream in between."""
+        """Accept one connection; for the backlog the event loop calls again, between its other sources."""
         try:
             connection, _ = self._listening.accept()
-        except (BlockingIOError, InterruptedError, ConnectionError):  # the one that waited has gone
+        except (BlockingIOError, InterruptedError, ConnectionError):  # the pending connection was aborted
             return
         except OSError as error:
             self._pause(error)
@@ -114,7 +114,7 @@ class Acceptor:
         self._take(connection)
 
     def _pause(self, error: OSError) -> None:
-        """Make room, and accept again after a while; the socket is readable all the time."""
+        """Make room and pause, as the listening socket stays readable; then accept again."""
         n_more = self._failures.admit()
         if n_more is not None:
             _log.error(
@@ -139,17 +139,17 @@ class Acceptor:
     async def _connect(self, connection: socket.socket) -> None:
         try:
             await self._loop.connect_accepted_socket(self._protocol, connection, **self._options)
-        except (OSError, ssl.SSLError):  # the peer's, which has gone or speaks no TLS, or took too long
+        except (OSError, ssl.SSLError):  # the peer has gone, does not speak TLS or took too long
             connection.close()
 
 
 CLOSING_S: Final = 2.0
-"""How long connections get to close when the daemon stops, before they are aborted."""
+"""Time for connections to close at shutdown, before they are aborted."""
 _BACKLOG: Final = 2048
 _ROOM: Final = 64
-"""Connections that wait for a request and are closed when there are no descriptors left."""
+"""Idle connections closed when file descriptors are exhausted."""
 _OTHER_DESCRIPTORS: Final = 128
-"""Descriptors that the rest of the front may need."""
+"""File descriptors reserved for the rest of the process."""
 _BIND_HINTS: Final = {
     errno.EADDRINUSE: "Another program listens there; stop it or choose another server.port.",
     errno.EACCES: "Ports below 1024 need CAP_NET_BIND_SERVICE; choose another server.port.",
@@ -158,16 +158,16 @@ _BIND_HINTS: Final = {
 
 
 def bind(host: str, port: int) -> list[socket.socket]:
-    """Return listening sockets on every address that ``host`` names.
+    """Return listening sockets on every address that ``host`` resolves to.
 
     Raises:
-        InferenceCenterError: ``address_in_use`` when one cannot be had.
+        InferenceCenterError: ``address_in_use`` if one cannot be bound.
     """
     sockets: list[socket.socket] = []
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         for family, kind, protocol, _, address in dict.fromkeys(found):
-            # With port 0 the first address chooses and the others follow.
+            # With port 0 the first address picks the port of the others.
             chosen = sockets[0].getsockname()[1] if sockets else port
             listening = socket.socket(family, kind, protocol)
             sockets.append(listening)
@@ -190,9 +190,9 @@ def bind(host: str, port: int) -> list[socket.socket]:
 
 
 def address(sockets: Sequence[socket.socket], settings: ServerSettings) -> str:
-    """Return where clients find the daemon that listens on these sockets, as a URL.
+    """Return the URL of the daemon that listens on these sockets.
 
-    A name that was asked for is kept; sockets that were inherited tell their own address.
+    A configured host name is kept; inherited sockets report their own address.
     """
     found, port = sockets[0].getsockname()[:2]
     host = settings.host if any(found == each[4][0] for each in _addresses(settings.host)) else found
@@ -209,7 +209,7 @@ def _addresses(host: str) -> list[tuple[Any, ...]]:
 
 
 class _State(ServerState):
-    """What uvicorn's protocols share, with a Date header made when an answer needs one."""
+    """State shared by uvicorn's protocols; the Date header is created on demand."""
 
     @property
     def default_headers(self) -> list[tuple[bytes, bytes]]:
@@ -217,34 +217,34 @@ class _State(ServerState):
 
     @default_headers.setter
     def default_headers(self, headers: list[tuple[bytes, bytes]]) -> None:
-        """Take uvicorn's initial list, which is empty: there are no other headers."""
+        """Accept uvicorn's initial list, which is empty: there are no other headers."""
 
 
 def _descriptors_for_http() -> int:
-    """Return how many descriptors may be taken before a request has come: half, and the others are for sockets."""
+    """Return the limit of file descriptors for HTTP connections: half; the others are for sockets."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return max(1, (soft - _OTHER_DESCRIPTORS) // 2) if soft != resource.RLIM_INFINITY else sys.maxsize
 
 
 def _nobody(_status: int) -> None:
-    """Hear of no refusal."""
+    pass
 
 
 def _nothing_against(_peer: str, _headers: Headers) -> None:
-    """Refuse no upgrade."""
+    pass
 
 
 class Listener(uvicorn.Server):
-    """The one port.
+    """The server's port.
 
     Args:
         app: The ASGI application.
         settings: Limits and keepalive.
-        drain: Awaited when ``stop`` was called and nobody new is accepted: tells clients, and lets turns finish.
-        tls: The side of TLS that listens; without it the port speaks plainly.
-        refused: Called with the HTTP status when a connection is turned away unheard.
+        drain: Awaited after ``stop``, when no new connection is accepted: announces the shutdown and lets turns finish.
+        tls: Server-side TLS context; without it the port is in plain text.
+        refused: Called with the HTTP status when a connection is refused before a request is read.
         connected: Called when a connection was made.
-        refusal: Given the peer and the headers of an upgrade, returns the answer to one that is refused.
+        refusal: Returns the response to a refused upgrade, given the peer and the headers.
     """
 
     def __init__(  # noqa: PLR0913 - keyword-only
@@ -279,14 +279,14 @@ class Listener(uvicorn.Server):
                 ws_ping_interval=settings.ping_interval_s,
                 ws_ping_timeout=settings.ping_timeout_s,
                 ws_per_message_deflate=False,
-                http=cast("type[asyncio.Protocol]", http),  # called as the class would be
-                timeout_keep_alive=cast("int", settings.keep_alive_s),  # handed to `call_later`
+                http=cast("type[asyncio.Protocol]", http),  # called like a class
+                timeout_keep_alive=cast("int", settings.keep_alive_s),  # passed to `call_later`
                 lifespan="off",
                 interface="asgi3",
                 proxy_headers=False,
                 server_header=False,
                 log_config=None,
-                # uvicorn logs whole request targets at info, and a query may hold what should not be logged.
+                # uvicorn logs whole request targets at info level, and a query may hold secrets.
                 log_level=logging.WARNING,
                 access_log=False,
             )
@@ -298,11 +298,11 @@ class Listener(uvicorn.Server):
 
     @property
     def n_connections(self) -> int:
-        """How many connections are open, of every kind."""
+        """Number of open connections of every kind."""
         return len(self.server_state.connections)
 
     def stop(self) -> None:
-        """Begin the end: ``serve`` returns when clients have been told and have gone, or their time is up."""
+        """Begin the shutdown: ``serve`` returns when clients have left, or at the deadline."""
         self.should_exit = True
         self._stopping.set()
 
@@ -339,7 +339,7 @@ class Listener(uvicorn.Server):
         await self._stopping.wait()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Accept nobody new, drain, close what is left, and abort what does not close."""
+        """Stop accepting, drain, close the remaining connections, and abort those that do not close."""
         for acceptor in self._acceptors:
             acceptor.close()
         for listening in sockets or ():
@@ -364,13 +364,13 @@ _FAMILIES: Final = (socket.AF_INET, socket.AF_INET6)
 
 
 def inherited_sockets(environment: Mapping[str, str], *, pid: int) -> list[socket.socket]:
-    """Return the listening sockets that the process ``pid`` was started with; empty if it was started without.
+    """Return the listening sockets inherited by the process ``pid`` (systemd socket activation); empty without any.
 
-    Read are ``LISTEN_FDS``, ``LISTEN_PID`` and, for messages, ``LISTEN_FDNAMES``. Descriptors of another process, as
-    those of a shell that was itself socket-activated, are left alone.
+    Reads ``LISTEN_FDS``, ``LISTEN_PID`` and, for messages, ``LISTEN_FDNAMES``. Descriptors passed to another process,
+    such as those of a shell that was itself socket-activated, are ignored.
 
     Raises:
-        InferenceCenterError: ``invalid_config`` where one of them is no listening TCP socket.
+        InferenceCenterError: ``invalid_config`` if one of them is not a listening TCP socket.
     """
     if environment.get("LISTEN_PID") != str(pid):
         return []

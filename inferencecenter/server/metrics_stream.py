@@ -1,4 +1,4 @@
-"""Metrics over WebSockets, and readings of GPUs off the event loop: a driver takes its time, and may never answer."""
+"""Metrics over WebSockets; GPUs are read off the event loop, as a driver may be slow or never answer."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ class GpuCache:
     """Reads GPUs off the event loop, one reading at a time, at most every two seconds.
 
     Args:
-        read: Readings of all GPUs; blocks for some milliseconds, or for ever.
-        patience_s: How long one who asks waits; then no GPU is there.
-        monotonic: Seconds that only rise.
+        read: Returns readings of all GPUs; blocks for some milliseconds, or forever.
+        patience_s: Timeout of a caller, which then gets no GPUs.
+        monotonic: Monotonic seconds.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class GpuCache:
         self._reading: asyncio.Task[None] | None = None
 
     async def get(self) -> Gpus:
-        """Return readings that are at most two seconds old; none if the driver does not answer in time."""
+        """Return readings at most two seconds old; empty if the driver does not answer in time."""
         if self._monotonic() - self._read_at_s < MAX_AGE_S:
             return self._gpus
         if self._reading is None:
@@ -66,7 +66,7 @@ class GpuCache:
         return self._gpus if done else _NO_ANSWER
 
     async def close(self) -> None:
-        """Wait for no reading any more."""
+        """Stop waiting for a reading."""
         await self._tasks.cancel()
 
     async def _look(self) -> None:
@@ -79,34 +79,34 @@ class GpuCache:
 
 
 FRESH_S: Final = 0.05
-"""For how long a reading of the GPU is that of all who ask; half of the shortest interval."""
+"""Maximum age of a shared GPU reading; half of the shortest interval."""
 PATIENCE_S: Final = 1.0
-_MB: Final = 2**20  # as nvidia-smi counts
+_MB: Final = 2**20  # as in nvidia-smi
 
 _log = structlog.get_logger(__name__)
 
 
 class EngineStatusSource(Protocol):
-    """What tells how an engine is."""
+    """Provides the status of an engine."""
 
     @property
     def status(self) -> EngineStatus:
-        """The engine's state now."""
+        """Current status of the engine."""
 
 
 class MetricsSampler:
-    """Where readings come from.
+    """Samples the metrics.
 
-    The GPU is asked off the event loop, by one thread at a time and for all who ask within ``FRESH_S``, so that
-    subscriptions, of which a client may have one on each socket, do not take threads from others. A driver that does
-    not answer within ``PATIENCE_S`` is as no GPU.
+    The GPU is read off the event loop, by one thread at a time and for all callers within ``FRESH_S``, so that the
+    number of subscriptions, which a client may have on each socket, does not affect the number of threads. A driver
+    that does not answer within ``PATIENCE_S`` counts as no GPU.
 
     Args:
         gpu: The GPU in use.
         engine: The engine.
         sessions: All sessions.
         clock: Unix seconds.
-        monotonic: Seconds that only rise.
+        monotonic: Monotonic seconds.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class MetricsSampler:
         self._begun_at_s = 0.0
 
     async def sample(self) -> Metrics:
-        """Return the readings now."""
+        """Return the current metrics."""
         gpu = await self._read_gpu()
         return readings(timestamp=self._clock(), gpu=gpu, engine=self._engine.status, totals=self._sessions.totals())
 
@@ -142,7 +142,7 @@ class MetricsSampler:
 
 
 class MetricsFeed:
-    """Who gets metrics frames, and how often. With no subscriber nothing runs."""
+    """Subscriptions to metrics frames. Without a subscriber nothing runs."""
 
     def __init__(self, sources: MetricsSampler) -> None:
         self._sources = sources
@@ -153,13 +153,13 @@ class MetricsFeed:
         self._asking: list[tuple[EventSink, str | None]] = []
 
     def once(self, sink: EventSink, *, request_id: str | None) -> None:
-        """Send one frame, soon; all who ask before it is taken share it."""
+        """Send one frame soon; all requests until it is sampled share it."""
         self._asking.append((sink, request_id))
         if len(self._asking) == 1:
             self._tasks.spawn(self._answer(), name="once")
 
     def subscribe(self, sink: EventSink, *, interval_ms: int) -> None:
-        """Send a frame every ``interval_ms``, instead of what ``sink`` had subscribed to before."""
+        """Send a frame every ``interval_ms``, replacing the previous subscription of ``sink``."""
         self.unsubscribe(sink)
         self._intervals_ms[sink] = interval_ms
         self._subscribers.setdefault(interval_ms, {})[sink] = None
@@ -169,7 +169,7 @@ class MetricsFeed:
             )
 
     def unsubscribe(self, sink: EventSink) -> None:
-        """Send no more frames to ``sink``."""
+        """End the subscription of ``sink``."""
         interval_ms = self._intervals_ms.pop(sink, None)
         if interval_ms is None:
             return
@@ -180,7 +180,7 @@ class MetricsFeed:
             self._tickers.pop(interval_ms).cancel()
 
     async def close(self) -> None:
-        """Send nothing more to anybody."""
+        """End all subscriptions."""
         await self._tasks.cancel()
 
     async def _answer(self) -> None:
@@ -203,7 +203,7 @@ class MetricsFeed:
 
 
 def _send(sink: EventSink, event: Event) -> None:
-    """Send an event; what one sink does with it is not the others' concern."""
+    """Send an event; an exception in one sink does not affect the others."""
     try:
         sink.send(event)
     except Exception:  # noqa: BLE001 - the border: a defect of one socket must not end the others' frames
@@ -211,7 +211,7 @@ def _send(sink: EventSink, event: Event) -> None:
 
 
 def readings(*, timestamp: float, gpu: GpuReading, engine: EngineStatus, totals: Totals) -> Metrics:
-    """Return the readings of all parts as a metrics frame."""
+    """Return the metrics frame of all readings."""
     model = engine.model
     return Metrics(
         timestamp=timestamp,

@@ -1,13 +1,13 @@
-"""The one writer of a connection: sends at once while the peer reads, and keeps a bounded rest while it does not.
+"""Outbox: the only writer of a connection; sends at once while the peer reads, and otherwise queues up to a limit.
 
-Control frames are never dropped. Text of a turn that waits is joined into one frame. Past the limit of bytes the
-peer has stopped reading, and the connection is told to end.
+Control frames are never dropped. Queued text of a turn is coalesced into one frame. Beyond the limit of bytes the peer
+counts as too slow, and the connection is closed.
 
-What a client asked for in bulk, as the events that it has missed or a transcript, may be larger than that limit
-although the client reads. It is *replayed*: it keeps its place in the order, is encoded only when the peer has read
-what is before it, and does not count towards the limit. What is long is encoded piece by piece, each a fragment of one
-message, as fast as the peer reads and no more than one in a turn of the event loop. A connection does the next such
-request when the last one has gone out (``wait_replayed``), so that no more than one waits.
+Bulk data requested by the client, such as missed events or a transcript, may exceed that limit although the client
+reads. It is *replayed*: it keeps its place in the order, is encoded only once the peer has read what precedes it, and
+does not count towards the limit. A long event is encoded in pieces, each a fragment of one message, at the speed of the
+peer and at most one per iteration of the event loop. A connection runs its next bulk request when the last one was
+written (``wait_replayed``), so that at most one is queued.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ if TYPE_CHECKING:
     from inferencecenter.protocol.events import Text
     from inferencecenter.telemetry.metrics import DaemonMetrics
 
-# Below what WebSocket clients accept by default (1 MiB), with room for JSON around it.
+# Below the default limit of WebSocket clients (1 MiB), with room for JSON around it.
 MAX_JOINED_BYTES: Final = 64 * 1024
 _LEAST_BYTES: Final = 1024
-"""An event that is short takes as long to encode as so many bytes of one that is not."""
+"""Cost of encoding a short event, as the number of bytes of a long one that takes the same time."""
 
 
 class Wire(Protocol):
-    """What an outbox writes to."""
+    """The transport that an outbox writes to."""
 
     on_writable: Callable[[], None] | None
     on_lost: Callable[[], None] | None
@@ -48,20 +48,20 @@ class Wire(Protocol):
         """Write a text frame."""
 
     def write_piece(self, piece: bytes, *, first: bool, last: bool) -> None:
-        """Write a fragment of a text message; no other message begins before the last."""
+        """Write a fragment of a text message; no other message may start before the last fragment."""
 
     def finish(self, code: int, reason: str, *, linger_s: float) -> None:
-        """Send a close frame, and abort the connection when it is not answered in time."""
+        """Send a close frame, and abort the connection if it is not answered in time."""
 
 
 class TextFrames:
-    """Makes the frames of one text of a turn, of which most bytes are always the same.
+    """Encodes the frames of one text of a turn, which differ in few bytes.
 
-    Equal to ``codec.encode`` of the event, at a tenth of its cost.
+    The result equals ``codec.encode`` of the event, at a tenth of its cost.
 
     Args:
-        first: The event that the text begins with.
-        dagger_only: The socket speaks the first protocol, which knows tokens only.
+        first: The first event of the text.
+        dagger_only: The socket speaks the first protocol, which has tokens only.
     """
 
     def __init__(self, first: Text, *, dagger_only: bool) -> None:
@@ -76,20 +76,20 @@ class TextFrames:
             self._middle = b',"turn_id":%b,%b"' % (orjson.dumps(first.turn_id), _field(first))
 
     def take(self, event: Text) -> bool:
-        """Tell whether these are the frames of an event."""
-        if self._plain_turn is not None and type(event) is Token:  # by far the most, so it is quick
+        """Return whether an event belongs to this text."""
+        if self._plain_turn is not None and type(event) is Token:  # by far the most frequent, so it is fast
             return event.turn_id == self._plain_turn
         return goes_on(self._first, event)
 
     def frame(self, seq: int, content: bytes) -> bytes:
-        """Return the frame for ``content``, which is the inside of a JSON string."""
+        """Return the frame of ``content``, the inside of a JSON string."""
         if self._numbered:
             return b'%b%d%b%b"}' % (self._head, seq, self._middle, content)
         return b'%b%b"}' % (self._head, content)
 
 
 class _Run:
-    """Text of one turn that waits to go out as one frame."""
+    """Text of one turn that is queued as one frame."""
 
     __slots__ = ("content", "frames", "seq", "session_id")
 
@@ -101,7 +101,7 @@ class _Run:
 
 
 class _Replayed:
-    """An event that was asked for in bulk; its pieces are made from when its turn comes."""
+    """A replayed event; it is encoded in pieces from its turn in the queue on."""
 
     __slots__ = ("event", "pieces")
 
@@ -111,12 +111,12 @@ class _Replayed:
 
 
 class Outbox:
-    """Events on their way to one client.
+    """Queue of events to one client.
 
     Args:
         wire: The socket.
-        limit_bytes: What may wait.
-        overflowed: Called once, when more waits; the outbox takes nothing any more.
+        limit_bytes: Maximum number of queued bytes.
+        overflowed: Called once beyond the limit; the outbox then accepts nothing more.
         metrics: Where frames and bytes are counted.
     """
 
@@ -140,7 +140,7 @@ class Outbox:
 
     @property
     def waiting_bytes(self) -> int:
-        """Bytes that wait for the peer."""
+        """Queued bytes."""
         return self._bytes
 
     def enable_v1(self) -> None:
@@ -149,7 +149,7 @@ class Outbox:
         self._frames.clear()
 
     def send(self, event: Event) -> None:
-        """Send an event now, or when the peer has caught up."""
+        """Send an event now, or queue it while the peer is behind."""
         if self._closed:
             return
         if (type(event) is Token or self._joins(event)) and event.logprobs is None and event.id is None:
@@ -161,7 +161,7 @@ class Outbox:
             self._put(frame.encode())
 
     def replay(self, events: Sequence[Event]) -> None:
-        """Send events each of which is encoded when the peer has caught up with what is before it."""
+        """Queue events to be encoded once the peer has read what precedes them."""
         if self._closed:
             return
         for event in events:
@@ -172,17 +172,17 @@ class Outbox:
 
     @property
     def replay_pending(self) -> bool:
-        """Whether anything waits that ``replay`` was given."""
+        """Whether replayed events are queued."""
         return self._n_replayed > 0
 
     async def wait_replayed(self) -> None:
-        """Wait until nothing does, or the outbox is closed; for one task at a time."""
+        """Wait until none is queued, or the outbox is closed; for one task at a time."""
         while self._n_replayed and not self._closed:
             self._replayed = asyncio.get_running_loop().create_future()
             await self._replayed
 
     def flush(self) -> None:
-        """Write what waits for as long as the peer keeps up; of what has to be encoded a piece, and the rest soon."""
+        """Write queued frames while the peer keeps up; of events still to be encoded one piece, and the rest soon."""
         n_bytes = 0
         while self._queue and self._wire.takes_frames:
             if n_bytes >= PIECE_BYTES:
@@ -192,7 +192,7 @@ class Outbox:
             n_bytes += self._write_next()
 
     def close(self, *, write_rest: bool) -> None:
-        """Take nothing any more; what waits is handed to the transport or forgotten."""
+        """Accept nothing more; queued frames are passed to the transport or dropped."""
         self._closed = True
         while write_rest and self._queue:
             self._write_next()
@@ -205,7 +205,7 @@ class Outbox:
         self._end_replay()
 
     def _joins(self, event: Event) -> TypeGuard[Reasoning | ToolCall]:
-        """Tell whether an event that is no token brings text only; the one that names a tool does not."""
+        """Return whether an event other than a token carries text only; one that names a tool does not."""
         return not self._dagger_only and (
             isinstance(event, Reasoning) or (isinstance(event, ToolCall) and event.name is None)
         )
@@ -234,7 +234,7 @@ class Outbox:
         self._grow(len(frame))
 
     def _begin_anew(self, event: Event) -> None:
-        """Let what comes later in an event's session not be joined to text from before it, and forget its frames."""
+        """Prevent later text of an event's session from being joined to text before it, and drop its encoder."""
         session_id: str | None = getattr(event, "session_id", None)
         if session_id is not None:
             self._runs.pop(session_id, None)
@@ -249,7 +249,7 @@ class Outbox:
         self.flush()
 
     def _write_next(self) -> int:
-        """Write the next frame, or a piece of it, and return how many bytes that takes the time to encode."""
+        """Write the next frame, or a piece of it, and return its cost in bytes."""
         entry = self._queue[0]
         if isinstance(entry, _Replayed):
             return self._write_piece(entry)
@@ -265,7 +265,7 @@ class Outbox:
         return 0
 
     def _write_piece(self, entry: _Replayed) -> int:
-        """Write the next piece of an event; a socket of the first protocol is not told those that it does not know."""
+        """Write the next piece of an event; events unknown to the first protocol are not sent to its sockets."""
         first = entry.pieces is None
         if entry.pieces is None:
             entry.pieces = iter(()) if self._dagger_only else encode_in_pieces(entry.event)
@@ -296,7 +296,7 @@ class Outbox:
 
 
 def _field(event: Text) -> bytes:
-    """Return what stands between an event's turn and its text."""
+    """Return the JSON between an event's turn and its text."""
     if isinstance(event, ToolCall):
         return b'"index":%d,"call_id":%b,"arguments":' % (event.index, orjson.dumps(event.call_id))
     return b'"content":'

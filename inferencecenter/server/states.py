@@ -1,4 +1,4 @@
-"""Everything that affects the state of a connection: its states, the events that move it, and the table of both."""
+"""State machine of a connection: its states, events and transition table."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from inferencecenter.core.state_machine import StateMachine
 
 
 class ConnectionState(StrEnum):
-    """Where a socket is in its life."""
+    """State of a socket."""
 
     CONNECTED = "connected"
     AUTHENTICATED = "authenticated"
@@ -18,14 +18,14 @@ class ConnectionState(StrEnum):
 
 
 class ConnectionEvent(StrEnum):
-    """What moves a connection from one state to another."""
+    """Event that changes the state of a connection."""
 
     AUTHENTICATE = "authenticate"
     DRAIN = "drain"
     CLOSE = "close"
 
 
-# A socket that never authenticated has nothing to drain.
+# An unauthenticated socket has nothing to drain.
 CONNECTION: Final = StateMachine(
     "connection",
     {

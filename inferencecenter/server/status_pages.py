@@ -1,4 +1,4 @@
-"""What operators ask for by HTTP: what this is, whether it lives, whether it is ready, and its metrics."""
+"""HTTP pages for operators: about, liveness, readiness and metrics."""
 
 from __future__ import annotations
 
@@ -37,18 +37,18 @@ if TYPE_CHECKING:
 
 
 PROXY_NOT_TRUSTED: Final = "not_trusted"
-"""What ``/readyz`` says of a proxy on this machine that is not among ``server.trusted_proxies``."""
+"""Hint of ``/readyz`` about a proxy on this machine that is not in ``server.trusted_proxies``."""
 
 
 class StatusPages:
-    """Answers to plain HTTP requests."""
+    """Handlers of plain HTTP requests."""
 
     def __init__(self, context: ServerContext) -> None:
         self._context = context
         self._scrape = MetricsPage(context)
 
     async def about(self, _request: Request) -> Response:
-        """Say what listens here, to somebody who came without a WebSocket."""
+        """Describe the daemon to a caller without a WebSocket."""
         return JSONResponse(
             {
                 "server": "inferencecenter",
@@ -60,15 +60,14 @@ class StatusPages:
         )
 
     async def healthz(self, _request: Request) -> Response:
-        """Say that the process lives."""
+        """Liveness: always 200."""
         return JSONResponse({"status": "ok"})
 
     async def readyz(self, request: Request) -> Response:
-        """Say whether a turn could run now, if need be with an engine that it wakes: 200, else 503.
+        """Readiness: 200 if a turn could run now, which may wake an engine, else 503.
 
-        Without the file of sessions no turn of a stored session begins, and what is told of such a session is held
-        back; without that of accounts no login is accepted. Callers on this machine are told of a proxy that is not
-        trusted.
+        Without the session database no turn of a stored session starts, and events of such a session are held back;
+        without the account database no login is accepted. Callers on this machine are warned of an untrusted proxy.
         """
         engine = self._context.models.status
         storable = self._context.sessions.fault is None and self._context.authenticator.is_available
@@ -86,7 +85,7 @@ class StatusPages:
         )
 
     async def metrics(self, request: Request) -> Response:
-        """Show the metrics to those who may see them."""
+        """Return the metrics to permitted callers."""
         try:
             self._admit(request)
         except InferenceCenterError as error:
@@ -124,13 +123,13 @@ class StatusPages:
 
 
 class MetricsPage:
-    """Answers those who ask for the metrics."""
+    """Renders the metrics."""
 
     def __init__(self, context: ServerContext) -> None:
         self._context = context
 
     async def page(self, accept: str) -> tuple[bytes, str]:
-        """Return all metrics and their media type, in OpenMetrics' format for those who ``accept`` it."""
+        """Return all metrics and their media type, in OpenMetrics format if ``accept`` includes it."""
         context, metrics = self._context, self._context.metrics
         gpus = await context.gpus.get()
         engines = context.models.statuses
@@ -142,18 +141,18 @@ class MetricsPage:
         show_processes(metrics.machine, engines)
         show_gpus(metrics.machine, gpus)
         encode, media_type = _encoder(accept)
-        # On the event loop, where all of it is counted: a thread would only contend with it for the interpreter.
+        # On the event loop, where all of it is counted: a thread would only contend for the interpreter.
         return encode(metrics.registry), media_type
 
 
 def show_task_failures(metrics: DaemonMetrics) -> None:
-    """Bring up to date how often background work of this process has failed."""
+    """Update the metrics of failed background tasks."""
     for owner, failures in TaskGroup.failures.items():
         metrics.task_failures.labels(label_text(owner)).value = failures
 
 
 def show_engines(metrics: EngineMetrics, engines: Mapping[str, EngineStatus]) -> None:
-    """Bring up to date what is read of engines, by the names of their models."""
+    """Update the metrics of engines, by model name."""
     metrics.clear()
     for name, status in engines.items():
         label, model = label_text(name), status.model
@@ -174,7 +173,7 @@ def show_engines(metrics: EngineMetrics, engines: Mapping[str, EngineStatus]) ->
 
 
 def show_processes(metrics: MachineMetrics, engines: Mapping[str, EngineStatus]) -> None:
-    """Bring up to date what the front uses, and the engines that there are."""
+    """Update the metrics of this process and the engine processes."""
     metrics.clear_processes()
     _show_process(metrics, os.getpid(), "front", "")
     for name, status in engines.items():
@@ -183,7 +182,7 @@ def show_processes(metrics: MachineMetrics, engines: Mapping[str, EngineStatus])
 
 
 def show_gpus(metrics: MachineMetrics, gpus: Gpus) -> None:
-    """Bring up to date what is read of GPUs."""
+    """Update the metrics of GPUs."""
     metrics.clear_gpus()
     for position, reading in enumerate(gpus.readings):
         gpu = str(position if reading.index is None else reading.index)
@@ -212,7 +211,7 @@ def _figures(metrics: MachineMetrics, reading: GpuReading) -> tuple[tuple[Gauge,
 def _show_process(metrics: MachineMetrics, pid: int, process: str, model: str) -> None:
     try:
         usage = read_usage(pid)
-    except OSError:  # it has just ended
+    except OSError:  # the process has just ended
         return
     metrics.process_cpu_s.labels(process, model).value = usage.cpu_s
     metrics.process_rss_bytes.labels(process, model).set(usage.rss_bytes)
@@ -221,5 +220,5 @@ def _show_process(metrics: MachineMetrics, pid: int, process: str, model: str) -
 def _encoder(accept: str) -> tuple[Callable[[Collector], bytes], str]:
     try:
         return choose_encoder(accept)
-    except (TypeError, ValueError):  # it asks for a version that is no number
+    except (TypeError, ValueError):  # a version that is not a number
         return generate_latest, CONTENT_TYPE_PLAIN_0_0_4

@@ -1,4 +1,4 @@
-"""The daemon's certificate: read, looked at before it is used, and read again without dropping a connection."""
+"""The TLS certificate: loaded, checked before use, and reloaded without dropping connections."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _log = structlog.get_logger(__name__)
 
 
 class Certificate:
-    """A certificate and its key; ``context`` is for the listener and stays the same when others take their place.
+    """A certificate and its key; ``context`` is for the listener and stays the same across reloads.
 
     Args:
-        certfile: PEM file with the certificate and those that lead to its authority.
-        keyfile: PEM file with its private key, not encrypted.
+        certfile: PEM file with the certificate and its chain.
+        keyfile: PEM file with its private key, unencrypted.
 
     Raises:
-        InferenceCenterError: ``invalid_config``; the files cannot be read, do not fit together or have expired.
+        InferenceCenterError: ``invalid_config``; the files cannot be read, do not match or have expired.
     """
 
     def __init__(self, certfile: Path, keyfile: Path) -> None:
@@ -33,20 +33,20 @@ class Certificate:
         self._keyfile = keyfile
         self._current = _loaded(certfile, keyfile)
         self.context = _loaded(certfile, keyfile)
-        # Loading into the context in use would leave a replaced certificate of another key type beside the new one,
-        # for clients that ask for that type.
+        # Loading into the context in use would keep a replaced certificate of another key type, for clients that
+        # request that type.
         self.context.sni_callback = self._choose
 
     def reload(self) -> None:
-        """Read the files again; connections that are made from now on see what is in them.
+        """Reload the files; connections made from now on use them.
 
         Raises:
-            InferenceCenterError: ``invalid_config``; the certificate from before stays in use.
+            InferenceCenterError: ``invalid_config``; the previous certificate stays in use.
         """
         self._current = _loaded(self._certfile, self._keyfile)
 
     def _choose(self, connection: ssl.SSLObject | ssl.SSLSocket, _name: str | None, _context: ssl.SSLContext) -> None:
-        """Give a connection the certificate of now. OpenSSL asks also where the client names no host."""
+        """Set the current certificate of a connection. OpenSSL calls this also without a server name."""
         connection.context = self._current
 
 
@@ -75,7 +75,7 @@ def _loaded(certfile: Path, keyfile: Path) -> ssl.SSLContext:
 
 
 class _EncryptedKeyError(Exception):
-    """A key that OpenSSL asks a passphrase for."""
+    """A private key that requires a passphrase."""
 
 
 def _refuse_password() -> str:
@@ -93,10 +93,10 @@ def _not_a_pair(certfile: Path, keyfile: Path, error: ssl.SSLError) -> Inference
 
 
 def _check_validity(context: ssl.SSLContext, certfile: Path) -> None:
-    """Have a client look at the certificate that trusts nobody but it.
+    """Check the certificate with a client context that trusts only it.
 
     Raises:
-        InferenceCenterError: ``invalid_config``; every client would refuse it.
+        InferenceCenterError: ``invalid_config``; every client would reject it.
     """
     client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     client.check_hostname = False
@@ -106,7 +106,7 @@ def _check_validity(context: ssl.SSLContext, certfile: Path) -> None:
         _shake_hands(context, client)
     except ssl.SSLCertVerificationError as error:
         if error.verify_code == _CERTIFICATE_NOT_YET_VALID:
-            # A machine without a battery for its clock starts in the past.
+            # A machine without a battery-backed clock starts in the past.
             _log.warning("certificate_not_yet_valid", certfile=str(certfile))
             return
         raise _invalid(f"{certfile}: {error.verify_message}", "server.certfile", hint="Renew it.") from None

@@ -1,4 +1,4 @@
-"""Upgrades of strangers: how often an address may make one. A socket that authenticates gives its own back."""
+"""Rate limit of unauthenticated upgrades per address; a socket that authenticates gets its token refunded."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from inferencecenter.telemetry.metrics import DaemonMetrics
 
 BURST_S: Final = 15
-"""An address may make the upgrades of so many seconds at once."""
+"""Size of a burst, in seconds of the rate."""
 _RETRY_MS: Final = 1000
 
 
@@ -35,15 +35,15 @@ def _refusal() -> bytes:
 
 
 REFUSAL: Final = _refusal()
-"""The same for all, so that it costs nothing to make."""
+"""Shared by all refusals, so that they cost nothing to create."""
 
 
 class UpgradeLimiter:
-    """Counts upgrades that bring no credential, by address; one that brings any is judged by that.
+    """Counts upgrades without a credential by address; those with one are limited by its check.
 
     Args:
-        proxies: Whose word on a caller's address is believed.
-        per_s: Upgrades that an address regains in a second; ``BURST_S`` times as many it may make at once.
+        proxies: Proxies whose information on a caller's address is trusted.
+        per_s: Upgrades that an address regains per second; the burst is ``BURST_S`` times as many.
         clock: Monotonic seconds.
         metrics: Where refusals are counted.
     """
@@ -56,7 +56,7 @@ class UpgradeLimiter:
         self._metrics = metrics
 
     def refusal(self, peer: str, headers: Headers) -> bytes | None:
-        """Return the answer to an upgrade through the peer ``peer`` that is refused, ``None`` when it may be made."""
+        """Return the response to a refused upgrade from ``peer``, ``None`` if it is accepted."""
         if _brings_credential(headers):
             return None
         address = self._proxies.peer_info(peer, headers).address
@@ -67,7 +67,7 @@ class UpgradeLimiter:
         return None
 
     def give_back(self, address: str) -> None:
-        """Count an upgrade no longer: its socket has authenticated."""
+        """Refund an upgrade whose socket has authenticated."""
         self._attempts.refund(address)
 
 
@@ -75,5 +75,5 @@ def _brings_credential(headers: Headers) -> bool:
     offered = [each.strip() for line in headers.getlist("sec-websocket-protocol") for each in line.split(",")]
     try:
         return read_credential(headers, offered) is not None
-    except InferenceCenterError:  # half of one says no more than none
+    except InferenceCenterError:  # half a credential counts as none
         return False

@@ -1,6 +1,6 @@
-"""The web page over HTTP: its front page where the daemon answers, its files below ``web/``.
+"""The web page over HTTP: its front page at the daemon's URL, its files below ``web/``.
 
-The files are read once: what is not in the table is not served, whatever a path says.
+Only files read at the start are served, so no path leads outside.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 ROOT: Final = Path(__file__).parents[1] / "web"
 FRONT_PAGE: Final = "index.html"
 PREFIX: Final = "web/"
-"""What the front page puts before the path of each file that it names."""
+"""Prefix of the file paths in the front page."""
 _MAIN_MODULE: Final = "js/main.js"
 _IMPORT: Final = re.compile(rb"""\b(?:import|export)\b[\w\s{},*$]*\bfrom\s*["'](\.[^"'\n]+)["']""")
 
@@ -38,15 +38,15 @@ _MEDIA_TYPES: Final = {
     ".svg": "image/svg+xml",
     "": "text/plain; charset=utf-8",
 }
-"""What is served, by suffix; files that only tools read have others. Of those without one, only the licences are."""
+"""Media types of served files by suffix. Files for tools have other suffixes; without one, only licences are served."""
 _PLAIN_FILES: Final = ("LICENSES",)
 _WORTH_COMPRESSING: Final = 0.9
-"""The share of its size that a compressed file may have at most."""
+"""Maximum ratio of a compressed file's size to the original."""
 
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """A file as it goes over the wire, with the digest that it is known by."""
+    """A file in one encoding, with its digest (ETag)."""
 
     body: bytes
     etag: str
@@ -55,22 +55,22 @@ class Variant:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WebFile:
-    """A file of the page; ``compressed`` is ``None`` where that saves little."""
+    """A file of the page; ``compressed`` is ``None`` if compression saves little."""
 
     media_type: str
     plain: Variant
     compressed: Variant | None
 
     def variant(self, accept_encoding: str) -> Variant:
-        """Return what a client gets that accepts these encodings, as in the header of that name."""
+        """Return the variant for the value of an ``Accept-Encoding`` header."""
         return self.compressed if self.compressed is not None and _accepts_gzip(accept_encoding) else self.plain
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WebFiles:
-    """All files of the page: ``assets`` by their paths, which the front page names below ``version``.
+    """All files of the page: ``assets`` by their paths, which the front page references below ``version``.
 
-    A version is a digest of all of them, so what is under it never changes.
+    A version is a digest of all files, so the content of a versioned path never changes.
     """
 
     version: str
@@ -80,10 +80,10 @@ class WebFiles:
 
 @cache
 def read_web_files(root: Path = ROOT) -> WebFiles:
-    """Read the files below ``root``, with the version in the addresses that the front page names.
+    """Read the files below ``root`` and put the version into the paths in the front page.
 
-    The page also names the modules that its first one imports, those of these, and so on, so that a browser asks for
-    all of them at once rather than for each when it has read who imports it.
+    The page also lists the modules that its first one imports, directly or indirectly, so that a browser requests all
+    of them at once rather than level by level.
     """
     contents = dict(_served(root))
     digest = hashlib.sha256()
@@ -109,7 +109,7 @@ def _served(root: Path) -> Iterator[tuple[str, bytes]]:
 
 
 def _imported(contents: Mapping[str, bytes]) -> list[str]:
-    """Return what the first module needs, the nearest first."""
+    """Return the transitive imports of the first module, the nearest first."""
     found = [_MAIN_MODULE]
     for path in found:
         for target in _IMPORT.findall(contents.get(path, b"")):
@@ -148,7 +148,7 @@ _POLICY: Final = (
     "base-uri 'none'",
     "form-action 'none'",
     "frame-ancestors 'none'",
-    # Whatever becomes part of the page as HTML has been through the sanitizer.
+    # HTML that is inserted into the page has passed the sanitizer.
     "require-trusted-types-for 'script'",
     "trusted-types dompurify",
 )
@@ -158,25 +158,25 @@ FILE_HEADERS: Final = {
     "referrer-policy": "no-referrer",
     "x-content-type-options": "nosniff",
 }
-"""What every answer of the page carries."""
+"""Headers of every response of the page."""
 HEADERS: Final = FILE_HEADERS | {
     "content-security-policy": "; ".join(_POLICY),
     "cross-origin-opener-policy": "same-origin",
     "permissions-policy": ", ".join(f"{feature}=()" for feature in _UNUSED),
 }
-"""What those carry too that a browser may show as a document: all but scripts and styles, which are half a hundred."""
+"""Further headers of files that a browser may show as a document: all but scripts and styles."""
 _PARTS: Final = ("text/javascript", "text/css")
 _FOREVER: Final = "public, max-age=31536000, immutable"
 _LOOK_AGAIN: Final = "no-cache"
 
 
 class WebPage:
-    """Answers with the page and its files.
+    """Serves the page and its files.
 
     Args:
-        files: All there are.
-        base_path: What stands before every address.
-        otherwise: Answers at the front page's address to who does not ask for HTML.
+        files: All files.
+        base_path: Prefix of every path.
+        otherwise: Handles requests for the front page's path that do not accept HTML.
     """
 
     def __init__(self, files: WebFiles, *, base_path: str, otherwise: Callable[[Request], Awaitable[Response]]) -> None:
@@ -185,7 +185,7 @@ class WebPage:
         self._otherwise = otherwise
 
     def routes(self) -> list[BaseRoute]:
-        """Return the routes; they stand before others for the same addresses."""
+        """Return the routes; they take precedence over others for the same paths."""
         routes: list[BaseRoute] = [
             Route(self._base_path + "/", self.front_page),
             Route(self._base_path + "/web/{path:path}", self.file),
@@ -195,7 +195,7 @@ class WebPage:
         return routes
 
     async def front_page(self, request: Request) -> Response:
-        """Show the page to a browser."""
+        """Return the front page to a browser."""
         if _wants_html(request):
             return _answer(request, self._files.front_page, caching=_LOOK_AGAIN)
         response = await self._otherwise(request)
@@ -203,13 +203,13 @@ class WebPage:
         return response
 
     async def way_in(self, request: Request) -> Response:
-        """Send a browser to where the page's relative addresses lead to its files."""
+        """Redirect a browser to where the page's relative URLs resolve to its files."""
         if _wants_html(request):
             return RedirectResponse(self._base_path + "/", headers={"vary": "accept"})
         return await self.front_page(request)
 
     async def file(self, request: Request) -> Response:
-        """Send a file of the page, by its path with or without the version before it."""
+        """Return a file of the page, by its path with or without the version."""
         path: str = request.path_params["path"]
         bare = path.removeprefix(f"{self._files.version}/")
         found = self._files.assets.get(bare)
@@ -244,6 +244,6 @@ def _wants_html(request: Request) -> bool:
 
 
 def has_etag(etag: str, if_none_match: str) -> bool:
-    """Tell whether a request's ``If-None-Match`` names ``etag``."""
+    """Return whether a request's ``If-None-Match`` contains ``etag``."""
     known = [each.strip().removeprefix("W/") for each in if_none_match.split(",")]
     return etag in known or known == ["*"]

@@ -1,8 +1,8 @@
-"""uvicorn's WebSocket protocol, made to bear clients that stop reading.
+"""uvicorn's WebSocket protocol, made robust against clients that stop reading.
 
-Frames go out by plain calls rather than through ASGI's ``send``, which waits for a reader that may never come.
-Measured on Linux: without ``TCP_NOTSENT_LOWAT`` the kernel takes 4 MB before anybody notices a stopped reader, and
-closing such a socket politely takes forever; hence the limit, and hence ``abort``.
+Frames are written by plain calls rather than through ASGI's ``send``, which waits for a reader that may never come.
+Measured on Linux: without ``TCP_NOTSENT_LOWAT`` the kernel buffers 4 MB before a stopped reader is noticed, and a
+graceful close of such a socket never completes; hence the limit, and ``abort``.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _HIGH_WATER_BYTES: Final = 32 * 1024
 _LOW_WATER_BYTES: Final = 8 * 1024
 LINGER_S: Final = 5.0
 LAST_WORD_S: Final = 1.0
-"""How long a close frame gets to reach a peer that seems to have stopped reading."""
+"""Seconds for a close frame to reach a peer that seems to have stopped reading."""
 SCOPE_KEY: Final = "websocket"
 _PIECE_BYTES: Final = 8 * 1024
 _NOT_UTF8: Final = 1007
@@ -44,7 +44,7 @@ _log = structlog.get_logger(__name__)
 
 
 def bound_writes(transport: asyncio.Transport) -> None:
-    """Have what is written go out at once, and little of it wait where nobody can count it."""
+    """Send writes at once, and limit the unsent bytes in the kernel, which cannot be counted here."""
     transport.set_write_buffer_limits(high=_HIGH_WATER_BYTES, low=_LOW_WATER_BYTES)
     raw = transport.get_extra_info("socket")
     if raw is not None and raw.family in (socket.AF_INET, socket.AF_INET6):
@@ -53,18 +53,18 @@ def bound_writes(transport: asyncio.Transport) -> None:
 
 
 class WebSocket(WebSocketsSansIOProtocol):
-    """One socket; the ASGI application finds it in ``scope["state"]["websocket"]``.
+    """A socket; the ASGI application finds it in ``scope["state"]["websocket"]``.
 
     Args:
-        args: uvicorn's.
-        bad_frames: Of all sockets: bounds what is logged of frames that are none.
-        options: uvicorn's.
+        args: From uvicorn.
+        bad_frames: Shared by all sockets: limits the log lines about invalid frames.
+        options: From uvicorn.
     """
 
     on_writable: Callable[[], None] | None = None
-    """Called when the transport takes frames again."""
+    """Called when the transport is writable again."""
     on_lost: Callable[[], None] | None = None
-    """Called when the transport is gone."""
+    """Called when the transport is closed."""
     _alive: bool = False
     _failed: bool = False
 
@@ -75,13 +75,13 @@ class WebSocket(WebSocketsSansIOProtocol):
         self._reading: asyncio.Handle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Prepare the transport of a socket that was just upgraded."""
+        """Prepare the transport of an upgraded socket."""
         super().connection_made(transport)
         self.lost: asyncio.Future[None] = self.loop.create_future()
         bound_writes(self.transport)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Let the application know that nobody is there any more."""
+        """Notify the application that the peer is gone."""
         super().connection_lost(exc)
         if self._reading is not None:
             self._reading.cancel()
@@ -91,18 +91,18 @@ class WebSocket(WebSocketsSansIOProtocol):
             self.on_lost()
 
     def handle_connect(self, event: Request) -> None:
-        """Hand this object to the application along with the upgrade."""
+        """Pass this object to the application along with the upgrade."""
         super().handle_connect(event)
         if self.response.status_code == 101:
             self.scope["state"][SCOPE_KEY] = self
 
     def data_received(self, data: bytes) -> None:
-        """Take what the peer sent; after a protocol error it is thrown away until the peer has seen why."""
+        """Process received data; after a protocol error it is discarded until the peer has seen the reason."""
         self._alive = True
         if self._failed:
             return
         if not self.handshake_initiated:
-            super().data_received(data)  # the head, which has come as a whole
+            super().data_received(data)  # the head, which is complete
             if not self.handshake_initiated:
                 self._refuse_upgrade()
             return
@@ -112,7 +112,7 @@ class WebSocket(WebSocketsSansIOProtocol):
             self._read_on()
 
     async def receive(self) -> ASGIReceiveEvent:
-        """Return the next message; when there is none left, what the peer has sent meanwhile is read on."""
+        """Return the next message; if none is left, parse more of the received data."""
         message = await self.queue.get()
         if self.queue.empty():
             if self._unread:
@@ -121,9 +121,9 @@ class WebSocket(WebSocketsSansIOProtocol):
                 self._resume_reading()
         return message
 
-    # What one call of the transport brings may be 40,000 frames, which take a tenth of a second to read. So it is read
-    # in pieces, the next one in another turn of the event loop, and not before the application has taken the messages
-    # of the last. A large frame just takes more turns.
+    # One read of the transport may hold 40,000 frames, which take a tenth of a second to parse. So it is parsed in
+    # pieces, the next one in another iteration of the event loop, and only once the application has taken the messages
+    # of the last one. A large frame just takes more iterations.
 
     def _read_on(self) -> None:
         self._reading = None
@@ -152,7 +152,7 @@ class WebSocket(WebSocketsSansIOProtocol):
             self.transport.resume_reading()
 
     def send_receive_event_to_app(self) -> None:
-        """Hand a whole message to the application; text that is not UTF-8 ends the socket with 1007."""
+        """Pass a complete message to the application; text that is not UTF-8 closes the socket with 1007."""
         if self.curr_msg_data_type != "text" or self.close_sent:
             super().send_receive_event_to_app()
             return
@@ -170,13 +170,13 @@ class WebSocket(WebSocketsSansIOProtocol):
             self.transport.pause_reading()
 
     async def send(self, message: ASGISendEvent) -> None:
-        """Send what the application says; an upgrade that it refuses is complete with that, which uvicorn overlooks."""
+        """Forward a message of the application; mark a refused upgrade as complete, which uvicorn omits."""
         await super().send(message)
         if message["type"] == "websocket.http.response.body" and not message.get("more_body", False):
             self.handshake_complete = True
 
     def resume_writing(self) -> None:
-        """Go on with what waits: the peer has caught up."""
+        """Resume writing: the peer has caught up."""
         super().resume_writing()
         self._alive = True
         if self.on_writable is not None:
@@ -184,17 +184,17 @@ class WebSocket(WebSocketsSansIOProtocol):
 
     @property
     def takes_frames(self) -> bool:
-        """Whether a frame may be written now; while the peer is behind it should wait."""
+        """Whether a frame may be written now; while the peer is behind it should be queued."""
         return self.writable.is_set()
 
     def write_text(self, frame: bytes) -> None:
-        """Write a text frame, whether the peer is behind or not; nothing happens once the socket is closing."""
+        """Write a text frame, regardless of back-pressure; ignored once the socket is closing."""
         if not self.close_sent and self.conn.state is State.OPEN and not self.transport.is_closing():
             self.conn.send_text(frame)
             self.transport.write(b"".join(self.conn.data_to_send()))
 
     def write_piece(self, piece: bytes, *, first: bool, last: bool) -> None:
-        """Write a fragment of a text message; nothing happens once the socket is closing."""
+        """Write a fragment of a text message; ignored once the socket is closing."""
         if not self.close_sent and self.conn.state is State.OPEN and not self.transport.is_closing():
             if first:
                 self.conn.send_text(piece, fin=last)
@@ -203,7 +203,7 @@ class WebSocket(WebSocketsSansIOProtocol):
             self.transport.write(b"".join(self.conn.data_to_send()))
 
     def finish(self, code: int, reason: str, *, linger_s: float = LINGER_S) -> None:
-        """Send a close frame after all that was written, and abort a peer that does not answer within ``linger_s``."""
+        """Send a close frame after all written data, and abort a peer that does not answer within ``linger_s``."""
         if not self.handshake_complete:
             self.send_500_response()
             self.transport.close()
@@ -215,22 +215,22 @@ class WebSocket(WebSocketsSansIOProtocol):
         self._linger(linger_s)
 
     def handle_ping(self) -> None:
-        """Answer a ping; a peer that does not read its pongs gets no more of them, nor one that has failed."""
+        """Answer a ping, unless the peer does not read its pongs or has failed."""
         pong = b"".join(self.conn.data_to_send())
         if self.takes_frames and not self._failed:
             self.transport.write(pong)
 
     def handle_close(self, event: Frame) -> None:
-        """Answer the peer's close, and do not wait forever for it to read the answer."""
+        """Answer the peer's close, and wait a bounded time for it to be read."""
         super().handle_close(event)
         if self.close_timer is None:
             self.close_timer = self.loop.call_later(LINGER_S, self.abort)
 
     def handle_parser_exception(self) -> None:
-        """Say what was wrong with what the peer sends: mostly a frame over the limit (1009).
+        """Report a protocol error of the peer, mostly a frame over the limit (1009).
 
-        The connection stays open for reading a while. Closed with unread bytes in it, it would be reset, and the peer,
-        still sending its large frame, would never see the reason.
+        Received data is read and discarded for a while before the connection is closed. Closed with unread data it
+        would be reset, and the peer, still sending its large frame, would never see the reason.
         """
         self._failed = True
         close = self.conn.close_sent
@@ -244,7 +244,7 @@ class WebSocket(WebSocketsSansIOProtocol):
             self.transport.write_eof()
 
     def keepalive_timeout(self) -> None:
-        """Abort a peer that gave no sign of life since the ping; one that reads, however slowly, gets more time."""
+        """Abort a peer that has shown no activity since the ping; a slow reader gets more time."""
         if self._alive and self.ping_timeout is not None:
             self._alive = False
             self.pong_timer = self.loop.call_later(self.ping_timeout, self.keepalive_timeout)
@@ -252,20 +252,20 @@ class WebSocket(WebSocketsSansIOProtocol):
         self.finish(CloseCode.INTERNAL, "keepalive ping timeout", linger_s=LAST_WORD_S)
 
     def send_keepalive_ping(self) -> None:
-        """Ask for a sign of life."""
+        """Send a keepalive ping."""
         self._alive = False
         super().send_keepalive_ping()
 
     def shutdown(self) -> None:
-        """Close because the daemon stops."""
+        """Close at shutdown."""
         self.finish(CloseCode.RESTART, "the daemon stops")
 
     def abort(self) -> None:
-        """Drop the connection with whatever it still holds."""
+        """Abort the connection and drop its buffers."""
         self.transport.abort()
 
     def _refuse_upgrade(self) -> None:
-        """Refuse a request that is HTTP but no upgrade, by its length or a body; uvicorn would leave it unanswered."""
+        """Refuse an upgrade request with a length or a body, which uvicorn would leave unanswered."""
         self._failed = True
         self.transport.write(_BAD_UPGRADE)
         self.transport.close()
