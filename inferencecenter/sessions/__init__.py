@@ -1,1 +1,1 @@
-"""Conversations: their owners, histories, prompts and events, and the turn that is being answered."""
+"""Conversations: their owners, histories, prompts and events, and the running turn."""

@@ -1,4 +1,4 @@
-"""The account that owns sessions, the sockets that take their events, and the limits of its turns."""
+"""The account that owns sessions, the sockets that receive their events, and the limits of its turns."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ if TYPE_CHECKING:
 
 
 PRIORITY_RANK: Final[Mapping[str, int]] = MappingProxyType({"interactive": 0, "normal": 1, "batch": 2})
-"""Lower goes first, as the engine orders turns."""
+"""Lower ranks run first in the engine."""
 
 
 @dataclass(frozen=True, slots=True)
 class Principal:
-    """An account as sessions see it; any number of sockets may act for it.
+    """An account as seen by the sessions; any number of sockets may act for it.
 
-    ``retention_days`` are days after their last use at which its sessions are deleted, ``None`` as the daemon says.
-    ``token_id`` is the token that the socket showed, empty for a key.
+    ``retention_days`` are the days after the last use at which its sessions are deleted, ``None`` for the daemon's
+    default. ``token_id`` is the access token of the socket, empty for a key.
     """
 
     client_id: str
@@ -39,14 +39,14 @@ class Principal:
     token_id: str = ""
 
     def allow_priority(self, wanted: Priority | None, *, otherwise: Priority) -> Priority:
-        """Return the class to use.
+        """Return the priority to use.
 
         Args:
-            wanted: What the frame asks for.
-            otherwise: What holds when it asks for none.
+            wanted: The priority in the request.
+            otherwise: The priority if the request has none.
 
         Raises:
-            InferenceCenterError: ``forbidden`` for a class above the client's own without the scope.
+            InferenceCenterError: ``forbidden`` for a priority above the client's own without the scope.
         """
         if wanted is None:
             return otherwise
@@ -61,79 +61,78 @@ class Principal:
 
 
 class EventSink(Protocol):
-    """A socket as a session sees it."""
+    """A socket as seen by a session."""
 
     def send(self, event: Event) -> None:
-        """Take an event for the client; never blocks, never raises."""
+        """Queue an event for the client; never blocks, never raises."""
 
 
 class ReplaySink(EventSink, Protocol):
-    """A socket that a session is resumed from."""
+    """A socket that can receive a replay."""
 
     def replay(self, missed: Sequence[Event]) -> None:
-        """Take events that may be many and large, and send them as fast as the client reads; never blocks or raises."""
+        """Send events, possibly many and large, at the speed of the client; never blocks, never raises."""
 
 
 class Allowance(Protocol):
-    """What one token may use, or a client that shows a key instead; on the event loop."""
+    """Rate limits and quota of one access token, or of a client with a key. Called on the event loop."""
 
     @property
     def limits(self) -> AccessLimits:
-        """The limits as they are now."""
+        """The current limits."""
 
     def check_turn(self) -> None:
-        """Refuse another turn if there may be none now.
+        """Refuse a turn that exceeds the limits.
 
         Raises:
-            InferenceCenterError: ``rate_limited`` or ``quota_exceeded``, with the time after which it may be asked
-                again.
+            InferenceCenterError: ``rate_limited`` or ``quota_exceeded``, with the delay before a retry.
         """
 
     def begin_turn(self) -> None:
-        """Count a turn that was asked for, until ``end_turn``."""
+        """Count a turn as running until ``end_turn``."""
 
     def go_on(self, n_tokens: int) -> None:
-        """Count a turn that was asked for before this daemon began, and that generated ``n_tokens`` then."""
+        """Count a turn restored from an earlier daemon, where it generated ``n_tokens``."""
 
     def use(self, n_tokens: int) -> bool:
-        """Count tokens that were read or generated; ``False`` once there are none left for today."""
+        """Count used tokens; return ``False`` once the daily quota is used up."""
 
     def end_turn(self) -> None:
-        """Count a turn as running no more."""
+        """Count a turn as ended."""
 
 
 class UnlimitedAllowance:
-    """The allowance of a daemon that sets no limits and counts nothing."""
+    """The allowance without limits."""
 
     limits = NO_LIMITS
 
     def check_turn(self) -> None:
-        """Refuse nothing."""
+        """Do nothing."""
 
     def begin_turn(self) -> None:
-        """Count nothing."""
+        """Do nothing."""
 
     def go_on(self, n_tokens: int) -> None:
-        """Count nothing."""
+        """Do nothing."""
 
     def use(self, n_tokens: int) -> bool:
-        """There are always more."""
+        """Return ``True``."""
         return True
 
     def end_turn(self) -> None:
-        """Count nothing."""
+        """Do nothing."""
 
 
 UNLIMITED: Final = UnlimitedAllowance()
 
 
 def unlimited(_client_id: str, _token_id: str) -> Allowance:
-    """Return the allowance of anybody where there are no limits."""
+    """Return the allowance of any client where no limits are set."""
     return UNLIMITED
 
 
 def check_model(name: str, limits: AccessLimits) -> None:
-    """Refuse a model that is not among those allowed.
+    """Refuse a model that the limits do not allow.
 
     Raises:
         InferenceCenterError: ``forbidden``.
@@ -148,16 +147,16 @@ def check_model(name: str, limits: AccessLimits) -> None:
 
 
 def limited(asked: Params, limits: AccessLimits, *, session: Params, chosen: Collection[str]) -> Params:
-    """Return a turn's own parameters with the most tokens that its answer may have.
+    """Return a turn's own parameters with ``max_tokens`` bounded by the limits.
 
     Args:
-        asked: Those that the turn sets.
-        limits: What holds for whoever asks.
-        session: What holds for what the turn does not set.
-        chosen: Those of the session that the client set itself.
+        asked: The parameters set by the turn.
+        limits: The limits of the requester.
+        session: The parameters of the session.
+        chosen: The session parameters that the client set itself.
 
     Raises:
-        InferenceCenterError: ``invalid_request`` for more tokens than there may be, if the client asked for them.
+        InferenceCenterError: ``invalid_request`` if the client itself asked for more tokens than allowed.
     """
     most = limits.max_tokens
     if most is None:

@@ -1,4 +1,14 @@
-"""A session's numbered events: written down, published to one subscriber, and replayed after a reconnect."""
+"""A session's numbered events: committed, published to one subscriber, and replayed after a reconnect.
+
+``EventLog`` numbers each event with the session's next ``seq``, writes its journal record, and hands the event to the
+``Subscription``. The journal holds back delivery until the record is committed (commit before publish), so a client
+never sees an event that a crash could revoke. The ``ReplayBuffer`` keeps the latest events up to a limit of bytes;
+adjacent deltas of one text are stored as runs and replayed joined. A reconnecting client sends its epoch and the number
+of its last event: it is replayed exactly the events after it, or receives the reason and the whole state if the buffer
+no longer holds them. The epoch names one history of events; it changes when committed events were lost, since the
+numbers of the old history then mean other events. Invariant: within an epoch no number is used for two events, and a
+subscriber receives the events in order, each once.
+"""
 
 from __future__ import annotations
 
@@ -36,9 +46,9 @@ if TYPE_CHECKING:
 
 
 NumberedEvent: TypeAlias = "SessionEvent | Error"
-"""An event with a number; an error has one when it ends a turn."""
+"""An event with a number; an error has one if it ends a turn."""
 MAX_JOINED_BYTES: Final = 64 * 1024
-"""Of token text in one event: below what WebSocket clients accept by default (1 MiB), with room for JSON around it."""
+"""Token text in one event: below the default limit of WebSocket clients (1 MiB), with room for the JSON around it."""
 _TOKEN_BYTES: Final = 64
 
 _log = structlog.get_logger(__name__)
@@ -46,7 +56,7 @@ _LOGPROB_BYTES: Final = 64
 
 
 class _Run:
-    """Pieces of one text whose numbers follow each other; kept as text, since there are many."""
+    """Consecutive deltas of one text, stored without their event objects because there are many."""
 
     __slots__ = ("contents", "first", "first_seq", "logprobs", "plain_turn")
 
@@ -58,7 +68,7 @@ class _Run:
         self.logprobs: deque[tuple[TokenLogprobs, ...] | None] | None = None if event.logprobs is None else deque()
 
     def takes(self, event: Text) -> bool:
-        # By far most are tokens, so these are quick.
+        # Fast path: most deltas are tokens.
         is_plain = self.plain_turn is not None and type(event) is Token
         return (
             (event.turn_id == self.plain_turn if is_plain else goes_on(self.first, event))
@@ -72,13 +82,12 @@ class _Run:
             self.logprobs.append(event.logprobs)
 
     def drop_first(self) -> int:
-        """Forget the first token and return what it took."""
         self.first_seq += 1
         content = self.contents.popleft()
         return _token_bytes(content, self.logprobs.popleft() if self.logprobs is not None else None)
 
     def after(self, last_seq: int) -> Iterator[Text]:
-        """Yield what came after ``last_seq``, joined as far as one event should hold."""
+        """Yield the events after ``last_seq``, joined up to ``MAX_JOINED_BYTES``."""
         parts: list[str] = []
         logprobs: list[TokenLogprobs] = []
         size = 0
@@ -98,10 +107,10 @@ class _Run:
 
 
 class ReplayBuffer:
-    """Numbered events up to a number of bytes, the oldest are forgotten first.
+    """Keeps the latest numbered events up to a number of bytes; the oldest are dropped first.
 
     Args:
-        limit_bytes: What they may take, about.
+        limit_bytes: Approximate limit of their size.
         seq: Number of the last event that is already lost.
     """
 
@@ -118,14 +127,14 @@ class ReplayBuffer:
 
     @property
     def size_bytes(self) -> int:
-        """What is kept takes, about."""
+        """Approximate size of the buffer in bytes."""
         return self._bytes
 
     def add(self, event: NumberedEvent) -> None:
-        """Keep an event, whose number follows the last one's.
+        """Append an event; its number follows the last one.
 
-        A number that was given to an event which a defect kept from being told leaves a gap. What came before it is
-        forgotten then: clients that come back from there are told how the session stands instead.
+        If an internal error prevented the publication of a numbered event, a gap remains. All events before the gap are
+        then dropped, so clients with an older position receive the state of the session instead.
         """
         assert event.seq is not None, "what is kept has a number"
         if event.seq != self._last_seq + 1:
@@ -145,7 +154,7 @@ class ReplayBuffer:
             self._forget_oldest()
 
     def after(self, last_seq: int) -> list[NumberedEvent] | None:
-        """Return all events after ``last_seq``, neighbouring pieces of a text joined; ``None`` if some are lost."""
+        """Return all events after ``last_seq``, adjacent deltas of a text joined; ``None`` if some are lost."""
         if last_seq < self._lost_seq:
             return None
         missing: list[NumberedEvent] = []
@@ -157,7 +166,7 @@ class ReplayBuffer:
         return missing
 
     def disable(self) -> None:
-        """Forget all events, and keep none until ``enable``."""
+        """Drop all events, and keep none until ``enable``."""
         self._forget_all(self._last_seq)
         self._disabled = True
 
@@ -193,34 +202,34 @@ class ReplayBuffer:
 
 
 def _token_bytes(content: str, logprobs: tuple[TokenLogprobs, ...] | None) -> int:
-    """Return about how much memory a token takes, which is more than its text."""
+    """Return the approximate memory of a token, which exceeds the size of its text."""
     n_probabilities = sum(1 + len(entry.top) for entry in logprobs or ())
     return _TOKEN_BYTES + len(content.encode()) + n_probabilities * _LOGPROB_BYTES
 
 
 ReplayLoss: TypeAlias = Literal["no_position", "other_epoch", "unknown_position", "too_old"]
-"""Why events cannot be told again."""
+"""Why events cannot be replayed."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReplayResult:
-    """What a client has missed: the events themselves, or the reason why they cannot be told."""
+    """The events that a client has missed, or the reason why they cannot be replayed."""
 
     events: tuple[NumberedEvent, ...] = ()
     reason: ReplayLoss | None = None
 
 
 class Subscription:
-    """Sends a session's events once they are safe, and keeps them for those who come back.
+    """Delivers a session's events to at most one subscriber once they are committed, and buffers them for replay.
 
-    An event that the journal still holds back when somebody resumes goes to nobody but that one.
+    An event that is still held back by the journal when a client resumes is delivered to that client only.
 
     Args:
         session_id: The session.
-        journal: What makes events safe.
-        replay: What keeps them.
-        sink: Who listens at first.
-        moved: Called with the session's name, who listened before and who listens now, when that changes.
+        journal: Releases deliveries after the commit.
+        replay: The buffer for replay.
+        sink: The initial subscriber.
+        moved: Called with the session's id, the old and the new subscriber when the subscriber changes.
     """
 
     def __init__(
@@ -242,16 +251,16 @@ class Subscription:
 
     @property
     def sink(self) -> EventSink | None:
-        """Who listens."""
+        """The current subscriber."""
         return self._sink
 
     def publish(self, event: NumberedEvent) -> None:
-        """Keep an event, and send it to whoever listens."""
+        """Buffer an event and send it to the subscriber."""
         self._replay.add(event)
         self.send(event)
 
     def reply(self, event: NumberedEvent, sink: EventSink) -> None:
-        """Keep an event, and send it to whoever asked for it; others find it when they come back."""
+        """Buffer an event and send it to the requester; the subscriber, if another, receives it by replay."""
         if sink is self._sink:
             self.publish(event)
         else:
@@ -259,7 +268,7 @@ class Subscription:
             self._journal.release(lambda: sink.send(event))
 
     def send(self, event: Event) -> None:
-        """Send an event to whoever listens."""
+        """Send an event to the subscriber without buffering it."""
         if (sink := self._sink) is None:
             return
         generation = self._generation
@@ -271,7 +280,7 @@ class Subscription:
         self._journal.release(deliver)
 
     def attach(self, sink: EventSink) -> None:
-        """Send events to ``sink`` from now on; another one that had them is told when it has had all of its own."""
+        """Make ``sink`` the subscriber; the previous one receives ``session_detached`` after its last event."""
         self.keep_replay()
         self._replay.enable()
         before, self._sink = self._sink, sink
@@ -281,12 +290,12 @@ class Subscription:
             self._journal.release(lambda: before.send(gone))
 
     def detach(self) -> None:
-        """Send events to nobody."""
+        """Remove the subscriber."""
         before, self._sink = self._sink, None
         self._moved(self._session_id, before, None)
 
     def missed(self, request: ResumeSession, *, epoch: str, seq: int) -> ReplayResult:
-        """Return what a client has missed whose position is that of ``request``, the session's being the others."""
+        """Return the events after the position in ``request``; ``epoch`` and ``seq`` are those of the session."""
         if request.epoch is None:
             return ReplayResult(reason="no_position")
         if request.epoch != epoch:
@@ -297,7 +306,7 @@ class Subscription:
         return ReplayResult(reason="too_old") if missing is None else ReplayResult(tuple(missing))
 
     def resume(self, sink: ReplaySink, answer: events.SessionResumed, missing: tuple[NumberedEvent, ...]) -> None:
-        """Send events to ``sink`` from now on, ``answer`` and the ``missing`` ones first."""
+        """Make ``sink`` the subscriber and send it ``answer`` and the ``missing`` events first."""
         self._generation += 1
         self.attach(sink)
         generation = self._generation
@@ -311,12 +320,12 @@ class Subscription:
     def disable_replay_later(
         self, delay_s: float, call_later: Callable[[float, Callable[[], None]], ScheduledCall]
     ) -> None:
-        """Keep no events from ``delay_s`` on, unless somebody comes or ``rest`` is called before."""
+        """Disable the replay buffer after ``delay_s``, unless a client attaches or ``keep_replay`` is called before."""
         self.keep_replay()
         self._replay_timer = call_later(delay_s, self._disable_replay)
 
     def keep_replay(self) -> None:
-        """Go on as now: nothing has to be forgotten later."""
+        """Cancel ``disable_replay_later``."""
         if self._replay_timer is not None:
             self._replay_timer.cancel()
             self._replay_timer = None
@@ -327,14 +336,14 @@ class Subscription:
 
 
 class EventLog:
-    """Builds a session's events, numbers them from 1 also while nobody listens, and has them written down and sent.
+    """Builds a session's events, numbers them from 1, and commits and publishes them.
 
-    An event is numbered when it is built, and told before the next one is built.
+    Events are numbered also without a subscriber. An event must be published before the next one is built.
 
     Args:
         session_id: The session.
-        journal: Where it is written down.
-        subscription: Who hears of it.
+        journal: Where records are written.
+        subscription: Where events are published.
         seq: Number of the last event of an earlier daemon.
     """
 
@@ -344,10 +353,10 @@ class EventLog:
         self._journal = journal
         self._subscription = subscription
 
-    # What there is to tell.
+    # Building events; each takes the next number.
 
     def queued(self, turn: Turn, *, eta_ms: float | None, request_id: str | None = None) -> events.Queued:
-        """Acknowledge a turn, or say that its place has changed."""
+        """Return the acknowledgement of a turn, or its changed position."""
         return events.Queued(
             id=request_id,
             session_id=self._session_id,
@@ -358,7 +367,7 @@ class EventLog:
         )
 
     def progress(self, event: ipc.PrefillProgress) -> events.Progress:
-        """Say how much of the prompt has been read."""
+        """Return the progress of the prefill."""
         return events.Progress(
             session_id=self._session_id,
             seq=self._next(),
@@ -368,7 +377,7 @@ class EventLog:
         )
 
     def context_shifted(self, turn: Turn, shift: ContextShift) -> events.ContextShifted:
-        """Say that the oldest turns are no longer read."""
+        """Return the event that the oldest turns were dropped from the context."""
         return events.ContextShifted(
             session_id=self._session_id,
             seq=self._next(),
@@ -378,7 +387,7 @@ class EventLog:
         )
 
     def end(self, turn: Turn, outcome: TurnOutcome) -> events.End:
-        """Say that a turn is over."""
+        """Return the end of a turn."""
         stats = outcome.stats
         return events.End.model_validate(
             {
@@ -400,7 +409,7 @@ class EventLog:
         )
 
     def failed(self, turn: Turn, failure: ipc.Failed) -> events.Error:
-        """Say that a turn could not run or go on."""
+        """Return the error that ends a turn."""
         code = ErrorCode(failure.code) if failure.code in ERRORS else ErrorCode.INTERNAL
         return events.Error(
             id=turn.abort_request_id or turn.request_id,
@@ -417,41 +426,41 @@ class EventLog:
         )
 
     def appended(self, n_messages: int, *, request_id: str | None) -> events.Appended:
-        """Answer ``append``."""
+        """Return the reply to ``append``."""
         return events.Appended(id=request_id, session_id=self._session_id, seq=self._next(), messages=n_messages)
 
     def rewound(self, turn: str, n_messages: int, *, request_id: str | None) -> events.SessionRewound:
-        """Answer ``rewind_session``."""
+        """Return the reply to ``rewind_session``."""
         return events.SessionRewound(
             id=request_id, session_id=self._session_id, seq=self._next(), turn=turn, messages=n_messages
         )
 
     def expired(self) -> events.SessionExpired:
-        """Say that the session is gone because nobody used it."""
+        """Return the event that the session expired."""
         return events.SessionExpired(session_id=self._session_id, seq=self._next())
 
-    # How it is told.
+    # Publishing.
 
     def write(self, record: Record) -> None:
-        """Have a record written before anything that is told from now on."""
+        """Write a record before everything that is published after it."""
         self._journal.write(record, flush=type(record) is not TokensAppended)
 
     def publish(self, event: NumberedEvent, record: Record) -> None:
-        """Send the event that was built last once ``record``, which has its number, is written."""
+        """Publish the event that was built last after the commit of ``record``, which contains its number."""
         self.write(record)
         self._subscription.publish(event)
 
     def publish_transient(self, event: TurnEvent) -> None:
-        """Send the event that was built last, of which only the number is written down."""
+        """Publish the event that was built last; only its number is recorded."""
         self.publish(
             event,
             TokensAppended(session_id=self._session_id, seq=event.seq, turn_id=event.turn_id, tokens=b"", text=""),
         )
 
     def publish_text(self, event: ipc.TokenDelta) -> None:
-        """Pass on new text; tokens that show none are only written down.
+        """Publish new text; tokens without visible text are only recorded.
 
-        Not validated, since this is where the time goes.
+        The event is not validated: this is the hot path.
         """
         shown = bool(event.text or event.logprobs)
         seq = self._next() if shown else self.seq
@@ -473,7 +482,7 @@ class EventLog:
         self.publish(token, said)
 
     def publish_parts(self, event: ipc.TokenDelta, utterance: OutputDelta) -> None:
-        """Pass on what new text consists of; text that shows nothing yet is only written down."""
+        """Publish the parts of new text; text without visible parts is only recorded."""
         told = [self._part_event(event.turn_id, part) for part in utterance.parts]
         if told and utterance.logprobs:
             told[0] = told[0].model_copy(update={"logprobs": tuple(map(_logprobs, utterance.logprobs))})
@@ -491,12 +500,12 @@ class EventLog:
             self._subscription.publish(spoken)
 
     def reply(self, event: SessionEvent, record: Record, sink: EventSink) -> None:
-        """Send the event that was built last to whoever asked for it; see ``tell``."""
+        """Commit ``record`` and send the event that was built last to the requester."""
         self.write(record)
         self._subscription.reply(event, sink)
 
     def resend(self, event: events.End, *, request_id: str | None) -> None:
-        """Repeat the end of a turn, with the number it had."""
+        """Send the end of a turn again with its original number."""
         self._subscription.send(event.model_copy(update={"id": request_id}))
 
     def _part_event(self, turn_id: str, part: Part) -> events.Token | events.Reasoning | events.ToolCall:
@@ -534,26 +543,26 @@ def _logprobs(entry: ipc.SampledLogprobs) -> TokenLogprobs:
 
 
 SessionEventHandler: TypeAlias = "Callable[[str, Event, tuple[EventSink | None, ...]], None]"
-"""Called with a client, an event, and those of its sinks that know already."""
+"""Called with a client id, an event, and the sinks that already have it."""
 
 
 class SessionNotifier:
-    """Tells whoever reads it, once what it says is safe. Of stateless sessions there are none: nobody lists them."""
+    """Notifies other sockets of a client about its sessions, after the commit; stateless sessions are not announced."""
 
     def __init__(self) -> None:
         self._readers: list[SessionEventHandler] = []
 
     def subscribe(self, reader: SessionEventHandler) -> None:
-        """Tell ``reader`` from now on."""
+        """Call ``reader`` for each notification."""
         self._readers.append(reader)
 
     def notify_metadata(self, session: LiveSession, *, by: EventSink | None) -> None:
-        """Tell what metadata a session has; ``by`` knows."""
+        """Announce a session's metadata to all sinks but ``by``."""
         config = session.config
         self._notify(session, events.MetadataSet(session_id=config.session_id, metadata=config.metadata), by)
 
     def notify_closed(self, session: LiveSession, *, but: tuple[EventSink | None, ...]) -> None:
-        """Tell that a session is no more; those of ``but`` know."""
+        """Announce the end of a session to all sinks but those in ``but``."""
         self._notify(session, events.SessionClosed(session_id=session.config.session_id), *but)
 
     def _notify(self, session: LiveSession, event: Event, *knowing: EventSink | None) -> None:

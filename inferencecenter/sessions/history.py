@@ -1,4 +1,4 @@
-"""What a session holds: its messages, the tokens that spell them, and the log of its turns. Pure."""
+"""The state of a session: its messages, the tokens of their rendering, and the log of its turns. Pure."""
 
 from __future__ import annotations
 
@@ -25,28 +25,28 @@ TOKEN_BYTES: Final = 4
 
 @dataclass(frozen=True, slots=True)
 class HistoryView:
-    """Which messages the model is given: the first ``kept``, and those from ``resumes_at`` on."""
+    """The messages in the model's context: the first ``kept``, and those from ``resumes_at`` on."""
 
     kept: int = 0
     resumes_at: int = 0
 
     @property
     def n_dropped(self) -> int:
-        """Messages between the two."""
+        """Number of messages dropped between the two."""
         return max(0, self.resumes_at - self.kept)
 
     def of(self, messages: tuple[ChatMessage, ...]) -> tuple[ChatMessage, ...]:
-        """Return what the model is given of ``messages``."""
+        """Return the messages in the context."""
         return messages[: self.kept] + messages[max(self.kept, self.resumes_at) :]
 
 
 @dataclass(frozen=True, slots=True)
 class TurnCheckpoint:
-    """Where a turn stands in its session's history.
+    """The position of a turn in its session's history.
 
-    ``n_before`` messages came before it, ``n_messages`` were there at its end. Then the first ``n_tokens`` of the
-    history's tokens spelled the first ``n_chars`` of its covered text; both are 0 once the conversation was rendered
-    anew, since when other tokens spell it.
+    ``n_before`` and ``n_messages`` are the numbers of messages before it and at its end. At that point the first
+    ``n_tokens`` of the history's tokens encoded the first ``n_chars`` of its covered text; both are 0 once the
+    conversation was rendered again, because other tokens encode it since.
     """
 
     turn_id: str
@@ -59,14 +59,14 @@ class TurnCheckpoint:
 
 @dataclass(frozen=True, slots=True)
 class HistorySize:
-    """How much was said: characters, and ``entries``, which are messages and calls of tools."""
+    """The size of messages: characters, and ``entries``, which are messages and tool calls."""
 
     n_chars: int = 0
     n_entries: int = 0
 
     @classmethod
     def of(cls, messages: Iterable[ChatMessage]) -> HistorySize:
-        """Measure messages."""
+        """Return the size of messages."""
         n_chars = n_entries = 0
         for message in messages:
             n_chars += chars_of(message)
@@ -79,13 +79,13 @@ class HistorySize:
 
 @dataclass(frozen=True, slots=True)
 class HistoryLimits:
-    """The most that a session's history may be."""
+    """The maximum size of a session's history."""
 
     max_chars: int
     max_entries: int
 
     def check(self, extent: HistorySize) -> None:
-        """Refuse what is more.
+        """Refuse a size above the limits.
 
         Raises:
             InferenceCenterError: ``context_full``.
@@ -98,9 +98,9 @@ class HistoryLimits:
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """Messages, the packed tokens that spell the text ``covered``, and the turns that have ended.
+    """Messages, the packed tokens that encode the text ``covered``, and the turns that have ended.
 
-    ``view`` is what of the messages was last rendered. ``model_fingerprint`` names the model whose tokens they are.
+    ``view`` selects the messages rendered last. ``model_fingerprint`` identifies the model of the tokens.
     """
 
     messages: tuple[ChatMessage, ...] = ()
@@ -109,24 +109,24 @@ class History:
     view: HistoryView = HistoryView()
     turns: tuple[TurnCheckpoint, ...] = ()
     model_fingerprint: str = ""
-    # Measured when it is asked for, and carried along, so that what is appended costs what it is itself.
+    # Computed on first use and carried along, so that appending costs only the size of what is appended.
     _extent: HistorySize | None = field(default=None, repr=False, compare=False)
 
     @property
     def n_tokens(self) -> int:
-        """Tokens held."""
+        """Number of tokens."""
         return len(self.tokens) // TOKEN_BYTES
 
     @property
     def extent(self) -> HistorySize:
-        """How much was said in all messages."""
+        """The size of all messages."""
         if self._extent is None:
             object.__setattr__(self, "_extent", HistorySize.of(self.messages))
         assert self._extent is not None
         return self._extent
 
     def for_model(self, model: str) -> History:
-        """Return the history as ``model`` goes on with it: another model's tokens mean nothing to it."""
+        """Return the history for ``model``: the tokens of another model are dropped."""
         if self.model_fingerprint == model:
             return self
         if not self.model_fingerprint:
@@ -144,7 +144,7 @@ class History:
         return replace(self, messages=self.messages + messages, _extent=extent)
 
     def check_results(self, messages: tuple[ChatMessage, ...]) -> None:
-        """Refuse results of calls that nobody has asked for, neither before nor in ``messages``.
+        """Refuse tool results without a matching tool call in the history or in ``messages``.
 
         Raises:
             InferenceCenterError: ``invalid_request``.
@@ -153,7 +153,7 @@ class History:
         if not results:
             return
         unknown = dict.fromkeys(results)
-        # Results mostly belong to the last calls.
+        # Most results belong to the latest calls.
         for message in chain(reversed(messages), reversed(self.messages)):
             for call in message.tool_calls or ():
                 unknown.pop(call.call_id, None)
@@ -167,12 +167,12 @@ class History:
         )
 
     def after(self, turn_id: str, now: History, *, goes_on: bool) -> History:
-        """Return the history with one turn more.
+        """Return the history with one more turn.
 
         Args:
             turn_id: The turn.
-            now: What is held at its end, without turns: these messages and those of the turn.
-            goes_on: Whether the tokens held now begin with those held before.
+            now: The history at its end, without turns: these messages and those of the turn.
+            goes_on: Whether the new tokens start with the old ones.
         """
         earlier = self.turns if goes_on else _unspelled(self.turns)
         mark = TurnCheckpoint(
@@ -187,9 +187,9 @@ class History:
         return replace(now, turns=(*earlier, mark), _extent=extent)
 
     def until(self, turn: str) -> History:
-        """Return the history as it was when a turn ended, or before the first one for ``START``.
+        """Return the history at the end of a turn, or before the first turn for ``START``.
 
-        Its tokens are the very ones of then, unless the conversation was rendered anew since; then it has none.
+        Its tokens are those of that time, or none if the conversation was rendered again since.
 
         Raises:
             InferenceCenterError: ``turn_not_found``.
@@ -217,7 +217,7 @@ class History:
 
 
 def chars_of(message: ChatMessage) -> int:
-    """Return the characters of a message, with what was thought and the calls of tools."""
+    """Return the characters of a message, including reasoning and tool calls."""
     n_chars = len(message.content) + len(message.reasoning or "")
     return n_chars + sum(len(call.name) + len(call.arguments) for call in message.tool_calls or ())
 
@@ -229,16 +229,16 @@ def _too_long(what: str) -> InferenceCenterError:
 
 
 def _unspelled(turns: tuple[TurnCheckpoint, ...]) -> tuple[TurnCheckpoint, ...]:
-    """Return the marks of turns whose tokens are no longer held."""
+    """Return the checkpoints without tokens."""
     return tuple(replace(turn, n_tokens=0, n_chars=0) if turn.n_chars else turn for turn in turns)
 
 
 MAX_TURNS: Final = 1000
-"""Turns that are listed."""
+"""Maximum number of turns listed."""
 MAX_TURN_KEYS: Final = 64
-"""Turns that a repeated ``turn_key`` finds."""
+"""Maximum number of turns found by a repeated ``turn_key``."""
 MAX_FAILURES: Final = 16
-"""Turns that failed, which are remembered with the reason."""
+"""Maximum number of failed turns remembered."""
 _NO_ENDS: Final[Mapping[str, End]] = MappingProxyType({})
 _NO_NOTES: Final[Mapping[str, str]] = MappingProxyType({})
 _NO_FAILURES: Final[Mapping[str, TurnFailure]] = MappingProxyType({})
@@ -246,21 +246,21 @@ _NO_FAILURES: Final[Mapping[str, TurnFailure]] = MappingProxyType({})
 
 @dataclass(frozen=True, slots=True)
 class TurnFailure:
-    """Why a turn failed, as was told, and what was noted of it."""
+    """The published error of a failed turn, and the turn's note."""
 
     error: Error
     note: str
 
 
 class TurnLog:
-    """A session's turns, the sum of them, and the ends that a repeated ``turn_key`` is answered with.
+    """A session's turns, their total usage, and the terminal events that answer a repeated ``turn_key``.
 
     Args:
-        turns: Those that have ended, oldest first.
-        ends: How those with a key have ended, the latest last.
-        notes: What was noted of turns by their ids.
-        failures: Why turns failed, by their ids, the latest last.
-        usage: The sum of the turns, where it is known.
+        turns: The ended turns, oldest first.
+        ends: Terminal events by turn key, latest last.
+        notes: Private notes by turn id.
+        failures: Failures by turn id, latest last.
+        usage: The total usage of the turns, if known.
     """
 
     def __init__(
@@ -280,17 +280,17 @@ class TurnLog:
 
     @property
     def turns(self) -> tuple[TranscriptTurn, ...]:
-        """The last turns, oldest first, as clients are told of them."""
+        """The latest turns, oldest first, as listed to clients."""
         return tuple(self._turns[-MAX_TURNS:])
 
     @property
     def all_turns(self) -> tuple[TranscriptTurn, ...]:
-        """All turns, oldest first, as they are written down."""
+        """All turns, oldest first, as stored."""
         return tuple(self._turns)
 
     @property
     def notes(self) -> Mapping[str, str]:
-        """What was noted of turns by their ids."""
+        """Private notes by turn id."""
         return dict(self._notes)
 
     @property
@@ -299,12 +299,12 @@ class TurnLog:
         return sum(map(len, self._notes.values()))
 
     def turn(self, turn_id: str) -> tuple[TranscriptTurn, str] | None:
-        """Return how a turn is listed and what was noted of it; ``None`` if it is not known."""
+        """Return a turn's entry and its note; ``None`` if it is unknown."""
         turn = next((turn for turn in reversed(self._turns) if turn.turn_id == turn_id), None)
         return None if turn is None else (turn, self._notes.get(turn_id, ""))
 
     def record_end(self, turn_key: str | None, end: End, *, n_messages: int, note: str = "") -> TranscriptTurn:
-        """Take note of a turn that did not fail, after which there are ``n_messages``, and return how it is listed."""
+        """Add a turn that did not fail, after which the history has ``n_messages``, and return its entry."""
         turn = TranscriptTurn(
             turn_id=end.turn_id, finish_reason=end.finish_reason, messages=n_messages, usage=end.usage
         )
@@ -319,23 +319,23 @@ class TurnLog:
         return turn
 
     def record_failure(self, turn_id: str, failure: TurnFailure) -> None:
-        """Take note of a turn that failed."""
+        """Add a failed turn."""
         self._failures[turn_id] = failure
         if len(self._failures) > MAX_FAILURES:
             self._failures.popitem(last=False)
 
     def failure(self, turn_id: str) -> TurnFailure | None:
-        """Return why a turn failed, if that is still known."""
+        """Return the failure of a turn, if it is still remembered."""
         return self._failures.get(turn_id)
 
     def find_end(self, turn_key: str | None) -> End | None:
-        """Return how the turn with this key ended, if it is still known."""
+        """Return the terminal event of the turn with this key, if it is still remembered."""
         return None if turn_key is None else self._ends.get(turn_key)
 
     def until(self, turn: str | None) -> TurnLog:
-        """Return what is known of the turns up to ``turn``, which is there; of none for ``START``, of all without it.
+        """Return a copy up to ``turn``, which must exist; empty for ``START``, complete for ``None``.
 
-        The keys stay behind: what they are answered with belongs to this session's events.
+        Keys are not copied: their terminal events belong to this session.
         """
         if turn is None:
             return TurnLog(self._turns, notes=self._notes, usage=self.usage)
@@ -344,7 +344,7 @@ class TurnLog:
         return TurnLog(turns, notes={turn_id: note for turn_id, note in self._notes.items() if turn_id in kept})
 
     def rewind(self, turn: str) -> None:
-        """Forget all turns after ``turn``, which is there, or all of them for ``START``; and all that failed."""
+        """Remove all turns after ``turn``, which must exist, or all turns for ``START``, and all failures."""
         length = self._length(turn)
         gone = {later.turn_id for later in self._turns[length:]}
         del self._turns[length:]

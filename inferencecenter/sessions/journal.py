@@ -1,4 +1,4 @@
-"""The port to durable storage: the records of sessions, and the journal that writes them before clients see them."""
+"""The port to durable storage: the records of sessions, and the journal that commits them before clients see them."""
 
 from __future__ import annotations
 
@@ -23,14 +23,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnSpec:
-    """A turn that has not ended: all that it takes to run it, or what is left of it.
+    """Everything required to run a turn, or the rest of it, that has not ended.
 
-    ``warnings`` are about its parameters, ``rank`` is its class as the engine orders turns. ``submitted_at`` is Unix
-    seconds. ``rendered_at`` is the local time that its template was told, in ISO 8601 with offset. ``model`` is the
-    model that answers by its name, empty where that was not written down, and ``model_fingerprint`` by what its tokens
-    mean. ``view`` is set once its prompt was made shorter: which messages are read since. ``token_id`` is the token
-    that it counts for, empty for a client that shows a key. ``note`` is text of whoever asked, kept with the turn for
-    itself.
+    ``warnings`` concern its parameters; ``rank`` is its priority in the order of the engine. ``submitted_at`` is Unix
+    seconds. ``rendered_at`` is the local time given to the template, in ISO 8601 with offset. ``model`` is the name of
+    the model, empty in old records, and ``model_fingerprint`` identifies its tokens. ``view`` selects the messages in
+    the context once it was shifted. ``token_id`` is the access token charged for the turn, empty for a client with a
+    key. ``note`` is private text of the requester.
     """
 
     turn_id: str
@@ -49,7 +48,7 @@ class TurnSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionOpened:
-    """A session begins, as a fork of ``parent`` with a history, and turns with ``notes`` by their ids."""
+    """A session was opened, as a fork of ``parent`` where set, with a history, turns, and ``notes`` by turn id."""
 
     config: SessionConfig
     history: History
@@ -61,7 +60,7 @@ class SessionOpened:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnQueued:
-    """A turn begins to wait, or goes on with a shorter prompt; ``seq`` is the number of the session's last event."""
+    """A turn was queued, or continues with a shifted context; ``seq`` is the number of the session's last event."""
 
     session_id: str
     seq: int
@@ -71,10 +70,10 @@ class TurnQueued:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokensAppended:
-    """A turn generated packed ``tokens``, and ``text`` is about to be shown, or those ``parts`` that it was read as.
+    """A turn generated packed ``tokens``, and ``text`` is about to be published, or the ``parts`` parsed from it.
 
-    With none of them the session only told something that leaves no other trace, as a place in the queue. Answers that
-    are plain text have no parts.
+    Without all of them the record only advances ``seq``, for an event such as a queue position. Plain text has no
+    parts.
     """
 
     session_id: str
@@ -87,10 +86,10 @@ class TokensAppended:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnEnded:
-    """A turn is over and its history holds. ``turn_key`` is the client's name for it, ``end`` what it was told.
+    """A turn ended and its history is committed. ``turn_key`` is the client's key for it, ``end`` its terminal event.
 
-    Its tokens count for ``token_id``, but for the ``prompt_tokens`` and ``cached_tokens`` that were counted when its
-    prompt was read, and the ``completion_tokens`` that were counted while it was answered.
+    Its tokens are charged to ``token_id``, except the ``prompt_tokens`` and ``cached_tokens`` recorded at the prefill
+    and the ``completion_tokens`` recorded while it was running.
     """
 
     session_id: str
@@ -108,7 +107,7 @@ class TurnEnded:
     completion_tokens: int = 0
 
     def spent(self) -> UsageRecorded:
-        """Return what it counts for beside what was counted before."""
+        """Return the usage that was not recorded before."""
         usage = self.turn.usage
         return UsageRecorded(
             client_id=self.client_id,
@@ -123,7 +122,7 @@ class TurnEnded:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnFailed:
-    """A turn failed and leaves nothing behind but why, and what it ``spent``."""
+    """A turn failed and leaves only its failure and the usage ``spent``."""
 
     session_id: str
     seq: int
@@ -135,7 +134,7 @@ class TurnFailed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HistoryChanged:
-    """The history changed without a turn: appended to, or ``rewound`` to the first of its turns."""
+    """The history changed without a turn: messages were appended, or it was ``rewound`` to a turn."""
 
     session_id: str
     seq: int
@@ -147,19 +146,19 @@ class HistoryChanged:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MetadataChanged:
-    """A session's client gave it other metadata; ``config`` have it."""
+    """A client replaced the metadata; ``config`` contains it."""
 
     config: SessionConfig
 
     @property
     def session_id(self) -> str:
-        """The session."""
+        """The session's id."""
         return self.config.session_id
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpochChanged:
-    """The events of a session up to now are lost for good: its history of events has another ``epoch``."""
+    """Events of the session were lost; its event history continues under another ``epoch``."""
 
     session_id: str
     epoch: str
@@ -167,7 +166,7 @@ class EpochChanged:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionDeleted:
-    """A session is closed, has expired or was purged; ``n_chars`` is about what it held, where that is known."""
+    """A session was closed, expired or purged; ``n_chars`` is its approximate size, where known."""
 
     session_id: str
     n_chars: int = field(default=0, compare=False)
@@ -175,7 +174,7 @@ class SessionDeleted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UsageRecorded:
-    """What counts for a token, at ``at`` in Unix seconds: a prompt that was read, an answer, or a turn that is over."""
+    """Usage charged to a token at ``at`` (Unix seconds): for a prompt, part of an answer, or a turn."""
 
     client_id: str
     token_id: str
@@ -202,9 +201,9 @@ Record: TypeAlias = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PendingTurn:
-    """A turn that was running or waiting when the daemon ended, with all it had generated and shown.
+    """A turn that was queued or running when the daemon ended, with everything it had generated and published.
 
-    ``parts`` are what was shown where that is not its ``text``.
+    ``parts`` is the published output where that is not plain ``text``.
     """
 
     spec: TurnSpec
@@ -215,10 +214,10 @@ class PendingTurn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredSession:
-    """A session as it was written down.
+    """A session in the store.
 
-    ``ends`` are the ends of turns by their keys, the latest last, ``notes`` what was noted of turns by their ids, and
-    ``failures`` why others failed of which something was noted.
+    ``ends`` are the terminal events of turns by their keys, latest last; ``notes`` are the private notes by turn id;
+    ``failures`` are the failures by turn id.
     """
 
     config: SessionConfig
@@ -233,21 +232,21 @@ class StoredSession:
 
 
 MAX_PENDING: Final = 20_000
-"""Records and calls of one client that may wait before what would bring more is refused."""
+"""Records and held-back calls of one client; above this, further writes are refused."""
 MAX_RESUMING: Final = 1000
-"""Resumes of one client that may wait for the store before another is refused."""
+"""Resumes of one client that may wait for the store; above this, another is refused."""
 RETRY_SOON_MS: Final = 1000
-"""When to try again where a fault may pass by itself."""
+"""Retry delay for a fault that may pass by itself."""
 RETRY_LATER_MS: Final = 60_000
-"""When to try again where an operator has to act first."""
+"""Retry delay for a fault that an operator must repair."""
 
 
 @dataclass(frozen=True, slots=True)
 class StorageFault:
-    """Why sessions cannot be written at the moment.
+    """Why sessions cannot be stored at the moment.
 
-    ``message`` is told to clients: it has no path and quotes no library. ``retry_after_ms`` is the earliest useful
-    retry.
+    ``message`` is sent to clients: it contains no path and no text of a library. ``retry_after_ms`` is the earliest
+    useful retry.
     """
 
     message: str
@@ -255,49 +254,49 @@ class StorageFault:
 
 
 class Journal(Protocol):
-    """Takes records, and holds back what clients are told until they are safe. On the event loop; never blocks."""
+    """Writes records and holds back deliveries until the commit. Called on the event loop; never blocks."""
 
     @property
     def fault(self) -> StorageFault | None:
-        """Why nothing can be written at the moment; ``None`` when all is well."""
+        """Why nothing can be written at the moment; ``None`` if writes work."""
 
     @property
     def n_pending(self) -> int:
-        """How many records and calls wait."""
+        """Number of pending records and held-back calls."""
 
     @property
     def n_set_aside(self) -> int:
-        """Records that could not be written because of a defect, and were left out."""
+        """Records that were skipped because an internal error prevented writing them."""
 
     def lacks(self, session_id: str) -> bool:
-        """Tell whether a record of this session was left out."""
+        """Return whether a record of this session was skipped."""
 
     def of_client(self, client_id: str) -> Journal:
-        """Return the journal of one client, whose records and calls keep their order and wait for no other client's."""
+        """Return the journal of one client; its records and calls are ordered and independent of other clients."""
 
     def write(self, record: Record, *, flush: bool) -> None:
-        """Have a record written, after all earlier ones.
+        """Write a record after all earlier ones.
 
-        With ``flush`` it survives a power cut once what is released after it goes out, without it the end of the
-        process.
+        With ``flush`` the record survives a power loss before the calls released after it run; without it, a crash of
+        the process.
         """
 
     def release(self, tell: Callable[[], None]) -> None:
-        """Call ``tell`` on the event loop once everything written so far is safe, in the order of these calls.
+        """Call ``tell`` on the event loop once everything written so far is committed, in the order of these calls.
 
-        At once when there is nothing to wait for. While the store cannot write, what is held back waits for it.
+        Called at once if nothing is pending. While the store cannot write, calls are held back.
         """
 
 
 class NullJournal:
-    """The journal of a daemon that keeps no sessions: nothing is written and nothing waits."""
+    """The journal of sessions that are not stored: writes nothing and holds back nothing."""
 
     fault: StorageFault | None = None
     n_pending: int = 0
     n_set_aside: int = 0
 
     def lacks(self, session_id: str) -> bool:
-        """Nothing is left out where nothing is written."""
+        """Return ``False``."""
         return False
 
     def of_client(self, client_id: str) -> Journal:
@@ -305,7 +304,7 @@ class NullJournal:
         return self
 
     def write(self, record: Record, *, flush: bool) -> None:
-        """Forget the record."""
+        """Discard the record."""
 
     def release(self, tell: Callable[[], None]) -> None:
         """Call ``tell`` at once."""
@@ -313,7 +312,7 @@ class NullJournal:
 
 
 def check_writable(journal: Journal) -> None:
-    """Refuse what would have to be written down while nothing can be, or while its client has too much waiting.
+    """Refuse a change while the store cannot write or too much of the client is pending.
 
     Raises:
         InferenceCenterError: ``storage_unavailable`` or ``overloaded``.
@@ -323,13 +322,13 @@ def check_writable(journal: Journal) -> None:
 
 
 class Resuming:
-    """Counts the resumes that journals hold back, by client: each keeps what it is to tell, and its socket."""
+    """Counts the resumes held back by journals per client, since each holds its events and its socket in memory."""
 
     def __init__(self) -> None:
         self._n_held: Counter[str] = Counter()
 
     def check(self, journal: Journal, client_id: str) -> None:
-        """Refuse a resume that would have to wait while too many of its client do.
+        """Refuse a resume that would wait while too many of its client are waiting.
 
         Raises:
             InferenceCenterError: ``storage_unavailable`` or ``overloaded``.
@@ -338,7 +337,7 @@ class Resuming:
             raise _refusal(journal)
 
     def begun(self, journal: Journal, client_id: str) -> None:
-        """Take note of a resume, which waits until the journal releases it."""
+        """Count a resume until the journal releases it."""
         self._n_held[client_id] += 1
         journal.release(partial(self._told, client_id))
 
@@ -349,7 +348,6 @@ class Resuming:
 
 
 def _refusal(journal: Journal) -> InferenceCenterError:
-    """Return why no more is taken that has to be written down, or told once something is."""
     if (fault := journal.fault) is not None:
         return InferenceCenterError(
             ErrorCode.STORAGE_UNAVAILABLE,

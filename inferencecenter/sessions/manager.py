@@ -1,4 +1,13 @@
-"""All sessions of all clients: created, restored, found, used and closed."""
+"""All sessions of all clients: creation, restore, lookup, use and closing.
+
+The manager runs on the event loop; every method changes memory at once and never waits for the disk. Durability comes
+from ordering: a session is recorded in its client's journal when it opens, each change is recorded before its event is
+delivered, and replies that depend on a record that is not committed yet are held back by ``journal_of``. At start
+``restore`` builds a session from each stored one and resubmits pending turns in the order of their submission. If the
+last shutdown lost published events, each session gets a new epoch, and clients with a position of the old one receive
+the state instead of a replay. Sessions with ``on_disconnect`` ``close`` end with the daemon, since their socket did.
+Invariant: after a restart a client finds every stored session, with every turn that was acknowledged.
+"""
 
 from __future__ import annotations
 
@@ -75,36 +84,36 @@ def _admit() -> None:
 
 
 class SessionManager:
-    """Every open session. All methods are called on the event loop and none blocks.
+    """All open sessions. All methods are called on the event loop and none blocks.
 
     A session of another client and one that does not exist give the same answer.
 
     Args:
-        engines: What answers.
-        renderers: What renders conversations with the models' chat templates.
-        config_params: The configuration's level of parameters.
-        max_sessions: Open sessions of all clients together.
-        default_ttl_s: Idle seconds after which a session expires that sets no own.
-        stateless_ttl_s: The same of a stateless one.
-        retention_days: Days after its last use at which a session is deleted, whatever it sets; ``None`` for never.
-        evicts_stored: Whether a client's oldest stored session is closed where it may have no more; if not, another is
+        engines: The models and their engines.
+        renderers: Render conversations with the models' chat templates.
+        config_params: The parameters of the configuration level.
+        max_sessions: Maximum of open sessions of all clients.
+        default_ttl_s: Idle seconds after which a session without its own ``ttl_s`` expires.
+        stateless_ttl_s: The same for a stateless session.
+        retention_days: Days after the last use at which any session is deleted; ``None`` for never.
+        evicts_stored: Whether a client's oldest stored session is closed at its limit; if not, a new session is
             refused.
-        replay_kib: KiB of events that a session keeps for those who come back.
-        detached_turn_s: Seconds that a turn keeps its events while nobody listens.
-        max_transcript_chars: Characters of history that one session may hold.
-        max_messages: Messages and calls of tools that it may hold.
-        max_client_mib: Mi characters that all sessions of a client may hold, but for stateless ones.
-        shared_prompts: System prompts whose KV sessions of different clients may share.
-        journal: Where sessions are written down; none if they end with the daemon.
-        observer: Hears of each turn that ended.
-        tracer: Traces turns; none to trace nothing.
-        admit: Raises while no turn may begin; those that have begun go on.
-        allowance_of: What there may be of turns and tokens, by client and token.
+        replay_kib: Size of a session's replay buffer in KiB.
+        detached_turn_s: Seconds for which a running turn without a subscriber keeps its events.
+        max_transcript_chars: Maximum of characters in a session's history.
+        max_messages: Maximum of messages and tool calls in a session's history.
+        max_client_mib: Maximum of Mi characters in all sessions of a client, without stateless ones.
+        shared_prompts: System prompts whose KV cache may be shared between clients.
+        journal: Where sessions are recorded; ``None`` if they end with the daemon.
+        observer: Notified of each turn that ended.
+        tracer: Traces turns; ``None`` for no traces.
+        admit: Raises while no new turn may start; running turns continue.
+        allowance_of: Returns the rate limits and quotas by client and token.
         clock: Unix seconds.
-        monotonic: Seconds that only rise.
-        local_time: Time of day that chat templates may ask for.
-        random_bytes: Unpredictable bytes, for names and seeds.
-        call_later: Arranges for a call after some seconds.
+        monotonic: Monotonic seconds.
+        local_time: Local time for chat templates.
+        random_bytes: Random bytes for ids and seeds.
+        call_later: Schedules a call after some seconds.
     """
 
     def __init__(  # noqa: PLR0913 - keyword-only; everything from the clock on has a default
@@ -125,7 +134,7 @@ class SessionManager:
         max_messages: int = DEFAULT_MAX_MESSAGES,
         max_client_mib: int = DEFAULT_MAX_CLIENT_MIB,
         shared_prompts: Collection[str] = (),
-        # Surroundings
+        # Services
         journal: Journal | None = None,
         observer: TurnObserver | None = None,
         tracer: Tracer | None = None,
@@ -182,18 +191,18 @@ class SessionManager:
 
     @property
     def fault(self) -> StorageFault | None:
-        """Why sessions cannot be written down at the moment; ``None`` when all is well."""
+        """Why sessions cannot be stored at the moment; ``None`` if they can."""
         return self._journal.fault
 
     @property
     def n_set_aside(self) -> int:
-        """Records that could not be written because of a defect, and were left out."""
+        """Records that were skipped because an internal error prevented writing them."""
         return self._journal.n_set_aside
 
     def journal_of(self, request: Request, client_id: str) -> Journal:
-        """Return what holds back the answer to a client's ``request``, if it tells of what may not be safe yet.
+        """Return the journal that has to release the reply to a client's ``request``.
 
-        Asked before the request is done, and of any session: it tells nothing.
+        Called before the request is handled and for any session id; it reveals nothing about the session.
         """
         match request:
             case requests.CreateSession(store=store):
@@ -209,12 +218,12 @@ class SessionManager:
     def restore(
         self, kept: Iterable[StoredSession], *, clean: bool, retention_days: Mapping[str, float | None] = _NO_RETENTION
     ) -> None:
-        """Take over what an earlier daemon wrote down, and have its unfinished turns continued.
+        """Restore the sessions of an earlier daemon, and resubmit their pending turns.
 
         Args:
-            kept: The sessions.
-            clean: Whether all that was told was written down. If not, clients' positions mean nothing any more.
-            retention_days: What clients have chosen for themselves.
+            kept: The stored sessions.
+            clean: Whether all published events were stored. If not, the positions of clients are invalid.
+            retention_days: The retention that clients have chosen.
         """
         self._table.set_retention(retention_days)
         sessions = restored(kept, clean=clean, services=self._services)
@@ -224,15 +233,15 @@ class SessionManager:
             _log.info("sessions_restored", sessions=len(sessions), pending_turn=self.totals().active_generations)
 
     def subscribe(self, reader: SessionEventHandler) -> None:
-        """Call ``reader`` whenever a session has other metadata, or ends: its client may be elsewhere, too."""
+        """Call ``reader`` when a session's metadata changes or a session ends, for other sockets of its client."""
         self._notifier.subscribe(reader)
 
     def live_sessions(self) -> tuple[str, ...]:
-        """Return the names of all sessions."""
+        """Return the ids of all sessions."""
         return self._table.names
 
     def purge(self, kind: Literal["session", "client"], name: str) -> int:
-        """End a session, or all sessions of a client, as if it had closed them; return how many there were."""
+        """End a session, or all sessions of a client, as if the client had closed them; return their number."""
         if kind == "client":
             doomed = self._table.all_of(name)
         else:
@@ -246,9 +255,9 @@ class SessionManager:
     ) -> events.SessionCreated:
         """Open a session.
 
-        A ``stateless`` one is for whoever sends the whole conversation with each question: it is never written down, is
-        not listed, and does not count among the client's sessions. It is closed when it was not used for a while, or
-        when there is no room for another.
+        A ``stateless`` session serves clients that send the whole conversation with each request: it is never stored,
+        not listed, and does not count as one of the client's sessions. It is closed when idle or to make room for
+        another.
 
         Raises:
             InferenceCenterError: ``model_loading``, ``engine_unavailable``, ``model_not_found``, ``invalid_request``,
@@ -265,11 +274,11 @@ class SessionManager:
         )
 
     def fork(self, client: Principal, request: requests.ForkSession, sink: EventSink) -> events.SessionCreated:
-        """Open a session that begins as another one does.
+        """Open a session as a copy of another.
 
         Raises:
             InferenceCenterError: ``session_not_found``, ``session_limit``, ``quota_exceeded``, and see
-                ``Session.fork``.
+                ``LiveSession.fork``.
         """
         parent = self._table.get_owned(client, request.session_id)
         config = fork_session_config(client, parent.config, self._services)
@@ -277,20 +286,20 @@ class SessionManager:
         return self._open(client, session, parent=parent)
 
     def rewind(self, client: Principal, request: requests.RewindSession, sink: EventSink) -> None:
-        """Take a session back to the end of a turn; ``sink`` hears of it.
+        """Rewind a session to the end of a turn, and reply to ``sink``.
 
         Raises:
-            InferenceCenterError: ``session_not_found``, and see ``Session.rewind``.
+            InferenceCenterError: ``session_not_found``, and see ``LiveSession.rewind``.
         """
         self._table.get_owned(client, request.session_id).rewind(request, sink)
 
     def set_metadata(
         self, client: Principal, request: requests.SetMetadata, sink: EventSink | None = None
     ) -> events.MetadataSet:
-        """Give a session other metadata; ``sink`` is who asks.
+        """Replace a session's metadata; ``sink`` is the requester.
 
         Raises:
-            InferenceCenterError: ``session_not_found``, and see ``Session.describe``.
+            InferenceCenterError: ``session_not_found``, and see ``LiveSession.set_metadata``.
         """
         session = self._table.get_owned(client, request.session_id)
         told = session.set_metadata(request.metadata)
@@ -298,11 +307,11 @@ class SessionManager:
         return told
 
     def resume(self, client: Principal, request: requests.ResumeSession, sink: ReplaySink) -> None:
-        """Send a session's events to ``sink`` from now on, those that it has missed first.
+        """Make ``sink`` the subscriber of a session and replay the events it has missed.
 
         Raises:
-            InferenceCenterError: ``session_not_found``; ``storage_unavailable`` or ``overloaded`` while too many of the
-                client wait for the store.
+            InferenceCenterError: ``session_not_found``; ``storage_unavailable`` or ``overloaded`` while too many
+                resumes of the client wait for the store.
         """
         session = self._table.get_owned(client, request.session_id)
         self._resuming.check(session.journal, client.client_id)
@@ -319,17 +328,17 @@ class SessionManager:
         mode: Mode,
         on_full: OnFull,
     ) -> PrefixMatch | None:
-        """Return the client's own idle session that goes on to ``messages``, that which says most of them.
+        """Return the client's idle session whose history is the longest prefix of ``messages``.
 
-        Of several the one that was used last. What an assistant thought does not matter: it is not sent back.
+        Among equals the one used last is returned. Reasoning is ignored, since clients do not send it back.
 
         Args:
-            client: Whose session.
-            messages: The whole conversation; one of them at least is left to be said.
-            stateless: Whether a stateless one is looked for, or another.
-            model: What its client chose for it.
-            mode: As it was created.
-            on_full: What happens when its context is full.
+            client: The owner of the session.
+            messages: The whole conversation; at least one message must be new.
+            stateless: Whether to search the stateless sessions or the others.
+            model: The model that the client chose, or ``None``.
+            mode: The mode of the session.
+            on_full: The session's policy for a full context.
         """
         own = self._table.stateless_of(client.client_id) if stateless else self._table.of(client.client_id)
         kind = model, mode, on_full
@@ -345,17 +354,18 @@ class SessionManager:
     def infer(self, client: Principal, request: requests.Infer, sink: EventSink, *, note: str = "") -> None:
         """Start a turn; its events, ``queued`` first, go to ``sink``.
 
-        ``note`` is kept with it for ``turn_of``, and told to nobody else.
+        ``note`` is private text kept with the turn; only ``turn_of`` returns it.
 
         Raises:
-            InferenceCenterError: ``session_not_found``, ``invalid_request``, ``forbidden``, and see ``Session.infer``.
+            InferenceCenterError: ``session_not_found``, ``invalid_request``, ``forbidden``, and see
+                ``LiveSession.infer``.
         """
         session = self._table.get_owned(client, request.session_id)
         session.infer(request, turn_options(request, client, session.config, note=note), sink)
         self._table.touch(session)
 
     def abort(self, client: Principal, request: requests.Abort) -> None:
-        """Ask for the end of a session's running turn; its ``end`` answers the request.
+        """Request the end of a session's running turn; its ``end`` answers the request.
 
         Raises:
             InferenceCenterError: ``session_not_found``, ``nothing_to_abort`` or ``turn_not_found``.
@@ -363,15 +373,15 @@ class SessionManager:
         self._table.get_owned(client, request.session_id).abort(request)
 
     def append(self, client: Principal, request: requests.Append, sink: EventSink) -> None:
-        """Add to a session's history without generating; ``sink`` hears of it.
+        """Add messages to a session's history without generating, and reply to ``sink``.
 
         Raises:
-            InferenceCenterError: ``session_not_found``, and see ``Session.append``.
+            InferenceCenterError: ``session_not_found``, and see ``LiveSession.append``.
         """
         self._table.get_owned(client, request.session_id).append(request, sink)
 
     def get(self, client: Principal, request: requests.GetSession) -> events.Session:
-        """Return everything about a session.
+        """Return the full description of a session.
 
         Raises:
             InferenceCenterError: ``session_not_found``.
@@ -380,7 +390,7 @@ class SessionManager:
         return session.snapshot.describe(self._services.models.current_params(session.config))
 
     def turn_of(self, client: Principal, session_id: str, turn_id: str) -> TurnSnapshot:
-        """Return what is known of a turn, whether it has ended or not.
+        """Return a turn, running or ended.
 
         Raises:
             InferenceCenterError: ``session_not_found`` or ``turn_not_found``.
@@ -402,7 +412,7 @@ class SessionManager:
     def close(
         self, client: Principal, request: requests.CloseSession, sink: EventSink | None = None
     ) -> events.SessionClosed:
-        """End a session; a running turn ends as aborted. ``sink`` is who asks.
+        """Close a session; a running turn ends as aborted. ``sink`` is the requester.
 
         Raises:
             InferenceCenterError: ``session_not_found``.
@@ -410,23 +420,23 @@ class SessionManager:
         return self._close(self._table.get_owned(client, request.session_id), by=sink)
 
     def detach(self, sink: EventSink) -> None:
-        """Take note that a socket is gone: its sessions close, or go on without it if they were opened so."""
+        """Handle a closed socket: detach its sessions, or close those with ``on_disconnect`` ``close``."""
         for session in self._table.attached_to(sink):
             session.detach()
             if session.config.on_disconnect == "close":
                 self._close(session)
 
     def count_of(self, client_id: str) -> tuple[int, int]:
-        """Return how many sessions a client has open, and how many of them answer."""
+        """Return the number of a client's open sessions, and how many of them run a turn."""
         return self._table.n_of(client_id), self._busy.of(client_id)
 
     def size_of(self, client: Principal, session_id: str) -> int:
-        """Return how many characters a client's session holds; 0 if it has no such session."""
+        """Return the characters held by a client's session; 0 if the client has no such session."""
         session = self._table.get(session_id)
         return session.n_chars if session is not None and session.config.client_id == client.client_id else 0
 
     def totals(self) -> Totals:
-        """Return readings over all sessions."""
+        """Return the totals over all sessions."""
         return self._metrics.totals(sessions=len(self._table), active=self._busy.total, now=self._services.monotonic())
 
     def _open(
@@ -469,7 +479,7 @@ class SessionManager:
     def _eta_ms(self, serving: ServedModel, position: int) -> float | None:
         engine = serving.engine.status
         if engine.model is None or engine.state is not EngineState.READY:
-            return None  # how long an engine takes to start is not known
+            return None  # the start time of an engine is unknown
         return self._metrics.eta_ms(serving.name, position, slots=engine.model.slots)
 
     def _new_id(self, prefix: str) -> str:
@@ -479,9 +489,9 @@ class SessionManager:
 def new_session_config(
     client: Principal, request: CreateSession, *, durable: bool, stateless: bool, services: SessionServices
 ) -> SessionConfig:
-    """Return what holds for a session that is opened now.
+    """Return the configuration of a new session.
 
-    It may be written to a disk only if it is ``durable``, and never if it is ``stateless``.
+    It is stored only if ``durable``, and never if ``stateless``.
 
     Raises:
         InferenceCenterError: ``model_loading``, ``engine_unavailable``, ``model_not_found``, ``invalid_request``,
@@ -493,7 +503,7 @@ def new_session_config(
     check_model(serving.name, limits)
     limited(overlay, limits, session=overlay, chosen=())
     priority = client.allow_priority(request.priority, otherwise=client.priority)
-    # Whoever may not use a model has nobody load it.
+    # Only after the access check: a client without access must not cause a load.
     model = serving.model(client.client_id)
     serving.renderer(request.mode)
     return SessionConfig(
@@ -518,7 +528,7 @@ def new_session_config(
 
 
 def fork_session_config(client: Principal, parent: SessionConfig, services: SessionServices) -> SessionConfig:
-    """Return what holds for a session that begins now as ``parent`` did.
+    """Return the configuration of a new fork of ``parent``.
 
     Raises:
         InferenceCenterError: ``model_loading``, ``engine_unavailable``, ``model_not_found`` or ``forbidden``.
@@ -538,7 +548,7 @@ def fork_session_config(client: Principal, parent: SessionConfig, services: Sess
 
 
 def first_history(request: CreateSession, *, room: HistoryLimits) -> History:
-    """Return what a new session holds: its system prompt, if it has one.
+    """Return the initial history: the system prompt, if there is one.
 
     Raises:
         InferenceCenterError: ``context_full``.
@@ -549,15 +559,15 @@ def first_history(request: CreateSession, *, room: HistoryLimits) -> History:
 
 
 def restored(kept: Iterable[StoredSession], *, clean: bool, services: SessionServices) -> list[LiveSession]:
-    """Return the sessions that an earlier daemon wrote down, the oldest first, and have their turns continued.
+    """Return the sessions restored from the store, oldest first, and resubmit their pending turns.
 
-    Those that were to end with their socket have ended with that daemon. One that cannot be built is logged and left
-    out: it stays in the file as it is.
+    Sessions that end with their socket ended with the earlier daemon. A session that cannot be built is logged and
+    skipped; it stays unchanged in the file.
 
     Args:
-        kept: What was written down.
-        clean: Whether it was all that was told; if not, every session's events have another history from now on.
-        services: The rest of the daemon.
+        kept: The stored sessions.
+        clean: Whether all published events were stored; if not, every session gets a new epoch.
+        services: The services of the daemon.
     """
     going_on: list[tuple[float, LiveSession]] = []
     sessions: list[LiveSession] = []

@@ -1,4 +1,4 @@
-"""Resolves which model serves a session, with its default parameters and its prompt renderer."""
+"""Resolves the model that serves a session, with its default parameters and its prompt renderer."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ _log = structlog.get_logger(__name__)
 
 
 class ServedModel:
-    """A model and its engine, and what renders its conversations.
+    """A model, its engine and its prompt renderer.
 
-    A turn that has begun stays with the one that it has, also when another serves under the same name.
+    An answer that has begun stays with its model even if the name is reassigned to another.
 
     Args:
-        name: What clients call it.
-        engine: What runs it, loaded or not.
-        want: Has it loaded for a client; raises if it cannot be.
-        renderers: What renders conversations with its chat template.
+        name: The model's name for clients.
+        engine: The engine, loaded or not.
+        want: Requests the load for a client; raises if the model cannot be loaded.
+        renderers: Render conversations with the model's chat template.
     """
 
     def __init__(
@@ -60,11 +60,11 @@ class ServedModel:
 
     @property
     def known(self) -> ModelInfo | None:
-        """The model as it was loaded last; none before it first is."""
+        """The model as it was loaded last; ``None`` before the first load."""
         return self.engine.status.model
 
     def model(self, client_id: str = "") -> ModelInfo:
-        """Return the model; one that was never loaded is loaded from now on, for this client where one is named.
+        """Return the model; if it was never loaded, request its load for ``client_id``.
 
         Raises:
             InferenceCenterError: ``model_loading``, or ``engine_unavailable`` with the reason.
@@ -76,13 +76,13 @@ class ServedModel:
         except InferenceCenterError as error:
             if error.spec.on_wire:
                 raise
-            # What is wrong with a file is the operator's to know by its code; others are told in words.
+            # The error code of a model file is for the operator; clients receive the message only.
             message = f"{self.name} cannot be loaded: {error.message}"
             raise InferenceCenterError(ErrorCode.ENGINE_UNAVAILABLE, message, hint=error.hint) from error
         raise _not_loaded(self.name, self.engine.status)
 
     def fingerprint(self) -> str:
-        """Return the name under which the model's tokens are kept: see ``fingerprint``.
+        """Return the fingerprint of the model's tokens; see ``fingerprint``.
 
         Raises:
             InferenceCenterError: See ``model``.
@@ -93,7 +93,7 @@ class ServedModel:
         return self._named[1]
 
     def recommended(self) -> Params:
-        """Return what the model's file recommends.
+        """Return the parameters recommended by the model file.
 
         Raises:
             InferenceCenterError: See ``model``.
@@ -104,10 +104,10 @@ class ServedModel:
         return self._recommended[1]
 
     def renderer(self, mode: Mode) -> PromptRenderer:
-        """Return what renders sessions of this mode.
+        """Return the renderer for sessions of this mode.
 
         Raises:
-            InferenceCenterError: ``internal`` when the model's template is known not to compile, and see ``model``.
+            InferenceCenterError: ``internal`` if the model's template does not compile, and see ``model``.
         """
         if mode == "raw":
             return _RAW
@@ -118,12 +118,12 @@ class ServedModel:
 
 
 class ModelRouter:
-    """All models, by the name that a session has chosen; one that has chosen none has the default of the moment.
+    """All models by name; a session without a chosen model uses the current default.
 
     Args:
-        port: What runs them.
-        config_params: The configuration's level of parameters, which is the same for all.
-        renderers: What renders conversations with chat templates.
+        port: The models and their engines.
+        config_params: The parameters of the configuration level, which apply to all models.
+        renderers: Render conversations with chat templates.
     """
 
     def __init__(self, port: ModelsPort, *, config_params: Params, renderers: PromptRenderers) -> None:
@@ -133,11 +133,11 @@ class ModelRouter:
         self._servings: dict[str, ServedModel] = {}
 
     def name(self, chosen: str | None) -> str:
-        """Return the name of the model that answers now, whether there is one of that name or not."""
+        """Return the name of the model that serves now, whether it exists or not."""
         return self._port.default if chosen is None else chosen
 
     def resolve(self, chosen: str | None) -> ServedModel:
-        """Return the model that answers now.
+        """Return the model that serves now.
 
         Raises:
             InferenceCenterError: ``model_not_found``.
@@ -152,12 +152,12 @@ class ModelRouter:
         return serving
 
     def n_ctx(self, config: SessionConfig) -> int:
-        """Return how many tokens a session's context holds now; as in its beginning while that is not known."""
+        """Return the current context size of a session in tokens; the initial one while it is unknown."""
         known = self._known(config.chosen_model)
         return known.n_ctx if known else config.n_ctx
 
     def base_params(self, serving: ServedModel) -> Params:
-        """Return what holds for sessions of a model that set nothing themselves.
+        """Return the default parameters of a model's sessions.
 
         Raises:
             InferenceCenterError: See ``ServedModel.model``.
@@ -170,9 +170,9 @@ class ModelRouter:
         return self.params(config, self.name(config.chosen_model))
 
     def params(self, config: SessionConfig, name: str) -> Params:
-        """Return a session's effective parameters while the model ``name`` answers.
+        """Return a session's effective parameters with the model ``name``.
 
-        With the model of its beginning they are what they were. They are that, too, while nothing is known of another.
+        With its first model they are unchanged, also while the other model is unknown.
         """
         if name == config.model or self._known(name) is None:
             return config.params
@@ -180,7 +180,7 @@ class ModelRouter:
         return self.base_params(self.resolve(name)).model_copy(update=chosen)
 
     def release(self, session_id: str) -> None:
-        """Let all engines forget a session."""
+        """Release a session in all engines."""
         self._port.release(session_id)
 
     def _known(self, chosen: str | None) -> ModelInfo | None:
@@ -191,7 +191,7 @@ class ModelRouter:
 
 
 def recommended_params(model: ModelInfo) -> Params:
-    """Return what the model file recommends; a file in error recommends nothing."""
+    """Return the parameters that the model file recommends; an invalid recommendation is ignored."""
     try:
         return parse_params(orjson.loads(model.sampling_defaults_json or b"{}"), path="general.sampling")
     except (InferenceCenterError, orjson.JSONDecodeError) as error:
@@ -200,9 +200,9 @@ def recommended_params(model: ModelInfo) -> Params:
 
 
 def fingerprint(model: ModelInfo) -> str:
-    """Return a digest of what gives token ids their meaning and a conversation its form, as far as the front knows it.
+    """Return a digest of the model's properties that determine its token ids and its prompt format.
 
-    The names are part of it, since two vocabularies of one size can differ.
+    Names are part of it, because two vocabularies of one size can differ.
     """
     meaning = (
         model.name,
@@ -219,7 +219,6 @@ def fingerprint(model: ModelInfo) -> str:
 
 
 def _not_loaded(name: str, engine: EngineStatus) -> InferenceCenterError:
-    """Return why a model that was never loaded cannot answer yet."""
     if engine.state in _LOST:
         return InferenceCenterError(ErrorCode.ENGINE_UNAVAILABLE, engine.detail, retry_after_ms=_RETRY_MS)
     return InferenceCenterError(

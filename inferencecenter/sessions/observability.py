@@ -1,4 +1,4 @@
-"""Counters over all sessions, and what is reported and traced of each turn."""
+"""Counters over all sessions, and the metrics, log and traces of turns."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _log = structlog.get_logger("turn")
 
 @dataclass(frozen=True, slots=True)
 class TurnRecord:
-    """How one turn went. ``finish`` is the wire's ``finish_reason``, or the error code of a turn that failed."""
+    """The figures of one turn. ``finish`` is the wire's ``finish_reason``, or the error code of a failed turn."""
 
     client_id: str
     session_id: str
@@ -45,15 +45,15 @@ class TurnRecord:
 
 
 class TurnObserver(Protocol):
-    """Whoever wants to hear of each turn that ended, as metrics do."""
+    """Receives each turn that ended, such as the metrics."""
 
     def turn_ended(self, record: TurnRecord) -> None:
-        """Take note; never blocks, never raises."""
+        """Handle the end of a turn; never blocks, never raises."""
 
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """Readings over all sessions; ``tokens_per_s`` is the mean of the last ten seconds."""
+    """Totals over all sessions; ``tokens_per_s`` is the mean of the last ten seconds."""
 
     active_generations: int
     total_sessions: int
@@ -64,18 +64,18 @@ class Totals:
 
 
 class ActiveTurnCount:
-    """Counts the sessions that answer, of all clients and of each; stateless ones are in the total only."""
+    """Counts the sessions with a running turn, in total and per client; stateless ones count in the total only."""
 
     def __init__(self) -> None:
         self.total = 0
         self._of_client: Counter[str] = Counter()
 
     def of(self, client_id: str) -> int:
-        """Return how many sessions of a client answer."""
+        """Return the number of a client's sessions with a running turn."""
         return self._of_client.get(client_id, 0)
 
     def add(self, change: int, *, client_id: str, stateless: bool) -> None:
-        """Count ``change`` sessions more."""
+        """Add ``change``, which may be negative."""
         self.total += change
         if stateless:
             return
@@ -85,12 +85,12 @@ class ActiveTurnCount:
 
 
 class TextQuota:
-    """Counts the characters that each client's sessions hold, and refuses more than there may be.
+    """Limits the characters held by each client's sessions.
 
-    A fork counts in full: what it shares with its parent may be all that is left of it tomorrow.
+    A fork counts in full, since its parent may be deleted and leave the shared text to the fork alone.
 
     Args:
-        max_chars: Of all sessions of a client that are not stateless.
+        max_chars: Maximum over a client's sessions, without stateless ones.
     """
 
     def __init__(self, max_chars: int) -> None:
@@ -98,17 +98,17 @@ class TextQuota:
         self._of_client: Counter[str] = Counter()
 
     def of(self, client_id: str) -> int:
-        """Return how many characters a client's sessions hold."""
+        """Return the characters held by a client's sessions."""
         return self._of_client.get(client_id, 0)
 
     def add(self, n_chars: int, *, client_id: str) -> None:
-        """Count so many more, or less."""
+        """Add ``n_chars``, which may be negative."""
         self._of_client[client_id] += n_chars
         if not self._of_client[client_id]:
             del self._of_client[client_id]
 
     def check(self, n_chars: int, *, client_id: str) -> None:
-        """Refuse so many more, if they are too many.
+        """Refuse ``n_chars`` more if they exceed the limit.
 
         Raises:
             InferenceCenterError: ``quota_exceeded``.
@@ -123,7 +123,7 @@ class TextQuota:
 
 
 class TokenMeter:
-    """Counts generated tokens, in all and over the last ten seconds; times are seconds of any clock that only rises."""
+    """Counts generated tokens, in total and over the last ten seconds; times are monotonic seconds."""
 
     def __init__(self) -> None:
         self.total = 0
@@ -138,25 +138,25 @@ class TokenMeter:
         self._seconds.append((second, n_tokens))
 
     def per_s(self, *, now: float) -> float:
-        """Return tokens a second over the last ten seconds."""
+        """Return the tokens per second over the last ten seconds."""
         return sum(n_tokens for second, n_tokens in self._seconds if second > now - WINDOW_S) / WINDOW_S
 
 
 class WaitEstimator:
-    """Guesses how long a turn will wait, from how long the latest ones of its model held their slots."""
+    """Estimates the wait of a turn from the time that recent turns of its model held their slots."""
 
     def __init__(self) -> None:
         self._held_ms: dict[str, float] = {}
 
     def observe(self, record: TurnRecord) -> None:
-        """Learn from a turn that ended; one that never ran says nothing."""
+        """Update the estimate with an ended turn; a turn that never ran is ignored."""
         if record.prompt_tokens:
             held_ms = record.total_ms - record.queue_ms
             old_ms = self._held_ms.get(record.model, held_ms)
             self._held_ms[record.model] = old_ms + _NEWEST * (held_ms - old_ms)
 
     def eta_ms(self, model: str, position: int, *, slots: int) -> float | None:
-        """Return the expected wait at a place in the queue; ``None`` for a turn that runs, or before any has ended."""
+        """Return the expected wait at a queue position; ``None`` for a running turn or without data."""
         held_ms = self._held_ms.get(model)
         if not position or held_ms is None:
             return None
@@ -164,10 +164,10 @@ class WaitEstimator:
 
 
 class TurnMetrics:
-    """What becomes of all turns: counted, told to whoever wants to know, and written to the log.
+    """Counts ended turns, passes them to the observer, and writes them to the log.
 
     Args:
-        observer: Hears of each turn that ended.
+        observer: Receives each turn that ended.
     """
 
     def __init__(self, observer: TurnObserver | None) -> None:
@@ -177,7 +177,7 @@ class TurnMetrics:
         self._last: TurnRecord | None = None
 
     def turn_ended(self, record: TurnRecord) -> None:
-        """Take note of a turn that ended."""
+        """Handle the end of a turn."""
         self._last = record
         self._waits.observe(record)
         _log.info(
@@ -201,11 +201,11 @@ class TurnMetrics:
                 _log.exception("turn_not_counted", turn=record.turn_id)
 
     def eta_ms(self, model: str, position: int, *, slots: int) -> float | None:
-        """Return the expected wait at a place in the queue of a model, if it can be told."""
+        """Return the expected wait at a queue position of a model, if known."""
         return self._waits.eta_ms(model, position, slots=slots)
 
     def totals(self, *, sessions: int, active: int, now: float) -> Totals:
-        """Return readings over so many sessions, of which ``active`` answer."""
+        """Return the totals over so many sessions, of which ``active`` run a turn."""
         return Totals(
             active_generations=active,
             total_sessions=sessions,
@@ -220,34 +220,34 @@ SpanAttributes: TypeAlias = "Mapping[str, str | bool | int | float | tuple[str, 
 
 
 class TurnSpan(Protocol):
-    """The trace of one turn from now to its end. Nothing in it waits or raises."""
+    """The trace of one turn. No method blocks or raises."""
 
     @property
     def wanted(self) -> bool:
-        """Whether the turn is traced; if not, nothing need be told of it, and the engine takes no times."""
+        """Whether the turn is traced; if not, the engine need not measure its stages."""
 
     def describe(self, figures: SpanAttributes) -> None:
-        """Say what is asked for."""
+        """Set the attributes of the request."""
 
     def spent(self, stages: Iterable[TraceStage]) -> None:
-        """Take what the engine says of the turn's time."""
+        """Add the stages measured by the engine."""
 
     def note(self, event: str, figures: SpanAttributes) -> None:
-        """Take note of something that happens to the turn now."""
+        """Add an event at the current time."""
 
     def end(self, figures: SpanAttributes, *, error: str | None) -> None:
-        """End the trace now, with the code of the error that the turn failed with, if it did."""
+        """End the trace now, with the error code of a failed turn."""
 
 
 class Tracer(Protocol):
-    """Whoever may want to trace turns."""
+    """Starts the traces of turns."""
 
     def begin(self, traceparent: str | None) -> TurnSpan:
-        """Begin the trace of a turn, inside the client's if it named a span of its own. Never blocks, never raises."""
+        """Start a trace, as a child of the client's span if the request names one. Never blocks, never raises."""
 
 
 class NullTracer:
-    """Traces nothing: both a ``Tracer`` and the ``TurnSpan`` of all its turns."""
+    """Traces nothing; both a ``Tracer`` and a ``TurnSpan``."""
 
     wanted = False
 
@@ -269,9 +269,9 @@ class NullTracer:
 
 
 def trace_turn(tracer: Tracer, config: SessionConfig, spec: TurnSpec, *, said_tokens: int) -> TurnSpan:
-    """Begin the trace of a turn; ``said_tokens`` is what an earlier daemon left of its answer.
+    """Start the trace of a turn; ``said_tokens`` are the tokens restored from an earlier daemon.
 
-    Names are those of OpenTelemetry's conventions for generative AI, where these have one.
+    Attribute names follow OpenTelemetry's conventions for generative AI where they define one.
     """
     trace = tracer.begin(spec.request.traceparent)
     if not trace.wanted:
@@ -298,7 +298,7 @@ def trace_turn(tracer: Tracer, config: SessionConfig, spec: TurnSpec, *, said_to
 
 
 def end_trace(turn: Turn, outcome: TurnOutcome, *, failed: bool = False) -> None:
-    """End the trace of a turn that is over."""
+    """End the trace of a turn."""
     if not turn.trace.wanted:
         return
     stats = outcome.stats

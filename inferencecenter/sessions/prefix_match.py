@@ -16,9 +16,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class PrefixMatch:
-    """A session that goes on to certain messages, of which it says the first ``n_messages`` already.
+    """A session whose history matches the first ``n_messages`` of a conversation.
 
-    It does so from the end of ``turn`` on; what came after that is something else. Without it nothing did.
+    The match ends after ``turn``, and the session has different messages behind it; ``None`` if the whole history
+    matches.
     """
 
     session_id: str
@@ -29,9 +30,9 @@ class PrefixMatch:
 def find_longest_prefix(
     histories: Iterable[tuple[str, History]], messages: Sequence[ChatMessage]
 ) -> PrefixMatch | None:
-    """Return the session that says most of ``messages``, by its id and history; the first of equals.
+    """Return the session that matches the longest prefix of ``messages``, by its id and history; the first of equals.
 
-    One message at least is left to be said. One that says them only up to before its first turn is none.
+    At least one message must remain unmatched. A match that ends before the session's first turn does not count.
     """
     best: PrefixMatch | None = None
     for session_id, history in histories:
@@ -44,9 +45,9 @@ def find_longest_prefix(
 
 
 def same_message(held: ChatMessage, sent: ChatMessage) -> bool:
-    """Tell whether two messages say the same to everybody else.
+    """Return whether two messages are equal as far as clients can see.
 
-    What was thought is not sent back, and arguments of a tool may be written another way.
+    Reasoning is ignored because clients do not send it back, and arguments of tool calls are compared as JSON.
     """
     return (
         held.role == sent.role
@@ -57,7 +58,7 @@ def same_message(held: ChatMessage, sent: ChatMessage) -> bool:
 
 
 def _may_be_better(held: Sequence[ChatMessage], sent: Sequence[ChatMessage], best: PrefixMatch) -> bool:
-    """Tell by one message whether a session may say more: a client may have many long ones that are alike."""
+    """Compare one message to skip sessions that cannot beat ``best``: a client may have many long, similar ones."""
     n = best.n_messages
     if len(held) > n:
         return n < len(sent) - 1 and same_message(held[n], sent[n])

@@ -1,4 +1,13 @@
-"""One conversation: its state and history, its subscriber, and the operations of clients."""
+"""One conversation: its state and history, its subscriber, and the operations of clients.
+
+A session owns a ``History`` that changes only at the end of a turn, by ``append`` or by ``rewind``; a turn that fails
+leaves it unchanged. At most one turn runs at a time: while a ``TurnRunner`` is set the state is ``busy`` and every
+other operation on the history is refused. A change of the history is one journal record and one numbered event, handed
+to the ``EventLog`` together, so that a client sees an event only after its record is committed. After a restart
+``LiveSession.restored`` rebuilds the session from its records; ``recover`` then resubmits its pending turn with the
+tokens generated so far, and the answer continues at the exact character. Invariant: memory, journal and every client's
+view are prefixes of the same event sequence, with memory ahead of the journal and the journal ahead of the client.
+"""
 
 from __future__ import annotations
 
@@ -44,10 +53,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class TurnSnapshot:
-    """What is known of a turn: the messages ``before`` it, those that it ``asked``, and its ``answer``.
+    """A turn as seen from outside: the messages ``before`` it, the messages it ``asked``, and its ``answer``.
 
-    ``note`` is text of whoever asked. A turn that is ``running`` has no answer or usage yet, and a ``finish_reason``
-    only if it is about to end for it. One that was discarded left no messages, and one that failed its ``failure``.
+    ``note`` is the private text of the requester. A ``running`` turn has no answer or usage yet, and a
+    ``finish_reason`` only if its end is being forced. A discarded turn has no messages; a failed turn has its
+    ``failure``.
     """
 
     turn_id: str
@@ -63,9 +73,10 @@ class TurnSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class SessionSnapshot:
-    """A session as it stands: ``seq`` is the number of its last event, ``last_used_at`` Unix seconds.
+    """The session at one moment: ``seq`` is the number of its last event, ``last_used_at`` is in Unix seconds.
 
-    ``model`` is the name of the one that answers now, ``n_ctx`` is its, or the first one's while it is not known.
+    ``model`` is the name of the model that serves the session now. ``n_ctx`` is the context size of that model, or of
+    the first model while it is unknown.
     """
 
     config: SessionConfig
@@ -78,7 +89,7 @@ class SessionSnapshot:
     turn_log: TurnLog
 
     def describe(self, params: Params) -> events.Session:
-        """Return everything about the session, with its effective params; a running turn is not yet part of it."""
+        """Return the full description of the session with its effective params; a running turn is not included."""
         config, history = self.config, self.history
         return events.Session(
             session_id=config.session_id,
@@ -98,7 +109,7 @@ class SessionSnapshot:
         )
 
     def summary(self) -> SessionSummary:
-        """Return what a list of sessions shows."""
+        """Return the session's entry in a list of sessions."""
         config, history = self.config, self.history
         return SessionSummary(
             session_id=config.session_id,
@@ -113,7 +124,7 @@ class SessionSnapshot:
         )
 
     def turn(self, turn_id: str) -> TurnSnapshot:
-        """Return what is known of a turn that has ended.
+        """Return a turn that has ended.
 
         Raises:
             InferenceCenterError: ``turn_not_found``.
@@ -138,12 +149,12 @@ class SessionSnapshot:
         )
 
     def resumed(self, lost: ReplayLoss | None, *, turn: Turn | None, request_id: str | None) -> events.SessionResumed:
-        """Return the answer to a client that comes back.
+        """Return the reply to a reconnecting client.
 
         Args:
-            lost: Why it cannot be told what it has missed; then it is told all that was said.
-            turn: The one that is being answered.
-            request_id: The frame that asked.
+            lost: Why the missed events cannot be replayed; the reply then contains the whole transcript.
+            turn: The running turn.
+            request_id: The id of the request frame.
         """
         asked = messages_of(turn.spec.request) if turn else ()
         speaking = turn.assembler if turn else None
@@ -165,24 +176,23 @@ class SessionSnapshot:
 
 
 COUNTED_TOKENS: Final = 256
-"""Tokens of an answer after which those of a session that is not stored are written down as spent."""
+"""Tokens of an answer after which the usage of a session that is not stored is recorded."""
 _INCOMPLETE: Final = "Something of this session could not be stored: after a restart it may lack that."
 
 
 class LiveSession:
     """A conversation of one client.
 
-    Its history changes only when a turn ends: a turn that fails leaves it as it was. ``_change`` is the only writer of
-    its state.
+    ``_change`` is the only writer of its state.
 
     Args:
-        config: What holds for it.
-        services: The rest of the daemon.
-        history: What was said before.
-        turn_log: The turns that it was said in.
-        sink: Who listens at first.
-        seq: Number of the last event that an earlier daemon told.
-        last_used_at: When it was used before this daemon began, in Unix seconds.
+        config: Its configuration.
+        services: The services of the daemon.
+        history: Its initial history.
+        turn_log: The turns of that history.
+        sink: The initial subscriber.
+        seq: Number of the last event published by an earlier daemon.
+        last_used_at: Unix seconds of the last use before this daemon started.
     """
 
     def __init__(  # noqa: PLR0913 - keyword-only
@@ -212,13 +222,13 @@ class LiveSession:
         self._runner: TurnRunner | None = None
         self._counted_chars = 0
         self._last_used_at = config.created_at if last_used_at is None else last_used_at
-        # The wall clock is believed once: where it jumps while the daemon runs, nothing expires.
+        # The wall clock is read once: a clock change while the daemon runs expires nothing.
         unused_s = 0.0 if last_used_at is None else max(0.0, services.clock() - last_used_at)
         self._last_used = services.monotonic() - unused_s
 
     @classmethod
     def restored(cls, kept: StoredSession, config: SessionConfig, *, services: SessionServices) -> LiveSession:
-        """Return a session as an earlier daemon left it; ``go_on`` has its unfinished turn run."""
+        """Return a session restored from the store; ``recover`` resubmits its pending turn."""
         session = cls(
             config,
             services=services,
@@ -240,22 +250,22 @@ class LiveSession:
 
     @property
     def state(self) -> SessionState:
-        """Where the session is in its life."""
+        """The state of the session."""
         return self._state
 
     @property
     def sink(self) -> EventSink | None:
-        """Where its events go; none while the session is detached."""
+        """The subscriber of its events; ``None`` while the session is detached."""
         return self._subscription.sink
 
     @property
     def idle_s(self) -> float:
-        """Seconds since the session was last used; 0 while it answers."""
+        """Seconds since the last use; 0 while a turn runs."""
         return 0.0 if self._runner else self._services.monotonic() - self._last_used
 
     @property
     def snapshot(self) -> SessionSnapshot:
-        """The session as it stands; a running turn is not yet part of it."""
+        """The session as it is now; a running turn is not included."""
         engines = self._services.models
         return SessionSnapshot(
             config=self.config,
@@ -269,7 +279,7 @@ class LiveSession:
         )
 
     def turn_snapshot(self, turn_id: str) -> TurnSnapshot:
-        """Return what is known of a turn.
+        """Return a turn, running or ended.
 
         Raises:
             InferenceCenterError: ``turn_not_found``.
@@ -289,18 +299,18 @@ class LiveSession:
 
     @property
     def history(self) -> History:
-        """What was said; a running turn is not yet part of it."""
+        """The messages so far; a running turn is not included."""
         return self._history
 
     @property
     def n_chars(self) -> int:
-        """Characters that it holds: what was said, and notes of turns."""
+        """Characters held: messages and notes of turns."""
         return self._history.extent.n_chars + self._turn_log.n_note_chars
 
-    # What clients ask for.
+    # Client operations.
 
     def open(self, *, parent: str | None = None) -> None:
-        """Write down that the session begins, as a fork of ``parent``."""
+        """Record the new session, as a fork of ``parent`` where one is given."""
         self._update_counted_chars()
         record = SessionOpened(
             config=self.config,
@@ -313,19 +323,19 @@ class LiveSession:
         self._events.write(record)
 
     def infer(self, request: Infer, terms: TurnOptions, sink: EventSink) -> None:
-        """Start a turn, or attach to the turn that has the request's ``turn_key`` already.
+        """Start a turn, or attach to the turn that already has the request's ``turn_key``.
 
-        A turn of that key which runs is acknowledged again; of one that has ended, ``end`` is sent again with its own
-        number. A turn that failed left nothing behind, so its key starts a new one.
+        If the turn with this key is running, ``queued`` is sent again; if it has ended, ``end`` is sent again with its
+        original number. A failed turn leaves nothing behind, so its key starts a new turn.
 
         Args:
-            request: What to say.
-            terms: What holds for the turn besides.
-            sink: Who asks; the session's events go there from now on.
+            request: The messages and options of the turn.
+            terms: The parameters, priority and token of the turn.
+            sink: The requester, which becomes the subscriber of the session.
 
         Raises:
             InferenceCenterError: ``session_busy``, ``context_full``, ``storage_unavailable``, ``overloaded``,
-                ``model_loading``, what the template says against the conversation, or what the engine says.
+                ``model_loading``, or the error of the template or the engine.
         """
         runner = self._runner
         if runner is not None:
@@ -342,9 +352,9 @@ class LiveSession:
             self._begin(request, terms, sink)
 
     def resume(self, request: ResumeSession, sink: ReplaySink) -> None:
-        """Send the session's events to ``sink`` from now on, those first that it has missed.
+        """Make ``sink`` the subscriber and replay the events it has missed.
 
-        Where some of them are lost it is told how the session stands instead.
+        If some of them are lost, the reply contains the state of the session instead.
         """
         missed = self._subscription.missed(request, epoch=self.config.epoch, seq=self._events.seq)
         turn = self._runner.turn if self._runner else None
@@ -352,7 +362,7 @@ class LiveSession:
         self._subscription.resume(sink, answer, missed.events)
 
     def abort(self, request: Abort) -> None:
-        """Ask for the end of the running turn; its ``end`` answers the request.
+        """Request the end of the running turn; its ``end`` answers the request.
 
         Raises:
             InferenceCenterError: ``nothing_to_abort`` or ``turn_not_found``.
@@ -362,7 +372,7 @@ class LiveSession:
         runner.abort(request)
 
     def append(self, request: Append, sink: EventSink) -> None:
-        """Add messages to the history without answering; a template that minds them says so at the next turn.
+        """Add messages to the history without generating; the template validates them at the next turn.
 
         Raises:
             InferenceCenterError: ``session_busy``, ``storage_unavailable`` or ``context_full``.
@@ -376,12 +386,12 @@ class LiveSession:
         self._publish_change(self._events.appended(len(self._history.messages), request_id=request.id), sink)
 
     def fork(self, config: SessionConfig, *, turn: str | None, sink: EventSink) -> LiveSession:
-        """Return another session that begins as this one does.
+        """Return a new session with a copy of this one's history.
 
         Args:
-            config: What holds for the new one.
-            turn: Its last turn, or ``START``; without it everything is taken over.
-            sink: Where its events go.
+            config: The configuration of the new session.
+            turn: The last turn to copy, or ``START``; ``None`` copies everything.
+            sink: The subscriber of the new session.
 
         Raises:
             InferenceCenterError: ``session_busy``, ``storage_unavailable`` or ``turn_not_found``.
@@ -396,7 +406,7 @@ class LiveSession:
         return forked
 
     def rewind(self, request: RewindSession, sink: EventSink) -> None:
-        """Forget all that came after a turn, or after ``START``.
+        """Remove everything after a turn, or after ``START``.
 
         Raises:
             InferenceCenterError: ``session_busy``, ``storage_unavailable`` or ``turn_not_found``.
@@ -410,7 +420,7 @@ class LiveSession:
         self._publish_change(self._events.rewound(request.turn, n_messages, request_id=request.id), sink)
 
     def set_metadata(self, metadata: dict[str, str]) -> events.MetadataSet:
-        """Have other metadata, also while a turn runs; that is no use of the session.
+        """Replace the metadata, also while a turn runs; this does not count as a use of the session.
 
         Raises:
             InferenceCenterError: ``storage_unavailable``.
@@ -421,39 +431,39 @@ class LiveSession:
         return events.MetadataSet(session_id=self.config.session_id, metadata=self.config.metadata)
 
     def close(self) -> events.SessionClosed:
-        """End the session, its running turn as aborted, and let the engine forget it."""
+        """Close the session: abort its running turn and release its KV cache in the engines."""
         if (runner := self._runner) is not None:
             runner.cancel()
         self._finish(SessionChange.CLOSE)
         self._events.write(self._gone())
         return events.SessionClosed(session_id=self.config.session_id)
 
-    # What happens to it.
+    # Calls of the manager and the turn runner.
 
     def recover(self) -> None:
-        """Have the engine continue the turn that an earlier daemon left unfinished, if there is one."""
+        """Resubmit the turn left pending by an earlier daemon, if there is one."""
         if (runner := self._runner) is not None:
             self._limit_replay()
             runner.recover()
 
     def detach(self) -> None:
-        """Go on without a socket; a turn that runs for long then keeps only its text."""
+        """Remove the subscriber; after ``detached_turn_s`` a running turn keeps its text but not its events."""
         self._subscription.detach()
         self._limit_replay()
 
     def expire(self) -> None:
-        """End the idle session because nobody used it."""
+        """End the session at its idle limit."""
         self._finish(SessionChange.EXPIRE)
         self._events.publish(self._events.expired(), self._gone())
 
     def prompt_read(self, turn: Turn, *, prompt_tokens: int, cached_tokens: int) -> None:
-        """Have a prompt counted at once: what a daemon that is killed has read counts, whatever becomes of the turn."""
+        """Record the usage of a prompt when it is prefilled, so that it survives a crash whatever the outcome."""
         self._count_usage(replace(self._usage_of(turn), prompt_tokens=prompt_tokens, cached_tokens=cached_tokens))
 
     def answer_grew(self, turn: Turn) -> None:
-        """Have what an answer spent counted in coarse steps where nothing else is written of it.
+        """Record the usage of an answer in steps of ``COUNTED_TOKENS`` where no other record holds it.
 
-        So a daemon that is killed forgets no more than a step of each. The next one goes on with a stored answer.
+        A crash then loses at most one step per turn. A stored answer needs no such record: the next daemon resumes it.
         """
         n_tokens = turn.n_tokens - turn.counted_tokens
         if n_tokens >= COUNTED_TOKENS and not self.config.store and self._own_journal.fault is None:
@@ -461,7 +471,7 @@ class LiveSession:
             turn.counted_tokens = turn.n_tokens
 
     def turn_ended(self, turn: Turn, history: History, outcome: TurnOutcome) -> None:
-        """Take the history as it is after the running turn, and tell of its end."""
+        """Commit the history with the turn that ended, and publish its ``end``."""
         if self.journal.lacks(self.config.session_id):
             outcome = replace(outcome, warnings=(*outcome.warnings, _INCOMPLETE))
         end = self._events.end(turn, outcome)
@@ -491,13 +501,13 @@ class LiveSession:
         self._services.turn_ended(outcome.record(self.config, turn.turn_id, model=turn.spec.model))
 
     def turn_broken(self, turn: Turn, failure: Failed, outcome: TurnOutcome) -> None:
-        """Be idle again after a turn that a defect has ended, and tell that it failed."""
+        """Return to idle after a turn that an internal error ended, and publish its failure."""
         if self._runner is not None and self._runner.turn is turn:
             self._end_turn()
         self.turn_failed(turn, failure, outcome)
 
     def turn_failed(self, turn: Turn, failure: Failed, outcome: TurnOutcome) -> None:
-        """Tell that the running turn leaves nothing behind."""
+        """Publish the failure of the running turn, which leaves the history unchanged."""
         if self._runner is not None:
             self._end_turn()
         error = self._events.failed(turn, failure)
@@ -521,11 +531,11 @@ class LiveSession:
         return UsageRecorded(client_id=self.config.client_id, token_id=turn.spec.token_id, at=self._services.clock())
 
     def _count_usage(self, spent: UsageRecorded) -> None:
-        """Write down what was spent; a session that is not stored waits for no store that cannot write."""
+        """Record usage. A session that is not stored does not wait for a faulty store."""
         if self.config.store or self._own_journal.fault is None:
             self._own_journal.write(spent, flush=False)
 
-    # How it changes.
+    # State changes.
 
     def _begin(self, request: Infer, terms: TurnOptions, sink: EventSink) -> None:
         services, config = self._services, self.config
@@ -543,7 +553,7 @@ class LiveSession:
         try:
             runner.submit()
         except BaseException:
-            # Whatever it is, a session without a turn is not busy.
+            # Whatever the exception, a session without a turn must not be busy.
             self._runner = None
             raise
         self._change(SessionChange.TURN_QUEUED)
@@ -582,7 +592,6 @@ class LiveSession:
             self._services.text_quota.check(n_chars, client_id=self.config.client_id)
 
     def _update_counted_chars(self) -> None:
-        """Count what the session holds now among its client's."""
         if not self.config.stateless:
             self._set_counted_chars(self.n_chars)
 
@@ -611,6 +620,5 @@ class LiveSession:
             raise InferenceCenterError(ErrorCode.SESSION_BUSY, hint=f"{doing} when its turn has ended.")
 
     def _limit_replay(self) -> None:
-        """Keep the running turn's events only for as long as somebody may come back for them."""
         if self._runner is not None:
             self._subscription.disable_replay_later(self._services.detached_turn_s, self._services.call_later)

@@ -21,21 +21,20 @@ if TYPE_CHECKING:
 
 
 class ScheduledCall(Protocol):
-    """Something that will happen unless it is cancelled."""
+    """A call that happens unless it is cancelled."""
 
     def cancel(self) -> None:
-        """Keep it from happening."""
+        """Cancel the call."""
 
 
 @dataclass(frozen=True, slots=True)
 class SessionServices:
-    """What a session needs of the world. ``clock`` is Unix seconds, ``monotonic`` seconds that only rise.
+    """The services of the daemon that a session uses. ``clock`` is Unix seconds, ``monotonic`` monotonic seconds.
 
-    ``call_later`` arranges for a call after some seconds, ``admit`` raises while no turn may begin. ``allowance_of``
-    tells by client and token what there may be of turns and tokens. Of its events a session keeps ``replay_bytes``,
-    while it answers with nobody listening for ``detached_turn_s``. A stateless one is kept for ``stateless_ttl_s``.
-    ``busy`` counts sessions that answer, ``held`` the text that sessions hold. ``moved`` hears of each session, by
-    name, whose events go to another socket, with that of before and that of now.
+    ``call_later`` schedules a call after some seconds; ``admit`` raises while no new turn may start. ``allowance_of``
+    returns the limits of a client and token. A session buffers ``replay_bytes`` of events, and for ``detached_turn_s``
+    while its turn runs without a subscriber. A stateless session expires after ``stateless_ttl_s``. ``sink_changed`` is
+    called with a session's id, its old and its new subscriber.
     """
 
     models: ModelRouter
@@ -63,19 +62,19 @@ class SessionServices:
     stateless_ttl_s: float
 
     def room(self, *, noted_chars: int = 0) -> HistoryLimits:
-        """Return what there may be of a session's history beside notes of so many characters."""
+        """Return the limits of a session's history; notes of ``noted_chars`` characters are subtracted."""
         return HistoryLimits(self.max_transcript_chars - noted_chars, self.max_messages)
 
 
 @dataclass(frozen=True, slots=True)
 class SessionConfig:
-    """What is settled about a session when it begins; of it only ``metadata`` may be replaced later.
+    """The properties of a session that are fixed when it is opened; only ``metadata`` may be replaced.
 
-    ``model`` and ``n_ctx`` are those of its beginning; without a ``chosen_model`` it goes with the default, also when
-    that changes. ``params`` are effective with that first model: no level is left to merge below them. ``chosen`` are
-    those that the client set itself. Without ``store`` nothing of the session may be written to a disk. A ``stateless``
-    one is kept for whoever sends the whole conversation each time: it saves reading it again, and is none of the
-    client's sessions otherwise.
+    ``model`` and ``n_ctx`` are those at the start; without a ``chosen_model`` the session follows the default model
+    when it changes. ``params`` are effective for that first model, all levels merged. ``chosen`` names the parameters
+    set by the client. Without ``store`` nothing of the session is written to disk. A ``stateless`` session caches the
+    KV of a client that sends the whole conversation with each request, and is not one of the client's sessions
+    otherwise.
     """
 
     session_id: str
@@ -97,7 +96,7 @@ class SessionConfig:
     stateless: bool = False
 
     def warnings(self, params: Params, *, chosen: Collection[str]) -> tuple[str, ...]:
-        """Return a sentence for each of the ``chosen`` that has no effect.
+        """Return a warning for each of the ``chosen`` parameters without effect.
 
         Raises:
             InferenceCenterError: ``invalid_request`` for two parameters that exclude each other.

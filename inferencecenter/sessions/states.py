@@ -1,4 +1,4 @@
-"""The transition tables of sessions and turns: the only place that decides which state follows which.
+"""The transition tables of sessions and turns: the only place that defines which state follows which.
 
 Attached or detached is a property of a session, not a state.
 """
@@ -12,7 +12,7 @@ from inferencecenter.core.state_machine import StateMachine
 
 
 class SessionState(StrEnum):
-    """Where a session is in its life."""
+    """The state of a session."""
 
     IDLE = "idle"
     BUSY = "busy"
@@ -21,7 +21,7 @@ class SessionState(StrEnum):
 
 
 class SessionChange(StrEnum):
-    """What can happen to a session."""
+    """A transition of a session."""
 
     TURN_QUEUED = "turn_queued"
     TURN_ENDED = "turn_ended"
@@ -30,7 +30,7 @@ class SessionChange(StrEnum):
 
 
 class TurnState(StrEnum):
-    """Where a turn is in its life."""
+    """The state of a turn."""
 
     QUEUED = "queued"
     RUNNING = "running"
@@ -40,12 +40,12 @@ class TurnState(StrEnum):
 
     @property
     def is_terminal(self) -> bool:
-        """Whether nothing follows; the turn's one ``end`` or ``error`` has been sent."""
+        """Whether the state is final; the turn's one ``end`` or ``error`` has been sent."""
         return self not in (TurnState.QUEUED, TurnState.RUNNING)
 
 
 class TurnChange(StrEnum):
-    """What can happen to a turn."""
+    """A transition of a turn."""
 
     START = "start"
     SHIFT = "shift"
@@ -65,8 +65,8 @@ SESSION: Final = StateMachine(
     },
 )
 
-# A queued turn may end without having run: aborted while it waited, or refused by the engine. One whose context is full
-# is queued again, with a shorter prompt, and so is one whose engine is lost, as it is.
+# A queued turn may end without having run: aborted while it waits, or refused by the engine. A turn whose context is
+# full is queued again with a shorter prompt, and a turn whose engine is lost is queued again unchanged.
 TURN: Final = StateMachine(
     "turn",
     {

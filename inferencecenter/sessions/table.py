@@ -23,21 +23,21 @@ if TYPE_CHECKING:
 
 
 MAX_BATCH: Final = 100
-"""Keys that one turn of the event loop handles; the rest follows in the next one."""
+"""Keys handled per iteration of the event loop; the rest follows in the next."""
 _MAX_TIMER_S: Final = 86_400.0
 _SPARE_ENTRIES: Final = 64
 
 
 class ExpiryQueue:
-    """Calls back for each key when its time has come.
+    """Calls back for each key when it is due.
 
-    A key that is put again or discarded leaves its old entry in the heap, which is skipped when it comes up. The heap
-    is rebuilt when most of it is such entries, so it stays within twice the number of keys.
+    A key that is put again or discarded leaves its old entry in the heap, which is skipped later. The heap is rebuilt
+    when most entries are stale, so it stays within twice the number of keys.
 
     Args:
-        monotonic: Seconds that only rise.
-        call_later: Arranges for a call after some seconds.
-        due: Called with a key, which is no longer in the queue; may put it again.
+        monotonic: Monotonic seconds.
+        call_later: Schedules a call after some seconds.
+        due: Called with a key that was removed from the queue; may put it again.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class ExpiryQueue:
         return len(self._due_at)
 
     def put(self, key: str, at: float) -> None:
-        """Call back for ``key`` at ``at`` in place of any earlier arrangement."""
+        """Schedule ``key`` for ``at``, replacing its earlier entry."""
         self._due_at[key] = at
         heapq.heappush(self._heap, (at, key))
         if len(self._heap) > 2 * len(self._due_at) + _SPARE_ENTRIES:
@@ -68,14 +68,13 @@ class ExpiryQueue:
         self._arm()
 
     def discard(self, key: str) -> None:
-        """Forget a key, if it is here."""
+        """Remove a key, if present."""
         self._due_at.pop(key, None)
         if not self._due_at:
             self._heap.clear()
             self._disarm()
 
     def _arm(self) -> None:
-        """Have the timer come no later than the first entry is due."""
         if not self._heap:
             return
         now = self._monotonic()
@@ -106,7 +105,7 @@ class ExpiryQueue:
 
 
 MIN_TTL_S: Final = 1.0
-"""Seconds that a session is kept at least: a shorter ``ttl_s`` counts as this, however many clients set it."""
+"""Minimum idle seconds of a session: a shorter ``ttl_s`` is raised to this, which bounds the rate of expiries."""
 _CLOSE_ONE: Final = (
     "Close one that is no longer needed (list_sessions shows them). A stored session is closed to make room only where"
     " the operator has set sessions.when_full to evict."
@@ -119,13 +118,13 @@ class SessionTable:
     """The open sessions, oldest first.
 
     Args:
-        max_sessions: Of all clients together.
-        default_ttl_s: Idle seconds after which a session expires that sets no own; ``None`` for never.
-        retention_days: Days after its last use at which a session is deleted, whatever it sets; ``None`` for never.
+        max_sessions: Maximum over all clients.
+        default_ttl_s: Idle seconds after which a session without its own ``ttl_s`` expires; ``None`` for never.
+        retention_days: Days after the last use at which any session is deleted; ``None`` for never.
         evicts_stored: Whether a stored session may be closed to make room for another.
-        monotonic: Seconds that only rise.
-        call_later: Arranges for a call after some seconds.
-        expire: Called with a session whose time has come, and that is no longer here.
+        monotonic: Monotonic seconds.
+        call_later: Schedules a call after some seconds.
+        expire: Called with an expired session after its removal.
     """
 
     def __init__(  # noqa: PLR0913 - keyword-only
@@ -147,10 +146,10 @@ class SessionTable:
         self._expire = expire
         self._sessions: dict[str, LiveSession] = {}
         self._stored_of: defaultdict[str, dict[str, LiveSession]] = defaultdict(dict)
-        # Both in the order of their last use.
+        # Both in the order of last use.
         self._stateless: dict[str, LiveSession] = {}
         self._stateless_of: defaultdict[str, dict[str, LiveSession]] = defaultdict(dict)
-        # By ``id``: a socket lives for as long as a session refers to it.
+        # Keyed by ``id``; a session holds a reference to its sink, so the id stays valid.
         self._of_sink: defaultdict[int, dict[str, LiveSession]] = defaultdict(dict)
         self._expiries = ExpiryQueue(monotonic=monotonic, call_later=call_later, due=self._on_due)
         self._own_retention_days: dict[str, float] = {}
@@ -163,11 +162,11 @@ class SessionTable:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of all sessions."""
+        """The ids of all sessions."""
         return tuple(self._sessions)
 
     def get(self, session_id: str) -> LiveSession | None:
-        """Return a session by its name, whoever has it."""
+        """Return a session of any client by its id."""
         return self._sessions.get(session_id)
 
     def of(self, client_id: str) -> list[LiveSession]:
@@ -175,7 +174,7 @@ class SessionTable:
         return list(self._stored_of.get(client_id, {}).values())
 
     def stateless_of(self, client_id: str) -> list[LiveSession]:
-        """Return the stateless sessions of a client, the one used longest ago first."""
+        """Return a client's stateless sessions, least recently used first."""
         return list(self._stateless_of.get(client_id, {}).values())
 
     def all_of(self, client_id: str) -> list[LiveSession]:
@@ -183,10 +182,10 @@ class SessionTable:
         return self.of(client_id) + self.stateless_of(client_id)
 
     def page(self, client_id: str, *, after: str | None, limit: int) -> tuple[list[LiveSession], bool]:
-        """Return up to ``limit`` of a client's sessions from behind ``after`` on, and whether there are more.
+        """Return up to ``limit`` of a client's sessions after ``after``, and whether there are more.
 
         Raises:
-            InferenceCenterError: ``session_not_found`` when ``after`` names none of them.
+            InferenceCenterError: ``session_not_found`` when ``after`` is not one of them.
         """
         own = self._stored_of.get(client_id, {})
         if after is not None and after not in own:
@@ -195,18 +194,18 @@ class SessionTable:
         return list(islice(own.values(), start, start + limit)), len(own) > start + limit
 
     def n_of(self, client_id: str) -> int:
-        """Return how many sessions a client has, without the stateless ones."""
+        """Return the number of a client's sessions, without the stateless ones."""
         return len(self._stored_of.get(client_id, {}))
 
     def attached_to(self, sink: EventSink) -> list[LiveSession]:
-        """Return the sessions whose events go to ``sink``."""
+        """Return the sessions whose subscriber is ``sink``."""
         return list(self._of_sink.get(id(sink), {}).values())
 
     def get_owned(self, client: Principal, session_id: str) -> LiveSession:
         """Return a client's own session.
 
         Raises:
-            InferenceCenterError: ``session_not_found``, whether it is another's or there is none.
+            InferenceCenterError: ``session_not_found``, also if another client owns it.
         """
         session = self._sessions.get(session_id)
         if session is None or session.config.client_id != client.client_id:
@@ -214,17 +213,17 @@ class SessionTable:
         return session
 
     def select_victim(self, client: Principal, *, stateless: bool, excluded: LiveSession | None) -> LiveSession | None:
-        """Make sure that a client may have another session; return the one that has to be closed for it, if any.
+        """Check the limits for a new session; return the session to close for it, if one is needed.
 
-        It is the client's own oldest without a socket or a running turn; one that is stored only where
-        that was set. Where the daemon has no room, a stateless one of any client goes first; one of them takes no
-        other's place. A client has as many of these as of others at most; of its own the one that was used longest ago
-        goes.
+        At the daemon's limit the least recently used idle stateless session is closed, one of the client first, then
+        one of any client. Otherwise, and at the client's own limit, it is the client's oldest idle, detached session; a
+        stored one only if ``evicts_stored`` is set. A new stateless session replaces only stateless ones; a client may
+        have as many of them as of the others.
 
         Args:
-            client: Who wants one.
-            stateless: Whether it is a stateless one.
-            excluded: A session that may not go.
+            client: The owner of the new session.
+            stateless: Whether the new session is stateless.
+            excluded: A session that must not be closed.
 
         Raises:
             InferenceCenterError: ``session_limit``.
@@ -251,10 +250,10 @@ class SessionTable:
         raise InferenceCenterError(ErrorCode.SESSION_LIMIT, message, hint=hint)
 
     def set_retention(self, own_days: Mapping[str, float | None]) -> None:
-        """Take note of how long clients want their sessions kept, from now on; ``None`` is as the daemon says."""
+        """Set the retention of clients in days; ``None`` selects the default of the daemon."""
         for client_id, days in own_days.items():
             if self._own_retention_days.get(client_id) != days:
-                # Most clients want what the daemon says: they take no room.
+                # Clients with the default have no entry.
                 self._own_retention_days.pop(client_id, None)
                 if days is not None:
                     self._own_retention_days[client_id] = days
@@ -262,7 +261,7 @@ class SessionTable:
                     self._schedule_expiry(session)
 
     def add(self, session: LiveSession) -> None:
-        """Take in a session, whatever the limits."""
+        """Add a session, regardless of the limits."""
         name, config = session.config.session_id, session.config
         self._sessions[name] = session
         if config.stateless:
@@ -274,7 +273,7 @@ class SessionTable:
         self._schedule_expiry(session)
 
     def remove(self, session: LiveSession) -> None:
-        """Let a session go."""
+        """Remove a session."""
         name, config = session.config.session_id, session.config
         del self._sessions[name]
         self._stateless.pop(name, None)
@@ -284,14 +283,14 @@ class SessionTable:
         self._expiries.discard(name)
 
     def touch(self, session: LiveSession) -> None:
-        """Take note that a session is used now; the order in which stateless ones go depends on it."""
+        """Mark a stateless session as the most recently used."""
         name, config = session.config.session_id, session.config
         if config.stateless:
             for held in (self._stateless, self._stateless_of[config.client_id]):
                 held[name] = held.pop(name)
 
     def on_sink_changed(self, session_id: str, before: EventSink | None, after: EventSink | None) -> None:
-        """Take note that a session's events go to another socket, or to none; one that is not here does not matter."""
+        """Update the index of subscribers; an unknown session is ignored."""
         session = self._sessions.get(session_id)
         if session is None or before is after:
             return
@@ -307,7 +306,7 @@ class SessionTable:
     def _idle_stateless(
         self, client: Principal, *, within_own_limit: bool, excluded: LiveSession | None
     ) -> LiveSession | None:
-        """Return the stateless session that is missed least: of the client, or else of ``within_own_limit``."""
+        """Return the least recently used idle stateless session: the client's own, then any if ``within_own_limit``."""
         own: Iterable[LiveSession] = self._stateless_of.get(client.client_id, {}).values()
         others: Iterator[LiveSession] = iter(self._stateless.values() if within_own_limit else ())
         return next((session for session in chain(own, others) if _may_go(session, excluded)), None)
@@ -316,7 +315,7 @@ class SessionTable:
         self._schedule_expiry(self._sessions[session_id])
 
     def _schedule_expiry(self, session: LiveSession) -> None:
-        """Expire the session, or look again when it may be time: use does not move the timer, this does."""
+        """Expire the session, or schedule the next check: use does not move the timer, the check does."""
         limit_s = self._idle_limit_s(session)
         if limit_s is None:
             self._expiries.discard(session.config.session_id)
@@ -338,7 +337,7 @@ class SessionTable:
 
 
 def ttl_warnings(ttl_s: float | None) -> tuple[str, ...]:
-    """Return a sentence for a ``ttl_s`` that counts as another."""
+    """Return a warning if ``ttl_s`` is raised to the minimum."""
     return () if ttl_s is None or ttl_s >= MIN_TTL_S else (f"ttl_s counts as {MIN_TTL_S:g}: it is shorter.",)
 
 
@@ -347,7 +346,6 @@ def _may_go(session: LiveSession, excluded: LiveSession | None) -> bool:
 
 
 def _drop(held: defaultdict[_Key, dict[str, LiveSession]], key: _Key, name: str) -> None:
-    """Remove a session from one of the indices, and with the last one its entry."""
     sessions = held.get(key, {})
     sessions.pop(name, None)
     if not sessions:

@@ -35,7 +35,7 @@ class TurnOutcome:
     warnings: tuple[str, ...] = ()
 
     def record(self, config: SessionConfig, turn_id: str, *, model: str) -> TurnRecord:
-        """Return what is told of the turn when it is over."""
+        """Return the record of the ended turn for metrics and the log."""
         stats = self.stats
         return TurnRecord(
             client_id=config.client_id,
@@ -55,16 +55,16 @@ class TurnOutcome:
 
 
 class Turn:
-    """What is known of a turn so far. ``change`` is the only writer of its state.
+    """The state of a turn. ``change`` is the only writer of ``state``.
 
     Args:
-        spec: What it takes to run it.
-        since: Second at which it was asked for, of the clock that all later times are of.
-        now: Second at which it begins to wait.
-        said: What an earlier daemon left of it.
+        spec: The request, parameters and model of the turn.
+        since: Monotonic seconds of the submission.
+        now: Monotonic seconds at which it enters the queue.
+        said: The turn as an earlier daemon stored it.
 
     Attributes:
-        counted_tokens: Tokens of the answer that are written down as spent before its end.
+        counted_tokens: Tokens of the answer whose usage is recorded before the end of the turn.
     """
 
     def __init__(self, spec: TurnSpec, *, since: float, now: float, said: PendingTurn | None = None) -> None:
@@ -101,22 +101,22 @@ class Turn:
 
     @property
     def turn_id(self) -> str:
-        """Its name on the wire and in the engine."""
+        """The turn's id."""
         return self.spec.turn_id
 
     @property
     def turn_key(self) -> str | None:
-        """The client's name for it."""
+        """The client's idempotency key for the turn."""
         return self.spec.request.turn_key
 
     @property
     def request_id(self) -> str | None:
-        """The frame that caused it."""
+        """The id of the request frame."""
         return self.spec.request.id
 
     @property
     def state(self) -> TurnState:
-        """Where the turn is in its life."""
+        """The state of the turn."""
         return self._state
 
     @property
@@ -126,7 +126,7 @@ class Turn:
 
     @property
     def answer(self) -> GeneratedAnswer:
-        """What was said so far."""
+        """The answer so far."""
         return GeneratedAnswer(
             turn_id=self.turn_id,
             text=self._text,
@@ -137,17 +137,17 @@ class Turn:
 
     @property
     def prompt_usage(self) -> tuple[int, int]:
-        """Tokens of the prompts that were read since this daemon began, and those of them that were cached."""
+        """Prompt tokens prefilled since this daemon started, and how many of them were cached."""
         return self._n_prompt_tokens, self._cached_tokens
 
     @property
     def content(self) -> str:
-        """What was said so far, without what was thought and the tools that were asked for."""
+        """The answer's text so far, without reasoning and tool calls."""
         return self._text if self.assembler is None else self.assembler.content
 
     @property
     def reasoning_tokens(self) -> int:
-        """Tokens of what was thought; by its share of the text where nobody has read how they spell it."""
+        """Tokens of the reasoning; estimated from its share of the text if the assembler did not count them."""
         if self.assembler is None or not self.assembler.reasoning:
             return 0
         if self.assembler.has_parser:
@@ -156,26 +156,26 @@ class Turn:
 
     @property
     def abort_request_id(self) -> str | None:
-        """The frame that the turn's terminal event answers, if one asked for its end."""
+        """The id of the ``abort`` frame that the turn's terminal event answers, if there is one."""
         return self.abort_request.id if self.abort_request else None
 
     @property
     def forced_finish(self) -> str | None:
-        """The ``finish_reason`` of a turn that was made to end, by a client or because a quota is used up."""
+        """The ``finish_reason`` of a turn whose end is forced, by an abort or a used-up quota."""
         if self.abort_request is not None:
             return "aborted"
         return "quota_exceeded" if self.out_of_quota else None
 
     def change(self, change: TurnChange) -> None:
-        """Go to the next state.
+        """Apply a transition.
 
         Raises:
-            IllegalTransitionError: The table of turns has no such row.
+            IllegalTransitionError: The transition table has no such row.
         """
         self._state = TURN.next(self._state, change)
 
     def set_prompt(self, prompt: Prompt, spec: TurnSpec, *, written: TemplateCapabilities) -> None:
-        """Take what is submitted, for a model that writes like this; it says how the answer is read.
+        """Set the prompt to submit and its spec; ``written`` determines how the output is parsed.
 
         Raises:
             InferenceCenterError: See ``output_spec``.
@@ -187,10 +187,10 @@ class Turn:
         )
 
     def start(self, event: Started, *, now: float) -> int:
-        """Take note that the turn has a slot, and of which tokens its prompt consists.
+        """Handle the assignment of a slot; ``event`` contains the tokens of the prompt.
 
         Returns:
-            Tokens of it that have to be read; none for a prompt that was read before, and is only read again.
+            Tokens to prefill that are not counted yet; 0 if the same prompt is prefilled again.
         """
         self.change(TurnChange.START)
         self._leave_queue(now)
@@ -206,7 +206,7 @@ class Turn:
         return n_tokens - event.cached_tokens
 
     def shift(self, event: ContextFull, *, now: float) -> None:
-        """Take note that the turn waits for a slot again, with a shorter prompt."""
+        """Return to the queue with a shorter prompt."""
         self._wait_again(TurnChange.SHIFT, now=now)
         self._prompt_counted = False
         self.trace.note("shifted", {"inferencecenter.tokens": event.n_tokens})
@@ -216,16 +216,16 @@ class Turn:
             self._preempted += event.end.preempted
 
     def interrupt(self, *, now: float) -> None:
-        """Take note that the turn's engine is gone, and that it waits for a slot of another one."""
+        """Return to the queue after the loss of the engine."""
         self._wait_again(TurnChange.INTERRUPT, now=now)
         self.trace.note("interrupted", {"inferencecenter.tokens": self.n_tokens})
 
     def recall(self, *, now: float) -> None:
-        """Take note that no engine has the turn any more, and that it waits for a slot of the one it should have."""
+        """Return to the queue to be submitted to another engine."""
         self._wait_again(TurnChange.INTERRUPT, now=now)
 
     def extend(self, event: TokenDelta, *, now: float) -> None:
-        """Take in what was generated."""
+        """Append generated tokens and text."""
         if self._first_token_at is None:
             self._first_token_at = now
         self._held_back = ""
@@ -233,15 +233,16 @@ class Turn:
         self._tokens += event.tokens
 
     def take_held_back(self) -> str:
-        """Return the last of the text, which a turn that goes on is told with its next start; only once."""
+        """Return and clear the text that the engine held back at the last interruption."""
         held_back, self._held_back = self._held_back, ""
         return held_back
 
     def request_abort(self, request: Abort) -> None:
-        """Take note that a client wants the turn to end.
+        """Set the abort request of a client.
 
         Raises:
-            InferenceCenterError: ``turn_not_found`` when another turn is meant, ``nothing_to_abort`` the second time.
+            InferenceCenterError: ``turn_not_found`` if the request names another turn, ``nothing_to_abort`` if the turn
+                is being aborted already.
         """
         if request.turn_id not in (None, self.turn_id):
             raise InferenceCenterError(ErrorCode.TURN_NOT_FOUND, f"the running turn is {self.turn_id}", field="turn_id")
@@ -250,7 +251,7 @@ class Turn:
         self.abort_request = request
 
     def params_left(self, *, now: float) -> Params:
-        """Return the parameters with what is left of the turn's time; the engine counts it from each submission."""
+        """Return the parameters with the remaining time; the engine measures it from each submission."""
         limit_ms = self.spec.params.max_time_ms
         if limit_ms is None:
             return self.spec.params
@@ -258,7 +259,7 @@ class Turn:
         return self.spec.params.model_copy(update={"max_time_ms": left_ms})
 
     def finished_outcome(self, end: Finished, *, now: float) -> TurnOutcome:
-        """Return how the turn ended as the engine says, which knows of it since it was submitted last."""
+        """Return the outcome that the engine reports; its figures cover the time since the last submission."""
         warnings = (*self.spec.warnings, *end.warnings)
         finish = self.forced_finish if self.forced_finish is not None and end.reason == "aborted" else end.reason
         if finish == "stop" and self.assembler is not None and self.assembler.complete_calls:
@@ -279,12 +280,12 @@ class Turn:
         return TurnOutcome(finish, stats, stop=end.stop, warnings=warnings)
 
     def forced_outcome(self, finish: str, *, now: float, warnings: tuple[str, ...] = ()) -> TurnOutcome:
-        """Return how the turn ended of which the engine tells no end: it is not waited for, or lacks the turn."""
+        """Return the outcome of a turn that ends without a report of the engine."""
         stats = self._measured(now=now, preempted=self._preempted)
         return TurnOutcome(finish, stats, warnings=(*self.spec.warnings, *warnings))
 
     def failed_outcome(self, failure: Failed, *, now: float) -> TurnOutcome:
-        """Return how the turn ended that could not go on."""
+        """Return the outcome of a failed turn."""
         return TurnOutcome(failure.code, self._measured(now=now, preempted=self._preempted))
 
     @property
@@ -304,7 +305,7 @@ class Turn:
             self._queued_at = None
 
     def _measured(self, *, now: float, preempted: int) -> TurnStats:
-        """How the turn went as seen from here; its speed is that of what was generated since this daemon began."""
+        """Return the figures measured in this process; the speed covers the tokens of this process."""
         first = self._first_token_at
         generating_s = now - first if first is not None else 0.0
         waiting_s = now - self._queued_at if self._queued_at is not None else 0.0

@@ -1,7 +1,15 @@
 """Runs a turn: submits it to the engine and handles all engine events.
 
-An unexpected exception ends the turn it comes from and nothing else. Whatever the engine's side calls runs in
-``_contain``: the turn then fails with ``internal``, its session is idle again, and the engine is told to drop it.
+A turn outlives the engine process and the daemon. Its ``TurnSpec`` (request, parameters with the seed, rendering time)
+is committed with ``queued``, and each batch of generated tokens is committed before its text is published. If the
+engine is lost, the turn returns to ``queued`` and is submitted again with the tokens generated so far; a restarted
+daemon does the same from its records. An answer that has begun continues only on a model of the same fingerprint; a
+turn without tokens may move to another model. If the turn can no longer run (its model is gone, or the engine refuses
+it), its partial answer is kept and ends as ``aborted``. Invariant: a turn has exactly one terminal event, and text that
+was published is never revised.
+
+An unexpected exception ends only the turn that raised it: every call from the engine side runs in ``_contain``, which
+fails the turn with ``internal``, returns its session to idle and aborts the turn in the engine.
 """
 
 from __future__ import annotations
@@ -58,34 +66,34 @@ _log = structlog.get_logger(__name__)
 
 
 class TurnListener(Protocol):
-    """The session as its running turn sees it."""
+    """What a running turn requires of its session."""
 
     def prompt_read(self, turn: Turn, *, prompt_tokens: int, cached_tokens: int) -> None:
-        """Count a prompt that begins to be read, of which so much is cached."""
+        """Record the usage of a prompt that is about to be prefilled, with its cached tokens."""
 
     def answer_grew(self, turn: Turn) -> None:
-        """Take note that the answer has more tokens."""
+        """Handle new tokens of the answer."""
 
     def turn_ended(self, turn: Turn, history: History, outcome: TurnOutcome) -> None:
-        """Take the history as it is after the turn, and tell of its end."""
+        """Commit the history after the turn and publish its end."""
 
     def turn_failed(self, turn: Turn, failure: Failed, outcome: TurnOutcome) -> None:
-        """Tell that the turn leaves nothing behind."""
+        """Publish the failure of the turn, which leaves the history unchanged."""
 
     def turn_broken(self, turn: Turn, failure: Failed, outcome: TurnOutcome) -> None:
-        """Tell the same of a turn that a defect ends, wherever that was: its end may be half told."""
+        """Publish the failure after an internal error, at any point of the turn's end."""
 
 
 class TurnRunner:
     """Implements ``ipc.port.EngineTurn`` for a turn of a session.
 
     Args:
-        turn: What is to be answered.
-        history: As it is before the turn, and stays until its end.
-        listener: Whom the turn's end concerns.
-        stream: Where its events go.
-        config: What holds for the session.
-        services: The rest of the daemon.
+        turn: The turn to run.
+        history: The history before the turn; it does not change until the turn ends.
+        listener: Receives the turn's usage and its end.
+        stream: The event log of the session.
+        config: The configuration of the session.
+        services: The services of the daemon.
     """
 
     def __init__(  # noqa: PLR0913 - keyword-only
@@ -105,13 +113,13 @@ class TurnRunner:
         self._facts = config
         self._services = services
         self._cannot_continue = False
-        # Whether the prompt was made shorter, and is not read yet.
+        # Whether the context was shifted and the shortened prompt is not prefilled yet.
         self._shifted = False
         self._rendering: _Rendering | None = None
         self._counts = False
         self._has_ended = False
         self._allowance = services.allowance_of(config.client_id, turn.spec.token_id)
-        # Whose engine has the turn, from its submission on.
+        # Set when the turn is submitted.
         self._serving: ServedModel | None = None
         turn.trace = trace_turn(services.tracer, config, turn.spec, said_tokens=turn.n_tokens)
 
@@ -120,27 +128,27 @@ class TurnRunner:
 
     @property
     def turn_id(self) -> str:
-        """The turn's name."""
+        """The turn's id."""
         return self.turn.turn_id
 
     @property
     def client_id(self) -> str:
-        """The client that asked for it."""
+        """The client that owns the turn."""
         return self._facts.client_id
 
     @property
     def n_tokens(self) -> int:
-        """Tokens it has generated so far."""
+        """Tokens generated so far."""
         return self.turn.n_tokens
 
-    # What the engine asks and says.
+    # Calls of the engine port.
 
     def prepare(self, then: Callable[[], None]) -> bool:
-        """Tell whether the turn's prompt is there, rendered for the model that serves; if not, have it rendered.
+        """Return whether the prompt is rendered for the serving model; if not, render it and then call ``then``.
 
         Raises:
-            InferenceCenterError: ``model_not_found`` when another model has begun to answer, ``nothing_to_abort`` for a
-                turn that is over, and what the template says against the conversation.
+            InferenceCenterError: ``model_not_found`` when the answer was begun by another model, ``nothing_to_abort``
+                for a turn that has ended, or the error of the template.
         """
         try:
             return self._has_prompt(then)
@@ -149,7 +157,7 @@ class TurnRunner:
             raise
 
     def submission(self) -> Submit:
-        """Return the turn, or what is left of it, as it is to run now.
+        """Return the submission of the turn, or of its remainder.
 
         Raises:
             InferenceCenterError: See ``prepare``.
@@ -160,7 +168,7 @@ class TurnRunner:
         return submission(self.turn, self.turn.prompt, config=self._facts, services=self._services)
 
     def on_engine_event(self, event: TurnEvent) -> None:
-        """Take an event; whatever comes after the turn's end is late and means nothing."""
+        """Handle an event; events after the end of the turn are late and ignored."""
         if not self.turn.state.is_terminal:
             self._contain(lambda: self._take(event))
 
@@ -187,17 +195,17 @@ class TurnRunner:
                 _log.warning("engine_event_misplaced", engine_event=type(event).__name__, turn=turn.turn_id)
 
     def delayed(self, seconds: float) -> None:
-        """Tell how long the turn waits at least until its model can be loaded."""
+        """Publish the minimum delay until the turn's model can be loaded."""
         if self.turn.state is TurnState.QUEUED:
             self._contain(lambda: self._events.publish_transient(self._events.queued(self.turn, eta_ms=1000 * seconds)))
 
     def interrupted(self) -> None:
-        """Take note that the turn's engine is gone."""
+        """Return to the queue after the loss of the engine."""
         if not self.turn.state.is_terminal:
             self._contain(lambda: self.turn.interrupt(now=self._services.monotonic()))
 
     def recalled(self) -> None:
-        """Submit the turn again, to the engine that it should have now, and tell where it stands there."""
+        """Submit the turn again, to the engine that serves its model now, and publish its position."""
         self._contain(self._recall)
 
     def _recall(self) -> None:
@@ -207,18 +215,18 @@ class TurnRunner:
         if not self.turn.state.is_terminal:
             self._publish_queued(request_id=None)
 
-    # What its session asks.
+    # Calls of the session.
 
     def submit(self) -> None:
-        """Submit the turn, of which nobody has been told.
+        """Submit a new turn; it is not published yet.
 
         Raises:
-            InferenceCenterError: See ``prepare`` and ``Allowance.check_turn``, and what the engine says.
+            InferenceCenterError: See ``prepare`` and ``Allowance.check_turn``, or the error of the engine.
         """
         self._allowance.check_turn()
         self._serving = self._choose_model()
         try:
-            self.prepare(_noop)  # also while there is no engine that asks for it
+            self.prepare(_noop)  # also while no engine is running
             self.turn.position = self._serving.engine.submit(self)
         except InferenceCenterError:
             self._cancel_rendering()
@@ -227,7 +235,7 @@ class TurnRunner:
         self._counts = True
 
     def send_queued(self, *, request_id: str | None) -> None:
-        """Acknowledge the turn, and write it down."""
+        """Commit the turn and acknowledge it."""
         self._contain(lambda: self._publish_queued(request_id=request_id))
 
     def _publish_queued(self, *, request_id: str | None) -> None:
@@ -235,13 +243,13 @@ class TurnRunner:
         self._events.publish(queued, self._queued_record(queued.seq))
 
     def recover(self) -> None:
-        """Hand over a turn that an earlier daemon left unfinished."""
+        """Resubmit a turn left pending by an earlier daemon."""
         self._allowance.go_on(self.turn.n_tokens)
         self._counts = True
         self._contain(self.resubmit)
 
     def resubmit(self) -> None:
-        """Hand over a turn that was submitted before; if the engine refuses it, what it said is kept."""
+        """Submit the turn again; if the engine refuses it, the partial answer is kept."""
         try:
             self._serving = self._choose_model()
             self.turn.position = self._serving.engine.submit(self)
@@ -250,26 +258,26 @@ class TurnRunner:
             self._fail(failed(self.turn_id, error))
 
     def resend_queued(self, *, request_id: str | None) -> None:
-        """Say again where the turn stands."""
+        """Publish the position of the turn again."""
         self._events.publish_transient(self._events.queued(self.turn, eta_ms=self._eta_ms(), request_id=request_id))
 
     def abort(self, request: Abort) -> None:
-        """Have the engine end the turn; its ``end`` answers the request.
+        """Abort the turn in the engine; its ``end`` answers the request.
 
         Raises:
-            InferenceCenterError: See ``Turn.take_abort``.
+            InferenceCenterError: See ``Turn.request_abort``.
         """
         self.turn.request_abort(request)
         self._model.engine.abort(self.turn_id)
 
     def cancel(self) -> None:
-        """End the turn without waiting for the engine; the history is as it was before."""
+        """End the turn without waiting for the engine; the history stays unchanged."""
         self._contain(
             lambda: self._complete(self._history, self.turn.forced_outcome("aborted", now=self._services.monotonic()))
         )
         self._model.engine.abort(self.turn_id)
 
-    # Its prompt.
+    # Prompt.
 
     def _has_prompt(self, then: Callable[[], None]) -> bool:
         turn, serving = self.turn, self._model
@@ -302,11 +310,6 @@ class TurnRunner:
         return rendering
 
     def _take_prompt(self, rendering: _Rendering, result: RenderResult) -> None:
-        """Have the turn submit what was rendered.
-
-        Raises:
-            InferenceCenterError: Why nothing was, or see ``Turn.ask``.
-        """
         if isinstance(result, InferenceCenterError):
             raise result
         prompt = prompt_of(rendering.history, rendering.plan, result, implied_bos=rendering.implied_bos)
@@ -317,12 +320,11 @@ class TurnRunner:
             self._events.write(self._queued_record(self._events.seq))
 
     def _cancel_rendering(self) -> None:
-        """Have nothing rendered any more."""
         rendering, self._rendering = self._rendering, None
         if rendering is not None:
             rendering.withdraw()
 
-    # Which model answers.
+    # Model.
 
     @property
     def _model(self) -> ServedModel:
@@ -330,10 +332,10 @@ class TurnRunner:
         return self._serving
 
     def _choose_model(self) -> ServedModel:
-        """Return the model of the name that has begun to answer, else the one that the session has now.
+        """Return the model that began the answer, or the session's current model if there is no answer yet.
 
         Raises:
-            InferenceCenterError: ``model_not_found``, or ``forbidden`` where the turn may not have the one of now.
+            InferenceCenterError: ``model_not_found``, or ``forbidden`` if the token may not use the current model.
         """
         name = self.turn.spec.model
         if self.turn.n_tokens:
@@ -343,7 +345,7 @@ class TurnRunner:
             check_model(serving.name, self._allowance.limits)
         return serving
 
-    # How it goes on.
+    # Progress and end.
 
     def _start(self, event: Started) -> None:
         turn, self._shifted = self.turn, False
@@ -367,7 +369,7 @@ class TurnRunner:
         self._count_tokens(n_tokens)
 
     def _count_tokens(self, n_tokens: int) -> None:
-        """Count tokens that were read or generated; the last of a day's quota ends the turn."""
+        """Count used tokens; the last token of the daily quota ends the turn."""
         if n_tokens and not self._allowance.use(n_tokens) and self.turn.forced_finish is None:
             self.turn.out_of_quota = True
             self._model.engine.abort(self.turn_id)
@@ -378,7 +380,7 @@ class TurnRunner:
             self.resend_queued(request_id=None)
 
     def _on_context_full(self, event: ContextFull) -> None:
-        """Let the turn go on with a shorter prompt, or end it if it cannot."""
+        """Shift the context and continue, or end the turn if that is not possible."""
         refusal = None
         if self.turn.forced_finish is None:
             try:
@@ -389,7 +391,7 @@ class TurnRunner:
         self._end_context_full(event, refusal)
 
     def _shift(self, event: ContextFull) -> bool:
-        """Submit the turn again without the oldest ones; ``False`` if there are none to give up."""
+        """Submit the turn again without its oldest turns; return ``False`` if there are none to drop."""
         turn, services, prompt = self.turn, self._services, self.turn.prompt
         assert prompt is not None, "the engine had it"
         engine, n_ctx = self._model.engine, self._model.model().n_ctx
@@ -412,7 +414,7 @@ class TurnRunner:
         return True
 
     def _end_context_full(self, event: ContextFull, refusal: InferenceCenterError | None) -> None:
-        """End a turn whose context is full: what was said of it stays; one that said nothing fails."""
+        """End a turn whose context is full: a partial answer is kept, a turn without one fails."""
         turn, cut = self.turn, self.turn.forced_finish
         if event.end is None and not turn.n_tokens and cut is None:
             self._fail(prompt_too_long(event, refusal, n_ctx=self._model.model().n_ctx))
@@ -433,7 +435,7 @@ class TurnRunner:
         self._complete(self._final_history(end), self.turn.finished_outcome(end, now=self._services.monotonic()))
 
     def _cut_short(self, finish: str, *warnings: str) -> None:
-        """End the turn, of which the engine says no more, with what was said."""
+        """End the turn with its partial answer, without a final report of the engine."""
         self._flush()
         self._complete(
             self._final_history(None),
@@ -441,7 +443,7 @@ class TurnRunner:
         )
 
     def _fail(self, failure: Failed) -> None:
-        """End a turn that cannot go on; it leaves something behind only if it was to end, or nobody could continue."""
+        """Fail the turn; a partial answer is kept only if the turn was being ended anyway or cannot be retried."""
         turn = self.turn
         if self._cannot_continue and self._shifted:
             self._cut_short("context_full", f"The context could not be shifted: {failure.message}")
@@ -471,10 +473,10 @@ class TurnRunner:
             self._counts = False
             self._allowance.end_turn()
 
-    # How a defect ends.
+    # Containment of internal errors.
 
     def _contain(self, work: Callable[[], None]) -> None:
-        """Do a part of the turn's work; what that raises ends this turn and reaches no other."""
+        """Run a part of the turn; an exception ends this turn and no other."""
         try:
             work()
         except Exception:  # noqa: BLE001 - the border between the turns
@@ -485,7 +487,7 @@ class TurnRunner:
                 _log.exception("turn_end_untold", turn=self.turn_id, session=self._facts.session_id)
 
     def _end_broken(self) -> None:
-        """Fail the turn with ``internal``, unless its end was told, and have the engine drop it."""
+        """Fail the turn with ``internal``, unless its end was published, and abort it in the engine."""
         if self._has_ended:
             return
         self._has_ended = True
@@ -502,10 +504,10 @@ class TurnRunner:
                 self._serving.engine.abort(self.turn_id)
 
     def _flush(self) -> None:
-        """Tell the rest of a turn that ends.
+        """Publish the remaining text of a turn that ends.
 
-        While it waits to go on, the engine has not said again what it held back; and what may have been the beginning
-        of something else is text after all.
+        While the turn waits to resume, the engine has not repeated the text it held back; and an incomplete marker
+        turns out to be plain text.
         """
         if text := self.turn.take_held_back():
             self._append(TokenDelta(self.turn_id, b"", text))
@@ -513,7 +515,6 @@ class TurnRunner:
             self._events.publish_parts(TokenDelta(self.turn_id, b"", ""), rest)
 
     def _final_history(self, end: Finished | None) -> History:
-        """Return the history with the turn, unless it is to be discarded."""
         turn = self.turn
         if turn.abort_request is not None and turn.abort_request.discard:
             return self._history
@@ -534,10 +535,10 @@ class TurnRunner:
 
 @dataclass(slots=True)
 class _Rendering:
-    """A prompt that is being rendered: for the order that was ``asked`` for, by the model ``model_fingerprint``.
+    """A prompt being rendered for the turn spec ``asked`` by the model ``model_fingerprint``.
 
-    It becomes the prompt of ``spec`` on top of ``history``. ``then`` is called when there is a ``result``, but for one
-    that is there at once.
+    It becomes the prompt of ``spec`` on top of ``history``. ``then`` is called when the ``result`` arrives later than
+    the call.
     """
 
     asked: TurnSpec
@@ -551,11 +552,9 @@ class _Rendering:
     withdraw: Callable[[], None] = lambda: None
 
     def is_of(self, spec: TurnSpec, model_fingerprint: str) -> bool:
-        """Tell whether this is what the order takes now."""
         return self.asked is spec and self.model_fingerprint == model_fingerprint
 
     def finish(self, result: RenderResult) -> None:
-        """Take what became of it."""
         self.result = result
         if self.then is not None:
             self.then()

@@ -1,4 +1,4 @@
-"""Builds what it takes to run a turn: its parameters, its render input, and its submission. Pure."""
+"""Builds the spec of a turn, its render input, and its submission to the engine. Pure."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ if TYPE_CHECKING:
 
 _SHORTEN: Final = "Shorten the prompt, start a new session, or serve the model with a larger n_ctx."
 MAX_NOTE_CHARS: Final = 256 * 1024
-"""Characters that whoever asks for a turn may have kept with it."""
+"""Maximum length of the requester's private note on a turn."""
 
 
 @dataclass(frozen=True, slots=True)
 class TurnOptions:
-    """What holds for a turn besides what it says: its own parameters, its class, and whose tokens it takes.
+    """Options of a turn besides its messages: its own parameters, its priority, and the token charged for it.
 
-    ``note`` is text of whoever asked, for itself.
+    ``note`` is private text of the requester.
     """
 
     params: Params
@@ -59,7 +59,7 @@ def turn_params(request: Infer) -> Params:
 
 
 def turn_options(request: Infer, client: Principal, config: SessionConfig, *, note: str) -> TurnOptions:
-    """Return what holds for a turn that a client asks for in its session.
+    """Return the options of a requested turn.
 
     Raises:
         InferenceCenterError: ``invalid_request`` or ``forbidden``.
@@ -75,11 +75,11 @@ def turn_options(request: Infer, client: Principal, config: SessionConfig, *, no
 
 
 def new_turn_spec(request: Infer, terms: TurnOptions, *, config: SessionConfig, services: SessionServices) -> TurnSpec:
-    """Return what it takes to run a turn that is asked for now, within the limits of the token.
+    """Return the spec of a new turn within the limits of its token.
 
     Raises:
-        InferenceCenterError: ``invalid_request`` for parameters that exclude each other or ask for too much,
-            ``model_loading``, ``engine_unavailable``, ``model_not_found`` or ``forbidden``.
+        InferenceCenterError: ``invalid_request`` for conflicting or excessive parameters, ``model_loading``,
+            ``engine_unavailable``, ``model_not_found`` or ``forbidden``.
     """
     serving = services.models.resolve(config.chosen_model)
     limits = services.allowance_of(config.client_id, terms.token_id).limits
@@ -108,13 +108,12 @@ def new_turn_spec(request: Infer, terms: TurnOptions, *, config: SessionConfig, 
 
 
 def spec_for_model(turn: Turn, serving: ServedModel, *, config: SessionConfig, services: SessionServices) -> TurnSpec:
-    """Return a turn's order as this model is to run it, which is the one that has begun if one has.
+    """Return a turn's spec for the model that serves it now; an answer that has begun keeps its parameters.
 
-    For another one than it was made for, parameters of the session are those that it has with that model; the turn's
-    own stay.
+    For another model than before, the session's parameters are resolved again, and the turn's own parameters stay.
 
     Raises:
-        InferenceCenterError: ``invalid_request`` for parameters that exclude each other.
+        InferenceCenterError: ``invalid_request`` for conflicting parameters.
     """
     spec = turn.spec
     if turn.n_tokens or spec.model_fingerprint == serving.fingerprint():
@@ -132,7 +131,7 @@ def spec_for_model(turn: Turn, serving: ServedModel, *, config: SessionConfig, s
 
 
 def render_input(spec: TurnSpec, history: History) -> tuple[PromptPlan, RenderInput]:
-    """Return what a turn submits on top of a history, and what has to be rendered for it."""
+    """Return the prompt plan of a turn on top of a history, and the conversation to render."""
     request = spec.request
     messages = history.messages + messages_of(request)
     view = next_view(history, messages, n_keep=spec.params.n_keep) if spec.view is None else spec.view
@@ -146,7 +145,7 @@ def render_input(spec: TurnSpec, history: History) -> tuple[PromptPlan, RenderIn
 
 
 def check_fits(plan: PromptPlan, model: ModelInfo, *, may_shift: bool) -> None:
-    """Refuse a prompt that is so long that it need not be rendered to know that it does not fit.
+    """Reject a prompt that cannot fit the context, before it is rendered.
 
     Raises:
         InferenceCenterError: ``prompt_too_long``.
@@ -163,8 +162,8 @@ def check_fits(plan: PromptPlan, model: ModelInfo, *, may_shift: bool) -> None:
 
 
 def submission(turn: Turn, prompt: Prompt, *, config: SessionConfig, services: SessionServices) -> Submit:
-    """Return the turn, or what is left of it, as it is submitted now."""
-    # What tools there are stands beside the system prompt, and may be told to nobody else.
+    """Return the submission of the turn or of its remainder."""
+    # Tools are rendered with the system prompt and are private, so such a prompt is not shared.
     system = prompt.messages[0].content if prompt.shared_pieces and not turn.spec.request.tools else None
     answer = turn.answer
     return Submit(
@@ -188,17 +187,17 @@ def submission(turn: Turn, prompt: Prompt, *, config: SessionConfig, services: S
 
 
 def failed(turn_id: str, error: InferenceCenterError) -> Failed:
-    """Return the end of a turn that could not be submitted again."""
+    """Return the failure of a turn that could not be submitted."""
     return Failed(turn_id=turn_id, code=error.code.value, message=error.message, hint=error.hint, field=error.field)
 
 
 def prompt_too_long(event: ContextFull, refusal: InferenceCenterError | None, *, n_ctx: int) -> Failed:
-    """Return the end of a turn whose prompt does not fit and cannot be made shorter.
+    """Return the failure of a turn whose prompt does not fit and cannot be shortened.
 
     Args:
-        event: What the engine says of it.
-        refusal: Why its shorter prompt was not taken, if there was one.
-        n_ctx: Tokens that prompt and answer may have.
+        event: The report of the engine.
+        refusal: Why the shortened prompt was refused, if it was.
+        n_ctx: Maximum tokens of prompt and answer.
     """
     error = refusal or InferenceCenterError(
         ErrorCode.PROMPT_TOO_LONG,
