@@ -55,7 +55,7 @@ class Principal:
                 ErrorCode.FORBIDDEN,
                 f"priority is {wanted}, above this client's {self.priority}",
                 field="priority",
-                hint=f"Leave it out, or use a token with the scope {Scope.PRIORITY}.",
+                hint=f"Omit it, or use a token with the scope {Scope.PRIORITY}.",
             )
         return wanted
 
@@ -170,6 +170,6 @@ def limited(asked: Params, limits: AccessLimits, *, session: Params, chosen: Col
             ErrorCode.INVALID_REQUEST,
             f"max_tokens is {wanted}; answers for this token have at most {most}",
             field="params.max_tokens",
-            hint="Ask for less, or leave it out.",
+            hint="Request fewer tokens, or omit the field.",
         )
     return merge(asked, Params(max_tokens=most))

@@ -123,7 +123,7 @@ class ReplayBuffer:
         self._disabled = False
 
     def __repr__(self) -> str:
-        return f"<Replay {self._lost_seq + 1}..{self._last_seq}, {self._bytes} bytes>"
+        return f"<ReplayBuffer {self._lost_seq + 1}..{self._last_seq}, {self._bytes} bytes>"
 
     @property
     def size_bytes(self) -> int:
@@ -136,7 +136,7 @@ class ReplayBuffer:
         If an internal error prevented the publication of a numbered event, a gap remains. All events before the gap are
         then dropped, so clients with an older position receive the state of the session instead.
         """
-        assert event.seq is not None, "what is kept has a number"
+        assert event.seq is not None, "a buffered event has a number"
         if event.seq != self._last_seq + 1:
             _log.error("event_numbers_have_a_gap", after=self._last_seq, next=event.seq)
             self._forget_all(event.seq - 1)

@@ -93,7 +93,7 @@ class HistoryLimits:
         if extent.n_chars > self.max_chars:
             raise _too_long(f"{extent.n_chars} characters; {self.max_chars} are allowed")
         if extent.n_entries > self.max_entries:
-            raise _too_long(f"{extent.n_entries} messages and calls of tools; {self.max_entries} are allowed")
+            raise _too_long(f"{extent.n_entries} messages and tool calls; {self.max_entries} are allowed")
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,9 +161,9 @@ class History:
                 return
         raise InferenceCenterError(
             ErrorCode.INVALID_REQUEST,
-            f"tool_call_id is {next(iter(unknown))}, which is no call of this session",
+            f"tool_call_id is {next(iter(unknown))}, which is not a tool call of this session",
             field="messages",
-            hint="It is the call_id of one of the tool_calls of an answer.",
+            hint="Use the call_id of a tool call in an answer.",
         )
 
     def after(self, turn_id: str, now: History, *, goes_on: bool) -> History:
@@ -212,7 +212,7 @@ class History:
             ErrorCode.TURN_NOT_FOUND,
             "no turn of this session's history has this id",
             field="turn",
-            hint=f"get_session lists them; {START} stands for the place before the first one.",
+            hint=f"get_session lists the turns; {START} means before the first one.",
         )
 
 

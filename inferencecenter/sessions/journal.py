@@ -352,12 +352,12 @@ def _refusal(journal: Journal) -> InferenceCenterError:
         return InferenceCenterError(
             ErrorCode.STORAGE_UNAVAILABLE,
             fault.message,
-            hint="Try again when the operator has mended it; a session opened with store false works meanwhile.",
+            hint="Try again after the operator has repaired it; a session opened with store false works meanwhile.",
             retry_after_ms=fault.retry_after_ms,
         )
     return InferenceCenterError(
         ErrorCode.OVERLOADED,
-        "the store is behind with what this client has asked for",
-        hint="Ask again later, and for less at once.",
+        "too many writes of this client wait for the store",
+        hint="Try again later, with fewer requests at once.",
         retry_after_ms=RETRY_SOON_MS,
     )

@@ -177,7 +177,7 @@ class SessionSnapshot:
 
 COUNTED_TOKENS: Final = 256
 """Tokens of an answer after which the usage of a session that is not stored is recorded."""
-_INCOMPLETE: Final = "Something of this session could not be stored: after a restart it may lack that."
+_INCOMPLETE: Final = "Part of this session could not be stored and may be missing after a restart."
 
 
 class LiveSession:
@@ -617,7 +617,7 @@ class LiveSession:
 
     def _check_idle(self, doing: str) -> None:
         if self._runner is not None:
-            raise InferenceCenterError(ErrorCode.SESSION_BUSY, hint=f"{doing} when its turn has ended.")
+            raise InferenceCenterError(ErrorCode.SESSION_BUSY, hint=f"{doing} after its turn has ended.")
 
     def _limit_replay(self) -> None:
         if self._runner is not None:

@@ -107,7 +107,7 @@ class ExpiryQueue:
 MIN_TTL_S: Final = 1.0
 """Minimum idle seconds of a session: a shorter ``ttl_s`` is raised to this, which bounds the rate of expiries."""
 _CLOSE_ONE: Final = (
-    "Close one that is no longer needed (list_sessions shows them). A stored session is closed to make room only where"
+    "Close one that is no longer needed (list_sessions shows them). A stored session is closed to make room only if"
     " the operator has set sessions.when_full to evict."
 )
 _DAY_S: Final = 86_400.0
@@ -338,7 +338,7 @@ class SessionTable:
 
 def ttl_warnings(ttl_s: float | None) -> tuple[str, ...]:
     """Return a warning if ``ttl_s`` is raised to the minimum."""
-    return () if ttl_s is None or ttl_s >= MIN_TTL_S else (f"ttl_s counts as {MIN_TTL_S:g}: it is shorter.",)
+    return () if ttl_s is None or ttl_s >= MIN_TTL_S else (f"ttl_s is raised to the minimum of {MIN_TTL_S:g}.",)
 
 
 def _may_go(session: LiveSession, excluded: LiveSession | None) -> bool:

@@ -163,7 +163,7 @@ class TurnRunner:
             InferenceCenterError: See ``prepare``.
         """
         prepared = self.prepare(_noop)
-        assert prepared, "it is asked for when the turn is prepared"
+        assert prepared, "the engine requests it after prepare() returned True"
         assert self.turn.prompt is not None
         return submission(self.turn, self.turn.prompt, config=self._facts, services=self._services)
 
@@ -282,7 +282,7 @@ class TurnRunner:
     def _has_prompt(self, then: Callable[[], None]) -> bool:
         turn, serving = self.turn, self._model
         if turn.state.is_terminal:
-            raise InferenceCenterError(ErrorCode.NOTHING_TO_ABORT, f"turn {turn.turn_id} is over")
+            raise InferenceCenterError(ErrorCode.NOTHING_TO_ABORT, f"turn {turn.turn_id} has ended")
         model_fingerprint = serving.fingerprint()
         if turn.prompt is not None and turn.spec.model_fingerprint == model_fingerprint:
             return True
@@ -328,7 +328,7 @@ class TurnRunner:
 
     @property
     def _model(self) -> ServedModel:
-        assert self._serving is not None, "it was handed over"
+        assert self._serving is not None, "the turn was submitted"
         return self._serving
 
     def _choose_model(self) -> ServedModel:
@@ -393,7 +393,7 @@ class TurnRunner:
     def _shift(self, event: ContextFull) -> bool:
         """Submit the turn again without its oldest turns; return ``False`` if there are none to drop."""
         turn, services, prompt = self.turn, self._services, self.turn.prompt
-        assert prompt is not None, "the engine had it"
+        assert prompt is not None, "the turn was submitted with a prompt"
         engine, n_ctx = self._model.engine, self._model.model().n_ctx
         shift = plan_context_shift(self._history, prompt, total=event.n_tokens, answered=turn.n_tokens, n_ctx=n_ctx)
         if shift is None:

@@ -54,7 +54,7 @@ def turn_params(request: Infer) -> Params:
     if request.n_probs is None:
         return params
     if "n_probs" in params.model_fields_set:
-        raise InferenceCenterError(ErrorCode.INVALID_REQUEST, "n_probs is given twice: also in params", field="n_probs")
+        raise InferenceCenterError(ErrorCode.INVALID_REQUEST, "n_probs is set twice: here and in params", field="n_probs")
     return merge(params, Params(n_probs=request.n_probs))
 
 
@@ -67,7 +67,7 @@ def turn_options(request: Infer, client: Principal, config: SessionConfig, *, no
     if len(note) > MAX_NOTE_CHARS:
         raise InferenceCenterError(
             ErrorCode.INVALID_REQUEST,
-            f"what is to be kept with the turn has {len(note)} characters, not {MAX_NOTE_CHARS}",
+            f"the note of the turn has {len(note)} characters; {MAX_NOTE_CHARS} are allowed",
         )
     params = turn_params(request)
     priority = client.allow_priority(request.priority, otherwise=config.priority)

@@ -137,7 +137,7 @@ def test_appending_looks_at_new_messages_only() -> None:
     ("new", "says"),
     [
         ([message("x" * 1001)], "1001 characters; 1000"),
-        ([message()] * 101, "101 messages and calls of tools; 100"),
+        ([message()] * 101, "101 messages and tool calls; 100"),
         ([message(role="assistant", tool_calls=[call(str(n)) for n in range(100)])], "101 messages and calls of tools"),
     ],
 )
@@ -154,10 +154,10 @@ def test_a_session_takes_so_many_messages(world: World) -> None:
     world.reopen()
     session_id = world.create(system="s")
     world.append(session_id, ("user", ""), ("user", ""))
-    with pytest.raises(InferenceCenterError, match="4 messages and calls of tools; 3 are allowed") as caught:
+    with pytest.raises(InferenceCenterError, match="4 messages and tool calls; 3 are allowed") as caught:
         world.append(session_id, ("user", ""))
     assert caught.value.code is ErrorCode.CONTEXT_FULL
-    with pytest.raises(InferenceCenterError, match="4 messages and calls of tools; 3 are allowed"):
+    with pytest.raises(InferenceCenterError, match="4 messages and tool calls; 3 are allowed"):
         world.infer(session_id)
     assert len(world.transcript(session_id)) == 3
 
